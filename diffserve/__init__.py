@@ -1,0 +1,62 @@
+"""diffserve: text-to-image diffusion, served by rows.
+
+Three lines paint a picture::
+
+    from diffserve import Engine
+    engine = Engine.from_pretrained("embedded")
+    engine.generate("a fox next to a cactus on the beach")[0].image.save("fox.png")
+
+Everything a user needs is re-exported here and loaded on first use, so ``import diffserve`` costs nothing and the HTTP process
+and the command line never pull torch in by accident.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diffserve.config import EngineConfig, Settings, load_settings
+    from diffserve.engine import Engine
+    from diffserve.errors import DiffserveError
+    from diffserve.types import DiffusionParams, GenerationRequest, ImageResult, ModelInfo, Picture
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "DiffserveError": "diffserve.errors",
+    "DiffusionParams": "diffserve.types",
+    "Engine": "diffserve.engine",
+    "EngineConfig": "diffserve.config",
+    "GenerationRequest": "diffserve.types",
+    "ImageResult": "diffserve.types",
+    "ModelInfo": "diffserve.types",
+    "Picture": "diffserve.types",
+    "Settings": "diffserve.config",
+    "load_settings": "diffserve.config",
+}
+
+__all__ = [
+    "DiffserveError",
+    "DiffusionParams",
+    "Engine",
+    "EngineConfig",
+    "GenerationRequest",
+    "ImageResult",
+    "ModelInfo",
+    "Picture",
+    "Settings",
+    "load_settings",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the home of ``name`` when it is first asked for."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'diffserve' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

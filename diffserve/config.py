@@ -1,0 +1,255 @@
+"""Settings: literal TOML files, layered, each value with its origin.
+
+Four layers, the later one wins::
+
+    built-in file    configs/serve.toml and one of configs/{embedded,sd15,sdxl}.toml (complete: every key is there)
+    user file        --config FILE, any subset of the same tables and keys
+    environment      DIFFSERVE_<TABLE>_<KEY>, e.g. DIFFSERVE_SERVE_PORT=9000
+    command line     --port 9000
+
+An unknown key is a :class:`~diffserve.errors.ConfigError` that names the nearest known one; a wrong value is quoted with the
+place it came from. No torch here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast, get_type_hints
+
+import msgspec
+
+from diffserve.errors import ConfigError, InvalidRequest
+from diffserve.profiles import describe_model
+from diffserve.types import ModelProfile
+from schedulers import resolve_sampler
+
+PROFILES = ("embedded", "sd15", "sdxl")
+SPACINGS = ("leading", "trailing", "linspace", "quadratic")
+SIGMA_SCHEDULES = ("none", "karras", "exponential", "sgm_uniform", "simple", "beta")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
+ENV_PREFIX = "DIFFSERVE_"
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The ``[engine]`` table.
+
+    max_rows       rows (one latent through the UNet) in one call, 1 or more; a guided image takes two
+    deterministic  bytes that do not depend on the neighbours; "auto": on with a CPU, off elsewhere
+    max_waiting    images accepted beyond those being painted; one more is refused with ``QueueFull``
+    trace_ticks    recent ticks kept in ``Engine.trace``
+    """
+
+    max_rows: int = 8
+    deterministic: Literal["auto"] | bool = "auto"
+    max_waiting: int = 64
+    trace_ticks: int = 256
+
+    def __post_init__(self) -> None:
+        _at_least(1, max_rows=self.max_rows)
+        _at_least(0, max_waiting=self.max_waiting, trace_ticks=self.trace_ticks)
+
+
+class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The ``[serve]`` table; seconds, bytes and pixels as the names say (see ``configs/serve.toml``)."""
+
+    host: str
+    port: int
+    data_dir: str
+    max_body_bytes: int
+    request_timeout_s: float
+    startup_timeout_s: float
+    shutdown_timeout_s: float
+    min_size_px: int
+    max_size_px: int
+    log_level: Literal["debug", "info", "warning", "error"]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}; it must lie between 0 (any free port) and 65535.", param="port")
+        if not self.host.strip():
+            raise ConfigError("host is empty; give 127.0.0.1, or 0.0.0.0 for every interface.", param="host")
+        _at_least(1, max_body_bytes=self.max_body_bytes, min_size_px=self.min_size_px)
+        _at_least(self.min_size_px, max_size_px=self.max_size_px)
+        for name in ("request_timeout_s", "startup_timeout_s", "shutdown_timeout_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} is {value}; it must be a positive number of seconds.", param=name)
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything configured. ``origins`` maps "table.key" to the place its value came from."""
+
+    model: ModelProfile
+    engine: EngineConfig
+    serve: ServeConfig
+    origins: dict[str, str]
+
+
+class Flag(NamedTuple):
+    """A command-line option: the name to quote in an error, and its value (``None``: not given)."""
+
+    name: str
+    value: Any
+
+
+class _Value(NamedTuple):
+    raw: Any
+    origin: str
+    is_text: bool = False
+
+
+TABLES: dict[str, type[msgspec.Struct]] = {"model": ModelProfile, "engine": EngineConfig, "serve": ServeConfig}
+_FIELDS = {table: get_type_hints(struct) for table, struct in TABLES.items()}
+KEYS = tuple(f"{table}.{key}" for table, fields in _FIELDS.items() for key in fields)
+
+
+def configs_dir() -> Path:
+    """The folder of built-in files: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    shipped = package / "configs"
+    return shipped if shipped.is_dir() else package.parent / "configs"
+
+
+def load_settings(
+    *,
+    model: str | None = None,
+    config: str | Path | None = None,
+    env: Mapping[str, str] | None = None,
+    flags: Mapping[str, Flag] | None = None,
+) -> Settings:
+    """Read and layer all settings.
+
+    ``model``: a built-in profile name, a diffusers directory or a safetensors file (the command line's ``--model``).
+    ``config``: a built-in profile name or a TOML file. ``env``: the process environment when ``None``.
+    ``flags``: {"serve.port": Flag("--port", 9000), ...}. Raises ConfigError.
+    """
+    user = _user_layer(config)
+    environment = dict(_env_layer(os.environ if env is None else env))
+    path = model or _text(environment.get("model.path")) or _text(user.get("model.path")) or "embedded"
+    values = _builtin_layer("serve.toml", ("serve",))
+    if path in PROFILES or str(config) in PROFILES:
+        profile, described = (path if path in PROFILES else str(config)), {}
+    else:
+        profile, described = describe_model(Path(path))
+    values |= _builtin_layer(f"{profile}.toml", ("model", "engine"))
+    values |= {f"model.{key}": _Value(value, path) for key, value in described.items()}
+    values |= user | environment
+    if model is not None and model not in PROFILES:
+        values["model.path"] = _Value(model, "--model")
+    values |= {key: _Value(flag.value, flag.name) for key, flag in (flags or {}).items() if flag.value is not None}
+    return _build(values)
+
+
+def _build(values: dict[str, _Value]) -> Settings:
+    tables: dict[str, dict[str, Any]] = {table: {} for table in TABLES}
+    for dotted, value in values.items():
+        table, key = dotted.split(".")
+        tables[table][key] = _convert(dotted, value)
+    built: dict[str, Any] = {}
+    for table, struct in TABLES.items():
+        try:
+            built[table] = struct(**tables[table])
+        except (ConfigError, InvalidRequest) as error:
+            origin = values.get(f"{table}.{error.param}")
+            raise ConfigError(f"{table}.{error.message}" + (f" (from {origin.origin})" if origin else "")) from None
+    _check_model(cast(ModelProfile, built["model"]), values)
+    return Settings(**built, origins={dotted: values[dotted].origin for dotted in sorted(values)})
+
+
+def _convert(dotted: str, value: _Value) -> Any:
+    """``value`` as the type of its field; environment text is read as TOML would write it without quotes."""
+    table, key = dotted.split(".")
+    raw = value.raw
+    if value.is_text and key == "good_sizes":
+        raw = [size.split("x") for size in raw.replace(" ", "").split(",") if size]
+    try:
+        return msgspec.convert(raw, _FIELDS[table][key], strict=not value.is_text)
+    except msgspec.ValidationError as error:
+        reason = str(error)[0].lower() + str(error)[1:]
+        raise ConfigError(f"{dotted} is {value.raw!r} (from {value.origin}): {reason}.", param=key) from None
+
+
+def _check_model(model: ModelProfile, values: Mapping[str, _Value]) -> None:
+    def refuse(key: str, why: str) -> ConfigError:
+        return ConfigError(f"model.{key} is {getattr(model, key)!r} (from {values[f'model.{key}'].origin}): {why}")
+
+    choices = {"spacing": SPACINGS, "sigma_schedule": SIGMA_SCHEDULES, "dtype": DTYPES}
+    for key, known in choices.items():
+        if getattr(model, key) not in known:
+            raise refuse(key, f"one of {', '.join(known)}.")
+    try:
+        resolve_sampler(model.sampler)
+    except ValueError as error:
+        raise refuse("sampler", str(error)) from None
+    try:
+        _ = model.diffusion
+    except InvalidRequest as error:
+        raise ConfigError(f"[model] {error.message}") from None
+    if any(side < 1 for size in model.good_sizes for side in size):
+        raise refuse("good_sizes", "every side must be 1 px or more.")
+    if model.max_side_px < max((side for size in model.good_sizes for side in size), default=1):
+        raise refuse("max_side_px", "smaller than a side in model.good_sizes.")
+
+
+def _builtin_layer(name: str, tables: tuple[str, ...]) -> dict[str, _Value]:
+    """A built-in file, whole: a key that is missing there is an error too."""
+    path = configs_dir() / name
+    values = dict(_file_values(path, f"configs/{name}"))
+    missing = [key for key in KEYS if key.split(".")[0] in tables and key not in values]
+    if missing:
+        raise ConfigError(f"the built-in file {path} lacks {', '.join(missing)}; reinstall diffserve.")
+    return values
+
+
+def _user_layer(config: str | Path | None) -> dict[str, _Value]:
+    if config is None or str(config) in PROFILES:
+        return {}
+    return dict(_file_values(Path(config), str(config)))
+
+
+def _file_values(path: Path, origin: str) -> Iterator[tuple[str, _Value]]:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        choices = ", ".join(PROFILES)
+        raise ConfigError(
+            f"cannot read the configuration {str(path)!r}: {error.strerror}; give a TOML file or one of {choices}."
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{origin} is not valid TOML: {error}.") from None
+    for table, entries in tables.items():
+        if table not in TABLES or not isinstance(entries, dict):
+            raise ConfigError(f"{origin}: unknown table [{table}]; {_nearest(table, TABLES)}.")
+        for key, raw in entries.items():
+            if key not in _FIELDS[table]:
+                raise ConfigError(f"{origin}: unknown key {table}.{key}; {_nearest(key, _FIELDS[table])}.")
+            yield f"{table}.{key}", _Value(raw, origin)
+
+
+def _env_layer(env: Mapping[str, str]) -> Iterator[tuple[str, _Value]]:
+    known = {f"{ENV_PREFIX}{key.replace('.', '_').upper()}": key for key in KEYS}
+    for name in sorted(env):
+        if name in known:
+            yield known[name], _Value(env[name], name, is_text=True)
+        elif name.startswith(ENV_PREFIX):
+            raise ConfigError(f"unknown environment variable {name}={env[name]!r}; {_nearest(name, known)}.")
+
+
+def _nearest(word: str, known: Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+
+
+def _text(value: _Value | None) -> str | None:
+    return value.raw if value is not None and isinstance(value.raw, str) else None
+
+
+def _at_least(low: int, **numbers: int) -> None:
+    for name, number in numbers.items():
+        if number < low:
+            raise ConfigError(f"{name} is {number}; it must be {low} or more.", param=name)

@@ -1,0 +1,379 @@
+"""The words every floor of the house speaks: requests, parameters, pictures, results, events.
+
+Nothing here imports torch. Every type is a frozen ``msgspec.Struct``, so the same object travels from the HTTP process to
+the engine process as msgpack, with no pickle. A value that would be wrong cannot be built: ``__post_init__`` raises
+:class:`diffserve.errors.InvalidRequest` with the value and the way out.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from diffserve.errors import InvalidRequest
+
+MAX_PROMPT_CHARS = 32_000
+MAX_IMAGES = 10
+MAX_SEED = 2**63 - 1
+MAX_GUIDANCE = 30.0
+
+
+def _check(ok: bool, message: str, param: str, code: str = "invalid_value") -> None:
+    if not ok:
+        raise InvalidRequest(message, param=param, code=code)
+
+
+def _check_number(value: float | None, name: str, low: float, high: float, hint: str = "") -> None:
+    if value is not None:
+        _check(
+            math.isfinite(value) and low <= value <= high,
+            f"{name} is {value}; it must lie between {low:g} and {high:g}{hint}.",
+            name,
+        )
+
+
+class Picture(msgspec.Struct, frozen=True, kw_only=True):
+    """An 8-bit picture: ``data`` holds ``height_px * width_px * channels`` bytes, rows first.
+
+    ``channels`` is 3 (RGB) for pictures, 1 for masks (255 = paint here).
+    """
+
+    width_px: int
+    height_px: int
+    data: bytes
+    channels: int = 3
+
+    def __post_init__(self) -> None:
+        expected = self.width_px * self.height_px * self.channels
+        _check(
+            self.width_px > 0 and self.height_px > 0 and self.channels in (1, 3) and len(self.data) == expected,
+            f"a picture of {self.width_px}x{self.height_px} with {self.channels} channel(s) needs {expected} bytes, "
+            f"not {len(self.data)}.",
+            "image",
+            "invalid_image",
+        )
+
+    @classmethod
+    def from_array(cls, pixels: NDArray[np.uint8]) -> Picture:
+        """Wrap ``pixels`` of shape (height, width, 3) or (height, width) for a mask."""
+        height, width = pixels.shape[:2]
+        channels = pixels.shape[2] if pixels.ndim == 3 else 1
+        return cls(width_px=width, height_px=height, channels=channels, data=np.ascontiguousarray(pixels).tobytes())
+
+    @property
+    def array(self) -> NDArray[np.uint8]:
+        """The pixels as a read-only (height, width, 3) array, or (height, width) for a mask."""
+        shape = (self.height_px, self.width_px, 3) if self.channels == 3 else (self.height_px, self.width_px)
+        return np.frombuffer(self.data, dtype=np.uint8).reshape(shape)
+
+
+class LatentArray(msgspec.Struct, frozen=True, kw_only=True):
+    """Final latents as little-endian float32 bytes of ``shape`` (channels, height / f, width / f)."""
+
+    shape: tuple[int, int, int]
+    data: bytes
+
+    @classmethod
+    def from_array(cls, latents: NDArray[np.float32]) -> LatentArray:
+        channels, height, width = latents.shape
+        return cls(shape=(channels, height, width), data=latents.astype("<f4").tobytes())
+
+    @property
+    def array(self) -> NDArray[np.float32]:
+        """The latents as a float32 array of ``shape``."""
+        return np.frombuffer(self.data, dtype="<f4").reshape(self.shape)
+
+
+class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to denoise. ``None`` means: as the model's profile says.
+
+    sampler            canonical name, A1111 label or diffusers class name (see ``schedulers.SAMPLERS``)
+    num_steps          denoising steps, 1 up to the training length (checked against the model at submit)
+    spacing            "leading" | "trailing" | "linspace" | "quadratic"
+    sigma_schedule     "karras" | "exponential" | "sgm_uniform" | "simple" | "beta"
+    eta                share of fresh noise in ddim, 0 (none) to 1 (as much as ddpm)
+    guidance_scale     classifier-free guidance weight; 1 and below: no unconditional row
+    guidance_interval  (from, to) as fractions of the steps; outside it the unconditional row is skipped
+    strength           how much of an init image is repainted, 0 (nothing) to 1 (everything)
+    """
+
+    sampler: str | None = None
+    num_steps: int | None = None
+    spacing: str | None = None
+    sigma_schedule: str | None = None
+    eta: float | None = None
+    guidance_scale: float | None = None
+    guidance_interval: tuple[float, float] = (0.0, 1.0)
+    strength: float = 0.75
+
+    def __post_init__(self) -> None:
+        _check(
+            self.num_steps is None or self.num_steps >= 1,
+            f"num_steps is {self.num_steps}; ask for at least 1 step.",
+            "num_inference_steps",
+        )
+        _check_number(self.eta, "eta", 0.0, 1.0)
+        _check_number(self.guidance_scale, "guidance_scale", 0.0, MAX_GUIDANCE)
+        _check_number(self.strength, "strength", 0.0, 1.0)
+        start, stop = self.guidance_interval
+        _check(
+            0.0 <= start <= stop <= 1.0,
+            f"guidance_interval is ({start}, {stop}); give two fractions with 0 <= from <= to <= 1.",
+            "guidance_interval",
+        )
+
+
+def new_request_id() -> str:
+    """A fresh request id, ``img-`` and 24 hexadecimal digits."""
+    return f"img-{uuid.uuid4().hex[:24]}"
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What somebody wants painted.
+
+    width_px, height_px   multiples of the model's VAE factor (checked at submit); ``None``: the model's native size
+    num_images            image i is the picture that seed + i gives alone
+    seed                  ``None``: drawn at submit and reported back
+    init_image            start from this picture (image-to-image), resized by the caller to width x height
+    mask_image            one channel, 255 = repaint here (inpainting); needs ``init_image``
+    preview_every         a Preview event each so many steps; 0: none
+    deadline_s            seconds after submit at which the work is given up
+    """
+
+    prompt: str
+    negative_prompt: str = ""
+    width_px: int | None = None
+    height_px: int | None = None
+    num_images: int = 1
+    seed: int | None = None
+    diffusion: DiffusionParams = DiffusionParams()
+    init_image: Picture | None = None
+    mask_image: Picture | None = None
+    preview_every: int = 0
+    return_latents: bool = False
+    deadline_s: float | None = None
+    request_id: str = msgspec.field(default_factory=new_request_id)
+
+    def __post_init__(self) -> None:
+        _check(bool(self.prompt.strip()), "the prompt is empty; say what to paint.", "prompt", "empty_prompt")
+        for name, text in (("prompt", self.prompt), ("negative_prompt", self.negative_prompt)):
+            _check(
+                len(text) <= MAX_PROMPT_CHARS,
+                f"{name} has {len(text)} characters; at most {MAX_PROMPT_CHARS} are taken.",
+                name,
+                "string_above_max_length",
+            )
+        for name, size in (("width", self.width_px), ("height", self.height_px)):
+            _check(size is None or size > 0, f"{name} is {size} px; it must be positive.", "size", "invalid_size")
+        _check(
+            1 <= self.num_images <= MAX_IMAGES,
+            f"n is {self.num_images}; ask for 1 to {MAX_IMAGES} images in one request.",
+            "n",
+        )
+        _check(
+            self.seed is None or 0 <= self.seed <= MAX_SEED,
+            f"seed is {self.seed}; it must lie between 0 and {MAX_SEED}.",
+            "seed",
+        )
+        _check(self.preview_every >= 0, f"preview_every is {self.preview_every}; 0 or more.", "preview_every")
+        _check(
+            self.mask_image is None or self.init_image is not None,
+            "a mask was given without an image to repaint; give init_image too.",
+            "mask",
+        )
+        _check(
+            self.deadline_s is None or (math.isfinite(self.deadline_s) and self.deadline_s > 0),
+            f"deadline_s is {self.deadline_s}; it must be a positive number of seconds.",
+            "deadline_s",
+        )
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an image's time went, in seconds. ``step_s`` is the mean wall time of a denoising step."""
+
+    queue_s: float
+    encode_s: float
+    denoise_s: float
+    decode_s: float
+    step_s: float
+
+
+class ImageResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished image and everything needed to paint it again.
+
+    ``num_evaluations`` counts UNet rows (two a step under guidance); ``latents`` only when asked for.
+    """
+
+    request_id: str
+    image_index: int
+    seed: int
+    picture: Picture
+    timings: Timings
+    prompt: str
+    negative_prompt: str
+    sampler: str
+    num_steps: int
+    num_evaluations: int
+    guidance_scale: float
+    eta: float
+    spacing: str
+    sigma_schedule: str | None
+    model: str
+    model_digest: str
+    warnings: tuple[str, ...] = ()
+    latents: LatentArray | None = None
+
+    @property
+    def pixels(self) -> NDArray[np.uint8]:
+        """(height, width, 3) uint8 RGB."""
+        return self.picture.array
+
+    @property
+    def image(self) -> Any:
+        """The picture as a ``PIL.Image.Image`` (imported only here)."""
+        from PIL import Image
+
+        return Image.fromarray(self.pixels)
+
+
+class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The request is in the queue; ``seed`` is the one that will be used for image 0."""
+
+    request_id: str
+    seed: int
+    num_images: int
+    queue_position: int
+    warnings: tuple[str, ...] = ()
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """``step_index`` of ``num_steps`` steps of image ``image_index`` are done."""
+
+    request_id: str
+    image_index: int
+    step_index: int
+    num_steps: int
+    seconds_left: float | None = None
+
+
+class Preview(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The denoised estimate after ``step_index`` steps, as a picture."""
+
+    request_id: str
+    image_index: int
+    step_index: int
+    picture: Picture
+
+
+class Painted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One image of the request is finished."""
+
+    request_id: str
+    result: ImageResult
+
+
+class ImageFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One image of the request failed; its neighbours and its siblings go on."""
+
+    request_id: str
+    image_index: int
+    code: str
+    message: str
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Terminal: every image is painted or has failed, and at least one is painted."""
+
+    request_id: str
+    num_painted: int
+    num_failed: int
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Terminal: the request gave no image."""
+
+    request_id: str
+    code: str
+    message: str
+    param: str | None = None
+
+
+class Cancelled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Terminal: the request was cancelled; its lanes are free."""
+
+    request_id: str
+
+
+Event = Accepted | Progress | Preview | Painted | ImageFailed | Finished | Failed | Cancelled
+TERMINAL = (Finished, Failed, Cancelled)
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a loaded model can do; the HTTP process and the CLI read it, no torch needed.
+
+    vae_factor    pixels per latent cell; sizes are multiples of ``size_multiple_px``
+    good_sizes    (width, height) pairs that the model does well; the first is native
+    """
+
+    model_id: str
+    family: str
+    digest: str
+    prediction_type: str
+    vae_factor: int
+    latent_channels: int
+    size_multiple_px: int
+    good_sizes: tuple[tuple[int, int], ...]
+    max_side_px: int
+    train_timesteps: int
+    is_inpainting: bool
+    default_sampler: str
+    default_num_steps: int
+    default_guidance_scale: float
+    default_spacing: str
+    device: str
+    dtype: str
+    choice_reason: str
+    num_parameters: int
+    weights_bytes: int
+
+
+class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a model lies and how it is best used: the ``[model]`` table of a file in ``configs/``.
+
+    path             "embedded", a diffusers directory, or a single safetensors file
+    device, dtype    "auto", or a torch device / one of float32, bfloat16, float16, int8
+    good_sizes       (width, height) in pixels that the model does well; the first is native; empty: the model's own
+                     training size (``sample_size`` in its UNet's configuration)
+    max_side_px      longest side that is painted directly
+    sigma_schedule   a name, or "none" for the plain spacing
+    """
+
+    model_id: str
+    path: str
+    device: str
+    dtype: str
+    sampler: str
+    num_steps: int
+    guidance_scale: float
+    spacing: str
+    sigma_schedule: str
+    eta: float
+    good_sizes: tuple[tuple[int, int], ...]
+    max_side_px: int
+
+    @property
+    def diffusion(self) -> DiffusionParams:
+        """The profile's defaults as :class:`DiffusionParams`, every field filled."""
+        return DiffusionParams(
+            sampler=self.sampler,
+            num_steps=self.num_steps,
+            spacing=self.spacing,
+            sigma_schedule=None if self.sigma_schedule == "none" else self.sigma_schedule,
+            eta=self.eta,
+            guidance_scale=self.guidance_scale,
+        )
