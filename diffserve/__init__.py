@@ -6,8 +6,8 @@ Three lines paint a picture::
     engine = Engine.from_pretrained("embedded")
     engine.generate("a fox next to a cactus on the beach")[0].image.save("fox.png")
 
-Everything a user needs is re-exported here and loaded on first use, so ``import diffserve`` costs nothing and the HTTP process
-and the command line never pull torch in by accident.
+Everything a user needs is re-exported here and loaded on first use, so ``import diffserve`` costs nothing and the HTTP
+process and the command line never pull torch in by accident.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ Four layers, the later one wins::
     environment      DIFFSERVE_<TABLE>_<KEY>, e.g. DIFFSERVE_SERVE_PORT=9000
     command line     --port 9000
 
-An unknown key is a :class:`~diffserve.errors.ConfigError` that names the nearest known one; a wrong value is quoted with the
-place it came from. No torch here.
+An unknown key is a :class:`~diffserve.errors.ConfigError` that names the nearest known one; a wrong value is quoted
+with the place it came from. No torch here.
 """
 
 from __future__ import annotations
@@ -36,22 +36,44 @@ ENV_PREFIX = "DIFFSERVE_"
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The ``[engine]`` table.
+    """How the engine batches. Every value is literal; ``"auto"`` and ``None`` are resolved at start and reported.
 
-    max_rows       rows (one latent through the UNet) in one call, 1 or more; a guided image takes two
-    deterministic  bytes that do not depend on the neighbours; "auto": on with a CPU, off elsewhere
-    max_waiting    images accepted beyond those being painted; one more is refused with ``QueueFull``
-    trace_ticks    recent ticks kept in ``Engine.trace``
+    max_rows               rows (latents) in one tick; ``None``: the knee of the measured cost curve, at most
+                           16 on a CPU and 32 elsewhere
+    deterministic          True: an image's bytes do not depend on its neighbours; False: they may differ by rounding
+                           (see ``Engine.tolerance``); "auto": True on a CPU, where it costs next to nothing
+    max_lanes              images in flight at once, running or preempted between two steps
+    max_waiting            requests that may wait for a lane before :class:`~diffserve.errors.QueueFull`
+    max_prepares_per_tick  newcomers whose text and init image are encoded in one tick, so that nobody stalls
+    max_decodes_per_tick   finished latents turned into pictures in one tick
+    ageing_rows_per_tick   how fast waiting earns precedence: a job of N remaining rows is overtaken only by jobs that
+                           came within N / ageing_rows_per_tick ticks after it
+    trace_ticks            how many past ticks ``Engine.trace`` remembers
     """
 
-    max_rows: int = 8
-    deterministic: Literal["auto"] | bool = "auto"
-    max_waiting: int = 64
+    max_rows: int | None = None
+    deterministic: bool | Literal["auto"] = "auto"
+    max_lanes: int = 64
+    max_waiting: int = 256
+    max_prepares_per_tick: int = 8
+    max_decodes_per_tick: int = 4
+    ageing_rows_per_tick: float = 0.5
     trace_ticks: int = 256
 
     def __post_init__(self) -> None:
-        _at_least(1, max_rows=self.max_rows)
-        _at_least(0, max_waiting=self.max_waiting, trace_ticks=self.trace_ticks)
+        if self.max_rows is not None and self.max_rows < 2:
+            raise ConfigError(
+                f"max_rows is {self.max_rows}; a guided image needs 2 rows in one tick, so 2 at least.",
+                param="max_rows",
+            )
+        for name in ("max_lanes", "max_waiting", "max_prepares_per_tick", "max_decodes_per_tick", "trace_ticks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.", param=name)
+        if not self.ageing_rows_per_tick > 0:
+            raise ConfigError(
+                f"ageing_rows_per_tick is {self.ageing_rows_per_tick}; it must be positive, or long jobs starve.",
+                param="ageing_rows_per_tick",
+            )
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -165,6 +187,8 @@ def _convert(dotted: str, value: _Value) -> Any:
     """``value`` as the type of its field; environment text is read as TOML would write it without quotes."""
     table, key = dotted.split(".")
     raw = value.raw
+    if raw == "auto" and _FIELDS[table][key] == int | None:
+        return None
     if value.is_text and key == "good_sizes":
         raw = [size.split("x") for size in raw.replace(" ", "").split(",") if size]
     try:

@@ -17,8 +17,8 @@ MAX_HEADER_BYTES = 100_000_000
 def describe_model(path: Path) -> tuple[str, dict[str, Any]]:
     """(name of the built-in profile, entries to lay over it) for the model at ``path``.
 
-    ``path`` is a diffusers directory or a single safetensors file. What cannot be read is left out: the loader reports it
-    with the whole story.
+    ``path`` is a diffusers directory or a single safetensors file. What cannot be read is left out: the loader reports
+    it with the whole story.
     """
     is_file = path.suffix == ".safetensors"
     name = path.resolve().stem if is_file else path.resolve().name

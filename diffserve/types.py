@@ -1,7 +1,7 @@
 """The words every floor of the house speaks: requests, parameters, pictures, results, events.
 
-Nothing here imports torch. Every type is a frozen ``msgspec.Struct``, so the same object travels from the HTTP process to
-the engine process as msgpack, with no pickle. A value that would be wrong cannot be built: ``__post_init__`` raises
+Nothing here imports torch. Every type is a frozen ``msgspec.Struct``, so the same object travels from the HTTP process
+to the engine process as msgpack, with no pickle. A value that would be wrong cannot be built: ``__post_init__`` raises
 :class:`diffserve.errors.InvalidRequest` with the value and the way out.
 """
 

@@ -1,0 +1,126 @@
+"""From the size somebody asks for to the size the model paints well, and back. For the HTTP door and the command line.
+
+Clients hard-code 512x512 and 1024x1024; a model does well only near the size it was trained at. So a size that the model
+does not do well is painted at the nearest it does, with the same aspect, and the picture is then resized to exactly what
+was asked.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from diffserve.errors import InvalidRequest
+from diffserve.types import ModelInfo
+
+MIN_SIDE_PX = 64
+MAX_SIDE_PX = 2048
+SAME_ASPECT = 0.02
+"""Two aspects count as the same when their ratio is within 2 %."""
+ASPECT_WEIGHT = 8.0
+"""How much more a wrong aspect counts than a wrong area, both as logarithms of ratios."""
+
+
+class SizePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """``paint_*``: what the engine is asked for; ``width_px, height_px``: what the caller gets, after :func:`cover`."""
+
+    paint_width_px: int
+    paint_height_px: int
+    width_px: int
+    height_px: int
+
+    @property
+    def is_resized(self) -> bool:
+        """Whether the painted picture has to be resized."""
+        return (self.paint_width_px, self.paint_height_px) != (self.width_px, self.height_px)
+
+    @property
+    def warning(self) -> str | None:
+        """One sentence for the caller when the picture is resized."""
+        if not self.is_resized:
+            return None
+        return (
+            f"painted at {self.paint_width_px}x{self.paint_height_px}, which this model does well, "
+            f"and resized to {self.width_px}x{self.height_px}."
+        )
+
+
+def parse_size(text: str) -> tuple[int, int] | None:
+    """ "512x768" as (width, height) in pixels; "auto" (the model's native size) as ``None``. Raises InvalidRequest."""
+    if text.strip().lower() == "auto":
+        return None
+    match = re.fullmatch(r"\s*(\d{1,9})\s*[xX×]\s*(\d{1,9})\s*", text)
+    if match is None:
+        raise InvalidRequest(
+            f"size is {text[:40]!r}; write it as WIDTHxHEIGHT, for example 512x512, or auto.",
+            param="size",
+            code="invalid_size",
+        )
+    return int(match[1]), int(match[2])
+
+
+def plan_size(
+    info: ModelInfo,
+    size: tuple[int, int] | None,
+    *,
+    min_side_px: int = MIN_SIDE_PX,
+    max_side_px: int = MAX_SIDE_PX,
+) -> SizePlan:
+    """Where the model of ``info`` paints a picture of ``size`` (width, height); ``None`` is its native size.
+
+    Raises InvalidRequest when a side lies outside ``min_side_px`` .. ``max_side_px`` (good sizes of the model are always
+    taken).
+    """
+    width, height = info.good_sizes[0] if size is None else size
+    if (width, height) not in info.good_sizes and not all(min_side_px <= s <= max_side_px for s in (width, height)):
+        raise InvalidRequest(
+            f"size is {width}x{height}; each side must lie between {min_side_px} and {max_side_px} px.",
+            param="size",
+            code="invalid_size",
+        )
+    paint_width, paint_height = (width, height) if _does_well(info, width, height) else _nearest(info, width, height)
+    return SizePlan(paint_width_px=paint_width, paint_height_px=paint_height, width_px=width, height_px=height)
+
+
+def cover(pixels: NDArray[np.uint8], width_px: int, height_px: int) -> NDArray[np.uint8]:
+    """``pixels`` (h, w, 3) or (h, w) scaled to cover width x height and cropped at the centre, undistorted."""
+    image = Image.fromarray(pixels)
+    if image.size == (width_px, height_px):
+        return pixels
+    scale = max(width_px / image.width, height_px / image.height)
+    crop_width, crop_height = width_px / scale, height_px / scale
+    left, top = (image.width - crop_width) / 2, (image.height - crop_height) / 2
+    box = (left, top, left + crop_width, top + crop_height)
+    return np.asarray(image.resize((width_px, height_px), Image.Resampling.LANCZOS, box=box))
+
+
+def _does_well(info: ModelInfo, width: int, height: int) -> bool:
+    """Whether width x height is painted as it is: a good size, or on the grid with an area between the good ones'."""
+    if (width, height) in info.good_sizes:
+        return True
+    areas = [w * h for w, h in info.good_sizes]
+    on_grid = width % info.size_multiple_px == 0 and height % info.size_multiple_px == 0
+    return on_grid and max(width, height) <= info.max_side_px and min(areas) <= width * height <= max(areas)
+
+
+def _nearest(info: ModelInfo, width: int, height: int) -> tuple[int, int]:
+    """The good size of the same aspect nearest in area, else the grid size of that aspect at the native area."""
+    aspect = math.log(width / height)
+    same = [(w, h) for w, h in info.good_sizes if abs(math.log(w / h) - aspect) <= SAME_ASPECT]
+    if same:
+        return min(same, key=lambda size: abs(math.log(size[0] * size[1] / (width * height))))
+    native_area = info.good_sizes[0][0] * info.good_sizes[0][1]
+    step = info.size_multiple_px
+    sides = range(step, info.max_side_px + 1, step)
+    grid = [(w, h) for w in sides for k in (0, 1) if (h := (int(w * height / width) // step + k) * step) in sides]
+
+    def misfit(size: tuple[int, int]) -> float:
+        w, h = size
+        return ASPECT_WEIGHT * abs(math.log(w / h) - aspect) + abs(math.log(w * h / native_area))
+
+    return min([*info.good_sizes, *grid], key=misfit)
