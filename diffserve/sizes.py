@@ -1,14 +1,15 @@
 """From the size somebody asks for to the size the model paints well, and back. For the HTTP door and the command line.
 
-Clients hard-code 512x512 and 1024x1024; a model does well only near the size it was trained at. So a size that the model
-does not do well is painted at the nearest it does, with the same aspect, and the picture is then resized to exactly what
-was asked.
+Clients hard-code 512x512 and 1024x1024; a model does well only near the size it was trained at. So a size that the
+model does not do well is painted at the nearest it does, with the same aspect, and the picture is then resized to exactly
+what was asked.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
@@ -88,7 +89,7 @@ def plan_size(
 
 
 def cover(pixels: NDArray[np.uint8], width_px: int, height_px: int) -> NDArray[np.uint8]:
-    """``pixels`` (h, w, 3) or (h, w) scaled to cover width x height and cropped at the centre, undistorted."""
+    """``pixels`` (h, w, 3) or (h, w) scaled to cover width x height and cropped at the centre."""
     image = Image.fromarray(pixels)
     if image.size == (width_px, height_px):
         return pixels
@@ -115,12 +116,20 @@ def _nearest(info: ModelInfo, width: int, height: int) -> tuple[int, int]:
     if same:
         return min(same, key=lambda size: abs(math.log(size[0] * size[1] / (width * height))))
     native_area = info.good_sizes[0][0] * info.good_sizes[0][1]
-    step = info.size_multiple_px
-    sides = range(step, info.max_side_px + 1, step)
-    grid = [(w, h) for w in sides for k in (0, 1) if (h := (int(w * height / width) // step + k) * step) in sides]
 
     def misfit(size: tuple[int, int]) -> float:
         w, h = size
         return ASPECT_WEIGHT * abs(math.log(w / h) - aspect) + abs(math.log(w * h / native_area))
 
-    return min([*info.good_sizes, *grid], key=misfit)
+    return min([*info.good_sizes, *_grid(info, width, height)], key=misfit)
+
+
+def _grid(info: ModelInfo, width: int, height: int) -> Iterator[tuple[int, int]]:
+    """Grid sizes next to the aspect of width x height, from half the smallest good area up to the longest side."""
+    step = info.size_multiple_px
+    smallest = min(w * h for w, h in info.good_sizes) / 2
+    ratio = min(width, height) / max(width, height)
+    for long in range(step, info.max_side_px + 1, step):
+        for short in (int(long * ratio) // step * step, (int(long * ratio) // step + 1) * step):
+            if long * short >= smallest and short <= info.max_side_px:
+                yield (long, short) if width >= height else (short, long)
