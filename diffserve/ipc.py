@@ -1,0 +1,152 @@
+"""What the HTTP process and the engine process say to each other: msgpack frames over one private socket, no pickle.
+
+A frame is the length of its body (4 bytes, big endian) and the body: one tagged :mod:`msgspec` struct. The HTTP process
+sends commands, the engine process sends reports, and every event of :mod:`diffserve.types` is a report. A request is
+built again, hence checked again, on the engine's side. Neither torch nor asyncio is imported here.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+
+import msgspec
+
+from diffserve.config import EngineConfig
+from diffserve.types import Event, GenerationRequest, ModelInfo, ModelProfile
+
+HEADER = struct.Struct(">I")
+MAX_FRAME_BYTES = 256 * 1024 * 1024
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The first command: which model to load and how to batch."""
+
+    model: ModelProfile
+    engine: EngineConfig
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Paint this; answered by Accepted or Rejected."""
+
+    request: GenerationRequest
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Give a request up; it takes effect at the next step. An unknown or finished id is ignored."""
+
+    request_id: str
+
+
+class Ping(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Are you there? Answered by a Pong at once, also in the middle of a tick."""
+
+    number: int
+
+
+class ReadTrace(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Which requests shared the recent UNet calls? Answered by a Trace with the same number."""
+
+    number: int
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The model is loaded and has painted a trial image."""
+
+    info: ModelInfo
+
+
+class LoadFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The model cannot be loaded; ``message`` is one line for the person who started the server."""
+
+    code: str
+    message: str
+
+
+class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The engine did not take a request: an error of :mod:`diffserve.errors`, flattened."""
+
+    request_id: str
+    code: str
+    message: str
+    param: str | None = None
+    retry_after_s: float | None = None
+
+
+class Pong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The answer to the Ping of the same number; ``num_requests`` are waiting or being painted."""
+
+    number: int
+    num_requests: int
+
+
+class Trace(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Per recent tick, the request id of every row of the UNet call (guided images have two rows)."""
+
+    number: int
+    ticks: list[list[str]]
+
+
+Command = Load | Submit | Cancel | Ping | ReadTrace
+Report = Ready | LoadFailed | Rejected | Pong | Trace | Event
+
+_encoder = msgspec.msgpack.Encoder()
+_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+
+
+def frame(message: Command | Report) -> bytes:
+    """``message`` as one frame."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"a message of {len(body)} bytes is longer than a frame may be ({MAX_FRAME_BYTES} bytes).")
+    return HEADER.pack(len(body)) + body
+
+
+def body_length(header: bytes) -> int:
+    """The length that a frame's 4-byte ``header`` announces; ValueError where it is longer than any frame may be."""
+    (num_bytes,) = HEADER.unpack(header)
+    if num_bytes > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame announces {num_bytes} bytes; at most {MAX_FRAME_BYTES} are taken.")
+    return int(num_bytes)
+
+
+def decode_report(body: bytes) -> Report:
+    """The report in a frame's body."""
+    return _reports.decode(body)
+
+
+class EngineEnd:
+    """The engine's end of the socket: blocking reads for one thread, whole-frame writes for any."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._write_lock = threading.Lock()
+
+    def send(self, report: Report) -> None:
+        """Write one report; OSError where the other side is gone."""
+        data = frame(report)
+        with self._write_lock:
+            self._connection.sendall(data)
+
+    def commands(self) -> Iterator[Command]:
+        """Every command as it arrives, until the other side closes or dies."""
+        while (header := self._read(HEADER.size)) is not None:
+            body = self._read(body_length(header))
+            if body is None:
+                return
+            yield _commands.decode(body)
+
+    def _read(self, num_bytes: int) -> bytes | None:
+        received = bytearray()
+        while len(received) < num_bytes:
+            try:
+                part = self._connection.recv(min(num_bytes - len(received), 1 << 20))
+            except ConnectionError:
+                return None
+            if not part:
+                return None
+            received += part
+        return bytes(received)

@@ -1,0 +1,238 @@
+"""Pictures as files: what is written can be read back, by us and by others, and hostile files are refused early."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffserve.errors import InvalidRequest
+from diffserve.images import (
+    DIGITAL_SOURCE_TYPE,
+    ImageFormat,
+    decode_image,
+    decode_mask,
+    encode_image,
+    image_format_of,
+    read_infotext,
+    resize,
+)
+from diffserve.infotext import SOFTWARE, parse_infotext, shorten, write_infotext
+from diffserve.types import ImageResult, Picture, Timings
+
+FORMATS: tuple[ImageFormat, ...] = ("png", "jpeg", "webp")
+
+
+def gradient(width_px: int = 24, height_px: int = 16) -> Picture:
+    columns = np.linspace(0, 255, width_px, dtype=np.uint8)[None, :, None]
+    rows = np.linspace(0, 255, height_px, dtype=np.uint8)[:, None, None]
+    pixels = np.broadcast_to(
+        np.concatenate([columns + 0 * rows, rows + 0 * columns, columns // 2 + rows // 2], axis=2),
+        (height_px, width_px, 3),
+    )
+    return Picture.from_array(np.ascontiguousarray(pixels))
+
+
+def result(**changes: Any) -> ImageResult:
+    made = ImageResult(
+        request_id="img-1",
+        image_index=0,
+        seed=42,
+        picture=gradient(),
+        timings=Timings(queue_s=0, encode_s=0, denoise_s=0, decode_s=0, step_s=0),
+        prompt="a fox next to a cactus",
+        negative_prompt="",
+        sampler="dpmpp_2m",
+        num_steps=25,
+        num_evaluations=50,
+        guidance_scale=3.0,
+        eta=0.0,
+        spacing="trailing",
+        sigma_schedule="karras",
+        model="embedded",
+        model_digest="sha256:0123456789abcdef",
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+def png_chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def test_infotext_follows_the_grammar_that_other_tools_read() -> None:
+    text = write_infotext(result(negative_prompt="blurry"), width_px=24, height_px=16)
+    assert text == (
+        "a fox next to a cactus\n"
+        "Negative prompt: blurry\n"
+        "Steps: 25, Sampler: DPM++ 2M, Schedule type: Karras, CFG scale: 3, Seed: 42, Size: 24x16, "
+        f"Model hash: 0123456789, Model: embedded, RNG: CPU, Spacing: trailing, Version: {SOFTWARE}"
+    )
+
+
+def test_a_resized_picture_tells_the_size_it_was_painted_at() -> None:
+    fields = parse_infotext(write_infotext(result(), width_px=512, height_px=512)).fields
+    assert (fields["Size"], fields["Painted size"]) == ("512x512", "24x16")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "negative"),
+    [
+        ("a fox", ""),
+        ("a fox\non two lines", "rain,\nsnow: much"),
+        ("Steps: 3, Sampler: none, Seed: 4", "CFG scale: 2, Size: 1x1, Seed: 5"),
+        ("狐狸 🦊 и кактус", "<script>alert(1)</script>"),
+        ('she said "fox", twice', "{{7*7}} %s%n"),
+    ],
+)
+def test_infotext_survives_a_round_trip(prompt: str, negative: str) -> None:
+    model = 'fox: the "big", one'
+    text = write_infotext(result(prompt=prompt, negative_prompt=negative, model=model), width_px=24, height_px=16)
+    read = parse_infotext(text)
+    assert (read.prompt, read.negative_prompt) == (prompt, negative)
+    assert (read.fields["Model"], read.fields["Steps"], read.fields["Seed"]) == (model, "25", "42")
+
+
+def test_a_text_without_pairs_is_all_prompt() -> None:
+    read = parse_infotext("a fox: red, brown\nand a cactus")
+    assert (read.prompt, read.fields) == ("a fox: red, brown\nand a cactus", {})
+
+
+def test_control_characters_never_reach_the_text() -> None:
+    text = write_infotext(result(prompt="a\x1b[2Jfox\r\nb\x00c"), width_px=24, height_px=16)
+    assert text.startswith("a [2Jfox\nb c\nSteps")
+
+
+def test_shortening_keeps_the_line_of_pairs() -> None:
+    text = "a" * 100 + "\nSteps: 1, Seed: 2, Size: 3x3"
+    short = shorten(text, 60)
+    assert len(short) == 60
+    assert short.endswith("…\nSteps: 1, Seed: 2, Size: 3x3")
+
+
+@pytest.mark.parametrize("image_format", FORMATS)
+@pytest.mark.parametrize(
+    "prompt", ["a fox", "狐狸 🦊", "x" * 32_000, "🦊" * 32_000], ids=["short", "wide", "long", "longest"]
+)
+def test_every_format_carries_its_parameters(image_format: ImageFormat, prompt: str) -> None:
+    text = write_infotext(result(prompt=prompt), width_px=24, height_px=16)
+    found = read_infotext(encode_image(gradient(), image_format=image_format, infotext=text))
+    assert found is not None
+    assert parse_infotext(found).fields["Seed"] == "42"
+    if len(prompt) < 100:
+        assert found == text
+
+
+@pytest.mark.parametrize("image_format", FORMATS)
+def test_every_format_says_that_a_machine_painted_it(image_format: ImageFormat) -> None:
+    data = encode_image(gradient(), image_format=image_format, infotext="a")
+    assert DIGITAL_SOURCE_TYPE.encode() in data
+    assert SOFTWARE.encode() in data
+    image = Image.open(BytesIO(data))
+    image.load()
+    assert image.size == (24, 16)
+
+
+def test_png_keeps_every_pixel_and_its_bytes_depend_on_nothing_else() -> None:
+    data = encode_image(gradient(), infotext="a")
+    assert decode_image(data) == gradient()
+    assert encode_image(gradient(), infotext="a") == data
+
+
+@pytest.mark.parametrize("quality", [0, 1, 50, 100])
+@pytest.mark.parametrize("image_format", ["jpeg", "webp"])
+def test_every_quality_from_0_to_100_is_written(image_format: ImageFormat, quality: int) -> None:
+    assert decode_image(encode_image(gradient(), image_format=image_format, quality=quality)).width_px == 24
+
+
+@pytest.mark.parametrize(("name", "expected"), [("a.png", "png"), ("a.JPG", "jpeg"), ("a.webp", "webp")])
+def test_a_suffix_chooses_the_format(name: str, expected: str) -> None:
+    assert image_format_of(Path(name)) == expected
+
+
+def test_an_unknown_suffix_is_an_error_that_lists_the_known() -> None:
+    with pytest.raises(InvalidRequest, match=r"'fox\.gif'.*\.png, \.jpg"):
+        image_format_of(Path("fox.gif"))
+
+
+def test_resizing_fills_the_size_and_crops_the_longer_side() -> None:
+    wide = Picture.from_array(np.repeat(np.arange(40, dtype=np.uint8)[None, :, None], 10, axis=0).repeat(3, axis=2))
+    square = resize(wide, 20, 20)
+    assert (square.width_px, square.height_px) == (20, 20)
+    assert int(square.array[:, 0, 0].max()) >= 14  # the left 15 columns are cropped
+    assert resize(wide, 40, 10) is wide
+
+
+def test_a_resized_mask_stays_black_and_white() -> None:
+    mask = Picture.from_array((np.indices((8, 8)).sum(0) % 2 * 255).astype(np.uint8))
+    assert set(np.unique(resize(mask, 13, 21).array)) == {0, 255}
+
+
+def test_transparency_is_laid_over_white() -> None:
+    file = BytesIO()
+    Image.new("RGBA", (4, 4), (10, 20, 30, 0)).save(file, "PNG")
+    assert decode_image(file.getvalue()).array.min() == 255
+
+
+def test_a_photograph_is_turned_upright() -> None:
+    file = BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    Image.new("RGB", (8, 4)).save(file, "JPEG", exif=exif)
+    picture = decode_image(file.getvalue())
+    assert (picture.width_px, picture.height_px) == (4, 8)
+
+
+def test_a_mask_is_transparent_or_white_where_to_repaint() -> None:
+    transparent = Image.new("RGBA", (2, 1), (0, 0, 0, 255))
+    transparent.putpixel((1, 0), (0, 0, 0, 0))
+    plain = Image.new("L", (2, 1))
+    plain.putpixel((1, 0), 255)
+    for image in (transparent, plain):
+        file = BytesIO()
+        image.save(file, "PNG")
+        assert decode_mask(file.getvalue()).array.tolist() == [[0, 255]]
+
+
+@pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF", "ICO", "PPM"])
+def test_other_kinds_of_file_are_refused(kind: str) -> None:
+    file = BytesIO()
+    Image.new("RGB", (16, 16)).save(file, kind)
+    with pytest.raises(InvalidRequest, match="not a PNG, JPEG or WebP") as caught:
+        decode_image(file.getvalue(), name="init_image")
+    assert (caught.value.param, caught.value.code) == ("init_image", "invalid_image")
+
+
+def test_damaged_files_are_refused_wherever_they_are_cut() -> None:
+    whole = encode_image(gradient(), image_format="jpeg")
+    for data in (
+        b"",
+        whole[:3],
+        whole[:40],
+        whole[:-100],
+        b"\x89PNG\r\n\x1a\n" + b"\x00" * 50,
+        b"RIFF\x00\x00\x00\x00WEBP",
+    ):
+        with pytest.raises(InvalidRequest):
+            decode_image(data)
+
+
+@pytest.mark.parametrize(("width", "height"), [(50_000, 50_000), (2**31 - 1, 2**31 - 1), (5000, 5000)])
+def test_a_huge_size_is_refused_from_the_header(width: int, height: int) -> None:
+    header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    data = b"\x89PNG\r\n\x1a\n" + header + png_chunk(b"IDAT", zlib.compress(b"\0")) + png_chunk(b"IEND", b"")
+    with pytest.raises(InvalidRequest, match=r"too large|at most"):
+        decode_image(data)
+
+
+def test_a_text_chunk_that_inflates_is_refused() -> None:
+    whole = encode_image(gradient())
+    bomb = png_chunk(b"zTXt", b"parameters\0\0" + zlib.compress(b"a" * 10_000_000))
+    with pytest.raises(InvalidRequest, match="damaged or too large"):
+        decode_image(whole[:33] + bomb + whole[33:])
