@@ -176,9 +176,10 @@ def _build(values: dict[str, _Value]) -> Settings:
     for table, struct in TABLES.items():
         try:
             built[table] = struct(**tables[table])
-        except (ConfigError, InvalidRequest) as error:
-            origin = values.get(f"{table}.{error.param}")
-            raise ConfigError(f"{table}.{error.message}" + (f" (from {origin.origin})" if origin else "")) from None
+        except ConfigError as error:
+            raise ConfigError(
+                f"{_blame(f'{table}.{error.param}', values)}: {error.message}", param=error.param
+            ) from None
     _check_model(cast(ModelProfile, built["model"]), values)
     return Settings(**built, origins={dotted: values[dotted].origin for dotted in sorted(values)})
 
@@ -195,17 +196,23 @@ def _convert(dotted: str, value: _Value) -> Any:
         return msgspec.convert(raw, _FIELDS[table][key], strict=not value.is_text)
     except msgspec.ValidationError as error:
         reason = str(error)[0].lower() + str(error)[1:]
-        raise ConfigError(f"{dotted} is {value.raw!r} (from {value.origin}): {reason}.", param=key) from None
+        raise ConfigError(f"{_blame(dotted, {dotted: value})} is {value.raw!r}: {reason}.", param=key) from None
+
+
+def _blame(dotted: str, values: Mapping[str, _Value]) -> str:
+    """Where a wrong value came from, as its author knows it: an option, a variable, or a key of a file."""
+    origin = values[dotted].origin if dotted in values else "the built-in files"
+    return origin if origin.startswith(("-", ENV_PREFIX)) else f"{origin}: {dotted}"
 
 
 def _check_model(model: ModelProfile, values: Mapping[str, _Value]) -> None:
     def refuse(key: str, why: str) -> ConfigError:
-        return ConfigError(f"model.{key} is {getattr(model, key)!r} (from {values[f'model.{key}'].origin}): {why}")
+        return ConfigError(f"{_blame(f'model.{key}', values)}: {why}", param=key)
 
     choices = {"spacing": SPACINGS, "sigma_schedule": SIGMA_SCHEDULES, "dtype": DTYPES}
     for key, known in choices.items():
         if getattr(model, key) not in known:
-            raise refuse(key, f"one of {', '.join(known)}.")
+            raise refuse(key, f"{key} is {getattr(model, key)!r}; choose one of {', '.join(known)}.")
     try:
         resolve_sampler(model.sampler)
     except ValueError as error:
@@ -213,11 +220,12 @@ def _check_model(model: ModelProfile, values: Mapping[str, _Value]) -> None:
     try:
         _ = model.diffusion
     except InvalidRequest as error:
-        raise ConfigError(f"[model] {error.message}") from None
-    if any(side < 1 for size in model.good_sizes for side in size):
-        raise refuse("good_sizes", "every side must be 1 px or more.")
-    if model.max_side_px < max((side for size in model.good_sizes for side in size), default=1):
-        raise refuse("max_side_px", "smaller than a side in model.good_sizes.")
+        raise refuse("num_steps" if error.param == "num_inference_steps" else str(error.param), error.message) from None
+    sides = [side for size in model.good_sizes for side in size]
+    if min(sides, default=1) < 1:
+        raise refuse("good_sizes", f"good_sizes holds a side of {min(sides)} px; every side must be 1 px or more.")
+    if model.max_side_px < max(sides, default=1):
+        raise refuse("max_side_px", f"max_side_px is {model.max_side_px}; good_sizes holds a side of {max(sides)} px.")
 
 
 def _builtin_layer(name: str, tables: tuple[str, ...]) -> dict[str, _Value]:

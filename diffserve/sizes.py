@@ -1,8 +1,8 @@
 """From the size somebody asks for to the size the model paints well, and back. For the HTTP door and the command line.
 
 Clients hard-code 512x512 and 1024x1024; a model does well only near the size it was trained at. So a size that the
-model does not do well is painted at the nearest it does, with the same aspect, and the picture is then resized to exactly
-what was asked.
+model does not do well is painted at the nearest it does, with the same aspect, and the picture is then resized to
+exactly what was asked.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ import re
 from collections.abc import Iterator
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
 
 from diffserve.errors import InvalidRequest
 from diffserve.types import ModelInfo
@@ -28,7 +25,7 @@ ASPECT_WEIGHT = 8.0
 
 
 class SizePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """``paint_*``: what the engine is asked for; ``width_px, height_px``: what the caller gets, after :func:`cover`."""
+    """``paint_*``: what the engine paints; ``width_px``, ``height_px``: what the caller gets (``images.resize``)."""
 
     paint_width_px: int
     paint_height_px: int
@@ -74,8 +71,8 @@ def plan_size(
 ) -> SizePlan:
     """Where the model of ``info`` paints a picture of ``size`` (width, height); ``None`` is its native size.
 
-    Raises InvalidRequest when a side lies outside ``min_side_px`` .. ``max_side_px`` (good sizes of the model are always
-    taken).
+    Raises InvalidRequest when a side lies outside ``min_side_px`` .. ``max_side_px``; the model's good sizes are always
+    taken.
     """
     width, height = info.good_sizes[0] if size is None else size
     if (width, height) not in info.good_sizes and not all(min_side_px <= s <= max_side_px for s in (width, height)):
@@ -86,18 +83,6 @@ def plan_size(
         )
     paint_width, paint_height = (width, height) if _does_well(info, width, height) else _nearest(info, width, height)
     return SizePlan(paint_width_px=paint_width, paint_height_px=paint_height, width_px=width, height_px=height)
-
-
-def cover(pixels: NDArray[np.uint8], width_px: int, height_px: int) -> NDArray[np.uint8]:
-    """``pixels`` (h, w, 3) or (h, w) scaled to cover width x height and cropped at the centre."""
-    image = Image.fromarray(pixels)
-    if image.size == (width_px, height_px):
-        return pixels
-    scale = max(width_px / image.width, height_px / image.height)
-    crop_width, crop_height = width_px / scale, height_px / scale
-    left, top = (image.width - crop_width) / 2, (image.height - crop_height) / 2
-    box = (left, top, left + crop_width, top + crop_height)
-    return np.asarray(image.resize((width_px, height_px), Image.Resampling.LANCZOS, box=box))
 
 
 def _does_well(info: ModelInfo, width: int, height: int) -> bool:

@@ -1,0 +1,146 @@
+"""The three commands and their options. Nothing heavy is imported before a command runs: ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diffserve import __version__
+from diffserve.errors import DiffserveError
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+_ClickException: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+"""The base of every usage error, wherever this typer keeps its click."""
+
+app = typer.Typer(
+    name="diffserve",
+    help="Paint pictures from text, or serve those who want to.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", help="embedded, sd15, sdxl, a diffusers folder or a .safetensors file.", metavar="MODEL"),
+]
+ConfigOption = Annotated[
+    str | None, typer.Option("--config", help="A TOML file, or embedded, sd15, sdxl.", metavar="FILE")
+]
+DeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:0 or mps.")]
+DtypeOption = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16, float16 or int8.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit. A user's mistake is one line on standard error and exit code 2."""
+    try:
+        code = app(args=None if arguments is None else list(arguments), prog_name="diffserve", standalone_mode=False)
+    except DiffserveError as error:
+        code = _refuse(error.message)
+    except (KeyboardInterrupt, typer.Abort):
+        code = EXIT_INTERRUPTED
+    except _ClickException as error:
+        code = _refuse(error.format_message() if hasattr(error, "format_message") else str(error))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _refuse(message: str) -> int:
+    print(f"diffserve: {' '.join(message.split())}", file=sys.stderr)
+    return EXIT_USER_ERROR
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"diffserve {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Paint pictures from text, or serve those who want to."""
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to paint.", metavar="PROMPT")],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="File to write (.png .jpg .webp) or a folder; the prompt names it else."),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a file that is there; otherwise the next free number is taken.")
+    ] = False,
+    model: ModelOption = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="Denoising steps.")] = None,
+    sampler: Annotated[str | None, typer.Option("--sampler", help="For example dpmpp_2m or 'Euler a'.")] = None,
+    guidance: Annotated[float | None, typer.Option("--guidance", help="Weight of the prompt; 1: none.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same picture.")] = None,
+    negative: Annotated[str, typer.Option("--negative", help="What should not be in the picture.")] = "",
+    size: Annotated[str, typer.Option("--size", help="For example 512x512; auto: native.", metavar="WxH")] = "auto",
+    num_images: Annotated[int, typer.Option("-n", help="How many; image i has seed + i.", metavar="N")] = 1,
+    eta: Annotated[float | None, typer.Option("--eta", help="Fresh noise in ddim, 0 to 1.")] = None,
+    init: Annotated[Path | None, typer.Option("--init", help="Start from this picture.", metavar="IMAGE")] = None,
+    strength: Annotated[float, typer.Option("--strength", help="How much of --init is repainted, 0 to 1.")] = 0.75,
+    mask: Annotated[
+        Path | None, typer.Option("--mask", help="White (or transparent) is repainted; needs --init.", metavar="IMAGE")
+    ] = None,
+    config: ConfigOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+) -> int:
+    """Paint PROMPT into a file and say its seed, the time of a step and where it lies."""
+    from diffserve.cli.generate import Order, run
+
+    order = Order(
+        prompt=prompt, output=output, overwrite=overwrite, negative=negative, size=size, num_images=num_images,
+        seed=seed, sampler=sampler, num_steps=steps, guidance_scale=guidance, eta=eta, init=init, strength=strength,
+        mask=mask,
+    )  # fmt: skip
+    return run(order, model=model, config=config, device=device, dtype=dtype)
+
+
+@app.command()
+def serve(
+    host: Annotated[str | None, typer.Option("--host", help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option("--port", help="Port to listen on; 0: any free one.")] = None,
+    config: ConfigOption = None,
+    model: ModelOption = None,
+    data_dir: Annotated[str | None, typer.Option("--data-dir", help="Folder of the server's own files.")] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+) -> int:
+    """Serve the model over HTTP (OpenAI's image endpoints) until stopped."""
+    from diffserve.config import Flag, load_settings
+    from diffserve.service.run import serve as run_server
+
+    flags = {
+        "serve.host": Flag("--host", host),
+        "serve.port": Flag("--port", port),
+        "serve.data_dir": Flag("--data-dir", data_dir),
+        "model.device": Flag("--device", device),
+        "model.dtype": Flag("--dtype", dtype),
+    }
+    return run_server(load_settings(model=model, config=config, flags=flags))
+
+
+@app.command()
+def doctor(
+    model: ModelOption = None, config: ConfigOption = None, device: DeviceOption = None, dtype: DtypeOption = None
+) -> int:
+    """Say what was found: device, precision, model, the memory each part needs, and where each setting comes from."""
+    from diffserve.cli.doctor import run
+    from diffserve.config import Flag, load_settings
+
+    flags = {"model.device": Flag("--device", device), "model.dtype": Flag("--dtype", dtype)}
+    return run(load_settings(model=model, config=config, flags=flags))

@@ -1,0 +1,207 @@
+"""``diffserve generate``: one request, a progress bar, files."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+from diffserve import types
+from diffserve.cli.outputs import plan_outputs, write_output
+from diffserve.config import Flag, Settings, load_settings
+from diffserve.errors import DiffserveError, InvalidRequest
+from diffserve.images import decode_image, decode_mask, encode_image, image_format_of, resize
+from diffserve.infotext import write_infotext
+from diffserve.sizes import SizePlan, parse_size, plan_size
+
+if TYPE_CHECKING:
+    from diffserve.engine import Engine
+
+EXIT_FAILED = 1
+JPEG_QUALITY = 95
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the command line asked for; ``None`` means: as the model's profile says."""
+
+    prompt: str
+    output: Path | None
+    overwrite: bool
+    negative: str
+    size: str
+    num_images: int
+    seed: int | None
+    sampler: str | None
+    num_steps: int | None
+    guidance_scale: float | None
+    eta: float | None
+    init: Path | None
+    strength: float
+    mask: Path | None
+
+
+def run(order: Order, *, model: str | None, config: str | None, device: str | None, dtype: str | None) -> int:
+    """Paint ``order``; the exit code (0, or 1 when an image failed). User errors are raised as DiffserveError."""
+    flags = {
+        "model.device": Flag("--device", device),
+        "model.dtype": Flag("--dtype", dtype),
+        "model.sampler": Flag("--sampler", order.sampler),
+        "model.num_steps": Flag("--steps", order.num_steps),
+        "model.guidance_scale": Flag("--guidance", order.guidance_scale),
+        "model.eta": Flag("--eta", order.eta),
+    }
+    settings = load_settings(model=model, config=config, flags=flags)
+    pictures = _read_pictures(order)
+    draft = _request(order, settings, pictures, plan=None)
+    files = plan_outputs(order.output, order.prompt, order.num_images, overwrite=order.overwrite)
+    console = Console(stderr=True, highlight=False)
+    with _progress(console) as progress:
+        loading = progress.add_task(f"loading {settings.model.path}", total=None)
+        engine = open_engine(settings)
+        progress.remove_task(loading)
+        plan = _plan(order, engine, draft.init_image)
+        request = _request(order, settings, pictures, plan=plan)
+        lines, num_failed = _paint(engine, request, plan, files, progress)
+    print("\n".join(lines))
+    return EXIT_FAILED if num_failed else 0
+
+
+def open_engine(settings: Settings) -> Engine:
+    """The engine with the configured model; torch is imported here and not before."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from diffserve.engine import Engine
+
+    return Engine.from_profile(settings.model, config=settings.engine)
+
+
+def _plan(order: Order, engine: Engine, init: types.Picture | None) -> SizePlan:
+    size = parse_size(order.size)
+    if size is None and init is not None:
+        size = (init.width_px, init.height_px)
+    return plan_size(engine.info, size)
+
+
+def _read_pictures(order: Order) -> tuple[types.Picture | None, types.Picture | None]:
+    init = None if order.init is None else decode_image(_read(order.init, "--init"), name="--init")
+    mask = None if order.mask is None else decode_mask(_read(order.mask, "--mask"), name="--mask")
+    return init, mask
+
+
+def _read(path: Path, option: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"cannot read {option} {str(path)!r}: {error.strerror}.", param=option) from error
+
+
+def _request(
+    order: Order,
+    settings: Settings,
+    pictures: tuple[types.Picture | None, types.Picture | None],
+    plan: SizePlan | None,
+) -> types.GenerationRequest:
+    """The engine's request; without ``plan`` a draft at the native size, built only to be checked early."""
+    init, mask = pictures
+    width, height = (None, None) if plan is None else (plan.paint_width_px, plan.paint_height_px)
+    if width is not None and height is not None:
+        init = None if init is None else resize(init, width, height)
+        mask = None if mask is None else resize(mask, width, height)
+    parse_size(order.size)
+    defaults = settings.model.diffusion
+    return types.GenerationRequest(
+        prompt=order.prompt,
+        negative_prompt=order.negative,
+        width_px=width,
+        height_px=height,
+        num_images=order.num_images,
+        seed=order.seed,
+        init_image=init,
+        mask_image=mask,
+        diffusion=types.DiffusionParams(
+            sampler=defaults.sampler,
+            num_steps=defaults.num_steps,
+            spacing=defaults.spacing,
+            sigma_schedule=_sigma_schedule(order, settings),
+            eta=defaults.eta,
+            guidance_scale=defaults.guidance_scale,
+            strength=order.strength,
+        ),
+    )
+
+
+def _sigma_schedule(order: Order, settings: Settings) -> str | None:
+    """The profile's schedule belongs to the profile's sampler; a sampler given by hand brings its own or none."""
+    return settings.model.diffusion.sigma_schedule if order.sampler is None else None
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Progress]:
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("steps {task.fields[speed]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield progress
+
+
+def _paint(
+    engine: Engine, request: types.GenerationRequest, plan: SizePlan, files: list[Path], progress: Progress
+) -> tuple[list[str], int]:
+    """Follow the engine's events: move the bar, write each image as it is painted, report each failure.
+
+    Returns a line for each image written and the number of images that failed.
+    """
+    started = time.perf_counter()
+    steps_done: dict[int, int] = {}
+    bar = progress.add_task("painting", total=None, speed="")
+    lines: list[str] = []
+    num_failed = 0
+    for event in engine.stream(request):
+        match event:
+            case types.Accepted(warnings=warnings):
+                _note(progress, *([plan.warning] if plan.warning else []), *warnings)
+            case types.Progress(image_index=index, step_index=step, num_steps=num_steps):
+                steps_done[index] = step
+                done = sum(steps_done.values())
+                speed = f"{done / (time.perf_counter() - started):.1f}/s"
+                progress.update(bar, completed=done, total=num_steps * request.num_images, speed=speed)
+            case types.Painted(result=result):
+                lines.append(_write(result, plan, files[result.image_index]))
+            case types.ImageFailed(image_index=index, message=message):
+                num_failed += 1
+                _note(progress, f"image {index} failed: {message}")
+            case types.Failed(code=code, message=message, param=param):
+                raise DiffserveError(message, code=code, param=param)
+            case _:
+                pass
+    return lines, num_failed
+
+
+def _write(result: types.ImageResult, plan: SizePlan, file: Path) -> str:
+    """Write one image, with how it was painted inside; the line to print about it."""
+    picture = resize(result.picture, plan.width_px, plan.height_px)
+    infotext = write_infotext(result, width_px=plan.width_px, height_px=plan.height_px)
+    data = encode_image(picture, image_format=image_format_of(file), quality=JPEG_QUALITY, infotext=infotext)
+    write_output(file, data)
+    timings = result.timings
+    return (
+        f"{file}  seed {result.seed}  {result.num_steps} steps of {result.sampler}, "
+        f"{1000 * timings.step_s:.1f} ms a step, {timings.denoise_s + timings.decode_s:.2f} s in all"
+    )
+
+
+def _note(progress: Progress, *messages: str) -> None:
+    for message in messages:
+        progress.console.print(f"note: {message}", style="yellow", markup=False, soft_wrap=True)
