@@ -1,0 +1,193 @@
+"""Settings: literal files, four layers, an origin for every value, errors that teach."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from diffserve.config import DTYPES, KEYS, PROFILES, Flag, configs_dir, load_settings
+from diffserve.errors import ConfigError
+
+
+def user_file(folder: Path, text: str) -> Path:
+    path = folder / "my.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_built_in_profile_is_complete_and_every_value_has_an_origin(profile: str) -> None:
+    settings = load_settings(model=profile, env={})
+    assert settings.model.model_id == profile
+    assert sorted(settings.origins) == sorted(KEYS)
+    assert set(settings.origins.values()) == {f"configs/{profile}.toml", "configs/serve.toml"}
+
+
+def test_the_four_built_in_files_are_all_there() -> None:
+    assert sorted(path.name for path in configs_dir().iterdir()) == [
+        "embedded.toml",
+        "sd15.toml",
+        "sdxl.toml",
+        "serve.toml",
+    ]
+
+
+def test_embedded_model_is_the_default() -> None:
+    settings = load_settings(env={})
+    assert settings.model.path == "embedded"
+    assert settings.model.good_sizes[0] == (128, 128)
+    assert settings.serve.host == "127.0.0.1"
+
+
+def test_each_layer_overrides_the_one_below_and_leaves_its_name(tmp_path: Path) -> None:
+    file = user_file(tmp_path, "[serve]\nport = 1111\nhost = '127.0.0.2'\nlog_level = 'debug'\n")
+    settings = load_settings(
+        config=file,
+        env={"DIFFSERVE_SERVE_PORT": "2222", "DIFFSERVE_SERVE_LOG_LEVEL": "error", "PATH": "/bin"},
+        flags={"serve.port": Flag("--port", 3333), "serve.host": Flag("--host", None)},
+    )
+    assert (settings.serve.port, settings.origins["serve.port"]) == (3333, "--port")
+    assert (settings.serve.log_level, settings.origins["serve.log_level"]) == ("error", "DIFFSERVE_SERVE_LOG_LEVEL")
+    assert (settings.serve.host, settings.origins["serve.host"]) == ("127.0.0.2", str(file))
+    assert settings.origins["serve.max_body_bytes"] == "configs/serve.toml"
+
+
+def test_environment_text_is_read_as_the_type_of_its_field() -> None:
+    settings = load_settings(
+        env={
+            "DIFFSERVE_MODEL_GOOD_SIZES": "96x96, 96x128",
+            "DIFFSERVE_ENGINE_MAX_ROWS": "4",
+            "DIFFSERVE_ENGINE_DETERMINISTIC": "true",
+            "DIFFSERVE_MODEL_GUIDANCE_SCALE": "2.5",
+        }
+    )
+    assert settings.model.good_sizes == ((96, 96), (96, 128))
+    assert settings.engine.max_rows == 4
+    assert settings.engine.deterministic is True
+    assert settings.model.guidance_scale == 2.5
+
+
+def test_auto_stays_auto_where_it_means_measure_it_and_is_none_for_a_number() -> None:
+    engine = load_settings(env={}).engine
+    assert engine.max_rows is None
+    assert engine.deterministic == "auto"
+
+
+def test_sigma_schedule_none_means_the_plain_spacing() -> None:
+    assert load_settings(model="embedded", env={}).model.diffusion.sigma_schedule is None
+    assert load_settings(model="sd15", env={}).model.diffusion.sigma_schedule == "karras"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[serve]\nprot = 1\n", "unknown key serve.prot; did you mean port?"),
+        ("[sevre]\nport = 1\n", r"unknown table [sevre]; did you mean serve?"),
+        ("port = 1\n", "unknown table [port]"),
+        ("[serve]\nport = 'high'\n", "serve.port is 'high': expected `int`, got `str`."),
+        ("[serve]\nport = 70000\n", "port is 70000; it must lie between 0"),
+        ("[serve]\nhost = ' '\n", "host is empty"),
+        ("[serve]\nlog_level = 'loud'\n", "serve.log_level is 'loud'"),
+        ("[serve]\nmax_size_px = 8\n", "max_size_px is 8; it must be 64 or more."),
+        ("[serve]\nrequest_timeout_s = inf\n", "request_timeout_s is inf"),
+        ("[model]\nsampler = 'eular'\n", "'eular'"),
+        ("[model]\nspacing = 'wide'\n", "spacing is 'wide'; choose one of leading, trailing, linspace, quadratic."),
+        ("[model]\ndtype = 'float8'\n", f"choose one of {', '.join(DTYPES)}."),
+        ("[model]\nnum_steps = 0\n", "model.num_steps: num_steps is 0; ask for at least 1 step."),
+        ("[model]\ngood_sizes = [[128]]\n", "model.good_sizes is [[128]]"),
+        ("[model]\ngood_sizes = [[0, 128]]\n", "every side must be 1 px or more"),
+        ("[model]\nmax_side_px = 100\n", "max_side_px is 100; good_sizes holds a side of 192 px."),
+        ("[engine]\nmax_rows = 1\n", "max_rows is 1; a guided image needs 2 rows"),
+        ("[engine]\ndeterministic = 'maybe'\n", "engine.deterministic is 'maybe'"),
+        ("[serve\n", "is not valid TOML"),
+    ],
+)
+def test_wrong_file_is_refused_with_its_name_its_key_and_its_value(tmp_path: Path, text: str, message: str) -> None:
+    file = user_file(tmp_path, text)
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        load_settings(config=file, env={})
+    assert str(file) in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_wrong_variable_is_refused_with_its_name() -> None:
+    with pytest.raises(ConfigError, match="DIFFSERVE_SERVE_PORT is 'x'"):
+        load_settings(env={"DIFFSERVE_SERVE_PORT": "x"})
+    with pytest.raises(ConfigError, match="did you mean DIFFSERVE_SERVE_PORT?"):
+        load_settings(env={"DIFFSERVE_SERVER_PORT": "8000"})
+
+
+def test_wrong_option_is_refused_with_its_name() -> None:
+    with pytest.raises(ConfigError, match="^--sampler: "):
+        load_settings(env={}, flags={"model.sampler": Flag("--sampler", "eular")})
+
+
+def test_missing_file_names_the_built_in_choices() -> None:
+    with pytest.raises(ConfigError, match="no-such.toml.*No such file.*embedded, sd15, sdxl"):
+        load_settings(config="no-such.toml", env={})
+
+
+def diffusers_directory(root: Path, *, sample_size: int, is_sdxl: bool = False, **scheduler: object) -> Path:
+    files = {
+        "unet": ("config.json", {"sample_size": sample_size}),
+        "vae": ("config.json", {"block_out_channels": [1, 1, 1, 1]}),
+        "scheduler": ("scheduler_config.json", scheduler),
+    }
+    for folder, (name, content) in files.items():
+        (root / folder).mkdir(parents=True)
+        (root / folder / name).write_text(json.dumps(content), encoding="utf-8")
+    if is_sdxl:
+        (root / "text_encoder_2").mkdir()
+    return root
+
+
+def test_model_given_by_path_starts_from_the_profile_of_its_family(tmp_path: Path) -> None:
+    path = diffusers_directory(tmp_path / "My Model", sample_size=128, is_sdxl=True)
+    settings = load_settings(model=str(path), env={})
+    assert settings.model.path == str(path)
+    assert settings.model.model_id == "my-model"
+    assert settings.model.good_sizes[0] == (1024, 1024)
+    assert settings.origins["model.path"] == "--model"
+    assert settings.origins["model.guidance_scale"] == "configs/sdxl.toml"
+
+
+def test_model_directory_tells_its_own_size_and_spacing(tmp_path: Path) -> None:
+    path = diffusers_directory(
+        tmp_path / "sd2", sample_size=96, timestep_spacing="trailing", rescale_betas_zero_snr=True
+    )
+    model = load_settings(model=str(path), env={}).model
+    assert model.good_sizes == ((768, 768),)
+    assert (model.spacing, model.sigma_schedule) == ("trailing", "none")
+
+
+def test_user_file_may_name_the_model_and_still_override_what_the_directory_tells(tmp_path: Path) -> None:
+    path = diffusers_directory(tmp_path / "sd2", sample_size=96, timestep_spacing="trailing")
+    file = user_file(tmp_path, f"[model]\npath = {str(path)!r}\nspacing = 'leading'\n")
+    settings = load_settings(config=file, env={})
+    assert settings.model.path == str(path)
+    assert settings.model.spacing == "leading"
+    assert settings.origins["model.good_sizes"] == str(path)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "profile"),
+    [("conditioner.embedders.1.model.text_projection", "sdxl"), ("model.diffusion_model.out.0.weight", "sd15")],
+)
+def test_single_file_tells_its_family_by_its_header(tmp_path: Path, tensor: str, profile: str) -> None:
+    header = json.dumps({tensor: {"dtype": "F16", "shape": [0], "data_offsets": [0, 0]}}).encode()
+    file = tmp_path / "painter.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header)
+    settings = load_settings(model=str(file), env={})
+    assert settings.origins["model.sampler"] == f"configs/{profile}.toml"
+    assert settings.model.model_id == "painter"
+
+
+def test_unreadable_model_is_left_to_the_loader_to_report(tmp_path: Path) -> None:
+    file = tmp_path / "broken.safetensors"
+    file.write_bytes(b"\xff" * 9)
+    assert load_settings(model=str(file), env={}).model.path == str(file)
+    assert load_settings(model=str(tmp_path / "nowhere"), env={}).model.model_id == "nowhere"

@@ -1,0 +1,97 @@
+"""Sizes: what is painted is what the model does well; what comes back is what was asked."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diffserve.errors import InvalidRequest
+from diffserve.sizes import parse_size, plan_size
+from diffserve.types import ModelInfo
+
+EMBEDDED = ModelInfo(
+    model_id="embedded",
+    family="sd",
+    digest="",
+    prediction_type="v_prediction",
+    vae_factor=8,
+    latent_channels=8,
+    size_multiple_px=16,
+    good_sizes=((128, 128), (128, 192), (192, 128)),
+    max_side_px=192,
+    train_timesteps=1000,
+    is_inpainting=False,
+    default_sampler="ddim",
+    default_num_steps=20,
+    default_guidance_scale=3.0,
+    default_spacing="trailing",
+    device="cpu",
+    dtype="float32",
+    choice_reason="",
+    num_parameters=1,
+    weights_bytes=4,
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "painted"),
+    [
+        (None, (128, 128)),
+        ((128, 128), (128, 128)),
+        ((144, 144), (144, 144)),
+        ((512, 512), (128, 128)),
+        ((1024, 1024), (128, 128)),
+        ((1024, 1536), (128, 192)),
+        ((300, 200), (192, 128)),
+        ((640, 480), (128, 96)),
+        ((480, 640), (96, 128)),
+    ],
+)
+def test_size_is_painted_at_the_nearest_the_model_does_well(
+    asked: tuple[int, int] | None, painted: tuple[int, int]
+) -> None:
+    plan = plan_size(EMBEDDED, asked)
+    assert (plan.paint_width_px, plan.paint_height_px) == painted
+    assert (plan.width_px, plan.height_px) == (asked or (128, 128))
+    assert (plan.warning is None) == (not plan.is_resized) == (asked is None or asked == painted)
+
+
+def test_warning_names_both_sizes() -> None:
+    assert plan_size(EMBEDDED, (512, 512)).warning == (
+        "painted at 128x128, which this model does well, and resized to 512x512."
+    )
+
+
+@given(st.integers(64, 2048), st.integers(64, 2048))
+def test_every_legal_size_has_a_plan_on_the_grid_and_near_its_aspect(width: int, height: int) -> None:
+    plan = plan_size(EMBEDDED, (width, height))
+    sides = (plan.paint_width_px, plan.paint_height_px)
+    assert all(side % 16 == 0 and 16 <= side <= 192 for side in sides)
+    assert sides[0] * sides[1] >= 8192
+    if max(width, height) <= 1.5 * min(width, height):
+        assert abs(math.log(sides[0] / sides[1] * height / width)) < 0.15
+
+
+@given(st.integers(64, 2048), st.integers(64, 2048))
+def test_a_size_on_its_side_is_painted_on_its_side(width: int, height: int) -> None:
+    plan, turned = plan_size(EMBEDDED, (width, height)), plan_size(EMBEDDED, (height, width))
+    area, turned_area = plan.paint_width_px * plan.paint_height_px, turned.paint_width_px * turned.paint_height_px
+    assert area == turned_area
+
+
+@pytest.mark.parametrize("asked", [(0, 512), (100_000, 8), (63, 64), (64, 2049)])
+def test_size_outside_the_limits_is_refused_with_its_value(asked: tuple[int, int]) -> None:
+    with pytest.raises(InvalidRequest, match=f"size is {asked[0]}x{asked[1]}; each side must lie between 64 and 2048"):
+        plan_size(EMBEDDED, asked)
+
+
+def test_size_text_is_read_or_refused() -> None:
+    assert parse_size("512x768") == (512, 768)
+    assert parse_size(" 512 X 768 ") == (512, 768)
+    assert parse_size("auto") is None
+    for text in ("", "512", "512x", "-1x5", "axb", "1" * 10 + "x5"):
+        with pytest.raises(InvalidRequest, match="size is "):
+            parse_size(text)
