@@ -79,7 +79,10 @@ def open_engine(settings: Settings) -> Engine:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from diffserve.engine import Engine
 
-    return Engine.from_profile(settings.model, config=settings.engine)
+    model = settings.model
+    return Engine.from_pretrained(
+        model.path, dtype=model.dtype, device=model.device, config=settings.engine, profile=model
+    )
 
 
 def _plan(order: Order, engine: Engine, init: types.Picture | None) -> SizePlan:

@@ -1,0 +1,104 @@
+"""``diffserve doctor``: what was found here, what each part needs, and where each setting comes from."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from diffserve import __version__
+from diffserve.config import KEYS, Settings
+
+if TYPE_CHECKING:
+    from diffserve.runtime import DeviceChoice, DiffusionModel
+
+LIBRARIES = ("torch", "diffusers", "transformers", "torchao", "numpy")
+PIPE_WIDTH = 120
+
+
+def run(settings: Settings) -> int:
+    """Print the report on standard output; a model that cannot be loaded is raised after everything else was said."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPE_WIDTH)
+    _section(console, "diffserve", _versions())
+    _section(console, "settings", _settings(settings), headings=("key", "value", "from"))
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    logging.getLogger("diffserve").setLevel(logging.ERROR)
+    from diffserve.runtime import choose_device, load_model
+
+    _section(console, "device", _device(choose_device(settings.model.device, settings.model.dtype)))
+    profile = settings.model
+    model = load_model(profile.path, device=profile.device, dtype=profile.dtype, profile=profile)
+    _section(console, "model", _model(model))
+    _section(console, "memory", _memory(model), headings=("part", "parameters", "weights"))
+    console.print("\nall is well.", markup=False)
+    return 0
+
+
+def _versions() -> Iterable[tuple[str, str]]:
+    yield "version", __version__
+    yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    for name in LIBRARIES:
+        try:
+            yield name, version(name)
+        except PackageNotFoundError:
+            yield name, "not installed"
+
+
+def _settings(settings: Settings) -> Iterable[tuple[str, str, str]]:
+    for dotted in KEYS:
+        table, key = dotted.split(".")
+        value = getattr(getattr(settings, table), key)
+        shown = " ".join(f"{w}x{h}" for w, h in value) if key == "good_sizes" else "auto" if value is None else str(value)
+        yield dotted, shown, settings.origins[dotted]
+
+
+def _device(choice: DeviceChoice) -> Iterable[tuple[str, str]]:
+    yield "device", str(choice.device)
+    yield "precision", choice.dtype
+    yield "because", choice.reason
+
+
+def _model(model: DiffusionModel) -> Iterable[tuple[str, str]]:
+    info = model.info
+    yield "id", info.model_id
+    yield "family", info.family + (" (inpainting)" if info.is_inpainting else "")
+    yield "digest", info.digest
+    yield "predicts", info.prediction_type
+    yield "good sizes", " ".join(f"{width}x{height}" for width, height in info.good_sizes)
+    yield "latents", f"{info.latent_channels} channels, {info.vae_factor} pixels a cell"
+    yield "trained on", f"{info.train_timesteps} timesteps"
+
+
+def _memory(model: DiffusionModel) -> Iterable[tuple[str, str, str]]:
+    entries = model.memory_report()
+    for entry in entries:
+        yield entry.component, f"{entry.num_parameters:,}", _mebibytes(entry.weights_bytes)
+    yield (
+        "together",
+        f"{sum(entry.num_parameters for entry in entries):,}",
+        _mebibytes(sum(entry.weights_bytes for entry in entries)),
+    )
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _section(
+    console: Console, title: str, rows: Iterable[tuple[str, ...]], headings: tuple[str, ...] = ("", "")
+) -> None:
+    table = Table(box=None, pad_edge=False, show_header=any(headings))
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in ("parameters", "weights") else "left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(f"\n[bold]{title}[/bold]")
+    console.print(table, markup=False)

@@ -1,0 +1,58 @@
+"""What the README promises, taken out of it: commands, snippets, the file tree. Standard library only.
+
+``python3 tests/readme.py paint`` prints the first command and ``... test`` the second, as a shell would run them.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+COMMANDS = {"paint": 0, "test": 1}
+
+
+class Block(NamedTuple):
+    """A fenced block: its language and its text."""
+
+    language: str
+    text: str
+
+
+def blocks(language: str | None = None) -> list[Block]:
+    """The README's fenced blocks in order, of one language or of all."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", README.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return [Block(*pair) for pair in found if language in (None, pair[0])]
+
+
+def command(name: str) -> str:
+    """The README's command ``paint`` or ``test``: one line each, the first two shell blocks."""
+    line = blocks("sh")[COMMANDS[name]].text.strip()
+    if "\n" in line:
+        raise ValueError(f"the {name} command of the README is not one line: {line!r}")
+    return line
+
+
+def tree() -> dict[str, str]:
+    """The file tree: path -> phrase. A folder's path ends in a slash."""
+    entries: dict[str, str] = {}
+    parents: list[tuple[int, str]] = []
+    for line in next(block.text for block in blocks("text") if block.text.startswith(".ci/")).splitlines():
+        match = re.fullmatch(r"( *)(\S+)  +(\S.*)", line)
+        if match is None:
+            raise ValueError(f"a line of the file tree has no phrase: {line!r}")
+        indent, name, phrase = len(match[1]), match[2], match[3]
+        while parents and parents[-1][0] >= indent:
+            parents.pop()
+        path = (parents[-1][1] if parents else "") + name
+        entries[path] = phrase
+        if name.endswith("/"):
+            parents.append((indent, path))
+    return entries
+
+
+if __name__ == "__main__":
+    print(command(sys.argv[1]))

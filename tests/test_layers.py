@@ -1,0 +1,186 @@
+"""One rule: imports point down. And each library stays in its room.
+
+    schedulers   0   numerics, numpy only (torch in the update kernel)
+    mortar       1   types, errors, config and what else every floor speaks; no torch
+    runtime      2   tensors and memory
+    engine       3   time; embedded/ stands beside it
+    service      4   HTTP; never the runtime, never torch
+    cli, ui      5   the doors
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MORTAR = ("types", "errors", "config", "profiles", "sizes", "images", "infotext", "ipc")
+FLOORS = {
+    "schedulers": 0,
+    **{f"diffserve.{name}": 1 for name in MORTAR},
+    "diffserve.runtime": 2,
+    "diffserve.engine": 3,
+    "diffserve.embedded": 3,
+    "diffserve.service": 4,
+    "diffserve.cli": 5,
+    "diffserve.__main__": 5,
+    "ui": 5,
+}
+FACADE = "diffserve"
+"""The package itself: its names are looked up on first use, so it may point anywhere, and everybody may import it."""
+
+OUTSIDE = ("benchmarks", "tests")
+HEAVY = ("diffserve.runtime", "diffserve.embedded", *OUTSIDE)
+ONLY_IN = {
+    "torch": ("schedulers.update", "diffserve.runtime", "diffserve.engine", "diffserve.embedded", *OUTSIDE),
+    "diffusers": HEAVY,
+    "transformers": HEAVY,
+    "torchao": HEAVY,
+    "fastapi": ("diffserve.service", "tests"),
+    "starlette": ("diffserve.service", "tests"),
+    "uvicorn": ("diffserve.service", "tests"),
+    "typer": ("diffserve.cli", "diffserve.embedded", "benchmarks"),
+    "rich": ("diffserve.cli", "diffserve.embedded", "benchmarks"),
+    "gradio": ("ui",),
+    "ray": ("diffserve.cluster", *OUTSIDE),
+    "pickle": ("tests",),
+    "shelve": (),
+    "marshal": (),
+}
+WITHOUT_TORCH = ("diffserve.engine.request_scheduler", "diffserve.engine.plan", "diffserve.engine.config")
+"""Scheduling policy is tested in milliseconds."""
+
+NEVER = {
+    "diffserve.service": ("diffserve.engine", "diffserve.runtime", "diffserve.embedded"),
+    "ui": ("diffserve.engine", "diffserve.runtime", "diffserve.service", "diffserve.cli", "schedulers"),
+    "schedulers": ("diffserve", "ui"),
+}
+
+
+class Arrow(NamedTuple):
+    """``module`` imports ``target`` at ``place`` (file:line)."""
+
+    module: str
+    target: str
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.module} -> {self.target}"
+
+
+def python_files() -> list[Path]:
+    tops = ("schedulers", "diffserve", "ui", "benchmarks", "tests")
+    return sorted(path for top in tops for path in (ROOT / top).rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def arrows(path: Path) -> Iterator[Arrow]:
+    """Every import of a file, at any depth, relative ones resolved; ``from package import module`` is both."""
+    module = module_of(path)
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        place = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Import):
+            yield from (Arrow(module, alias.name, place) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            name = ".".join([*base, *([node.module] if node.module else [])])
+            yield Arrow(module, name, place)
+            for alias in node.names:
+                if (ROOT / name.replace(".", "/") / f"{alias.name}.py").is_file() or is_package(f"{name}.{alias.name}"):
+                    yield Arrow(module, f"{name}.{alias.name}", place)
+
+
+def is_package(name: str) -> bool:
+    return (ROOT / name.replace(".", "/") / "__init__.py").is_file()
+
+
+def within(name: str, *places: str) -> bool:
+    return any(name == place or name.startswith(f"{place}.") for place in places)
+
+
+def floor_of(name: str) -> int | None:
+    places = [place for place in FLOORS if within(name, place)]
+    return FLOORS[max(places, key=len)] if places else None
+
+
+ARROWS = [arrow for path in python_files() for arrow in arrows(path)]
+
+
+def test_every_module_stands_on_a_floor() -> None:
+    modules = {module_of(path) for path in python_files()} - {FACADE}
+    homeless = sorted(name for name in modules if not within(name, *OUTSIDE) and floor_of(name) is None)
+    assert not homeless, f"say in FLOORS where these stand: {homeless}"
+
+
+def test_imports_point_down() -> None:
+    def points_up(arrow: Arrow) -> bool:
+        mine, theirs = floor_of(arrow.module), floor_of(arrow.target)
+        return mine is not None and theirs is not None and theirs > mine
+
+    assert not [str(arrow) for arrow in ARROWS if points_up(arrow)]
+
+
+def test_rooms_that_never_see_each_other() -> None:
+    wrong = [
+        str(arrow)
+        for arrow in ARROWS
+        for room, forbidden in NEVER.items()
+        if within(arrow.module, room) and within(arrow.target, *forbidden)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("library", ONLY_IN)
+def test_library_stays_in_its_room(library: str) -> None:
+    wrong = [str(a) for a in ARROWS if within(a.target, library) and not within(a.module, *ONLY_IN[library])]
+    assert not wrong, f"{library} belongs in {', '.join(ONLY_IN[library]) or 'no room'}"
+
+
+def test_scheduling_policy_needs_no_torch() -> None:
+    assert not [str(a) for a in ARROWS if within(a.target, "torch") and within(a.module, *WITHOUT_TORCH)]
+
+
+def test_schedulers_need_numpy_alone() -> None:
+    allowed = {"numpy", "schedulers", *sys.stdlib_module_names}
+    wrong = [
+        str(arrow)
+        for arrow in ARROWS
+        if within(arrow.module, "schedulers")
+        and arrow.target.split(".")[0] not in allowed
+        and not (arrow.module == "schedulers.update" and within(arrow.target, "torch"))
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "module", ["diffserve", "schedulers", "diffserve.cli", "diffserve.service.app", *(f"diffserve.{m}" for m in MORTAR)]
+)
+def test_importing_it_does_not_load_torch(module: str) -> None:
+    heavy = ("torch", "diffusers", "transformers")
+    code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_the_rule_is_able_to_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "diffserve" / "runtime" / "bad.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("def f():\n    from ..engine import loop\n    import torch.nn as nn\n", encoding="utf-8")
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    found = [str(arrow) for arrow in arrows(source)]
+    assert found == [
+        "diffserve/runtime/bad.py:2: diffserve.runtime.bad -> diffserve.engine",
+        "diffserve/runtime/bad.py:3: diffserve.runtime.bad -> torch.nn",
+    ]
+    assert (floor_of("diffserve.runtime.bad") or 0) < (floor_of("diffserve.engine") or 0)
