@@ -1,0 +1,149 @@
+"""Tensors on disk: safetensors files seen as one mapping, every key checked before it is used.
+
+Pickle files are refused by name: reading one can run code. A tensor is read when it is asked for and not before, so that a
+loader which converts tensor by tensor never holds the checkpoint twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from diffserve.errors import ModelLoadError
+
+PICKLE_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
+HASH_CHUNK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a file: where it lies and the shape its header gives."""
+
+    file: Path
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Checkpoint:
+    """The tensors of one or several safetensors files, by name. ``files`` in the order they were opened."""
+
+    entries: dict[str, TensorEntry] = field(default_factory=dict)
+    files: list[Path] = field(default_factory=list)
+    metadata: dict[str, str] = field(default_factory=dict)
+    _handles: dict[Path, Any] = field(default_factory=dict, repr=False)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.entries
+
+    @classmethod
+    def open(cls, files: Iterable[Path]) -> Checkpoint:
+        """Read the headers of ``files``. Raises ModelLoadError for a pickle, a truncated or a foreign file."""
+        checkpoint = cls()
+        for file in files:
+            checkpoint._add(file)
+        return checkpoint
+
+    def _add(self, file: Path) -> None:
+        refuse_pickle(file)
+        try:
+            handle = safe_open(str(file), framework="pt", device="cpu")
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(
+                f"{file} is not a complete safetensors file ({error}); it may have been cut short, download it again."
+            ) from error
+        self._handles[file] = handle
+        self.files.append(file)
+        self.metadata.update(handle.metadata() or {})
+        for key in handle.keys():  # noqa: SIM118 - not a dict
+            if key in self.entries:
+                raise ModelLoadError(f"tensor {key!r} is in both {self.entries[key].file} and {file}; keep one.")
+            self.entries[key] = TensorEntry(file, tuple(handle.get_slice(key).get_shape()))
+
+    def read(self, key: str) -> torch.Tensor:
+        """The tensor ``key`` as stored, still backed by the file: copy what you keep."""
+        entry = self.entries[key]
+        try:
+            tensor: torch.Tensor = self._handles[entry.file].get_tensor(key)
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(f"tensor {key!r} of {entry.file} cannot be read ({error}).") from error
+        return tensor
+
+    def where(self, key: str | None = None) -> str:
+        """The file of ``key`` (or all files), for an error message."""
+        if key is not None and key in self.entries:
+            return str(self.entries[key].file)
+        return ", ".join(str(file) for file in self.files)
+
+
+def refuse_pickle(file: Path) -> None:
+    """Raise ModelLoadError when ``file`` is of a kind whose reading can run code."""
+    if file.suffix in PICKLE_SUFFIXES:
+        raise ModelLoadError(
+            f"{file} is a pickle file, which can run code when it is read; diffserve loads safetensors only. "
+            "Get the model's .safetensors files, or convert this one on a machine you can lose."
+        )
+
+
+def find_weights(directory: Path, stem: str, *, prefer_fp16: bool) -> list[Path]:
+    """The safetensors files of a component: ``stem`` plain, sharded by an index, or as the fp16 variant.
+
+    Raises ModelLoadError naming the pickle file found instead, or the file that is missing.
+    """
+    plain = [directory / f"{stem}.safetensors", directory / f"{stem}.safetensors.index.json"]
+    fp16 = [directory / f"{stem}.fp16.safetensors", directory / f"{stem}.safetensors.index.fp16.json"]
+    for candidate in [*fp16, *plain] if prefer_fp16 else [*plain, *fp16]:
+        if candidate.is_file():
+            return _shards(candidate) if candidate.suffix == ".json" else [candidate]
+    for suffix in PICKLE_SUFFIXES:
+        for pickle in sorted(directory.glob(f"*{suffix}")):
+            refuse_pickle(pickle)
+    raise ModelLoadError(f"{plain[0]} is missing; a diffusers directory holds {stem}.safetensors there.")
+
+
+def _shards(index: Path) -> list[Path]:
+    content = read_json(index)
+    names = content.get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ModelLoadError(f"{index} has no weight_map from tensor names to file names.")
+    files = []
+    for name in dict.fromkeys(names.values()):
+        file = index.parent / name
+        if Path(name).name != name:
+            raise ModelLoadError(f"{index} points at {name!r}; shards lie beside their index.")
+        refuse_pickle(file)
+        if not file.is_file():
+            raise ModelLoadError(f"{file} is missing; {index.name} names it.")
+        files.append(file)
+    return files
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in ``file``. Raises ModelLoadError when it is absent or something else."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelLoadError(f"{file} is missing or cannot be read ({error.strerror}).") from error
+    except ValueError as error:
+        raise ModelLoadError(f"{file} is not JSON ({error}).") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{file} should hold a JSON object, not {type(content).__name__}.")
+    return content
+
+
+def digest_files(files: Iterable[Path]) -> str:
+    """sha256 over the bytes of ``files`` in the order of their names, 64 hexadecimal digits."""
+    total = hashlib.sha256()
+    for file in sorted(files):
+        part = hashlib.sha256()
+        with file.open("rb") as stream:
+            while chunk := stream.read(HASH_CHUNK_BYTES):
+                part.update(chunk)
+        total.update(part.digest())
+    return total.hexdigest()

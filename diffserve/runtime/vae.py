@@ -1,0 +1,98 @@
+"""Pictures to latents and back, guarded against overflow in 16 bits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional as F
+
+from diffserve.errors import NumericalError
+
+logger = logging.getLogger(__name__)
+
+PREVIEW_CELLS = 32
+
+
+class VAERunner:
+    """Runs diffusers' ``AutoencoderKL`` with the normalisation its configuration gives.
+
+    Latents are normalised as ``(z - shift) * scaling_factor`` where shift is ``shift_factor``, or per channel as
+    ``(z - latents_mean) / latents_std * scaling_factor``. factor: pixels per latent cell.
+    """
+
+    def __init__(self, network: Any, *, device: torch.device, dtype: torch.dtype) -> None:
+        config = network.config
+        self.network = network
+        self.device = device
+        self.dtype = dtype
+        self.factor: int = 2 ** (len(config.block_out_channels) - 1)
+        self.latent_channels: int = config.latent_channels
+        mean = getattr(config, "latents_mean", None) or [getattr(config, "shift_factor", None) or 0.0]
+        std = getattr(config, "latents_std", None) or [1.0]
+        self._mean = torch.tensor(mean, device=device).view(1, -1, 1, 1)
+        self._scale = float(config.scaling_factor) / torch.tensor(std, device=device).view(1, -1, 1, 1)
+
+    @torch.inference_mode()
+    def encode(
+        self, pixels: NDArray[np.uint8] | torch.Tensor, generators: Sequence[torch.Generator] | None = None
+    ) -> torch.Tensor:
+        """Latents (B, C, H / factor, W / factor) float32 of ``pixels`` (B, H, W, 3), uint8 or float32 in [-1, 1].
+
+        With ``generators``, one for each picture, the posterior is sampled, one draw of the latents' shape from each, in
+        order, as diffusers does; without, its mode is taken.
+        """
+        images = _to_images(pixels)
+        if generators is not None and len(generators) != images.shape[0]:
+            raise ValueError(f"{images.shape[0]} pictures need as many generators, not {len(generators)}")
+        latents = []
+        for index, image in enumerate(images.split(1)):
+            posterior = self._guarded(lambda part: self.network.encode(part).latent_dist, image, _moments)
+            moments = posterior.mode() if generators is None else posterior.sample(generators[index])
+            latents.append((moments.float() - self._mean) * self._scale)
+        return torch.cat(latents)
+
+    @torch.inference_mode()
+    def decode(self, latents: torch.Tensor) -> NDArray[np.uint8]:
+        """Pictures (B, H, W, 3) of ``latents`` (B, C, h, w) float32. Raises NumericalError when one is not finite."""
+        z = latents.to(self.device, torch.float32) / self._scale + self._mean
+        decoded = self._guarded(lambda part: self.network.decode(part, return_dict=False)[0], z, lambda image: image)
+        pixels = (decoded.float() / 2 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8)
+        array: NDArray[np.uint8] = pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy()
+        return array
+
+    def preview(self, latents: torch.Tensor) -> NDArray[np.uint8]:
+        """A cheap look at ``latents``: decoded after pooling to at most 32 cells a side, so (B, <= H, <= W, 3)."""
+        shrink = -(-max(latents.shape[-2:]) // PREVIEW_CELLS)
+        return self.decode(F.avg_pool2d(latents, shrink) if shrink > 1 else latents)
+
+    def _guarded(self, run: Any, value: torch.Tensor, visible: Any) -> Any:
+        """``run`` on ``value``; where float16 overflows, once more in float32, and in float32 from then on."""
+        if not bool(torch.isfinite(value).all()):
+            raise NumericalError("the latents are not finite; try another seed, fewer steps or a wider dtype.")
+        output = run(value.to(self.device, self.dtype))
+        if bool(torch.isfinite(visible(output)).all()):
+            return output
+        if self.dtype == torch.float16:
+            logger.warning("the VAE overflowed in float16; it runs in float32 from now on")
+            torch.nn.Module.to(self.network, torch.float32)
+            self.dtype = torch.float32
+            return self._guarded(run, value, visible)
+        raise NumericalError(f"the VAE gave a picture that is not finite in {self.dtype}; try another dtype.")
+
+
+def _moments(posterior: Any) -> torch.Tensor:
+    parameters: torch.Tensor = posterior.parameters
+    return parameters
+
+
+def _to_images(pixels: NDArray[np.uint8] | torch.Tensor) -> torch.Tensor:
+    """(B, 3, H, W) float32 in [-1, 1]."""
+    tensor = pixels if isinstance(pixels, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(pixels))
+    if tensor.dtype == torch.uint8:
+        tensor = 2.0 * (tensor.float() / 255.0) - 1.0
+    return tensor.permute(0, 3, 1, 2)

@@ -1,0 +1,175 @@
+"""Tiny random models of the real classes, saved as real checkpoints: SD 1.5, SD 2 (v, zero-SNR), SDXL, inpainting.
+
+Widths are the least that keep the published layouts readable: 32 channels for groups of 32, heads of 64 where the family
+has them, four VAE levels so that a latent cell is 8 pixels. Weights are random but seeded, so numbers repeat.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from tokenizers import pre_tokenizers
+
+from diffserve.runtime.quiet import hushed, import_quietly
+
+START, END = "<|startoftext|>", "<|endoftext|>"
+MERGES: Final = (
+    "c a",
+    "ca t</w>",
+    "d o",
+    "do g</w>",
+    "r e",
+    "re d</w>",
+    "o n</w>",
+    "t h",
+    "th e</w>",
+    "f o",
+    "fo x</w>",
+)
+KINDS: Final = ("sd15", "sd2", "sdxl", "inpaint9")
+WINDOW: Final = 77
+
+
+def vocabulary() -> dict[str, int]:
+    """Token -> id in the order of the published CLIP vocabulary: bytes, bytes at a word's end, merges, marks."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [
+        *alphabet,
+        *(f"{letter}</w>" for letter in alphabet),
+        *(merge.replace(" ", "") for merge in MERGES),
+        START,
+        END,
+    ]
+    return {token: index for index, token in enumerate(tokens)}
+
+
+def write_tokenizer(directory: Path, *, pad: str = END, window: int = WINDOW) -> Path:
+    """Write a CLIP tokenizer's four files; ``pad`` is ``!`` for SD 2 and for SDXL's second encoder."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "vocab.json").write_text(json.dumps(vocabulary(), ensure_ascii=False), encoding="utf-8")
+    (directory / "merges.txt").write_text("\n".join(["#version: 0.2", *MERGES, ""]), encoding="utf-8")
+    marks = {"bos_token": START, "eos_token": END, "unk_token": END, "pad_token": pad}
+    (directory / "special_tokens_map.json").write_text(json.dumps(marks), encoding="utf-8")
+    config = {"tokenizer_class": "CLIPTokenizer", "model_max_length": window, "do_lower_case": True, **marks}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return directory
+
+
+def tokenizer(directory: Path, *, pad: str = END) -> Any:
+    """transformers' CLIPTokenizer over the tiny vocabulary."""
+    return import_quietly("transformers", "CLIPTokenizer").from_pretrained(str(write_tokenizer(directory, pad=pad)))
+
+
+def text_encoder(*, width: int = 32, layers: int = 3, act: str = "quick_gelu", projection: int | None = None) -> Any:
+    """A CLIP text encoder; with ``projection`` the class that has a pooled projection of that width."""
+    size = len(vocabulary())
+    config = import_quietly("transformers", "CLIPTextConfig")(
+        vocab_size=size,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=max(1, width // 64),
+        projection_dim=projection or width,
+        hidden_act=act,
+        bos_token_id=size - 2,
+        eos_token_id=size - 1,
+        pad_token_id=size - 1,
+    )
+    name = "CLIPTextModelWithProjection" if projection else "CLIPTextModel"
+    network = import_quietly("transformers", name)(config)
+    with torch.no_grad():  # transformers starts at 0.02, where every prompt looks the same
+        for parameter in network.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(5)
+    return network.eval()
+
+
+def vae(*, latent_channels: int = 4, **config: Any) -> Any:
+    """An AutoencoderKL with 8 pixels to a cell."""
+    return import_quietly("diffusers", "AutoencoderKL")(
+        block_out_channels=(32, 32, 32, 32),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=1,
+        latent_channels=latent_channels,
+        norm_num_groups=32,
+        sample_size=64,
+        **config,
+    ).eval()
+
+
+def unet(kind: str, *, context: int) -> Any:
+    """A two-level UNet of the family ``kind``; 8x8 latents are native."""
+    shared = {"layers_per_block": 1, "sample_size": 8, "cross_attention_dim": context, "norm_num_groups": 32}
+    plain = {
+        "block_out_channels": (32, 64),
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+        "attention_head_dim": 8,
+    }
+    linear = {**plain, "block_out_channels": (64, 128), "attention_head_dim": (1, 2), "use_linear_projection": True}
+    own: dict[str, dict[str, Any]] = {
+        "sd15": plain,
+        "inpaint9": {**plain, "in_channels": 9},
+        "sd2": linear,
+        "sdxl": {
+            **linear,
+            "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+            "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+            "transformer_layers_per_block": (1, 2),
+            "addition_embed_type": "text_time",
+            "addition_time_embed_dim": 8,
+            "projection_class_embeddings_input_dim": 6 * 8 + 32,
+        },
+    }
+    return import_quietly("diffusers", "UNet2DConditionModel")(**shared, **own[kind]).eval()
+
+
+def scheduler(kind: str) -> Any:
+    """DDIM with the family's noise schedule; SD 2: v-prediction, zero terminal SNR, trailing."""
+    extra: dict[str, Any] = {}
+    if kind == "sd2":
+        extra = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+    return import_quietly("diffusers", "DDIMScheduler")(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        clip_sample=False,
+        set_alpha_to_one=False,
+        steps_offset=1,
+        **extra,
+    )
+
+
+def build_pipeline(kind: str, workspace: Path, *, seed: int = 0) -> Any:
+    """diffusers' own pipeline of family ``kind`` with random weights. ``workspace`` takes the tokenizers' files."""
+    torch.manual_seed(seed)
+    parts: dict[str, Any] = {"scheduler": scheduler(kind)}
+    parts["tokenizer"] = tokenizer(workspace / "tokenizer", pad="!" if kind == "sd2" else END)
+    if kind == "sdxl":
+        parts["text_encoder"] = text_encoder(width=64)
+        parts["text_encoder_2"] = text_encoder(width=64, layers=4, act="gelu", projection=32)
+        parts["tokenizer_2"] = tokenizer(workspace / "tokenizer_2", pad="!")
+        parts["unet"] = unet(kind, context=128)
+        parts["vae"] = vae(scaling_factor=0.13025)
+        name = "StableDiffusionXLPipeline"
+    else:
+        parts["text_encoder"] = text_encoder(width=64, act="gelu" if kind == "sd2" else "quick_gelu")
+        parts["unet"] = unet(kind, context=64)
+        parts["vae"] = vae()
+        parts |= {"safety_checker": None, "feature_extractor": None}
+        name = "StableDiffusionInpaintPipeline" if kind == "inpaint9" else "StableDiffusionPipeline"
+    optional = {} if kind == "sdxl" else {"requires_safety_checker": False}
+    pipeline = import_quietly("diffusers", name)(**parts, **optional)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def save_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
+    """Build the pipeline of family ``kind`` and save it as a diffusers directory of safetensors."""
+    with hushed("transformers", "diffusers"):
+        build_pipeline(kind, directory.parent / f"{directory.name}-parts", seed=seed).save_pretrained(str(directory))
+    return directory
