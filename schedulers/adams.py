@@ -1,0 +1,110 @@
+"""Linear multistep samplers that keep the slope (x - denoised) / sigma, the network's idea of the noise: LMS, PLMS, DEIS."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from schedulers.grids import Grid
+from schedulers.multistep import order_at
+from schedulers.noise import FloatArray
+from schedulers.table import Row
+
+LMS_ORDER = 4
+PLMS_WEIGHTS: tuple[tuple[float, ...], ...] = (
+    (1.0,),
+    (3 / 2, -1 / 2),
+    (23 / 12, -16 / 12, 5 / 12),
+    (55 / 24, -59 / 24, 37 / 24, -9 / 24),
+)
+"""Adams-Bashforth weights for equal steps, newest slope first, by order."""
+
+_QUADRATURE_POINTS = 24
+
+
+def slope_row(
+    grid: Grid, i: int, moves: Sequence[float], *, back: Sequence[int] = (), at: int | None = None, step: int | None = None
+) -> Row:
+    """x_next = x + moves[0] * slope + moves[1:] * (slopes in history), and the slope is pushed.
+
+    ``moves`` are in units of sigma, newest first; ``back[j]`` is where in the history (1 = newest) slope j + 1 lies, by default
+    j + 1. The network is evaluated at point ``at`` of the grid (default i) and the row belongs to ``step`` (default i).
+    """
+    point = i if at is None else at
+    sigma = float(grid.sigmas[point])
+    share = moves[0] / sigma
+    b = [0.0] * (1 + max([*back, len(moves) - 1], default=0))
+    b[0] = -share
+    for j, move in enumerate(moves[1:]):
+        b[back[j] if back else j + 1] = move
+    return Row(
+        i if step is None else step, sigma, float(grid.timesteps[point]), 1.0 + share, tuple(b), hx=1.0 / sigma, hd=-1.0 / sigma
+    )
+
+
+def lagrange_moves(nodes: FloatArray, start: float, stop: float, *, logarithmic: bool) -> tuple[float, ...]:
+    """Integrals from sigma ``start`` to ``stop`` of the Lagrange polynomials through sigmas ``nodes`` (k,), newest first.
+
+    The polynomials are in sigma, or in log sigma when ``logarithmic`` (the integral is over sigma either way).
+    """
+    points, weights = np.polynomial.legendre.leggauss(_QUADRATURE_POINTS)
+    low, high = (math.log(start), math.log(stop)) if logarithmic else (start, stop)
+    centres = np.log(nodes) if logarithmic else nodes
+    at = 0.5 * (high - low) * points + 0.5 * (high + low)
+    weights = 0.5 * (high - low) * weights * (np.exp(at) if logarithmic else 1.0)
+    moves = []
+    for j in range(nodes.size):
+        others = np.delete(centres, j)
+        basis = np.prod((at[:, None] - others) / (centres[j] - others), axis=1)
+        moves.append(float(weights @ basis))
+    return tuple(moves)
+
+
+def lms_rows(grid: Grid, eta: float) -> list[Row]:
+    """Linear multistep of order 4: the slope as a polynomial in sigma through the last four (Karras, k-diffusion)."""
+    rows = []
+    for i in range(grid.start, grid.num_steps):
+        order = min(LMS_ORDER, i - grid.start + 1)
+        nodes = grid.sigmas[i - order + 1 : i + 1][::-1]
+        moves = lagrange_moves(nodes, float(grid.sigmas[i]), float(grid.sigmas[i + 1]), logarithmic=False)
+        rows.append(slope_row(grid, i, moves))
+    return rows
+
+
+def deis_rows(grid: Grid, eta: float) -> list[Row]:
+    """DEIS of order 2 in log-rho (Zhang & Chen 2023): the slope as a polynomial in log sigma through the last two."""
+    rows = []
+    for i in range(grid.start, grid.num_steps):
+        order = order_at(grid, i, 2)
+        start, stop = float(grid.sigmas[i]), float(grid.sigmas[i + 1])
+        if order == 1:
+            rows.append(slope_row(grid, i, (stop - start,)))
+            continue
+        nodes = grid.sigmas[i - order + 1 : i + 1][::-1]
+        rows.append(slope_row(grid, i, lagrange_moves(nodes, start, stop, logarithmic=True)))
+    return rows
+
+
+def plms_rows(grid: Grid, eta: float) -> list[Row]:
+    """Pseudo linear multistep (Liu et al. 2022, PNDM without Runge-Kutta steps): Adams-Bashforth weights on the slopes.
+
+    The first step is made twice, as diffusers does: to its end, then again with the mean of both slopes. The slope at that end is
+    evaluated anew afterwards, so the one pushed by the second row is skipped by all who come later.
+    """
+    first, last = grid.start, grid.num_steps
+    move = float(grid.sigmas[first + 1] - grid.sigmas[first])
+    rows = [slope_row(grid, first, (move,))]
+    if last - first == 1:
+        return rows
+    rows.append(slope_row(grid, first, (0.5 * move, -0.5 * move), at=first + 1))
+    kept = [0]
+    for i in range(first + 1, last):
+        here = len(rows)
+        weights = PLMS_WEIGHTS[min(len(kept), 3)]
+        back = [here - row for row in kept[: len(weights) - 1]]
+        move = float(grid.sigmas[i + 1] - grid.sigmas[i])
+        rows.append(slope_row(grid, i, [move * weight for weight in weights], back=back))
+        kept.insert(0, here)
+    return rows

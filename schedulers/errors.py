@@ -1,0 +1,50 @@
+"""Errors of the ``schedulers`` package. Every one is a ``ValueError`` that quotes the value and says what would do.
+
+    ScheduleError
+      UnknownSampler      no sampler of that name; lists the names and the nearest
+      UnknownSpacing      no timestep spacing or sigma schedule of that name
+      BadNumSteps         a step count that the schedule cannot give
+      BadStrength         image-to-image strength that leaves no step to run
+      BadEta              a share of fresh noise larger than the noise that is to remain
+      BadNoiseSchedule    betas or alphas_cumprod that are no noise schedule
+      UnsupportedOption   a scheduler option that is not a linear row (clipping, thresholding, ...)
+      LawBroken           a table that does not keep the image or the noise
+"""
+
+from __future__ import annotations
+
+
+class ScheduleError(ValueError):
+    """Base of the tree."""
+
+
+class UnknownSampler(ScheduleError):
+    """No sampler of that name."""
+
+
+class UnknownSpacing(ScheduleError):
+    """No timestep spacing or sigma schedule of that name."""
+
+
+class BadNumSteps(ScheduleError):
+    """``num_steps`` is not a whole number from 1 to the training length."""
+
+
+class BadStrength(ScheduleError):
+    """``strength`` is outside 0..1 or leaves no step to run."""
+
+
+class BadEta(ScheduleError):
+    """``eta`` is negative, not finite, or asks for more fresh noise than a step can hold."""
+
+
+class BadNoiseSchedule(ScheduleError):
+    """The betas or cumulative products given are no noise schedule."""
+
+
+class UnsupportedOption(ScheduleError):
+    """A scheduler configuration asks for something that rows of a table cannot do."""
+
+
+class LawBroken(ScheduleError):
+    """A table moves an image that is at rest, or loses count of its noise."""

@@ -1,0 +1,128 @@
+"""The noise schedule a network was trained with: how much of the image is left at each training timestep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedulers.errors import BadNoiseSchedule, UnsupportedOption
+
+FloatArray = NDArray[np.float64]
+
+PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
+BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")
+
+ZERO_SNR_FLOOR = 2.0**-24
+"""What diffusers' sigma-space schedulers put in place of an ``alphas_cumprod`` of exactly 0."""
+
+_MAX_COSINE_BETA = 0.999
+
+
+def make_betas(schedule: str, num_timesteps: int, beta_start: float, beta_end: float) -> FloatArray:
+    """Betas (T,) of a named schedule: "linear", "scaled_linear" (linear in the root) or "squaredcos_cap_v2" (cosine).
+
+    Raises :class:`UnsupportedOption` for another name, :class:`BadNoiseSchedule` for fewer than one timestep.
+    Source: Ho et al. 2020 (linear), Rombach et al. 2022 (scaled_linear), Nichol & Dhariwal 2021 (cosine).
+    """
+    if num_timesteps < 1:
+        raise BadNoiseSchedule(f"num_train_timesteps is {num_timesteps}; a schedule needs at least 1.")
+    if schedule == "linear":
+        return np.linspace(beta_start, beta_end, num_timesteps, dtype=np.float64)
+    if schedule == "scaled_linear":
+        roots = np.linspace(math.sqrt(beta_start), math.sqrt(beta_end), num_timesteps, dtype=np.float64)
+        return roots * roots
+    if schedule == "squaredcos_cap_v2":
+        edges = np.arange(num_timesteps + 1, dtype=np.float64) / num_timesteps
+        remaining = np.cos((edges + 0.008) / 1.008 * math.pi / 2) ** 2
+        return np.minimum(1.0 - remaining[1:] / remaining[:-1], _MAX_COSINE_BETA)
+    raise UnsupportedOption(f"beta_schedule is {schedule!r}; known are {', '.join(BETA_SCHEDULES)}.")
+
+
+def to_zero_terminal_snr(alphas_cumprod: FloatArray) -> FloatArray:
+    """Shift and scale the root of ``alphas_cumprod`` (T,) so that the last is exactly 0 and the first stays.
+
+    Source: Lin et al. 2023, "Common diffusion noise schedules and sample steps are flawed", algorithm 1.
+    """
+    root = np.sqrt(alphas_cumprod)
+    moved = (root - root[-1]) * (root[0] / (root[0] - root[-1]))
+    moved[-1] = 0.0
+    return np.asarray(moved**2, dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class NoiseSchedule:
+    """``alphas_cumprod`` (T,) float64, falling from near 1 to near 0, and what the network predicts.
+
+    The last value may be exactly 0 (zero terminal SNR); samplers clamp it when they compile a table.
+    Raises :class:`BadNoiseSchedule` for values that are no schedule, :class:`UnsupportedOption` for another
+    prediction type than "epsilon", "v_prediction" or "sample".
+    """
+
+    alphas_cumprod: FloatArray
+    prediction_type: str = "epsilon"
+
+    def __post_init__(self) -> None:
+        values = np.array(self.alphas_cumprod, dtype=np.float64)
+        if values.ndim != 1 or values.size == 0:
+            raise BadNoiseSchedule(f"alphas_cumprod has shape {values.shape}; one number per training timestep is needed.")
+        if not (np.isfinite(values).all() and values[0] < 1.0 and values[-1] >= 0.0 and (np.diff(values) < 0.0).all()):
+            raise BadNoiseSchedule(
+                f"alphas_cumprod runs from {values[0]} to {values[-1]}; it must fall strictly, from below 1 to 0 or above."
+            )
+        if values.size == 1 and values[0] == 0.0:
+            raise BadNoiseSchedule("alphas_cumprod is [0.0]; nothing of the image is left at any timestep.")
+        if self.prediction_type not in PREDICTION_TYPES:
+            raise UnsupportedOption(
+                f"prediction_type is {self.prediction_type!r}; known are {', '.join(PREDICTION_TYPES)}."
+            )
+        values.setflags(write=False)
+        object.__setattr__(self, "alphas_cumprod", values)
+
+    @classmethod
+    def from_betas(cls, betas: Any, prediction_type: str = "epsilon", *, zero_terminal_snr: bool = False) -> NoiseSchedule:
+        """From betas (T,), each in (0, 1); ``zero_terminal_snr`` rescales so that the last timestep is pure noise."""
+        values = np.asarray(betas, dtype=np.float64)
+        if values.ndim != 1 or values.size == 0 or not ((values > 0.0) & (values < 1.0)).all():
+            raise BadNoiseSchedule("betas must be a list of numbers between 0 and 1, one for each training timestep.")
+        products = np.cumprod(1.0 - values, dtype=np.float64)
+        return cls(to_zero_terminal_snr(products) if zero_terminal_snr else products, prediction_type)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> NoiseSchedule:
+        """From the dict of a diffusers ``scheduler_config.json``; what is absent has that class's default."""
+        small = config.get("_class_name") in ("LCMScheduler", "HeunDiscreteScheduler")
+        name = config.get("beta_schedule", "scaled_linear" if config.get("_class_name") == "LCMScheduler" else "linear")
+        betas = config.get("trained_betas")
+        if betas is None:
+            betas = make_betas(
+                str(name),
+                int(config.get("num_train_timesteps", 1000)),
+                float(config.get("beta_start", 0.00085 if small else 0.0001)),
+                float(config.get("beta_end", 0.012 if small else 0.02)),
+            )
+        return cls.from_betas(
+            betas,
+            str(config.get("prediction_type", "epsilon")),
+            zero_terminal_snr=bool(config.get("rescale_betas_zero_snr", False)),
+        )
+
+    @property
+    def num_timesteps(self) -> int:
+        """The training length T."""
+        return int(self.alphas_cumprod.size)
+
+    @property
+    def sigmas(self) -> FloatArray:
+        """(T,) noise standard deviation over unit signal, rising; infinite at the end of a zero-SNR schedule."""
+        with np.errstate(divide="ignore"):
+            return np.asarray(np.sqrt((1.0 - self.alphas_cumprod) / self.alphas_cumprod), dtype=np.float64)
+
+    def finite_sigmas(self, floor: float = ZERO_SNR_FLOOR) -> FloatArray:
+        """:attr:`sigmas` with a last ``alphas_cumprod`` of exactly 0 taken to be ``floor``."""
+        kept = np.where(self.alphas_cumprod == 0.0, floor, self.alphas_cumprod)
+        return np.asarray(np.sqrt((1.0 - kept) / kept), dtype=np.float64)

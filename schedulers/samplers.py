@@ -1,0 +1,126 @@
+"""The samplers on offer: how each is called, what it is, and which function writes its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from schedulers import adams, multistep, singlestep, unipc
+from schedulers.grids import Grid
+from schedulers.table import Row
+
+RowWriter = Callable[[Grid, float], list[Row]]
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """One sampling method, described for a list in a user interface and for :func:`schedulers.compile_table`.
+
+    name, label            canonical name; the label that A1111 users know
+    summary                one line
+    diffusers_class        the scheduler class of diffusers that it agrees with
+    family                 how it reads a spacing, see :mod:`schedulers.grids`
+    final                  what decides the last sigma: "alpha" (set_alpha_to_one), "sigma" (final_sigmas_type), or always
+                           "zero" or "sigma_min"
+    write_rows             (grid, eta) -> rows
+    order                  order of convergence on a smooth problem (in distribution where stochastic)
+    stochastic             draws fresh noise on the way (ddim only when eta is not 0)
+    evaluations_per_step   network evaluations a step, apart from the first and last steps
+    default_eta            share of fresh noise unless asked otherwise; ``None``: eta has no meaning here
+    keeps_noise            obeys the noise law
+    """
+
+    name: str
+    label: str
+    summary: str
+    diffusers_class: str
+    family: str
+    final: str
+    write_rows: RowWriter = field(repr=False)
+    order: int = 1
+    stochastic: bool = False
+    evaluations_per_step: int = 1
+    default_eta: float | None = None
+    keeps_noise: bool = True
+
+    @property
+    def variance_preserving(self) -> bool:
+        """diffusers keeps this sampler's latents at unit variance: they start from noise of standard deviation 1."""
+        return self.family != "k"
+
+    @property
+    def default_spacing(self) -> str:
+        """The spacing that diffusers' class takes when a configuration does not say."""
+        return "leading" if self.family in ("ddim", "lcm") else "linspace"
+
+
+def _all() -> tuple[Sampler, ...]:
+    dpm = "DPMSolverMultistepScheduler"
+    ancestral = "EulerAncestralDiscreteScheduler"
+    one, multi, slope = singlestep, multistep, adams
+    return (
+        Sampler(
+            "ddim", "DDIM", "deterministic and predictable; eta adds noise, up to that of ddpm",
+            "DDIMScheduler", "ddim", "alpha", one.ddim_rows, default_eta=0.0,
+        ),
+        Sampler(
+            "ddpm", "DDPM", "the original random walk back; best with hundreds of steps",
+            "DDPMScheduler", "ddim", "zero", one.ddpm_rows, stochastic=True,
+        ),
+        Sampler(
+            "ddpm_large", "DDPM large variance", "ddpm with the forward variance; noise unless given hundreds of steps",
+            "DDPMScheduler", "ddim", "zero", one.ddpm_large_rows, stochastic=True, keeps_noise=False,
+        ),
+        Sampler(
+            "euler", "Euler", "simple, smooth and sturdy",
+            "EulerDiscreteScheduler", "k", "sigma", one.euler_rows,
+        ),
+        Sampler(
+            "euler_a", "Euler a", "Euler with fresh noise: lively, never quite settles as steps grow",
+            ancestral, "k", "zero", one.euler_a_rows, stochastic=True, default_eta=1.0,
+        ),
+        Sampler(
+            "heun", "Heun", "second order by a second look: twice the evaluations, careful",
+            "HeunDiscreteScheduler", "k", "zero", one.heun_rows, order=2, evaluations_per_step=2,
+        ),
+        Sampler(
+            "dpmpp_2m", "DPM++ 2M", "second order for one evaluation a step; a fine default at 15 to 30 steps",
+            dpm, "dpm", "sigma", multi.dpmpp_2m_rows, order=2,
+        ),
+        Sampler(
+            "dpmpp_2m_sde", "DPM++ 2M SDE", "dpmpp_2m with fresh noise: more detail, a few more steps",
+            dpm, "dpm", "sigma", multi.dpmpp_2m_sde_rows, stochastic=True,
+        ),
+        Sampler(
+            "dpmpp_3m_sde", "DPM++ 3M SDE", "as dpmpp_2m_sde, looking back one step more; wants 30 steps or more",
+            dpm, "dpm", "sigma", multi.dpmpp_3m_sde_rows, stochastic=True,
+        ),
+        Sampler(
+            "lms", "LMS", "fourth order from remembered slopes; good at many steps",
+            "LMSDiscreteScheduler", "k", "zero", slope.lms_rows, order=4,
+        ),
+        Sampler(
+            "plms", "PLMS", "the first fast sampler of Stable Diffusion; one evaluation more than steps",
+            "PNDMScheduler", "ddim", "alpha", slope.plms_rows, order=2,
+        ),
+        Sampler(
+            "deis", "DEIS", "second order, exact for slopes straight in log sigma; strong at few steps",
+            "DEISMultistepScheduler", "dpm", "sigma_min", slope.deis_rows, order=2,
+        ),
+        Sampler(
+            "unipc", "UniPC", "predicts, then corrects with the same evaluations; strong at 5 to 15 steps",
+            "UniPCMultistepScheduler", "dpm", "sigma", unipc.unipc_rows, order=2,
+        ),
+        Sampler(
+            "lcm", "LCM", "for latent consistency models only: 1 to 8 steps",
+            "LCMScheduler", "lcm", "zero", one.lcm_rows, stochastic=True,
+        ),
+        Sampler(
+            "pc", "Predictor-corrector", "score-based: a reverse step, then Langevin dynamics at the new noise level",
+            "ScoreSdeVeScheduler", "ddim", "zero", one.pc_rows, stochastic=True, evaluations_per_step=2,
+        ),
+    )  # fmt: skip
+
+
+SAMPLERS: dict[str, Sampler] = {sampler.name: sampler for sampler in _all()}
+"""Every sampler by canonical name."""

@@ -1,0 +1,100 @@
+"""Samplers that look at one evaluation at a time, or correct within a step: Euler, DDIM, DDPM, Heun, LCM, predictor-corrector."""
+
+from __future__ import annotations
+
+import math
+
+from schedulers.grids import Grid
+from schedulers.table import Row
+
+LANGEVIN_SNR = 0.16
+
+
+def _fresh_noise(sigma: float, sigma_next: float, eta: float) -> float:
+    """Standard deviation of the new noise: eta times that of the exact reverse step from sigma to sigma_next."""
+    ratio = sigma_next / sigma
+    return eta * sigma_next * math.sqrt(max(0.0, 1.0 - ratio * ratio))
+
+
+def ancestral_row(grid: Grid, i: int, eta: float, draws: bool) -> Row:
+    """From step i to i + 1, keeping what the fresh noise leaves room for. eta 0 is Euler and DDIM, eta 1 is DDPM."""
+    sigma, sigma_next = float(grid.sigmas[i]), float(grid.sigmas[i + 1])
+    n = _fresh_noise(sigma, sigma_next, eta)
+    a = math.sqrt(sigma_next * sigma_next - n * n) / sigma
+    return Row(i, sigma, float(grid.timesteps[i]), a, (1.0 - a,), n, draws=draws)
+
+
+def ddim_rows(grid: Grid, eta: float) -> list[Row]:
+    """DDIM with any eta (Song et al. 2021, equation 12); diffusers draws at every step once eta is not 0."""
+    return [ancestral_row(grid, i, eta, eta > 0.0) for i in range(grid.start, grid.num_steps)]
+
+
+def ddpm_rows(grid: Grid, eta: float) -> list[Row]:
+    """DDPM with the posterior ("fixed_small") variance (Ho et al. 2020); no draw at timestep 0."""
+    return [ancestral_row(grid, i, 1.0, grid.timesteps[i] > 0.0) for i in range(grid.start, grid.num_steps)]
+
+
+def ddpm_large_rows(grid: Grid, eta: float) -> list[Row]:
+    """DDPM with the forward ("fixed_large") variance: the mean of ddpm, with more noise than the law allows."""
+    rows = []
+    for row in ddpm_rows(grid, eta):
+        s, t = row.sigma, float(grid.sigmas[row.step + 1])
+        n = math.sqrt((1.0 + t * t) * max(0.0, s * s - t * t) / (1.0 + s * s)) if row.draws else 0.0
+        rows.append(row._replace(n=n))
+    return rows
+
+
+def euler_rows(grid: Grid, eta: float) -> list[Row]:
+    """Euler's method on the probability-flow equation in sigma (Karras et al. 2022, algorithm 1 without churn)."""
+    return [ancestral_row(grid, i, 0.0, False) for i in range(grid.start, grid.num_steps)]
+
+
+def euler_a_rows(grid: Grid, eta: float) -> list[Row]:
+    """Euler with ancestral noise; diffusers draws at every step, the last included."""
+    return [ancestral_row(grid, i, eta, True) for i in range(grid.start, grid.num_steps)]
+
+
+def lcm_rows(grid: Grid, eta: float) -> list[Row]:
+    """Latent consistency (Luo et al. 2023): jump to the image, put noise back; no draw at the last step."""
+    rows = []
+    for i in range(grid.start, grid.num_steps):
+        n = float(grid.sigmas[i + 1])
+        rows.append(Row(i, float(grid.sigmas[i]), float(grid.timesteps[i]), 0.0, (1.0,), n, draws=i + 1 < grid.num_steps))
+    return rows
+
+
+def heun_rows(grid: Grid, eta: float) -> list[Row]:
+    """Heun's method (Karras et al. 2022, algorithm 1 without churn): two rows a step, one where the step ends at 0.
+
+    The first row pushes x moved by half its own slope, so that the second need not undo the predictor.
+    """
+    rows = []
+    for i in range(grid.start, grid.num_steps):
+        first = ancestral_row(grid, i, 0.0, False)
+        target = float(grid.sigmas[i + 1])
+        if target == 0.0 or i + 1 == grid.num_steps:
+            rows.append(first)
+            continue
+        half = 0.5 * (target - first.sigma)
+        rows.append(first._replace(hx=1.0 + half / first.sigma, hd=-half / first.sigma))
+        slope = half / target
+        rows.append(Row(i, target, float(grid.timesteps[i + 1]), slope, (-slope, 1.0)))
+    return rows
+
+
+def pc_rows(grid: Grid, eta: float) -> list[Row]:
+    """Predictor-corrector (Song et al. 2021, algorithm 2): an exact reverse step, then Langevin dynamics at the new level.
+
+    Both draw. Song et al. set the Langevin step from the norms of the score and of the draw, 2 (snr |z| / |score|)^2; here it is
+    its value for a score of the expected norm, 2 snr^2 sigma^2, and the move is the exact Ornstein-Uhlenbeck one for a frozen
+    denoised estimate, so that the noise stays book-kept. To first order in the step the two agree.
+    """
+    keep = math.exp(-2.0 * LANGEVIN_SNR**2)
+    rows = []
+    for i in range(grid.start, grid.num_steps):
+        rows.append(ancestral_row(grid, i, 1.0, True))
+        target = float(grid.sigmas[i + 1])
+        if i + 1 < grid.num_steps:
+            n = target * math.sqrt(1.0 - keep * keep)
+            rows.append(Row(i, target, float(grid.timesteps[i + 1]), keep, (1.0 - keep,), n, draws=True))
+    return rows
