@@ -26,11 +26,9 @@ import msgspec
 from diffserve.errors import ConfigError, InvalidRequest
 from diffserve.profiles import describe_model
 from diffserve.types import ModelProfile
-from schedulers import resolve_sampler
+from schedulers import SPACINGS, resolve_sampler
 
 PROFILES = ("embedded", "sd15", "sdxl")
-SPACINGS = ("leading", "trailing", "linspace", "quadratic")
-SIGMA_SCHEDULES = ("none", "karras", "exponential", "sgm_uniform", "simple", "beta")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 ENV_PREFIX = "DIFFSERVE_"
 
@@ -209,7 +207,7 @@ def _check_model(model: ModelProfile, values: Mapping[str, _Value]) -> None:
     def refuse(key: str, why: str) -> ConfigError:
         return ConfigError(f"{_blame(f'model.{key}', values)}: {why}", param=key)
 
-    choices = {"spacing": SPACINGS, "sigma_schedule": SIGMA_SCHEDULES, "dtype": DTYPES}
+    choices = {"spacing": SPACINGS, "dtype": DTYPES}
     for key, known in choices.items():
         if getattr(model, key) not in known:
             raise refuse(key, f"{key} is {getattr(model, key)!r}; choose one of {', '.join(known)}.")

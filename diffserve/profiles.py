@@ -41,8 +41,8 @@ def _from_directory(path: Path) -> dict[str, Any]:
     scheduler = _read_json(path / "scheduler" / "scheduler_config.json")
     if scheduler.get("timestep_spacing") in ("leading", "trailing", "linspace"):
         found["spacing"] = scheduler["timestep_spacing"]
-    if scheduler.get("rescale_betas_zero_snr"):
-        found["sigma_schedule"] = "none"
+    if scheduler.get("rescale_betas_zero_snr"):  # a sigma schedule cannot reach the infinite first sigma
+        found["sampler"] = "dpmpp_2m"
     return found
 
 

@@ -350,7 +350,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     good_sizes       (width, height) in pixels that the model does well; the first is native; empty: the model's own
                      training size (``sample_size`` in its UNet's configuration)
     max_side_px      longest side that is painted directly
-    sigma_schedule   a name, or "none" for the plain spacing
+    sampler          any name a request may use; a sigma schedule may follow it ("DPM++ 2M Karras")
     """
 
     model_id: str
@@ -361,19 +361,12 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_steps: int
     guidance_scale: float
     spacing: str
-    sigma_schedule: str
-    eta: float
     good_sizes: tuple[tuple[int, int], ...]
     max_side_px: int
 
     @property
     def diffusion(self) -> DiffusionParams:
-        """The profile's defaults as :class:`DiffusionParams`, every field filled."""
+        """The profile's defaults as :class:`DiffusionParams`."""
         return DiffusionParams(
-            sampler=self.sampler,
-            num_steps=self.num_steps,
-            spacing=self.spacing,
-            sigma_schedule=None if self.sigma_schedule == "none" else self.sigma_schedule,
-            eta=self.eta,
-            guidance_scale=self.guidance_scale,
+            sampler=self.sampler, num_steps=self.num_steps, spacing=self.spacing, guidance_scale=self.guidance_scale
         )

@@ -77,11 +77,6 @@ def test_auto_stays_auto_where_it_means_measure_it_and_is_none_for_a_number() ->
     assert engine.deterministic == "auto"
 
 
-def test_sigma_schedule_none_means_the_plain_spacing() -> None:
-    assert load_settings(model="embedded", env={}).model.diffusion.sigma_schedule is None
-    assert load_settings(model="sd15", env={}).model.diffusion.sigma_schedule == "karras"
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -95,7 +90,7 @@ def test_sigma_schedule_none_means_the_plain_spacing() -> None:
         ("[serve]\nmax_size_px = 8\n", "max_size_px is 8; it must be 64 or more."),
         ("[serve]\nrequest_timeout_s = inf\n", "request_timeout_s is inf"),
         ("[model]\nsampler = 'eular'\n", "'eular'"),
-        ("[model]\nspacing = 'wide'\n", "spacing is 'wide'; choose one of leading, trailing, linspace, quadratic."),
+        ("[model]\nspacing = 'wide'\n", "spacing is 'wide'; choose one of leading, linspace, quadratic, trailing."),
         ("[model]\ndtype = 'float8'\n", f"choose one of {', '.join(DTYPES)}."),
         ("[model]\nnum_steps = 0\n", "model.num_steps: num_steps is 0; ask for at least 1 step."),
         ("[model]\ngood_sizes = [[128]]\n", "model.good_sizes is [[128]]"),
@@ -161,7 +156,7 @@ def test_model_directory_tells_its_own_size_and_spacing(tmp_path: Path) -> None:
     )
     model = load_settings(model=str(path), env={}).model
     assert model.good_sizes == ((768, 768),)
-    assert (model.spacing, model.sigma_schedule) == ("trailing", "none")
+    assert (model.spacing, model.sampler) == ("trailing", "dpmpp_2m")
 
 
 def test_user_file_may_name_the_model_and_still_override_what_the_directory_tells(tmp_path: Path) -> None:

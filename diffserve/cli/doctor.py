@@ -56,8 +56,9 @@ def _settings(settings: Settings) -> Iterable[tuple[str, str, str]]:
     for dotted in KEYS:
         table, key = dotted.split(".")
         value = getattr(getattr(settings, table), key)
-        shown = " ".join(f"{w}x{h}" for w, h in value) if key == "good_sizes" else "auto" if value is None else str(value)
-        yield dotted, shown, settings.origins[dotted]
+        if key == "good_sizes":
+            value = " ".join(f"{width}x{height}" for width, height in value)
+        yield dotted, "auto" if value is None else str(value), settings.origins[dotted]
 
 
 def _device(choice: DeviceChoice) -> Iterable[tuple[str, str]]:

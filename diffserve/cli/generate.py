@@ -56,7 +56,6 @@ def run(order: Order, *, model: str | None, config: str | None, device: str | No
         "model.sampler": Flag("--sampler", order.sampler),
         "model.num_steps": Flag("--steps", order.num_steps),
         "model.guidance_scale": Flag("--guidance", order.guidance_scale),
-        "model.eta": Flag("--eta", order.eta),
     }
     settings = load_settings(model=model, config=config, flags=flags)
     pictures = _read_pictures(order)
@@ -132,17 +131,11 @@ def _request(
             sampler=defaults.sampler,
             num_steps=defaults.num_steps,
             spacing=defaults.spacing,
-            sigma_schedule=_sigma_schedule(order, settings),
-            eta=defaults.eta,
+            eta=order.eta,
             guidance_scale=defaults.guidance_scale,
             strength=order.strength,
         ),
     )
-
-
-def _sigma_schedule(order: Order, settings: Settings) -> str | None:
-    """The profile's schedule belongs to the profile's sampler; a sampler given by hand brings its own or none."""
-    return settings.model.diffusion.sigma_schedule if order.sampler is None else None
 
 
 @contextmanager

@@ -38,8 +38,6 @@ def default_profile(family: str, model_id: str, path: str, parts: LoadedParts, v
         num_steps=num_steps,
         guidance_scale=guidance_scale,
         spacing=spacing if spacing in ("leading", "trailing", "linspace") else "leading",
-        sigma_schedule="none",
-        eta=0.0,
         good_sizes=(native,),
         max_side_px=2 * max(native),
     )
