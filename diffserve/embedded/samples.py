@@ -1,0 +1,82 @@
+"""Paint samples while training: a sheet to look at and a quick mark, straight from the nets in memory."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+from transformers import CLIPTokenizer
+
+from diffserve.embedded.captions import caption
+from diffserve.embedded.checker import check
+from diffserve.embedded.denoiser_training import Denoiser, build_scheduler
+from diffserve.embedded.world import Scene, scenes
+
+HELD_OUT_SEED = 20_260
+
+
+def held_out(count: int) -> list[tuple[Scene, str]]:
+    """The fixed list of held-out scenes and their captions; a longer list begins with the shorter one."""
+    rng = random.Random(HELD_OUT_SEED)
+    return [(scene, caption(scene, rng)) for scene in islice(scenes(HELD_OUT_SEED, held_out=True), count)]
+
+
+@torch.inference_mode()
+def paint(
+    denoiser: Denoiser,
+    vae: AutoencoderKL,
+    tokenizer: CLIPTokenizer,
+    captions: list[str],
+    *,
+    num_steps: int = 30,
+    guidance_scale: float = 3.0,
+    seed: int = 0,
+) -> NDArray[np.uint8]:
+    """(N, 128, 128, 3) uint8 pictures by DDIM; picture i starts from seed + i."""
+    device = next(denoiser.parameters()).device
+    words = [*captions, *([""] * len(captions))]
+    ids = tokenizer(words, padding="max_length", truncation=True, return_tensors="pt").input_ids.to(device)
+    scheduler = build_scheduler()
+    scheduler.set_timesteps(num_steps)
+    draws = [torch.randn(1, 8, 16, 16, generator=torch.Generator().manual_seed(seed + i)) for i in range(len(captions))]
+    latents = torch.cat(draws).to(device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        for timestep in scheduler.timesteps:
+            both = denoiser(torch.cat([latents, latents]), timestep.expand(2 * len(latents)).to(device), ids).float()
+            cond, uncond = both.chunk(2)
+            latents = scheduler.step(uncond + guidance_scale * (cond - uncond), timestep, latents).prev_sample
+        painted = torch.cat([vae.decode(part).sample for part in latents.split(8)])
+    return to_pixels(painted)
+
+
+def to_pixels(painted: Tensor) -> NDArray[np.uint8]:
+    """(N, 3, H, W) in -1..1 to (N, H, W, 3) uint8."""
+    unit = painted.float().clamp(-1, 1).add(1).mul(127.5).round()
+    return unit.byte().permute(0, 2, 3, 1).cpu().numpy()
+
+
+def sheet(pictures: NDArray[np.uint8], columns: int, path: Path) -> Path:
+    """Save (N, H, W, 3) pictures as one grid."""
+    rows = [np.concatenate(list(pictures[i : i + columns]), axis=1) for i in range(0, len(pictures), columns)]
+    Image.fromarray(np.concatenate(rows, axis=0)).save(path)
+    return path
+
+
+def quick_mark(pictures: NDArray[np.uint8], truth: list[Scene]) -> str:
+    """One line: exact matches, right backgrounds, objects found among those asked for."""
+    verdicts = [check(pixels, scene) for pixels, scene in zip(pictures, truth, strict=True)]
+    wanted = sum(len(scene.objects) for scene in truth)
+    found = sum(
+        len({one.name for one in verdict.reading.objects} & {placed.name for placed in scene.objects})
+        for verdict, scene in zip(verdicts, truth, strict=True)
+    )
+    exact = sum(verdict.exact for verdict in verdicts)
+    grounds = sum(verdict.background for verdict in verdicts)
+    return f"exact {exact}/{len(truth)} background {grounds}/{len(truth)} objects {found}/{wanted}"

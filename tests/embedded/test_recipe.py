@@ -1,0 +1,113 @@
+"""The training recipe's parts: tokenizer, nets, normalisation, resumable runs."""
+
+from __future__ import annotations
+
+import math
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CLIPTokenizer
+
+from diffserve.embedded.denoiser_training import (
+    Batches,
+    Denoiser,
+    LatentScenes,
+    channel_statistics,
+    normalise,
+    stratified_timesteps,
+    train_denoiser,
+)
+from diffserve.embedded.export import POSTERIOR_STD, fold_normalisation
+from diffserve.embedded.samples import held_out
+from diffserve.embedded.tokenizer import MAX_TOKENS, train_tokenizer
+from diffserve.embedded.training import Run, TrainSettings, learning_rate_at
+from diffserve.embedded.vae_training import LATENT_CHANNELS, build_vae
+from diffserve.embedded.world import OBJECTS, scenes
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> CLIPTokenizer:
+    directory = train_tokenizer(tmp_path_factory.mktemp("tokenizer"), num_captions=4000)
+    return CLIPTokenizer.from_pretrained(directory)
+
+
+def test_every_object_is_a_token_a_word_and_captions_fit(tokenizer: CLIPTokenizer) -> None:
+    for name in OBJECTS:
+        assert len(tokenizer(name).input_ids) == 2 + len(name.split()), name
+    longest = max(len(tokenizer(words).input_ids) for _, words in held_out(300))
+    assert longest < MAX_TOKENS
+
+
+def test_words_unknown_to_the_world_are_spelt_not_lost(tokenizer: CLIPTokenizer) -> None:
+    ids = tokenizer("zebra").input_ids
+    assert tokenizer.decode(ids, skip_special_tokens=True).strip() == "zebra"
+
+
+def test_the_learning_rate_warms_up_stays_and_falls() -> None:
+    settings = TrainSettings(iterations=1000, batch_size=1, learning_rate=1.0, warmup=100, decay_share=0.5)
+    rates = [learning_rate_at(i, settings) for i in range(1000)]
+    assert rates[0] == pytest.approx(0.01)
+    assert rates[100:500] == pytest.approx([1.0] * 400)
+    assert rates[500:] == sorted(rates[500:], reverse=True)
+    assert rates[-1] < 0.02
+
+
+def test_stratified_timesteps_cover_the_range_once_each() -> None:
+    timesteps = stratified_timesteps(50, 1000)
+    assert (timesteps // 20).tolist() == list(range(50))
+
+
+def test_folding_the_normalisation_into_the_autoencoder_changes_no_picture() -> None:
+    torch.manual_seed(0)
+    vae = build_vae().eval()
+    pixels = torch.rand(2, 3, 32, 32) * 2 - 1
+    with torch.inference_mode():
+        raw = vae.encode(pixels).latent_dist.mode()
+        mean, std = channel_statistics(raw)
+        folded = fold_normalisation(vae, mean, std)
+        posterior = folded.encode(pixels).latent_dist
+        assert torch.allclose(posterior.mode(), normalise(raw, mean, std), atol=1e-4)
+        assert torch.allclose(posterior.std, torch.full_like(posterior.std, POSTERIOR_STD), rtol=1e-3)
+        assert torch.allclose(folded.decode(posterior.mode()).sample, vae.decode(raw).sample, atol=1e-4)
+
+
+def test_an_interrupted_run_resumes_where_it_stopped(tmp_path: Path) -> None:
+    net = torch.nn.Linear(3, 3)
+    first = Run("tiny", net, TrainSettings(3, 1, 1e-2, checkpoint_every=1), tmp_path)
+    for _ in first.iterations():
+        first.step(net(torch.ones(1, 3)).square().sum())
+    again = Run("tiny", torch.nn.Linear(3, 3), TrainSettings(5, 1, 1e-2), tmp_path)
+    assert again.iteration == 3
+    assert torch.equal(again.net.weight, net.weight)
+    assert torch.equal(again.averaged().weight, first.averaged().weight)
+
+
+def test_a_non_finite_loss_leaves_the_weights_alone(tmp_path: Path) -> None:
+    net = torch.nn.Linear(2, 1)
+    run = Run("tiny", net, TrainSettings(1, 1, 1e-2), tmp_path)
+    before = net.weight.clone()
+    run.step(net(torch.full((1, 2), math.nan)).sum())
+    assert torch.equal(net.weight, before)
+
+
+@pytest.mark.slow
+def test_a_few_iterations_of_the_denoiser_lower_the_loss(tokenizer: CLIPTokenizer, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    data = LatentScenes(list(islice(scenes(0, held_out=False), 8)), torch.randn(8, LATENT_CHANNELS, 16, 16).half())
+    settings = TrainSettings(8, 8, 1e-3, warmup=1, decay_share=0.1)
+    batch, ids = Batches(data, tokenizer, settings, 0).next()
+    assert batch.shape == (8, LATENT_CHANNELS, 16, 16)
+    assert ids.shape == (8, MAX_TOKENS)
+    losses: list[float] = []
+    train_denoiser(settings, tmp_path, data, tokenizer, lambda net, i: losses.append(_loss(net, data, ids)), look_every=1)
+    assert losses[-1] < losses[0]
+    assert (tmp_path / "denoiser.pt").is_file()
+
+
+@torch.inference_mode()
+def _loss(net: Denoiser, data: LatentScenes, ids: torch.Tensor) -> float:
+    latents = data.latents.float()
+    timesteps = torch.full((8,), 999)
+    return float((net(torch.zeros_like(latents), timesteps, ids) + latents).square().mean())
