@@ -13,25 +13,11 @@ import msgspec
 
 from diffserve import __version__
 from diffserve.types import ImageResult
+from schedulers import SAMPLERS
 
 SOFTWARE = f"diffserve {__version__}"
 NEGATIVE = "Negative prompt: "
 
-SAMPLER_LABELS = {
-    "ddpm": "DDPM",
-    "ddim": "DDIM",
-    "euler": "Euler",
-    "euler_a": "Euler a",
-    "heun": "Heun",
-    "dpmpp_2m": "DPM++ 2M",
-    "dpmpp_2m_sde": "DPM++ 2M SDE",
-    "dpmpp_3m_sde": "DPM++ 3M SDE",
-    "lms": "LMS",
-    "plms": "PLMS",
-    "deis": "DEIS",
-    "unipc": "UniPC",
-    "lcm": "LCM",
-}
 SCHEDULE_LABELS = {
     "karras": "Karras",
     "exponential": "Exponential",
@@ -58,7 +44,7 @@ def write_infotext(result: ImageResult, *, width_px: int, height_px: int) -> str
     resized = (painted.width_px, painted.height_px) != (width_px, height_px)
     fields: dict[str, object] = {
         "Steps": result.num_steps,
-        "Sampler": SAMPLER_LABELS.get(result.sampler, result.sampler),
+        "Sampler": SAMPLERS[result.sampler].label if result.sampler in SAMPLERS else result.sampler,
         "Schedule type": SCHEDULE_LABELS.get(result.sigma_schedule or "", result.sigma_schedule),
         "CFG scale": f"{result.guidance_scale:g}",
         "Seed": result.seed,

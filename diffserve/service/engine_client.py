@@ -1,0 +1,153 @@
+"""The engine as the front door knows it: one process at a time, watched, and restarted when it is lost.
+
+starting --ready--> up --lost--> waiting (0.5 s, 1 s, 2 s, ...) --> starting
+a load error at the first start, or five losses within five minutes: ``failed`` resolves and nothing is restarted
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+
+from diffserve import ipc
+from diffserve.config import Settings
+from diffserve.errors import DiffserveError, EngineUnavailable, ModelLoadError
+from diffserve.service.engine_connection import EngineConnection, Job
+from diffserve.types import GenerationRequest, ModelInfo
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+MAX_LOSSES = 5
+LOSS_WINDOW_S = 300.0
+PING_EVERY_S = 2.0
+SILENT_AFTER_S = 10.0  # without a pong for so long it is not ready
+HUNG_AFTER_S = 60.0  # and for so long it is killed
+
+log = logging.getLogger("diffserve.engine")
+
+
+class EngineClient:
+    """Keeps an engine process alive and hands requests to it.
+
+    info    the loaded model, ``None`` until the first engine is up
+    failed  resolves to the error for which no further engine is started
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.info: ModelInfo | None = None
+        self.failed: asyncio.Future[DiffserveError] = asyncio.get_running_loop().create_future()
+        self._load = ipc.Load(model=settings.model, engine=settings.engine)
+        self._startup_timeout_s = settings.serve.startup_timeout_s
+        self._connection: EngineConnection | None = None
+        self._is_up = False
+        self._heard_at_s = 0.0
+        self._losses: deque[float] = deque(maxlen=MAX_LOSSES)
+        self._supervising: asyncio.Task[None] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request handed over now would be painted."""
+        return self._is_up and self._now() - self._heard_at_s < SILENT_AFTER_S
+
+    def start(self) -> None:
+        """Start the first engine and watch over it."""
+        self._supervising = asyncio.create_task(self._supervise(), name="engine supervisor")
+
+    async def stop(self) -> None:
+        """End the engine; whatever it still holds ends in EngineUnavailable."""
+        if self._supervising is not None:
+            self._supervising.cancel()
+            await asyncio.gather(self._supervising, return_exceptions=True)
+        if self._connection is not None:
+            await self._connection.stop()
+        self._is_up = False
+
+    def submit(self, request: GenerationRequest) -> Job:
+        """Hand ``request`` to the engine. EngineUnavailable while there is none."""
+        return self._up().submit(request)
+
+    async def count(self) -> int:
+        """How many requests the engine holds, waiting or being painted."""
+        return await self._up().ping()
+
+    async def trace(self) -> list[list[str]]:
+        """Per recent tick, the request ids of the rows that shared its UNet call."""
+        return await self._up().trace()
+
+    def _up(self) -> EngineConnection:
+        if self._connection is None or not self._is_up:
+            raise EngineUnavailable("the engine is loading its model; please try again in a moment.")
+        return self._connection
+
+    async def _supervise(self) -> None:
+        while not self.failed.done():
+            await self._one_life()
+            if self.failed.done():
+                return
+            self._losses.append(self._now())
+            if len(self._losses) == MAX_LOSSES and self._losses[-1] - self._losses[0] < LOSS_WINDOW_S:
+                self._give_up(EngineUnavailable(f"the engine was lost {MAX_LOSSES} times in a row; giving up."))
+                return
+            recent = sum(self._now() - lost_at_s < LOSS_WINDOW_S for lost_at_s in self._losses)
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (recent - 1))
+            log.warning("engine restarts", extra={"pause_s": pause_s})
+            await asyncio.sleep(pause_s)
+
+    async def _one_life(self) -> None:
+        """Start an engine and stay with it until it is gone."""
+        connection = self._connection = await EngineConnection.start(self._load)
+        try:
+            async with asyncio.timeout(self._startup_timeout_s):
+                info = await asyncio.shield(connection.ready)
+        except TimeoutError:
+            await connection.stop(grace_s=0.0)
+            await asyncio.gather(connection.ready, return_exceptions=True)
+            self._load_failed(ModelLoadError(f"the model took longer than {self._startup_timeout_s:g} s to load."))
+        except ModelLoadError as error:
+            await connection.stop()
+            self._load_failed(error)
+        else:
+            self.info, self._is_up, self._heard_at_s = info, True, self._now()
+            log.info("engine ready", extra={"model": info.model_id, "engine_pid": connection.pid})
+            await self._watch(connection)
+            self._is_up = False
+            log.error("engine lost", extra={"engine_pid": connection.pid, "exit_code": connection.exit_code})
+
+    async def _watch(self, connection: EngineConnection) -> None:
+        """Ping until the engine is gone; kill it when it has been silent for too long."""
+        closed = asyncio.create_task(connection.closed.wait())
+        pong: asyncio.Task[int] | None = None
+        try:
+            while not closed.done():
+                pong = pong or asyncio.create_task(connection.ping())
+                await asyncio.wait({closed, pong}, timeout=PING_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+                if closed.done():
+                    return
+                if pong.done():
+                    pong, self._heard_at_s = None, self._now()
+                    await asyncio.wait({closed}, timeout=PING_EVERY_S)
+                elif self._now() - self._heard_at_s > HUNG_AFTER_S:
+                    log.error("engine hangs", extra={"engine_pid": connection.pid})
+                    connection.kill()
+                    await closed
+        finally:
+            tasks = [task for task in (closed, pong) if task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _load_failed(self, error: DiffserveError) -> None:
+        if self.info is None:
+            self._give_up(error)
+        else:
+            log.error("engine did not come back", extra={"reason": error.message})
+
+    def _give_up(self, error: DiffserveError) -> None:
+        log.error("engine given up", extra={"reason": error.message})
+        if not self.failed.done():
+            self.failed.set_result(error)
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,225 @@
+"""One engine process, from its birth to its death, seen from asyncio.
+
+The process inherits one end of a socket pair: nothing is bound in the file system or on the network, and whoever dies
+first is noticed by the other as the end of the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Self
+
+from diffserve import ipc
+from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, ModelLoadError, QueueFull
+from diffserve.types import TERMINAL, Event, GenerationRequest, ModelInfo
+
+ENGINE_MODULE = "diffserve.engine.process"
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DIFFUSERS_DISABLE_REMOTE_CODE": "1"}
+
+
+class Job:
+    """A submitted request as an asynchronous iterator of its events, the terminal one last.
+
+    Iterating raises what the engine refuses it with (InvalidRequest, QueueFull), or EngineUnavailable when the engine
+    is lost. Leaving its ``async with`` block before the end cancels the request.
+    """
+
+    def __init__(self, request_id: str, connection: EngineConnection) -> None:
+        self.request_id = request_id
+        self._connection = connection
+        self._events: asyncio.Queue[Event | DiffserveError] = asyncio.Queue()
+
+    def feed(self, event: Event | DiffserveError) -> None:
+        """Take the next event, or the error that ends the job."""
+        self._events.put_nowait(event)
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        while True:
+            event = await self._events.get()
+            if isinstance(event, DiffserveError):
+                raise event
+            yield event
+            if isinstance(event, TERMINAL):
+                return
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._connection.cancel(self.request_id)
+
+
+class EngineConnection:
+    """A running engine process.
+
+    ready   its ModelInfo once it can paint, or a ModelLoadError
+    closed  set once the process is gone; every job has ended by then
+    """
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[ModelInfo] = loop.create_future()
+        self.ready.add_done_callback(asyncio.Future.exception)  # no complaint when nobody asks any more
+        self.closed = asyncio.Event()
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._jobs: dict[str, Job] = {}
+        self._answers: dict[int, asyncio.Future[ipc.Pong | ipc.Trace]] = {}
+        self._numbers = itertools.count()
+        self._reading = asyncio.create_task(self._read(), name="engine reports")
+
+    @classmethod
+    async def start(cls, load: ipc.Load) -> EngineConnection:
+        """Start a process and tell it what to load."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", ENGINE_MODULE, "--fd", str(theirs.fileno())),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=2,  # whatever a library prints belongs into the log
+                env=os.environ | _OFFLINE,
+            )
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        connection = cls(process, reader, writer)
+        connection._send(load)
+        return connection
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code once it has ended; minus the signal's number when a signal ended it."""
+        return self._process.returncode
+
+    def submit(self, request: GenerationRequest) -> Job:
+        """Hand ``request`` over. EngineUnavailable where the process is gone."""
+        if self.closed.is_set():
+            raise lost_engine()
+        job = self._jobs[request.request_id] = Job(request.request_id, self)
+        self._send(ipc.Submit(request=request))
+        return job
+
+    def cancel(self, request_id: str) -> None:
+        """Give a request up, if it is not over; its lanes are free at the engine's next step."""
+        if self._jobs.pop(request_id, None) is not None:
+            self._send(ipc.Cancel(request_id=request_id))
+
+    async def ping(self) -> int:
+        """How many requests the engine holds. EngineUnavailable where it is gone; waits for ever while it hangs."""
+        number = next(self._numbers)
+        answer = await self._ask(ipc.Ping(number=number), number)
+        return answer.num_requests if isinstance(answer, ipc.Pong) else 0
+
+    async def trace(self) -> list[list[str]]:
+        """Per recent tick, the request ids of the rows that shared its UNet call."""
+        number = next(self._numbers)
+        answer = await self._ask(ipc.ReadTrace(number=number), number)
+        return answer.ticks if isinstance(answer, ipc.Trace) else []
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """End the process: close the socket, which it obeys, and kill it where it does not within ``grace_s``."""
+        self._writer.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), grace_s)
+        self.kill()
+        await self.closed.wait()
+
+    def kill(self) -> None:
+        """End the process at once."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._process.returncode is None:
+                self._process.kill()
+
+    def _send(self, command: ipc.Command) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(ipc.frame(command))
+
+    async def _ask(self, command: ipc.Command, number: int) -> ipc.Pong | ipc.Trace:
+        if self.closed.is_set():
+            raise lost_engine()
+        answer: asyncio.Future[ipc.Pong | ipc.Trace] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        try:
+            self._send(command)
+            return await answer
+        finally:
+            self._answers.pop(number, None)
+
+    async def _read(self) -> None:
+        """Give every report to whom it concerns, until the stream ends; then end everything that still waits."""
+        try:
+            while True:
+                header = await self._reader.readexactly(ipc.HEADER.size)
+                body = await self._reader.readexactly(ipc.body_length(header))
+                self._dispatch(ipc.decode_report(body))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            await self._finish()
+
+    def _dispatch(self, report: ipc.Report) -> None:
+        match report:
+            case ipc.Ready():
+                self.ready.set_result(report.info)
+            case ipc.LoadFailed():
+                self.ready.set_exception(ModelLoadError(report.message, code=report.code))
+            case ipc.Pong() | ipc.Trace():
+                answer = self._answers.get(report.number)
+                if answer is not None and not answer.done():
+                    answer.set_result(report)
+            case ipc.Rejected():
+                self._feed(report.request_id, _error_of(report))
+            case _:
+                self._feed(report.request_id, report)
+
+    def _feed(self, request_id: str, event: Event | DiffserveError) -> None:
+        is_last = isinstance(event, (*TERMINAL, DiffserveError))
+        job = self._jobs.pop(request_id, None) if is_last else self._jobs.get(request_id)
+        if job is not None:  # else it was cancelled from here and nobody listens
+            job.feed(event)
+
+    async def _finish(self) -> None:
+        self.kill()
+        await self._process.wait()
+        self._writer.close()
+        if not self.ready.done():
+            self.ready.set_exception(
+                ModelLoadError(f"the engine process ended with exit code {self.exit_code} while it loaded the model.")
+            )
+        self.closed.set()
+        for request_id in list(self._jobs):
+            self._feed(request_id, lost_engine())
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(lost_engine())
+
+
+def lost_engine() -> EngineUnavailable:
+    """The error of everybody who waited for an engine that is gone."""
+    return EngineUnavailable("the engine stopped before this was finished; it is being restarted, please try again.")
+
+
+def _error_of(report: ipc.Rejected) -> DiffserveError:
+    if report.retry_after_s is not None:
+        return QueueFull(report.message, retry_after_s=report.retry_after_s)
+    if report.code == EngineUnavailable.default_code:
+        return EngineUnavailable(report.message)
+    if report.code == DiffserveError.default_code:
+        return DiffserveError(report.message)
+    return InvalidRequest(report.message, param=report.param, code=report.code)

@@ -1,0 +1,101 @@
+"""Every error as OpenAI's object ``{"error": {"message", "type", "param", "code"}}``, with its status and headers.
+
+The official clients retry 408, 409, 429 and every 5xx; ``Retry-After`` says when, ``x-should-retry: false`` says that
+the same request would fail again.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, NamedTuple
+
+import msgspec
+from starlette.responses import Response
+
+from diffserve.errors import (
+    DeadlineExceeded,
+    DiffserveError,
+    EngineUnavailable,
+    InvalidRequest,
+    ModelNotFound,
+    QueueFull,
+)
+from diffserve.types import Failed
+
+MAX_RETRY_AFTER_S = 60
+ENGINE_RETRY_AFTER_S = 2.0
+
+_KINDS: Final[dict[int, str]] = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+class HttpError(DiffserveError):
+    """A request that is wrong as HTTP, before anybody looks at what it asks for."""
+
+    def __init__(self, status: int, message: str, *, code: str, allow: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.status = status
+        self.allow = allow
+
+
+class ErrorReply(NamedTuple):
+    """A status, the body's bytes and the headers beyond the content's own."""
+
+    status: int
+    body: bytes
+    headers: dict[str, str]
+
+    @property
+    def response(self) -> Response:
+        """The reply as a response."""
+        return Response(self.body, self.status, self.headers, media_type="application/json")
+
+
+def reply_to(error: Exception) -> ErrorReply:
+    """What the caller is told of ``error``. An error that is not ours becomes a 500 that says nothing of its inside."""
+    if not isinstance(error, DiffserveError):
+        error = DiffserveError("the server made a mistake; its log has the request id of this answer.")
+    status = status_of(error)
+    headers: dict[str, str] = {}
+    if isinstance(error, QueueFull):
+        headers |= _come_back(error.retry_after_s)
+    elif isinstance(error, EngineUnavailable):
+        headers |= _come_back(ENGINE_RETRY_AFTER_S)
+    elif status >= 500:
+        headers["x-should-retry"] = "false"
+    if isinstance(error, HttpError) and error.allow is not None:
+        headers["Allow"] = error.allow
+    body = {
+        "message": error.message,
+        "type": _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error"),
+        "param": error.param,
+        "code": error.code,
+    }
+    return ErrorReply(status, msgspec.json.encode({"error": body}), headers)
+
+
+def status_of(error: DiffserveError) -> int:
+    """The HTTP status of ``error``."""
+    if isinstance(error, HttpError):
+        return error.status
+    statuses: tuple[tuple[type[DiffserveError], int], ...] = (
+        (InvalidRequest, 400),
+        (ModelNotFound, 404),
+        (QueueFull, 429),
+        (EngineUnavailable, 503),
+        (DeadlineExceeded, 504),
+    )
+    return next((status for kind, status in statuses if isinstance(error, kind)), 500)
+
+
+def error_of(event: Failed) -> DiffserveError:
+    """The error that a Failed event stands for."""
+    if event.code == DeadlineExceeded.default_code:
+        return DeadlineExceeded(event.message)
+    if event.param is not None:
+        return InvalidRequest(event.message, param=event.param, code=event.code)
+    return DiffserveError(event.message, code=event.code)
+
+
+def _come_back(after_s: float) -> dict[str, str]:
+    seconds = min(max(after_s, 0.05), float(MAX_RETRY_AFTER_S))
+    return {"Retry-After": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}

@@ -1,0 +1,224 @@
+"""From a body to what the engine is asked for, and from its results to the answer."""
+
+from __future__ import annotations
+
+import base64
+import re
+import time
+from typing import Any, Final
+
+import msgspec
+
+from diffserve.config import ServeConfig
+from diffserve.errors import InvalidRequest
+from diffserve.images import ImageFormat, encode_image, resize
+from diffserve.infotext import write_infotext
+from diffserve.service.schemas import MAX_NAME_CHARS, GenerateBody, show
+from diffserve.sizes import SizePlan, plan_size
+from diffserve.types import DiffusionParams, GenerationRequest, ImageResult, ModelInfo
+from schedulers import UnknownSampler, resolve_sampler
+
+QUALITIES: Final = ("auto", "low", "medium", "high", "xhigh", "max", "standard", "hd")
+SCHEDULE_TYPES: Final[dict[str, str | None]] = {
+    "automatic": None,
+    "karras": "karras",
+    "exponential": "exponential",
+    "sgm uniform": "sgm_uniform",
+    "sgm_uniform": "sgm_uniform",
+    "simple": "simple",
+    "beta": "beta",
+}
+"""Schedule types as clients write them, to :class:`DiffusionParams.sigma_schedule`."""
+
+
+class Painting(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked body: the engine's request, and how its pictures are to be delivered."""
+
+    request: GenerationRequest
+    plan: SizePlan
+    image_format: ImageFormat
+    compression: int
+    quality: str
+    safety_identifier: str | None
+    warnings: tuple[str, ...]
+
+
+def plan_painting(body: GenerateBody, info: ModelInfo, config: ServeConfig, request_id: str) -> Painting:
+    """What ``body`` asks for, in the terms of the loaded model. InvalidRequest for what it cannot have."""
+    _refuse_unsupported(body)
+    warnings: list[str] = []
+    plan = plan_size(info, _size(body), min_side_px=config.min_size_px, max_side_px=config.max_size_px)
+    if plan.warning is not None:
+        warnings.append(plan.warning)
+    quality = _quality(body, warnings)
+    if body.unknown_fields:
+        warnings.append(f"unknown fields were ignored: {', '.join(body.unknown_fields[:10])}.")
+    return Painting(
+        request=GenerationRequest(
+            request_id=request_id,
+            prompt=body.prompt,
+            negative_prompt=body.negative_prompt or "",
+            width_px=plan.paint_width_px,
+            height_px=plan.paint_height_px,
+            num_images=body.n or 1,
+            seed=None if body.seed in (None, -1) else body.seed,
+            diffusion=_diffusion(body),
+            deadline_s=config.request_timeout_s,
+        ),
+        plan=plan,
+        image_format=body.output_format or "png",
+        compression=100 if body.output_compression is None else body.output_compression,
+        quality=quality,
+        safety_identifier=body.safety_identifier or body.user,
+        warnings=tuple(warnings),
+    )
+
+
+def image_entry(painting: Painting, result: ImageResult) -> dict[str, Any]:
+    """One element of ``data``: resized, encoded, in base64. Takes a while: call it in a thread."""
+    width_px, height_px = painting.plan.width_px, painting.plan.height_px
+    file = encode_image(
+        resize(result.picture, width_px, height_px),
+        image_format=painting.image_format,
+        quality=painting.compression,
+        infotext=write_infotext(result, width_px=width_px, height_px=height_px),
+    )
+    return {"b64_json": base64.b64encode(file).decode("ascii"), "revised_prompt": None, "seed": result.seed}
+
+
+def answer(painting: Painting, results: list[ImageResult], entries: list[dict[str, Any]], warnings: list[str]) -> bytes:
+    """The whole body of a 200 answer. Takes a while with large pictures: call it in a thread."""
+    first, plan = results[0], painting.plan
+    return msgspec.json.encode(
+        {
+            "created": int(time.time()),
+            "data": entries,
+            "background": "opaque",
+            "output_format": painting.image_format,
+            "quality": painting.quality,
+            "size": f"{plan.width_px}x{plan.height_px}",
+            "safety_identifier": painting.safety_identifier,
+            "usage": _usage(painting, results),
+            "warnings": warnings,
+            "id": painting.request.request_id,
+            "model": first.model,
+            "model_digest": first.model_digest,
+            "sampler": first.sampler,
+            "sigma_schedule": first.sigma_schedule,
+            "spacing": first.spacing,
+            "num_inference_steps": first.num_steps,
+            "guidance_scale": first.guidance_scale,
+            "eta": first.eta,
+        }
+    )
+
+
+def _refuse_unsupported(body: GenerateBody) -> None:
+    refused = (
+        (body.stream, "stream", "stream is true; streaming is not offered yet, leave it out and wait for the answer."),
+        (
+            body.response_format == "url",
+            "response_format",
+            "response_format is 'url'; this server keeps no pictures, ask for 'b64_json'.",
+        ),
+        (
+            body.background == "transparent",
+            "background",
+            "background is 'transparent'; this model paints opaque pictures, ask for 'opaque' or 'auto'.",
+        ),
+    )
+    for is_refused, param, message in refused:
+        if is_refused:
+            raise InvalidRequest(message, param=param, code="unsupported_value")
+
+
+def _size(body: GenerateBody) -> tuple[int, int] | None:
+    """(width, height) in pixels, or ``None`` for the model's own."""
+    given = None
+    if body.size is not None and body.size != "auto":
+        match = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})", body.size)
+        if match is None:
+            raise InvalidRequest(
+                f"size is {show(body.size)}; write WIDTHxHEIGHT in pixels, such as 512x512, or auto.",
+                param="size",
+                code="invalid_size",
+            )
+        given = (int(match[1]), int(match[2]))
+    if body.width is None and body.height is None:
+        return given
+    if body.width is None or body.height is None:
+        raise InvalidRequest("give width and height together, or size.", param="size", code="invalid_size")
+    if given not in (None, (body.width, body.height)):
+        raise InvalidRequest(
+            f"size is {body.size} but width and height are {body.width} and {body.height}; give one of them.",
+            param="size",
+            code="invalid_size",
+        )
+    return body.width, body.height
+
+
+def _diffusion(body: GenerateBody) -> DiffusionParams:
+    sampler = _one_of(body, "sampler", "sampler_name")
+    schedule = body.sigma_schedule
+    if body.scheduler is not None and body.scheduler.strip().lower() in SCHEDULE_TYPES:
+        schedule = schedule or SCHEDULE_TYPES[body.scheduler.strip().lower()]
+    elif body.scheduler is not None:
+        if sampler is not None:
+            raise InvalidRequest(
+                f"scheduler is {show(body.scheduler)} beside sampler {show(sampler)}; "
+                f"with a sampler it is one of {', '.join(SCHEDULE_TYPES)}.",
+                param="scheduler",
+                code="unknown_scheduler",
+            )
+        sampler = body.scheduler
+    if sampler is not None:
+        _check_sampler(sampler)
+    return DiffusionParams(
+        sampler=sampler,
+        num_steps=_one_of(body, "num_inference_steps", "steps"),
+        guidance_scale=_one_of(body, "guidance_scale", "cfg_scale"),
+        sigma_schedule=schedule,
+        spacing=body.spacing,
+        eta=body.eta,
+    )
+
+
+def _check_sampler(name: str) -> None:
+    shortened = name if len(name) <= MAX_NAME_CHARS else f"{name[:MAX_NAME_CHARS]}..."
+    try:
+        resolve_sampler(shortened)
+    except UnknownSampler as error:
+        raise InvalidRequest(str(error), param="sampler", code="unknown_sampler") from None
+
+
+def _one_of(body: GenerateBody, name: str, other: str) -> Any:
+    """The value of a field that goes by two names; InvalidRequest where they disagree."""
+    first, second = getattr(body, name), getattr(body, other)
+    if first is not None and second is not None and first != second:
+        raise InvalidRequest(
+            f"{name} is {show(first)} but {other} is {show(second)}; they mean the same, give one of them.", param=name
+        )
+    return second if first is None else first
+
+
+def _quality(body: GenerateBody, warnings: list[str]) -> str:
+    if body.quality is None or body.quality in QUALITIES[:1]:
+        return "auto"
+    if body.quality not in QUALITIES:
+        warnings.append(f"quality {show(body.quality)} is unknown and was taken as auto.")
+        return "auto"
+    warnings.append(f"quality {body.quality} changes nothing yet; set num_inference_steps to trade time for detail.")
+    return body.quality
+
+
+def _usage(painting: Painting, results: list[ImageResult]) -> dict[str, Any]:
+    """Token counts as OpenAI's clients expect them: an image token is one cell of the painted latents' 8x8 grid."""
+    image_tokens = sum(result.picture.width_px * result.picture.height_px // 64 for result in results)
+    text_tokens = len(painting.request.prompt.split())
+    return {
+        "input_tokens": text_tokens,
+        "output_tokens": image_tokens,
+        "total_tokens": text_tokens + image_tokens,
+        "input_tokens_details": {"text_tokens": text_tokens, "image_tokens": 0},
+        "num_evaluations": sum(result.num_evaluations for result in results),
+    }

@@ -1,0 +1,143 @@
+"""``serve``: bind, start the engine beside, answer until told to stop, and leave tidily.
+
+SIGTERM or SIGINT: readiness and new work turn to 503 at once, work in progress may go on for ``shutdown_timeout_s``,
+then the engine is stopped and the process returns 0. A second signal skips the waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from diffserve.config import ServeConfig, Settings
+from diffserve.errors import ConfigError, EngineUnavailable
+from diffserve.service.app import create_app
+from diffserve.service.engine_client import EngineClient
+from diffserve.service.gate import Gate
+from diffserve.service.logs import set_up_logs
+from diffserve.service.protocol import MAX_HEADER_BYTES, Http1
+
+GOODBYE_S = 3  # for answers that are already being written
+
+
+def serve(settings: Settings) -> int:
+    """Serve until stopped; 0 after a signal.
+
+    Raises ConfigError where the address cannot be bound, ModelLoadError (or another DiffserveError of one line) where
+    the model cannot be loaded; returns 1 where the engine is lost again and again.
+    """
+    set_up_logs(settings.serve.log_level)
+    with bind(settings.serve) as listener:
+        return asyncio.run(_Server(settings, listener).run())
+
+
+def bind(config: ServeConfig) -> socket.socket:
+    """A listening socket at the configured address; ConfigError where that is not to be had."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=1024)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {error.strerror or error}; try another --host or --port.",
+            param="port",
+        ) from None
+
+
+class _Server:
+    def __init__(self, settings: Settings, listener: socket.socket) -> None:
+        self._settings = settings
+        self._listener = listener
+        self._num_signals = 0
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+
+    async def run(self) -> int:
+        """Live one life, from the first engine to the last answer."""
+        engine, gate = EngineClient(self._settings), Gate()
+        http = _Uvicorn(_uvicorn_config(create_app(engine, self._settings.serve, gate)))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        engine.start()
+        answering = asyncio.create_task(http.serve(sockets=[self._listener]))
+        self._say(f"listening on {self._url()}, loading {self._settings.model.model_id}")
+        announcing = asyncio.create_task(self._announce(engine))
+        try:
+            await self._until_over(engine, answering)
+        finally:
+            announcing.cancel()
+            gate.close()
+            await self._drain(gate)
+            await engine.stop()
+            http.should_exit = True
+            await asyncio.gather(answering, announcing, return_exceptions=True)
+        if not engine.failed.done():
+            return 0
+        if isinstance(engine.failed.result(), EngineUnavailable):
+            self._say(engine.failed.result().message)
+            return 1
+        raise engine.failed.result()
+
+    def _on_signal(self) -> None:
+        self._num_signals += 1
+        (self._stop if self._num_signals == 1 else self._hurry).set()
+
+    async def _until_over(self, engine: EngineClient, answering: asyncio.Task[None]) -> None:
+        stop = asyncio.create_task(self._stop.wait())
+        ends: list[asyncio.Future[Any]] = [stop, engine.failed, answering]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+
+    async def _drain(self, gate: Gate) -> None:
+        """Wait for the work in progress, for as long as is allowed."""
+        waits = {asyncio.create_task(gate.wait_until_empty()), asyncio.create_task(self._hurry.wait())}
+        timeout_s = self._settings.serve.shutdown_timeout_s
+        _, pending = await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+
+    async def _announce(self, engine: EngineClient) -> None:
+        while not engine.is_ready:
+            await asyncio.sleep(0.05)
+        if engine.info is not None:
+            info = engine.info
+            self._say(f"ready: {info.model_id} on {info.device} in {info.dtype} ({info.choice_reason})")
+
+    def _url(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(f"diffserve: {text}", flush=True)
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handling, which would end the process before the engine is told."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals to us."""
+        yield
+
+
+def _uvicorn_config(app: FastAPI) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=Http1,
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=GOODBYE_S,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+    )
