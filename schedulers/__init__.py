@@ -1,6 +1,6 @@
 """Samplers of diffusion models, compiled to tables: one row per network evaluation, one update for every sampler.
 
-    import torch
+    import json, torch
     from schedulers import NoiseSchedule, compile_table
     from schedulers.update import advance, guide, new_history, rows_of, scale_input
 
@@ -18,8 +18,9 @@
         x, denoised, history = advance(x, output, history, noise, at)
     latents = table.out_scale * x
 
-x lives in sigma coordinates (image + sigma * noise, float32). ``step_of_row`` and ``ends_step`` say which of the user's steps a
-row belongs to: heun and pc take two rows for one step, plms one row more than steps. Draws come in diffusers' order.
+x lives in sigma coordinates (image + sigma * noise, float32). ``step_of_row`` and ``ends_step`` say which of the user's
+steps a row belongs to: heun and pc take two rows for one step, plms one row more than steps. Draws come in diffusers'
+order.
 Only :mod:`schedulers.update` needs torch; the rest is numpy. Nothing of diffserve is imported here.
 """
 
@@ -40,6 +41,7 @@ from schedulers.errors import (
 from schedulers.grids import SIGMA_SCHEDULES, SPACINGS
 from schedulers.names import resolve_sampler
 from schedulers.noise import PREDICTION_TYPES, NoiseSchedule
+from schedulers.options import TableOptions
 from schedulers.samplers import SAMPLERS, Sampler
 from schedulers.table import COLUMNS, HISTORY, NUM_COLUMNS, StepTable
 
@@ -60,6 +62,7 @@ __all__ = [
     "Sampler",
     "ScheduleError",
     "StepTable",
+    "TableOptions",
     "UnknownSampler",
     "UnknownSpacing",
     "UnsupportedOption",

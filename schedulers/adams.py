@@ -1,9 +1,10 @@
-"""Linear multistep samplers that keep the slope (x - denoised) / sigma, the network's idea of the noise: LMS, PLMS, DEIS."""
+"""Linear multistep samplers that keep the slope (x - denoised) / sigma, the noise the network sees: LMS, PLMS, DEIS."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -21,37 +22,40 @@ PLMS_WEIGHTS: tuple[tuple[float, ...], ...] = (
 )
 """Adams-Bashforth weights for equal steps, newest slope first, by order."""
 
-_QUADRATURE_POINTS = 24
+
+@lru_cache(maxsize=1)
+def _quadrature() -> tuple[FloatArray, FloatArray]:
+    """Points and weights of Gauss-Legendre quadrature on (-1, 1)."""
+    points, weights = np.polynomial.legendre.leggauss(24)
+    return points, weights
 
 
 def slope_row(
-    grid: Grid, i: int, moves: Sequence[float], *, back: Sequence[int] = (), at: int | None = None, step: int | None = None
+    grid: Grid, step: int, moves: Sequence[float], *, back: Sequence[int] = (), at: int | None = None
 ) -> Row:
     """x_next = x + moves[0] * slope + moves[1:] * (slopes in history), and the slope is pushed.
 
-    ``moves`` are in units of sigma, newest first; ``back[j]`` is where in the history (1 = newest) slope j + 1 lies, by default
-    j + 1. The network is evaluated at point ``at`` of the grid (default i) and the row belongs to ``step`` (default i).
+    ``moves`` are in units of sigma, newest first; ``back[j]`` is where in the history (1 = newest) slope j + 1 lies, by
+    default j + 1. The network is evaluated at point ``at`` of the grid, by default ``step``.
     """
-    point = i if at is None else at
+    point = step if at is None else at
     sigma = float(grid.sigmas[point])
     share = moves[0] / sigma
     b = [0.0] * (1 + max([*back, len(moves) - 1], default=0))
     b[0] = -share
     for j, move in enumerate(moves[1:]):
         b[back[j] if back else j + 1] = move
-    return Row(
-        i if step is None else step, sigma, float(grid.timesteps[point]), 1.0 + share, tuple(b), hx=1.0 / sigma, hd=-1.0 / sigma
-    )
+    return Row(step, sigma, float(grid.timesteps[point]), 1.0 + share, tuple(b), hx=1.0 / sigma, hd=-1.0 / sigma)
 
 
 def lagrange_moves(nodes: FloatArray, start: float, stop: float, *, logarithmic: bool) -> tuple[float, ...]:
-    """Integrals from sigma ``start`` to ``stop`` of the Lagrange polynomials through sigmas ``nodes`` (k,), newest first.
+    """Integrals from sigma ``start`` to ``stop`` of the Lagrange polynomials through ``nodes`` (k,), newest first.
 
     The polynomials are in sigma, or in log sigma when ``logarithmic`` (the integral is over sigma either way).
     """
-    points, weights = np.polynomial.legendre.leggauss(_QUADRATURE_POINTS)
     low, high = (math.log(start), math.log(stop)) if logarithmic else (start, stop)
     centres = np.log(nodes) if logarithmic else nodes
+    points, weights = _quadrature()
     at = 0.5 * (high - low) * points + 0.5 * (high + low)
     weights = 0.5 * (high - low) * weights * (np.exp(at) if logarithmic else 1.0)
     moves = []
@@ -90,8 +94,8 @@ def deis_rows(grid: Grid, eta: float) -> list[Row]:
 def plms_rows(grid: Grid, eta: float) -> list[Row]:
     """Pseudo linear multistep (Liu et al. 2022, PNDM without Runge-Kutta steps): Adams-Bashforth weights on the slopes.
 
-    The first step is made twice, as diffusers does: to its end, then again with the mean of both slopes. The slope at that end is
-    evaluated anew afterwards, so the one pushed by the second row is skipped by all who come later.
+    The first step is made twice, as diffusers does: to its end, then again with the mean of both slopes. The slope at
+    that end is evaluated anew afterwards, so the one pushed by the second row is skipped by all who come later.
     """
     first, last = grid.start, grid.num_steps
     move = float(grid.sigmas[first + 1] - grid.sigmas[first])

@@ -99,15 +99,16 @@ def _columns(rows: list[Row]) -> dict[str, FloatArray]:
     b = np.zeros((len(rows), HISTORY + 1))
     for index, row in enumerate(rows):
         b[index, : len(row.b)] = row.b
-    plain = {name: np.array([getattr(row, name) for row in rows]) for name in ("sigma", "timestep", "a", "n", "hx", "hd")}
-    return {"b": b, **plain}
+    names = ("sigma", "timestep", "a", "n", "hx", "hd")
+    return {"b": b, **{name: np.array([getattr(row, name) for row in rows]) for name in names}}
 
 
 def _write(sampler: Sampler, grid: Grid, eta: float) -> list[Row]:
     try:
         return sampler.write_rows(grid, eta)
     except ValueError as error:
-        raise BadEta(f"eta is {eta}; a step of {sampler.name} would hold more fresh noise than noise in all.") from error
+        message = f"eta is {eta}; a step of {sampler.name} would hold more fresh noise than noise in all."
+        raise BadEta(message) from error
 
 
 def compile_table(
@@ -129,7 +130,7 @@ def compile_table(
     num_steps          1 up to the training length
     spacing            "leading" | "linspace" | "quadratic" | "trailing"; ``None``: as diffusers' class by default.
                        lcm has its own timesteps and takes none of them.
-    sigma_schedule     "beta" | "exponential" | "karras" | "sgm_uniform" | "simple"; ``None``: the sigmas of the timesteps
+    sigma_schedule     "beta" | "exponential" | "karras" | "sgm_uniform" | "simple"; ``None``: those of the timesteps
     steps_offset       added to leading timesteps (kept inside the training length)
     set_alpha_to_one   ddim, plms: end at sigma 0, not at the smallest training sigma
     final_sigmas_type  euler, dpmpp_*, unipc: "zero" or "sigma_min"
@@ -146,7 +147,7 @@ def compile_table(
     spacing = spacing or method.default_spacing
     sigma_schedule = sigma_schedule or named_schedule
     if name == "ddpm_large" and steps < min(LARGE_VARIANCE_STEPS, length):
-        warnings += (f"ddpm_large at {steps} steps leaves much noise; ddpm does not, or give it {LARGE_VARIANCE_STEPS} steps",)
+        warnings += (f"ddpm_large at {steps} steps leaves much noise; take ddpm, or {LARGE_VARIANCE_STEPS} steps",)
     train_sigmas = schedule.finite_sigmas(_floor(method, schedule))
     grid = make_grid(
         method.family,

@@ -1,3 +1,4 @@
+# ruff: noqa: N818 - the tree is named after what happened
 """Errors of the ``schedulers`` package. Every one is a ``ValueError`` that quotes the value and says what would do.
 
     ScheduleError

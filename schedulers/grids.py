@@ -54,8 +54,8 @@ class Grid:
 def pick_timesteps(family: str, spacing: str, num_steps: int, length: int, steps_offset: int = 0) -> FloatArray:
     """Falling timesteps (num_steps,) of a training length, as the family reads the spacing.
 
-    Raises :class:`UnknownSpacing`. Where diffusers would run past the last timestep (leading with an offset at high step
-    counts) or repeat timesteps (dpm at num_steps == length), the nearest distinct timesteps are taken.
+    Raises :class:`UnknownSpacing`. Where diffusers would run past the last timestep (leading with an offset at high
+    step counts) or repeat timesteps (dpm at num_steps == length), the nearest distinct timesteps are taken.
     """
     if spacing not in SPACINGS:
         raise UnknownSpacing(f"spacing is {spacing!r}; known are {', '.join(SPACINGS)}.")
@@ -67,7 +67,7 @@ def pick_timesteps(family: str, spacing: str, num_steps: int, length: int, steps
         rising = rising[points - num_steps :]
         return _falling(rising + min(steps_offset, length - 1 - int(rising[-1])))
     if spacing == "trailing":
-        return np.round(length - np.arange(num_steps) * (length / num_steps)) - 1.0
+        return np.asarray(np.round(length - np.arange(num_steps) * (length / num_steps)) - 1.0, dtype=np.float64)
     if spacing == "quadratic":
         return _falling(_quadratic(num_steps, length))
     if family == "dpm" and num_steps < length:
@@ -133,7 +133,7 @@ def _even_timesteps(name: str, num_steps: int, length: int) -> FloatArray:
     """sgm_uniform: even, the lowest of n + 1 left out; simple: every (length / n)-th timestep from the top."""
     if name == "sgm_uniform":
         return np.linspace(length - 1.0, 0.0, num_steps + 1)[:-1]
-    return length - 1.0 - np.floor(np.arange(num_steps) * (length / num_steps))
+    return np.asarray(length - 1.0 - np.floor(np.arange(num_steps) * (length / num_steps)), dtype=np.float64)
 
 
 def make_grid(

@@ -28,10 +28,11 @@ def order_at(grid: Grid, i: int, highest: int, *, first_order_at_zero: bool = Tr
 
 
 def _weights(order: int, h: float, before: list[float], k: float) -> tuple[float, ...]:
-    """Weights of the denoised estimates, newest first, for a step ``h``; ``before`` are the steps already made, newest first.
+    """Weights of the denoised estimates, newest first, for a step ``h``; ``before``: steps already made, newest first.
 
-    ``k`` is 1 for the flow and 2 for the reverse diffusion, where everything happens twice as fast. Second order uses the
-    midpoint rule; third order integrates the quadratic through three estimates. Their sum is 1 - exp(-k h).
+    ``k`` is 1 for the flow and 2 for the reverse diffusion, where everything happens twice as fast. Second order is the
+    midpoint rule; third order adds the bend through three estimates, with half its Taylor weight: so do the paper's
+    code and k-diffusion, so do the pictures people know by this name. The weights sum to 1 - exp(-k h).
     """
     reach = -math.expm1(-k * h)
     if order == 1:

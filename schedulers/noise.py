@@ -35,11 +35,11 @@ def make_betas(schedule: str, num_timesteps: int, beta_start: float, beta_end: f
         return np.linspace(beta_start, beta_end, num_timesteps, dtype=np.float64)
     if schedule == "scaled_linear":
         roots = np.linspace(math.sqrt(beta_start), math.sqrt(beta_end), num_timesteps, dtype=np.float64)
-        return roots * roots
+        return np.asarray(roots * roots, dtype=np.float64)
     if schedule == "squaredcos_cap_v2":
         edges = np.arange(num_timesteps + 1, dtype=np.float64) / num_timesteps
         remaining = np.cos((edges + 0.008) / 1.008 * math.pi / 2) ** 2
-        return np.minimum(1.0 - remaining[1:] / remaining[:-1], _MAX_COSINE_BETA)
+        return np.asarray(np.minimum(1.0 - remaining[1:] / remaining[:-1], _MAX_COSINE_BETA), dtype=np.float64)
     raise UnsupportedOption(f"beta_schedule is {schedule!r}; known are {', '.join(BETA_SCHEDULES)}.")
 
 
@@ -69,10 +69,10 @@ class NoiseSchedule:
     def __post_init__(self) -> None:
         values = np.array(self.alphas_cumprod, dtype=np.float64)
         if values.ndim != 1 or values.size == 0:
-            raise BadNoiseSchedule(f"alphas_cumprod has shape {values.shape}; one number per training timestep is needed.")
+            raise BadNoiseSchedule(f"alphas_cumprod has shape {values.shape}; one number for each timestep is needed.")
         if not (np.isfinite(values).all() and values[0] < 1.0 and values[-1] >= 0.0 and (np.diff(values) < 0.0).all()):
             raise BadNoiseSchedule(
-                f"alphas_cumprod runs from {values[0]} to {values[-1]}; it must fall strictly, from below 1 to 0 or above."
+                f"alphas_cumprod runs from {values[0]} to {values[-1]}; it must fall strictly, starting below 1."
             )
         if values.size == 1 and values[0] == 0.0:
             raise BadNoiseSchedule("alphas_cumprod is [0.0]; nothing of the image is left at any timestep.")
@@ -84,7 +84,9 @@ class NoiseSchedule:
         object.__setattr__(self, "alphas_cumprod", values)
 
     @classmethod
-    def from_betas(cls, betas: Any, prediction_type: str = "epsilon", *, zero_terminal_snr: bool = False) -> NoiseSchedule:
+    def from_betas(
+        cls, betas: Any, prediction_type: str = "epsilon", *, zero_terminal_snr: bool = False
+    ) -> NoiseSchedule:
         """From betas (T,), each in (0, 1); ``zero_terminal_snr`` rescales so that the last timestep is pure noise."""
         values = np.asarray(betas, dtype=np.float64)
         if values.ndim != 1 or values.size == 0 or not ((values > 0.0) & (values < 1.0)).all():

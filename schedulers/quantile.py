@@ -13,7 +13,7 @@ _HALVINGS = 60
 
 
 def _lower_half_mass(u: FloatArray, shape: float) -> FloatArray:
-    """Unnormalised beta(shape, shape) mass below x = u^(1/shape), for x up to 1/2: the series of (1 - x)^(shape - 1)."""
+    """Unnormalised beta(shape, shape) mass below x = u^(1/shape), x up to 1/2: the series of (1 - x)^(shape - 1)."""
     x = u ** (1.0 / shape)
     total = np.zeros_like(x)
     coefficient, power = 1.0, np.ones_like(x)

@@ -20,8 +20,8 @@ class Sampler:
     summary                one line
     diffusers_class        the scheduler class of diffusers that it agrees with
     family                 how it reads a spacing, see :mod:`schedulers.grids`
-    final                  what decides the last sigma: "alpha" (set_alpha_to_one), "sigma" (final_sigmas_type), or always
-                           "zero" or "sigma_min"
+    final                  what decides the last sigma: "alpha" (set_alpha_to_one), "sigma" (final_sigmas_type), or
+                           always "zero" or "sigma_min"
     write_rows             (grid, eta) -> rows
     order                  order of convergence on a smooth problem (in distribution where stochastic)
     stochastic             draws fresh noise on the way (ddim only when eta is not 0)
@@ -42,6 +42,11 @@ class Sampler:
     evaluations_per_step: int = 1
     default_eta: float | None = None
     keeps_noise: bool = True
+
+    @property
+    def takes_eta(self) -> bool:
+        """eta means something here."""
+        return self.default_eta is not None
 
     @property
     def variance_preserving(self) -> bool:

@@ -1,4 +1,4 @@
-"""Samplers that look at one evaluation at a time, or correct within a step: Euler, DDIM, DDPM, Heun, LCM, predictor-corrector."""
+"""Samplers that remember nothing from step to step: Euler, DDIM, DDPM, Heun, LCM, predictor-corrector."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def lcm_rows(grid: Grid, eta: float) -> list[Row]:
     rows = []
     for i in range(grid.start, grid.num_steps):
         n = float(grid.sigmas[i + 1])
-        rows.append(Row(i, float(grid.sigmas[i]), float(grid.timesteps[i]), 0.0, (1.0,), n, draws=i + 1 < grid.num_steps))
+        more = i + 1 < grid.num_steps
+        rows.append(Row(i, float(grid.sigmas[i]), float(grid.timesteps[i]), 0.0, (1.0,), n, draws=more))
     return rows
 
 
@@ -83,11 +84,12 @@ def heun_rows(grid: Grid, eta: float) -> list[Row]:
 
 
 def pc_rows(grid: Grid, eta: float) -> list[Row]:
-    """Predictor-corrector (Song et al. 2021, algorithm 2): an exact reverse step, then Langevin dynamics at the new level.
+    """Predictor-corrector (Song et al. 2021, algorithm 2): an exact reverse step, then Langevin dynamics at its end.
 
-    Both draw. Song et al. set the Langevin step from the norms of the score and of the draw, 2 (snr |z| / |score|)^2; here it is
-    its value for a score of the expected norm, 2 snr^2 sigma^2, and the move is the exact Ornstein-Uhlenbeck one for a frozen
-    denoised estimate, so that the noise stays book-kept. To first order in the step the two agree.
+    Both draw. Song et al. take the Langevin step from the norms of the score and of the draw, 2 (snr |z| / |score|)^2;
+    here it is the value of that for a score of the expected norm, 2 snr^2 sigma^2, and the move is the exact
+    Ornstein-Uhlenbeck one for a frozen denoised estimate, so that the noise stays book-kept. To first order in the step
+    the two agree. Their reverse-diffusion predictor has the same drift and a little more noise, which no law keeps.
     """
     keep = math.exp(-2.0 * LANGEVIN_SNR**2)
     rows = []

@@ -61,7 +61,7 @@ class StepTable:
         requested_steps     the step count asked for; ``num_steps`` of them are run (fewer under image-to-image)
         keeps_noise         False only where the method itself breaks the noise law (ddpm_large)
 
-    Raises :class:`LawBroken` when a row moves an image at rest, loses count of the noise, or reads history never written.
+    Raises :class:`LawBroken` when a row moves an image at rest, loses count of the noise, or reads what nobody wrote.
     """
 
     sampler: str
@@ -94,10 +94,9 @@ class StepTable:
         check_rest_law(self)
         if self.keeps_noise:
             check_noise_law(self)
-        columns = np.column_stack(
-            [self.c_in, self.c_skip, self.c_out, self.timestep, self.a, self.b]
-            + [self.n, self.hx, self.hd, self.sigma, self.sigma_next]
-        )
+        before_b = [self.c_in, self.c_skip, self.c_out, self.timestep, self.a]
+        after_b = [self.n, self.hx, self.hd, self.sigma, self.sigma_next]
+        columns = np.column_stack([*before_b, self.b, *after_b])
         object.__setattr__(self, "packed", columns.astype(np.float32))
         for value in vars(self).values():
             if isinstance(value, np.ndarray):
@@ -110,7 +109,7 @@ class StepTable:
         for name in ("sigma", "timestep", "c_in", "c_skip", "c_out", "a", "b", "n", "hx", "hd"):
             value = getattr(self, name)
             if value.shape[0] != rows or not np.isfinite(value).all():
-                raise LawBroken(f"column {name} of {self.sampler} has shape {value.shape} or a value that is not finite.")
+                raise LawBroken(f"column {name} of {self.sampler}: shape {value.shape}, or a value that is not finite.")
         if not (self.sigma > 0.0).all() or self.sigma_end < 0.0:
             raise LawBroken(f"{self.sampler} evaluates at a noise level that is not positive.")
 
@@ -154,8 +153,8 @@ def check_rest_law(table: StepTable) -> None:
 def check_noise_law(table: StepTable) -> None:
     """With a perfect denoiser x holds noise of exactly ``sigma_next`` after each row.
 
-    Without noise in the history this is (a * sigma)^2 + n^2 = sigma_next^2. A sampler that pushes x itself (hx != 0) keeps
-    some of the noise there, so its share is propagated through the rows, one component for each independent source.
+    Without noise in the history this is (a * sigma)^2 + n^2 = sigma_next^2. A sampler that pushes x itself (hx != 0)
+    keeps some of the noise there, so it is propagated through the rows, one component for each independent source.
     """
     carried = propagate_noise(table) if table.hx.any() else np.hypot(table.a * table.sigma, table.n)
     wrong = np.flatnonzero(np.abs(carried - table.sigma_next) > _TOLERANCE * table.sigma)
@@ -169,7 +168,7 @@ def check_noise_law(table: StepTable) -> None:
 def propagate_noise(table: StepTable) -> FloatArray:
     """(R,) standard deviation of the noise in x after each row, for a denoiser that always finds the true image.
 
-    The state (x, then HISTORY pushes) is kept as coefficients of the independent sources: the starting noise and each draw.
+    The state (x, then HISTORY pushes) is kept as coefficients of the independent sources: the start and each draw.
     """
     fresh = np.flatnonzero(table.n)
     column_of = {int(row): 1 + k for k, row in enumerate(fresh)}

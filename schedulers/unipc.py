@@ -1,7 +1,8 @@
-"""UniPC (Zhao et al. 2023), B(h) = e^h - 1 ("bh2"), data prediction: a predictor and a corrector from the same evaluations.
+"""UniPC (Zhao et al. 2023), B(h) = e^h - 1 ("bh2"), data prediction: predictor and corrector from the same evaluations.
 
-The corrector redoes the step that led to x with the estimate just made at x. Both start from the same earlier point with the same
-factor sigma / sigma_before, so their difference holds denoised estimates only, and one row can correct and predict at once.
+The corrector redoes the step that led to x with the estimate just made at x. Both start from the same earlier point
+with the same factor sigma / sigma_before, so their difference holds denoised estimates only, and one row can correct
+and predict at once.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def predict_weights(grid: Grid, i: int, order: int) -> list[float]:
 
 
 def correct_weights(grid: Grid, i: int, order: int) -> tuple[float, list[float]]:
-    """Weight of the estimate at i + 1, and of those from i backwards (order,), in the corrector of the step i to i + 1."""
+    """Weight of the estimate at i + 1, and of those from i backwards (order,), in the corrector of step i."""
     h = log_ratio(float(grid.sigmas[i]), float(grid.sigmas[i + 1]))
     reach = -math.expm1(-h)
     nodes = np.append(_nodes(grid, i, order, h), 1.0)
@@ -68,7 +69,7 @@ def correct_weights(grid: Grid, i: int, order: int) -> tuple[float, list[float]]
 
 
 def unipc_rows(grid: Grid, eta: float) -> list[Row]:
-    """UniPC of order 2; the order falls to 1 at the last step, and the corrector uses the order of the step it redoes."""
+    """UniPC of order 2; the last step is of order 1, and the corrector has the order of the step it redoes."""
     rows: list[Row] = []
     before: list[float] = []
     for i in range(grid.start, grid.num_steps):

@@ -35,7 +35,7 @@ def scale_input(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def guide(uncond: Tensor, cond: Tensor, scale: Tensor) -> Tensor:
-    """Classifier-free guidance: uncond + scale * (cond - uncond); both (B, C, h, w), ``scale`` (B,). Ho & Salimans 2022."""
+    """Classifier-free guidance, uncond + scale * (cond - uncond): both (B, C, h, w), ``scale`` (B,). Ho et al. 2022."""
     return uncond + scale.reshape(-1, 1, 1, 1) * (cond - uncond)
 
 
