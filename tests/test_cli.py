@@ -1,0 +1,224 @@
+"""The command line: pictures in files, one line for every mistake, and a doctor who tells."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from PIL import Image
+
+from diffserve.cli import main
+from diffserve.cli.outputs import name_after, plan_outputs
+from diffserve.errors import InvalidRequest
+from diffserve.images import read_infotext
+
+LAST_LINE = r"(\S+)  seed (\d+)  (\d+) steps of (\w+), [\d.]+ ms a step, [\d.]+ s in all"
+
+
+class Outcome(NamedTuple):
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run ``diffserve`` with these arguments in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run_main(*arguments: object) -> Outcome:
+        with pytest.raises(SystemExit) as caught:
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        assert isinstance(caught.value.code, int)
+        return Outcome(caught.value.code, captured.out, captured.err)
+
+    return run_main
+
+
+@pytest.fixture
+def model(tiny_model: Callable[[str], Path]) -> Path:
+    return tiny_model("sd15")
+
+
+def test_help_names_the_three_commands_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom diffserve.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as stop:\n    assert stop.code == 0\n"
+        "print([name for name in ('torch', 'numpy', 'fastapi', 'PIL') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    for command in ("generate", "serve", "doctor"):
+        assert f"  {command} " in done.stdout
+    assert done.stdout.endswith("[]\n")
+
+
+def test_version_is_printed(run: Run) -> None:
+    assert run("--version") == (0, "diffserve 0.1.0\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", ""], "the prompt is empty; say what to paint."),
+        (["generate", "  "], "the prompt is empty; say what to paint."),
+        (["generate", "a fox", "--steps", "0"], "--steps: num_steps is 0; ask for at least 1 step."),
+        (["generate", "a fox", "--steps", "many"], "'--steps'"),
+        (["generate", "a fox", "--sampler", "eular"], "'eular'"),
+        (["generate", "a fox", "--sampler", "eular"], "dpmpp_2m, "),
+        (["generate", "a fox", "--guidance", "99"], "guidance_scale is 99.0; it must lie between 0 and 30."),
+        (["generate", "a fox", "--eta", "2"], "eta is 2.0; it must lie between 0 and 1."),
+        (["generate", "a fox", "--strength", "1.5"], "strength is 1.5"),
+        (["generate", "a fox", "--seed", "-1"], "seed is -1; it must lie between 0"),
+        (["generate", "a fox", "-n", "0"], "n is 0; ask for 1 to 10 images"),
+        (["generate", "a fox", "--size", "big"], "size is 'big'; write it as WIDTHxHEIGHT"),
+        (["generate", "a fox", "--model", "/no/such/model"], "/no/such/model"),
+        (["generate", "a fox", "--config", "/no/such.toml"], "cannot read the configuration '/no/such.toml'"),
+        (["generate", "a fox", "--device", "toaster"], "'toaster'"),
+        (["generate", "a fox", "--dtype", "float8"], "--dtype: dtype is 'float8'; choose one of auto, float32,"),
+        (["generate", "a fox", "-o", "fox.gif"], "'fox.gif' does not say what to write"),
+        (["generate", "a fox", "-o", "no/folder/fox.png"], "the folder 'no/folder' does not exist"),
+        (["generate", "a fox", "-o", "/proc/fox.png"], "the folder '/proc'"),
+        (["generate", "a fox", "--init", "no.png"], "cannot read --init 'no.png'"),
+        (["generate", "a fox", "--mask", "."], "cannot read --mask '.'"),
+        (["generate"], "Missing argument 'PROMPT'"),
+        (["generate", "a fox", "--stpes", "3"], "No such option"),
+        (["paint", "a fox"], "No such command 'paint'"),
+        (["serve", "--port", "70000"], "--port: port is 70000; it must lie between 0"),
+        (["doctor", "--config", "/no/such.toml"], "cannot read the configuration"),
+    ],
+)
+def test_mistake_is_one_line_with_its_value_and_nothing_is_painted(
+    run: Run, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    outcome = run(*arguments)
+    assert outcome.code == 2
+    assert message in outcome.err
+    assert outcome.err.startswith("diffserve: ")
+    assert outcome.err.count("\n") == 1
+    assert (outcome.out, list(tmp_path.iterdir())) == ("", [])
+
+
+@pytest.mark.parametrize("size", ["0x512", "100000x8"])
+def test_impossible_size_is_one_line(run: Run, model: Path, tmp_path: Path, size: str) -> None:
+    outcome = run("generate", "a fox", "--model", model, "--size", size)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert f"size is {size}; each side must lie between" in outcome.err
+    assert outcome.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pickle_weights_are_refused_in_one_line(run: Run, tmp_path: Path) -> None:
+    weights = tmp_path / "model.ckpt"
+    weights.write_bytes(b"\x80\x02}q\x00.")
+    outcome = run("generate", "a fox", "--model", weights)
+    assert outcome.code == 2
+    assert str(weights) in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+def test_picture_is_painted_with_its_parameters_inside(run: Run, model: Path, tmp_path: Path) -> None:
+    outcome = run(
+        "generate", "a fox", "--model", model, "--steps", 2, "--seed", 7, "--sampler", "Euler a", "-o", "fox.png"
+    )
+    assert (outcome.code, outcome.err) == (0, "")
+    match = re.fullmatch(LAST_LINE, outcome.out.strip())
+    assert match is not None
+    assert match.groups() == ("fox.png", "7", "2", "euler_a")
+    infotext = read_infotext((tmp_path / "fox.png").read_bytes())
+    assert infotext is not None
+    assert infotext.startswith("a fox\n")
+    assert "Seed: 7" in infotext
+
+
+def test_same_seed_paints_the_same_bytes_and_no_file_is_replaced(run: Run, model: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert run("generate", "a fox", "--model", model, "--steps", 1, "--seed", 3, "-o", "a.png").code == 0
+    first, second = (tmp_path / "a.png").read_bytes(), (tmp_path / "a-2.png").read_bytes()
+    assert first == second
+    outcome = run("generate", "a dog", "--model", model, "--steps", 1, "--seed", 4, "-o", "a.png", "--overwrite")
+    assert outcome.out.startswith("a.png  seed 4  ")
+    assert (tmp_path / "a.png").read_bytes() != first
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a-2.png", "a.png"]
+
+
+def test_several_pictures_are_numbered_and_the_second_is_the_next_seed(run: Run, model: Path, tmp_path: Path) -> None:
+    outcome = run("generate", "two dogs", "--model", model, "--steps", 1, "--seed", 5, "-n", 2, "-o", "dog.webp")
+    assert [line.split("  ")[:2] for line in sorted(outcome.out.splitlines())] == [
+        ["dog-1.webp", "seed 5"],
+        ["dog-2.webp", "seed 6"],
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dog-1.webp", "dog-2.webp"]
+
+
+def test_picture_has_exactly_the_size_that_was_asked_for(run: Run, model: Path, tmp_path: Path) -> None:
+    outcome = run("generate", "a fox", "--model", model, "--steps", 1, "--size", "300x201", "-o", "fox.jpg")
+    assert outcome.code == 0
+    assert re.search(r"^note: painted at \d+x\d+, .* resized to 300x201\.$", outcome.err, flags=re.MULTILINE)
+    with Image.open(tmp_path / "fox.jpg") as image:
+        assert (image.format, image.size) == ("JPEG", (300, 201))
+
+
+def test_picture_may_start_from_another_one_and_a_mask(run: Run, model: Path, tmp_path: Path) -> None:
+    Image.new("RGB", (96, 64), "red").save(tmp_path / "red.png")
+    Image.new("L", (96, 64), 255).save(tmp_path / "all.png")
+    for extra in ([], ["--mask", "all.png"]):
+        outcome = run(
+            "generate", "a dog", "--model", model, "--steps", 2, "--init", "red.png", "--strength", 0.5, *extra,
+            "-o", "dog.png", "--overwrite",
+        )  # fmt: skip
+        assert outcome.code == 0, outcome.err
+        with Image.open(tmp_path / "dog.png") as image:
+            assert image.size == (96, 64)
+
+
+def test_doctor_tells_device_model_memory_and_origins(run: Run, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_text("[serve]\nport = 9999\n", encoding="utf-8")
+    outcome = run("doctor", "--model", model, "--config", "my.toml", "--device", "cpu")
+    assert (outcome.code, outcome.err) == (0, "")
+    squeezed = re.sub(r" +", " ", outcome.out)
+    assert "serve.port 9999 my.toml\n" in squeezed
+    assert "model.device cpu --device\n" in squeezed
+    assert re.search(r"^device cpu$", squeezed, flags=re.MULTILINE)
+    assert re.search(r"^unet [\d,]+ [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
+    assert outcome.out.endswith("all is well.\n")
+
+
+def test_doctor_says_everything_else_before_a_model_that_cannot_be_loaded(run: Run) -> None:
+    outcome = run("doctor", "--model", "/no/such/model")
+    assert outcome.code == 2
+    assert "/no/such/model" in outcome.err
+    assert outcome.err.count("\n") == 1
+    assert "precision" in outcome.out
+
+
+def test_python_m_diffserve_is_the_same_command() -> None:
+    command = [sys.executable, "-m", "diffserve", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout == "diffserve 0.1.0\n"
+
+
+def test_prompt_names_the_file_when_nothing_else_does(tmp_path: Path) -> None:
+    assert name_after("A fox, next to: a cactus!") == "a-fox-next-to-a-cactus.png"
+    assert name_after("***") == "picture.png"
+    assert len(name_after("very " * 100)) <= 52
+    assert plan_outputs(tmp_path, "a fox", 1, overwrite=False) == [tmp_path / "a-fox.png"]
+
+
+def test_next_free_numbers_are_taken(tmp_path: Path) -> None:
+    for name in ("a.png", "a-2.png", "b-1.png"):
+        (tmp_path / name).touch()
+    assert plan_outputs(tmp_path / "a.png", "", 1, overwrite=False) == [tmp_path / "a-3.png"]
+    assert plan_outputs(tmp_path / "b.png", "", 2, overwrite=False) == [tmp_path / "b-2.png", tmp_path / "b-3.png"]
+    assert plan_outputs(tmp_path / "b.png", "", 2, overwrite=True) == [tmp_path / "b-1.png", tmp_path / "b-2.png"]
+    with pytest.raises(InvalidRequest, match=r"end it in \.png, \.jpg, \.jpeg, \.webp"):
+        plan_outputs(tmp_path / "a.bmp", "", 1, overwrite=False)
