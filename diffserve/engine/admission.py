@@ -1,0 +1,196 @@
+"""At the door: a request is checked against the model, defaults are filled in, its sampler is compiled. No torch.
+
+Everything that can be known to be wrong is refused here, with the value and the way out; what is merely unwise is let
+through with a warning that travels with the result.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diffserve.engine.task import LiveRequest, Settings
+from diffserve.errors import InvalidRequest
+from diffserve.types import DiffusionParams, GenerationRequest, ModelInfo, Picture
+from schedulers import (
+    BadEta,
+    BadNumSteps,
+    BadStrength,
+    NoiseSchedule,
+    ScheduleError,
+    StepTable,
+    UnknownSampler,
+    UnknownSpacing,
+    compile_table,
+)
+
+MAX_FRESH_SEED = 2**32
+
+BLAME: dict[type[ScheduleError], tuple[str, str]] = {
+    UnknownSampler: ("sampler", "unknown_sampler"),
+    UnknownSpacing: ("spacing", "invalid_value"),
+    BadNumSteps: ("num_inference_steps", "invalid_value"),
+    BadStrength: ("strength", "invalid_value"),
+    BadEta: ("eta", "invalid_value"),
+}
+"""The request field and the code for each way a table cannot be compiled."""
+
+
+class Admission:
+    """Turns a :class:`GenerationRequest` into a :class:`LiveRequest`, or raises :class:`InvalidRequest`.
+
+    ``defaults``: the profile's sigma schedule and eta, which belong to its sampler; a sampler given by the caller
+    brings its own or none.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        schedule: NoiseSchedule,
+        scheduler_config: Mapping[str, Any],
+        defaults: DiffusionParams | None = None,
+    ) -> None:
+        self.info = info
+        self.schedule = schedule
+        self.defaults = defaults or DiffusionParams(sampler=info.default_sampler)
+        self._steps_offset = int(scheduler_config.get("steps_offset", 0))
+        self._set_alpha_to_one = bool(scheduler_config.get("set_alpha_to_one", True))
+        self._final_sigmas_type = str(scheduler_config.get("final_sigmas_type", "zero"))
+        self._compile = lru_cache(maxsize=256)(self._compile_table)
+
+    def admit(self, request: GenerationRequest, now_s: float) -> LiveRequest:
+        """Check ``request``, resolve it, and give it a seed. ``now_s`` starts its clock."""
+        width_px, height_px = self._size(request)
+        kind = self._kind(request, width_px, height_px)
+        settings, warnings = self._settings(request, width_px, height_px, kind)
+        seed = secrets.randbelow(MAX_FRESH_SEED) if request.seed is None else request.seed
+        return LiveRequest(request=request, settings=settings, seed=seed, warnings=warnings, submitted_s=now_s)
+
+    def _settings(
+        self, request: GenerationRequest, width_px: int, height_px: int, kind: str
+    ) -> tuple[Settings, tuple[str, ...]]:
+        info, params = self.info, request.diffusion
+        strength = 1.0 if request.init_image is None else params.strength
+        num_steps = info.default_num_steps if params.num_steps is None else params.num_steps
+        scale = info.default_guidance_scale if params.guidance_scale is None else params.guidance_scale
+        if num_steps > info.train_timesteps:
+            raise InvalidRequest(
+                f"num_steps is {num_steps}; this model takes at most {info.train_timesteps}.",
+                param="num_inference_steps",
+            )
+        table = self._table(params, num_steps, strength)
+        settings = Settings(
+            width_px=width_px,
+            height_px=height_px,
+            sampler=table.sampler,
+            spacing=table.spacing,
+            sigma_schedule=table.sigma_schedule,
+            eta=table.eta,
+            guidance_scale=scale,
+            num_steps=num_steps,
+            kind=kind,
+            strength=strength,
+            table=table,
+            guided=guided_rows(table, scale, params.guidance_interval),
+        )
+        return settings, table.warnings
+
+    def _table(self, params: DiffusionParams, num_steps: int, strength: float) -> StepTable:
+        own = self.defaults if params.sampler is None else DiffusionParams()
+        try:
+            return self._compile(
+                params.sampler or self.info.default_sampler,
+                num_steps,
+                params.spacing or self.info.default_spacing,
+                params.sigma_schedule or own.sigma_schedule,
+                own.eta if params.eta is None else params.eta,
+                strength,
+            )
+        except ScheduleError as error:
+            param, code = BLAME.get(type(error), (None, "invalid_value"))
+            raise InvalidRequest(str(error), param=param, code=code) from None
+
+    def _compile_table(
+        self, sampler: str, num_steps: int, spacing: str, sigma_schedule: str | None, eta: float | None, strength: float
+    ) -> StepTable:
+        return compile_table(
+            sampler,
+            self.schedule,
+            num_steps,
+            spacing=spacing,
+            sigma_schedule=sigma_schedule,
+            steps_offset=self._steps_offset,
+            set_alpha_to_one=self._set_alpha_to_one,
+            final_sigmas_type=self._final_sigmas_type,
+            eta=eta,
+            strength=strength,
+        )
+
+    def _size(self, request: GenerationRequest) -> tuple[int, int]:
+        native = self.info.good_sizes[0]
+        if request.init_image is not None:
+            native = (request.init_image.width_px, request.init_image.height_px)
+        width_px = native[0] if request.width_px is None else request.width_px
+        height_px = native[1] if request.height_px is None else request.height_px
+        for name, side_px in (("width", width_px), ("height", height_px)):
+            self._check_side(name, side_px)
+        return width_px, height_px
+
+    def _check_side(self, name: str, side_px: int) -> None:
+        multiple, most = self.info.size_multiple_px, self.info.max_side_px
+        if side_px > most:
+            raise InvalidRequest(
+                f"{name} is {side_px} px; this model paints at most {most} px a side.",
+                param="size",
+                code="invalid_size",
+            )
+        if side_px % multiple:
+            below = side_px // multiple * multiple
+            tries = " or ".join(str(side) for side in (below, below + multiple) if 0 < side <= most)
+            raise InvalidRequest(
+                f"{name} is {side_px} px; it must be a multiple of {multiple}: try {tries}.",
+                param="size",
+                code="invalid_size",
+            )
+
+    def _kind(self, request: GenerationRequest, width_px: int, height_px: int) -> str:
+        init, mask = request.init_image, request.mask_image
+        if init is not None:
+            _check_picture("image", init, 3, width_px, height_px)
+        if mask is not None:
+            _check_picture("mask", mask, 1, width_px, height_px)
+        if mask is not None or self.info.is_inpainting:
+            return "inpaint"
+        return "text" if init is None else "image"
+
+
+def guided_rows(table: StepTable, scale: float, interval: tuple[float, float]) -> NDArray[np.bool_]:
+    """bool (num_rows,): rows that need the unconditional row.
+
+    None at a ``scale`` of 1 or below. Step k of n is inside the interval (from, to) when from <= k / n < to, so (0, 1)
+    is every step and (f, f) none.
+    """
+    if scale <= 1.0:
+        return np.zeros(table.num_rows, dtype=np.bool_)
+    first, last = (math.ceil(round(edge * table.num_steps, 6)) for edge in interval)
+    return np.asarray((table.step_of_row >= first) & (table.step_of_row < last), dtype=np.bool_)
+
+
+def _check_picture(name: str, picture: Picture, channels: int, width_px: int, height_px: int) -> None:
+    if (picture.width_px, picture.height_px) != (width_px, height_px):
+        raise InvalidRequest(
+            f"the {name} is {picture.width_px}x{picture.height_px} px, the picture {width_px}x{height_px}; "
+            f"resize the {name} first.",
+            param=name,
+            code="invalid_image",
+        )
+    if picture.channels != channels:
+        raise InvalidRequest(
+            f"the {name} has {picture.channels} channel(s); it must have {channels}.", param=name, code="invalid_image"
+        )

@@ -1,0 +1,80 @@
+"""Row buckets: the batch sizes the UNet is called with, and the cheapest way to cover n rows with them. No torch.
+
+A library picks its kernels by shape, so the same row may round differently in a batch of 2 and of 16. When every call
+has a size from a set that has been seen to agree bitwise, an image's bytes cannot depend on its neighbours. Covering 12
+rows with 8 + 4 costs less than rounding up to 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+KNEE_GAIN = 1.05
+
+
+class CostCurve:
+    """Seconds of a UNet call of each bucket size: seeded by the first check, followed by every real call since.
+
+    is_exact: calls must have a bucket's size (and are padded to it); otherwise n rows are one call of n.
+    """
+
+    _memory = 0.1
+
+    def __init__(self, buckets: Sequence[int], *, is_exact: bool = True) -> None:
+        self.buckets = tuple(sorted(buckets))
+        self.is_exact = is_exact
+        self._seconds: dict[int, float] = {}
+        self._covers: dict[int, tuple[int, ...]] = {}
+
+    def observe(self, num_rows: int, wall_s: float) -> None:
+        """Record that a call of ``num_rows`` rows took ``wall_s``; an outlier moves the estimate by at most a tenth."""
+        old = self._seconds.get(num_rows)
+        new = wall_s if old is None else old + self._memory * (min(wall_s, 2.0 * old) - old)
+        self._seconds[num_rows] = new
+        if old is None or abs(new - old) > 0.02 * old:
+            self._covers.clear()
+
+    def seconds(self, num_rows: int) -> float:
+        """The estimate for a call of ``num_rows``; a size never seen is extended from the nearest seen."""
+        if num_rows in self._seconds:
+            return self._seconds[num_rows]
+        if not self._seconds:
+            return 0.5 + num_rows
+        nearest = min(self._seconds, key=lambda size: abs(size - num_rows))
+        return self._seconds[nearest] * (0.5 + 0.5 * num_rows / nearest)
+
+    def cover(self, num_rows: int) -> tuple[int, ...]:
+        """Bucket sizes, largest first, that hold ``num_rows`` rows at the least cost (dynamic programme over rows)."""
+        if not self.is_exact:
+            return (num_rows,)
+        if num_rows not in self._covers:
+            self._covers[num_rows] = self._cheapest_cover(num_rows)
+        return self._covers[num_rows]
+
+    def _cheapest_cover(self, num_rows: int) -> tuple[int, ...]:
+        best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+        for rows in range(1, num_rows + 1):
+            options = []
+            for bucket in self.buckets:
+                cost, parts = best[max(rows - bucket, 0)]
+                options.append((cost + self.seconds(bucket), (*parts, bucket)))
+            best.append(min(options))
+        return tuple(sorted(best[num_rows][1], reverse=True))
+
+    def knee(self, limit: int) -> int:
+        """The fewest rows whose cost per row is within 5 % of the best seen, never above ``limit``, at least 2."""
+        sizes = [bucket for bucket in self.buckets if bucket <= limit and bucket in self._seconds]
+        if not sizes:
+            return max(2, limit)
+        best = min(self._seconds[size] / size for size in sizes)
+        return max(2, min(size for size in sizes if self._seconds[size] / size <= KNEE_GAIN * best))
+
+
+def split(num_rows: int, cover: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Lay ``num_rows`` rows into ``cover``: (start, stop, bucket) for each call; only the last one is padded."""
+    calls, start = [], 0
+    for bucket in cover:
+        stop = min(start + bucket, num_rows)
+        calls.append((start, stop, bucket))
+        start = stop
+    return calls

@@ -1,0 +1,75 @@
+"""The engine on a postcard: one tick = plan, run, apply."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from diffserve.config import EngineConfig
+from diffserve.engine.plan import TickOutcome, TickPlan, TickTrace
+from diffserve.engine.request_scheduler import RequestScheduler
+from diffserve.engine.runners import Runners, failure_of
+from diffserve.runtime import DiffusionModel
+from diffserve.types import Event
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Scheduler and runners, driven by one thread at a time."""
+
+    def __init__(
+        self, model: DiffusionModel, config: EngineConfig, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.clock = clock
+        self.scheduler = RequestScheduler(config, model.info)
+        self.runners = Runners(model, config, clock)
+        self.trace: deque[TickTrace] = deque(maxlen=config.trace_ticks)
+
+    def tick(self, take_cancelled: Callable[[], list[str]]) -> list[Event]:
+        """Advance everybody who fits by one row. Cancellations are taken before the plan and before its result."""
+        started_s = self.clock()
+        events = self._cancel(take_cancelled()) + self.scheduler.expire(started_s)
+        plan = self.scheduler.plan(self.runners.row_cap)
+        outcome = self._run(plan)
+        events += self._cancel(take_cancelled())
+        events += self.scheduler.apply(plan, outcome)
+        self._remember(plan, outcome, started_s)
+        return events
+
+    def seconds_per_request(self) -> float:
+        """How soon a place should come free, from the rows left and the recent pace; 1 when nothing is known."""
+        recent = [tick for tick in tuple(self.trace) if tick.num_rows]
+        num_rows, num_live = sum(tick.num_rows for tick in recent), len(self.scheduler.live)
+        if not num_rows or not num_live:
+            return 1.0
+        return max(1.0, self.scheduler.rows_left / num_live * sum(tick.wall_s for tick in recent) / num_rows)
+
+    def check_integrity(self) -> None:
+        """Raises ``AssertionError`` when a lane or an image has been lost."""
+        self.scheduler.check_integrity()
+
+    def _cancel(self, request_ids: list[str]) -> list[Event]:
+        return [event for request_id in request_ids for event in self.scheduler.cancel(request_id)]
+
+    def _run(self, plan: TickPlan) -> TickOutcome:
+        """What cannot be blamed on one image fails the images of this tick, and the engine lives on."""
+        try:
+            return self.runners.run(plan)
+        except Exception as error:
+            logger.exception("a tick failed as a whole")
+            return TickOutcome(failures=dict.fromkeys(plan.tasks, failure_of(error)))
+
+    def _remember(self, plan: TickPlan, outcome: TickOutcome, started_s: float) -> None:
+        if plan.tasks:
+            self.trace.append(
+                TickTrace(
+                    tick=self.scheduler.num_ticks,
+                    calls=tuple(outcome.calls),
+                    num_prepared=len(plan.prepare),
+                    num_decoded=len(outcome.pictures),
+                    wall_s=self.clock() - started_s,
+                )
+            )

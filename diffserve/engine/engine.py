@@ -1,0 +1,300 @@
+"""The public face of the engine: submit, cancel, tick, and the convenient ways to wait."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from diffserve.config import EngineConfig, load_settings
+from diffserve.engine.admission import Admission
+from diffserve.engine.core import EngineCore
+from diffserve.engine.plan import TickTrace
+from diffserve.engine.task import GroupKey, LiveRequest
+from diffserve.errors import (
+    DeadlineExceeded,
+    DiffserveError,
+    EngineUnavailable,
+    InvalidRequest,
+    NumericalError,
+    QueueFull,
+)
+from diffserve.runtime import DiffusionModel, load_model
+from diffserve.types import (
+    TERMINAL,
+    Accepted,
+    Cancelled,
+    Event,
+    Failed,
+    GenerationRequest,
+    ImageResult,
+    ModelInfo,
+    ModelProfile,
+    Painted,
+)
+
+ERROR_OF_CODE: dict[str, type[DiffserveError]] = {
+    "deadline_exceeded": DeadlineExceeded,
+    "numerical_error": NumericalError,
+}
+
+
+class Engine:
+    """Paints requests in mixed batches. Safe to call from any thread; nothing runs unless somebody ticks.
+
+    ``generate`` and ``stream`` tick in the calling thread. A server calls :meth:`submit`, :meth:`cancel` and, in a
+    loop, :meth:`tick`. Every event is delivered exactly once: to the ``generate`` or ``stream`` that submitted the
+    request, else by the next :meth:`tick`.
+    """
+
+    def __init__(
+        self, model: DiffusionModel, config: EngineConfig | None = None, *, profile: ModelProfile | None = None
+    ) -> None:
+        self.model = model
+        self.config = config or EngineConfig()
+        defaults = None if profile is None else profile.diffusion
+        self._admission = Admission(model.info, model.schedule, model.scheduler_config, defaults)
+        self._core = EngineCore(model, self.config)
+        self._lock = threading.Lock()  # guards the four below
+        self._inbox: dict[str, LiveRequest] = {}
+        self._cancelled: list[str] = []
+        self._outbox: deque[Event] = deque()
+        self._mailboxes: dict[str, deque[Event]] = {}
+        self._ticking = threading.Lock()  # one tick at a time
+        self._is_draining = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path = "embedded",
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        config: EngineConfig | None = None,
+        profile: ModelProfile | None = None,
+    ) -> Engine:
+        """Load "embedded", a diffusers directory or a single safetensors file, and put an engine on it.
+
+        ``profile`` gives the defaults; without it the built-in file that fits the model is read.
+        """
+        profile = profile or load_settings(model=str(model), env={}).model
+        return cls(load_model(model, dtype=dtype, device=device, profile=profile), config, profile=profile)
+
+    # What it is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> ModelInfo:
+        """What the model can do and where it runs."""
+        return self.model.info
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether an image's bytes are independent of its neighbours."""
+        return self._core.runners.groups.is_deterministic
+
+    @property
+    def tolerance(self) -> float:
+        """By how much a latent may differ from its solo run: 0 when deterministic, else rounding (fp32; 16 bits)."""
+        if self.is_deterministic:
+            return 0.0
+        return 1e-3 if self.info.dtype == "float32" else 5e-2
+
+    @property
+    def buckets(self) -> dict[GroupKey, tuple[int, ...]]:
+        """The UNet batch sizes in use for each group seen so far."""
+        return self._core.runners.groups.describe()
+
+    @property
+    def trace(self) -> tuple[TickTrace, ...]:
+        """The last ``config.trace_ticks`` ticks: which rows of which requests shared a UNet call."""
+        return tuple(self._core.trace)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a tick would do or deliver something."""
+        with self._lock:
+            queued = bool(self._inbox or self._cancelled or self._outbox)
+        return queued or self._core.scheduler.has_work
+
+    @property
+    def num_live(self) -> int:
+        """Requests accepted and not yet over."""
+        with self._lock:
+            return len(self._inbox) + len(self._core.scheduler.live)
+
+    # The five verbs -----------------------------------------------------------------------------------------------
+
+    def submit(self, request: GenerationRequest) -> str:
+        """Queue ``request`` and return its id. Raises InvalidRequest, QueueFull, EngineUnavailable (draining)."""
+        return self._submit(request, mailbox=None)
+
+    def cancel(self, request_id: str) -> bool:
+        """Give a request up; its lanes are free before the next step runs. False when it is not (or no longer) live."""
+        with self._lock:
+            if self._inbox.pop(request_id, None) is not None:
+                self._post(Cancelled(request_id=request_id))
+                return True
+            if request_id not in self._core.scheduler.live or request_id in self._cancelled:
+                return False
+            self._cancelled.append(request_id)
+            return True
+
+    def tick(self) -> list[Event]:
+        """Run one engine iteration and return what happened; cheap when there is nothing to do."""
+        self._advance()
+        with self._lock:
+            events = list(self._outbox)
+            self._outbox.clear()
+        return events
+
+    def events(self) -> Iterator[Event]:
+        """Tick while there is work and yield what happens."""
+        while self.has_work:
+            yield from self.tick()
+
+    def drain(self) -> list[Event]:
+        """Take no more requests, finish those accepted, return the remaining events."""
+        self._is_draining = True
+        return list(self.events())
+
+    # Convenient ways ----------------------------------------------------------------------------------------------
+
+    def generate(self, request: str | GenerationRequest | Sequence[GenerationRequest]) -> list[ImageResult]:
+        """Paint and wait: the images in order of request and image index.
+
+        Raises what :meth:`submit` raises, and for a request that gave no image DeadlineExceeded, NumericalError,
+        InvalidRequest or DiffserveError; a request of which only some images failed gives the others.
+        """
+        if isinstance(request, str):
+            request = GenerationRequest(prompt=request)
+        requests = [request] if isinstance(request, GenerationRequest) else list(request)
+        submitted: list[str] = []
+        try:
+            for one in requests:
+                submitted.append(self._submit(one, mailbox=deque()))
+            events = [list(self._follow(request_id)) for request_id in submitted]
+        finally:
+            self._abandon(submitted)
+        for history in events:
+            raise_if_failed(history[-1])
+        painted = [event.result for history in events for event in history if isinstance(event, Painted)]
+        order = {request_id: place for place, request_id in enumerate(submitted)}
+        return sorted(painted, key=lambda result: (order[result.request_id], result.image_index))
+
+    def stream(self, request: str | GenerationRequest) -> Iterator[Event]:
+        """Paint and watch: the request's events up to its terminal one. Closing the iterator cancels the request."""
+        if isinstance(request, str):
+            request = GenerationRequest(prompt=request)
+        request_id = self._submit(request, mailbox=deque())
+        try:
+            yield from self._follow(request_id)
+        finally:
+            self._abandon([request_id])
+
+    def warm_up(self) -> None:
+        """Find the buckets of the native size and touch every network, so that the first request pays for neither."""
+        width_px, height_px = self.info.good_sizes[0]
+        with self._ticking:
+            self._core.runners.warm_up(width_px, height_px)
+
+    def check_integrity(self) -> None:
+        """Lanes free + used = total and nobody is lost; ``AssertionError`` says what is wrong."""
+        with self._ticking:
+            self._core.check_integrity()
+
+    # Below the counter --------------------------------------------------------------------------------------------
+
+    def _submit(self, request: GenerationRequest, mailbox: deque[Event] | None) -> str:
+        live = self._admission.admit(request, self._core.clock())
+        request_id = request.request_id
+        with self._lock:
+            ahead = self._refuse_if_full(request_id)
+            if mailbox is not None:
+                self._mailboxes[request_id] = mailbox
+            self._inbox[request_id] = live
+            self._post(
+                Accepted(
+                    request_id=request_id,
+                    seed=live.seed,
+                    num_images=request.num_images,
+                    queue_position=ahead,
+                    warnings=live.warnings,
+                )
+            )
+        return request_id
+
+    def _refuse_if_full(self, request_id: str) -> int:
+        """Requests ahead in the waiting room; raises when this one cannot join them."""
+        if self._is_draining:
+            raise EngineUnavailable("the engine is finishing its work and takes no more requests.")
+        running = dict(self._core.scheduler.live)
+        if request_id in running or request_id in self._inbox:
+            raise InvalidRequest(f"request_id {request_id!r} is already being painted.", param="request_id")
+        waiting = [live for live in running.values() if not live.has_started]
+        num_waiting = len(self._inbox) + len(waiting)
+        if num_waiting >= self.config.max_waiting:
+            raise QueueFull(
+                f"{num_waiting} requests are waiting, which is all this engine holds; try again later.",
+                retry_after_s=self._core.seconds_per_request(),
+            )
+        return num_waiting
+
+    def _advance(self) -> None:
+        with self._ticking:
+            self._tick_once()
+
+    def _tick_once(self) -> None:
+        with self._lock:
+            for live in self._inbox.values():
+                self._core.scheduler.add(live)
+            self._inbox = {}
+        events = self._core.tick(self._take_cancelled)
+        with self._lock:
+            for event in events:
+                self._post(event)
+
+    def _take_cancelled(self) -> list[str]:
+        with self._lock:
+            taken, self._cancelled = self._cancelled, []
+            return taken
+
+    def _post(self, event: Event) -> None:
+        """Into the mailbox of whoever follows the request, else out with the next tick. The lock is held."""
+        self._mailboxes.get(event.request_id, self._outbox).append(event)
+
+    def _follow(self, request_id: str) -> Iterator[Event]:
+        """Events of one request as they come, ticking when there are none."""
+        while True:
+            event = self._next_event(request_id)
+            if event is None:
+                with self._ticking:  # another thread's tick may have brought news meanwhile
+                    event = self._next_event(request_id)
+                    if event is None:
+                        self._tick_once()
+                        continue
+            yield event
+            if isinstance(event, TERMINAL):
+                return
+
+    def _next_event(self, request_id: str) -> Event | None:
+        with self._lock:
+            mailbox = self._mailboxes[request_id]
+            return mailbox.popleft() if mailbox else None
+
+    def _abandon(self, request_ids: Sequence[str]) -> None:
+        """Nobody follows these any more: what is still live is cancelled, and the news of it dropped."""
+        for request_id in request_ids:
+            if self.cancel(request_id):
+                self._advance()
+            with self._lock:
+                self._mailboxes.pop(request_id, None)
+
+
+def raise_if_failed(event: Event) -> None:
+    """Raise the error that a ``Failed`` or ``Cancelled`` event stands for."""
+    if isinstance(event, Cancelled):
+        raise DiffserveError(f"request {event.request_id} was cancelled.", code="cancelled")
+    if isinstance(event, Failed):
+        blamed = InvalidRequest if event.param is not None else DiffserveError
+        raise ERROR_OF_CODE.get(event.code, blamed)(event.message, param=event.param, code=event.code)

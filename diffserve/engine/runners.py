@@ -1,0 +1,146 @@
+"""One tick's work on the tensors: newcomers are prepared, the mixed batch advances, pictures are decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from diffserve.config import EngineConfig
+from diffserve.engine.groups import Groups
+from diffserve.engine.lane_pool import LanePool
+from diffserve.engine.plan import TickOutcome, TickPlan
+from diffserve.engine.preparer import Preparer
+from diffserve.engine.row_batch import ImageBatch
+from diffserve.engine.task import Failure, GroupKey, ImageTask
+from diffserve.engine.unet_caller import UNetCaller
+from diffserve.errors import DiffserveError
+from diffserve.runtime import DiffusionModel
+from schedulers.update import advance, guide, renoise
+
+
+class Runners:
+    """Runs plans. Whatever fails is reported for the image it belongs to; nothing is raised for one image's sake."""
+
+    def __init__(self, model: DiffusionModel, config: EngineConfig, clock: Callable[[], float]) -> None:
+        self.model = model
+        self.clock = clock
+        self.pool = LanePool(model.device)
+        self.groups = Groups(model, config)
+        self.caller = UNetCaller(model)
+        self._preparer = Preparer(model, self.pool)
+
+    def row_cap(self, group: GroupKey) -> int:
+        """Rows that a tick of ``group`` may hold."""
+        return min(self.groups.row_cap(group), self.caller.row_limit)
+
+    @torch.inference_mode()
+    def warm_up(self, width_px: int, height_px: int) -> None:
+        """Measure the group of short prompts at this size; encode a text and decode a latent once."""
+        conditioning = self.model.text.encode("a", "", width_px=width_px, height_px=height_px)
+        self.groups.learn(GroupKey(height_px, width_px, conditioning.num_tokens))
+        info = self.model.info
+        cells = (height_px // info.vae_factor, width_px // info.vae_factor)
+        self.model.vae.decode(torch.zeros((1, info.latent_channels, *cells)))
+
+    @torch.inference_mode()
+    def run(self, plan: TickPlan) -> TickOutcome:
+        """Do what ``plan`` says."""
+        outcome = TickOutcome()
+        for task in plan.prepare:
+            self._prepare(task, outcome)
+        if plan.rows:
+            self._advance(plan, outcome)
+        for task in plan.decode:
+            if task not in outcome.failures:
+                self._decode(task, outcome)
+        return outcome
+
+    def _prepare(self, task: ImageTask, outcome: TickOutcome) -> None:
+        started_s = self.clock()
+        try:
+            group = self._preparer.prepare(task)
+            outcome.prepare_s[task] = self.clock() - started_s
+            self.groups.learn(group)
+            outcome.groups[task] = group
+        except Exception as error:
+            outcome.failures[task] = failure_of(error)
+
+    def _advance(self, plan: TickPlan, outcome: TickOutcome) -> None:
+        assert plan.group is not None
+        outcome.rows_started_s = self.clock()
+        batch = ImageBatch.gather(plan.rows, self.pool)
+        output, errors = self.caller.predict(batch, self.groups.curve(plan.group), outcome.calls)
+        for row, error in errors.items():
+            outcome.failures.setdefault(batch.tasks[batch.image_of_row[row]], failure_of(error))
+        guided = guided_output(batch, output)
+        x_next, denoised, history = advance(batch.x, guided, batch.history, batch.noise, batch.rows)
+        for index, task in enumerate(batch.tasks):
+            if task.canvas.repaint is not None:
+                x_next[index] = keep_outside(task, x_next[index], batch.rows[index])
+        self.pool.scatter(batch.lanes, x_next, history)
+        finite = torch.isfinite(x_next).flatten(1).all(dim=1).tolist()
+        outcome.rows_ended_s = self.clock()
+        for index, task in enumerate(batch.tasks):
+            if not finite[index]:
+                outcome.failures.setdefault(task, not_finite(task))
+        for task in plan.previews:
+            if task not in outcome.failures:
+                self._preview(task, denoised[batch.tasks.index(task)], outcome)
+
+    def _preview(self, task: ImageTask, denoised: Tensor, outcome: TickOutcome) -> None:
+        try:
+            outcome.previews[task] = self.model.vae.preview(denoised[None])[0]
+        except Exception as error:
+            outcome.failures[task] = failure_of(error)
+
+    def _decode(self, task: ImageTask, outcome: TickOutcome) -> None:
+        """One picture at a time: no image's bytes depend on who is decoded beside it."""
+        assert task.lane is not None
+        started_s = self.clock()
+        try:
+            latents = task.table.out_scale * self.pool.latent(task.canvas.shape, task.lane)
+            outcome.pictures[task] = self.model.vae.decode(latents[None])[0]
+            if task.live.request.return_latents:
+                outcome.latents[task] = latents.cpu().numpy()
+        except Exception as error:
+            outcome.failures[task] = failure_of(error)
+        outcome.decode_s[task] = self.clock() - started_s
+
+
+def guided_output(batch: ImageBatch, output: Tensor) -> Tensor:
+    """(B, C, h, w) from the rows' outputs (num_rows, C, h, w); an image without an unconditional row keeps its own."""
+    cond = output[: len(batch.tasks)]
+    if not batch.guided:
+        return cond
+    uncond = cond.clone()
+    uncond[list(batch.guided)] = output[len(batch.tasks) :]
+    return guide(uncond, cond, batch.guidance)
+
+
+def keep_outside(task: ImageTask, x: Tensor, row: Tensor) -> Tensor:
+    """(C, h, w): outside the mask the init image at the noise level this row leaves; clean after the last row."""
+    repaint = task.canvas.repaint
+    if task.is_last_row:
+        known = repaint.latents / task.table.out_scale
+    else:
+        known = renoise(repaint.latents[None], repaint.noise[None], row[None])[0]
+    blended: Tensor = (1.0 - repaint.mask) * known + repaint.mask * x
+    return blended
+
+
+def failure_of(error: Exception) -> Failure:
+    """An exception as the image's reason to fail; what is not ours is named by its type."""
+    if isinstance(error, DiffserveError):
+        return Failure(error.code, error.message, error.param)
+    return Failure("internal_error", f"painting this image raised {type(error).__name__}: {error}")
+
+
+def not_finite(task: ImageTask) -> Failure:
+    """The network gave infinities or NaN for this image."""
+    return Failure(
+        "numerical_error",
+        f"the latents are not finite after step {task.step_index + 1} of {task.table.num_steps}; "
+        "try another seed, a lower guidance_scale or a wider dtype.",
+    )

@@ -1,0 +1,112 @@
+"""UNet calls for the rows of a mixed batch: laid into buckets, padded, timed, and taken apart when one fails."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from diffserve.engine.buckets import CostCurve, split
+from diffserve.engine.plan import UNetCall
+from diffserve.engine.row_batch import ImageBatch
+from diffserve.engine.task import ImageTask
+from diffserve.runtime import DiffusionModel
+from schedulers import COLUMNS
+
+STACKS_KEPT = 16
+MOST_ROWS = 1 << 16
+TIMESTEP = COLUMNS.index("timestep")
+
+
+class Stack(NamedTuple):
+    """What the rows of one call are told: contexts (R, tokens, dim), and where the UNet reads it pooled (R, P),
+    time_ids (R, 6) and extra (R, 1 + C, h, w)."""
+
+    contexts: Tensor
+    pooled: Tensor | None
+    time_ids: Tensor | None
+    extra: Tensor | None
+
+
+class UNetCaller:
+    """Runs rows through the model's UNet. ``row_limit`` shrinks when the device runs out of memory."""
+
+    def __init__(self, model: DiffusionModel) -> None:
+        self.model = model
+        self.row_limit = MOST_ROWS
+        self._stacks: OrderedDict[tuple[tuple[ImageTask, bool], ...], Stack] = OrderedDict()
+
+    def predict(
+        self, batch: ImageBatch, curve: CostCurve, calls: list[UNetCall]
+    ) -> tuple[Tensor, dict[int, Exception]]:
+        """(output (rows, C, h, w) float32, what went wrong by row). ``calls`` gets an entry for each call made.
+
+        A call that raises is halved until the guilty rows stand alone; the others get their result all the same.
+        """
+        output = torch.zeros((batch.num_rows, *batch.x.shape[1:]), device=batch.x.device)
+        failed: dict[int, Exception] = {}
+        pending = [range(start, stop) for start, stop, _ in split(batch.num_rows, curve.cover(batch.num_rows))]
+        while pending:
+            part = pending.pop(0)
+            try:
+                for start, stop, bucket in split(len(part), curve.cover(len(part))):
+                    rows = part[start:stop]
+                    output[rows.start : rows.stop] = self._call(batch, rows, bucket, curve, calls)
+            except Exception as error:
+                self._note_memory(error, len(part))
+                if len(part) == 1:
+                    failed[part.start] = error
+                else:
+                    middle = len(part) // 2
+                    pending[:0] = [part[:middle], part[middle:]]
+        return output, failed
+
+    def _call(self, batch: ImageBatch, rows: range, bucket: int, curve: CostCurve, calls: list[UNetCall]) -> Tensor:
+        """One UNet call of exactly ``bucket`` rows; the last row is repeated to fill it."""
+        padded = [*rows, *[rows[-1]] * (bucket - len(rows))]
+        started_s = time.perf_counter()
+        index = torch.tensor([batch.image_of_row[row] for row in padded], device=batch.x.device)
+        told = self._stack(tuple((batch.tasks[batch.image_of_row[row]], batch.is_uncond(row)) for row in padded))
+        output = self.model.unet.predict(
+            batch.scaled.index_select(0, index),
+            batch.rows.index_select(0, index)[:, TIMESTEP],
+            told.contexts,
+            pooled=told.pooled,
+            time_ids=told.time_ids,
+            extra=told.extra,
+        )
+        wall_s = time.perf_counter() - started_s
+        if batch.x.device.type == "cpu":
+            curve.observe(bucket, wall_s)
+        calls.append(UNetCall(tuple(batch.label(row) for row in rows), bucket - len(rows), wall_s))
+        return output[: len(rows)]
+
+    def _stack(self, key: tuple[tuple[ImageTask, bool], ...]) -> Stack:
+        """Contexts and size conditioning of the rows, stacked once for as long as the same rows run together."""
+        if key not in self._stacks:
+            self._stacks[key] = stack_conditioning(key)
+            if len(self._stacks) > STACKS_KEPT:
+                self._stacks.popitem(last=False)
+        self._stacks.move_to_end(key)
+        return self._stacks[key]
+
+    def _note_memory(self, error: Exception, num_rows: int) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            self.row_limit = max(2, min(self.row_limit, num_rows // 2))
+
+
+def stack_conditioning(rows: Sequence[tuple[ImageTask, bool]]) -> Stack:
+    """Stack what each row, an image and whether it is its unconditional one, is told."""
+    texts = [(task.canvas.conditioning, is_uncond) for task, is_uncond in rows]
+    contexts = torch.stack([text.uncond if is_uncond else text.cond for text, is_uncond in texts])
+    pooled = time_ids = extra = None
+    if texts[0][0].time_ids is not None:
+        pooled = torch.stack([text.pooled_uncond if is_uncond else text.pooled_cond for text, is_uncond in texts])
+        time_ids = torch.stack([text.time_ids for text, _ in texts])
+    if rows[0][0].canvas.extra is not None:
+        extra = torch.stack([task.canvas.extra for task, _ in rows])
+    return Stack(contexts, pooled, time_ids, extra)
