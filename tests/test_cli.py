@@ -37,6 +37,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
 
     def run_main(*arguments: object) -> Outcome:
+        capsys.readouterr()  # whatever building a fixture said
         with pytest.raises(SystemExit) as caught:
             main([str(argument) for argument in arguments])
         captured = capsys.readouterr()

@@ -10,7 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 
 from diffserve import __version__
 from diffserve.config import KEYS, Settings
@@ -19,14 +18,11 @@ if TYPE_CHECKING:
     from diffserve.runtime import DeviceChoice, DiffusionModel
 
 LIBRARIES = ("torch", "diffusers", "transformers", "torchao", "numpy")
-PIPE_WIDTH = 120
 
 
 def run(settings: Settings) -> int:
     """Print the report on standard output; a model that cannot be loaded is raised after everything else was said."""
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PIPE_WIDTH)
     _section(console, "diffserve", _versions())
     _section(console, "settings", _settings(settings), headings=("key", "value", "from"))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -93,13 +89,12 @@ def _mebibytes(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
-def _section(
-    console: Console, title: str, rows: Iterable[tuple[str, ...]], headings: tuple[str, ...] = ("", "")
-) -> None:
-    table = Table(box=None, pad_edge=False, show_header=any(headings))
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading in ("parameters", "weights") else "left")
-    for row in rows:
-        table.add_row(*row)
+def _section(console: Console, title: str, rows: Iterable[tuple[str, ...]], headings: tuple[str, ...] = ()) -> None:
+    """A title and aligned columns; numbers of parameters and bytes stand to the right."""
+    lines = [headings, *rows] if headings else list(rows)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = [">" if heading in ("parameters", "weights") else "<" for heading in headings or lines[0]]
     console.print(f"\n[bold]{title}[/bold]")
-    console.print(table, markup=False)
+    for line in lines:
+        cells = (f"{cell:{side}{width}}" for cell, side, width in zip(line, aligned, widths, strict=True))
+        console.print("  ".join(cells).rstrip(), markup=False, soft_wrap=True)
