@@ -1,7 +1,7 @@
 """Tiny random models of the real classes, saved as real checkpoints: SD 1.5, SD 2 (v, zero-SNR), SDXL, inpainting.
 
-Widths are the least that keep the published layouts readable: 32 channels for groups of 32, heads of 64 where the family
-has them, four VAE levels so that a latent cell is 8 pixels. Weights are random but seeded, so numbers repeat.
+Widths are the least that keep the published layouts readable: 32 channels for groups of 32, heads of 64 where the
+family has them, four VAE levels so that a latent cell is 8 pixels. Weights are random but seeded, so numbers repeat.
 """
 
 from __future__ import annotations

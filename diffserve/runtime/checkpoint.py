@@ -1,7 +1,7 @@
 """Tensors on disk: safetensors files seen as one mapping, every key checked before it is used.
 
-Pickle files are refused by name: reading one can run code. A tensor is read when it is asked for and not before, so that a
-loader which converts tensor by tensor never holds the checkpoint twice.
+Pickle files are refused by name: reading one can run code. A tensor is read when it is asked for and not before, so
+that a loader which converts tensor by tensor never holds the checkpoint twice.
 """
 
 from __future__ import annotations

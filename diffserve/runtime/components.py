@@ -1,4 +1,4 @@
-"""The classes diffserve will build, and how each is built from its own configuration. Nothing else is ever instantiated."""
+"""The classes diffserve will build, and how each is built from its own configuration. Nothing else is instantiated."""
 
 from __future__ import annotations
 

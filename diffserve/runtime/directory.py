@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from diffserve.errors import ModelLoadError
 from diffserve.runtime.checkpoint import Checkpoint, find_weights, read_json, refuse_pickle
@@ -19,25 +16,13 @@ from diffserve.runtime.components import (
     load_component,
     load_tokenizer,
 )
+from diffserve.runtime.parts import LoadedParts, vae_precision
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.text import TextEncoder
 
 REQUIRED = ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
 DIFFUSERS_STEM = "diffusion_pytorch_model"
 TRANSFORMERS_STEM = "model"
-
-
-@dataclass(frozen=True)
-class LoadedParts:
-    """Everything read from disk, before runners are made of it. ``files``: the weight files, for the digest."""
-
-    unet: Any
-    vae: Any
-    encoders: tuple[TextEncoder, ...]
-    scheduler_config: dict[str, Any]
-    zero_empty_negative: bool
-    vae_dtype: torch.dtype
-    files: tuple[Path, ...]
 
 
 def load_directory(path: Path, choice: DeviceChoice) -> LoadedParts:
@@ -77,12 +62,6 @@ def load_directory(path: Path, choice: DeviceChoice) -> LoadedParts:
     )
 
 
-def vae_precision(choice: DeviceChoice, *, upcast: bool) -> DeviceChoice:
-    """``choice``, or float32 where it is float16 and the VAE's configuration says that it overflows there."""
-    is_half = choice.compute_dtype == torch.float16
-    return replace(choice, compute_dtype=torch.float32) if upcast and is_half else choice
-
-
 def read_index(path: Path) -> dict[str, Any]:
     """model_index.json of ``path``, every component checked against the allow-list; absent ones (null) left out."""
     file = path / "model_index.json"
@@ -103,7 +82,7 @@ def read_index(path: Path) -> dict[str, Any]:
 
 
 def _check_component(file: Path, name: str, value: list[Any]) -> None:
-    library, cls = (value + [None, None])[:2]
+    library, cls = [*value, None, None][:2]
     if name == "scheduler":
         if library == "diffusers" and isinstance(cls, str) and cls.isidentifier():
             return

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
-from diffserve.runtime.directory import LoadedParts
 from diffserve.types import ModelProfile
 
-SD1, SD2, SDXL = "sd1", "sd2", "sdxl"
-SD2_TEXT_WIDTH = 1024
+SD1, SD2, SDXL, EMBEDDED = "sd1", "sd2", "sdxl", "embedded"
+SD2_TEXT_WIDTH: Final = 1024
 
-#: Family -> (steps, guidance scale). "embedded" has its own file in configs/; this is for a bare ``load_model``.
-DEFAULTS: Final = {SD1: (25, 7.5), SD2: (25, 7.5), SDXL: (25, 6.0), "embedded": (25, 3.0)}
+#: Family -> (steps, guidance scale). The built-in configuration files say more; this is for a bare ``load_model``.
+DEFAULTS: Final = {SD1: (25, 7.5), SD2: (25, 7.5), SDXL: (25, 6.0), EMBEDDED: (25, 3.0)}
 
 
-def detect_family(parts: LoadedParts) -> str:
-    """ "sdxl" for two text encoders, "sd2" for linear projections or OpenCLIP's width, else "sd1"."""
-    if len(parts.encoders) == 2:
+def detect_family(unet_config: Any, num_encoders: int) -> str:
+    """sdxl for two text encoders, sd2 for linear projections or OpenCLIP's width, else sd1."""
+    if num_encoders == 2:
         return SDXL
-    config = parts.unet.config
-    return SD2 if config.use_linear_projection or config.cross_attention_dim == SD2_TEXT_WIDTH else SD1
+    is_sd2 = unet_config.use_linear_projection or unet_config.cross_attention_dim == SD2_TEXT_WIDTH
+    return SD2 if is_sd2 else SD1
 
 
-def default_profile(family: str, model_id: str, path: str, parts: LoadedParts, vae_factor: int) -> ModelProfile:
-    """The family's defaults; the native size is the one the UNet was trained at."""
-    num_steps, guidance_scale = DEFAULTS[family]
-    sample_size = parts.unet.config.sample_size or 64
+def native_size(unet_config: Any, vae_factor: int) -> tuple[int, int]:
+    """(width, height) in pixels that the UNet was trained at."""
+    sample_size = unet_config.sample_size or 64
     height, width = (sample_size, sample_size) if isinstance(sample_size, int) else sample_size
-    native = (width * vae_factor, height * vae_factor)
-    spacing = parts.scheduler_config.get("timestep_spacing", "leading")
+    return int(width) * vae_factor, int(height) * vae_factor
+
+
+def default_profile(
+    family: str, *, model_id: str, path: str, native: tuple[int, int], scheduler_config: dict[str, Any]
+) -> ModelProfile:
+    """The family's defaults, with the spacing that the model's own scheduler configuration names."""
+    num_steps, guidance_scale = DEFAULTS[family]
+    spacing = scheduler_config.get("timestep_spacing", "leading")
     return ModelProfile(
         model_id=model_id,
         path=path,

@@ -1,7 +1,7 @@
 """Build a network on the meta device and fill it tensor by tensor: every key accounted for, every shape compared.
 
-With int8, each linear weight is quantised as soon as it has been read and before the next one is, so the most that is ever
-held is the finished model plus one tensor.
+With int8, each linear weight is quantised as soon as it has been read and before the next one is, so the most that is
+ever held is the finished model plus one tensor.
 """
 
 from __future__ import annotations

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from diffserve.errors import ModelLoadError, ModelNotFound
 from diffserve.runtime.checkpoint import digest_files, refuse_pickle
-from diffserve.runtime.directory import LoadedParts, load_directory
-from diffserve.runtime.family import default_profile, detect_family
+from diffserve.runtime.directory import load_directory
+from diffserve.runtime.family import EMBEDDED, default_profile, detect_family, native_size
+from diffserve.runtime.parts import LoadedParts
 from diffserve.runtime.precision import DeviceChoice, choose_device
+from diffserve.runtime.prediction import predicts_velocity
 from diffserve.runtime.quantisation import tensor_bytes
+from diffserve.runtime.single_file import load_single_file
 from diffserve.runtime.text import TextRunner
 from diffserve.runtime.unet import UNetRunner
 from diffserve.runtime.vae import VAERunner
@@ -24,8 +27,8 @@ from schedulers import NoiseSchedule
 
 logger = logging.getLogger(__name__)
 
-EMBEDDED = "embedded"
-EMBEDDED_DIRECTORY = Path(__file__).resolve().parent.parent / "embedded" / "weights"
+EMBEDDED_DIRECTORY: Final = Path(__file__).resolve().parent.parent / "embedded" / "weights"
+VELOCITY_SAMPLE_SIZE: Final = 96  # SD 2 with v-prediction was trained at 768 pixels
 
 
 class MemoryEntry(NamedTuple):
@@ -38,9 +41,17 @@ class MemoryEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class DiffusionModel:
-    """A loaded model. The runners share nothing but the device; ``digest`` is sha256 over the weight files."""
+    """A loaded model; its runners share nothing but the device.
 
-    info: ModelInfo
+    profile      defaults for requests, as given to :func:`load_model` or the family's own
+    native_size  (width, height) in pixels that the UNet was trained at
+    digest       sha256 over the weight files, 64 hexadecimal digits
+    """
+
+    model_id: str
+    family: str
+    profile: ModelProfile
+    native_size: tuple[int, int]
     schedule: NoiseSchedule
     scheduler_config: dict[str, Any]
     text: TextRunner
@@ -62,7 +73,40 @@ class DiffusionModel:
     def memory_report(self) -> list[MemoryEntry]:
         """Parameters and bytes of each component, for ``diffserve doctor``."""
         encoders = [encoder.network for encoder in self.text.encoders]
-        return list(_memory(encoders, self.unet.network, self.vae.network))
+        named = [("text_encoder" if index == 0 else "text_encoder_2", part) for index, part in enumerate(encoders)]
+        report = []
+        for name, network in [*named, ("unet", self.unet.network), ("vae", self.vae.network)]:
+            parameters = list(network.parameters())
+            num_parameters = sum(parameter.numel() for parameter in parameters)
+            report.append(MemoryEntry(name, num_parameters, sum(map(tensor_bytes, parameters))))
+        return report
+
+    @cached_property
+    def info(self) -> ModelInfo:
+        """What the CLI and the HTTP process are told."""
+        memory = self.memory_report()
+        return ModelInfo(
+            model_id=self.model_id,
+            family=self.family,
+            digest=self.digest[:12],
+            prediction_type=self.schedule.prediction_type,
+            vae_factor=self.vae.factor,
+            latent_channels=self.vae.latent_channels,
+            size_multiple_px=self.vae.factor,
+            good_sizes=self.profile.good_sizes or (self.native_size,),
+            max_side_px=self.profile.max_side_px,
+            train_timesteps=len(self.schedule.alphas_cumprod),
+            is_inpainting=self.unet.extra_channels > 0,
+            default_sampler=self.profile.sampler,
+            default_num_steps=self.profile.num_steps,
+            default_guidance_scale=self.profile.guidance_scale,
+            default_spacing=self.profile.spacing,
+            device=str(self.choice.device),
+            dtype=self.choice.dtype,
+            choice_reason=self.choice.reason,
+            num_parameters=sum(entry.num_parameters for entry in memory),
+            weights_bytes=sum(entry.weights_bytes for entry in memory),
+        )
 
 
 def load_model(
@@ -75,38 +119,67 @@ def load_model(
 ) -> DiffusionModel:
     """Load ``path``: "embedded", a diffusers directory, or a single safetensors file of SD 1.x, SD 2.x or SDXL.
 
-    ``profile`` gives the defaults and good sizes; without it the family's own are taken. Nothing is fetched from anywhere.
-    Raises ModelNotFound when nothing is there, ModelLoadError when it cannot be used, ConfigError for a wrong dtype or
-    device.
+    ``profile`` gives the defaults and good sizes (its own path, device and dtype are not read); without it the family's
+    own are taken. Nothing is fetched from anywhere. Raises ModelNotFound when nothing is there, ModelLoadError when it
+    cannot be used, ConfigError for a wrong dtype or device.
     """
     choice = choose_device(device, dtype)
-    location = EMBEDDED_DIRECTORY if str(path) == EMBEDDED else Path(path).expanduser()
+    is_embedded = str(path) == EMBEDDED
+    location = EMBEDDED_DIRECTORY if is_embedded else Path(path).expanduser()
     parts = _load_parts(location, choice)
-    family = EMBEDDED if str(path) == EMBEDDED else detect_family(parts)
-    schedule = _noise_schedule(parts.scheduler_config, location)
-    digest = digest_files(parts.files)
     unet = UNetRunner(parts.unet, device=choice.device, dtype=choice.compute_dtype)
     vae = VAERunner(parts.vae, device=choice.device, dtype=parts.vae_dtype)
+    digest = digest_files(parts.files)
     text = TextRunner(
         parts.encoders, device=choice.device, digest=digest, zero_empty_negative=parts.zero_empty_negative
     )
     _check_fit(text, unet, vae, location)
-    name = model_id or (profile.model_id if profile else location.stem if str(path) != EMBEDDED else EMBEDDED)
-    used = profile or default_profile(family, name, str(path), parts, vae.factor)
-    info = _describe(name, family, digest, schedule, used, parts, choice, unet, vae)
-    logger.info("%s (%s, %s): %s", name, family, digest[:12], choice.reason)
-    return DiffusionModel(info, schedule, parts.scheduler_config, text, unet, vae, choice, digest)
+    scheduler_config = _settle_prediction(parts, unet, location)
+    family = EMBEDDED if is_embedded else detect_family(unet.network.config, len(parts.encoders))
+    native = native_size(unet.network.config, vae.factor)
+    name = model_id or (profile.model_id if profile else EMBEDDED if is_embedded else location.stem)
+    logger.info("%s is %s (%s): %s", name, family, digest[:12], choice.reason)
+    return DiffusionModel(
+        model_id=name,
+        family=family,
+        profile=profile
+        or default_profile(family, model_id=name, path=str(path), native=native, scheduler_config=scheduler_config),
+        native_size=native,
+        schedule=_noise_schedule(scheduler_config, location),
+        scheduler_config=scheduler_config,
+        text=text,
+        unet=unet,
+        vae=vae,
+        choice=choice,
+        digest=digest,
+    )
 
 
 def _load_parts(location: Path, choice: DeviceChoice) -> LoadedParts:
     if location.is_dir():
         return load_directory(location, choice)
-    refuse_pickle(location)
     if not location.exists():
         raise ModelNotFound(f"there is no model at {location}; give a diffusers directory or a .safetensors file.")
+    refuse_pickle(location)
     if location.suffix != ".safetensors":
         raise ModelLoadError(f"{location} is neither a diffusers directory nor a .safetensors file.")
-    raise ModelLoadError(f"{location}: single files come next")
+    return load_single_file(location, choice)
+
+
+def _settle_prediction(parts: LoadedParts, unet: UNetRunner, location: Path) -> dict[str, Any]:
+    """The scheduler's configuration, its prediction type found out from the UNet where nothing on disk states it."""
+    config = dict(parts.scheduler_config)
+    if parts.guess_prediction:
+        velocity = predicts_velocity(unet, unet.network.config.cross_attention_dim)
+        config["prediction_type"] = "v_prediction" if velocity else "epsilon"
+        if velocity:
+            unet.network.register_to_config(sample_size=VELOCITY_SAMPLE_SIZE)
+        logger.warning(
+            "%s does not say what its UNet predicts; asked with pure noise it behaves like %s",
+            location,
+            config["prediction_type"],
+        )
+    return config
 
 
 def _noise_schedule(config: dict[str, Any], location: Path) -> NoiseSchedule:
@@ -117,67 +190,19 @@ def _noise_schedule(config: dict[str, Any], location: Path) -> NoiseSchedule:
 
 
 def _check_fit(text: TextRunner, unet: UNetRunner, vae: VAERunner, location: Path) -> None:
-    """Components that were trained apart are found out here rather than in the middle of a request."""
+    """Components that were not trained together are found out here rather than in the middle of a request."""
     config = unet.network.config
     width = sum(int(encoder.network.config.hidden_size) for encoder in text.encoders)
+    cells = vae.latent_channels
     if width != config.cross_attention_dim:
-        raise ModelLoadError(
-            f"{location}: the text encoder gives {width} features, the UNet reads {config.cross_attention_dim}."
-        )
-    if unet.latent_channels != vae.latent_channels:
-        raise ModelLoadError(
-            f"{location}: the VAE has {vae.latent_channels} latent channels, the UNet paints {unet.latent_channels}."
-        )
-    if unet.extra_channels not in (0, 1 + vae.latent_channels):
-        raise ModelLoadError(
-            f"{location}: the UNet reads {config.in_channels} channels; diffserve serves {vae.latent_channels} "
-            f"(text to image) and {2 * vae.latent_channels + 1} (inpainting)."
-        )
-    if unet.has_size_conditioning != text.is_pair:
-        raise ModelLoadError(
-            f"{location}: size conditioning and a second text encoder come together (SDXL) or not at all."
-        )
-
-
-def _memory(encoders: list[Any], unet: Any, vae: Any) -> Iterator[MemoryEntry]:
-    named = [(f"text_encoder{f'_{index + 1}' if index else ''}", part) for index, part in enumerate(encoders)]
-    for name, network in [*named, ("unet", unet), ("vae", vae)]:
-        parameters = list(network.parameters())
-        yield MemoryEntry(name, sum(p.numel() for p in parameters), sum(map(tensor_bytes, parameters)))
-
-
-def _describe(
-    name: str,
-    family: str,
-    digest: str,
-    schedule: NoiseSchedule,
-    profile: ModelProfile,
-    parts: LoadedParts,
-    choice: DeviceChoice,
-    unet: UNetRunner,
-    vae: VAERunner,
-) -> ModelInfo:
-    memory = list(_memory([encoder.network for encoder in parts.encoders], parts.unet, parts.vae))
-    native = default_profile(family, name, profile.path, parts, vae.factor)
-    return ModelInfo(
-        model_id=name,
-        family=family,
-        digest=digest[:12],
-        prediction_type=schedule.prediction_type,
-        vae_factor=vae.factor,
-        latent_channels=vae.latent_channels,
-        size_multiple_px=vae.factor,
-        good_sizes=profile.good_sizes or native.good_sizes,
-        max_side_px=profile.max_side_px,
-        train_timesteps=len(schedule.alphas_cumprod),
-        is_inpainting=unet.extra_channels > 0,
-        default_sampler=profile.sampler,
-        default_num_steps=profile.num_steps,
-        default_guidance_scale=profile.guidance_scale,
-        default_spacing=profile.spacing,
-        device=str(choice.device),
-        dtype=choice.dtype,
-        choice_reason=choice.reason,
-        num_parameters=sum(entry.num_parameters for entry in memory),
-        weights_bytes=sum(entry.weights_bytes for entry in memory),
-    )
+        problem = f"the text encoder gives {width} features, the UNet reads {config.cross_attention_dim}"
+    elif unet.latent_channels != cells:
+        problem = f"the VAE has {cells} latent channels, the UNet paints {unet.latent_channels}"
+    elif unet.extra_channels not in (0, 1 + cells):
+        served = f"{cells} (text to image) and {2 * cells + 1} (inpainting)"
+        problem = f"the UNet reads {config.in_channels} channels; diffserve serves {served}"
+    elif unet.has_size_conditioning != text.is_pair:
+        problem = "size conditioning and a second text encoder come together (SDXL) or not at all"
+    else:
+        return
+    raise ModelLoadError(f"{location}: {problem}.")

@@ -4,8 +4,8 @@
     a [red] hat        weight 1 / 1.1    a ((red)) hat       weights multiply
     a \\(red\\) hat      plain brackets    a cat BREAK a dog   a new chunk starts after BREAK
 
-Malformed input is never an error: a closing bracket with no partner and a ``:1.2`` outside brackets are text, an opening
-bracket with no partner weighs everything after it, as there.
+Malformed input is never an error: a closing bracket with no partner and a ``:1.2`` outside brackets are text, an
+opening bracket with no partner weighs everything after it, as there.
 """
 
 from __future__ import annotations

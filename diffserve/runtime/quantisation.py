@@ -10,7 +10,8 @@ from diffserve.runtime.quiet import import_quietly
 
 
 def quantise_linear(layer: nn.Module) -> None:
-    """Replace ``layer.weight`` (out, in) by int8 values and a scale per output row; arithmetic stays in its float dtype.
+    """Replace ``layer.weight`` (out, in) by int8 values and a scale per output row; arithmetic stays in its float
+    dtype.
 
     Raises ConfigError when torchao is not installed.
     """

@@ -1,8 +1,8 @@
 """Import the model libraries without the noise they make about kernels and formats nobody asked for.
 
-diffusers imports torchao when it is installed; torchao then reports GPU kernels that it could not load, and registers two
-enums in a way that torch calls deprecated. None of it concerns int8 weights. Only these loggers are turned down, and only
-while the import runs: their later messages are heard.
+diffusers imports torchao when it is installed; torchao then reports GPU kernels that it could not load, and registers
+two enums in a way that torch calls deprecated. None of it concerns int8 weights. Only these loggers are turned down,
+and only while the import runs: their later messages are heard.
 """
 
 from __future__ import annotations

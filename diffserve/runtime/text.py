@@ -76,9 +76,9 @@ class TextEncoder(NamedTuple):
 class TextRunner:
     """Runs the text encoders of one model. ``encoders``: one (SD 1.x, 2.x) or two (SDXL).
 
-    A single encoder gives its last hidden state, normalised; a pair gives both next-to-last hidden states side by side
-    and the second one's pooled projection. Texts are encoded one chunk at a time, so what a prompt becomes does not depend
-    on its neighbours; the last ``CACHED_TEXTS`` texts are kept.
+    A single encoder gives its last hidden state, normalised; a pair gives both next-to-last hidden states side by
+    side and the second one's pooled projection. Texts are encoded one chunk at a time, so what a prompt becomes does
+    not depend on its neighbours; the last ``CACHED_TEXTS`` texts are kept.
     """
 
     def __init__(

@@ -43,8 +43,8 @@ class VAERunner:
     ) -> torch.Tensor:
         """Latents (B, C, H / factor, W / factor) float32 of ``pixels`` (B, H, W, 3), uint8 or float32 in [-1, 1].
 
-        With ``generators``, one for each picture, the posterior is sampled, one draw of the latents' shape from each, in
-        order, as diffusers does; without, its mode is taken.
+        With ``generators``, one for each picture, the posterior is sampled, one draw of the latents' shape from each,
+        in order, as diffusers does; without, its mode is taken.
         """
         images = _to_images(pixels)
         if generators is not None and len(generators) != images.shape[0]:
