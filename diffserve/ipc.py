@@ -83,10 +83,10 @@ class Pong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Per recent tick, the request id of every row of the UNet call (guided images have two rows)."""
+    """Per recent UNet call, the request id of every row (a guided image has two)."""
 
     number: int
-    ticks: list[list[str]]
+    unet_calls: list[list[str]]
 
 
 Command = Load | Submit | Cancel | Ping | ReadTrace

@@ -55,9 +55,9 @@ def _add_health(app: FastAPI, engine: EngineClient, gate: Gate) -> None:
             raise EngineUnavailable("the server is not ready.")
         return JSONResponse({"status": "ok"})
 
-    @app.get("/debug/ticks", summary="How many requests are in the engine, and which shared the recent UNet calls?")
-    async def ticks() -> Response:
-        return JSONResponse({"num_requests": await engine.count(), "ticks": await engine.trace()})
+    @app.get("/debug/trace", summary="How many requests are in the engine, and which shared the recent UNet calls?")
+    async def trace() -> Response:
+        return JSONResponse({"num_requests": await engine.count(), "unet_calls": await engine.trace()})
 
 
 def _add_models(app: FastAPI, engine: EngineClient) -> None:

@@ -72,7 +72,7 @@ class EngineClient:
         return await self._up().ping()
 
     async def trace(self) -> list[list[str]]:
-        """Per recent tick, the request ids of the rows that shared its UNet call."""
+        """Per recent UNet call, the request id of every row."""
         return await self._up().trace()
 
     def _up(self) -> EngineConnection:
@@ -144,7 +144,6 @@ class EngineClient:
             log.error("engine did not come back", extra={"reason": error.message})
 
     def _give_up(self, error: DiffserveError) -> None:
-        log.error("engine given up", extra={"reason": error.message})
         if not self.failed.done():
             self.failed.set_result(error)
 

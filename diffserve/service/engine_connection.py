@@ -127,10 +127,10 @@ class EngineConnection:
         return answer.num_requests if isinstance(answer, ipc.Pong) else 0
 
     async def trace(self) -> list[list[str]]:
-        """Per recent tick, the request ids of the rows that shared its UNet call."""
+        """Per recent UNet call, the request id of every row."""
         number = next(self._numbers)
         answer = await self._ask(ipc.ReadTrace(number=number), number)
-        return answer.ticks if isinstance(answer, ipc.Trace) else []
+        return answer.unet_calls if isinstance(answer, ipc.Trace) else []
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """End the process: close the socket, which it obeys, and kill it where it does not within ``grace_s``."""

@@ -25,6 +25,7 @@ from diffserve.types import new_request_id
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 ALLOWED_METHODS = "GET, POST, OPTIONS"
 PREFLIGHT_MAX_AGE_S = 600
+PROBES = frozenset({"/livez", "/readyz", "/health", "/ping"})  # asked every second or so; not worth a line each
 _AUTHORITY = re.compile(r"[A-Za-z0-9.\-_\[\]:]+")
 
 log = logging.getLogger("diffserve.http")
@@ -68,7 +69,7 @@ class Outermost:
                 "status": status,
                 "duration_ms": round((time.perf_counter() - started_s) * 1000),
             }
-            log.info("request", extra=facts)
+            log.log(logging.DEBUG if facts["endpoint"] in PROBES else logging.INFO, "request", extra=facts)
 
 
 class OriginGuard:

@@ -1,0 +1,152 @@
+"""The engine in a process of its own: ``python -m diffserve.engine.process --fd N``.
+
+One thread reads commands from the socket it was born with, so that a ping is answered in the middle of a tick and the
+death of the parent ends the process at once. The main thread ticks, takes what has arrived between two ticks, and
+sleeps while there is nothing to paint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from diffserve import ipc
+from diffserve.errors import DiffserveError, ModelLoadError, QueueFull
+from diffserve.types import DiffusionParams, GenerationRequest, ModelInfo, Picture
+
+if TYPE_CHECKING:
+    from diffserve.engine import Engine
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve the parent at the other end of the socket until it closes it."""
+    parser = argparse.ArgumentParser(prog="diffserve-engine", description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="the inherited socket to the parent")
+    options = parser.parse_args(arguments)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides: its end of the socket is the off switch
+        signal.signal(number, signal.SIG_IGN)
+    with socket.socket(fileno=options.fd) as connection:
+        return EngineProcess(ipc.EngineEnd(connection)).run()
+
+
+class EngineProcess:
+    """An engine behind a socket. ``run`` blocks; the process leaves when the other side does."""
+
+    def __init__(self, end: ipc.EngineEnd) -> None:
+        self._end = end
+        self._inbox: queue.SimpleQueue[ipc.Command] = queue.SimpleQueue()
+        self._engine: Engine | None = None
+
+    def run(self) -> int:
+        """Load, paint a trial picture, report Ready and serve. 1 where the model cannot be loaded."""
+        threading.Thread(target=self._listen, name="commands", daemon=True).start()
+        load = self._inbox.get()
+        if not isinstance(load, ipc.Load):
+            raise TypeError(f"the first command must be Load, not {type(load).__name__}.")
+        try:
+            engine = self._engine = open_engine(load)
+        except Exception as error:
+            self._end.send(_load_failed(error))
+            return 1
+        self._end.send(ipc.Ready(info=engine.info))
+        while True:
+            self._take_commands(engine)
+            for event in engine.tick():
+                self._end.send(event)
+
+    def _listen(self) -> None:
+        """Read commands until the other side is gone, then leave without a word: nobody is there to hear it."""
+        try:
+            for command in self._end.commands():
+                if isinstance(command, ipc.Ping):
+                    num_requests = 0 if self._engine is None else self._engine.num_live
+                    self._end.send(ipc.Pong(number=command.number, num_requests=num_requests))
+                else:
+                    self._inbox.put(command)
+        except OSError:
+            pass
+        except Exception:
+            traceback.print_exc()
+        os._exit(0)
+
+    def _take_commands(self, engine: Engine) -> None:
+        """Obey everything that has arrived; wait for something where there is nothing to paint."""
+        while not engine.has_work or not self._inbox.empty():
+            command = self._inbox.get()
+            match command:
+                case ipc.Submit():
+                    self._submit(engine, command.request)
+                case ipc.Cancel():
+                    engine.cancel(command.request_id)
+                case ipc.ReadTrace():
+                    self._end.send(ipc.Trace(number=command.number, unet_calls=unet_calls_of(engine)))
+                case _:
+                    raise TypeError(f"{type(command).__name__} is not a command for a running engine.")
+
+    def _submit(self, engine: Engine, request: GenerationRequest) -> None:
+        try:
+            engine.submit(request)
+        except DiffserveError as error:
+            self._end.send(
+                ipc.Rejected(
+                    request_id=request.request_id,
+                    code=error.code,
+                    message=error.message,
+                    param=error.param,
+                    retry_after_s=error.retry_after_s if isinstance(error, QueueFull) else None,
+                )
+            )
+
+
+def open_engine(load: ipc.Load) -> Engine:
+    """The engine that ``load`` describes, warm, and proven by a trial picture of one step."""
+    from diffserve.engine import Engine
+
+    profile = load.model
+    engine = Engine.from_pretrained(
+        profile.path, dtype=profile.dtype, device=profile.device, config=load.engine, profile=profile
+    )
+    engine.warm_up()
+    engine.generate(trial(engine.info))
+    return engine
+
+
+def trial(info: ModelInfo) -> GenerationRequest:
+    """One step at the model's native size; a grey picture to repaint where the model knows nothing else."""
+    width_px, height_px = info.good_sizes[0]
+    grey = Picture.from_array(np.full((height_px, width_px, 3), 128, dtype=np.uint8))
+    return GenerationRequest(
+        prompt="a trial picture",
+        seed=0,
+        diffusion=DiffusionParams(num_steps=1, strength=1.0),
+        init_image=grey if info.is_inpainting else None,
+        mask_image=Picture.from_array(np.full((height_px, width_px), 255, dtype=np.uint8))
+        if info.is_inpainting
+        else None,
+    )
+
+
+def unet_calls_of(engine: Engine) -> list[list[str]]:
+    """Per recent UNet call, the request id of every row."""
+    return [[row.request_id for row in call.rows] for tick in engine.trace for call in tick.calls]
+
+
+def _load_failed(error: Exception) -> ipc.LoadFailed:
+    if isinstance(error, DiffserveError):
+        return ipc.LoadFailed(code=error.code, message=error.message)
+    traceback.print_exc()
+    return ipc.LoadFailed(code=ModelLoadError.default_code, message=f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""A real server in a process of its own, for tests: started, spoken to over a socket, stopped, never left behind."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 180.0
+STOP_S = 60.0
+URL = re.compile(r"listening on (http://\S+),")
+T = TypeVar("T")
+GENERATIONS = "/v1/images/generations"
+
+
+class RunningServer:
+    """``diffserve serve`` with its output in files. ``url`` is where it listens; ``client`` speaks to it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], output: Path, errors: Path) -> None:
+        self.process = process
+        self.output = output
+        self.errors = errors
+        self.url = wait_for(self._find_url, START_S, "the server's address")
+        self.client = httpx.Client(base_url=self.url, timeout=120.0, trust_env=False)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    @property
+    def engine(self) -> psutil.Process:
+        """The engine's process."""
+        (child,) = [
+            child
+            for child in psutil.Process(self.process.pid).children()
+            if "diffserve.engine.process" in child.cmdline()
+        ]
+        return child
+
+    def wait_until_ready(self) -> None:
+        wait_for(lambda: self.status("/readyz") == 200, START_S, "readiness")
+
+    def status(self, path: str) -> int:
+        return self.client.get(path).status_code
+
+    def num_requests(self) -> int:
+        """How many requests the engine holds."""
+        return int(self.client.get("/debug/trace").json()["num_requests"])
+
+    def paint(self, prompt: str = "a red fox", *, num_steps: int = 2, seed: int = 1, **fields: Any) -> httpx.Response:
+        body = {"prompt": prompt, "num_inference_steps": num_steps, "seed": seed, **fields}
+        return self.client.post(GENERATIONS, json=body)
+
+    def stop(self) -> int:
+        """SIGTERM and wait; the exit code."""
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(STOP_S)
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+                self.process.wait(STOP_S)
+
+    def _find_url(self) -> str | None:
+        found = URL.search(self.output.read_text())
+        if found is None and self.process.poll() is not None:
+            raise RuntimeError(f"the server ended with {self.process.returncode}: {self.errors.read_text()[-2000:]}")
+        return found[1] if found else None
+
+
+@contextmanager
+def running_server(
+    model: Path, workspace: Path, *, config: str = "", command: list[str] | None = None
+) -> Iterator[RunningServer]:
+    """A server of ``model`` with ``config`` (TOML) on a free port; ``command`` replaces ``-m diffserve serve``."""
+    workspace.mkdir(parents=True, exist_ok=True)
+    (workspace / "serve.toml").write_text(config)
+    server = None
+    with (workspace / "out").open("wb") as out, (workspace / "err").open("wb") as err:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, *(command or ["-m", "diffserve", "serve"])),
+                *("--model", str(model), "--port", "0", "--config", str(workspace / "serve.toml")),
+            ],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        )
+        try:
+            server = RunningServer(process, workspace / "out", workspace / "err")
+            yield server
+        finally:
+            if server is not None:
+                server.stop()
+            elif process.poll() is None:
+                process.kill()
+                process.wait(STOP_S)
+
+
+def wait_for(look: Callable[[], T | None], seconds: float, what: str) -> T:
+    """What ``look`` finds, as soon as it finds something true; TimeoutError after ``seconds``."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        found = look()
+        if found:
+            return found
+        time.sleep(0.02)
+    raise TimeoutError(f"waited {seconds:g} s for {what}")
+
+
+def files_of(response: httpx.Response) -> list[bytes]:
+    """The image files in an answer."""
+    assert response.status_code == 200, response.text[:500]
+    return [base64.b64decode(entry["b64_json"], validate=True) for entry in response.json()["data"]]
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The error object, after checking that it is exactly OpenAI's."""
+    body = json.loads(response.content)
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert response.headers["content-type"] == "application/json"
+    error: dict[str, Any] = body["error"]
+    assert "Traceback" not in error["message"]
+    assert "\n" not in error["message"]
+    return error

@@ -1,0 +1,155 @@
+"""Pictures over a real socket: how many, how large, in which format, with which seed, and what is said about them."""
+
+from __future__ import annotations
+
+from io import BytesIO
+
+import pytest
+from PIL import Image
+
+from diffserve.images import DIGITAL_SOURCE_TYPE, read_infotext
+from diffserve.infotext import SOFTWARE, parse_infotext
+from tests.service.server import RunningServer, files_of
+
+pytestmark = pytest.mark.slow
+
+
+def size_of(file: bytes) -> tuple[int, int]:
+    image = Image.open(BytesIO(file))
+    image.load()
+    return image.size
+
+
+def test_a_prompt_alone_gives_one_png_of_the_native_size(server: RunningServer) -> None:
+    response = server.client.post("/v1/images/generations", json={"prompt": "a red fox", "steps": 2})
+    body = response.json()
+    (file,) = files_of(response)
+    assert (file[:4], size_of(file)) == (b"\x89PNG", (64, 64))
+    assert (body["size"], body["output_format"], body["quality"]) == ("64x64", "png", "auto")
+    assert (body["model"], body["num_inference_steps"], body["background"]) == ("sd15", 2, "opaque")
+    assert body["data"][0]["revised_prompt"] is None
+    assert body["warnings"] == []
+    assert body["usage"]["total_tokens"] == body["usage"]["input_tokens"] + body["usage"]["output_tokens"]
+    assert response.headers["x-request-id"] == body["id"]
+    assert "x-diffserve-warnings" not in response.headers
+
+
+def test_an_omitted_seed_is_random_and_told(server: RunningServer) -> None:
+    first, second = (server.paint(seed=-1), server.paint(seed=-1))
+    seeds = [response.json()["data"][0]["seed"] for response in (first, second)]
+    assert seeds[0] != seeds[1]
+    assert files_of(server.paint(seed=seeds[0])) == files_of(first)
+
+
+def test_image_i_of_a_batch_is_the_picture_of_seed_plus_i(server: RunningServer) -> None:
+    response = server.paint(seed=40, n=3)
+    assert [entry["seed"] for entry in response.json()["data"]] == [40, 41, 42]
+    assert files_of(response) == [files_of(server.paint(seed=seed))[0] for seed in (40, 41, 42)]
+
+
+@pytest.mark.parametrize("size", ["512x512", "1024x1024", "768x512", "64x64", "101x67", "2048x64"])
+def test_any_size_is_delivered_exactly(server: RunningServer, size: str) -> None:
+    response = server.paint(size=size)
+    (file,) = files_of(response)
+    body = response.json()
+    assert f"{size_of(file)[0]}x{size_of(file)[1]}" == size == body["size"]
+    painted_elsewhere = any("resized" in warning for warning in body["warnings"])
+    assert painted_elsewhere is (size != "64x64")
+    assert ("x-diffserve-warnings" in response.headers) is painted_elsewhere
+
+
+def test_width_and_height_are_another_way_to_give_the_size(server: RunningServer) -> None:
+    assert files_of(server.paint(width=96, height=72)) == files_of(server.paint(size="96x72"))
+
+
+@pytest.mark.parametrize(
+    ("output_format", "magic"), [("png", b"\x89PNG"), ("jpeg", b"\xff\xd8\xff"), ("webp", b"RIFF")]
+)
+def test_every_format_tells_how_it_was_painted(server: RunningServer, output_format: str, magic: bytes) -> None:
+    response = server.paint(
+        "a red fox, at night",
+        num_steps=3,
+        seed=9,
+        output_format=output_format,
+        negative_prompt="rain",
+        sampler="k_euler",
+    )
+    (file,) = files_of(response)
+    assert file.startswith(magic)
+    assert DIGITAL_SOURCE_TYPE.encode() in file
+    assert SOFTWARE.encode() in file
+    text = read_infotext(file)
+    assert text is not None
+    read = parse_infotext(text)
+    assert (read.prompt, read.negative_prompt) == ("a red fox, at night", "rain")
+    expected = {"Steps": "3", "Sampler": "Euler", "Seed": "9", "Size": "64x64", "Model": "sd15", "RNG": "CPU"}
+    assert {key: read.fields[key] for key in expected} == expected
+
+
+def test_compression_makes_a_smaller_file(server: RunningServer) -> None:
+    sizes = [
+        len(files_of(server.paint(output_format="jpeg", output_compression=quality, size="256x256"))[0])
+        for quality in (10, 90)
+    ]
+    assert sizes[0] < sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"sampler": "dpmpp_2m", "sigma_schedule": "karras"}, {"sampler": "DPM++ 2M Karras"}),
+        ({"sampler": "DPM++ 2M Karras"}, {"sampler_name": "dpmpp_2m", "scheduler": "Karras"}),
+        ({"sampler": "euler_a"}, {"scheduler": "EulerAncestralDiscreteScheduler"}),
+        ({"guidance_scale": 3.0}, {"cfg_scale": 3}),
+        ({"model": "sd15"}, {"model": "dall-e-2"}),
+        ({}, {"model": "gpt-image-1", "style": "vivid", "moderation": "low", "user": "me", "background": "auto"}),
+        ({}, {"n": None, "size": "auto", "response_format": "b64_json", "stream": False, "partial_images": 0}),
+    ],
+)
+def test_two_ways_to_say_the_same_thing_give_the_same_picture(
+    server: RunningServer, one: dict[str, object], other: dict[str, object]
+) -> None:
+    assert files_of(server.paint(**one)) == files_of(server.paint(**other))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fields", [{"seed": 2}, {"num_steps": 3}, {"guidance_scale": 2.0}, {"sampler": "ddim"}])
+def test_every_setting_reaches_the_picture(server: RunningServer, fields: dict[str, object]) -> None:
+    assert files_of(server.paint()) != files_of(server.paint(**fields))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"foo": 1, "bar": {"a": [1]}}, "unknown fields were ignored: foo, bar"),
+        ({"quality": "ultra"}, 'quality "ultra" is unknown'),
+        ({"quality": "hd"}, "quality hd changes nothing yet"),
+        ({"sampler": "euler", "eta": 0.5}, "eta"),
+    ],
+)
+def test_what_is_ignored_is_said(server: RunningServer, fields: dict[str, object], words: str) -> None:
+    response = server.paint(**fields)  # type: ignore[arg-type]
+    assert any(words in warning for warning in response.json()["warnings"])
+    assert words in response.headers["x-diffserve-warnings"]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "🦊",
+        "<script>alert(1)</script>",
+        "{{7*7}} %s%n ${jndi:x}",
+        "a\r\nb\x1b[2J",
+        "\u202eabc",
+        "e" + "\u0301" * 200,
+        "fox " * 400,
+    ],
+    ids=["emoji", "html", "template", "control", "rtl", "combining", "long"],
+)
+def test_odd_prompts_are_painted_like_others(server: RunningServer, prompt: str) -> None:
+    (file,) = files_of(server.paint(prompt))
+    assert read_infotext(file) is not None
+
+
+def test_the_safety_identifier_is_echoed(server: RunningServer) -> None:
+    assert server.paint(safety_identifier="abc").json()["safety_identifier"] == "abc"
+    assert server.paint(user="def").json()["safety_identifier"] == "def"
