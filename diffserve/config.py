@@ -152,8 +152,9 @@ def load_settings(
     environment = dict(_env_layer(os.environ if env is None else env))
     path = model or _text(environment.get("model.path")) or _text(user.get("model.path")) or "embedded"
     values = _builtin_layer("serve.toml", ("serve",))
+    described: dict[str, Any] = {}
     if path in PROFILES or str(config) in PROFILES:
-        profile, described = (path if path in PROFILES else str(config)), {}
+        profile = path if path in PROFILES else str(config)
     else:
         profile, described = describe_model(Path(path))
     values |= _builtin_layer(f"{profile}.toml", ("model", "engine"))

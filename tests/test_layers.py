@@ -1,11 +1,11 @@
 """One rule: imports point down. And each library stays in its room.
 
-    schedulers   0   numerics, numpy only (torch in the update kernel)
-    mortar       1   types, errors, config and what else every floor speaks; no torch
-    runtime      2   tensors and memory
-    engine       3   time; embedded/ stands beside it
-    service      4   HTTP; never the runtime, never torch
-    cli, ui      5   the doors
+schedulers   0   numerics, numpy only (torch in the update kernel)
+mortar       1   types, errors, config and what else every floor speaks; no torch
+runtime      2   tensors and memory
+engine       3   time; embedded/ stands beside it
+service      4   HTTP; never the runtime, never torch
+cli, ui      5   the doors
 """
 
 from __future__ import annotations

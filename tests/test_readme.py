@@ -1,0 +1,201 @@
+"""Everything the README says is done here: its commands, its snippets, its table, its tree."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffserve.config import load_settings
+from schedulers import SAMPLERS, SIGMA_SCHEDULES, SPACINGS
+from tests.readme import README, ROOT, blocks, command, tree
+
+START_S = 120.0
+STEP_S = 0.1
+FRESH = "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt "
+
+
+def here(line: str) -> list[str]:
+    """A README command as this interpreter runs it, without the README's virtual environment."""
+    words = shlex.split(line)
+    assert words[0].startswith(".venv/bin/")
+    name = words[0].removeprefix(".venv/bin/")
+    if name == "diffserve":
+        return [sys.executable, "-m", "diffserve", *words[1:]]
+    assert name == "python"
+    return [sys.executable, *words[1:]]
+
+
+def run(arguments: list[str], folder: Path) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def other_commands() -> list[str]:
+    lines = [line for block in blocks("sh") for line in block.text.splitlines()]
+    return [line for line in lines if not line.startswith("python3 -m venv")]
+
+
+def test_first_command_is_one_line_from_nothing_to_a_picture() -> None:
+    line = command("paint")
+    assert line.startswith(f"{FRESH}. && .venv/bin/diffserve generate ")
+    assert '"a fox next to a cactus on the beach"' in line
+
+
+def test_second_command_is_one_line_from_nothing_to_passed_tests() -> None:
+    assert command("test") == f'{FRESH}-e ".[test]" && .venv/bin/pytest'
+
+
+@pytest.mark.slow
+def test_first_command_paints_the_fox_and_the_cactus(tmp_path: Path) -> None:
+    from diffserve.embedded.checker import read_picture
+
+    output = run(here(command("paint").split(" && ")[-1]), tmp_path)
+    assert output.startswith("fox.png  seed ")
+    with Image.open(tmp_path / "fox.png") as image:
+        assert "parameters" in image.info
+        reading = read_picture(np.asarray(image.convert("RGB")))
+    assert reading.background == "beach"
+    assert sorted(found.name for found in reading.objects) == ["cactus", "fox"]
+
+
+@pytest.mark.network
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_first_command_works_word_by_word_in_an_empty_clone(tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True, timeout=120)
+    subprocess.run(["bash", "-euo", "pipefail", "-c", command("paint")], cwd=clone, check=True, timeout=1700)
+    with Image.open(clone / "fox.png") as image:
+        assert image.size == (128, 128)
+
+
+@pytest.mark.slow
+def test_command_line_examples_work_in_their_order(tmp_path: Path) -> None:
+    lines = [line for line in other_commands() if " serve " not in line and "benchmarks/" not in line]
+    assert len(lines) == 3
+    for line in lines:
+        assert run(here(line), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["crown-1.png", "crown-2.png", "owl.png"]
+    with Image.open(tmp_path / "crown-1.png") as image:
+        assert image.size == (512, 512)
+
+
+@pytest.mark.slow
+def test_benchmark_command_explains_itself() -> None:
+    (line,) = [line for line in other_commands() if "benchmarks/" in line]
+    output = run(here(line), ROOT)
+    for option in ("--device", "--dtype", "--model"):
+        assert option in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_python_example_works(number: int, tmp_path: Path) -> None:
+    snippet = [block.text for block in blocks("python") if "openai" not in block.text][number]
+    output = run([sys.executable, "-W", "error", "-c", snippet], tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == (["fox.png"] if number == 0 else [])
+    assert len(output.splitlines()) == (0 if number == 0 else 4)
+
+
+@pytest.fixture
+def port(tmp_path: Path) -> Iterator[int]:
+    """The README's server on a free port, until the test is over."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free: int = probe.getsockname()[1]
+    (line,) = [line for line in other_commands() if " serve " in line]
+    arguments = here(line.replace("8000", str(free)))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with (tmp_path / "serve.log").open("w") as log:
+        server = subprocess.Popen(arguments, cwd=tmp_path, env=environment, stdout=log, stderr=log)
+        try:
+            wait_until_ready(free, server)
+            yield free
+        finally:
+            server.terminate()
+            assert server.wait(timeout=60) == 0
+
+
+def wait_until_ready(port: int, server: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        assert server.poll() is None, "the server ended before it was ready"
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5):
+                return
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(STEP_S)
+    raise TimeoutError(f"not ready after {START_S} s")
+
+
+@pytest.mark.slow
+def test_openai_example_gets_its_picture(port: int, tmp_path: Path) -> None:
+    (snippet,) = [block.text for block in blocks("python") if "openai" in block.text]
+    assert ":8000/" in snippet
+    run([sys.executable, "-c", snippet.replace(":8000/", f":{port}/")], tmp_path)
+    with Image.open(tmp_path / "penguin.png") as image:
+        assert image.size == (512, 512)
+        assert "Seed: 7" in image.info["parameters"]
+
+
+def test_configuration_example_is_understood(tmp_path: Path) -> None:
+    (example,) = blocks("toml")
+    file = tmp_path / "my.toml"
+    file.write_text(example.text, encoding="utf-8")
+    origins = load_settings(config=file, env={}).origins
+    keys = [f"{table}.{key}" for table, entries in tomllib.loads(example.text).items() for key in entries]
+    assert keys
+    assert {origins[key] for key in keys} == {str(file)}
+
+
+def test_every_sampler_is_in_the_table_as_it_is() -> None:
+    noise = {name: "fresh" if s.stochastic else "eta" if s.takes_eta else "none" for name, s in SAMPLERS.items()}
+    rows = [
+        f"| `{s.name}` | {s.label} | `{s.diffusers_class}` | {s.order} | {s.evaluations_per_step} | {noise[s.name]} "
+        f"| {s.summary} |"
+        for s in SAMPLERS.values()
+    ]
+    written = [line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    assert [line for line in written if "Scheduler`" in line] == rows
+
+
+def test_every_spacing_and_sigma_schedule_is_named() -> None:
+    text = README.read_text(encoding="utf-8")
+    for name in (*SPACINGS, *SIGMA_SCHEDULES):
+        assert f"`{name}`" in text
+
+
+def test_pictures_of_the_readme_are_there() -> None:
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", README.read_text(encoding="utf-8"))
+    assert pictures
+    for picture in pictures:
+        with Image.open(ROOT / picture) as image:
+            image.verify()
+
+
+def test_file_tree_is_the_tracked_tree() -> None:
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = {name for name in done.stdout.split("\0") if name and (ROOT / name).exists()}
+    entries = tree()
+    folders = {path for path in entries if path.endswith("/")}
+    whole = {path for path in folders if not any(other != path and other.startswith(path) for other in entries)}
+    missing = sorted(name for name in files if name not in entries and not name.startswith(tuple(whole)))
+    gone = sorted(path for path in entries if path not in files and not any(f.startswith(path) for f in files))
+    assert not missing, f"write a phrase for each of these into the file tree of README.md: {missing}"
+    assert not gone, f"take these out of the file tree of README.md: {gone}"
