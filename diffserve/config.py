@@ -156,7 +156,7 @@ def load_settings(
     if path in PROFILES or str(config) in PROFILES:
         profile = path if path in PROFILES else str(config)
     else:
-        profile, described = describe_model(Path(path))
+        profile, described = describe_model(Path(path).expanduser())
     values |= _builtin_layer(f"{profile}.toml", ("model", "engine"))
     values |= {f"model.{key}": _Value(value, path) for key, value in described.items()}
     values |= user | environment
