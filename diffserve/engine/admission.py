@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -25,12 +26,15 @@ from schedulers import (
     NoiseSchedule,
     ScheduleError,
     StepTable,
+    TableOptions,
     UnknownSampler,
     UnknownSpacing,
-    compile_table,
 )
 
 MAX_FRESH_SEED = 2**32
+
+PIPELINE_IGNORES = ("clip_sample",)
+"""What StableDiffusionPipeline overrules in a model's scheduler configuration."""
 
 BLAME: dict[type[ScheduleError], tuple[str, str]] = {
     UnknownSampler: ("sampler", "unknown_sampler"),
@@ -59,9 +63,7 @@ class Admission:
         self.info = info
         self.schedule = schedule
         self.defaults = defaults or DiffusionParams(sampler=info.default_sampler)
-        self._steps_offset = int(scheduler_config.get("steps_offset", 0))
-        self._set_alpha_to_one = bool(scheduler_config.get("set_alpha_to_one", True))
-        self._final_sigmas_type = str(scheduler_config.get("final_sigmas_type", "zero"))
+        self._scheduler_config = dict(scheduler_config)
         self._compile = lru_cache(maxsize=256)(self._compile_table)
 
     def admit(self, request: GenerationRequest, now_s: float) -> LiveRequest:
@@ -119,18 +121,9 @@ class Admission:
     def _compile_table(
         self, sampler: str, num_steps: int, spacing: str, sigma_schedule: str | None, eta: float | None, strength: float
     ) -> StepTable:
-        return compile_table(
-            sampler,
-            self.schedule,
-            num_steps,
-            spacing=spacing,
-            sigma_schedule=sigma_schedule,
-            steps_offset=self._steps_offset,
-            set_alpha_to_one=self._set_alpha_to_one,
-            final_sigmas_type=self._final_sigmas_type,
-            eta=eta,
-            strength=strength,
-        )
+        options = TableOptions.from_config(self._scheduler_config, sampler, ignore=PIPELINE_IGNORES)
+        options = replace(options, spacing=spacing, sigma_schedule=sigma_schedule or options.sigma_schedule)
+        return options.compile(self.schedule, num_steps, eta=eta, strength=strength)
 
     def _size(self, request: GenerationRequest) -> tuple[int, int]:
         native = self.info.good_sizes[0]

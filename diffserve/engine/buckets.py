@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 KNEE_GAIN = 1.05
+FALL, RISE = 0.5, 0.05
 
 
 class CostCurve:
@@ -18,8 +19,6 @@ class CostCurve:
     is_exact: calls must have a bucket's size (and are padded to it); otherwise n rows are one call of n.
     """
 
-    _memory = 0.1
-
     def __init__(self, buckets: Sequence[int], *, is_exact: bool = True) -> None:
         self.buckets = tuple(sorted(buckets))
         self.is_exact = is_exact
@@ -27,9 +26,13 @@ class CostCurve:
         self._covers: dict[int, tuple[int, ...]] = {}
 
     def observe(self, num_rows: int, wall_s: float) -> None:
-        """Record that a call of ``num_rows`` rows took ``wall_s``; an outlier moves the estimate by at most a tenth."""
+        """Record that a call of ``num_rows`` rows took ``wall_s``.
+
+        A faster reading is believed by half at once, for nothing is fast by accident; a slower one by a twentieth, and
+        never beyond twice the estimate.
+        """
         old = self._seconds.get(num_rows)
-        new = wall_s if old is None else old + self._memory * (min(wall_s, 2.0 * old) - old)
+        new = wall_s if old is None else old + (FALL if wall_s < old else RISE) * (min(wall_s, 2.0 * old) - old)
         self._seconds[num_rows] = new
         if old is None or abs(new - old) > 0.02 * old:
             self._covers.clear()
@@ -65,7 +68,7 @@ class CostCurve:
         """The fewest rows whose cost per row is within 5 % of the best seen, never above ``limit``, at least 2."""
         sizes = [bucket for bucket in self.buckets if bucket <= limit and bucket in self._seconds]
         if not sizes:
-            return max(2, limit)
+            return max(2, min(limit, self.buckets[-1]))
         best = min(self._seconds[size] / size for size in sizes)
         return max(2, min(size for size in sizes if self._seconds[size] / size <= KNEE_GAIN * best))
 

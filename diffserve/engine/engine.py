@@ -123,6 +123,11 @@ class Engine:
         with self._lock:
             return len(self._inbox) + len(self._core.scheduler.live)
 
+    @property
+    def num_free_lanes(self) -> int:
+        """Lanes no image holds; all ``config.max_lanes`` of them when idle."""
+        return self._core.scheduler.lanes.num_free
+
     # The five verbs -----------------------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,8 @@ from diffserve.runtime import DiffusionModel
 
 MOST_ROWS_CPU = 16
 MOST_ROWS_DEVICE = 32
+
+PROBE_EVERY = 16
 
 CHECK_LIMIT_CPU = 2e11
 CHECK_LIMIT_DEVICE = 1e15
@@ -29,6 +33,7 @@ class Groups:
         self.most_rows = config.max_rows or (MOST_ROWS_CPU if self.on_cpu else MOST_ROWS_DEVICE)
         self.has_fixed_cap = config.max_rows is not None
         self._curves: dict[GroupKey, CostCurve] = {}
+        self._calls = itertools.count(1)
 
     def learn(self, group: GroupKey) -> None:
         """Measure ``group`` unless it is known."""
@@ -40,8 +45,14 @@ class Groups:
         return self._curves[group]
 
     def row_cap(self, group: GroupKey) -> int:
-        """Rows that a tick of ``group`` may hold: as configured, else the knee of its curve."""
-        return self.most_rows if self.has_fixed_cap else self._curves[group].knee(self.most_rows)
+        """Rows that a tick of ``group`` may hold: as configured, else the knee of its curve.
+
+        Every ``PROBE_EVERY``-th time twice the knee is let in, so that a knee found on a busy machine does not stick.
+        """
+        if self.has_fixed_cap:
+            return self.most_rows
+        knee = self._curves[group].knee(self.most_rows)
+        return min(2 * knee, self.most_rows) if next(self._calls) % PROBE_EVERY == 0 else knee
 
     def describe(self) -> dict[GroupKey, tuple[int, ...]]:
         """Bucket sizes in use, by group."""

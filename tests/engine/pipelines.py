@@ -1,0 +1,81 @@
+"""diffusers' own pipelines on the tiny models: the judge of parity."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from diffserve.runtime.quiet import hushed, import_quietly
+from diffserve.types import DiffusionParams, GenerationRequest
+
+SCHEDULERS = {
+    "ddim": "DDIMScheduler",
+    "ddpm": "DDPMScheduler",
+    "euler": "EulerDiscreteScheduler",
+    "dpmpp_2m": "DPMSolverMultistepScheduler",
+}
+SPACING = {"sd2": "trailing"}
+
+
+def load_pipeline(name: str, directory: Path) -> Any:
+    """``name`` ("StableDiffusionPipeline", ...) on the model in ``directory``, float32, silent."""
+    optional = {} if "XL" in name else {"safety_checker": None, "requires_safety_checker": False}
+    with hushed("transformers", "diffusers"):
+        pipeline = import_quietly("diffusers", name).from_pretrained(str(directory), **optional)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def use_sampler(pipeline: Any, sampler: str, spacing: str) -> None:
+    """Give ``pipeline`` the diffusers class of ``sampler``, configured by the model."""
+    scheduler_class = import_quietly("diffusers", SCHEDULERS[sampler])
+    pipeline.scheduler = scheduler_class.from_config(
+        pipeline.scheduler.config, timestep_spacing=spacing, clip_sample=False
+    )
+
+
+def spacing_of(kind: str) -> str:
+    """The spacing that the tiny model's scheduler was written for."""
+    return SPACING.get(kind, "leading")
+
+
+def pipeline_latents(pipeline: Any, request: GenerationRequest, kind: str, **inputs: Any) -> NDArray[np.float32]:
+    """Final latents (C, h, w) that ``pipeline`` gives for ``request``."""
+    params = request.diffusion
+    assert params.sampler is not None
+    assert request.seed is not None
+    use_sampler(pipeline, params.sampler, spacing_of(kind))
+    size = {} if "image" in inputs and "mask_image" not in inputs else {"width": request.width_px, "height": request.height_px}
+    with hushed("transformers", "diffusers"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="__array__ implementation", category=DeprecationWarning)  # theirs
+        output = pipeline(
+            request.prompt,
+            negative_prompt=request.negative_prompt,
+            num_inference_steps=params.num_steps,
+            guidance_scale=params.guidance_scale,
+            generator=torch.Generator("cpu").manual_seed(request.seed),
+            output_type="latent",
+            **size,
+            **inputs,
+        )
+    latents: NDArray[np.float32] = output.images[0].float().numpy()
+    return latents
+
+
+def asked(kind: str, sampler: str, seed: int, **fields: Any) -> GenerationRequest:
+    """A guided request of ten steps; ``fields`` override, those of DiffusionParams too."""
+    ours = {name: fields.pop(name) for name in list(fields) if name in DiffusionParams.__struct_fields__}
+    params = {"num_steps": 10, "guidance_scale": 5.0, "spacing": spacing_of(kind), "sampler": sampler, **ours}
+    defaults: dict[str, Any] = {
+        "prompt": "the red fox",
+        "negative_prompt": "cat",
+        "width_px": 64,
+        "height_px": 64,
+        "return_latents": True,
+    }
+    return GenerationRequest(seed=seed, diffusion=DiffusionParams(**params), **{**defaults, **fields})

@@ -1,0 +1,61 @@
+"""Ours against theirs: the same seed gives the latents that diffusers' pipelines give, alone and in a mixed batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.engine.conftest import MakeEngine
+from tests.engine.pipelines import SCHEDULERS, asked, load_pipeline, pipeline_latents
+
+TOLERANCE = 1e-3
+PIPELINES = {"sd15": "StableDiffusionPipeline", "sd2": "StableDiffusionPipeline", "sdxl": "StableDiffusionXLPipeline"}
+
+
+@pytest.mark.parametrize("kind", sorted(PIPELINES))
+def test_latents_are_those_of_diffusers_alone_and_in_a_mixed_batch_of_eight(
+    kind: str, make_engine: MakeEngine, tiny_model: Callable[[str], Path]
+) -> None:
+    pipeline = load_pipeline(PIPELINES[kind], tiny_model(kind))
+    judged = [asked(kind, sampler, seed=3 + place) for place, sampler in enumerate(sorted(SCHEDULERS))]
+    expected = [pipeline_latents(pipeline, request, kind) for request in judged]
+    engine = make_engine(kind, max_rows=16)
+    for request, theirs in zip(judged, expected, strict=True):
+        [alone] = engine.generate(request)
+        assert alone.latents is not None
+        assert np.abs(alone.latents.array - theirs).max() < TOLERANCE, f"{request.diffusion.sampler} alone"
+    neighbours = [
+        asked(kind, "euler_a", seed=50, num_steps=4, guidance_scale=1.0, prompt="cat"),
+        asked(kind, "heun", seed=51, num_steps=6, guidance_scale=7.5, prompt="dog on the cat"),
+        asked(kind, "unipc", seed=52, num_steps=13, negative_prompt=""),
+        asked(kind, "dpmpp_2m_sde", seed=53, num_steps=20, guidance_interval=(0.2, 0.6)),
+    ]
+    again = [asked(kind, sampler, seed=3 + place) for place, sampler in enumerate(sorted(SCHEDULERS))]
+    mixed = engine.generate([*neighbours, *again])
+    assert max(len(set(tick.request_ids)) for tick in engine.trace) == 8
+    for result, theirs in zip(mixed[len(neighbours) :], expected, strict=True):
+        assert result.latents is not None
+        assert np.abs(result.latents.array - theirs).max() < TOLERANCE, f"{result.sampler} among eight"
+
+
+def test_an_image_without_guidance_is_that_of_diffusers(
+    make_engine: MakeEngine, tiny_model: Callable[[str], Path]
+) -> None:
+    request = asked("sd15", "ddim", seed=8, guidance_scale=1.0, num_steps=6)
+    theirs = pipeline_latents(load_pipeline(PIPELINES["sd15"], tiny_model("sd15")), request, "sd15")
+    [ours] = make_engine().generate(request)
+    assert ours.latents is not None
+    assert ours.num_evaluations == 6
+    assert np.abs(ours.latents.array - theirs).max() < TOLERANCE
+
+
+def test_a_wide_picture_is_that_of_diffusers(make_engine: MakeEngine, tiny_model: Callable[[str], Path]) -> None:
+    request = asked("sdxl", "euler", seed=8, width_px=96, height_px=64)
+    theirs = pipeline_latents(load_pipeline(PIPELINES["sdxl"], tiny_model("sdxl")), request, "sdxl")
+    [ours] = make_engine("sdxl").generate(request)
+    assert ours.latents is not None
+    assert ours.pixels.shape == (64, 96, 3)
+    assert np.abs(ours.latents.array - theirs).max() < TOLERANCE
