@@ -84,6 +84,8 @@ def text_encoder(*, width: int = 32, layers: int = 3, act: str = "quick_gelu", p
         for parameter in network.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(5)
+        last_norm = network.text_model.final_layer_norm if projection else network.final_layer_norm
+        last_norm.bias.fill_(-0.1)  # about CLIP's own mean, which prompt weighting restores
     return network.eval()
 
 

@@ -22,7 +22,7 @@ def quantise_linear(layer: nn.Module) -> None:
         raise ConfigError(
             "dtype is int8, which needs torchao: pip install torchao, or choose another dtype."
         ) from error
-    quantize(layer, config())
+    quantize(layer, config(set_inductor_config=False))
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

@@ -16,6 +16,7 @@ from diffserve.runtime.chunks import Chunk, SpecialTokens, chunk_prompt
 from diffserve.runtime.prompt import parse_prompt
 
 CACHED_TEXTS = 128
+MEAN_FLOOR = 0.01
 
 
 @dataclass(frozen=True)
@@ -164,13 +165,18 @@ class TextRunner:
 
 
 def _weigh(hidden: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
-    """Multiply token rows of ``hidden`` (window, dim) by ``weights`` and bring the mean back to what it was."""
+    """Multiply token rows of ``hidden`` (window, dim) by ``weights`` and bring the mean back to what it was, as A1111.
+
+    Where the mean is all but zero (some encoders end in a centred normalisation) the quotient of two means is chance, so
+    it is taken only when both are at least MEAN_FLOOR of the root mean square, and of one sign.
+    """
     if all(weight == 1.0 for weight in weights):
         return hidden
     precise = hidden.float()
     weighted = precise * torch.tensor(weights, device=hidden.device)[:, None]
-    new_mean = weighted.mean()
-    scale = torch.where(new_mean == 0, torch.ones_like(new_mean), precise.mean() / new_mean)
+    mean, new_mean = float(precise.mean()), float(weighted.mean())
+    floor = MEAN_FLOOR * float(precise.square().mean().sqrt())
+    scale = mean / new_mean if min(abs(mean), abs(new_mean)) > floor and mean * new_mean > 0 else 1.0
     return (weighted * scale).to(hidden.dtype)
 
 
