@@ -142,6 +142,16 @@ def test_picture_is_painted_with_its_parameters_inside(run: Run, model: Path, tm
     assert "Seed: 7" in infotext
 
 
+def test_progress_bar_moves_on_a_terminal(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    outcome = run("generate", "a fox", "--model", model, "--steps", 40, "-o", "fox.png")
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", outcome.err)
+    assert f"loading {model}" in shown
+    assert re.search(r"painting +\S+ +\d+/40 steps [\d.]+/s", shown)
+    assert outcome.out.startswith("fox.png  seed ")
+
+
 def test_same_seed_paints_the_same_bytes_and_no_file_is_replaced(run: Run, model: Path, tmp_path: Path) -> None:
     for _ in range(2):
         assert run("generate", "a fox", "--model", model, "--steps", 1, "--seed", 3, "-o", "a.png").code == 0

@@ -62,12 +62,11 @@ def run(order: Order, *, model: str | None, config: str | None, device: str | No
     draft = _request(order, settings, pictures, plan=None)
     files = plan_outputs(order.output, order.prompt, order.num_images, overwrite=order.overwrite)
     console = Console(stderr=True, highlight=False)
-    with _progress(console) as progress:
-        loading = progress.add_task(f"loading {settings.model.path}", total=None)
+    with console.status(f"loading {settings.model.path}"):
         engine = open_engine(settings)
-        progress.remove_task(loading)
-        plan = _plan(order, engine, draft.init_image)
-        request = _request(order, settings, pictures, plan=plan)
+    plan = _plan(order, engine, draft.init_image)
+    request = _request(order, settings, pictures, plan=plan)
+    with _progress(console) as progress:
         lines, num_failed = _paint(engine, request, plan, files, progress)
     print("\n".join(lines))
     return EXIT_FAILED if num_failed else 0
