@@ -116,7 +116,7 @@ def serve(
     port: Annotated[int | None, typer.Option("--port", help="Port to listen on; 0: any free one.")] = None,
     config: ConfigOption = None,
     model: ModelOption = None,
-    data_dir: Annotated[str | None, typer.Option("--data-dir", help="Folder for what the server keeps (nothing yet).")] = None,
+    data_dir: Annotated[str | None, typer.Option("--data-dir", help="Where the server keeps files (none yet).")] = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
 ) -> int:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from diffserve import types
 from diffserve.cli.outputs import plan_outputs, write_output
 from diffserve.config import Flag, Settings, load_settings
-from diffserve.errors import DiffserveError, InvalidRequest
+from diffserve.errors import InvalidRequest
 from diffserve.images import decode_image, decode_mask, encode_image, image_format_of, resize
 from diffserve.infotext import write_infotext
 from diffserve.sizes import SizePlan, parse_size, plan_size
@@ -68,7 +68,8 @@ def run(order: Order, *, model: str | None, config: str | None, device: str | No
     request = _request(order, settings, pictures, plan=plan)
     with _progress(console) as progress:
         lines, num_failed = _paint(engine, request, plan, files, progress)
-    print("\n".join(lines))
+    for line in lines:
+        print(line)
     return EXIT_FAILED if num_failed else 0
 
 
@@ -177,8 +178,9 @@ def _paint(
             case types.ImageFailed(image_index=index, message=message):
                 num_failed += 1
                 _note(progress, f"image {index} failed: {message}")
-            case types.Failed(code=code, message=message, param=param):
-                raise DiffserveError(message, code=code, param=param)
+            case types.Failed(message=message):
+                num_failed = request.num_images
+                _note(progress, f"nothing was painted: {message}")
             case _:
                 pass
     return lines, num_failed
