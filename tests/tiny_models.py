@@ -63,9 +63,16 @@ def tokenizer(directory: Path, *, pad: str = END) -> Any:
     return import_quietly("transformers", "CLIPTokenizer").from_pretrained(str(write_tokenizer(directory, pad=pad)))
 
 
-def text_encoder(*, width: int = 32, layers: int = 3, act: str = "quick_gelu", projection: int | None = None) -> Any:
+def text_encoder(
+    *,
+    width: int = 32,
+    layers: int = 3,
+    act: str = "quick_gelu",
+    projection: int | None = None,
+    vocabulary_size: int | None = None,
+) -> Any:
     """A CLIP text encoder; with ``projection`` the class that has a pooled projection of that width."""
-    size = len(vocabulary())
+    size = vocabulary_size or len(vocabulary())
     config = import_quietly("transformers", "CLIPTextConfig")(
         vocab_size=size,
         hidden_size=width,

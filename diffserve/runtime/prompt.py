@@ -21,7 +21,7 @@ ROUND_WEIGHT = 1.1
 SQUARE_WEIGHT = 1 / 1.1
 MAX_WEIGHT = 100.0
 
-_TOKEN = re.compile(r"\\[()\[\]\\]|[()\[\]]|:\s*[+-]?[.\d]+\s*\)|[^\\()\[\]:]+|[\\:]")
+_TOKEN = re.compile(r"\\[()\[\]\\]|[()\[\]]|:\s*[+-]?(?:\d+\.?\d*|\.\d+)\s*\)|[^\\()\[\]:]+|[\\:]")
 _BREAK = re.compile(r"\s*\bBREAK\b\s*")
 
 
@@ -104,16 +104,9 @@ def _read(prompt: str) -> tuple[list[tuple[str, int, int]], _Brackets, _Brackets
             rounds.close()
         elif token == "]" and squares.current:
             squares.close()
-        elif token[0] == ":" and token[-1] == ")" and rounds.current and (weight := _number(token)) is not None:
-            rounds.close(weight)
+        elif token[0] == ":" and token[-1] == ")" and rounds.current:
+            rounds.close(float(token[1:-1]))
         else:
             text = token[1:] if len(token) == 2 and token[0] == "\\" else token
             runs.append((text, rounds.current, squares.current))
     return runs, rounds, squares
-
-
-def _number(token: str) -> float | None:
-    try:
-        return float(token[1:-1])
-    except ValueError:
-        return None

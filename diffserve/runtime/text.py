@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from diffserve.runtime.chunks import Chunk, SpecialTokens, chunk_prompt
 from diffserve.runtime.prompt import parse_prompt
@@ -53,7 +52,7 @@ class TextEncoder(NamedTuple):
     """A tokenizer with the encoder it was made for."""
 
     tokenizer: Any
-    network: nn.Module
+    network: Any
     window_tokens: int
     special: SpecialTokens
 
@@ -167,8 +166,8 @@ class TextRunner:
 def _weigh(hidden: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
     """Multiply token rows of ``hidden`` (window, dim) by ``weights`` and bring the mean back to what it was, as A1111.
 
-    Where the mean is all but zero (some encoders end in a centred normalisation) the quotient of two means is chance, so
-    it is taken only when both are at least MEAN_FLOOR of the root mean square, and of one sign.
+    Where the mean is all but zero (some encoders end in a centred normalisation) the quotient of two means is chance,
+    so it is taken only when both are at least MEAN_FLOOR of the root mean square, and of one sign.
     """
     if all(weight == 1.0 for weight in weights):
         return hidden

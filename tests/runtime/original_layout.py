@@ -144,7 +144,12 @@ def open_clip_tensors(encoder: Any, root: str, *, extra_layer: bool = False) -> 
             joint = torch.cat([bare[f"{ours}.self_attn.{part}_proj.{kind}"] for part in "qkv"])
             tensors[f"{theirs}.attn.in_proj_{kind}"] = joint
             tensors[f"{theirs}.attn.out_proj.{kind}"] = bare[f"{ours}.self_attn.out_proj.{kind}"]
-            for old, new in (("layer_norm1", "ln_1"), ("layer_norm2", "ln_2"), ("mlp.fc1", "mlp.c_fc"), ("mlp.fc2", "mlp.c_proj")):
+            for old, new in (
+                ("layer_norm1", "ln_1"),
+                ("layer_norm2", "ln_2"),
+                ("mlp.fc1", "mlp.c_fc"),
+                ("mlp.fc2", "mlp.c_proj"),
+            ):
                 tensors[f"{theirs}.{new}.{kind}"] = bare[f"{ours}.{old}.{kind}"]
     if "text_projection.weight" in bare:
         tensors["text_projection"] = bare["text_projection.weight"].T

@@ -1,0 +1,255 @@
+"""Models that cannot or will not be loaded: one line each, with the file, the tensor and the way out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from diffserve.errors import ModelLoadError, ModelNotFound
+from diffserve.runtime import load_model
+
+UNET = "unet/diffusion_pytorch_model.safetensors"
+TEXT = "text_encoder/model.safetensors"
+CopyTiny = Callable[[str], Path]
+
+
+@pytest.fixture
+def copy_tiny(tiny_model: Callable[[str], Path], tmp_path: Path) -> CopyTiny:
+    """``copy_tiny(kind)``: a copy of the tiny model that the test may spoil."""
+
+    def copy(kind: str) -> Path:
+        return Path(shutil.copytree(tiny_model(kind), tmp_path / kind))
+
+    return copy
+
+
+def message_of(path: Path) -> str:
+    """What ``load_model`` says about ``path``: one line."""
+    with pytest.raises(ModelLoadError) as caught:
+        load_model(path, dtype="float32", device="cpu")
+    assert "\n" not in caught.value.message
+    assert caught.value.code == "model_load_error"
+    return caught.value.message
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def edit_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def test_a_path_with_nothing_there_is_not_found(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"there is no model at .*nowhere; give a diffusers directory"):
+        load_model(tmp_path / "nowhere")
+
+
+def test_a_missing_tensor_is_named_with_its_file(copy_tiny: CopyTiny) -> None:
+    path = copy_tiny("sd15")
+    edit_tensors(path / UNET, lambda tensors: tensors.pop("conv_in.bias"))
+    message = message_of(path)
+    assert "'conv_in.bias' is missing from" in message
+    assert str(path / UNET) in message
+
+
+def test_many_missing_tensors_are_counted(copy_tiny: CopyTiny) -> None:
+    path = copy_tiny("sd15")
+    edit_tensors(path / UNET, lambda tensors: [tensors.pop(key) for key in list(tensors)[:9]])
+    assert "and 4 more are missing" in message_of(path)
+
+
+def test_an_unexpected_tensor_is_named(copy_tiny: CopyTiny) -> None:
+    path = copy_tiny("sd15")
+    edit_tensors(path / UNET, lambda tensors: tensors.update({"lora_up.weight": torch.zeros(2)}))
+    assert "'lora_up.weight' is in" in message_of(path)
+    assert "not in the configured network" in message_of(path)
+
+
+@pytest.mark.parametrize(
+    ("file", "key"),
+    [(UNET, "conv_in.weight"), (TEXT, "final_layer_norm.bias"), (TEXT, "embeddings.token_embedding.weight")],
+)
+def test_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(copy_tiny: CopyTiny, file: str, key: str) -> None:
+    path = copy_tiny("sd15")
+    shape = list(load_file(path / file)[key].shape)
+    edit_tensors(path / file, lambda tensors: tensors.update({key: torch.zeros(7, 3)}))
+    message = message_of(path)
+    assert f"tensor '{key}' of {path / file} has shape [7, 3]" in message
+    assert f"expects {shape}" in message
+
+
+def test_a_tensor_of_integers_is_refused(copy_tiny: CopyTiny) -> None:
+    path = copy_tiny("sd15")
+    edit_tensors(path / UNET, lambda tensors: tensors.update({"conv_in.bias": torch.zeros(32, dtype=torch.int8)}))
+    assert "'conv_in.bias'" in message_of(path)
+    assert "torch.int8, not floats" in message_of(path)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1000, -1])
+def test_a_truncated_file_is_named(copy_tiny: CopyTiny, keep: int) -> None:
+    path = copy_tiny("sd15")
+    content = (path / UNET).read_bytes()
+    (path / UNET).write_bytes(content[:keep])
+    message = message_of(path)
+    assert f"{path / UNET} is not a complete safetensors file" in message
+    assert "download it again" in message
+
+
+@pytest.mark.parametrize("name", ["diffusion_pytorch_model.bin", "model.ckpt", "weights.pt"])
+def test_pickle_weights_are_refused_by_name(copy_tiny: CopyTiny, name: str) -> None:
+    path = copy_tiny("sd15")
+    (path / UNET).rename(path / "unet" / name)
+    message = message_of(path)
+    assert f"{path / 'unet' / name} is a pickle file" in message
+    assert "safetensors only" in message
+
+
+def test_a_single_pickle_file_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "v1-5.ckpt"
+    file.write_bytes(b"\x80\x04.")
+    assert f"{file} is a pickle file" in message_of(file)
+
+
+def test_a_directory_of_pickles_without_an_index_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "model.ckpt").write_bytes(b"\x80\x04.")
+    assert "model.ckpt is a pickle file" in message_of(tmp_path)
+
+
+def test_a_missing_weight_file_is_named(copy_tiny: CopyTiny) -> None:
+    path = copy_tiny("sd15")
+    (path / UNET).unlink()
+    assert f"{path / UNET} is missing" in message_of(path)
+
+
+def test_a_directory_that_is_no_model_points_at_the_file_in_it(tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(1)}, tmp_path / "dream.safetensors")
+    assert "has no model_index.json" in message_of(tmp_path)
+    assert "dream.safetensors, give that file's path" in message_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("component", "value"),
+    [
+        ("unet", ["diffusers", "SD3Transformer2DModel"]),
+        ("unet", ["my_code", "UNet2DConditionModel"]),
+        ("vae", ["diffusers", "AutoencoderTiny"]),
+        ("text_encoder", ["transformers", "T5EncoderModel"]),
+        ("tokenizer", ["transformers", "T5Tokenizer"]),
+        ("scheduler", ["my_code", "DDIMScheduler"]),
+        ("unet", []),
+    ],
+)
+def test_a_class_that_is_not_on_the_list_is_refused(copy_tiny: CopyTiny, component: str, value: list[str]) -> None:
+    path = copy_tiny("sd15")
+    edit_json(path / "model_index.json", **{component: value})
+    message = message_of(path)
+    assert f"{component} is {value!r}" in message
+
+
+@pytest.mark.parametrize("component", ["transformer", "prior", "controlnet", "text_encoder_3"])
+def test_a_component_that_is_not_served_is_refused(copy_tiny: CopyTiny, component: str) -> None:
+    path = copy_tiny("sd15")
+    edit_json(path / "model_index.json", **{component: ["diffusers", "Thing"]})
+    assert f"needs a component '{component}'" in message_of(path)
+
+
+def test_the_safety_checker_and_its_kin_are_not_looked_at(copy_tiny: CopyTiny) -> None:
+    path = copy_tiny("sd15")
+    edit_json(path / "model_index.json", safety_checker=["stable_diffusion", "Checker"], image_encoder=["x", "Y"])
+    load_model(path, dtype="float32", device="cpu")
+
+
+def test_a_refiner_is_refused(copy_tiny: CopyTiny) -> None:
+    path = copy_tiny("sdxl")
+    edit_json(path / "model_index.json", requires_aesthetics_score=True)
+    assert "is a refiner" in message_of(path)
+
+
+def test_an_index_without_a_unet_says_what_is_needed(copy_tiny: CopyTiny) -> None:
+    path = copy_tiny("sd15")
+    edit_json(path / "model_index.json", unet=[None, None])
+    assert "names no unet" in message_of(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("time_cond_proj_dim", 256), ("class_embed_type", "timestep"), ("encoder_hid_dim_type", "text_proj")],
+)
+def test_a_unet_that_needs_other_conditions_is_refused(copy_tiny: CopyTiny, name: str, value: Any) -> None:
+    path = copy_tiny("sd15")
+    edit_json(path / "unet" / "config.json", **{name: value})
+    assert f"{name} is {value!r}" in message_of(path)
+
+
+def test_a_configuration_that_builds_nothing_is_named(copy_tiny: CopyTiny) -> None:
+    path = copy_tiny("sd15")
+    edit_json(path / "unet" / "config.json", down_block_types=["NoSuchBlock", "DownBlock2D"])
+    assert str(path / "unet" / "config.json") in message_of(path)
+    assert "NoSuchBlock" in message_of(path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1, 2]", "\x00\x01"])
+def test_a_configuration_that_is_no_json_object_is_named(copy_tiny: CopyTiny, content: str) -> None:
+    path = copy_tiny("sd15")
+    (path / "vae" / "config.json").write_text(content)
+    assert str(path / "vae" / "config.json") in message_of(path)
+
+
+def test_parts_that_were_not_trained_together_are_found_out(
+    copy_tiny: CopyTiny, tiny_model: Callable[[str], Path]
+) -> None:
+    path = copy_tiny("sdxl")
+    for component in ("unet",):
+        shutil.rmtree(path / component)
+        shutil.copytree(tiny_model("sd15") / component, path / component)
+    assert "the text encoder gives 128 features, the UNet reads 64" in message_of(path)
+
+
+def test_a_noise_schedule_that_is_unknown_is_named(copy_tiny: CopyTiny) -> None:
+    path = copy_tiny("sd15")
+    edit_json(path / "scheduler" / "scheduler_config.json", beta_schedule="zigzag")
+    assert "zigzag" in message_of(path)
+
+
+def test_missing_tokenizer_files_are_named(copy_tiny: CopyTiny) -> None:
+    path = copy_tiny("sd15")
+    for file in (path / "tokenizer").iterdir():
+        if file.name in ("vocab.json", "merges.txt", "tokenizer.json"):
+            file.unlink()
+    assert f"{path / 'tokenizer'} holds neither vocab.json" in message_of(path)
+    shutil.rmtree(path / "tokenizer")
+    assert f"{path / 'tokenizer'} is missing" in message_of(path)
+
+
+def test_a_shard_that_is_missing_or_outside_is_named(copy_tiny: CopyTiny) -> None:
+    path = copy_tiny("sd15")
+    (path / UNET).unlink()
+    index = path / "unet" / "diffusion_pytorch_model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"conv_in.bias": "part-1.safetensors"}}))
+    assert f"{path / 'unet' / 'part-1.safetensors'} is missing" in message_of(path)
+    index.write_text(json.dumps({"weight_map": {"conv_in.bias": "../../other.safetensors"}}))
+    assert "shards lie beside their index" in message_of(path)
+    index.write_text("{}")
+    assert "has no weight_map" in message_of(path)
+
+
+def test_a_tensor_in_two_shards_is_refused(copy_tiny: CopyTiny) -> None:
+    path = copy_tiny("sd15")
+    shutil.copy(path / UNET, path / "unet" / "copy.safetensors")
+    index = path / "unet" / "diffusion_pytorch_model.safetensors.index.json"
+    names = {"a": "diffusion_pytorch_model.safetensors", "b": "copy.safetensors"}
+    index.write_text(json.dumps({"weight_map": names}))
+    plain = path / "unet" / "first.safetensors"
+    (path / UNET).rename(plain)
+    index.write_text(json.dumps({"weight_map": names | {"a": plain.name}}))
+    assert "is in both" in message_of(path)

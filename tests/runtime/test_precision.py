@@ -1,0 +1,150 @@
+"""Device and dtype: what is chosen, why, and what each precision costs in exactness and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from diffserve.errors import ConfigError
+from diffserve.runtime import DTYPE_NAMES, DiffusionModel, choose_device, load_model
+from diffserve.runtime.checkpoint import Checkpoint, read_json
+from diffserve.runtime.components import build_unet, load_component
+from diffserve.runtime.parts import vae_precision
+from diffserve.runtime.precision import cpu_bf16_unit
+from diffserve.runtime.quantisation import tensor_bytes
+from tests.runtime.conftest import LoadTiny
+
+#: dtype -> largest relative error (in the norm) of a tiny random UNet's output against float32
+UNET_TOLERANCE = {"float32": 0.0, "bfloat16": 0.15, "float16": 0.15, "int8": 0.2}
+
+
+def test_a_device_and_dtype_that_are_given_are_taken() -> None:
+    choice = choose_device("cpu", "float32")
+    assert (choice.device, choice.dtype, choice.compute_dtype) == (torch.device("cpu"), "float32", torch.float32)
+    assert choice.reason == "cpu, as asked; float32, as asked."
+
+
+@pytest.mark.parametrize(("short", "name"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
+def test_short_names_of_dtypes_mean_the_long_ones(short: str, name: str) -> None:
+    assert choose_device("cpu", short).dtype == name
+
+
+def test_auto_says_what_it_chose_and_why_in_one_sentence() -> None:
+    choice = choose_device()
+    assert choice.dtype in DTYPE_NAMES
+    assert str(choice.device.type) in choice.reason
+    assert choice.dtype in choice.reason
+    assert choice.reason.count(".") == 1
+
+
+def test_int8_computes_in_the_best_dtype_of_the_device() -> None:
+    choice = choose_device("cpu", "int8")
+    assert choice.is_int8
+    assert choice.compute_dtype == choose_device("cpu", "auto").compute_dtype
+    assert "int8 weights" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("flags", "unit"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16 sse", "AVX512-BF16"),
+        ("flags\t\t: fpu amx_bf16 amx_tile", "AMX"),
+        ("Features\t: fp asimd bf16", "Arm BF16"),
+        ("flags\t\t: fpu avx2 avx512f", None),
+        ("", None),
+    ],
+)
+def test_a_cpus_bfloat16_unit_is_read_from_its_flags(tmp_path: Path, flags: str, unit: str | None) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor : 0\n{flags}\n")
+    assert cpu_bf16_unit(cpuinfo) == unit
+
+
+def test_a_cpu_without_a_bfloat16_unit_computes_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diffserve.runtime.precision.cpu_bf16_unit", lambda: None)
+    choice = choose_device("cpu", "auto")
+    assert (choice.dtype, choice.compute_dtype) == ("float32", torch.float32)
+    assert "no bfloat16 unit" in choice.reason
+
+
+@pytest.mark.parametrize("dtype", ["int4", "float64", "", "Float32"])
+def test_an_unknown_dtype_lists_the_known_ones(dtype: str) -> None:
+    with pytest.raises(ConfigError, match=f"dtype is '{dtype}'; choose one of auto, float32, bfloat16, float16, int8"):
+        choose_device("cpu", dtype)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", "tpu", ""])
+def test_an_unknown_device_lists_the_known_ones(device: str) -> None:
+    with pytest.raises(ConfigError, match=f"device is '{device}'; choose auto, cpu, mps, cuda"):
+        choose_device(device)
+
+
+def test_a_device_that_is_absent_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"device is 'cuda:99', but torch finds \d+ CUDA device"):
+        choose_device("cuda:99")
+
+
+def predict(model: DiffusionModel) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    sample, contexts = torch.randn(2, 4, 8, 8, generator=generator), torch.randn(2, 77, 64, generator=generator)
+    return model.unet.predict(sample, torch.tensor([40, 900]), contexts)
+
+
+@pytest.mark.parametrize("dtype", UNET_TOLERANCE)
+def test_every_dtype_comes_near_float32(tiny_model: Callable[[str], Path], tiny: LoadTiny, dtype: str) -> None:
+    model = load_model(tiny_model("sd15"), dtype=dtype, device="cpu")
+    exact, found = predict(tiny("sd15")), predict(model)
+    assert found.dtype == torch.float32
+    assert float((found - exact).norm() / exact.norm()) <= UNET_TOLERANCE[dtype]
+    assert model.info.dtype == dtype
+    assert model.vae.decode(torch.zeros(1, 4, 8, 8)).shape == (1, 64, 64, 3)
+
+
+def test_int8_adds_little_to_the_error_of_its_arithmetic(tiny_model: Callable[[str], Path]) -> None:
+    arithmetic = choose_device("cpu", "auto").dtype
+    plain, quantised = (
+        predict(load_model(tiny_model("sd15"), dtype=name, device="cpu")) for name in (arithmetic, "int8")
+    )
+    assert float((quantised - plain).norm() / plain.norm()) < 0.1
+
+
+def test_int8_holds_a_byte_for_each_linear_weight(tiny_model: Callable[[str], Path], tiny: LoadTiny) -> None:
+    model = load_model(tiny_model("sdxl"), dtype="int8", device="cpu")
+    linears = [part for part in model.unet.network.modules() if isinstance(part, torch.nn.Linear)]
+    for layer in linears:
+        values, scales = layer.weight.numel(), layer.out_features
+        assert tensor_bytes(layer.weight) <= values + 4 * scales
+    assert model.info.weights_bytes < 0.45 * tiny("sdxl").info.weights_bytes
+    assert model.info.num_parameters == tiny("sdxl").info.num_parameters
+
+
+def test_quantising_while_loading_never_holds_more_than_the_model_and_one_tensor(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model("sdxl") / "unet"
+    checkpoint = Checkpoint.open([path / "diffusion_pytorch_model.safetensors"])
+    network = build_unet(read_json(path / "config.json"), "unet")
+    held: list[int] = []
+    read = Checkpoint.read
+
+    def watched(self: Checkpoint, key: str) -> torch.Tensor:
+        held.append(sum(tensor_bytes(part) for part in network.parameters() if not part.is_meta))
+        return read(self, key)
+
+    monkeypatch.setattr(Checkpoint, "read", watched)
+    load_component(network, checkpoint, choose_device("cpu", "int8"), quantise=True)
+    final = sum(tensor_bytes(part) for part in network.parameters())
+    in_float32 = sum(4 * part.numel() for part in network.parameters())
+    assert max(held) <= final < 0.45 * in_float32
+    assert len(held) == len(checkpoint.entries)
+
+
+def test_a_float16_model_keeps_its_vae_in_float32_where_the_vae_overflows() -> None:
+    half = choose_device("cpu", "float16")
+    assert vae_precision(half, upcast=True).compute_dtype == torch.float32
+    assert vae_precision(half, upcast=False) is half
+    full = choose_device("cpu", "bfloat16")
+    assert vae_precision(full, upcast=True) is full

@@ -1,0 +1,130 @@
+"""The prompt syntax, token by token; none of it needs torch."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diffserve.errors import InvalidRequest
+from diffserve.runtime.prompt import Piece, parse_prompt
+
+UP, DOWN = 1.1, 1 / 1.1
+
+
+def assert_pieces(prompt: str, expected: list[tuple[str, float]]) -> None:
+    """``prompt`` has no BREAK and is read as ``expected``."""
+    (found,) = parse_prompt(prompt)
+    assert [piece.text for piece in found] == [text for text, _ in expected]
+    assert [piece.weight for piece in found] == pytest.approx([weight for _, weight in expected])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "pieces"),
+    [
+        ("a red hat", [("a red hat", 1.0)]),
+        ("a (red) hat", [("a ", 1.0), ("red", UP), (" hat", 1.0)]),
+        ("a ((red)) hat", [("a ", 1.0), ("red", UP * UP), (" hat", 1.0)]),
+        ("a [red] hat", [("a ", 1.0), ("red", DOWN), (" hat", 1.0)]),
+        ("a (red:1.3) hat", [("a ", 1.0), ("red", 1.3), (" hat", 1.0)]),
+        ("(red: 0.5 )", [("red", 0.5)]),
+        ("(red:+1.5)", [("red", 1.5)]),
+        ("(red:-1)", [("red", -1.0)]),
+        ("(red:.5)", [("red", 0.5)]),
+        ("((red:1.5) hat)", [("red", 1.5 * UP), (" hat", UP)]),
+        ("([red])", [("red", UP * DOWN)]),
+        ("(a:1.2)(b:1.2)", [("ab", 1.2)]),
+    ],
+)
+def test_brackets_weigh_what_they_hold(prompt: str, pieces: list[tuple[str, float]]) -> None:
+    assert_pieces(prompt, pieces)
+
+
+def test_a_nested_prompt_gets_the_weights_that_a1111_gives() -> None:
+    expected = [
+        ("a ", 1.0),
+        ("house", 1.3 * UP * UP),
+        (" ", UP),
+        ("on", 1.0),
+        (" a ", UP),
+        ("hill", 0.5 * UP),
+        (", sun, ", UP),
+        ("sky", UP**4),
+        (".", UP),
+    ]
+    assert_pieces("a (((house:1.3)) [on] a (hill:0.5), sun, (((sky))).", expected)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "pieces"),
+    [
+        (r"\(literal\)", [("(literal)", 1.0)]),
+        (r"\[literal\]", [("[literal]", 1.0)]),
+        (r"\(mixed\]", [("(mixed]", 1.0)]),
+        (r"back\\slash", [("back\\slash", 1.0)]),
+        (r"(a \(b\):1.5)", [("a (b)", 1.5)]),
+        ("C:\\temp", [("C:\\temp", 1.0)]),
+    ],
+)
+def test_a_backslash_makes_a_bracket_plain(prompt: str, pieces: list[tuple[str, float]]) -> None:
+    assert parse_prompt(prompt) == [[Piece(*piece) for piece in pieces]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "pieces"),
+    [
+        ("unopened) bracket", [("unopened) bracket", 1.0)]),
+        ("unopened] bracket", [("unopened] bracket", 1.0)]),
+        ("ratio 3:4", [("ratio 3:4", 1.0)]),
+        ("no bracket :1.2)", [("no bracket :1.2)", 1.0)]),
+        ("(unclosed", [("unclosed", UP)]),
+        ("[unclosed", [("unclosed", DOWN)]),
+        ("a (b (c", [("a ", 1.0), ("b ", UP), ("c", UP * UP)]),
+        ("(a [b) c]", [("a ", UP), ("b", UP * DOWN), (" c", DOWN)]),
+        ("(red:1.2.3)", [("red:1.2.3", UP)]),
+        ("(red:big)", [("red:big", UP)]),
+        ("()", [("", 1.0)]),
+        ("", [("", 1.0)]),
+    ],
+)
+def test_malformed_brackets_are_read_as_a1111_reads_them(prompt: str, pieces: list[tuple[str, float]]) -> None:
+    assert_pieces(prompt, pieces)
+
+
+def test_break_starts_a_new_section() -> None:
+    assert parse_prompt("a cat BREAK a dog") == [[Piece("a cat", 1.0)], [Piece("a dog", 1.0)]]
+
+
+def test_break_keeps_the_weight_of_the_bracket_around_it() -> None:
+    assert parse_prompt("(a cat BREAK a dog:1.5)") == [[Piece("a cat", 1.5)], [Piece("a dog", 1.5)]]
+
+
+def test_break_inside_a_word_or_in_small_letters_is_text() -> None:
+    assert parse_prompt("BREAKFAST and break") == [[Piece("BREAKFAST and break", 1.0)]]
+
+
+def test_break_at_the_end_gives_an_empty_section() -> None:
+    assert parse_prompt("a cat BREAK") == [[Piece("a cat", 1.0)], [Piece("", 1.0)]]
+
+
+@pytest.mark.parametrize("prompt", ["(red:101)", "(red:-1000)", "(" * 80 + "red", "((red:99):99)"])
+def test_a_weight_beyond_measure_is_refused_with_its_text(prompt: str) -> None:
+    with pytest.raises(InvalidRequest, match="weight of 'red' in the prompt is"):
+        parse_prompt(prompt)
+
+
+@given(st.text(alphabet="ab ()[]:\\.1BREAK\n", max_size=60))
+def test_any_text_parses_and_only_syntax_is_lost(prompt: str) -> None:
+    sections = parse_prompt(prompt)
+    kept = "".join(piece.text for section in sections for piece in section)
+    assert sections
+    assert len(kept) <= len(prompt)
+    assert [letter for letter in kept if letter in "ab"] == [letter for letter in prompt if letter in "ab"]
+
+
+def test_thousands_of_open_brackets_take_no_time() -> None:
+    started = time.perf_counter()
+    parse_prompt("(a[b" * 8 + ")]" * 8 + "(a)" * 8000 + "[)" * 3)
+    assert time.perf_counter() - started < 1.0

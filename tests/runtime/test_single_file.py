@@ -1,0 +1,264 @@
+"""Single-file checkpoints in the original layout: the same networks as the directory they were written from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from diffserve.errors import ModelLoadError
+from diffserve.runtime import load_model
+from diffserve.runtime import single_file_config as infer
+from diffserve.runtime.checkpoint import Checkpoint, TensorEntry
+from diffserve.runtime.clip_vocabulary import END, START, VOCABULARY_SIZE, clip_tokenizer, clip_vocabulary
+from diffserve.runtime.prediction import predicts_velocity
+from diffserve.runtime.quiet import import_quietly
+from diffserve.runtime.unet import UNetRunner
+from tests.runtime.conftest import LoadTiny, TinyPipeline
+from tests.runtime.original_layout import save_single_file, unet_tensors, vae_tensors
+from tests.tiny_models import KINDS, build_pipeline, text_encoder, unet
+
+Export = Callable[..., Path]
+
+
+@pytest.fixture
+def export(tmp_path: Path, tiny_pipeline: TinyPipeline, tiny_model: Callable[[str], Path]) -> Export:
+    """``export(kind, extra)``: a single file, its configurations in the directory of the same name beside it."""
+
+    def write(kind: str, extra: dict[str, torch.Tensor] | None = None) -> Path:
+        (tmp_path / kind).symlink_to(tiny_model(kind), target_is_directory=True)
+        return save_single_file(tiny_pipeline(kind), tmp_path / f"{kind}.safetensors", extra)
+
+    return write
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_single_file_gives_the_networks_of_its_directory(export: Export, tiny: LoadTiny, kind: str) -> None:
+    found = load_model(export(kind), dtype="float32", device="cpu")
+    expected = tiny(kind)
+    pairs = [(found.unet.network, expected.unet.network), (found.vae.network, expected.vae.network)]
+    pairs += [(a.network, b.network) for a, b in zip(found.text.encoders, expected.text.encoders, strict=True)]
+    for mine, other in pairs:
+        theirs = other.state_dict()
+        assert mine.state_dict().keys() == theirs.keys()
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.state_dict().items())
+    assert found.family == expected.family
+    assert found.schedule.prediction_type == expected.schedule.prediction_type
+    conditioning = [model.text.encode("a red fox", "dog", width_px=64, height_px=64) for model in (found, expected)]
+    assert torch.equal(conditioning[0].cond, conditioning[1].cond)
+
+
+@pytest.mark.parametrize("kind", ["sd15", "sdxl"])
+def test_diffusers_own_converter_reads_the_same_layout(export: Export, tiny: LoadTiny, kind: str) -> None:
+    convert_unet = import_quietly("diffusers.loaders.single_file_utils", "convert_ldm_unet_checkpoint")
+    convert_vae = import_quietly("diffusers.loaders.single_file_utils", "convert_ldm_vae_checkpoint")
+    tensors = load_file(export(kind))
+    for network, convert in ((tiny(kind).unet.network, convert_unet), (tiny(kind).vae.network, convert_vae)):
+        theirs = convert(dict(tensors), dict(network.config))
+        ours = network.state_dict()
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "sd1": {"cross_attention_dim": 768, "attention_head_dim": 8},
+    "sd2": {
+        "cross_attention_dim": 1024,
+        "attention_head_dim": [5, 10, 20, 20],
+        "use_linear_projection": True,
+        "upcast_attention": True,
+    },
+    "sdxl": {
+        "cross_attention_dim": 2048,
+        "attention_head_dim": [5, 10, 20],
+        "use_linear_projection": True,
+        "block_out_channels": [320, 640, 1280],
+        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+        "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+        "transformer_layers_per_block": [1, 2, 10],
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 256,
+        "projection_class_embeddings_input_dim": 2816,
+        "sample_size": 128,
+    },
+}
+
+
+def headers_only(pairs: Any) -> Checkpoint:
+    """A checkpoint of shapes without data."""
+    return Checkpoint(
+        entries={key: TensorEntry(Path("model.safetensors"), tuple(tensor.shape)) for key, tensor in pairs}
+    )
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_published_unets_are_read_off_their_shapes(family: str) -> None:
+    network_class = import_quietly("diffusers", "UNet2DConditionModel")
+    with torch.device("meta"):
+        network = network_class(**PUBLISHED[family])
+    inferred = infer.infer_unet(headers_only(unet_tensors(network)), family, pooled_width=1280)
+    with torch.device("meta"):
+        again = network_class(**inferred)
+    assert {name: tensor.shape for name, tensor in again.state_dict().items()} == {
+        name: tensor.shape for name, tensor in network.state_dict().items()
+    }
+    for name, value in PUBLISHED[family].items():
+        assert inferred.get(name) == value, name
+
+
+def test_the_published_vae_is_read_off_its_shapes() -> None:
+    levels = {
+        "block_out_channels": [128, 256, 512, 512],
+        "down_block_types": ["DownEncoderBlock2D"] * 4,
+        "up_block_types": ["UpDecoderBlock2D"] * 4,
+        "layers_per_block": 2,
+        "latent_channels": 4,
+    }
+    with torch.device("meta"):
+        network = import_quietly("diffusers", "AutoencoderKL")(**levels)
+    inferred = infer.infer_vae(headers_only(vae_tensors(network)), "sdxl")
+    assert levels.items() <= inferred.items()
+    assert (inferred["scaling_factor"], inferred["force_upcast"], inferred["sample_size"]) == (0.13025, True, 1024)
+
+
+def test_clips_vocabulary_has_the_published_ids() -> None:
+    vocabulary, merges = clip_vocabulary()
+    assert len(vocabulary) == VOCABULARY_SIZE
+    assert len(merges) == 48_894
+    assert [vocabulary[token] for token in ("!", "cat</w>", "dog</w>", ",</w>", START, END)] == [
+        0, 2368, 1929, 267, 49406, 49407,
+    ]  # fmt: skip
+    tokens = clip_tokenizer(pad="!")("a photo of an astronaut riding a horse on mars")
+    assert tokens.input_ids == [49406, 320, 1125, 539, 550, 18376, 6765, 320, 4558, 525, 7496, 49407]
+
+
+def test_a_file_alone_is_read_by_its_shapes_with_clips_vocabulary(tmp_path: Path) -> None:
+    pipeline = build_pipeline("sd15", tmp_path / "parts")
+    pipeline.text_encoder = text_encoder(width=64, vocabulary_size=VOCABULARY_SIZE)
+    model = load_model(save_single_file(pipeline, tmp_path / "dream.safetensors"), dtype="float32", device="cpu")
+    assert (model.model_id, model.family, model.info.good_sizes) == ("dream", "sd1", ((512, 512),))
+    assert model.schedule.prediction_type == "epsilon"
+    assert model.text.encode("an astronaut", "", width_px=64, height_px=64).cond.shape == (77, 64)
+
+
+def test_a_file_alone_with_another_vocabulary_says_where_to_put_its_own(
+    tmp_path: Path, tiny_pipeline: TinyPipeline
+) -> None:
+    file = save_single_file(tiny_pipeline("sd15"), tmp_path / "dream.safetensors")
+    with pytest.raises(ModelLoadError, match=f"put its tokenizer and configurations in {tmp_path / 'dream'}"):
+        load_model(file)
+
+
+@pytest.fixture
+def sd2_file(tmp_path: Path) -> Callable[..., Path]:
+    """``sd2_file(extra, metadata)``: an SD 2 file that stands alone."""
+    pipeline = build_pipeline("sd2", tmp_path / "parts")
+    pipeline.text_encoder = text_encoder(width=64, act="gelu", vocabulary_size=VOCABULARY_SIZE)
+
+    def write(extra: dict[str, torch.Tensor] | None = None, metadata: dict[str, str] | None = None) -> Path:
+        file = save_single_file(pipeline, tmp_path / "v2.safetensors", extra)
+        if metadata:
+            save_file(load_file(file), file, metadata)
+        return file
+
+    return write
+
+
+def test_velocity_is_read_from_marker_tensors(sd2_file: Callable[..., Path]) -> None:
+    model = load_model(sd2_file({"v_pred": torch.zeros(1), "ztsnr": torch.zeros(1)}), dtype="float32", device="cpu")
+    assert model.schedule.prediction_type == "v_prediction"
+    assert model.scheduler_config["rescale_betas_zero_snr"]
+    assert model.info.default_spacing == "trailing"
+
+
+def test_the_prediction_type_is_read_from_metadata(sd2_file: Callable[..., Path]) -> None:
+    model = load_model(sd2_file(metadata={"modelspec.prediction_type": "epsilon"}), dtype="float32", device="cpu")
+    assert model.schedule.prediction_type == "epsilon"
+
+
+def test_the_prediction_type_is_read_from_the_original_yaml(sd2_file: Callable[..., Path]) -> None:
+    file = sd2_file()
+    file.with_suffix(".yaml").write_text('model:\n  params:\n    parameterization: "v"\n')
+    assert load_model(file, dtype="float32", device="cpu").schedule.prediction_type == "v_prediction"
+
+
+def test_an_undeclared_prediction_type_is_asked_of_the_unet(
+    sd2_file: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load_model(sd2_file(), dtype="float32", device="cpu")
+    assert model.schedule.prediction_type == "v_prediction"  # a random UNet does not give the noise back
+    assert "does not say what its UNet predicts" in caplog.text
+    assert model.info.good_sizes == ((768, 768),)
+
+
+def give_input_back(network: Any) -> None:
+    """Change a tiny UNet so that what enters leaves, through nothing but the last norm and its SiLU."""
+    last = network.up_blocks[-1].resnets[-1]
+    with torch.no_grad():
+        for layer in (network.conv_in, network.conv_out, last.conv_shortcut, last.conv2):
+            layer.weight.zero_()
+            layer.bias.zero_()
+        network.up_blocks[-1].attentions[-1].proj_out.weight.zero_()
+        for channel in range(4):
+            network.conv_in.weight[channel, channel, 1, 1] = 1.0
+            last.conv_shortcut.weight[channel, last.conv_shortcut.out_channels + channel] = 1.0
+            network.conv_out.weight[channel, channel, 1, 1] = 1.0
+
+
+def test_a_unet_that_gives_the_noise_back_predicts_noise() -> None:
+    torch.manual_seed(0)
+    network = unet("sd15", context=64)
+    runner = UNetRunner(network, device=torch.device("cpu"), dtype=torch.float32)
+    assert predicts_velocity(runner, 64)
+    give_input_back(network)
+    assert not predicts_velocity(runner, 64)
+
+
+@pytest.mark.parametrize("key", ["model_ema.decay", "alphas_cumprod", "first_stage_model.loss.logvar", "v_pred"])
+def test_tensors_of_training_are_left_alone(export: Export, key: str) -> None:
+    load_model(export("sd15", {key: torch.zeros(3)}), dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("key", ["lora_unet_up.weight", "model.diffusion_model.adapter.weight", "cond_stage_model.x"])
+def test_a_tensor_that_no_part_takes_is_named(export: Export, key: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"no part of an sd1 model takes: '{key}'"):
+        load_model(export("sd15", {key: torch.zeros(3)}), dtype="float32", device="cpu")
+
+
+def spoil(file: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def test_a_missing_tensor_of_a_single_file_is_named(export: Export) -> None:
+    file = export("sd15")
+    spoil(file, lambda tensors: tensors.pop("model.diffusion_model.out.2.bias"))
+    with pytest.raises(ModelLoadError, match=r"'model.diffusion_model.out.2.bias' \(for conv_out.bias\) is missing"):
+        load_model(file)
+
+
+def test_a_tensor_of_the_wrong_shape_in_a_single_file_is_named(export: Export) -> None:
+    file = export("sd2")
+    key = "cond_stage_model.model.transformer.resblocks.0.attn.in_proj_weight"
+    spoil(file, lambda tensors: tensors.update({key: torch.zeros(192, 32)}))
+    with pytest.raises(ModelLoadError, match=rf"'{key}' of .* has shape \[64, 32\]; .* expects \[64, 64\]"):
+        load_model(file)
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        (["lora_unet_down.weight"], "is not a Stable Diffusion checkpoint"),
+        (["model.diffusion_model.input_blocks.0.0.weight"], "holds a UNet but no text encoder"),
+        (["model.diffusion_model.input_blocks.0.0.weight", "conditioner.embedders.0.model.x"], "is a refiner"),
+    ],
+)
+def test_other_files_are_told_apart(tmp_path: Path, keys: list[str], problem: str) -> None:
+    save_file({key: torch.zeros(1) for key in keys}, tmp_path / "other.safetensors")
+    with pytest.raises(ModelLoadError, match=problem):
+        load_model(tmp_path / "other.safetensors")
