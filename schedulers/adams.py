@@ -26,32 +26,35 @@ PLMS_WEIGHTS: tuple[tuple[float, ...], ...] = (
 @lru_cache(maxsize=1)
 def _quadrature() -> tuple[FloatArray, FloatArray]:
     """Points and weights of Gauss-Legendre quadrature on (-1, 1)."""
-    points, weights = np.polynomial.legendre.leggauss(24)
+    points, weights = np.polynomial.legendre.leggauss(48)
     return points, weights
 
 
 def slope_row(
-    grid: Grid, step: int, moves: Sequence[float], *, back: Sequence[int] = (), at: int | None = None
+    grid: Grid, step: int, moves: Sequence[float], *, back: Sequence[int] = (), again: bool = False
 ) -> Row:
     """x_next = x + moves[0] * slope + moves[1:] * (slopes in history), and the slope is pushed.
 
     ``moves`` are in units of sigma, newest first; ``back[j]`` is where in the history (1 = newest) slope j + 1 lies, by
-    default j + 1. The network is evaluated at point ``at`` of the grid, by default ``step``.
+    default j + 1. ``moves`` sum to the change of sigma in this step. With ``again`` the row is evaluated at the end of the
+    step, where x already is, and the moves sum to 0.
     """
-    point = step if at is None else at
-    sigma = float(grid.sigmas[point])
+    point = step + 1 if again else step
+    sigma, target = float(grid.sigmas[point]), float(grid.sigmas[step + 1])
     share = moves[0] / sigma
+    a = (target - sum(moves[1:])) / sigma  # 1 + share without cancellation
     b = [0.0] * (1 + max([*back, len(moves) - 1], default=0))
     b[0] = -share
     for j, move in enumerate(moves[1:]):
         b[back[j] if back else j + 1] = move
-    return Row(step, sigma, float(grid.timesteps[point]), 1.0 + share, tuple(b), hx=1.0 / sigma, hd=-1.0 / sigma)
+    return Row(step, sigma, float(grid.timesteps[point]), a, tuple(b), hx=1.0 / sigma, hd=-1.0 / sigma)
 
 
 def lagrange_moves(nodes: FloatArray, start: float, stop: float, *, logarithmic: bool) -> tuple[float, ...]:
     """Integrals from sigma ``start`` to ``stop`` of the Lagrange polynomials through ``nodes`` (k,), newest first.
 
-    The polynomials are in sigma, or in log sigma when ``logarithmic`` (the integral is over sigma either way).
+    The polynomials are in sigma, or in log sigma when ``logarithmic`` (the integral is over sigma either way). They sum
+    to 1, so the integrals to stop - start; what rounding leaves of that goes to the newest.
     """
     low, high = (math.log(start), math.log(stop)) if logarithmic else (start, stop)
     centres = np.log(nodes) if logarithmic else nodes
@@ -63,6 +66,7 @@ def lagrange_moves(nodes: FloatArray, start: float, stop: float, *, logarithmic:
         others = np.delete(centres, j)
         basis = np.prod((at[:, None] - others) / (centres[j] - others), axis=1)
         moves.append(float(weights @ basis))
+    moves[0] += (stop - start) - sum(moves)
     return tuple(moves)
 
 
@@ -102,7 +106,7 @@ def plms_rows(grid: Grid, eta: float) -> list[Row]:
     rows = [slope_row(grid, first, (move,))]
     if last - first == 1:
         return rows
-    rows.append(slope_row(grid, first, (0.5 * move, -0.5 * move), at=first + 1))
+    rows.append(slope_row(grid, first, (0.5 * move, -0.5 * move), again=True))
     kept = [0]
     for i in range(first + 1, last):
         here = len(rows)

@@ -14,8 +14,8 @@ from schedulers.noise import ZERO_SNR_FLOOR, FloatArray, NoiseSchedule
 from schedulers.samplers import SAMPLERS, Sampler
 from schedulers.table import HISTORY, Row, StepTable
 
-EXACT_ZERO_SNR_FLOOR = 2.0**-48
-"""Floor where diffusers works with an alphas_cumprod of exactly 0: indistinguishable from it in float32."""
+EXACT_ZERO_SNR_FLOOR = 2.0**-80
+"""Floor where diffusers works with an alphas_cumprod of exactly 0: no different from it even in float64."""
 
 LARGE_VARIANCE_STEPS = 250
 
@@ -60,7 +60,8 @@ def check_eta(sampler: Sampler, eta: float | None) -> tuple[float, tuple[str, ..
 
 
 def _floor(sampler: Sampler, schedule: NoiseSchedule) -> float:
-    exact = sampler.family in ("ddim", "lcm") and schedule.prediction_type != "epsilon"
+    """Samplers that only ever scale x lose no digits to a huge sigma; those that add slopes to it would."""
+    exact = sampler.family in ("ddim", "lcm") and sampler.order == 1 and schedule.prediction_type != "epsilon"
     return EXACT_ZERO_SNR_FLOOR if exact else ZERO_SNR_FLOOR
 
 

@@ -30,6 +30,9 @@ _NOT_ROWS: dict[str, tuple[object, tuple[str, ...]]] = {
 }
 """Options that are honoured at one value only: (that value, the samplers that diffusers gives the option to)."""
 
+_SOLVER_TYPES = {"dpmpp_2m": ("heun",), "dpmpp_2m_sde": ("heun",), "dpmpp_3m_sde": ("heun",), "unipc": ("bh1",)}
+"""Values of ``solver_type`` that change the rows; diffusers takes any other for its default."""
+
 _VARIANTS = {"fixed_small": "ddpm", "fixed_small_log": "ddpm", "fixed_large": "ddpm_large"}
 
 
@@ -95,6 +98,8 @@ class TableOptions:
             value = config.get(option, only)
             if name in owners and option not in ignore and value != only:
                 raise UnsupportedOption(f"{option} is {value!r}; {name} offers {only!r} only.")
+        if "solver_type" not in ignore and config.get("solver_type") in _SOLVER_TYPES.get(name, ()):
+            raise UnsupportedOption(f"solver_type is {config['solver_type']!r}; {name} does not offer it.")
         if name in ("deis", "unipc") and "solver_order" not in ignore and config.get("solver_order", 2) != 2:
             raise UnsupportedOption(f"solver_order is {config['solver_order']}; {name} offers 2 only.")
         return cls(

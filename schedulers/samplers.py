@@ -23,7 +23,7 @@ class Sampler:
     final                  what decides the last sigma: "alpha" (set_alpha_to_one), "sigma" (final_sigmas_type), or
                            always "zero" or "sigma_min"
     write_rows             (grid, eta) -> rows
-    order                  order of convergence on a smooth problem (in distribution where stochastic)
+    order                  order of convergence once the history is full (in distribution where stochastic)
     stochastic             draws fresh noise on the way (ddim only when eta is not 0)
     evaluations_per_step   network evaluations a step, apart from the first and last steps
     default_eta            share of fresh noise unless asked otherwise; ``None``: eta has no meaning here
@@ -94,11 +94,11 @@ def _all() -> tuple[Sampler, ...]:
         ),
         Sampler(
             "dpmpp_2m_sde", "DPM++ 2M SDE", "dpmpp_2m with fresh noise: more detail, a few more steps",
-            dpm, "dpm", "sigma", multi.dpmpp_2m_sde_rows, stochastic=True,
+            dpm, "dpm", "sigma", multi.dpmpp_2m_sde_rows, order=2, stochastic=True,
         ),
         Sampler(
             "dpmpp_3m_sde", "DPM++ 3M SDE", "as dpmpp_2m_sde, looking back one step more; wants 30 steps or more",
-            dpm, "dpm", "sigma", multi.dpmpp_3m_sde_rows, stochastic=True,
+            dpm, "dpm", "sigma", multi.dpmpp_3m_sde_rows, order=2, stochastic=True,
         ),
         Sampler(
             "lms", "LMS", "fourth order from remembered slopes; good at many steps",
@@ -114,7 +114,7 @@ def _all() -> tuple[Sampler, ...]:
         ),
         Sampler(
             "unipc", "UniPC", "predicts, then corrects with the same evaluations; strong at 5 to 15 steps",
-            "UniPCMultistepScheduler", "dpm", "sigma", unipc.unipc_rows, order=2,
+            "UniPCMultistepScheduler", "dpm", "sigma", unipc.unipc_rows, order=3,
         ),
         Sampler(
             "lcm", "LCM", "for latent consistency models only: 1 to 8 steps",

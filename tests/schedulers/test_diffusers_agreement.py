@@ -1,0 +1,235 @@
+"""Every sampler agrees with diffusers' own scheduler over whole trajectories: same noise, same network, every step compared.
+
+In float32 the bound is the one users see. In float64 the same algorithms are compared where float32 says little, because
+diffusers itself loses digits there: sigmas of 4096 (zero SNR), 20000 (cosine), or a Heun step over all noise at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+from schedulers import PREDICTION_TYPES, SAMPLERS, NoiseSchedule, TableOptions
+from tests.schedulers.theirs import (
+    COMPARED, COSINE, EXCLUDED, HO, MENDED, SD, Case, WideTorch, config_of, make_scheduler, mend,
+)  # fmt: skip
+from tests.schedulers.trajectories import SHAPE, make_network, run_diffusers, run_table
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
+]
+
+FLOAT32_BOUND = 1e-4
+FLOAT64_BOUND = 1e-5
+LCM_BOUNDARY = 1e-4
+"""diffusers mixes the input back into the denoised estimate by up to 7e-6; ours takes the estimate itself."""
+SPACINGS = ("leading", "trailing", "linspace")
+FEW_STEPS = (1, 2, 3, 7, 14, 15, 20, 30)
+
+
+def compare(case: Case, betas: dict[str, Any], *, exact: bool = False, mended: bool = True, eta: float | None = None) -> float:
+    """Largest error over the trajectory; infinite where the generators do not end in the same state."""
+    dtype = torch.float64 if exact else torch.float32
+    scheduler = make_scheduler(case, betas, mended=mended)
+    scheduler.set_timesteps(case.num_steps)
+    config = config_of(scheduler, case)
+    schedule = NoiseSchedule.from_config(config)
+    if exact:
+        scheduler.alphas_cumprod = scheduler.alphas_cumprod.double()
+        schedule = NoiseSchedule(scheduler.alphas_cumprod.numpy(), case.prediction_type)
+        if hasattr(scheduler, "final_alpha_cumprod"):
+            scheduler.final_alpha_cumprod = scheduler.final_alpha_cumprod.double()
+    table = TableOptions.from_config(config).compile(schedule, case.num_steps, eta=eta, strength=case.strength)
+    assert table.sampler == case.sampler
+    if mended:
+        mend(scheduler, case, table, exact=exact)
+    image = None if case.strength == 1.0 else torch.linspace(-1.0, 1.0, 18).reshape(SHAPE)
+    network = make_network(schedule)
+    ours = run_table(table, network, image=image, dtype=dtype)
+    true_strides = mended and MENDED["uniform-stride"].applies(case)
+    with pytest.MonkeyPatch.context() as patch:
+        if exact:
+            patch.setattr(f"{getattr(diffusers, SAMPLERS[case.sampler].diffusers_class).__module__}.torch", WideTorch())
+        theirs = run_diffusers(
+            scheduler, table, network, eta=eta, image=image, dtype=dtype, true_strides=true_strides
+        )
+    same_draws = torch.equal(ours.generator_state, theirs.generator_state)
+    return ours.error(theirs) if same_draws else float("inf")
+
+
+def left_out(case: Case) -> bool:
+    """One of the excluded bugs is in the way."""
+    return any(bug.applies(case) for bug in EXCLUDED.values())
+
+
+def check(cases: list[Case], betas: dict[str, Any], **options: Any) -> None:
+    """All cases that are not left out agree; there is at least one."""
+    compared = [case for case in cases if not left_out(case)]
+    assert compared
+    bound = FLOAT64_BOUND if options.get("exact") else FLOAT32_BOUND
+    if compared[0].sampler == "lcm":
+        bound = max(bound, LCM_BOUNDARY)
+    errors = {case: compare(case, betas, **options) for case in compared}
+    wrong = {case: error for case, error in errors.items() if not error < bound}
+    assert not wrong, wrong
+
+
+def needs_float64(case: Case) -> bool:
+    """One Heun step over nearly all noise multiplies rounding by the ratio of its sigmas, in diffusers by far the most."""
+    return case.sampler == "heun" and case.num_steps <= 3
+
+
+@pytest.mark.parametrize("spacing", SPACINGS)
+@pytest.mark.parametrize("sampler", COMPARED)
+def test_trajectories_agree_for_every_spacing_step_count_and_prediction_type(sampler: str, spacing: str) -> None:
+    cases = [
+        Case(sampler, spacing, n, prediction, steps_offset=offset)
+        for n in FEW_STEPS
+        for prediction in PREDICTION_TYPES
+        for offset in ((0, 1) if spacing == "leading" else (0,))
+    ]
+    check([case for case in cases if not needs_float64(case)], SD)
+
+
+@pytest.mark.parametrize("betas", [SD, HO, COSINE], ids=["scaled_linear", "linear", "cosine"])
+@pytest.mark.parametrize("sampler", COMPARED)
+def test_trajectories_agree_in_float64_on_every_beta_schedule(sampler: str, betas: dict[str, Any]) -> None:
+    cases = [
+        Case(sampler, spacing, n, prediction)
+        for n in (1, 2, 10, 40)
+        for prediction in PREDICTION_TYPES
+        for spacing in SPACINGS
+    ]
+    check(cases, betas, exact=True)
+
+
+@pytest.mark.parametrize("sigmas", ["karras", "exponential", "beta"])
+@pytest.mark.parametrize(
+    "sampler", ["euler", "heun", "lms", "dpmpp_2m", "dpmpp_2m_sde", "dpmpp_3m_sde", "deis", "unipc"]
+)
+def test_trajectories_agree_on_sigma_schedules(sampler: str, sigmas: str) -> None:
+    extra = ((f"use_{sigmas}_sigmas", True),)
+    cases = [Case(sampler, spacing, n, extra=extra) for n in (1, 2, 3, 7, 15, 20, 40) for spacing in SPACINGS]
+    if sampler == "deis" and sigmas == "beta":
+        cases = [case for case in cases if case.num_steps <= 20]
+    check([case for case in cases if not needs_float64(case)], SD)
+
+
+@pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m", "dpmpp_2m_sde", "dpmpp_3m_sde", "unipc"])
+def test_trajectories_agree_when_they_end_at_sigma_min(sampler: str) -> None:
+    ends = ("final_sigmas_type", "sigma_min")
+    plain = [Case(sampler, spacing, n, extra=(ends,)) for n in (1, 5, 14, 15, 30) for spacing in SPACINGS]
+    karras = [case._replace(extra=(ends, ("use_karras_sigmas", True))) for case in plain]
+    if sampler == "unipc":
+        karras = []
+    check(plain + karras, SD)
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "plms"])
+@pytest.mark.parametrize("to_one", [True, False])
+def test_trajectories_agree_whatever_set_alpha_to_one_says(sampler: str, to_one: bool) -> None:
+    extra = (("set_alpha_to_one", to_one),)
+    check([Case(sampler, "leading", n, steps_offset=k, extra=extra) for n in (1, 2, 10, 50) for k in (0, 1)], SD)
+
+
+@pytest.mark.parametrize("eta", [0.0, 0.3, 1.0])
+def test_ddim_agrees_for_any_eta(eta: float) -> None:
+    check([Case("ddim", spacing, n, steps_offset=1) for n in (1, 2, 20) for spacing in SPACINGS], SD, eta=eta)
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "ddpm", "euler", "euler_a", "dpmpp_2m", "dpmpp_2m_sde", "unipc", "lcm"])
+def test_trajectories_agree_at_zero_terminal_snr(sampler: str) -> None:
+    extra = (("rescale_betas_zero_snr", True),)
+    cases = [
+        Case(sampler, spacing, n, prediction, extra=extra)
+        for n in (1, 2, 5, 20)
+        for prediction in ("v_prediction", "sample")
+        for spacing in SPACINGS
+    ]
+    check(cases, SD, exact=True)
+    rounded = sampler in ("euler", "euler_a")
+    check([case for case in cases if not (rounded and case.num_steps < 20)], SD)
+
+
+@pytest.mark.parametrize("sampler", COMPARED)
+def test_image_to_image_agrees_at_every_strength(sampler: str) -> None:
+    cases = [Case(sampler, "leading", n, strength=s) for n in (4, 10, 20) for s in (0.3, 0.5, 0.75, 0.999)]
+    if sampler in ("lms", "plms"):
+        assert all(left_out(case) for case in cases)
+        return
+    check(cases, SD)
+
+
+@pytest.mark.parametrize("sampler", ["lms", "plms"])
+def test_late_start_equals_diffusers_on_the_remaining_timesteps(sampler: str) -> None:
+    case = Case(sampler, "leading", 20, strength=0.5)
+    scheduler = make_scheduler(case, SD)
+    config = config_of(scheduler, case)
+    schedule = NoiseSchedule.from_config(config)
+    table = TableOptions.from_config(config).compile(schedule, 20, strength=0.5)
+    whole = TableOptions.from_config(config).compile(schedule, 20)
+    scheduler.set_timesteps(20)
+    scheduler.timesteps = torch.tensor(table.timestep).to(scheduler.timesteps.dtype)
+    if sampler == "lms":
+        scheduler.sigmas = scheduler.sigmas[-table.num_rows - 1 :]
+    network = make_network(schedule)
+    ours = run_table(table, network)
+    theirs = run_diffusers(scheduler, table_from_its_start(table), network)
+    assert ours.error(theirs) < FLOAT32_BOUND
+    assert table.num_rows < whole.num_rows
+
+
+def table_from_its_start(table: Any) -> Any:
+    """The same rows, as if no more steps had been asked for."""
+    from dataclasses import fields, replace
+
+    assert {field.name for field in fields(table)} >= {"requested_steps", "num_steps"}
+    return replace(table, requested_steps=table.num_steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", [name for name in COMPARED if name != "lms"])
+def test_trajectories_agree_up_to_the_training_length(sampler: str) -> None:
+    cases = [
+        Case(sampler, spacing, n, steps_offset=offset)
+        for n in (200, 501, 999, 1000)
+        for spacing in SPACINGS
+        for offset in (0, 1)
+    ]
+    if sampler == "lcm":
+        assert all(left_out(case) for case in cases)
+        return
+    check(cases, SD, exact=sampler in ("deis", "dpmpp_3m_sde", "heun"))
+
+
+@pytest.mark.parametrize("name", [*MENDED, *EXCLUDED])
+def test_each_known_bug_is_still_in_diffusers(name: str) -> None:
+    bug = {**MENDED, **EXCLUDED}[name]
+    assert bug.applies(bug.example)
+    try:
+        error = compare(bug.example, SD, mended=False)
+    except (IndexError, NotImplementedError, ValueError):
+        return
+    assert not error < FLOAT32_BOUND
+
+
+def test_predictor_corrector_agrees_with_song_et_al_to_first_order() -> None:
+    theirs = diffusers.ScoreSdeVeScheduler(num_train_timesteps=4000, snr=0.02, sigma_min=0.01, sigma_max=50.0)
+    theirs.set_timesteps(4000)
+    sigma, sigma_next = (float(theirs.discrete_sigmas[k]) for k in (2000, 1999))
+    x = torch.randn((1, 4, 64, 64), generator=torch.Generator().manual_seed(0)) * sigma
+    score = -x / sigma**2
+    generator = torch.Generator().manual_seed(1)
+    out = theirs.step_pred(score, 2000 / 3999, x, generator=generator)
+    keep = (sigma_next / sigma) ** 2
+    assert torch.allclose(out.prev_sample_mean, keep * x, rtol=1e-4, atol=1e-6)
+    added = float((out.prev_sample - out.prev_sample_mean).std())
+    assert added == pytest.approx(sigma_next * (1.0 - keep) ** 0.5, rel=0.02)
+    corrected = theirs.step_correct(score, x, generator=torch.Generator().manual_seed(2)).prev_sample
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
+    exact = torch.exp(torch.tensor(-2.0 * 0.02**2)) * x + sigma * (1.0 - torch.exp(torch.tensor(-4.0 * 0.02**2))) ** 0.5 * noise
+    assert torch.allclose(corrected, exact, atol=0.02 * 0.05 * sigma)

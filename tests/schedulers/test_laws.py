@@ -1,0 +1,162 @@
+"""Two laws hold for every table: an image at rest stays, and the noise is book-kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedulers import (
+    COLUMNS, HISTORY, NUM_COLUMNS, SAMPLERS, SIGMA_SCHEDULES, SPACINGS, LawBroken, NoiseSchedule, StepTable, compile_table,
+)  # fmt: skip
+from schedulers.noise import make_betas
+from schedulers.table import propagate_noise
+
+SD = NoiseSchedule.from_betas(make_betas("scaled_linear", 1000, 0.00085, 0.012))
+COSINE = NoiseSchedule.from_betas(make_betas("squaredcos_cap_v2", 1000, 0.0, 0.0), "v_prediction")
+ZERO_SNR = NoiseSchedule.from_betas(
+    make_betas("scaled_linear", 1000, 0.00085, 0.012), "v_prediction", zero_terminal_snr=True
+)
+SHORT = NoiseSchedule.from_betas(make_betas("linear", 7, 0.05, 0.5), "sample")
+
+
+def rest_and_noise(table: StepTable) -> tuple[np.ndarray, np.ndarray]:
+    """Image coefficient and noise of x after each row for a perfect denoiser, simulated without trusting the table."""
+    state = np.zeros((1 + HISTORY, 2 + table.num_rows))
+    state[0, :2] = 1.0, table.sigma[0]
+    image, noise = [], []
+    for row in range(table.num_rows):
+        denoised = np.zeros(2 + table.num_rows)
+        denoised[0] = 1.0
+        x = table.a[row] * state[0] + table.b[row, 0] * denoised + table.b[row, 1:] @ state[1:]
+        x[2 + row] += table.n[row]
+        pushed = table.hx[row] * state[0] + table.hd[row] * denoised
+        state = np.vstack([x, pushed, state[1:-1]])
+        image.append(x[0])
+        noise.append(np.sqrt(x[1:] @ x[1:]))
+    return np.array(image), np.array(noise)
+
+
+def check(table: StepTable) -> None:
+    image, noise = rest_and_noise(table)
+    np.testing.assert_allclose(image, 1.0, rtol=0.0, atol=1e-9)
+    if table.keeps_noise:
+        slack = 1e-12 * table.sigma[0] if table.hx.any() else 0.0
+        assert (np.abs(noise - table.sigma_next) <= 1e-9 * table.sigma_next + slack).all()
+    assert table.packed.shape == (table.num_rows, NUM_COLUMNS)
+    assert np.isfinite(table.packed).all()
+
+
+@pytest.mark.parametrize("spacing", SPACINGS)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_both_laws_hold_for_every_sampler_spacing_and_sigma_schedule(sampler: str, spacing: str) -> None:
+    for sigma_schedule in (None, *SIGMA_SCHEDULES):
+        for schedule in (SD, COSINE, ZERO_SNR):
+            for num_steps in (1, 2, 3, 10, 37):
+                table = compile_table(sampler, schedule, num_steps, spacing=spacing, sigma_schedule=sigma_schedule)
+                check(table)
+                assert table.num_steps == num_steps
+                assert len(set(table.step_of_row)) == num_steps
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_tables_of_the_whole_training_length_compile_and_keep_the_laws(sampler: str) -> None:
+    for spacing in SPACINGS:
+        for schedule in (SD, ZERO_SNR):
+            table = compile_table(sampler, schedule, 1000, spacing=spacing, steps_offset=1)
+            assert table.num_steps == 1000
+            assert (np.diff(table.sigma) <= 0.0).all()
+    for num_steps in range(1, 8):
+        check(compile_table(sampler, SHORT, num_steps))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sampler=st.sampled_from(sorted(SAMPLERS)),
+    spacing=st.sampled_from(SPACINGS),
+    sigma_schedule=st.sampled_from((None, *SIGMA_SCHEDULES)),
+    num_steps=st.integers(1, 120),
+    steps_offset=st.integers(0, 3),
+    strength=st.floats(0.01, 1.0),
+    to_one=st.booleans(),
+    final=st.sampled_from(("zero", "sigma_min")),
+    eta=st.sampled_from((None, 0.0, 0.4, 1.0)),
+)
+def test_both_laws_hold_for_any_setting(
+    sampler: str, spacing: str, sigma_schedule: str | None, num_steps: int, steps_offset: int, strength: float,
+    to_one: bool, final: str, eta: float | None,
+) -> None:  # fmt: skip
+    table = compile_table(
+        sampler, SD, num_steps, spacing=spacing, sigma_schedule=sigma_schedule, steps_offset=steps_offset,
+        strength=min(1.0, max(strength, 1.0 / num_steps + 1e-9)), set_alpha_to_one=to_one, final_sigmas_type=final, eta=eta,
+    )  # fmt: skip
+    check(table)
+    assert (table.sigma_next <= table.sigma * (1.0 + 1e-12)).all()
+    assert not table.n[~table.draws].any()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    betas=st.lists(st.floats(1e-4, 0.5), min_size=1, max_size=30),
+    sampler=st.sampled_from(sorted(SAMPLERS)),
+    share=st.floats(0.0, 1.0),
+)
+def test_both_laws_hold_for_any_betas(betas: list[float], sampler: str, share: float) -> None:
+    num_steps = 1 + int(share * (len(betas) - 1))
+    check(compile_table(sampler, NoiseSchedule.from_betas(betas), num_steps))
+
+
+def test_the_large_variance_sampler_is_the_only_one_that_breaks_the_noise_law() -> None:
+    assert [name for name, sampler in SAMPLERS.items() if not sampler.keeps_noise] == ["ddpm_large"]
+    table = compile_table("ddpm_large", SD, 10)
+    assert "noise" in table.warnings[0]
+    assert (np.hypot(table.a * table.sigma, table.n) >= table.sigma_next).all()
+
+
+def test_noise_is_propagated_through_samplers_that_remember_it() -> None:
+    table = compile_table("lms", SD, 30)
+    np.testing.assert_allclose(propagate_noise(table), table.sigma_next, rtol=0.0, atol=1e-9 * table.sigma[0])
+
+
+def test_table_that_scales_the_image_is_refused() -> None:
+    table = compile_table("euler", SD, 5)
+    with pytest.raises(LawBroken, match="scales an image at rest by 1.5"):
+        replace(table, a=table.a + 0.5)
+
+
+def test_table_that_loses_noise_is_refused() -> None:
+    table = compile_table("ddpm", SD, 5)
+    with pytest.raises(LawBroken, match="leaves noise of"):
+        replace(table, n=table.n * 0.9)
+
+
+def test_table_that_reads_history_nobody_wrote_is_refused() -> None:
+    table = compile_table("dpmpp_2m", SD, 5)
+    b = table.b.copy()
+    b[0, 0] -= 0.5
+    b[0, 1] += 0.5
+    with pytest.raises(LawBroken, match="nobody has written"):
+        replace(table, b=b)
+
+
+def test_table_with_a_number_that_is_not_finite_is_refused() -> None:
+    table = compile_table("euler", SD, 5)
+    with pytest.raises(LawBroken, match="not finite"):
+        replace(table, n=np.full(5, np.nan))
+
+
+def test_table_cannot_be_changed() -> None:
+    table = compile_table("euler", SD, 5)
+    with pytest.raises(ValueError, match="read-only"):
+        table.packed[0, 0] = 1.0
+
+
+def test_packed_columns_are_what_they_are_called() -> None:
+    table = compile_table("unipc", SD, 6)
+    for name in ("c_in", "c_skip", "c_out", "timestep", "a", "n", "hx", "hd", "sigma", "sigma_next"):
+        np.testing.assert_array_equal(table.packed[:, COLUMNS.index(name)], getattr(table, name).astype(np.float32))
+    first = COLUMNS.index("b0")
+    np.testing.assert_array_equal(table.packed[:, first : first + HISTORY + 1], table.b.astype(np.float32))

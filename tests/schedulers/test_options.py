@@ -1,0 +1,104 @@
+"""A model's scheduler configuration is read as diffusers reads it, and nothing in it is silently ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+
+from schedulers import NoiseSchedule, TableOptions, UnknownSampler, UnsupportedOption
+
+SD15: dict[str, Any] = {
+    "_class_name": "PNDMScheduler",
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "num_train_timesteps": 1000,
+    "set_alpha_to_one": False,
+    "skip_prk_steps": True,
+    "steps_offset": 1,
+    "clip_sample": False,
+}
+
+
+def test_stable_diffusion_configuration_is_read_for_its_own_sampler_and_for_others() -> None:
+    own = TableOptions.from_config(SD15)
+    assert own == TableOptions("plms", "leading", None, 1, False, "zero")
+    assert TableOptions.from_config(SD15, "Euler a").spacing == "linspace"
+    assert TableOptions.from_config(SD15, "DPM++ 2M Karras").sigma_schedule == "karras"
+    assert TableOptions.from_config({**SD15, "timestep_spacing": "trailing"}, "euler").spacing == "trailing"
+
+
+@pytest.mark.parametrize(
+    ("config", "sampler"),
+    [
+        ({"_class_name": "DPMSolverMultistepScheduler"}, "dpmpp_2m"),
+        ({"_class_name": "DPMSolverMultistepScheduler", "algorithm_type": "sde-dpmsolver++"}, "dpmpp_2m_sde"),
+        (
+            {"_class_name": "DPMSolverMultistepScheduler", "algorithm_type": "sde-dpmsolver++", "solver_order": 3},
+            "dpmpp_3m_sde",
+        ),
+        ({"_class_name": "DDPMScheduler"}, "ddpm"),
+        ({"_class_name": "DDPMScheduler", "variance_type": "fixed_large"}, "ddpm_large"),
+        ({"_class_name": "UniPCMultistepScheduler"}, "unipc"),
+    ],
+)
+def test_configuration_names_its_sampler(config: dict[str, Any], sampler: str) -> None:
+    assert TableOptions.from_config(config).sampler == sampler
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"_class_name": "DDIMScheduler", "clip_sample": True}, "clip_sample is True; ddim offers False only"),
+        ({"_class_name": "DDPMScheduler", "thresholding": True}, "thresholding is True"),
+        ({"_class_name": "DPMSolverMultistepScheduler", "solver_order": 3}, "of solver_order 3 is not offered"),
+        ({"_class_name": "DPMSolverMultistepScheduler", "use_lu_lambdas": True}, "use_lu_lambdas is True"),
+        ({"_class_name": "DPMSolverMultistepScheduler", "solver_type": "heun"}, "solver_type is 'heun'"),
+        ({"_class_name": "UniPCMultistepScheduler", "solver_order": 3}, "solver_order is 3; unipc offers 2 only"),
+        ({"_class_name": "UniPCMultistepScheduler", "solver_type": "bh1"}, "solver_type is 'bh1'"),
+        ({"_class_name": "PNDMScheduler", "skip_prk_steps": False}, "skip_prk_steps is False"),
+        ({"_class_name": "EulerDiscreteScheduler", "timestep_type": "continuous"}, "timestep_type is 'continuous'"),
+        ({"_class_name": "DDPMScheduler", "variance_type": "learned_range"}, "variance_type is 'learned_range'"),
+        (
+            {"_class_name": "EulerDiscreteScheduler", "use_karras_sigmas": True, "use_beta_sigmas": True},
+            "karras and beta sigmas at once",
+        ),
+    ],
+)
+def test_option_that_no_row_can_honour_is_refused_by_name(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedOption, match=message):
+        TableOptions.from_config(config)
+
+
+def test_option_may_be_ignored_by_name() -> None:
+    config = {"_class_name": "DDIMScheduler", "clip_sample": True}
+    assert TableOptions.from_config(config, ignore={"clip_sample"}).sampler == "ddim"
+
+
+def test_flow_matching_models_are_refused() -> None:
+    with pytest.raises(UnknownSampler, match="FlowMatchEulerDiscreteScheduler"):
+        TableOptions.from_config({"_class_name": "FlowMatchEulerDiscreteScheduler"})
+
+
+@pytest.mark.parametrize("zero_snr", [False, True])
+@pytest.mark.parametrize("betas", ["linear", "scaled_linear", "squaredcos_cap_v2"])
+def test_noise_schedule_is_that_of_diffusers(betas: str, zero_snr: bool) -> None:
+    scheduler = diffusers.DDIMScheduler(beta_schedule=betas, rescale_betas_zero_snr=zero_snr, beta_start=1e-3)
+    schedule = NoiseSchedule.from_config(scheduler.config)
+    np.testing.assert_allclose(schedule.alphas_cumprod, scheduler.alphas_cumprod.numpy(), rtol=2e-4, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize("name", ["DDIMScheduler", "LCMScheduler", "HeunDiscreteScheduler", "EulerDiscreteScheduler"])
+def test_absent_betas_have_the_defaults_of_their_class(name: str) -> None:
+    schedule = NoiseSchedule.from_config({"_class_name": name})
+    theirs = getattr(diffusers, name)().alphas_cumprod.numpy()
+    np.testing.assert_allclose(schedule.alphas_cumprod, theirs, rtol=2e-5)
+
+
+def test_trained_betas_are_taken_as_they_are() -> None:
+    schedule = NoiseSchedule.from_config({"trained_betas": [0.1, 0.2]})
+    np.testing.assert_allclose(schedule.alphas_cumprod, [0.9, 0.72])

@@ -1,0 +1,210 @@
+"""diffusers' own schedulers, beside ours: which class with which arguments, which of its bugs are known, and how to mend them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import diffusers
+import numpy as np
+import torch
+from torch import Tensor
+
+from schedulers import SAMPLERS, StepTable
+
+SD = {"num_train_timesteps": 1000, "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+HO = {"num_train_timesteps": 1000, "beta_start": 0.0001, "beta_end": 0.02, "beta_schedule": "linear"}
+COSINE = {"num_train_timesteps": 1000, "beta_schedule": "squaredcos_cap_v2"}
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "ddim": {"clip_sample": False},
+    "ddpm": {"clip_sample": False},
+    "ddpm_large": {"clip_sample": False, "variance_type": "fixed_large"},
+    "dpmpp_2m": {"algorithm_type": "dpmsolver++", "solver_order": 2},
+    "dpmpp_2m_sde": {"algorithm_type": "sde-dpmsolver++", "solver_order": 2},
+    "dpmpp_3m_sde": {"algorithm_type": "sde-dpmsolver++", "solver_order": 3},
+    "plms": {"skip_prk_steps": True},
+}
+
+COMPARED = tuple(name for name in SAMPLERS if name != "pc")
+"""Every sampler that has a discrete-time class in diffusers; pc is compared by itself, step by step."""
+
+
+class Case(NamedTuple):
+    """One setting to compare at."""
+
+    sampler: str
+    spacing: str = "leading"
+    num_steps: int = 10
+    prediction_type: str = "epsilon"
+    steps_offset: int = 0
+    strength: float = 1.0
+    extra: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def sigma_schedule(self) -> str | None:
+        """The sigma schedule among the extra arguments, if any."""
+        wanted = [key for key, value in self.extra if key.startswith("use_") and value]
+        return wanted[0].removeprefix("use_").removesuffix("_sigmas") if wanted else None
+
+
+class ThirdOrderMended(diffusers.DPMSolverMultistepScheduler):
+    """With the bend of the third-order SDE step the right way round (see ``third-order-sign`` below)."""
+
+    def multistep_dpm_solver_third_order_update(
+        self, model_output_list: list[Tensor], *args: Any, sample: Tensor | None = None, noise: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        """The parent's step, with the half that it subtracts from the weight of the bend added instead."""
+        step = super().multistep_dpm_solver_third_order_update(model_output_list, *args, sample=sample, noise=noise)
+        sigmas = self.sigmas[self.step_index - 2 : self.step_index + 2].double()
+        h1, h0, h = -torch.log(sigmas).diff()
+        newest, middle, oldest = model_output_list[-1], model_output_list[-2], model_output_list[-3]
+        bend = ((newest - middle) / (h0 / h) - (middle - oldest) / (h1 / h)) / ((h0 + h1) / h)
+        return step + (bend / torch.sqrt(1.0 + sigmas[3] ** 2)).to(step.dtype)
+
+
+def make_scheduler(case: Case, betas: dict[str, Any], *, mended: bool = True) -> Any:
+    """diffusers' scheduler for ``case``; ``mended`` repairs the third-order sign."""
+    name = SAMPLERS[case.sampler].diffusers_class
+    cls = ThirdOrderMended if mended and case.sampler == "dpmpp_3m_sde" else getattr(diffusers, name)
+    return cls(
+        **betas,
+        **ARGUMENTS.get(case.sampler, {}),
+        timestep_spacing=case.spacing,
+        prediction_type=case.prediction_type,
+        steps_offset=case.steps_offset,
+        **dict(case.extra),
+    )
+
+
+def config_of(scheduler: Any, case: Case) -> dict[str, Any]:
+    """The scheduler's configuration as it would be saved."""
+    return {**scheduler.config, "_class_name": SAMPLERS[case.sampler].diffusers_class}
+
+
+def uneven(case: Case) -> bool:
+    """The spacing does not step by 1000 // num_steps."""
+    return case.spacing == "linspace" or (case.spacing == "trailing" and 1000 % case.num_steps != 0)
+
+
+def steps_of_stride(case: Case) -> bool:
+    """DDIM and PNDM look for the next timestep at a fixed stride."""
+    return case.sampler in ("ddim", "plms")
+
+
+class Bug(NamedTuple):
+    """A known difference: where it is, what diffusers does, and one case to show that it still does."""
+
+    applies: Callable[[Case], bool]
+    what: str
+    example: Case
+
+
+def _spaced(case: Case) -> bool:
+    return SAMPLERS[case.sampler].family != "lcm"
+
+
+MENDED: dict[str, Bug] = {
+    "uniform-stride": Bug(
+        lambda c: steps_of_stride(c) and uneven(c),
+        "takes the previous timestep to be 1000 // num_steps below, wherever the next one really is (diffusers #11347); "
+        "trailing is hit as well where num_steps does not divide the length",
+        Case("ddim", "linspace", 20),
+    ),
+    "third-order-sign": Bug(
+        lambda c: c.sampler == "dpmpp_3m_sde" and c.num_steps * c.strength > 3,
+        "subtracts one half in the weight of the second difference of the third-order SDE step instead of adding it: the "
+        "weight tends to -1 for small steps, not to 0 (since diffusers #9104)",
+        Case("dpmpp_3m_sde", "linspace", 20),
+    ),
+    "truncated-timestep": Bug(
+        lambda c: SAMPLERS[c.sampler].family == "dpm" and c.sigma_schedule in ("exponential", "beta"),
+        "cuts fractional timesteps to integers, so that 998.99999 (999 up to rounding) is evaluated at 998",
+        Case("dpmpp_2m", "linspace", 2, extra=(("use_exponential_sigmas", True),)),
+    ),
+}
+"""Bugs that :func:`mend` or the arguments of the run repair, after which everything else is compared."""
+
+EXCLUDED: dict[str, Bug] = {
+    "one-step-linspace": Bug(
+        lambda c: c.spacing == "linspace" and c.num_steps == 1 and SAMPLERS[c.sampler].family in ("k", "ddim"),
+        "denoises pure noise once, at timestep 0, where next to no noise is expected; ours starts at the last timestep",
+        Case("euler", "linspace", 1),
+    ),
+    "offset-overflow": Bug(
+        lambda c: c.spacing == "leading"
+        and _spaced(c)
+        and c.steps_offset > 0
+        and c.num_steps >= (999 if SAMPLERS[c.sampler].family == "dpm" else 1000),
+        "runs past the last timestep (IndexError, or two equal sigmas and then NaN); ours lowers the offset (#10003)",
+        Case("ddim", "leading", 1000, steps_offset=1),
+    ),
+    "offset-at-stride-one": Bug(
+        lambda c: c.sampler == "ddim" and c.spacing == "leading" and c.steps_offset > 0 and c.num_steps > 500,
+        "stops at timestep 0 instead of the clean image when the offset is not below the stride",
+        Case("ddim", "leading", 501, steps_offset=1),
+    ),
+    "repeated-timesteps": Bug(
+        lambda c: SAMPLERS[c.sampler].family == "dpm" and c.spacing in ("leading", "linspace") and c.num_steps == 1000,
+        "puts 1001 points on 1000 timesteps: some are repeated (leading: all are 0); ours takes each timestep once",
+        Case("dpmpp_2m", "leading", 1000),
+    ),
+    "pndm-mixes-v": Bug(
+        lambda c: c.sampler == "plms" and c.prediction_type == "v_prediction" and c.num_steps > 1,
+        "averages raw v outputs of different timesteps, which mean different mixtures; ours averages slopes, as the paper",
+        Case("plms", "leading", 10, "v_prediction"),
+    ),
+    "no-sample-prediction": Bug(
+        lambda c: c.sampler in ("plms", "euler_a") and c.prediction_type == "sample",
+        "raises: not implemented for this prediction type",
+        Case("euler_a", "leading", 10, "sample"),
+    ),
+    "nothing-denoised": Bug(
+        lambda c: c.num_steps == 1
+        and c.sigma_schedule is not None
+        and (c.sampler == "deis" or (c.sampler == "unipc" and ("final_sigmas_type", "sigma_min") in c.extra)),
+        "repeats the last of the scheduled sigmas as the end, so that a single step goes nowhere",
+        Case("deis", "leading", 1, extra=(("use_karras_sigmas", True),)),
+    ),
+    "lcm-more-than-origin": Bug(
+        lambda c: c.sampler == "lcm" and c.num_steps > 50,
+        "raises above the 50 timesteps of the distillation; ours then takes them from all training timesteps",
+        Case("lcm", "leading", 100),
+    ),
+    "late-lms": Bug(
+        lambda c: c.sampler == "lms" and c.strength < 1.0,
+        "takes weights for four slopes when it has one, so image-to-image steps do not add up; ours starts at order 1",
+        Case("lms", "leading", 10, strength=0.5),
+    ),
+    "late-plms": Bug(
+        lambda c: c.sampler == "plms" and c.strength < 1.0,
+        "has its doubled timestep in the wrong place, so image-to-image mistakes one noise level for another",
+        Case("plms", "leading", 10, strength=0.5),
+    ),
+}
+"""Bugs that cannot be mended from outside: these cases are left out, one by one."""
+
+
+class WideTorch:
+    """torch with a float32 that is float64: several schedulers cast to float32 in the middle of a step."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def mend(scheduler: Any, case: Case, table: StepTable, *, exact: bool = False) -> None:
+    """Undo truncated timesteps; with ``exact``, give the scheduler our sigmas in float64 (after checking that they agree)."""
+    if MENDED["truncated-timestep"].applies(case):
+        theirs = scheduler.timesteps.numpy()
+        assert np.abs(theirs - table.timestep).max() <= 1.0
+        scheduler.timesteps = torch.tensor(table.timestep)
+    if not exact:
+        return
+    if hasattr(scheduler, "sigmas"):
+        np.testing.assert_allclose(scheduler.timesteps.numpy(), table.timestep, rtol=1e-6, atol=0.0)
+        scheduler.timesteps = torch.tensor(table.timestep)
+        ours = np.append(table.sigma, table.sigma_end)
+        np.testing.assert_allclose(scheduler.sigmas.numpy(), ours, rtol=3e-6, atol=0.0)
+        scheduler.sigmas = torch.tensor(ours)
