@@ -17,6 +17,7 @@ class TickPlan:
 
     prepare   newcomers with a fresh lane: encode their text and init image, draw the start latent
     rows      images of one ``group`` that advance by one table row; a guided image takes two UNet rows, never split
+    num_rows  UNet rows these take, before padding
     previews  those of ``rows`` whose denoised estimate is to be shown
     decode    latents to turn into pictures after the rows have run (some of ``rows`` finish in this very tick)
     """
@@ -24,13 +25,9 @@ class TickPlan:
     prepare: tuple[ImageTask, ...]
     group: GroupKey | None
     rows: tuple[ImageTask, ...]
+    num_rows: int
     previews: tuple[ImageTask, ...]
     decode: tuple[ImageTask, ...]
-
-    @property
-    def num_rows(self) -> int:
-        """UNet rows before padding."""
-        return sum(task.rows_now for task in self.rows)
 
     @property
     def tasks(self) -> tuple[ImageTask, ...]:

@@ -71,6 +71,7 @@ class RequestScheduler:
             prepare=prepare,
             group=rows[0].group if rows else None,
             rows=rows,
+            num_rows=sum(task.rows_now for task in rows),
             previews=tuple(task for task in rows if self._wants_preview(task)),
             decode=tuple(done[: self.config.max_decodes_per_tick]),
         )

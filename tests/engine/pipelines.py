@@ -50,7 +50,11 @@ def pipeline_latents(pipeline: Any, request: GenerationRequest, kind: str, **inp
     assert params.sampler is not None
     assert request.seed is not None
     use_sampler(pipeline, params.sampler, spacing_of(kind))
-    size = {} if "image" in inputs and "mask_image" not in inputs else {"width": request.width_px, "height": request.height_px}
+    size = (
+        {}
+        if "image" in inputs and "mask_image" not in inputs
+        else {"width": request.width_px, "height": request.height_px}
+    )
     with hushed("transformers", "diffusers"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="__array__ implementation", category=DeprecationWarning)  # theirs
         output = pipeline(

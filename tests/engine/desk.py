@@ -1,0 +1,101 @@
+"""The scheduler at its desk: real requests and tables, and ticks whose outcome is written by hand. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from diffserve.config import EngineConfig
+from diffserve.engine.admission import Admission
+from diffserve.engine.plan import TickOutcome, TickPlan
+from diffserve.engine.request_scheduler import RequestScheduler
+from diffserve.engine.task import Failure, GroupKey, ImageTask, LiveRequest
+from diffserve.types import DiffusionParams, Event, GenerationRequest, ModelInfo
+from schedulers import NoiseSchedule
+
+INFO = ModelInfo(
+    model_id="desk",
+    family="sd1",
+    digest="0" * 12,
+    prediction_type="epsilon",
+    vae_factor=8,
+    latent_channels=4,
+    size_multiple_px=8,
+    good_sizes=((64, 64), (64, 96)),
+    max_side_px=128,
+    train_timesteps=1000,
+    is_inpainting=False,
+    default_sampler="ddim",
+    default_num_steps=10,
+    default_guidance_scale=5.0,
+    default_spacing="leading",
+    device="cpu",
+    dtype="float32",
+    choice_reason="a test",
+    num_parameters=1,
+    weights_bytes=4,
+)
+SCHEDULE = NoiseSchedule(np.linspace(0.999, 0.005, 1000))
+PIXELS = np.zeros((8, 8, 3), dtype=np.uint8)
+
+
+def admission(info: ModelInfo = INFO, **config: Any) -> Admission:
+    """The door of a model that is only described."""
+    return Admission(info, SCHEDULE, config)
+
+
+def request(*, num_steps: int = 10, guidance_scale: float = 5.0, **fields: Any) -> GenerationRequest:
+    """A request; fields of DiffusionParams are taken too."""
+    names = [name for name in fields if name in DiffusionParams.__struct_fields__]
+    diffusion = {name: fields.pop(name) for name in names}
+    params = DiffusionParams(num_steps=num_steps, guidance_scale=guidance_scale, **diffusion)
+    return GenerationRequest(prompt="a fox", diffusion=params, **fields)
+
+
+class Desk:
+    """A scheduler and a clock that moves one second a tick."""
+
+    def __init__(self, row_cap: int = 8, **config: Any) -> None:
+        self.scheduler = RequestScheduler(EngineConfig(**config), INFO)
+        self.row_cap = row_cap
+        self.now_s = 0.0
+        self.door = admission()
+
+    def submit(self, **fields: Any) -> LiveRequest:
+        """Let a request in."""
+        live = self.door.admit(request(**fields), self.now_s)
+        self.scheduler.add(live)
+        return live
+
+    def plan(self) -> TickPlan:
+        """What the next tick would do."""
+        return self.scheduler.plan(lambda _group: self.row_cap)
+
+    def apply(self, plan: TickPlan, failures: dict[ImageTask, Failure] | None = None) -> list[Event]:
+        """As if the tick had gone well, but for ``failures``."""
+        outcome = TickOutcome(failures=failures or {}, rows_started_s=self.now_s, rows_ended_s=self.now_s + 1.0)
+        self.now_s += 1.0
+        for task in plan.prepare:
+            if task not in outcome.failures:
+                outcome.groups[task] = GroupKey(task.settings.height_px, task.settings.width_px, 77)
+            outcome.prepare_s[task] = 0.25
+        for task in plan.decode:
+            if task not in outcome.failures:
+                outcome.pictures[task] = PIXELS
+            outcome.decode_s[task] = 0.5
+        for task in plan.previews:
+            outcome.previews[task] = PIXELS
+        return self.scheduler.apply(plan, outcome)
+
+    def tick(self) -> tuple[TickPlan, list[Event]]:
+        """One good tick."""
+        plan = self.plan()
+        return plan, self.apply(plan)
+
+    def run(self) -> list[Event]:
+        """Good ticks until nothing is left."""
+        events: list[Event] = []
+        while self.scheduler.has_work:
+            events += self.tick()[1]
+        return events

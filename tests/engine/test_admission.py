@@ -1,0 +1,110 @@
+"""At the door: what cannot be painted is refused with the value and the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from diffserve.engine.admission import Admission, guided_rows
+from diffserve.errors import InvalidRequest
+from diffserve.types import DiffusionParams, Picture
+from schedulers import compile_table
+from tests.engine.desk import INFO, SCHEDULE, admission, request
+
+SQUARE = Picture.from_array(np.zeros((64, 64, 3), dtype=np.uint8))
+MASK = Picture.from_array(np.zeros((64, 64), dtype=np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"num_steps": 1001}, "num_inference_steps", r"num_steps is 1001; this model takes at most 1000"),
+        ({"width_px": 60}, "size", r"width is 60 px; it must be a multiple of 8: try 56 or 64"),
+        ({"height_px": 5}, "size", r"height is 5 px; it must be a multiple of 8: try 8\."),
+        ({"width_px": 100000, "height_px": 8}, "size", r"width is 100000 px; this model paints at most 128 px"),
+        ({"sampler": "eular"}, "sampler", r"'eular', which is not known. Did you mean 'euler'\? Known are ddim, ddpm"),
+        ({"spacing": "sideways"}, "spacing", r"sideways"),
+        ({"sigma_schedule": "crooked"}, "spacing", r"crooked"),
+        ({"init_image": SQUARE, "strength": 0.01}, "strength", r"strength 0.01 of 10 steps leaves no step to run"),
+        (
+            {"init_image": SQUARE, "width_px": 96},
+            "image",
+            r"the image is 64x64 px, the picture 96x64; resize the image",
+        ),
+        ({"init_image": SQUARE, "mask_image": SQUARE}, "mask", r"the mask has 3 channel\(s\); it must have 1"),
+        ({"init_image": MASK}, "image", r"the image has 1 channel\(s\); it must have 3"),
+    ],
+)
+def test_bad_input_is_refused_with_the_value_in_it(fields: dict[str, Any], param: str, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says) as refused:
+        admission().admit(request(**fields), 0.0)
+    assert refused.value.param == param
+    assert "\n" not in refused.value.message
+
+
+def test_what_is_not_said_is_filled_in_from_the_model() -> None:
+    live = admission().admit(msgspec.structs.replace(request(), diffusion=DiffusionParams()), 7.0)
+    settings = live.settings
+    assert (settings.width_px, settings.height_px, settings.sampler, settings.num_steps) == (64, 64, "ddim", 10)
+    assert (settings.guidance_scale, settings.spacing, settings.sigma_schedule) == (5.0, "leading", None)
+    assert live.submitted_s == 7.0
+
+
+def test_a_profile_s_sigma_schedule_belongs_to_its_sampler_only() -> None:
+    profile = DiffusionParams(sampler="euler", sigma_schedule="karras", eta=0.0)
+    door = Admission(msgspec.structs.replace(INFO, default_sampler="euler"), SCHEDULE, {}, profile)
+    assert door.admit(request(), 0.0).settings.sigma_schedule == "karras"
+    assert door.admit(request(sampler="heun"), 0.0).settings.sigma_schedule is None
+    assert door.admit(request(sampler="DPM++ 2M Exponential"), 0.0).settings.sigma_schedule == "exponential"
+
+
+def test_an_init_image_gives_the_size() -> None:
+    wide = Picture.from_array(np.zeros((64, 96, 3), dtype=np.uint8))
+    settings = admission().admit(request(init_image=wide, strength=0.5), 0.0).settings
+    assert (settings.width_px, settings.height_px, settings.kind) == (96, 64, "image")
+    assert (settings.num_steps, settings.table.num_steps) == (10, 5)
+
+
+def test_a_seed_is_drawn_when_none_is_given() -> None:
+    seeds = {admission().admit(request(), 0.0).seed for _ in range(8)}
+    assert len(seeds) == 8
+    assert admission().admit(request(seed=5), 0.0).seed == 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"sampler": "euler", "eta": 0.5}, "eta 0.5 has no meaning for euler"),
+        ({"sampler": "ddpm_large", "num_steps": 10}, "ddpm_large at 10 steps leaves much noise"),
+    ],
+)
+def test_what_is_merely_unwise_is_let_through_with_a_warning(fields: dict[str, Any], says: str) -> None:
+    [warning] = admission().admit(request(**fields), 0.0).warnings
+    assert says in warning
+
+
+def test_equal_requests_share_one_table() -> None:
+    door = admission()
+    assert door.admit(request(), 0.0).settings.table is door.admit(request(), 0.0).settings.table
+
+
+@pytest.mark.parametrize(
+    ("scale", "interval", "guided"),
+    [
+        (5.0, (0.0, 1.0), 10),
+        (5.0, (0.2, 0.6), 4),
+        (5.0, (0.25, 0.5), 2),
+        (5.0, (0.3, 0.3), 0),
+        (1.0, (0.0, 1.0), 0),
+        (0.0, (0.0, 1.0), 0),
+    ],
+)
+def test_the_unconditional_row_runs_inside_the_interval_only(
+    scale: float, interval: tuple[float, float], guided: int
+) -> None:
+    rows = guided_rows(compile_table("ddim", SCHEDULE, 10), scale, interval)
+    assert int(rows.sum()) == guided
+    assert rows[int(interval[0] * 10 + 0.5) :][:guided].all()

@@ -1,0 +1,55 @@
+"""Covering rows with buckets, and the knee of the cost curve."""
+
+from __future__ import annotations
+
+from diffserve.engine.buckets import CostCurve, split
+
+
+def curve(costs: dict[int, float], *, is_exact: bool = True) -> CostCurve:
+    """A curve that has been told its costs."""
+    made = CostCurve(tuple(costs), is_exact=is_exact)
+    for size, seconds in costs.items():
+        made.observe(size, seconds)
+    return made
+
+
+STEEP = {4: 5.0, 8: 9.0, 16: 17.0}
+FLAT = {4: 10.0, 8: 10.5, 16: 11.0}
+
+
+def test_rows_are_decomposed_rather_than_rounded_far_up() -> None:
+    assert curve(STEEP).cover(12) == (8, 4)
+    assert curve(STEEP).cover(18) == (16, 4)
+    assert curve(STEEP).cover(3) == (4,)
+
+
+def test_rounding_up_wins_where_a_call_costs_more_than_its_rows() -> None:
+    assert curve(FLAT).cover(12) == (16,)
+
+
+def test_every_number_of_rows_is_covered_and_only_the_last_call_is_padded() -> None:
+    for rows in range(1, 40):
+        calls = split(rows, curve(STEEP).cover(rows))
+        assert [start for start, _, _ in calls] == [0, *(stop for _, stop, _ in calls[:-1])]
+        assert calls[-1][1] == rows
+        assert all(stop - start == bucket for start, stop, bucket in calls[:-1])
+
+
+def test_without_exactness_rows_are_one_call() -> None:
+    assert curve(STEEP, is_exact=False).cover(13) == (13,)
+
+
+def test_the_knee_is_the_fewest_rows_at_nearly_the_best_cost_per_row() -> None:
+    assert curve({1: 1.0, 2: 1.9, 4: 3.8, 8: 7.6}).knee(16) == 2
+    assert curve({1: 2.4, 2: 3.5, 4: 6.1, 8: 11.5, 16: 21.1}).knee(16) == 16
+    assert curve(FLAT).knee(8) == 8
+    assert CostCurve((1,)).knee(16) == 2
+
+
+def test_one_slow_reading_hardly_moves_the_estimate_and_fast_ones_do() -> None:
+    measured = curve({8: 1.0})
+    measured.observe(8, 100.0)
+    assert measured.seconds(8) < 1.06
+    for _ in range(8):
+        measured.observe(8, 0.5)
+    assert measured.seconds(8) < 0.51

@@ -1,0 +1,195 @@
+"""What goes wrong for one image goes wrong for it alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from diffserve.engine import Engine
+from diffserve.errors import DeadlineExceeded, DiffserveError, NumericalError
+from diffserve.types import Cancelled, Event, Failed, Finished, GenerationRequest, ImageFailed, Painted
+from tests.engine.conftest import MakeEngine
+from tests.engine.pipelines import asked
+
+POISON = "dog"
+
+
+@contextmanager
+def unet_hook(engine: Engine, spoil: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Run ``spoil(sample, which rows hold the poisoned prompt)`` in front of the real UNet."""
+    poisoned = engine.model.text.encode(POISON, "", width_px=64, height_px=64).cond
+
+    def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        guilty = (kwargs["encoder_hidden_states"] == poisoned).flatten(1).all(dim=1)
+        return (spoil(args[0], guilty), *args[1:]), kwargs
+
+    handle = engine.model.unet.network.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def not_a_number(sample: torch.Tensor, guilty: torch.Tensor) -> torch.Tensor:
+    return torch.where(guilty.reshape(-1, 1, 1, 1), torch.full_like(sample, torch.nan), sample)
+
+
+def refuse(sample: torch.Tensor, guilty: torch.Tensor) -> torch.Tensor:
+    if bool(guilty.any()):
+        raise RuntimeError("the device choked on a row")
+    return sample
+
+
+def innocent(seeds: range = range(3)) -> list[GenerationRequest]:
+    return [asked("sd15", "ddim", seed=seed, num_steps=4) for seed in seeds]
+
+
+def run(engine: Engine, *requests: GenerationRequest) -> list[Event]:
+    for request in requests:
+        engine.submit(request)
+    return list(engine.events())
+
+
+@pytest.mark.parametrize(("spoil", "code"), [(not_a_number, "numerical_error"), (refuse, "internal_error")])
+def test_a_poisoned_row_fails_alone_and_its_neighbours_keep_their_bytes(
+    spoil: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], code: str, make_engine: MakeEngine
+) -> None:
+    engine = make_engine(max_rows=16)
+    expected = engine.generate(innocent())
+    guilty = asked("sd15", "ddim", seed=9, num_steps=4, prompt=POISON)
+    with unet_hook(engine, spoil):
+        events = run(engine, guilty, *innocent())
+    failed = [event for event in events if isinstance(event, ImageFailed | Failed)]
+    assert [event.request_id for event in failed] == [guilty.request_id] * 2
+    assert {event.code for event in failed} == {code}
+    painted = [event.result.picture for event in events if isinstance(event, Painted)]
+    assert painted == [result.picture for result in expected]
+
+
+def test_a_failing_call_is_halved_not_repeated_for_ever(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_rows=16)
+    engine.warm_up()
+    calls = 0
+
+    def count_and_refuse(sample: torch.Tensor, guilty: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return refuse(sample, guilty)
+
+    with unet_hook(engine, count_and_refuse):
+        run(engine, asked("sd15", "ddim", seed=9, num_steps=1, prompt=POISON), *innocent(range(1)))
+    assert calls <= 12
+
+
+def test_a_request_of_which_some_images_fail_gives_the_others(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+
+    request = asked("sd15", "ddim", seed=5, num_steps=2, num_images=2)
+    marked = torch.randn((1, 4, 8, 8), generator=torch.Generator("cpu").manual_seed(6))[:, :1, :1, :1]
+    with unet_hook(engine, lambda sample, guilty: torch.where(near(sample, marked), torch.nan, sample)):
+        events = run(engine, request)
+    assert isinstance(events[-1], Finished)
+    assert (events[-1].num_painted, events[-1].num_failed) == (1, 1)  # ddim's first input is the unit noise itself
+    assert [event.image_index for event in events if isinstance(event, ImageFailed)] == [1]
+
+
+def near(sample: torch.Tensor, marked: torch.Tensor) -> torch.Tensor:
+    """(R, 1, 1, 1) bool: rows whose first value is the marked one."""
+    return (sample[:, :1, :1, :1] - marked).abs() < 1e-6
+
+
+def test_generate_raises_the_reason_when_nothing_was_painted(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    guilty = asked("sd15", "euler", seed=9, num_steps=2, prompt=POISON)
+    with unet_hook(engine, not_a_number), pytest.raises(NumericalError, match="not finite after step 1 of 2"):
+        engine.generate(guilty)
+    with unet_hook(engine, refuse), pytest.raises(DiffserveError, match="RuntimeError: the device choked"):
+        engine.generate(asked("sd15", "euler", seed=9, num_steps=2, prompt=POISON))
+
+
+def test_running_out_of_memory_halves_the_batch_and_remembers(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_rows=16, deterministic=False)
+
+    def small_device(sample: torch.Tensor, _guilty: torch.Tensor) -> torch.Tensor:
+        if sample.shape[0] > 4:
+            raise torch.OutOfMemoryError("no room for more than four rows")
+        return sample
+
+    with unet_hook(engine, small_device):
+        results = engine.generate(innocent(range(4)))
+    assert len(results) == 4
+    assert next(tick.num_rows for tick in engine.trace if tick.num_rows) == 8
+    assert max(len(call.rows) for tick in engine.trace for call in tick.calls) == 4
+    assert max(tick.num_rows for tick in engine.trace[-3:]) == 4
+
+
+def test_a_tick_that_fails_as_a_whole_fails_its_images_and_the_engine_lives_on(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine()
+    with monkeypatch.context() as broken:
+        broken.setattr("diffserve.engine.runners.ImageBatch.gather", None)
+        with pytest.raises(DiffserveError, match="TypeError"):
+            engine.generate(innocent(range(1))[0])
+    assert "a tick failed as a whole" in caplog.text
+    assert len(engine.generate(innocent(range(1))[0])) == 1
+
+
+def test_a_cancelled_image_returns_its_lane_before_the_next_step(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_lanes=4)
+    doomed, kept = asked("sd15", "ddim", seed=1, num_images=3), asked("sd15", "ddim", seed=2)
+    engine.submit(doomed)
+    engine.submit(kept)
+    for _ in range(3):
+        engine.tick()
+    assert engine.num_free_lanes == 0
+    assert engine.cancel(doomed.request_id)
+    assert not engine.cancel(doomed.request_id)
+    events = engine.tick()
+    assert Cancelled(request_id=doomed.request_id) in events
+    assert engine.num_free_lanes == 3
+    assert set(engine.trace[-1].request_ids) == {kept.request_id}
+    assert not engine.cancel("img-unknown")
+    assert [type(event) for event in engine.events()][-2:] == [Painted, Finished]
+
+
+def test_a_request_cancelled_before_its_first_tick_never_starts(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    request_id = engine.submit(innocent()[0])
+    assert engine.cancel(request_id)
+    assert [type(event).__name__ for event in engine.events()] == ["Accepted", "Cancelled"]
+    assert not engine.trace
+
+
+def test_leaving_a_stream_cancels_its_request(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    stream = engine.stream(asked("sd15", "ddim", seed=1, num_steps=50))
+    for _ in range(4):
+        next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert not engine.has_work
+
+
+def test_a_deadline_gives_the_work_up(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.warm_up()
+    late = asked("sd15", "ddim", seed=1, num_steps=1000, deadline_s=0.05)
+    with pytest.raises(DeadlineExceeded, match=r"the deadline of 0\.05 s passed"):
+        engine.generate(late)
+    in_time = asked("sd15", "ddim", seed=1, num_steps=2, deadline_s=60.0)
+    assert len(engine.generate(in_time)) == 1
+
+
+def test_a_deadline_passes_in_the_waiting_room_too(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_lanes=1)
+    engine.submit(asked("sd15", "ddim", seed=1, num_steps=2))
+    late = asked("sd15", "ddim", seed=1, num_steps=900, deadline_s=1e-3)
+    engine.submit(late)
+    time.sleep(2e-3)
+    failed = [event for event in engine.events() if isinstance(event, Failed)]
+    assert [(event.request_id, event.code) for event in failed] == [(late.request_id, "deadline_exceeded")]

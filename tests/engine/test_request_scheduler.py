@@ -1,0 +1,227 @@
+"""Who runs next: stories at a desk without torch."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+from diffserve.engine.lanes import LaneTable
+from diffserve.engine.task import Failure, Stage
+from diffserve.types import Failed, Finished, ImageFailed, Painted, Preview, Progress
+from tests.engine.desk import Desk
+
+
+def test_the_policy_runs_without_torch() -> None:
+    code = "import sys, tests.engine.desk; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_a_request_walks_from_waiting_to_painted() -> None:
+    desk = Desk(max_lanes=2)
+    live = desk.submit(num_steps=2)
+    [task] = live.tasks
+    plan, events = desk.tick()
+    assert (plan.prepare, plan.rows, events) == ((task,), (), [])
+    assert (task.stage, task.lane) == (Stage.DENOISING, 0)
+    plan, events = desk.tick()
+    assert (plan.rows, plan.num_rows, plan.decode) == ((task,), 2, ())
+    assert events == [Progress(request_id=live.request_id, image_index=0, step_index=1, num_steps=2, seconds_left=1.0)]
+    plan, events = desk.tick()
+    assert plan.decode == (task,)
+    assert [type(event) for event in events] == [Progress, Painted, Finished]
+    assert isinstance(events[1], Painted)
+    assert events[1].result.num_evaluations == 4
+    assert (task.stage, task.lane, desk.scheduler.lanes.num_used) == (Stage.DONE, None, 0)
+
+
+def test_times_add_up_and_waiting_counts_as_queueing() -> None:
+    desk = Desk(row_cap=2, max_lanes=1)
+    desk.submit(num_steps=3)
+    second = desk.submit(num_steps=4)
+    painted = {event.request_id: event.result for event in desk.run() if isinstance(event, Painted)}
+    timings = painted[second.request_id].timings
+    assert timings.denoise_s == 4.0
+    assert timings.step_s == 1.0
+    assert (timings.encode_s, timings.decode_s) == (0.25, 0.5)
+    assert timings.queue_s == pytest.approx(5.0 - 0.25)
+
+
+def test_newcomers_join_at_the_next_step_and_finished_rows_leave_at_once() -> None:
+    desk = Desk(row_cap=8)
+    first = desk.submit(num_steps=3)
+    desk.tick()
+    second = desk.submit(num_steps=1)
+    assert desk.tick()[0].rows == (first.tasks[0],)
+    assert desk.tick()[0].rows == (first.tasks[0], second.tasks[0])
+    assert desk.tick()[0].rows == (first.tasks[0],)
+    assert not desk.scheduler.has_work
+
+
+def test_the_pair_of_an_image_is_never_split_and_a_single_row_fills_the_gap() -> None:
+    desk = Desk(row_cap=5)
+    for _ in range(3):
+        desk.submit(num_steps=10)
+    desk.submit(num_steps=40, guidance_scale=1.0)
+    desk.tick()
+    plan, _ = desk.tick()
+    assert plan.num_rows == 5
+    assert sorted(task.rows_now for task in plan.rows) == [1, 2, 2]
+
+
+def test_outside_its_guidance_interval_an_image_costs_one_row() -> None:
+    desk = Desk()
+    desk.submit(num_steps=10, guidance_interval=(0.2, 0.5))
+    desk.tick()
+    counts = [plan.num_rows for plan, _ in (desk.tick() for _ in range(10))]
+    assert counts == [1, 1, 2, 2, 2, 1, 1, 1, 1, 1]
+
+
+def test_the_shortest_job_runs_first_and_takes_the_place_of_a_longer_one() -> None:
+    desk = Desk(row_cap=2)
+    long = desk.submit(num_steps=50)
+    desk.tick()
+    desk.tick()
+    short = desk.submit(num_steps=2)
+    desk.tick()
+    assert desk.tick()[0].rows == (short.tasks[0],)
+    assert desk.tick()[0].rows == (short.tasks[0],)
+    assert desk.tick()[0].rows == (long.tasks[0],)
+
+
+@pytest.mark.parametrize("ageing", [0.25, 0.5, 2.0])
+def test_a_long_job_is_overtaken_only_by_those_who_come_soon_after_it(ageing: float) -> None:
+    desk = Desk(row_cap=2, ageing_rows_per_tick=ageing)
+    long = desk.submit(num_steps=50)
+    arrivals = {}
+    order = []
+    while long.request_id in desk.scheduler.live:
+        short = desk.submit(num_steps=2)
+        arrivals[short.request_id] = desk.scheduler.num_ticks
+        _, events = desk.tick()
+        order += [event.request_id for event in events if isinstance(event, Finished)]
+    overtakers = [arrivals[request_id] for request_id in order[:-1]]
+    assert order[-1] == long.request_id
+    assert max(overtakers) <= 100 / ageing + 1
+
+
+def test_sizes_do_not_share_a_tick_and_both_get_their_turn() -> None:
+    desk = Desk(row_cap=8)
+    square = [desk.submit(num_steps=3) for _ in range(2)]
+    wide = [desk.submit(num_steps=3, width_px=96, height_px=64) for _ in range(2)]
+    groups = []
+    while desk.scheduler.has_work:
+        plan, _ = desk.tick()
+        assert len({task.group for task in plan.rows}) <= 1
+        groups.append(plan.group)
+    assert {group.width_px for group in groups if group} == {64, 96}
+    assert all(live.num_painted == 1 for live in (*square, *wide))
+
+
+def test_a_full_house_makes_newcomers_wait_for_a_lane() -> None:
+    desk = Desk(row_cap=16, max_lanes=2)
+    first = desk.submit(num_steps=2, num_images=2)
+    second = desk.submit(num_steps=3)
+    assert len(desk.tick()[0].prepare) == 2
+    assert not second.has_started
+    desk.tick()
+    desk.tick()
+    assert first.is_over
+    assert desk.tick()[0].prepare == (second.tasks[0],)
+    desk.run()
+    desk.scheduler.check_integrity()
+
+
+def test_few_are_prepared_and_few_decoded_in_one_tick() -> None:
+    desk = Desk(row_cap=32, max_prepares_per_tick=3, max_decodes_per_tick=2)
+    desk.submit(num_steps=1, num_images=5)
+    assert len(desk.tick()[0].prepare) == 3
+    plan, events = desk.tick()
+    assert (len(plan.prepare), len(plan.rows), len(plan.decode)) == (2, 3, 2)
+    assert sum(isinstance(event, Painted) for event in events) == 2
+    plan, _ = desk.tick()
+    assert (len(plan.rows), len(plan.decode)) == (2, 2)
+    assert len(desk.tick()[0].decode) == 1
+    assert not desk.scheduler.has_work
+
+
+def test_previews_come_each_so_many_steps_but_not_with_the_last() -> None:
+    desk = Desk()
+    desk.submit(num_steps=6, preview_every=2, sampler="heun")
+    previews = [event.step_index for event in desk.run() if isinstance(event, Preview)]
+    assert previews == [2, 4]
+
+
+def test_a_step_of_heun_reports_progress_once_though_it_takes_two_rows() -> None:
+    desk = Desk()
+    live = desk.submit(num_steps=3, sampler="heun", guidance_scale=1.0)
+    events = desk.run()
+    assert [event.step_index for event in events if isinstance(event, Progress)] == [1, 2, 3]
+    [painted] = [event.result for event in events if isinstance(event, Painted)]
+    assert painted.num_evaluations == live.settings.table.num_rows == 5
+
+
+def test_the_last_failure_of_a_request_ends_it_with_the_first_reason() -> None:
+    desk = Desk()
+    live = desk.submit(num_steps=2, num_images=2)
+    desk.tick()
+    plan = desk.plan()
+    reasons = {task: Failure("numerical_error", f"image {task.image_index} is bad") for task in plan.rows}
+    events = desk.apply(plan, reasons)
+    assert [type(event) for event in events] == [ImageFailed, ImageFailed, Failed]
+    assert events[-1] == Failed(request_id=live.request_id, code="numerical_error", message="image 0 is bad")
+    desk.scheduler.check_integrity()
+
+
+def test_a_newcomer_that_cannot_be_prepared_gives_its_lane_back() -> None:
+    desk = Desk(max_lanes=1)
+    desk.submit()
+    plan = desk.plan()
+    events = desk.apply(plan, {plan.prepare[0]: Failure("invalid_value", "the prompt is too long", "prompt")})
+    assert isinstance(events[-1], Failed)
+    assert events[-1].param == "prompt"
+    assert desk.scheduler.lanes.num_free == 1
+
+
+def test_freeing_a_lane_twice_is_an_error() -> None:
+    table = LaneTable(2)
+    lane = table.allocate("a")
+    assert lane == 0
+    table.free(lane)
+    with pytest.raises(KeyError):
+        table.free(lane)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_random_walk_over_few_lanes_loses_nothing(seed: int) -> None:
+    walk = random.Random(seed)
+    desk = Desk(row_cap=walk.choice([2, 3, 8]), max_lanes=3, max_prepares_per_tick=2, max_decodes_per_tick=1)
+    seen: dict[str, int] = {}
+    for _ in range(300):
+        action = walk.random()
+        if action < 0.3 and len(desk.scheduler.live) < 12:
+            live = desk.submit(
+                num_steps=walk.randint(1, 8),
+                guidance_scale=walk.choice([1.0, 5.0]),
+                num_images=walk.randint(1, 3),
+                width_px=walk.choice([64, 96]),
+                deadline_s=walk.choice([None, 3.0, 30.0]),
+            )
+            seen[live.request_id] = 0
+        elif action < 0.4 and desk.scheduler.live:
+            for event in desk.scheduler.cancel(walk.choice(list(desk.scheduler.live))):
+                seen[event.request_id] += 1
+        else:
+            events = desk.scheduler.expire(desk.now_s)
+            plan = desk.plan()
+            bad = {task: Failure("numerical_error", "bad") for task in plan.tasks if walk.random() < 0.05}
+            for event in [*events, *desk.apply(plan, bad)]:
+                seen[event.request_id] += isinstance(event, Finished | Failed)
+        desk.scheduler.check_integrity()
+    for event in desk.run():
+        seen[event.request_id] += isinstance(event, Finished | Failed)
+    desk.scheduler.check_integrity()
+    assert desk.scheduler.lanes.num_free == 3
+    assert set(seen.values()) == {1}
