@@ -1,4 +1,4 @@
-"""Tiny random models of the real classes, saved as real checkpoints: SD 1.5, SD 2 (v, zero-SNR), SDXL, inpainting.
+"""Tiny random models of the real classes, saved as real checkpoints, one for each layout that diffserve serves.
 
 Widths are the least that keep the published layouts readable: 32 channels for groups of 32, heads of 64 where the
 family has them, four VAE levels so that a latent cell is 8 pixels. Weights are random but seeded, so numbers repeat.
@@ -30,7 +30,9 @@ MERGES: Final = (
     "fo x</w>",
 )
 KINDS: Final = ("sd15", "sd2", "sdxl", "inpaint9")
+EMBEDDED: Final = "embedded"  # the layout of the model that ships inside: 8 latent channels, prompts of 30 tokens
 WINDOW: Final = 77
+EMBEDDED_WINDOW: Final = 32
 
 
 def vocabulary() -> dict[str, int]:
@@ -58,9 +60,10 @@ def write_tokenizer(directory: Path, *, pad: str = END, window: int = WINDOW) ->
     return directory
 
 
-def tokenizer(directory: Path, *, pad: str = END) -> Any:
+def tokenizer(directory: Path, *, pad: str = END, window: int = WINDOW) -> Any:
     """transformers' CLIPTokenizer over the tiny vocabulary."""
-    return import_quietly("transformers", "CLIPTokenizer").from_pretrained(str(write_tokenizer(directory, pad=pad)))
+    written = write_tokenizer(directory, pad=pad, window=window)
+    return import_quietly("transformers", "CLIPTokenizer").from_pretrained(str(written))
 
 
 def text_encoder(
@@ -70,6 +73,7 @@ def text_encoder(
     act: str = "quick_gelu",
     projection: int | None = None,
     vocabulary_size: int | None = None,
+    window: int = WINDOW,
 ) -> Any:
     """A CLIP text encoder; with ``projection`` the class that has a pooled projection of that width."""
     size = vocabulary_size or len(vocabulary())
@@ -80,6 +84,7 @@ def text_encoder(
         num_hidden_layers=layers,
         num_attention_heads=max(1, width // 64),
         projection_dim=projection or width,
+        max_position_embeddings=window,
         hidden_act=act,
         bos_token_id=size - 2,
         eos_token_id=size - 1,
@@ -96,17 +101,16 @@ def text_encoder(
     return network.eval()
 
 
-def vae(*, latent_channels: int = 4, **config: Any) -> Any:
+def vae(**config: Any) -> Any:
     """An AutoencoderKL with 8 pixels to a cell."""
+    defaults = {"latent_channels": 4, "norm_num_groups": 32}
     return import_quietly("diffusers", "AutoencoderKL")(
         block_out_channels=(32, 32, 32, 32),
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
         layers_per_block=1,
-        latent_channels=latent_channels,
-        norm_num_groups=32,
         sample_size=64,
-        **config,
+        **(defaults | config),
     ).eval()
 
 
@@ -123,6 +127,13 @@ def unet(kind: str, *, context: int) -> Any:
     own: dict[str, dict[str, Any]] = {
         "sd15": plain,
         "inpaint9": {**plain, "in_channels": 9},
+        EMBEDDED: {
+            **plain,
+            "in_channels": 8,
+            "out_channels": 8,
+            "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+            "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        },
         "sd2": linear,
         "sdxl": {
             **linear,
@@ -138,9 +149,9 @@ def unet(kind: str, *, context: int) -> Any:
 
 
 def scheduler(kind: str) -> Any:
-    """DDIM with the family's noise schedule; SD 2: v-prediction, zero terminal SNR, trailing."""
+    """DDIM with the family's noise schedule; SD 2 and embedded: v-prediction, zero terminal SNR, trailing."""
     extra: dict[str, Any] = {}
-    if kind == "sd2":
+    if kind in ("sd2", EMBEDDED):
         extra = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
     return import_quietly("diffusers", "DDIMScheduler")(
         beta_start=0.00085,
@@ -157,7 +168,8 @@ def build_pipeline(kind: str, workspace: Path, *, seed: int = 0) -> Any:
     """diffusers' own pipeline of family ``kind`` with random weights. ``workspace`` takes the tokenizers' files."""
     torch.manual_seed(seed)
     parts: dict[str, Any] = {"scheduler": scheduler(kind)}
-    parts["tokenizer"] = tokenizer(workspace / "tokenizer", pad="!" if kind == "sd2" else END)
+    window = EMBEDDED_WINDOW if kind == EMBEDDED else WINDOW
+    parts["tokenizer"] = tokenizer(workspace / "tokenizer", pad="!" if kind == "sd2" else END, window=window)
     if kind == "sdxl":
         parts["text_encoder"] = text_encoder(width=64)
         parts["text_encoder_2"] = text_encoder(width=64, layers=4, act="gelu", projection=32)
@@ -166,9 +178,10 @@ def build_pipeline(kind: str, workspace: Path, *, seed: int = 0) -> Any:
         parts["vae"] = vae(scaling_factor=0.13025)
         name = "StableDiffusionXLPipeline"
     else:
-        parts["text_encoder"] = text_encoder(width=64, act="gelu" if kind == "sd2" else "quick_gelu")
+        parts["text_encoder"] = text_encoder(width=64, act="gelu" if kind == "sd2" else "quick_gelu", window=window)
         parts["unet"] = unet(kind, context=64)
-        parts["vae"] = vae()
+        own = {"latent_channels": 8, "norm_num_groups": 16, "mid_block_add_attention": False, "scaling_factor": 1.0}
+        parts["vae"] = vae(**own) if kind == EMBEDDED else vae()
         parts |= {"safety_checker": None, "feature_extractor": None}
         name = "StableDiffusionInpaintPipeline" if kind == "inpaint9" else "StableDiffusionPipeline"
     optional = {} if kind == "sdxl" else {"requires_safety_checker": False}

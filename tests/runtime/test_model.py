@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -139,11 +140,28 @@ def test_no_parameter_takes_gradients_and_no_dropout_is_left_on(tiny: LoadTiny) 
         assert not any(part.is_meta for part in [*network.parameters(), *network.buffers()])
 
 
+QUIET_LOAD = """
+import socket
+def refuse(*_, **__):
+    raise AssertionError("the loader reached for the network")
+socket.socket.connect = socket.getaddrinfo = refuse
+from diffserve.runtime import load_model
+load_model({path!r}, dtype={dtype!r}, device="cpu")
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_loading_in_a_fresh_process_says_nothing(tiny_model: Callable[[str], Path], dtype: str) -> None:
-    code = f"from diffserve.runtime import load_model; load_model({str(tiny_model('sd15'))!r}, dtype={dtype!r})"
+def test_loading_in_a_fresh_process_says_nothing_and_opens_no_connection(
+    tiny_model: Callable[[str], Path], dtype: str
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-W", "error", "-c", QUIET_LOAD.format(path=str(tiny_model("sdxl")), dtype=dtype)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=environment,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

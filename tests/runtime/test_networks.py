@@ -32,11 +32,13 @@ def row_arguments(kind: str, num_rows: int, context: int) -> dict[str, torch.Ten
     return arguments
 
 
-@pytest.mark.parametrize(("kind", "context"), [("sd15", 64), ("sd2", 64), ("sdxl", 128), ("inpaint9", 64)])
+@pytest.mark.parametrize(
+    ("kind", "context"), [("sd15", 64), ("sd2", 64), ("sdxl", 128), ("inpaint9", 64), ("embedded", 64)]
+)
 def test_unet_rows_equal_the_pipelines_unet(
     tiny: LoadTiny, tiny_pipeline: TinyPipeline, kind: str, context: int
 ) -> None:
-    sample, timesteps = randn(2, 4, 8, 8), torch.tensor([999, 1])
+    sample, timesteps = randn(2, tiny(kind).unet.latent_channels, 8, 8), torch.tensor([999, 1])
     rows = row_arguments(kind, 2, context)
     found = tiny(kind).unet.predict(sample, timesteps, **rows)
     added = {"text_embeds": rows["pooled"], "time_ids": rows["time_ids"]} if kind == "sdxl" else None
@@ -68,9 +70,9 @@ def test_a_unet_says_which_condition_it_is_missing(tiny: LoadTiny) -> None:
         tiny("sd15").unet.predict(sample, timesteps, randn(1, 77, 64), extra=randn(1, 5, 8, 8))
 
 
-@pytest.mark.parametrize("kind", ["sd15", "sdxl"])
+@pytest.mark.parametrize("kind", ["sd15", "sdxl", "embedded"])
 def test_decoded_pixels_equal_the_pipelines(tiny: LoadTiny, tiny_pipeline: TinyPipeline, kind: str) -> None:
-    latents, pipeline = randn(2, 4, 8, 8), tiny_pipeline(kind)
+    latents, pipeline = randn(2, tiny(kind).vae.latent_channels, 8, 8), tiny_pipeline(kind)
     with torch.inference_mode():
         decoded = pipeline.vae.decode(latents / pipeline.vae.config.scaling_factor).sample
         images = pipeline.image_processor.postprocess(decoded, output_type="pil")

@@ -12,7 +12,7 @@ from diffserve.runtime import Conditioning, DiffusionModel
 from diffserve.runtime.text import CACHED_TEXTS, _weigh
 from tests.runtime.conftest import LoadTiny, TinyPipeline
 
-PROMPTS = ("a red fox on the dog", "A Cat, the CAT!  dog\n", "café 猫 🦊", "x" * 40, "<|endoftext|> cat")
+PROMPTS = ("a red fox on the dog", "A Cat, the CAT!  dog\n", "café 猫 🦊", "x" * 25, "<|endoftext|> cat")
 
 
 def encode(model: DiffusionModel, prompt: str, negative: str = "") -> Conditioning:
@@ -34,7 +34,7 @@ def ours(conditioning: Conditioning) -> list[torch.Tensor]:
     return [tensor for tensor in found if tensor is not None]
 
 
-@pytest.mark.parametrize("kind", ["sd15", "sd2", "sdxl"])
+@pytest.mark.parametrize("kind", ["sd15", "sd2", "sdxl", "embedded"])
 @pytest.mark.parametrize("negative", ["", "the cat"])
 def test_plain_prompts_give_diffusers_embeddings_exactly(
     tiny: LoadTiny, tiny_pipeline: TinyPipeline, kind: str, negative: str
@@ -88,6 +88,13 @@ def test_long_prompts_are_chunks_side_by_side(tiny: LoadTiny) -> None:
     assert conditioning.num_tokens == 2 * 77
     expected = torch.cat([encode(model, first).cond, encode(model, second).cond])
     assert torch.equal(conditioning.cond, expected)
+
+
+def test_a_tokenizer_with_a_short_window_makes_short_chunks(tiny: LoadTiny) -> None:
+    model = tiny("embedded")
+    assert model.text.window_tokens == 32
+    assert encode(model, "cat " * 30).num_tokens == 32
+    assert encode(model, "cat " * 31).num_tokens == 64
 
 
 def test_the_shorter_of_prompt_and_negative_is_padded_with_empty_chunks(tiny: LoadTiny) -> None:
