@@ -125,7 +125,9 @@ class EngineClient:
                 if closed.done():
                     return
                 if pong.done():
-                    pong, self._heard_at_s = None, self._now()
+                    if pong.exception() is None:
+                        self._heard_at_s = self._now()
+                    pong = None
                     await asyncio.wait({closed}, timeout=PING_EVERY_S)
                 elif self._now() - self._heard_at_s > HUNG_AFTER_S:
                     log.error("engine hangs", extra={"engine_pid": connection.pid})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import re
 import time
+from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
@@ -16,7 +17,7 @@ from diffserve.infotext import write_infotext
 from diffserve.service.schemas import MAX_NAME_CHARS, GenerateBody, show
 from diffserve.sizes import SizePlan, plan_size
 from diffserve.types import DiffusionParams, GenerationRequest, ImageResult, ModelInfo
-from schedulers import UnknownSampler, resolve_sampler
+from schedulers import SIGMA_SCHEDULES, SPACINGS, UnknownSampler, resolve_sampler
 
 QUALITIES: Final = ("auto", "low", "medium", "high", "xhigh", "max", "standard", "hd")
 SCHEDULE_TYPES: Final[dict[str, str | None]] = {
@@ -173,6 +174,8 @@ def _diffusion(body: GenerateBody) -> DiffusionParams:
         sampler = body.scheduler
     if sampler is not None:
         _check_sampler(sampler)
+    _check_listed("sigma_schedule", schedule, SIGMA_SCHEDULES)
+    _check_listed("spacing", body.spacing, SPACINGS)
     return DiffusionParams(
         sampler=sampler,
         num_steps=_one_of(body, "num_inference_steps", "steps"),
@@ -189,6 +192,11 @@ def _check_sampler(name: str) -> None:
         resolve_sampler(shortened)
     except UnknownSampler as error:
         raise InvalidRequest(str(error), param="sampler", code="unknown_sampler") from None
+
+
+def _check_listed(name: str, value: str | None, known: Iterable[str]) -> None:
+    if value is not None and value not in known:
+        raise InvalidRequest(f"{name} is {show(value)}; it must be one of {', '.join(known)}.", param=name)
 
 
 def _one_of(body: GenerateBody, name: str, other: str) -> Any:

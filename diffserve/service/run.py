@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from diffserve.errors import ConfigError, EngineUnavailable
 from diffserve.service.app import create_app
 from diffserve.service.engine_client import EngineClient
 from diffserve.service.gate import Gate
+from diffserve.service.guards import is_loopback
 from diffserve.service.logs import set_up_logs
 from diffserve.service.protocol import MAX_HEADER_BYTES, Http1
 
@@ -44,8 +46,10 @@ def bind(config: ServeConfig) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=1024)
     except OSError as error:
+        is_lookup = isinstance(error, socket.gaierror) or error.errno is None
+        reason = error.strerror if is_lookup else os.strerror(error.errno or 0)
         raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror or error}; try another --host or --port.",
+            f"cannot listen on {config.host}:{config.port}: {reason}; try another --host or --port.",
             param="port",
         ) from None
 
@@ -67,6 +71,8 @@ class _Server:
         engine.start()
         answering = asyncio.create_task(http.serve(sockets=[self._listener]))
         self._say(f"listening on {self._url()}, loading {self._settings.model.model_id}")
+        if not is_loopback(self._settings.serve.host):
+            self._say("anybody who reaches this address may paint: there are no keys yet")
         announcing = asyncio.create_task(self._announce(engine))
         try:
             await self._until_over(engine, answering)

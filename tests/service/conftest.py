@@ -9,13 +9,15 @@ import pytest
 
 from tests.service.server import RunningServer, running_server
 
+CONFIG = '[model]\ndtype = "float32"\n[engine]\nmax_rows = 8\n'
+
 
 @pytest.fixture(scope="session")
 def shared_server(
     tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
     """A ready server of the tiny random SD 1.5 model."""
-    with running_server(tiny_model("sd15"), tmp_path_factory.mktemp("server"), config=FULL_PRECISION) as server:
+    with running_server(tiny_model("sd15"), tmp_path_factory.mktemp("server"), config=CONFIG) as server:
         server.wait_until_ready()
         yield server
 
@@ -26,6 +28,3 @@ def server(shared_server: RunningServer) -> Iterator[RunningServer]:
     yield shared_server
     assert shared_server.status("/readyz") == 200
     assert shared_server.num_requests() == 0
-
-
-FULL_PRECISION = '[model]\ndtype = "float32"\n'

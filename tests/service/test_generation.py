@@ -9,6 +9,7 @@ from PIL import Image
 
 from diffserve.images import DIGITAL_SOURCE_TYPE, read_infotext
 from diffserve.infotext import SOFTWARE, parse_infotext
+from schedulers import SAMPLERS
 from tests.service.server import RunningServer, files_of
 
 pytestmark = pytest.mark.slow
@@ -148,6 +149,23 @@ def test_what_is_ignored_is_said(server: RunningServer, fields: dict[str, object
 def test_odd_prompts_are_painted_like_others(server: RunningServer, prompt: str) -> None:
     (file,) = files_of(server.paint(prompt))
     assert read_infotext(file) is not None
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_one_step_of_every_sampler_gives_a_picture(server: RunningServer, sampler: str) -> None:
+    response = server.paint(num_steps=1, sampler=sampler)
+    (file,) = files_of(response)
+    assert response.json()["sampler"] == sampler
+    assert len(set(Image.open(BytesIO(file)).convert("L").tobytes())) > 1  # not of one colour
+
+
+def test_the_description_names_every_field(server: RunningServer) -> None:
+    paths = server.client.get("/openapi.json").json()["paths"]
+    assert {"/v1/images/generations", "/v1/models", "/v1/models/{name}", "/livez", "/readyz"} <= set(paths)
+    content = paths["/v1/images/generations"]["post"]["requestBody"]["content"]
+    schema = content["application/json"]["schema"]
+    assert {"prompt", "n", "size", "seed", "num_inference_steps", "sampler", "eta"} <= set(schema["properties"])
+    assert schema["required"] == ["prompt"]
 
 
 def test_the_safety_identifier_is_echoed(server: RunningServer) -> None:

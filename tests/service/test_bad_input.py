@@ -1,0 +1,298 @@
+"""Whatever is sent, the answer is OpenAI's error object and names the value, and the server lives on."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import httpx
+import pytest
+
+from diffserve.config import load_settings
+from tests.service.server import GENERATIONS, RunningServer, error_of, files_of
+
+pytestmark = pytest.mark.slow
+
+JSON = {"Content-Type": "application/json"}
+MAX_BODY_BYTES = load_settings(env={}).serve.max_body_bytes
+
+
+def post(server: RunningServer, content: bytes, headers: dict[str, str] | None = None) -> httpx.Response:
+    return server.client.post(GENERATIONS, content=content, headers=JSON if headers is None else headers)
+
+
+def raw_exchange(server: RunningServer, data: bytes, *, patience_s: float = 20.0) -> bytes:
+    """Send ``data`` as it is and read until the server closes."""
+    received = b""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=patience_s) as connection:
+        connection.sendall(data)
+        while part := connection.recv(65536):
+            received += part
+    return received
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"", "invalid_json"),
+        (b"null", "invalid_json"),
+        (b"[]", "invalid_json"),
+        (b'"x"', "invalid_json"),
+        (b'{"prompt": "a"', "invalid_json"),
+        (b'{"prompt": "a",}', "invalid_json"),
+        (b'\xef\xbb\xbf{"prompt": "a"}', "invalid_json"),
+        ('{"prompt": "a"}'.encode("utf-16"), "invalid_json"),
+        (b'{"prompt": "\xff"}', "invalid_json"),
+        (b'{"prompt": "\\ud800"}', "invalid_json"),
+        (b'{"prompt": "a", "guidance_scale": NaN}', "invalid_value"),
+        (b'{"prompt": "a", "guidance_scale": Infinity}', "invalid_value"),
+        (b'{"prompt": "a", "guidance_scale": 1e400}', "invalid_value"),
+        (b'{"prompt": "a", "foo": NaN}', "invalid_json"),
+        (b'{"prompt": "a", "foo": [-Infinity]}', "invalid_json"),
+        (b'{"prompt": "a", "foo": 1e400}', "invalid_json"),
+        (b"[" * 10_000 + b"]" * 10_000, "invalid_json"),
+        (b'{"foo": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", "invalid_json"),
+        (b'{"prompt": "a", "foo": ' + b"[" * 40 + b"]" * 40 + b"}", "invalid_json"),
+    ],
+    ids=[
+        *("empty", "null", "list", "text", "truncated", "trailing-comma", "bom", "utf16", "bad-utf8", "lone-surrogate"),
+        *("nan", "infinity", "1e400", "nan-elsewhere", "infinity-deeper", "1e400-elsewhere"),
+        *("deep-list", "deep-field", "forty-levels"),
+    ],
+)
+def test_what_is_no_json_is_refused(server: RunningServer, content: bytes, code: str) -> None:
+    response = post(server, content)
+    assert response.status_code == 400
+    assert error_of(response)["code"] == code
+
+
+WRONG_VALUES: list[tuple[str, dict[str, Any], str | None, str, str]] = [
+    ("no-prompt", {"prompt": ...}, "prompt", "missing_required_parameter", "prompt"),
+    ("empty-prompt", {"prompt": ""}, "prompt", "empty_prompt", "empty"),
+    ("blank-prompt", {"prompt": " \n\t"}, "prompt", "empty_prompt", "empty"),
+    ("long-prompt", {"prompt": "a" * 32_001}, "prompt", "string_above_max_length", "32001"),
+    ("list-prompt", {"prompt": ["a"]}, "prompt", "invalid_value", '["a"]'),
+    ("number-prompt", {"prompt": 7}, "prompt", "invalid_value", "7"),
+    ("object-prompt", {"prompt": {"a": 1}}, "prompt", "invalid_value", '{"a": 1}'),
+    ("long-negative", {"negative_prompt": "a" * 1_000_000}, "negative_prompt", "string_above_max_length", "1000000"),
+    *(
+        (f"n-{value}", {"n": value}, "n", "invalid_value", json.dumps(value))
+        for value in (0, -1, 11, 10**9, 2**63, 1.5, 1.0, "2", True)
+    ),
+    *(
+        (f"size-{value}", {"size": value}, "size", "invalid_size", "")
+        for value in (
+            "0x0",
+            "0x512",
+            "-8x8",
+            "100000x8",
+            "8x100000",
+            "99999999999x1",
+            "512×512",
+            " 512x512",
+            "512",
+            "63x64",
+        )
+    ),
+    ("size-over", {"size": "2048x2056"}, "size", "invalid_size", "2048x2056"),
+    ("size-number", {"size": 512}, "size", "invalid_value", "512"),
+    ("width-alone", {"width": 64}, "size", "invalid_size", "together"),
+    ("width-and-size", {"width": 64, "height": 64, "size": "128x128"}, "size", "invalid_size", "128x128"),
+    ("width-text", {"width": "64", "height": 64}, "width", "invalid_value", '"64"'),
+    *(
+        (f"steps-{value}", {"num_inference_steps": value}, "num_inference_steps", "invalid_value", json.dumps(value))
+        for value in (0, -1, 1001, 10**9, 2.5, "20")
+    ),
+    ("steps-alias", {"steps": 0, "num_inference_steps": ...}, "steps", "invalid_value", "0"),
+    ("steps-twice", {"steps": 3}, "num_inference_steps", "invalid_value", "3"),
+    *(
+        (f"guidance-{value}", {"guidance_scale": value}, "guidance_scale", "invalid_value", json.dumps(value))
+        for value in (-1, 31, "NaN", 1e308, True)
+    ),
+    *(
+        (f"seed-{value}", {"seed": value}, "seed", "invalid_value", json.dumps(value))
+        for value in (-2, 2**63, 2**64, "42", 1.0, True)
+    ),
+    ("eta-high", {"eta": 1.5}, "eta", "invalid_value", "1.5"),
+    ("sampler", {"sampler": "warp"}, "sampler", "unknown_sampler", "dpmpp_2m"),
+    ("sampler-path", {"sampler": "../../x"}, "sampler", "unknown_sampler", "../../x"),
+    ("sampler-long", {"sampler": "x" * 10_240}, "sampler", "unknown_sampler", "euler_a"),
+    ("scheduler", {"scheduler": "warp"}, "sampler", "unknown_sampler", "dpmpp_2m"),
+    ("scheduler-beside", {"sampler": "ddim", "scheduler": "warp"}, "scheduler", "unknown_scheduler", "karras"),
+    ("spacing", {"spacing": "warp"}, "spacing", "invalid_value", "warp"),
+    ("sigma-schedule", {"sigma_schedule": "warp"}, "sigma_schedule", "invalid_value", "warp"),
+    ("response-format", {"response_format": "exe"}, "response_format", "invalid_value", '"exe"'),
+    ("url", {"response_format": "url"}, "response_format", "unsupported_value", "b64_json"),
+    ("svg", {"output_format": "svg"}, "output_format", "invalid_value", '"svg"'),
+    ("compression", {"output_compression": 101}, "output_compression", "invalid_value", "101"),
+    ("transparent", {"background": "transparent"}, "background", "unsupported_value", "opaque"),
+    ("stream", {"stream": True}, "stream", "unsupported_value", "streaming"),
+    ("stream-text", {"stream": "yes"}, "stream", "invalid_value", '"yes"'),
+    ("partial-images", {"partial_images": 4}, "partial_images", "invalid_value", "4"),
+    ("user-long", {"user": "a" * 10_240}, "user", "string_above_max_length", "10240"),
+    ("user-control", {"user": "a\x1b"}, "user", "invalid_value", "control"),
+    ("embeds", {"prompt_embeds": [[0.1]]}, "prompt_embeds", "unsupported_parameter", "tensors"),
+    ("kwargs", {"extra_body": {"kwargs": {}}}, "extra_body", "unsupported_parameter", "not supported"),
+    ("strength", {"strength": 0.5}, "strength", "unsupported_parameter", "text alone"),
+    ("callback", {"callback_url": "http://127.0.0.1/"}, "callback_url", "unsupported_parameter", "nobody"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code", "words"), [case[1:] for case in WRONG_VALUES], ids=[case[0] for case in WRONG_VALUES]
+)
+def test_a_wrong_value_is_named(
+    server: RunningServer, fields: dict[str, Any], param: str | None, code: str, words: str
+) -> None:
+    body = {"prompt": "a red fox", "num_inference_steps": 1} | fields
+    response = post(server, json.dumps({name: value for name, value in body.items() if value is not ...}).encode())
+    assert response.status_code == 400, response.text
+    error = error_of(response)
+    assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
+    assert words in error["message"]
+    assert len(error["message"]) < 1000
+
+
+@pytest.mark.parametrize(
+    "model", ["nope", "../../etc/passwd", "file:///etc/passwd", "org/repo", "https://x.test/y", ""]
+)
+def test_an_unknown_model_is_not_found(server: RunningServer, model: str) -> None:
+    response = server.paint(model=model)
+    assert response.status_code == 404
+    assert error_of(response)["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "code"),
+    [
+        ({"Content-Type": "text/plain"}, 415, "unsupported_media_type"),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415, "unsupported_media_type"),
+        ({}, 415, "unsupported_media_type"),
+        ({**JSON, "Content-Encoding": "gzip"}, 415, "unsupported_content_encoding"),
+        ({**JSON, "Origin": "null"}, 403, "origin_not_allowed"),
+        ({**JSON, "Origin": "https://evil.test"}, 403, "origin_not_allowed"),
+        ({**JSON, "Origin": "http://127.0.0.1:99999"}, 403, "origin_not_allowed"),
+        ({**JSON, "Origin": "http://localhost.evil.test"}, 403, "origin_not_allowed"),
+        ({**JSON, "Origin": "http://localhost@evil.test"}, 403, "origin_not_allowed"),
+        ({**JSON, "Sec-Fetch-Site": "cross-site"}, 403, "origin_not_allowed"),
+        ({**JSON, "Host": "evil.test"}, 403, "host_not_allowed"),
+        ({**JSON, "Host": "127.0.0.1:99999"}, 403, "host_not_allowed"),
+    ],
+)
+def test_a_request_from_elsewhere_or_of_another_type_is_refused(
+    server: RunningServer, headers: dict[str, str], status: int, code: str
+) -> None:
+    response = post(server, b'{"prompt": "a red fox"}', headers)
+    assert response.status_code == status
+    assert error_of(response)["code"] == code
+    assert response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("origin", ["http://localhost:5173", "http://127.0.0.1:8000", "http://[::1]:3000"])
+def test_a_page_of_this_machine_may_ask(server: RunningServer, origin: str) -> None:
+    preflight = server.client.options(
+        GENERATIONS, headers={"Origin": origin, "Access-Control-Request-Headers": "content-type"}
+    )
+    assert preflight.status_code == 204
+    assert preflight.headers["access-control-allow-origin"] == origin
+    assert preflight.headers["access-control-allow-headers"] == "content-type"
+    answer = post(server, b'{"prompt": "a red fox", "steps": 1}', {**JSON, "Origin": origin})
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == origin
+
+
+def test_options_without_an_origin_is_answered_and_with_a_foreign_one_refused(server: RunningServer) -> None:
+    assert server.client.options(GENERATIONS).status_code == 204
+    assert server.client.options(GENERATIONS, headers={"Origin": "https://evil.test"}).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nowhere", 404, "unknown_url"),
+        ("GET", "/v1/models/nope", 404, "model_not_found"),
+        ("GET", "/v1/models/..%2f..%2fetc", 404, "model_not_found"),
+        ("POST", "/v1/images/generations/", 404, "unknown_url"),
+        ("GET", GENERATIONS, 405, "method_not_allowed"),
+        ("DELETE", GENERATIONS, 405, "method_not_allowed"),
+        ("TRACE", GENERATIONS, 405, "method_not_allowed"),
+        ("BREW", GENERATIONS, 405, "method_not_allowed"),
+        ("POST", "/v1/models", 405, "method_not_allowed"),
+    ],
+)
+def test_other_addresses_and_methods_are_refused(
+    server: RunningServer, method: str, path: str, status: int, code: str
+) -> None:
+    response = server.client.request(method, path)
+    assert response.status_code == status
+    assert error_of(response)["code"] == code
+    assert ("allow" in response.headers) is (status == 405)
+
+
+def test_a_head_request_of_a_post_address_is_405(server: RunningServer) -> None:
+    response = server.client.head(GENERATIONS)
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+
+
+def test_a_long_body_is_refused_before_it_is_sent(server: RunningServer) -> None:
+    head = f"POST {GENERATIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+    answer = raw_exchange(server, f"{head}{MAX_BODY_BYTES + 1}\r\n\r\n".encode())
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b'"code":"body_too_large"' in answer
+
+
+def test_a_long_body_of_unknown_length_is_refused_on_the_way(server: RunningServer) -> None:
+    chunk = b"%x\r\n" % (1 << 20) + b" " * (1 << 20) + b"\r\n"
+    head = f"POST {GENERATIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+        try:
+            for _ in range(MAX_BODY_BYTES // (1 << 20) + 1):
+                connection.sendall(chunk)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it hung up on us, as it may
+        answer = connection.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_long_body_within_the_limit_is_read(server: RunningServer) -> None:
+    body = {"prompt": "a red fox", "steps": 1, "foo": "x" * 5_000_000}
+    assert post(server, json.dumps(body).encode()).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"HELLO\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 1_000_000 + b"\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20 + b"\r\n\r\n",
+    ],
+    ids=["no-http", "megabyte-header", "negative-length", "tls"],
+)
+def test_what_is_no_http_gets_an_error_object(server: RunningServer, data: bytes) -> None:
+    try:
+        answer = raw_exchange(server, data)
+    except (ConnectionResetError, BrokenPipeError):
+        return  # closed before all of it was taken: also an answer
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["code"] == "bad_http"
+
+
+def test_after_all_this_a_picture_is_what_it_always_was(server: RunningServer) -> None:
+    first = files_of(server.paint(seed=123))
+    post(server, b"{")
+    server.paint(sampler="warp")
+    assert files_of(server.paint(seed=123)) == first
+
+
+def test_the_log_is_json_lines_without_prompts(server: RunningServer) -> None:
+    server.paint("a very secret prompt\r\nwith \x1b[2J codes")
+    server.paint("a very secret prompt", sampler="warp")
+    lines = server.errors.read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    assert {"ts", "level", "event"} <= set(records[-1])
+    assert not [line for line in lines if "secret" in line]
+    assert not [record for record in records if record["level"] in ("error", "critical")]

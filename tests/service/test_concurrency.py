@@ -1,0 +1,107 @@
+"""Many at once: every picture is what it would be alone, the UNet calls are shared, and whoever leaves is forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from http.client import HTTPResponse
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.service.server import GENERATIONS, RunningServer, files_of, wait_for
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = ("a red fox", "a blue boat at night", "the dog", "cat, cat and cat")
+MIX: list[dict[str, Any]] = [
+    {
+        "prompt": PROMPTS[i % 4],
+        "num_inference_steps": (4, 10, 20, 50)[i % 4],
+        "sampler": ("ddim", "euler_a", "dpmpp_2m", "ddpm")[(i // 4) % 4],
+        "guidance_scale": (1.0, 5.0, 7.5)[i % 3],
+        "seed": 1000 + i,
+        "size": ("64x64", "64x64", "512x512", "96x96")[(i // 2) % 4],
+    }
+    for i in range(16)
+]
+
+
+async def paint_all(server: RunningServer, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
+    async with httpx.AsyncClient(base_url=server.url, timeout=300.0, trust_env=False) as client:
+        return await asyncio.gather(*(client.post(GENERATIONS, json=body) for body in bodies))
+
+
+def send_and_hold(server: RunningServer, body: dict[str, Any]) -> socket.socket:
+    """A connection on which ``body`` is asked for and nothing is read."""
+    content = json.dumps(body).encode()
+    head = f"POST {GENERATIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    connection.sendall(f"{head}{len(content)}\r\n\r\n".encode() + content)
+    return connection
+
+
+def read_answer(connection: socket.socket) -> httpx.Response:
+    """The answer on a connection from ``send_and_hold``."""
+    answer = HTTPResponse(connection)
+    answer.begin()
+    return httpx.Response(answer.status, content=answer.read())
+
+
+def test_sixteen_mixed_requests_equal_their_solo_runs_byte_for_byte_and_share_calls(server: RunningServer) -> None:
+    alone = [files_of(server.client.post(GENERATIONS, json=body)) for body in MIX]
+    together = asyncio.run(paint_all(server, MIX))
+    calls = server.client.get("/debug/trace").json()["unet_calls"]
+    assert [files_of(response) for response in together] == alone
+    assert len({file for (file,) in alone}) == 16
+    ids = {response.json()["id"] for response in together}
+    assert max(len(ids & set(call)) for call in calls) >= 3
+
+
+def test_the_same_request_twice_at_once_gives_the_same_picture_twice(server: RunningServer) -> None:
+    first, second = asyncio.run(paint_all(server, [MIX[1], MIX[1]]))
+    assert files_of(first) == files_of(second)
+
+
+def test_a_client_that_hangs_up_is_cancelled_and_its_neighbour_is_untouched(server: RunningServer) -> None:
+    neighbour = {**MIX[3], "num_inference_steps": 200}
+    alone = files_of(server.client.post(GENERATIONS, json=neighbour))
+    leaver = send_and_hold(server, {"prompt": "a red fox", "num_inference_steps": 1000, "sampler": "ddim"})
+    stayer = send_and_hold(server, neighbour)
+    wait_for(lambda: server.num_requests() == 2, 10.0, "both to be taken")
+    leaver.close()
+    left_at_s = time.monotonic()
+    wait_for(lambda: server.num_requests() == 1, 10.0, "the cancellation")
+    assert time.monotonic() - left_at_s < 2.0  # its thousand steps would take several times as long
+    with stayer:
+        assert files_of(read_answer(stayer)) == alone
+
+
+def test_a_client_that_hangs_up_in_the_queue_is_forgotten(server: RunningServer) -> None:
+    connections = [send_and_hold(server, {**MIX[2], "num_inference_steps": 1000}) for _ in range(6)]
+    wait_for(lambda: server.num_requests() == 6, 10.0, "all to be taken")
+    for connection in connections:
+        connection.close()
+    wait_for(lambda: server.num_requests() == 0, 5.0, "the cancellations")
+
+
+def test_large_pictures_do_not_hold_up_the_event_loop(server: RunningServer) -> None:
+    async def probe_while_painting() -> list[float]:
+        body = {"prompt": "a red fox", "num_inference_steps": 1, "size": "2048x2048", "n": 3}
+        async with httpx.AsyncClient(base_url=server.url, timeout=300.0, trust_env=False) as client:
+            painting = asyncio.create_task(client.post(GENERATIONS, json=body))
+            waits: list[float] = []
+            while not painting.done():
+                asked_s = time.monotonic()
+                assert (await client.get("/livez")).status_code == 200
+                waits.append(time.monotonic() - asked_s)
+                await asyncio.sleep(0.02)
+            assert len(files_of(await painting)) == 3
+            return sorted(waits)
+
+    waits = asyncio.run(probe_while_painting())
+    assert len(waits) >= 10
+    assert waits[len(waits) * 3 // 4] < 0.25

@@ -1,0 +1,215 @@
+"""From start to end: a load that fails, an engine that dies, a queue that is full, a server told to stop or killed."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.service.server import ROOT, error_of, files_of, running_server, wait_for
+
+pytestmark = pytest.mark.slow
+
+LONG = {"num_steps": 1000, "sampler": "ddim"}
+FULL_PRECISION = '[model]\ndtype = "float32"\n'
+TELL_MODULES = """
+import sys
+from diffserve.config import load_settings
+from diffserve.service.run import serve
+serve(load_settings(model=sys.argv[2], config=sys.argv[6], env={"DIFFSERVE_SERVE_PORT": "0"}))
+print("loaded:", *sorted({name.partition(".")[0] for name in sys.modules}), flush=True)
+"""
+
+Model = Callable[[str], Path]
+
+
+def test_a_lost_engine_is_503_at_once_and_comes_back_with_the_same_pictures(tiny_model: Model, tmp_path: Path) -> None:
+    with running_server(tiny_model("sd15"), tmp_path, config=FULL_PRECISION) as server, ThreadPoolExecutor(2) as pool:
+        server.wait_until_ready()
+        before = files_of(server.paint(seed=77))
+        waiting = [pool.submit(server.paint, **LONG) for _ in range(2)]  # type: ignore[arg-type]
+        wait_for(lambda: server.num_requests() == 2, 10.0, "both to be taken")
+        lost = server.engine
+        lost.kill()
+        killed_at_s = time.monotonic()
+        for future in waiting:
+            response = future.result(timeout=20)
+            assert response.status_code == 503
+            assert error_of(response)["code"] == "engine_unavailable"
+            assert re.fullmatch(r"\d+", response.headers["retry-after"])
+        assert time.monotonic() - killed_at_s < 5.0
+        assert server.status("/livez") == 200
+        assert server.status("/readyz") == 503
+        assert server.paint().status_code == 503
+        server.wait_until_ready()
+        assert server.engine.pid != lost.pid
+        assert files_of(server.paint(seed=77)) == before
+
+
+def test_an_engine_that_hangs_is_not_ready_until_it_moves_again(tiny_model: Model, tmp_path: Path) -> None:
+    with running_server(tiny_model("sd15"), tmp_path, config=FULL_PRECISION) as server:
+        server.wait_until_ready()
+        engine = server.engine
+        engine.suspend()
+        try:
+            wait_for(lambda: server.status("/readyz") == 503, 20.0, "readiness to end")
+            assert server.status("/livez") == 200
+        finally:
+            engine.resume()
+        wait_for(lambda: server.status("/readyz") == 200, 10.0, "readiness")
+        assert len(files_of(server.paint())) == 1
+
+
+def test_a_stopped_server_finishes_its_work_takes_no_more_and_exits_with_0(tiny_model: Model, tmp_path: Path) -> None:
+    with running_server(tiny_model("sd15"), tmp_path, config=FULL_PRECISION) as server, ThreadPoolExecutor(1) as pool:
+        server.wait_until_ready()
+        waiting = pool.submit(server.paint, num_steps=300, sampler="ddim")
+        wait_for(lambda: server.num_requests() == 1, 10.0, "it to be taken")
+        engine = server.engine
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: server.status("/readyz") == 503, 2.0, "readiness to end")
+        refused = server.paint()
+        assert refused.status_code == 503
+        assert "shutting down" in error_of(refused)["message"]
+        assert server.status("/livez") == 200
+        assert len(files_of(waiting.result(timeout=60))) == 1
+        assert server.process.wait(20) == 0
+        assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_is_not_finished_in_time_gets_503(tiny_model: Model, tmp_path: Path) -> None:
+    config = FULL_PRECISION + "[serve]\nshutdown_timeout_s = 0.3\n"
+    with running_server(tiny_model("sd15"), tmp_path, config=config) as server, ThreadPoolExecutor(1) as pool:
+        server.wait_until_ready()
+        waiting = pool.submit(server.paint, **LONG)  # type: ignore[arg-type]
+        wait_for(lambda: server.num_requests() == 1, 10.0, "it to be taken")
+        server.process.send_signal(signal.SIGTERM)
+        assert waiting.result(timeout=30).status_code == 503
+        assert server.process.wait(20) == 0
+
+
+def test_the_engine_does_not_outlive_a_killed_server(tiny_model: Model, tmp_path: Path) -> None:
+    with running_server(tiny_model("sd15"), tmp_path, config=FULL_PRECISION) as server:
+        server.wait_until_ready()
+        engine = server.engine
+        with socket.create_connection(("127.0.0.1", server.port)) as held:
+            held.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            server.process.kill()
+            server.process.wait(10)
+        engine.wait(2)
+
+
+def test_the_engine_does_not_outlive_a_server_killed_while_it_loads(tiny_model: Model, tmp_path: Path) -> None:
+    with running_server(tiny_model("sd15"), tmp_path, config=FULL_PRECISION) as server:
+        assert server.status("/livez") == 200
+        assert server.status("/readyz") == 503
+        assert error_of(server.paint())["code"] == "engine_unavailable"
+        assert server.client.get("/v1/models").status_code == 503
+        engine = wait_for(lambda: server.engine, 5.0, "the engine's process")
+        server.process.kill()
+        server.process.wait(10)
+        engine.wait(15)  # Python itself may be busy importing: then nobody reads the socket for a while
+
+
+def test_a_full_queue_sheds_with_429_and_keeps_what_it_took(tiny_model: Model, tmp_path: Path) -> None:
+    config = FULL_PRECISION + "[engine]\nmax_rows = 2\nmax_lanes = 1\nmax_waiting = 1\n"
+    with running_server(tiny_model("sd15"), tmp_path, config=config) as server, ThreadPoolExecutor(6) as pool:
+        server.wait_until_ready()
+        responses = list(pool.map(lambda seed: server.paint(seed=seed, num_steps=60), range(6)))
+        statuses = [response.status_code for response in responses]
+        assert set(statuses) == {200, 429}
+        for response in responses:
+            if response.status_code == 429:
+                error = error_of(response)
+                assert (error["code"], error["type"]) == ("queue_full", "rate_limit_error")
+                assert 1 <= int(response.headers["retry-after"]) <= 60
+            else:
+                assert len(files_of(response)) == 1
+        assert server.status("/readyz") == 200
+
+
+def test_work_past_its_deadline_is_504(tiny_model: Model, tmp_path: Path) -> None:
+    config = FULL_PRECISION + "[serve]\nrequest_timeout_s = 0.5\n"
+    with running_server(tiny_model("sd15"), tmp_path, config=config) as server:
+        server.wait_until_ready()
+        response = server.paint(**LONG)  # type: ignore[arg-type]
+        assert response.status_code == 504
+        assert error_of(response)["code"] == "deadline_exceeded"
+        assert response.headers["x-should-retry"] == "false"
+        assert server.num_requests() == 0
+
+
+def test_the_server_process_never_loads_torch(tiny_model: Model, tmp_path: Path) -> None:
+    script = tmp_path / "tell.py"
+    script.write_text(TELL_MODULES)
+    with running_server(tiny_model("sd15"), tmp_path, command=[str(script)]) as server:
+        server.wait_until_ready()
+        assert len(files_of(server.paint(size="512x512"))) == 1
+        assert server.stop() == 0
+        (told,) = [line for line in server.output.read_text().splitlines() if line.startswith("loaded:")]
+    assert {"fastapi", "schedulers", "PIL"} <= set(told.split())
+    assert not {"torch", "diffusers", "transformers", "pickle5"} & set(told.split())
+
+
+def test_every_way_a_model_fails_to_load_is_one_line_and_exit_code_2(tiny_model: Model, tmp_path: Path) -> None:
+    pickled = tmp_path / "pickled"
+    for folder in ("unet", "vae", "text_encoder", "tokenizer", "scheduler"):
+        (pickled / folder).mkdir(parents=True)
+        for config in (tiny_model("sd15") / folder).glob("*.json"):
+            (pickled / folder / config.name).write_bytes(config.read_bytes())
+    (pickled / "model_index.json").write_bytes((tiny_model("sd15") / "model_index.json").read_bytes())
+    (pickled / "unet" / "diffusion_pytorch_model.bin").write_bytes(b"\x80\x04.")
+    missing = tmp_path / "nowhere"
+    for model in (missing, pickled):
+        done = subprocess.run(
+            [sys.executable, "-m", "diffserve", "serve", "--model", str(model), "--port", "0"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1, done.stderr
+        assert done.stderr.startswith("diffserve: ")
+        assert model.name in done.stderr
+
+
+def test_a_port_in_use_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "-m", "diffserve", "serve", "--port", str(port)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == f"diffserve: cannot listen on 127.0.0.1:{port}: Address already in use; try another --host or --port.\n"
+    )
+
+
+def test_a_second_signal_is_not_waited_on(tiny_model: Model, tmp_path: Path) -> None:
+    with running_server(tiny_model("sd15"), tmp_path, config=FULL_PRECISION) as server:
+        server.wait_until_ready()
+        thread = threading.Thread(target=lambda: server.paint(**LONG))  # type: ignore[arg-type]
+        thread.start()
+        wait_for(lambda: server.num_requests() == 1, 10.0, "it to be taken")
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert server.process.poll() is None
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(5) == 0
+        thread.join(10)

@@ -1,0 +1,178 @@
+"""From a body to a request and from an error to an answer, without a socket."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from diffserve.config import ServeConfig, load_settings
+from diffserve.errors import (
+    DeadlineExceeded,
+    DiffserveError,
+    EngineUnavailable,
+    InvalidRequest,
+    ModelNotFound,
+    NumericalError,
+    QueueFull,
+)
+from diffserve.service.errors import HttpError, error_of, reply_to
+from diffserve.service.generations import header_text
+from diffserve.service.guards import is_loopback
+from diffserve.service.models import ALIASES, check_model, model_list
+from diffserve.service.painting import Painting, plan_painting
+from diffserve.service.schemas import parse_body
+from diffserve.types import Failed, ModelInfo
+
+CONFIG: ServeConfig = load_settings(env={}).serve
+INFO = ModelInfo(
+    model_id="embedded",
+    family="sd15",
+    digest="sha256:00",
+    prediction_type="epsilon",
+    vae_factor=8,
+    latent_channels=4,
+    size_multiple_px=8,
+    good_sizes=((128, 128), (128, 192), (192, 128)),
+    max_side_px=192,
+    train_timesteps=1000,
+    is_inpainting=False,
+    default_sampler="dpmpp_2m",
+    default_num_steps=25,
+    default_guidance_scale=3.0,
+    default_spacing="trailing",
+    device="cpu",
+    dtype="float32",
+    choice_reason="",
+    num_parameters=0,
+    weights_bytes=0,
+)
+
+
+def plan(**fields: Any) -> Painting:
+    return plan_painting(parse_body(json.dumps({"prompt": "a fox", **fields}).encode()), INFO, CONFIG, "img-1")
+
+
+def test_a_bare_prompt_leaves_everything_to_the_model() -> None:
+    painting = plan()
+    request = painting.request
+    assert (request.width_px, request.height_px, request.num_images, request.seed) == (128, 128, 1, None)
+    assert (request.diffusion.sampler, request.diffusion.num_steps, request.diffusion.guidance_scale) == (None,) * 3
+    assert (request.request_id, request.deadline_s) == ("img-1", CONFIG.request_timeout_s)
+    assert (painting.image_format, painting.compression, painting.warnings) == ("png", 100, ())
+
+
+def test_every_field_finds_its_place() -> None:
+    request = plan(
+        negative_prompt="rain",
+        n=3,
+        size="192x128",
+        steps=9,
+        cfg_scale=2,
+        sampler="k_euler",
+        seed=5,
+        eta=0.5,
+        spacing="linspace",
+    ).request
+    assert (request.negative_prompt, request.num_images, request.seed) == ("rain", 3, 5)
+    assert (request.width_px, request.height_px) == (192, 128)
+    diffusion = request.diffusion
+    assert (diffusion.num_steps, diffusion.guidance_scale, diffusion.sampler) == (9, 2.0, "k_euler")
+    assert (diffusion.eta, diffusion.spacing) == (0.5, "linspace")
+
+
+@pytest.mark.parametrize(
+    ("size", "painted"), [("512x512", (128, 128)), ("1024x1536", (128, 192)), ("64x64", (128, 128))]
+)
+def test_a_size_is_painted_where_the_model_does_well(size: str, painted: tuple[int, int]) -> None:
+    painting = plan(size=size)
+    assert (painting.request.width_px, painting.request.height_px) == painted
+    assert size in painting.warnings[0]
+
+
+@pytest.mark.parametrize("seed", [None, -1])
+def test_no_seed_means_a_random_one(seed: int | None) -> None:
+    assert plan(seed=seed).request.seed is None
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code"),
+    [
+        (InvalidRequest("x", param="n"), 400, "invalid_request_error", "invalid_value"),
+        (ModelNotFound("x"), 404, "invalid_request_error", "model_not_found"),
+        (QueueFull("x", retry_after_s=3.2), 429, "rate_limit_error", "queue_full"),
+        (EngineUnavailable("x"), 503, "server_error", "engine_unavailable"),
+        (DeadlineExceeded("x"), 504, "server_error", "deadline_exceeded"),
+        (NumericalError("x"), 500, "server_error", "numerical_error"),
+        (HttpError(403, "x", code="origin_not_allowed"), 403, "permission_error", "origin_not_allowed"),
+        (HttpError(415, "x", code="unsupported_media_type"), 415, "invalid_request_error", "unsupported_media_type"),
+    ],
+)
+def test_every_error_has_its_status_type_and_code(error: DiffserveError, status: int, kind: str, code: str) -> None:
+    reply = reply_to(error)
+    body = msgspec.json.decode(reply.body)["error"]
+    assert (reply.status, body["type"], body["code"], body["param"]) == (status, kind, code, error.param)
+    assert ("x-should-retry" in reply.headers) is (status in (500, 504))
+    assert ("Retry-After" in reply.headers) is (status in (429, 503))
+
+
+@pytest.mark.parametrize(("after_s", "told"), [(0.0, "1"), (3.2, "4"), (1e9, "60"), (60.0, "60")])
+def test_retry_after_is_a_whole_number_from_1_to_60(after_s: float, told: str) -> None:
+    headers = reply_to(QueueFull("x", retry_after_s=after_s)).headers
+    assert headers["Retry-After"] == told
+    assert 0 < int(headers["retry-after-ms"]) <= 60_000
+
+
+def test_an_error_that_is_not_ours_tells_nothing_of_its_inside() -> None:
+    reply = reply_to(RuntimeError("/secret/path"))
+    assert reply.status == 500
+    assert b"secret" not in reply.body
+
+
+@pytest.mark.parametrize(
+    ("event", "kind"),
+    [
+        (Failed(request_id="a", code="deadline_exceeded", message="x"), DeadlineExceeded),
+        (Failed(request_id="a", code="invalid_value", message="x", param="size"), InvalidRequest),
+        (Failed(request_id="a", code="numerical_error", message="x"), DiffserveError),
+    ],
+)
+def test_a_failed_event_is_the_error_it_stands_for(event: Failed, kind: type[DiffserveError]) -> None:
+    error = error_of(event)
+    assert type(error) is kind
+    assert error.code == event.code
+
+
+def test_a_model_goes_by_its_id_and_by_every_alias() -> None:
+    for name in (None, "embedded", *ALIASES):
+        check_model(name, INFO)
+    listed = [entry["id"] for entry in model_list(INFO, 1)["data"]]
+    assert listed == ["embedded", *ALIASES]
+    with pytest.raises(ModelNotFound, match='"nope"'):
+        check_model("nope", INFO)
+
+
+def test_a_header_holds_printable_ascii_of_bounded_length() -> None:
+    text = header_text(["a\r\nb", "狐", "x" * 5000])
+    assert text.startswith("a  b | \\u72d0 | xxx")
+    assert len(text) == 1000
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("localhost", True),
+        ("ui.localhost", True),
+        ("127.0.0.1", True),
+        ("127.8.8.8", True),
+        ("::1", True),
+        ("0.0.0.0", False),
+        ("192.168.1.5", False),
+        ("localhost.evil.test", False),
+        ("", False),
+    ],
+)
+def test_only_this_machine_is_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected

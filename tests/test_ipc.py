@@ -1,0 +1,104 @@
+"""Frames between the two processes: whole, checked on both sides, and never longer than agreed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import get_args
+
+import msgspec
+import numpy as np
+import pytest
+
+from diffserve import ipc
+from diffserve.config import load_settings
+from diffserve.errors import InvalidRequest
+from diffserve.types import Cancelled, Event, GenerationRequest, Picture, Preview
+
+PICTURE = Picture.from_array(np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3))
+
+
+@pytest.fixture
+def ends() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair()
+
+
+def test_commands_arrive_whole_however_they_are_cut(ends: tuple[socket.socket, socket.socket]) -> None:
+    settings = load_settings(env={})
+    sent: list[ipc.Command] = [
+        ipc.Load(model=settings.model, engine=settings.engine),
+        ipc.Submit(request=GenerationRequest(prompt="a fox 🦊", init_image=PICTURE, seed=2**63 - 1)),
+        ipc.Cancel(request_id="img-1"),
+        ipc.Ping(number=3),
+        ipc.ReadTrace(number=4),
+    ]
+    ours, theirs = ends
+
+    def send_byte_by_byte() -> None:
+        with ours:
+            for byte in b"".join(ipc.frame(command) for command in sent):
+                ours.sendall(bytes([byte]))
+
+    sender = threading.Thread(target=send_byte_by_byte)
+    sender.start()
+    with theirs:
+        assert list(ipc.EngineEnd(theirs).commands()) == sent
+    sender.join(5)
+
+
+def test_reports_come_back_as_they_were(ends: tuple[socket.socket, socket.socket]) -> None:
+    report = Preview(request_id="img-1", image_index=0, step_index=3, picture=PICTURE)
+    ours, theirs = ends
+    with ours, theirs:
+        ipc.EngineEnd(theirs).send(report)
+        length = ipc.body_length(ours.recv(ipc.HEADER.size))
+        assert ipc.decode_report(ours.recv(length)) == report
+
+
+def test_two_threads_never_mix_their_frames(ends: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = ends
+    end = ipc.EngineEnd(theirs)
+    report = Preview(request_id="img-1", image_index=0, step_index=3, picture=PICTURE)
+
+    def send_many() -> None:
+        for _ in range(200):
+            end.send(report)
+
+    threads = [threading.Thread(target=send_many) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    received = 0
+    with ours, theirs, ours.makefile("rb") as stream:
+        while received < 800:
+            body = stream.read(ipc.body_length(stream.read(ipc.HEADER.size)))
+            assert ipc.decode_report(body) == report
+            received += 1
+    for thread in threads:
+        thread.join(5)
+
+
+def test_every_event_is_a_report() -> None:
+    assert set(get_args(Event)) <= set(get_args(ipc.Report))
+    assert ipc.decode_report(ipc.frame(Cancelled(request_id="a"))[ipc.HEADER.size :]) == Cancelled(request_id="a")
+
+
+def test_a_request_is_checked_again_on_the_other_side(ends: tuple[socket.socket, socket.socket]) -> None:
+    body = msgspec.msgpack.encode({"type": "Submit", "request": {"prompt": "a", "num_images": 10**9}})
+    ours, theirs = ends
+    with ours, theirs:
+        ours.sendall(ipc.HEADER.pack(len(body)) + body)
+        with pytest.raises(InvalidRequest, match="n is 1000000000"):
+            next(ipc.EngineEnd(theirs).commands())
+
+
+def test_a_frame_that_announces_too_much_is_refused() -> None:
+    with pytest.raises(ValueError, match="at most"):
+        ipc.body_length(b"\xff\xff\xff\xff")
+
+
+def test_a_frame_cut_off_by_a_death_ends_the_commands(ends: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = ends
+    with theirs:
+        ours.sendall(ipc.frame(ipc.Ping(number=1))[:-1])
+        ours.close()
+        assert list(ipc.EngineEnd(theirs).commands()) == []
