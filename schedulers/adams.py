@@ -36,8 +36,8 @@ def slope_row(
     """x_next = x + moves[0] * slope + moves[1:] * (slopes in history), and the slope is pushed.
 
     ``moves`` are in units of sigma, newest first; ``back[j]`` is where in the history (1 = newest) slope j + 1 lies, by
-    default j + 1. ``moves`` sum to the change of sigma in this step. With ``again`` the row is evaluated at the end of the
-    step, where x already is, and the moves sum to 0.
+    default j + 1. ``moves`` sum to the change of sigma in this step. With ``again`` the row is evaluated at the end of
+    the step, where x already is, and the moves sum to 0.
     """
     point = step + 1 if again else step
     sigma, target = float(grid.sigmas[point]), float(grid.sigmas[step + 1])

@@ -7,7 +7,14 @@ import pytest
 from scipy import stats
 
 from schedulers import (
-    SAMPLERS, BadEta, BadNoiseSchedule, BadNumSteps, BadStrength, NoiseSchedule, UnknownSpacing, UnsupportedOption,
+    SAMPLERS,
+    BadEta,
+    BadNoiseSchedule,
+    BadNumSteps,
+    BadStrength,
+    NoiseSchedule,
+    UnknownSpacing,
+    UnsupportedOption,
     compile_table,
 )  # fmt: skip
 from schedulers.grids import SPACINGS, pick_timesteps
@@ -114,8 +121,9 @@ def test_sampling_that_ends_above_zero_scales_unit_variance_latents_back() -> No
 
 
 def test_draws_follow_diffusers() -> None:
-    def rows(name: str, **options: float) -> list[int]:
-        return compile_table(name, SD, 4, **options).noise_rows.tolist()  # type: ignore[arg-type]
+    def rows(name: str, *, eta: float | None = None, steps_offset: int = 0) -> list[int]:
+        table = compile_table(name, SD, 4, eta=eta, steps_offset=steps_offset)
+        return [int(row) for row in table.noise_rows]
 
     assert rows("ddim") == []
     assert rows("ddim", eta=0.5) == [0, 1, 2, 3]
@@ -166,7 +174,8 @@ def test_beta_quantiles_are_those_of_scipy() -> None:
 
 
 def test_prediction_types_differ_in_three_factors_only() -> None:
-    tables = [compile_table("unipc", NoiseSchedule(SD.alphas_cumprod, kind), 6) for kind in ("epsilon", "v_prediction", "sample")]
+    kinds = ("epsilon", "v_prediction", "sample")
+    tables = [compile_table("unipc", NoiseSchedule(SD.alphas_cumprod, kind), 6) for kind in kinds]
     sigma, rng = tables[0].sigma, np.random.default_rng(0)
     image, noise = rng.standard_normal(6), rng.standard_normal(6)
     x, scale = image + sigma * noise, 1.0 / np.hypot(1.0, sigma)

@@ -1,4 +1,4 @@
-"""diffusers' own schedulers, beside ours: which class with which arguments, which of its bugs are known, and how to mend them."""
+"""diffusers' own schedulers beside ours: which class with which arguments, its known bugs, and how to mend them."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Case(NamedTuple):
         return wanted[0].removeprefix("use_").removesuffix("_sigmas") if wanted else None
 
 
-class ThirdOrderMended(diffusers.DPMSolverMultistepScheduler):
+class ThirdOrderMended(diffusers.DPMSolverMultistepScheduler):  # type: ignore[misc] # it has no types
     """With the bend of the third-order SDE step the right way round (see ``third-order-sign`` below)."""
 
     def multistep_dpm_solver_third_order_update(
-        self, model_output_list: list[Tensor], *args: Any, sample: Tensor | None = None, noise: Tensor | None = None, **_: Any
-    ) -> Tensor:
+        self, model_output_list: list[Tensor], *args: Any, sample: Tensor, noise: Tensor
+    ) -> Any:
         """The parent's step, with the half that it subtracts from the weight of the bend added instead."""
         step = super().multistep_dpm_solver_third_order_update(model_output_list, *args, sample=sample, noise=noise)
         sigmas = self.sigmas[self.step_index - 2 : self.step_index + 2].double()
@@ -107,14 +107,14 @@ def _spaced(case: Case) -> bool:
 MENDED: dict[str, Bug] = {
     "uniform-stride": Bug(
         lambda c: steps_of_stride(c) and uneven(c),
-        "takes the previous timestep to be 1000 // num_steps below, wherever the next one really is (diffusers #11347); "
-        "trailing is hit as well where num_steps does not divide the length",
+        "takes the previous timestep to be 1000 // num_steps below, wherever the next one really is (diffusers #11347);"
+        " trailing is hit as well where num_steps does not divide the length",
         Case("ddim", "linspace", 20),
     ),
     "third-order-sign": Bug(
         lambda c: c.sampler == "dpmpp_3m_sde" and c.num_steps * c.strength > 3,
-        "subtracts one half in the weight of the second difference of the third-order SDE step instead of adding it: the "
-        "weight tends to -1 for small steps, not to 0 (since diffusers #9104)",
+        "subtracts one half in the weight of the second difference of the third-order SDE step instead of adding it:"
+        " the weight tends to -1 for small steps, not to 0 (since diffusers #9104)",
         Case("dpmpp_3m_sde", "linspace", 20),
     ),
     "truncated-timestep": Bug(
@@ -132,10 +132,12 @@ EXCLUDED: dict[str, Bug] = {
         Case("euler", "linspace", 1),
     ),
     "offset-overflow": Bug(
-        lambda c: c.spacing == "leading"
-        and _spaced(c)
-        and c.steps_offset > 0
-        and c.num_steps >= (999 if SAMPLERS[c.sampler].family == "dpm" else 1000),
+        lambda c: (
+            c.spacing == "leading"
+            and _spaced(c)
+            and c.steps_offset > 0
+            and c.num_steps >= (999 if SAMPLERS[c.sampler].family == "dpm" else 1000)
+        ),
         "runs past the last timestep (IndexError, or two equal sigmas and then NaN); ours lowers the offset (#10003)",
         Case("ddim", "leading", 1000, steps_offset=1),
     ),
@@ -151,7 +153,7 @@ EXCLUDED: dict[str, Bug] = {
     ),
     "pndm-mixes-v": Bug(
         lambda c: c.sampler == "plms" and c.prediction_type == "v_prediction" and c.num_steps > 1,
-        "averages raw v outputs of different timesteps, which mean different mixtures; ours averages slopes, as the paper",
+        "averages raw v outputs of different timesteps, which mean different mixtures; ours averages slopes",
         Case("plms", "leading", 10, "v_prediction"),
     ),
     "no-sample-prediction": Bug(
@@ -160,9 +162,11 @@ EXCLUDED: dict[str, Bug] = {
         Case("euler_a", "leading", 10, "sample"),
     ),
     "nothing-denoised": Bug(
-        lambda c: c.num_steps == 1
-        and c.sigma_schedule is not None
-        and (c.sampler == "deis" or (c.sampler == "unipc" and ("final_sigmas_type", "sigma_min") in c.extra)),
+        lambda c: (
+            c.num_steps == 1
+            and c.sigma_schedule is not None
+            and (c.sampler == "deis" or (c.sampler == "unipc" and ("final_sigmas_type", "sigma_min") in c.extra))
+        ),
         "repeats the last of the scheduled sigmas as the end, so that a single step goes nowhere",
         Case("deis", "leading", 1, extra=(("use_karras_sigmas", True),)),
     ),
@@ -195,7 +199,7 @@ class WideTorch:
 
 
 def mend(scheduler: Any, case: Case, table: StepTable, *, exact: bool = False) -> None:
-    """Undo truncated timesteps; with ``exact``, give the scheduler our sigmas in float64 (after checking that they agree)."""
+    """Undo truncated timesteps; with ``exact``, hand over our sigmas in float64, after checking that they agree."""
     if MENDED["truncated-timestep"].applies(case):
         theirs = scheduler.timesteps.numpy()
         assert np.abs(theirs - table.timestep).max() <= 1.0

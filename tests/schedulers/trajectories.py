@@ -1,4 +1,4 @@
-"""A smooth network made of one fixed random matrix, and whole trajectories through our tables and diffusers' classes."""
+"""A smooth network made of one random matrix, and whole trajectories through our tables and diffusers' classes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Network = Callable[[Tensor, float], Tensor]
 
 
 def make_network(schedule: NoiseSchedule) -> Network:
-    """(scaled latents, timestep) -> output of the schedule's prediction type: right for unit Gaussian data, then bent."""
+    """(scaled latents, timestep) -> output of the schedule's prediction type: exact for Gaussian data, then bent."""
     size = int(np.prod(SHAPE))
     draw = np.random.default_rng(7).standard_normal((size, size))
     matrix = torch.tensor(draw / np.linalg.norm(draw, 2))
@@ -28,23 +28,25 @@ def make_network(schedule: NoiseSchedule) -> Network:
 
     def network(scaled: Tensor, timestep: float) -> Tensor:
         left = float(np.interp(timestep, index, signal))
-        straight = {"epsilon": (1.0 - left * left) ** 0.5, "sample": left, "v_prediction": 0.0}[schedule.prediction_type]
-        bent = torch.tanh(matrix.to(scaled.dtype) @ scaled.reshape(-1) + 0.001 * timestep).reshape(scaled.shape)
-        return straight * scaled + 0.3 * bent
+        by_type = {"epsilon": (1.0 - left * left) ** 0.5, "sample": left, "v_prediction": 0.0}
+        straight = by_type[schedule.prediction_type]
+        bent: Tensor = torch.tanh(matrix.to(scaled.dtype) @ scaled.reshape(-1) + 0.001 * timestep)
+        output: Tensor = straight * scaled + 0.3 * bent.reshape(scaled.shape)
+        return output
 
     return network
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Latents after each row at the scale the network sees (unit variance), the final latents, the generator's state."""
+    """Latents after each row at unit variance, as the network sees them; the final latents; the generator's state."""
 
     states: list[Tensor]
     latents: Tensor
     generator_state: Tensor
 
     def error(self, other: Trajectory) -> float:
-        """Largest absolute difference on the way and at the end; infinite where lengths differ or a value is not finite."""
+        """Largest absolute difference, at any row or at the end; infinite where lengths differ or it is not finite."""
         if len(self.states) != len(other.states):
             return float("inf")
         pairs = [*zip(self.states, other.states, strict=True), (self.latents, other.latents)]
@@ -70,7 +72,7 @@ def run_table(
 
 
 class Stride:
-    """Stands in for diffusers' ``num_inference_steps`` so that ``length // num_inference_steps`` is the true distance."""
+    """Stands in for ``num_inference_steps``, so that ``length // num_inference_steps`` is the true distance."""
 
     def __init__(self, distance: int) -> None:
         self.distance = distance
@@ -97,7 +99,7 @@ def run_diffusers(
 ) -> Trajectory:
     """The loop of diffusers' pipelines, seed 0, on a scheduler whose timesteps are set.
 
-    ``table`` tells only where to begin and at which scale to compare. ``true_strides`` mends a known bug, see the caller.
+    ``table`` tells only where to begin and at which scale to compare. ``true_strides`` mends a known bug.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     start = torch.randn(SHAPE, generator=generator).to(dtype)
@@ -105,14 +107,18 @@ def run_diffusers(
     timesteps = scheduler.timesteps[begin:]
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(begin)
-    x = start * scheduler.init_noise_sigma if image is None else scheduler.add_noise(image.to(dtype), start, timesteps[:1])
+    x = (
+        start * scheduler.init_noise_sigma
+        if image is None
+        else scheduler.add_noise(image.to(dtype), start, timesteps[:1])
+    )
     options: dict[str, Any] = {} if eta is None else {"eta": eta}
     if "generator" in scheduler.step.__code__.co_varnames:
         options["generator"] = generator
     unit = isinstance(scheduler.init_noise_sigma, float) and scheduler.init_noise_sigma == 1.0
     distances = true_distances([int(t) for t in timesteps]) if true_strides else []
-    if len(distances) > 1 and timesteps[1] == timesteps[2 if len(timesteps) > 2 else 1] and table.sampler == "plms":
-        distances[1] = distances[0]
+    if len(distances) > 1 and table.sampler == "plms":
+        distances[1] = distances[0]  # its second evaluation redoes the first step
     states = []
     for row, t in enumerate(timesteps):
         if true_strides:
