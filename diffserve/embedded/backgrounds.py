@@ -1,7 +1,7 @@
 """The twelve plain colours and eight places, drawn by code at any size.
 
-Each place is drawn with Pillow at four times its size and scaled down, so its edges are smooth; nothing is random, so the
-checker can subtract a background exactly.
+Each place is drawn with Pillow at four times its size and scaled down, so its edges are smooth; nothing is random, so
+the checker can subtract a background exactly.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class _Canvas:
 
     def dot(self, x: float, y: float, radius_px: float, color: Color) -> None:
         r = radius_px * SUPERSAMPLE
-        self.draw.ellipse((x * self.width - r, y * self.height - r, x * self.width + r, y * self.height + r), fill=color)
+        x_px, y_px = x * self.width, y * self.height
+        self.draw.ellipse((x_px - r, y_px - r, x_px + r, y_px + r), fill=color)
 
 
 def _beach(board: _Canvas) -> None:
@@ -112,7 +113,8 @@ def _mountains(board: _Canvas) -> None:
         board.polygon([(x - half, 0.78), (x, top), (x + half, 0.78)], rock)
         cap = 0.3
         left, right, line = x - half * cap, x + half * cap, top + (0.78 - top) * cap
-        board.polygon([(left, line), (x, top), (right, line), (x + half * 0.1, line - 0.03), (x, line + 0.03)], (250, 250, 255))
+        snow = [(left, line), (x, top), (right, line), (x + half * 0.1, line - 0.03), (x, line + 0.03)]
+        board.polygon(snow, (250, 250, 255))
     board.hills(0.78, 0.02, 1.5, 0.3, (95, 140, 90))
 
 

@@ -1,13 +1,14 @@
 """Read a picture of the embedded world back, exactly and without any trained network.
 
-The background is found first, by comparing the picture with every background the world can draw. Then every sprite at every
-size is slid over the picture. With I the picture, B the background, s and m a sprite and its alpha, a placement explains
+The background is found first, by comparing the picture with every background the world can draw. Then every sprite at
+every size is slid over the picture. With I the picture, B the background, s and m a sprite and its alpha, a placement
+explains
 
     R2 = 1 - sum (I - m s - (1 - m) B)^2 / sum (m (s - B))^2
 
-of what the sprite would change: 1 for a clean rendering, 0 for bare background, less for anything else. All placements of a
-sprite come from a few Fourier products, at a quarter of the pixels. The best placement is accepted while its R2 is above
-``MIN_R2``; whatever overlaps it is dropped; then the next best is taken. A find whose edges have lost more than
+of what the sprite would change: 1 for a clean rendering, 0 for bare background, less for anything else. All placements
+of a sprite come from a few Fourier products, at a quarter of the pixels. The best placement is accepted while its R2 is
+above ``MIN_R2``; whatever overlaps it is dropped; then the next best is taken. A find whose edges have lost more than
 1 - ``MIN_SHARPNESS`` of their energy is a smear, not the object.
 """
 
@@ -35,8 +36,8 @@ Spectrum = NDArray[np.complex64]
 
 @dataclass(frozen=True)
 class Found:
-    """One object found: its name, the centre and side of its square in pixels, the share of the change it explains (R2),
-    and the edge energy of the picture there against the sprite's own (1 = as crisp)."""
+    """One object found: its name, the centre and side of its square in pixels, the share of the change it explains
+    (R2), and the edge energy of the picture there against the sprite's own (1 = as crisp)."""
 
     name: str
     x_px: float
@@ -130,7 +131,8 @@ def _explained(picture: Plane, empty: Plane, bank: _Bank) -> Plane:
     def spectrum(plane: Plane) -> Spectrum:
         return np.fft.rfft2(plane).astype(np.complex64)
 
-    # sum (D - m (s - B))^2 = sum D^2 - 2 sum D m s + 2 sum D B m + energy;  energy = sum s^2 - 2 sum s m B + sum m^2 B^2
+    # sum (D - m (s - B))^2 = sum D^2 - 2 sum D m s + 2 sum D B m + energy
+    # energy = sum s^2 - 2 sum s m B + sum m^2 B^2
     energy_hat = spectrum((ground**2).sum(axis=0)) * bank.alpha_squared
     energy_hat -= 2 * np.einsum("chw,nchw->nhw", spectrum(ground), bank.color_alpha)
     cross_hat = np.einsum("chw,nchw->nhw", spectrum(change), bank.colors)
@@ -150,7 +152,7 @@ def _read_background(picture: Plane) -> tuple[str, float, Plane]:
     height, width, _ = picture.shape
     best: tuple[str, float, Plane] | None = None
     for name in BACKGROUNDS:
-        empty = _shrink(background(name, width * SCALE, height * SCALE).astype(np.float32) / 255)
+        empty = _shrink(background(name, width * SCALE, height * SCALE).astype(np.float32) / np.float32(255))
         error = float(np.median(np.abs(picture - empty).mean(axis=2)))
         error += 0.25 * float(np.clip(np.abs(picture - empty).mean(axis=2), 0, 0.2).mean())
         if best is None or error < best[1]:
@@ -166,7 +168,7 @@ def _read_background(picture: Plane) -> tuple[str, float, Plane]:
 
 def read_picture(pixels: NDArray[np.uint8]) -> Reading:
     """Find the background and all objects of a (height, width, 3) uint8 picture of the embedded world's scale."""
-    picture = _shrink(pixels.astype(np.float32) / 255)
+    picture = _shrink(pixels.astype(np.float32) / np.float32(255))
     name, error, empty = _read_background(picture)
     bank = _bank(*picture.shape[:2])
     score = _explained(picture, empty, bank)

@@ -20,8 +20,8 @@ POSTERIOR_STD = 0.05
 def fold_normalisation(vae: AutoencoderKL, mean: list[float], std: list[float]) -> AutoencoderKL:
     """A copy of the autoencoder whose latents have zero mean and unit variance in every channel.
 
-    The two 1 x 1 convolutions around the latents take the affine map, so that the scaling factor is 1 and any reader of the
-    format gets it right. The posterior's variance, untrained, is set to a small constant.
+    The two 1 x 1 convolutions around the latents take the affine map, so that the scaling factor is 1 and any reader of
+    the format gets it right. The posterior's variance, untrained, is set to a small constant.
     """
     vae = copy.deepcopy(vae)
     shift, scale = torch.tensor(mean), torch.tensor(std)

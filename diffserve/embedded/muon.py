@@ -1,8 +1,8 @@
 """Muon for networks with convolutions: momentum, made orthogonal by a few Newton-Schulz products.
 
-Jordan et al., 2024 ("Muon: an optimizer for hidden layers"), with the update scaled to AdamW's size as in Liu et al., 2025
-(arXiv 2502.16982, eq. 4). ``torch.optim.Muon`` takes matrices only; here a convolution's kernel (out, in, kh, kw) is the matrix
-(out, in * kh * kw). Everything that is not a hidden matrix stays with AdamW.
+Jordan et al., 2024 ("Muon: an optimizer for hidden layers"), with the update scaled to AdamW's size as in Liu et al.,
+2025 (arXiv 2502.16982, eq. 4). ``torch.optim.Muon`` takes matrices only; here a convolution's kernel (out, in, kh, kw)
+is the matrix (out, in * kh * kw). Everything that is not a hidden matrix stays with AdamW.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def orthogonalised(matrix: Tensor) -> Tensor:
     """The nearest matrix (rows, columns) with singular values around one, in bf16 products."""
     a, b, c = NEWTON_SCHULZ
     x = matrix.bfloat16()
-    wide = x if x.shape[0] <= x.shape[1] else x.T
+    wide: Tensor = x if x.shape[0] <= x.shape[1] else x.T
     wide = wide / (wide.norm() + 1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = wide @ wide.T

@@ -1,7 +1,7 @@
 """The sprite atlas: every object of the world as a square RGBA picture.
 
-The atlas is cut once from the Noto Color Emoji font (``python -m diffserve.embedded.train atlas``) and ships as package data,
-so painting, checking and even training need no font.
+The atlas is cut once from the Noto Color Emoji font (``python -m diffserve.embedded.train atlas``) and ships as package
+data, so painting, checking and even training need no font.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def sprite(name: str, side_px: int) -> NDArray[np.float32]:
     tile = _tiles()[name]
     if side_px != TILE_PX:
         tile = tile.resize((side_px, side_px), Image.Resampling.LANCZOS)
-    pixels = np.asarray(tile, dtype=np.float32) / 255
+    pixels = np.asarray(tile, dtype=np.float32) / np.float32(255)
     pixels[..., :3] *= pixels[..., 3:]
     pixels.setflags(write=False)
     return pixels

@@ -25,7 +25,10 @@ def train_tokenizer(directory: Path, *, seed: int = 0, num_captions: int = 20_00
     bpe = Tokenizer(models.BPE(unk_token=END, end_of_word_suffix="</w>"))
     bpe.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(_regex(WORD), behavior="removed", invert=True), pre_tokenizers.ByteLevel(False, False, False)]
+        [
+            pre_tokenizers.Split(_regex(WORD), behavior="removed", invert=True),
+            pre_tokenizers.ByteLevel(False, False, False),
+        ]
     )
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(

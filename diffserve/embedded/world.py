@@ -64,7 +64,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Scene:
-    """``objects`` on ``background``. ``relation`` holds from the first object to the second; ``size`` words the only one."""
+    """``objects`` on ``background``. ``relation`` is of the first object to the second; ``size`` words the only one."""
 
     objects: tuple[Placed, ...]
     background: str

@@ -22,7 +22,8 @@ def test_the_world_has_sixty_objects_twelve_colours_and_eight_places() -> None:
 def test_training_and_held_out_scenes_never_share_a_key() -> None:
     train = {scene.key for scene in islice(scenes(1, held_out=False), 4000)}
     kept = {scene.key for scene in islice(scenes(1, held_out=True), 1000)}
-    assert kept and not train & kept
+    assert kept
+    assert not train & kept
 
 
 def test_the_stream_of_scenes_depends_on_the_seed_alone() -> None:
