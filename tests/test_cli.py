@@ -68,6 +68,13 @@ def test_version_is_printed(run: Run) -> None:
     assert run("--version") == (0, "diffserve 0.1.0\n", "")
 
 
+def test_nothing_to_do_is_answered_with_the_help(run: Run) -> None:
+    outcome = run()
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.startswith("Usage: diffserve ")
+    assert "\n  generate " in outcome.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

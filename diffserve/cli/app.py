@@ -21,7 +21,6 @@ _ClickException: type[Exception] = next(c for c in typer.BadParameter.__mro__ if
 app = typer.Typer(
     name="diffserve",
     help="Paint pictures from text, or serve those who want to.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -56,19 +55,17 @@ def _refuse(message: str) -> int:
     return EXIT_USER_ERROR
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"diffserve {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
-    ] = False,
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
 ) -> None:
     """Paint pictures from text, or serve those who want to."""
+    if version:
+        print(f"diffserve {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @app.command()
