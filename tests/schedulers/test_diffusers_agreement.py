@@ -131,6 +131,15 @@ def test_trajectories_agree_on_sigma_schedules(sampler: str, sigmas: str) -> Non
     check([case for case in cases if not needs_float64(case)], SD)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", ["deis", "heun", "lms"])
+def test_trajectories_agree_in_float64_where_sigma_schedules_cost_float32_its_digits(sampler: str) -> None:
+    for sigmas in ("karras", "exponential", "beta"):
+        extra = ((f"use_{sigmas}_sigmas", True),)
+        cases = [Case(sampler, spacing, n, extra=extra) for n in (1, 2, 3, 40) for spacing in SPACINGS]
+        check(cases, SD, exact=True)
+
+
 @pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m", "dpmpp_2m_sde", "dpmpp_3m_sde", "unipc"])
 def test_trajectories_agree_when_they_end_at_sigma_min(sampler: str) -> None:
     ends = ("final_sigmas_type", "sigma_min")
