@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from diffserve.embedded.captions import caption
+from diffserve.embedded.muon import Muon, hidden_matrices
 from diffserve.embedded.render import render
 from diffserve.embedded.tokenizer import MAX_TOKENS
-from diffserve.embedded.training import Run, TrainSettings
+from diffserve.embedded.training import Run, TrainSettings, adamw
 from diffserve.embedded.vae_training import LATENT_CHANNELS, to_unit
 from diffserve.embedded.world import Scene, scenes
 
@@ -174,6 +175,14 @@ def stratified_timesteps(count: int, num_train_timesteps: int) -> Tensor:
     return ((torch.arange(count) + torch.rand(count)) * (num_train_timesteps / count)).long().clamp(max=num_train_timesteps - 1)
 
 
+def denoiser_optimizers(denoiser: Denoiser, settings: TrainSettings) -> list[torch.optim.Optimizer]:
+    """Muon for the hidden matrices and kernels, AdamW for the rest, at one learning rate."""
+    hidden = hidden_matrices(denoiser)
+    taken = {id(parameter) for parameter in hidden}
+    rest = [parameter for parameter in denoiser.parameters() if id(parameter) not in taken]
+    return [Muon(hidden, lr=settings.learning_rate), adamw(rest, settings)]
+
+
 def train_denoiser(
     settings: TrainSettings,
     work: Path,
@@ -185,7 +194,7 @@ def train_denoiser(
     """Train on normalised ``data``, resuming from ``work/denoiser.pt``; ``look`` is called now and then to paint samples."""
     torch.manual_seed(settings.seed)
     denoiser = Denoiser(tokenizer).to(settings.device)
-    run = Run("denoiser", denoiser, settings, work)
+    run = Run("denoiser", denoiser, settings, work, denoiser_optimizers(denoiser, settings))
     torch.manual_seed(settings.seed + 1 + run.iteration)
     batches = Batches(data, tokenizer, settings, settings.seed + run.iteration)
     alphas = build_scheduler().alphas_cumprod.to(settings.device)

@@ -42,7 +42,7 @@ def atlas() -> None:
 
 
 @app.command()
-def vae(work: Work, device: Device = "cpu", iterations: int = 3600, batch: int = 16) -> AutoencoderKL:
+def vae(work: Work, device: Device = "cpu", iterations: int = 2800, batch: int = 16) -> AutoencoderKL:
     """Train the autoencoder."""
     work.mkdir(parents=True, exist_ok=True)
     settings = TrainSettings(iterations, batch, learning_rate=6e-4, device=device, ema=0.998)
@@ -55,10 +55,10 @@ def vae(work: Work, device: Device = "cpu", iterations: int = 3600, batch: int =
 def denoiser(
     work: Work,
     device: Device = "cpu",
-    iterations: int = 5000,
+    iterations: int = 3600,
     batch: int = 64,
-    num_scenes: int = 24_000,
-    look_every: int = 500,
+    num_scenes: int = 20_000,
+    look_every: int = 600,
 ) -> None:
     """Train tokenizer, text encoder and UNet on the trained autoencoder's latents, then export."""
     tokenizer = CLIPTokenizer.from_pretrained(train_tokenizer(work / "tokenizer"))
@@ -74,7 +74,7 @@ def denoiser(
         samples.sheet(pictures, 8, work / f"sheet-{iteration:06d}.png")
         print(f"denoiser {iteration}: {samples.quick_mark(pictures, [scene for scene, _ in truth])}", flush=True)
 
-    settings = TrainSettings(iterations, batch, learning_rate=8e-4, device=device, decay_share=0.35)
+    settings = TrainSettings(iterations, batch, learning_rate=1.2e-3, device=device, decay_share=0.4)
     trained = train_denoiser(settings, work, data, tokenizer, look, look_every)
     print(export(work / "weights", folded, trained, tokenizer))
 

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -19,7 +19,7 @@ Net = TypeVar("Net", bound=nn.Module)
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """How one stage is trained. ``learning_rate`` warms up linearly and falls along a cosine over the last part."""
+    """How one stage is trained. The learning rate warms up linearly and falls along a cosine over the last ``decay_share``."""
 
     iterations: int
     batch_size: int
@@ -34,26 +34,40 @@ class TrainSettings:
     checkpoint_every: int = 250
 
 
-def learning_rate_at(iteration: int, settings: TrainSettings) -> float:
-    """The learning rate of one iteration: warm-up, plateau, cosine to a hundredth."""
+def rate_factor(iteration: int, settings: TrainSettings) -> float:
+    """What the learning rate is multiplied with at one iteration: warm-up, plateau, cosine to a hundredth."""
     warm = min(1.0, (iteration + 1) / settings.warmup)
     decay_from = settings.iterations * (1 - settings.decay_share)
     share = max(0.0, (iteration - decay_from) / max(1.0, settings.iterations - decay_from))
-    return settings.learning_rate * warm * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
+    return warm * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
+
+
+def adamw(params: Iterable[nn.Parameter], settings: TrainSettings) -> torch.optim.Optimizer:
+    """AdamW at the stage's learning rate, with a second moment that adapts within a hundred iterations."""
+    return torch.optim.AdamW(
+        params, lr=settings.learning_rate, betas=(0.9, 0.99), weight_decay=settings.weight_decay, fused=True
+    )
 
 
 class Run(Generic[Net]):
-    """One resumable stage: owns the optimiser, the averaged weights and the checkpoint ``work/<name>.pt``."""
+    """One resumable stage: owns the averaged weights and the checkpoint ``work/<name>.pt``, and paces the optimisers.
+
+    ``optimizers`` default to one AdamW over everything; each keeps the learning rate it was made with as its peak.
+    """
 
     def __init__(
-        self, name: str, net: Net, settings: TrainSettings, work: Path, betas: tuple[float, float] = (0.9, 0.99)
+        self,
+        name: str,
+        net: Net,
+        settings: TrainSettings,
+        work: Path,
+        optimizers: Sequence[torch.optim.Optimizer] | None = None,
     ) -> None:
         self.name, self.net, self.settings = name, net, settings
         self.path = work / f"{name}.pt"
         self.average = copy.deepcopy(net).eval().requires_grad_(False)
-        self.optimizer = torch.optim.AdamW(
-            net.parameters(), lr=settings.learning_rate, betas=betas, weight_decay=settings.weight_decay, fused=True
-        )
+        self.optimizers = optimizers or [adamw(net.parameters(), settings)]
+        self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         self.iteration = 0
         self.seconds = 0.0
         self.smooth_loss = math.nan
@@ -79,14 +93,16 @@ class Run(Generic[Net]):
     def step(self, loss: Tensor) -> None:
         """One optimiser step on ``loss``; a non-finite loss is skipped rather than learnt."""
         value = float(loss.detach())
-        self.optimizer.zero_grad(set_to_none=True)
+        self.net.zero_grad(set_to_none=True)
         if not math.isfinite(value):
             return
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.net.parameters(), self.settings.max_grad_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate_at(self.iteration, self.settings)
-        self.optimizer.step()
+        factor = rate_factor(self.iteration, self.settings)
+        for optimizer, peaks in zip(self.optimizers, self._peaks, strict=True):
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * factor
+            optimizer.step()
         keep = min(self.settings.ema, (1 + self.iteration) / (10 + self.iteration))
         torch._foreach_lerp_(list(self.average.parameters()), list(self.net.parameters()), 1 - keep)
         self.smooth_loss = value if math.isnan(self.smooth_loss) else 0.98 * self.smooth_loss + 0.02 * value
@@ -102,7 +118,7 @@ class Run(Generic[Net]):
             {
                 "net": self.net.state_dict(),
                 "average": self.average.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
                 "iteration": self.iteration,
                 "seconds": self.seconds,
                 "loss": self.smooth_loss,
@@ -115,7 +131,8 @@ class Run(Generic[Net]):
         saved = torch.load(self.path, map_location=self.settings.device, weights_only=True)
         self.net.load_state_dict(saved["net"])
         self.average.load_state_dict(saved["average"])
-        self.optimizer.load_state_dict(saved["optimizer"])
+        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
         self.iteration, self.seconds, self.smooth_loss = saved["iteration"], saved["seconds"], saved["loss"]
 
     def _report(self) -> None:

@@ -74,7 +74,7 @@ def train_vae(settings: TrainSettings, work: Path) -> AutoencoderKL:
     """Train the autoencoder, resuming from ``work/vae.pt``; returns it with normalisation not yet set."""
     torch.manual_seed(settings.seed)
     vae = build_vae().to(settings.device, memory_format=torch.channels_last)
-    run = Run("vae", vae, settings, work, betas=(0.9, 0.99))
+    run = Run("vae", vae, settings, work)
     data = crops(settings.seed + run.iteration, settings.batch_size)
     for _ in run.iterations():
         truth = next(data).to(settings.device)

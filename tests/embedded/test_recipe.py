@@ -22,7 +22,7 @@ from diffserve.embedded.denoiser_training import (
 from diffserve.embedded.export import POSTERIOR_STD, fold_normalisation
 from diffserve.embedded.samples import held_out
 from diffserve.embedded.tokenizer import MAX_TOKENS, train_tokenizer
-from diffserve.embedded.training import Run, TrainSettings, learning_rate_at
+from diffserve.embedded.training import Run, TrainSettings, rate_factor
 from diffserve.embedded.vae_training import LATENT_CHANNELS, build_vae
 from diffserve.embedded.world import OBJECTS, scenes
 
@@ -47,7 +47,7 @@ def test_words_unknown_to_the_world_are_spelt_not_lost(tokenizer: CLIPTokenizer)
 
 def test_the_learning_rate_warms_up_stays_and_falls() -> None:
     settings = TrainSettings(iterations=1000, batch_size=1, learning_rate=1.0, warmup=100, decay_share=0.5)
-    rates = [learning_rate_at(i, settings) for i in range(1000)]
+    rates = [rate_factor(i, settings) for i in range(1000)]
     assert rates[0] == pytest.approx(0.01)
     assert rates[100:500] == pytest.approx([1.0] * 400)
     assert rates[500:] == sorted(rates[500:], reverse=True)
