@@ -1,7 +1,7 @@
 """Stages two and three: encode scenes once, then train text encoder and UNet together on their latents.
 
-v-prediction with a zero-terminal-SNR schedule (Lin et al., 2024, arXiv 2305.08891): flat, strongly coloured backgrounds need
-a last timestep that is pure noise. A tenth of the captions is dropped, so that classifier-free guidance works.
+v-prediction with a zero-terminal-SNR schedule (Lin et al., 2024, arXiv 2305.08891): flat, strongly coloured backgrounds
+need a last timestep that is pure noise. A tenth of the captions is dropped, so that classifier-free guidance works.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def build_scheduler() -> DDIMScheduler:
 class Denoiser(nn.Module):
     """Text encoder and UNet as one trainable net.
 
-    Attention is computed by plain products: for a few dozen tokens the fused kernel's backward pass on a CPU is a quarter
-    slower over the whole iteration.
+    Attention is computed by plain products: for a few dozen tokens the fused kernel's backward pass on a CPU makes the
+    whole iteration a quarter slower.
     """
 
     def __init__(self, tokenizer: CLIPTokenizer) -> None:
@@ -97,7 +97,8 @@ class Denoiser(nn.Module):
     def forward(self, noisy: Tensor, timesteps: Tensor, token_ids: Tensor) -> Tensor:
         """(B, 8, h, w), (B,), (B, MAX_TOKENS) -> predicted velocity (B, 8, h, w)."""
         context = self.text_encoder(token_ids).last_hidden_state
-        return self.unet(noisy, timesteps, encoder_hidden_states=context).sample
+        velocity: Tensor = self.unet(noisy, timesteps, encoder_hidden_states=context).sample
+        return velocity
 
 
 @dataclass(frozen=True)
@@ -167,12 +168,14 @@ def velocity_loss(denoiser: Denoiser, latents: Tensor, token_ids: Tensor, alphas
     noise = torch.randn_like(latents)
     noisy = signal.sqrt() * latents + (1 - signal).sqrt() * noise
     velocity = signal.sqrt() * noise - (1 - signal).sqrt() * latents
-    return (denoiser(noisy, timesteps, token_ids).float() - velocity).square().mean()
+    error: Tensor = denoiser(noisy, timesteps, token_ids).float() - velocity
+    return error.square().mean()
 
 
 def stratified_timesteps(count: int, num_train_timesteps: int) -> Tensor:
     """One uniform timestep from each of ``count`` equal strata: the same mean as independent draws, less variance."""
-    return ((torch.arange(count) + torch.rand(count)) * (num_train_timesteps / count)).long().clamp(max=num_train_timesteps - 1)
+    spread = (torch.arange(count) + torch.rand(count)) * (num_train_timesteps / count)
+    return spread.long().clamp(max=num_train_timesteps - 1)
 
 
 def denoiser_optimizers(denoiser: Denoiser, settings: TrainSettings) -> list[torch.optim.Optimizer]:
@@ -191,7 +194,7 @@ def train_denoiser(
     look: Callable[[Denoiser, int], None] | None = None,
     look_every: int = 500,
 ) -> Denoiser:
-    """Train on normalised ``data``, resuming from ``work/denoiser.pt``; ``look`` is called now and then to paint samples."""
+    """Train on normalised ``data``, resuming from ``work/denoiser.pt``; ``look`` is called now and then to paint."""
     torch.manual_seed(settings.seed)
     denoiser = Denoiser(tokenizer).to(settings.device)
     run = Run("denoiser", denoiser, settings, work, denoiser_optimizers(denoiser, settings))

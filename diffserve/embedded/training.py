@@ -19,7 +19,7 @@ Net = TypeVar("Net", bound=nn.Module)
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """How one stage is trained. The learning rate warms up linearly and falls along a cosine over the last ``decay_share``."""
+    """How one stage is trained. The rate warms up linearly and falls along a cosine over the last ``decay_share``."""
 
     iterations: int
     batch_size: int
@@ -96,7 +96,7 @@ class Run(Generic[Net]):
         self.net.zero_grad(set_to_none=True)
         if not math.isfinite(value):
             return
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(self.net.parameters(), self.settings.max_grad_norm)
         factor = rate_factor(self.iteration, self.settings)
         for optimizer, peaks in zip(self.optimizers, self._peaks, strict=True):

@@ -1,7 +1,7 @@
 """Stage one of the recipe: the autoencoder that turns 128 x 128 scenes into 16 x 16 x 8 latents and back.
 
-A plain reconstruction loss (L1 plus L1 of the image gradients) with small fixed noise on the latents and a light penalty on
-their size. A KL term with unit noise would collapse the posterior at the start of so short a training.
+A plain reconstruction loss (L1 plus L1 of the image gradients) with small fixed noise on the latents and a light
+penalty on their size. A KL term with unit noise would collapse the posterior at the start of so short a training.
 """
 
 from __future__ import annotations

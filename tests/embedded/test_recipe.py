@@ -101,7 +101,11 @@ def test_a_few_iterations_of_the_denoiser_lower_the_loss(tokenizer: CLIPTokenize
     assert batch.shape == (8, LATENT_CHANNELS, 16, 16)
     assert ids.shape == (8, MAX_TOKENS)
     losses: list[float] = []
-    train_denoiser(settings, tmp_path, data, tokenizer, lambda net, i: losses.append(_loss(net, data, ids)), look_every=1)
+
+    def look(net: Denoiser, iteration: int) -> None:
+        losses.append(_loss(net, data, ids))
+
+    train_denoiser(settings, tmp_path, data, tokenizer, look, look_every=1)
     assert losses[-1] < losses[0]
     assert (tmp_path / "denoiser.pt").is_file()
 
