@@ -1,7 +1,7 @@
 """The whole recipe of the embedded model: ``python -m diffserve.embedded.train all --work DIR``.
 
-Stages, each resumable from its checkpoint in ``--work``: atlas (needs the emoji font; the result ships), tokenizer, vae,
-latents, denoiser, export. On a GPU give ``--device cuda`` and larger ``--batch`` and iteration counts; the code is the same.
+Stages, each resumable from its checkpoint in ``--work``: atlas (needs the emoji font; the result ships), tokenizer,
+vae, latents, denoiser, export. On a GPU give ``--device cuda`` and a larger ``--batch``; the code is the same.
 """
 
 from __future__ import annotations
