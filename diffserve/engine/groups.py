@@ -64,41 +64,41 @@ class Groups:
         if work > (CHECK_LIMIT_CPU if self.on_cpu else CHECK_LIMIT_DEVICE):
             return CostCurve(SOLO, is_exact=self.is_deterministic)
         sizes = sizes_to_check(self.most_rows)
-        return check_buckets(self._random_rows(group, sizes[-1]), sizes, is_exact=self.is_deterministic)
+        return check_buckets(random_rows(self.model, group, sizes[-1]), sizes, is_exact=self.is_deterministic)
 
-    def _random_rows(self, group: GroupKey, num_rows: int) -> Predict:
-        """The real UNet on ``num_rows`` random rows of the group's shape."""
-        model, factor = self.model, self.model.info.vae_factor
-        config = model.unet.network.config
-        rng = torch.Generator("cpu").manual_seed(0)
 
-        def randn(*shape: int) -> Tensor:
-            return torch.randn((num_rows, *shape), generator=rng).to(model.device)
+def random_rows(model: DiffusionModel, group: GroupKey, num_rows: int) -> Predict:
+    """The real UNet of ``model`` on ``num_rows`` random rows of the group's shape; the same numbers every time."""
+    factor = model.info.vae_factor
+    config = model.unet.network.config
+    rng = torch.Generator("cpu").manual_seed(0)
 
-        cells = (group.height_px // factor, group.width_px // factor)
-        latents = randn(model.info.latent_channels, *cells)
-        timesteps = torch.linspace(0, model.info.train_timesteps - 1, num_rows).round().to(model.device)
-        contexts = randn(group.num_tokens, config.cross_attention_dim)
-        optional: dict[str, Tensor] = {}
-        if model.unet.has_size_conditioning:
-            width = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-            optional["pooled"] = randn(width)
-            sizes = [group.height_px, group.width_px, 0, 0, group.height_px, group.width_px]
-            optional["time_ids"] = torch.tensor([sizes] * num_rows, dtype=torch.float32, device=model.device)
-        if model.unet.extra_channels:
-            optional["extra"] = randn(model.unet.extra_channels, *cells)
+    def randn(*shape: int) -> Tensor:
+        return torch.randn((num_rows, *shape), generator=rng).to(model.device)
 
-        def predict(rows: range) -> Tensor:
-            index = torch.tensor(list(rows), device=model.device)
-            chosen = {name: value.index_select(0, index) for name, value in optional.items()}
-            output = model.unet.predict(
-                latents.index_select(0, index),
-                timesteps.index_select(0, index),
-                contexts.index_select(0, index),
-                pooled=chosen.get("pooled"),
-                time_ids=chosen.get("time_ids"),
-                extra=chosen.get("extra"),
-            )
-            return output.cpu()
+    cells = (group.height_px // factor, group.width_px // factor)
+    latents = randn(model.info.latent_channels, *cells)
+    timesteps = torch.linspace(0, model.info.train_timesteps - 1, num_rows).round().to(model.device)
+    contexts = randn(group.num_tokens, config.cross_attention_dim)
+    optional: dict[str, Tensor] = {}
+    if model.unet.has_size_conditioning:
+        optional["pooled"] = randn(config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim)
+        sizes = [group.height_px, group.width_px, 0, 0, group.height_px, group.width_px]
+        optional["time_ids"] = torch.tensor([sizes] * num_rows, dtype=torch.float32, device=model.device)
+    if model.unet.extra_channels:
+        optional["extra"] = randn(model.unet.extra_channels, *cells)
 
-        return predict
+    def predict(rows: range) -> Tensor:
+        index = torch.tensor(list(rows), device=model.device)
+        chosen = {name: value.index_select(0, index) for name, value in optional.items()}
+        output = model.unet.predict(
+            latents.index_select(0, index),
+            timesteps.index_select(0, index),
+            contexts.index_select(0, index),
+            pooled=chosen.get("pooled"),
+            time_ids=chosen.get("time_ids"),
+            extra=chosen.get("extra"),
+        )
+        return output.cpu()
+
+    return predict

@@ -27,6 +27,8 @@ class VAERunner:
 
     def __init__(self, network: Any, *, device: torch.device, dtype: torch.dtype) -> None:
         config = network.config
+        if device.type == "cpu":  # measured: a decode takes 0.6 (bfloat16) to 0.75 (float32) of the time
+            network.to(memory_format=torch.channels_last)
         self.network = network
         self.device = device
         self.dtype = dtype

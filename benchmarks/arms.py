@@ -1,0 +1,125 @@
+"""The arms: diffusers' own pipeline request by request, the same in static batches of equal requests, the engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from diffserve.engine import Engine
+from diffserve.runtime import DiffusionModel
+from diffserve.runtime.quiet import hushed, import_quietly
+from diffserve.types import GenerationRequest, Painted
+
+SCHEDULERS = {
+    "ddim": "DDIMScheduler",
+    "euler": "EulerDiscreteScheduler",
+    "euler_a": "EulerAncestralDiscreteScheduler",
+    "dpmpp_2m": "DPMSolverMultistepScheduler",
+}
+
+
+class Run(NamedTuple):
+    """``images`` painted in ``seconds``."""
+
+    images: int
+    seconds: float
+
+    @property
+    def images_per_s(self) -> float:
+        """Throughput."""
+        return self.images / self.seconds
+
+
+class PipelineArm:
+    """diffusers' own pipeline, loaded by diffusers from the same files in the same precision, behind a lock."""
+
+    def __init__(self, directory: Path, model: DiffusionModel) -> None:
+        name = "StableDiffusionXLPipeline" if len(model.text.encoders) == 2 else "StableDiffusionPipeline"
+        plain = {} if "XL" in name else {"safety_checker": None, "requires_safety_checker": False}
+        config = {**model.scheduler_config, "timestep_spacing": "leading", "clip_sample": False}
+        with hushed("transformers", "diffusers"):
+            self._schedulers = {
+                name: import_quietly("diffusers", cls).from_config(config) for name, cls in SCHEDULERS.items()
+            }
+            self.pipeline = import_quietly("diffusers", name).from_pretrained(
+                str(directory), torch_dtype=model.dtype, **plain
+            )
+        self.pipeline.to(model.device)
+        self.pipeline.set_progress_bar_config(disable=True)
+        self._lock = threading.Lock()
+
+    def paint(self, requests: Sequence[GenerationRequest], output_type: str = "np") -> NDArray[np.float32]:
+        """One pipeline call for ``requests``, which are equal but for prompt and seed: pictures or latents (B, ...)."""
+        first = requests[0]
+        params = first.diffusion
+        with self._lock, warnings.catch_warnings(), torch.inference_mode():
+            warnings.simplefilter("ignore")
+            self.pipeline.scheduler = self._schedulers[str(params.sampler)]
+            output = self.pipeline(
+                [request.prompt for request in requests],
+                negative_prompt=[request.negative_prompt for request in requests],
+                num_inference_steps=params.num_steps,
+                guidance_scale=params.guidance_scale,
+                width=first.width_px,
+                height=first.height_px,
+                generator=[torch.Generator("cpu").manual_seed(int(request.seed or 0)) for request in requests],
+                output_type=output_type,
+            )
+        images = output.images
+        return np.asarray(images.float().cpu() if isinstance(images, torch.Tensor) else images)
+
+    def serial(self, requests: Sequence[GenerationRequest]) -> Run:
+        """Each request by itself, in order of arrival."""
+        started_s = time.perf_counter()
+        for request in requests:
+            self.paint([request])
+        return Run(len(requests), time.perf_counter() - started_s)
+
+    def static(self, groups: Sequence[Sequence[GenerationRequest]], batch: int) -> Run:
+        """Batches of up to ``batch`` equal requests, sorted by an oracle: the best that static batching can do."""
+        started_s = time.perf_counter()
+        for group in groups:
+            for start in range(0, len(group), batch):
+                self.paint(group[start : start + batch])
+        return Run(sum(map(len, groups)), time.perf_counter() - started_s)
+
+
+def run_engine(engine: Engine, requests: Sequence[GenerationRequest]) -> Run:
+    """All requests at once, as they come."""
+    started_s = time.perf_counter()
+    for request in requests:
+        engine.submit(request)
+    painted = sum(isinstance(event, Painted) for event in engine.events())
+    if painted != len(requests):
+        raise RuntimeError(f"{painted} of {len(requests)} images were painted")
+    return Run(painted, time.perf_counter() - started_s)
+
+
+def exactness(engine: Engine, arm: PipelineArm, requests: Sequence[GenerationRequest]) -> dict[str, Any]:
+    """A sample of ``requests`` painted together, alone, and by diffusers: equal bytes, and the largest difference."""
+    together = engine.generate(requests)
+    same_bytes, worst, spread = 0, 0.0, 0.0
+    for mixed, request in zip(together, requests, strict=True):
+        [alone] = engine.generate(request)
+        assert alone.latents is not None
+        assert mixed.latents is not None
+        same_bytes += alone.picture == mixed.picture and alone.latents.data == mixed.latents.data
+        theirs = arm.paint([request], output_type="latent")[0]
+        worst = max(worst, float(np.abs(alone.latents.array - theirs).max()))
+        spread = max(spread, float(theirs.std()))
+    return {
+        "images": len(requests),
+        "bytes_equal_to_solo_run": same_bytes,
+        "deterministic": engine.is_deterministic,
+        "max_latent_error_against_diffusers": worst,
+        "latent_std": spread,
+        "note": "the engine keeps latents in float32 between steps, diffusers in the model's dtype",
+    }

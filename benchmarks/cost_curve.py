@@ -1,0 +1,78 @@
+"""What a UNet call costs by number of rows, beside the arithmetic it does and the machine's measured peak."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from diffserve.engine.exactness import Predict
+from diffserve.runtime import DiffusionModel
+
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+
+def measure_cost_curve(model: DiffusionModel, predict: Predict, *, repeats: int, most_rows: int) -> dict[str, Any]:
+    """Median ms of a call at each number of rows (warm-up excluded), share of peak, and bitwise agreement.
+
+    ``predict`` runs the UNet on its first so many random rows and returns when the device is done.
+    """
+    work = row_gflop(predict)
+    peak = peak_gflops(model)
+    points: list[dict[str, Any]] = []
+    outputs: dict[int, Tensor] = {}
+    for rows in [count for count in ROWS if count <= most_rows]:
+        outputs[rows] = predict(range(rows))  # warm-up
+        times = [seconds_of(predict, range(rows)) for _ in range(repeats)]
+        median_s = statistics.median(times)
+        points.append(
+            {
+                "rows": rows,
+                "ms": round(1e3 * median_s, 3),
+                "ms_min": round(1e3 * min(times), 3),
+                "ms_max": round(1e3 * max(times), 3),
+                "ms_per_row": round(1e3 * median_s / rows, 3),
+                "gflops": round(rows * work / median_s, 1),
+                "share_of_peak": round(rows * work / median_s / peak, 3),
+            }
+        )
+    last = outputs[max(outputs)]
+    for point in points:
+        point["equal_bytes_to_largest"] = bool(torch.equal(outputs[point["rows"]], last[: point["rows"]]))
+    return {"gflop_per_row": round(work, 3), "measured_peak_gflops": round(peak, 1), "points": points}
+
+
+def row_gflop(predict: Predict) -> float:
+    """10^9 floating-point operations of one row, counted by torch (2 x multiply-add)."""
+    with FlopCounterMode(display=False) as counter:
+        predict(range(1))
+    return float(counter.get_total_flops()) / 1e9
+
+
+def peak_gflops(model: DiffusionModel, size: int = 2048) -> float:
+    """10^9 operations a second of a square matrix product in the model's dtype: the ceiling that was measured."""
+    left = torch.randn((size, size), device=model.device).to(model.dtype)
+
+    def multiply() -> None:
+        (left @ left)[0, 0].item()
+
+    multiply()
+    best_s = min(seconds_of_call(multiply) for _ in range(8))
+    return 2.0 * size**3 / best_s / 1e9
+
+
+def seconds_of(predict: Predict, rows: range) -> float:
+    """Wall time of one call."""
+    return seconds_of_call(lambda: predict(rows))
+
+
+def seconds_of_call(call: Callable[[], object]) -> float:
+    """Wall time of ``call``."""
+    started_s = time.perf_counter()
+    call()
+    return time.perf_counter() - started_s

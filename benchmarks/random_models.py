@@ -1,0 +1,145 @@
+"""Stable Diffusion 1.5 and XL at their real sizes with random weights: right for timing dense work, for nothing else.
+
+The configurations are written out here; the vocabulary is bytes only, because nobody reads these pictures.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from tokenizers import pre_tokenizers
+
+from diffserve.runtime.quiet import hushed, import_quietly
+
+START, END = "<|startoftext|>", "<|endoftext|>"
+SD_BETAS: Final = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+
+UNETS: Final[dict[str, dict[str, Any]]] = {
+    "sd15-random": {
+        "sample_size": 64,
+        "block_out_channels": (320, 640, 1280, 1280),
+        "layers_per_block": 2,
+        "cross_attention_dim": 768,
+        "attention_head_dim": 8,
+    },
+    "sdxl-random": {
+        "sample_size": 128,
+        "block_out_channels": (320, 640, 1280),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        "layers_per_block": 2,
+        "transformer_layers_per_block": (1, 2, 10),
+        "cross_attention_dim": 2048,
+        "attention_head_dim": (5, 10, 20),
+        "use_linear_projection": True,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 256,
+        "projection_class_embeddings_input_dim": 2816,
+    },
+    "tiny-random": {
+        "sample_size": 16,
+        "block_out_channels": (32, 64),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "layers_per_block": 1,
+        "cross_attention_dim": 64,
+        "attention_head_dim": 8,
+    },
+}
+VAES: Final[dict[str, dict[str, Any]]] = {
+    "sd15-random": {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "sample_size": 512},
+    "sdxl-random": {
+        "block_out_channels": (128, 256, 512, 512),
+        "layers_per_block": 2,
+        "sample_size": 1024,
+        "scaling_factor": 0.13025,
+    },
+    "tiny-random": {"block_out_channels": (32, 32, 32, 32), "layers_per_block": 1, "sample_size": 128},
+}
+CLIP_L: Final = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+BIG_G: Final = {
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 20,
+    "projection_dim": 1280,
+    "hidden_act": "gelu",
+}
+TINY_TEXT: Final = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+NAMES: Final = tuple(UNETS)
+
+
+def save_random_model(name: str, directory: Path, *, dtype: torch.dtype, seed: int = 0) -> Path:
+    """Write the model ``name`` in ``dtype`` as a diffusers directory; the same seed gives the same weights."""
+    torch.manual_seed(seed)
+    with hushed("transformers", "diffusers"):
+        parts = _text_parts(name, directory / "parts")
+        parts["unet"] = import_quietly("diffusers", "UNet2DConditionModel")(**UNETS[name])
+        parts["vae"] = _vae(name)
+        parts["scheduler"] = import_quietly("diffusers", "DDIMScheduler")(
+            **SD_BETAS, clip_sample=False, set_alpha_to_one=False, steps_offset=1
+        )
+        for key in ("text_encoder", "text_encoder_2", "unet", "vae"):
+            if key in parts:
+                parts[key].to(dtype)
+        pipeline = make_pipeline(parts)
+        pipeline.save_pretrained(str(directory / "model"))
+    return directory / "model"
+
+
+def make_pipeline(parts: dict[str, Any]) -> Any:
+    """diffusers' own pipeline on ``parts``, silent."""
+    if "text_encoder_2" in parts:
+        pipeline = import_quietly("diffusers", "StableDiffusionXLPipeline")(**parts, add_watermarker=False)
+    else:
+        plain = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+        pipeline = import_quietly("diffusers", "StableDiffusionPipeline")(**parts, **plain)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def _vae(name: str) -> Any:
+    levels = len(VAES[name]["block_out_channels"])
+    return import_quietly("diffusers", "AutoencoderKL")(
+        down_block_types=("DownEncoderBlock2D",) * levels,
+        up_block_types=("UpDecoderBlock2D",) * levels,
+        latent_channels=4,
+        **VAES[name],
+    )
+
+
+def _text_parts(name: str, directory: Path) -> dict[str, Any]:
+    parts = {"tokenizer": _tokenizer(directory / "tokenizer")}
+    sizes = TINY_TEXT if name == "tiny-random" else CLIP_L
+    parts["text_encoder"] = _text_encoder("CLIPTextModel", sizes)
+    if name == "sdxl-random":
+        parts["tokenizer_2"] = _tokenizer(directory / "tokenizer_2")
+        parts["text_encoder_2"] = _text_encoder("CLIPTextModelWithProjection", BIG_G)
+    return parts
+
+
+def _vocabulary() -> dict[str, int]:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*alphabet, *(f"{letter}</w>" for letter in alphabet), START, END]
+    return {token: index for index, token in enumerate(tokens)}
+
+
+def _text_encoder(class_name: str, sizes: dict[str, Any]) -> Any:
+    last = len(_vocabulary()) - 1
+    config = import_quietly("transformers", "CLIPTextConfig")(
+        vocab_size=49408, bos_token_id=last - 1, eos_token_id=last, pad_token_id=last, **sizes
+    )
+    return import_quietly("transformers", class_name)(config).eval()
+
+
+def _tokenizer(directory: Path) -> Any:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "vocab.json").write_text(json.dumps(_vocabulary(), ensure_ascii=False), encoding="utf-8")
+    (directory / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    marks = {"bos_token": START, "eos_token": END, "unk_token": END, "pad_token": END}
+    config = {"tokenizer_class": "CLIPTokenizer", "model_max_length": 77, **marks}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return import_quietly("transformers", "CLIPTokenizer").from_pretrained(str(directory))

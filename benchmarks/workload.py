@@ -1,0 +1,84 @@
+"""What is painted: a ladder of workloads, each rung mixing one thing more. Fresh prompts every round."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from diffserve.types import DiffusionParams, GenerationRequest
+
+STEPS: Final = (4, 10, 20, 50)
+SAMPLERS: Final = ("ddim", "euler", "euler_a", "dpmpp_2m")
+GUIDANCE: Final = (1.0, 5.0, 7.5)
+RUNGS: Final = ("same", "+steps", "+samplers", "+guidance", "+sizes")
+WORDS: Final = ("fox", "cactus", "beach", "boat", "moon", "house", "apple", "owl", "castle", "rose")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Requests that are equal but for prompt and seed; the static batch may batch only these."""
+
+    num_steps: int
+    sampler: str
+    guidance_scale: float
+    width_px: int
+    height_px: int
+
+
+def kinds(rung: str, sizes: Sequence[tuple[int, int]]) -> list[Kind]:
+    """The sixteen kinds of a rung. A rung contains all that stands before it in ``RUNGS``."""
+    height = RUNGS.index(rung)
+    made = []
+    for place in range(16):
+        width_px, height_px = sizes[place // 2 % min(2, len(sizes)) if height >= 4 else 0]
+        made.append(
+            Kind(
+                num_steps=STEPS[place // 4] if height >= 1 else 20,
+                sampler=SAMPLERS[place % 4] if height >= 2 else "ddim",
+                guidance_scale=GUIDANCE[place % 3] if height >= 3 else 5.0,
+                width_px=width_px,
+                height_px=height_px,
+            )
+        )
+    return made
+
+
+def batches(
+    rung: str, sizes: Sequence[tuple[int, int]], *, copies: int, round_index: int, step_divisor: int = 1
+) -> list[list[GenerationRequest]]:
+    """``copies`` requests of each kind, one batch of equal requests a kind; prompts and seeds depend on the round.
+
+    ``step_divisor``: fewer steps for a smoke run.
+    """
+    rng = random.Random(f"{rung} {round_index}")
+    made = []
+    for place, kind in enumerate(kinds(rung, sizes)):
+        params = DiffusionParams(
+            sampler=kind.sampler,
+            num_steps=max(1, kind.num_steps // step_divisor),
+            guidance_scale=kind.guidance_scale,
+            spacing="leading",
+        )
+        made.append(
+            [
+                GenerationRequest(
+                    prompt=f"{' '.join(rng.sample(WORDS, 3))} {round_index} {place} {copy}",
+                    seed=rng.randrange(2**31),
+                    width_px=kind.width_px,
+                    height_px=kind.height_px,
+                    diffusion=params,
+                    return_latents=True,
+                )
+                for copy in range(copies)
+            ]
+        )
+    return made
+
+
+def shuffled(groups: Sequence[Sequence[GenerationRequest]], round_index: int) -> list[GenerationRequest]:
+    """All requests in an order that has nothing to do with their kind."""
+    mixed = [request for group in groups for request in group]
+    random.Random(round_index).shuffle(mixed)
+    return mixed
