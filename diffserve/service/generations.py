@@ -7,7 +7,7 @@ import os
 from collections.abc import Coroutine
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from diffserve.config import ServeConfig
@@ -94,6 +94,8 @@ async def read_body(request: Request) -> GenerateBody:
             data = await request.body()
     except TimeoutError:
         raise HttpError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s.", code="body_timeout") from None
+    except ClientDisconnect:
+        raise hung_up() from None
     if len(data) > PARSE_IN_THREAD_BYTES:
         return await asyncio.to_thread(parse_body, data)
     return parse_body(data)
@@ -107,7 +109,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Response])
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise HttpError(CLIENT_CLOSED_REQUEST, "the client hung up.", code="client_closed_request")
+        raise hung_up()
     finally:
         working.cancel()
         watching.cancel()
@@ -117,6 +119,11 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Response])
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def hung_up() -> HttpError:
+    """What is said to nobody, for the log's sake."""
+    return HttpError(CLIENT_CLOSED_REQUEST, "the client hung up.", code="client_closed_request")
 
 
 def header_text(warnings: list[str]) -> str:

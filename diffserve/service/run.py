@@ -26,7 +26,7 @@ from diffserve.service.guards import is_loopback
 from diffserve.service.logs import set_up_logs
 from diffserve.service.protocol import MAX_HEADER_BYTES, Http1
 
-GOODBYE_S = 3  # for answers that are already being written
+GOODBYE_S = 10  # for answers that are already being written
 
 
 def serve(settings: Settings) -> int:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from diffserve.config import load_settings
-from tests.service.server import GENERATIONS, RunningServer, error_of, files_of
+from tests.service.server import GENERATIONS, RunningServer, error_of, files_of, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -279,6 +279,13 @@ def test_what_is_no_http_gets_an_error_object(server: RunningServer, data: bytes
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ")
     assert json.loads(body)["error"]["code"] == "bad_http"
+
+
+def test_a_client_that_hangs_up_in_the_middle_of_its_body_leaves_no_trace(server: RunningServer) -> None:
+    head = f"POST {GENERATIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(f'{head}Content-Length: 99\r\n\r\n{{"prompt": '.encode())
+    wait_for(lambda: '"status":499' in server.errors.read_text(), 60.0, "the line in the log")
 
 
 def test_after_all_this_a_picture_is_what_it_always_was(server: RunningServer) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.service.server import GENERATIONS, RunningServer, files_of, wait_for
+from tests.service.server import GENERATIONS, SOON_S, RunningServer, files_of, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ def send_and_hold(server: RunningServer, body: dict[str, Any]) -> socket.socket:
     """A connection on which ``body`` is asked for and nothing is read."""
     content = json.dumps(body).encode()
     head = f"POST {GENERATIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=300)
     connection.sendall(f"{head}{len(content)}\r\n\r\n".encode() + content)
     return connection
 
@@ -67,28 +67,34 @@ def test_the_same_request_twice_at_once_gives_the_same_picture_twice(server: Run
 
 
 def test_a_client_that_hangs_up_is_cancelled_and_its_neighbour_is_untouched(server: RunningServer) -> None:
-    neighbour = {**MIX[3], "num_inference_steps": 200}
+    neighbour = {**MIX[3], "num_inference_steps": 100}
     alone = files_of(server.client.post(GENERATIONS, json=neighbour))
-    leaver = send_and_hold(server, {"prompt": "a red fox", "num_inference_steps": 1000, "sampler": "ddim"})
-    stayer = send_and_hold(server, neighbour)
-    wait_for(lambda: server.num_requests() == 2, 10.0, "both to be taken")
-    leaver.close()
-    left_at_s = time.monotonic()
-    wait_for(lambda: server.num_requests() == 1, 10.0, "the cancellation")
-    assert time.monotonic() - left_at_s < 2.0  # its thousand steps would take several times as long
-    with stayer:
+    leaver = send_and_hold(server, {"prompt": "a red fox", "num_inference_steps": 1000, "sampler": "ddim", "n": 4})
+    with send_and_hold(server, neighbour) as stayer:
+        wait_for(lambda: server.num_requests() == 2, SOON_S, "both to be taken")
+        leaver.close()
         assert files_of(read_answer(stayer)) == alone
+    wait_for(lambda: server.num_requests() == 0, 2.0, "the cancellation, long before its four thousand steps are done")
 
 
-def test_a_client_that_hangs_up_in_the_queue_is_forgotten(server: RunningServer) -> None:
-    connections = [send_and_hold(server, {**MIX[2], "num_inference_steps": 1000}) for _ in range(6)]
-    wait_for(lambda: server.num_requests() == 6, 10.0, "all to be taken")
+def test_clients_that_hang_up_in_the_queue_are_forgotten(server: RunningServer) -> None:
+    connections = [send_and_hold(server, {**MIX[2], "num_inference_steps": 1000, "n": 10}) for _ in range(6)]
+    wait_for(lambda: server.num_requests() == 6, SOON_S, "all to be taken")
     for connection in connections:
         connection.close()
-    wait_for(lambda: server.num_requests() == 0, 5.0, "the cancellations")
+    wait_for(lambda: server.num_requests() == 0, SOON_S, "the cancellations")
+
+
+def probe_s(server: RunningServer) -> float:
+    """How long a trivial answer takes."""
+    asked_s = time.monotonic()
+    assert server.status("/livez") == 200
+    return time.monotonic() - asked_s
 
 
 def test_large_pictures_do_not_hold_up_the_event_loop(server: RunningServer) -> None:
+    calm = sorted(probe_s(server) for _ in range(20))[10]
+
     async def probe_while_painting() -> list[float]:
         body = {"prompt": "a red fox", "num_inference_steps": 1, "size": "2048x2048", "n": 3}
         async with httpx.AsyncClient(base_url=server.url, timeout=300.0, trust_env=False) as client:
@@ -104,4 +110,4 @@ def test_large_pictures_do_not_hold_up_the_event_loop(server: RunningServer) -> 
 
     waits = asyncio.run(probe_while_painting())
     assert len(waits) >= 10
-    assert waits[len(waits) * 3 // 4] < 0.25
+    assert waits[len(waits) * 3 // 4] < max(0.25, 20 * calm)

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.service.server import ROOT, error_of, files_of, running_server, wait_for
+from tests.service.server import ROOT, SOON_S, error_of, files_of, running_server, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -38,16 +38,14 @@ def test_a_lost_engine_is_503_at_once_and_comes_back_with_the_same_pictures(tiny
         server.wait_until_ready()
         before = files_of(server.paint(seed=77))
         waiting = [pool.submit(server.paint, **LONG) for _ in range(2)]  # type: ignore[arg-type]
-        wait_for(lambda: server.num_requests() == 2, 10.0, "both to be taken")
+        wait_for(lambda: server.num_requests() == 2, SOON_S, "both to be taken")
         lost = server.engine
         lost.kill()
-        killed_at_s = time.monotonic()
         for future in waiting:
-            response = future.result(timeout=20)
+            response = future.result(timeout=SOON_S)
             assert response.status_code == 503
             assert error_of(response)["code"] == "engine_unavailable"
             assert re.fullmatch(r"\d+", response.headers["retry-after"])
-        assert time.monotonic() - killed_at_s < 5.0
         assert server.status("/livez") == 200
         assert server.status("/readyz") == 503
         assert server.paint().status_code == 503
@@ -62,28 +60,29 @@ def test_an_engine_that_hangs_is_not_ready_until_it_moves_again(tiny_model: Mode
         engine = server.engine
         engine.suspend()
         try:
-            wait_for(lambda: server.status("/readyz") == 503, 20.0, "readiness to end")
+            wait_for(lambda: server.status("/readyz") == 503, SOON_S, "readiness to end")
             assert server.status("/livez") == 200
         finally:
             engine.resume()
-        wait_for(lambda: server.status("/readyz") == 200, 10.0, "readiness")
+        wait_for(lambda: server.status("/readyz") == 200, SOON_S, "readiness")
         assert len(files_of(server.paint())) == 1
 
 
 def test_a_stopped_server_finishes_its_work_takes_no_more_and_exits_with_0(tiny_model: Model, tmp_path: Path) -> None:
-    with running_server(tiny_model("sd15"), tmp_path, config=FULL_PRECISION) as server, ThreadPoolExecutor(1) as pool:
+    config = FULL_PRECISION + "[serve]\nshutdown_timeout_s = 300.0\n"
+    with running_server(tiny_model("sd15"), tmp_path, config=config) as server, ThreadPoolExecutor(1) as pool:
         server.wait_until_ready()
-        waiting = pool.submit(server.paint, num_steps=300, sampler="ddim")
-        wait_for(lambda: server.num_requests() == 1, 10.0, "it to be taken")
+        waiting = pool.submit(server.paint, num_steps=200, sampler="ddim")
+        wait_for(lambda: server.num_requests() == 1, SOON_S, "it to be taken")
         engine = server.engine
         server.process.send_signal(signal.SIGTERM)
-        wait_for(lambda: server.status("/readyz") == 503, 2.0, "readiness to end")
+        wait_for(lambda: server.status("/readyz") == 503, SOON_S, "readiness to end")
         refused = server.paint()
         assert refused.status_code == 503
         assert "shutting down" in error_of(refused)["message"]
         assert server.status("/livez") == 200
-        assert len(files_of(waiting.result(timeout=60))) == 1
-        assert server.process.wait(20) == 0
+        assert len(files_of(waiting.result(timeout=300))) == 1
+        assert server.process.wait(SOON_S) == 0
         assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
 
 
@@ -92,10 +91,10 @@ def test_what_is_not_finished_in_time_gets_503(tiny_model: Model, tmp_path: Path
     with running_server(tiny_model("sd15"), tmp_path, config=config) as server, ThreadPoolExecutor(1) as pool:
         server.wait_until_ready()
         waiting = pool.submit(server.paint, **LONG)  # type: ignore[arg-type]
-        wait_for(lambda: server.num_requests() == 1, 10.0, "it to be taken")
+        wait_for(lambda: server.num_requests() == 1, SOON_S, "it to be taken")
         server.process.send_signal(signal.SIGTERM)
-        assert waiting.result(timeout=30).status_code == 503
-        assert server.process.wait(20) == 0
+        assert waiting.result(timeout=SOON_S).status_code == 503
+        assert server.process.wait(SOON_S) == 0
 
 
 def test_the_engine_does_not_outlive_a_killed_server(tiny_model: Model, tmp_path: Path) -> None:
@@ -105,8 +104,8 @@ def test_the_engine_does_not_outlive_a_killed_server(tiny_model: Model, tmp_path
         with socket.create_connection(("127.0.0.1", server.port)) as held:
             held.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
             server.process.kill()
-            server.process.wait(10)
-        engine.wait(2)
+            server.process.wait(SOON_S)
+        engine.wait(SOON_S)
 
 
 def test_the_engine_does_not_outlive_a_server_killed_while_it_loads(tiny_model: Model, tmp_path: Path) -> None:
@@ -115,10 +114,10 @@ def test_the_engine_does_not_outlive_a_server_killed_while_it_loads(tiny_model: 
         assert server.status("/readyz") == 503
         assert error_of(server.paint())["code"] == "engine_unavailable"
         assert server.client.get("/v1/models").status_code == 503
-        engine = wait_for(lambda: server.engine, 5.0, "the engine's process")
+        engine = wait_for(lambda: server.engine, SOON_S, "the engine's process")
         server.process.kill()
-        server.process.wait(10)
-        engine.wait(15)  # Python itself may be busy importing: then nobody reads the socket for a while
+        server.process.wait(SOON_S)
+        engine.wait(SOON_S)  # Python itself may be busy importing: then nobody reads the socket for a while
 
 
 def test_a_full_queue_sheds_with_429_and_keeps_what_it_took(tiny_model: Model, tmp_path: Path) -> None:
@@ -176,7 +175,7 @@ def test_every_way_a_model_fails_to_load_is_one_line_and_exit_code_2(tiny_model:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=280,
         )
         assert done.returncode == 2
         assert done.stderr.count("\n") == 1, done.stderr
@@ -192,7 +191,7 @@ def test_a_port_in_use_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=280,
         )
     assert done.returncode == 2
     assert (
@@ -206,10 +205,10 @@ def test_a_second_signal_is_not_waited_on(tiny_model: Model, tmp_path: Path) -> 
         server.wait_until_ready()
         thread = threading.Thread(target=lambda: server.paint(**LONG))  # type: ignore[arg-type]
         thread.start()
-        wait_for(lambda: server.num_requests() == 1, 10.0, "it to be taken")
+        wait_for(lambda: server.num_requests() == 1, SOON_S, "it to be taken")
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         assert server.process.poll() is None
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(5) == 0
-        thread.join(10)
+        assert server.process.wait(SOON_S) == 0
+        thread.join(SOON_S)
