@@ -16,7 +16,7 @@ RUNGS: Final = ("same", "+steps", "+samplers", "+guidance", "+sizes")
 WORDS: Final = ("fox", "cactus", "beach", "boat", "moon", "house", "apple", "owl", "castle", "rose")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Kind:
     """Requests that are equal but for prompt and seed; the static batch may batch only these."""
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from diffserve.engine.task import LiveRequest, Settings
+from diffserve.engine.task import LiveRequest, PaintSettings
 from diffserve.errors import InvalidRequest
 from diffserve.types import DiffusionParams, GenerationRequest, ModelInfo, Picture
 from schedulers import (
@@ -76,7 +76,7 @@ class Admission:
 
     def _settings(
         self, request: GenerationRequest, width_px: int, height_px: int, kind: str
-    ) -> tuple[Settings, tuple[str, ...]]:
+    ) -> tuple[PaintSettings, tuple[str, ...]]:
         info, params = self.info, request.diffusion
         strength = 1.0 if request.init_image is None else params.strength
         num_steps = info.default_num_steps if params.num_steps is None else params.num_steps
@@ -87,7 +87,7 @@ class Admission:
                 param="num_inference_steps",
             )
         table = self._table(params, num_steps, strength)
-        settings = Settings(
+        settings = PaintSettings(
             width_px=width_px,
             height_px=height_px,
             sampler=table.sampler,

@@ -36,6 +36,7 @@ class EngineCore:
         outcome = self._run(plan)
         events += self._cancel(take_cancelled())
         events += self.scheduler.apply(plan, outcome)
+        self.runners.trim(self.scheduler.in_flight)
         self._remember(plan, outcome, started_s)
         return events
 

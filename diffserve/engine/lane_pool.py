@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -15,7 +15,7 @@ class LanePool:
     """One float32 tensor of latents (lanes, C, h, w) and one of histories (lanes, HISTORY, C, h, w) per latent shape.
 
     Lanes are numbered across shapes by the scheduler's ``LaneTable``; storage of a shape grows to the next power of two
-    above the highest lane that used it, and is dropped when its last lane is given back and another shape needs room.
+    above the highest lane that used it, and is dropped by :meth:`keep_only` when many shapes have come and gone.
     Latents are in sigma coordinates (noise std over unit signal).
     """
 
@@ -50,7 +50,12 @@ class LanePool:
         """A view (C, h, w) of one lane's latent."""
         return self._latents[shape][lane]
 
-    def keep_only(self, shapes: Sequence[LatentShape]) -> None:
+    @property
+    def num_shapes(self) -> int:
+        """Shapes that have storage."""
+        return len(self._latents)
+
+    def keep_only(self, shapes: Iterable[LatentShape]) -> None:
         """Drop the storage of every other shape."""
         for shape in set(self._latents) - set(shapes):
             del self._latents[shape], self._history[shape]

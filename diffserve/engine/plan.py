@@ -46,7 +46,10 @@ class RowLabel(NamedTuple):
 
 @dataclass(frozen=True)
 class UNetCall:
-    """One UNet call as it ran: the rows that mattered, how many padded it, and its wall time."""
+    """One UNet call as it ran: the rows that mattered, how many padded it, and its wall time.
+
+    On a device that works asynchronously ``wall_s`` is the time to launch; the tick's ``wall_s`` is the whole truth.
+    """
 
     rows: tuple[RowLabel, ...]
     num_padded: int

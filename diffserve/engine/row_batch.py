@@ -67,11 +67,11 @@ class ImageBatch:
     @cached_property
     def noise(self) -> Tensor:
         """(B, C, h, w): a fresh draw from the generator of every image whose row draws, zeros elsewhere."""
-        noise = torch.zeros(self.x.shape)
-        for index, task in enumerate(self.tasks):
-            if task.table.draws[task.row_index]:
-                noise[index] = task.canvas.draw()
-        return noise.to(self.x.device)
+        drawing = [index for index, task in enumerate(self.tasks) if task.table.draws[task.row_index]]
+        noise = torch.zeros_like(self.x)
+        for index in drawing:
+            noise[index] = self.tasks[index].canvas.draw()
+        return noise
 
     def is_uncond(self, row: int) -> bool:
         """Whether ``row`` is an unconditional one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from diffserve.errors import DiffserveError
 from diffserve.runtime import DiffusionModel
 from schedulers.update import advance, guide, renoise
 
+SHAPES_KEPT = 8
+
 
 class Runners:
     """Runs plans. Whatever fails is reported for the image it belongs to; nothing is raised for one image's sake."""
@@ -34,6 +36,11 @@ class Runners:
     def row_cap(self, group: GroupKey) -> int:
         """Rows that a tick of ``group`` may hold."""
         return min(self.groups.row_cap(group), self.caller.row_limit)
+
+    def trim(self, in_flight: Iterable[ImageTask]) -> None:
+        """Give the storage of shapes nobody paints back once there are more than ``SHAPES_KEPT``."""
+        if self.pool.num_shapes > SHAPES_KEPT:
+            self.pool.keep_only(task.canvas.shape for task in in_flight if task.canvas is not None)
 
     @torch.inference_mode()
     def warm_up(self, width_px: int, height_px: int) -> None:

@@ -40,7 +40,7 @@ class Failure(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Settings:
+class PaintSettings:
     """A request's parameters with every default filled in and the sampler compiled.
 
     guided   bool (num_rows,): whether table row i also runs the unconditional row
@@ -73,7 +73,7 @@ class LiveRequest:
     """A request from submit to its terminal event. ``submitted_tick`` is its place in the order of ageing."""
 
     request: GenerationRequest
-    settings: Settings
+    settings: PaintSettings
     seed: int
     warnings: tuple[str, ...]
     submitted_s: float
@@ -136,7 +136,7 @@ class ImageTask:
     clock: Clock = field(default_factory=Clock)
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> PaintSettings:
         """The request's resolved settings."""
         return self.live.settings
 

@@ -1,0 +1,41 @@
+"""The tensors behind the lanes."""
+
+from __future__ import annotations
+
+import torch
+
+from diffserve.engine.lane_pool import LanePool
+from schedulers import HISTORY
+from tests.engine.conftest import MakeEngine
+from tests.engine.pipelines import asked
+
+SHAPE = (4, 8, 8)
+
+
+def test_a_lane_opened_again_holds_its_new_start_and_no_history() -> None:
+    pool = LanePool(torch.device("cpu"))
+    pool.open(0, torch.ones(SHAPE))
+    lanes = torch.tensor([0])
+    pool.scatter(lanes, torch.full((1, *SHAPE), torch.nan), torch.full((1, HISTORY, *SHAPE), torch.nan))
+    pool.open(0, 2.0 * torch.ones(SHAPE))
+    latents, history = pool.gather(SHAPE, lanes)
+    assert latents.eq(2.0).all()
+    assert history.eq(0.0).all()
+
+
+def test_a_growing_pool_keeps_what_it_holds() -> None:
+    pool = LanePool(torch.device("cpu"))
+    pool.open(1, torch.ones(SHAPE))
+    small = pool.num_bytes
+    pool.open(40, 3.0 * torch.ones(SHAPE))
+    assert pool.num_bytes == 8 * small
+    assert pool.latent(SHAPE, 1).eq(1.0).all()
+    assert pool.latent(SHAPE, 40).eq(3.0).all()
+
+
+def test_storage_of_shapes_nobody_paints_is_given_back(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_rows=2)
+    pool = engine._core.runners.pool
+    for cells in range(2, 13):
+        engine.generate(asked("sd15", "ddim", seed=1, num_steps=1, width_px=8 * cells, guidance_scale=1.0))
+    assert pool.num_shapes <= 8
