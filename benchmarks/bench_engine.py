@@ -121,7 +121,7 @@ def main(
     engine, arm = open_arms(model, device, dtype, max_rows)
     if not torch.cuda.is_available():
         say("no GPU on this machine: these are CPU figures")
-    document = head("engine", engine.info)
+    document = head("engine", Path(model).name, engine.info)
     path = out or default_path(document)
     engine.warm_up()
     width_px, height_px = engine.info.good_sizes[0]

@@ -50,8 +50,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def head(benchmark: str, info: ModelInfo) -> dict[str, Any]:
-    """The document's beginning."""
+def head(benchmark: str, name: str, info: ModelInfo) -> dict[str, Any]:
+    """The document's beginning; ``name`` is what the model was asked for as."""
     return {
         "benchmark": benchmark,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -60,7 +60,7 @@ def head(benchmark: str, info: ModelInfo) -> dict[str, Any]:
         "hardware": hardware(info.device),
         "versions": versions(),
         "model": {
-            "id": info.model_id,
+            "id": name,
             "digest": info.digest,
             "num_parameters": info.num_parameters,
             "dtype": info.dtype,
