@@ -55,10 +55,10 @@ def vae(work: Work, device: Device = "cpu", iterations: int = 2800, batch: int =
 def denoiser(
     work: Work,
     device: Device = "cpu",
-    iterations: int = 3600,
+    iterations: int = 2800,
     batch: int = 64,
     num_scenes: int = 20_000,
-    look_every: int = 600,
+    look_every: int = 700,
 ) -> None:
     """Train tokenizer, text encoder and UNet on the trained autoencoder's latents, then export."""
     tokenizer = CLIPTokenizer.from_pretrained(train_tokenizer(work / "tokenizer"))
