@@ -150,18 +150,19 @@ def load_settings(
     """
     user = _user_layer(config)
     environment = dict(_env_layer(os.environ if env is None else env))
-    path = model or _text(environment.get("model.path")) or _text(user.get("model.path")) or "embedded"
+    named = str(config) if str(config) in PROFILES else None
+    path = model or _text(environment.get("model.path")) or _text(user.get("model.path")) or named or "embedded"
     values = _builtin_layer("serve.toml", ("serve",))
     described: dict[str, Any] = {}
-    if path in PROFILES or str(config) in PROFILES:
-        profile = path if path in PROFILES else str(config)
-    else:
+    profile = path if path in PROFILES else named
+    if profile is None:
         profile, described = describe_model(Path(path).expanduser())
     values |= _builtin_layer(f"{profile}.toml", ("model", "engine"))
+    own_path = values["model.path"]
     values |= {f"model.{key}": _Value(value, path) for key, value in described.items()}
     values |= user | environment
-    if model is not None and model not in PROFILES:
-        values["model.path"] = _Value(model, "--model")
+    if model is not None:
+        values["model.path"] = own_path if model in PROFILES else _Value(model, "--model")
     values |= {key: _Value(flag.value, flag.name) for key, flag in (flags or {}).items() if flag.value is not None}
     return _build(values)
 

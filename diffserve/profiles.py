@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 MAX_HEADER_BYTES = 100_000_000
+ZERO_SNR = {"sampler": "dpmpp_2m", "spacing": "trailing"}
+"""For zero terminal SNR: no sigma schedule reaches the infinite first sigma, and only trailing spacing starts there."""
 
 
 def describe_model(path: Path) -> tuple[str, dict[str, Any]]:
@@ -24,7 +26,9 @@ def describe_model(path: Path) -> tuple[str, dict[str, Any]]:
     name = path.resolve().stem if is_file else path.resolve().name
     entries: dict[str, Any] = {"model_id": re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-.")[:64] or "model"}
     if is_file:
-        return ("sdxl" if _is_sdxl_file(path) else "sd15"), entries
+        tensors = _header(path)
+        is_sdxl = any(key.startswith("conditioner.embedders.1.") for key in tensors)
+        return ("sdxl" if is_sdxl else "sd15"), entries | (ZERO_SNR if "ztsnr" in tensors else {})
     return ("sdxl" if (path / "text_encoder_2").is_dir() else "sd15"), entries | _from_directory(path)
 
 
@@ -41,25 +45,23 @@ def _from_directory(path: Path) -> dict[str, Any]:
     scheduler = _read_json(path / "scheduler" / "scheduler_config.json")
     if scheduler.get("timestep_spacing") in ("leading", "trailing", "linspace"):
         found["spacing"] = scheduler["timestep_spacing"]
-    if scheduler.get("rescale_betas_zero_snr"):  # a sigma schedule cannot reach the infinite first sigma
-        found["sampler"] = "dpmpp_2m"
-    return found
+    return found | ({"sampler": ZERO_SNR["sampler"]} if scheduler.get("rescale_betas_zero_snr") else {})
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
-def _is_sdxl_file(path: Path) -> bool:
-    """Whether the file's header names tensors of a second text encoder."""
+def _header(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file: its tensors by name; empty where it cannot be read."""
     try:
         with path.open("rb") as file:
             (num_bytes,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(min(num_bytes, MAX_HEADER_BYTES)))
-    except (OSError, ValueError, struct.error):
-        return False
-    return isinstance(header, dict) and any(key.startswith("conditioner.embedders.1.") for key in header)
+    except (OSError, ValueError, RecursionError, struct.error):
+        return {}
+    return header if isinstance(header, dict) else {}

@@ -36,6 +36,17 @@ def test_the_four_built_in_files_are_all_there() -> None:
     ]
 
 
+@pytest.mark.parametrize("profile", PROFILES)
+def test_config_may_name_a_built_in_profile(profile: str) -> None:
+    assert load_settings(config=profile, env={}).model == load_settings(model=profile, env={}).model
+
+
+def test_model_on_the_command_line_wins_over_every_other_path(tmp_path: Path) -> None:
+    file = user_file(tmp_path, "[model]\npath = '/somewhere'\n")
+    settings = load_settings(model="embedded", config=file, env={"DIFFSERVE_MODEL_PATH": "/elsewhere"})
+    assert settings.model.path == "embedded"
+
+
 def test_embedded_model_is_the_default() -> None:
     settings = load_settings(env={})
     assert settings.model.path == "embedded"
@@ -179,6 +190,14 @@ def test_single_file_tells_its_family_by_its_header(tmp_path: Path, tensor: str,
     settings = load_settings(model=str(file), env={})
     assert settings.origins["model.sampler"] == f"configs/{profile}.toml"
     assert settings.model.model_id == "painter"
+
+
+def test_single_file_of_zero_terminal_snr_starts_at_its_last_timestep(tmp_path: Path) -> None:
+    header = json.dumps({"ztsnr": {"dtype": "F16", "shape": [0], "data_offsets": [0, 0]}}).encode()
+    file = tmp_path / "painter.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header)
+    model = load_settings(model=str(file), env={}).model
+    assert (model.sampler, model.spacing) == ("dpmpp_2m", "trailing")
 
 
 def test_unreadable_model_is_left_to_the_loader_to_report(tmp_path: Path) -> None:
