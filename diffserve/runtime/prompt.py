@@ -21,8 +21,8 @@ ROUND_WEIGHT = 1.1
 SQUARE_WEIGHT = 1 / 1.1
 MAX_WEIGHT = 100.0
 
-_TOKEN = re.compile(r"\\[()\[\]\\]|[()\[\]]|:\s*[+-]?(?:\d+\.?\d*|\.\d+)\s*\)|[^\\()\[\]:]+|[\\:]")
-_BREAK = re.compile(r"\s*\bBREAK\b\s*")
+_TOKEN = re.compile(r"\\[()\[\]\\]|[()\[\]]|:\s*[+-]?(?:\d+(?:\.\d*)?|\.\d+)\s*\)|[^\\()\[\]:]+|[\\:]")
+_BREAK = re.compile(r"\bBREAK\b")
 
 
 class Piece(NamedTuple):
@@ -74,11 +74,12 @@ def parse_prompt(prompt: str) -> list[list[Piece]]:
                 f"the weight of {text[:40]!r} in the prompt is {weight:g}; keep it within {MAX_WEIGHT:g}.",
                 param="prompt",
             )
-        first, *others = _BREAK.split(text)
-        _append(sections[-1], first, weight)
-        for part in others:
-            sections.append([])
-            _append(sections[-1], part, weight)
+        parts = _BREAK.split(text)
+        for index, part in enumerate(parts):  # the blanks around a BREAK go with it
+            before = part if index == len(parts) - 1 else part.rstrip()
+            if index:
+                sections.append([])
+            _append(sections[-1], before.lstrip() if index else before, weight)
     return [section or [Piece("", 1.0)] for section in sections]
 
 

@@ -124,6 +124,22 @@ def test_any_text_parses_and_only_syntax_is_lost(prompt: str) -> None:
     assert [letter for letter in kept if letter in "ab"] == [letter for letter in prompt if letter in "ab"]
 
 
+@pytest.mark.parametrize("prompt", ["(a:" + "1" * 32_000, "a" + " " * 32_000 + "b", "(a:" + " " * 32_000])
+def test_long_runs_of_digits_and_blanks_take_no_time(prompt: str) -> None:
+    started = time.perf_counter()
+    parse_prompt(prompt)
+    assert time.perf_counter() - started < 1.0
+
+
+def test_blanks_around_a_break_go_with_it() -> None:
+    assert parse_prompt("a \n BREAK\t b BREAK  BREAK c ") == [
+        [Piece("a", 1.0)],
+        [Piece("b", 1.0)],
+        [Piece("", 1.0)],
+        [Piece("c ", 1.0)],
+    ]
+
+
 def test_thousands_of_open_brackets_take_no_time() -> None:
     started = time.perf_counter()
     parse_prompt("(a[b" * 8 + ")]" * 8 + "(a)" * 8000 + "[)" * 3)
