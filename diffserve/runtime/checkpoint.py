@@ -130,7 +130,7 @@ def read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelLoadError(f"{file} is missing or cannot be read ({error.strerror}).") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{file} is not JSON ({error}).") from error
     if not isinstance(content, dict):
         raise ModelLoadError(f"{file} should hold a JSON object, not {type(content).__name__}.")

@@ -55,7 +55,7 @@ def _build(module: str, name: str, config: Mapping[str, Any], where: str) -> Any
     known = {key: value for key, value in config.items() if not key.startswith("_")}
     try:
         return build_on_meta(lambda: cls.from_config(known))
-    except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+    except Exception as error:  # whatever the library says of a strange configuration
         raise ModelLoadError(f"{where}: {name} cannot be built from this configuration ({error}).") from error
 
 
@@ -68,7 +68,7 @@ def build_text_encoder(name: str, config: Mapping[str, Any], where: str) -> Any:
         with hushed("transformers"):
             known = config_cls(**{key: value for key, value in config.items() if key not in dropped})
             return build_on_meta(lambda: cls(known))
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except Exception as error:  # the same
         raise ModelLoadError(f"{where}: {name} cannot be built from this configuration ({error}).") from error
 
 
@@ -98,5 +98,5 @@ def load_tokenizer(directory: Path) -> Any:
     cls = import_quietly("transformers", "CLIPTokenizer")
     try:
         return cls.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # tokenizers raises nothing more specific
         raise ModelLoadError(f"the tokenizer in {directory} cannot be read ({error}).") from error

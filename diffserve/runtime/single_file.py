@@ -69,7 +69,14 @@ class SingleFile:
 
     def config(self, component: str, inferred: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The configuration beside the file, or the one read off its shapes."""
-        return read_json(self.beside / component / "config.json") if self.beside else inferred()
+        if self.beside:
+            return read_json(self.beside / component / "config.json")
+        try:
+            return inferred()
+        except (IndexError, ValueError) as error:
+            raise ModelLoadError(
+                f"{self.where}: the shapes of its tensors are not those of an {self.family} {component} ({error})."
+            ) from error
 
     def fill(
         self, network: Any, add: Callable[[TensorSource, str], str], choice: DeviceChoice, *, quantise: bool = False

@@ -15,6 +15,7 @@ from diffserve.runtime.chunks import Chunk, SpecialTokens, chunk_prompt
 from diffserve.runtime.prompt import parse_prompt
 
 CACHED_TEXTS = 128
+CACHED_CHUNKS = 256  # of long prompts fewer are kept: a chunk of SDXL is 0.3 MB in 16 bits
 MEAN_FLOOR = 0.01
 
 
@@ -78,7 +79,7 @@ class TextRunner:
 
     A single encoder gives its last hidden state, normalised; a pair gives both next-to-last hidden states side by
     side and the second one's pooled projection. Texts are encoded one chunk at a time, so what a prompt becomes does
-    not depend on its neighbours; the last ``CACHED_TEXTS`` texts are kept.
+    not depend on its neighbours; the last ``CACHED_TEXTS`` texts, of ``CACHED_CHUNKS`` chunks in all, are kept.
     """
 
     def __init__(
@@ -138,10 +139,13 @@ class TextRunner:
     def _encode_cached(self, text: str) -> EncodedText:
         if text not in self._cache:
             self._cache[text] = self._encode_text(text)
-            if len(self._cache) > CACHED_TEXTS:
+            while len(self._cache) > CACHED_TEXTS or self._num_cached_chunks() > CACHED_CHUNKS:
                 self._cache.popitem(last=False)
         self._cache.move_to_end(text)
         return self._cache[text]
+
+    def _num_cached_chunks(self) -> int:
+        return sum(encoded.chunks.shape[0] for encoded in self._cache.values())
 
     def _encode_text(self, text: str) -> EncodedText:
         per_encoder = [encoder.chunks(text) for encoder in self.encoders]
