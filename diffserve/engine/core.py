@@ -60,7 +60,7 @@ class EngineCore:
         try:
             return self.runners.run(plan)
         except Exception as error:
-            logger.exception("a tick failed as a whole")
+            logger.error("a tick failed as a whole")
             return TickOutcome(failures=dict.fromkeys(plan.tasks, failure_of(error)))
 
     def _remember(self, plan: TickPlan, outcome: TickOutcome, started_s: float) -> None:

@@ -76,9 +76,12 @@ class Engine:
     ) -> Engine:
         """Load "embedded", a diffusers directory or a single safetensors file, and put an engine on it.
 
-        ``profile`` gives the defaults; without it the built-in file that fits the model is read.
+        ``profile`` gives the defaults, ``config`` says how to batch; where both are left out, the built-in file that
+        fits the model gives them. Raises ModelNotFound, ModelLoadError or ConfigError.
         """
-        profile = profile or load_settings(model=str(model), env={}).model
+        if profile is None:
+            settings = load_settings(model=str(model), env={})
+            profile, config = settings.model, config or settings.engine
         return cls(load_model(model, dtype=dtype, device=device, profile=profile), config, profile=profile)
 
     # What it is ---------------------------------------------------------------------------------------------------
@@ -166,9 +169,9 @@ class Engine:
     # Convenient ways ----------------------------------------------------------------------------------------------
 
     def generate(self, request: str | GenerationRequest | Sequence[GenerationRequest]) -> list[ImageResult]:
-        """Paint and wait: the images in order of request and image index.
+        """Paint and wait: the images in order of request and image index. A list may be longer than the waiting room.
 
-        Raises what :meth:`submit` raises, and for a request that gave no image DeadlineExceeded, NumericalError,
+        Raises what :meth:`submit` raises (but QueueFull), and for a request that gave no image DeadlineExceeded, NumericalError,
         InvalidRequest or DiffserveError; a request of which only some images failed gives the others.
         """
         if isinstance(request, str):
@@ -177,7 +180,7 @@ class Engine:
         submitted: list[str] = []
         try:
             for one in requests:
-                submitted.append(self._submit(one, mailbox=deque()))
+                submitted.append(self._submit_in_turn(one))
             events = [list(self._follow(request_id)) for request_id in submitted]
         finally:
             self._abandon(submitted)
@@ -228,6 +231,14 @@ class Engine:
                 )
             )
         return request_id
+
+    def _submit_in_turn(self, request: GenerationRequest) -> str:
+        """Submit to a mailbox, ticking for as long as the waiting room is full."""
+        while True:
+            try:
+                return self._submit(request, mailbox=deque())
+            except QueueFull:
+                self._advance()
 
     def _refuse_if_full(self, request_id: str) -> int:
         """Requests ahead in the waiting room; raises when this one cannot join them."""

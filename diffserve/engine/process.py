@@ -106,6 +106,12 @@ class EngineProcess:
                     retry_after_s=error.retry_after_s if isinstance(error, QueueFull) else None,
                 )
             )
+        except Exception as error:  # a mistake of ours costs this request, not everybody's engine
+            traceback.print_exc()
+            message = f"taking this request raised {type(error).__name__}: {error}"
+            self._end.send(
+                ipc.Rejected(request_id=request.request_id, code=DiffserveError.default_code, message=message)
+            )
 
 
 def open_engine(load: ipc.Load) -> Engine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 
 import torch
@@ -20,6 +21,8 @@ from diffserve.runtime import DiffusionModel
 from schedulers.update import advance, guide, renoise
 
 SHAPES_KEPT = 8
+
+logger = logging.getLogger(__name__)
 
 
 class Runners:
@@ -138,9 +141,11 @@ def keep_outside(task: ImageTask, x: Tensor, row: Tensor) -> Tensor:
 
 
 def failure_of(error: Exception) -> Failure:
-    """An exception as the image's reason to fail; what is not ours is named by its type."""
+    """An exception as the image's reason to fail; what is not ours is named by its type, and logged with its trace."""
     if isinstance(error, DiffserveError):
         return Failure(error.code, error.message, error.param)
+    if not isinstance(error, torch.OutOfMemoryError):
+        logger.error("an image failed", exc_info=error)
     return Failure("internal_error", f"painting this image raised {type(error).__name__}: {error}")
 
 

@@ -121,6 +121,12 @@ def test_a_full_waiting_room_says_when_to_come_back(make_engine: MakeEngine) -> 
     assert sum(isinstance(event, Painted) for event in engine.events()) == 2
 
 
+def test_a_list_longer_than_the_waiting_room_is_painted_all_the_same(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_waiting=2)
+    requests = [asked("sd15", "ddim", seed=seed, num_steps=1) for seed in range(5)]
+    assert [result.seed for result in engine.generate(requests)] == [0, 1, 2, 3, 4]
+
+
 def test_a_bad_request_in_a_list_paints_nothing(make_engine: MakeEngine) -> None:
     engine = make_engine()
     with pytest.raises(InvalidRequest, match="width is 60 px"):
