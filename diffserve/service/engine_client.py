@@ -82,7 +82,10 @@ class EngineClient:
 
     async def _supervise(self) -> None:
         while not self.failed.done():
-            await self._one_life()
+            try:
+                await self._one_life()
+            except OSError as error:  # no process or no socket to be had: as good as lost
+                log.error("engine did not start", extra={"reason": str(error)})
             if self.failed.done():
                 return
             self._losses.append(self._now())

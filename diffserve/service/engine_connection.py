@@ -18,6 +18,7 @@ from typing import Self
 
 from diffserve import ipc
 from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, ModelLoadError, QueueFull
+from diffserve.service.errors import OUR_MISTAKE
 from diffserve.types import TERMINAL, Event, GenerationRequest, ModelInfo
 
 ENGINE_MODULE = "diffserve.engine.process"
@@ -221,5 +222,5 @@ def _error_of(report: ipc.Rejected) -> DiffserveError:
     if report.code == EngineUnavailable.default_code:
         return EngineUnavailable(report.message)
     if report.code == DiffserveError.default_code:
-        return DiffserveError(report.message)
+        return DiffserveError(OUR_MISTAKE)
     return InvalidRequest(report.message, param=report.param, code=report.code)

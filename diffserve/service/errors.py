@@ -20,10 +20,12 @@ from diffserve.errors import (
     ModelNotFound,
     QueueFull,
 )
-from diffserve.types import Failed
+from diffserve.types import Failed, ImageFailed
 
 MAX_RETRY_AFTER_S = 60
 ENGINE_RETRY_AFTER_S = 2.0
+
+OUR_MISTAKE: Final = "the server made a mistake; its log has the request id of this answer."
 
 _KINDS: Final[dict[int, str]] = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -53,7 +55,7 @@ class ErrorReply(NamedTuple):
 def reply_to(error: Exception) -> ErrorReply:
     """What the caller is told of ``error``. An error that is not ours becomes a 500 that says nothing of its inside."""
     if not isinstance(error, DiffserveError):
-        error = DiffserveError("the server made a mistake; its log has the request id of this answer.")
+        error = DiffserveError(OUR_MISTAKE)
     status = status_of(error)
     headers: dict[str, str] = {}
     if isinstance(error, QueueFull):
@@ -93,7 +95,12 @@ def error_of(event: Failed) -> DiffserveError:
         return DeadlineExceeded(event.message)
     if event.param is not None:
         return InvalidRequest(event.message, param=event.param, code=event.code)
-    return DiffserveError(event.message, code=event.code)
+    return DiffserveError(told(event), code=event.code)
+
+
+def told(event: Failed | ImageFailed) -> str:
+    """What the caller is told of a failure: its message, but nothing of the inside of a mistake of ours."""
+    return OUR_MISTAKE if event.code == DiffserveError.default_code else event.message
 
 
 def _come_back(after_s: float) -> dict[str, str]:

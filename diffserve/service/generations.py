@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Coroutine
 from typing import Any
@@ -11,9 +12,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from diffserve.config import ServeConfig
-from diffserve.errors import DiffserveError, EngineUnavailable
+from diffserve.errors import DeadlineExceeded, DiffserveError, EngineUnavailable
 from diffserve.service.engine_client import EngineClient
-from diffserve.service.errors import HttpError, error_of
+from diffserve.service.errors import HttpError, error_of, told
 from diffserve.service.gate import Gate
 from diffserve.service.models import check_model
 from diffserve.service.painting import Painting, answer, image_entry, plan_painting
@@ -22,7 +23,10 @@ from diffserve.types import Accepted, Cancelled, Failed, ImageFailed, ImageResul
 
 BODY_TIMEOUT_S = 60.0
 PARSE_IN_THREAD_BYTES = 256 * 1024
+PATIENCE_S = 30.0  # beyond the engine's own deadline: for encoding, and for an engine that hangs
 CLIENT_CLOSED_REQUEST = 499
+
+log = logging.getLogger("diffserve.http")
 
 
 class Generations:
@@ -44,7 +48,11 @@ class Generations:
                 raise EngineUnavailable("the engine is loading its model; please try again in a moment.")
             check_model(body.model, info)
             painting = plan_painting(body, info, self._config, request.state.request_id)
-            return await while_connected(request, self._paint(painting))
+            try:
+                async with asyncio.timeout(self._config.request_timeout_s + PATIENCE_S):
+                    return await while_connected(request, self._paint(painting))
+            except TimeoutError:
+                raise DeadlineExceeded("the engine does not answer; please try again later.") from None
 
     async def _paint(self, painting: Painting) -> Response:
         warnings = list(painting.warnings)
@@ -59,7 +67,8 @@ class Generations:
                         results.append(event.result)
                         entries[event.result.image_index] = await self._encode(painting, event.result)
                     case ImageFailed():
-                        warnings.append(f"image {event.image_index} failed: {event.message}")
+                        log.error("image failed", extra={"request_id": event.request_id, "reason": event.message})
+                        warnings.append(f"image {event.image_index} failed: {told(event)}")
                     case Failed():
                         raise error_of(event)
                     case Cancelled():

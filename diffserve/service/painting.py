@@ -192,6 +192,12 @@ def _check_sampler(name: str) -> None:
         resolve_sampler(shortened)
     except UnknownSampler as error:
         raise InvalidRequest(str(error), param="sampler", code="unknown_sampler") from None
+    if shortened != name:  # the engine would compare all of it with every name it knows
+        raise InvalidRequest(
+            f"sampler has {len(name)} characters; a name has at most {MAX_NAME_CHARS}.",
+            param="sampler",
+            code="unknown_sampler",
+        )
 
 
 def _check_listed(name: str, value: str | None, known: Iterable[str]) -> None:

@@ -45,6 +45,8 @@ def bind(config: ServeConfig) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=1024)
+    except UnicodeError:
+        raise ConfigError(f"host is {config.host[:80]!r}; that is no name of a machine.", param="host") from None
     except OSError as error:
         is_lookup = isinstance(error, socket.gaierror) or error.errno is None
         reason = error.strerror if is_lookup else os.strerror(error.errno or 0)

@@ -137,12 +137,14 @@ def test_an_error_that_is_not_ours_tells_nothing_of_its_inside() -> None:
         (Failed(request_id="a", code="deadline_exceeded", message="x"), DeadlineExceeded),
         (Failed(request_id="a", code="invalid_value", message="x", param="size"), InvalidRequest),
         (Failed(request_id="a", code="numerical_error", message="x"), DiffserveError),
+        (Failed(request_id="a", code="internal_error", message="RuntimeError: /secret/path"), DiffserveError),
     ],
 )
 def test_a_failed_event_is_the_error_it_stands_for(event: Failed, kind: type[DiffserveError]) -> None:
     error = error_of(event)
     assert type(error) is kind
     assert error.code == event.code
+    assert "secret" not in error.message
 
 
 def test_a_model_goes_by_its_id_and_by_every_alias() -> None:
