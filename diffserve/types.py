@@ -96,7 +96,8 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     num_steps          denoising steps, 1 up to the training length (checked against the model at submit)
     spacing            "leading" | "trailing" | "linspace" | "quadratic"
     sigma_schedule     "karras" | "exponential" | "sgm_uniform" | "simple" | "beta"
-    eta                share of fresh noise in ddim, 0 (none) to 1 (as much as ddpm)
+    eta                share of fresh noise, 0 (none) to 1 (as much as ddpm): ddim's is 0 and euler_a's 1 unless given;
+                       others take none, and say so in a warning
     guidance_scale     classifier-free guidance weight; 1 and below: no unconditional row
     guidance_interval  (from, to) as fractions of the steps; outside it the unconditional row is skipped
     strength           how much of an init image is repainted, 0 (nothing) to 1 (everything)
@@ -204,7 +205,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImageResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished image and everything needed to paint it again.
+    """One finished image and what it was painted with (an init image, its strength and its mask are the caller's).
 
     ``num_evaluations`` counts UNet rows (two a step under guidance); ``latents`` only when asked for.
     """

@@ -86,7 +86,9 @@ def test_nothing_to_do_is_answered_with_the_help(run: Run) -> None:
         (["generate", "a fox", "--sampler", "eular"], "dpmpp_2m, "),
         (["generate", "a fox", "--guidance", "99"], "guidance_scale is 99.0; it must lie between 0 and 30."),
         (["generate", "a fox", "--eta", "2"], "eta is 2.0; it must lie between 0 and 1."),
-        (["generate", "a fox", "--strength", "1.5"], "strength is 1.5"),
+        (["generate", "a fox", "--strength", "0.5"], "--strength is 0.5 without --init"),
+        (["generate", "a fox", "-o", f"{300 * 'x'}.png"], "File name too long"),
+        (["generate", "a fox", "--model", 300 * "x"], "File name too long"),
         (["generate", "a fox", "--seed", "-1"], "seed is -1; it must lie between 0"),
         (["generate", "a fox", "-n", "0"], "n is 0; ask for 1 to 10 images"),
         (["generate", "a fox", "--size", "big"], "size is 'big'; write it as WIDTHxHEIGHT"),
@@ -198,6 +200,22 @@ def test_picture_may_start_from_another_one_and_a_mask(run: Run, model: Path, tm
         assert outcome.code == 0, outcome.err
         with Image.open(tmp_path / "dog.png") as image:
             assert image.size == (96, 64)
+
+
+def test_mask_of_another_size_is_refused(run: Run, tmp_path: Path) -> None:
+    Image.new("RGB", (96, 64)).save(tmp_path / "init.png")
+    Image.new("L", (64, 64)).save(tmp_path / "mask.png")
+    outcome = run("generate", "a dog", "--init", "init.png", "--mask", "mask.png")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == "diffserve: --mask is 64x64 and --init 96x64; they must have the same size.\n"
+
+
+def test_large_init_picture_is_refused_with_the_way_out(run: Run, model: Path, tmp_path: Path) -> None:
+    Image.new("RGB", (4000, 30)).save(tmp_path / "wide.png")
+    outcome = run("generate", "a dog", "--model", model, "--init", "wide.png")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "of --init, the size is 4000x30; " in outcome.err
+    assert outcome.err.endswith(" Give --size.\n")
 
 
 def test_doctor_tells_device_model_memory_and_origins(run: Run, model: Path, tmp_path: Path) -> None:

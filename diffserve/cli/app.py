@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = app(args=None if arguments is None else list(arguments), prog_name="diffserve", standalone_mode=False)
     except DiffserveError as error:
         code = _refuse(error.message)
+    except OSError as error:  # a name too long, a folder that may not be read, a full disk
+        code = _refuse(f"{error.strerror or error}{f': {str(error.filename)!r}' if error.filename else ''}.")
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
     except _ClickException as error:
@@ -86,9 +88,11 @@ def generate(
     negative: Annotated[str, typer.Option("--negative", help="What should not be in the picture.")] = "",
     size: Annotated[str, typer.Option("--size", help="For example 512x512; auto: native.", metavar="WxH")] = "auto",
     num_images: Annotated[int, typer.Option("-n", help="How many; image i has seed + i.", metavar="N")] = 1,
-    eta: Annotated[float | None, typer.Option("--eta", help="Fresh noise in ddim, 0 to 1.")] = None,
+    eta: Annotated[float | None, typer.Option("--eta", help="Fresh noise in ddim and euler_a, 0 to 1.")] = None,
     init: Annotated[Path | None, typer.Option("--init", help="Start from this picture.", metavar="IMAGE")] = None,
-    strength: Annotated[float, typer.Option("--strength", help="How much of --init is repainted, 0 to 1.")] = 0.75,
+    strength: Annotated[
+        float | None, typer.Option("--strength", help="How much of --init is repainted, 0 to 1 (0.75).")
+    ] = None,
     mask: Annotated[
         Path | None, typer.Option("--mask", help="White (or transparent) is repainted; needs --init.", metavar="IMAGE")
     ] = None,

@@ -44,7 +44,7 @@ class Order:
     guidance_scale: float | None
     eta: float | None
     init: Path | None
-    strength: float
+    strength: float | None
     mask: Path | None
 
 
@@ -64,6 +64,9 @@ def run(order: Order, *, model: str | None, config: str | None, device: str | No
     console = Console(stderr=True, highlight=False)
     with console.status(f"loading {settings.model.path}"):
         engine = open_engine(settings)
+    if console.is_terminal:
+        info = engine.info
+        console.print(f"{info.model_id} on {info.device} in {info.dtype}: {info.choice_reason}", markup=False)
     plan = _plan(order, engine, draft.init_image)
     request = _request(order, settings, pictures, plan=plan)
     with _progress(console) as progress:
@@ -86,14 +89,28 @@ def open_engine(settings: Settings) -> Engine:
 
 def _plan(order: Order, engine: Engine, init: types.Picture | None) -> SizePlan:
     size = parse_size(order.size)
-    if size is None and init is not None:
-        size = (init.width_px, init.height_px)
-    return plan_size(engine.info, size)
+    if size is not None or init is None:
+        return plan_size(engine.info, size)
+    try:
+        return plan_size(engine.info, (init.width_px, init.height_px))
+    except InvalidRequest as error:
+        raise InvalidRequest(f"of --init, the {error.message} Give --size.", param="--init") from None
 
 
 def _read_pictures(order: Order) -> tuple[types.Picture | None, types.Picture | None]:
     init = None if order.init is None else decode_image(_read(order.init, "--init"), name="--init")
     mask = None if order.mask is None else decode_mask(_read(order.mask, "--mask"), name="--mask")
+    if init is None and order.strength is not None:
+        raise InvalidRequest(
+            f"--strength is {order.strength:g} without --init; it says how much of that picture is repainted.",
+            param="--strength",
+        )
+    if init is not None and mask is not None and (init.width_px, init.height_px) != (mask.width_px, mask.height_px):
+        raise InvalidRequest(
+            f"--mask is {mask.width_px}x{mask.height_px} and --init {init.width_px}x{init.height_px}; "
+            "they must have the same size.",
+            param="--mask",
+        )
     return init, mask
 
 
@@ -133,7 +150,7 @@ def _request(
             spacing=defaults.spacing,
             eta=order.eta,
             guidance_scale=defaults.guidance_scale,
-            strength=order.strength,
+            strength=defaults.strength if order.strength is None else order.strength,
         ),
     )
 

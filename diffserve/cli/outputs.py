@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ def name_after(prompt: str) -> str:
 
 def write_output(file: Path, data: bytes) -> None:
     """Write ``data`` whole: a reader never sees half a picture. Raises InvalidRequest when the disk refuses."""
-    temporary = file.with_name(f".{file.name}.part")
+    temporary = file.with_name(f".diffserve-{os.getpid()}.part")  # short: the name itself may be as long as names get
     try:
         temporary.write_bytes(data)
         temporary.replace(file)
