@@ -53,7 +53,10 @@ ONLY_IN = {
     "shelve": (),
     "marshal": (),
 }
-WITHOUT_TORCH = ("diffserve.engine.request_scheduler", "diffserve.engine.plan", "diffserve.engine.config")
+WITHOUT_TORCH = tuple(
+    f"diffserve.engine.{name}"
+    for name in ("admission", "buckets", "lanes", "outcome_events", "plan", "request_scheduler", "task")
+)
 """Scheduling policy is tested in milliseconds."""
 
 NEVER = {
