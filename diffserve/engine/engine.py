@@ -171,8 +171,8 @@ class Engine:
     def generate(self, request: str | GenerationRequest | Sequence[GenerationRequest]) -> list[ImageResult]:
         """Paint and wait: the images in order of request and image index. A list may be longer than the waiting room.
 
-        Raises what :meth:`submit` raises (but QueueFull), and for a request that gave no image DeadlineExceeded, NumericalError,
-        InvalidRequest or DiffserveError; a request of which only some images failed gives the others.
+        Raises what :meth:`submit` raises (but QueueFull), and for a request that gave no image DeadlineExceeded,
+        NumericalError, InvalidRequest or DiffserveError; a request of which only some images failed gives the others.
         """
         if isinstance(request, str):
             request = GenerationRequest(prompt=request)
