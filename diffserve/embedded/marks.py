@@ -47,12 +47,7 @@ def paint_held_out(
     requests = [
         GenerationRequest(prompt=words, seed=SEED + index, diffusion=params) for index, (_, words) in enumerate(truth)
     ]
-    at_once = engine.config.max_waiting
-    results = [
-        result
-        for start in range(0, count, at_once)
-        for result in engine.generate(requests[start : start + at_once])
-    ]
+    results = engine.generate(requests)
     return [(scene, result) for (scene, _), result in zip(truth, results, strict=True)]
 
 
