@@ -117,6 +117,8 @@ def main(
     divisor = 5 if quick else 1
     if quick:
         rounds, copies, serial_copies = 1, 2, 1
+    if unknown := [rung for rung in rungs.split(",") if rung not in RUNGS]:
+        raise typer.BadParameter(f"{', '.join(unknown)}: no such rung; there are {', '.join(RUNGS)}.")
     climbed = [rung for rung in rungs.split(",") if not quick or rung in ("same", "+guidance")]
     engine, arm = open_arms(model, device, dtype, max_rows)
     if not torch.cuda.is_available():

@@ -18,32 +18,65 @@ if TYPE_CHECKING:
     from diffserve.config import EngineConfig, Settings, load_settings
     from diffserve.engine import Engine
     from diffserve.errors import DiffserveError
-    from diffserve.types import DiffusionParams, GenerationRequest, ImageResult, ModelInfo, Picture
+    from diffserve.types import (
+        Accepted,
+        Cancelled,
+        DiffusionParams,
+        Event,
+        Failed,
+        Finished,
+        GenerationRequest,
+        ImageFailed,
+        ImageResult,
+        ModelInfo,
+        Painted,
+        Picture,
+        Preview,
+        Progress,
+    )
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "Accepted": "diffserve.types",
+    "Cancelled": "diffserve.types",
     "DiffserveError": "diffserve.errors",
     "DiffusionParams": "diffserve.types",
     "Engine": "diffserve.engine",
     "EngineConfig": "diffserve.config",
+    "Event": "diffserve.types",
+    "Failed": "diffserve.types",
+    "Finished": "diffserve.types",
     "GenerationRequest": "diffserve.types",
+    "ImageFailed": "diffserve.types",
     "ImageResult": "diffserve.types",
     "ModelInfo": "diffserve.types",
+    "Painted": "diffserve.types",
     "Picture": "diffserve.types",
+    "Preview": "diffserve.types",
+    "Progress": "diffserve.types",
     "Settings": "diffserve.config",
     "load_settings": "diffserve.config",
 }
 
 __all__ = [
+    "Accepted",
+    "Cancelled",
     "DiffserveError",
     "DiffusionParams",
     "Engine",
     "EngineConfig",
+    "Event",
+    "Failed",
+    "Finished",
     "GenerationRequest",
+    "ImageFailed",
     "ImageResult",
     "ModelInfo",
+    "Painted",
     "Picture",
+    "Preview",
+    "Progress",
     "Settings",
     "load_settings",
 ]
