@@ -287,6 +287,7 @@ def test_a_client_that_hangs_up_in_the_middle_of_its_body_leaves_no_trace(server
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
         connection.sendall(f'{head}Content-Length: 99\r\n\r\n{{"prompt": '.encode())
     wait_for(lambda: '"status":499' in server.errors.read_text(), 60.0, "the line in the log")
+    assert server.num_requests() == 0
 
 
 def test_after_all_this_a_picture_is_what_it_always_was(server: RunningServer) -> None:

@@ -83,6 +83,7 @@ def test_clients_that_hang_up_in_the_queue_are_forgotten(server: RunningServer) 
     for connection in connections:
         connection.close()
     wait_for(lambda: server.num_requests() == 0, SOON_S, "the cancellations")
+    assert server.status("/readyz") == 200
 
 
 def probe_s(server: RunningServer) -> float:

@@ -106,6 +106,7 @@ def test_the_engine_does_not_outlive_a_killed_server(tiny_model: Model, tmp_path
             server.process.kill()
             server.process.wait(SOON_S)
         engine.wait(SOON_S)
+        assert not engine.is_running()
 
 
 def test_the_engine_does_not_outlive_a_server_killed_while_it_loads(tiny_model: Model, tmp_path: Path) -> None:
