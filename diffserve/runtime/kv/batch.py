@@ -1,0 +1,121 @@
+"""Sequences of one tenant side by side: index tensors made once, then one scatter and one gather for each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from diffserve.runtime.kv.arena import LayerView
+from diffserve.runtime.kv.errors import PageTableError
+from diffserve.runtime.kv.page_table import PageTable
+
+
+class Gathered(NamedTuple):
+    """Keys and values of a batch, copied out of the pages: (B, T, heads, head_dim), T the longest length.
+
+    Positions at or beyond a row's length are zero.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    lengths: torch.Tensor  # (B,) int64
+
+
+class PagedBatch:
+    """``lengths[b]`` tokens of ``tables[b]``, of which those from ``starts[b]`` are new and will be written.
+
+    Made by ``PagePool.batch`` once per forward, used by all layers, stale as soon as one of its tables gets other
+    sheets (PageTableError on use). ``N`` counts the new tokens of all rows, row after row; ``P`` the most sheets of a
+    row.
+
+    pages: int64 (num_groups, B, P), page ids by layer group, padded with 0: what paged attention kernels take.
+    positions: int64 (N,), where each new token stands in its own sequence.
+    rows: int64 (N,), the row of each new token.
+    lengths: int64 (B,). All on the pool's device.
+    """
+
+    def __init__(
+        self,
+        views: Sequence[LayerView],
+        tables: Sequence[PageTable],
+        starts: Sequence[int],
+        lengths: Sequence[int],
+    ) -> None:
+        self.tables = tuple(tables)
+        self.plan = tables[0].plan
+        self.max_length = max(lengths)
+        self._row_sheets = self.plan.spec.num_sheets(self.max_length)
+        self._views = views
+        self._versions = [table.version for table in tables]
+        device = views[0].keys.device
+        length = torch.tensor(lengths, dtype=torch.int64)
+        new = length - torch.tensor(starts, dtype=torch.int64)
+        rows = torch.repeat_interleave(torch.arange(len(tables)), new)  # (N,)
+        positions = torch.arange(len(rows)) + (length - new.cumsum(0))[rows]  # (N,)
+        page_tokens = self.plan.spec.page_tokens
+        pages = self._padded_pages()  # (B, P, num_groups)
+        written = pages[rows, positions // page_tokens] if len(rows) else pages.new_zeros((0, pages.shape[2]))
+        self._written_pages = written.T.contiguous().to(device)  # (num_groups, N)
+        self._written_slots = (positions % page_tokens).to(device)  # (N,)
+        self.pages = pages.permute(2, 0, 1).contiguous().to(device)
+        self.rows, self.positions, self.lengths = rows.to(device), positions.to(device), length.to(device)
+        self._padding = self._padded_slots(length).to(device)
+
+    @property
+    def num_new(self) -> int:
+        """Tokens that every ``write`` must bring."""
+        return len(self.rows)
+
+    @torch.no_grad()
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store the new tokens' keys and values of ``layer``, each (N, heads, head_dim) in the tenant's dtype.
+
+        Raises PageTableError for another shape or dtype, or when the batch is stale.
+        """
+        self._check_fresh()
+        view = self._views[layer]
+        for name, target, source in (("keys", view.keys, keys), ("values", view.values, values)):
+            expected = (self.num_new, *target.shape[2:])
+            if source.shape != expected or source.dtype != target.dtype:
+                raise PageTableError(
+                    f"{name} of layer {layer} of {self.plan.spec.tenant!r} are {tuple(source.shape)} {source.dtype}, "
+                    f"expected {expected} {target.dtype}: flatten the rows, and cast where the precision is decided."
+                )
+            target.index_put_((self._written_pages[view.group], self._written_slots), source)
+
+    def gather(self, layer: int) -> Gathered:
+        """Copies of all ``lengths[b]`` tokens of every row, those just written included.
+
+        Raises PageTableError when the batch is stale.
+        """
+        self._check_fresh()
+        view = self._views[layer]
+        pages = self.pages[view.group].reshape(-1)  # (B * P,)
+        return Gathered(self._select(view.keys, pages), self._select(view.values, pages), self.lengths)
+
+    def _select(self, source: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        tokens = torch.index_select(source, 0, pages).flatten(0, 1)  # (B * P * page_tokens, heads, head_dim)
+        if len(self._padding):
+            tokens.index_fill_(0, self._padding, 0)
+        shape = (len(self.tables), self._row_sheets * self.plan.spec.page_tokens)
+        return tokens.view(*shape, *tokens.shape[1:])[:, : self.max_length]
+
+    def _padded_pages(self) -> torch.Tensor:
+        pages = torch.zeros((len(self.tables), self._row_sheets, self.plan.num_groups), dtype=torch.int64)
+        for row, table in enumerate(self.tables):
+            ids = table.page_ids()[: self._row_sheets]
+            pages[row, : len(ids)] = ids
+        return pages
+
+    def _padded_slots(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Flat indices into (B, P * page_tokens) of the places between a row's length and the longest."""
+        column = torch.arange(self._row_sheets * self.plan.spec.page_tokens)
+        is_padding = (column >= lengths[:, None]) & (column < self.max_length)
+        return is_padding.reshape(-1).nonzero().reshape(-1)
+
+    def _check_fresh(self) -> None:
+        for table, version in zip(self.tables, self._versions, strict=True):
+            if table.version != version or not table.is_open:
+                raise PageTableError(f"{table} has other pages than when this batch was made: make a new one.")

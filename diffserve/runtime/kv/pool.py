@@ -1,0 +1,311 @@
+"""PagePool: one budget of pages for all tenants' keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+
+from diffserve.errors import ConfigError
+from diffserve.runtime.kv.arena import Arena, LayerView
+from diffserve.runtime.kv.batch import Gathered, PagedBatch
+from diffserve.runtime.kv.errors import PageTableError
+from diffserve.runtime.kv.integrity import check_integrity, draw
+from diffserve.runtime.kv.ledger import PageLedger
+from diffserve.runtime.kv.page_table import PageTable
+from diffserve.runtime.kv.prefix_index import Sheet
+from diffserve.runtime.kv.sharing import Match, check_row, file_tokens, find_prefix, make_writable, num_sheets_wanted
+from diffserve.runtime.kv.spec import KVSpec, PagePlan
+from diffserve.runtime.kv.stats import PoolStats
+from diffserve.runtime.kv.tenant import Tenant
+
+
+class PagePool:
+    """``num_pages`` pages of ``page_bytes`` on ``device``, shared by every registered tenant. For one thread.
+
+    The life of a sequence: ``open`` finds what is there already, ``reserve`` makes room for the next tokens, a
+    ``batch`` writes and gathers them layer by layer, ``commit`` files full sheets for others, ``close`` gives
+    everything back.
+
+    Raises ConfigError when the pages cannot be.
+    """
+
+    def __init__(self, num_pages: int, page_bytes: int, *, device: torch.device | str = "cpu") -> None:
+        self.num_pages = num_pages
+        self.page_bytes = page_bytes
+        self.arena = Arena(num_pages, page_bytes, torch.device(device))
+        self._ledger = PageLedger(num_pages)
+        self._tenants: dict[str, Tenant] = {}
+        self._tables: set[PageTable] = set()
+
+    @classmethod
+    def for_specs(cls, budget_bytes: int, specs: Sequence[KVSpec], *, device: torch.device | str = "cpu") -> Self:
+        """A pool of at most ``budget_bytes`` whose pages suit ``specs``, all registered.
+
+        Raises ConfigError when the budget does not hold a single page.
+        """
+        page_bytes = PagePlan.smallest_page_bytes(specs)
+        if budget_bytes < page_bytes:
+            raise ConfigError(f"the page pool has {budget_bytes} bytes and one page takes {page_bytes}: give it more.")
+        pool = cls(budget_bytes // page_bytes, page_bytes, device=device)
+        for spec in specs:
+            pool.register(spec)
+        return pool
+
+    # Tenants
+
+    def register(self, spec: KVSpec) -> PagePlan:
+        """Let ``spec.tenant`` use the pool; the same spec again changes nothing.
+
+        Raises ValueError when a layer does not fit a page, or when the name is taken by another spec.
+        """
+        known = self._tenants.get(spec.tenant)
+        if known is None:
+            plan = PagePlan(spec, self.page_bytes)
+            known = self._tenants[spec.tenant] = Tenant(plan, self.arena.views(plan))
+        elif known.plan.spec != spec:
+            raise ValueError(f"tenant {spec.tenant!r} is registered with another spec: retire it first.")
+        return known.plan
+
+    def retire(self, tenant: str) -> None:
+        """Forget ``tenant`` and its pages. Raises PageTableError while it has open tables."""
+        still_open = sum(table.tenant == tenant for table in self._tables)
+        if still_open:
+            raise PageTableError(f"tenant {tenant!r} has {still_open} open tables: close them before it is retired.")
+        self.forget(tenant)
+        del self._tenants[tenant]
+
+    def forget(self, tenant: str) -> int:
+        """Let nothing that ``tenant`` filed so far be found again (weights or adapters changed). Returns pages freed.
+
+        Open tables stay as they are; what they file later is not found either.
+        """
+        self._tenant(tenant).epoch += 1
+        return self._ledger.forget(tenant)
+
+    def plan(self, tenant: str) -> PagePlan:
+        """How the tenant's sheets are folded into pages."""
+        return self._tenant(tenant).plan
+
+    # Admission
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be had now: free ones, and idle ones by eviction."""
+        return self._ledger.num_available
+
+    def num_pages_for(self, tenant: str, num_tokens: int) -> int:
+        """Pages that a sequence of ``num_tokens`` tokens takes, sharing nothing."""
+        return self._tenant(tenant).plan.num_pages(num_tokens)
+
+    def can_hold(self, num_pages: int) -> bool:
+        """Whether ``num_pages`` more pages can be had now. Raises PoolTooSmall when they never can."""
+        self._ledger.require_ever(num_pages)
+        return num_pages <= self.num_available
+
+    # Sequences
+
+    def num_cached(
+        self, tenant: str, token_ids: Sequence[int], salt: bytes = b"", *, most_cached: int | None = None
+    ) -> int:
+        """Leading tokens that ``open`` would find now; nothing is locked, touched or counted."""
+        return self._match(self._tenant(tenant), token_ids, salt, most_cached).num_tokens
+
+    def open(
+        self,
+        tenant: str,
+        token_ids: Sequence[int] = (),
+        salt: bytes = b"",
+        *,
+        reserve: int = 0,
+        most_cached: int | None = None,
+    ) -> tuple[PageTable, int]:
+        """A table for a new sequence that starts with ``token_ids``, and how many leading tokens the pool has already.
+
+        Their sheets are locked in the table, so ``table.num_tokens`` equals that number; the caller computes from
+        there. Found are whole sheets, and never the last token (it must be computed to go on), unless the tenant files
+        ``whole_sequences``: then the answer may be ``len(token_ids)``, and there is nothing to compute.
+
+        salt: only sequences opened with the same salt are found (``salt_of(api_key_secret, adapter_digest, ...)``);
+            empty is shared by all.
+        reserve: as if ``reserve(table, reserve)`` followed, all or nothing.
+        most_cached: find at most so many tokens (an encoder that must compute all that another tenant lacks).
+
+        Raises PoolBusy or PoolTooSmall when ``reserve`` tokens cannot be held; then nothing has changed.
+        """
+        owner = self._tenant(tenant)
+        match = self._match(owner, token_ids, salt, most_cached)
+        if reserve > match.num_tokens:
+            self._require(owner.plan, match, reserve)
+        table = self._hold(PageTable(owner.plan, owner.root(salt)), match)
+        owner.count(len(token_ids), match.num_tokens)
+        self.reserve(table, reserve)
+        return table, match.num_tokens
+
+    def reserve(self, table: PageTable, num_tokens: int, *, start: int | None = None) -> None:
+        """Make room for ``num_tokens`` tokens in all, and let positions ``start .. num_tokens - 1`` be written.
+
+        start: the first position to be written, by default the first new one. Sheets from there on that others hold
+        too are copied first (copy on write); filed ones held by this table alone are taken out of the index. When
+        ``start`` is not below ``num_tokens`` nothing happens. All or nothing; idle pages are evicted as needed.
+
+        Raises PoolBusy (wait, or close something), PoolTooSmall (never), PageTableError (``start`` leaves a gap).
+        """
+        self._check_open(table)
+        first = table.num_tokens if start is None else start
+        if not 0 <= first <= table.num_tokens:
+            raise PageTableError(f"writing would start at token {first} and {table} ends before it: leave no gap.")
+        if first >= num_tokens:
+            return
+        self._ledger.require_ever(table.plan.num_pages(num_tokens))
+        wanted = num_sheets_wanted(table.plan, table.sheets, first, num_tokens, joining=False)
+        fresh = self._ledger.allocate(table.tenant, wanted, table.plan.num_groups)
+        make_writable(self._ledger, self.arena, table, first, num_tokens, fresh)
+        table.num_tokens = max(table.num_tokens, num_tokens)
+
+    def commit(self, table: PageTable, token_ids: Sequence[int]) -> None:
+        """The keys and values of ``token_ids``, the sequence from its first token, are written: let others find them.
+
+        Newly full sheets are filed (with ``whole_sequences`` the last partial one too, when ``token_ids`` reach the end
+        of the table). A sheet that somebody else filed meanwhile is taken instead of the table's own, which is given
+        back: what is read from then on may differ by the rounding of another batch. Cheap when nothing is newly full.
+        The numbers are not looked at: whoever finds them not finite closes the table without committing.
+
+        Raises PageTableError for more tokens than the table holds, or a shared sheet filed as other tokens.
+        """
+        self._check_open(table)
+        if len(token_ids) > table.num_tokens:
+            raise PageTableError(f"{len(token_ids)} tokens are committed, {table} has fewer: reserve and write first.")
+        self._tenant(table.tenant).merged_sheets += file_tokens(self._ledger, table, token_ids)
+
+    def truncate(self, table: PageTable, num_tokens: int) -> None:
+        """Drop the tokens from position ``num_tokens`` on, and the sheets that only they touch.
+
+        Raises PageTableError for more tokens than there are.
+        """
+        self._check_open(table)
+        if not 0 <= num_tokens <= table.num_tokens:
+            raise PageTableError(f"{table} cannot be cut to {num_tokens} tokens.")
+        num_sheets = table.plan.spec.num_sheets(num_tokens)
+        self._unlock(table.sheets[num_sheets:])
+        if num_sheets < len(table.sheets):
+            del table.sheets[num_sheets:]
+            table.version += 1
+        del table.keys[num_tokens // table.plan.spec.page_tokens :]
+        table.num_tokens = num_tokens
+
+    def fork(self, table: PageTable, num_tokens: int | None = None) -> PageTable:
+        """A second table over the same sheets, for the first ``num_tokens`` tokens (default all). Takes no page.
+
+        Both may go on differently: whoever writes first to the shared last sheet copies it, in ``reserve``.
+        """
+        self._check_open(table)
+        length = table.num_tokens if num_tokens is None else num_tokens
+        if not 0 <= length <= table.num_tokens:
+            raise PageTableError(f"{table} has no {length} tokens to fork.")
+        spec = table.plan.spec
+        prefix = Match(table.sheets[: spec.num_sheets(length)], table.keys[: length // spec.page_tokens], length)
+        return self._hold(PageTable(table.plan, table.root), prefix)
+
+    def close(self, table: PageTable) -> None:
+        """Give everything back; filed sheets that nobody else holds stay idle in the pool. A table never reopens."""
+        self._check_open(table)
+        self._tables.remove(table)
+        self._unlock(table.sheets)
+        table.sheets, table.keys, table.num_tokens = [], [], 0
+        table.is_open = False
+
+    # Keys and values
+
+    def batch(
+        self,
+        tables: Sequence[PageTable],
+        starts: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> PagedBatch:
+        """Sequences of one tenant side by side, to write and gather layer by layer; make one for each forward.
+
+        starts: first new token of each row; by default nothing is new, and the batch is only read.
+        lengths: tokens of each row, new ones included; by default all that the table has room for.
+
+        Raises PageTableError for no tables, tables of two tenants, positions that are not reserved, or new tokens on
+        pages that others see (``reserve`` makes them writable).
+        """
+        if not tables:
+            raise PageTableError("a batch of no tables: leave it out of the forward.")
+        ends = [table.num_tokens for table in tables] if lengths is None else list(lengths)
+        begins = ends if starts is None else list(starts)
+        for table, begin, end in zip(tables, begins, ends, strict=True):
+            self._check_open(table)
+            if table.tenant != tables[0].tenant:
+                raise PageTableError(f"{table} and {tables[0]} in one batch: their layers differ, make two.")
+            check_row(table, begin, end)
+        return PagedBatch(self._tenant(tables[0].tenant).views, tables, begins, ends)
+
+    def write(self, table: PageTable, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store keys and values (T, heads, head_dim) of tokens ``start`` onwards: ``batch`` and ``write`` at once."""
+        self.batch([table], [start], [start + len(keys)]).write(layer, keys, values)
+
+    def gather(self, tables: Sequence[PageTable], layer: int, lengths: Sequence[int] | None = None) -> Gathered:
+        """Keys and values (B, T, heads, head_dim), zero beyond each length: ``batch`` and ``gather`` at once."""
+        return self.batch(tables, lengths=lengths).gather(layer)
+
+    def keys_values(self, tenant: str, layer: int) -> LayerView:
+        """Views of one layer over all pages, (num_pages, page_tokens, heads, head_dim), for paged attention kernels."""
+        return self._tenant(tenant).views[layer]
+
+    # Care
+
+    def stats(self) -> PoolStats:
+        """Pages and hits, in all and by tenant."""
+        ledger = self._ledger
+        return PoolStats(
+            num_pages=self.num_pages,
+            page_bytes=self.page_bytes,
+            free_pages=len(ledger.free),
+            held_pages=ledger.held.total(),
+            idle_pages=ledger.idle.total(),
+            num_tables=len(self._tables),
+            tenants={name: tenant.stats(ledger) for name, tenant in self._tenants.items()},
+        )
+
+    def check_integrity(self) -> None:
+        """Recount every page, holder and key. For idle moments and tests.
+
+        Raises PoolIntegrityError with all findings.
+        """
+        check_integrity(self._ledger, self._tables)
+
+    def draw(self) -> str:
+        """One sign a page: ``.`` free, ``o`` idle, else the number of tables that hold it (``+`` for ten or more)."""
+        return draw(self._ledger, self._tables)
+
+    def _match(self, owner: Tenant, token_ids: Sequence[int], salt: bytes, most_cached: int | None) -> Match:
+        return find_prefix(self._ledger.index, owner.plan.spec, owner.root(salt), token_ids, most_cached)
+
+    def _require(self, plan: PagePlan, match: Match, num_tokens: int) -> None:
+        self._ledger.require_ever(plan.num_pages(num_tokens))
+        wanted = num_sheets_wanted(plan, match.sheets, match.num_tokens, num_tokens, joining=True)
+        woken = sum(len(sheet.pages) for sheet in match.sheets if not sheet.num_holders)
+        self._ledger.require(wanted * plan.num_groups, spoken_for=woken)
+
+    def _hold(self, table: PageTable, match: Match) -> PageTable:
+        table.sheets, table.keys, table.num_tokens = match
+        for sheet in table.sheets:
+            self._ledger.lock(sheet)
+        self._tables.add(table)
+        return table
+
+    def _unlock(self, sheets: Sequence[Sheet]) -> None:
+        for sheet in reversed(sheets):  # the last goes first when pages are wanted: what stays is a prefix
+            self._ledger.unlock(sheet)
+
+    def _tenant(self, name: str) -> Tenant:
+        if name not in self._tenants:
+            raise PageTableError(f"no tenant {name!r} in the pool, it has {sorted(self._tenants)}: register its spec.")
+        return self._tenants[name]
+
+    def _check_open(self, table: PageTable) -> None:
+        if table not in self._tables:
+            raise PageTableError(f"{table} is not open in this pool.")

@@ -1,0 +1,110 @@
+"""Sheets found by what they hold, and the order in which forgotten ones go. No torch.
+
+The key of a sheet is a hash chain::
+
+    root   = H(tenant digest, epoch, salt)
+    key[0] = H(root,   tokens  0..15)
+    key[1] = H(key[0], tokens 16..31)        so equal keys mean equal tokens all the way back to the first
+
+A sheet that nobody holds stays in the index, idle, until its pages are wanted: least recently used first, and of one
+sequence the last sheet first, so that what is left is always a usable prefix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+KEY_BYTES = 32
+
+
+@dataclass(eq=False, slots=True)
+class Sheet:
+    """``page_tokens`` tokens of one sequence in all layers of a tenant: one page for each group of layers.
+
+    num_holders: open tables whose sequence runs through this sheet.
+    key: what it is filed under; None while it is still written. A filed sheet is never written.
+    is_full: whether that key stands for all of its tokens, not only for the first ones (the end of a whole sequence).
+    """
+
+    tenant: str
+    pages: tuple[int, ...]
+    num_holders: int = 1
+    key: bytes | None = None
+    is_full: bool = False
+
+
+def salt_of(*parts: bytes) -> bytes:
+    """One salt from whatever must divide the cache: the API key's secret, the adapter's digest, prompt weights.
+
+    Different lists of parts give different salts; no parts, or only empty ones, give ``b""``, the shared cache.
+    """
+    if not any(parts):
+        return b""
+    digest = hashlib.blake2b(digest_size=KEY_BYTES)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+def root_key(tenant_digest: bytes, epoch: int, salt: bytes) -> bytes:
+    """Where the chain of a tenant and a salt begins. ``epoch`` rises when everything filed before must not be found."""
+    return salt_of(tenant_digest, epoch.to_bytes(8, "little"), salt)
+
+
+def next_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The key of a sheet holding ``token_ids``, after the sheet of key ``parent``."""
+    return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=KEY_BYTES).digest()
+
+
+class PrefixIndex:
+    """Key -> sheet, and the idle ones in order of last use."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[bytes, Sheet] = {}
+        self._idle: OrderedDict[bytes, Sheet] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[tuple[bytes, Sheet]]:
+        return iter(self._by_key.items())
+
+    @property
+    def idle(self) -> tuple[Sheet, ...]:
+        """Filed sheets that nobody holds, the next to go first."""
+        return tuple(self._idle.values())
+
+    def find(self, key: bytes) -> Sheet | None:
+        """The sheet filed under ``key``."""
+        return self._by_key.get(key)
+
+    def file(self, key: bytes, sheet: Sheet, *, is_full: bool = True) -> None:
+        """File ``sheet``, which is held, under ``key``, which must be free; an older key of it is free then."""
+        self.withdraw(sheet)
+        self._by_key[key] = sheet
+        sheet.key, sheet.is_full = key, is_full
+
+    def withdraw(self, sheet: Sheet) -> None:
+        """Take ``sheet`` out: it is found no more, and may be written by a sole holder."""
+        if sheet.key is not None:
+            self._idle.pop(sheet.key, None)
+            del self._by_key[sheet.key]
+            sheet.key = None
+
+    def rest(self, sheet: Sheet) -> None:
+        """Nobody holds the filed ``sheet`` now: it is the last that would go."""
+        if sheet.key is not None:
+            self._idle[sheet.key] = sheet
+
+    def wake(self, sheet: Sheet) -> None:
+        """Somebody holds the filed ``sheet`` again: it cannot go."""
+        if sheet.key is not None:
+            del self._idle[sheet.key]
+
+    def oldest_idle(self) -> Sheet | None:
+        """The idle sheet whose turn it is to go."""
+        return next(iter(self._idle.values()), None)
