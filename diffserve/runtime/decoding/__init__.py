@@ -1,0 +1,29 @@
+"""From logits to tokens and from tokens to text, for a batch in which every row has its own parameters."""
+
+from __future__ import annotations
+
+from diffserve.runtime.decoding.beam_search import BeamSearch, Fork, Hypothesis
+from diffserve.runtime.decoding.choice import Choice
+from diffserve.runtime.decoding.choose import accept, choose, draft_next
+from diffserve.runtime.decoding.constraint import TokenConstraint
+from diffserve.runtime.decoding.prompt_lookup import PromptLookup
+from diffserve.runtime.decoding.row import DecodingRow, FinishReason
+from diffserve.runtime.decoding.text_stream import TextStream
+from diffserve.runtime.decoding.words import allowed_words, one_of
+
+__all__ = [
+    "BeamSearch",
+    "Choice",
+    "DecodingRow",
+    "FinishReason",
+    "Fork",
+    "Hypothesis",
+    "PromptLookup",
+    "TextStream",
+    "TokenConstraint",
+    "accept",
+    "allowed_words",
+    "choose",
+    "draft_next",
+    "one_of",
+]

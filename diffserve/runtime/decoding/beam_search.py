@@ -1,0 +1,175 @@
+"""BeamSearch: the best of many continuations, as a state machine that knows nothing of models or caches.
+
+The semantics are those of transformers' ``generate(num_beams=..., do_sample=False)``, arithmetic in float32 included:
+at each step the 2 k best continuations of k beams (more with several end tokens), of which the finished ones among
+the first k are kept if they are among the k best finished, and the k best unfinished ones go on. ::
+
+    logits of the beams --step()--> for each new beam: which old one it forks from, and its token --> model --> ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from diffserve.errors import InvalidRequest, NumericalError
+from diffserve.runtime.decoding.adjustments import adjust
+from diffserve.runtime.decoding.choice import Choice, entropy_of
+from diffserve.runtime.decoding.row import DecodingRow
+
+HOPELESS: Final = -1e9  # transformers' score of what must not win
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """What the model runs next: new beam i is old beam ``parents[i]`` with the token ``token_ids[i]`` after it."""
+
+    parents: tuple[int, ...]
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A finished text. ``score`` is the sum of its adjusted logprobs, over its length ** ``length_penalty``."""
+
+    choices: tuple[Choice, ...]
+    score: float
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The output's tokens, the stop token that ended it included."""
+        return [choice.token_id for choice in self.choices]
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """The best continuations of a step, best first: scores (K,), and for each its old beam, its choices, its end."""
+
+    scores: Tensor
+    parents: list[int]
+    choices: list[tuple[Choice, ...]]
+    ended: Tensor
+
+
+class BeamSearch:
+    """The search for one request, from ``row``, which holds the prompt (or what was said so far) and the parameters.
+
+    max_tokens  in place of ``params.max_tokens``, where the context is shorter
+    is_stopped  says whether an output ends here for another reason than a stop token: a stop text
+
+    Run the model on ``rows`` (one at first, ``num_beams`` after), give its logits to ``step``, move the caches as the
+    Fork says, until ``is_done``.
+    """
+
+    def __init__(
+        self,
+        row: DecodingRow,
+        *,
+        max_tokens: int | None = None,
+        is_stopped: Callable[[Sequence[int]], bool] | None = None,
+    ) -> None:
+        self._params = row.params
+        self._num_beams = row.params.num_beams
+        self._num_kept = max(2, 1 + len(row.stop_ids)) * self._num_beams
+        self._max_tokens = max_tokens or row.params.max_tokens
+        self._is_stopped = is_stopped
+        self.rows = [row.fork()]
+        self._choices: list[tuple[Choice, ...]] = [()]
+        self._scores = torch.full((self._num_beams,), HOPELESS)  # (k,) of the beams that go on
+        self._scores[0] = 0.0
+        self._finished: list[tuple[Choice, ...] | None] = [None] * self._num_beams
+        self._finished_scores = torch.full((self._num_beams,), HOPELESS)  # (k,)
+        self.is_done = False
+
+    @property
+    def num_steps(self) -> int:
+        """Tokens in each beam that goes on."""
+        return len(self._choices[0])
+
+    def step(self, logits: Tensor) -> Fork:
+        """Take the logits (len(rows), V) after each beam, and say what to run next.
+
+        Raises NumericalError for logits that are not finite, InvalidRequest for more beams than the vocabulary
+        allows, ValueError when there are not as many lines as beams.
+        """
+        if logits.shape[0] != len(self.rows) or self.is_done:
+            raise ValueError(f"{len(self.rows)} beams, done: {self.is_done}, take no logits {tuple(logits.shape)}.")
+        found = self._best(logits.float().log_softmax(-1))
+        self._finish(found)
+        fork = self._go_on(found)
+        self.is_done = not self._may_improve() or bool(found.ended.all())
+        return fork
+
+    def best(self, count: int) -> list[Hypothesis]:
+        """The ``count`` best finished texts, best first; fewer when fewer were found."""
+        finished = zip(self._finished, self._finished_scores.tolist(), strict=True)
+        return [Hypothesis(choices, score) for choices, score in finished if choices is not None][:count]
+
+    def _best(self, logprobs: Tensor) -> _Candidates:
+        """The best continuations by score so far plus adjusted logprob."""
+        vocab_size = logprobs.shape[-1]
+        if self._num_kept > self._num_beams * vocab_size:
+            raise InvalidRequest(
+                f"num_beams is {self._num_beams} with {len(self.rows[0].stop_ids)} stop tokens; "
+                f"a vocabulary of {vocab_size} is too small for that: give fewer stop tokens.",
+                param="num_beams",
+            )
+        entropies = entropy_of(logprobs)
+        if not bool(entropies.isfinite().all()):
+            raise NumericalError("the language model gave logits that are not finite; try another dtype.")
+        # the first step has one line for all beams; all but beam 0 are hopeless, as in transformers
+        so_far = self._scores.to(logprobs.device)[:, None]  # (k, 1)
+        totals = adjust(logprobs, self.rows).expand(self._num_beams, vocab_size) + so_far  # (k, V)
+        top = totals.reshape(1, -1).topk(self._num_kept)
+        parents = (top.indices[0] // vocab_size).clamp(max=len(self.rows) - 1).tolist()
+        token_ids = (top.indices[0] % vocab_size).tolist()
+        own = logprobs[parents, token_ids].tolist()
+        facts = zip(parents, token_ids, own, entropies[parents].tolist(), strict=True)
+        choices = [(*self._choices[parent], Choice(*fact)) for parent, *fact in facts]
+        ended = torch.tensor([self._ends(said) for said in choices])
+        return _Candidates(top.values[0].cpu(), parents, choices, ended)
+
+    def _ends(self, choices: tuple[Choice, ...]) -> bool:
+        if len(choices) >= self._max_tokens or choices[-1].token_id in self.rows[0].stop_ids:
+            return True
+        return self._is_stopped is not None and self._is_stopped([choice.token_id for choice in choices])
+
+    def _finish(self, found: _Candidates) -> None:
+        """Keep the best finished texts; of the new ones only those among the first ``num_beams`` candidates count."""
+        counts = found.ended & (torch.arange(self._num_kept) < self._num_beams)
+        new = found.scores / ((self.num_steps + 1) ** self._params.length_penalty) + (~counts) * HOPELESS
+        merged = torch.cat([self._finished_scores, new])[None]
+        newcomers = zip(found.choices, counts.tolist(), strict=True)
+        everybody = [*self._finished, *(said if ended else None for said, ended in newcomers)]
+        top = merged.topk(self._num_beams)
+        self._finished_scores = top.values[0]
+        self._finished = [everybody[index] for index in top.indices[0].tolist()]
+
+    def _go_on(self, found: _Candidates) -> Fork:
+        """The best candidates that have not ended become the beams."""
+        top = (found.scores + found.ended * HOPELESS)[None].topk(self._num_beams)
+        self._scores = top.values[0]
+        chosen = top.indices[0].tolist()
+        self._choices = [found.choices[index] for index in chosen]
+        parents = tuple(found.parents[index] for index in chosen)
+        token_ids = tuple(said[-1].token_id for said in self._choices)
+        self.rows = [self.rows[parent].fork() for parent in parents]
+        for row, token_id in zip(self.rows, token_ids, strict=True):
+            row.append(token_id)
+        return Fork(parents, token_ids)
+
+    def _may_improve(self) -> bool:
+        """Whether a beam that goes on could still beat a finished one, as ``early_stopping`` sees it."""
+        all_finished = None not in self._finished
+        if self._params.early_stopping is True and all_finished:
+            return False
+        penalty = self._params.length_penalty
+        patient = self._params.early_stopping == "never" and penalty > 0.0
+        length = self._max_tokens if patient else self.num_steps
+        best = self._scores[:1] / (length**penalty)  # (1,)
+        worst = self._finished_scores.min() if all_finished else torch.tensor(HOPELESS)
+        return bool(best > worst)

@@ -1,0 +1,123 @@
+"""DecodingRow: one sequence, as far as choosing its tokens is concerned."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Literal, Self
+
+from torch import Tensor
+
+from diffserve.errors import InvalidRequest
+from diffserve.runtime.decoding.constraint import TokenConstraint
+from diffserve.runtime.decoding.token_counts import TokenCounts
+from diffserve.runtime.decoding.uniforms import Uniforms
+from diffserve.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length"]
+
+
+class DecodingRow:
+    """Parameters, tokens so far, random numbers and the state of the constraint, of one sequence.
+
+    prompt_ids  token ids of the prompt, at least one
+    end_ids     the model's own end tokens; ``params.stop_token_ids`` are added
+    constraint  which tokens may be said; one object may serve many rows
+    seed        in place of ``params.seed``: give the n answers to one prompt seed, seed + 1, ...
+
+    Raises InvalidRequest when the prompt is empty.
+    """
+
+    __slots__ = (
+        "constraint",
+        "counts",
+        "num_prompt_tokens",
+        "params",
+        "state",
+        "stop_ids",
+        "token_ids",
+        "uniforms",
+    )
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        *,
+        end_ids: Collection[int] = (),
+        constraint: TokenConstraint | None = None,
+        seed: int | None = None,
+    ) -> None:
+        if not prompt_ids:
+            raise InvalidRequest("the prompt has no tokens; give at least one.", param="prompt", code="empty_prompt")
+        self.params = params
+        self.token_ids = list(prompt_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.stop_ids = frozenset(end_ids) | frozenset(params.stop_token_ids)
+        self.constraint = constraint
+        self.state = constraint.start if constraint else 0
+        self.uniforms = Uniforms(params.seed if seed is None else seed)
+        self.counts = TokenCounts(self.token_ids) if params.has_penalties else None
+
+    @property
+    def output_ids(self) -> list[int]:
+        """What was said so far, a stop token included."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """How many tokens were said so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why there is no more to say: a stop token, or ``max_tokens`` reached; None while there is more."""
+        if self.num_output_tokens == 0:
+            return None
+        if self.token_ids[-1] in self.stop_ids:
+            return "stop"
+        return "length" if self.num_output_tokens >= self.params.max_tokens else None
+
+    @property
+    def hides_stops(self) -> bool:
+        """Whether it is too early for a stop token."""
+        return self.num_output_tokens < self.params.min_tokens and bool(self.stop_ids)
+
+    @property
+    def depends_on_history(self) -> bool:
+        """Whether what was said changes which tokens are likely, beside what the model says."""
+        return self.params.has_penalties or self.constraint is not None or self.hides_stops
+
+    def append(self, token_id: int) -> None:
+        """Take ``token_id`` as said. Nothing else moves the row on: choosing alone does not."""
+        self.token_ids.append(token_id)
+        if self.counts:
+            self.counts.add(token_id)
+        if self.constraint:
+            self.state = self.constraint.advance(self.state, token_id)
+
+    def fork(self) -> Self:
+        """A row that goes its own way from here. The random numbers stay common: draw for one of the two."""
+        twin = object.__new__(type(self))
+        for name in ("params", "num_prompt_tokens", "stop_ids", "constraint", "state", "uniforms"):
+            setattr(twin, name, getattr(self, name))
+        twin.token_ids = self.token_ids.copy()
+        twin.counts = self.counts.copy() if self.counts else None
+        return twin
+
+    def allowed(self, vocab_size: int) -> Tensor:
+        """(vocab_size,) bool mask of a row with a constraint. ``min_tokens`` gives way when only the end is allowed."""
+        assert self.constraint is not None
+        mask = self.constraint.mask(self.state, vocab_size)
+        if not self.hides_stops:
+            return mask
+        longer = mask.clone()
+        longer[[token_id for token_id in self.stop_ids if token_id < vocab_size]] = False
+        return longer if longer.any() else mask
+
+    def crop(self, draft: Sequence[int]) -> list[int]:
+        """What of ``draft`` is worth checking: not past a stop token, the constraint, or ``max_tokens``."""
+        room = self.params.max_tokens - self.num_output_tokens - 1  # a checked draft gives one token more
+        kept = list(draft[: max(room, 0)])
+        stop = next((index for index, token_id in enumerate(kept) if token_id in self.stop_ids), len(kept))
+        kept = kept[: stop + 1]
+        return kept[: self.constraint.num_allowed(self.state, kept)] if self.constraint else kept

@@ -1,0 +1,87 @@
+"""TextStream: tokens in, text out, as early as it is certain.
+
+A tokenizer's ``decode`` is the only thing asked of it, because every kind spells in its own way (spaces at the
+beginning or the end of tokens, bytes of a character in several tokens). New text is what ``decode`` gives for the
+last shown tokens and the new ones together, beyond what it gives for the last shown ones alone. While it ends in the
+replacement character the bytes of a character are not all there, and it waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from diffserve.runtime.decoding.stop_strings import StopStrings
+
+REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
+CHARACTER_TOKENS: Final = 3
+"""A character of 4 bytes can lack its last byte: so many tokens at the end may belong to one that is not whole."""
+
+PATIENCE_TOKENS: Final = 16
+"""So many tokens without a whole character at their end are no text: what stands before the last ones is shown."""
+
+
+class TextStream:
+    """The text of one sequence, token by token, up to the first stop text.
+
+    tokenizer    any transformers tokenizer
+    stop         texts that end the output; see ``stopped_by``
+    context_ids  the tokens before the first one, when the text continues a prompt (" world" and not "world")
+
+    Special tokens are not shown. A stop *token* should not be pushed: it is no part of the text.
+    """
+
+    def __init__(self, tokenizer: Any, *, stop: Sequence[str] = (), context_ids: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._shown = list(context_ids[-PATIENCE_TOKENS:])
+        self._waiting: list[int] = []
+        self._stops = StopStrings(stop)
+        self._pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """Everything given out so far."""
+        return "".join(self._pieces)
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop text that came; the text ends before it, and whatever is pushed later is ignored."""
+        return self._stops.found
+
+    def push(self, token_id: int) -> str:
+        """The text that ``token_id`` makes certain; often none. Never half a character, never part of a stop text."""
+        if self.stopped_by is not None:
+            return ""
+        self._waiting.append(token_id)
+        new = self._new_text(self._waiting)
+        if new and not new.endswith(REPLACEMENT):
+            self._shown, self._waiting = self._waiting, []
+        elif len(self._waiting) >= PATIENCE_TOKENS:
+            new = self._give_up()
+        else:
+            return ""
+        return self._give_out(self._stops.feed(new))
+
+    def finish(self) -> str:
+        """The text that still waited. A character whose bytes never came is left out."""
+        new = self._new_text(self._waiting).rstrip(REPLACEMENT) if self._waiting else ""
+        self._waiting = []
+        return self._give_out(self._stops.feed(new) + self._stops.release())
+
+    def _give_out(self, piece: str) -> str:
+        self._pieces.append(piece)
+        return piece
+
+    def _give_up(self) -> str:
+        certain = self._waiting[:-CHARACTER_TOKENS]
+        new = self._new_text(certain)
+        self._shown, self._waiting = (certain if new else self._shown), self._waiting[-CHARACTER_TOKENS:]
+        return new
+
+    def _new_text(self, token_ids: Sequence[int]) -> str:
+        before = self._decode(self._shown)
+        return self._decode([*self._shown, *token_ids])[len(before) :]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text

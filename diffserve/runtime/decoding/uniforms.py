@@ -1,0 +1,62 @@
+"""Random numbers of one sequence, and tokens drawn with them.
+
+Each sequence has a generator of its own and uses one number for each token it says, so its draws do not depend on
+neighbours, on its place in the batch, or on whether a draft was right.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+from typing import Final
+
+import torch
+from torch import Tensor
+
+BLOCK: Final = 32
+
+
+class Uniforms:
+    """An endless row of numbers from [0, 1) in double precision; the same ``seed`` gives the same row.
+
+    ``seed`` None takes one from the system.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.seed = secrets.randbits(63) if seed is None else seed
+        self._generator: torch.Generator | None = None  # made when first needed: greedy rows need none
+        self._waiting: deque[float] = deque()
+
+    def peek(self, count: int) -> list[float]:
+        """The next ``count`` numbers, which stay in the row."""
+        while len(self._waiting) < count:
+            self._waiting.extend(torch.rand(BLOCK, generator=self._ready(), dtype=torch.float64).tolist())
+        return list(islice(self._waiting, count))
+
+    def take(self, count: int) -> list[float]:
+        """The next ``count`` numbers, which are used up."""
+        numbers = self.peek(count)
+        for _ in range(count):
+            self._waiting.popleft()
+        return numbers
+
+    def _ready(self) -> torch.Generator:
+        if self._generator is None:
+            self._generator = torch.Generator("cpu").manual_seed(self.seed)
+        return self._generator
+
+
+def draw(weights: Tensor, numbers: Sequence[float]) -> list[int]:
+    """One token id for each line of ``weights`` (n, V), not negative, by inversion of the distribution function.
+
+    Line i's token is the first whose cumulative weight exceeds ``numbers[i]`` times the line's sum, so a token of
+    weight zero is never drawn.
+    """
+    cumulative = weights.cumsum(-1, dtype=torch.float64)  # (n, V)
+    total = cumulative[:, -1:]
+    level = torch.tensor(numbers, dtype=torch.float64, device=weights.device)[:, None] * total
+    below = torch.nextafter(total, torch.zeros_like(total))
+    found = torch.searchsorted(cumulative, torch.minimum(level, below), right=True)  # (n, 1)
+    return found[:, 0].clamp_(max=weights.shape[-1] - 1).tolist()
