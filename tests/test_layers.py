@@ -4,7 +4,7 @@ schedulers   0   numerics, numpy only (torch in the update kernel)
 mortar       1   types, errors, config and what else every floor speaks; no torch
 runtime      2   tensors and memory
 engine       3   time; embedded/ stands beside it
-service      4   HTTP; never the runtime, never torch
+service      4   HTTP; never the runtime, never torch; experiments/ stands beside it, never torch either
 cli, ui      5   the doors
 """
 
@@ -20,7 +20,9 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MORTAR = ("types", "errors", "config", "profiles", "sizes", "images", "infotext", "ipc")
+MORTAR = (
+    "types", "sampling_params", "text_types", "errors", "config", "profiles", "sizes", "images", "infotext", "ipc",
+)  # fmt: skip
 FLOORS = {
     "schedulers": 0,
     **{f"diffserve.{name}": 1 for name in MORTAR},
@@ -28,6 +30,7 @@ FLOORS = {
     "diffserve.engine": 3,
     "diffserve.embedded": 3,
     "diffserve.service": 4,
+    "diffserve.experiments": 4,
     "diffserve.cli": 5,
     "diffserve.__main__": 5,
     "ui": 5,
@@ -167,7 +170,15 @@ def test_schedulers_need_numpy_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["diffserve", "schedulers", "diffserve.cli", "diffserve.service.app", *(f"diffserve.{m}" for m in MORTAR)]
+    "module",
+    [
+        "diffserve",
+        "schedulers",
+        "diffserve.cli",
+        "diffserve.service.app",
+        "diffserve.experiments",
+        *(f"diffserve.{m}" for m in MORTAR),
+    ],
 )
 def test_importing_it_does_not_load_torch(module: str) -> None:
     heavy = ("torch", "diffusers", "transformers")

@@ -1,4 +1,4 @@
-"""Word a scene in English, in many ways: synonyms, articles, word order, styles of sentence."""
+"""Word a scene in English, in many ways: synonyms, articles, plurals, word order, styles of sentence."""
 
 from __future__ import annotations
 
@@ -8,26 +8,30 @@ from diffserve.embedded.world import COLORS, Scene
 
 SIZE_WORDS: dict[str, tuple[str, ...]] = {
     "small": ("small", "small", "tiny", "little"),
-    "large": ("large", "large", "big", "huge"),
+    "large": ("large", "large", "big", "huge", "giant"),
 }
 
+# the first object stands for {a}, the others for {b} and {c}
 RELATION_WORDS: dict[str, tuple[str, ...]] = {
-    "left of": ("to the left of", "left of", "on the left of"),
-    "right of": ("to the right of", "right of", "on the right of"),
-    "above": ("above", "above", "over", "on top of"),
-    "below": ("below", "below", "under", "beneath"),
-    "next to": ("next to", "next to", "beside", "and"),
+    "left of": ("{a} to the left of {b}", "{a} left of {b}", "{a} on the left of {b}", "{a} with {b} on its right"),
+    "right of": ("{a} to the right of {b}", "{a} right of {b}", "{a} on the right of {b}", "{a} with {b} on its left"),
+    "above": ("{a} above {b}", "{a} above {b}", "{a} over {b}", "{a} on top of {b}"),
+    "below": ("{a} below {b}", "{a} below {b}", "{a} under {b}", "{a} beneath {b}", "{a} underneath {b}"),
+    "next to": ("{a} next to {b}", "{a} next to {b}", "{a} beside {b}", "{a} and {b}", "{a} with {b} beside it"),
+    "between": ("{a} between {b} and {c}", "{a} between {b} and {c}", "{a} in between {b} and {c}"),
 }
+TOGETHER: tuple[str, ...] = ("{a}, {b} and {c}", "{a}, {b} and {c}", "{a} and {b} and {c}", "{a} with {b} and {c}")
+NUMBER_WORDS: dict[int, tuple[str, ...]] = {2: ("two", "two", "two", "a pair of"), 3: ("three", "three", "three", "3")}
 
 PLACE_WORDS: dict[str, tuple[str, ...]] = {
-    "beach": ("on the beach", "on a beach", "at the beach"),
-    "meadow": ("in a meadow", "in the meadow", "on a meadow"),
-    "night sky": ("in the night sky", "at night", "under the stars"),
-    "desert": ("in the desert", "in a desert"),
-    "snow": ("in the snow", "in a snowy landscape"),
-    "ocean": ("in the ocean", "at sea", "in the sea"),
-    "city": ("in the city", "in a city"),
-    "mountains": ("in the mountains", "in front of mountains"),
+    "beach": ("on the beach", "on a beach", "at the beach", "on a sandy beach"),
+    "meadow": ("in a meadow", "in the meadow", "on a meadow", "on the grass", "in a green field"),
+    "night sky": ("in the night sky", "at night", "under the stars", "in a starry night"),
+    "desert": ("in the desert", "in a desert", "among sand dunes"),
+    "snow": ("in the snow", "in a snowy landscape", "in the winter snow"),
+    "ocean": ("in the ocean", "at sea", "in the sea", "on the ocean"),
+    "city": ("in the city", "in a city", "in a big city", "in front of a city"),
+    "mountains": ("in the mountains", "in front of mountains", "near the mountains"),
 }
 
 COLOR_WORDS: tuple[str, ...] = (
@@ -36,31 +40,59 @@ COLOR_WORDS: tuple[str, ...] = (
     "on {}",
     "in front of a {} background",
     "against a {} background",
+    "with a {} background",
 )
-
-OPENINGS: tuple[str, ...] = ("a picture of", "an illustration of", "a drawing of", "a scene with", "an image of")
-
-SYNONYMS: dict[str, tuple[str, ...]] = {
-    "donut": ("donut", "doughnut"),
-    "burger": ("burger", "hamburger"),
-    "bicycle": ("bicycle", "bike"),
-    "sailboat": ("sailboat", "boat"),
-    "pine tree": ("pine tree", "pine tree", "fir tree"),
-    "soccer ball": ("soccer ball", "soccer ball", "football"),
-    "car": ("car", "red car"),
-    "diamond": ("diamond", "gem"),
-    "fire": ("fire", "flame"),
-    "top hat": ("top hat", "black hat"),
+COLOR_SYNONYMS: dict[str, tuple[str, ...]] = {
+    "gray": ("gray", "gray", "grey"),
+    "purple": ("purple", "purple", "violet"),
+    "light blue": ("light blue", "light blue", "sky blue", "pale blue"),
 }
 
-PLURALS: frozenset[str] = frozenset({"grapes", "cherries"})
+OPENINGS: tuple[str, ...] = (
+    "a picture of", "an illustration of", "a drawing of", "a scene with", "an image of", "a painting of", "there is",
+)  # fmt: skip
+
+SYNONYMS: dict[str, tuple[str, ...]] = {
+    "bicycle": ("bicycle", "bike"),
+    "burger": ("burger", "hamburger"),
+    "cake": ("cake", "cake", "birthday cake"),
+    "car": ("car", "car", "red car"),
+    "cat": ("cat", "cat", "kitty"),
+    "chicken": ("chicken", "chicken", "hen"),
+    "diamond": ("diamond", "diamond", "gem"),
+    "dog": ("dog", "dog", "puppy"),
+    "donut": ("donut", "doughnut"),
+    "fire": ("fire", "fire", "flame"),
+    "moon": ("moon", "moon", "crescent moon"),
+    "pine tree": ("pine tree", "pine tree", "fir tree"),
+    "sailboat": ("sailboat", "sailboat", "boat"),
+    "soccer ball": ("soccer ball", "soccer ball", "football"),
+    "top hat": ("top hat", "top hat", "black hat"),
+}
+
+PLURALS: dict[str, str] = {"grapes": "bunches of grapes", "cherries": "bunches of cherries"}
+MASSES: dict[str, str] = {"corn": "ears of corn"}
+IRREGULAR: dict[str, str] = {"fish": "fish", "cactus": "cactuses", "octopus": "octopuses", "bus": "buses"}
 UNIQUE: frozenset[str] = frozenset({"sun", "moon"})
-MASSES: frozenset[str] = frozenset({"corn"})
+
+BACKGROUND_ONLY_SHARE = 0.02
+OBJECTS_ONLY_SHARE = 0.08
 
 
 def article_for(words: str) -> str:
     """ "a" or "an", by the first letter."""
     return "an" if words[0] in "aeiou" else "a"
+
+
+def plural(word: str) -> str:
+    """The plural of one of the world's words."""
+    if word in PLURALS or word in MASSES or word in IRREGULAR:
+        return (PLURALS | MASSES | IRREGULAR)[word]
+    if word.endswith(("x", "ch", "sh")):
+        return f"{word}es"
+    if word.endswith("y") and word[-2] not in "aeiou":
+        return f"{word[:-1]}ies"
+    return f"{word}s"
 
 
 def _noun(name: str, size: str, rng: random.Random) -> str:
@@ -75,21 +107,29 @@ def _noun(name: str, size: str, rng: random.Random) -> str:
     return f"{article_for(words)} {words}"
 
 
+def _what(scene: Scene, rng: random.Random) -> str:
+    names = scene.names
+    if scene.kind == "count":
+        word = rng.choice(SYNONYMS.get(names[0], names[:1]))
+        return f"{rng.choice(NUMBER_WORDS[len(names)])} {plural(word)}"
+    if scene.kind == "one object":
+        return _noun(names[0], scene.size, rng)
+    nouns = {letter: _noun(name, "plain", rng) for letter, name in zip("abc", names, strict=False)}
+    pattern = rng.choice(TOGETHER if scene.relation is None else RELATION_WORDS[scene.relation])
+    return pattern.format(**nouns)
+
+
 def _where(background: str, rng: random.Random) -> str:
     if background in COLORS:
-        return rng.choice(COLOR_WORDS).format(background).replace("a orange", "an orange")
+        color = rng.choice(COLOR_SYNONYMS.get(background, (background,)))
+        words = rng.choice(COLOR_WORDS).format(color)
+        return words.replace(" a orange", " an orange")
     return rng.choice(PLACE_WORDS[background])
 
 
 def caption(scene: Scene, rng: random.Random) -> str:
     """One of many sentences that are true of ``scene`` and name all it holds."""
-    first = _noun(scene.objects[0].name, scene.size, rng)
-    if scene.relation is None:
-        what = first
-    else:
-        second = _noun(scene.objects[1].name, "plain", rng)
-        what = f"{first} {rng.choice(RELATION_WORDS[scene.relation])} {second}"
-    where = _where(scene.background, rng)
+    what, where = _what(scene, rng), _where(scene.background, rng)
     style = rng.random()
     if style < 0.08:
         return f"{where}, {what}"
@@ -98,3 +138,14 @@ def caption(scene: Scene, rng: random.Random) -> str:
     if style < 0.28:
         return f"{rng.choice(OPENINGS)} {what} {where}"
     return f"{what} {where}"
+
+
+def loose_caption(scene: Scene, rng: random.Random) -> str:
+    """A :func:`caption` for training that now and then leaves out the background or the objects, as people do; it also
+    teaches the words that a negative prompt is made of on their own."""
+    share = rng.random()
+    if share < BACKGROUND_ONLY_SHARE:
+        return _where(scene.background, rng)
+    if share < BACKGROUND_ONLY_SHARE + OBJECTS_ONLY_SHARE:
+        return _what(scene, rng)
+    return caption(scene, rng)

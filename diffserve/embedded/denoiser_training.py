@@ -1,4 +1,4 @@
-"""Stages two and three: encode scenes once, then train text encoder and UNet together on their latents.
+"""Stage three: train text encoder and UNet together on the latents of scenes.
 
 v-prediction with a zero-terminal-SNR schedule (Lin et al., 2024, arXiv 2305.08891): flat, strongly coloured backgrounds
 need a last timestep that is pure noise. A tenth of the captions is dropped, so that classifier-free guidance works.
@@ -6,29 +6,21 @@ need a last timestep that is pure noise. A tenth of the captions is dropped, so 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
+from diffusers import DDIMScheduler, UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from diffserve.embedded.captions import caption
-from diffserve.embedded.muon import Muon, hidden_matrices
-from diffserve.embedded.render import render
+from diffserve.embedded.latents import Batches, LatentScenes
 from diffserve.embedded.tokenizer import MAX_TOKENS
-from diffserve.embedded.training import Run, TrainSettings, adamw
-from diffserve.embedded.vae_training import LATENT_CHANNELS, to_unit
-from diffserve.embedded.world import Scene, scenes
+from diffserve.embedded.training import Run, TrainSettings
+from diffserve.embedded.vae_training import LATENT_CHANNELS
 
 TEXT_WIDTH = 192
-CAPTION_DROPOUT = 0.1
 
 
 def build_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
@@ -94,71 +86,23 @@ class Denoiser(nn.Module):
         self.unet = build_unet()
         self.unet.set_attn_processor(AttnProcessor())
 
+    def load(self, directory: Path, tokenizer: CLIPTokenizer) -> None:
+        """Begin from exported weights. Embeddings follow their tokens; a token new to the weights stays as made."""
+        self.unet.load_state_dict(UNet2DConditionModel.from_pretrained(directory / "unet").state_dict())
+        known = CLIPTokenizer.from_pretrained(directory / "tokenizer").get_vocab()
+        state = CLIPTextModel.from_pretrained(directory / "text_encoder").state_dict()
+        (table,) = (name for name in state if name.endswith("token_embedding.weight"))
+        embedding = self.text_encoder.state_dict()[table].clone()
+        for token, index in tokenizer.get_vocab().items():
+            if token in known:
+                embedding[index] = state[table][known[token]]
+        self.text_encoder.load_state_dict(state | {table: embedding})
+
     def forward(self, noisy: Tensor, timesteps: Tensor, token_ids: Tensor) -> Tensor:
         """(B, 8, h, w), (B,), (B, MAX_TOKENS) -> predicted velocity (B, 8, h, w)."""
         context = self.text_encoder(token_ids).last_hidden_state
         velocity: Tensor = self.unet(noisy, timesteps, encoder_hidden_states=context).sample
         return velocity
-
-
-@dataclass(frozen=True)
-class LatentScenes:
-    """Scenes and their normalised latents (N, 8, 16, 16) in 16 bits."""
-
-    scenes: list[Scene]
-    latents: Tensor
-
-
-@torch.inference_mode()
-def encode_scenes(vae: AutoencoderKL, work: Path, *, num_scenes: int, seed: int, device: str) -> LatentScenes:
-    """Render and encode ``num_scenes`` training scenes, keeping the latents in ``work/latents.pt``."""
-    chosen = list(islice(scenes(seed, held_out=False), num_scenes))
-    path = work / "latents.pt"
-    if path.is_file():
-        latents: Tensor = torch.load(path, weights_only=True)
-        if len(latents) == num_scenes:
-            return LatentScenes(chosen, latents)
-    parts = []
-    for start in range(0, num_scenes, 32):
-        pixels = to_unit(np.stack([render(scene) for scene in chosen[start : start + 32]])).to(device)
-        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
-            parts.append(vae.encode(pixels).latent_dist.mode().float().cpu())
-        if start % 3200 == 0:
-            print(f"latents {start}/{num_scenes}", flush=True)
-    latents = torch.cat(parts).half()
-    torch.save(latents, path)
-    return LatentScenes(chosen, latents)
-
-
-def channel_statistics(latents: Tensor) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of every latent channel, for the autoencoder's config."""
-    flat = latents.float().transpose(0, 1).flatten(1)
-    return flat.mean(dim=1).tolist(), flat.std(dim=1).tolist()
-
-
-def normalise(latents: Tensor, mean: list[float], std: list[float]) -> Tensor:
-    """Centre and scale every channel to unit variance."""
-    shape = (1, -1, 1, 1)
-    return (latents.float() - torch.tensor(mean).view(shape)) / torch.tensor(std).view(shape)
-
-
-class Batches:
-    """Random training batches: latents with a caption worded anew each time, a tenth of them empty."""
-
-    def __init__(self, data: LatentScenes, tokenizer: CLIPTokenizer, settings: TrainSettings, seed: int) -> None:
-        self._data, self._tokenizer, self._settings = data, tokenizer, settings
-        self._rng = random.Random(seed)
-
-    def next(self) -> tuple[Tensor, Tensor]:
-        """(B, 8, 16, 16) float32 latents and (B, MAX_TOKENS) token ids on the training device."""
-        chosen = self._rng.choices(range(len(self._data.scenes)), k=self._settings.batch_size)
-        words = [
-            "" if self._rng.random() < CAPTION_DROPOUT else caption(self._data.scenes[index], self._rng)
-            for index in chosen
-        ]
-        ids = self._tokenizer(words, padding="max_length", truncation=True, return_tensors="pt").input_ids
-        latents = self._data.latents[torch.tensor(chosen)].float()
-        return latents.to(self._settings.device), ids.to(self._settings.device)
 
 
 def velocity_loss(denoiser: Denoiser, latents: Tensor, token_ids: Tensor, alphas_cumprod: Tensor) -> Tensor:
@@ -178,26 +122,23 @@ def stratified_timesteps(count: int, num_train_timesteps: int) -> Tensor:
     return spread.long().clamp(max=num_train_timesteps - 1)
 
 
-def denoiser_optimizers(denoiser: Denoiser, settings: TrainSettings) -> list[torch.optim.Optimizer]:
-    """Muon for the hidden matrices and kernels, AdamW for the rest, at one learning rate."""
-    hidden = hidden_matrices(denoiser)
-    taken = {id(parameter) for parameter in hidden}
-    rest = [parameter for parameter in denoiser.parameters() if id(parameter) not in taken]
-    return [Muon(hidden, lr=settings.learning_rate), adamw(rest, settings)]
-
-
 def train_denoiser(
     settings: TrainSettings,
     work: Path,
-    data: LatentScenes,
+    data: list[LatentScenes],
     tokenizer: CLIPTokenizer,
+    start: Path | None = None,
     look: Callable[[Denoiser, int], None] | None = None,
     look_every: int = 500,
 ) -> Denoiser:
-    """Train on normalised ``data``, resuming from ``work/denoiser.pt``; ``look`` is called now and then to paint."""
+    """Train on normalised ``data``, resuming from ``work/denoiser.pt``, or else from the weights in ``start``, or else
+    from nothing; ``look`` is called now and then to paint."""
     torch.manual_seed(settings.seed)
-    denoiser = Denoiser(tokenizer).to(settings.device)
-    run = Run("denoiser", denoiser, settings, work, denoiser_optimizers(denoiser, settings))
+    denoiser = Denoiser(tokenizer)
+    if start is not None:
+        denoiser.load(start, tokenizer)
+    denoiser.to(settings.device).train()
+    run = Run("denoiser", denoiser, settings, work)
     torch.manual_seed(settings.seed + 1 + run.iteration)
     batches = Batches(data, tokenizer, settings, settings.seed + run.iteration)
     alphas = build_scheduler().alphas_cumprod.to(settings.device)

@@ -54,4 +54,8 @@ class Muon(torch.optim.Optimizer):
 def hidden_matrices(net: nn.Module) -> list[nn.Parameter]:
     """The weights Muon takes: every matrix or kernel except embeddings and the first and last layer."""
     outer = ("embedding", "conv_in", "conv_out")
-    return [p for name, p in net.named_parameters() if p.ndim >= 2 and not any(word in name for word in outer)]
+    return [
+        parameter
+        for name, parameter in net.named_parameters()
+        if parameter.requires_grad and parameter.ndim >= 2 and not any(word in name for word in outer)
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from itertools import islice
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def quick_mark(pictures: NDArray[np.uint8], truth: list[Scene]) -> str:
     verdicts = [check(pixels, scene) for pixels, scene in zip(pictures, truth, strict=True)]
     wanted = sum(len(scene.objects) for scene in truth)
     found = sum(
-        len({one.name for one in verdict.reading.objects} & {placed.name for placed in scene.objects})
+        (Counter(one.name for one in verdict.reading.objects) & Counter(scene.names)).total()
         for verdict, scene in zip(verdicts, truth, strict=True)
     )
     exact = sum(verdict.exact for verdict in verdicts)

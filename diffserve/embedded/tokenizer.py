@@ -12,7 +12,7 @@ from diffserve.embedded.captions import caption
 from diffserve.embedded.world import scenes
 
 MAX_TOKENS = 32
-VOCABULARY_SIZE = 1024
+VOCABULARY_SIZE = 1200
 START, END = "<|startoftext|>", "<|endoftext|>"
 WORD = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 

@@ -1,11 +1,14 @@
 """The whole recipe of the embedded model: ``python -m diffserve.embedded.train all --work DIR``.
 
-Stages, each resumable from its checkpoint in ``--work``: atlas (needs the emoji font; the result ships), tokenizer,
-vae, latents, denoiser, export. On a GPU give ``--device cuda`` and a larger ``--batch``; the code is the same.
+Stages, each resumable from its checkpoint in ``--work``: atlas (needs the emoji font; the result ships), vae, denoiser
+(with its tokenizer), preview, student, rewriter, card. Each leaves a bill of its time and operations beside its
+checkpoint. On a GPU give ``--device cuda`` and a larger ``--batch``; the code is the same. ``--start`` goes on from
+exported weights instead of from nothing.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,25 +17,52 @@ import typer
 from diffusers import AutoencoderKL
 from transformers import CLIPTokenizer
 
+from diffserve.embedded import card as model_card
 from diffserve.embedded import samples, sprites
-from diffserve.embedded.denoiser_training import (
-    Denoiser,
-    LatentScenes,
-    channel_statistics,
-    encode_scenes,
-    normalise,
-    train_denoiser,
-)
+from diffserve.embedded.denoiser_training import Denoiser, train_denoiser
 from diffserve.embedded.export import export, fold_normalisation
+from diffserve.embedded.latents import LatentScenes, channel_statistics, encode_scenes, normalise
+from diffserve.embedded.preview_training import fidelity_db, save_preview, train_preview
+from diffserve.embedded.rewriter_model import export_rewriter
+from diffserve.embedded.rewriter_training import SHIPPED as REWRITER
+from diffserve.embedded.rewriter_training import mark_rewriter, train_rewriter
+from diffserve.embedded.student_training import StudentSettings, save_adapter, train_student
 from diffserve.embedded.tokenizer import train_tokenizer
 from diffserve.embedded.training import TrainSettings
 from diffserve.embedded.vae_training import psnr_db, train_vae
 
-WEIGHTS = Path(__file__).parent / "weights"
-
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 Work = Annotated[Path, typer.Option(help="where checkpoints, latents and sample sheets are kept")]
 Device = Annotated[str, typer.Option(help="cpu or cuda")]
+Start = Annotated[Path | None, typer.Option(help="begin from the weights in this directory instead of from nothing")]
+
+
+@dataclass(frozen=True)
+class Materials:
+    """What every stage after the autoencoder works on: the autoencoder with its normalisation folded in, scenes with
+    normalised latents, and the tokenizer."""
+
+    vae: AutoencoderKL
+    data: list[LatentScenes]
+    tokenizer: CLIPTokenizer
+
+
+def materials(work: Path, device: str, *, num_scenes: int = 24_000, start: Path | None = None) -> Materials:
+    """Make or load them; the autoencoder is trained first if it is not."""
+    tokenizer = CLIPTokenizer.from_pretrained(train_tokenizer(work / "tokenizer"))
+    raw = vae(work, device, start=start)
+    encoded = encode_scenes(raw, work, num_scenes=num_scenes, seed=1, device=device)
+    mean, std = channel_statistics(encoded[0].latents)
+    folded = fold_normalisation(raw.cpu(), mean, std).to(device)
+    data = [LatentScenes(shelf.scenes, normalise(shelf.latents, mean, std).half()) for shelf in encoded]
+    return Materials(folded, data, tokenizer)
+
+
+def trained_denoiser(work: Path, tokenizer: CLIPTokenizer, device: str) -> Denoiser:
+    """The exported denoiser of ``work``."""
+    net = Denoiser(tokenizer)
+    net.load(work / "weights", tokenizer)
+    return net.to(device).eval()
 
 
 @app.command()
@@ -42,11 +72,13 @@ def atlas() -> None:
 
 
 @app.command()
-def vae(work: Work, device: Device = "cpu", iterations: int = 2800, batch: int = 16) -> AutoencoderKL:
+def vae(
+    work: Work, device: Device = "cpu", iterations: int = 3000, batch: int = 16, start: Start = None
+) -> AutoencoderKL:
     """Train the autoencoder."""
     work.mkdir(parents=True, exist_ok=True)
-    settings = TrainSettings(iterations, batch, learning_rate=6e-4, device=device, ema=0.998)
-    trained = train_vae(settings, work)
+    settings = TrainSettings(iterations, batch, learning_rate=1e-3, device=device, ema=0.998)
+    trained = train_vae(settings, work, start and start / "vae")
     print(f"round trip {psnr_db(trained, seed=5):.1f} dB on held-out scenes", flush=True)
     return trained
 
@@ -55,35 +87,79 @@ def vae(work: Work, device: Device = "cpu", iterations: int = 2800, batch: int =
 def denoiser(
     work: Work,
     device: Device = "cpu",
-    iterations: int = 2800,
+    iterations: int = 3500,
     batch: int = 64,
-    num_scenes: int = 20_000,
-    look_every: int = 700,
+    num_scenes: int = 24_000,
+    look_every: int = 800,
+    start: Start = None,
 ) -> None:
     """Train tokenizer, text encoder and UNet on the trained autoencoder's latents, then export."""
-    tokenizer = CLIPTokenizer.from_pretrained(train_tokenizer(work / "tokenizer"))
-    raw = vae(work, device)
-    data = encode_scenes(raw, work, num_scenes=num_scenes, seed=1, device=device)
-    mean, std = channel_statistics(data.latents)
-    folded = fold_normalisation(raw.cpu(), mean, std).to(device)
-    data = LatentScenes(data.scenes, normalise(data.latents, mean, std).half())
+    made = materials(work, device, num_scenes=num_scenes, start=start)
     truth = samples.held_out(48)
 
     def look(net: Denoiser, iteration: int) -> None:
-        pictures = samples.paint(net, folded, tokenizer, [words for _, words in truth])
+        pictures = samples.paint(net, made.vae, made.tokenizer, [words for _, words in truth])
         samples.sheet(pictures, 8, work / f"sheet-{iteration:06d}.png")
         print(f"denoiser {iteration}: {samples.quick_mark(pictures, [scene for scene, _ in truth])}", flush=True)
 
-    settings = TrainSettings(iterations, batch, learning_rate=1.2e-3, device=device, decay_share=0.4)
-    trained = train_denoiser(settings, work, data, tokenizer, look, look_every)
-    print(export(work / "weights", folded, trained, tokenizer))
+    settings = TrainSettings(iterations, batch, learning_rate=1.2e-3, device=device, decay_share=0.45)
+    trained = train_denoiser(settings, work, made.data, made.tokenizer, start, look, look_every)
+    print(export(work / "weights", made.vae, trained, made.tokenizer))
+
+
+@app.command()
+def preview(work: Work, device: Device = "cpu", iterations: int = 1200, batch: int = 32) -> None:
+    """Train the tiny decoder of live previews beside the exported weights."""
+    made = materials(work, device)
+    settings = TrainSettings(iterations, batch, learning_rate=2e-3, device=device, ema=0.995)
+    trained = train_preview(settings, work, made.data)
+    print(f"previews {fidelity_db(trained, made.vae, seed=5):.1f} dB from the autoencoder's pictures", flush=True)
+    print(save_preview(trained, work / "weights" / "preview"))
+
+
+@app.command()
+def student(work: Work, device: Device = "cpu", iterations: int = 900, batch: int = 64, look_every: int = 300) -> None:
+    """Distil the exported denoiser into four steps without guidance."""
+    made = materials(work, device)
+    truth = samples.held_out(48)
+
+    def look(net: Denoiser, iteration: int) -> None:
+        words = [words for _, words in truth]
+        pictures = samples.paint(net, made.vae, made.tokenizer, words, num_steps=4, guidance_scale=1.0)
+        samples.sheet(pictures, 8, work / f"student-{iteration:06d}.png")
+        print(f"student {iteration}: {samples.quick_mark(pictures, [scene for scene, _ in truth])}", flush=True)
+
+    settings = StudentSettings(iterations, batch, learning_rate=1e-3, device=device)
+    teacher = trained_denoiser(work, made.tokenizer, device)
+    change = train_student(settings, work, teacher, made.data, made.tokenizer, look, look_every)
+    print(save_adapter(work / "turbo", change))
+
+
+@app.command()
+def rewriter(work: Work, device: Device = "cpu") -> None:
+    """Train the prompt rewriter on wishes, mark it and export."""
+    work.mkdir(parents=True, exist_ok=True)
+    model, tokenizer = train_rewriter(replace(REWRITER, device=device), work)
+    print(mark_rewriter(model, tokenizer))
+    print(export_rewriter(work / "rewriter", model, tokenizer))
+
+
+@app.command()
+def card(work: Work) -> None:
+    """Put what was trained into the package, mark it and write the model card."""
+    model_card.install(work)
+    model_card.write()
 
 
 @app.command(name="all")
-def everything(work: Work, device: Device = "cpu") -> None:
+def everything(work: Work, device: Device = "cpu", start: Start = None) -> None:
     """Every stage after the atlas, at the settings of the shipped weights."""
     torch.set_float32_matmul_precision("high")
-    denoiser(work, device)
+    denoiser(work, device, start=start)
+    preview(work, device)
+    student(work, device)
+    rewriter(work, device)
+    card(work)
 
 
 if __name__ == "__main__":

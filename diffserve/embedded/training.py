@@ -1,18 +1,25 @@
-"""What every training stage shares: settings, schedule, averaging of weights, checkpoints, a line of progress."""
+"""What every training stage shares: settings, schedule, averaging of weights, checkpoints, progress, the bill."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from diffserve.embedded.muon import Muon, hidden_matrices
 
 Net = TypeVar("Net", bound=nn.Module)
 
@@ -49,10 +56,22 @@ def adamw(params: Iterable[nn.Parameter], settings: TrainSettings) -> torch.opti
     )
 
 
+def muon_and_adamw(net: nn.Module, settings: TrainSettings) -> list[torch.optim.Optimizer]:
+    """Muon for the hidden matrices and kernels, AdamW for the rest, at one learning rate."""
+    hidden = hidden_matrices(net)
+    taken = {id(parameter) for parameter in hidden}
+    rest = [parameter for parameter in net.parameters() if parameter.requires_grad and id(parameter) not in taken]
+    return [Muon(hidden, lr=settings.learning_rate), adamw(rest, settings)]
+
+
 class Run(Generic[Net]):
     """One resumable stage: owns the averaged weights and the checkpoint ``work/<name>.pt``, and paces the optimisers.
 
-    ``optimizers`` default to one AdamW over everything; each keeps the learning rate it was made with as its peak.
+    Beside the checkpoint stands ``work/<name>.json``, the bill: settings, iterations, seconds, and floating-point
+    operations, counted on the first iteration of a process and multiplied.
+
+    ``optimizers`` default to Muon and AdamW, each parameter in one of them; an optimiser keeps the learning rate it was
+    made with as its peak.
     """
 
     def __init__(
@@ -66,10 +85,12 @@ class Run(Generic[Net]):
         self.name, self.net, self.settings = name, net, settings
         self.path = work / f"{name}.pt"
         self.average = copy.deepcopy(net).eval().requires_grad_(False)
-        self.optimizers = optimizers or [adamw(net.parameters(), settings)]
+        self.optimizers = optimizers or muon_and_adamw(net, settings)
         self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         self.iteration = 0
+        self.begun = datetime.now(UTC).isoformat(timespec="minutes")
         self.seconds = 0.0
+        self.flops = 0
         self.smooth_loss = math.nan
         if self.path.is_file():
             self._load()
@@ -80,15 +101,23 @@ class Run(Generic[Net]):
 
     def iterations(self) -> Iterator[int]:
         """Count through what is left, saving and reporting on the way and at the end."""
-        while self.iteration < self.settings.iterations:
-            started = time.perf_counter()
-            yield self.iteration
-            self.seconds += time.perf_counter() - started
-            self.iteration += 1
-            if self.iteration % 50 == 0:
-                self._report()
-            if self.iteration % self.settings.checkpoint_every == 0 or self.iteration == self.settings.iterations:
-                self.save()
+        counter = FlopCounterMode(display=False)
+        flops_each = 0
+        with self._progress() as progress:
+            task = progress.add_task(self.name, total=self.settings.iterations, completed=self.iteration, loss="")
+            while self.iteration < self.settings.iterations:
+                started = time.perf_counter()
+                with contextlib.nullcontext() if flops_each else counter:
+                    yield self.iteration
+                flops_each = flops_each or counter.get_total_flops() or 1
+                self.flops += flops_each
+                self.seconds += time.perf_counter() - started
+                self.iteration += 1
+                progress.update(task, completed=self.iteration, loss=f"loss {self.smooth_loss:.4f}")
+                if progress.disable and self.iteration % 50 == 0:
+                    self._report()
+                if self.iteration % self.settings.checkpoint_every == 0 or self.iteration == self.settings.iterations:
+                    self.save()
 
     def step(self, loss: Tensor) -> None:
         """One optimiser step on ``loss``; a non-finite loss is skipped rather than learnt."""
@@ -121,11 +150,23 @@ class Run(Generic[Net]):
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
                 "iteration": self.iteration,
                 "seconds": self.seconds,
+                "flops": self.flops,
+                "begun": self.begun,
                 "loss": self.smooth_loss,
             },
             part,
         )
         part.replace(self.path)
+        bill = {
+            "stage": self.name,
+            "begun": self.begun,
+            "iterations_done": self.iteration,
+            "seconds": round(self.seconds),
+            "flops": self.flops,
+            "loss": round(self.smooth_loss, 5),
+        }
+        text = json.dumps(bill | asdict(self.settings), indent=2)
+        self.path.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
 
     def _load(self) -> None:
         saved = torch.load(self.path, map_location=self.settings.device, weights_only=True)
@@ -134,6 +175,14 @@ class Run(Generic[Net]):
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         self.iteration, self.seconds, self.smooth_loss = saved["iteration"], saved["seconds"], saved["loss"]
+        self.flops, self.begun = saved["flops"], saved["begun"]
+
+    @staticmethod
+    def _progress() -> Progress:
+        """A bar on a terminal; elsewhere nothing moves and lines are printed instead."""
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        return Progress(*columns, TextColumn("{task.fields[loss]}"), console=console, disable=not console.is_terminal)
 
     def _report(self) -> None:
         each = self.seconds / max(1, self.iteration)

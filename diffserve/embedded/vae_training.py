@@ -17,11 +17,12 @@ from torch import Tensor
 
 from diffserve.embedded.render import render
 from diffserve.embedded.training import Run, TrainSettings
-from diffserve.embedded.world import CANVAS_PX, Scene, scenes
+from diffserve.embedded.world import CANVAS_PX, GRID_PX, Scene, scenes
 
 LATENT_CHANNELS = 8
 LATENT_NOISE = 0.1
 CROP_PX = 64
+OFF_GRID_SHARE = 0.1  # crops that break the grid, so that a picture from elsewhere can be encoded too
 
 
 def build_vae() -> AutoencoderKL:
@@ -51,8 +52,9 @@ def crops(seed: int, batch_size: int) -> Iterator[Tensor]:
 def _crop(scene: Scene, rng: random.Random) -> np.ndarray:
     target = rng.choice(scene.objects)
     spread = CROP_PX // 2 if rng.random() < 0.85 else CANVAS_PX
+    step = 1 if rng.random() < OFF_GRID_SHARE else GRID_PX
     corner = [
-        min(CANVAS_PX - CROP_PX, max(0, centre - CROP_PX // 2 + rng.randint(-spread, spread)))
+        min(CANVAS_PX - CROP_PX, max(0, centre - CROP_PX // 2 + rng.randint(-spread, spread))) // step * step
         for centre in (target.y_px, target.x_px)
     ]
     return render(scene)[corner[0] : corner[0] + CROP_PX, corner[1] : corner[1] + CROP_PX]
@@ -70,11 +72,13 @@ def reconstruction_loss(painted: Tensor, truth: Tensor) -> Tensor:
     return error.abs().mean() + edges
 
 
-def train_vae(settings: TrainSettings, work: Path) -> AutoencoderKL:
-    """Train the autoencoder, resuming from ``work/vae.pt``; returns it with normalisation not yet set."""
+def train_vae(settings: TrainSettings, work: Path, start: Path | None = None) -> AutoencoderKL:
+    """Train the autoencoder, resuming from ``work/vae.pt``, or else from the weights in the directory ``start``, or
+    else from nothing; returns it with normalisation not yet set."""
     torch.manual_seed(settings.seed)
-    vae = build_vae().to(settings.device, memory_format=torch.channels_last)
-    run = Run("vae", vae, settings, work)
+    vae = build_vae() if start is None else AutoencoderKL.from_pretrained(start, torch_dtype=torch.float32)
+    vae.to(settings.device, memory_format=torch.channels_last)
+    run = Run("vae", vae.train(), settings, work)
     data = crops(settings.seed + run.iteration, settings.batch_size)
     for _ in run.iterations():
         truth = next(data).to(settings.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from itertools import islice
 from pathlib import Path
@@ -10,19 +11,12 @@ import pytest
 import torch
 from transformers import CLIPTokenizer
 
-from diffserve.embedded.denoiser_training import (
-    Batches,
-    Denoiser,
-    LatentScenes,
-    channel_statistics,
-    normalise,
-    stratified_timesteps,
-    train_denoiser,
-)
-from diffserve.embedded.export import POSTERIOR_STD, fold_normalisation
+from diffserve.embedded.denoiser_training import Denoiser, stratified_timesteps, train_denoiser
+from diffserve.embedded.export import POSTERIOR_STD, export, fold_normalisation
+from diffserve.embedded.latents import Batches, LatentScenes, channel_statistics, encode_scenes, normalise
 from diffserve.embedded.samples import held_out
 from diffserve.embedded.tokenizer import MAX_TOKENS, train_tokenizer
-from diffserve.embedded.training import Run, TrainSettings, rate_factor
+from diffserve.embedded.training import Run, TrainSettings, adamw, rate_factor
 from diffserve.embedded.vae_training import LATENT_CHANNELS, build_vae
 from diffserve.embedded.world import OBJECTS, scenes
 
@@ -84,6 +78,38 @@ def test_an_interrupted_run_resumes_where_it_stopped(tmp_path: Path) -> None:
     assert torch.equal(again.averaged().weight, first.averaged().weight)
 
 
+def test_a_run_leaves_a_bill_of_time_and_operations(tmp_path: Path) -> None:
+    net = torch.nn.Linear(3, 5)
+    settings = TrainSettings(4, 2, 1e-2)
+    run = Run("tiny", net, settings, tmp_path, [adamw(net.parameters(), settings)])
+    for _ in run.iterations():
+        run.step(net(torch.ones(2, 3)).square().sum())
+    bill = json.loads((tmp_path / "tiny.json").read_text(encoding="utf-8"))
+    assert bill["iterations_done"] == 4
+    # forward and the gradient of the weights: twice 2 x 3 x 5 multiply-adds of two operations each
+    assert bill["flops"] == 4 * 2 * 2 * (2 * 3 * 5)
+
+
+def test_embeddings_follow_their_tokens_to_a_new_vocabulary(tokenizer: CLIPTokenizer, tmp_path: Path) -> None:
+    smaller = CLIPTokenizer.from_pretrained(train_tokenizer(tmp_path / "tokenizer", num_captions=300))
+    assert len(smaller) != len(tokenizer)
+    one, two = Denoiser(smaller), Denoiser(tokenizer)
+    weights = export(tmp_path / "weights", build_vae(), one, smaller)
+    two.load(weights, tokenizer)
+    rows = [net.text_encoder.get_input_embeddings().weight for net in (one, two)]
+    fox = [words.convert_tokens_to_ids("fox</w>") for words in (smaller, tokenizer)]
+    assert torch.allclose(rows[0][fox[0]], rows[1][fox[1]], atol=1e-3)
+    assert torch.allclose(one.unet.conv_in.weight, two.unet.conv_in.weight, atol=1e-3)
+
+
+def test_scenes_are_encoded_once_on_every_canvas(tmp_path: Path) -> None:
+    vae = build_vae().eval()
+    first = encode_scenes(vae, tmp_path, num_scenes=25, seed=3, device="cpu")
+    assert [tuple(shelf.latents.shape) for shelf in first] == [(21, 8, 16, 16), (2, 8, 24, 16), (2, 8, 16, 24)]
+    again = encode_scenes(build_vae().eval(), tmp_path, num_scenes=25, seed=3, device="cpu")
+    assert all(torch.equal(a.latents, b.latents) for a, b in zip(first, again, strict=True))
+
+
 def test_a_non_finite_loss_leaves_the_weights_alone(tmp_path: Path) -> None:
     net = torch.nn.Linear(2, 1)
     run = Run("tiny", net, TrainSettings(1, 1, 1e-2), tmp_path)
@@ -95,7 +121,7 @@ def test_a_non_finite_loss_leaves_the_weights_alone(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_few_iterations_of_the_denoiser_lower_the_loss(tokenizer: CLIPTokenizer, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    data = LatentScenes(list(islice(scenes(0, held_out=False), 8)), torch.randn(8, LATENT_CHANNELS, 16, 16).half())
+    data = [LatentScenes(list(islice(scenes(0, held_out=False), 8)), torch.randn(8, LATENT_CHANNELS, 16, 16).half())]
     settings = TrainSettings(8, 8, 1e-3, warmup=1, decay_share=0.1)
     batch, ids = Batches(data, tokenizer, settings, 0).next()
     assert batch.shape == (8, LATENT_CHANNELS, 16, 16)
@@ -103,9 +129,9 @@ def test_a_few_iterations_of_the_denoiser_lower_the_loss(tokenizer: CLIPTokenize
     losses: list[float] = []
 
     def look(net: Denoiser, iteration: int) -> None:
-        losses.append(_loss(net, data, ids))
+        losses.append(_loss(net, data[0], ids))
 
-    train_denoiser(settings, tmp_path, data, tokenizer, look, look_every=1)
+    train_denoiser(settings, tmp_path, data, tokenizer, None, look, look_every=1)
     assert losses[-1] < losses[0]
     assert (tmp_path / "denoiser.pt").is_file()
 

@@ -38,13 +38,13 @@ def test_the_published_marks_belong_to_these_weights_and_reach_the_first_mark(en
     assert published["digest"] == engine.info.digest
     assert published["num_steps"] == 30
     assert published["marks"]["all"]["count"] == 300
-    assert published["marks"]["all"]["exact_share"] >= 0.5
+    assert published["marks"]["all"]["exact_share"] >= 0.8
 
 
 @pytest.mark.slow
 def test_a_sample_of_the_held_out_captions_confirms_the_published_marks(engine: Engine) -> None:
     published = json.loads(MARKS.read_text(encoding="utf-8"))
-    painted = paint_held_out(engine, 60, guidance_scale=published["guidance_scale"])
+    painted = paint_held_out(engine, 60)
     share = mark(painted)["all"].exact_share
     # three standard errors of a sample of sixty
     expected = published["marks"]["all"]["exact_share"]

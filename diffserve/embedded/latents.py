@@ -1,0 +1,93 @@
+"""Stage two: render training scenes, encode them once, and draw training batches from the latents kept in memory."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL
+from rich.progress import track
+from torch import Tensor
+from transformers import CLIPTokenizer
+
+from diffserve.embedded.captions import loose_caption
+from diffserve.embedded.render import render
+from diffserve.embedded.training import TrainSettings
+from diffserve.embedded.vae_training import to_unit
+from diffserve.embedded.world import CANVAS_PX, Scene, scenes
+
+CAPTION_DROPOUT = 0.1
+# (width, height) in pixels -> share of the training scenes painted at it
+CANVASES: dict[tuple[int, int], float] = {(CANVAS_PX, CANVAS_PX): 0.84, (128, 192): 0.08, (192, 128): 0.08}
+
+
+@dataclass(frozen=True)
+class LatentScenes:
+    """Scenes of one canvas and their latents (N, 8, height / 8, width / 8) in 16 bits."""
+
+    scenes: list[Scene]
+    latents: Tensor
+
+
+@torch.inference_mode()
+def encode_scenes(vae: AutoencoderKL, work: Path, *, num_scenes: int, seed: int, device: str) -> list[LatentScenes]:
+    """Render and encode ``num_scenes`` training scenes in the shares of CANVASES, keeping latents in ``work``."""
+    kept = []
+    for index, ((width, height), share) in enumerate(CANVASES.items()):
+        chosen = list(islice(scenes(seed + index, held_out=False), round(num_scenes * share)))
+        path = work / f"latents-{width}x{height}.pt"
+        if path.is_file() and len(latents := torch.load(path, weights_only=True)) == len(chosen):
+            kept.append(LatentScenes(chosen, latents))
+            continue
+        parts = []
+        for start in track(range(0, len(chosen), 32), description=f"latents {width} x {height}"):
+            pixels = np.stack([render(scene, width, height) for scene in chosen[start : start + 32]])
+            with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
+                parts.append(vae.encode(to_unit(pixels).to(device)).latent_dist.mode().half().cpu())
+        latents = torch.cat(parts)
+        torch.save(latents, path)
+        kept.append(LatentScenes(chosen, latents))
+    return kept
+
+
+def channel_statistics(latents: Tensor) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of every latent channel, for the autoencoder's config."""
+    flat = latents.float().transpose(0, 1).flatten(1)
+    return flat.mean(dim=1).tolist(), flat.std(dim=1).tolist()
+
+
+def normalise(latents: Tensor, mean: list[float], std: list[float]) -> Tensor:
+    """Centre and scale every channel to unit variance."""
+    shape = (1, -1, 1, 1)
+    return (latents.float() - torch.tensor(mean).view(shape)) / torch.tensor(std).view(shape)
+
+
+class Batches:
+    """Random training batches of one canvas each: latents with a caption worded anew, a tenth of them empty.
+
+    A larger canvas comes in smaller batches, so that every iteration costs about the same.
+    """
+
+    def __init__(
+        self, data: list[LatentScenes], tokenizer: CLIPTokenizer, settings: TrainSettings, seed: int
+    ) -> None:
+        self._data, self._tokenizer, self._settings = data, tokenizer, settings
+        self._rng = random.Random(seed)
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        """(B, 8, h, w) float32 latents and (B, MAX_TOKENS) token ids on the training device."""
+        shelf = self._rng.choices(self._data, weights=[len(one.scenes) for one in self._data])[0]
+        smallest = min(one.latents[0].numel() for one in self._data)
+        count = max(1, self._settings.batch_size * smallest // shelf.latents[0].numel())
+        chosen = self._rng.choices(range(len(shelf.scenes)), k=count)
+        words = [
+            "" if self._rng.random() < CAPTION_DROPOUT else loose_caption(shelf.scenes[index], self._rng)
+            for index in chosen
+        ]
+        ids = self._tokenizer(words, padding="max_length", truncation=True, return_tensors="pt").input_ids
+        latents = shelf.latents[torch.tensor(chosen)].float()
+        return latents.to(self._settings.device), ids.to(self._settings.device)

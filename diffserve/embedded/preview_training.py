@@ -1,0 +1,112 @@
+"""The preview stage: a tiny decoder that shows denoised estimates while a picture is being painted.
+
+Its targets are the rendered scenes themselves: cheaper than the autoencoder's decodes of their latents, and sharper. A
+denoised estimate is no scene's latent, though. It is about the mean of all that the picture may still become (Tweedie's
+formula), drawn away from the rest by guidance, and not quite clean; so some latents are mixed with another's, and their
+pictures with them, some are stretched, and all get a little noise. Early previews are then soft instead of garish.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL
+from safetensors.torch import save
+from torch import Tensor
+
+from diffserve.embedded.latents import LatentScenes
+from diffserve.embedded.render import render
+from diffserve.embedded.training import Run, TrainSettings
+from diffserve.embedded.vae_training import LATENT_CHANNELS, reconstruction_loss, to_unit
+from diffserve.embedded.world import GRID_PX, scenes
+from diffserve.runtime.directory import DIFFUSERS_STEM
+from diffserve.runtime.preview import OWN_CLASS
+from diffserve.runtime.preview_decoder import PreviewConfig, PreviewDecoder
+
+CONFIG = PreviewConfig(LATENT_CHANNELS, widths=(64, 32, 16), num_blocks=(3, 2, 1), factor=GRID_PX)
+MIXED_SHARE = 0.5
+STRETCHED_SHARE = 0.25
+MOST_STRETCH = 2.5
+MOST_NOISE = 0.3
+
+
+def batches(data: list[LatentScenes], batch_size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless training batches of one canvas each: normalised latents (B, 8, h, w), pictures (B, 3, 8 h, 8 w) in -1..1.
+
+    A larger canvas comes in smaller batches, so that every iteration costs about the same.
+    """
+    rng = random.Random(seed)
+    smallest = min(shelf.latents[0].numel() for shelf in data)
+    while True:
+        shelf = rng.choices(data, weights=[len(one.scenes) for one in data])[0]
+        height_px, width_px = (GRID_PX * cells for cells in shelf.latents.shape[-2:])
+        chosen = rng.choices(range(len(shelf.scenes)), k=max(1, batch_size * smallest // shelf.latents[0].numel()))
+        pictures = np.stack([render(shelf.scenes[index], width_px, height_px) for index in chosen])
+        yield shelf.latents[torch.tensor(chosen)].float(), to_unit(pictures)
+
+
+def like_estimates(latents: Tensor, pictures: Tensor) -> tuple[Tensor, Tensor]:
+    """Latents as the middle of denoising gives them, and the pictures to show for them; shapes stay."""
+    mixed, stretched = _rows_of(latents, MIXED_SHARE), _rows_of(latents, STRETCHED_SHARE)
+    weight = torch.where(mixed, _uniform(latents), 1.0)
+    stretch = torch.where(stretched, 1 + (MOST_STRETCH - 1) * _uniform(latents), 1.0)
+    noise = MOST_NOISE * _uniform(latents) * torch.randn_like(latents)
+    return stretch * _mix(latents, weight) + noise, _mix(pictures, weight)
+
+
+def _mix(rows: Tensor, weight: Tensor) -> Tensor:
+    """Each of ``rows`` (B, ...) with the share ``weight`` (B, 1, 1, 1), the rest being the row before it."""
+    return weight * rows + (1 - weight) * rows.roll(1, 0)
+
+
+def _uniform(rows: Tensor) -> Tensor:
+    return torch.rand(len(rows), 1, 1, 1, device=rows.device)
+
+
+def _rows_of(rows: Tensor, share: float) -> Tensor:
+    return _uniform(rows) < share
+
+
+def train_preview(settings: TrainSettings, work: Path, data: list[LatentScenes]) -> PreviewDecoder:
+    """Train on normalised ``data``, resuming from ``work/preview.pt``; returns the averaged decoder."""
+    torch.manual_seed(settings.seed)
+    net = PreviewDecoder(CONFIG).train().to(settings.device)
+    run = Run("preview", net, settings, work)
+    torch.manual_seed(settings.seed + 1 + run.iteration)
+    source = batches(data, settings.batch_size, settings.seed + run.iteration)
+    for _ in run.iterations():
+        clean, pictures = (part.to(settings.device) for part in next(source))
+        latents, truth = like_estimates(clean, pictures)
+        with run.autocast():
+            painted = net(latents)
+        run.step(reconstruction_loss(painted.float(), truth))
+    return run.averaged()
+
+
+def save_preview(net: PreviewDecoder, directory: Path) -> Path:
+    """Write config.json and the weights in 16 bits into ``directory``, as ``runtime.preview`` reads them."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {"_class_name": OWN_CLASS, **net.config.to_dict()}
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    tensors = {name: tensor.cpu().half().contiguous() for name, tensor in net.state_dict().items()}
+    (directory / f"{DIFFUSERS_STEM}.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
+    return directory
+
+
+@torch.inference_mode()
+def fidelity_db(net: PreviewDecoder, vae: AutoencoderKL, seed: int, num_scenes: int = 64) -> float:
+    """Mean PSNR in dB of previews against the decodes of ``vae``, already normalised, of held-out scenes' latents."""
+    device = next(net.parameters()).device
+    pixels = np.stack([render(scene) for scene in islice(scenes(seed, held_out=True), num_scenes)])
+    total = 0.0
+    for batch in to_unit(pixels).to(device).split(8):
+        latents = vae.encode(batch).latent_dist.mode()
+        error = net(latents).clamp(-1, 1) - vae.decode(latents).sample.clamp(-1, 1)
+        total += float((-10 * (error.square().mean(dim=(1, 2, 3)) / 4).log10()).sum())
+    return total / num_scenes

@@ -1,0 +1,247 @@
+"""Stage four: the few-step student, a LoRA over the trained UNet that paints in four steps without guidance.
+
+Progressive distillation (Salimans & Ho, 2022, arXiv 2202.00512, section 3) straight to four steps, with the guidance
+distilled along (Meng et al., 2023, arXiv 2210.03142), into low-rank changes of the weights as in LCM-LoRA (Luo et al.,
+2023, arXiv 2311.05556). The student visits four timesteps and no others: the trailing ones, 999, 749, 499 and 249. From
+each point x that it visits, the teacher takes several guided DDIM steps to the next of them, x'; the student learns the
+one velocity that takes it there in a single step. An error of that velocity moves the next point by sin(d) times as
+much, d being the angle of the step (see ``student_lessons``): the loss is weighted with the square of that.
+
+Points come from whole trajectories that begin in pure noise, since that is where painting begins: first the teacher's
+own, later the student's, whose mistakes the teacher thus shows how to mend (Ross et al., 2011, "DAgger").
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from diffusers import UNet2DConditionModel
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import CLIPTokenizer
+
+from diffserve.embedded.captions import loose_caption
+from diffserve.embedded.denoiser_training import Denoiser, build_scheduler
+from diffserve.embedded.latents import LatentScenes
+from diffserve.embedded.student_lessons import NUM_STEPS, Ladder, Lessons, collect
+from diffserve.embedded.training import Run, TrainSettings, adamw
+
+OUTER = ("conv_in", "conv_out", "time_embedding")  # small layers that LCM-LoRA leaves alone too
+COLLECT_ROWS = 32
+
+
+@dataclass(frozen=True)
+class StudentSettings(TrainSettings):
+    """How the student is trained. 900 iterations of 64 points are laid out for 20 minutes on two CPU cores, a third of
+    them for the trajectories.
+
+    rank            of every low-rank change
+    guidance_scale  the teacher's
+    substeps        DDIM steps that the teacher takes for one of the student's
+    trajectories    how many the student learns from, in all
+    rounds          they are collected in as many equal parts: the first along the teacher's path, at the beginning, the
+                    others along the student's, evenly over the first half of the iterations
+    """
+
+    warmup: int = 50
+    decay_share: float = 0.5
+    checkpoint_every: int = 100
+    rank: int = 56
+    guidance_scale: float = 3.0
+    substeps: int = 3
+    trajectories: int = 2400
+    rounds: int = 4
+
+
+class LowRankChange(nn.Module):
+    """``up @ down`` for every matrix and kernel of a UNet but the outer ones; zero when made.
+
+    ``down`` (rank, in * kh * kw) and ``up`` (out, rank) stand in the order of ``layers``.
+    """
+
+    def __init__(self, unet: UNet2DConditionModel, rank: int) -> None:
+        super().__init__()
+        weights = {name: tensor for name, tensor in unet.named_parameters() if _is_changed(name, tensor)}
+        self.layers = [name.removesuffix(".weight") for name in weights]
+        self.kernels = {name: weight.shape[1:] for name, weight in zip(self.layers, weights.values(), strict=True)}
+        self.down = nn.ParameterList(torch.empty(rank, w[0].numel()) for w in weights.values())
+        self.up = nn.ParameterList(torch.zeros(len(w), rank) for w in weights.values())
+        for down in self.down:
+            nn.init.kaiming_uniform_(down, a=math.sqrt(5))
+
+    def weights(self, unet: UNet2DConditionModel) -> dict[str, Tensor]:
+        """Name -> changed weight, differentiable in the change."""
+        changes = zip(self.layers, self.down, self.up, strict=True)
+        return {
+            f"{layer}.weight": (base := unet.get_parameter(f"{layer}.weight")) + (up @ down).view_as(base)
+            for layer, down, up in changes
+        }
+
+    def velocity(self, unet: UNet2DConditionModel, points: Tensor, timesteps: Tensor, context: Tensor) -> Tensor:
+        """The changed UNet's answer (B, 8, h, w), differentiable in the change."""
+        inputs = {"encoder_hidden_states": context}
+        output = torch.func.functional_call(unet, self.weights(unet), (points, timesteps), inputs)
+        velocity: Tensor = output.sample
+        return velocity
+
+    @torch.no_grad()
+    def merged(self, teacher: Denoiser) -> Denoiser:
+        """A copy of the teacher with the change in its weights."""
+        student = copy.deepcopy(teacher)
+        student.unet.load_state_dict(self.weights(teacher.unet), strict=False)
+        return student
+
+
+def _is_changed(name: str, weight: Tensor) -> bool:
+    return weight.ndim in (2, 4) and not name.startswith(OUTER)
+
+
+class School:
+    """The lessons collected so far, one shelf a round and canvas, kept as ``work/lessons-<round>-<canvas>.pt``."""
+
+    def __init__(
+        self,
+        settings: StudentSettings,
+        work: Path,
+        teacher: Denoiser,
+        data: list[LatentScenes],
+        tokenizer: CLIPTokenizer,
+    ) -> None:
+        self.settings, self._work = settings, work
+        self._teacher, self._data, self._tokenizer = teacher, data, tokenizer
+        self._shelves: list[Lessons] = []
+        self.ladder = Ladder(settings.substeps)
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds collected so far."""
+        return len(self._shelves) // len(self._data)
+
+    def rounds_due(self, iteration: int) -> int:
+        """How many rounds should be there before an iteration."""
+        settings = self.settings
+        each = max(1, settings.iterations // (2 * settings.rounds))
+        return min(settings.rounds, 1 + iteration // each)
+
+    def collect_round(self, student: Denoiser) -> None:
+        """Collect the next round of every canvas, or read it where an earlier process has kept it."""
+        number = self.num_rounds
+        total = sum(len(shelf.scenes) for shelf in self._data)
+        for canvas, shelf in enumerate(self._data):
+            path = self._work / f"lessons-{number}-{canvas}.pt"
+            count = math.ceil(self.settings.trajectories / self.settings.rounds * len(shelf.scenes) / total)
+            lessons = Lessons(**torch.load(path, weights_only=True)) if path.is_file() else None
+            if lessons is None or len(lessons.token_ids) != count:
+                lessons = self._collect(shelf, count, seed=1000 * number + canvas, student=student if number else None)
+                part = path.with_suffix(".part")
+                torch.save(vars(lessons), part)
+                part.replace(path)
+            self._shelves.append(lessons)
+
+    def _collect(self, shelf: LatentScenes, count: int, seed: int, student: Denoiser | None) -> Lessons:
+        rng = random.Random(self.settings.seed * 1_000_003 + seed)
+        generator = torch.Generator().manual_seed(rng.getrandbits(40))
+        device = self.settings.device
+        parts = []
+        for start in range(0, count, COLLECT_ROWS):
+            chosen = rng.choices(shelf.scenes, k=min(COLLECT_ROWS, count - start))
+            ids = self._token_ids([loose_caption(scene, rng) for scene in chosen])
+            noise = torch.randn((len(chosen), *shelf.latents.shape[1:]), generator=generator).to(device)
+            scale = self.settings.guidance_scale
+            parts.append(collect(self._teacher, student, noise, ids, self._token_ids([""]), self.ladder, scale))
+        columns = [torch.cat(column) for column in zip(*(vars(part).values() for part in parts), strict=True)]
+        return Lessons(*columns)
+
+    def _token_ids(self, words: list[str]) -> Tensor:
+        padded = self._tokenizer(words, padding="max_length", truncation=True, return_tensors="pt")
+        ids: Tensor = padded.input_ids
+        return ids.to(self.settings.device)
+
+    def batch(self, rng: random.Random) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Points, velocities (B, 8, h, w), step indices (B,) and token ids of one canvas, every step alike often."""
+        shelf = rng.choices(self._shelves, weights=[len(one.token_ids) for one in self._shelves])[0]
+        smallest = min(one.points[0].numel() for one in self._shelves)
+        count = max(NUM_STEPS, self.settings.batch_size * smallest // shelf.points[0].numel())
+        rows = torch.tensor(rng.choices(range(len(shelf.token_ids)), k=count))
+        steps = torch.arange(count) % NUM_STEPS
+        device = self.settings.device
+        taken = (shelf.points[rows, steps].float(), shelf.velocities[rows, steps].float(), steps, shelf.token_ids[rows])
+        points, velocities, steps, ids = (tensor.to(device) for tensor in taken)
+        return points, velocities, steps, ids
+
+
+def train_student(
+    settings: StudentSettings,
+    work: Path,
+    teacher: Denoiser,
+    data: list[LatentScenes],
+    tokenizer: CLIPTokenizer,
+    look: Callable[[Denoiser, int], None] | None = None,
+    look_every: int = 200,
+) -> LowRankChange:
+    """Train the student, resuming from ``work/student.pt``; of ``data`` the scenes and the canvases are used.
+
+    ``look`` is called now and then with the merged student, to paint.
+    """
+    torch.manual_seed(settings.seed)
+    teacher = copy.deepcopy(teacher).to(settings.device).eval().requires_grad_(False)
+    change = LowRankChange(teacher.unet, settings.rank).to(settings.device)
+    run = Run("student", change, settings, work, [adamw(change.parameters(), settings)])
+    school = School(settings, work, teacher, data, tokenizer)
+    _fill_school(school, run, teacher, run.iteration)
+    rng = random.Random(settings.seed + run.iteration)
+    timesteps = torch.tensor(school.ladder.timesteps, device=settings.device)
+    weights = torch.tensor(school.ladder.turns(), device=settings.device).sin().square()
+    for iteration in run.iterations():
+        points, velocities, steps, ids = school.batch(rng)
+        with run.autocast():
+            with torch.no_grad():
+                context = teacher.text_encoder(ids).last_hidden_state
+            guess = change.velocity(teacher.unet, points, timesteps[steps], context).float()
+        error = (guess - velocities).square().mean(dim=(1, 2, 3))
+        run.step((error * weights[steps] / weights.mean()).mean())
+        if iteration + 1 < settings.iterations:
+            _fill_school(school, run, teacher, iteration + 1, is_timed=True)
+        if look is not None and (iteration + 1) % look_every == 0:
+            look(run.averaged().merged(teacher), iteration + 1)
+    return run.averaged()
+
+
+def _fill_school(
+    school: School, run: Run[LowRankChange], teacher: Denoiser, iteration: int, *, is_timed: bool = False
+) -> None:
+    """Collect what is due before ``iteration``, and put its operations (and its time) on the bill."""
+    while school.num_rounds < school.rounds_due(iteration):
+        started = time.perf_counter()
+        with FlopCounterMode(display=False) as counter:
+            school.collect_round(run.averaged().merged(teacher))
+        run.flops += counter.get_total_flops()
+        run.seconds += 0.0 if is_timed else time.perf_counter() - started
+
+
+def save_adapter(directory: Path, change: LowRankChange, base: str = "embedded") -> Path:
+    """Write the trained change as a directory that ``load_model`` takes and diffusers' load_lora_weights reads.
+
+    16 bits; ``base`` is "embedded" or a diffusers directory, relative to this one. No alpha: the scale is one.
+    """
+    tensors = {}
+    for layer, down, up in zip(change.layers, change.down, change.up, strict=True):
+        kernel = change.kernels[layer]
+        tensors[f"unet.{layer}.lora_A.weight"] = down.detach().view(-1, *kernel)
+        tensors[f"unet.{layer}.lora_B.weight"] = up.detach().view(*up.shape, *(1 for _ in kernel[1:]))
+    directory.mkdir(parents=True, exist_ok=True)
+    halves = {name: tensor.cpu().half().contiguous() for name, tensor in tensors.items()}
+    save_file(halves, directory / "pytorch_lora_weights.safetensors", metadata={"format": "pt"})
+    build_scheduler().save_pretrained(directory / "scheduler")
+    spec = {"base": base, "sampler": "ddim", "num_steps": NUM_STEPS, "guidance_scale": 1.0}
+    (directory / "adapter.json").write_text(json.dumps(spec, indent=2) + "\n", encoding="utf-8")
+    return directory

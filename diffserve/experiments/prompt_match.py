@@ -1,0 +1,80 @@
+"""Prompt match: the share of pictures that show exactly what their prompts ask for.
+
+GenEval's idea (Ghosh et al. 2023) in the embedded model's picture world, where the answer is exact: the objects and how
+many, where they stand, how large the only one is, and the background, read by comparing with the drawn sprites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from diffserve.embedded.checker import Verdict, Wish, judge, read_picture
+from diffserve.embedded.world import Scene
+from diffserve.errors import InvalidRequest
+from diffserve.experiments.intervals import Share, share_of
+from diffserve.experiments.wish import parse_prompt
+
+Picture = NDArray[np.uint8] | Image.Image
+Asked = str | Wish | Scene
+
+# part -> whether a wish asks for it
+PARTS: Mapping[str, Callable[[Wish], bool]] = {
+    "background": lambda wish: wish.background is not None,
+    "objects": lambda wish: bool(wish.names),
+    "relation": lambda wish: wish.relation is not None,
+    "size": lambda wish: wish.size is not None,
+}
+
+
+@dataclass(frozen=True)
+class PromptMatch:
+    """One verdict for each picture, beside what it was asked to show."""
+
+    wishes: tuple[Wish, ...]
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def exact(self) -> Share:
+        """Pictures that are right in everything they were asked for. Pictures of one wish are resampled together."""
+        return share_of([verdict.exact for verdict in self.verdicts], self.wishes)
+
+    @property
+    def parts(self) -> dict[str, Share]:
+        """For every part of ``PARTS`` that is asked for at all, the share among the pictures that were asked for it."""
+        return {part: share for part, is_asked in PARTS.items() if (share := self._share(part, is_asked)) is not None}
+
+    def _share(self, part: str, is_asked: Callable[[Wish], bool]) -> Share | None:
+        asked = [(wish, verdict) for wish, verdict in zip(self.wishes, self.verdicts, strict=True) if is_asked(wish)]
+        if not asked:
+            return None
+        return share_of([getattr(verdict, part) for _, verdict in asked], [wish for wish, _ in asked])
+
+
+def match_prompts(pictures: Sequence[Picture], prompts: Sequence[Asked]) -> PromptMatch:
+    """Check each picture, PIL or (height, width, 3) uint8, against its own prompt, wish or scene.
+
+    Raises :class:`InvalidRequest` without pictures, where there are not as many prompts as pictures, for a prompt
+    outside the picture world's language, and for pictures that are not of its scale.
+    """
+    if len(pictures) != len(prompts) or not pictures:
+        raise InvalidRequest(f"{len(prompts)} prompts for {len(pictures)} pictures; give each picture its own prompt.")
+    wishes = tuple(_wish(prompt) for prompt in prompts)
+    readings = (read_picture(_pixels(picture)) for picture in pictures)
+    return PromptMatch(wishes, tuple(judge(reading, wish) for reading, wish in zip(readings, wishes, strict=True)))
+
+
+def _wish(asked: Asked) -> Wish:
+    if isinstance(asked, Scene):
+        return Wish.of(asked)
+    return parse_prompt(asked) if isinstance(asked, str) else asked
+
+
+def _pixels(picture: Picture) -> NDArray[np.uint8]:
+    if isinstance(picture, Image.Image):
+        return np.asarray(picture.convert("RGB"), dtype=np.uint8)
+    return picture
