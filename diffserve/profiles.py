@@ -11,16 +11,37 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+ADAPTER_FILE = "adapter.json"
 MAX_HEADER_BYTES = 100_000_000
 ZERO_SNR = {"sampler": "dpmpp_2m", "spacing": "trailing"}
 """For zero terminal SNR: no sigma schedule reaches the infinite first sigma, and only trailing spacing starts there."""
 
 
+class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What ``adapter.json`` says: which model a LoRA changes, and the defaults of the changed one.
+
+    base  "embedded", or a diffusers directory, relative to the adapter's own
+    """
+
+    base: str
+    sampler: str | None = None
+    num_steps: int | None = None
+    guidance_scale: float | None = None
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The entries of a :class:`~diffserve.types.ModelProfile` that it gives."""
+        entries = msgspec.structs.asdict(self)
+        return {key: value for key, value in entries.items() if key != "base" and value is not None}
+
+
 def describe_model(path: Path) -> tuple[str, dict[str, Any]]:
     """(name of the built-in profile, entries to lay over it) for the model at ``path``.
 
-    ``path`` is a diffusers directory or a single safetensors file. What cannot be read is left out: the loader reports
-    it with the whole story.
+    ``path`` is a diffusers directory, a single safetensors file, or a directory with an adapter. What cannot be read is
+    left out: the loader reports it with the whole story.
     """
     is_file = path.suffix == ".safetensors"
     name = path.resolve().stem if is_file else path.resolve().name
@@ -29,7 +50,27 @@ def describe_model(path: Path) -> tuple[str, dict[str, Any]]:
         tensors = _header(path)
         is_sdxl = any(key.startswith("conditioner.embedders.1.") for key in tensors)
         return ("sdxl" if is_sdxl else "sd15"), entries | (ZERO_SNR if "ztsnr" in tensors else {})
+    if (path / ADAPTER_FILE).is_file():
+        profile, found = _from_adapter(path)
+        return profile, found | entries
     return ("sdxl" if (path / "text_encoder_2").is_dir() else "sd15"), entries | _from_directory(path)
+
+
+def _from_adapter(path: Path) -> tuple[str, dict[str, Any]]:
+    """What its base says, then its own scheduler, then its own defaults."""
+    try:
+        spec = msgspec.convert(_read_json(path / ADAPTER_FILE), AdapterSpec)
+    except msgspec.ValidationError:
+        return "sd15", {}
+    base = path / Path(spec.base).expanduser()
+    if spec.base == "embedded":
+        described: tuple[str, dict[str, Any]] = "embedded", {}
+    elif (base / ADAPTER_FILE).is_file():  # the loader refuses it
+        described = "sd15", {}
+    else:
+        described = describe_model(base)
+    profile, found = described
+    return profile, found | _from_directory(path) | spec.defaults
 
 
 def _from_directory(path: Path) -> dict[str, Any]:

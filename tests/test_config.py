@@ -27,8 +27,9 @@ def test_built_in_profile_is_complete_and_every_value_has_an_origin(profile: str
     assert set(settings.origins.values()) == {f"configs/{profile}.toml", "configs/serve.toml"}
 
 
-def test_the_four_built_in_files_are_all_there() -> None:
+def test_the_five_built_in_files_are_all_there() -> None:
     assert sorted(path.name for path in configs_dir().iterdir()) == [
+        "embedded-turbo.toml",
         "embedded.toml",
         "sd15.toml",
         "sdxl.toml",
@@ -133,7 +134,7 @@ def test_wrong_option_is_refused_with_its_name() -> None:
 
 
 def test_missing_file_names_the_built_in_choices() -> None:
-    with pytest.raises(ConfigError, match=r"no-such.toml.*No such file.*embedded, sd15, sdxl"):
+    with pytest.raises(ConfigError, match=r"no-such.toml.*No such file.*embedded, embedded-turbo, sd15, sdxl"):
         load_settings(config="no-such.toml", env={})
 
 

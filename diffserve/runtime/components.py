@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ ALLOWED_CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
     "text_encoder_2": ("CLIPTextModelWithProjection",),
     "tokenizer": ("CLIPTokenizer", "CLIPTokenizerFast"),
     "tokenizer_2": ("CLIPTokenizer", "CLIPTokenizerFast"),
+    "preview": ("PreviewDecoder", "AutoencoderTiny"),
 }
 #: Components that painting does not need; whatever they name is never looked at.
 IGNORED_COMPONENTS: Final = frozenset({"safety_checker", "feature_extractor", "image_encoder"})
@@ -50,6 +51,12 @@ def build_vae(config: Mapping[str, Any], where: str) -> Any:
     return _build("diffusers", "AutoencoderKL", config, where)
 
 
+def build_tiny_autoencoder(config: Mapping[str, Any], where: str) -> Any:
+    """``AutoencoderTiny`` on the meta device."""
+    known = {key: value for key, value in config.items() if key != "block_out_channels"}  # written, but never read
+    return _build("diffusers", "AutoencoderTiny", known, where)
+
+
 def _build(module: str, name: str, config: Mapping[str, Any], where: str) -> Any:
     cls = import_quietly(module, name)
     known = {key: value for key, value in config.items() if not key.startswith("_")}
@@ -72,10 +79,20 @@ def build_text_encoder(name: str, config: Mapping[str, Any], where: str) -> Any:
         raise ModelLoadError(f"{where}: {name} cannot be built from this configuration ({error}).") from error
 
 
-def load_component(network: Any, checkpoint: Checkpoint, choice: DeviceChoice, *, quantise: bool = False) -> Any:
-    """Fill ``network`` from a checkpoint in the layout diffusers and transformers write."""
+def load_component(
+    network: Any,
+    checkpoint: Checkpoint,
+    choice: DeviceChoice,
+    *,
+    quantise: bool = False,
+    adapt: Callable[[TensorSource], None] | None = None,
+) -> Any:
+    """Fill ``network`` from a checkpoint in the layout diffusers and transformers write; ``adapt`` may change it."""
     names = {_own_name(key, network): key for key in checkpoint.entries}
-    fill(network, TensorSource.renamed(checkpoint, names), choice, quantise=quantise)
+    source = TensorSource.renamed(checkpoint, names)
+    if adapt is not None:
+        adapt(source)
+    fill(network, source, choice, quantise=quantise)
     return network
 
 

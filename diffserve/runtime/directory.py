@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from diffserve.runtime.components import (
     load_component,
     load_tokenizer,
 )
+from diffserve.runtime.filling import TensorSource
 from diffserve.runtime.parts import LoadedParts, vae_precision
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.text import TextEncoder
@@ -25,8 +28,14 @@ DIFFUSERS_STEM = "diffusion_pytorch_model"
 TRANSFORMERS_STEM = "model"
 
 
-def load_directory(path: Path, choice: DeviceChoice) -> LoadedParts:
-    """Load the diffusers directory ``path``. Raises ModelLoadError with the file and what is wrong in it."""
+Adapt = Callable[[str, TensorSource], None]
+
+
+def load_directory(path: Path, choice: DeviceChoice, *, adapt: Adapt | None = None) -> LoadedParts:
+    """Load the diffusers directory ``path``. Raises ModelLoadError with the file and what is wrong in it.
+
+    ``adapt(component, source)`` may change what text encoders and UNet are filled from.
+    """
     index = read_index(path)
     files: list[Path] = []
 
@@ -40,14 +49,16 @@ def load_directory(path: Path, choice: DeviceChoice) -> LoadedParts:
         component = f"text_encoder{suffix}"
         config_file = path / component / "config.json"
         network = build_text_encoder(index[component][1], read_json(config_file), str(config_file))
-        load_component(network, open_weights(component, TRANSFORMERS_STEM), choice, quantise=choice.is_int8)
+        weights = open_weights(component, TRANSFORMERS_STEM)
+        load_component(network, weights, choice, quantise=choice.is_int8, adapt=adapt and partial(adapt, component))
         return TextEncoder.pair(load_tokenizer(path / f"tokenizer{suffix}"), network)
 
     suffixes = ("", "_2") if "text_encoder_2" in index else ("",)
     encoders = tuple(load_text(suffix) for suffix in suffixes)
     unet_config, vae_config = (read_json(path / part / "config.json") for part in ("unet", "vae"))
     unet = build_unet(unet_config, str(path / "unet" / "config.json"))
-    load_component(unet, open_weights("unet", DIFFUSERS_STEM), choice, quantise=choice.is_int8)
+    unet_weights = open_weights("unet", DIFFUSERS_STEM)
+    load_component(unet, unet_weights, choice, quantise=choice.is_int8, adapt=adapt and partial(adapt, "unet"))
     vae = build_vae(vae_config, str(path / "vae" / "config.json"))
     vae_choice = vae_precision(choice, upcast=bool(vae_config.get("force_upcast", len(encoders) == 2)))
     load_component(vae, open_weights("vae", DIFFUSERS_STEM), vae_choice)

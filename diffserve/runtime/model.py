@@ -8,15 +8,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from diffserve.errors import ModelLoadError, ModelNotFound
+from diffserve.runtime.adapter import Adapter, load_adapted, read_adapter
 from diffserve.runtime.checkpoint import digest_files, refuse_pickle
 from diffserve.runtime.directory import load_directory
-from diffserve.runtime.family import EMBEDDED, default_profile, detect_family, native_size
+from diffserve.runtime.family import BUILT_IN, EMBEDDED, default_profile, detect_family, native_size
 from diffserve.runtime.parts import LoadedParts
 from diffserve.runtime.precision import DeviceChoice, choose_device
 from diffserve.runtime.prediction import predicts_velocity
+from diffserve.runtime.preview import PREVIEW_DIRECTORY, PreviewRunner, load_preview
 from diffserve.runtime.quantisation import tensor_bytes
 from diffserve.runtime.single_file import load_single_file
 from diffserve.runtime.text import TextRunner
@@ -27,7 +31,7 @@ from schedulers import NoiseSchedule
 
 logger = logging.getLogger(__name__)
 
-EMBEDDED_DIRECTORY: Final = Path(__file__).resolve().parent.parent / "embedded" / "weights"
+EMBEDDED_DIRECTORY: Final = BUILT_IN[EMBEDDED]
 VELOCITY_SAMPLE_SIZE: Final = 96  # SD 2 with v-prediction was trained at 768 pixels
 
 
@@ -45,7 +49,8 @@ class DiffusionModel:
 
     profile      defaults for requests, as given to :func:`load_model` or the family's own
     native_size  (width, height) in pixels that the UNet was trained at
-    digest       sha256 over the weight files, 64 hexadecimal digits
+    digest       sha256 over the weight files, an adapter's included, 64 hexadecimal digits
+    previewer    the tiny decoder for live previews, where there is one; it changes no picture, so not the digest
     """
 
     model_id: str
@@ -59,6 +64,11 @@ class DiffusionModel:
     vae: VAERunner
     choice: DeviceChoice
     digest: str
+    previewer: PreviewRunner | None = None
+
+    def preview(self, latents: torch.Tensor) -> NDArray[np.uint8]:
+        """Small pictures (B, H, W, 3) of denoised estimates (B, C, h, w), by the previewer or else by the VAE."""
+        return (self.previewer or self.vae).preview(latents)
 
     @property
     def device(self) -> torch.device:
@@ -74,8 +84,10 @@ class DiffusionModel:
         """Parameters and bytes of each component, for ``diffserve doctor``."""
         encoders = [encoder.network for encoder in self.text.encoders]
         named = [("text_encoder" if index == 0 else "text_encoder_2", part) for index, part in enumerate(encoders)]
+        named += [("unet", self.unet.network), ("vae", self.vae.network)]
+        named += [("preview", self.previewer.network)] if self.previewer else []
         report = []
-        for name, network in [*named, ("unet", self.unet.network), ("vae", self.vae.network)]:
+        for name, network in named:
             parameters = list(network.parameters())
             num_parameters = sum(parameter.numel() for parameter in parameters)
             report.append(MemoryEntry(name, num_parameters, sum(map(tensor_bytes, parameters))))
@@ -117,33 +129,40 @@ def load_model(
     model_id: str | None = None,
     profile: ModelProfile | None = None,
 ) -> DiffusionModel:
-    """Load ``path``: "embedded", a diffusers directory, or a single safetensors file of SD 1.x, SD 2.x or SDXL.
+    """Load ``path``: "embedded", "embedded-turbo", a diffusers directory, a directory with an adapter (see
+    ``runtime.adapter``), or a single safetensors file of SD 1.x, SD 2.x or SDXL.
 
     ``profile`` gives the defaults and good sizes (its own path, device and dtype are not read); without it the family's
     own are taken. Nothing is fetched from anywhere. Raises ModelNotFound when nothing is there, ModelLoadError when it
     cannot be used, ConfigError for a wrong dtype or device.
     """
     choice = choose_device(device, dtype)
-    is_embedded = str(path) == EMBEDDED
-    location = EMBEDDED_DIRECTORY if is_embedded else Path(path).expanduser()
-    parts = _load_parts(location, choice)
+    location = BUILT_IN.get(str(path)) or Path(path).expanduser()
+    adapter = read_adapter(location)
+    parts = load_adapted(adapter, choice) if adapter else _load_parts(location, choice)
     unet = UNetRunner(parts.unet, device=choice.device, dtype=choice.compute_dtype)
     vae = VAERunner(parts.vae, device=choice.device, dtype=parts.vae_dtype)
-    digest = digest_files(parts.files)
+    digest = _digest(parts, adapter)
     text = TextRunner(
         parts.encoders, device=choice.device, digest=digest, zero_empty_negative=parts.zero_empty_negative
     )
-    _check_fit(text, unet, vae, location)
+    previewer = load_preview(_preview_directory(location, adapter), choice)
+    _check_fit(text, unet, vae, previewer, location)
     scheduler_config = _settle_prediction(parts, unet, location)
+    is_embedded = str(path) in BUILT_IN or (adapter is not None and adapter.base == EMBEDDED_DIRECTORY)
     family = EMBEDDED if is_embedded else detect_family(unet.network.config, len(parts.encoders))
     native = native_size(unet.network.config, vae.factor)
-    name = model_id or (profile.model_id if profile else EMBEDDED if is_embedded else location.stem)
+    name = model_id or (profile.model_id if profile else str(path) if str(path) in BUILT_IN else location.stem)
     logger.info("%s is %s (%s): %s", name, family, digest[:12], choice.reason)
+    if profile is None:
+        profile = default_profile(
+            family, model_id=name, path=str(path), native=native, scheduler_config=scheduler_config
+        )
+        profile = adapter.improve(profile) if adapter else profile
     return DiffusionModel(
         model_id=name,
         family=family,
-        profile=profile
-        or default_profile(family, model_id=name, path=str(path), native=native, scheduler_config=scheduler_config),
+        profile=profile,
         native_size=native,
         schedule=_noise_schedule(scheduler_config, location),
         scheduler_config=scheduler_config,
@@ -152,6 +171,7 @@ def load_model(
         vae=vae,
         choice=choice,
         digest=digest,
+        previewer=previewer,
     )
 
 
@@ -164,6 +184,17 @@ def _load_parts(location: Path, choice: DeviceChoice) -> LoadedParts:
     if location.suffix != ".safetensors":
         raise ModelLoadError(f"{location} is neither a diffusers directory nor a .safetensors file.")
     return load_single_file(location, choice)
+
+
+def _digest(parts: LoadedParts, adapter: Adapter | None) -> str:
+    base = digest_files(parts.files)
+    return adapter.digest(base) if adapter else base
+
+
+def _preview_directory(location: Path, adapter: Adapter | None) -> Path:
+    """Where a preview decoder may lie: with an adapter's base, or in a directory named as the single file beside it."""
+    home = adapter.base if adapter else location if location.is_dir() else location.with_suffix("")
+    return home / PREVIEW_DIRECTORY
 
 
 def _settle_prediction(parts: LoadedParts, unet: UNetRunner, location: Path) -> dict[str, Any]:
@@ -189,7 +220,9 @@ def _noise_schedule(config: dict[str, Any], location: Path) -> NoiseSchedule:
         raise ModelLoadError(f"{location}: the scheduler's configuration cannot be used ({error}).") from error
 
 
-def _check_fit(text: TextRunner, unet: UNetRunner, vae: VAERunner, location: Path) -> None:
+def _check_fit(
+    text: TextRunner, unet: UNetRunner, vae: VAERunner, previewer: PreviewRunner | None, location: Path
+) -> None:
     """Components that were not trained together are found out here rather than in the middle of a request."""
     config = unet.network.config
     width = sum(int(encoder.network.config.hidden_size) for encoder in text.encoders)
@@ -203,6 +236,8 @@ def _check_fit(text: TextRunner, unet: UNetRunner, vae: VAERunner, location: Pat
         problem = f"the UNet reads {config.in_channels} channels; diffserve serves {served}"
     elif unet.has_size_conditioning != text.is_pair:
         problem = "size conditioning and a second text encoder come together (SDXL) or not at all"
+    elif previewer is not None and previewer.latent_channels != cells:
+        problem = f"its preview decoder reads {previewer.latent_channels} latent channels, the VAE has {cells}"
     else:
         return
     raise ModelLoadError(f"{location}: {problem}.")

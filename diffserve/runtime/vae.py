@@ -63,14 +63,11 @@ class VAERunner:
         """Pictures (B, H, W, 3) of ``latents`` (B, C, h, w) float32. Raises NumericalError when one is not finite."""
         z = latents.to(self.device, torch.float32) / self._scale + self._mean
         decoded = self._guarded(lambda part: self.network.decode(part, return_dict=False)[0], z, lambda image: image)
-        pixels = (decoded.float() / 2 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8)
-        array: NDArray[np.uint8] = pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy()
-        return array
+        return to_pixels(decoded)
 
     def preview(self, latents: torch.Tensor) -> NDArray[np.uint8]:
-        """A cheap look at ``latents``: decoded after pooling to at most 32 cells a side, so (B, <= H, <= W, 3)."""
-        shrink = -(-max(latents.shape[-2:]) // PREVIEW_CELLS)
-        return self.decode(F.avg_pool2d(latents, shrink) if shrink > 1 else latents)
+        """A look at ``latents`` for models without a preview decoder, (B, <= H, <= W, 3): decoded after ``shrunk``."""
+        return self.decode(shrunk(latents))
 
     def _guarded(self, run: Any, value: torch.Tensor, visible: Any) -> Any:
         """``run`` on ``value``; where float16 overflows, once more in float32, and in float32 from then on."""
@@ -90,6 +87,19 @@ class VAERunner:
 def _moments(posterior: Any) -> torch.Tensor:
     parameters: torch.Tensor = posterior.parameters
     return parameters
+
+
+def shrunk(latents: torch.Tensor) -> torch.Tensor:
+    """``latents`` (B, C, h, w) averaged over squares of cells, so that no side has more than ``PREVIEW_CELLS``."""
+    side = -(-max(latents.shape[-2:]) // PREVIEW_CELLS)
+    return F.avg_pool2d(latents, side, ceil_mode=True) if side > 1 else latents
+
+
+def to_pixels(images: torch.Tensor) -> NDArray[np.uint8]:
+    """(B, 3, H, W) in [-1, 1] on any device to (B, H, W, 3) uint8."""
+    pixels = (images.float() / 2 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8)
+    array: NDArray[np.uint8] = pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy()
+    return array
 
 
 def _to_images(pixels: NDArray[np.uint8] | torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,267 @@
+"""Adapters: a LoRA merged into its base while it loads, under every name that diffusers and kohya give its tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from diffserve.config import load_settings
+from diffserve.engine import Engine
+from diffserve.errors import DiffserveError
+from diffserve.runtime import DiffusionModel, load_model
+from diffserve.runtime.quiet import hushed, import_quietly
+from diffserve.types import GenerationRequest
+from tests.runtime.conftest import LoadTiny
+
+LORA = "pytorch_lora_weights.safetensors"
+RANK = 4
+ATTENTION = "down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_q"
+KERNEL = "up_blocks.1.resnets.0.conv1"
+POINT_KERNEL = "down_blocks.0.attentions.0.proj_in"
+TEXT = "text_model.encoder.layers.1.self_attn.q_proj"
+
+Tensors = dict[str, torch.Tensor]
+MakeAdapter = Callable[..., Path]
+
+
+def pair(weight: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A random down and up for a layer's weight, large enough to be seen in its output."""
+    generator = torch.Generator().manual_seed(seed)
+    down = torch.randn((RANK, *weight.shape[1:]), generator=generator) / 4
+    up = torch.randn((weight.shape[0], RANK, *(1 for _ in weight.shape[2:])), generator=generator) / 4
+    return down.half(), up.half()
+
+
+def unet_layers(model: Path) -> Tensors:
+    weights = load_file(model / "unet" / "diffusion_pytorch_model.safetensors")
+    return {layer: weights[f"{layer}.weight"] for layer in (ATTENTION, KERNEL, POINT_KERNEL)}
+
+
+def lora_tensors(model: Path) -> Tensors:
+    """As diffusers names them: two UNet kernels, a UNet matrix and a matrix of the text encoder."""
+    text = load_file(model / "text_encoder" / "model.safetensors")
+    found = {f"unet.{layer}": weight for layer, weight in unet_layers(model).items()}
+    name = next(name for name in (f"{TEXT}.weight", f"{TEXT.removeprefix('text_model.')}.weight") if name in text)
+    found[f"text_encoder.{TEXT}"] = text[name]
+    tensors: Tensors = {}
+    for seed, (layer, weight) in enumerate(found.items()):
+        tensors[f"{layer}.lora_A.weight"], tensors[f"{layer}.lora_B.weight"] = pair(weight, seed)
+    return tensors
+
+
+@pytest.fixture
+def make_adapter(tmp_path: Path, tiny_model: Callable[[str], Path]) -> MakeAdapter:
+    """``make_adapter(tensors, **adapter_json)``: an adapter of the tiny sd15 model, and how to read it."""
+
+    def make(tensors: Tensors | None = None, **spec: Any) -> Path:
+        directory = tmp_path / f"adapter-{len(list(tmp_path.iterdir()))}"
+        directory.mkdir()
+        model = tiny_model("sd15")
+        (directory / "adapter.json").write_text(json.dumps({"base": str(model)} | spec))
+        save_file(lora_tensors(model) if tensors is None else tensors, directory / LORA)
+        return directory
+
+    return make
+
+
+def load(path: Path, dtype: str = "float32") -> DiffusionModel:
+    return load_model(path, dtype=dtype, device="cpu")
+
+
+def message_of(path: Path) -> str:
+    with pytest.raises(DiffserveError) as caught:
+        load(path)
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def test_every_changed_weight_is_its_own_plus_up_times_down(make_adapter: MakeAdapter, tiny: LoadTiny) -> None:
+    path = make_adapter()
+    changed, base = load(path).unet.network.state_dict(), tiny("sd15").unet.network.state_dict()
+    tensors = load_file(path / LORA)
+    for layer in (ATTENTION, KERNEL, POINT_KERNEL):
+        down, up = (tensors[f"unet.{layer}.lora_{half}.weight"].float() for half in "AB")
+        expected = base[f"{layer}.weight"] + torch.einsum("or,r...->o...", up.flatten(1), down)
+        assert torch.allclose(changed[f"{layer}.weight"], expected, atol=1e-6)
+    others = base.keys() - {f"{layer}.weight" for layer in (ATTENTION, KERNEL, POINT_KERNEL)}
+    assert all(torch.equal(changed[name], base[name]) for name in others)
+
+
+def test_a_text_encoder_is_changed_too(make_adapter: MakeAdapter, tiny: LoadTiny) -> None:
+    changed = load(make_adapter()).text.encode("a cat", "", width_px=64, height_px=64).cond
+    assert not torch.allclose(changed, tiny("sd15").text.encode("a cat", "", width_px=64, height_px=64).cond, atol=1e-2)
+
+
+def test_alpha_over_rank_scales_a_change(make_adapter: MakeAdapter, tiny: LoadTiny, tmp_path: Path) -> None:
+    path = make_adapter()
+    tensors = load_file(path / LORA)
+    halved = {f"unet.{ATTENTION}.alpha": torch.tensor(RANK / 2)}
+    name = f"{ATTENTION}.weight"
+    base, whole = tiny("sd15").unet.network.state_dict()[name], load(path).unet.network.state_dict()[name]
+    half = load(make_adapter(tensors | halved)).unet.network.state_dict()[name]
+    assert torch.allclose(half - base, (whole - base) / 2, atol=1e-6)
+    save_file(tensors, path / LORA, metadata={"lora_adapter_metadata": json.dumps({"unet.lora_alpha": 2 * RANK})})
+    doubled = load(path).unet.network.state_dict()[name]
+    assert torch.allclose(doubled - base, (whole - base) * 2, atol=1e-6)
+
+
+def renamed(tensors: Tensors, rename: Callable[[str, str, str], str]) -> Tensors:
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        layer, half = name.removesuffix(".weight").rsplit(".lora_", 1)
+        component, _, layer = layer.partition(".")
+        found[rename(component, layer, "down" if half == "A" else "up") + ".weight"] = tensor
+    return found
+
+
+def test_older_names_of_diffusers_and_those_of_kohya_mean_the_same(make_adapter: MakeAdapter) -> None:
+    path = make_adapter()
+    tensors = load_file(path / LORA)
+    older = renamed(
+        tensors,
+        lambda component, layer, half: (
+            f"{component}.{layer}.{'lora' if component == 'unet' else 'lora_linear_layer'}.{half}"
+        ),
+    )
+    kohya = renamed(
+        tensors,
+        lambda component, layer, half: (
+            f"lora_{'unet' if component == 'unet' else 'te'}_{layer.replace('.', '_')}.lora_{half}"
+        ),
+    )
+    expected = load(path)
+    for other in (load(make_adapter(older)), load(make_adapter(kohya))):
+        state = other.unet.network.state_dict()
+        assert all(torch.equal(state[name], part) for name, part in expected.unet.network.state_dict().items())
+        texts = [model.text.encode("a cat", "", width_px=64, height_px=64).cond for model in (other, expected)]
+        assert torch.equal(*texts)
+
+
+def test_int8_quantises_the_merged_weight(make_adapter: MakeAdapter) -> None:
+    path = make_adapter()
+    exact = load(path).unet.network.get_parameter(f"{ATTENTION}.weight")
+    quantised = load(path, "int8").unet.network.get_parameter(f"{ATTENTION}.weight")
+    assert quantised.dequantize().sub(exact).abs().max() < exact.abs().max() / 50
+
+
+def test_the_digest_covers_base_and_adapter_and_no_path(
+    make_adapter: MakeAdapter, tiny: LoadTiny, tiny_model: Callable[[str], Path]
+) -> None:
+    first, copied = make_adapter(), make_adapter()
+    tensors = lora_tensors(tiny_model("sd15"))
+    other = make_adapter({name: tensor * 2 for name, tensor in tensors.items()})
+    digests = [load(path, "bfloat16").digest for path in (first, copied, other)]
+    assert digests[0] == digests[1]
+    assert len({digests[0], digests[2], tiny("sd15").digest}) == 3
+
+
+def test_an_adapter_brings_its_own_defaults_scheduler_and_name(
+    make_adapter: MakeAdapter, tiny_model: Callable[[str], Path]
+) -> None:
+    path = make_adapter(sampler="lcm", num_steps=4, guidance_scale=1.0)
+    scheduler = json.loads((tiny_model("sd15") / "scheduler" / "scheduler_config.json").read_text())
+    (path / "scheduler").mkdir()
+    (path / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler | {"timestep_spacing": "linspace"}))
+    for info in (load(path).info, Engine.from_pretrained(path, dtype="float32", device="cpu").info):
+        assert (info.model_id, info.default_sampler, info.default_num_steps) == (path.name, "lcm", 4)
+        assert (info.default_guidance_scale, info.default_spacing, info.good_sizes) == (1.0, "linspace", ((64, 64),))
+
+
+def test_settings_of_an_adapter_start_from_those_of_its_base(make_adapter: MakeAdapter) -> None:
+    settings = load_settings(model=str(make_adapter(base="embedded", num_steps=3)), env={})
+    assert (settings.model.num_steps, settings.model.good_sizes[0]) == (3, (128, 128))
+    assert settings.origins["model.guidance_scale"] == "configs/embedded.toml"
+
+
+def test_a_base_may_lie_beside_its_adapter(make_adapter: MakeAdapter, tiny_model: Callable[[str], Path]) -> None:
+    path = make_adapter()
+    (path.parent / "base").symlink_to(tiny_model("sd15"))
+    (path / "adapter.json").write_text(json.dumps({"base": "../base"}))
+    assert load(path).digest == load(make_adapter()).digest
+
+
+def test_an_adapter_without_a_usable_base_says_which(make_adapter: MakeAdapter) -> None:
+    assert "its base 'nowhere' is not a diffusers directory" in message_of(make_adapter(base="nowhere"))
+    assert "is an adapter too" in message_of(make_adapter(base=str(make_adapter())))
+    assert "unknown field `bass`" in message_of(make_adapter(bass="embedded"))
+    assert "model_index.json" in message_of(make_adapter(base=str(make_adapter().parent)))
+
+
+def test_an_adapter_without_its_lora_names_the_file(make_adapter: MakeAdapter) -> None:
+    path = make_adapter()
+    (path / LORA).rename(path / "pytorch_lora_weights.bin")
+    assert "pickle" in message_of(path)
+    (path / "pytorch_lora_weights.bin").unlink()
+    assert f"{path / LORA} is missing" in message_of(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"unet.nowhere.lora_A.weight": (4, 8), "unet.nowhere.lora_B.weight": (8, 4)}, "there is no such layer"),
+        ({f"unet.{ATTENTION}.lora_A.weight": (3, 32)}, "their ranks differ"),
+        ({f"unet.{ATTENTION}.lora_A.weight": (4, 31)}, "do not fit a weight [32, 32]"),
+        ({f"unet.{KERNEL}.lora_B.weight": (31, 4, 1, 1)}, "do not fit a weight"),
+        ({"unet.conv_norm_out.lora_A.weight": (4, 1), "unet.conv_norm_out.lora_B.weight": (32, 4)}, "neither matrix"),
+        ({"unet.conv_in.lora_A.weight": (4, 36)}, "has no partner"),
+        ({"unet.conv_in.dora_scale": (4,)}, "is not named as a LoRA"),
+        ({"conv_in.lora_A.weight": (4, 36)}, "is not named as a LoRA"),
+        (
+            {"text_encoder_2.layers.0.lora_A.weight": (4, 8), "text_encoder_2.layers.0.lora_B.weight": (8, 4)},
+            "changes a text_encoder_2, which the base has not",
+        ),
+    ],
+)  # fmt: skip
+def test_a_lora_that_does_not_fit_is_refused_with_its_tensor(
+    make_adapter: MakeAdapter, tiny_model: Callable[[str], Path], change: dict[str, tuple[int, ...]], message: str
+) -> None:
+    tensors = lora_tensors(tiny_model("sd15")) | {name: torch.ones(shape) for name, shape in change.items()}
+    path = make_adapter(tensors)
+    assert message in message_of(path)
+    assert str(path / LORA) in message_of(path)
+
+
+def test_kinds_of_lora_that_are_more_than_a_product_are_refused(make_adapter: MakeAdapter) -> None:
+    path = make_adapter()
+    metadata = {"lora_adapter_metadata": json.dumps({"unet.use_dora": True})}
+    save_file(load_file(path / LORA), path / LORA, metadata=metadata)
+    assert "use_dora is True" in message_of(path)
+    save_file(load_file(path / LORA), path / LORA, metadata={"lora_adapter_metadata": "[]"})
+    assert "cannot be read" in message_of(path)
+
+
+def test_a_picture_of_an_adapted_model_differs_from_its_bases(
+    make_adapter: MakeAdapter, tiny_model: Callable[[str], Path]
+) -> None:
+    request = GenerationRequest(prompt="a cat", seed=1)
+    paths = (make_adapter(num_steps=2), tiny_model("sd15"))
+    pictures = [Engine.from_pretrained(path, dtype="float32", device="cpu").generate(request)[0] for path in paths]
+    assert pictures[0].num_evaluations < pictures[1].num_evaluations
+    assert (pictures[0].pixels != pictures[1].pixels).any()
+
+
+def test_diffusers_merges_the_same_file_to_the_same_weights(
+    make_adapter: MakeAdapter, tiny_model: Callable[[str], Path]
+) -> None:
+    pytest.importorskip("peft")
+    path = make_adapter()
+    with hushed("transformers", "diffusers"):
+        pipeline = import_quietly("diffusers", "StableDiffusionPipeline").from_pretrained(
+            str(tiny_model("sd15")), safety_checker=None, requires_safety_checker=False
+        )
+        pipeline.load_lora_weights(str(path))
+        pipeline.fuse_lora()
+        pipeline.unload_lora_weights()
+    ours = load(path)
+    theirs = pipeline.unet.state_dict()
+    assert all(torch.allclose(theirs[name], part, atol=1e-6) for name, part in ours.unet.network.state_dict().items())
+    encoded = ours.text.encode("a cat", "", width_px=64, height_px=64).cond
+    ids = pipeline.tokenizer("a cat", padding="max_length", return_tensors="pt").input_ids
+    with torch.inference_mode():
+        assert torch.allclose(encoded, pipeline.text_encoder(ids).last_hidden_state, atol=1e-4)
