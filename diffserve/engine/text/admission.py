@@ -1,0 +1,142 @@
+"""At the door: a text request is tokenised, checked against the model and the pool, and given a seed.
+
+What can be known to be wrong is refused here, with the value and the way out. An answer longer than the context is
+not wrong: it ends where the context does, with ``finish_reason`` "length".
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Sequence as Tokens
+
+import msgspec
+
+from diffserve.engine.text.pages import SequencePages
+from diffserve.engine.text.task import LiveText, Sequence, Stage, TextTask
+from diffserve.errors import InvalidRequest
+from diffserve.runtime.decoding import BeamSearch, DecodingRow, TextStream, TokenConstraint
+from diffserve.runtime.kv import PoolTooSmall
+from diffserve.runtime.language import LanguageModel
+from diffserve.sampling_params import SamplingParams
+from diffserve.text_types import TextConfig, TextRequest
+
+MAX_FRESH_SEED = 2**32
+MOST_CHARS_PER_TOKEN = 256
+"""A prompt with more characters than this for each token of the context is refused before it is tokenised."""
+
+
+class TextAdmission:
+    """Turns a ``TextRequest`` into a ``LiveText``, or raises InvalidRequest. Safe to call from any thread."""
+
+    def __init__(self, model: LanguageModel, pages: SequencePages, config: TextConfig) -> None:
+        self.model = model
+        self.pages = pages
+        self.config = config
+        self._lock = threading.Lock()  # a tokenizer is not for two threads at once
+
+    def admit(self, request: TextRequest, now_s: float, constraint: TokenConstraint | None = None) -> LiveText:
+        """Check ``request`` and resolve it. ``now_s`` starts its clock."""
+        prompt_ids = self._prompt_ids(request)
+        params = self._params(request, len(prompt_ids))
+        self._check_fit(request, params, len(prompt_ids))
+        seed = secrets.randbelow(MAX_FRESH_SEED) if params.seed is None else params.seed
+        request = msgspec.structs.replace(request, params=params)
+        live = LiveText(request, prompt_ids, seed, now_s)
+        num_tasks = 1 if params.num_beams > 1 else request.num_texts
+        live.tasks = [self._task(live, index, constraint) for index in range(num_tasks)]
+        return live
+
+    def _prompt_ids(self, request: TextRequest) -> list[int]:
+        most = self.model.info.context_tokens
+        if len(request.prompt) > most * MOST_CHARS_PER_TOKEN:
+            raise too_long(f"{len(request.prompt)} characters", most)
+        ids = list(request.token_ids) or self._tokenise(request)
+        if not ids:
+            raise InvalidRequest("the prompt has no tokens; give at least one.", param="prompt", code="empty_prompt")
+        if len(ids) >= most:
+            raise too_long(f"{len(ids)} tokens", most)
+        if max(ids) >= self.model.info.vocab_size:
+            raise InvalidRequest(
+                f"token id {max(ids)} is not in the model's vocabulary of {self.model.info.vocab_size}.", param="prompt"
+            )
+        return ids
+
+    def _tokenise(self, request: TextRequest) -> list[int]:
+        with self._lock:
+            ids: list[int] = self.model.tokenizer(
+                request.prompt, add_special_tokens=request.add_special_tokens, truncation=False, verbose=False
+            ).input_ids
+        return ids
+
+    def _params(self, request: TextRequest, num_prompt_tokens: int) -> SamplingParams:
+        """Those asked for, with at most as many tokens as the context has room for."""
+        params = request.params
+        room = self.model.info.context_tokens - num_prompt_tokens
+        if params.max_tokens <= room:
+            return params
+        return msgspec.structs.replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+
+    def _check_fit(self, request: TextRequest, params: SamplingParams, num_prompt_tokens: int) -> None:
+        width = params.num_beams if params.num_beams > 1 else request.num_texts
+        if width > self.config.max_sequences:
+            raise InvalidRequest(
+                f"{width} texts or beams are asked for; this engine runs at most {self.config.max_sequences} at once.",
+                param="num_beams" if params.num_beams > 1 else "n",
+            )
+        if width > 1 and params.num_beams > 1 and width > self.config.max_batch_tokens:
+            raise InvalidRequest(
+                f"num_beams is {width}; a call of this engine takes at most {self.config.max_batch_tokens} tokens.",
+                param="num_beams",
+            )
+        num_tokens = num_prompt_tokens + params.max_tokens - 1  # the last one is said and never computed
+        need, has = self.pages.most_pages(num_prompt_tokens, num_tokens, params.num_beams), self.pages.pool.num_pages
+        if need > has:
+            raise PoolTooSmall(
+                f"the prompt has {num_prompt_tokens} tokens and max_tokens is {params.max_tokens}: that takes up to "
+                f"{need} pages and the whole pool has {has}. Shorten the prompt, ask for fewer tokens or beams, or "
+                "give the pool more bytes.",
+                param="max_tokens",
+            )
+
+    def _task(self, live: LiveText, index: int, constraint: TokenConstraint | None) -> TextTask:
+        params = live.request.params
+        row = DecodingRow(
+            params, live.prompt_ids, end_ids=self.model.end_ids, constraint=constraint, seed=live.seed + index
+        )
+        task = TextTask(live, index, [Sequence(row)], draft_limit=self.config.num_draft_tokens)
+        if params.num_beams > 1:
+            task.search = BeamSearch(row, is_stopped=self._stop_finder(params.stop))
+            task.sequences = [Sequence(task.search.rows[0])]
+        else:
+            task.stream = self.stream(live)
+        task.stage = Stage.FOLLOWING if index else Stage.WAITING
+        return task
+
+    def stream(self, live: LiveText) -> TextStream:
+        """What turns the tokens of one text of ``live`` into text."""
+        return TextStream(self.model.tokenizer, stop=live.request.params.stop, context_ids=live.prompt_ids)
+
+    def _stop_finder(self, stop: tuple[str, ...]) -> _StopFinder | None:
+        return _StopFinder(self.model, stop) if stop else None
+
+
+class _StopFinder:
+    """Whether a stop text is in what some tokens say."""
+
+    def __init__(self, model: LanguageModel, stop: tuple[str, ...]) -> None:
+        self.model, self.stop = model, stop
+
+    def __call__(self, token_ids: Tokens[int]) -> bool:
+        text: str = self.model.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return any(stop in text for stop in self.stop)
+
+
+def too_long(what: str, most: int) -> InvalidRequest:
+    """The error for a prompt that leaves no room for an answer."""
+    return InvalidRequest(
+        f"the prompt has {what}; with at least one token of answer the model's context of {most} tokens takes at most "
+        f"{most - 1}.",
+        param="prompt",
+        code="context_length_exceeded",
+    )

@@ -1,0 +1,147 @@
+"""The pages of sequences: every verb that changes them, for the model and for the draft model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from diffserve.engine.text.task import Sequence, Stage, TextTask
+from diffserve.runtime.kv import PagePool, PageTable, PoolBusy
+
+
+class SequencePages:
+    """``pool`` as seen by texts: ``tenant`` is the model's, ``draft_tenant`` the draft model's, if there is one.
+
+    Pages of the draft model are a convenience: nobody waits for them.
+    """
+
+    def __init__(self, pool: PagePool, tenant: str, draft_tenant: str | None = None) -> None:
+        self.pool = pool
+        self.tenant = tenant
+        self.draft_tenant = draft_tenant
+        self._page_tokens = pool.plan(tenant).spec.page_tokens
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Pages of a sequence of ``num_tokens`` tokens that shares nothing."""
+        return self.pool.num_pages_for(self.tenant, num_tokens)
+
+    def most_pages(self, num_prompt_tokens: int, num_tokens: int, num_beams: int) -> int:
+        """Pages that a text, or a search, of ``num_tokens`` tokens holds at most; beams share whole prompt sheets."""
+        shared = self.num_pages(num_prompt_tokens // self._page_tokens * self._page_tokens)
+        return shared + num_beams * (self.num_pages(num_tokens) - shared)
+
+    def num_cached(self, sequence: Sequence, salt: bytes) -> int:
+        """Leading tokens that ``open`` would find now."""
+        return self.pool.num_cached(self.tenant, sequence.row.token_ids, salt)
+
+    def shared_tokens(self, one: list[int], other: list[int]) -> int:
+        """Tokens on the leading full sheets that two sequences have in common and that the first may take over."""
+        count, step = 0, self._page_tokens
+        most = min(len(one) - 1, len(other))
+        while count + step <= most and one[count : count + step] == other[count : count + step]:
+            count += step
+        return count
+
+    def open(self, sequence: Sequence, salt: bytes) -> bool:
+        """Pages for all tokens so far, those found already computed; False, with nothing taken, when not there now."""
+        ids = sequence.row.token_ids
+        try:
+            sequence.table, sequence.num_computed = self.pool.open(self.tenant, ids, salt, reserve=len(ids))
+        except PoolBusy:
+            return False
+        return True
+
+    def reserve(self, sequence: Sequence, end: int) -> bool:
+        """Room to write tokens up to ``end``; False, with nothing changed, when it is not there now."""
+        assert sequence.table is not None
+        try:
+            self.pool.reserve(sequence.table, end, start=sequence.num_computed)
+        except PoolBusy:
+            return False
+        return True
+
+    def reserve_draft(self, sequence: Sequence, end: int, salt: bytes) -> bool:
+        """The same for the draft model; its table is opened when there is none."""
+        assert self.draft_tenant is not None
+        try:
+            if sequence.draft_table is None:
+                ids = sequence.row.token_ids
+                table, num_cached = self.pool.open(self.draft_tenant, ids, salt, reserve=end)
+                sequence.draft_table, sequence.num_draft_computed = table, num_cached
+            else:
+                self.pool.reserve(sequence.draft_table, end, start=sequence.num_draft_computed)
+        except PoolBusy:
+            return False
+        return True
+
+    def settle(self, sequence: Sequence) -> None:
+        """Drop what was written for drafts that were wrong, and let others find the sheets that are full."""
+        ids, table = sequence.row.token_ids, sequence.table
+        assert table is not None
+        if table.num_tokens > sequence.num_tokens:
+            self.pool.truncate(table, sequence.num_computed)
+        if sequence.num_computed // self._page_tokens > len(table.keys):
+            self.pool.commit(table, ids[: sequence.num_computed])
+        draft = sequence.draft_table
+        if draft is not None:
+            sequence.num_draft_computed = min(sequence.num_draft_computed, sequence.num_computed)
+            self.pool.truncate(draft, min(draft.num_tokens, sequence.num_draft_computed))
+            if sequence.num_draft_computed // draft.plan.spec.page_tokens > len(draft.keys):
+                self.pool.commit(draft, ids[: sequence.num_draft_computed])
+
+    def follow(self, follower: Sequence, leader: Sequence) -> None:
+        """Give ``follower`` the pages of its tokens, all of which ``leader`` has computed."""
+        assert leader.table is not None
+        follower.num_computed = follower.num_tokens
+        follower.table = self.pool.fork(leader.table, follower.num_computed)
+
+    def rearrange(self, task: TextTask, parents: tuple[int, ...]) -> None:
+        """The beams of ``task`` become those of its search: beam i goes on from old beam ``parents[i]``."""
+        assert task.search is not None
+        old, taken = task.sequences, set[int]()
+        beams = []
+        for row, parent in zip(task.search.rows, parents, strict=True):
+            table = old[parent].table
+            assert table is not None
+            beams.append(Sequence(row, self.pool.fork(table) if parent in taken else table, old[parent].num_computed))
+            taken.add(parent)
+        for index, sequence in enumerate(old):
+            if index not in taken and sequence.table is not None:
+                self.pool.close(sequence.table)
+        task.sequences = beams
+
+    def close(self, task: TextTask) -> None:
+        """Give all pages of ``task`` back. What was committed may still be found later."""
+        for sequence in task.sequences:
+            self.close_draft(sequence)
+            if sequence.table is not None:
+                self.pool.close(sequence.table)
+            sequence.table, sequence.num_computed = None, 0
+
+    def close_draft(self, sequence: Sequence) -> bool:
+        """Give the draft model's pages back; False when there were none."""
+        if sequence.draft_table is None:
+            return False
+        self.pool.close(sequence.draft_table)
+        sequence.draft_table, sequence.num_draft_computed = None, 0
+        return True
+
+    def check_integrity(self, tasks: list[TextTask], *, other_pages: int = 0) -> None:
+        """The pages of our tenants are exactly those of ``tasks``, and ``other_pages`` of the model's tenant.
+
+        Raises AssertionError or PoolIntegrityError.
+        """
+        self.pool.check_integrity()
+        stats = self.pool.stats().tenants
+        holders = [sequence for task in tasks for sequence in task.sequences]
+        held = {self.tenant: other_pages + _num_pages(sequence.table for sequence in holders)}
+        if self.draft_tenant is not None:
+            held[self.draft_tenant] = _num_pages(sequence.draft_table for sequence in holders)
+        for tenant, count in held.items():
+            assert count == stats[tenant].held_pages, f"tenant {tenant!r} holds pages that nobody owns"
+        for task in tasks:
+            has_pages = task.sequences[0].table is not None
+            assert has_pages == (task.stage is Stage.RUNNING), f"{task.live.request_id}: pages and stage disagree"
+
+
+def _num_pages(tables: Iterable[PageTable | None]) -> int:
+    return len({page for table in tables if table is not None for sheet in table.pages for page in sheet})

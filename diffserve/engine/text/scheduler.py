@@ -1,0 +1,253 @@
+"""TextScheduler: who computes which tokens in this tick, who waits, and who gives way.
+
+Everything a sequence still has to compute is its pending tokens: the whole prompt at first, one token while it
+decodes, prompt and output after a preemption. A tick's tokens go to
+
+1. decoding texts, one token for each sequence, those that waited longest first;
+2. pieces of pending prompts, in order of arrival, of which a quarter of the tick is kept free;
+3. texts that are let in, while there are pages for all that is known of them;
+4. drafts, with what is left.
+
+When a sequence cannot grow, texts that came later give way (``crowd``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from diffserve.engine.task import Failure
+from diffserve.engine.text.crowd import Crowd
+from diffserve.engine.text.drafting import DraftPolicy
+from diffserve.engine.text.pages import SequencePages
+from diffserve.engine.text.plan import Piece, TextOutcome, TextPlan
+from diffserve.engine.text.progress import Progress
+from diffserve.engine.text.task import LiveText, Stage, TextTask
+from diffserve.engine.text.waiting import WaitingRoom
+from diffserve.runtime.language import LanguageModel
+from diffserve.text_types import TextConfig, TextEvent
+from diffserve.types import Cancelled, Failed
+
+EXPIRED = "deadline_exceeded"
+PREFILL_SHARE = 4
+"""One token in so many of a tick is kept for prompts when any are pending."""
+
+
+class TextScheduler:
+    """Owns the waiting room and the texts that run. Single-threaded: the tick calls it."""
+
+    def __init__(
+        self, config: TextConfig, pages: SequencePages, model: LanguageModel, draft_model: LanguageModel | None = None
+    ) -> None:
+        self.config = config
+        self.pages = pages
+        self.live: dict[str, LiveText] = {}
+        self.drafts = DraftPolicy(config, pages, draft_model)
+        self.progress = Progress(pages, self.drafts, model)
+        self.num_ticks = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self._waiting = WaitingRoom(pages)
+        self._crowd = Crowd(pages, self._waiting)
+        self._arrivals = itertools.count()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a tick would do something."""
+        return bool(self.live)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold pages, or will as soon as their prompt is computed."""
+        return sum(width_of(task) for task in self._crowd)
+
+    @property
+    def num_preempted(self) -> int:
+        """Times that a text gave its pages back for an older one."""
+        return self._crowd.num_preempted
+
+    @property
+    def num_decoding(self) -> int:
+        """Sequences that need one token computed to say the next."""
+        return sum(len(task.sequences) for task in self._crowd if task.is_decoding)
+
+    @property
+    def num_waiting(self) -> int:
+        """Texts that have no pages."""
+        return len(self._waiting)
+
+    def add(self, live: LiveText) -> None:
+        """Let a checked request into the waiting room."""
+        live.arrival = next(self._arrivals)
+        self.live[live.request_id] = live
+        self._waiting.add(live.tasks[0])
+
+    def plan(self, max_tokens: int) -> TextPlan:
+        """Choose this tick's work, of at most ``max_tokens`` tokens; everything in it has its pages."""
+        self.num_ticks += 1
+        pieces: dict[TextTask, list[Piece]] = {}
+        wants_prefill = bool(self._waiting) or any(not task.is_decoding for task in self._crowd)
+        kept = max_tokens // PREFILL_SHARE if wants_prefill else 0
+        left = kept + self._plan_decoding(max_tokens - kept, pieces)
+        left = self._plan_prefill(left, pieces)
+        left = self._plan_newcomers(left, pieces)
+        for planned in pieces.values():
+            if left > 0 and planned[0].task.is_decoding:
+                left -= sum(self.drafts.extend(piece, left) for piece in planned)
+        return TextPlan(tuple(piece for planned in pieces.values() for piece in planned))
+
+    def apply(self, plan: TextPlan, outcome: TextOutcome, now_s: float) -> list[TextEvent]:
+        """Move everybody on by what the tick achieved, free what is finished, and tell the world."""
+        events: list[TextEvent] = []
+        for task, failure in outcome.failures.items():
+            events += self.fail(task.live, failure)
+        for piece in plan.pieces:
+            if piece.task.stage is Stage.RUNNING:
+                self.progress.computed(piece, now_s)
+        for task in plan.tasks:
+            if task.stage is Stage.RUNNING:
+                self._start_followers(task, outcome)
+        for task in [*outcome.said, *outcome.forks]:
+            if task.stage is Stage.RUNNING:
+                task.last_tick = self.num_ticks
+                events += self.progress.said(task, outcome, now_s)
+                events += self._leave_if_done(task, now_s)
+        return events
+
+    def cancel(self, request_id: str) -> list[TextEvent]:
+        """Forget a request at once; its pages are free when this returns. Empty when it is not live."""
+        live = self.live.get(request_id)
+        if live is None:
+            return []
+        self._drop(live)
+        return [Cancelled(request_id=request_id)]
+
+    def expire(self, now_s: float) -> list[TextEvent]:
+        """Give up the requests whose deadline has passed."""
+        events: list[TextEvent] = []
+        for live in [one for one in self.live.values() if (one.deadline_at_s or now_s) < now_s]:
+            message = f"the deadline of {live.request.deadline_s:g} s passed before the text was finished."
+            events += self.fail(live, Failure(EXPIRED, message, "deadline_s"))
+        return events
+
+    def fail(self, live: LiveText, failure: Failure) -> list[TextEvent]:
+        """Give up a request; its neighbours go on."""
+        if live.request_id not in self.live:
+            return []
+        self._drop(live)
+        code, message, param = failure
+        return [Failed(request_id=live.request_id, code=code, message=message, param=param)]
+
+    def check_integrity(self, *, other_pages: int = 0) -> None:
+        """Every page is owned by a running text, and every live text is in exactly one place.
+
+        other_pages: pages of the model's tenant that somebody else holds.
+        """
+        self.pages.check_integrity(list(self._crowd), other_pages=other_pages)
+        places = [*self._crowd, *self._waiting]
+        assert len(set(places)) == len(places), "a text runs and waits"
+        living = {task for live in self.live.values() for task in live.tasks if task.stage is not Stage.DONE}
+        following = {task for task in living if task.stage is Stage.FOLLOWING}
+        assert set(places) | following == living, "a text is lost, or queued although gone"
+        assert not any(live.is_over for live in self.live.values()), "a finished request is still live"
+
+    # The parts of a plan ------------------------------------------------------------------------------------------
+
+    def _plan_decoding(self, max_tokens: int, pieces: dict[TextTask, list[Piece]]) -> int:
+        """One token for each sequence that decodes; returns the tokens left. Somebody always gets a turn."""
+        left = max_tokens
+        for task in sorted(self._crowd, key=lambda task: (task.last_tick, task.order)):
+            fits = len(task.sequences) <= left or not pieces
+            if task.stage is Stage.RUNNING and task.is_decoding and fits and self._crowd.grow(task, pieces):
+                pieces[task] = [
+                    Piece(task, sequence, sequence.num_computed, sequence.num_tokens) for sequence in task.sequences
+                ]
+                left -= len(task.sequences)
+        return max(left, 0)
+
+    def _plan_prefill(self, max_tokens: int, pieces: dict[TextTask, list[Piece]]) -> int:
+        left = max_tokens
+        for task in sorted(self._crowd, key=lambda task: task.order):
+            if left > 0 and task.stage is Stage.RUNNING and not task.is_decoding:
+                left -= self._plan_chunks(task, left, pieces)
+        return left
+
+    def _plan_newcomers(self, max_tokens: int, pieces: dict[TextTask, list[Piece]]) -> int:
+        left = max_tokens
+        for task in self._waiting.candidates(self._crowd):
+            room = self.config.max_sequences - self.num_running
+            if left < 1 or width_of(task) > room:
+                break
+            if not self._let_in(task):
+                break
+            left -= self._plan_chunks(task, left, pieces)
+        return left
+
+    def _plan_chunks(self, task: TextTask, max_tokens: int, pieces: dict[TextTask, list[Piece]]) -> int:
+        """A piece of what ``task`` has pending, of at most ``max_tokens`` tokens; returns how many that are.
+
+        Beams that come back after a preemption are computed one after another, so that each finds what those before
+        it filed, up to their last token: those are for a tick in which all have theirs.
+        """
+        withheld = 1 if len(task.sequences) > 1 else 0
+        for sequence in task.sequences:
+            if sequence.table is None and not self._crowd.open(task, sequence, pieces):
+                return 0
+            end = min(sequence.num_computed + max_tokens, sequence.num_tokens - withheld)
+            if end > sequence.num_computed:
+                if not self._crowd.make_room(task, sequence, end, pieces):
+                    return 0
+                pieces[task] = [Piece(task, sequence, sequence.num_computed, end)]
+                return end - sequence.num_computed
+        return 0
+
+    def _let_in(self, task: TextTask) -> bool:
+        """Pages for the first sequence of ``task``; further beams follow."""
+        sequence, salt = task.sequences[0], task.live.request.cache_salt
+        if not self._waiting.may_enter(task, self._crowd):
+            return False
+        if not self.pages.open(sequence, salt) and not (self._crowd.close_drafts() and self.pages.open(sequence, salt)):
+            return False
+        self._waiting.remove(task)
+        self._crowd.add(task)
+        if task.live.cached_tokens is None:
+            task.live.cached_tokens = sequence.num_computed
+            self.num_cached_tokens += sequence.num_computed
+            self.num_prompt_tokens += len(task.live.prompt_ids)
+        return True
+
+    # Ends ----------------------------------------------------------------------------------------------------------
+
+    def _start_followers(self, task: TextTask, outcome: TextOutcome) -> None:
+        """The prompt is computed: the other texts of the request go on from its pages."""
+        if task not in outcome.said or len(task.choices):
+            return
+        for follower in task.live.followers:
+            if follower in outcome.said:
+                self.pages.follow(follower.sequences[0], task.sequences[0])
+                self._crowd.add(follower)
+
+    def _leave_if_done(self, task: TextTask, now_s: float) -> Iterator[TextEvent]:
+        if task.stage is not Stage.DONE:
+            return
+        self._release(task)
+        if task.live.is_over and task.live.request_id in self.live:
+            del self.live[task.live.request_id]
+            yield self.progress.finished(task.live, now_s)
+
+    def _drop(self, live: LiveText) -> None:
+        del self.live[live.request_id]
+        for task in live.tasks:
+            self._release(task)
+
+    def _release(self, task: TextTask) -> None:
+        """The one exit: whatever the reason, pages are given back here."""
+        self.pages.close(task)
+        self._waiting.remove(task)
+        self._crowd.remove(task)
+        task.stage = Stage.DONE
+
+
+def width_of(task: TextTask) -> int:
+    """Sequences that ``task`` runs side by side, those that follow it included."""
+    return max(task.width, 1 + len(list(task.live.followers)) if task.text_index == 0 else 1)

@@ -1,0 +1,23 @@
+"""Any transformers causal language model, over pages of the pool.
+
+>>> model = load_language_model("directory")                                          # doctest: +SKIP
+>>> pool = PagePool.for_specs(1 << 30, [model.spec("llm")], device=model.device)      # doctest: +SKIP
+>>> runner = LanguageRunner(model, pool, tenant="llm")                                # doctest: +SKIP
+>>> table, num_cached = pool.open("llm", token_ids, reserve=len(token_ids))           # doctest: +SKIP
+>>> logits = runner.forward([Chunk(table, num_cached, token_ids[num_cached:])])       # doctest: +SKIP
+
+row_groups      which rows attend together
+attention       the function that transformers calls in every layer
+runner          one forward of a mixed batch
+model, loading  a directory to a model
+compatibility   what is refused, and the comparison with transformers' own attention
+weight_only     int8 and int4
+"""
+
+from __future__ import annotations
+
+from diffserve.runtime.language.loading import load_language_model
+from diffserve.runtime.language.model import LanguageModel, LayerShape
+from diffserve.runtime.language.runner import Chunk, LanguageRunner
+
+__all__ = ["Chunk", "LanguageModel", "LanguageRunner", "LayerShape", "load_language_model"]

@@ -1,0 +1,203 @@
+"""Paged attention: what transformers calls in every layer instead of its own attention.
+
+transformers gives each layer's queries, keys and values of the flattened batch to a registered function. This one
+writes keys and values to the pool's pages and attends over what the pages hold. No mask is registered for it, and
+transformers makes none for an attention it has no mask for (``masking_utils._preprocess_mask_arguments``): who sees
+whom is decided here, per group of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from diffserve.runtime.kv import LayerView, PagedBatch, PagePool, PageTable
+from diffserve.runtime.language.row_groups import RowGroup, Span, arrange
+from diffserve.runtime.quiet import import_quietly
+
+PAGED: Final = "diffserve_paged"
+"""The name under which transformers knows it."""
+
+
+class LayerCall(Protocol):
+    """What a forward does in each layer."""
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """(N, H, D) from queries (N, H, D), keys and values (N, key heads, D) of the forward's N new tokens."""
+
+
+def paged_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    paged: LayerCall | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query (1, H, N, D), key and value (1, key heads, N, D) -> (1, N, H, D)."""
+    if paged is None or attention_mask is not None:
+        raise RuntimeError("this attention runs over pages only: call the network through LanguageRunner.")
+    output = paged.attend(
+        module.layer_idx,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scale=scaling,
+        window=sliding_window,
+        softcap=softcap,
+    )
+    return output[None], None
+
+
+def register() -> str:
+    """Make ``PAGED`` known to transformers, once or again, and return it."""
+    import_quietly("transformers", "AttentionInterface").register(PAGED, paged_attention)
+    return PAGED
+
+
+class Workspace:
+    """Memory that gathered keys and values are copied to; it grows to the largest forward and is used by all layers."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def gather(self, name: str, source: Tensor, pages: Tensor) -> Tensor:
+        """``source[pages]`` for source (num_pages, page_tokens, heads, head_dim), in a buffer of its own ``name``."""
+        shape = (len(pages), *source.shape[1:])
+        count = len(pages) * source[0].numel()
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < count or buffer.dtype != source.dtype:
+            buffer = self._buffers[name] = torch.empty(count + count // 4, dtype=source.dtype, device=source.device)
+        return torch.index_select(source, 0, pages, out=buffer[:count].view(shape))
+
+
+class PagedCall:
+    """One forward over ``tables``: ``spans[i]`` are row i's new tokens and length. See ``LayerCall``.
+
+    order  the rows in the order in which their new tokens are to be flattened
+    """
+
+    def __init__(
+        self, pool: PagePool, tables: Sequence[PageTable], spans: Sequence[Span], workspace: Workspace
+    ) -> None:
+        arranged = arrange(spans, pool.arena.data.device)
+        self.order = [index for group in arranged for index in group]
+        self.batch: PagedBatch = pool.batch(
+            [tables[index] for index in self.order],
+            [spans[index].length - spans[index].num_new for index in self.order],
+            [spans[index].length for index in self.order],
+        )
+        plan = tables[0].plan
+        self._views: list[LayerView] = [pool.keys_values(plan.spec.tenant, n) for n in range(len(plan.spec.layers))]
+        self._workspace = workspace
+        self._groups: list[RowGroup] = []
+        row = token = 0
+        for group in arranged:
+            pages = self.batch.pages[:, row : row + len(group)]
+            made = RowGroup([spans[index] for index in group], token, pages, plan.spec.page_tokens)
+            self._groups.append(made)
+            row, token = row + len(group), token + made.num_tokens
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """See ``LayerCall``: keys and values are written to the pages first."""
+        self.batch.write(layer, key, value)
+        outputs = []
+        for group in self._groups:
+            if group.is_fresh:
+                keys, values = key[None, group.tokens].transpose(1, 2), value[None, group.tokens].transpose(1, 2)
+            else:
+                keys, values = self._gather(layer, group)
+            queries = group.take(query[group.tokens])
+            outputs.append(group.give(_attend(group, queries, keys, values, scale, window, softcap)))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _gather(self, layer: int, group: RowGroup) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, key heads, T, D), zero beyond each row's length."""
+        view = self._views[layer]
+        pages = group.pages[view.group]
+        found = []
+        for name, source in (("keys", view.keys), ("values", view.values)):
+            tokens = self._workspace.gather(name, source, pages).flatten(0, 1)  # (B * P * page_tokens, heads, D)
+            if group.padding.numel():
+                tokens.index_fill_(0, group.padding, 0)  # pages hold what was last written, NaN included
+            found.append(tokens.view(*group.pages_shape, *tokens.shape[1:])[:, : group.num_keys].transpose(1, 2))
+        return found[0], found[1]
+
+
+def _attend(
+    group: RowGroup,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """(B, Q, H, D) from query (B, Q, H, D), keys and values (B, G, T, D)."""
+    B, Q, H, D = query.shape
+    G = keys.shape[1]
+    repeats = H // G
+    if softcap is None and group.num_rows == 1 and Q > 1:
+        return _attend_chunk(group, query, keys, values, scale, window)
+    packed = query.view(B, Q, G, repeats, D).permute(0, 2, 3, 1, 4).reshape(B, G, repeats * Q, D)
+    mask = group.mask(window, repeats, query.dtype)
+    if softcap is None:
+        output = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
+    else:
+        output = _softcapped(packed, keys, values, mask, D**-0.5 if scale is None else scale, softcap)
+    return output.view(B, G, repeats, Q, D).permute(0, 3, 1, 2, 4).reshape(B, Q, H, D)
+
+
+def _attend_chunk(
+    group: RowGroup, query: Tensor, keys: Tensor, values: Tensor, scale: float | None, window: int | None
+) -> Tensor:
+    is_plain = group.is_fresh and (window is None or window >= group.num_keys)
+    output = F.scaled_dot_product_attention(
+        query.transpose(1, 2),
+        keys,
+        values,
+        attn_mask=None if is_plain else group.mask(window, 1, query.dtype),
+        is_causal=is_plain,
+        scale=scale,
+        enable_gqa=query.shape[2] != keys.shape[1],
+    )
+    return output.transpose(1, 2)
+
+
+def _softcapped(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float
+) -> Tensor:
+    """Scores squeezed into (-softcap, softcap) before the softmax (Gemma 2, section 2 of its report)."""
+    scores = torch.tanh(torch.matmul(query, keys.transpose(2, 3)) * scale / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    return torch.matmul(scores.softmax(-1, dtype=torch.float32).to(query.dtype), values)

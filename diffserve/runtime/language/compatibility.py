@@ -1,0 +1,140 @@
+"""What a language model must be like to run over pages, checked before it is given out.
+
+Three questions: is the configuration one of a kind that cannot work (said by name); does every layer come to
+``paged_attention``, and with what shapes; and does a short text give the same logits by pages, in chunks, as by
+transformers' own attention. The last one catches whatever a class does that nobody thought of.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from diffserve.errors import ModelLoadError
+from diffserve.runtime.kv import PagePlan, PagePool
+from diffserve.runtime.language.model import LanguageModel, LayerShape, run_network
+from diffserve.runtime.language.runner import Chunk, LanguageRunner
+
+LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
+LENGTH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
+PROBE_TOKENS: Final = 24
+PROBE_CUTS: Final = ((0, 9), (9, 10), (10, PROBE_TOKENS))
+TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+"""Largest difference of logits, as a share of their spread."""
+
+
+def check_config(config: Any, where: str) -> None:
+    """Raises ModelLoadError for a configuration that names something we cannot do."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelLoadError(f"{where}: {config.model_type} is an encoder-decoder; give a causal language model.")
+    text = config.get_text_config(decoder=True)
+    unknown = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
+    if unknown:
+        raise ModelLoadError(f"{where}: layers of {unknown} are not served; known are {sorted(LAYER_TYPES)}.")
+    ropes = sorted(_rope_types(getattr(text, "rope_parameters", None)) & LENGTH_DEPENDENT_ROPE)
+    if ropes:
+        raise ModelLoadError(
+            f"{where}: rope_type {ropes} turns keys by the length of the text, so kept keys would be wrong; use a "
+            "model with default, linear, yarn or llama3 scaling, or remove the scaling and stay within its length."
+        )
+
+
+def _rope_types(parameters: Any) -> set[str]:
+    if not isinstance(parameters, dict):
+        return set()
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return {str(one.get("rope_type", "default")) for one in (parameters, *nested)}
+
+
+class ShapeProbe:
+    """A ``LayerCall`` that attends to nothing and writes down how each layer called."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+        self.num_calls = 0
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Zeros of the right shape."""
+        self.num_calls += 1
+        if key.shape == value.shape and query.shape[-1] == key.shape[-1] and query.shape[1] % key.shape[1] == 0:
+            self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], window, softcap)
+        return torch.zeros_like(query)
+
+
+@torch.inference_mode()
+def find_layers(network: Any, where: str) -> tuple[LayerShape, ...]:
+    """The attention layers, asked by running one token. Raises ModelLoadError when they are not as pages need them."""
+    probe = ShapeProbe()
+    name = type(network).__name__
+    one = torch.zeros(1, dtype=torch.long, device=network.device)
+    try:
+        run_network(network, one, one, one, paged=probe)
+    except Exception as error:  # a class that does not know the interface may fail in any way
+        raise ModelLoadError(f"{where}: {name} does not run over pages ({error}).") from error
+    text = network.config.get_text_config(decoder=True)
+    expected = int(text.num_hidden_layers)
+    if sorted(probe.shapes) != list(range(expected)) or probe.num_calls != expected:
+        raise ModelLoadError(
+            f"{where}: {expected} layers of {name} should attend once each, with keys and values of one shape; "
+            f"{len(probe.shapes)} do, in {probe.num_calls} calls. Such attention is not served."
+        )
+    layers = tuple(probe.shapes[layer] for layer in range(expected))
+    _check_windows(text, layers, where)
+    return layers
+
+
+def _check_windows(config: Any, layers: tuple[LayerShape, ...], where: str) -> None:
+    """A layer said to slide must say how far: transformers hands windows over in two ways, and we see only one."""
+    types = getattr(config, "layer_types", None)
+    if types is None and getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        types = ["sliding_attention"] * len(layers)
+    for index, (kind, layer) in enumerate(zip(types or (), layers, strict=False)):
+        if kind == "sliding_attention" and layer.window is None:
+            raise ModelLoadError(f"{where}: layer {index} slides, and does not say how far; it cannot be served.")
+
+
+@torch.inference_mode()
+def check_parity(model: LanguageModel) -> None:
+    """A text of ``PROBE_TOKENS`` tokens, in chunks over pages and at once by transformers: the same logits.
+
+    Raises ModelLoadError when they differ by more than rounding.
+    """
+    generator = torch.Generator().manual_seed(0)
+    count = min(PROBE_TOKENS, model.info.context_tokens)
+    token_ids = torch.randint(model.info.vocab_size, (count,), generator=generator).tolist()
+    plain = model.plain_logits(token_ids).float()
+    paged = _paged_logits(model, token_ids).float()
+    spread = float((plain - plain.mean(-1, keepdim=True)).abs().max())
+    difference = float((plain - paged).abs().max())
+    if not difference <= TOLERANCE[model.dtype] * max(spread, 1e-6):
+        raise ModelLoadError(
+            f"{model.info.model_id}: {model.info.architecture} gives other logits over pages than by itself "
+            f"(off by {difference:.3g}, spread {spread:.3g}); its attention is not of a kind that is served."
+        )
+
+
+def _paged_logits(model: LanguageModel, token_ids: list[int]) -> Tensor:
+    spec = model.spec("probe")
+    page_bytes = PagePlan.smallest_page_bytes([spec])
+    num_pages = PagePlan(spec, page_bytes).num_pages(len(token_ids))
+    pool = PagePool(num_pages, page_bytes, device=model.device)
+    runner = LanguageRunner(model, pool, tenant="probe")
+    table, _ = pool.open("probe", (), reserve=len(token_ids))
+    pieces = [
+        runner.forward([Chunk(table, start, token_ids[start:end], num_logits=len(token_ids[start:end]))])
+        for start, end in PROBE_CUTS
+        if start < len(token_ids)
+    ]
+    return torch.cat(pieces)

@@ -1,0 +1,147 @@
+"""A directory to a LanguageModel: safetensors only, nothing from the network, no code that came with the weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from diffserve.errors import ModelLoadError, ModelNotFound
+from diffserve.runtime.checkpoint import digest_files, find_weights, read_json
+from diffserve.runtime.language.attention import register
+from diffserve.runtime.language.compatibility import check_config, check_parity, find_layers
+from diffserve.runtime.language.model import LanguageModel
+from diffserve.runtime.language.weight_only import compute_choice, quantise
+from diffserve.runtime.precision import DeviceChoice
+from diffserve.runtime.quantisation import tensor_bytes
+from diffserve.runtime.quiet import hushed, import_quietly
+from diffserve.text_types import LanguageModelInfo
+
+OFFLINE: Final = {"local_files_only": True, "trust_remote_code": False}
+
+logger = logging.getLogger(__name__)
+
+
+def load_language_model(
+    path: str | Path, *, dtype: str = "auto", device: str = "auto", model_id: str | None = None
+) -> LanguageModel:
+    """Load the causal language model in the directory ``path``, as transformers writes it.
+
+    dtype     auto, float32, bfloat16, float16, int8 or int4 (weights only; arithmetic in the device's best dtype)
+    model_id  what it is called; by default the directory's name
+
+    Its attention over pages is compared with transformers' own on a short text before it is given out. Raises
+    ModelNotFound, ConfigError (device or dtype), ModelLoadError for weights, classes or settings that cannot be served.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ModelNotFound(f"no model directory at {directory}.")
+    choice = compute_choice(device, dtype)
+    settings = read_json(directory / "config.json")
+    files = find_weights(directory, "model", prefer_fp16=choice.compute_dtype == torch.float16)
+    with _quietly():
+        config = _load_config(directory, settings)
+        check_config(config, str(directory))
+        network = _load_network(directory, config, choice)
+        tokenizer = _load_tokenizer(directory)
+    quantise(network, choice)
+    network.to(choice.device)
+    layers = find_layers(network, str(directory))
+    info = _describe(directory, model_id or directory.name, network, tokenizer, choice, digest_files(files))
+    model = LanguageModel(network, tokenizer, info, layers, choice.device, choice.compute_dtype)
+    check_parity(model)
+    logger.info("language model %s: %s", info.model_id, choice.reason)
+    return model
+
+
+def _load_config(directory: Path, settings: dict[str, Any]) -> Any:
+    if "auto_map" in settings:
+        logger.warning("%s names code of its own, which is never run: %s", directory, settings["auto_map"])
+    try:
+        return import_quietly("transformers", "AutoConfig").from_pretrained(str(directory), **OFFLINE)
+    except Exception as error:  # whatever the library says of a strange configuration
+        raise ModelLoadError(f"{directory}/config.json cannot be read ({error}).") from error
+
+
+def _load_network(directory: Path, config: Any, choice: DeviceChoice) -> Any:
+    cls = import_quietly("transformers", "AutoModelForCausalLM")
+    try:
+        network, report = cls.from_pretrained(
+            str(directory),
+            config=config,
+            dtype=choice.compute_dtype,
+            attn_implementation=register(),
+            use_safetensors=True,
+            output_loading_info=True,
+            **OFFLINE,
+        )
+    except Exception as error:  # the same
+        raise ModelLoadError(f"{directory} cannot be loaded as a causal language model ({error}).") from error
+    for what in ("missing_keys", "mismatched_keys", "error_msgs"):
+        found = sorted(str(key) for key in report.get(what) or ())
+        if found:
+            raise ModelLoadError(f"{directory}: {what.replace('_', ' ')} of {type(network).__name__}: {found[:5]}.")
+    network.eval().requires_grad_(False)
+    return network
+
+
+def _load_tokenizer(directory: Path) -> Any:
+    try:
+        return import_quietly("transformers", "AutoTokenizer").from_pretrained(str(directory), **OFFLINE)
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise ModelLoadError(f"the tokenizer in {directory} cannot be read ({error}).") from error
+
+
+def _describe(
+    directory: Path, model_id: str, network: Any, tokenizer: Any, choice: DeviceChoice, digest: str
+) -> LanguageModelInfo:
+    parameters = list(network.parameters())
+    text_config = network.config.get_text_config(decoder=True)
+    vocab_size = int(network.get_output_embeddings().weight.shape[0])
+    return LanguageModelInfo(
+        model_id=model_id,
+        architecture=type(network).__name__,
+        digest=digest,
+        vocab_size=vocab_size,
+        context_tokens=_context_tokens(directory, text_config, tokenizer),
+        end_ids=_end_ids(network, tokenizer),
+        has_chat_template=bool(getattr(tokenizer, "chat_template", None)),
+        device=str(choice.device),
+        dtype=choice.dtype,
+        choice_reason=choice.reason,
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        weights_bytes=sum(tensor_bytes(parameter) for parameter in parameters),
+    )
+
+
+def _context_tokens(directory: Path, config: Any, tokenizer: Any) -> int:
+    found = getattr(config, "max_position_embeddings", None) or tokenizer.model_max_length
+    if not 0 < int(found) < 10**9:
+        raise ModelLoadError(f"{directory}/config.json has no max_position_embeddings: say how long texts may be.")
+    return int(found)
+
+
+def _end_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:
+    for source in (getattr(network, "generation_config", None), network.config, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return tuple(int(one) for one in (ids if isinstance(ids, list | tuple) else [ids]))
+    return ()
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without progress bars and remarks on initialisation; errors are heard."""
+    control = import_quietly("transformers.utils", "logging")
+    was_shown = control.is_progress_bar_enabled()
+    control.disable_progress_bar()
+    try:
+        with hushed("transformers"):
+            yield
+    finally:
+        if was_shown:
+            control.enable_progress_bar()

@@ -1,0 +1,82 @@
+"""LanguageModel: a transformers causal language model, its tokenizer, and what is known about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from diffserve.runtime.kv import KVSpec, LayerSpec
+from diffserve.runtime.language.attention import PAGED, LayerCall
+from diffserve.text_types import LanguageModelInfo
+
+PAGE_TOKENS: Final = 16
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One attention layer, as it called: key/value heads, numbers in each, window and softcap if it has them."""
+
+    num_heads: int
+    head_dim: int
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A loaded model; ``load_language_model`` makes it.
+
+    network    transformers' ``...ForCausalLM``, on its device, attending through ``paged_attention``
+    tokenizer  transformers' tokenizer of the same directory
+    layers     its attention layers, first to last
+    """
+
+    network: Any
+    tokenizer: Any
+    info: LanguageModelInfo
+    layers: tuple[LayerShape, ...]
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens with which the model ends a text."""
+        return self.info.end_ids
+
+    def spec(self, tenant: str = "llm", *, page_tokens: int | None = None) -> KVSpec:
+        """What it keeps for each token, for a ``PagePool``."""
+        return KVSpec(
+            tenant,
+            tuple(LayerSpec(layer.num_heads, layer.head_dim) for layer in self.layers),
+            self.dtype,
+            page_tokens=page_tokens or PAGE_TOKENS,
+            model_digest=f"{self.info.digest} {self.info.dtype}".encode(),
+        )
+
+    def logits(self, token_ids: Tensor, positions: Tensor, call: LayerCall, *, keep: Tensor) -> Tensor:
+        """(len(keep), V) of the flattened batch ``token_ids`` (N,) at ``positions`` (N,), in the model's dtype."""
+        return run_network(self.network, token_ids, positions, keep, paged=call)
+
+    @torch.inference_mode()
+    def plain_logits(self, token_ids: list[int]) -> Tensor:
+        """(T, V) of one sequence, by transformers' own attention and without a pool: the path to compare with."""
+        ids = torch.tensor(token_ids, device=self.device)
+        everywhere = torch.arange(len(token_ids), device=self.device)
+        has_softcap = any(layer.softcap is not None for layer in self.layers)
+        self.network.set_attn_implementation("eager" if has_softcap else "sdpa")
+        try:
+            return run_network(self.network, ids, everywhere, everywhere)
+        finally:
+            self.network.set_attn_implementation(PAGED)
+
+
+def run_network(network: Any, token_ids: Tensor, positions: Tensor, keep: Tensor, **kwargs: Any) -> Tensor:
+    """One forward of a transformers causal LM without a cache of its own: logits (len(keep), V)."""
+    output = network(
+        input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=keep, **kwargs
+    )
+    logits: Tensor = output.logits[0]
+    return logits

@@ -1,0 +1,95 @@
+"""LanguageRunner: a language model over the pages of a pool. One call for a mixed batch of prefill and decode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from diffserve.errors import InvalidRequest
+from diffserve.runtime.kv import PagePool, PageTable
+from diffserve.runtime.language.attention import PagedCall, Workspace
+from diffserve.runtime.language.model import LanguageModel
+from diffserve.runtime.language.row_groups import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next tokens of one sequence: a piece of its prompt, its last token, or a draft to be checked.
+
+    table       holds the sequence so far; room for the new tokens is reserved
+    start       position of the first new token: how many tokens came before it
+    token_ids   at least one
+    num_logits  logits are wanted after so many of them, the last ones; 0: keys and values only
+    """
+
+    table: PageTable
+    start: int
+    token_ids: Sequence[int]
+    num_logits: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_logits <= len(self.token_ids) or not self.token_ids:
+            raise ValueError(f"{self.num_logits} lines of logits are asked of {len(self.token_ids)} tokens.")
+
+    @property
+    def end(self) -> int:
+        """How many tokens the sequence has after it."""
+        return self.start + len(self.token_ids)
+
+
+class LanguageRunner:
+    """``model`` on ``pool``, where its keys and values belong to ``tenant``. For one thread.
+
+    Raises ValueError when ``tenant`` is taken by another model, or a page too small for a layer of this one.
+    """
+
+    def __init__(
+        self, model: LanguageModel, pool: PagePool, *, tenant: str = "llm", page_tokens: int | None = None
+    ) -> None:
+        self.model = model
+        self.pool = pool
+        self.tenant = tenant
+        self.plan = pool.register(model.spec(tenant, page_tokens=page_tokens))
+        self._workspace = Workspace()
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Write the chunks' keys and values; return logits (sum of ``num_logits``, vocabulary), chunk after chunk.
+
+        All new tokens go through the network as one row (1, N), each at its own position. Raises PageTableError when
+        room was not reserved, InvalidRequest for a token that the model does not know.
+        """
+        self._check(chunks)
+        spans = [Span(len(chunk.token_ids), chunk.end) for chunk in chunks]
+        call = PagedCall(self.pool, [chunk.table for chunk in chunks], spans, self._workspace)
+        token_ids = [token_id for index in call.order for token_id in chunks[index].token_ids]
+        return self.model.logits(
+            torch.tensor(token_ids, device=self.model.device),
+            call.batch.positions,
+            call,
+            keep=torch.tensor(_kept(chunks, call.order), dtype=torch.long, device=self.model.device),
+        )
+
+    def _check(self, chunks: Sequence[Chunk]) -> None:
+        most, vocab_size = self.model.info.context_tokens, self.model.info.vocab_size
+        for chunk in chunks:
+            if chunk.end > most:
+                raise InvalidRequest(f"token {chunk.end} does not fit a context of {most} tokens.", param="prompt")
+            if not 0 <= min(chunk.token_ids) <= max(chunk.token_ids) < vocab_size:
+                raise InvalidRequest(
+                    f"a token id of {list(chunk.token_ids)[:8]} is not in the vocabulary of {vocab_size}.",
+                    param="prompt",
+                )
+
+
+def _kept(chunks: Sequence[Chunk], order: Sequence[int]) -> list[int]:
+    """Where, among the new tokens flattened in ``order``, the logits of each chunk are to be taken, chunk by chunk."""
+    ends = accumulate(len(chunks[index].token_ids) for index in order)
+    end_of = dict(zip(order, ends, strict=True))
+    return [
+        place for index, chunk in enumerate(chunks) for place in range(end_of[index] - chunk.num_logits, end_of[index])
+    ]

@@ -1,0 +1,280 @@
+"""The words of text generation: requests, what comes back token by token, usage, timings, settings, metrics.
+
+As in ``diffserve.types``: no torch, every type a frozen ``msgspec.Struct``, and a value that would be wrong raises
+:class:`diffserve.errors.InvalidRequest` when it is built. How tokens are chosen is ``diffserve.sampling_params``.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from typing import Literal
+
+import msgspec
+
+from diffserve.errors import ConfigError, InvalidRequest
+from diffserve.sampling_params import SamplingParams
+from diffserve.types import Cancelled, Failed
+
+MAX_TEXT_CHARS = 4_000_000
+MAX_PROMPT_TOKENS = 1_000_000
+MAX_TEXTS = 64
+
+FinishReason = Literal["stop", "length"]
+Speculation = Literal["auto", "off", "prompt_lookup", "draft"]
+
+
+def _check(ok: bool, message: str, param: str, code: str = "invalid_value") -> None:
+    if not ok:
+        raise InvalidRequest(message, param=param, code=code)
+
+
+def new_text_id() -> str:
+    """A fresh request id, ``txt-`` and 24 hexadecimal digits."""
+    return f"txt-{uuid.uuid4().hex[:24]}"
+
+
+class TextRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What somebody wants continued: ``prompt`` as a text, or ``token_ids``, one of the two.
+
+    num_texts          answers to one prompt; text i is drawn with seed + i. With beams: the best so many
+    add_special_tokens whether the tokenizer puts its own marks around ``prompt``; a chat template has put them already
+    speculation        "auto": a draft model where the engine has one, else prompt lookup where that is on
+    deltas             whether TextDelta events are wanted; without them only the end is told
+    cache_salt         only requests with the same salt share kept pages; empty: shared by all
+    deadline_s         seconds after submit at which the work is given up
+
+    Raises InvalidRequest, ``param`` naming the field.
+    """
+
+    prompt: str = ""
+    token_ids: tuple[int, ...] = ()
+    params: SamplingParams = SamplingParams()
+    num_texts: int = 1
+    add_special_tokens: bool = True
+    speculation: Speculation = "auto"
+    deltas: bool = True
+    cache_salt: bytes = b""
+    deadline_s: float | None = None
+    request_id: str = msgspec.field(default_factory=new_text_id)
+
+    def __post_init__(self) -> None:
+        _check(
+            bool(self.prompt) != bool(self.token_ids),
+            "give either a prompt or token_ids, and not an empty one.",
+            "prompt",
+            "invalid_value" if self.prompt else "empty_prompt",
+        )
+        _check(
+            len(self.prompt) <= MAX_TEXT_CHARS,
+            f"the prompt has {len(self.prompt)} characters; at most {MAX_TEXT_CHARS} are taken.",
+            "prompt",
+            "string_above_max_length",
+        )
+        _check(
+            len(self.token_ids) <= MAX_PROMPT_TOKENS and all(token_id >= 0 for token_id in self.token_ids),
+            f"token_ids are {len(self.token_ids)}; give at most {MAX_PROMPT_TOKENS}, each 0 or more.",
+            "prompt",
+        )
+        _check(
+            1 <= self.num_texts <= MAX_TEXTS,
+            f"n is {self.num_texts}; ask for 1 to {MAX_TEXTS} texts in one request.",
+            "n",
+        )
+        _check(
+            self.params.num_beams == 1 or self.num_texts <= self.params.num_beams,
+            f"n is {self.num_texts} and num_beams {self.params.num_beams}; a search gives at most as many as beams.",
+            "n",
+        )
+        _check(
+            self.deadline_s is None or (math.isfinite(self.deadline_s) and self.deadline_s > 0),
+            f"deadline_s is {self.deadline_s}; it must be a positive number of seconds.",
+            "deadline_s",
+        )
+
+
+class TokenInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One token of an answer, in the model's own distribution: natural logarithms, entropy in nats.
+
+    ``top`` holds (token text, token id, logprob) of the most likely ones, best first, when they were asked for.
+    """
+
+    token_id: int
+    text: str
+    logprob: float
+    entropy: float
+    top: tuple[tuple[str, int, float], ...] = ()
+
+
+class TextUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of one request. ``cached_tokens``: of the prompt's, those whose keys and values were there already."""
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+class TextTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds. ``ttft_s``: from submit to the first token; ``tpot_s``: mean time of each later one (0: there is none).
+
+    queue_s  from submit until the first piece of the prompt was computed
+    """
+
+    queue_s: float
+    ttft_s: float
+    tpot_s: float
+    total_s: float
+
+
+class TextResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished text.
+
+    token_ids     all that was said, the token that ended it included
+    finish_reason "stop": an end token or a stop text; "length": max_tokens, or the context, was used up
+    stop_text     the stop text that ended it, if one did
+    tokens        one entry for each of ``token_ids``, when logprobs were asked for
+    mean_entropy  over the tokens said, in nats: how unsure the model was
+    score         beam search: what the text was ranked by
+    """
+
+    text_index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_text: str | None = None
+    tokens: tuple[TokenInfo, ...] = ()
+    mean_entropy: float = 0.0
+    score: float | None = None
+
+
+class TextAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The request is in the queue; ``seed`` is the one that will be used for text 0."""
+
+    request_id: str
+    seed: int
+    num_texts: int
+    num_prompt_tokens: int
+    queue_position: int
+
+
+class TextDelta(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What is new of text ``text_index``. ``text`` may be empty: a character, or a stop text, may not be whole yet.
+
+    ``finish_reason`` is set with the last one of each text.
+    """
+
+    request_id: str
+    text_index: int
+    text: str
+    token_ids: tuple[int, ...]
+    tokens: tuple[TokenInfo, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+class TextFinished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Terminal: all texts of the request, in order."""
+
+    request_id: str
+    results: tuple[TextResult, ...]
+    usage: TextUsage
+    timings: TextTimings
+
+    @property
+    def text(self) -> str:
+        """The first (with beams: the best) text."""
+        return self.results[0].text
+
+
+TextEvent = TextAccepted | TextDelta | TextFinished | Failed | Cancelled
+TEXT_TERMINAL = (TextFinished, Failed, Cancelled)
+
+
+class LanguageModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a loaded language model can do; the HTTP process and the command line read it, no torch needed."""
+
+    model_id: str
+    architecture: str
+    digest: str
+    vocab_size: int
+    context_tokens: int
+    end_ids: tuple[int, ...]
+    has_chat_template: bool
+    device: str
+    dtype: str
+    choice_reason: str
+    num_parameters: int
+    weights_bytes: int
+
+
+class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How texts are batched.
+
+    max_batch_tokens   tokens that one call of the network may take; a long prompt is cut into chunks that fit
+    max_sequences      sequences (texts and beams) that run at once
+    max_waiting        requests that may wait before :class:`~diffserve.errors.QueueFull`
+    num_draft_tokens   tokens of a draft that are checked in one call; 0 switches speculation off
+    prompt_lookup      whether drafts are copied from prompt and output where there is no draft model
+    max_ngram          the longest ending that prompt lookup looks for
+    min_ngram          the shortest
+    page_tokens        tokens on a page: what is shared between prompts is a multiple of it
+    trace_ticks        how many past ticks are remembered
+    """
+
+    max_batch_tokens: int = 512
+    max_sequences: int = 64
+    max_waiting: int = 256
+    page_tokens: int = 16
+    num_draft_tokens: int = 5
+    prompt_lookup: bool = True
+    max_ngram: int = 3
+    min_ngram: int = 2
+    trace_ticks: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_tokens", "max_sequences", "max_waiting", "page_tokens", "trace_ticks", "min_ngram"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.", param=name)
+        if self.num_draft_tokens < 0 or self.max_ngram < self.min_ngram:
+            raise ConfigError(
+                f"num_draft_tokens is {self.num_draft_tokens}, min_ngram {self.min_ngram}, max_ngram {self.max_ngram}; "
+                "ask for 0 or more draft tokens, and min_ngram at most max_ngram.",
+                param="num_draft_tokens",
+            )
+
+
+class TextStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts since birth, and what is there now. Pages and prefix hits by tenant are in ``PagePool.stats``."""
+
+    num_running: int
+    num_waiting: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    computed_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
+    preemptions: int
+    entropy_sum: float
+    busy_s: float
+
+    @property
+    def acceptance(self) -> float:
+        """Share of draft tokens that were right, 0 when there were none."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens that had not to be computed."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def mean_entropy(self) -> float:
+        """Nats per token said."""
+        return self.entropy_sum / self.output_tokens if self.output_tokens else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens said per second of work."""
+        return self.output_tokens / self.busy_s if self.busy_s else 0.0

@@ -1,0 +1,50 @@
+"""Short ways to ask, and what transformers' own ``generate`` answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from diffserve.sampling_params import SamplingParams
+from diffserve.text_types import TextDelta, TextEvent, TextFinished, TextRequest
+from tests.runtime.language import tiny
+
+
+def greedy(prompt_ids: Sequence[int], max_tokens: int = 24, **params: Any) -> TextRequest:
+    """A request for the most likely text. What is no sampling parameter is the request's."""
+    own = {name: params.pop(name) for name in list(params) if name in TextRequest.__struct_fields__}
+    settings = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **params})
+    return TextRequest(token_ids=tuple(prompt_ids), params=settings, **own)
+
+
+def said(answer: TextFinished, index: int = 0) -> list[int]:
+    """The tokens of one text of an answer."""
+    return list(answer.results[index].token_ids)
+
+
+@lru_cache(maxsize=32)
+def _network(kind: str) -> Any:
+    return tiny.make_network(kind)
+
+
+@lru_cache(maxsize=512)
+def _expected(
+    kind: str, prompt_ids: tuple[int, ...], max_tokens: int, settings: tuple[tuple[str, Any], ...]
+) -> list[int]:
+    return tiny.generate(_network(kind), prompt_ids, max_tokens, **dict(settings))
+
+
+def expected(kind: str, prompt_ids: Sequence[int], max_tokens: int = 24, **settings: Any) -> list[int]:
+    """What transformers' ``generate`` says; remembered."""
+    return _expected(kind, tuple(prompt_ids), max_tokens, tuple(sorted(settings.items())))
+
+
+def of_type(events: Sequence[TextEvent], kind: type[Any]) -> list[Any]:
+    """The events of one type."""
+    return [event for event in events if isinstance(event, kind)]
+
+
+def text_of(events: Sequence[TextEvent], index: int = 0) -> str:
+    """What the deltas of one text add up to."""
+    return "".join(delta.text for delta in of_type(events, TextDelta) if delta.text_index == index)
