@@ -2,7 +2,7 @@
 
 Four layers, the later one wins::
 
-    built-in file    configs/serve.toml and one of configs/{embedded,sd15,sdxl}.toml (complete: every key is there)
+    built-in file    configs/serve.toml and one of configs/{embedded,embedded-turbo,sd15,sdxl}.toml (complete)
     user file        --config FILE, any subset of the same tables and keys
     environment      DIFFSERVE_<TABLE>_<KEY>, e.g. DIFFSERVE_SERVE_PORT=9000
     command line     --port 9000
@@ -28,7 +28,7 @@ from diffserve.profiles import describe_model
 from diffserve.types import ModelProfile
 from schedulers import SPACINGS, resolve_sampler
 
-PROFILES = ("embedded", "sd15", "sdxl")
+PROFILES = ("embedded", "embedded-turbo", "sd15", "sdxl")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 ENV_PREFIX = "DIFFSERVE_"
 
@@ -47,6 +47,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ageing_rows_per_tick   how fast waiting earns precedence: a job of N remaining rows is overtaken only by jobs that
                            came within N / ageing_rows_per_tick ticks after it
     trace_ticks            how many past ticks ``Engine.trace`` remembers
+    cross_attention        "paged": the UNet's keys and values of every prompt are made once and kept in the page pool;
+                           "plain": embeddings through diffusers' own attention at every step, and no pool
+    kv_pool_bytes          size of the page pool; ``None``: room for 64 different prompts of one window
     """
 
     max_rows: int | None = None
@@ -57,6 +60,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_decodes_per_tick: int = 4
     ageing_rows_per_tick: float = 0.5
     trace_ticks: int = 256
+    cross_attention: Literal["paged", "plain"] = "paged"
+    kv_pool_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_rows is not None and self.max_rows < 2:
@@ -67,6 +72,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in ("max_lanes", "max_waiting", "max_prepares_per_tick", "max_decodes_per_tick", "trace_ticks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.", param=name)
+        if self.kv_pool_bytes is not None and self.kv_pool_bytes < 1:
+            raise ConfigError(
+                f"kv_pool_bytes is {self.kv_pool_bytes}; give the page pool's bytes, or auto.", param="kv_pool_bytes"
+            )
         if not self.ageing_rows_per_tick > 0:
             raise ConfigError(
                 f"ageing_rows_per_tick is {self.ageing_rows_per_tick}; it must be positive, or long jobs starve.",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffserve.runtime.text import Conditioning
+from diffserve.engine.conditioners import AnyConditioning
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Repaint:
 
 @dataclass(frozen=True)
 class Canvas:
-    """The tensors of one image, dropped when it leaves.
+    """What one image holds, given back when it leaves.
 
     rng     the image's own CPU generator: start latent first, then each drawing row, in diffusers' order
     shape   (C, h, w) of its latent
     extra   (1 + C, h, w) mask and masked image latents, for 9-channel inpainting UNets
     """
 
-    conditioning: Conditioning
+    conditioning: AnyConditioning
     rng: torch.Generator
     shape: tuple[int, int, int]
     repaint: Repaint | None = None
@@ -41,3 +41,7 @@ class Canvas:
     def draw(self) -> Tensor:
         """The next latent-shaped draw (C, h, w), float32 on the CPU."""
         return torch.randn((1, *self.shape), generator=self.rng)[0]
+
+    def close(self) -> None:
+        """Give the conditioning's pages back."""
+        self.conditioning.close()

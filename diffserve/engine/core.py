@@ -12,20 +12,26 @@ from diffserve.engine.plan import TickOutcome, TickPlan, TickTrace
 from diffserve.engine.request_scheduler import RequestScheduler
 from diffserve.engine.runners import Runners, failure_of
 from diffserve.runtime import DiffusionModel
+from diffserve.runtime.kv import PagePool
 from diffserve.types import Event
 
 logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Scheduler and runners, driven by one thread at a time."""
+    """Scheduler and runners, driven by one thread at a time. ``pages``: see ``Runners``."""
 
     def __init__(
-        self, model: DiffusionModel, config: EngineConfig, clock: Callable[[], float] = time.perf_counter
+        self,
+        model: DiffusionModel,
+        config: EngineConfig,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        pages: PagePool | None = None,
     ) -> None:
         self.clock = clock
         self.scheduler = RequestScheduler(config, model.info)
-        self.runners = Runners(model, config, clock)
+        self.runners = Runners(model, config, clock, pages)
         self.trace: deque[TickTrace] = deque(maxlen=config.trace_ticks)
 
     def tick(self, take_cancelled: Callable[[], list[str]]) -> list[Event]:
@@ -49,8 +55,9 @@ class EngineCore:
         return max(1.0, self.scheduler.rows_left / num_live * sum(tick.wall_s for tick in recent) / num_rows)
 
     def check_integrity(self) -> None:
-        """Raises ``AssertionError`` when a lane or an image has been lost."""
+        """Raises ``AssertionError`` or ``PoolIntegrityError`` when a lane, an image or a page has been lost."""
         self.scheduler.check_integrity()
+        self.runners.check_integrity(self.scheduler.in_flight)
 
     def _cancel(self, request_ids: list[str]) -> list[Event]:
         return [event for request_id in request_ids for event in self.scheduler.cancel(request_id)]

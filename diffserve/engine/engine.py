@@ -21,6 +21,7 @@ from diffserve.errors import (
     QueueFull,
 )
 from diffserve.runtime import DiffusionModel, load_model
+from diffserve.runtime.kv import PagePool, PoolStats
 from diffserve.types import (
     TERMINAL,
     Accepted,
@@ -46,16 +47,24 @@ class Engine:
     ``generate`` and ``stream`` tick in the calling thread. A server calls :meth:`submit`, :meth:`cancel` and, in a
     loop, :meth:`tick`. Every event is delivered exactly once: to the ``generate`` or ``stream`` that submitted the
     request, else by the next :meth:`tick`.
+
+    ``pool``: a page pool that other tenants use too, in the thread that ticks; its pages must suit ``image_specs``.
+    Without one the engine makes its own, of ``config.kv_pool_bytes``.
     """
 
     def __init__(
-        self, model: DiffusionModel, config: EngineConfig | None = None, *, profile: ModelProfile | None = None
+        self,
+        model: DiffusionModel,
+        config: EngineConfig | None = None,
+        *,
+        profile: ModelProfile | None = None,
+        pool: PagePool | None = None,
     ) -> None:
         self.model = model
         self.config = config or EngineConfig()
         defaults = None if profile is None else profile.diffusion
         self._admission = Admission(model.info, model.schedule, model.scheduler_config, defaults)
-        self._core = EngineCore(model, self.config)
+        self._core = EngineCore(model, self.config, pages=pool)
         self._lock = threading.Lock()  # guards the four below
         self._inbox: dict[str, LiveRequest] = {}
         self._cancelled: list[str] = []
@@ -112,6 +121,13 @@ class Engine:
     def trace(self) -> tuple[TickTrace, ...]:
         """The last ``config.trace_ticks`` ticks: which rows of which requests shared a UNet call."""
         return tuple(self._core.trace)
+
+    @property
+    def page_stats(self) -> PoolStats | None:
+        """Pages and prefix hits by tenant; ``None`` where ``config.cross_attention`` is "plain"."""
+        pool = self._core.runners.conditioner.pool
+        with self._ticking:
+            return None if pool is None else pool.stats()
 
     @property
     def has_work(self) -> bool:
@@ -207,7 +223,7 @@ class Engine:
             self._core.runners.warm_up(width_px, height_px)
 
     def check_integrity(self) -> None:
-        """Lanes free + used = total and nobody is lost; ``AssertionError`` says what is wrong."""
+        """Lanes and pages: free + used = total, and nobody is lost; AssertionError or PoolIntegrityError otherwise."""
         with self._ticking:
             self._core.check_integrity()
 

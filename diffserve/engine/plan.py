@@ -81,12 +81,14 @@ class TickTrace:
 class TickOutcome:
     """What the runners report back; filled during the run, read by ``RequestScheduler.apply``.
 
+    postponed            newcomers that have to wait for pages; they keep their place in the waiting room
     pictures, previews   (height_px, width_px, 3) uint8
     latents              (C, h, w) float32, for requests that asked for them
     """
 
     groups: dict[ImageTask, GroupKey] = field(default_factory=dict)
     failures: dict[ImageTask, Failure] = field(default_factory=dict)
+    postponed: list[ImageTask] = field(default_factory=list)
     previews: dict[ImageTask, NDArray[np.uint8]] = field(default_factory=dict)
     pictures: dict[ImageTask, NDArray[np.uint8]] = field(default_factory=dict)
     latents: dict[ImageTask, NDArray[np.float32]] = field(default_factory=dict)

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from diffserve.engine.canvas import Canvas, Repaint
+from diffserve.engine.conditioners import AnyConditioning, Conditioner
 from diffserve.engine.lane_pool import LanePool
 from diffserve.engine.task import GroupKey, ImageTask
 from diffserve.runtime import DiffusionModel
@@ -24,17 +25,35 @@ class Preparer:
     9-channel ones below full strength), the noise, then the posterior of the masked image.
     """
 
-    def __init__(self, model: DiffusionModel, pool: LanePool) -> None:
+    def __init__(self, model: DiffusionModel, conditioner: Conditioner, pool: LanePool) -> None:
         self.model = model
+        self.conditioner = conditioner
         self.pool = pool
 
     def prepare(self, task: ImageTask) -> GroupKey:
-        """Encode, draw, open the lane; returns the group whose UNet calls the image can join."""
+        """Encode, draw, open the lane; returns the group whose UNet calls the image can join.
+
+        Raises PoolBusy, before anything is drawn, when the image has to wait for pages.
+        """
         request, settings = task.live.request, task.settings
-        negative = request.negative_prompt if settings.guided.any() else ""
-        conditioning = self.model.text.encode(
-            request.prompt, negative, width_px=settings.width_px, height_px=settings.height_px
+        conditioning = self.conditioner.condition(
+            request.prompt,
+            request.negative_prompt if settings.guided.any() else None,
+            width_px=settings.width_px,
+            height_px=settings.height_px,
         )
+        try:
+            task.canvas = self._paint_ground(task, conditioning)
+        except BaseException:
+            conditioning.close()
+            raise
+        mixes = self.conditioner.mixes_lengths
+        num_tokens = self.model.text.window_tokens if mixes else conditioning.num_tokens
+        return GroupKey(settings.height_px, settings.width_px, num_tokens)
+
+    def _paint_ground(self, task: ImageTask, conditioning: AnyConditioning) -> Canvas:
+        """The canvas, its start latent drawn and in its lane."""
+        request, settings = task.live.request, task.settings
         factor = self.model.info.vae_factor
         shape = (self.model.info.latent_channels, settings.height_px // factor, settings.width_px // factor)
         canvas = Canvas(conditioning, torch.Generator("cpu").manual_seed(task.seed), shape)
@@ -48,8 +67,7 @@ class Preparer:
             start = task.table.init_scale * self._draw(canvas)
         assert task.lane is not None
         self.pool.open(task.lane, start)
-        task.canvas = canvas
-        return GroupKey(settings.height_px, settings.width_px, conditioning.num_tokens)
+        return canvas
 
     def _inpaint(self, task: ImageTask, canvas: Canvas) -> tuple[Canvas, Tensor]:
         request, table = task.live.request, task.table

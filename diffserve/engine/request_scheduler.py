@@ -33,7 +33,7 @@ class RequestScheduler:
         self.live: dict[str, LiveRequest] = {}
         self.num_ticks = 0
         self._waiting: list[tuple[float, int, ImageTask]] = []
-        self._flight: dict[ImageTask, None] = {}
+        self._flight: dict[ImageTask, int] = {}  # with its number in the order of arrival
         self._order = itertools.count()
         self._report = OutcomeEvents(info)
 
@@ -81,6 +81,8 @@ class RequestScheduler:
         events: list[Event] = []
         for task, failure in outcome.failures.items():
             events += self.fail(task, failure)
+        for task in outcome.postponed:
+            self._postpone(task)
         for task, group in outcome.groups.items():
             if task.stage is Stage.WAITING:
                 task.group, task.stage = group, Stage.DENOISING
@@ -142,10 +144,17 @@ class RequestScheduler:
                 heapq.heappop(self._waiting)
             if not self._waiting or not self.lanes.num_free:
                 return
-            task = heapq.heappop(self._waiting)[2]
+            _, order, task = heapq.heappop(self._waiting)
             task.lane = self.lanes.allocate(task)
-            self._flight[task] = None
+            self._flight[task] = order
             yield task
+
+    def _postpone(self, task: ImageTask) -> None:
+        """Back into the waiting room, at its old place, without a lane."""
+        if task.stage is Stage.WAITING and task.lane is not None:
+            self.lanes.free(task.lane)
+            task.lane = None
+            heapq.heappush(self._waiting, (self._key(task), self._flight.pop(task), task))
 
     def _choose_rows(self, row_cap: Callable[[GroupKey], int]) -> tuple[ImageTask, ...]:
         ready = sorted((task for task in self._flight if task.stage is Stage.DENOISING), key=self._key)
@@ -184,9 +193,11 @@ class RequestScheduler:
         return [self._report.terminal(task.live)]
 
     def _release(self, task: ImageTask) -> None:
-        """The one exit: whatever the reason, the lane and the canvas are given back here."""
+        """The one exit: whatever the reason, the lane, the pages and the canvas are given back here."""
         task.stage = Stage.DONE
-        task.canvas = None
+        if task.canvas is not None:
+            task.canvas.close()
+            task.canvas = None
         if task.lane is not None:
             self.lanes.free(task.lane)
             self._flight.pop(task)

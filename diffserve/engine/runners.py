@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from diffserve.config import EngineConfig
-from diffserve.engine.groups import Groups
+from diffserve.engine.conditioners import make_conditioner
+from diffserve.engine.groups import Groups, is_deterministic
 from diffserve.engine.lane_pool import LanePool
 from diffserve.engine.plan import TickOutcome, TickPlan
 from diffserve.engine.preparer import Preparer
@@ -18,6 +19,7 @@ from diffserve.engine.task import Failure, GroupKey, ImageTask
 from diffserve.engine.unet_caller import UNetCaller
 from diffserve.errors import DiffserveError
 from diffserve.runtime import DiffusionModel
+from diffserve.runtime.kv import PagePool, PoolBusy
 from schedulers.update import advance, guide, renoise
 
 SHAPES_KEPT = 8
@@ -26,30 +28,48 @@ logger = logging.getLogger(__name__)
 
 
 class Runners:
-    """Runs plans. Whatever fails is reported for the image it belongs to; nothing is raised for one image's sake."""
+    """Runs plans. Whatever fails is reported for the image it belongs to; nothing is raised for one image's sake.
 
-    def __init__(self, model: DiffusionModel, config: EngineConfig, clock: Callable[[], float]) -> None:
+    pages: a page pool that others use too; where there is none, one is made if ``config`` asks for it
+    """
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        config: EngineConfig,
+        clock: Callable[[], float],
+        pages: PagePool | None = None,
+    ) -> None:
         self.model = model
         self.clock = clock
         self.pool = LanePool(model.device)
-        self.groups = Groups(model, config)
-        self.caller = UNetCaller(model)
-        self._preparer = Preparer(model, self.pool)
+        self.conditioner = make_conditioner(model, config, is_exact=is_deterministic(model, config), pool=pages)
+        self.groups = Groups(model, config, self.conditioner)
+        self.caller = UNetCaller(model, self.conditioner)
+        self._preparer = Preparer(model, self.conditioner, self.pool)
 
     def row_cap(self, group: GroupKey) -> int:
         """Rows that a tick of ``group`` may hold."""
         return min(self.groups.row_cap(group), self.caller.row_limit)
 
     def trim(self, in_flight: Iterable[ImageTask]) -> None:
-        """Give the storage of shapes nobody paints back once there are more than ``SHAPES_KEPT``."""
+        """Drop what was stacked for images that have left, and shapes nobody paints beyond ``SHAPES_KEPT``."""
+        self.caller.trim()
         if self.pool.num_shapes > SHAPES_KEPT:
             self.pool.keep_only(task.canvas.shape for task in in_flight if task.canvas is not None)
+
+    def check_integrity(self, in_flight: Iterable[ImageTask]) -> None:
+        """Raises when a page is lost, or held for other images than those ``in_flight``."""
+        self.conditioner.check_integrity(sum(task.canvas is not None for task in in_flight))
 
     @torch.inference_mode()
     def warm_up(self, width_px: int, height_px: int) -> None:
         """Measure the group of short prompts at this size; encode a text and decode a latent once."""
-        conditioning = self.model.text.encode("a", "", width_px=width_px, height_px=height_px)
-        self.groups.learn(GroupKey(height_px, width_px, conditioning.num_tokens))
+        conditioning = self.conditioner.condition("a", "", width_px=width_px, height_px=height_px)
+        try:
+            self.groups.learn(GroupKey(height_px, width_px, conditioning.num_tokens))
+        finally:
+            conditioning.close()
         info = self.model.info
         cells = (height_px // info.vae_factor, width_px // info.vae_factor)
         self.model.vae.decode(torch.zeros((1, info.latent_channels, *cells)))
@@ -68,12 +88,18 @@ class Runners:
         return outcome
 
     def _prepare(self, task: ImageTask, outcome: TickOutcome) -> None:
+        """Prepare a newcomer. Once one has to wait for pages, those behind it wait too: nobody overtakes by size."""
+        if outcome.postponed:
+            outcome.postponed.append(task)
+            return
         started_s = self.clock()
         try:
             group = self._preparer.prepare(task)
             outcome.prepare_s[task] = self.clock() - started_s
             self.groups.learn(group)
             outcome.groups[task] = group
+        except PoolBusy:
+            outcome.postponed.append(task)
         except Exception as error:
             outcome.failures[task] = failure_of(error)
 
@@ -95,15 +121,16 @@ class Runners:
         for index, task in enumerate(batch.tasks):
             if not finite[index]:
                 outcome.failures.setdefault(task, not_finite(task))
-        for task in plan.previews:
-            if task not in outcome.failures:
-                self._preview(task, denoised[batch.tasks.index(task)], outcome)
+        shown = [task for task in plan.previews if task not in outcome.failures]
+        if shown:
+            self._preview(shown, denoised[[batch.tasks.index(task) for task in shown]], outcome)
 
-    def _preview(self, task: ImageTask, denoised: Tensor, outcome: TickOutcome) -> None:
+    def _preview(self, tasks: list[ImageTask], denoised: Tensor, outcome: TickOutcome) -> None:
+        """Previews of ``denoised`` (len(tasks), C, h, w) in one call; where it fails, the images go on unseen."""
         try:
-            outcome.previews[task] = self.model.vae.preview(denoised[None])[0]
+            outcome.previews |= zip(tasks, self.model.preview(denoised), strict=True)
         except Exception as error:
-            outcome.failures[task] = failure_of(error)
+            logger.warning("no previews in this tick: they raised %s", type(error).__name__, exc_info=error)
 
     def _decode(self, task: ImageTask, outcome: TickOutcome) -> None:
         """One picture at a time: no image's bytes depend on who is decoded beside it."""

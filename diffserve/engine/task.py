@@ -24,7 +24,10 @@ class Stage(enum.Enum):
 
 
 class GroupKey(NamedTuple):
-    """Rows that may share a UNet call: equal picture size and equal number of context tokens."""
+    """Rows that may share a UNet call: equal picture size and equal number of context tokens.
+
+    Where texts of different lengths share calls, ``num_tokens`` is that of one window for all of them.
+    """
 
     height_px: int
     width_px: int

@@ -11,32 +11,43 @@ import torch
 from torch import Tensor
 
 from diffserve.engine.buckets import CostCurve, split
+from diffserve.engine.conditioners import Conditioner, ToldRow
 from diffserve.engine.plan import UNetCall
 from diffserve.engine.row_batch import ImageBatch
 from diffserve.engine.task import ImageTask
 from diffserve.runtime import DiffusionModel
+from diffserve.runtime.cross_attention import Contexts, KeysValues
 from schedulers import COLUMNS
 
 STACKS_KEPT = 16
+STACK_BYTES_KEPT = 1 << 29
+"""Of SDXL a row's keys and values are 26 MB in 16 bits; the stack of the last call is kept in any case."""
+
 MOST_ROWS = 1 << 16
 TIMESTEP = COLUMNS.index("timestep")
 
 
 class Stack(NamedTuple):
-    """What the rows of one call are told: contexts (R, tokens, dim), and where the UNet reads it pooled (R, P),
-    time_ids (R, 6) and extra (R, 1 + C, h, w)."""
+    """What the rows of one call are told: their texts, and where the UNet reads it pooled (R, P), time_ids (R, 6) and
+    extra (R, 1 + C, h, w)."""
 
-    contexts: Tensor
+    contexts: Contexts
     pooled: Tensor | None
     time_ids: Tensor | None
     extra: Tensor | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the contexts take; the rest is small."""
+        return self.contexts.num_bytes if isinstance(self.contexts, KeysValues) else self.contexts.nbytes
 
 
 class UNetCaller:
     """Runs rows through the model's UNet. ``row_limit`` shrinks when the device runs out of memory."""
 
-    def __init__(self, model: DiffusionModel) -> None:
+    def __init__(self, model: DiffusionModel, conditioner: Conditioner) -> None:
         self.model = model
+        self.conditioner = conditioner
         self.row_limit = MOST_ROWS
         self._stacks: OrderedDict[tuple[tuple[ImageTask, bool], ...], Stack] = OrderedDict()
 
@@ -86,27 +97,42 @@ class UNetCaller:
         return output[: len(rows)]
 
     def _stack(self, key: tuple[tuple[ImageTask, bool], ...]) -> Stack:
-        """Contexts and size conditioning of the rows, stacked once for as long as the same rows run together."""
+        """What the rows are told, gathered once for as long as the same rows run together."""
         if key not in self._stacks:
-            self._stacks[key] = stack_conditioning(key)
-            if len(self._stacks) > STACKS_KEPT:
-                self._stacks.popitem(last=False)
+            self._stacks[key] = stack_conditioning(key, self.conditioner)
         self._stacks.move_to_end(key)
+        while len(self._stacks) > 1 and not self._may_keep_all():
+            self._stacks.popitem(last=False)
         return self._stacks[key]
+
+    def _may_keep_all(self) -> bool:
+        return (
+            len(self._stacks) <= STACKS_KEPT
+            and sum(stack.num_bytes for stack in self._stacks.values()) <= STACK_BYTES_KEPT
+        )
+
+    def trim(self) -> None:
+        """Drop the stacks of images that have left."""
+        for key in [key for key in self._stacks if any(task.canvas is None for task, _ in key)]:
+            del self._stacks[key]
 
     def _note_memory(self, error: Exception, num_rows: int) -> None:
         if isinstance(error, torch.OutOfMemoryError):
             self.row_limit = max(2, min(self.row_limit, num_rows // 2))
 
 
-def stack_conditioning(rows: Sequence[tuple[ImageTask, bool]]) -> Stack:
+def stack_conditioning(rows: Sequence[tuple[ImageTask, bool]], conditioner: Conditioner) -> Stack:
     """Stack what each row, an image and whether it is its unconditional one, is told."""
-    texts = [(task.canvas.conditioning, is_uncond) for task, is_uncond in rows]
-    contexts = torch.stack([text.uncond if is_uncond else text.cond for text, is_uncond in texts])
-    pooled = time_ids = extra = None
-    if texts[0][0].time_ids is not None:
-        pooled = torch.stack([text.pooled_uncond if is_uncond else text.pooled_cond for text, is_uncond in texts])
-        time_ids = torch.stack([text.time_ids for text, _ in texts])
-    if rows[0][0].canvas.extra is not None:
-        extra = torch.stack([task.canvas.extra for task, _ in rows])
-    return Stack(contexts, pooled, time_ids, extra)
+    told = [ToldRow(task.canvas.conditioning, is_uncond) for task, is_uncond in rows]
+    return Stack(
+        conditioner.contexts(told),
+        stack_all([text.pooled_uncond if is_uncond else text.pooled_cond for text, is_uncond in told]),
+        stack_all([text.time_ids for text, _ in told]),
+        stack_all([task.canvas.extra for task, _ in rows]),
+    )
+
+
+def stack_all(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """(R, ...) from one tensor for each row, or ``None`` for a model whose rows have none."""
+    found = [tensor for tensor in tensors if tensor is not None]
+    return torch.stack(found) if len(found) == len(tensors) else None

@@ -6,16 +6,18 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from diffserve.runtime.chunks import Chunk, SpecialTokens, chunk_prompt
 from diffserve.runtime.prompt import parse_prompt
+from diffserve.runtime.windows import Window
 
 CACHED_TEXTS = 128
 CACHED_CHUNKS = 256  # of long prompts fewer are kept: a chunk of SDXL is 0.3 MB in 16 bits
+CUT_TEXTS = 64
 MEAN_FLOOR = 0.01
 
 
@@ -40,6 +42,9 @@ class Conditioning:
     def num_tokens(self) -> int:
         """Tokens of ``cond`` and of ``uncond``; rows share a UNet call only when they have the same."""
         return self.cond.shape[0]
+
+    def close(self) -> None:
+        """Nothing to give back; see ``PagedConditioning``."""
 
 
 class EncodedText(NamedTuple):
@@ -90,6 +95,7 @@ class TextRunner:
         self.digest = digest
         self.zero_empty_negative = zero_empty_negative and self.is_pair
         self._cache: OrderedDict[str, EncodedText] = OrderedDict()
+        self._cut_kept = lru_cache(maxsize=CUT_TEXTS)(self._cut)
 
     @property
     def is_pair(self) -> bool:
@@ -115,17 +121,31 @@ class TextRunner:
         else:
             uncond, pooled_uncond = self._encode_padded(negative, num_chunks)
         key = _hash(self.digest, prompt, negative, f"{width_px}x{height_px}" if self.is_pair else "")
-        time_ids = self._time_ids(width_px, height_px) if self.is_pair else None
+        time_ids = self.time_ids(width_px, height_px)
         return Conditioning(key, cond, uncond, pooled_cond, pooled_uncond, time_ids)
+
+    def windows(self, text: str) -> tuple[Window, ...]:
+        """The encoder windows that ``text`` fills, at least one; raises InvalidRequest as :meth:`encode` does."""
+        return self._cut_kept(text)
 
     def count_chunks(self, text: str) -> int:
         """How many encoder windows ``text`` fills; raises InvalidRequest as :meth:`encode` does, at little cost."""
         cached = self._cache.get(text)
-        return cached.chunks.shape[0] if cached else max(len(encoder.chunks(text)) for encoder in self.encoders)
+        return cached.chunks.shape[0] if cached else len(self.windows(text))
 
-    def _time_ids(self, width_px: int, height_px: int) -> torch.Tensor:
+    def time_ids(self, width_px: int, height_px: int) -> torch.Tensor | None:
+        """(6,) float32 original size, crop and target size, height first (SDXL), else ``None``."""
+        if not self.is_pair:
+            return None
         values = [height_px, width_px, 0, 0, height_px, width_px]
         return torch.tensor(values, dtype=torch.float32, device=self.device)
+
+    def _cut(self, text: str) -> tuple[Window, ...]:
+        per_encoder = [encoder.chunks(text) for encoder in self.encoders]
+        num_windows = max(map(len, per_encoder))
+        for encoder, chunks in zip(self.encoders, per_encoder, strict=True):
+            chunks.extend(encoder.chunks("") * (num_windows - len(chunks)))
+        return tuple(Window(chunks) for chunks in zip(*per_encoder, strict=True))
 
     def _encode_padded(self, text: str, num_chunks: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         encoded = self._encode_cached(text)
@@ -148,13 +168,11 @@ class TextRunner:
         return sum(encoded.chunks.shape[0] for encoded in self._cache.values())
 
     def _encode_text(self, text: str) -> EncodedText:
-        per_encoder = [encoder.chunks(text) for encoder in self.encoders]
-        num_chunks = max(map(len, per_encoder))
+        windows = self.windows(text)
         parts: list[torch.Tensor] = []
         pooled: torch.Tensor | None = None
-        for encoder, chunks in zip(self.encoders, per_encoder, strict=True):
-            empty = encoder.chunks("")
-            outputs = [self._encode_chunk(encoder, chunk) for chunk in [*chunks, *empty * (num_chunks - len(chunks))]]
+        for index, encoder in enumerate(self.encoders):
+            outputs = [self._encode_chunk(encoder, window.chunks[index]) for window in windows]
             parts.append(torch.stack([hidden for hidden, _ in outputs]))
             pooled = outputs[0][1] if self.is_pair else None
         return EncodedText(torch.cat(parts, dim=-1), pooled)
@@ -164,10 +182,10 @@ class TextRunner:
         ids = torch.tensor([chunk.ids], device=self.device)
         output = encoder.network(ids, output_hidden_states=self.is_pair)
         hidden = output.hidden_states[-2] if self.is_pair else output.last_hidden_state
-        return _weigh(hidden[0], chunk.weights), output[0][0]
+        return weigh(hidden[0], chunk.weights), output[0][0]
 
 
-def _weigh(hidden: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
+def weigh(hidden: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
     """Multiply token rows of ``hidden`` (window, dim) by ``weights`` and bring the mean back to what it was, as A1111.
 
     Where the mean is all but zero (some encoders end in a centred normalisation) the quotient of two means is chance,

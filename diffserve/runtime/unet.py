@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
+
+from diffserve.runtime.cross_attention import Contexts, CrossAttention
 
 
 class UNetRunner:
@@ -22,12 +25,20 @@ class UNetRunner:
         self.extra_channels: int = network.config.in_channels - network.config.out_channels
         self.has_size_conditioning: bool = network.config.addition_embed_type == "text_time"
 
+    @cached_property
+    def cross_attention(self) -> CrossAttention:
+        """The layers that look at the text, from then on ready for keys and values made beforehand.
+
+        Raises ConfigError for a UNet that cannot be used so.
+        """
+        return CrossAttention(self.network)
+
     @torch.inference_mode()
     def predict(
         self,
         model_input: torch.Tensor,
         timesteps: torch.Tensor,
-        contexts: torch.Tensor,
+        contexts: Contexts,
         *,
         pooled: torch.Tensor | None = None,
         time_ids: torch.Tensor | None = None,
@@ -37,7 +48,7 @@ class UNetRunner:
 
         model_input  (R, C, h, w) float32, scaled by the sampler's c_in
         timesteps    (R,) training timesteps, whole or fractional
-        contexts     (R, tokens, dim)
+        contexts     embeddings (R, tokens, dim), or the ``KeysValues`` that ``cross_attention`` made of them
         pooled       (R, P), time_ids (R, 6): SDXL only, and needed there
         extra        (R, extra_channels, h, w): inpainting UNets only, and needed there
         """
@@ -48,13 +59,15 @@ class UNetRunner:
             added = {"text_embeds": pooled.to(self.device, self.dtype), "time_ids": time_ids.to(self.device)}
         if (extra is None) != (self.extra_channels == 0):
             raise ValueError(f"this UNet takes {self.extra_channels} extra channels")
+        if isinstance(contexts, torch.Tensor):
+            contexts = contexts.to(self.device, self.dtype)
         sample = model_input.to(self.device)
         if extra is not None:
             sample = torch.cat([sample, extra.to(self.device)], dim=1)
         output: torch.Tensor = self.network(
             sample.to(self.dtype),
             timesteps.to(self.device, torch.float32),
-            encoder_hidden_states=contexts.to(self.device, self.dtype),
+            encoder_hidden_states=contexts,
             added_cond_kwargs=added,
             return_dict=False,
         )[0]

@@ -10,8 +10,11 @@ import pytest
 
 from diffserve.config import EngineConfig
 from diffserve.engine import Engine
+from diffserve.runtime.kv import PagePool
 
 MakeEngine = Callable[..., Engine]
+STRANGER = "stranger"
+"""A tenant of a shared pool that is no engine's."""
 
 
 @pytest.fixture(scope="session")
@@ -31,11 +34,11 @@ def _models(tiny_model: Callable[[str], Path]) -> Callable[[str], Any]:
 
 @pytest.fixture
 def make_engine(_models: Callable[[str], Any]) -> Iterator[MakeEngine]:
-    """``make_engine(kind, **config)``: a fresh engine; afterwards its lanes are counted."""
+    """``make_engine(kind, pool=None, **config)``: a fresh engine; afterwards its lanes and pages are counted."""
     made: list[Engine] = []
 
-    def make(kind: str = "sd15", **config: Any) -> Engine:
-        made.append(Engine(_models(kind), EngineConfig(**config)))
+    def make(kind: str = "sd15", pool: PagePool | None = None, **config: Any) -> Engine:
+        made.append(Engine(_models(kind), EngineConfig(**config), pool=pool))
         return made[-1]
 
     yield make
@@ -43,3 +46,6 @@ def make_engine(_models: Callable[[str], Any]) -> Iterator[MakeEngine]:
         engine.check_integrity()
         assert not engine.num_live
         assert engine.num_free_lanes == engine.config.max_lanes
+        if engine.page_stats is not None:
+            tenants = engine.page_stats.tenants.items()
+            assert {name: stats.held_pages for name, stats in tenants if stats.held_pages and name != STRANGER} == {}

@@ -9,7 +9,7 @@ import torch
 
 from diffserve.errors import InvalidRequest
 from diffserve.runtime import Conditioning, DiffusionModel
-from diffserve.runtime.text import CACHED_TEXTS, _weigh
+from diffserve.runtime.text import CACHED_TEXTS, weigh
 from tests.runtime.conftest import LoadTiny, TinyPipeline
 
 PROMPTS = ("a red fox on the dog", "A Cat, the CAT!  dog\n", "café 猫 🦊", "x" * 25, "<|endoftext|> cat")
@@ -73,7 +73,7 @@ def test_weights_multiply_token_rows_and_the_mean_is_restored(tiny: LoadTiny) ->
 def test_a_mean_of_all_but_zero_is_left_alone() -> None:
     hidden = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     hidden -= hidden.mean() - 1e-5
-    weighted = _weigh(hidden, (1.0, 1.5, 1.0, 1.0))
+    weighted = weigh(hidden, (1.0, 1.5, 1.0, 1.0))
     torch.testing.assert_close(weighted, hidden * torch.tensor([1.0, 1.5, 1.0, 1.0])[:, None])
 
 

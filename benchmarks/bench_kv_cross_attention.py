@@ -1,0 +1,249 @@
+"""What keeping the UNet's cross-attention keys and values in pages costs and saves, against diffusers' own attention.
+
+    python benchmarks/bench_kv_cross_attention.py --model embedded
+    python benchmarks/bench_kv_cross_attention.py --model sd15-random --device cuda --dtype float16 --rows 2,8
+
+Four questions. A UNet step: the same rows with embeddings (plain) and with keys and values gathered from pages
+(paged), call by call in turn, plain first in one round and paged first in the next. Gathering: paid once for as long as
+the same rows run together. Texts of one and of two windows: in one call behind a mask, or in two calls. A prompt:
+encoding it, plain and paged, when it is new, when its beginning is known, and when it was said before. Progress goes to
+stderr, one JSON document to stdout and to results/.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import Tensor
+
+from benchmarks.cost_curve import seconds_of_call
+from benchmarks.random_models import NAMES, save_random_model
+from benchmarks.report import RESULTS, head, write
+from diffserve.config import EngineConfig
+from diffserve.engine.conditioners import (
+    AnyConditioning,
+    Conditioner,
+    PagedConditioner,
+    ToldRow,
+    image_specs,
+    make_conditioner,
+)
+from diffserve.engine.groups import random_inputs
+from diffserve.engine.task import GroupKey
+from diffserve.runtime import DiffusionModel, choose_device, load_model
+from diffserve.runtime.cross_attention import Contexts
+from diffserve.runtime.kv import PagePlan
+
+START = "a fox next to a cactus on the beach at night with two apples"
+"""With the start mark at least one sheet of tokens."""
+Arms = dict[str, Callable[[], object]]
+
+
+def say(text: str) -> None:
+    """Progress for eyes."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def open_model(name: str, device: str, dtype: str) -> DiffusionModel:
+    """ "embedded", a model of random weights, or a diffusers directory."""
+    if name not in NAMES:
+        return load_model(name, device=device, dtype=dtype)
+    with tempfile.TemporaryDirectory() as scratch:
+        say(f"making {name}")
+        directory = save_random_model(name, Path(scratch), dtype=choose_device(device, dtype).compute_dtype)
+        return load_model(directory, device=device, dtype=dtype)
+
+
+def in_turn(arms: Arms, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each arm, ``rounds`` times, forwards and backwards in turn, after one call of each to warm up."""
+    for call in arms.values():
+        call()
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for index in range(rounds):
+        for name in arms if index % 2 == 0 else reversed(arms):
+            seconds[name].append(seconds_of_call(arms[name]))
+    return seconds
+
+
+def milliseconds(seconds: list[float]) -> dict[str, float]:
+    """Median, least and most."""
+    return {
+        "median": round(1e3 * statistics.median(seconds), 3),
+        "min": round(1e3 * min(seconds), 3),
+        "max": round(1e3 * max(seconds), 3),
+    }
+
+
+def ratio(seconds: dict[str, list[float]], ours: str, theirs: str) -> dict[str, float]:
+    """``ours`` over ``theirs``: of the medians, of the least, and the median over neighbouring pairs."""
+    mine, other = seconds[ours], seconds[theirs]
+    return {
+        "of_medians": round(statistics.median(mine) / statistics.median(other), 4),
+        "of_least": round(min(mine) / min(other), 4),
+        "median_of_pairs": round(statistics.median(a / b for a, b in zip(mine, other, strict=True)), 4),
+    }
+
+
+def unet_steps(model: DiffusionModel, ways: dict[str, Conditioner], rows: int, rounds: int) -> dict[str, Any]:
+    """One UNet call of ``rows`` rows at the native size, plain and paged; equal rows, told in two ways."""
+    width_px, height_px = model.info.good_sizes[0]
+    inputs = random_inputs(model, GroupKey(height_px, width_px, model.text.window_tokens), rows)
+    embeddings = inputs.pop("contexts")
+    told = {name: way.of_embeddings(embeddings) for name, way in ways.items()}
+
+    def step(name: str) -> Tensor:
+        return model.unet.predict(contexts=told[name], **inputs).cpu()
+
+    seconds = in_turn({name: partial(step, name) for name in ways}, rounds)
+    point = {
+        "rows": rows,
+        "ms": {name: milliseconds(times) for name, times in seconds.items()},
+        "paged_over_plain": ratio(seconds, "paged", "plain"),
+        "max_difference": float((step("paged") - step("plain")).abs().max()),
+    }
+    say(f"{rows:3} rows {point['ms']} paged/plain {point['paged_over_plain']}")
+    return point
+
+
+def gathering(model: DiffusionModel, ways: dict[str, Conditioner], rows: int, rounds: int) -> dict[str, Any]:
+    """Stacking what ``rows`` rows of different prompts are told: once for each set of rows that runs together."""
+    size = dict(zip(("width_px", "height_px"), model.info.good_sizes[0], strict=True))
+    arms: Arms = {}
+    held: list[AnyConditioning] = []
+    for name, way in ways.items():
+        told = [way.condition(f"{number} {START}", None, **size) for number in range(rows)]
+        arms[name] = partial(way.contexts, [ToldRow(one, False) for one in told])
+        held += told
+    seconds = in_turn(arms, rounds)
+    for one in held:
+        one.close()
+    point = {"rows": rows, "ms": {name: milliseconds(times) for name, times in seconds.items()}}
+    say(f"gathering {point}")
+    return point
+
+
+def lengths(model: DiffusionModel, way: PagedConditioner, rows: int, rounds: int) -> dict[str, Any]:
+    """``rows`` rows of one window and as many of two: in one call behind a mask, and in a call for each length."""
+    width_px, height_px = model.info.good_sizes[0]
+    size = {"width_px": width_px, "height_px": height_px}
+    inputs = random_inputs(model, GroupKey(height_px, width_px, 1), 2 * rows)
+    del inputs["contexts"]
+    held = [way.condition(text, None, **size) for text in (START, f"{START} BREAK {START}")]
+    rows_of = [[ToldRow(one, False)] * rows for one in held]
+    parts = [(slice(0, rows), way.contexts(rows_of[0])), (slice(rows, 2 * rows), way.contexts(rows_of[1]))]
+    whole = [(slice(0, 2 * rows), way.contexts([*rows_of[0], *rows_of[1]]))]
+
+    def run(calls: list[tuple[slice, Contexts]]) -> Tensor:
+        return torch.cat(
+            [
+                model.unet.predict(contexts=told, **{name: value[part] for name, value in inputs.items()})
+                for part, told in calls
+            ]
+        ).cpu()
+
+    seconds = in_turn({"two calls": partial(run, parts), "one call": partial(run, whole)}, rounds)
+    point = {
+        "rows": [rows, rows],
+        "ms": {name: milliseconds(times) for name, times in seconds.items()},
+        "one_over_two": ratio(seconds, "one call", "two calls"),
+        "max_difference": float((run(whole) - run(parts)).abs().max()),
+    }
+    for one in held:
+        one.close()
+    say(f"lengths {point}")
+    return point
+
+
+def prompts(model: DiffusionModel, rounds: int) -> dict[str, Any]:
+    """Encoding one prompt, by what is known of it already; pages exact (cut at sheets) and free (in one piece)."""
+    size = dict(zip(("width_px", "height_px"), model.info.good_sizes[0], strict=True))
+    numbers = itertools.count(1000)
+
+    def plain() -> None:
+        model.text.encode(f"{next(numbers)} {START}", "", **size)
+
+    def paged(way: Conditioner, text: str) -> None:
+        way.condition(text.format(next(numbers)), None, **size).close()
+
+    arms: Arms = {"plain, new": plain}
+    for name in ("exact", "free"):
+        way = make_conditioner(model, EngineConfig(), is_exact=name == "exact")
+        arms[f"{name}, new"] = partial(paged, way, "{} " + START)
+        arms[f"{name}, beginning known"] = partial(paged, way, START + ", and {} of them")
+        arms[f"{name}, said before"] = partial(paged, way, START)
+    with torch.inference_mode():
+        seconds = in_turn(arms, rounds)
+    found = {name: milliseconds(times) for name, times in seconds.items()}
+    for name, times in found.items():
+        say(f"{name:26} {times} ms")
+    return found
+
+
+def main(
+    model: Annotated[str, typer.Option(help=f"embedded, {', '.join(NAMES)}, or a diffusers directory.")] = "embedded",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16, int8.")] = "auto",
+    rows: Annotated[str, typer.Option(help="Rows of a UNet call, with commas.")] = "1,2,4,8,16",
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds of every pair.")] = 30,
+    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+) -> None:
+    """Measure, and print one JSON document as the last line of stdout."""
+    loaded = open_model(model, device, dtype)
+    if not torch.cuda.is_available():
+        say("no GPU on this machine: these are CPU figures")
+    document = head("kv_cross_attention", Path(model).name, loaded.info)
+    arguments = [Path(word).name for word in sys.argv[1:]]
+    document["command"] = " ".join(["python", "benchmarks/bench_kv_cross_attention.py", *arguments])
+    info = loaded.info
+    day = document["date"][:10]
+    path = (
+        out or RESULTS / f"kv-cross-attention-{Path(model).name}-{info.device.replace(':', '')}-{info.dtype}-{day}.json"
+    )
+    ways: dict[str, Conditioner] = {
+        name: make_conditioner(loaded, EngineConfig(cross_attention=name), is_exact=True) for name in ("plain", "paged")
+    }
+    document["settings"] = {"rounds": rounds, "tokens": loaded.text.window_tokens, "native_size": info.good_sizes[0]}
+    document["tenants"] = tenants(loaded)
+    with torch.inference_mode():
+        document["unet_step"] = [unet_steps(loaded, ways, int(count), rounds) for count in rows.split(",")]
+        document["gathering"] = [gathering(loaded, ways, int(count), rounds) for count in rows.split(",")]
+        way = make_conditioner(loaded, EngineConfig(), is_exact=False)
+        assert isinstance(way, PagedConditioner)
+        document["lengths"] = [lengths(loaded, way, max(1, int(count) // 2), rounds) for count in rows.split(",")]
+    document["prompt_ms"] = prompts(loaded, rounds)
+    write(document, path)
+    print(json.dumps(document))
+
+
+def tenants(model: DiffusionModel) -> dict[str, Any]:
+    """What a prompt of one window takes in each tenant."""
+    specs = image_specs(model, is_exact=True)
+    page_bytes = PagePlan.smallest_page_bytes(specs)
+    found: dict[str, Any] = {}
+    for spec in specs:
+        plan = PagePlan(spec, page_bytes)
+        found[spec.tenant.split(":")[0]] = {
+            "layers": len(spec.layers),
+            "bytes_per_token": spec.bytes_per_token,
+            "pages": plan.num_pages(model.text.window_tokens),
+            "page_bytes": page_bytes,
+            "used_share_of_a_sheet": round(plan.used_share, 3),
+        }
+    return found
+
+
+if __name__ == "__main__":
+    typer.run(main)

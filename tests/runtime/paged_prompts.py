@@ -1,0 +1,45 @@
+"""Prompts of the tiny models on pools of their own, and everything that a UNet is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from diffserve.runtime import DiffusionModel, UNetRunner
+from diffserve.runtime.image_specs import ImageSpecs
+from diffserve.runtime.kv import PagePool
+from diffserve.runtime.prompt_pages import PagedConditioning, PromptPages
+from diffserve.runtime.text import Conditioning
+
+SIXTEEN = "cat " * 15
+"""With the start mark sixteen tokens: one sheet."""
+
+
+def pages_of(
+    model: DiffusionModel, *, is_exact: bool = False, num_windows: int = 24, unet: UNetRunner | None = None
+) -> PromptPages:
+    """Prompts of ``model`` on a pool of their own that holds ``num_windows`` windows."""
+    unet = unet or model.unet
+    specs = ImageSpecs.of(model.text, unet, b"a test")
+    pool = PagePool.for_specs(specs.pool_bytes(num_windows, model.text.window_tokens), list(specs))
+    return PromptPages(pool, model.text, unet, specs, is_exact=is_exact)
+
+
+def condition(pages: PromptPages, prompt: str, negative: str | None = "red") -> PagedConditioning:
+    return pages.condition(prompt, negative, width_px=64, height_px=64)
+
+
+def embed(model: DiffusionModel, prompt: str, negative: str = "red") -> Conditioning:
+    return model.text.encode(prompt, negative, width_px=64, height_px=64)
+
+
+def found_in(pages: PromptPages, conditioning: PagedConditioning) -> list[torch.Tensor]:
+    """Everything the UNet is told: keys and values of all layers, prompt first, then the pooled vectors."""
+    halves = [half for half in (conditioning.cond, conditioning.uncond) if half]
+    tensors = [tensor for pair in pages.gather(halves).layers for tensor in pair]
+    return tensors + [pooled for pooled in (conditioning.pooled_cond, conditioning.pooled_uncond) if pooled is not None]
+
+
+def same_bytes(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
