@@ -164,6 +164,25 @@ def test_a_pool_too_small_for_one_image_is_a_mistake_in_the_configuration(make_e
         make_engine(kv_pool_bytes=0)
 
 
+def test_what_was_gathered_for_images_goes_with_them(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(max_rows=8)
+    stacks = engine._core.runners.caller._stacks
+    for seed, num_steps in enumerate((2, 4, 6)):
+        engine.submit(quick(seed, num_steps=num_steps))
+    kept = []
+    for _ in engine.events():
+        kept.append(len(stacks))
+        assert {task.canvas is None for rows in stacks for task, _ in rows} <= {False}
+    assert max(kept) > 0
+    assert kept[-1] == 0
+
+    monkeypatch.setattr("diffserve.engine.unet_caller.STACK_BYTES_KEPT", 1)
+    for seed in range(3):
+        engine.submit(quick(seed, num_steps=3, width_px=64 + 32 * (seed % 2)))
+    for _ in engine.events():
+        assert len(stacks) <= 1
+
+
 def fail(engine: Engine, request: GenerationRequest) -> None:
     def choke(*_: object) -> None:
         raise RuntimeError("the device choked")
