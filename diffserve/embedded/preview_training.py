@@ -29,11 +29,11 @@ from diffserve.runtime.directory import DIFFUSERS_STEM
 from diffserve.runtime.preview import OWN_CLASS
 from diffserve.runtime.preview_decoder import PreviewConfig, PreviewDecoder
 
-CONFIG = PreviewConfig(LATENT_CHANNELS, widths=(64, 32, 16), num_blocks=(3, 2, 1), factor=GRID_PX)
-MIXED_SHARE = 0.5
-STRETCHED_SHARE = 0.25
-MOST_STRETCH = 2.5
-MOST_NOISE = 0.3
+CONFIG = PreviewConfig(LATENT_CHANNELS, widths=(64, 32, 16), num_blocks=(2, 1, 1), factor=GRID_PX)
+MIXED_SHARE = 0.3
+STRETCHED_SHARE = 0.2
+MOST_STRETCH = 2.0
+MOST_NOISE = 0.2
 
 
 def batches(data: list[LatentScenes], batch_size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -68,7 +68,7 @@ def test_mixed_latents_show_equally_mixed_pictures(monkeypatch: pytest.MonkeyPat
     latents, pictures = like_estimates(clean, 2 * clean)
     assert torch.allclose(2 * latents, pictures)
     kept = (latents == clean).flatten(1).all(dim=1).float().mean()
-    assert 0.3 < float(kept) < 0.7
+    assert 0.5 < float(kept) < 0.9
 
 
 def test_stretched_and_noisy_latents_show_the_clean_picture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,11 +78,11 @@ def test_stretched_and_noisy_latents_show_the_clean_picture(monkeypatch: pytest.
     latents, pictures = like_estimates(clean, truth)
     assert torch.equal(pictures, truth)
     stretch = latents.mean(dim=(1, 2, 3))
-    assert 0.15 < float((stretch > 1.2).float().mean()) < 0.3
+    assert 0.1 < float((stretch > 1.2).float().mean()) < 0.25
     assert float(stretch.min()) > 0.8
     assert float(stretch.max()) < preview_training.MOST_STRETCH + 0.2
     noise = latents.std(dim=(1, 2, 3))
-    assert 0.25 < float(noise.max()) < 0.5
+    assert 0.15 < float(noise.max()) < 0.3
     assert float(noise.min()) < 0.05
 
 
