@@ -119,11 +119,19 @@ def _what(scene: Scene, rng: random.Random) -> str:
     return pattern.format(**nouns)
 
 
+def words_of_background(background: str) -> str:
+    """The plainest words for a background: "on a red background", "on the beach"."""
+    return _on_color(COLOR_WORDS[0], background) if background in COLORS else PLACE_WORDS[background][0]
+
+
+def _on_color(pattern: str, color: str) -> str:
+    return pattern.format(color).replace(" a orange", " an orange")
+
+
 def _where(background: str, rng: random.Random) -> str:
     if background in COLORS:
         color = rng.choice(COLOR_SYNONYMS.get(background, (background,)))
-        words = rng.choice(COLOR_WORDS).format(color)
-        return words.replace(" a orange", " an orange")
+        return _on_color(rng.choice(COLOR_WORDS), color)
     return rng.choice(PLACE_WORDS[background])
 
 

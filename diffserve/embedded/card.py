@@ -1,7 +1,8 @@
 """The last stage: put what was trained into the package, mark it, paint the sample sheets and write the model card.
 
-The card is ``card_template.md`` with tables filled in from ``marks.json`` (and ``turbo-marks.json``) and from
-``training.json``, the bills of all training so far, so no number in it is written by hand.
+The card is ``card_template.md`` with tables filled in from ``marks.json``, ``turbo-marks.json`` and
+``range-marks.json``, and from ``training.json``, the bills of all training so far, so no number in it is written by
+hand.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import numpy as np
 from PIL import Image
 
 from diffserve.embedded.marks import STUDENT, TEACHER, document, judged, paint_held_out
+from diffserve.embedded.range_marks import document as range_document
 from diffserve.embedded.samples import held_out
 from diffserve.embedded.world import CAMOUFLAGED, COLORS, OBJECTS
 from diffserve.engine import Engine
-from diffserve.types import DiffusionParams, GenerationRequest
+from diffserve.types import GenerationRequest
 
 ROOM = Path(__file__).parent
 TEMPLATE, CARD, LOG = ROOM / "card_template.md", ROOM / "MODEL_CARD.md", ROOM / "training.json"
@@ -41,21 +43,32 @@ def install(work: Path) -> None:
     LOG.write_text(json.dumps(bills, indent=2) + "\n", encoding="utf-8")
 
 
-def write(*, count: int = 300) -> Path:
-    """Mark the shipped models with ``count`` held-out captions each, paint the sheets and write the card."""
+def measure(*, count: int = 300, range_count: int = 60) -> None:
+    """Mark the shipped models with ``count`` held-out captions each (``range_count`` for every guidance scale and
+    negative prompt), and paint the sheets."""
     engine = Engine.from_pretrained("embedded")
-    teacher = _marks(engine, count, TEACHER, ROOM / "marks.json")
+    _keep(document(engine, judged(paint_held_out(engine, count, TEACHER)), TEACHER), "marks")
+    _keep(range_document(engine, range_count), "range-marks")
     paint_sheets(engine)
+    if SHIPPED["turbo"].is_dir():
+        turbo = Engine.from_pretrained("embedded-turbo")
+        _keep(document(turbo, judged(paint_held_out(turbo, count, STUDENT)), STUDENT), "turbo-marks")
+
+
+def write() -> Path:
+    """Write the card from what :func:`measure` has kept."""
+    teacher, ranged = _kept("marks"), _kept("range-marks")
     tables = {
         "marks": marks_table(teacher),
         "confusions": confusion_table(teacher),
+        "guidance": guidance_table(ranged),
+        "negatives": negatives_table(ranged),
         "bills": bill_table(json.loads(LOG.read_text(encoding="utf-8"))),
         "objects": ", ".join(OBJECTS),
         "student_marks": "The student of these weights has not been trained yet.",
     }
     if SHIPPED["turbo"].is_dir():
-        student = _marks(Engine.from_pretrained("embedded-turbo"), count, STUDENT, ROOM / "turbo-marks.json")
-        tables["student_marks"] = marks_table(student)
+        tables["student_marks"] = marks_table(_kept("turbo-marks"))
     text = TEMPLATE.read_text(encoding="utf-8")
     for name, table in tables.items():
         text = text.replace(f"{{{{{name}}}}}", table)
@@ -80,6 +93,23 @@ def confusion_table(marks: dict[str, Any]) -> str:
     for name, row in worst:
         instead = ", ".join(f"{other} ({times})" for other, times in row["instead"].items())
         rows.append([name, f"{row['found']} of {row['asked']}", instead])
+    return _table(rows)
+
+
+def guidance_table(ranged: dict[str, Any]) -> str:
+    """Exact matches by guidance scale."""
+    marks = ranged["guidance"]
+    shares = [f"{exact / ranged['count']:.0%}" for exact in marks.values()]
+    return _table([["guidance scale", *marks], [f"exact, of {ranged['count']}", *shares]])
+
+
+def negatives_table(ranged: dict[str, Any]) -> str:
+    """What naming an unasked background or object in the negative prompt does."""
+    rows = [["the negative prompt names", "pictures", "it is gone", "and the rest is as asked"]]
+    for name in ("background", "objects"):
+        row = ranged[f"{name}_kept_away"]
+        words = "the background that came unasked" if name == "background" else "an object that came unasked"
+        rows.append([words, f"{row['count']}", f"{row['avoided']}", f"{row['right']}"])
     return _table(rows)
 
 
@@ -128,7 +158,10 @@ def _sheet(engine: Engine, prompts: list[str], columns: int, path: Path, size: t
     return path
 
 
-def _marks(engine: Engine, count: int, how: DiffusionParams, path: Path) -> dict[str, Any]:
-    marks = document(engine, judged(paint_held_out(engine, count, how)), how)
-    path.write_text(json.dumps(marks, indent=2) + "\n", encoding="utf-8")
-    return marks
+def _keep(marks: dict[str, Any], name: str) -> None:
+    (ROOM / f"{name}.json").write_text(json.dumps(marks, indent=2) + "\n", encoding="utf-8")
+
+
+def _kept(name: str) -> dict[str, Any]:
+    kept: dict[str, Any] = json.loads((ROOM / f"{name}.json").read_text(encoding="utf-8"))
+    return kept

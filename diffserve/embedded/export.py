@@ -42,6 +42,7 @@ def export(directory: Path, vae: AutoencoderKL, denoiser: Denoiser, tokenizer: C
         ("vae", vae), ("unet", denoiser.unet), ("text_encoder", denoiser.text_encoder))}  # fmt: skip
     for name, part in halves.items():
         part.save_pretrained(directory / name, safe_serialization=True)
+        _forget_origin(directory / name / "config.json")
     tokenizer.save_pretrained(directory / "tokenizer")
     build_scheduler().save_pretrained(directory / "scheduler")
     index = {
@@ -58,3 +59,10 @@ def export(directory: Path, vae: AutoencoderKL, denoiser: Denoiser, tokenizer: C
     }
     (directory / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return directory
+
+
+def _forget_origin(path: Path) -> None:
+    """Take out where a part was loaded from: a place on one machine means nothing on another."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if config.pop("_name_or_path", None) is not None:
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

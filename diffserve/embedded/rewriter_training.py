@@ -31,7 +31,7 @@ from diffserve.embedded.samples import held_out
 from diffserve.embedded.training import Run, TrainSettings, adamw
 from diffserve.embedded.wishes import LooseWish, held_out_wishes, wishes, wishes_by_hand
 
-SHIPPED = TrainSettings(iterations=4500, batch_size=64, learning_rate=3e-3, ema=0.998)
+SHIPPED = TrainSettings(iterations=4000, batch_size=64, learning_rate=3e-3, ema=0.998)
 """The settings of the shipped weights."""
 
 SYSTEM_SHARE = 0.1

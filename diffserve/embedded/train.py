@@ -47,7 +47,7 @@ class Materials:
     tokenizer: CLIPTokenizer
 
 
-def materials(work: Path, device: str, *, num_scenes: int = 24_000, start: Path | None = None) -> Materials:
+def materials(work: Path, device: str, *, num_scenes: int = 48_000, start: Path | None = None) -> Materials:
     """Make or load them; the autoencoder is trained first if it is not."""
     tokenizer = CLIPTokenizer.from_pretrained(train_tokenizer(work / "tokenizer"))
     raw = vae(work, device, start=start)
@@ -73,7 +73,7 @@ def atlas() -> None:
 
 @app.command()
 def vae(
-    work: Work, device: Device = "cpu", iterations: int = 3000, batch: int = 16, start: Start = None
+    work: Work, device: Device = "cpu", iterations: int = 5800, batch: int = 16, start: Start = None
 ) -> AutoencoderKL:
     """Train the autoencoder."""
     work.mkdir(parents=True, exist_ok=True)
@@ -87,9 +87,9 @@ def vae(
 def denoiser(
     work: Work,
     device: Device = "cpu",
-    iterations: int = 3500,
+    iterations: int = 6650,
     batch: int = 64,
-    num_scenes: int = 24_000,
+    num_scenes: int = 48_000,
     look_every: int = 800,
     start: Start = None,
 ) -> None:
@@ -148,6 +148,7 @@ def rewriter(work: Work, device: Device = "cpu") -> None:
 def card(work: Work) -> None:
     """Put what was trained into the package, mark it and write the model card."""
     model_card.install(work)
+    model_card.measure()
     model_card.write()
 
 

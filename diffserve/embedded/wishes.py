@@ -123,7 +123,8 @@ def shows(pixels: NDArray[np.uint8], asked: Asked) -> bool:
     reading = read_picture(pixels)
     names = [one.name for one in reading.objects]
     orders = set(permutations(names)) if len(names) == len(asked.names) else set()
-    options = (Said(*parts, reading.background) for parts in product(orders, asked.relations, asked.sizes))
+    sizes = asked.sizes if len(names) == 1 else asked.sizes & {"plain"}  # a size is said of an only object
+    options = (Said(*parts, reading.background) for parts in product(orders, asked.relations, sizes))
     return any(judge(reading, _checked(said)).exact for said in options if asked.allows(said))
 
 

@@ -280,3 +280,11 @@ def test_a_picture_grants_a_vague_wish_with_any_choice() -> None:
     assert shows(render(fitting.stage(random.Random(0))), asked)
     assert not shows(render(other.stage(random.Random(0))), asked)
     assert not shows(render(replace(fitting, background="black").stage(random.Random(0))), asked)
+
+
+def test_a_vague_wish_of_two_objects_is_granted_whatever_it_leaves_open() -> None:
+    (wish,) = [one for one in held_out_wishes(200) if one.text == "something cosy with an animal and the moon"]
+    said = Said(("cat", "moon"), "left of", "plain", "night sky")
+    other = Said(("cat", "apple"), "left of", "plain", "night sky")
+    assert shows(render(said.stage(random.Random(0))), wish.asked)
+    assert not shows(render(other.stage(random.Random(0))), wish.asked)
