@@ -15,9 +15,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diffserve.config import EngineConfig, Settings, load_settings
-    from diffserve.engine import Engine
+    from diffserve.config import EngineConfig, Settings, TextSettings, load_settings
+    from diffserve.engine import Engine, Rewriter, Studio, TextEngine
     from diffserve.errors import DiffserveError
+    from diffserve.rewrite_types import Rewrite, RewriteDelta, RewriteFinished, RewriteRequest
+    from diffserve.sampling_params import SamplingParams
+    from diffserve.text_types import ChatMessage, TextDelta, TextFinished, TextRequest
     from diffserve.types import (
         Accepted,
         Cancelled,
@@ -33,13 +36,16 @@ if TYPE_CHECKING:
         Picture,
         Preview,
         Progress,
+        RewriteOptions,
     )
+
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Accepted": "diffserve.types",
     "Cancelled": "diffserve.types",
+    "ChatMessage": "diffserve.text_types",
     "DiffserveError": "diffserve.errors",
     "DiffusionParams": "diffserve.types",
     "Engine": "diffserve.engine",
@@ -55,13 +61,27 @@ _HOME = {
     "Picture": "diffserve.types",
     "Preview": "diffserve.types",
     "Progress": "diffserve.types",
+    "Rewrite": "diffserve.rewrite_types",
+    "RewriteDelta": "diffserve.rewrite_types",
+    "RewriteFinished": "diffserve.rewrite_types",
+    "RewriteOptions": "diffserve.types",
+    "RewriteRequest": "diffserve.rewrite_types",
+    "Rewriter": "diffserve.engine",
+    "SamplingParams": "diffserve.sampling_params",
     "Settings": "diffserve.config",
+    "Studio": "diffserve.engine",
+    "TextDelta": "diffserve.text_types",
+    "TextEngine": "diffserve.engine",
+    "TextFinished": "diffserve.text_types",
+    "TextRequest": "diffserve.text_types",
+    "TextSettings": "diffserve.config",
     "load_settings": "diffserve.config",
 }
 
 __all__ = [
     "Accepted",
     "Cancelled",
+    "ChatMessage",
     "DiffserveError",
     "DiffusionParams",
     "Engine",
@@ -77,7 +97,20 @@ __all__ = [
     "Picture",
     "Preview",
     "Progress",
+    "Rewrite",
+    "RewriteDelta",
+    "RewriteFinished",
+    "RewriteOptions",
+    "RewriteRequest",
+    "Rewriter",
+    "SamplingParams",
     "Settings",
+    "Studio",
+    "TextDelta",
+    "TextEngine",
+    "TextFinished",
+    "TextRequest",
+    "TextSettings",
     "load_settings",
 ]
 

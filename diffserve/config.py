@@ -25,11 +25,14 @@ import msgspec
 
 from diffserve.errors import ConfigError, InvalidRequest
 from diffserve.profiles import describe_model
+from diffserve.text_types import TextConfig
 from diffserve.types import ModelProfile
 from schedulers import SPACINGS, resolve_sampler
 
 PROFILES = ("embedded", "embedded-turbo", "sd15", "sdxl")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
+TEXT_DTYPES = (*DTYPES, "int4")
+AUTO_STYLE = "auto"
 ENV_PREFIX = "DIFFSERVE_"
 
 
@@ -49,7 +52,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trace_ticks            how many past ticks ``Engine.trace`` remembers
     cross_attention        "paged": the UNet's keys and values of every prompt are made once and kept in the page pool;
                            "plain": embeddings through diffusers' own attention at every step, and no pool
-    kv_pool_bytes          size of the page pool; ``None``: room for 64 different prompts of one window
+    kv_pool_bytes          size of the page pool, which a language model shares; ``None``: room for 64 different prompts
+                           of one window, and for what the language model wants
     """
 
     max_rows: int | None = None
@@ -80,6 +84,47 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 f"ageing_rows_per_tick is {self.ageing_rows_per_tick}; it must be positive, or long jobs starve.",
                 param="ageing_rows_per_tick",
+            )
+
+
+class TextSettings(TextConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The ``[text]`` table: which language model stands beside the images, and how both share the device.
+
+    model             "": none; "embedded": the rewriter that ships inside; else a directory as transformers writes it
+    draft_model       a smaller model of the same vocabulary that proposes what ``model`` checks; "": none
+    dtype             auto, float32, bfloat16, float16, int8 or int4, of both
+    rewriter_style    file name in ``configs/rewriter/``; "auto": what the image model's family reads best
+    rewriter_entropy  mean nats per token above which a rewritten prompt counts as unsure; ``None``: as the style says
+    prompt_rewriter   what an image request gets that does not say: off, auto, or force (also where it is unsure)
+    time_share        while images are painted and texts are written, the share of time that goes to the texts
+
+    The rest is :class:`~diffserve.text_types.TextConfig`.
+    """
+
+    model: str = ""
+    draft_model: str = ""
+    dtype: str = "auto"
+    rewriter_style: str = AUTO_STYLE
+    rewriter_entropy: float | None = None
+    prompt_rewriter: Literal["off", "auto", "force"] = "off"
+    time_share: float = 0.25
+
+    def __post_init__(self) -> None:
+        TextConfig.__post_init__(self)
+        if self.dtype not in TEXT_DTYPES:
+            raise ConfigError(f"dtype is {self.dtype!r}; choose one of {', '.join(TEXT_DTYPES)}.", param="dtype")
+        if not self.rewriter_style.strip():
+            raise ConfigError("rewriter_style is empty; give auto or a style's name.", param="rewriter_style")
+        entropy = self.rewriter_entropy
+        if entropy is not None and not (math.isfinite(entropy) and entropy > 0):
+            raise ConfigError(
+                f"rewriter_entropy is {entropy}; it must be a positive number of nats, or auto.",
+                param="rewriter_entropy",
+            )
+        if not 0.0 < self.time_share < 1.0:
+            raise ConfigError(
+                f"time_share is {self.time_share}; it must lie between 0 and 1, so that neither side stands still.",
+                param="time_share",
             )
 
 
@@ -115,6 +160,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     model: ModelProfile
     engine: EngineConfig
+    text: TextSettings
     serve: ServeConfig
     origins: dict[str, str]
 
@@ -132,7 +178,12 @@ class _Value(NamedTuple):
     is_text: bool = False
 
 
-TABLES: dict[str, type[msgspec.Struct]] = {"model": ModelProfile, "engine": EngineConfig, "serve": ServeConfig}
+TABLES: dict[str, type[msgspec.Struct]] = {
+    "model": ModelProfile,
+    "engine": EngineConfig,
+    "text": TextSettings,
+    "serve": ServeConfig,
+}
 _FIELDS = {table: get_type_hints(struct) for table, struct in TABLES.items()}
 KEYS = tuple(f"{table}.{key}" for table, fields in _FIELDS.items() for key in fields)
 
@@ -166,7 +217,7 @@ def load_settings(
     profile = path if path in PROFILES else named
     if profile is None:
         profile, described = describe_model(Path(path).expanduser())
-    values |= _builtin_layer(f"{profile}.toml", ("model", "engine"))
+    values |= _builtin_layer(f"{profile}.toml", ("model", "engine", "text"))
     own_path = values["model.path"]
     values |= {f"model.{key}": _Value(value, path) for key, value in described.items()}
     values |= user | environment
@@ -197,7 +248,7 @@ def _convert(dotted: str, value: _Value) -> Any:
     """``value`` as the type of its field; environment text is read as TOML would write it without quotes."""
     table, key = dotted.split(".")
     raw = value.raw
-    if raw == "auto" and _FIELDS[table][key] == int | None:
+    if raw == "auto" and _FIELDS[table][key] in (int | None, float | None):
         return None
     if value.is_text and key == "good_sizes":
         raw = [size.split("x") for size in raw.replace(" ", "").split(",") if size]

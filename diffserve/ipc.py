@@ -1,8 +1,8 @@
 """What the HTTP process and the engine process say to each other: msgpack frames over one private socket, no pickle.
 
 A frame is the length of its body (4 bytes, big endian) and the body: one tagged :mod:`msgspec` struct. The HTTP process
-sends commands, the engine process sends reports, and every event of :mod:`diffserve.types` is a report. A request is
-built again, hence checked again, on the engine's side. Neither torch nor asyncio is imported here.
+sends commands, the engine process sends reports, and every event (of images, texts and rewritten prompts) is a report.
+A request is built again, hence checked again, on the engine's side. Neither torch nor asyncio is imported here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from collections.abc import Iterator
 
 import msgspec
 
-from diffserve.config import EngineConfig
+from diffserve.config import EngineConfig, TextSettings
+from diffserve.engine_stats import EngineStats
+from diffserve.rewrite_types import RewriteEvent, RewriteRequest
+from diffserve.text_types import LanguageModelInfo, TextEvent, TextRequest
 from diffserve.types import Event, GenerationRequest, ModelInfo, ModelProfile
 
 HEADER = struct.Struct(">I")
@@ -22,16 +25,29 @@ MAX_FRAME_BYTES = 256 * 1024 * 1024
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The first command: which model to load and how to batch."""
+    """The first command: which models to load and how to batch."""
 
     model: ModelProfile
     engine: EngineConfig
+    text: TextSettings
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Paint this; answered by Accepted or Rejected."""
 
     request: GenerationRequest
+
+
+class SubmitText(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Continue this; answered by TextAccepted or Rejected."""
+
+    request: TextRequest
+
+
+class SubmitRewrite(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Turn this wish into prompts; answered by its events or Rejected."""
+
+    request: RewriteRequest
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -52,10 +68,17 @@ class ReadTrace(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     number: int
 
 
+class ReadStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How is it going? Answered by a Stats with the same number at once, also in the middle of a tick."""
+
+    number: int
+
+
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The model is loaded and has painted a trial image."""
+    """The model is loaded and has painted a trial image. ``language``: the language model beside it, if any."""
 
     info: ModelInfo
+    language: LanguageModelInfo | None = None
 
 
 class LoadFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -89,8 +112,16 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     unet_calls: list[list[str]]
 
 
-Command = Load | Submit | Cancel | Ping | ReadTrace
-Report = Ready | LoadFailed | Rejected | Pong | Trace | Event
+class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The numbers as of a moment ago; ``None`` before the first tick."""
+
+    number: int
+    stats: EngineStats | None
+
+
+AnyEvent = Event | TextEvent | RewriteEvent
+Command = Load | Submit | SubmitText | SubmitRewrite | Cancel | Ping | ReadTrace | ReadStats
+Report = Ready | LoadFailed | Rejected | Pong | Trace | Stats | AnyEvent
 
 _encoder = msgspec.msgpack.Encoder()
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

@@ -19,6 +19,7 @@ from diffserve.types import Cancelled, Failed
 MAX_TEXT_CHARS = 4_000_000
 MAX_PROMPT_TOKENS = 1_000_000
 MAX_TEXTS = 64
+MAX_MESSAGES = 4096
 
 FinishReason = Literal["stop", "length"]
 Speculation = Literal["auto", "off", "prompt_lookup", "draft"]
@@ -34,8 +35,16 @@ def new_text_id() -> str:
     return f"txt-{uuid.uuid4().hex[:24]}"
 
 
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One turn of a conversation, for the model's own chat template."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str
+
+
 class TextRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What somebody wants continued: ``prompt`` as a text, or ``token_ids``, one of the two.
+    """What somebody wants continued: ``prompt`` as a text, ``token_ids``, or ``messages`` for the model's chat
+    template, one of the three.
 
     num_texts          answers to one prompt; text i is drawn with seed + i. With beams: the best so many
     add_special_tokens whether the tokenizer puts its own marks around ``prompt``; a chat template has put them already
@@ -49,6 +58,7 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     prompt: str = ""
     token_ids: tuple[int, ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
     params: SamplingParams = SamplingParams()
     num_texts: int = 1
     add_special_tokens: bool = True
@@ -60,15 +70,22 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         _check(
-            bool(self.prompt) != bool(self.token_ids),
-            "give either a prompt or token_ids, and not an empty one.",
+            sum(map(bool, (self.prompt, self.token_ids, self.messages))) == 1,
+            "give a prompt, token_ids or messages, one of them, and not an empty one.",
             "prompt",
-            "invalid_value" if self.prompt else "empty_prompt",
+            "invalid_value" if self.prompt or self.token_ids else "empty_prompt",
+        )
+        num_chars = len(self.prompt) + sum(len(message.content) for message in self.messages)
+        _check(
+            len(self.messages) <= MAX_MESSAGES,
+            f"messages are {len(self.messages)}; at most {MAX_MESSAGES} are taken.",
+            "messages",
+            "array_above_max_length",
         )
         _check(
-            len(self.prompt) <= MAX_TEXT_CHARS,
-            f"the prompt has {len(self.prompt)} characters; at most {MAX_TEXT_CHARS} are taken.",
-            "prompt",
+            num_chars <= MAX_TEXT_CHARS,
+            f"the prompt has {num_chars} characters; at most {MAX_TEXT_CHARS} are taken.",
+            "messages" if self.messages else "prompt",
             "string_above_max_length",
         )
         _check(

@@ -129,6 +129,34 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         )
 
 
+class RewriteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a wish is rewritten into a prompt.
+
+    style   whose prompts the image model reads best: file name in ``configs/rewriter/``; ``None``: the model's own
+    seed    of the second prompt and those after it, and of models that draw; ``None``: 0
+    system  a system text in place of the style's own
+    force   take an answer although the model was unsure of it; empty, refusing and endless ones are never taken
+    """
+
+    style: str | None = None
+    seed: int | None = None
+    system: str | None = None
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        _check(
+            self.seed is None or 0 <= self.seed <= MAX_SEED,
+            f"seed is {self.seed}; it must lie between 0 and {MAX_SEED}.",
+            "seed",
+        )
+        _check(
+            self.system is None or len(self.system) <= MAX_PROMPT_CHARS,
+            f"system has {len(self.system or '')} characters; at most {MAX_PROMPT_CHARS} are taken.",
+            "system",
+            "string_above_max_length",
+        )
+
+
 def new_request_id() -> str:
     """A fresh request id, ``img-`` and 24 hexadecimal digits."""
     return f"img-{uuid.uuid4().hex[:24]}"
@@ -143,6 +171,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     init_image            start from this picture (image-to-image), resized by the caller to width x height
     mask_image            one channel, 255 = repaint here (inpainting); needs ``init_image``
     preview_every         a Preview event each so many steps; 0: none
+    rewriting             have the prompt rewritten first; ``None``: paint it as it is
     deadline_s            seconds after submit at which the work is given up
     """
 
@@ -157,6 +186,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     mask_image: Picture | None = None
     preview_every: int = 0
     return_latents: bool = False
+    rewriting: RewriteOptions | None = None
     deadline_s: float | None = None
     request_id: str = msgspec.field(default_factory=new_request_id)
 
@@ -207,7 +237,8 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 class ImageResult(msgspec.Struct, frozen=True, kw_only=True):
     """One finished image and what it was painted with (an init image, its strength and its mask are the caller's).
 
-    ``num_evaluations`` counts UNet rows (two a step under guidance); ``latents`` only when asked for.
+    ``num_evaluations`` counts UNet rows (two a step under guidance); ``latents`` only when asked for. ``prompt`` is
+    what was painted from; ``original_prompt`` the wish before it was rewritten, ``None`` where it was not.
     """
 
     request_id: str
@@ -228,6 +259,7 @@ class ImageResult(msgspec.Struct, frozen=True, kw_only=True):
     model_digest: str
     warnings: tuple[str, ...] = ()
     latents: LatentArray | None = None
+    original_prompt: str | None = None
 
     @property
     def pixels(self) -> NDArray[np.uint8]:

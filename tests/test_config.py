@@ -28,7 +28,7 @@ def test_built_in_profile_is_complete_and_every_value_has_an_origin(profile: str
 
 
 def test_the_five_built_in_files_are_all_there() -> None:
-    assert sorted(path.name for path in configs_dir().iterdir()) == [
+    assert sorted(path.name for path in configs_dir().glob("*.toml")) == [
         "embedded-turbo.toml",
         "embedded.toml",
         "sd15.toml",
@@ -83,6 +83,17 @@ def test_environment_text_is_read_as_the_type_of_its_field() -> None:
     assert settings.model.guidance_scale == 2.5
 
 
+def test_the_rewriter_that_ships_inside_stands_beside_the_models_that_ship_inside_only() -> None:
+    models = {profile: load_settings(model=profile, env={}).text.model for profile in PROFILES}
+    assert models == {"embedded": "embedded", "embedded-turbo": "embedded", "sd15": "", "sdxl": ""}
+
+
+def test_language_model_may_have_weights_of_four_bits_and_an_image_model_may_not() -> None:
+    assert load_settings(env={"DIFFSERVE_TEXT_DTYPE": "int4"}).text.dtype == "int4"
+    with pytest.raises(ConfigError, match="DIFFSERVE_MODEL_DTYPE: dtype is 'int4'"):
+        load_settings(env={"DIFFSERVE_MODEL_DTYPE": "int4"})
+
+
 def test_auto_stays_auto_where_it_means_measure_it_and_is_none_for_a_number() -> None:
     engine = load_settings(env={}).engine
     assert engine.max_rows is None
@@ -110,6 +121,13 @@ def test_auto_stays_auto_where_it_means_measure_it_and_is_none_for_a_number() ->
         ("[model]\nmax_side_px = 100\n", "max_side_px is 100; good_sizes holds a side of 192 px."),
         ("[engine]\nmax_rows = 1\n", "max_rows is 1; a guided image needs 2 rows"),
         ("[engine]\ndeterministic = 'maybe'\n", "engine.deterministic is 'maybe'"),
+        ("[text]\ntime_share = 0\n", "text.time_share: time_share is 0.0; it must lie between 0 and 1"),
+        ("[text]\ntime_share = nan\n", "time_share is nan"),
+        ("[text]\ndtype = 'int2'\n", "text.dtype: dtype is 'int2'; choose one of auto, float32"),
+        ("[text]\nrewriter_entropy = -1.0\n", "rewriter_entropy is -1.0; it must be a positive number"),
+        ("[text]\nrewriter_style = ''\n", "rewriter_style is empty; give auto or a style's name."),
+        ("[text]\nmax_sequences = 0\n", "text.max_sequences: max_sequences is 0; it must be at least 1."),
+        ("[text]\nmodle = 'x'\n", "unknown key text.modle; did you mean model?"),
         ("[serve\n", "is not valid TOML"),
     ],
 )

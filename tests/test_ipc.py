@@ -13,7 +13,10 @@ import pytest
 from diffserve import ipc
 from diffserve.config import load_settings
 from diffserve.errors import InvalidRequest
-from diffserve.types import Cancelled, Event, GenerationRequest, Picture, Preview
+from diffserve.rewrite_types import RewriteEvent, RewriteRequest
+from diffserve.sampling_params import SamplingParams
+from diffserve.text_types import ChatMessage, TextDelta, TextEvent, TextRequest
+from diffserve.types import Cancelled, Event, GenerationRequest, Picture, Preview, RewriteOptions
 
 PICTURE = Picture.from_array(np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3))
 
@@ -26,8 +29,12 @@ def ends() -> tuple[socket.socket, socket.socket]:
 def test_commands_arrive_whole_however_they_are_cut(ends: tuple[socket.socket, socket.socket]) -> None:
     settings = load_settings(env={})
     sent: list[ipc.Command] = [
-        ipc.Load(model=settings.model, engine=settings.engine),
+        ipc.Load(model=settings.model, engine=settings.engine, text=settings.text),
         ipc.Submit(request=GenerationRequest(prompt="a fox 🦊", init_image=PICTURE, seed=2**63 - 1)),
+        ipc.Submit(request=GenerationRequest(prompt="a fox", rewriting=RewriteOptions(style="tags", force=True))),
+        ipc.SubmitText(request=TextRequest(prompt="once 🦊", params=SamplingParams(stop=("\n",), logprobs=3))),
+        ipc.SubmitText(request=TextRequest(messages=(ChatMessage(role="user", content="hello"),), cache_salt=b"\xff")),
+        ipc.SubmitRewrite(request=RewriteRequest(wish="something cosy", num_prompts=3, deltas=True)),
         ipc.Cancel(request_id="img-1"),
         ipc.Ping(number=3),
         ipc.ReadTrace(number=4),
@@ -78,7 +85,10 @@ def test_two_threads_never_mix_their_frames(ends: tuple[socket.socket, socket.so
 
 
 def test_every_event_is_a_report() -> None:
-    assert set(get_args(Event)) <= set(get_args(ipc.Report))
+    events = {event for family in (Event, TextEvent, RewriteEvent) for event in get_args(family)}
+    assert events <= set(get_args(ipc.Report))
+    delta = TextDelta(request_id="a", text_index=0, text="fox", token_ids=(7,))
+    assert ipc.decode_report(ipc.frame(delta)[ipc.HEADER.size :]) == delta
     assert ipc.decode_report(ipc.frame(Cancelled(request_id="a"))[ipc.HEADER.size :]) == Cancelled(request_id="a")
 
 
@@ -88,6 +98,15 @@ def test_a_request_is_checked_again_on_the_other_side(ends: tuple[socket.socket,
     with ours, theirs:
         ours.sendall(ipc.HEADER.pack(len(body)) + body)
         with pytest.raises(InvalidRequest, match="n is 1000000000"):
+            next(ipc.EngineEnd(theirs).commands())
+
+
+def test_a_text_request_is_checked_again_on_the_other_side(ends: tuple[socket.socket, socket.socket]) -> None:
+    body = msgspec.msgpack.encode({"type": "SubmitText", "request": {"prompt": "a", "params": {"temperature": -1.0}}})
+    ours, theirs = ends
+    with ours, theirs:
+        ours.sendall(ipc.HEADER.pack(len(body)) + body)
+        with pytest.raises(InvalidRequest, match="temperature is -1"):
             next(ipc.EngineEnd(theirs).commands())
 
 

@@ -1,4 +1,4 @@
-"""The three commands and their options. Nothing heavy is imported before a command runs: ``--help`` answers at once."""
+"""The commands and their options. Nothing heavy is imported before a command runs: ``--help`` answers at once."""
 
 from __future__ import annotations
 
@@ -112,6 +112,35 @@ def generate(
 
 
 @app.command()
+def rewrite(
+    wish: Annotated[str, typer.Argument(help="What you would like to see, in your own words.", metavar="WISH")],
+    num_prompts: Annotated[
+        int, typer.Option("-n", help="How many prompts; the first is the likeliest.", metavar="N")
+    ] = 1,
+    stream: Annotated[bool, typer.Option("--stream", help="Show the words as they come.")] = False,
+    model: Annotated[
+        str, typer.Option("--model", help="embedded, or the folder of any instruct model.", metavar="DIR")
+    ] = "embedded",
+    style: Annotated[
+        str | None, typer.Option("--style", help="embedded, tags (SD 1.x) or prose (SDXL); the model decides else.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Of the second prompt and those after it (0).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all that is known, as JSON.")] = False,
+    device: DeviceOption = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="auto, float32, bfloat16, float16, int8 or int4.")
+    ] = None,
+) -> int:
+    """Rewrite WISH into prompts that an image model understands, one line each."""
+    from diffserve.cli.rewrite import Order, run
+
+    order = Order(
+        wish=wish, num_prompts=num_prompts, model=model, style=style, seed=seed, is_streamed=stream, is_json=as_json
+    )
+    return run(order, device=device or "auto", dtype=dtype or "auto")
+
+
+@app.command()
 def serve(
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option("--port", help="Port to listen on; 0: any free one.")] = None,
@@ -133,6 +162,37 @@ def serve(
         "model.dtype": Flag("--dtype", dtype),
     }
     return run_server(load_settings(model=model, config=config, flags=flags))
+
+
+@app.command()
+def sweep(
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Folder for the report; what is there already is not painted again.")
+    ],
+    samplers: Annotated[str, typer.Option("--samplers", help="With commas between them.")] = "ddpm,ddim,dpmpp_2m",
+    steps: Annotated[str, typer.Option("--steps", help="With commas between them.")] = "5,10,20,50,100",
+    guidance: Annotated[str | None, typer.Option("--guidance", help="One or several; the model decides else.")] = None,
+    prompts: Annotated[
+        str, typer.Option("--prompts", help="So many held-out captions, or a text file of prompts.", metavar="N|FILE")
+    ] = "64",
+    seeds: Annotated[int, typer.Option("--seeds", help="Pictures of each prompt.", metavar="N")] = 4,
+    seed: Annotated[int, typer.Option("--seed", help="The first seed; another one for every picture.")] = 0,
+    reference_steps: Annotated[
+        int, typer.Option("--reference-steps", help="DDIM steps that count as converged.")
+    ] = 200,
+    model: ModelOption = None,
+    config: ConfigOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+) -> int:
+    """Compare samplers and step counts on the same prompts and seeds, and write a report; Ctrl-C and go on later."""
+    from diffserve.cli.sweep import Order, run
+
+    order = Order(
+        samplers=samplers, steps=steps, guidance=guidance, prompts=prompts, num_seeds=seeds, first_seed=seed,
+        reference_steps=reference_steps, output=output,
+    )  # fmt: skip
+    return run(order, model=model, config=config, device=device, dtype=dtype)
 
 
 @app.command()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from diffserve.config import EngineConfig
 from diffserve.engine.plan import TickOutcome, TickPlan, TickTrace
 from diffserve.engine.request_scheduler import RequestScheduler
 from diffserve.engine.runners import Runners, failure_of
+from diffserve.engine_stats import ImageStats
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.kv import PagePool
 from diffserve.types import Event
@@ -19,7 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Scheduler and runners, driven by one thread at a time. ``pages``: see ``Runners``."""
+    """Scheduler and runners, driven by one thread at a time. ``pages``: see ``Runners``.
+
+    num_postponed  images that the latest tick would have let in, had there been pages
+    """
 
     def __init__(
         self,
@@ -33,6 +37,9 @@ class EngineCore:
         self.scheduler = RequestScheduler(config, model.info)
         self.runners = Runners(model, config, clock, pages)
         self.trace: deque[TickTrace] = deque(maxlen=config.trace_ticks)
+        self.num_postponed = 0
+        self._counts = Counter[str]()
+        self._busy_s = 0.0
 
     def tick(self, take_cancelled: Callable[[], list[str]]) -> list[Event]:
         """Advance everybody who fits by one row. Cancellations are taken before the plan and before its result."""
@@ -40,6 +47,7 @@ class EngineCore:
         events = self._cancel(take_cancelled()) + self.scheduler.expire(started_s)
         plan = self.scheduler.plan(self.runners.row_cap)
         outcome = self._run(plan)
+        self.num_postponed = len(outcome.postponed)
         events += self._cancel(take_cancelled())
         events += self.scheduler.apply(plan, outcome)
         self.runners.trim(self.scheduler.in_flight)
@@ -53,6 +61,18 @@ class EngineCore:
         if not num_rows or not num_live:
             return 1.0
         return max(1.0, self.scheduler.rows_left / num_live * sum(tick.wall_s for tick in recent) / num_rows)
+
+    def stats(self) -> ImageStats:
+        """Counters for the metrics."""
+        return ImageStats(
+            num_running=len(self.scheduler.in_flight),
+            num_waiting=sum(not live.has_started for live in self.scheduler.live.values()),
+            num_steps=self._counts["steps"],
+            num_rows=self._counts["rows"],
+            num_painted=self._counts["painted"],
+            num_failed=self._counts["failed"],
+            busy_s=self._busy_s,
+        )
 
     def check_integrity(self) -> None:
         """Raises ``AssertionError`` or ``PoolIntegrityError`` when a lane, an image or a page has been lost."""
@@ -71,13 +91,17 @@ class EngineCore:
             return TickOutcome(failures=dict.fromkeys(plan.tasks, failure_of(error)))
 
     def _remember(self, plan: TickPlan, outcome: TickOutcome, started_s: float) -> None:
-        if plan.tasks:
-            self.trace.append(
-                TickTrace(
-                    tick=self.scheduler.num_ticks,
-                    calls=tuple(outcome.calls),
-                    num_prepared=len(plan.prepare),
-                    num_decoded=len(outcome.pictures),
-                    wall_s=self.clock() - started_s,
-                )
-            )
+        if not plan.tasks:
+            return
+        tick = TickTrace(
+            tick=self.scheduler.num_ticks,
+            calls=tuple(outcome.calls),
+            num_prepared=len(plan.prepare),
+            num_decoded=len(outcome.pictures),
+            wall_s=self.clock() - started_s,
+        )
+        self.trace.append(tick)
+        self._busy_s += tick.wall_s
+        self._counts.update(
+            steps=bool(tick.calls), rows=tick.num_rows, painted=tick.num_decoded, failed=len(outcome.failures)
+        )

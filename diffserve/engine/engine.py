@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+import msgspec
 
 from diffserve.config import EngineConfig, load_settings
 from diffserve.engine.admission import Admission
 from diffserve.engine.core import EngineCore
 from diffserve.engine.plan import TickTrace
-from diffserve.engine.task import GroupKey, LiveRequest
+from diffserve.engine.task import Failure, GroupKey, LiveRequest
+from diffserve.engine_stats import ImageStats
 from diffserve.errors import (
     DeadlineExceeded,
     DiffserveError,
@@ -49,7 +53,7 @@ class Engine:
     request, else by the next :meth:`tick`.
 
     ``pool``: a page pool that other tenants use too, in the thread that ticks; its pages must suit ``image_specs``.
-    Without one the engine makes its own, of ``config.kv_pool_bytes``.
+    Without one the engine makes its own, of ``config.kv_pool_bytes``. ``clock``: in seconds.
     """
 
     def __init__(
@@ -59,12 +63,13 @@ class Engine:
         *,
         profile: ModelProfile | None = None,
         pool: PagePool | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model = model
         self.config = config or EngineConfig()
         defaults = None if profile is None else profile.diffusion
         self._admission = Admission(model.info, model.schedule, model.scheduler_config, defaults)
-        self._core = EngineCore(model, self.config, pages=pool)
+        self._core = EngineCore(model, self.config, clock, pages=pool)
         self._lock = threading.Lock()  # guards the four below
         self._inbox: dict[str, LiveRequest] = {}
         self._cancelled: list[str] = []
@@ -123,11 +128,32 @@ class Engine:
         return tuple(self._core.trace)
 
     @property
+    def last_tick(self) -> TickTrace | None:
+        """What the latest tick ran; ``None`` when there was nobody to advance."""
+        trace = self._core.trace
+        return trace[-1] if trace and trace[-1].tick == self._core.scheduler.num_ticks else None
+
+    def stats(self) -> ImageStats:
+        """Counters for the metrics; requests that no tick has seen yet are waiting too."""
+        with self._ticking, self._lock:
+            stats = self._core.stats()
+            return msgspec.structs.replace(stats, num_waiting=stats.num_waiting + len(self._inbox))
+
+    @property
+    def waits_for_pages(self) -> bool:
+        """Whether an image would have been let in by the latest tick, had there been pages."""
+        return self._core.num_postponed > 0 and self._core.scheduler.has_work
+
+    @property
+    def pool(self) -> PagePool | None:
+        """Where the pages of prompts are; ``None`` where ``config.cross_attention`` is "plain"."""
+        return self._core.runners.conditioner.pool
+
+    @property
     def page_stats(self) -> PoolStats | None:
         """Pages and prefix hits by tenant; ``None`` where ``config.cross_attention`` is "plain"."""
-        pool = self._core.runners.conditioner.pool
         with self._ticking:
-            return None if pool is None else pool.stats()
+            return None if self.pool is None else self.pool.stats()
 
     @property
     def has_work(self) -> bool:
@@ -153,6 +179,12 @@ class Engine:
         """Queue ``request`` and return its id. Raises InvalidRequest, QueueFull, EngineUnavailable (draining)."""
         return self._submit(request, mailbox=None)
 
+    def check(self, request: GenerationRequest, *, num_ahead: int = 0) -> None:
+        """Raise what :meth:`submit` would raise, and queue nothing. ``num_ahead``: others that will come first."""
+        self._admission.admit(request, self._core.clock())
+        with self._lock:
+            self._refuse_if_full(request.request_id, num_ahead)
+
     def cancel(self, request_id: str) -> bool:
         """Give a request up; its lanes are free before the next step runs. False when it is not (or no longer) live."""
         with self._lock:
@@ -171,6 +203,16 @@ class Engine:
             events = list(self._outbox)
             self._outbox.clear()
         return events
+
+    def fail_all(self, failure: Failure) -> None:
+        """Give up everything, after a tick that raised; the next tick tells. Raises when not even that can be done."""
+        with self._ticking:
+            self._take_inbox()
+            for live in tuple(self._core.scheduler.live.values()):
+                events = [event for task in live.tasks for event in self._core.scheduler.fail(task, failure)]
+                with self._lock:
+                    for event in events:
+                        self._post(event)
 
     def events(self) -> Iterator[Event]:
         """Tick while there is work and yield what happens."""
@@ -256,7 +298,7 @@ class Engine:
             except QueueFull:
                 self._advance()
 
-    def _refuse_if_full(self, request_id: str) -> int:
+    def _refuse_if_full(self, request_id: str, num_ahead: int = 0) -> int:
         """Requests ahead in the waiting room; raises when this one cannot join them."""
         if self._is_draining:
             raise EngineUnavailable("the engine is finishing its work and takes no more requests.")
@@ -264,7 +306,7 @@ class Engine:
         if request_id in running or request_id in self._inbox:
             raise InvalidRequest(f"request_id {request_id!r} is already being painted.", param="request_id")
         waiting = [live for live in running.values() if not live.has_started]
-        num_waiting = len(self._inbox) + len(waiting)
+        num_waiting = len(self._inbox) + len(waiting) + num_ahead
         if num_waiting >= self.config.max_waiting:
             raise QueueFull(
                 f"{num_waiting} requests are waiting, which is all this engine holds; try again later.",
@@ -277,14 +319,17 @@ class Engine:
             self._tick_once()
 
     def _tick_once(self) -> None:
-        with self._lock:
-            for live in self._inbox.values():
-                self._core.scheduler.add(live)
-            self._inbox = {}
+        self._take_inbox()
         events = self._core.tick(self._take_cancelled)
         with self._lock:
             for event in events:
                 self._post(event)
+
+    def _take_inbox(self) -> None:
+        with self._lock:
+            for live in self._inbox.values():
+                self._core.scheduler.add(live)
+            self._inbox = {}
 
     def _take_cancelled(self) -> list[str]:
         with self._lock:

@@ -2,7 +2,7 @@
 
 One thread reads commands from the socket it was born with, so that a ping is answered in the middle of a tick and the
 death of the parent ends the process at once. The main thread ticks, takes what has arrived between two ticks, and
-sleeps while there is nothing to paint.
+sleeps while there is nothing to do; before that it proves that no page is lost.
 """
 
 from __future__ import annotations
@@ -14,18 +14,26 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from diffserve import ipc
+from diffserve.engine_stats import EngineStats
 from diffserve.errors import DiffserveError, ModelLoadError, QueueFull
+from diffserve.rewrite_types import RewriteRequest
+from diffserve.text_types import TextRequest
 from diffserve.types import DiffusionParams, GenerationRequest, ModelInfo, Picture
 
 if TYPE_CHECKING:
-    from diffserve.engine import Engine
+    from diffserve.engine.engine import Engine
+    from diffserve.engine.studio import Studio
+
+COUNT_EVERY_S = 0.2
+AnyRequest = TypeVar("AnyRequest", GenerationRequest, TextRequest, RewriteRequest)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,12 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class EngineProcess:
-    """An engine behind a socket. ``run`` blocks; the process leaves when the other side does."""
+    """A studio behind a socket. ``run`` blocks; the process leaves when the other side does."""
 
     def __init__(self, end: ipc.EngineEnd) -> None:
         self._end = end
         self._inbox: queue.SimpleQueue[ipc.Command] = queue.SimpleQueue()
-        self._engine: Engine | None = None
+        self._studio: Studio | None = None
+        self._stats: EngineStats | None = None
+        self._counted_s = 0.0
 
     def run(self) -> int:
         """Load, paint a trial picture, report Ready and serve. 1 where the model cannot be loaded."""
@@ -54,48 +64,64 @@ class EngineProcess:
         if not isinstance(load, ipc.Load):
             raise TypeError(f"the first command must be Load, not {type(load).__name__}.")
         try:
-            engine = self._engine = open_engine(load)
+            studio = self._studio = open_studio(load)
         except Exception as error:
             self._end.send(_load_failed(error))
             return 1
-        self._end.send(ipc.Ready(info=engine.info))
+        self._end.send(ipc.Ready(info=studio.info, language=studio.text_info))
         while True:
-            self._take_commands(engine)
-            for event in engine.tick():
+            if not studio.has_work:
+                studio.check_integrity()
+            self._count(studio)
+            self._take_commands(studio)
+            for event in studio.tick():
                 self._end.send(event)
 
     def _listen(self) -> None:
         """Read commands until the other side is gone, then leave without a word: nobody is there to hear it."""
         try:
             for command in self._end.commands():
-                if isinstance(command, ipc.Ping):
-                    num_requests = 0 if self._engine is None else self._engine.num_live
-                    self._end.send(ipc.Pong(number=command.number, num_requests=num_requests))
-                else:
-                    self._inbox.put(command)
+                match command:
+                    case ipc.Ping(number=number):
+                        num_requests = 0 if self._studio is None else self._studio.num_live
+                        self._end.send(ipc.Pong(number=number, num_requests=num_requests))
+                    case ipc.ReadStats(number=number):
+                        self._end.send(ipc.Stats(number=number, stats=self._stats))
+                    case _:
+                        self._inbox.put(command)
         except OSError:
             pass
         except Exception:
             traceback.print_exc()
         os._exit(0)
 
-    def _take_commands(self, engine: Engine) -> None:
-        """Obey everything that has arrived; wait for something where there is nothing to paint."""
-        while not engine.has_work or not self._inbox.empty():
+    def _count(self, studio: Studio) -> None:
+        """Have numbers ready for whoever asks in the middle of a tick; fresh ones when all is quiet."""
+        now_s = time.monotonic()
+        if now_s - self._counted_s >= COUNT_EVERY_S or not studio.has_work:
+            self._stats, self._counted_s = studio.stats(), now_s
+
+    def _take_commands(self, studio: Studio) -> None:
+        """Obey everything that has arrived; wait for something where there is nothing to do."""
+        while not studio.has_work or not self._inbox.empty():
             command = self._inbox.get()
             match command:
                 case ipc.Submit():
-                    self._submit(engine, command.request)
+                    self._submit(studio.submit, command.request)
+                case ipc.SubmitText():
+                    self._submit(studio.submit_text, command.request)
+                case ipc.SubmitRewrite():
+                    self._submit(studio.submit_rewrite, command.request)
                 case ipc.Cancel():
-                    engine.cancel(command.request_id)
+                    studio.cancel(command.request_id)
                 case ipc.ReadTrace():
-                    self._end.send(ipc.Trace(number=command.number, unet_calls=unet_calls_of(engine)))
+                    self._end.send(ipc.Trace(number=command.number, unet_calls=unet_calls_of(studio.engine)))
                 case _:
                     raise TypeError(f"{type(command).__name__} is not a command for a running engine.")
 
-    def _submit(self, engine: Engine, request: GenerationRequest) -> None:
+    def _submit(self, submit: Callable[[AnyRequest], str], request: AnyRequest) -> None:
         try:
-            engine.submit(request)
+            submit(request)
         except DiffserveError as error:
             self._end.send(
                 ipc.Rejected(
@@ -114,17 +140,14 @@ class EngineProcess:
             )
 
 
-def open_engine(load: ipc.Load) -> Engine:
-    """The engine that ``load`` describes, warm, and proven by a trial picture of one step."""
-    from diffserve.engine import Engine
+def open_studio(load: ipc.Load) -> Studio:
+    """The studio that ``load`` describes, warm, and proven by a trial picture of one step."""
+    from diffserve.engine.studio import Studio
 
-    profile = load.model
-    engine = Engine.from_pretrained(
-        profile.path, dtype=profile.dtype, device=profile.device, config=load.engine, profile=profile
-    )
-    engine.warm_up()
-    engine.generate(trial(engine.info))
-    return engine
+    studio = Studio.load(load.model, load.engine, load.text)
+    studio.warm_up()
+    studio.engine.generate(trial(studio.info))
+    return studio
 
 
 def trial(info: ModelInfo) -> GenerationRequest:

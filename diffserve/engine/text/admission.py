@@ -1,4 +1,5 @@
-"""At the door: a text request is tokenised, checked against the model and the pool, and given a seed.
+"""At the door: a text request is tokenised (a conversation by the model's chat template), checked against the model and
+the pool, and given a seed.
 
 What can be known to be wrong is refused here, with the value and the way out. An answer longer than the context is
 not wrong: it ends where the context does, with ``finish_reason`` "length".
@@ -12,6 +13,7 @@ from collections.abc import Sequence as Tokens
 
 import msgspec
 
+from diffserve.engine.text.chat import render
 from diffserve.engine.text.pages import SequencePages
 from diffserve.engine.text.task import LiveText, Sequence, Stage, TextTask
 from diffserve.errors import InvalidRequest
@@ -49,13 +51,15 @@ class TextAdmission:
 
     def _prompt_ids(self, request: TextRequest) -> list[int]:
         most = self.model.info.context_tokens
-        if len(request.prompt) > most * MOST_CHARS_PER_TOKEN:
-            raise too_long(f"{len(request.prompt)} characters", most)
+        param = "messages" if request.messages else "prompt"
+        num_chars = len(request.prompt) + sum(len(message.content) for message in request.messages)
+        if num_chars > most * MOST_CHARS_PER_TOKEN:
+            raise too_long(f"{num_chars} characters", most, param)
         ids = list(request.token_ids) or self._tokenise(request)
         if not ids:
-            raise InvalidRequest("the prompt has no tokens; give at least one.", param="prompt", code="empty_prompt")
+            raise InvalidRequest("the prompt has no tokens; give at least one.", param=param, code="empty_prompt")
         if len(ids) >= most:
-            raise too_long(f"{len(ids)} tokens", most)
+            raise too_long(f"{len(ids)} tokens", most, param)
         if max(ids) >= self.model.info.vocab_size:
             raise InvalidRequest(
                 f"token id {max(ids)} is not in the model's vocabulary of {self.model.info.vocab_size}.", param="prompt"
@@ -63,10 +67,12 @@ class TextAdmission:
         return ids
 
     def _tokenise(self, request: TextRequest) -> list[int]:
+        """The prompt's tokens. Of a conversation its template has written the special ones already."""
+        tokenizer, text, adds_marks = self.model.tokenizer, request.prompt, request.add_special_tokens
         with self._lock:
-            ids: list[int] = self.model.tokenizer(
-                request.prompt, add_special_tokens=request.add_special_tokens, truncation=False, verbose=False
-            ).input_ids
+            if request.messages:
+                text, adds_marks = render(tokenizer, request.messages, self.model.info.model_id), False
+            ids: list[int] = tokenizer(text, add_special_tokens=adds_marks, truncation=False, verbose=False).input_ids
         return ids
 
     def _params(self, request: TextRequest, num_prompt_tokens: int) -> SamplingParams:
@@ -132,11 +138,11 @@ class _StopFinder:
         return any(stop in text for stop in self.stop)
 
 
-def too_long(what: str, most: int) -> InvalidRequest:
+def too_long(what: str, most: int, param: str = "prompt") -> InvalidRequest:
     """The error for a prompt that leaves no room for an answer."""
     return InvalidRequest(
         f"the prompt has {what}; with at least one token of answer the model's context of {most} tokens takes at most "
         f"{most - 1}.",
-        param="prompt",
+        param=param,
         code="context_length_exceeded",
     )

@@ -73,7 +73,7 @@ class TextCore:
         """
         started_s = self.clock()
         events = self._cancel(take_cancelled()) + self.scheduler.expire(started_s)
-        plan = self.scheduler.plan(self.max_tokens(budget))
+        plan = self.scheduler.plan(self.max_tokens(budget), admits=budget.admits)
         outcome = self._run(plan)
         events += self._cancel(take_cancelled())
         now_s = self.clock()

@@ -58,13 +58,10 @@ class DraftPolicy:
         if kind == "off" or limit < 1 or is_shared:
             return 0
         row = piece.sequence.row
-        if row.constraint is not None:
-            forced = row.crop(row.constraint.forced(row.state, limit))
-            if forced:
-                return self._look(piece, forced)
-        if kind == "draft":
-            return self._ask(piece, limit, num_left)
-        return self._look(piece, row.crop(self._lookups[limit].propose(row.token_ids)))
+        if kind == "prompt_lookup":
+            return self._look(piece, self._lookups[limit])
+        forced = row.crop(row.constraint.forced(row.state, limit)) if row.constraint is not None else []
+        return self._take(piece, forced) if forced else self._ask(piece, limit, num_left)
 
     def learn(self, task: TextTask, num_drafted: int, num_right: int) -> None:
         """Longer drafts while they are right, shorter ones while they are wrong."""
@@ -77,7 +74,15 @@ class DraftPolicy:
         elif num_right < (num_drafted + 1) // 2:
             task.draft_limit = max(1, task.draft_limit // 2)
 
-    def _look(self, piece: Piece, draft: list[int]) -> int:
+    def _look(self, piece: Piece, lookup: PromptLookup) -> int:
+        row = piece.sequence.row
+        if row.constraint is None:
+            found = lookup.propose(row.token_ids)
+        else:
+            found = lookup.propose_allowed(row.token_ids, row.constraint, row.state)
+        return self._take(piece, row.crop(found))
+
+    def _take(self, piece: Piece, draft: list[int]) -> int:
         if not draft or not self.pages.reserve(piece.sequence, piece.end + len(draft)):
             return 0
         piece.draft = draft

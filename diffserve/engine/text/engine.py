@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from diffserve.engine.task import Failure
 from diffserve.engine.text.admission import TextAdmission
 from diffserve.engine.text.core import NO_LIMIT, TextCore, draft_tenant
 from diffserve.engine.text.mailroom import Mailroom
@@ -101,6 +102,12 @@ class TextEngine:
         return tuple(self.core.trace)
 
     @property
+    def last_tick(self) -> TextTick | None:
+        """What the latest tick ran; ``None`` when there was nothing to compute, or no pages to go on."""
+        trace = self.core.trace
+        return trace[-1] if trace and trace[-1].tick == self.core.scheduler.num_ticks else None
+
+    @property
     def has_work(self) -> bool:
         """Whether a tick would do or deliver something."""
         return self._mail.has_mail or self.core.has_work
@@ -137,6 +144,13 @@ class TextEngine:
         """Run one engine iteration and return what happened; cheap when there is nothing to do."""
         self._advance(budget)
         return self._mail.take_outbox()
+
+    def fail_all(self, failure: Failure) -> None:
+        """Give up everything, after a tick that raised; the next tick tells. Raises when not even that can be done."""
+        with self._ticking:
+            self._take_inbox()
+            for live in tuple(self.core.scheduler.live.values()):
+                self._mail.post(self.core.scheduler.fail(live, failure))
 
     def events(self) -> Iterator[TextEvent]:
         """Tick while there is work and yield what happens."""
@@ -231,10 +245,13 @@ class TextEngine:
             self._tick_once(budget)
 
     def _tick_once(self, budget: TickBudget = NO_LIMIT) -> None:
+        self._take_inbox()
+        self._mail.post(self.core.tick(self._mail.take_cancelled, budget))
+
+    def _take_inbox(self) -> None:
         with self._mail.lock:  # a request is always in one of the two places
             for live in self._mail.take_inbox():
                 self.core.scheduler.add(live)
-        self._mail.post(self.core.tick(self._mail.take_cancelled, budget))
 
     def _follow(self, request_id: str) -> Iterator[TextEvent]:
         """Events of one request as they come, ticking when there are none."""

@@ -18,10 +18,12 @@ class TickBudget:
 
     max_tokens  tokens in the call of the network
     time_s      seconds that the call should take, by what earlier calls took; see ``TextCore.max_tokens``
+    admits      whether texts that have no pages may be given some; not while others wait for pages longer already
     """
 
     max_tokens: int | None = None
     time_s: float | None = None
+    admits: bool = True
 
 
 @dataclass(eq=False, slots=True)

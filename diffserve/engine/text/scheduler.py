@@ -82,15 +82,19 @@ class TextScheduler:
         self.live[live.request_id] = live
         self._waiting.add(live.tasks[0])
 
-    def plan(self, max_tokens: int) -> TextPlan:
-        """Choose this tick's work, of at most ``max_tokens`` tokens; everything in it has its pages."""
+    def plan(self, max_tokens: int, *, admits: bool = True) -> TextPlan:
+        """Choose this tick's work, of at most ``max_tokens`` tokens; everything in it has its pages.
+
+        admits  see ``TickBudget``
+        """
         self.num_ticks += 1
         pieces: dict[TextTask, list[Piece]] = {}
         wants_prefill = bool(self._waiting) or any(not task.is_decoding for task in self._crowd)
         kept = max_tokens // PREFILL_SHARE if wants_prefill else 0
         left = kept + self._plan_decoding(max_tokens - kept, pieces)
         left = self._plan_prefill(left, pieces)
-        left = self._plan_newcomers(left, pieces)
+        if admits:
+            left = self._plan_newcomers(left, pieces)
         for planned in pieces.values():
             if left > 0 and planned[0].task.is_decoding:
                 left -= sum(self.drafts.extend(piece, left) for piece in planned)

@@ -9,7 +9,7 @@ from diffserve.runtime.decoding.constraint import TokenConstraint
 from diffserve.runtime.decoding.prompt_lookup import PromptLookup
 from diffserve.runtime.decoding.row import DecodingRow, FinishReason
 from diffserve.runtime.decoding.text_stream import TextStream
-from diffserve.runtime.decoding.words import allowed_words, one_of
+from diffserve.runtime.decoding.words import Phrase, allowed_sentences, allowed_words, one_of
 
 __all__ = [
     "BeamSearch",
@@ -18,10 +18,12 @@ __all__ = [
     "FinishReason",
     "Fork",
     "Hypothesis",
+    "Phrase",
     "PromptLookup",
     "TextStream",
     "TokenConstraint",
     "accept",
+    "allowed_sentences",
     "allowed_words",
     "choose",
     "draft_next",

@@ -1,22 +1,23 @@
 """TokenConstraint: which tokens may come next, as an automaton over token ids.
 
-The words that may be said stand in tries of token ids. A text is one word of the trie of first words, then any number
-of words of the trie of later ones (most tokenizers spell a word differently after a space), and may end after each.
-A word can be the beginning of another in token ids, so after some tokens several places in the tries are possible:
-a state of the automaton is the set of them (the subset construction of Rabin and Scott, 1959), made when first
-visited and then kept, with its mask. ::
+What may be said is a graph: from node to node leads a word, spelled in token ids, and a text is a walk from the start
+to one of the ends. Words in any order are the graph of two nodes, because most tokenizers spell a word differently
+after a space. A word can be the beginning of another in token ids, so after some tokens several places of the graph
+are possible: a state of the automaton is the set of them (the subset construction of Rabin and Scott, 1959), made
+when first visited and then kept, with its mask. ::
 
-    first     root -> a  -> | end of a word          later   root -> _cat -> |
-                   -> sun -> |                                      -> _sun -> | -> ny -> |
+                a, sun                 _cat, _sun, _sun ny
+    (nothing) ----------> (a word) ----.
+                              ^--------'
 
-    after "sun": {sun|}     after "sun _sun": {_sun|}, so next: ny, _cat, _sun, or the end
+    after "sun": {a word}    after "sun _sun": {a word, half of "_sun ny"}, so next: ny, _cat, _sun, or the end
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
-from typing import Final
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from typing import Final, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -27,6 +28,17 @@ DEAD: Final = -1
 """The state after a token that was not allowed: nothing may follow."""
 
 KEPT_MASK_BYTES: Final = 64 * 2**20
+
+USUAL_SHARE: Final = 0.5
+"""What follows in so many of the texts that were practised is usual."""
+
+
+class Arc(NamedTuple):
+    """A word from node ``source`` to node ``target``."""
+
+    source: Hashable
+    token_ids: Sequence[int]
+    target: Hashable
 
 
 class TokenConstraint:
@@ -42,19 +54,44 @@ class TokenConstraint:
     def __init__(
         self, first: Iterable[Sequence[int]], later: Iterable[Sequence[int]] = (), *, end_ids: Collection[int]
     ) -> None:
-        self._children: list[dict[int, int]] = [{}, {}]  # places in the tries; 0 and 1 are their roots
-        self._word_ends: set[int] = set()
-        for root, words in enumerate((first, later)):
-            for word in words:
-                self._plant(root, word)
-        if not self._children[0] or not end_ids:
+        arcs = [Arc("nothing", word, "word") for word in first]
+        if not arcs:
             raise ConfigError("a constraint needs at least one word that a text may begin with, and an end token.")
+        self._build([*arcs, *(Arc("word", word, "word") for word in later)], "nothing", ["word"], end_ids)
+
+    @classmethod
+    def of_graph(
+        cls, arcs: Iterable[Arc], *, start: Hashable, ends: Collection[Hashable], end_ids: Collection[int]
+    ) -> Self:
+        """Texts that lead from ``start`` to one of ``ends`` along ``arcs``; they may end there and nowhere else.
+
+        Raises ConfigError for a node from which no word leads on and that is no end, and as the constructor does.
+        """
+        self = object.__new__(cls)
+        self._build(list(arcs), start, ends, end_ids)
+        return self
+
+    def _build(
+        self, arcs: Sequence[Arc], start: Hashable, ends: Collection[Hashable], end_ids: Collection[int]
+    ) -> None:
+        stuck = ({start} | {arc.target for arc in arcs}) - {arc.source for arc in arcs} - set(ends)
+        if stuck:
+            raise ConfigError(f"nothing may follow {min(map(repr, stuck))} in a constraint, and it is no end.")
+        if not end_ids:
+            raise ConfigError("a constraint needs at least one word that a text may begin with, and an end token.")
+        self._steps: list[dict[int, set[int]]] = []  # of every place: where a token leads
+        self._inner: dict[tuple[int, int], int] = {}  # places inside words: words that begin alike share them
+        nodes = {node: self._new_place() for node in dict.fromkeys([start, *(arc.source for arc in arcs), *ends])}
+        for arc in arcs:
+            self._plant(nodes[arc.source], arc.token_ids, nodes[arc.target])
+        self._ends = frozenset(nodes[end] for end in ends)
         self.end_ids = frozenset(end_ids)
         self._sets: list[frozenset[int]] = []
         self._moves: list[dict[int, int] | None] = []
         self._states: dict[frozenset[int], int] = {}
         self._masks: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
-        self.start = self._state_of(frozenset({0}))
+        self._habits: dict[int, Counter[int]] = {}
+        self.start = self._state_of(frozenset({nodes[start]}))
 
     @property
     def num_states(self) -> int:
@@ -76,7 +113,7 @@ class TokenConstraint:
 
     def may_end(self, state: int) -> bool:
         """Whether a text may end here."""
-        return state != DEAD and not self._word_ends.isdisjoint(self._sets[state])
+        return state != DEAD and not self._ends.isdisjoint(self._sets[state])
 
     def mask(self, state: int, vocab_size: int) -> Tensor:
         """(vocab_size,) bool on the CPU, True where a token is allowed. Kept; not to be changed."""
@@ -111,25 +148,45 @@ class TokenConstraint:
             moves = self.moves(state)
         return tokens
 
-    def _plant(self, root: int, word: Sequence[int]) -> None:
-        if not word:
+    def practise(self, texts: Iterable[Sequence[int]]) -> None:
+        """Remember what usually follows in ``texts``, which are allowed: for drafts, where nothing else is known."""
+        for token_ids in texts:
+            state = self.start
+            for token_id in token_ids:
+                self._habits.setdefault(state, Counter())[token_id] += 1
+                state = self.advance(state, token_id)
+
+    def usual(self, state: int) -> int | None:
+        """What followed in most of the texts that were practised, if anything did."""
+        known = self._habits.get(state)
+        if not known:
+            return None
+        ((token_id, count),) = known.most_common(1)
+        return token_id if count >= USUAL_SHARE * known.total() else None
+
+    def _plant(self, source: int, token_ids: Sequence[int], target: int) -> None:
+        if not token_ids:
             raise ConfigError("a word of the constraint has no tokens: leave it out, or check the tokenizer.")
-        place = root
-        for token_id in word:
-            nxt = self._children[place].setdefault(token_id, len(self._children))
-            if nxt == len(self._children):
-                self._children.append({})
-            place = nxt
-        self._word_ends.add(place)
+        place = source
+        for token_id in token_ids[:-1]:
+            inner = self._inner.get((place, token_id))
+            if inner is None:
+                inner = self._inner[place, token_id] = self._new_place()
+                self._steps[place].setdefault(token_id, set()).add(inner)
+            place = inner
+        self._steps[place].setdefault(token_ids[-1], set()).add(target)
+
+    def _new_place(self) -> int:
+        self._steps.append({})
+        return len(self._steps) - 1
 
     def _find_moves(self, places: frozenset[int]) -> dict[int, int]:
         reached: dict[int, set[int]] = {}
-        starts = set(places) if self._word_ends.isdisjoint(places) else {*places, 1}
-        for place in starts:
-            for token_id, child in self._children[place].items():
-                reached.setdefault(token_id, set()).add(child)
+        for place in places:
+            for token_id, targets in self._steps[place].items():
+                reached.setdefault(token_id, set()).update(targets)
         moves = {token_id: self._state_of(frozenset(found)) for token_id, found in reached.items()}
-        if not self._word_ends.isdisjoint(places):
+        if not self._ends.isdisjoint(places):
             moves.update(dict.fromkeys(self.end_ids, self._state_of(frozenset())))
         return moves
 

@@ -1,4 +1,4 @@
-"""From a list of words to a TokenConstraint, whatever the tokenizer.
+"""From words, or from the phrases of a small language, to a TokenConstraint, whatever the tokenizer.
 
 Each word is spelled as the tokenizer itself spells it: first in a text, and after a space. That covers tokenizers
 that mark a word's end (CLIP: ``cat</w>``), those that put the space into the token (GPT-2: ``Ġcat``, Llama: ``▁cat``)
@@ -8,12 +8,20 @@ and words of several tokens.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from diffserve.errors import ConfigError
-from diffserve.runtime.decoding.constraint import TokenConstraint
+from diffserve.runtime.decoding.constraint import Arc, TokenConstraint
 
 TRIED_ANCHORS: Final = 8
+
+
+class Phrase(NamedTuple):
+    """``text``, a few words or a mark, leads a sentence from node ``source`` to node ``target``."""
+
+    source: str
+    text: str
+    target: str
 
 
 def allowed_words(
@@ -40,6 +48,26 @@ def allowed_words(
 def one_of(tokenizer: Any, texts: Iterable[str], *, end_ids: Collection[int]) -> TokenConstraint:
     """Exactly one of ``texts``, as the tokenizer spells it. Raises ConfigError as :func:`allowed_words` does."""
     return TokenConstraint([_spell(tokenizer, text) for text in texts], end_ids=end_ids)
+
+
+def allowed_sentences(
+    tokenizer: Any, phrases: Iterable[Phrase], *, start: str, ends: Collection[str], end_ids: Collection[int]
+) -> TokenConstraint:
+    """Only sentences that lead from ``start`` to one of ``ends``; no phrase leads back to ``start``.
+
+    A phrase that begins with a letter or a digit is parted from the one before it by a space, any other is not. Raises
+    ConfigError as :func:`allowed_words` and ``TokenConstraint.of_graph`` do.
+    """
+    known = list(phrases)
+    anchors = list(dict.fromkeys(phrase.text for phrase in known if phrase.source == start))
+    arcs = []
+    for source, text, target in known:
+        if source == start:
+            ids = _spell(tokenizer, text)
+        else:
+            ids = _spell_after(tokenizer, anchors, f" {text}" if text[:1].isalnum() else text)
+        arcs.append(Arc(source, ids, target))
+    return TokenConstraint.of_graph(arcs, start=start, ends=ends, end_ids=end_ids)
 
 
 def _token_ids(tokenizer: Any, text: str) -> list[int]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from diffserve.runtime.kv.arena import LayerView
 from diffserve.runtime.kv.errors import PageTableError
@@ -34,6 +36,10 @@ class PagedBatch:
     positions: int64 (N,), where each new token stands in its own sequence.
     rows: int64 (N,), the row of each new token.
     lengths: int64 (B,). All on the pool's device.
+    num_new: N, the tokens that every ``write`` must bring.
+
+    One is made for each decode step, so it is made of few tensors: indices are counted in lists, which is faster for as
+    many tokens as a forward takes, and what only ``gather`` needs is made by the first ``gather``.
     """
 
     def __init__(
@@ -46,27 +52,31 @@ class PagedBatch:
         self.tables = tuple(tables)
         self.plan = tables[0].plan
         self.max_length = max(lengths)
+        self.num_new = sum(lengths) - sum(starts)
         self._row_sheets = self.plan.spec.num_sheets(self.max_length)
         self._views = views
         self._versions = [table.version for table in tables]
-        device = views[0].keys.device
-        length = torch.tensor(lengths, dtype=torch.int64)
-        new = length - torch.tensor(starts, dtype=torch.int64)
-        rows = torch.repeat_interleave(torch.arange(len(tables)), new)  # (N,)
-        positions = torch.arange(len(rows)) + (length - new.cumsum(0))[rows]  # (N,)
+        self._starts, self._lengths = starts, lengths
         page_tokens = self.plan.spec.page_tokens
+        positions = [at for first, end in zip(starts, lengths, strict=True) for at in range(first, end)]
+        sheets = [at // page_tokens for at in positions]
         pages = self._padded_pages()  # (B, P, num_groups)
-        written = pages[rows, positions // page_tokens] if len(rows) else pages.new_zeros((0, pages.shape[2]))
-        self._written_pages = written.T.contiguous().to(device)  # (num_groups, N)
-        self._written_slots = (positions % page_tokens).to(device)  # (N,)
-        self.pages = pages.permute(2, 0, 1).contiguous().to(device)
-        self.rows, self.positions, self.lengths = rows.to(device), positions.to(device), length.to(device)
-        self._padding = self._padded_slots(length).to(device)
+        written = pages[self._new_rows(), sheets] if positions else pages.new_zeros((0, pages.shape[2]))
+        self._device = views[0].keys.device
+        self._written_pages = written.T.contiguous().to(self._device)  # (num_groups, N)
+        self._written_slots = self._index([at % page_tokens for at in positions])  # (N,)
+        self.pages = pages.permute(2, 0, 1).contiguous().to(self._device)
+        self.positions = self._index(positions)
 
-    @property
-    def num_new(self) -> int:
-        """Tokens that every ``write`` must bring."""
-        return len(self.rows)
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """See the class."""
+        return self._index(self._new_rows())
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """See the class."""
+        return self._index(self._lengths)
 
     @torch.no_grad()
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -97,23 +107,29 @@ class PagedBatch:
 
     def _select(self, source: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         tokens = torch.index_select(source, 0, pages).flatten(0, 1)  # (B * P * page_tokens, heads, head_dim)
-        if len(self._padding):
+        if self._padding.numel():
             tokens.index_fill_(0, self._padding, 0)
         shape = (len(self.tables), self._row_sheets * self.plan.spec.page_tokens)
         return tokens.view(*shape, *tokens.shape[1:])[:, : self.max_length]
 
     def _padded_pages(self) -> torch.Tensor:
-        pages = torch.zeros((len(self.tables), self._row_sheets, self.plan.num_groups), dtype=torch.int64)
-        for row, table in enumerate(self.tables):
-            ids = table.page_ids()[: self._row_sheets]
-            pages[row, : len(ids)] = ids
-        return pages
+        ids = [table.page_ids()[: self._row_sheets] for table in self.tables]
+        return ids[0][None] if len(ids) == 1 else pad_sequence(ids, batch_first=True)
 
-    def _padded_slots(self, lengths: torch.Tensor) -> torch.Tensor:
+    def _new_rows(self) -> list[int]:
+        spans = zip(self._starts, self._lengths, strict=True)
+        return [row for row, (first, end) in enumerate(spans) for _ in range(first, end)]
+
+    def _index(self, numbers: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self._device)
+
+    @cached_property
+    def _padding(self) -> torch.Tensor:
         """Flat indices into (B, P * page_tokens) of the places between a row's length and the longest."""
-        column = torch.arange(self._row_sheets * self.plan.spec.page_tokens)
-        is_padding = (column >= lengths[:, None]) & (column < self.max_length)
-        return is_padding.reshape(-1).nonzero().reshape(-1)
+        width = self._row_sheets * self.plan.spec.page_tokens
+        return self._index(
+            [row * width + at for row, end in enumerate(self._lengths) for at in range(end, self.max_length)]
+        )
 
     def _check_fresh(self) -> None:
         for table, version in zip(self.tables, self._versions, strict=True):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffserve.runtime.kv import LayerView, PagedBatch, PagePool, PageTable
-from diffserve.runtime.language.row_groups import RowGroup, Span, arrange
+from diffserve.runtime.language.row_groups import FEW_TOKENS, RowGroup, Span, arrange
 from diffserve.runtime.quiet import import_quietly
 
 PAGED: Final = "diffserve_paged"
@@ -166,7 +166,7 @@ def _attend(
     B, Q, H, D = query.shape
     G = keys.shape[1]
     repeats = H // G
-    if softcap is None and group.num_rows == 1 and Q > 1:
+    if softcap is None and group.num_rows == 1 and FEW_TOKENS < Q:
         return _attend_chunk(group, query, keys, values, scale, window)
     packed = query.view(B, Q, G, repeats, D).permute(0, 2, 3, 1, 4).reshape(B, G, repeats * Q, D)
     mask = group.mask(window, repeats, query.dtype)

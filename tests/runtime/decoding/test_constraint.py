@@ -11,9 +11,18 @@ import pytest
 import torch
 
 from diffserve.errors import ConfigError
-from diffserve.runtime.decoding import Choice, DecodingRow, TokenConstraint, allowed_words, choose, one_of
+from diffserve.runtime.decoding import (
+    Choice,
+    DecodingRow,
+    Phrase,
+    TokenConstraint,
+    allowed_sentences,
+    allowed_words,
+    choose,
+    one_of,
+)
 from diffserve.runtime.decoding import constraint as constraint_module
-from diffserve.runtime.decoding.constraint import DEAD
+from diffserve.runtime.decoding.constraint import DEAD, Arc
 from diffserve.sampling_params import SamplingParams
 from tests.runtime.decoding.tiny_tokenizers import KINDS, say, spell, tiny_tokenizer
 
@@ -197,3 +206,52 @@ def test_a_constraint_without_words_or_end_is_refused() -> None:
         TokenConstraint([[1]], end_ids=[])
     with pytest.raises(ConfigError, match="no tokens"):
         TokenConstraint([[1], []], end_ids=[END])
+
+
+PHRASES = (
+    Phrase("start", "a cat", "thing"),
+    Phrase("start", "the dog", "thing"),
+    Phrase("thing", "and", "more"),
+    Phrase("thing", ",", "more"),
+    Phrase("more", "a fox", "thing"),
+    Phrase("more", "the sun", "thing"),
+    Phrase("thing", "on the mat", "place"),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sentences_follow_the_phrases_of_a_graph_and_end_where_it_ends(kind: str) -> None:
+    tokenizer = tiny_tokenizer(kind)
+    end = tokenizer.eos_token_id
+    constraint = allowed_sentences(tokenizer, PHRASES, start="start", ends=["thing", "place"], end_ids=[end])
+    for text in ("a cat", "the dog on the mat", "a cat and a fox", "the dog, the sun and a fox on the mat"):
+        assert constraint.may_end(state_after(constraint, spell(tokenizer, text))), text
+    for text in ("the dog and", "a cat on the mat and a fox", "a fox", "and a cat", "a cat a fox", "a cat on"):
+        assert not constraint.may_end(state_after(constraint, spell(tokenizer, text))), text
+
+
+def test_a_graph_says_what_leads_on_and_what_is_forced() -> None:
+    arcs = [Arc("a", [1, 2], "b"), Arc("a", [1, 3], "c"), Arc("b", [4], "c"), Arc("c", [5], "a")]
+    constraint = TokenConstraint.of_graph(arcs, start="a", ends=["c"], end_ids=[END])
+    assert constraint.forced(constraint.start, 5) == [1]
+    assert set(constraint.moves(state_after(constraint, [1]))) == {2, 3}
+    assert constraint.forced(state_after(constraint, [1, 2]), 5) == [4]
+    assert set(constraint.moves(state_after(constraint, [1, 3]))) == {5, END}
+    assert state_after(constraint, [1, 3, 5]) == constraint.start
+
+
+def test_a_graph_with_a_dead_end_is_refused() -> None:
+    with pytest.raises(ConfigError, match="nothing may follow 'b'"):
+        TokenConstraint.of_graph([Arc("a", [1], "b")], start="a", ends=["c"], end_ids=[END])
+    with pytest.raises(ConfigError, match="nothing may follow 'a'"):
+        TokenConstraint.of_graph([], start="a", ends=["c"], end_ids=[END])
+
+
+def test_what_followed_in_most_practised_texts_is_usual() -> None:
+    constraint = TokenConstraint([[1], [2]], [[3], [4], [5]], end_ids=[END])
+    assert constraint.usual(constraint.start) is None
+    constraint.practise([[1, 3, END], [1, 3, 3, END], [2, 4, END], [1, 5, END]])
+    assert constraint.usual(constraint.start) == 1
+    after_one = state_after(constraint, [1])
+    assert constraint.usual(after_one) is None, "the end came four times of nine, 3 three times"
+    assert constraint.usual(DEAD) is None

@@ -317,3 +317,38 @@ def test_lookup_finds_what_a_slow_search_finds(tokens: list[int], count: int, lo
 def test_a_lookup_that_cannot_be_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="prompt lookup with"):
         PromptLookup(**wrong)
+
+
+def test_a_draft_under_a_constraint_is_forced_voted_or_usual() -> None:
+    words = [[1], [2], [3, 4, 5], [6]]
+    constraint = TokenConstraint(words, words, end_ids=[END])
+    lookup = PromptLookup(num_draft_tokens=5, max_ngram=2)
+    start = constraint.start
+
+    def drafted(prompt: list[int], said: list[int]) -> list[int]:
+        state = start
+        for token_id in said:
+            state = constraint.advance(state, token_id)
+        return lookup.propose_allowed([*prompt, *said], constraint, state)
+
+    assert drafted([50, 3, 4, 5, 6, 51], [3]) == [4, 5, 6], "after 6 came 51, which may not be said"
+    assert drafted([1, 50, 1, 50, 1, 2], [1]) == [2, 1, 2, 1, 2], "places that say what is not allowed have no vote"
+    assert drafted([1, 2, 1, 6, 1, 3], [1]) == [], "a third of the votes is too little"
+    assert drafted([2, 1, 6, 50, 1, 2, 1, 2], [2, 1]) == [6, 1, 6, 1, 6], "a longer ending is believed before a shorter"
+    assert drafted([50], [1]) == []
+    constraint.practise([[1, 6, END]] * 3)
+    assert drafted([50], [1]) == [6], "what follows 6 was the end as often as 6 itself"
+    assert PromptLookup(num_draft_tokens=0).propose_allowed([1, 2, 1], constraint, start) == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=25), st.integers(0, 6), st.integers(1, 4))
+def test_whatever_is_drafted_under_a_constraint_may_be_said(prompt: list[int], count: int, longest: int) -> None:
+    words = [[1, 2], [3], [4, 5, 6]]
+    constraint = TokenConstraint(words, words, end_ids=[7])
+    constraint.practise([[1, 2, 3, 7], [3, 3, 4, 5, 6, 7]])
+    draft = PromptLookup(num_draft_tokens=count, max_ngram=longest).propose_allowed(
+        prompt, constraint, constraint.start
+    )
+    assert len(draft) <= count
+    assert constraint.num_allowed(constraint.start, draft) == len(draft)

@@ -1,0 +1,125 @@
+"""``diffserve sweep``: paint the same pictures in many ways, and report what a step buys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from diffserve.cli.generate import open_engine
+from diffserve.config import Flag, Settings, load_settings
+from diffserve.experiments.conduct import SweepProgress, run_plan
+from diffserve.experiments.estimates import Measure
+from diffserve.experiments.plan import SweepPlan, numbers, split_axis, whole_numbers
+from diffserve.experiments.prompts import held_out_prompts, read_prompts
+from diffserve.experiments.report import RESULTS, SweepReport
+from diffserve.experiments.store import refuse_folder
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the command line asked for, axes as they were written; ``None`` means: as the model's profile says."""
+
+    samplers: str
+    steps: str
+    guidance: str | None
+    prompts: str
+    num_seeds: int
+    first_seed: int
+    reference_steps: int
+    output: Path
+
+
+def run(order: Order, *, model: str | None, config: str | None, device: str | None, dtype: str | None) -> int:
+    """Run the sweep; the exit code. User errors are raised as DiffserveError before anything is painted or made."""
+    flags = {"model.device": Flag("--device", device), "model.dtype": Flag("--dtype", dtype)}
+    settings = load_settings(model=model, config=config, flags=flags)
+    plan = _plan(order, settings)
+    refuse_folder(order.output, RESULTS)
+    console = Console(stderr=True, highlight=False)
+    with console.status(f"loading {settings.model.path}"):
+        engine = open_engine(settings)
+    console.print(
+        f"{len(plan.cells)} cells of {len(plan.places)} pictures and the converged ones: {plan.num_images:,} pictures, "
+        f"{plan.num_rows:,} UNet rows",
+        markup=False,
+    )
+    try:
+        with _progress(console) as show:
+            report = run_plan(engine, plan, order.output, show)
+    except KeyboardInterrupt:
+        console.print(f"stopped; what is painted is kept in {order.output}, and the same command goes on from there")
+        raise
+    for line in _lines(report):
+        print(line)
+    return 0
+
+
+def _plan(order: Order, settings: Settings) -> SweepPlan:
+    prompts = order.prompts.strip()
+    is_count = prompts.removeprefix("-").isdecimal()
+    (count,) = whole_numbers(prompts, "--prompts") if is_count else (0,)
+    default = (settings.model.guidance_scale,)
+    return SweepPlan(
+        samplers=split_axis(order.samplers, "--samplers"),
+        steps=whole_numbers(order.steps, "--steps"),
+        guidance=default if order.guidance is None else numbers(order.guidance, "--guidance"),
+        prompts=held_out_prompts(max(0, count)) if is_count else read_prompts(Path(prompts)),
+        num_seeds=order.num_seeds,
+        first_seed=order.first_seed,
+        reference_steps=order.reference_steps,
+    )
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[_Show]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal, speed_estimate_period=120
+    ) as progress:
+        yield _Show(progress)
+
+
+class _Show:
+    """Moves the bar, and says each cell that is complete."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._bar = progress.add_task("painting", total=None)
+
+    def __call__(self, now: SweepProgress) -> None:
+        self._progress.update(self._bar, description=now.phase, completed=now.rows_done, total=now.num_rows)
+        if now.finished is not None:
+            self._progress.console.print(f"{now.finished.label}, guidance {now.finished.guidance_scale:g}: painted")
+
+
+def _lines(report: SweepReport) -> Iterator[str]:
+    """The table in short, what a step buys, and where the rest is."""
+    measures = [measure for measure in (Measure.EXACT, Measure.PSNR_DB, Measure.FRECHET) if _has(report, measure)]
+    heads = ["cell", "guidance", *(measure.value for measure in measures), "ms a step", "images/s"]
+    rows = [heads]
+    for one in report.cells:
+        values = (one.value(measure) for measure in measures)
+        written = ["" if v is None else m.write(v.value) for m, v in zip(measures, values, strict=True)]
+        scale, step, rate = f"{one.cell.guidance_scale:g}", f"{one.step_ms.value:.1f}", f"{one.images_per_s:.2f}"
+        rows.append([one.cell.label, scale, *written, step, rate])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(f"{text:>{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
+    yield from (f"{finding.claim}: {finding.verdict}" for finding in report.findings)
+    yield str(report.page)
+
+
+def _has(report: SweepReport, measure: Measure) -> bool:
+    return any(one.value(measure) for one in report.cells)

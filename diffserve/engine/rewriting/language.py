@@ -1,0 +1,53 @@
+"""The language of the embedded image model's captions, as a constraint on what a rewriter may say.
+
+The canonical captions are a small graph of phrases. ::
+
+                                   .- left of, above ... -> (other) -- noun --.
+    (start) -- noun --> (thing) ---+- "between" or "," -> (pair) -- noun --> (and) -- "and" --> (other)
+       |                           '------------- place ------------------.   |
+       '-- sized noun, number and plural --> (all) <----------------------+---'
+                                               '-------- place --------> (caption)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from itertools import islice
+from typing import Any, Final
+
+from diffserve.embedded.canonical import INVERSE, Said, noun, place_phrase, sentence
+from diffserve.embedded.captions import NUMBER_WORDS, RELATION_WORDS, plural
+from diffserve.embedded.world import BACKGROUNDS, OBJECTS, SIZES_PX, scenes
+from diffserve.runtime.decoding import Phrase, TokenConstraint, allowed_sentences
+
+START, THING, OTHER, PAIR, AND, ALL, CAPTION = "start", "thing", "other", "pair", "and", "all", "caption"
+PLAIN: Final = "plain"
+NUM_PRACTISED: Final = 400
+PRACTICE_SEED: Final = 5
+
+
+def caption_phrases() -> Iterator[Phrase]:
+    """Every phrase of the canonical captions, and what may follow it."""
+    for name in OBJECTS:
+        yield Phrase(START, noun(name), THING)
+        yield Phrase(OTHER, noun(name), ALL)
+        yield Phrase(PAIR, noun(name), AND)
+        yield from (Phrase(START, noun(name, size), ALL) for size in SIZES_PX if size != PLAIN)
+        yield from (Phrase(START, f"{words[0]} {plural(name)}", ALL) for words in NUMBER_WORDS.values())
+    for relation in INVERSE:
+        yield Phrase(THING, RELATION_WORDS[relation][0].removeprefix("{a} ").removesuffix(" {b}"), OTHER)
+    yield from (Phrase(THING, together, PAIR) for together in ("between", ","))
+    yield Phrase(AND, "and", OTHER)
+    yield from (Phrase(node, place_phrase(place), CAPTION) for place in BACKGROUNDS for node in (THING, ALL))
+
+
+def caption_constraint(tokenizer: Any, end_ids: Collection[int]) -> TokenConstraint:
+    """Only canonical captions, whatever the tokenizer; it has practised on some, so that drafts know what is usual.
+
+    Raises ConfigError for a tokenizer that cannot spell them.
+    """
+    constraint = allowed_sentences(tokenizer, caption_phrases(), start=START, ends=[CAPTION], end_ids=end_ids)
+    captions = [sentence(Said.by(scene)) for scene in islice(scenes(PRACTICE_SEED, held_out=False), NUM_PRACTISED)]
+    spelled = tokenizer(captions, add_special_tokens=False, padding=False, truncation=False)["input_ids"]
+    constraint.practise([*ids, end_id] for ids in spelled for end_id in sorted(end_ids)[:1])
+    return constraint

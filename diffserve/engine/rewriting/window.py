@@ -1,0 +1,55 @@
+"""TextWindow: how much of a prompt an image model reads in one piece, counted as the image model counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from diffserve.runtime.prompt import parse_prompt
+
+if TYPE_CHECKING:
+    from diffserve.runtime import TextRunner
+
+MARKS = 2
+"""The start and the end mark stand in every window."""
+
+
+@dataclass(frozen=True)
+class TextWindow:
+    """``num_tokens`` tokens of a prompt are read in one piece (75 of CLIP's 77); ``count`` says how many one has."""
+
+    num_tokens: int
+    count: Callable[[str], int]
+
+    @classmethod
+    def of(cls, text: TextRunner) -> Self:
+        """The window of an image model, by its own text encoders; of two the one that counts more."""
+        tokenizers = [encoder.tokenizer for encoder in text.encoders]
+        return cls(text.window_tokens - MARKS, _Counter(tokenizers))
+
+    @classmethod
+    def of_tokenizer(cls, tokenizer: Callable[..., object], window_tokens: int) -> Self:
+        """The window of one transformers tokenizer of a text encoder that reads ``window_tokens``, marks included."""
+        return cls(window_tokens - MARKS, _Counter([tokenizer]))
+
+    def fits(self, prompt: str) -> bool:
+        """Whether nothing of ``prompt`` is beyond the window."""
+        return self.count(prompt) <= self.num_tokens
+
+
+class _Counter:
+    """Tokens of a prompt without marks; brackets and weights are not read as words."""
+
+    def __init__(self, tokenizers: list[Callable[..., object]]) -> None:
+        self._tokenizers = tokenizers
+
+    def __call__(self, prompt: str) -> int:
+        texts = [piece.text for section in parse_prompt(prompt) for piece in section]
+        return max(sum(self._num_tokens(tokenizer, text) for text in texts) for tokenizer in self._tokenizers)
+
+    @staticmethod
+    def _num_tokens(tokenizer: Callable[..., object], text: str) -> int:
+        found: object = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)
+        ids: list[int] = found["input_ids"]  # type: ignore[index] # a BatchEncoding, which has no types
+        return len(ids)

@@ -1,0 +1,116 @@
+"""TimeShare: whose turn it is while images are painted and texts are written. No torch.
+
+Deficit round robin (Shreedhar and Varghese 1995) between two sides, counted in seconds. Every step of the images earns
+the texts ``share / (1 - share)`` times what it took. They save that up for a burst of calls, worth ``BURST_STEPS``
+steps, and go on until it is spent; what the last call took too much is taken off what is earned next::
+
+    share 1/4     two steps of the images, 90 ms each     a burst of calls, 12 ms each      two steps
+    credit      0 -------------> +30 -------------> +60 -> 48 -> 36 -> 24 -> 12 -> 0 --> ...
+
+Newcomers are let in during the first half of a burst: of those that run, most are then finished when it ends, and wait
+for no step of the images between two tokens. Short texts, which rewritten prompts are, come back as soon as if all
+shared every burst, and longer ones go on in the next. (Processor sharing makes everybody late: the same reason for
+which images run shortest first.)
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from diffserve.engine_stats import ShareStats
+
+BURST_STEPS: Final = 2.0
+"""Calls of a burst take what so many steps of the images earn: less, and texts lie about unfinished; more, and images
+stand still for longer."""
+FULL: Final = 0.9
+"""A burst begins when so much of that is saved, for steps differ a little."""
+LET_IN: Final = 0.5
+"""Newcomers are let in while at least so much of a burst is left."""
+
+MEMORY: Final = 0.8
+"""Weight of what was known of a turn's time, for each new turn."""
+LONGEST_STEP: Final = 4.0
+LONGEST_CALL: Final = 32.0
+"""Times the usual: a turn that took even longer (the machine was asleep) counts as no more. Prompts differ by much."""
+MOST_DEBT_S: Final = 5.0
+"""Nobody waits for a call that took extremely long to be paid back."""
+
+
+class TimeShare:
+    """``share``: between 0 and 1, of the time that both sides take together, what the texts get when both want it.
+
+    image_s, text_s   seconds that each side had since birth while the other wanted some too
+    """
+
+    def __init__(self, share: float) -> None:
+        if not 0.0 < share < 1.0:
+            raise ValueError(f"share is {share}; it must lie between 0 and 1.")
+        self.share = share
+        self.image_s = 0.0
+        self.text_s = 0.0
+        self._rate = share / (1.0 - share)
+        self._step_s: float | None = None
+        self._text_call_s: float | None = None
+        self._credit_s = 0.0
+        self._is_saving = True
+
+    @property
+    def is_texts_turn(self) -> bool:
+        """Whether a call of the language model comes before the next step of the images."""
+        return not self._is_saving
+
+    @property
+    def lets_in(self) -> bool:
+        """Whether texts that have not begun may begin with the next call."""
+        return self._credit_s >= LET_IN * self._burst_s
+
+    @property
+    def call_s(self) -> float | None:
+        """Seconds that one call of the language model should take at most: what a step earns; None when not known."""
+        return None if self._step_s is None else self._rate * self._step_s
+
+    def stats(self) -> ShareStats:
+        """For the metrics."""
+        return ShareStats(share=self.share, image_s=self.image_s, text_s=self.text_s)
+
+    def painted(self, wall_s: float, *, has_moved: bool, is_shared: bool) -> None:
+        """A step of the images took ``wall_s``.
+
+        has_moved  whether any image got on; those that wait for pages get on when texts do, which is then their turn
+        is_shared  whether texts were waiting for their turn
+        """
+        if not has_moved:
+            self._credit_s = max(self._credit_s, 0.0)
+            self._is_saving = False
+            return
+        counted_s, self._step_s = _learn(self._step_s, wall_s, LONGEST_STEP)
+        most_s = self._burst_s * (1.0 + 1.0 / BURST_STEPS)  # who asks for nothing saves no more than that
+        self._credit_s = min(self._credit_s + self._rate * counted_s, most_s)
+        self._is_saving = self._is_saving and self._credit_s < FULL * self._burst_s
+        if is_shared:
+            self.image_s += wall_s
+
+    def wrote(self, wall_s: float, *, has_moved: bool) -> None:
+        """A call of the language model took ``wall_s`` while images waited for their turn.
+
+        has_moved  whether any text got on; those that wait for pages, or to be let in, get on when images do
+        """
+        if not has_moved:
+            self._is_saving = True
+            return
+        counted_s, self._text_call_s = _learn(self._text_call_s, wall_s, LONGEST_CALL)
+        self._credit_s = max(self._credit_s - counted_s, -MOST_DEBT_S)
+        self._is_saving = self._credit_s <= 0.0
+        self.text_s += wall_s
+
+    @property
+    def _burst_s(self) -> float:
+        return BURST_STEPS * (self.call_s or 0.0)
+
+
+def _learn(known_s: float | None, wall_s: float, longest: float) -> tuple[float, float]:
+    """What a turn of ``wall_s`` counts as, and what is known after it."""
+    if known_s is None:
+        return wall_s, wall_s
+    counted_s = min(wall_s, longest * known_s)
+    return counted_s, MEMORY * known_s + (1.0 - MEMORY) * counted_s
