@@ -17,6 +17,8 @@ from schedulers import SAMPLERS
 
 SOFTWARE = f"diffserve {__version__}"
 NEGATIVE = "Negative prompt: "
+ORIGINAL = "Original prompt"
+"""The wish, where it was rewritten into the prompt that was painted."""
 
 SCHEDULE_LABELS = {
     "karras": "Karras",
@@ -54,10 +56,11 @@ def write_infotext(result: ImageResult, *, width_px: int, height_px: int) -> str
         "Eta": f"{result.eta:g}" if result.eta else None,
         "RNG": "CPU",
         "Spacing": result.spacing,
+        ORIGINAL: None if result.original_prompt is None else _plain(result.original_prompt),
         "Painted size": f"{painted.width_px}x{painted.height_px}" if resized else None,
         "Version": SOFTWARE,
     }
-    last = ", ".join(f"{key}: {_quoted(str(value))}" for key, value in fields.items() if value is not None)
+    last = _write_pairs({key: str(value) for key, value in fields.items() if value is not None})
     lines = [_plain(result.prompt)]
     if result.negative_prompt.strip():
         lines.append(NEGATIVE + _plain(result.negative_prompt))
@@ -81,10 +84,14 @@ def parse_infotext(text: str) -> Infotext:
 
 
 def shorten(text: str, max_chars: int) -> str:
-    """``text`` within ``max_chars``: the prompts lose their end, the line of pairs stays whole."""
+    """``text`` within ``max_chars``: the prompts lose their end, the line of pairs stays whole, but for an original
+    prompt that is longer than half of ``max_chars``."""
     if len(text) <= max_chars:
         return text
     head, _, last = text.rpartition("\n")
+    fields = _read_pairs(last)
+    if len(fields.get(ORIGINAL, "")) > max_chars // 2:
+        last = _write_pairs({key: value for key, value in fields.items() if key != ORIGINAL})
     return f"{head[: max(0, max_chars - len(last) - 2)]}…\n{last}"
 
 
@@ -94,8 +101,12 @@ def _plain(text: str) -> str:
     return "".join(c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs") else " " for c in unified)
 
 
-def _quoted(value: str) -> str:
-    return json.dumps(value, ensure_ascii=False) if any(mark in value for mark in ",:\n") else value
+def _write_pairs(fields: dict[str, str]) -> str:
+    return ", ".join(f"{key}: {_quoted(value, always=key == ORIGINAL)}" for key, value in fields.items())
+
+
+def _quoted(value: str, *, always: bool) -> str:
+    return json.dumps(value, ensure_ascii=False) if always or any(mark in value for mark in ",:\n") else value
 
 
 def _read_pairs(line: str) -> dict[str, str]:

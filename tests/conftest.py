@@ -1,12 +1,19 @@
-"""Fixtures that several rooms share: tiny models on disk, built once a session."""
+"""Fixtures that several rooms share: tiny models on disk, and servers for all tests that only talk to them, each built
+or started once a session. Tests that break or stop a server start their own."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.service.server import RunningServer
+
+SERVER_CONFIG = '[model]\ndtype = "float32"\n[engine]\nmax_rows = 8\n'
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
@@ -26,3 +33,46 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return built[kind]
 
     return build
+
+
+@pytest.fixture(scope="session")
+def shared_server(
+    tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    """A ready server of the tiny random SD 1.5 model."""
+    from tests.service.server import running_server
+
+    with running_server(tiny_model("sd15"), tmp_path_factory.mktemp("server"), config=SERVER_CONFIG) as server:
+        server.wait_until_ready()
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: RunningServer) -> Iterator[RunningServer]:
+    """The shared server, still alive and idle after each test."""
+    yield shared_server
+    shared_server.wait_until_ready()
+    assert shared_server.num_requests() == 0
+
+
+@pytest.fixture(scope="session")
+def shared_text_server(
+    tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    """A ready server of the tiny image model with the language model of ``tests.service.talker`` beside it."""
+    from tests.service import talker
+    from tests.service.server import running_server
+
+    workspace = tmp_path_factory.mktemp("text-server")
+    env = talker.save(workspace)
+    with running_server(tiny_model("sd15"), workspace, config=SERVER_CONFIG, env=env) as server:
+        server.wait_until_ready()
+        yield server
+
+
+@pytest.fixture
+def text_server(shared_text_server: RunningServer) -> Iterator[RunningServer]:
+    """The shared server with a language model, still alive and idle after each test."""
+    yield shared_text_server
+    shared_text_server.wait_until_ready()
+    assert shared_text_server.num_requests() == 0

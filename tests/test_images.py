@@ -99,6 +99,37 @@ def test_infotext_survives_a_round_trip(prompt: str, negative: str) -> None:
     assert (read.fields["Model"], read.fields["Steps"], read.fields["Seed"]) == (model, "25", "42")
 
 
+@pytest.mark.parametrize(
+    "wish",
+    [
+        "something cosy",
+        'a "sign", at night: yes',
+        '"all of it"',
+        "two\nlines\r\nand tabs\t",
+        " 狐 \\ ",
+        "Steps: 3, a: b",
+    ],
+)
+def test_infotext_keeps_the_wish_that_was_rewritten(wish: str) -> None:
+    text = write_infotext(result(original_prompt=wish), width_px=24, height_px=16)
+    read = parse_infotext(text)
+    assert read.prompt == "a fox next to a cactus"
+    assert read.fields["Original prompt"] == wish.replace("\r\n", "\n")
+    assert read.fields["Seed"] == "42"
+    assert text.count("\n") == 1
+    assert 'Original prompt: "' in text
+
+
+def test_a_wish_that_fits_no_jpeg_is_left_out_of_it() -> None:
+    long = result(prompt="fox " * 100, original_prompt="wish " * 6000)
+    text = write_infotext(long, width_px=24, height_px=16)
+    assert parse_infotext(text).fields["Original prompt"] == long.original_prompt
+    file = encode_image(long.picture, image_format="jpeg", infotext=text)
+    kept = read_infotext(file)
+    assert kept is not None
+    assert (parse_infotext(kept).fields["Seed"], "Original prompt" in kept) == ("42", False)
+
+
 def test_a_text_without_pairs_is_all_prompt() -> None:
     read = parse_infotext("a fox: red, brown\nand a cactus")
     assert (read.prompt, read.fields) == ("a fox: red, brown\nand a cactus", {})

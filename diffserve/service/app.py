@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,29 +12,42 @@ from starlette.responses import JSONResponse, Response
 
 from diffserve import __version__
 from diffserve.config import ServeConfig
-from diffserve.errors import DiffserveError, EngineUnavailable
+from diffserve.errors import DiffserveError, EngineUnavailable, ModelNotFound
+from diffserve.service.bodies import Body, show
+from diffserve.service.completions import chat_completions, text_completions
 from diffserve.service.engine_client import EngineClient
 from diffserve.service.errors import HttpError, reply_to
 from diffserve.service.gate import Gate
 from diffserve.service.generations import Generations
-from diffserve.service.guards import BodyLimit, OriginGuard, Outermost
-from diffserve.service.models import check_model, model_entry, model_list
-from diffserve.service.schemas import GenerateBody, show
+from diffserve.service.guards import BodyLimit, OriginGuard, Outermost, is_loopback
+from diffserve.service.metrics import add_metrics
+from diffserve.service.models import model_entry, model_list, model_names
+from diffserve.service.rewriter_choice import RewriterMode
+from diffserve.service.rewrites import Rewrites
+from diffserve.service.schemas import GenerateBody
+from diffserve.service.text_schemas import ChatBody, CompletionBody, RewriteBody
 from diffserve.types import ModelInfo
 
+Endpoint = Callable[[Request], Awaitable[Response]]
 
-def create_app(engine: EngineClient, config: ServeConfig, gate: Gate) -> FastAPI:
-    """The application over a running ``engine``; the caller starts and stops the engine and closes the ``gate``."""
+
+def create_app(engine: EngineClient, config: ServeConfig, gate: Gate, *, rewriter: RewriterMode = "off") -> FastAPI:
+    """The application over a running ``engine``; the caller starts and stops the engine and closes the ``gate``.
+
+    ``rewriter``: whether prompts are rewritten where an image request says nothing of it.
+    """
     app = FastAPI(title="diffserve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_health(app, engine, gate)
     _add_models(app, engine)
-    app.add_api_route(
-        "/v1/images/generations",
-        _plain(Generations(engine, config, gate)),
-        methods=["POST"],
-        summary="Paint pictures from a text",
-        openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": _schema()}}}},
-    )
+    add_metrics(app, engine)
+    images = Generations(engine, config, gate, rewriter=rewriter)
+    _post(app, "/v1/images/generations", images.create, GenerateBody, "Paint pictures from a text")
+    _post(app, "/v1/images/generations/{request_id}/cancel", images.cancel, None, "Stop painting; the id is the secret")
+    chat, texts = chat_completions(engine, config, gate), text_completions(engine, config, gate)
+    _post(app, "/v1/chat/completions", chat, ChatBody, "Answer a conversation")
+    _post(app, "/v1/completions", texts, CompletionBody, "Continue texts")
+    rewrites = Rewrites(engine, config, gate)
+    _post(app, "/v1/prompts/rewrite", rewrites, RewriteBody, "Turn a wish into prompts that the image model reads well")
     app.add_exception_handler(DiffserveError, _reply)
     app.add_exception_handler(HTTPException, _reply_http)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
@@ -56,7 +70,9 @@ def _add_health(app: FastAPI, engine: EngineClient, gate: Gate) -> None:
         return JSONResponse({"status": "ok"})
 
     @app.get("/debug/trace", summary="How many requests are in the engine, and which shared the recent UNet calls?")
-    async def trace() -> Response:
+    async def trace(request: Request) -> Response:
+        if request.client is not None and not is_loopback(request.client.host):
+            raise HttpError(403, "request ids are told on the server's own machine only.", code="local_only")
         return JSONResponse({"num_requests": await engine.count(), "unet_calls": await engine.trace()})
 
 
@@ -68,27 +84,41 @@ def _add_models(app: FastAPI, engine: EngineClient) -> None:
             raise EngineUnavailable("the engine is loading its model; please try again in a moment.")
         return engine.info
 
-    @app.get("/v1/models", summary="The loaded model and its names")
+    @app.get("/v1/models", summary="The loaded models and their names")
     async def list_models() -> Response:
-        return JSONResponse(model_list(loaded(), created))
+        return JSONResponse(model_list(loaded(), engine.text_info, created))
 
     @app.get("/v1/models/{name:path}", summary="One model")
     async def get_model(name: str) -> Response:
-        check_model(name, loaded())
+        if name not in model_names(loaded(), engine.text_info):
+            raise ModelNotFound(f"there is no model {show(name)}; GET /v1/models lists the names.", param="model")
         return JSONResponse(model_entry(name, created))
 
 
-def _plain(endpoint: Generations) -> Any:
-    """``endpoint`` as a function that takes the bare request: the body is read and checked by ourselves."""
+def _post(app: FastAPI, path: str, endpoint: Endpoint, body: type[Body] | None, summary: str) -> None:
+    """Add ``endpoint`` as a function that takes the bare request: the body is read and checked by ourselves."""
 
-    async def create_image(request: Request) -> Response:
+    async def answer(request: Request) -> Response:
         return await endpoint(request)
 
-    return create_image
+    described: dict[str, Any] = {}
+    if body is not None:
+        schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
+        _describe_parts(app, schema.pop("$defs", {}))
+        described = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    app.add_api_route(path, answer, methods=["POST"], summary=summary, openapi_extra=described)
 
 
-def _schema() -> dict[str, Any]:
-    return GenerateBody.model_json_schema()
+def _describe_parts(app: FastAPI, parts: dict[str, Any]) -> None:
+    """Put what a body's schema refers to where the description of the whole keeps such things."""
+    without = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        described = without()
+        described.setdefault("components", {}).setdefault("schemas", {}).update(parts)
+        return described
+
+    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI's own handbook does
 
 
 async def _reply(request: Request, error: Exception) -> Response:

@@ -12,8 +12,12 @@ from collections import deque
 
 from diffserve import ipc
 from diffserve.config import Settings
+from diffserve.engine_stats import EngineStats
 from diffserve.errors import DiffserveError, EngineUnavailable, ModelLoadError
-from diffserve.service.engine_connection import EngineConnection, Job
+from diffserve.rewrite_types import RewriteRequest
+from diffserve.service.engine_connection import EngineConnection, Job, RewriteJob, TextJob
+from diffserve.service.metrics import Metrics
+from diffserve.text_types import LanguageModelInfo, TextRequest
 from diffserve.types import GenerationRequest, ModelInfo
 
 FIRST_PAUSE_S = 0.5
@@ -30,14 +34,18 @@ log = logging.getLogger("diffserve.engine")
 class EngineClient:
     """Keeps an engine process alive and hands requests to it.
 
-    info    the loaded model, ``None`` until the first engine is up
-    failed  resolves to the error for which no further engine is started
+    info       the loaded model, ``None`` until the first engine is up
+    text_info  the language model beside it; ``None`` until then, and where there is none
+    metrics    what the answers showed, over all engines
+    failed     resolves to the error for which no further engine is started
     """
 
     def __init__(self, settings: Settings) -> None:
         self.info: ModelInfo | None = None
+        self.text_info: LanguageModelInfo | None = None
+        self.metrics = Metrics()
         self.failed: asyncio.Future[DiffserveError] = asyncio.get_running_loop().create_future()
-        self._load = ipc.Load(model=settings.model, engine=settings.engine)
+        self._load = ipc.Load(model=settings.model, engine=settings.engine, text=settings.text)
         self._startup_timeout_s = settings.serve.startup_timeout_s
         self._connection: EngineConnection | None = None
         self._is_up = False
@@ -67,6 +75,14 @@ class EngineClient:
         """Hand ``request`` to the engine. EngineUnavailable while there is none."""
         return self._up().submit(request)
 
+    def submit_text(self, request: TextRequest) -> TextJob:
+        """The same for a text; where no language model is loaded its job raises InvalidRequest."""
+        return self._up().submit_text(request)
+
+    def submit_rewrite(self, request: RewriteRequest) -> RewriteJob:
+        """The same for a wish."""
+        return self._up().submit_rewrite(request)
+
     async def count(self) -> int:
         """How many requests the engine holds, waiting or being painted."""
         return await self._up().ping()
@@ -74,6 +90,10 @@ class EngineClient:
     async def trace(self) -> list[list[str]]:
         """Per recent UNet call, the request id of every row."""
         return await self._up().trace()
+
+    async def stats(self) -> EngineStats | None:
+        """The engine's numbers as of a moment ago; None before its first tick."""
+        return await self._up().stats()
 
     def _up(self) -> EngineConnection:
         if self._connection is None or not self._is_up:
@@ -99,10 +119,10 @@ class EngineClient:
 
     async def _one_life(self) -> None:
         """Start an engine and stay with it until it is gone."""
-        connection = self._connection = await EngineConnection.start(self._load)
+        connection = self._connection = await EngineConnection.start(self._load, self.metrics)
         try:
             async with asyncio.timeout(self._startup_timeout_s):
-                info = await asyncio.shield(connection.ready)
+                ready = await asyncio.shield(connection.ready)
         except TimeoutError:
             await connection.stop(grace_s=0.0)
             await asyncio.gather(connection.ready, return_exceptions=True)
@@ -111,8 +131,9 @@ class EngineClient:
             await connection.stop()
             self._load_failed(error)
         else:
-            self.info, self._is_up, self._heard_at_s = info, True, self._now()
-            log.info("engine ready", extra={"model": info.model_id, "engine_pid": connection.pid})
+            self.info, self.text_info = ready.info, ready.language
+            self._is_up, self._heard_at_s = True, self._now()
+            log.info("engine ready", extra={"model": ready.info.model_id, "engine_pid": connection.pid})
             await self._watch(connection)
             self._is_up = False
             log.error("engine lost", extra={"engine_pid": connection.pid, "exit_code": connection.exit_code})

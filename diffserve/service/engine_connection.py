@@ -14,40 +14,50 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from types import TracebackType
-from typing import Self
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from diffserve import ipc
+from diffserve.engine_stats import EngineStats
 from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, ModelLoadError, QueueFull
+from diffserve.rewrite_types import REWRITE_TERMINAL, RewriteEvent, RewriteRequest
 from diffserve.service.errors import OUR_MISTAKE
-from diffserve.types import TERMINAL, Event, GenerationRequest, ModelInfo
+from diffserve.service.metrics import Metrics
+from diffserve.text_types import TEXT_TERMINAL, TextEvent, TextRequest
+from diffserve.types import TERMINAL, Event, GenerationRequest
 
 ENGINE_MODULE = "diffserve.engine.process"
+LAST = (*TERMINAL, *TEXT_TERMINAL, *REWRITE_TERMINAL)
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DIFFUSERS_DISABLE_REMOTE_CODE": "1"}
+EventT = TypeVar("EventT")
+Answer = ipc.Pong | ipc.Trace | ipc.Stats
+AnyJob = TypeVar("AnyJob", bound="EventStream[Any]")
 
 
-class Job:
-    """A submitted request as an asynchronous iterator of its events, the terminal one last.
+class EventStream(Generic[EventT]):
+    """A submitted request as an asynchronous iterator of its events, the terminal one last; ``kind`` names its family.
 
     Iterating raises what the engine refuses it with (InvalidRequest, QueueFull), or EngineUnavailable when the engine
     is lost. Leaving its ``async with`` block before the end cancels the request.
     """
 
+    kind: ClassVar[str]
+
     def __init__(self, request_id: str, connection: EngineConnection) -> None:
         self.request_id = request_id
         self._connection = connection
-        self._events: asyncio.Queue[Event | DiffserveError] = asyncio.Queue()
+        self._events: asyncio.Queue[EventT | DiffserveError] = asyncio.Queue()
 
-    def feed(self, event: Event | DiffserveError) -> None:
+    def feed(self, event: EventT | DiffserveError) -> None:
         """Take the next event, or the error that ends the job."""
         self._events.put_nowait(event)
 
-    async def __aiter__(self) -> AsyncIterator[Event]:
+    async def __aiter__(self) -> AsyncIterator[EventT]:
         while True:
             event = await self._events.get()
             if isinstance(event, DiffserveError):
                 raise event
             yield event
-            if isinstance(event, TERMINAL):
+            if isinstance(event, LAST):
                 return
 
     async def __aenter__(self) -> Self:
@@ -59,30 +69,54 @@ class Job:
         self._connection.cancel(self.request_id)
 
 
+class Job(EventStream[Event]):
+    """Pictures on their way."""
+
+    kind = "image"
+
+
+class TextJob(EventStream[TextEvent]):
+    """Texts on their way."""
+
+    kind = "text"
+
+
+class RewriteJob(EventStream[RewriteEvent]):
+    """Prompts on their way."""
+
+    kind = "rewrite"
+
+
 class EngineConnection:
     """A running engine process.
 
-    ready   its ModelInfo once it can paint, or a ModelLoadError
-    closed  set once the process is gone; every job has ended by then
+    ready    what it loaded, once it can paint, or a ModelLoadError
+    closed   set once the process is gone; every job has ended by then
+    metrics  told of every event, and of every request that the engine refuses
     """
 
     def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        metrics: Metrics,
     ) -> None:
         loop = asyncio.get_running_loop()
-        self.ready: asyncio.Future[ModelInfo] = loop.create_future()
+        self.ready: asyncio.Future[ipc.Ready] = loop.create_future()
         self.ready.add_done_callback(asyncio.Future.exception)  # no complaint when nobody asks any more
         self.closed = asyncio.Event()
+        self._metrics = metrics
         self._process = process
         self._reader = reader
         self._writer = writer
-        self._jobs: dict[str, Job] = {}
-        self._answers: dict[int, asyncio.Future[ipc.Pong | ipc.Trace]] = {}
+        self._jobs: dict[str, EventStream[Any]] = {}
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._numbers = itertools.count()
         self._reading = asyncio.create_task(self._read(), name="engine reports")
 
     @classmethod
-    async def start(cls, load: ipc.Load) -> EngineConnection:
+    async def start(cls, load: ipc.Load, metrics: Metrics) -> EngineConnection:
         """Start a process and tell it what to load."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -94,7 +128,7 @@ class EngineConnection:
                 env=os.environ | _OFFLINE,
             )
         reader, writer = await asyncio.open_unix_connection(sock=ours)
-        connection = cls(process, reader, writer)
+        connection = cls(process, reader, writer, metrics)
         connection._send(load)
         return connection
 
@@ -110,15 +144,21 @@ class EngineConnection:
 
     def submit(self, request: GenerationRequest) -> Job:
         """Hand ``request`` over. EngineUnavailable where the process is gone."""
-        if self.closed.is_set():
-            raise lost_engine()
-        job = self._jobs[request.request_id] = Job(request.request_id, self)
-        self._send(ipc.Submit(request=request))
-        return job
+        return self._open(Job(request.request_id, self), ipc.Submit(request=request))
+
+    def submit_text(self, request: TextRequest) -> TextJob:
+        """The same for a text."""
+        return self._open(TextJob(request.request_id, self), ipc.SubmitText(request=request))
+
+    def submit_rewrite(self, request: RewriteRequest) -> RewriteJob:
+        """The same for a wish."""
+        return self._open(RewriteJob(request.request_id, self), ipc.SubmitRewrite(request=request))
 
     def cancel(self, request_id: str) -> None:
-        """Give a request up, if it is not over; its lanes are free at the engine's next step."""
-        if self._jobs.pop(request_id, None) is not None:
+        """Give a request up, if it is not over; its place is free at the engine's next step."""
+        job = self._jobs.pop(request_id, None)
+        if job is not None:
+            self._metrics.ended(job.kind, "cancelled")
             self._send(ipc.Cancel(request_id=request_id))
 
     async def ping(self) -> int:
@@ -132,6 +172,12 @@ class EngineConnection:
         number = next(self._numbers)
         answer = await self._ask(ipc.ReadTrace(number=number), number)
         return answer.unet_calls if isinstance(answer, ipc.Trace) else []
+
+    async def stats(self) -> EngineStats | None:
+        """The engine's numbers as of a moment ago; None before its first tick."""
+        number = next(self._numbers)
+        answer = await self._ask(ipc.ReadStats(number=number), number)
+        return answer.stats if isinstance(answer, ipc.Stats) else None
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """End the process: close the socket, which it obeys, and kill it where it does not within ``grace_s``."""
@@ -147,14 +193,21 @@ class EngineConnection:
             if self._process.returncode is None:
                 self._process.kill()
 
+    def _open(self, job: AnyJob, command: ipc.Command) -> AnyJob:
+        if self.closed.is_set():
+            raise lost_engine()
+        self._jobs[job.request_id] = job
+        self._send(command)
+        return job
+
     def _send(self, command: ipc.Command) -> None:
         if not self._writer.is_closing():
             self._writer.write(ipc.frame(command))
 
-    async def _ask(self, command: ipc.Command, number: int) -> ipc.Pong | ipc.Trace:
+    async def _ask(self, command: ipc.Command, number: int) -> Answer:
         if self.closed.is_set():
             raise lost_engine()
-        answer: asyncio.Future[ipc.Pong | ipc.Trace] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
         try:
             self._send(command)
@@ -177,10 +230,10 @@ class EngineConnection:
     def _dispatch(self, report: ipc.Report) -> None:
         match report:
             case ipc.Ready():
-                self.ready.set_result(report.info)
+                self.ready.set_result(report)
             case ipc.LoadFailed():
                 self.ready.set_exception(ModelLoadError(report.message, code=report.code))
-            case ipc.Pong() | ipc.Trace():
+            case ipc.Pong() | ipc.Trace() | ipc.Stats():
                 answer = self._answers.get(report.number)
                 if answer is not None and not answer.done():
                     answer.set_result(report)
@@ -189,11 +242,16 @@ class EngineConnection:
             case _:
                 self._feed(report.request_id, report)
 
-    def _feed(self, request_id: str, event: Event | DiffserveError) -> None:
-        is_last = isinstance(event, (*TERMINAL, DiffserveError))
+    def _feed(self, request_id: str, event: ipc.AnyEvent | DiffserveError) -> None:
+        is_last = isinstance(event, (*LAST, DiffserveError))
         job = self._jobs.pop(request_id, None) if is_last else self._jobs.get(request_id)
-        if job is not None:  # else it was cancelled from here and nobody listens
-            job.feed(event)
+        if job is None:  # it was cancelled from here and nobody listens
+            return
+        if isinstance(event, DiffserveError):
+            self._metrics.ended(job.kind, "lost" if isinstance(event, EngineUnavailable) else "rejected")
+        else:
+            self._metrics.observe(job.kind, event)
+        job.feed(event)
 
     async def _finish(self) -> None:
         self.kill()

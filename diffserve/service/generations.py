@@ -1,30 +1,35 @@
-"""``POST /v1/images/generations``: read, check, paint, deliver; stop when the client is gone."""
+"""``POST /v1/images/generations``, and how to cancel it: read, check, paint, deliver; stop when the client is gone."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, ParamSpec, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from diffserve.config import ServeConfig
-from diffserve.errors import DeadlineExceeded, DiffserveError, EngineUnavailable
+from diffserve.errors import DiffserveError, EngineUnavailable
+from diffserve.service.bodies import show
 from diffserve.service.engine_client import EngineClient
 from diffserve.service.errors import HttpError, error_of, told
+from diffserve.service.exchange import PATIENCE_S, interruption, read_body, warning_headers, work_until
 from diffserve.service.gate import Gate
+from diffserve.service.image_events import ImageEvents
+from diffserve.service.in_flight import InFlight
 from diffserve.service.models import check_model
 from diffserve.service.painting import Painting, answer, image_entry, plan_painting
-from diffserve.service.schemas import GenerateBody, parse_body
-from diffserve.types import Accepted, Cancelled, Failed, ImageFailed, ImageResult, Painted
+from diffserve.service.rewriter_choice import RewriterMode
+from diffserve.service.schemas import GenerateBody
+from diffserve.service.streams import Events, EventStreamResponse
+from diffserve.types import Accepted, Cancelled, Failed, ImageFailed, ImageResult, Painted, Preview, Progress
 
-BODY_TIMEOUT_S = 60.0
-PARSE_IN_THREAD_BYTES = 256 * 1024
-PATIENCE_S = 30.0  # beyond the engine's own deadline: for encoding, and for an engine that hangs
-CLIENT_CLOSED_REQUEST = 499
+P = ParamSpec("P")
+T = TypeVar("T")
 
 log = logging.getLogger("diffserve.http")
 
@@ -32,29 +37,44 @@ log = logging.getLogger("diffserve.http")
 class Generations:
     """The endpoint with what it stands on. Pictures are encoded in threads, as many at a time as there are cores."""
 
-    def __init__(self, engine: EngineClient, config: ServeConfig, gate: Gate) -> None:
+    def __init__(self, engine: EngineClient, config: ServeConfig, gate: Gate, *, rewriter: RewriterMode) -> None:
         self._engine = engine
         self._config = config
         self._gate = gate
+        self._rewriter: RewriterMode = rewriter
+        self._in_flight = InFlight()
         self._encoders = asyncio.Semaphore(os.cpu_count() or 1)
 
-    async def __call__(self, request: Request) -> Response:
+    async def create(self, request: Request) -> Response:
         """Answer one request; every error is a DiffserveError."""
-        with self._gate.inside():
-            check_json(request)
-            body = await read_body(request)
+        with ExitStack() as stack:
+            stack.enter_context(self._gate.inside())
+            body = await read_body(request, GenerateBody)
             info = self._engine.info
             if info is None:
                 raise EngineUnavailable("the engine is loading its model; please try again in a moment.")
-            check_model(body.model, info)
-            painting = plan_painting(body, info, self._config, request.state.request_id)
-            try:
-                async with asyncio.timeout(self._config.request_timeout_s + PATIENCE_S):
-                    return await while_connected(request, self._paint(painting))
-            except TimeoutError:
-                raise DeadlineExceeded("the engine does not answer; please try again later.") from None
+            check_model(body.model, info, self._engine.text_info)
+            painting = plan_painting(body, info, self._config, request.state.request_id, rewriter=self._rewriter)
+            interrupted = stack.enter_context(interruption(request))
+            stack.enter_context(self._in_flight.listed(painting.request.request_id, interrupted))
+            limit_s = self._config.request_timeout_s + PATIENCE_S
+            if painting.is_stream:
+                headers = warning_headers(list(painting.warnings))
+                return await EventStreamResponse(
+                    self._events(painting), interrupted, stack.pop_all(), limit_s=limit_s, headers=headers
+                ).opened()
+            return await work_until(interrupted, self._answer(painting), limit_s=limit_s)
 
-    async def _paint(self, painting: Painting) -> Response:
+    async def cancel(self, request: Request) -> Response:
+        """End the request whose id stands in the address; its lanes are free at the next step."""
+        request_id = str(request.path_params["request_id"])
+        if not await self._in_flight.cancel(request_id):
+            raise HttpError(
+                404, f"no request {show(request_id)} is being painted; it may be over.", code="request_not_found"
+            )
+        return JSONResponse({"id": request_id, "object": "image.generation", "status": "cancelled"})
+
+    async def _answer(self, painting: Painting) -> Response:
         warnings = list(painting.warnings)
         results: list[ImageResult] = []
         entries: dict[int, dict[str, Any]] = {}
@@ -65,77 +85,52 @@ class Generations:
                         warnings += event.warnings
                     case Painted():
                         results.append(event.result)
-                        entries[event.result.image_index] = await self._encode(painting, event.result)
+                        entries[event.result.image_index] = await self._in_thread(image_entry, painting, event.result)
                     case ImageFailed():
-                        log.error("image failed", extra={"request_id": event.request_id, "reason": event.message})
-                        warnings.append(f"image {event.image_index} failed: {told(event)}")
+                        warnings.append(f"image {event.image_index} failed: {_blamed(event)}")
                     case Failed():
                         raise error_of(event)
                     case Cancelled():
                         raise EngineUnavailable("the request was cancelled by the server.")
         if not results:
             raise DiffserveError("the engine finished without a picture.")
-        warnings += [text for result in results for text in result.warnings]
-        warnings = list(dict.fromkeys(warnings))
+        warnings = list(dict.fromkeys([*warnings, *(text for result in results for text in result.warnings)]))
         data = [entries[index] for index in sorted(entries)]
         content = await asyncio.to_thread(answer, painting, results, data, warnings)
-        headers = {"x-diffserve-warnings": header_text(warnings)} if warnings else None
-        return Response(content, headers=headers, media_type="application/json")
+        return Response(content, headers=warning_headers(warnings), media_type="application/json")
 
-    async def _encode(self, painting: Painting, result: ImageResult) -> dict[str, Any]:
+    async def _events(self, painting: Painting) -> Events:
+        events, warnings = ImageEvents(painting), list(painting.warnings)
+        async with self._engine.submit(painting.request) as job:
+            async for event in job:
+                chunk: bytes | None = None
+                match event:
+                    case Accepted():
+                        warnings += event.warnings
+                        chunk = events.accepted(event) if painting.has_progress else None
+                    case Progress():
+                        chunk = events.progressed(event) if painting.has_progress else None
+                    case Preview():
+                        chunk = await self._in_thread(events.partial, event)
+                    case Painted():
+                        said = list(dict.fromkeys([*warnings, *event.result.warnings]))
+                        chunk = await self._in_thread(events.completed, event.result, said)
+                    case ImageFailed():
+                        _blamed(event)
+                        chunk = events.image_failed(event)
+                    case Failed():
+                        raise error_of(event)
+                    case Cancelled():
+                        raise EngineUnavailable("the request was cancelled by the server.")
+                if chunk is not None:
+                    yield chunk
+
+    async def _in_thread(self, encode: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         async with self._encoders:
-            return await asyncio.to_thread(image_entry, painting, result)
+            return await asyncio.to_thread(encode, *arguments, **named)
 
 
-def check_json(request: Request) -> None:
-    """Only JSON that says so: a foreign page cannot send that type without the browser asking us first."""
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
-        raise HttpError(
-            415, "the body must be JSON, with the header Content-Type: application/json.", code="unsupported_media_type"
-        )
-
-
-async def read_body(request: Request) -> GenerateBody:
-    """The checked body; a long one is parsed in a thread."""
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            data = await request.body()
-    except TimeoutError:
-        raise HttpError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s.", code="body_timeout") from None
-    except ClientDisconnect:
-        raise hung_up() from None
-    if len(data) > PARSE_IN_THREAD_BYTES:
-        return await asyncio.to_thread(parse_body, data)
-    return parse_body(data)
-
-
-async def while_connected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """The answer that ``work`` gives; the work is cancelled as soon as the client hangs up."""
-    working = asyncio.create_task(work)
-    watching = asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise hung_up()
-    finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def hung_up() -> HttpError:
-    """What is said to nobody, for the log's sake."""
-    return HttpError(CLIENT_CLOSED_REQUEST, "the client hung up.", code="client_closed_request")
-
-
-def header_text(warnings: list[str]) -> str:
-    """``warnings`` as one header value: printable ASCII, within 1000 characters."""
-    text = " | ".join(warnings).encode("ascii", "backslashreplace").decode("ascii")
-    return "".join(c if c.isprintable() else " " for c in text)[:1000]
+def _blamed(event: ImageFailed) -> str:
+    """What the caller is told; the log keeps the rest."""
+    log.error("image failed", extra={"request_id": event.request_id, "reason": event.message})
+    return told(event)

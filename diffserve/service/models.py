@@ -1,11 +1,12 @@
-"""Model names: the loaded model under its own id, and under the names that clients have written into their code."""
+"""Model names: the loaded models under their own ids, and the names that clients have written into their code."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-from diffserve.errors import ModelNotFound
-from diffserve.service.schemas import show
+from diffserve.errors import EngineUnavailable, ModelNotFound
+from diffserve.service.bodies import show
+from diffserve.text_types import LanguageModelInfo
 from diffserve.types import ModelInfo
 
 ALIASES: Final = (
@@ -23,12 +24,43 @@ ALIASES: Final = (
 )
 
 
-def check_model(name: str | None, info: ModelInfo) -> None:
-    """ModelNotFound where ``name`` is neither the loaded model nor an alias; ``None`` is the loaded model."""
-    if name is not None and name != info.model_id and name not in ALIASES:
-        raise ModelNotFound(
-            f"there is no model {show(name)}; {info.model_id} is loaded, GET /v1/models lists its names.", param="model"
-        )
+NO_LANGUAGE_MODEL: Final = (
+    "no language model is loaded; name one as [text] model in the configuration, or as DIFFSERVE_TEXT_MODEL: "
+    '"embedded" is the rewriter that ships inside.'
+)
+
+
+def check_model(name: str | None, info: ModelInfo, language: LanguageModelInfo | None = None) -> None:
+    """ModelNotFound where ``name`` is neither the loaded image model nor an alias; ``None`` is the loaded model."""
+    if name is None or name == info.model_id or name in ALIASES:
+        return
+    writes = language is not None and name == language.model_id
+    raise ModelNotFound(
+        f"{show(name)} writes texts; the image model is {info.model_id}."
+        if writes
+        else f"there is no model {show(name)}; {info.model_id} is loaded, GET /v1/models lists its names.",
+        param="model",
+    )
+
+
+def check_language_model(
+    name: str | None, info: LanguageModelInfo | None, image_info: ModelInfo | None
+) -> LanguageModelInfo:
+    """The loaded language model, which ``name`` (``None``: whichever is there) must be. Raises ModelNotFound where
+    there is none or it is another, EngineUnavailable while the engine (``image_info``) is loading."""
+    if image_info is None:
+        raise EngineUnavailable("the engine is loading its model; please try again in a moment.")
+    if info is None:
+        raise ModelNotFound(NO_LANGUAGE_MODEL, param="model")
+    if name is None or name == info.model_id:
+        return info
+    paints = name == image_info.model_id or name in ALIASES
+    raise ModelNotFound(
+        f"{show(name)} paints pictures; the language model is {info.model_id}."
+        if paints
+        else f"there is no language model {show(name)}; {info.model_id} is loaded.",
+        param="model",
+    )
 
 
 def model_entry(name: str, created: int) -> dict[str, Any]:
@@ -36,6 +68,11 @@ def model_entry(name: str, created: int) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created, "owned_by": "diffserve"}
 
 
-def model_list(info: ModelInfo, created: int) -> dict[str, Any]:
-    """The loaded model first, then its aliases."""
-    return {"object": "list", "data": [model_entry(name, created) for name in (info.model_id, *ALIASES)]}
+def model_names(info: ModelInfo, language: LanguageModelInfo | None) -> list[str]:
+    """The image model first, then the language model where there is one, then the aliases of the image model."""
+    return list(dict.fromkeys([info.model_id, *([language.model_id] if language else []), *ALIASES]))
+
+
+def model_list(info: ModelInfo, language: LanguageModelInfo | None, created: int) -> dict[str, Any]:
+    """Every name, as OpenAI lists models."""
+    return {"object": "list", "data": [model_entry(name, created) for name in model_names(info, language)]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import re
 import time
 from collections.abc import Iterable
@@ -14,7 +15,9 @@ from diffserve.config import ServeConfig
 from diffserve.errors import InvalidRequest
 from diffserve.images import ImageFormat, encode_image, resize
 from diffserve.infotext import write_infotext
-from diffserve.service.schemas import MAX_NAME_CHARS, GenerateBody, show
+from diffserve.service.bodies import show
+from diffserve.service.rewriter_choice import RewriterMode, rewriting_of
+from diffserve.service.schemas import MAX_NAME_CHARS, GenerateBody
 from diffserve.sizes import SizePlan, plan_size
 from diffserve.types import DiffusionParams, GenerationRequest, ImageResult, ModelInfo
 from schedulers import SIGMA_SCHEDULES, SPACINGS, UnknownSampler, resolve_sampler
@@ -42,18 +45,27 @@ class Painting(msgspec.Struct, frozen=True, kw_only=True):
     quality: str
     safety_identifier: str | None
     warnings: tuple[str, ...]
+    is_stream: bool = False
+    has_progress: bool = False
 
 
-def plan_painting(body: GenerateBody, info: ModelInfo, config: ServeConfig, request_id: str) -> Painting:
-    """What ``body`` asks for, in the terms of the loaded model. InvalidRequest for what it cannot have."""
+def plan_painting(
+    body: GenerateBody, info: ModelInfo, config: ServeConfig, request_id: str, *, rewriter: RewriterMode = "off"
+) -> Painting:
+    """What ``body`` asks for, in the terms of the loaded model; ``rewriter`` where it says nothing of one.
+
+    Raises InvalidRequest for what it cannot have.
+    """
     _refuse_unsupported(body)
     warnings: list[str] = []
     plan = plan_size(info, _size(body), min_side_px=config.min_size_px, max_side_px=config.max_size_px)
     if plan.warning is not None:
         warnings.append(plan.warning)
     quality = _quality(body, warnings)
-    if body.unknown_fields:
-        warnings.append(f"unknown fields were ignored: {', '.join(body.unknown_fields[:10])}.")
+    if body.partial_images and not body.stream:
+        warnings.append("partial_images changes nothing without stream.")
+    warnings += body.warnings
+    diffusion = _diffusion(body)
     return Painting(
         request=GenerationRequest(
             request_id=request_id,
@@ -63,7 +75,9 @@ def plan_painting(body: GenerateBody, info: ModelInfo, config: ServeConfig, requ
             height_px=plan.paint_height_px,
             num_images=body.n or 1,
             seed=None if body.seed in (None, -1) else body.seed,
-            diffusion=_diffusion(body),
+            diffusion=diffusion,
+            preview_every=_preview_every(body, diffusion.num_steps or info.default_num_steps),
+            rewriting=rewriting_of(body.prompt_rewriter, rewriter),
             deadline_s=config.request_timeout_s,
         ),
         plan=plan,
@@ -72,11 +86,16 @@ def plan_painting(body: GenerateBody, info: ModelInfo, config: ServeConfig, requ
         quality=quality,
         safety_identifier=body.safety_identifier or body.user,
         warnings=tuple(warnings),
+        is_stream=bool(body.stream),
+        has_progress=body.progress is not False,
     )
 
 
 def image_entry(painting: Painting, result: ImageResult) -> dict[str, Any]:
-    """One element of ``data``: resized, encoded, in base64. Takes a while: call it in a thread."""
+    """One element of ``data``: resized, encoded, in base64. Takes a while: call it in a thread.
+
+    ``revised_prompt`` is what the text encoder was given, null where that is what was sent.
+    """
     width_px, height_px = painting.plan.width_px, painting.plan.height_px
     file = encode_image(
         resize(result.picture, width_px, height_px),
@@ -84,39 +103,55 @@ def image_entry(painting: Painting, result: ImageResult) -> dict[str, Any]:
         quality=painting.compression,
         infotext=write_infotext(result, width_px=width_px, height_px=height_px),
     )
-    return {"b64_json": base64.b64encode(file).decode("ascii"), "revised_prompt": None, "seed": result.seed}
+    return {
+        "b64_json": base64.b64encode(file).decode("ascii"),
+        "revised_prompt": None if result.original_prompt is None else result.prompt,
+        "seed": result.seed,
+    }
 
 
 def answer(painting: Painting, results: list[ImageResult], entries: list[dict[str, Any]], warnings: list[str]) -> bytes:
     """The whole body of a 200 answer. Takes a while with large pictures: call it in a thread."""
-    first, plan = results[0], painting.plan
     return msgspec.json.encode(
         {
             "created": int(time.time()),
             "data": entries,
-            "background": "opaque",
-            "output_format": painting.image_format,
-            "quality": painting.quality,
-            "size": f"{plan.width_px}x{plan.height_px}",
-            "safety_identifier": painting.safety_identifier,
-            "usage": _usage(painting, results),
+            **delivery(painting),
+            "usage": usage(painting, results),
             "warnings": warnings,
-            "id": painting.request.request_id,
-            "model": first.model,
-            "model_digest": first.model_digest,
-            "sampler": first.sampler,
-            "sigma_schedule": first.sigma_schedule,
-            "spacing": first.spacing,
-            "num_inference_steps": first.num_steps,
-            "guidance_scale": first.guidance_scale,
-            "eta": first.eta,
+            **recipe(painting, results[0]),
         }
     )
 
 
+def delivery(painting: Painting) -> dict[str, Any]:
+    """How the pictures are delivered, in OpenAI's words."""
+    return {
+        "background": "opaque",
+        "output_format": painting.image_format,
+        "quality": painting.quality,
+        "size": f"{painting.plan.width_px}x{painting.plan.height_px}",
+        "safety_identifier": painting.safety_identifier,
+    }
+
+
+def recipe(painting: Painting, result: ImageResult) -> dict[str, Any]:
+    """How ``result``, and every other picture of the request, was painted."""
+    return {
+        "id": painting.request.request_id,
+        "model": result.model,
+        "model_digest": result.model_digest,
+        "sampler": result.sampler,
+        "sigma_schedule": result.sigma_schedule,
+        "spacing": result.spacing,
+        "num_inference_steps": result.num_steps,
+        "guidance_scale": result.guidance_scale,
+        "eta": result.eta,
+    }
+
+
 def _refuse_unsupported(body: GenerateBody) -> None:
     refused = (
-        (body.stream, "stream", "stream is true; streaming is not offered yet, leave it out and wait for the answer."),
         (
             body.response_format == "url",
             "response_format",
@@ -131,6 +166,13 @@ def _refuse_unsupported(body: GenerateBody) -> None:
     for is_refused, param, message in refused:
         if is_refused:
             raise InvalidRequest(message, param=param, code="unsupported_value")
+
+
+def _preview_every(body: GenerateBody, num_steps: int) -> int:
+    """Steps between previews, so that at most as many as asked for are spread evenly over the way."""
+    if not body.stream or not body.partial_images:
+        return 0
+    return math.ceil(num_steps / (body.partial_images + 1))
 
 
 def _size(body: GenerateBody) -> tuple[int, int] | None:
@@ -225,10 +267,10 @@ def _quality(body: GenerateBody, warnings: list[str]) -> str:
     return body.quality
 
 
-def _usage(painting: Painting, results: list[ImageResult]) -> dict[str, Any]:
+def usage(painting: Painting, results: list[ImageResult]) -> dict[str, Any]:
     """Token counts as OpenAI's clients expect them: an image token is one cell of the painted latents' 8x8 grid."""
     image_tokens = sum(result.picture.width_px * result.picture.height_px // 64 for result in results)
-    text_tokens = len(painting.request.prompt.split())
+    text_tokens = len(results[0].prompt.split())
     return {
         "input_tokens": text_tokens,
         "output_tokens": image_tokens,

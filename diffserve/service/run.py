@@ -67,7 +67,8 @@ class _Server:
     async def run(self) -> int:
         """Live one life, from the first engine to the last answer."""
         engine, gate = EngineClient(self._settings), Gate()
-        http = _Uvicorn(_uvicorn_config(create_app(engine, self._settings.serve, gate)))
+        app = create_app(engine, self._settings.serve, gate, rewriter=self._settings.text.prompt_rewriter)
+        http = _Uvicorn(_uvicorn_config(app))
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         engine.start()

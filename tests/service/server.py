@@ -35,7 +35,8 @@ class RunningServer:
         self.output = output
         self.errors = errors
         self.url = wait_for(self._find_url, START_S, "the server's address")
-        self.client = httpx.Client(base_url=self.url, timeout=300.0, trust_env=False)
+        limits = httpx.Limits(max_keepalive_connections=0)  # a machine that sleeps wakes up to stale connections
+        self.client = httpx.Client(base_url=self.url, timeout=300.0, trust_env=False, limits=limits)
 
     @property
     def port(self) -> int:
@@ -86,9 +87,15 @@ class RunningServer:
 
 @contextmanager
 def running_server(
-    model: Path, workspace: Path, *, config: str = "", command: list[str] | None = None
+    model: Path,
+    workspace: Path,
+    *,
+    config: str = "",
+    command: list[str] | None = None,
+    env: dict[str, str] | None = None,
 ) -> Iterator[RunningServer]:
-    """A server of ``model`` with ``config`` (TOML) on a free port; ``command`` replaces ``-m diffserve serve``."""
+    """A server of ``model`` with ``config`` (TOML) and ``env`` on a free port; ``command`` replaces ``-m diffserve
+    serve``."""
     workspace.mkdir(parents=True, exist_ok=True)
     (workspace / "serve.toml").write_text(config)
     server = None
@@ -102,7 +109,7 @@ def running_server(
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})},
         )
         try:
             server = RunningServer(process, workspace / "out", workspace / "err")

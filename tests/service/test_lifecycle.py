@@ -70,10 +70,11 @@ def test_an_engine_that_hangs_is_not_ready_until_it_moves_again(tiny_model: Mode
 
 def test_a_stopped_server_finishes_its_work_takes_no_more_and_exits_with_0(tiny_model: Model, tmp_path: Path) -> None:
     config = FULL_PRECISION + "[serve]\nshutdown_timeout_s = 300.0\n"
-    with running_server(tiny_model("sd15"), tmp_path, config=config) as server, ThreadPoolExecutor(1) as pool:
+    with running_server(tiny_model("sd15"), tmp_path, config=config) as server, ThreadPoolExecutor(2) as pool:
         server.wait_until_ready()
         waiting = pool.submit(server.paint, num_steps=200, sampler="ddim")
-        wait_for(lambda: server.num_requests() == 1, SOON_S, "it to be taken")
+        watching = pool.submit(server.paint, num_steps=200, sampler="ddim", stream=True)
+        wait_for(lambda: server.num_requests() == 2, SOON_S, "both to be taken")
         engine = server.engine
         server.process.send_signal(signal.SIGTERM)
         wait_for(lambda: server.status("/readyz") == 503, SOON_S, "readiness to end")
@@ -82,18 +83,22 @@ def test_a_stopped_server_finishes_its_work_takes_no_more_and_exits_with_0(tiny_
         assert "shutting down" in error_of(refused)["message"]
         assert server.status("/livez") == 200
         assert len(files_of(waiting.result(timeout=300))) == 1
+        assert '"type":"image_generation.completed"' in watching.result(timeout=300).text
         assert server.process.wait(SOON_S) == 0
         assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
 
 
 def test_what_is_not_finished_in_time_gets_503(tiny_model: Model, tmp_path: Path) -> None:
     config = FULL_PRECISION + "[serve]\nshutdown_timeout_s = 0.3\n"
-    with running_server(tiny_model("sd15"), tmp_path, config=config) as server, ThreadPoolExecutor(1) as pool:
+    with running_server(tiny_model("sd15"), tmp_path, config=config) as server, ThreadPoolExecutor(2) as pool:
         server.wait_until_ready()
         waiting = pool.submit(server.paint, **LONG)  # type: ignore[arg-type]
-        wait_for(lambda: server.num_requests() == 1, SOON_S, "it to be taken")
+        watching = pool.submit(server.paint, **LONG, stream=True)  # type: ignore[arg-type]
+        wait_for(lambda: server.num_requests() == 2, SOON_S, "both to be taken")
         server.process.send_signal(signal.SIGTERM)
         assert waiting.result(timeout=SOON_S).status_code == 503
+        last = watching.result(timeout=SOON_S).text.rstrip().rpartition("\n")[2]
+        assert '"code":"engine_unavailable"' in last
         assert server.process.wait(SOON_S) == 0
 
 

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
 
 import openai
 import pytest
 from openai import OpenAI
 
 from diffserve.images import read_infotext
-from tests.service.server import RunningServer
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
-        yield client
 
 
 def test_it_generates_an_image(client: OpenAI) -> None:

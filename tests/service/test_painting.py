@@ -19,12 +19,13 @@ from diffserve.errors import (
     QueueFull,
 )
 from diffserve.service.errors import HttpError, error_of, reply_to
-from diffserve.service.generations import header_text
+from diffserve.service.exchange import header_text
 from diffserve.service.guards import is_loopback
 from diffserve.service.models import ALIASES, check_model, model_list
 from diffserve.service.painting import Painting, plan_painting
+from diffserve.service.rewriter_choice import RewriterMode
 from diffserve.service.schemas import parse_body
-from diffserve.types import Failed, ModelInfo
+from diffserve.types import Failed, ModelInfo, RewriteOptions
 
 CONFIG: ServeConfig = load_settings(env={}).serve
 INFO = ModelInfo(
@@ -53,6 +54,33 @@ INFO = ModelInfo(
 
 def plan(**fields: Any) -> Painting:
     return plan_painting(parse_body(json.dumps({"prompt": "a fox", **fields}).encode()), INFO, CONFIG, "img-1")
+
+
+@pytest.mark.parametrize(
+    ("default", "said", "expected"),
+    [
+        ("off", None, None),
+        ("auto", None, RewriteOptions()),
+        ("force", None, RewriteOptions(force=True)),
+        ("auto", "off", None),
+        ("off", "force", RewriteOptions(force=True)),
+        ("off", {}, RewriteOptions()),
+        ("off", {"style": "prose", "seed": 3}, RewriteOptions(style="prose", seed=3)),
+        ("off", {"seed": -1, "system": "be brief", "force": True}, RewriteOptions(system="be brief", force=True)),
+    ],
+)
+def test_the_rewriter_is_the_bodys_choice_and_else_the_servers(
+    default: RewriterMode, said: object, expected: RewriteOptions | None
+) -> None:
+    body = parse_body(json.dumps({"prompt": "a fox", "prompt_rewriter": said}).encode())
+    assert plan_painting(body, INFO, CONFIG, "img-1", rewriter=default).request.rewriting == expected
+
+
+@pytest.mark.parametrize(("asked", "steps", "every"), [(0, 20, 0), (1, 20, 10), (3, 20, 5), (3, 7, 2), (3, None, 7)])
+def test_previews_are_spread_over_the_steps(asked: int, steps: int | None, every: int) -> None:
+    fields = {"partial_images": asked, "steps": steps}
+    assert plan(stream=True, **fields).request.preview_every == every
+    assert plan(**fields).request.preview_every == 0
 
 
 def test_a_bare_prompt_leaves_everything_to_the_model() -> None:
@@ -150,7 +178,7 @@ def test_a_failed_event_is_the_error_it_stands_for(event: Failed, kind: type[Dif
 def test_a_model_goes_by_its_id_and_by_every_alias() -> None:
     for name in (None, "embedded", *ALIASES):
         check_model(name, INFO)
-    listed = [entry["id"] for entry in model_list(INFO, 1)["data"]]
+    listed = [entry["id"] for entry in model_list(INFO, None, 1)["data"]]
     assert listed == ["embedded", *ALIASES]
     with pytest.raises(ModelNotFound, match='"nope"'):
         check_model("nope", INFO)

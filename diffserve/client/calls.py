@@ -1,0 +1,172 @@
+"""Every call that can be made: its address, its body, and how its answer is read. Nothing is sent from here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Generic, Literal, NamedTuple, TypedDict, TypeVar
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from diffserve.client.answers import Chat, ChatDelta, ChatMessage, ImageEvent, Images, Model, RewriteEvent, Rewrites
+from diffserve.client.events import ChatReader, Reader, image_reader, rewrite_reader
+from diffserve.errors import ConfigError
+
+GENERATIONS: Final = "/v1/images/generations"
+REWRITE: Final = "/v1/prompts/rewrite"
+CHAT: Final = "/v1/chat/completions"
+AnswerT = TypeVar("AnswerT")
+EventT = TypeVar("EventT")
+
+
+class RewriterFields(TypedDict, total=False):
+    """How a wish is to be rewritten before it is painted."""
+
+    style: str
+    seed: int
+    system: str
+    force: bool
+
+
+class ImageFields(TypedDict, total=False):
+    """What a request for pictures may say beside its prompt; what is left out is as the model does best.
+
+    size             WIDTHxHEIGHT in pixels, or auto
+    seed             of the first picture; left out: drawn, and told in the answer
+    prompt_rewriter  whether the language model turns the wish into a prompt first
+    """
+
+    model: str
+    negative_prompt: str
+    n: int
+    size: str
+    quality: str
+    seed: int
+    sampler: str
+    sigma_schedule: str
+    spacing: str
+    num_inference_steps: int
+    guidance_scale: float
+    eta: float
+    output_format: Literal["png", "jpeg", "webp"]
+    output_compression: int
+    prompt_rewriter: Literal["off", "auto", "force"] | RewriterFields
+    user: str
+
+
+class StreamedImageFields(ImageFields, total=False):
+    """The same, with 0 to 3 previews of each picture on the way."""
+
+    partial_images: int
+
+
+class RewriteFields(RewriterFields, total=False):
+    """What a request to rewrite may say beside the wish."""
+
+    model: str
+    n: int
+
+
+class ChatFields(TypedDict, total=False):
+    """What a conversation may say beside its messages."""
+
+    model: str
+    n: int
+    max_completion_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    stop: str | list[str]
+    seed: int
+
+
+class Call(NamedTuple, Generic[AnswerT]):
+    """A request with one answer."""
+
+    method: str
+    path: str
+    body: bytes | None
+    decode: Callable[[bytes], AnswerT]
+
+
+class StreamCall(NamedTuple, Generic[EventT]):
+    """A request with an answer in pieces."""
+
+    path: str
+    body: bytes
+    reader: Reader[EventT]
+
+
+def generate(prompt: str, fields: ImageFields) -> Call[Images]:
+    """Paint, and wait for all pictures."""
+    return _post(GENERATIONS, {"prompt": prompt, **fields}, Images)
+
+
+def generate_stream(prompt: str, fields: StreamedImageFields) -> StreamCall[ImageEvent]:
+    """Paint, and watch."""
+    body = {"prompt": prompt, **fields, "stream": True}
+    return StreamCall(GENERATIONS, msgspec.json.encode(body), image_reader(fields.get("n", 1)))
+
+
+def cancel(request_id: str) -> Call[None]:
+    """End a request for pictures."""
+    return Call("POST", f"{GENERATIONS}/{quote(request_id, safe='')}/cancel", None, lambda _: None)
+
+
+def rewrite(prompt: str, fields: RewriteFields) -> Call[Rewrites]:
+    """Turn a wish into prompts."""
+    return _post(REWRITE, {"prompt": prompt, **fields}, Rewrites)
+
+
+def rewrite_stream(prompt: str, fields: RewriteFields) -> StreamCall[RewriteEvent]:
+    """The same, and watch."""
+    return StreamCall(REWRITE, msgspec.json.encode({"prompt": prompt, **fields, "stream": True}), rewrite_reader())
+
+
+def chat(messages: str | Sequence[ChatMessage], fields: ChatFields) -> Call[Chat]:
+    """Have a conversation answered."""
+    return _post(CHAT, {"messages": _turns(messages), **fields}, Chat)
+
+
+def chat_stream(messages: str | Sequence[ChatMessage], fields: ChatFields) -> StreamCall[ChatDelta]:
+    """The same, and watch."""
+    body = {"messages": _turns(messages), **fields, "stream": True}
+    return StreamCall(CHAT, msgspec.json.encode(body), ChatReader())
+
+
+def models() -> Call[tuple[Model, ...]]:
+    """Every name that a request may give as its model."""
+    return Call("GET", "/v1/models", None, lambda data: msgspec.json.decode(data, type=_Models).data)
+
+
+def ready() -> Call[None]:
+    """Whether a request would be worked on now; raises EngineUnavailable where not."""
+    return Call("GET", "/readyz", None, lambda _: None)
+
+
+def base_url(url: str) -> str:
+    """``url`` without what the paths begin with; ConfigError where it is no address."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise ConfigError(f"the server is {url[:200]!r}; give its address, such as http://127.0.0.1:8000.", param="url")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: tuple[Model, ...]
+
+
+def _post(path: str, body: dict[str, Any], kind: type[AnswerT]) -> Call[AnswerT]:
+    return Call("POST", path, msgspec.json.encode(body), lambda data: msgspec.json.decode(data, type=kind))
+
+
+def _turns(messages: str | Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+    return (ChatMessage(role="user", content=messages),) if isinstance(messages, str) else messages

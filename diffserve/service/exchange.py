@@ -1,0 +1,99 @@
+"""One request and its answer: read the body, work while anybody waits for it, stop when nobody does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from diffserve.errors import DeadlineExceeded
+from diffserve.service.bodies import BodyT, parse
+from diffserve.service.errors import HttpError
+
+BODY_TIMEOUT_S = 60.0
+PARSE_IN_THREAD_BYTES = 256 * 1024
+PATIENCE_S = 30.0  # beyond the engine's own deadline: for encoding, and for an engine that hangs
+CLIENT_CLOSED_REQUEST = 499
+
+Interruption = asyncio.Future[HttpError]
+"""Resolves, if it ever does, to the reason for which a request is to end at once."""
+
+T = TypeVar("T")
+
+
+async def read_body(request: Request, kind: type[BodyT]) -> BodyT:
+    """The checked body. Only JSON that says so: a foreign page cannot send that type unless the browser asks first."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise HttpError(
+            415, "the body must be JSON, with the header Content-Type: application/json.", code="unsupported_media_type"
+        )
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            data = await request.body()
+    except TimeoutError:
+        raise HttpError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s.", code="body_timeout") from None
+    except ClientDisconnect:
+        raise hung_up() from None
+    if len(data) > PARSE_IN_THREAD_BYTES:
+        return await asyncio.to_thread(parse, kind, data)
+    return parse(kind, data)
+
+
+@contextmanager
+def interruption(request: Request) -> Iterator[Interruption]:
+    """For the length of the block: resolved as soon as the client of ``request``, whose body is read, hangs up."""
+    interrupted: Interruption = asyncio.get_running_loop().create_future()
+    watching = asyncio.create_task(_watch(request, interrupted))
+    try:
+        yield interrupted
+    finally:
+        watching.cancel()
+        interrupted.cancel()
+
+
+async def work_until(interrupted: Interruption, work: Coroutine[Any, Any, T], *, limit_s: float) -> T:
+    """What ``work`` gives. It is cancelled, and has ended, when this raises the reason for the interruption, or
+    DeadlineExceeded after ``limit_s``."""
+    working = asyncio.create_task(work)
+    try:
+        await first_of(working, interrupted, timeout_s=limit_s)
+        if working.done():
+            return working.result()
+        if interrupted.done():
+            raise interrupted.result()
+        raise DeadlineExceeded("the engine does not answer; please try again later.")
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+
+async def first_of(*futures: asyncio.Future[Any], timeout_s: float) -> None:
+    """Return when one of them is done, or after ``timeout_s``."""
+    await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _watch(request: Request, interrupted: Interruption) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    if not interrupted.done():
+        interrupted.set_result(hung_up())
+
+
+def hung_up() -> HttpError:
+    """What is said to nobody, for the log's sake."""
+    return HttpError(CLIENT_CLOSED_REQUEST, "the client hung up.", code="client_closed_request")
+
+
+def header_text(warnings: list[str]) -> str:
+    """``warnings`` as one header value: printable ASCII, within 1000 characters."""
+    text = " | ".join(warnings).encode("ascii", "backslashreplace").decode("ascii")
+    return "".join(c if c.isprintable() else " " for c in text)[:1000]
+
+
+def warning_headers(warnings: list[str]) -> dict[str, str]:
+    """The headers of an answer that comes with ``warnings``; none without."""
+    return {"x-diffserve-warnings": header_text(warnings)} if warnings else {}

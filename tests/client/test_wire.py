@@ -1,0 +1,213 @@
+"""The client's reading of bytes, and its words for a server that is away, another, or lost. No diffserve server."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from diffserve.client import AsyncClient, ChatDelta, Client, RequestCancelled, ServerLost, ServerUnreachable
+from diffserve.client.errors import ErrorObject, error_of
+from diffserve.client.events import ChatReader, EventParser, image_reader
+from diffserve.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    DiffserveError,
+    EngineUnavailable,
+    InvalidRequest,
+    ModelNotFound,
+    QueueFull,
+)
+
+EVENTS = 'event: a\ndata: {"x":1}\n\n: keep-alive\n\ndata: {"y":"\u2028\x85ä"}\r\n\r\ndata: one\ndata: two\nid: 7\n\n'
+DATA = [b'{"x":1}', '{"y":"\u2028\x85ä"}'.encode(), b"one\ntwo"]
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+PROGRESS = b'data: {"type":"image_generation.progress","id":"img-1","step":1,"steps":2,"new":true}\n\n'
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_events_are_the_same_however_the_bytes_arrive(size: int) -> None:
+    whole = EVENTS.encode()
+    parser = EventParser()
+    read = [data for at in range(0, len(whole), size) for data in parser.feed(whole[at : at + size])]
+    assert read == DATA
+
+
+def test_an_event_without_its_end_is_none() -> None:
+    assert list(EventParser().feed(b"data: 1\n")) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        (ErrorObject("x", "invalid_request_error", "n", "invalid_value"), InvalidRequest),
+        (ErrorObject("x", "invalid_request_error", "model", "model_not_found"), ModelNotFound),
+        (ErrorObject("x", "rate_limit_error", None, "queue_full"), QueueFull),
+        (ErrorObject("x", "server_error", None, "engine_unavailable"), EngineUnavailable),
+        (ErrorObject("x", "server_error", None, "deadline_exceeded"), DeadlineExceeded),
+        (ErrorObject("x", "invalid_request_error", None, "cancelled"), RequestCancelled),
+        (ErrorObject("x", "server_error", None, "numerical_error"), DiffserveError),
+        (ErrorObject("x"), DiffserveError),
+    ],
+)
+def test_an_error_keeps_the_servers_words(said: ErrorObject, kind: type[DiffserveError]) -> None:
+    error = error_of(said, {"retry-after-ms": "2500"})
+    assert type(error) is kind
+    assert (error.message, error.param) == ("x", said.param if kind is not QueueFull else None)
+    assert error.code == (said.code or "internal_error")
+    if isinstance(error, QueueFull):
+        assert error.retry_after_s == 2.5
+
+
+def test_a_newer_servers_events_are_passed_over() -> None:
+    reader = image_reader(1)
+    assert list(reader.read(b'{"type":"image_generation.hologram"}')) == []
+    assert list(reader.read(b"[DONE]")) == []
+    assert not reader.is_complete
+
+
+def test_a_conversation_is_complete_at_its_mark_alone() -> None:
+    reader = ChatReader()
+    chunk = {"choices": [{"index": 1, "delta": {"content": "a"}}, {"index": 0, "delta": {}, "finish_reason": "stop"}]}
+    assert list(reader.read(msgspec.json.encode(chunk))) == [
+        ChatDelta(index=1, text="a"),
+        ChatDelta(index=0, text="", finish_reason="stop"),
+    ]
+    assert list(reader.read(b'{"choices":[],"usage":{}}')) == []
+    assert not reader.is_complete
+    assert list(reader.read(b"[DONE]")) == []
+    assert reader.is_complete
+
+
+@pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://a", "http://", "http://a:99999", "http://[::1", "a b"])
+def test_what_is_no_address_is_named(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"such as http://127\.0\.0\.1:8000"):
+        Client(url)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "http://127.0.0.1:8000/", "http://127.0.0.1:8000/v1/"])
+def test_an_address_may_end_as_openais_clients_write_it(url: str) -> None:
+    with Client(url) as client:
+        assert client.url == "http://127.0.0.1:8000"
+
+
+def unused_url() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+CALLS: list[Callable[[Client], Any]] = [
+    lambda client: client.generate("a fox"),
+    lambda client: list(client.generate_stream("a fox")),
+    lambda client: client.chat("hello"),
+    lambda client: client.is_ready(),
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_server_that_is_away_is_one_sentence(call: Callable[[Client], Any]) -> None:
+    url = unused_url()
+    with Client(url) as client, pytest.raises(ServerUnreachable) as caught:
+        call(client)
+    assert str(caught.value) == f"no server answers at {url}; start one with: diffserve serve"
+
+
+def test_a_server_that_is_away_is_one_sentence_for_asyncio_too() -> None:
+    async def ask() -> None:
+        async with AsyncClient(unused_url()) as client:
+            with pytest.raises(ServerUnreachable):
+                await client.models()
+            with pytest.raises(ServerUnreachable):
+                async with client.generate_stream("a fox"):
+                    pass
+
+    asyncio.run(ask())
+
+
+@contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """The address of something that answers every connection with these bytes, and hangs up."""
+
+    def serve(listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 404 Not Found\r\nContent-Length: 4\r\n\r\n<a/>",
+        b"HTTP/1.1 599 Odd\r\nContent-Length: 2\r\n\r\n{}",
+        b'HTTP/1.1 502 Bad Gateway\r\nContent-Length: 15\r\n\r\n{"error":"oops"}',
+        b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\n<a/>",
+        HEAD + b"Content-Length: 12\r\n\r\ndata: <a/>\n\n",
+    ],
+)
+@pytest.mark.parametrize("call", CALLS[:2])
+def test_another_server_is_not_taken_for_ours(answer: bytes, call: Callable[[Client], Any]) -> None:
+    with answering(answer) as url, Client(url) as client, pytest.raises((DiffserveError, ServerLost)) as caught:
+        call(client)
+    assert caught.value.code in ("unexpected_answer", "server_lost")
+    assert url in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(PROGRESS) + PROGRESS + b"\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(PROGRESS) + PROGRESS + b"\r\n0\r\n\r\n",
+        HEAD + b"Connection: close\r\n\r\n" + PROGRESS + PROGRESS[:20],
+    ],
+    ids=["torn", "ended-early", "half-an-event"],
+)
+def test_a_server_that_is_lost_in_mid_paint_is_one_sentence(answer: bytes) -> None:
+    seen: list[Any] = []
+    with answering(answer) as url, Client(url) as client, pytest.raises(ServerLost, match="still running"):
+        seen.extend(iter(client.generate_stream("a fox")))
+
+    async def watch() -> None:
+        async with AsyncClient(url) as client, client.generate_stream("a fox") as events:
+            async for event in events:
+                seen.append(event)
+
+    with answering(answer) as url, pytest.raises(ServerLost, match="still running"):
+        asyncio.run(watch())
+    assert [event.step for event in seen] == [1, 1]
+
+
+def test_an_answer_that_is_torn_is_a_lost_server() -> None:
+    with (
+        answering(b'HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"id"') as url,
+        Client(url) as client,
+        pytest.raises(ServerLost, match="ended before the answer did"),
+    ):
+        client.generate("a fox")
+
+
+def test_an_error_in_a_stream_is_raised_with_the_servers_sentence() -> None:
+    told = b'data: {"error":{"message":"the engine stopped","type":"server_error","code":"engine_unavailable"}}\n\n'
+    with (
+        answering(HEAD + b"Connection: close\r\n\r\n" + PROGRESS + told) as url,
+        Client(url) as client,
+        pytest.raises(EngineUnavailable, match="the engine stopped"),
+    ):
+        list(client.generate_stream("a fox"))

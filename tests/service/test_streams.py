@@ -1,0 +1,213 @@
+"""Server-sent events without a socket: what is sent when, and what ends with what."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from diffserve.errors import DiffserveError, InvalidRequest, QueueFull
+from diffserve.service.exchange import Interruption, hung_up
+from diffserve.service.in_flight import InFlight, cancelled
+from diffserve.service.streams import DONE, KEEP_ALIVE, EventStreamResponse, event
+
+Source = Callable[["Stage"], AsyncGenerator[bytes, None]]
+
+
+class Stage:
+    """What a test sees of one answer: the messages sent, and whether the work and what it held are over."""
+
+    def __init__(self) -> None:
+        self.interrupted: Interruption = asyncio.get_running_loop().create_future()
+        self.messages: list[dict[str, Any]] = []
+        self.is_released = False
+        self.is_work_over = False
+        self.blocked = asyncio.Event()
+        self.blocked.set()
+
+    async def send(self, message: Any) -> None:
+        self.messages.append(message)
+        await self.blocked.wait()
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.messages)
+
+
+def play(
+    source: Source, script: Callable[[Stage, Awaitable[None]], Awaitable[None]] | None = None, **settings: Any
+) -> Stage:
+    """Answer with what ``source`` yields; ``script`` may interfere while the answer is sent."""
+
+    async def watched(stage: Stage) -> AsyncGenerator[bytes, None]:
+        try:
+            async for chunk in source(stage):
+                yield chunk
+        finally:
+            stage.is_work_over = True
+
+    async def run() -> Stage:
+        stage, stack = Stage(), ExitStack()
+        stack.callback(setattr, stage, "is_released", True)
+        made = EventStreamResponse(watched(stage), stage.interrupted, stack, **{"limit_s": 30.0, **settings})
+        try:
+            sending = asyncio.ensure_future((await made.opened())({"type": "http"}, _nothing, stage.send))
+            await (sending if script is None else script(stage, sending))
+        finally:
+            assert stage.is_released
+            assert stage.is_work_over
+        return stage
+
+    return asyncio.run(run())
+
+
+async def _nothing() -> Any:
+    raise AssertionError("a stream does not read")
+
+
+async def two_events(stage: Stage) -> AsyncGenerator[bytes, None]:
+    yield event({"a": 1})
+    yield event({"b": "ä\n"}, "named")
+
+
+async def one_event_and_silence(stage: Stage) -> AsyncGenerator[bytes, None]:
+    yield event({"a": 1})
+    await asyncio.sleep(60.0)
+
+
+def test_events_are_sent_as_they_come_and_the_ending_last() -> None:
+    stage = play(two_events, ending=DONE, headers={"x-a": "b"})
+    start, *chunks = stage.messages
+    assert start["status"] == 200
+    headers = dict(start["headers"])
+    assert headers[b"content-type"] == b"text/event-stream; charset=utf-8"
+    assert (headers[b"x-a"], headers[b"cache-control"]) == (b"b", b"no-store")
+    assert b"content-length" not in headers
+    assert [chunk["body"] for chunk in chunks] == [
+        b'data: {"a":1}\n\n',
+        'event: named\ndata: {"b":"ä\\n"}\n\n'.encode(),
+        DONE,
+    ]
+    assert [chunk["more_body"] for chunk in chunks] == [True, True, False]
+
+
+def test_what_fails_before_the_first_event_is_no_stream_at_all() -> None:
+    async def fails(stage: Stage) -> AsyncGenerator[bytes, None]:
+        if not stage.messages:
+            raise InvalidRequest("no such thing", param="n")
+        yield b""
+
+    with pytest.raises(InvalidRequest, match="no such thing"):
+        play(fails)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [(QueueFull("too many"), "queue_full", "too many"), (RuntimeError("/secret"), "internal_error", "the server made")],
+)
+def test_what_fails_later_is_an_event_with_openais_error_object(error: Exception, code: str, words: str) -> None:
+    async def fails(stage: Stage) -> AsyncGenerator[bytes, None]:
+        yield event({"a": 1})
+        await asyncio.sleep(0)
+        raise error
+
+    first, told, done, _ = play(fails, ending=DONE).body.split(b"\n\n")
+    assert (first, done + b"\n\n") == (b'data: {"a":1}', DONE)
+    said = json.loads(told.removeprefix(b"data: "))["error"]
+    assert set(said) == {"message", "type", "param", "code"}
+    assert said["code"] == code
+    assert words in said["message"]
+
+
+def test_comments_keep_a_silent_stream_alive() -> None:
+    async def slow(stage: Stage) -> AsyncGenerator[bytes, None]:
+        yield event(1)
+        while stage.body.count(KEEP_ALIVE) < 2:
+            await asyncio.sleep(0.005)
+        yield event(2)
+
+    body = play(slow, keep_alive_s=0.01).body
+    assert body.startswith(b"data: 1\n\n" + KEEP_ALIVE * 2)
+    assert body.endswith(b"data: 2\n\n")
+
+
+def test_nobody_is_told_anything_after_hanging_up() -> None:
+    async def leave(stage: Stage, sending: Awaitable[None]) -> None:
+        while len(stage.messages) < 2:
+            await asyncio.sleep(0)
+        stage.interrupted.set_result(hung_up())
+        await sending
+
+    assert play(one_event_and_silence, leave, ending=DONE).body == b'data: {"a":1}\n\n'
+
+
+def test_who_is_cancelled_is_told_so_at_the_end() -> None:
+    async def cancel(stage: Stage, sending: Awaitable[None]) -> None:
+        while len(stage.messages) < 2:
+            await asyncio.sleep(0)
+        stage.interrupted.set_result(cancelled())
+        await sending
+
+    stage = play(one_event_and_silence, cancel)
+    assert b'"code":"cancelled"' in stage.body
+    assert stage.messages[-1]["more_body"] is False
+
+
+def test_a_client_that_reads_nothing_is_left_when_it_is_cancelled() -> None:
+    async def jam(stage: Stage, sending: Awaitable[None]) -> None:
+        stage.blocked.clear()
+        while not stage.messages:
+            await asyncio.sleep(0)
+        stage.interrupted.set_result(cancelled())
+        while not stage.is_work_over:
+            await asyncio.sleep(0)
+        stage.blocked.set()
+        await sending
+
+    assert b"cancelled" in play(one_event_and_silence, jam).body
+
+
+def test_a_stream_without_an_end_is_given_up() -> None:
+    body = play(one_event_and_silence, limit_s=0.05).body
+    assert b'"code":"deadline_exceeded"' in body
+
+
+def test_an_interruption_before_the_first_event_is_an_ordinary_error() -> None:
+    async def waits(stage: Stage) -> AsyncGenerator[bytes, None]:
+        stage.interrupted.set_result(cancelled())
+        await asyncio.sleep(60.0)
+        yield b""
+
+    with pytest.raises(DiffserveError, match="cancelled"):
+        play(waits)
+
+
+def test_a_stream_that_is_quiet_for_long_begins_all_the_same() -> None:
+    async def late(stage: Stage) -> AsyncGenerator[bytes, None]:
+        while not stage.messages:
+            await asyncio.sleep(0.005)
+        yield event(1)
+
+    assert play(late).body == b"data: 1\n\n"
+
+
+def test_only_a_known_id_cancels_and_only_its_own_request() -> None:
+    async def story() -> None:
+        flight, loop = InFlight(), asyncio.get_running_loop()
+        first: Interruption = loop.create_future()
+        second: Interruption = loop.create_future()
+        with flight.listed("img-1", first):
+            with flight.listed("img-2", second):
+                cancelling = asyncio.create_task(flight.cancel("img-2"))
+                await second
+                assert not cancelling.done()  # the work has not ended yet
+            assert await cancelling
+            assert not first.done()
+            assert not await flight.cancel("img-2")
+            assert not await flight.cancel("img-3")
+
+    asyncio.run(story())
