@@ -1,0 +1,233 @@
+"""Run a sweep: paint what is missing, measure each picture, time every cell, and write the report.
+
+``sweep`` is the whole of it; ``run_plan`` does it with an engine and a plan that are there. Nothing heavy is imported
+before one of them runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from diffserve import __version__
+from diffserve.embedded.checker import Wish
+from diffserve.errors import InvalidRequest
+from diffserve.experiments import prompts as prompt_lists
+from diffserve.experiments.plan import (
+    DEFAULT_PROMPTS,
+    DEFAULT_SAMPLERS,
+    DEFAULT_SEEDS,
+    DEFAULT_STEPS,
+    REFERENCE_STEPS,
+    TIMED_ROUNDS,
+    Cell,
+    Job,
+    SweepPlan,
+)
+from diffserve.experiments.provenance import machine, versions
+from diffserve.experiments.report import RESULTS, SweepReport, write_report
+from diffserve.experiments.solo_timing import SoloTime, time_alone, together
+from diffserve.experiments.store import Converged, Store, refuse_folder
+
+if TYPE_CHECKING:
+    from diffserve.engine import Engine
+    from diffserve.experiments.examining import Examiner
+
+EMBEDDED_FAMILY = "embedded"
+RECORD_VERSION = 1
+
+
+@dataclass(frozen=True)
+class SweepProgress:
+    """How far a sweep is: ``rows_done`` of the ``num_rows`` UNet rows that were left when it began.
+
+    phase     "painting", "timing" or "reporting"
+    finished  the cell that has just become complete, if one has
+    """
+
+    phase: str
+    rows_done: int
+    num_rows: int
+    finished: Cell | None = None
+
+
+OnProgress = Callable[[SweepProgress], None]
+
+
+def sweep(
+    model: str | Path | Engine = "embedded",
+    *,
+    folder: str | Path,
+    samplers: Sequence[str] = DEFAULT_SAMPLERS,
+    steps: Sequence[int] = DEFAULT_STEPS,
+    guidance: float | Sequence[float] | None = None,
+    prompts: int | Sequence[str] = DEFAULT_PROMPTS,
+    seeds: int = DEFAULT_SEEDS,
+    first_seed: int = 0,
+    reference_steps: int = REFERENCE_STEPS,
+    on_progress: OnProgress | None = None,
+) -> SweepReport:
+    """Paint every sampler with every number of steps on the same prompts and seeds, and write a report into ``folder``.
+
+    model    what ``Engine.from_pretrained`` takes, or an engine, which nobody else may use meanwhile
+    guidance one or several scales; ``None``: the model's own
+    prompts  so many held-out captions of the embedded model, or the prompts themselves
+
+    A sweep that was interrupted goes on where it was when it is called again with the same folder. Raises
+    :class:`InvalidRequest` before anything is painted or made, and what the engine raises while painting.
+    """
+    from diffserve.engine import Engine
+
+    texts = prompt_lists.held_out_prompts(prompts) if isinstance(prompts, int) else tuple(prompts)
+    scales = (guidance,) if isinstance(guidance, int | float) else guidance
+    plan = SweepPlan(  # made, and so checked, before a model is loaded
+        samplers=tuple(samplers),
+        steps=tuple(steps),
+        guidance=(1.0,) if scales is None else tuple(scales),
+        prompts=texts,
+        num_seeds=seeds,
+        first_seed=first_seed,
+        reference_steps=reference_steps,
+    )
+    refuse_folder(Path(folder), RESULTS)
+    engine = model if isinstance(model, Engine) else Engine.from_pretrained(model)
+    if scales is None:
+        plan = msgspec.structs.replace(plan, guidance=(engine.info.default_guidance_scale,))
+    return run_plan(engine, plan, Path(folder), on_progress)
+
+
+def run_plan(engine: Engine, plan: SweepPlan, folder: Path, on_progress: OnProgress | None = None) -> SweepReport:
+    """Do ``plan`` with ``engine``; see :func:`sweep`."""
+    from diffserve.experiments.painting import request_for
+
+    plan.check(engine.info)
+    for cell in (*plan.references, *plan.cells):
+        engine.check(request_for(plan, cell, plan.places[0]))
+    wishes, why_not = _wishes(engine, plan)
+    begun = machine()
+    setup = _setup(engine, plan, is_checked=wishes is not None)
+    with Store(folder, setup, results=RESULTS) as store:
+        conductor = _Conductor(engine, plan, store, wishes, on_progress or (lambda _: None))
+        conductor.paint()
+        times = conductor.time()
+        conductor.tell("reporting")
+        return write_report(
+            engine=engine, plan=plan, store=store, times=times, wishes=wishes, why_not=why_not, begun=begun
+        )
+
+
+class _Conductor:
+    """The parts of a sweep that take long, and the account of how far they are."""
+
+    def __init__(
+        self, engine: Engine, plan: SweepPlan, store: Store, wishes: Sequence[Wish] | None, on_progress: OnProgress
+    ) -> None:
+        self.engine, self.plan, self.store = engine, plan, store
+        self._wishes = wishes
+        self._on_progress = on_progress
+        self._cells = (*plan.cells, *plan.references)
+        self._times_name = f"times-{store.digest(plan.references[0], {'cells': self._cells})}.json"
+        self._jobs = [job for job in plan.jobs() if not self._is_done(job)]
+        self._known_times = self._read_times()
+        timed_rows = 0 if self._known_times else TIMED_ROUNDS * sum(cell.rows for cell in self._cells)
+        self._num_rows = sum(job.cell.rows for job in self._jobs) + timed_rows
+        self._rows_done = 0
+
+    def tell(self, phase: str, finished: Cell | None = None) -> None:
+        """Report how far the sweep is."""
+        self._on_progress(SweepProgress(phase, min(self._rows_done, self._num_rows), self._num_rows, finished))
+
+    def paint(self) -> None:
+        """Paint and measure what is missing; every picture is on disk before the next tick."""
+        if not self._jobs:
+            return
+        from diffserve.experiments.examining import Examiner
+        from diffserve.experiments.painting import Painter
+
+        examiner = Examiner(self._wishes)
+        self.engine.warm_up()  # so that no image is charged for it
+        painter = Painter(self.engine, self.plan)
+        try:
+            for step in painter.paint(self._jobs, self._can_start):
+                if isinstance(step, int):
+                    self._rows_done += step
+                    self.tell("painting")
+                else:
+                    self._keep(examiner, *step)
+        finally:
+            painter.close()
+
+    def time(self) -> dict[Cell, SoloTime]:
+        """Paint one picture of each cell alone, unless that was done before."""
+        if self._known_times:
+            return self._known_times
+        rounds: dict[Cell, list[SoloTime]] = {cell: [] for cell in self._cells}
+        for cell, found in time_alone(self.engine, self.plan, self._cells):
+            rounds[cell].append(found)
+            self._rows_done += cell.rows
+            self.tell("timing")
+        times = {cell: together(found) for cell, found in rounds.items()}
+        self.store.write_json(self._times_name, {cell.slug: time for cell, time in times.items()})
+        return times
+
+    def _is_done(self, job: Job) -> bool:
+        is_kept = not job.cell.is_reference or self.store.has_converged(job.cell, job.place)
+        return is_kept and job.place in self.store.records(job.cell)
+
+    def _can_start(self, job: Job) -> bool:
+        return job.cell.is_reference or self.store.has_converged(self.plan.reference_of(job.cell), job.place)
+
+    def _keep(self, examiner: Examiner, job: Job, result: Any, engine_s: float) -> None:
+        from diffserve.experiments.painting import PaintedJob
+
+        painted, converged = PaintedJob(job, result, engine_s), None
+        if job.cell.is_reference:
+            self.store.save_converged(job.cell, job.place, Converged(result.pixels, result.latents.array))
+        else:
+            converged = self.store.load_converged(self.plan.reference_of(job.cell), job.place)
+        self.store.add(job.cell, examiner.examine(painted, converged))
+        if len(self.store.records(job.cell)) == len(self.plan.places):
+            self.tell("painting", finished=job.cell)
+
+    def _read_times(self) -> dict[Cell, SoloTime] | None:
+        known = self.store.read_json(self._times_name)
+        try:
+            found = msgspec.convert(known, dict[str, SoloTime])
+            return {cell: found[cell.slug] for cell in self._cells}
+        except (msgspec.ValidationError, KeyError):
+            return None
+
+
+def _setup(engine: Engine, plan: SweepPlan, *, is_checked: bool) -> Mapping[str, Any]:
+    """Everything but the cell that a picture's numbers depend on."""
+    from diffserve.experiments.metrics.feature_network import NETWORK_VERSION
+
+    info = engine.info
+    return {
+        "versions": {"record": RECORD_VERSION, "network": NETWORK_VERSION, "diffserve": __version__},
+        "torch": versions()["torch"],
+        "weights": engine.model.digest,
+        "dtype": info.dtype,
+        "device": info.device,
+        "spacing": info.default_spacing,
+        "size": info.good_sizes[0],
+        "is_deterministic": engine.is_deterministic,
+        "is_checked": is_checked,
+        "prompts": plan.prompts,
+        "seeds": (plan.first_seed, plan.num_seeds),
+        "reference_steps": plan.reference_steps,
+    }
+
+
+def _wishes(engine: Engine, plan: SweepPlan) -> tuple[tuple[Wish, ...] | None, str | None]:
+    """What the prompts ask for; or why that cannot be checked."""
+    if engine.info.family != EMBEDDED_FAMILY:
+        return None, "only pictures of the embedded model can be checked against their prompts."
+    try:
+        return prompt_lists.read_wishes(plan.prompts), None
+    except InvalidRequest as error:
+        return None, error.message

@@ -1,0 +1,82 @@
+"""The measures of a sweep, and a measured value with its interval. No torch, no engine: a page reads them too."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+
+class Measure(Enum):
+    """What is measured of a cell; the value is its name in files.
+
+    The first four are means over pictures; the others are of the whole set of pictures.
+    """
+
+    EXACT = "exact"
+    LATENT_RMSE = "latent_rmse"
+    PSNR_DB = "psnr_db"
+    SSIM = "ssim"
+    FRECHET = "frechet"
+    KID = "kid"
+    FRECHET_CONVERGED = "frechet_converged"
+    KID_CONVERGED = "kid_converged"
+
+    @property
+    def more_is_better(self) -> bool:
+        """Whether a larger value is the better picture."""
+        return self in (Measure.EXACT, Measure.PSNR_DB, Measure.SSIM)
+
+    @property
+    def is_of_sets(self) -> bool:
+        """Whether it is a distance between sets of pictures."""
+        return self in SET_MEASURES
+
+    @property
+    def title(self) -> str:
+        """For axes and headings."""
+        return TITLES[self]
+
+    @property
+    def short_title(self) -> str:
+        """For columns."""
+        return TITLES[self].replace(" to the converged picture", "").replace("distance to ", "to ")
+
+    def write(self, value: float) -> str:
+        """``value`` as people read it."""
+        if self is Measure.EXACT:
+            return f"{100 * value:.1f} %"
+        return f"{value:.1f} dB" if self is Measure.PSNR_DB else f"{value:.3g}"
+
+    def write_difference(self, value: float) -> str:
+        """A difference without its sign: "12.5 points"."""
+        return f"{100 * abs(value):.1f} points" if self is Measure.EXACT else self.write(abs(value))
+
+
+SET_MEASURES = (Measure.FRECHET, Measure.KID, Measure.FRECHET_CONVERGED, Measure.KID_CONVERGED)
+
+TITLES = {
+    Measure.EXACT: "exact prompt match",
+    Measure.LATENT_RMSE: "latent RMSE to the converged picture",
+    Measure.PSNR_DB: "PSNR to the converged picture",
+    Measure.SSIM: "SSIM to the converged picture",
+    Measure.FRECHET: "Frechet distance to drawn scenes",
+    Measure.KID: "KID to drawn scenes",
+    Measure.FRECHET_CONVERGED: "Frechet distance to converged pictures",
+    Measure.KID_CONVERGED: "KID to converged pictures",
+}
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A measured value and its 95 % interval, ``None`` where too few prompts give none."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def sign(self) -> int:
+        """1 or -1 where the interval lies on one side of zero, else 0: not distinguishable from none."""
+        if self.low is None or self.high is None:
+            return 0
+        return int(self.low > 0) - int(self.high < 0)

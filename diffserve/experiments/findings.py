@@ -1,0 +1,227 @@
+"""What a step buys: the claims that people make about samplers, held against the data of a sweep.
+
+Every sentence is computed. A claim is what one expects from the papers (DDIM: Song et al. 2020; DPM-Solver++: Lu et al.
+2022); its verdict says whether these pictures bear it out, and it says so too when they do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from diffserve.experiments.analysis import Analysis
+from diffserve.experiments.estimates import Estimate, Measure
+from diffserve.experiments.plan import Cell
+
+AS_EXPECTED = "as expected"
+IN_PART = "in part"
+NOT_DISTINGUISHABLE = "not distinguishable"
+OTHERWISE = "otherwise"
+
+FEW_STEPS = 20
+SAME_PICTURE = 0.5
+"""A picture counts as the converged one while it is less than half as far from it as another seed's picture is."""
+
+REPAIR = (
+    "Where the limit itself is behind, more steps cannot help DDIM: it carries the network's errors along one path, "
+    "and noise added on the way lets a sampler correct them (Karras et al. 2022, section 4; Xu et al. 2023, Restart)."
+)
+
+Outcome = int  # 1 ahead, 0 not distinguishable, -1 behind
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """A claim, whether the data bear it out, and the numbers behind it, a sentence each."""
+
+    claim: str
+    verdict: str
+    evidence: tuple[str, ...]
+
+
+def find(analysis: Analysis) -> tuple[Finding, ...]:
+    """All claims that the cells of this sweep can answer, for every guidance."""
+    scales = dict.fromkeys(cell.guidance_scale for cell in analysis.plan.cells)
+    return tuple(finding for scale in scales for finding in _at(analysis, scale, with_scale=len(scales) > 1))
+
+
+def _at(analysis: Analysis, scale: float, *, with_scale: bool) -> Iterator[Finding]:
+    cells: dict[str, dict[int, Cell]] = {}
+    for cell in analysis.plan.cells:
+        if cell.guidance_scale == scale:
+            cells.setdefault(cell.sampler, {})[cell.num_steps] = cell
+    ddim, ddpm, dpm = (cells.get(name, {}) for name in ("ddim", "ddpm", "dpmpp_2m"))
+    judge = _Judge(analysis)
+    found = [
+        _ahead_at_few_steps(judge, ddim, ddpm),
+        _gains_more(judge, ddpm, ddim),
+        _ten_are_enough(judge, dpm, ddim),
+        _same_picture(judge, ddim, ddpm),
+        _good_limit(judge, ddpm),
+    ]
+    for finding in found:
+        if finding is not None:
+            claim = f"At guidance {scale:g}: {finding.claim}" if with_scale else finding.claim
+            yield Finding(claim, finding.verdict, finding.evidence)
+
+
+class _Judge:
+    """Compares cells by what pictures are worth: exact prompt match, and the Frechet distance to the best reference
+    there is. Distances to the converged picture are left out, for they favour the sampler that made it."""
+
+    def __init__(self, analysis: Analysis) -> None:
+        self.analysis = analysis
+        has_drawn = analysis.estimate(analysis.plan.cells[0], Measure.FRECHET) is not None
+        self.measures = (Measure.EXACT, Measure.FRECHET if has_drawn else Measure.FRECHET_CONVERGED)
+
+    def contrasts(self, weights: Mapping[Cell, float]) -> Iterator[tuple[Measure, Estimate, Outcome]]:
+        """For each measure the weighted sum, and 1 where it speaks for the cells of positive weight, else 0 or -1."""
+        for measure in self.measures:
+            found = self.analysis.contrast(weights, measure)
+            if found is not None:
+                yield measure, found, found.sign * (1 if measure.more_is_better else -1)
+
+    def write(self, cell: Cell, measure: Measure) -> str:
+        """A cell's measure."""
+        found = self.analysis.estimate(cell, measure)
+        assert found is not None
+        return measure.write(found.value)
+
+
+def _ahead_at_few_steps(judge: _Judge, ddim: Mapping[int, Cell], ddpm: Mapping[int, Cell]) -> Finding | None:
+    steps = [n for n in ddim if n in ddpm and n <= FEW_STEPS]
+    evidence, outcomes = [], []
+    for n in steps:
+        for measure, found, outcome in judge.contrasts({ddim[n]: 1, ddpm[n]: -1}):
+            outcomes.append(outcome)
+            evidence.append(
+                f"{n} steps, {measure.title}: ddim {judge.write(ddim[n], measure)}, ddpm "
+                f"{judge.write(ddpm[n], measure)}; {_said('ddim', measure, found, outcome)}."
+            )
+    claim = f"DDIM is ahead of DDPM at {_listed(steps)} steps"
+    return Finding(claim, _verdict(outcomes), tuple(evidence)) if outcomes else None
+
+
+def _gains_more(judge: _Judge, ddpm: Mapping[int, Cell], ddim: Mapping[int, Cell]) -> Finding | None:
+    steps = sorted(n for n in ddim if n in ddpm)
+    few, many = (10, 100) if {10, 100} <= set(steps) else (min(steps, default=0), max(steps, default=0))
+    if few == many:
+        return None
+    weights = {ddpm[many]: 1.0, ddpm[few]: -1.0, ddim[many]: -1.0, ddim[few]: 1.0}
+    evidence, outcomes = [], []
+    for measure, found, outcome in judge.contrasts(weights):
+        outcomes.append(outcome)
+        ways = (
+            f"{name} from {judge.write(cells[few], measure)} to {judge.write(cells[many], measure)}"
+            for name, cells in (("ddpm", ddpm), ("ddim", ddim))
+        )
+        gains = _said("ddpm", measure, found, outcome, ("gains more", "gains less"))
+        evidence.append(f"{measure.title}: {' and '.join(ways)}; {gains}.")
+    claim = f"DDPM gains far more than DDIM from {few} to {many} steps"
+    return Finding(claim, _verdict(outcomes), tuple(evidence)) if outcomes else None
+
+
+def _ten_are_enough(judge: _Judge, dpm: Mapping[int, Cell], ddim: Mapping[int, Cell]) -> Finding | None:
+    steps = [n for n in ddim if n >= FEW_STEPS]
+    if 10 not in dpm or not steps:
+        return None
+    evidence, outcomes = [], []
+    for n in steps:
+        for measure, found, outcome in judge.contrasts({dpm[10]: 1, ddim[n]: -1}):
+            outcomes.append(1 if outcome >= 0 else -1)
+            evidence.append(
+                f"{measure.title}: dpmpp_2m with 10 steps {judge.write(dpm[10], measure)}, ddim with {n} "
+                f"{judge.write(ddim[n], measure)}; {_said('dpmpp_2m', measure, found, outcome)}."
+            )
+    claim = f"DPM++ 2M with 10 steps is within noise of DDIM with {_listed(steps)}, or ahead of it"
+    return Finding(claim, _verdict(outcomes), tuple(evidence)) if outcomes else None
+
+
+def _same_picture(judge: _Judge, ddim: Mapping[int, Cell], ddpm: Mapping[int, Cell]) -> Finding | None:
+    cells = [samplers[FEW_STEPS] for samplers in (ddim, ddpm) if FEW_STEPS in samplers]
+    if len(cells) < 2:
+        return None
+    evidence, outcomes = [], []
+    for cell, expected in zip(cells, (-1, 1), strict=True):
+        line, outcome = _nearness(judge.analysis, cell)
+        evidence.append(line)
+        outcomes.append(outcome * expected)
+    claim = f"With the same seed DDIM at {FEW_STEPS} steps is close to its converged picture, DDPM is not"
+    return Finding(claim, _verdict(outcomes), tuple(evidence))
+
+
+def _good_limit(judge: _Judge, ddpm: Mapping[int, Cell]) -> Finding | None:
+    """Why DDIM is where it is: what it converges to, against DDPM with all its steps."""
+    if not ddpm:
+        return None
+    many = ddpm[max(ddpm)]
+    limit = judge.analysis.plan.reference_of(many)
+    evidence, outcomes = [], []
+    for measure, found, outcome in judge.contrasts({limit: 1, many: -1}):
+        outcomes.append(1 if outcome >= 0 else -1)
+        evidence.append(
+            f"{measure.title}: converged {judge.write(limit, measure)}, ddpm with {many.num_steps} steps "
+            f"{judge.write(many, measure)}; {_said('converged', measure, found, outcome)}."
+        )
+    if not outcomes:
+        return None
+    if min(outcomes) < 0:
+        evidence.append(REPAIR)
+    claim = f"The pictures that DDIM converges to are as good as those of DDPM with {many.num_steps} steps"
+    return Finding(claim, _verdict(outcomes), tuple(evidence))
+
+
+def _nearness(analysis: Analysis, cell: Cell) -> tuple[str, Outcome]:
+    """How near a cell's pictures are to the converged ones; -1 close, 1 far, 0 neither for certain."""
+    rmse = analysis.estimate(cell, Measure.LATENT_RMSE)
+    psnr = analysis.estimate(cell, Measure.PSNR_DB)
+    assert rmse is not None, "only references have no distance"
+    assert psnr is not None
+    line = (
+        f"{cell.label}: latent RMSE {rmse.value:.3g}{_interval(rmse)}, PSNR {psnr.value:.1f} dB{_interval(psnr)} "
+        "to the converged picture of its seed"
+    )
+    stranger = analysis.strangers.get(cell.guidance_scale)
+    if stranger is None:
+        return f"{line}; with one seed a prompt there is no other picture to compare with.", 0
+    share = rmse.value / stranger
+    line = f"{line}; {100 * share:.0f} % of the way to the converged picture of another seed ({stranger:.3g})."
+    beyond = Estimate(
+        rmse.value - SAME_PICTURE * stranger,
+        None if rmse.low is None else rmse.low - SAME_PICTURE * stranger,
+        None if rmse.high is None else rmse.high - SAME_PICTURE * stranger,
+    )
+    return line, beyond.sign
+
+
+def _said(
+    who: str,
+    measure: Measure,
+    found: Estimate,
+    outcome: Outcome,
+    words: tuple[str, str] = ("is better", "is worse"),
+) -> str:
+    by = measure.write_difference(found.value)
+    if not outcome:
+        return f"a difference of {by}, within noise{_interval(found, measure)}"
+    return f"{who} {words[0] if outcome > 0 else words[1]} by {by}{_interval(found, measure)}"
+
+
+def _interval(found: Estimate, measure: Measure | None = None) -> str:
+    if found.low is None or found.high is None:
+        return ""
+    factor = 100 if measure is Measure.EXACT else 1
+    return f" (95 % interval {factor * found.low:.3g} to {factor * found.high:.3g})"
+
+
+def _verdict(outcomes: Sequence[Outcome]) -> str:
+    if min(outcomes) >= 0 and max(outcomes) > 0:
+        return AS_EXPECTED
+    if max(outcomes) > 0:
+        return IN_PART
+    return OTHERWISE if min(outcomes) < 0 else NOT_DISTINGUISHABLE
+
+
+def _listed(steps: Sequence[int]) -> str:
+    words = [str(n) for n in sorted(steps)]
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)

@@ -1,0 +1,219 @@
+"""What a sweep paints: axes, cells, and how much work they are. No torch, no engine, no files.
+
+A cell is one way to paint: sampler, steps, guidance. Every cell paints the same pictures: each prompt with the same
+seeds, and so from the same starting latents. Beside the cells stands, for each guidance, the converged reference: the
+same pictures by DDIM with ``reference_steps`` steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import msgspec
+
+from diffserve.errors import InvalidRequest
+from diffserve.types import MAX_SEED, DiffusionParams, GenerationRequest, ModelInfo
+from schedulers import SAMPLERS, ScheduleError, resolve_sampler
+
+DEFAULT_SAMPLERS = ("ddpm", "ddim", "dpmpp_2m")
+DEFAULT_STEPS = (5, 10, 20, 50, 100)
+DEFAULT_PROMPTS = 64
+DEFAULT_SEEDS = 4
+REFERENCE_SAMPLER = "ddim"
+REFERENCE_STEPS = 200
+MAX_PROMPTS = 2_000
+MAX_PICTURES = 10_000
+TIMED_ROUNDS = 3
+"""How often one image of each cell is painted alone, for its time."""
+
+
+class Cell(msgspec.Struct, frozen=True, order=True):
+    """One way to paint: ``sampler`` is canonical, with a sigma schedule after it if it has one."""
+
+    sampler: str
+    num_steps: int
+    guidance_scale: float
+    is_reference: bool = False
+
+    @property
+    def label(self) -> str:
+        """Sampler and steps, for people."""
+        return f"{self.sampler} {self.num_steps}" + (" (converged)" if self.is_reference else "")
+
+    @property
+    def slug(self) -> str:
+        """The cell as a part of a file name."""
+        name = f"{self.sampler.replace(' ', '_')}-{self.num_steps}-g{self.guidance_scale:g}"
+        return f"converged-{name}" if self.is_reference else name
+
+    @property
+    def rows(self) -> int:
+        """UNet rows that an image takes: two an evaluation under guidance (a first or last step may save one)."""
+        sampler = SAMPLERS[self.sampler.split()[0]]
+        return self.num_steps * sampler.evaluations_per_step * (2 if self.guidance_scale > 1 else 1)
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One picture to paint: of ``cell``, with prompt and seed by their numbers in the plan."""
+
+    cell: Cell
+    prompt_index: int
+    seed_index: int
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(prompt, seed): what pairs this picture with those of other cells."""
+        return self.prompt_index, self.seed_index
+
+
+class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What to compare, and on which pictures.
+
+    samplers         names that a request may use; a sigma schedule may follow
+    steps            step counts
+    guidance         guidance scales
+    prompts          one text for each prompt
+    num_seeds        pictures of each prompt
+    first_seed       picture s of prompt p has the seed first_seed + p * num_seeds + s, whatever the cell
+    reference_steps  DDIM steps of the converged picture
+
+    Raises :class:`InvalidRequest` for an empty axis, a value out of range, and a sampler that is not known.
+    """
+
+    samplers: tuple[str, ...]
+    steps: tuple[int, ...]
+    guidance: tuple[float, ...]
+    prompts: tuple[str, ...]
+    num_seeds: int = DEFAULT_SEEDS
+    first_seed: int = 0
+    reference_steps: int = REFERENCE_STEPS
+
+    def __post_init__(self) -> None:
+        for name in ("samplers", "steps", "guidance", "prompts"):
+            if not getattr(self, name):
+                raise InvalidRequest(f"{name} is empty; a sweep needs at least one value on every axis.", param=name)
+        _check_range("prompts", len(self.prompts), 1, MAX_PROMPTS)
+        _check_range("seeds", self.num_seeds, 1, MAX_PICTURES // len(self.prompts))
+        _check_range("seed", self.first_seed, 0, MAX_SEED - len(self.prompts) * self.num_seeds)
+        _check_range("reference_steps", self.reference_steps, 1, None)
+        for text in self.samplers:
+            canonical_sampler(text)
+        for steps, scale in product(self.steps, self.guidance):
+            DiffusionParams(num_steps=steps, guidance_scale=scale)
+        for prompt in self.prompts:
+            GenerationRequest(prompt=prompt)
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """Every cell once: the few steps first, samplers of the same steps side by side."""
+        names = [canonical_sampler(text) for text in self.samplers]
+        chosen = product(sorted(set(self.steps)), self.guidance, names)
+        return tuple(dict.fromkeys(Cell(name, steps, float(scale)) for steps, scale, name in chosen))
+
+    @property
+    def references(self) -> tuple[Cell, ...]:
+        """The converged cell of each guidance."""
+        scales = dict.fromkeys(float(scale) for scale in self.guidance)
+        return tuple(self._reference(scale) for scale in scales)
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """(prompt, seed) of every picture of a cell."""
+        return tuple(product(range(len(self.prompts)), range(self.num_seeds)))
+
+    @property
+    def num_images(self) -> int:
+        """Pictures in all, references included."""
+        return len(self.places) * (len(self.cells) + len(self.references))
+
+    @property
+    def num_rows(self) -> int:
+        """UNet rows in all, references and the timed images included."""
+        once = sum(cell.rows for cell in (*self.cells, *self.references))
+        return (len(self.places) + TIMED_ROUNDS) * once
+
+    def seconds(self, *, row_s: float, image_s: float = 0.0) -> float:
+        """How long it takes at ``row_s`` seconds a UNet row, and ``image_s`` to decode and measure an image."""
+        return self.num_rows * row_s + self.num_images * image_s
+
+    def reference_of(self, cell: Cell) -> Cell:
+        """The converged cell that ``cell`` is held against."""
+        return self._reference(cell.guidance_scale)
+
+    def _reference(self, scale: float) -> Cell:
+        return Cell(REFERENCE_SAMPLER, self.reference_steps, scale, is_reference=True)
+
+    def seed_of(self, place: tuple[int, int]) -> int:
+        """The seed of a picture, the same in every cell; another one for every prompt."""
+        return self.first_seed + place[0] * self.num_seeds + place[1]
+
+    def jobs(self) -> Iterator[Job]:
+        """Everything to paint: references first, then the cells by steps, all samplers of one step count interleaved.
+
+        So a wave of cells batches together, neighbouring waves overlap, and whoever interrupts keeps whole cells.
+        """
+        waves = [self.references, *([cell for cell in self.cells if cell.num_steps == n] for n in _ascending(self))]
+        for wave in waves:
+            for place in self.places:
+                yield from (Job(cell, *place) for cell in wave)
+
+    def check(self, info: ModelInfo) -> None:
+        """Raise :class:`InvalidRequest` where ``info``'s model cannot take as many steps."""
+        named = [("steps", max(self.steps)), ("reference_steps", self.reference_steps)]
+        for name, steps in named:
+            if steps > info.train_timesteps:
+                raise InvalidRequest(
+                    f"{name} has {steps}; {info.model_id} was trained with {info.train_timesteps} timesteps, so "
+                    f"{info.train_timesteps} steps is the most.",
+                    param=name,
+                )
+
+
+def canonical_sampler(text: str) -> str:
+    """The name of a sampler as cells write it. Raises :class:`InvalidRequest` with the nearest known name."""
+    try:
+        name, sigma_schedule = resolve_sampler(text)
+    except ScheduleError as error:
+        raise InvalidRequest(str(error), param="samplers", code="unknown_sampler") from None
+    return name if sigma_schedule is None else f"{name} {sigma_schedule}"
+
+
+def split_axis(text: str, name: str) -> tuple[str, ...]:
+    """The values of an axis written with commas. Raises :class:`InvalidRequest` where one is missing."""
+    values = tuple(part.strip() for part in text.split(","))
+    if not all(values):
+        what = "is empty" if not any(values) else f"is {text!r}, which leaves a value out"
+        raise InvalidRequest(f"{name} {what}; write values with commas between them.", param=name)
+    return values
+
+
+def whole_numbers(text: str, name: str) -> tuple[int, ...]:
+    """An axis of whole numbers: "5,10,20". Raises :class:`InvalidRequest` for anything else."""
+    values = split_axis(text, name)
+    for value in values:
+        if not value.removeprefix("-").isdecimal():
+            raise InvalidRequest(f"{name} has {value!r}, which is not a whole number.", param=name)
+    return tuple(int(value) for value in values)
+
+
+def numbers(text: str, name: str) -> tuple[float, ...]:
+    """An axis of numbers: "1,3,7.5". Raises :class:`InvalidRequest` for anything else."""
+    return tuple(_number(value, name) for value in split_axis(text, name))
+
+
+def _number(value: str, name: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise InvalidRequest(f"{name} has {value!r}, which is not a number.", param=name) from None
+
+
+def _check_range(name: str, value: int, least: int, most: int | None) -> None:
+    if value < least or (most is not None and value > most):
+        reach = f"{least} or more" if most is None else f"between {least} and {most}"
+        raise InvalidRequest(f"{name} is {value}; it must be {reach}.", param=name)
+
+
+def _ascending(plan: SweepPlan) -> Sequence[int]:
+    return sorted(set(plan.steps))

@@ -1,0 +1,87 @@
+"""The prompts of a sweep, and the scenes that they ask for, drawn exactly.
+
+The embedded model's held-out captions come from the fixed list that the marks use. Prompts of its picture world have a
+truth that can be drawn: ``drawn_pictures`` gives, for each prompt, pictures that show exactly what it says, placed
+anew each time. They are what painted pictures are held against in a feature network.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diffserve.embedded.captions import caption
+from diffserve.embedded.checker import Wish
+from diffserve.embedded.render import render
+from diffserve.embedded.world import BACKGROUNDS, OBJECTS, Scene, is_legible, place_one, place_three, place_two, scenes
+from diffserve.errors import InvalidRequest
+from diffserve.experiments.wish import parse_prompt
+
+HELD_OUT_SEED = 20_260
+"""The list of ``diffserve.embedded.samples.held_out``, which loads torch."""
+
+DRAWN_PER_PROMPT = 32
+MAX_DRAWN = 4_096
+DRAWN_SEED = 7_001
+MAX_PROMPT_FILE_BYTES = 4_000_000
+
+
+def held_out_prompts(count: int) -> tuple[str, ...]:
+    """The first ``count`` held-out captions of the picture world."""
+    rng = random.Random(HELD_OUT_SEED)
+    return tuple(caption(scene, rng) for scene in islice(scenes(HELD_OUT_SEED, held_out=True), count))
+
+
+def read_prompts(file: Path) -> tuple[str, ...]:
+    """One prompt a line; empty lines are skipped. Raises :class:`InvalidRequest` where there is none to read."""
+    try:
+        with file.open("rb") as stream:
+            text = stream.read(MAX_PROMPT_FILE_BYTES).decode("utf-8")
+    except OSError as error:
+        raise InvalidRequest(f"cannot read prompts from {str(file)!r}: {error.strerror}.", param="prompts") from None
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"{str(file)!r} is not UTF-8 text; write one prompt a line.", param="prompts") from None
+    prompts = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not prompts:
+        raise InvalidRequest(f"{str(file)!r} holds no prompts; write one a line.", param="prompts")
+    return prompts
+
+
+def read_wishes(prompts: Sequence[str]) -> tuple[Wish, ...]:
+    """What each prompt asks for. Raises :class:`InvalidRequest` for one outside the picture world's language."""
+    return tuple(parse_prompt(prompt) for prompt in prompts)
+
+
+def drawn_pictures(wishes: Sequence[Wish], width_px: int, height_px: int, *, each: int) -> Iterator[NDArray[np.uint8]]:
+    """For every wish ``each`` pictures (height, width, 3) that show exactly it; the same ones every time."""
+    for index, wish in enumerate(wishes):
+        rng = random.Random(DRAWN_SEED + index)
+        yield from (render(scene_like(wish, rng), width_px, height_px) for _ in range(each))
+
+
+def drawn_per_prompt(num_prompts: int) -> int:
+    """How many pictures to draw of each prompt."""
+    return max(2, min(DRAWN_PER_PROMPT, MAX_DRAWN // num_prompts))
+
+
+def scene_like(wish: Wish, rng: random.Random) -> Scene:
+    """A scene that shows ``wish``, placed as the world places things; what it leaves open is drawn."""
+    while True:
+        background = wish.background or rng.choice(BACKGROUNDS)
+        names = wish.names or (rng.choice(list(OBJECTS)),)
+        scene = _place(names, wish, background, rng)
+        if is_legible(scene) or (wish.background and wish.names):
+            return scene
+
+
+def _place(names: tuple[str, ...], wish: Wish, background: str, rng: random.Random) -> Scene:
+    if len(names) == 1:
+        return place_one(names[0], wish.size or "plain", background, rng)
+    if len(names) == 2:
+        return place_two(names[0], names[1], wish.relation, background, rng)
+    return place_three((names[0], names[1], names[2]), wish.relation, background, rng)

@@ -1,0 +1,62 @@
+"""Where numbers come from: versions, machine, model. Nothing of somebody's disk."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from diffserve import __version__
+from diffserve.types import ModelInfo
+
+LIBRARIES = ("torch", "torchmetrics", "diffusers", "transformers", "numpy", "matplotlib")
+
+
+def versions() -> dict[str, str]:
+    """Versions of this package, Python and the libraries that numbers depend on."""
+    found = {"diffserve": __version__, "python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """The processor, its cores, and how busy they are now."""
+    load = [round(value, 2) for value in os.getloadavg()] if hasattr(os, "getloadavg") else None
+    return {"cpu": _cpu(), "cores": os.cpu_count(), "system": platform.system(), "load_average": load}
+
+
+def model(info: ModelInfo, *, is_deterministic: bool) -> dict[str, Any]:
+    """What painted, by the digest of its weights, and in what precision."""
+    return {
+        "id": Path(info.model_id).name,
+        "family": info.family,
+        "digest": info.digest,
+        "parameters": info.num_parameters,
+        "device": info.device,
+        "dtype": info.dtype,
+        "chosen_because": info.choice_reason,
+        "default_spacing": info.default_spacing,
+        "size": list(info.good_sizes[0]),
+        "bytes_independent_of_batch": is_deterministic,
+    }
+
+
+def now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

@@ -1,0 +1,232 @@
+"""From a painted sweep to the files in its folder: cells.csv, report.json, plots, and report.html."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from diffserve.embedded.checker import Wish
+from diffserve.experiments import provenance
+from diffserve.experiments.analysis import Analysis, PictureSet
+from diffserve.experiments.estimates import SET_MEASURES, Measure
+from diffserve.experiments.findings import Finding, find
+from diffserve.experiments.front import knee, pareto_front
+from diffserve.experiments.plan import TIMED_ROUNDS, Cell, SweepPlan
+from diffserve.experiments.prompts import drawn_per_prompt, drawn_pictures
+from diffserve.experiments.report_page import write_page
+from diffserve.experiments.solo_timing import SoloTime
+from diffserve.experiments.store import Store, write_whole
+from diffserve.experiments.summary import CellSummary, summarise, write_csv
+
+if TYPE_CHECKING:
+    from diffserve.engine import Engine
+
+CSV, JSON, PAGE = "cells.csv", "report.json", "report.html"
+CURVES, TIME, STRIP = "curves.png", "quality-against-time.png", "strip-{}.png"
+RESULTS = (CSV, JSON, PAGE, CURVES, TIME)
+FEW_PICTURES = 64  # as many as there are features
+
+
+@dataclass(frozen=True)
+class SweepReport:
+    """A finished sweep: the rows of its table, the claims it answers, and the files that say so."""
+
+    plan: SweepPlan
+    cells: tuple[CellSummary, ...]
+    findings: tuple[Finding, ...]
+    files: tuple[Path, ...]
+
+    @property
+    def page(self) -> Path:
+        """The report to open in a browser."""
+        return next(file for file in self.files if file.name == PAGE)
+
+
+def write_report(
+    *,
+    engine: Engine,
+    plan: SweepPlan,
+    store: Store,
+    times: Mapping[Cell, SoloTime],
+    wishes: Sequence[Wish] | None,
+    why_not: str | None,
+    begun: Mapping[str, Any],
+) -> SweepReport:
+    """Analyse a complete sweep and write its files, the page last.
+
+    ``why_not``: why prompts could not be checked. ``begun``: the machine when the sweep began.
+    """
+    cells = (*plan.cells, *plan.references)
+    drawn = None if wishes is None else draw(wishes, *engine.info.good_sizes[0])
+    records = {cell: store.records(cell) for cell in cells}
+    first = Analysis(plan, records, drawn, {})
+    values = {
+        (cell, measure): value
+        for cell, measure in product(cells, SET_MEASURES)
+        if (value := set_value(first, cell, measure)) is not None
+    }
+    analysis = Analysis(plan, records, drawn, values, strangers(plan, store))
+    summaries = tuple(summarise(analysis, cell, times[cell]) for cell in cells)
+    findings = find(analysis)
+    notes = _notes(plan, engine, drawn, why_not, begun)
+    figures = _figures(plan, analysis, summaries)
+    document: dict[str, Any] = {
+        "date": provenance.now(),
+        "versions": provenance.versions(),
+        "machine": begun,
+        "model": provenance.model(engine.info, is_deterministic=engine.is_deterministic),
+        "plan": plan,
+        "notes": notes,
+        "findings": findings,
+        "fronts": {measure.value: _front(summaries, measure) for measure in _time_measures(summaries)},
+        "cells": summaries,
+    }
+    outputs = {CSV: write_csv(summaries).encode(), JSON: _pretty(document)}
+    outputs |= {name: png for name, _, _, png in figures}
+    page = write_page(
+        f"A sweep of {document['model']['id']}",
+        _facts(document, plan),
+        findings,
+        [figure[1:] for figure in figures],
+        summaries,
+        notes,
+    )
+    outputs[PAGE] = page.encode()
+    for name, data in outputs.items():
+        write_whole(store.folder / name, data)
+    return SweepReport(plan, summaries, findings, tuple(store.folder / name for name in outputs))
+
+
+def draw(wishes: Sequence[Wish], width_px: int, height_px: int) -> PictureSet:
+    """The features of drawn scenes of every prompt."""
+    from diffserve.experiments.metrics import FeatureNetwork
+
+    network, each = FeatureNetwork(), drawn_per_prompt(len(wishes))
+    features = [network.features(pixels) for pixels in drawn_pictures(wishes, width_px, height_px, each=each)]
+    return PictureSet(np.stack(features), [index for index in range(len(wishes)) for _ in range(each)], len(wishes))
+
+
+def set_value(analysis: Analysis, cell: Cell, measure: Measure) -> float | None:
+    """A distance between sets by the metrics library; ``None`` where there is no reference, or one picture alone."""
+    from diffserve.experiments.metrics import frechet_distance, kernel_distance
+
+    reference = analysis.reference_set(cell, measure)
+    painted = analysis.picture_set(cell)
+    if reference is None or len(painted.features) < 2:
+        return None
+    distance = frechet_distance if measure in (Measure.FRECHET, Measure.FRECHET_CONVERGED) else kernel_distance
+    return distance(reference.features, painted.features)
+
+
+def strangers(plan: SweepPlan, store: Store) -> dict[float, float]:
+    """By guidance: latent RMSE between the converged pictures of one prompt and neighbouring seeds, averaged."""
+    found = {}
+    for cell in plan.references:
+        distances = []
+        for prompt in range(len(plan.prompts)):
+            kept = [store.load_converged(cell, (prompt, seed)) for seed in range(plan.num_seeds)]
+            latents = [one.latents.astype(np.float64) for one in kept if one is not None]
+            distances += [float(np.sqrt(np.mean(np.square(a - b)))) for a, b in pairwise(latents)]
+        if distances:
+            found[cell.guidance_scale] = fmean(distances)
+    return found
+
+
+def _figures(
+    plan: SweepPlan, analysis: Analysis, summaries: Sequence[CellSummary]
+) -> list[tuple[str, str, str, bytes]]:
+    """File name, heading, caption and PNG of every figure."""
+    from diffserve.experiments import plots
+
+    dotted = "Shaded: 95 % intervals. Dotted: the converged pictures themselves."
+    figures = [
+        (CURVES, "Over steps", f"Every measure over steps, on a logarithmic axis. {dotted}", plots.curves(summaries))
+    ]
+    caption = "Quality against the time of one image alone, the Pareto front of the point estimates, and its knee."
+    figures.append((TIME, "Against time", caption, plots.quality_against_time(summaries)))
+    for prompt in range(len(plan.prompts)):
+        shown = _thumbnails(analysis, prompt)
+        if not shown:
+            break
+        heading = "" if prompt else "The same seed, growing steps"
+        caption = f"“{plan.prompts[prompt]}”, seed {plan.seed_of((prompt, 0))}"
+        figures.append((STRIP.format(prompt + 1), heading, caption, plots.strip(plan.prompts[prompt], shown)))
+    return figures
+
+
+def _thumbnails(analysis: Analysis, prompt: int) -> dict[Cell, bytes]:
+    index = analysis.plan.places.index((prompt, 0))
+    cells = (*analysis.plan.cells, *analysis.plan.references)
+    found = {cell: analysis.records(cell)[index].thumbnail for cell in cells}
+    return {cell: thumbnail for cell, thumbnail in found.items() if thumbnail is not None}
+
+
+def _time_measures(summaries: Sequence[CellSummary]) -> tuple[Measure, ...]:
+    from diffserve.experiments.plots import time_measures
+
+    return time_measures(summaries)
+
+
+def _front(summaries: Sequence[CellSummary], measure: Measure) -> dict[str, Any]:
+    from diffserve.experiments.plots import points_of
+
+    front = pareto_front(points_of(summaries, measure))
+    best = knee(front)
+    return {"front": [point.name for point in front], "knee": None if best is None else best.name}
+
+
+def _facts(document: Mapping[str, Any], plan: SweepPlan) -> dict[str, str]:
+    model, machine = document["model"], document["machine"]
+    return {
+        "model": f"{model['id']}, weights {model['digest']}, {model['dtype']} on {model['device']}",
+        "pictures": f"{len(plan.prompts)} prompts x {plan.num_seeds} seeds in each of {len(plan.cells)} cells",
+        "converged": f"DDIM with {plan.reference_steps} steps from the same seeds",
+        "guidance": ", ".join(f"{scale:g}" for scale in plan.guidance),
+        "machine": f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average']} when it began",
+        "versions": ", ".join(f"{name} {version}" for name, version in document["versions"].items()),
+        "date": document["date"],
+    }
+
+
+def _notes(
+    plan: SweepPlan, engine: Engine, drawn: PictureSet | None, why_not: str | None, begun: Mapping[str, Any]
+) -> tuple[str, ...]:
+    num_images = len(plan.places)
+    notes = [
+        "Paired: every cell paints the same prompts with the same seeds, and so from the same starting latents; "
+        "another prompt has other seeds. Intervals are bootstrap intervals of 95 % over prompts; a prompt's pictures "
+        "are drawn together, and differences between cells are taken picture by picture first.",
+        "Converged: DDIM without noise, from the same seed. Latent RMSE, PSNR and SSIM say how much of that picture "
+        "there is already. They favour DDIM, whose limit it is: a sampler that adds noise paints another good picture.",
+        f"Frechet distance and KID are torchmetrics', of {num_images} pictures a cell, in a fixed network of random "
+        "filters (64 features): no trained network ships with this package or is downloaded, so the values compare "
+        "with nothing measured in Inception features. A Frechet distance is biased by the number of pictures: compare "
+        "equal numbers only. Against the converged pictures both are flattered by the common seeds.",
+        f"Milliseconds a step and seconds an image are of one image alone on the engine, the median of {TIMED_ROUNDS} "
+        "rounds over all cells after all pictures were painted. Images a second are of the full engine: an image is "
+        "charged its share of every tick it was in, by rows, while the cells shared the engine.",
+        "A point is on the Pareto front by its value alone; look at the intervals before believing a small step in it.",
+    ]
+    if drawn is not None:
+        each = len(drawn.features) // len(plan.prompts)
+        notes.insert(3, f"Drawn scenes: {each} for each prompt, exactly what it says, placed anew each time.")
+    if why_not is not None:
+        notes.append(f"Prompt match and the distance to drawn scenes were not measured: {why_not}")
+    if num_images <= FEW_PICTURES:
+        notes.append(f"{num_images} pictures a cell are too few for a Frechet distance with 64 features to mean much.")
+    if not engine.is_deterministic:
+        notes.append("On this device a picture may differ by rounding with the batch it was painted in.")
+    if begun["load_average"] and begun["load_average"][0] > 0.5 * (begun["cores"] or 1):
+        notes.append("The machine had other work when the sweep began, so its times are longer than on an idle one.")
+    return tuple(notes)
+
+
+def _pretty(document: Mapping[str, Any]) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"

@@ -1,0 +1,198 @@
+"""What a sweep has done so far, on disk: a journal for each cell, and the converged pictures.
+
+    DIR/parts/<cell>-<digest>.jsonl                  one line a picture, appended when it is measured
+    DIR/parts/<reference>-<digest>/<place>.npz       latents and pixels that others are held against
+
+The digest is over everything that the numbers depend on (weights, dtype, prompts, seeds, the cell itself, versions).
+So a changed setup never continues another's journal, and a sweep of more samplers or steps continues that of fewer. A
+process that is killed in mid-write leaves a line without an end or a temporary file; both are dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, NamedTuple, Self
+from zipfile import BadZipFile
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from diffserve.errors import InvalidRequest
+from diffserve.experiments.plan import Cell
+from diffserve.experiments.records import ImageRecord
+
+PARTS = "parts"
+DIGEST_DIGITS = 12
+
+Place = tuple[int, int]
+
+
+class Converged(NamedTuple):
+    """A reference picture: pixels (H, W, 3) uint8 and latents (C, h, w) float32."""
+
+    pixels: NDArray[np.uint8]
+    latents: NDArray[np.float32]
+
+
+class Store:
+    """The folder of a sweep. ``setup`` holds, by name, everything but the cell that its numbers depend on.
+
+    A context: leaving it closes the journals. Raises :class:`InvalidRequest` where the folder cannot be written, or
+    holds results that no sweep wrote.
+    """
+
+    def __init__(self, folder: Path, setup: Mapping[str, Any], *, results: Iterable[str]) -> None:
+        refuse_folder(folder, results)
+        self.folder = folder
+        self.parts = folder / PARTS
+        self._setup = dict(setup)
+        self._digests: dict[Cell, str] = {}
+        self._records: dict[Cell, dict[Place, ImageRecord]] = {}
+        self._journals: dict[Cell, IO[bytes]] = {}
+        _guarded(folder, lambda: self.parts.mkdir(parents=True, exist_ok=True))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for journal in self._journals.values():
+            journal.close()
+        self._journals.clear()
+
+    def digest(self, cell: Cell, more: Mapping[str, Any] | None = None) -> str:
+        """What tells this cell of this setup from every other, 12 hexadecimal digits."""
+        said = {**self._setup, "cell": cell, **(more or {})}
+        text = msgspec.json.encode(said, order="sorted")
+        return hashlib.sha256(text).hexdigest()[:DIGEST_DIGITS]
+
+    def records(self, cell: Cell) -> dict[Place, ImageRecord]:
+        """What is known of a cell's pictures, by place; read once, kept up to date by :meth:`add`."""
+        if cell not in self._records:
+            self._records[cell] = _read_journal(self._journal_path(cell))
+        return self._records[cell]
+
+    def add(self, cell: Cell, record: ImageRecord) -> None:
+        """Append one picture; it is safe from a kill of this process once this returns."""
+        known = self.records(cell)
+        if cell not in self._journals:
+            self._journals[cell] = _open_journal(self._journal_path(cell))
+        self._journals[cell].write(msgspec.json.encode(record) + b"\n")
+        known[record.place] = record
+
+    def save_converged(self, cell: Cell, place: Place, converged: Converged) -> None:
+        """Keep a reference picture, whole or not at all."""
+        path = self._converged_path(cell, place)
+        path.parent.mkdir(exist_ok=True)
+        temporary = path.with_suffix(".part")
+        with temporary.open("wb") as file:
+            np.savez(file, pixels=converged.pixels, latents=converged.latents)
+        temporary.replace(path)
+
+    def has_converged(self, cell: Cell, place: Place) -> bool:
+        """Whether a reference picture is kept."""
+        return self._converged_path(cell, place).is_file()
+
+    def load_converged(self, cell: Cell, place: Place) -> Converged | None:
+        """A reference picture, or ``None`` where it is not kept or cannot be read."""
+        try:
+            with self._converged_path(cell, place).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+                return Converged(arrays["pixels"], arrays["latents"])
+        except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+            return None
+
+    def write_json(self, name: str, document: Any) -> None:
+        """Replace ``parts/<name>``, whole or not at all."""
+        write_whole(self.parts / name, msgspec.json.format(msgspec.json.encode(document), indent=1))
+
+    def read_json(self, name: str) -> Any:
+        """What :meth:`write_json` wrote, or ``None``."""
+        try:
+            return msgspec.json.decode((self.parts / name).read_bytes())
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def _journal_path(self, cell: Cell) -> Path:
+        return self.parts / f"{self._name(cell)}.jsonl"
+
+    def _converged_path(self, cell: Cell, place: Place) -> Path:
+        return self.parts / self._name(cell) / f"{place[0]}-{place[1]}.npz"
+
+    def _name(self, cell: Cell) -> str:
+        if cell not in self._digests:
+            self._digests[cell] = self.digest(cell)
+        return f"{cell.slug}-{self._digests[cell]}"
+
+
+def refuse_folder(folder: Path, results: Iterable[str]) -> None:
+    """Raise :class:`InvalidRequest` where a sweep cannot write to ``folder``, without making anything there.
+
+    A folder that is there may be used when it is a sweep's, or holds none of ``results``; one that is not there will be
+    made, so the nearest parent that exists must be writable.
+    """
+    if folder.is_dir() and not (folder / PARTS).is_dir():
+        for name in results:
+            if (folder / name).exists():
+                message = f"{str(folder)!r} holds a {name} that no sweep wrote; choose another folder."
+                raise InvalidRequest(message, param="output")
+    existing = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+
+    def try_it() -> None:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+
+    _guarded(folder, try_it)
+
+
+def write_whole(file: Path, data: bytes) -> None:
+    """Write ``data`` so that a reader sees the old file or the new one. Raises :class:`InvalidRequest`."""
+    temporary = file.with_name(f".{file.name}.part")
+
+    def write() -> None:
+        try:
+            temporary.write_bytes(data)
+            temporary.replace(file)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    _guarded(file, write)
+
+
+def _guarded(path: Path, action: Callable[[], None]) -> None:
+    try:
+        action()
+    except OSError as error:
+        raise InvalidRequest(f"cannot write to {str(path)!r}: {error.strerror}.", param="output") from None
+
+
+def _read_journal(path: Path) -> dict[Place, ImageRecord]:
+    """The records of a journal; what cannot be read is as if it had not been written."""
+    decoder = msgspec.json.Decoder(ImageRecord)
+    records: dict[Place, ImageRecord] = {}
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return records
+    for line in data[: data.rfind(b"\n") + 1].splitlines():
+        try:
+            record = decoder.decode(line)
+        except msgspec.DecodeError:
+            continue
+        records.setdefault(record.place, record)
+    return records
+
+
+def _open_journal(path: Path) -> IO[bytes]:
+    """Open for appending whole lines, after cutting off a line that a kill has left without its end."""
+    journal = path.open("ab", buffering=0)
+    data = path.read_bytes()
+    journal.truncate(data.rfind(b"\n") + 1)
+    return journal

@@ -1,0 +1,95 @@
+"""What a step buys is read off the numbers: the same sentences come out differently from other data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from diffserve.experiments.findings import (
+    AS_EXPECTED,
+    IN_PART,
+    NOT_DISTINGUISHABLE,
+    OTHERWISE,
+    REPAIR,
+    Finding,
+    find,
+)
+from diffserve.experiments.plan import Cell
+from tests.experiments.synthetic import analysis_of, plan_of
+
+PAPERS = {
+    ("ddim", 5): 0.6, ("ddim", 10): 0.8, ("ddim", 20): 0.9, ("ddim", 100): 0.95, ("ddim", 200): 0.95,
+    ("ddpm", 5): 0.1, ("ddpm", 10): 0.2, ("ddpm", 20): 0.4, ("ddpm", 100): 0.9,
+    ("dpmpp_2m", 10): 0.95, ("dpmpp_2m", 20): 0.95,
+}  # fmt: skip
+STEPS = (5, 10, 20, 100)
+
+
+def findings(
+    shares: Mapping[tuple[str, int], float],
+    rmse: Mapping[str, float] = {"ddim": 0.1, "ddpm": 0.9},
+    samplers: tuple[str, ...] = ("ddpm", "ddim"),
+    strangers: float = 1.0,
+) -> list[Finding]:
+    def exact(cell: Cell) -> float:
+        return shares.get((cell.sampler, cell.num_steps), 0.95)
+
+    plan = plan_of(samplers, STEPS)
+    return list(find(analysis_of(plan, exact, lambda cell: rmse.get(cell.sampler, 0.1), {3.0: strangers})))
+
+
+def verdict(found: list[Finding], start: str) -> str:
+    (finding,) = [finding for finding in found if finding.claim.startswith(start)]
+    return finding.verdict
+
+
+def test_what_the_papers_say_is_found_where_the_data_say_it() -> None:
+    found = findings(PAPERS, samplers=("ddpm", "ddim", "dpmpp_2m"))
+    assert [finding.claim for finding in found] == [
+        "DDIM is ahead of DDPM at 5, 10 and 20 steps",
+        "DDPM gains far more than DDIM from 10 to 100 steps",
+        "DPM++ 2M with 10 steps is within noise of DDIM with 20 and 100, or ahead of it",
+        "With the same seed DDIM at 20 steps is close to its converged picture, DDPM is not",
+        "The pictures that DDIM converges to are as good as those of DDPM with 100 steps",
+    ]
+    assert {finding.verdict for finding in found} == {AS_EXPECTED}
+
+
+def test_the_opposite_data_give_the_opposite_verdicts() -> None:
+    swapped = {("ddim" if name == "ddpm" else "ddpm", n): share for (name, n), share in PAPERS.items()}
+    swapped |= {("ddim", 200): 0.3, ("dpmpp_2m", 10): 0.1, ("ddpm", 100): 0.95}
+    found = findings(swapped, {"ddim": 0.9, "ddpm": 0.1}, ("ddpm", "ddim", "dpmpp_2m"))
+    assert {finding.verdict for finding in found} == {OTHERWISE}
+    assert found[-1].evidence[-1] == REPAIR
+
+
+def test_equal_samplers_are_not_distinguishable() -> None:
+    found = findings(dict.fromkeys(PAPERS, 0.7))
+    assert verdict(found, "DDIM is ahead") == NOT_DISTINGUISHABLE
+    assert verdict(found, "DDPM gains") == NOT_DISTINGUISHABLE
+    assert all("points, within noise (95 %" in line for line in found[0].evidence)
+
+
+def test_ahead_here_and_behind_there_is_in_part() -> None:
+    found = findings(PAPERS | {("ddpm", 20): 1.0, ("ddim", 20): 0.5})
+    assert verdict(found, "DDIM is ahead") == IN_PART
+
+
+def test_a_sentence_quotes_its_numbers_and_their_interval() -> None:
+    found = findings(PAPERS)
+    assert (
+        found[0].evidence[0].startswith("5 steps, exact prompt match: ddim 60.0 %, ddpm 10.0 %; ddim is better by 50.0")
+    )
+    assert "95 % interval" in found[0].evidence[0]
+
+
+def test_nearness_is_measured_by_how_far_another_seed_is() -> None:
+    near, far = findings(PAPERS, strangers=1.0), findings(PAPERS, strangers=0.12)
+    assert verdict(near, "With the same seed") == AS_EXPECTED
+    assert verdict(far, "With the same seed") == IN_PART
+    assert "10 % of the way" in near[2].evidence[0]
+
+
+def test_cells_that_answer_nothing_give_no_claim() -> None:
+    assert find(analysis_of(plan_of(("euler",), (10, 20)), lambda _: 0.5)) == ()
+    alone = find(analysis_of(plan_of(("ddim",), (10, 20)), lambda _: 0.5))
+    assert alone == ()

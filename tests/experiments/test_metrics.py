@@ -1,0 +1,185 @@
+"""Measures of pictures agree with their formulas, written here once more, and see what they are meant to see."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageFilter
+from scipy.linalg import sqrtm
+from scipy.ndimage import gaussian_filter
+
+from diffserve.embedded.render import render
+from diffserve.embedded.world import scenes
+from diffserve.experiments.metrics import (
+    NUM_FEATURES,
+    FeatureNetwork,
+    fidelity,
+    frechet_distance,
+    kernel_distance,
+)
+from diffserve.experiments.metrics.fidelity import BEST_PSNR_DB
+
+PICTURES = [render(scene) for scene in islice(scenes(77, held_out=True), 96)]
+GOLDEN = (-4.40558, -1.85689, 1.27304, 0.28443, -0.29413, -0.41435, -1.00560, -1.05506)
+LATENTS = np.zeros((8, 16, 16), dtype=np.float32)
+
+
+def blurred(picture: NDArray[np.uint8], radius: float) -> NDArray[np.uint8]:
+    return np.asarray(Image.fromarray(picture).filter(ImageFilter.GaussianBlur(radius)))
+
+
+def noisy(picture: NDArray[np.uint8], spread: float) -> NDArray[np.uint8]:
+    noise = np.random.default_rng(0).normal(0, spread, picture.shape)
+    return np.clip(np.rint(picture + noise), 0, 255).astype(np.uint8)
+
+
+def wang_ssim(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> float:
+    """Equation 13 of Wang et al. 2004 with a Gaussian window of 11 x 11, edges mirrored, colour by colour."""
+
+    def local(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.asarray(gaussian_filter(values, 1.5, axes=(0, 1), radius=5, mode="mirror"))
+
+    x, y = one.astype(np.float64), other.astype(np.float64)
+    mean_x, mean_y = local(x), local(y)
+    var_x, var_y, both = local(x * x) - mean_x**2, local(y * y) - mean_y**2, local(x * y) - mean_x * mean_y
+    c1, c2 = (0.01 * 255) ** 2, (0.03 * 255) ** 2
+    top = (2 * mean_x * mean_y + c1) * (2 * both + c2)
+    return float((top / ((mean_x**2 + mean_y**2 + c1) * (var_x + var_y + c2))).mean())
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_ssim_is_that_of_wang_and_others(index: int) -> None:
+    for other in (blurred(PICTURES[index], 1.5), noisy(PICTURES[index], 12), PICTURES[index + 10]):
+        found = fidelity(PICTURES[index], LATENTS, other, LATENTS).ssim
+        assert found == pytest.approx(wang_ssim(PICTURES[index], other), abs=5e-4)
+
+
+def test_psnr_and_latent_rmse_are_their_formulas() -> None:
+    picture, other = PICTURES[0], noisy(PICTURES[0], 9)
+    squares = np.square(picture.astype(np.float64) - other)
+    latents = np.random.default_rng(1).normal(size=(8, 16, 16)).astype(np.float32)
+    found = fidelity(picture, latents, other, latents + np.float32(0.25))
+    assert found.psnr_db == pytest.approx(10 * np.log10(255**2 / squares.mean()), abs=1e-4)
+    assert found.latent_rmse == pytest.approx(0.25, rel=1e-6)
+
+
+def test_a_difference_of_one_grey_level_everywhere_is_48_decibels() -> None:
+    grey = np.full((16, 16, 3), 100, dtype=np.uint8)
+    assert fidelity(grey, LATENTS, grey + np.uint8(1), LATENTS).psnr_db == pytest.approx(48.1308, abs=1e-3)
+
+
+def test_equal_pictures_are_as_near_as_can_be_written() -> None:
+    found = fidelity(PICTURES[0], LATENTS, PICTURES[0], LATENTS)
+    assert (found.latent_rmse, found.psnr_db) == (0.0, BEST_PSNR_DB)
+    assert found.ssim == pytest.approx(1.0, abs=1e-3)
+
+
+def test_pictures_that_cannot_be_compared_are_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be held against"):
+        fidelity(PICTURES[0], LATENTS, PICTURES[0][:64], LATENTS)
+    small = PICTURES[0][:8, :8]
+    with pytest.raises(ValueError, match="11 pixels"):
+        fidelity(small, LATENTS, small, LATENTS)
+
+
+def with_moments(
+    mean: NDArray[np.float64], covariance: NDArray[np.float64], count: int, seed: int
+) -> NDArray[np.float32]:
+    """A sample whose own mean and unbiased covariance are exactly these."""
+    raw = np.random.default_rng(seed).normal(size=(count, len(mean)))
+    raw -= raw.mean(axis=0)
+    own = np.linalg.cholesky(np.cov(raw.T))
+    shaped: NDArray[np.float32] = (raw @ np.linalg.inv(own).T @ np.linalg.cholesky(covariance).T + mean).astype("f4")
+    return shaped
+
+
+def test_frechet_distance_of_axis_aligned_normals_is_the_closed_form() -> None:
+    one, other = np.array([1.0, 4.0, 0.25]), np.array([9.0, 1.0, 0.25])
+    shift = np.array([0.5, -1.0, 2.0])
+    found = frechet_distance(with_moments(np.zeros(3), np.diag(one), 50, 0), with_moments(shift, np.diag(other), 80, 1))
+    expected = np.square(shift).sum() + np.square(np.sqrt(one) - np.sqrt(other)).sum()
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_frechet_distance_of_any_normals_is_that_of_a_matrix_root() -> None:
+    rng = np.random.default_rng(3)
+    a, b = (rng.normal(size=(40, 6)) @ rng.normal(size=(6, 6)) + rng.normal(size=6) for _ in range(2))
+    cov_a, cov_b = np.cov(a.T), np.cov(b.T)
+    root = np.real(sqrtm(cov_a @ cov_b))
+    expected = np.square(a.mean(axis=0) - b.mean(axis=0)).sum() + np.trace(cov_a + cov_b - 2 * root)
+    assert frechet_distance(a.astype("f4"), b.astype("f4")) == pytest.approx(expected, rel=1e-4)
+
+
+def unbiased_mmd(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
+    """Equation 3 of Gretton et al. 2012 with KID's kernel, pair by pair."""
+
+    def kernel(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
+        return float((a @ b / len(a) + 1) ** 3)
+
+    def within(z: NDArray[np.float64]) -> float:
+        return sum(kernel(a, b) for i, a in enumerate(z) for j, b in enumerate(z) if i != j) / (len(z) * (len(z) - 1))
+
+    return within(x) + within(y) - 2 * sum(kernel(a, b) for a in x for b in y) / (len(x) * len(y))
+
+
+def test_kid_of_sets_of_one_size_is_the_unbiased_mmd() -> None:
+    rng = np.random.default_rng(4)
+    x, y = rng.normal(size=(24, 5)), rng.normal(0.4, 1.3, size=(24, 5))
+    assert kernel_distance(x.astype("f4"), y.astype("f4")) == pytest.approx(unbiased_mmd(x, y), rel=1e-5)
+
+
+def test_kid_of_a_larger_reference_is_near_the_unbiased_mmd_and_the_same_every_time() -> None:
+    rng = np.random.default_rng(5)
+    x, y = rng.normal(size=(96, 5)), rng.normal(0.8, 1.0, size=(48, 5))
+    torch.manual_seed(1)
+    first = kernel_distance(x.astype("f4"), y.astype("f4"))
+    state = torch.random.get_rng_state()
+    assert first == kernel_distance(x.astype("f4"), y.astype("f4"))
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert first == pytest.approx(unbiased_mmd(x, y), rel=0.1)
+
+
+def test_a_set_of_one_picture_has_no_distance() -> None:
+    one = np.zeros((1, 4), dtype=np.float32)
+    for distance in (frechet_distance, kernel_distance):
+        with pytest.raises(ValueError, match="two or more"):
+            distance(one, np.zeros((5, 4), dtype=np.float32))
+
+
+@pytest.fixture(scope="module")
+def network() -> FeatureNetwork:
+    return FeatureNetwork()
+
+
+def test_the_feature_network_is_the_same_everywhere(network: FeatureNetwork) -> None:
+    ramp = np.arange(64 * 64 * 3, dtype=np.uint32).reshape(64, 64, 3).astype(np.uint8)
+    features = network.features(ramp)
+    assert features.shape == (NUM_FEATURES,)
+    assert np.array_equal(features, FeatureNetwork().features(ramp))
+    assert features[:8] == pytest.approx(GOLDEN, abs=1e-3)
+
+
+def test_features_do_not_depend_on_the_size_of_a_large_picture_much(network: FeatureNetwork) -> None:
+    large = np.repeat(np.repeat(PICTURES[0], 2, axis=0), 2, axis=1)
+    assert network.features(large) == pytest.approx(network.features(PICTURES[0]), abs=1e-4)
+
+
+def test_distances_grow_with_blur_and_with_noise(network: FeatureNetwork) -> None:
+    reference = np.stack([network.features(picture) for picture in PICTURES])
+
+    def distance(pictures: list[NDArray[np.uint8]]) -> tuple[float, float]:
+        features = np.stack([network.features(picture) for picture in pictures])
+        return frechet_distance(reference, features), kernel_distance(reference, features)
+
+    for worse in (
+        [[blurred(picture, radius) for picture in PICTURES] for radius in (0.5, 1.0, 3.0)],
+        [[noisy(picture, spread) for picture in PICTURES] for spread in (3, 8, 25)],
+    ):
+        found = [distance(pictures) for pictures in worse]
+        assert found[0][0] < found[1][0] < found[2][0]
+        assert found[0][1] < found[1][1] < found[2][1]
+        assert found[0][0] > 5 * abs(distance(PICTURES)[0])

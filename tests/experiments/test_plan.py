@@ -1,0 +1,155 @@
+"""Plans: paired cells in a good order, an honest bill, and one sentence for every mistake."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+import pytest
+
+from diffserve.errors import InvalidRequest
+from diffserve.experiments.plan import TIMED_ROUNDS, Cell, SweepPlan, numbers, split_axis, whole_numbers
+from tests.engine.desk import INFO
+
+PROMPTS = ("a fox", "two apples", "a cat above a dog")
+
+
+def plan_of(**changes: Any) -> SweepPlan:
+    values: dict[str, Any] = {
+        "samplers": ("ddpm", "ddim"),
+        "steps": (20, 5),
+        "guidance": (3.0,),
+        "prompts": PROMPTS,
+        "num_seeds": 2,
+    }
+    return SweepPlan(**(values | changes))
+
+
+def test_cells_are_every_combination_once_with_canonical_names_and_few_steps_first() -> None:
+    plan = plan_of(samplers=("DDIM", "ddim", "DPM++ 2M Karras"), steps=(20, 5, 20), guidance=(3, 1))
+    assert plan.cells == (
+        Cell("ddim", 5, 3.0),
+        Cell("dpmpp_2m karras", 5, 3.0),
+        Cell("ddim", 5, 1.0),
+        Cell("dpmpp_2m karras", 5, 1.0),
+        Cell("ddim", 20, 3.0),
+        Cell("dpmpp_2m karras", 20, 3.0),
+        Cell("ddim", 20, 1.0),
+        Cell("dpmpp_2m karras", 20, 1.0),
+    )
+    assert [cell.guidance_scale for cell in plan.references] == [3.0, 1.0]
+
+
+def test_every_cell_paints_the_same_prompts_and_seeds_and_no_two_prompts_share_a_seed() -> None:
+    plan = plan_of(first_seed=100)
+    jobs = list(plan.jobs())
+    places = {cell: [job.place for job in jobs if job.cell == cell] for cell in (*plan.references, *plan.cells)}
+    assert set(map(tuple, places.values())) == {plan.places}
+    assert [plan.seed_of(place) for place in plan.places] == [100, 101, 102, 103, 104, 105]
+
+
+def test_references_come_first_and_cells_of_one_step_count_take_turns() -> None:
+    plan = plan_of()
+    cells = [job.cell for job in plan.jobs()]
+    assert all(cell.is_reference for cell in cells[:6])
+    assert cells[6:10] == [Cell("ddpm", 5, 3.0), Cell("ddim", 5, 3.0)] * 2
+    assert {cell.num_steps for cell in cells[6:18]} == {5}
+    assert {cell.num_steps for cell in cells[18:]} == {20}
+
+
+def test_a_cell_that_paints_like_the_reference_is_not_the_reference() -> None:
+    plan = plan_of(samplers=("ddim",), steps=(200,))
+    assert plan.cells[0] != plan.references[0]
+    assert plan.cells[0].slug != plan.references[0].slug
+    assert plan.reference_of(plan.cells[0]) == plan.references[0]
+
+
+def test_the_bill_counts_rows_of_pictures_references_and_timed_images() -> None:
+    plan = plan_of(samplers=("ddim", "heun"), steps=(10,), guidance=(3.0, 1.0), reference_steps=50)
+    assert [cell.rows for cell in plan.cells] == [20, 40, 10, 20]
+    once = 20 + 40 + 10 + 20 + 100 + 50
+    assert plan.num_images == 6 * 6
+    assert plan.num_rows == (6 + TIMED_ROUNDS) * once
+    assert plan.seconds(row_s=0.5, image_s=2) == plan.num_rows * 0.5 + 36 * 2
+
+
+def test_the_sweep_of_the_documentation_costs_what_it_says() -> None:
+    plan = plan_of(
+        samplers=("ddpm", "ddim", "dpmpp_2m"),
+        steps=(5, 10, 20, 50, 100),
+        prompts=tuple(f"prompt {index}" for index in range(64)),
+        num_seeds=4,
+    )
+    assert plan.num_images == 16 * 256
+    assert plan.num_rows == 259 * 2 * (3 * 185 + 200)
+
+
+def test_a_plan_travels_as_json() -> None:
+    plan = plan_of()
+    assert msgspec.json.decode(msgspec.json.encode(plan), type=SweepPlan) == plan
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"samplers": ()}, "samplers is empty"),
+        ({"steps": ()}, "steps is empty"),
+        ({"guidance": ()}, "guidance is empty"),
+        ({"prompts": ()}, "prompts is empty"),
+        ({"samplers": ("ddim", "eular")}, "'eular', which is not known. Did you mean 'euler'"),
+        ({"steps": (5, 0)}, "num_steps is 0"),
+        ({"guidance": (99.0,)}, "guidance_scale is 99"),
+        ({"num_seeds": 0}, "seeds is 0"),
+        ({"num_seeds": 4000}, "seeds is 4000; it must be between 1 and 3333"),
+        ({"first_seed": -1}, "seed is -1"),
+        ({"reference_steps": 0}, "reference_steps is 0; it must be 1 or more"),
+        ({"prompts": ("a fox", " ")}, "prompt is empty"),
+    ],
+)
+def test_a_plan_that_cannot_be_painted_cannot_be_made(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequest, match=named):
+        plan_of(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"steps": (5, 2000)}, "steps has 2000"), ({"reference_steps": 1001}, "reference_steps has 1001")],
+)
+def test_more_steps_than_the_training_has_timesteps_are_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{named}; desk was trained with 1000 timesteps"):
+        plan_of(**changes).check(INFO)
+    plan_of(steps=(1000,)).check(INFO)
+
+
+def test_axes_are_written_with_commas() -> None:
+    assert split_axis("ddim, DPM++ 2M ,ddpm", "--samplers") == ("ddim", "DPM++ 2M", "ddpm")
+    assert whole_numbers("5, 10,20", "--steps") == (5, 10, 20)
+    assert numbers("1,7.5", "--guidance") == (1.0, 7.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "--steps is empty"),
+        (" , ", "--steps is empty"),
+        ("5,,10", "leaves a value out"),
+        ("5,ten", "'ten', which is not a whole number"),
+        ("5.5", "'5.5', which is not a whole number"),
+    ],
+)
+def test_an_axis_that_cannot_be_read_is_named(text: str, named: str) -> None:
+    with pytest.raises(InvalidRequest, match=named):
+        whole_numbers(text, "--steps")
+    with pytest.raises(InvalidRequest, match="'many', which is not a number"):
+        numbers("1,many", "--guidance")
+
+
+def test_what_a_page_needs_of_a_sweep_loads_neither_torch_nor_the_engine() -> None:
+    modules = ("plan", "estimates", "summary", "front", "prompts")
+    heavy = ("torch", "diffusers", "matplotlib", "diffserve.engine", "diffserve.runtime")
+    imports = "; ".join(f"import diffserve.experiments.{module}" for module in modules)
+    code = f"import sys; {imports}; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,80 @@
+"""Prompts of a sweep and the scenes that they ask for."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diffserve.embedded.checker import Wish, judge, read_picture
+from diffserve.embedded.samples import held_out
+from diffserve.embedded.world import BACKGROUNDS, scenes
+from diffserve.errors import InvalidRequest
+from diffserve.experiments.prompts import (
+    MAX_DRAWN,
+    drawn_per_prompt,
+    drawn_pictures,
+    held_out_prompts,
+    read_prompts,
+    read_wishes,
+    scene_like,
+)
+
+
+def test_the_prompts_are_the_held_out_captions_of_the_marks() -> None:
+    assert list(held_out_prompts(40)) == [words for _, words in held_out(40)]
+    assert held_out_prompts(5) == held_out_prompts(40)[:5]
+
+
+def test_every_held_out_prompt_is_understood() -> None:
+    assert list(read_wishes(held_out_prompts(60))) == [Wish.of(scene) for scene, _ in held_out(60)]
+
+
+def test_a_scene_like_a_wish_shows_exactly_that_wish() -> None:
+    rng = random.Random(1)
+    for scene in islice(scenes(12, held_out=True), 300):
+        assert Wish.of(scene_like(Wish.of(scene), rng)) == Wish.of(scene)
+
+
+def test_what_a_wish_leaves_open_is_drawn() -> None:
+    rng = random.Random(2)
+    drawn = [scene_like(Wish(("fox",)), rng) for _ in range(40)]
+    assert {scene.names for scene in drawn} == {("fox",)}
+    assert len({scene.background for scene in drawn} & set(BACKGROUNDS)) > 5
+    assert len({scene_like(Wish((), background="snow"), rng).names for _ in range(40)}) > 10
+
+
+def test_drawn_pictures_pass_the_exact_checker_and_are_placed_anew() -> None:
+    wishes = read_wishes(["a fox next to a cactus on the beach", "three apples on blue", "a small owl in the snow"])
+    pictures = list(drawn_pictures(wishes, 128, 128, each=3))
+    verdicts = [judge(read_picture(picture), wishes[index // 3]).exact for index, picture in enumerate(pictures)]
+    assert verdicts == [True] * 9
+    assert len({picture.tobytes() for picture in pictures}) > 6
+    again = list(drawn_pictures(wishes, 128, 128, each=3))
+    assert all(np.array_equal(one, other) for one, other in zip(pictures, again, strict=True))
+
+
+def test_many_prompts_are_drawn_less_often_each() -> None:
+    assert drawn_per_prompt(1) == drawn_per_prompt(64) == 32
+    assert drawn_per_prompt(1000) * 1000 <= MAX_DRAWN
+    assert drawn_per_prompt(4000) == 2
+
+
+def test_prompts_are_read_from_a_file_one_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("a fox\n\n  two apples \n", encoding="utf-8")
+    assert read_prompts(file) == ("a fox", "two apples")
+
+
+@pytest.mark.parametrize(
+    ("content", "named"), [(None, "No such file"), (b"\n \n", "holds no prompts"), (b"\xff\xfe\x00", "not UTF-8")]
+)
+def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes | None, named: str) -> None:
+    file = tmp_path / "prompts.txt"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(InvalidRequest, match=named):
+        read_prompts(file)

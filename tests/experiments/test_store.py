@@ -1,0 +1,144 @@
+"""The folder of a sweep: nothing is lost that was measured, nothing half-written is believed, setups never mix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diffserve.errors import InvalidRequest
+from diffserve.experiments.plan import Cell
+from diffserve.experiments.records import ImageRecord
+from diffserve.experiments.store import PARTS, Converged, Store, refuse_folder, write_whole
+from tests.experiments.synthetic import plan_of, records_of
+
+PLAN = plan_of(num_prompts=3)
+CELL, OTHER = PLAN.cells[:2]
+RECORDS = list(records_of(PLAN, lambda _: 0.5, lambda _: 0.2)[CELL].values())
+RESULTS = ("cells.csv", "report.html")
+
+
+def store_at(folder: Path, **setup: Any) -> Store:
+    return Store(folder, {"weights": "abc", **setup}, results=RESULTS)
+
+
+def journal(folder: Path) -> Path:
+    (file,) = (folder / PARTS).glob("*.jsonl")
+    return file
+
+
+def keep(folder: Path, records: list[ImageRecord], cell: Cell = CELL, **setup: Any) -> None:
+    with store_at(folder, **setup) as store:
+        for record in records:
+            store.add(cell, record)
+
+
+def test_records_come_back_as_they_went(tmp_path: Path) -> None:
+    keep(tmp_path, RECORDS)
+    with store_at(tmp_path) as store:
+        assert store.records(CELL) == {record.place: record for record in RECORDS}
+        assert store.records(OTHER) == {}
+
+
+def test_a_line_that_a_kill_cut_off_is_dropped_and_the_next_one_is_whole(tmp_path: Path) -> None:
+    keep(tmp_path, RECORDS[:2])
+    file = journal(tmp_path)
+    file.write_bytes(file.read_bytes() + b'{"prompt_index":2,"seed')
+    with store_at(tmp_path) as store:
+        assert len(store.records(CELL)) == 2
+        store.add(CELL, RECORDS[2])
+    with store_at(tmp_path) as store:
+        assert list(store.records(CELL).values()) == RECORDS[:3]
+
+
+def test_a_line_that_makes_no_sense_is_painted_again_and_the_others_are_kept(tmp_path: Path) -> None:
+    keep(tmp_path, RECORDS[:3])
+    lines = journal(tmp_path).read_bytes().splitlines(keepends=True)
+    journal(tmp_path).write_bytes(lines[0] + b'{"prompt_index": "two"}\n' + lines[2])
+    with store_at(tmp_path) as store:
+        assert list(store.records(CELL).values()) == [RECORDS[0], RECORDS[2]]
+
+
+def test_the_first_of_two_records_of_one_picture_counts(tmp_path: Path) -> None:
+    keep(tmp_path, RECORDS[:1])
+    again = journal(tmp_path).read_bytes().replace(b'"trailing"', b'"leading"')
+    journal(tmp_path).write_bytes(journal(tmp_path).read_bytes() + again)
+    with store_at(tmp_path) as store:
+        assert store.records(CELL)[RECORDS[0].place].spacing == "trailing"
+
+
+@pytest.mark.parametrize("change", [{"weights": "abd"}, {"prompts": ("a fox",)}, {"dtype": "float32"}])
+def test_another_setup_sees_nothing_of_this_one_and_this_one_stays(tmp_path: Path, change: dict[str, Any]) -> None:
+    keep(tmp_path, RECORDS)
+    with store_at(tmp_path, **change) as store:
+        assert store.records(CELL) == {}
+        store.add(CELL, RECORDS[0])
+    with store_at(tmp_path) as store:
+        assert len(store.records(CELL)) == len(RECORDS)
+
+
+def test_converged_pictures_are_kept_bit_by_bit(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    converged = Converged(rng.integers(0, 256, (8, 8, 3), np.uint8), rng.normal(size=(4, 2, 2)).astype(np.float32))
+    with store_at(tmp_path) as store:
+        assert not store.has_converged(CELL, (0, 1))
+        store.save_converged(CELL, (0, 1), converged)
+        assert store.has_converged(CELL, (0, 1))
+        found = store.load_converged(CELL, (0, 1))
+        assert found is not None
+        assert np.array_equal(found.pixels, converged.pixels)
+        assert np.array_equal(found.latents, converged.latents)
+        assert store.load_converged(CELL, (1, 0)) is None
+        assert not list(store.parts.rglob("*.part"))
+
+
+def test_a_converged_picture_that_cannot_be_read_is_not_there(tmp_path: Path) -> None:
+    with store_at(tmp_path) as store:
+        store.save_converged(CELL, (0, 0), Converged(np.zeros((1, 1, 3), np.uint8), np.zeros((1, 1, 1), np.float32)))
+        (file,) = store.parts.rglob("*.npz")
+        file.write_bytes(file.read_bytes()[:40])
+        assert store.load_converged(CELL, (0, 0)) is None
+
+
+def test_documents_are_replaced_whole(tmp_path: Path) -> None:
+    with store_at(tmp_path) as store:
+        store.write_json("times.json", {"a": [1]})
+        store.write_json("times.json", {"a": [2]})
+        assert store.read_json("times.json") == {"a": [2]}
+        (store.parts / "times.json").write_text("{", encoding="utf-8")
+        assert store.read_json("times.json") is None
+        assert store.read_json("others.json") is None
+
+
+def test_a_folder_under_a_file_is_refused_in_one_sentence_and_nothing_is_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine", encoding="utf-8")
+    for folder in (tmp_path / "file", tmp_path / "file" / "deeper"):
+        with pytest.raises(InvalidRequest, match=r"cannot write to .*: Not a directory"):
+            refuse_folder(folder, RESULTS)
+        with pytest.raises(InvalidRequest, match="cannot write to"):
+            store_at(folder)
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_asking_whether_a_folder_can_be_written_makes_nothing(tmp_path: Path) -> None:
+    refuse_folder(tmp_path / "new" / "deeper", RESULTS)
+    assert not list(tmp_path.iterdir())
+    store_at(tmp_path / "new" / "deeper")
+    assert (tmp_path / "new" / "deeper" / PARTS).is_dir()
+
+
+def test_results_that_no_sweep_wrote_are_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "cells.csv").write_text("precious", encoding="utf-8")
+    with pytest.raises(InvalidRequest, match=r"holds a cells\.csv that no sweep wrote"):
+        store_at(tmp_path)
+    (tmp_path / PARTS).mkdir()
+    refuse_folder(tmp_path, RESULTS)
+
+
+def test_a_file_that_cannot_be_written_leaves_no_piece_of_it(tmp_path: Path) -> None:
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(InvalidRequest, match=r"cannot write to .*report\.html"):
+        write_whole(tmp_path / "report.html", b"page")
+    assert [file.name for file in tmp_path.iterdir()] == ["report.html"]

@@ -1,0 +1,313 @@
+"""Whole sweeps on real engines: paired, batched together, interrupted anywhere, and the same numbers in the end."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from diffserve.cli import main
+from diffserve.engine import Engine
+from diffserve.errors import InvalidRequest
+from diffserve.experiments.conduct import SweepProgress, run_plan, sweep
+from diffserve.experiments.metrics import FeatureNetwork, fidelity
+from diffserve.experiments.painting import PaintedJob, Painter, request_for
+from diffserve.experiments.plan import SweepPlan
+from diffserve.experiments.records import ImageRecord
+from diffserve.experiments.report import RESULTS
+from diffserve.experiments.store import PARTS
+
+PLAN = SweepPlan(
+    samplers=("ddpm", "ddim", "dpmpp_2m"),
+    steps=(2, 4),
+    guidance=(3.0,),
+    prompts=("a fox on red", "two <b>apples</b>"),
+    num_seeds=2,
+    reference_steps=6,
+)
+AXES = ("--samplers", "ddpm,ddim", "--steps", "3,16,24", "--guidance", "3", "--seeds", "2", "--reference-steps", "8")
+AS_PLAN = SweepPlan(
+    samplers=("ddpm", "ddim"),
+    steps=(3, 16, 24),
+    guidance=(3.0,),
+    prompts=("a fox", "an owl", "a cat", "a dog"),
+    num_seeds=2,
+    reference_steps=8,
+)
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model: Callable[[str], Path]) -> Iterator[Engine]:
+    engine = Engine.from_pretrained(tiny_model("sd15"), dtype="float32", device="cpu")
+    yield engine
+    engine.check_integrity()
+    assert not engine.num_live
+
+
+def numbers_of(folder: Path) -> list[dict[str, Any]]:
+    """The cells of a report without what a clock said."""
+    cells = json.loads((folder / "report.json").read_bytes())["cells"]
+    return [{name: one[name] for name in one if not name.endswith(("_s", "_ms"))} for one in cells]
+
+
+def journals(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in (folder / PARTS).glob("*.jsonl")}
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a sweep that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("sweep") / "new" / "folder"
+    run_plan(tiny, PLAN, folder)
+    return folder
+
+
+def test_a_sweep_leaves_a_table_a_document_plots_and_a_page(whole: Path) -> None:
+    names = {file.name for file in whole.iterdir()}
+    assert names == {*RESULTS, "strip-1.png", "strip-2.png", PARTS}
+    document = json.loads((whole / "report.json").read_bytes())
+    assert document["model"]["dtype"] == "float32"
+    assert len(document["model"]["digest"]) == 12
+    assert {"torch", "torchmetrics", "diffserve", "python"} <= set(document["versions"])
+    assert document["plan"]["steps"] == [2, 4]
+    assert {cell["spacing"] for cell in document["cells"]} == {document["model"]["default_spacing"]}
+    page = (whole / "report.html").read_text(encoding="utf-8")
+    assert "two &lt;b&gt;apples&lt;/b&gt;" in page
+    assert "<b>apples" not in page
+    rows = list(csv.DictReader(io.StringIO((whole / "cells.csv").read_text(encoding="utf-8"))))
+    assert [row["sampler"] for row in rows] == ["ddpm", "ddim", "dpmpp_2m"] * 2 + ["ddim"]
+    assert {row["images"] for row in rows} == {"4"}
+
+
+def test_prompts_of_no_picture_world_are_not_matched_and_the_report_says_why(whole: Path) -> None:
+    document = json.loads((whole / "report.json").read_bytes())
+    assert any("only pictures of the embedded model can be checked" in note for note in document["notes"])
+    assert set(document["cells"][0]["measures"]) == {
+        "latent_rmse", "psnr_db", "ssim", "frechet_converged", "kid_converged"
+    }  # fmt: skip
+
+
+def test_records_hold_what_the_engine_paints_for_the_same_request(tiny: Engine, whole: Path) -> None:
+    place, cell = (1, 1), PLAN.cells[4]
+    painted, converged = tiny.generate(
+        [request_for(PLAN, one, place, return_latents=True) for one in (cell, PLAN.reference_of(cell))]
+    )
+    lines = next(data for name, data in journals(whole).items() if name.startswith(f"{cell.slug}-")).splitlines()
+    (record,) = [one for line in lines if (one := decode(line)).place == place]
+    assert painted.latents is not None
+    assert converged.latents is not None
+    expected = fidelity(painted.pixels, painted.latents.array, converged.pixels, converged.latents.array)
+    assert record.distance is not None
+    assert record.distance.latent_rmse == pytest.approx(expected.latent_rmse, rel=1e-6)
+    assert record.distance.psnr_db == pytest.approx(expected.psnr_db)
+    assert record.features == pytest.approx(FeatureNetwork().features(painted.pixels).tolist())
+    assert (record.seed, record.evaluations, record.spacing) == (3, 8, painted.spacing)
+
+
+def decode(line: bytes) -> ImageRecord:
+    return msgspec.json.decode(line, type=ImageRecord)
+
+
+def test_cells_share_calls_and_their_engine_time_adds_up(tiny: Engine) -> None:
+    painter = Painter(tiny, PLAN)
+    mixed, num_rows, charged_s = 0, 0, 0.0
+    started_s = time.perf_counter()
+    for step in painter.paint([job for job in PLAN.jobs() if not job.cell.is_reference], lambda _: True):
+        mixed += len({job.cell for job in painter.in_flight}) > 1
+        if isinstance(step, PaintedJob):
+            charged_s += step.engine_s
+        else:
+            num_rows += step
+    assert mixed > 0
+    assert num_rows == sum(cell.rows for cell in PLAN.cells) * 4
+    assert 0 < charged_s <= time.perf_counter() - started_s
+    assert any(len(set(call_requests)) > 1 for call_requests in (tick.request_ids for tick in tiny.trace))
+
+
+def test_a_finished_sweep_paints_nothing_again(tiny: Engine, whole: Path) -> None:
+    before, numbers = journals(whole), numbers_of(whole)
+    seen: list[SweepProgress] = []
+    run_plan(tiny, PLAN, whole, seen.append)
+    assert [(one.phase, one.num_rows) for one in seen] == [("reporting", 0)]
+    assert journals(whole) == before
+    assert numbers_of(whole) == numbers
+
+
+@pytest.mark.parametrize("after", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(6, marks=pytest.mark.slow)])
+def test_a_sweep_that_was_interrupted_redoes_no_picture_and_ends_in_the_same_numbers(
+    tiny: Engine, whole: Path, tmp_path: Path, after: int
+) -> None:
+    def interrupt(now: SweepProgress) -> None:
+        finished.append(now.finished)
+        if len([cell for cell in finished if cell is not None]) == after:
+            raise KeyboardInterrupt
+
+    finished: list[Any] = []
+    with pytest.raises(KeyboardInterrupt):
+        run_plan(tiny, PLAN, tmp_path, interrupt)
+    assert not tiny.num_live
+    assert not (tmp_path / "report.html").exists()
+    before = journals(tmp_path)
+    seen: list[SweepProgress] = []
+    run_plan(tiny, PLAN, tmp_path, seen.append)
+    after_all = journals(tmp_path)
+    assert all(after_all[name].startswith(data) for name, data in before.items())
+    assert [len(data.splitlines()) for data in after_all.values()] == [4] * 7
+    assert seen[0].num_rows < PLAN.num_rows
+    assert seen[-2].rows_done == seen[0].num_rows
+    assert numbers_of(tmp_path) == numbers_of(whole)
+
+
+def test_more_steps_in_the_same_folder_continue_what_is_there(tiny: Engine, whole: Path, tmp_path: Path) -> None:
+    run_plan(tiny, msgspec.structs.replace(PLAN, steps=(2,)), tmp_path)
+    before = journals(tmp_path)
+    run_plan(tiny, PLAN, tmp_path)
+    assert {name: journals(tmp_path)[name] for name in before} == before
+    assert numbers_of(tmp_path) == numbers_of(whole)
+
+
+def test_another_seed_is_another_sweep(tiny: Engine, whole: Path, tmp_path: Path) -> None:
+    kwargs: dict[str, Any] = {"samplers": ["ddim"], "steps": [2], "prompts": ["a fox"], "seeds": 2, "guidance": 3.0}
+    sweep(tiny, folder=tmp_path, reference_steps=4, **kwargs)
+    first = journals(tmp_path)
+    report = sweep(tiny, folder=tmp_path, reference_steps=4, first_seed=9, **kwargs)
+    assert len(journals(tmp_path)) == 2 * len(first)
+    assert report.cells[0].num_images == 2
+    assert report.page == tmp_path / "report.html"
+
+
+def test_starting_latents_are_the_same_in_every_cell(tiny: Engine) -> None:
+    """One DDIM step and one Euler step of the same seed both end in the network's first denoised estimate."""
+    plan = SweepPlan(samplers=("ddim", "euler"), steps=(1,), guidance=(3.0,), prompts=("a fox",), num_seeds=2)
+    results = tiny.generate([request_for(plan, cell, place) for place in plan.places for cell in plan.cells])
+    assert [result.seed for result in results] == [0, 0, 1, 1]
+    pictures = [result.pixels.astype(int) for result in results]
+    assert np.abs(pictures[0] - pictures[2]).mean() > 5 * max(1.0, float(np.abs(pictures[0] - pictures[1]).mean()))
+
+
+def run_main(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main([str(argument) for argument in arguments])
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--samplers", "ddim,eular"], "sampler is 'eular', which is not known. Did you mean 'euler'"),
+        (["--samplers", ""], "--samplers is empty; write values with commas between them."),
+        (["--steps", ""], "--steps is empty"),
+        (["--steps", "5,x"], "--steps has 'x', which is not a whole number."),
+        (["--steps", "0"], "num_steps is 0; ask for at least 1 step."),
+        (["--guidance", "lots"], "--guidance has 'lots', which is not a number."),
+        (["--prompts", "0"], "prompts is empty"),
+        (["--prompts", "-3"], "prompts is empty"),
+        (["--prompts", "no-such-file.txt"], "cannot read prompts from 'no-such-file.txt': No such file or directory."),
+        (["--seeds", "0"], "seeds is 0"),
+        (["--steps", "5,1001"], "steps has 1001"),
+        (["--reference-steps", "4000"], "reference_steps has 4000"),
+        (["-o", "file/deeper"], "cannot write to 'file/deeper': Not a directory."),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_leaves_nothing_behind(
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    model = tiny_model("sd15")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("mine", encoding="utf-8")
+    capsys.readouterr()
+    assert run_main("sweep", "--model", model, "-o", "out", *arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.splitlines()[-1].startswith("diffserve: ")
+    assert "Traceback" not in error
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_command_line_paints_and_ends_with_the_page(
+    tiny_model: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("a fox\nan owl\n", encoding="utf-8")
+    out = tmp_path / "out"
+    arguments = ["--model", tiny_model("sd15"), "--samplers", "ddim", "--steps", "2,3", "--prompts"]
+    assert run_main("sweep", *arguments, tmp_path / "prompts.txt", "--seeds", 1, "--reference-steps", 4, "-o", out) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == str(out / "report.html")
+    assert [line.split()[:2] for line in lines[1:4]] == [["ddim", "2"], ["ddim", "3"], ["ddim", "4"]]
+
+
+def test_an_engine_refuses_a_plan_that_it_cannot_paint_and_nothing_is_made(tiny: Engine, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="steps has 1001"):
+        sweep(tiny, folder=tmp_path / "out", samplers=["ddim"], steps=[1001], prompts=["a fox"], seeds=1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+def test_a_sweep_that_was_killed_goes_on_where_it_was(
+    tiny_model: Callable[[str], Path], tiny: Engine, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.txt").write_text("\n".join(AS_PLAN.prompts), encoding="utf-8")
+    model, prompts = tiny_model("sd15"), tmp_path / "prompts.txt"
+    command = [sys.executable, "-m", "diffserve", "sweep", "--model", str(model), "--dtype", "float32", *AXES]
+    command += ["--prompts", str(prompts), "-o"]
+    kill_when_a_cell_is_finished([*command, str(tmp_path / "killed")], tmp_path / "killed", num_images=8)
+    before = journals(tmp_path / "killed")
+    finished = {name: data for name, data in before.items() if len(data.splitlines()) == 8 and data.endswith(b"\n")}
+    assert finished
+    subprocess.run([*command, str(tmp_path / "killed")], check=True, capture_output=True, timeout=300)
+    run_plan(tiny, AS_PLAN, tmp_path / "whole")
+    after = journals(tmp_path / "killed")
+    assert {name: after[name] for name in finished} == finished
+    assert all(len(data.splitlines()) == 8 for data in after.values())
+    assert numbers_of(tmp_path / "killed") == numbers_of(tmp_path / "whole")
+
+
+def kill_when_a_cell_is_finished(command: list[str], folder: Path, num_images: int) -> None:
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline_s = time.monotonic() + 240
+        while not any(len(data.splitlines()) >= num_images for data in cells_of(folder).values()):
+            assert process.poll() is None, "the sweep ended before it could be killed"
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert not (folder / "report.html").exists()
+
+
+def cells_of(folder: Path) -> dict[str, bytes]:
+    return {name: data for name, data in journals(folder).items() if not name.startswith("converged")}
+
+
+@pytest.mark.slow
+def test_the_embedded_model_is_matched_against_its_prompts_and_against_drawn_scenes(tmp_path: Path) -> None:
+    report = sweep("embedded", folder=tmp_path, samplers=["ddim"], steps=[2, 8], prompts=3, seeds=1, reference_steps=10)
+    few, many, converged = report.cells
+    for one in (few, many, converged):
+        assert {"exact", "frechet", "kid"} <= set(one.measures)
+        assert set(one.parts) == {"background", "objects", "relation", "size"}
+    assert many.measures["latent_rmse"].value < few.measures["latent_rmse"].value
+    assert many.measures["psnr_db"].value > few.measures["psnr_db"].value
+    document = json.loads((tmp_path / "report.json").read_bytes())
+    assert any(note.startswith("Drawn scenes: 32 for each prompt") for note in document["notes"])
+    assert (tmp_path / "strip-3.png").is_file()
