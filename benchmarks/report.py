@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from diffserve.text_types import LanguageModelInfo
 from diffserve.types import ModelInfo
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -50,7 +51,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def head(benchmark: str, name: str, info: ModelInfo) -> dict[str, Any]:
+def head(benchmark: str, name: str, info: ModelInfo | LanguageModelInfo) -> dict[str, Any]:
     """The document's beginning; ``name`` is what the model was asked for as."""
     return {
         "benchmark": benchmark,

@@ -1,14 +1,14 @@
 """Every error diffserve raises on purpose, as one tree. The message names the value and the way out.
 
-    DiffserveError
-      InvalidRequest        the caller asked for something that cannot be painted (400)
-      ModelNotFound         no such model (404)
-      ModelLoadError        the weights on disk cannot be used
-      ConfigError           a configuration file or setting is wrong
-      QueueFull             try again later (429)
-      DeadlineExceeded      the request's own deadline passed (504)
-      NumericalError        the network gave a non-finite picture (500)
-      EngineUnavailable     the engine is starting, draining or gone (503)
+DiffserveError
+  InvalidRequest        the caller asked for something that cannot be painted (400)
+  ModelNotFound         no such model (404)
+  ModelLoadError        the weights on disk cannot be used
+  ConfigError           a configuration file or setting is wrong
+  QueueFull             try again later (429)
+  DeadlineExceeded      the request's own deadline passed (504)
+  NumericalError        the network gave a non-finite picture (500)
+  EngineUnavailable     the engine is starting, draining or gone (503)
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """One rule: imports point down. And each library stays in its room.
 
 schedulers   0   numerics, numpy only (torch in the update kernel)
-mortar       1   types, errors, config and what else every floor speaks; no torch
+mortar       1   types, errors, config and what else every floor speaks; no torch; client/, which knows only errors
 runtime      2   tensors and memory
 engine       3   time; embedded/ stands beside it
-service      4   HTTP; never the runtime, never torch; experiments/ stands beside it, never torch either
+service      4   HTTP; never the runtime, never torch; experiments/ stands beside it, torch in its metrics/ alone
 cli, ui      5   the doors
 """
 
@@ -21,11 +21,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MORTAR = (
-    "types", "sampling_params", "text_types", "errors", "config", "profiles", "sizes", "images", "infotext", "ipc",
+    "types", "sampling_params", "text_types", "rewrite_types", "errors", "config", "profiles", "sizes", "images",
+    "infotext", "engine_stats", "ipc",
 )  # fmt: skip
 FLOORS = {
     "schedulers": 0,
     **{f"diffserve.{name}": 1 for name in MORTAR},
+    "diffserve.client": 1,
     "diffserve.runtime": 2,
     "diffserve.engine": 3,
     "diffserve.embedded": 3,
@@ -41,13 +43,23 @@ FACADE = "diffserve"
 OUTSIDE = ("benchmarks", "tests")
 HEAVY = ("diffserve.runtime", "diffserve.embedded", *OUTSIDE)
 ONLY_IN = {
-    "torch": ("schedulers.update", "diffserve.runtime", "diffserve.engine", "diffserve.embedded", *OUTSIDE),
+    "torch": (
+        "schedulers.update",
+        "diffserve.runtime",
+        "diffserve.engine",
+        "diffserve.embedded",
+        "diffserve.experiments.metrics",
+        *OUTSIDE,
+    ),
+    "torchmetrics": ("diffserve.experiments.metrics", "tests"),
+    "matplotlib": ("diffserve.experiments.plots", *OUTSIDE),
     "diffusers": HEAVY,
     "transformers": HEAVY,
     "torchao": HEAVY,
     "fastapi": ("diffserve.service", "tests"),
     "starlette": ("diffserve.service", "tests"),
     "uvicorn": ("diffserve.service", "tests"),
+    "httpx": ("diffserve.client", "tests"),
     "typer": ("diffserve.cli", "diffserve.embedded", "benchmarks"),
     "rich": ("diffserve.cli", "diffserve.embedded", "benchmarks"),
     "gradio": ("ui",),
@@ -61,6 +73,9 @@ WITHOUT_TORCH = tuple(
     for name in ("admission", "buckets", "lanes", "outcome_events", "plan", "request_scheduler", "task")
 )
 """Scheduling policy is tested in milliseconds."""
+
+WITHOUT_ENGINE = tuple(f"diffserve.experiments.{name}" for name in ("plan", "estimates", "summary", "front", "prompts"))
+"""What a page needs of an experiment: it asks a server to paint."""
 
 NEVER = {
     "diffserve.service": ("diffserve.engine", "diffserve.runtime", "diffserve.embedded"),
@@ -153,8 +168,26 @@ def test_library_stays_in_its_room(library: str) -> None:
     assert not wrong, f"{library} belongs in {', '.join(ONLY_IN[library]) or 'no room'}"
 
 
+def test_the_client_knows_errors_and_nothing_else_of_the_house() -> None:
+    allowed = ("diffserve.client", "diffserve.errors")
+    wrong = [
+        str(arrow)
+        for arrow in ARROWS
+        if within(arrow.module, "diffserve.client")
+        and within(arrow.target, "diffserve", "schedulers", "ui")
+        and not within(arrow.target, *allowed)
+    ]
+    assert not wrong
+
+
 def test_scheduling_policy_needs_no_torch() -> None:
     assert not [str(a) for a in ARROWS if within(a.target, "torch") and within(a.module, *WITHOUT_TORCH)]
+
+
+def test_what_a_page_needs_of_an_experiment_needs_no_engine() -> None:
+    heavy = ("torch", "diffserve.engine", "diffserve.runtime")
+    at_runtime = [a for a in ARROWS if within(a.module, *WITHOUT_ENGINE) and within(a.target, *heavy)]
+    assert not list(map(str, at_runtime))
 
 
 def test_schedulers_need_numpy_alone() -> None:
@@ -175,6 +208,7 @@ def test_schedulers_need_numpy_alone() -> None:
         "diffserve",
         "schedulers",
         "diffserve.cli",
+        "diffserve.client",
         "diffserve.service.app",
         "diffserve.experiments",
         *(f"diffserve.{m}" for m in MORTAR),

@@ -88,9 +88,10 @@ def test_first_command_works_word_by_word_in_an_empty_clone(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_command_line_examples_work_in_their_order(tmp_path: Path) -> None:
     lines = [line for line in other_commands() if " serve " not in line and "benchmarks/" not in line]
-    assert len(lines) == 3
-    for line in lines:
-        assert run(here(line), tmp_path)
+    assert len(lines) == 4
+    output = {line.split()[1]: run(here(line), tmp_path) for line in lines}
+    assert all(output.values())
+    assert output["rewrite"] == "two dogs on the beach\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["crown-1.png", "crown-2.png", "owl.png"]
     with Image.open(tmp_path / "crown-1.png") as image:
         assert image.size == (512, 512)
@@ -107,7 +108,7 @@ def test_benchmark_command_explains_itself() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_python_example_works(number: int, tmp_path: Path) -> None:
-    snippet = [block.text for block in blocks("python") if "openai" not in block.text][number]
+    snippet = [block.text for block in blocks("python") if "127.0.0.1" not in block.text][number]
     output = run([sys.executable, "-W", "error", "-c", snippet], tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == (["fox.png"] if number == 0 else [])
     assert len(output.splitlines()) == (0 if number == 0 else 4)
@@ -145,13 +146,15 @@ def wait_until_ready(port: int, server: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.slow
-def test_openai_example_gets_its_picture(port: int, tmp_path: Path) -> None:
-    (snippet,) = [block.text for block in blocks("python") if "openai" in block.text]
-    assert ":8000/" in snippet
-    run([sys.executable, "-c", snippet.replace(":8000/", f":{port}/")], tmp_path)
+def test_examples_for_a_server_get_their_pictures_and_prompts(port: int, tmp_path: Path) -> None:
+    openai, own = (block.text for block in blocks("python") if "127.0.0.1:8000" in block.text)
+    run([sys.executable, "-c", openai.replace(":8000", f":{port}")], tmp_path)
     with Image.open(tmp_path / "penguin.png") as image:
         assert image.size == (512, 512)
         assert "Seed: 7" in image.info["parameters"]
+    said = run([sys.executable, "-c", own.replace(":8000", f":{port}")], tmp_path).splitlines()
+    assert said.count("PartialImage") == 2
+    assert said[-2:] == ["CompletedImage", "two dogs on the beach"]
 
 
 def test_configuration_example_is_understood(tmp_path: Path) -> None:

@@ -1,0 +1,351 @@
+"""Pictures and rewrites on one device: what each side loses when the other is there too.
+
+    python benchmarks/bench_colocation.py --model embedded
+
+Three arms: rewrites alone, pictures alone, both. So many requests are kept in flight, fresh ones in place of those that
+are finished. A round is rewrites, then pictures that go on and on while rewrites come and go, then rewrites again;
+ratios are of arms of the same round. Two views of the time of an output token: of each token (from one to the next),
+and of each rewrite (its mean, ``timings.tpot_s``).
+
+``--clock cpu`` counts the seconds that this process computed, in one thread: on a machine that has other work to do,
+what the clock on the wall would show if it had not.
+
+Progress goes to stderr, one JSON document to stdout and to results/.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmarks.random_models import NAMES, save_random_model
+from benchmarks.report import RESULTS, head, summary, write
+from diffserve.config import load_settings
+from diffserve.embedded.rewriter_model import build_rewriter, build_tokenizer, export_rewriter
+from diffserve.embedded.wishes import LooseWish, wishes
+from diffserve.engine.rewriting import Rewriter, TextWindow, find_rewriter
+from diffserve.engine.studio import LAST, AnyEvent, Studio
+from diffserve.engine.studio_parts import load_parts
+from diffserve.engine.text import TextEngine
+from diffserve.engine.time_share import TimeShare
+from diffserve.engine_stats import EngineStats
+from diffserve.errors import ModelNotFound
+from diffserve.rewrite_types import RewriteEvent, RewriteFinished, RewriteRequest
+from diffserve.runtime import choose_device
+from diffserve.text_types import TextDelta, TextEvent
+from diffserve.types import DiffusionParams, Failed, GenerationRequest
+
+Clock = Callable[[], float]
+
+MOST_RATIO, MOST_LOSS = 3.0, 0.30
+"""The goals: a token takes at most three times as long, the UNet loses at most 30 % of its rows a second."""
+
+ROUND = ("rewrites", *("pictures", "both", "both", "pictures") * 3, "rewrites")
+NUM_WISHES = 2000
+UNSURE_OF_NOTHING = 1e9
+CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def say(text: str) -> None:
+    """Progress for eyes."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@dataclass
+class Window:
+    """What happened while it was open: token times by token and by rewrite, and UNet rows."""
+
+    seconds: float = 0.0
+    token_s: list[float] = field(default_factory=list)
+    tpot_s: list[float] = field(default_factory=list)
+    ttft_s: list[float] = field(default_factory=list)
+    total_s: list[float] = field(default_factory=list)
+    num_rewrites: int = 0
+    num_rows: int = 0
+    num_steps: int = 0
+    busy_s: float = 0.0
+    image_s: float = 0.0
+    text_s: float = 0.0
+
+    def add(self, before: EngineStats, after: EngineStats) -> None:
+        """What the engine did between two snapshots."""
+        self.num_rows += after.images.num_rows - before.images.num_rows
+        self.num_steps += after.images.num_steps - before.images.num_steps
+        self.busy_s += after.images.busy_s - before.images.busy_s
+        self.image_s += after.share.image_s - before.share.image_s
+        self.text_s += after.share.text_s - before.share.text_s
+
+    @property
+    def rows_per_s(self) -> float:
+        """UNet throughput."""
+        return self.num_rows / self.seconds
+
+    def told(self) -> dict[str, float]:
+        """In milliseconds and per second."""
+        found = {"rows_per_s": self.rows_per_s}
+        if self.num_rows:
+            found |= {"rows_per_step": self.num_rows / self.num_steps, "ms_per_row": 1e3 * self.busy_s / self.num_rows}
+        if self.image_s:
+            found["text_share"] = self.text_s / (self.image_s + self.text_s)
+        if self.token_s:
+            tokens = sorted(self.token_s)
+            found |= {
+                "tokens_per_s": len(tokens) / self.seconds,
+                "rewrites_per_s": self.num_rewrites / self.seconds,
+                "token_p50_ms": 1e3 * statistics.median(tokens),
+                "token_mean_ms": 1e3 * statistics.mean(tokens),
+                "token_p99_ms": 1e3 * tokens[len(tokens) * 99 // 100],
+                "tpot_p50_ms": 1e3 * statistics.median(self.tpot_s or [0.0]),
+                "ttft_p50_ms": 1e3 * statistics.median(self.ttft_s or [0.0]),
+                "total_p50_ms": 1e3 * statistics.median(self.total_s or [0.0]),
+            }
+        return {name: round(value, 4) for name, value in found.items()}
+
+
+class WatchedRewriter(Rewriter):
+    """Tells ``watched`` when tokens come; a piece of several tokens took its time for each of them alike."""
+
+    def __init__(self, texts: TextEngine, *, style: str, window: TextWindow, clock: Clock) -> None:
+        super().__init__(texts, style=style, window=window, max_entropy=UNSURE_OF_NOTHING)
+        self.clock = clock
+        self.watched: Window | None = None
+        self._said_s: dict[str, float] = {}
+
+    def feed(self, events: Iterable[TextEvent]) -> tuple[list[RewriteEvent], list[TextEvent]]:
+        """See ``Rewriter``."""
+        told = list(events)
+        now_s = self.clock()
+        for event in told:
+            if isinstance(event, TextDelta) and event.token_ids:
+                self._note(f"{event.request_id} {event.text_index}", now_s, len(event.token_ids))
+        return super().feed(told)
+
+    def _note(self, name: str, now_s: float, num_tokens: int) -> None:
+        before_s = self._said_s.get(name)
+        self._said_s[name] = now_s
+        if before_s is not None and self.watched is not None:
+            self.watched.token_s += [(now_s - before_s) / num_tokens] * num_tokens
+
+
+class Load:
+    """Keeps so many pictures and rewrites in flight.
+
+    The first pictures of a run take fewer steps, each another number, so that later ones do not end all at once: a
+    window may then be shorter than a picture's life.
+    """
+
+    def __init__(self, studio: Studio, pairs: Iterator[LooseWish], num_steps: int, clock: Clock) -> None:
+        self.studio = studio
+        self.clock = clock
+        self.pairs = pairs
+        self.num_steps = num_steps
+        self.live: dict[str, str] = {}
+        self._seeds = itertools.count()
+
+    def run(self, window: Window, *, pictures: int, rewrites: int, seconds: float, settle_s: float) -> None:
+        """``seconds`` of it into ``window``, after ``settle_s`` that are not counted. Pictures in flight go on."""
+        rewriter = self.studio.rewriter
+        assert isinstance(rewriter, WatchedRewriter)
+        self._leave("picture" if not pictures else "rewrite" if not rewrites else "")
+        for index in range(pictures if "picture" not in self.live.values() else 0):
+            self._paint(-(-self.num_steps * (index + 1) // pictures))
+        self._tick_until(self.clock() + settle_s, pictures, rewrites, Window())
+        rewriter.watched = window
+        before, started_s = self.studio.stats(), self.clock()
+        self._tick_until(started_s + seconds, pictures, rewrites, window)
+        window.seconds += self.clock() - started_s
+        window.add(before, self.studio.stats())
+        rewriter.watched = None
+
+    def stop(self) -> None:
+        """Everything is over when this returns."""
+        self._leave("picture")
+        self._leave("rewrite")
+        for event in self.studio.events():
+            self._take(event, Window())
+
+    def _leave(self, kind: str) -> None:
+        for request_id in [name for name, own in self.live.items() if own == kind]:
+            self.studio.cancel(request_id)
+
+    def _tick_until(self, end_s: float, pictures: int, rewrites: int, window: Window) -> None:
+        while self.clock() < end_s:
+            kinds = list(self.live.values())
+            for _ in range(pictures - kinds.count("picture")):
+                self._paint(self.num_steps)
+            for _ in range(rewrites - kinds.count("rewrite")):
+                self._rewrite()
+            for event in self.studio.tick():
+                self._take(event, window)
+
+    def _paint(self, num_steps: int) -> None:
+        params = DiffusionParams(num_steps=num_steps)
+        request = GenerationRequest(prompt=next(self.pairs).caption, seed=next(self._seeds), diffusion=params)
+        self.live[self.studio.submit(request)] = "picture"
+
+    def _rewrite(self) -> None:
+        self.live[self.studio.submit_rewrite(RewriteRequest(wish=next(self.pairs).text, deltas=True))] = "rewrite"
+
+    def _take(self, event: AnyEvent, window: Window) -> None:
+        if isinstance(event, RewriteFinished):
+            window.num_rewrites += 1
+            window.ttft_s.append(event.timings.ttft_s)
+            window.total_s.append(event.timings.total_s)
+            if event.usage.output_tokens > 1:
+                window.tpot_s.append(event.timings.tpot_s)
+        if isinstance(event, Failed):
+            raise RuntimeError(f"{event.request_id} failed: {event.message}")
+        if isinstance(event, LAST):
+            self.live.pop(event.request_id, None)
+
+
+def find_models(model: str, rewriter: str, dtype: str, scratch: Path) -> tuple[str, str, str]:
+    """What to load as image model and as language model, and what the latter is."""
+    if model in NAMES:
+        say(f"making {model}")
+        model = str(save_random_model(model, scratch, dtype=choose_device("auto", dtype).compute_dtype))
+    try:
+        find_rewriter(rewriter)
+        return model, rewriter, "the rewriter that ships inside" if rewriter == "embedded" else Path(rewriter).name
+    except ModelNotFound:
+        if rewriter != "embedded":
+            raise
+    say("no rewriter is shipped: making a random one of its shape")
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer(num_wishes=2500)
+    directory = export_rewriter(scratch / "rewriter", build_rewriter(tokenizer), tokenizer)
+    return model, str(directory), "random weights of the shipped rewriter's shape"
+
+
+def open_studio(model: str, rewriter: str, device: str, dtype: str, clock: Clock) -> Studio:
+    """A warm studio whose rewriter is watched."""
+    env = {"DIFFSERVE_MODEL_DEVICE": device, "DIFFSERVE_MODEL_DTYPE": dtype, "DIFFSERVE_TEXT_MODEL": rewriter}
+    found = load_settings(model=model, env=env)
+    engine, texts, plain = load_parts(found.model, found.engine, found.text, clock=clock)
+    if texts is None or plain is None:
+        raise typer.BadParameter(f"{rewriter} cannot rewrite: give a model with a chat template.")
+    watched = WatchedRewriter(texts, style=plain.style.name, window=TextWindow.of(engine.model.text), clock=clock)
+    studio = Studio(engine, texts, watched, time_share=found.text.time_share, clock=clock)
+    studio.warm_up()
+    return studio
+
+
+def compare(rounds: Sequence[dict[str, Window]]) -> dict[str, Any]:
+    """Medians over rounds of what each side loses, and whether that is within the goals."""
+    token, tpot, kept = [], [], []
+    for one in rounds:
+        alone, both = one["rewrites"], one["both"]
+        token.append(statistics.median(both.token_s) / statistics.median(alone.token_s))
+        tpot.append(statistics.median(both.tpot_s) / statistics.median(alone.tpot_s))
+        kept.append(both.rows_per_s / one["pictures"].rows_per_s)
+    return {
+        "token_p50_ratio": summary(token),
+        "tpot_p50_ratio": summary(tpot),
+        "unet_rows_kept": summary(kept),
+        "goals": {
+            f"token p50 at most {MOST_RATIO:g} times": statistics.median(token) <= MOST_RATIO,
+            f"tpot p50 at most {MOST_RATIO:g} times": statistics.median(tpot) <= MOST_RATIO,
+            f"UNet loses at most {MOST_LOSS:.0%}": 1.0 - statistics.median(kept) <= MOST_LOSS,
+        },
+    }
+
+
+def measure(
+    load: Load, share: float, *, rounds: int, pictures: int, rewrites: int, seconds: float, settle_s: float
+) -> dict[str, Any]:
+    """All arms in turn, ``rounds`` times, at one time share."""
+    load.studio.share = TimeShare(share)
+    asked = {"rewrites": (0, rewrites), "pictures": (pictures, 0), "both": (pictures, rewrites)}
+    found: list[dict[str, Window]] = []
+    for index in range(rounds):
+        found.append({arm: Window() for arm in asked})
+        for arm in ROUND:
+            counts = dict(zip(("pictures", "rewrites"), asked[arm], strict=True))
+            load.run(found[-1][arm], **counts, seconds=seconds, settle_s=settle_s)
+        load.stop()
+        for arm, window in found[-1].items():
+            say(f"share {share} round {index} {arm:9} {window.told()}")
+    return {
+        "time_share": share,
+        "pictures": pictures,
+        "rewrites": rewrites,
+        "rounds": [{arm: window.told() for arm, window in one.items()} for one in found],
+        **compare(found),
+    }
+
+
+def main(
+    model: Annotated[str, typer.Option(help=f"embedded, {', '.join(NAMES)}, or a diffusers directory.")] = "embedded",
+    rewriter: Annotated[str, typer.Option(help="embedded, or a directory with a chat template.")] = "embedded",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    shares: Annotated[str, typer.Option(help="Time shares of the texts, with commas; empty: the default.")] = "",
+    pictures: Annotated[int, typer.Option(help="Picture requests in flight.")] = 8,
+    rewrites: Annotated[str, typer.Option(help="Rewrites in flight, with commas.")] = "8,1",
+    num_steps: Annotated[int, typer.Option(help="Steps of a picture; 0: the model's own.")] = 0,
+    rounds: Annotated[int, typer.Option(help="Rounds of all three arms.")] = 5,
+    seconds: Annotated[float, typer.Option(help=f"Of each of the {len(ROUND)} parts of a round.")] = 2.0,
+    settle: Annotated[float, typer.Option(help="Seconds at the start of each that are not counted.")] = 0.5,
+    clock: Annotated[str, typer.Option(help="wall, or cpu on a machine that has other work to do.")] = "wall",
+    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+) -> None:
+    """Measure, and print one JSON document as the last line of stdout."""
+    if clock not in CLOCKS:
+        raise typer.BadParameter(f"{clock}: no such clock; there are {', '.join(CLOCKS)}.")
+    if clock == "cpu":
+        torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        image, language, kind = find_models(model, rewriter, dtype, Path(scratch))
+        studio = open_studio(image, language, device, dtype, CLOCKS[clock])
+        info = studio.info
+        document = head("colocation", Path(model).name, info)
+        arguments = [Path(word).name for word in sys.argv[1:]]
+        document["command"] = " ".join(["python", "benchmarks/bench_colocation.py", *arguments])
+        assert studio.text_info is not None
+        document["language_model"] = {
+            "what": kind,
+            "num_parameters": studio.text_info.num_parameters,
+            "dtype": studio.text_info.dtype,
+            "digest": studio.text_info.digest,
+        }
+        day, place = document["date"][:10], info.device.replace(":", "")
+        path = out or RESULTS / f"colocation-{Path(model).name}-{place}-{info.dtype}-{day}.json"
+        pairs = itertools.cycle(itertools.islice(wishes(1, held_out=False), NUM_WISHES))
+        load = Load(studio, pairs, num_steps or info.default_num_steps, CLOCKS[clock])
+        document["settings"] = {
+            "rounds": rounds,
+            "seconds": seconds,
+            "buckets": [list(b) for b in studio.engine.buckets.values()],
+        }
+        document["points"] = []
+        wanted = [float(share) for share in shares.split(",") if share] or [studio.share.share]
+        for share, count in itertools.product(wanted, rewrites.split(",")):
+            point = measure(
+                load, share, rounds=rounds, pictures=pictures, rewrites=int(count), seconds=seconds, settle_s=settle
+            )
+            document["points"].append(point)
+            say(
+                json.dumps(
+                    {name: point[name] for name in ("token_p50_ratio", "tpot_p50_ratio", "unet_rows_kept", "goals")}
+                )
+            )
+            write(document, path)
+        print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,178 @@
+"""What the text engine is worth for rewriting: against transformers' own continuous batching, and against itself.
+
+    python benchmarks/bench_rewriter.py
+    python benchmarks/bench_rewriter.py --model /models/smollm2-135m-instruct --style tags --device cuda
+
+Three questions, each with its goal.
+
+    crowd    8 wishes at once, each behind the shared system text: tokens a second, at least twice those of
+             ``generate_batch`` (same weights, dtype and threads, its manager kept alive, prefixes shared, greedy)
+    first    8 wishes at once, and one alone: seconds to the first token, where the system text is in the page pool at
+             most a quarter of where every wish has to compute its own (cold: each behind a salt that nobody had)
+    lookup   one user, one wish after another as the rewriter asks them: time of the tokens after the first, with
+             prompt lookup at most 1 / 1.3 of that without
+
+Every figure is a median over interleaved pairs: the arms take turns at going first, and no wish comes twice. Beside
+wall time stands the processor time of all threads, which says more on a machine that has other work. Progress goes to
+stderr, one JSON document to stdout and to results/.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmarks.report import RESULTS, head, write
+from benchmarks.rewriter_arms import CLIP_TOKENS, WARM_UPS, Desk, Measure, Peer, compared, figures, in_turns
+from diffserve.engine.rewriting import Style, find_rewriter, load_style
+from diffserve.engine.text import TextEngine
+from diffserve.text_types import Speculation
+
+CROWD: Final = 8
+GOALS: Final = {"crowd": "at least 2", "first": "at most 0.25", "lookup": "at least 1.3"}
+
+
+def crowd(desk: Desk, peer: Peer, rounds: int) -> dict[str, Any]:
+    """Tokens a second of ``CROWD`` wishes at once: the peer, the engine, and the engine as the rewriter uses it."""
+
+    def prompts() -> list[str]:
+        return desk.prompts(CROWD, with_system=True)
+
+    found = in_turns(
+        {
+            "generate_batch": lambda: peer.together(prompts()),
+            "engine": lambda: desk.together([desk.request(prompt, "off") for prompt in prompts()], None),
+            "rewriter": lambda: desk.together([desk.request(prompt, "auto") for prompt in prompts()], desk.constraint),
+        },
+        rounds,
+    )
+    asked = prompts()
+    answers = desk.texts.generate([desk.request(prompt, "off") for prompt in asked])
+    pairs = zip(answers, peer.generate(asked), strict=True)
+    document: dict[str, Any] = {
+        "users": CROWD,
+        "prompt_tokens": answers[0].usage.prompt_tokens,
+        "equal_answers": f"{sum(list(ours.results[0].token_ids) == theirs for ours, theirs in pairs)} of {CROWD}",
+    }
+    for unit, seconds in clocks():
+        rates = {name: [one.tokens / seconds(one) for one in measures] for name, measures in found.items()}
+        document[f"tokens_per_{unit}"] = {name: figures(values) for name, values in rates.items()}
+        document[f"over_generate_batch_by_{unit}"] = {
+            name: compared(rates[name], rates["generate_batch"]) for name in ("engine", "rewriter")
+        }
+    return document | {"goal": GOALS["crowd"]}
+
+
+def first_token(desk: Desk, rounds: int) -> dict[str, Any]:
+    """Seconds until a wish has its first token, with the system text in the page pool and without."""
+    document: dict[str, Any] = {}
+    for users in (CROWD, 1):
+        arms = {name: partial(desk.first_tokens, users, is_warm=name == "warm") for name in ("cold", "warm")}
+        found = in_turns(arms, rounds)
+        part: dict[str, Any] = {}
+        for unit, seconds in clocks():
+            times = {name: [seconds(one) for one in measures] for name, measures in found.items()}
+            part[f"ms_by_{unit}"] = {name: figures(values, 1e3) for name, values in times.items()}
+            part[f"warm_over_cold_by_{unit}"] = compared(times["warm"], times["cold"])
+        document[f"{users} at once" if users > 1 else "alone"] = part
+    return document | {"goal": GOALS["first"]}
+
+
+def lookup(desk: Desk, rounds: int) -> dict[str, Any]:
+    """Time of each token after the first for one user, with prompt lookup and without."""
+    document: dict[str, Any] = {}
+    for name, with_system in (("as the rewriter asks", False), ("behind the shared system text", True)):
+        before = desk.texts.stats()
+        pairs = [_pair(desk, index, with_system=with_system) for index in range(-WARM_UPS, rounds)][WARM_UPS:]
+        after = desk.texts.stats()
+        drafted = after.draft_tokens - before.draft_tokens
+        found: dict[str, Any] = {
+            "drafted_tokens": drafted,
+            "acceptance": round((after.accepted_tokens - before.accepted_tokens) / max(drafted, 1), 3),
+        }
+        for unit, seconds in clocks():
+            times = {arm: [seconds(pair[arm]) / pair[arm].tokens for pair in pairs] for arm in ("off", "on")}
+            found[f"ms_per_token_by_{unit}"] = {arm: figures(values, 1e3) for arm, values in times.items()}
+            found[f"speedup_by_{unit}"] = compared(times["off"], times["on"])
+        document[name] = found
+    return document | {"goal": GOALS["lookup"]}
+
+
+def _pair(desk: Desk, index: int, *, with_system: bool) -> dict[str, Measure]:
+    """``CROWD`` wishes, one after another, with and without drafts; odd rounds begin with, even ones without."""
+    arms: tuple[tuple[str, Speculation], ...] = (("off", "off"), ("on", "prompt_lookup"))
+    prompts = desk.prompts(CROWD, with_system=with_system)
+    return {
+        arm: _sum([desk.decoding(prompt, speculation) for prompt in prompts])
+        for arm, speculation in arms[:: 1 if index % 2 else -1]
+    }
+
+
+def _sum(measures: Sequence[Measure]) -> Measure:
+    wall_s, cpu_s = sum(one.wall_s for one in measures), sum(one.cpu_s for one in measures)
+    return Measure(wall_s, cpu_s, sum(one.tokens for one in measures))
+
+
+def clocks() -> tuple[tuple[str, Callable[[Measure], float]], ...]:
+    """The two kinds of seconds, by name."""
+    return ("s", lambda one: one.wall_s), ("cpu_s", lambda one: one.cpu_s)
+
+
+def shared_system(style: Style) -> str:
+    """The system text that requests share: the style's own, or where it has none the embedded rewriter's."""
+    from diffserve.embedded.rewriter_model import system_prompt
+
+    return style.prompt.system_for(CLIP_TOKENS) or system_prompt()
+
+
+def say(text: str) -> None:
+    """Progress for eyes."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(
+    model: Annotated[str, typer.Option(help="embedded, or the directory of an instruct model.")] = "embedded",
+    style: Annotated[str, typer.Option(help="A file of configs/rewriter/.")] = "embedded",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    threads: Annotated[int, typer.Option(help="Threads of both; 0: as many as there are cores.")] = 0,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds of every question.")] = 30,
+    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+) -> None:
+    """Measure, and print one JSON document as the last line of stdout."""
+    torch.set_num_threads(threads or os.cpu_count() or 1)
+    directory = find_rewriter(model)
+    texts = TextEngine.from_pretrained(directory, device=device, dtype=dtype)
+    loaded = load_style(style)
+    desk = Desk(texts, loaded, shared_system(loaded))
+    document = head("rewriter", directory.name, texts.info)
+    arguments = [Path(word).name for word in sys.argv[1:]]
+    document["command"] = " ".join(["python", "benchmarks/bench_rewriter.py", *arguments])
+    document["settings"] = {"rounds": rounds, "style": style, "max_tokens": loaded.answer.max_tokens}
+    info, day = texts.info, document["date"][:10]
+    path = out or RESULTS / f"rewriter-{directory.name}-{info.device.replace(':', '')}-{info.dtype}-{day}.json"
+    questions: dict[str, Callable[[], dict[str, Any]]] = {
+        "crowd": lambda: crowd(desk, Peer(directory, texts, loaded.answer.max_tokens), rounds),
+        "first": lambda: first_token(desk, rounds),
+        "lookup": lambda: lookup(desk, rounds),
+    }
+    for name, ask in questions.items():
+        document[name] = ask()
+        say(f"{name}: {json.dumps(document[name])}")
+        write(document, path)
+    print(json.dumps(document), flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,199 @@
+"""The arms of the rewriter benchmark: who is measured, in turns, on new wishes, beside transformers' own batching."""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from diffserve.embedded.wishes import wishes
+from diffserve.engine.rewriting import Style, TextWindow
+from diffserve.engine.rewriting.asking import Asker
+from diffserve.engine.rewriting.language import caption_constraint
+from diffserve.engine.text import TextEngine
+from diffserve.rewrite_types import RewriteRequest
+from diffserve.runtime.decoding import TokenConstraint
+from diffserve.runtime.quiet import hushed, import_quietly
+from diffserve.text_types import Speculation, TextDelta, TextFinished, TextRequest
+from diffserve.types import RewriteOptions
+
+PEER_PAGE_TOKENS: Final = 32
+"""Of 16, 32, 64 and 256 the best for ``generate_batch`` on the embedded rewriter; with 256 it shares no prefix."""
+
+PEER_TOKENS: Final = 16_384
+WISHES_SEED: Final = 777_001
+"""Wishes like those of the training, which had other seeds; of held-out ones there are too few."""
+
+WARM_UPS: Final = 2
+CLIP_TOKENS: Final = 75
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One call: seconds on the wall, seconds of all processors, and the tokens it said."""
+
+    wall_s: float
+    cpu_s: float
+    tokens: int
+
+    @classmethod
+    def since(cls, wall_s: float, cpu_s: float, tokens: int) -> Measure:
+        """From two earlier readings of the clocks until now."""
+        return cls(time.perf_counter() - wall_s, time.process_time() - cpu_s, tokens)
+
+
+def measured(call: Callable[[], int]) -> Measure:
+    """``call`` returns how many tokens it said."""
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    tokens = call()
+    return Measure.since(wall_s, cpu_s, tokens)
+
+
+def in_turns(arms: Mapping[str, Callable[[], Measure]], rounds: int) -> dict[str, list[Measure]]:
+    """Every arm once in each round, forwards and backwards in turn, after ``WARM_UPS`` rounds that do not count."""
+    found: dict[str, list[Measure]] = {name: [] for name in arms}
+    for index in range(-WARM_UPS, rounds):
+        for name in list(arms)[:: 1 if index % 2 else -1]:
+            one = arms[name]()
+            if index >= 0:
+                found[name].append(one)
+    return found
+
+
+def compared(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """``ours`` over ``theirs``: of the medians, and the median over pairs."""
+    return {
+        "of_medians": round(statistics.median(ours) / statistics.median(theirs), 3),
+        "median_of_pairs": round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 3),
+    }
+
+
+def figures(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
+    """Median, least and most."""
+    return {
+        "median": round(scale * statistics.median(values), 3),
+        "min": round(scale * min(values), 3),
+        "max": round(scale * max(values), 3),
+    }
+
+
+class Desk:
+    """Wishes that nobody had before, asked of the model as the rewriter asks them.
+
+    system  the system text that many requests share
+    """
+
+    def __init__(self, texts: TextEngine, style: Style, system: str) -> None:
+        self.texts = texts
+        self.style = style
+        self.system = system
+        model = texts.core.model
+        self._asker = Asker(model.tokenizer, texts.info.model_id)
+        self._wishes = (wish.text for wish in wishes(WISHES_SEED, held_out=False))
+        is_embedded = style.answer.language == "captions"
+        self.constraint = caption_constraint(model.tokenizer, model.end_ids) if is_embedded else None
+
+    def prompts(self, count: int, *, with_system: bool) -> list[str]:
+        """What the model continues for ``count`` new wishes."""
+        options = RewriteOptions(system=self.system if with_system else None)
+        requests = [RewriteRequest(wish=wish, options=options) for wish in islice(self._wishes, count)]
+        window = TextWindow(CLIP_TOKENS, len)
+        return [self._asker.prompt(request, self.style, window) for request in requests]
+
+    def request(
+        self, prompt: str, speculation: Speculation, *, max_tokens: int | None = None, deltas: bool = False
+    ) -> TextRequest:
+        """A request for the likeliest prompt, as the rewriter makes it."""
+        limit = max_tokens or self.style.answer.max_tokens
+        return TextRequest(
+            prompt=prompt,
+            params=self.style.first.params(max_tokens=limit, seed=0),
+            add_special_tokens=False,
+            speculation=speculation,
+            deltas=deltas,
+        )
+
+    def together(self, requests: Sequence[TextRequest], constraint: TokenConstraint | None) -> Measure:
+        """All of ``requests`` at once."""
+        return measured(lambda: num_tokens(self.texts.generate(requests, constraint=constraint)))
+
+    def first_tokens(self, users: int, *, is_warm: bool) -> Measure:
+        """So many wishes at once behind the shared system text: the median wait for a first token, and all work for it.
+
+        Cold: each has a salt that nobody had, so it finds nothing and shares nothing.
+        """
+        requests = [self.request(prompt, "off", max_tokens=1) for prompt in self.prompts(users, with_system=True)]
+        if not is_warm:
+            requests = [msgspec.structs.replace(request, cache_salt=os.urandom(8)) for request in requests]
+        cpu_s = time.process_time()
+        answers = self.texts.generate(requests, constraint=self.constraint)
+        cpu_s = time.process_time() - cpu_s
+        return Measure(statistics.median(one.timings.ttft_s for one in answers), cpu_s, num_tokens(answers))
+
+    def decoding(self, prompt: str, speculation: Speculation) -> Measure:
+        """One wish alone, from its first token to its last."""
+        events = self.texts.stream(self.request(prompt, speculation, deltas=True), constraint=self.constraint)
+        wall_s = cpu_s = 0.0
+        said = -1
+        for event in events:
+            if isinstance(event, TextDelta):
+                if said < 0:
+                    wall_s, cpu_s, said = time.perf_counter(), time.process_time(), 0
+                else:
+                    said += len(event.token_ids)
+        return Measure.since(wall_s, cpu_s, said)
+
+
+class Peer:
+    """transformers' ``generate_batch`` on the same weights, kept alive between calls."""
+
+    def __init__(self, directory: Path, texts: TextEngine, max_tokens: int) -> None:
+        model = texts.core.model
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+        with hushed("transformers"):
+            self._network = import_quietly("transformers", "AutoModelForCausalLM").from_pretrained(
+                str(directory), dtype=model.dtype, attn_implementation="sdpa", local_files_only=True
+            )
+        self._network.eval().to(model.device)
+        self._tokenizer = model.tokenizer
+        self._generation = import_quietly("transformers", "GenerationConfig")(
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=list(model.end_ids),
+            pad_token_id=self._tokenizer.pad_token_id or model.end_ids[0],
+        )
+        cls = import_quietly("transformers.generation.configuration_utils", "ContinuousBatchingConfig")
+        self._batching = cls(
+            page_size=PEER_PAGE_TOKENS,
+            num_blocks=PEER_TOKENS // PEER_PAGE_TOKENS,
+            max_batch_tokens=texts.core.config.max_batch_tokens,
+        )
+
+    def generate(self, prompts: Sequence[str]) -> list[list[int]]:
+        """What it says after each prompt, in order."""
+        ids = [self._tokenizer(prompt, add_special_tokens=False).input_ids for prompt in prompts]
+        answers = self._network.generate_batch(
+            ids,
+            generation_config=self._generation,
+            continuous_batching_config=self._batching,
+            progress_bar=False,
+            persistent_manager=True,
+        )
+        return [[int(token) for token in answer.generated_tokens] for answer in answers.values()]
+
+    def together(self, prompts: Sequence[str]) -> Measure:
+        """All of ``prompts`` at once."""
+        return measured(lambda: sum(map(len, self.generate(prompts))))
+
+
+def num_tokens(answers: Sequence[TextFinished]) -> int:
+    """Tokens that were said."""
+    return sum(answer.usage.output_tokens for answer in answers)

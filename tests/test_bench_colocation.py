@@ -1,0 +1,74 @@
+"""The colocation benchmark's parts that are not time, and one small run of all of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.bench_colocation import Window, compare
+from tests.engine.studio.talker import save_talker
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def rounds(*, token_s: float, tpot_s: float, num_rows: int) -> list[dict[str, Window]]:
+    """Alone: 10 ms a token, 100 rows in a second; together as given."""
+    alone = {
+        "rewrites": Window(1.0, [0.01, 0.01, 0.2], [0.01], num_rewrites=1),
+        "pictures": Window(1.0, num_rows=100, num_steps=10),
+    }
+    return [{**alone, "both": Window(1.0, [token_s, token_s, 9.0], [tpot_s], num_rewrites=1, num_rows=num_rows)}] * 3
+
+
+def test_ratios_are_of_medians_within_a_round() -> None:
+    found = compare(rounds(token_s=0.02, tpot_s=0.04, num_rows=75))
+    assert found["token_p50_ratio"]["median"] == pytest.approx(2.0)
+    assert found["tpot_p50_ratio"]["median"] == pytest.approx(4.0)
+    assert found["unet_rows_kept"]["median"] == pytest.approx(0.75)
+    assert list(found["goals"].values()) == [True, False, True]
+
+
+@pytest.mark.parametrize(("token_s", "num_rows", "goals"), [(0.031, 75, (False, True)), (0.02, 69, (True, False))])
+def test_a_goal_that_is_missed_is_said(token_s: float, num_rows: int, goals: tuple[bool, bool]) -> None:
+    met = list(compare(rounds(token_s=token_s, tpot_s=0.01, num_rows=num_rows))["goals"].values())
+    assert (met[0], met[2]) == goals
+
+
+def test_a_window_tells_milliseconds_and_rates() -> None:
+    told = Window(2.0, [0.01, 0.02, 0.06], [0.03], num_rewrites=4, num_rows=50, num_steps=5, busy_s=1.0).told()
+    assert told["rows_per_s"] == 25.0
+    assert told["tokens_per_s"] == 1.5
+    assert told["rewrites_per_s"] == 2.0
+    assert (told["token_p50_ms"], told["token_mean_ms"], told["tpot_p50_ms"]) == (20.0, 30.0, 30.0)
+
+
+@pytest.mark.slow
+def test_a_small_run_writes_what_it_prints(tmp_path: Path) -> None:
+    script, out = ROOT / "benchmarks" / "bench_colocation.py", tmp_path / "found.json"
+    talker = save_talker(tmp_path / "talker", "fox")
+    options = [
+        "--model",
+        "tiny-random",
+        "--rewriter",
+        str(talker),
+        "--rounds",
+        "2",
+        "--seconds",
+        "1",
+        "--settle",
+        "0.2",
+    ]
+    few = ["--clock", "cpu", "--pictures", "2", "--rewrites", "2", "--num-steps", "4", "--out", str(out)]
+    done = subprocess.run([sys.executable, str(script), *options, *few], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    written = json.loads(out.read_text(encoding="utf-8"))
+    assert written == json.loads(done.stdout.splitlines()[-1])
+    assert written["command"].startswith("python benchmarks/bench_colocation.py --model tiny-random")
+    assert str(tmp_path) not in json.dumps(written)
+    (point,) = written["points"]
+    assert [set(one) for one in point["rounds"]] == [{"rewrites", "pictures", "both"}] * 2
+    assert all(one["both"]["tokens_per_s"] > 0 < one["both"]["rows_per_s"] for one in point["rounds"])
