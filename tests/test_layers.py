@@ -70,7 +70,17 @@ ONLY_IN = {
 }
 WITHOUT_TORCH = tuple(
     f"diffserve.engine.{name}"
-    for name in ("admission", "buckets", "lanes", "outcome_events", "plan", "request_scheduler", "task")
+    for name in (
+        "admission",
+        "buckets",
+        "lanes",
+        "metrics",
+        "outcome_events",
+        "plan",
+        "request_scheduler",
+        "task",
+        "time_share",
+    )
 )
 """Scheduling policy is tested in milliseconds."""
 

@@ -47,12 +47,14 @@ def run(order: Order, *, model: str | None, config: str | None, device: str | No
         f"{len(plan.cells)} cells of {len(plan.places)} pictures and the converged ones: {plan.num_images:,} pictures, "
         f"{plan.num_rows:,} UNet rows",
         markup=False,
+        soft_wrap=True,
     )
     try:
         with _progress(console) as show:
             report = run_plan(engine, plan, order.output, show)
     except KeyboardInterrupt:
-        console.print(f"stopped; what is painted is kept in {order.output}, and the same command goes on from there")
+        kept = f"stopped; what is painted is kept in {order.output}, and the same command goes on from there"
+        console.print(kept, markup=False, soft_wrap=True)
         raise
     for line in _lines(report):
         print(line)

@@ -25,8 +25,8 @@ class PaintedJob(NamedTuple):
 class Painter:
     """Feeds an engine, which is its own for as long as it runs: other requests' events would be lost.
 
-    As many images are in flight as the engine has lanes. When jobs are given up in the middle (an interrupt, an error),
-    :meth:`close` cancels what is still being painted.
+    As many images are in flight as the engine has lanes (or places to wait, if fewer). When jobs are given up in the
+    middle (an interrupt, an error), :meth:`close` cancels what is still being painted.
     """
 
     def __init__(self, engine: Engine, plan: SweepPlan) -> None:
@@ -43,10 +43,11 @@ class Painter:
         """
         from diffserve.engine.engine import raise_if_failed
 
+        most = min(self._engine.config.max_lanes, self._engine.config.max_waiting)
         waiting = iter(jobs)
         head = next(waiting, None)
         while head is not None or self._flight:
-            while head is not None and len(self._flight) < self._engine.config.max_lanes and can_start(head):
+            while head is not None and len(self._flight) < most and can_start(head):
                 self._start(head)
                 head = next(waiting, None)
             assert self._flight, "the next job waits for one that is not being painted"

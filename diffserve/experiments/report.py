@@ -63,45 +63,58 @@ def write_report(
 
     ``why_not``: why prompts could not be checked. ``begun``: the machine when the sweep began.
     """
-    cells = (*plan.cells, *plan.references)
     drawn = None if wishes is None else draw(wishes, *engine.info.good_sizes[0])
-    records = {cell: store.records(cell) for cell in cells}
-    first = Analysis(plan, records, drawn, {})
-    values = {
-        (cell, measure): value
-        for cell, measure in product(cells, SET_MEASURES)
-        if (value := set_value(first, cell, measure)) is not None
-    }
-    analysis = Analysis(plan, records, drawn, values, strangers(plan, store))
-    summaries = tuple(summarise(analysis, cell, times[cell]) for cell in cells)
+    analysis = analyse(plan, store, drawn)
+    summaries = tuple(summarise(analysis, cell, times[cell]) for cell in (*plan.cells, *plan.references))
     findings = find(analysis)
-    notes = _notes(plan, engine, drawn, why_not, begun)
-    figures = _figures(plan, analysis, summaries)
     document: dict[str, Any] = {
         "date": provenance.now(),
         "versions": provenance.versions(),
         "machine": begun,
         "model": provenance.model(engine.info, is_deterministic=engine.is_deterministic),
         "plan": plan,
-        "notes": notes,
+        "notes": _notes(plan, engine, drawn, why_not, begun),
         "findings": findings,
         "fronts": {measure.value: _front(summaries, measure) for measure in _time_measures(summaries)},
         "cells": summaries,
     }
-    outputs = {CSV: write_csv(summaries).encode(), JSON: _pretty(document)}
-    outputs |= {name: png for name, _, _, png in figures}
-    page = write_page(
-        f"A sweep of {document['model']['id']}",
-        _facts(document, plan),
-        findings,
-        [figure[1:] for figure in figures],
-        summaries,
-        notes,
-    )
-    outputs[PAGE] = page.encode()
+    outputs = _outputs(document, plan, analysis, summaries)
     for name, data in outputs.items():
         write_whole(store.folder / name, data)
     return SweepReport(plan, summaries, findings, tuple(store.folder / name for name in outputs))
+
+
+def analyse(plan: SweepPlan, store: Store, drawn: PictureSet | None) -> Analysis:
+    """All that the records say, with the distances between sets."""
+    records = {cell: store.records(cell) for cell in (*plan.cells, *plan.references)}
+    bare = Analysis(plan, records, drawn, {})
+    values = {
+        (cell, measure): value
+        for cell, measure in product(records, SET_MEASURES)
+        if (value := set_value(bare, cell, measure)) is not None
+    }
+    return Analysis(plan, records, drawn, values, strangers(plan, store))
+
+
+def _outputs(
+    document: Mapping[str, Any], plan: SweepPlan, analysis: Analysis, summaries: Sequence[CellSummary]
+) -> dict[str, bytes]:
+    """Every file by its name, the page last."""
+    figures = _figures(plan, analysis, summaries)
+    page = write_page(
+        f"A sweep of {document['model']['id']}",
+        _facts(document, plan),
+        document["findings"],
+        [figure[1:] for figure in figures],
+        summaries,
+        document["notes"],
+    )
+    return {
+        CSV: write_csv(summaries).encode(),
+        JSON: msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n",
+        **{name: png for name, _, _, png in figures},
+        PAGE: page.encode(),
+    }
 
 
 def draw(wishes: Sequence[Wish], width_px: int, height_px: int) -> PictureSet:
@@ -226,7 +239,3 @@ def _notes(
     if begun["load_average"] and begun["load_average"][0] > 0.5 * (begun["cores"] or 1):
         notes.append("The machine had other work when the sweep began, so its times are longer than on an idle one.")
     return tuple(notes)
-
-
-def _pretty(document: Mapping[str, Any]) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
