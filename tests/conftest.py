@@ -52,7 +52,7 @@ def server(shared_server: RunningServer) -> Iterator[RunningServer]:
     """The shared server, still alive and idle after each test."""
     yield shared_server
     shared_server.wait_until_ready()
-    assert shared_server.num_requests() == 0
+    shared_server.wait_until_idle()
 
 
 @pytest.fixture(scope="session")
@@ -75,4 +75,4 @@ def text_server(shared_text_server: RunningServer) -> Iterator[RunningServer]:
     """The shared server with a language model, still alive and idle after each test."""
     yield shared_text_server
     shared_text_server.wait_until_ready()
-    assert shared_text_server.num_requests() == 0
+    shared_text_server.wait_until_idle()

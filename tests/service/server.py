@@ -62,6 +62,13 @@ class RunningServer:
         """How many requests the engine holds."""
         return int(self.client.get("/debug/trace").json()["num_requests"])
 
+    def wait_until_idle(self, patience_s: float = 30.0) -> None:
+        """Wait for the last step of what was given up; AssertionError when something stays in the engine."""
+        deadline_s = time.monotonic() + patience_s
+        while (left := self.num_requests()) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        assert left == 0, f"{left} requests stayed in the engine"
+
     def paint(self, prompt: str = "a red fox", *, num_steps: int = 2, seed: int = 1, **fields: Any) -> httpx.Response:
         body = {"prompt": prompt, "num_inference_steps": num_steps, "seed": seed, **fields}
         return self.client.post(GENERATIONS, json=body)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import uuid
 from typing import Any
 
 import httpx
@@ -49,7 +50,7 @@ def test_it_answers(text_client: OpenAI) -> None:
 
 
 def test_the_same_beginning_is_computed_once(text_client: OpenAI) -> None:
-    story: list[Any] = [{"role": "system", "content": "be brief. " * 20}, *says("a fox")]
+    story: list[Any] = [{"role": "system", "content": f"{uuid.uuid4().hex} {'be brief. ' * 20}"}, *says("a fox")]
     cached = []
     for _ in range(2):
         usage = text_client.chat.completions.create(model="talker", messages=story, temperature=0).usage
@@ -57,7 +58,8 @@ def test_the_same_beginning_is_computed_once(text_client: OpenAI) -> None:
         assert usage.prompt_tokens_details is not None
         cached.append((usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens))
     (before, _), (after, num_tokens) = cached
-    assert before == 0
+    assert before is not None
+    assert before <= 16  # a template's own first words may have been said by others
     assert after == num_tokens // 16 * 16  # whole pages
 
 
