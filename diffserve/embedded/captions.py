@@ -75,6 +75,10 @@ MASSES: dict[str, str] = {"corn": "ears of corn"}
 IRREGULAR: dict[str, str] = {"fish": "fish", "cactus": "cactuses", "octopus": "octopuses", "bus": "buses"}
 UNIQUE: frozenset[str] = frozenset({"sun", "moon"})
 
+BACKWARD = "on its"
+"""The first object is placed by the second: the same words as in "on the right of", and the opposite meant."""
+BACKWARD_EXTRA = 3
+
 BACKGROUND_ONLY_SHARE = 0.02
 OBJECTS_ONLY_SHARE = 0.08
 
@@ -107,7 +111,7 @@ def _noun(name: str, size: str, rng: random.Random) -> str:
     return f"{article_for(words)} {words}"
 
 
-def _what(scene: Scene, rng: random.Random) -> str:
+def _what(scene: Scene, rng: random.Random, *, is_lesson: bool = False) -> str:
     names = scene.names
     if scene.kind == "count":
         word = rng.choice(SYNONYMS.get(names[0], names[:1]))
@@ -115,7 +119,10 @@ def _what(scene: Scene, rng: random.Random) -> str:
     if scene.kind == "one object":
         return _noun(names[0], scene.size, rng)
     nouns = {letter: _noun(name, "plain", rng) for letter, name in zip("abc", names, strict=False)}
-    pattern = rng.choice(TOGETHER if scene.relation is None else RELATION_WORDS[scene.relation])
+    patterns = TOGETHER if scene.relation is None else RELATION_WORDS[scene.relation]
+    if is_lesson:
+        patterns += tuple(one for one in patterns if BACKWARD in one) * BACKWARD_EXTRA
+    pattern = rng.choice(patterns)
     return pattern.format(**nouns)
 
 
@@ -135,9 +142,10 @@ def _where(background: str, rng: random.Random) -> str:
     return rng.choice(PLACE_WORDS[background])
 
 
-def caption(scene: Scene, rng: random.Random) -> str:
-    """One of many sentences that are true of ``scene`` and name all it holds."""
-    what, where = _what(scene, rng), _where(scene.background, rng)
+def caption(scene: Scene, rng: random.Random, *, is_lesson: bool = False) -> str:
+    """One of many sentences that are true of ``scene`` and name all it holds; those of a lesson say more often what is
+    hard to learn."""
+    what, where = _what(scene, rng, is_lesson=is_lesson), _where(scene.background, rng)
     style = rng.random()
     if style < 0.08:
         return f"{where}, {what}"
@@ -155,5 +163,5 @@ def loose_caption(scene: Scene, rng: random.Random) -> str:
     if share < BACKGROUND_ONLY_SHARE:
         return _where(scene.background, rng)
     if share < BACKGROUND_ONLY_SHARE + OBJECTS_ONLY_SHARE:
-        return _what(scene, rng)
-    return caption(scene, rng)
+        return _what(scene, rng, is_lesson=True)
+    return caption(scene, rng, is_lesson=True)

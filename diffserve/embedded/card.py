@@ -1,14 +1,17 @@
 """The last stage: put what was trained into the package, mark it, paint the sample sheets and write the model card.
 
-The card is ``card_template.md`` with tables filled in from ``marks.json``, ``turbo-marks.json`` and
-``range-marks.json``, and from ``training.json``, the bills of all training so far, so no number in it is written by
-hand.
+The card is ``card_template.md`` with tables filled in from ``marks.json``, ``turbo-marks.json``,
+``range-marks.json`` and ``times.json``, and from ``training.json``, the bills of all training so far, so no number in
+it is written by hand.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import statistics
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,18 +19,24 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from diffserve.embedded.marks import STUDENT, TEACHER, document, judged, paint_held_out
+from diffserve.embedded.marks import BEST_GUIDANCE, STUDENT, TEACHER, document, judged, paint_held_out
 from diffserve.embedded.range_marks import document as range_document
 from diffserve.embedded.samples import held_out
 from diffserve.embedded.world import CAMOUFLAGED, COLORS, OBJECTS
 from diffserve.engine import Engine
-from diffserve.types import GenerationRequest
+from diffserve.types import DiffusionParams, GenerationRequest
 
 ROOM = Path(__file__).parent
 TEMPLATE, CARD, LOG = ROOM / "card_template.md", ROOM / "MODEL_CARD.md", ROOM / "training.json"
 SHEETS = ROOM.parent.parent / ".assets"
 SHIPPED = {"weights": ROOM / "weights", "turbo": ROOM / "turbo", "rewriter": ROOM / "rewriter"}
 WORST_SHOWN = 12
+TIMED = 5
+TIMED_WAYS = {
+    "4 steps without guidance": STUDENT,
+    "20 steps": DiffusionParams(sampler="ddim", num_steps=20, guidance_scale=BEST_GUIDANCE),
+    "30 steps": TEACHER,
+}
 
 
 def install(work: Path) -> None:
@@ -50,19 +59,35 @@ def measure(*, count: int = 300, range_count: int = 60) -> None:
     _keep(document(engine, judged(paint_held_out(engine, count, TEACHER)), TEACHER), "marks")
     _keep(range_document(engine, range_count), "range-marks")
     paint_sheets(engine)
+    _keep(painting_times(engine), "times")
     if SHIPPED["turbo"].is_dir():
         turbo = Engine.from_pretrained("embedded-turbo")
         _keep(document(turbo, judged(paint_held_out(turbo, count, STUDENT)), STUDENT), "turbo-marks")
 
 
+def painting_times(engine: Engine) -> dict[str, Any]:
+    """Seconds that a picture takes on its own, from request to pixels: the median of TIMED after a first one."""
+    seconds = {}
+    for name, how in TIMED_WAYS.items():
+        taken = []
+        for seed in range(TIMED + 1):
+            started = time.perf_counter()
+            engine.generate(GenerationRequest(prompt="a fox in the snow", seed=seed, diffusion=how))
+            taken.append(time.perf_counter() - started)
+        seconds[name] = round(statistics.median(taken[1:]), 3)
+    return {"seconds": seconds, "device": engine.info.device, "dtype": engine.info.dtype, "cores": os.cpu_count()}
+
+
 def write() -> Path:
     """Write the card from what :func:`measure` has kept."""
-    teacher, ranged = _kept("marks"), _kept("range-marks")
+    teacher, ranged, times = _kept("marks"), _kept("range-marks"), _kept("times")
     tables = {
         "marks": marks_table(teacher),
         "confusions": confusion_table(teacher),
         "guidance": guidance_table(ranged),
         "negatives": negatives_table(ranged),
+        "times": times_table(times),
+        "machine": f"{times['cores']} cores of a {times['device']} in {times['dtype']}",
         "bills": bill_table(json.loads(LOG.read_text(encoding="utf-8"))),
         "objects": ", ".join(OBJECTS),
         "student_marks": "The student of these weights has not been trained yet.",
@@ -121,6 +146,11 @@ def bill_table(bills: Iterable[dict[str, Any]]) -> str:
         told = [f"{bill[part]}" for part in parts]
         rows.append([*told, f"{bill['seconds'] / 3600:.2f}", f"{bill['flops'] / 1e15:.2f}"])
     return _table(rows)
+
+
+def times_table(times: dict[str, Any]) -> str:
+    """Seconds a picture, each painted on its own."""
+    return _table([["one picture on its own", *times["seconds"]], ["seconds", *map(str, times["seconds"].values())]])
 
 
 def _table(rows: list[list[str]]) -> str:

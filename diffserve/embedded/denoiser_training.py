@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from diffserve.embedded.latents import Batches, LatentScenes
+from diffserve.embedded.layouts import WEIGHT as LAYOUT_WEIGHT
+from diffserve.embedded.layouts import LayoutHead
 from diffserve.embedded.tokenizer import MAX_TOKENS
 from diffserve.embedded.training import Run, TrainSettings
 from diffserve.embedded.vae_training import LATENT_CHANNELS
@@ -83,6 +85,7 @@ class Denoiser(nn.Module):
         super().__init__()
         self.text_encoder = build_text_encoder(tokenizer)
         self.text_encoder.set_attn_implementation("eager")
+        self.layout_head = LayoutHead(TEXT_WIDTH)
         self.unet = build_unet()
         self.unet.set_attn_processor(AttnProcessor())
 
@@ -98,21 +101,29 @@ class Denoiser(nn.Module):
                 embedding[index] = state[table][known[token]]
         self.text_encoder.load_state_dict(state | {table: embedding})
 
-    def forward(self, noisy: Tensor, timesteps: Tensor, token_ids: Tensor) -> Tensor:
-        """(B, 8, h, w), (B,), (B, MAX_TOKENS) -> predicted velocity (B, 8, h, w)."""
-        context = self.text_encoder(token_ids).last_hidden_state
+    def context(self, token_ids: Tensor) -> Tensor:
+        """(B, MAX_TOKENS) -> hidden states (B, MAX_TOKENS, TEXT_WIDTH)."""
+        states: Tensor = self.text_encoder(token_ids).last_hidden_state
+        return states
+
+    def velocity(self, noisy: Tensor, timesteps: Tensor, context: Tensor) -> Tensor:
+        """(B, 8, h, w), (B,), (B, MAX_TOKENS, TEXT_WIDTH) -> predicted velocity (B, 8, h, w)."""
         velocity: Tensor = self.unet(noisy, timesteps, encoder_hidden_states=context).sample
         return velocity
 
+    def forward(self, noisy: Tensor, timesteps: Tensor, token_ids: Tensor) -> Tensor:
+        """(B, 8, h, w), (B,), (B, MAX_TOKENS) -> predicted velocity (B, 8, h, w)."""
+        return self.velocity(noisy, timesteps, self.context(token_ids))
 
-def velocity_loss(denoiser: Denoiser, latents: Tensor, token_ids: Tensor, alphas_cumprod: Tensor) -> Tensor:
+
+def velocity_loss(denoiser: Denoiser, latents: Tensor, context: Tensor, alphas_cumprod: Tensor) -> Tensor:
     """Mean squared error of the velocity v = sqrt(a) noise - sqrt(1 - a) latents (Salimans & Ho, 2022, eq. 12)."""
     timesteps = stratified_timesteps(len(latents), len(alphas_cumprod)).to(latents.device)
     signal = alphas_cumprod[timesteps].view(-1, 1, 1, 1)
     noise = torch.randn_like(latents)
     noisy = signal.sqrt() * latents + (1 - signal).sqrt() * noise
     velocity = signal.sqrt() * noise - (1 - signal).sqrt() * latents
-    error: Tensor = denoiser(noisy, timesteps, token_ids).float() - velocity
+    error: Tensor = denoiser.velocity(noisy, timesteps, context).float() - velocity
     return error.square().mean()
 
 
@@ -143,10 +154,12 @@ def train_denoiser(
     batches = Batches(data, tokenizer, settings, settings.seed + run.iteration)
     alphas = build_scheduler().alphas_cumprod.to(settings.device)
     for iteration in run.iterations():
-        latents, token_ids = batches.next()
+        latents, token_ids, layouts = batches.next()
         with run.autocast():
-            loss = velocity_loss(denoiser, latents, token_ids, alphas)
-        run.step(loss)
+            context = denoiser.context(token_ids)
+            loss = velocity_loss(denoiser, latents, context, alphas)
+            layout_loss = denoiser.layout_head.loss(context, layouts)
+        run.step(loss, aside=LAYOUT_WEIGHT * layout_loss)
         if look is not None and (iteration + 1) % look_every == 0:
             look(run.averaged(), iteration + 1)
     return run.averaged()

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import CLIPTokenizer
 
 from diffserve.embedded.captions import loose_caption
+from diffserve.embedded.layouts import DIRECTIONS, UNSAID, layout
 from diffserve.embedded.render import render
 from diffserve.embedded.training import TrainSettings
 from diffserve.embedded.vae_training import to_unit
@@ -24,9 +25,23 @@ CAPTION_DROPOUT = 0.1
 # (width, height) in pixels -> share of the training scenes painted at it
 CANVASES: dict[tuple[int, int], float] = {(CANVAS_PX, CANVAS_PX): 0.84, (128, 192): 0.08, (192, 128): 0.08}
 # how much more often a scene is drawn for what is learnt last: fine lines, several things at once, large ones
-FINE_LINES = {"bicycle": 4.0, "palm tree": 2.0, "crab": 2.0, "rocket": 2.0, "fish": 2.0, "octopus": 1.5, "banana": 1.5}
-CROWDS = {"three objects": 1.7, "between": 1.7}
-LARGE = 2.5
+FINE_LINES = {
+    "bicycle": 6.0,
+    "basketball": 2.5,
+    "palm tree": 2.0,
+    "crab": 2.0,
+    "rocket": 2.0,
+    "fish": 2.0,
+    "sun": 2.0,
+    "duck": 1.5,
+    "octopus": 1.5,
+    "banana": 1.5,
+    "donut": 1.5,
+    "grapes": 1.5,
+}
+CROWDS = {"three objects": 2.2, "between": 2.2}
+DIRECTED = 1.6
+LARGE = 2.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +88,8 @@ def normalise(latents: Tensor, mean: list[float], std: list[float]) -> Tensor:
 def emphasis(scene: Scene) -> float:
     """How often a training scene is drawn, 1 being plain."""
     size = LARGE if scene.size == "large" else 1.0
-    return size * CROWDS.get(scene.kind, 1.0) * max(FINE_LINES.get(name, 1.0) for name in scene.names)
+    relation = DIRECTED if scene.relation in DIRECTIONS else 1.0
+    return size * relation * CROWDS.get(scene.kind, 1.0) * max(FINE_LINES.get(name, 1.0) for name in scene.names)
 
 
 class Batches:
@@ -82,15 +98,13 @@ class Batches:
     A larger canvas comes in smaller batches, so that every iteration costs about the same.
     """
 
-    def __init__(
-        self, data: list[LatentScenes], tokenizer: CLIPTokenizer, settings: TrainSettings, seed: int
-    ) -> None:
+    def __init__(self, data: list[LatentScenes], tokenizer: CLIPTokenizer, settings: TrainSettings, seed: int) -> None:
         self._data, self._tokenizer, self._settings = data, tokenizer, settings
         self._rng = random.Random(seed)
         self._emphases = [list(accumulate(emphasis(scene) for scene in shelf.scenes)) for shelf in data]
 
-    def next(self) -> tuple[Tensor, Tensor]:
-        """(B, 8, h, w) float32 latents and (B, MAX_TOKENS) token ids on the training device."""
+    def next(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, 8, h, w) float32 latents, (B, MAX_TOKENS) token ids and (B, 2) layouts on the training device."""
         totals = [sums[-1] for sums in self._emphases]
         shelf, sums = self._rng.choices(list(zip(self._data, self._emphases, strict=True)), weights=totals)[0]
         smallest = min(one.latents[0].numel() for one in self._data)
@@ -101,5 +115,7 @@ class Batches:
             for index in chosen
         ]
         ids = self._tokenizer(words, padding="max_length", truncation=True, return_tensors="pt").input_ids
+        layouts = [layout(shelf.scenes[index]) if text else UNSAID for index, text in zip(chosen, words, strict=True)]
         latents = shelf.latents[torch.tensor(chosen)].float()
-        return latents.to(self._settings.device), ids.to(self._settings.device)
+        device = self._settings.device
+        return latents.to(device), ids.to(device), torch.tensor(layouts, device=device)

@@ -53,7 +53,7 @@ class Muon(torch.optim.Optimizer):
 
 def hidden_matrices(net: nn.Module) -> list[nn.Parameter]:
     """The weights Muon takes: every matrix or kernel except embeddings and the first and last layer."""
-    outer = ("embedding", "conv_in", "conv_out")
+    outer = ("embedding", "conv_in", "conv_out", "layout_head")
     return [
         parameter
         for name, parameter in net.named_parameters()

@@ -22,6 +22,7 @@ from diffserve.embedded import samples, sprites
 from diffserve.embedded.denoiser_training import Denoiser, train_denoiser
 from diffserve.embedded.export import export, fold_normalisation
 from diffserve.embedded.latents import LatentScenes, channel_statistics, encode_scenes, normalise
+from diffserve.embedded.marks import BEST_GUIDANCE
 from diffserve.embedded.preview_training import fidelity_db, save_preview, train_preview
 from diffserve.embedded.rewriter_model import export_rewriter
 from diffserve.embedded.rewriter_training import SHIPPED as REWRITER
@@ -129,7 +130,7 @@ def student(work: Work, device: Device = "cpu", iterations: int = 900, batch: in
         samples.sheet(pictures, 8, work / f"student-{iteration:06d}.png")
         print(f"student {iteration}: {samples.quick_mark(pictures, [scene for scene, _ in truth])}", flush=True)
 
-    settings = StudentSettings(iterations, batch, learning_rate=1e-3, device=device)
+    settings = StudentSettings(iterations, batch, learning_rate=1e-3, device=device, guidance_scale=BEST_GUIDANCE)
     teacher = trained_denoiser(work, made.tokenizer, device)
     change = train_student(settings, work, teacher, made.data, made.tokenizer, look, look_every)
     print(save_adapter(work / "turbo", change))

@@ -119,13 +119,15 @@ class Run(Generic[Net]):
                 if self.iteration % self.settings.checkpoint_every == 0 or self.iteration == self.settings.iterations:
                     self.save()
 
-    def step(self, loss: Tensor) -> None:
-        """One optimiser step on ``loss``; a non-finite loss is skipped rather than learnt."""
+    def step(self, loss: Tensor, *, aside: Tensor | None = None) -> None:
+        """One optimiser step on ``loss``, which is reported, and what is learnt ``aside``. One that is not finite is
+        skipped rather than learnt."""
         value = float(loss.detach())
+        total = loss if aside is None else loss + aside
         self.net.zero_grad(set_to_none=True)
-        if not math.isfinite(value):
+        if not torch.isfinite(total):
             return
-        loss.backward()
+        total.backward()
         nn.utils.clip_grad_norm_(self.net.parameters(), self.settings.max_grad_norm)
         factor = rate_factor(self.iteration, self.settings)
         for optimizer, peaks in zip(self.optimizers, self._peaks, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from itertools import islice
 from pathlib import Path
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 from transformers import CLIPTokenizer
 
+from diffserve.embedded.captions import caption, loose_caption
 from diffserve.embedded.denoiser_training import Denoiser, stratified_timesteps, train_denoiser
 from diffserve.embedded.export import POSTERIOR_STD, export, fold_normalisation
 from diffserve.embedded.latents import Batches, LatentScenes, channel_statistics, encode_scenes, normalise
+from diffserve.embedded.layouts import DIRECTIONS, READ_TOKENS, UNSAID, LayoutHead, layout
 from diffserve.embedded.samples import held_out
 from diffserve.embedded.tokenizer import MAX_TOKENS, train_tokenizer
 from diffserve.embedded.training import Run, TrainSettings, adamw, rate_factor
@@ -118,14 +121,53 @@ def test_a_non_finite_loss_leaves_the_weights_alone(tmp_path: Path) -> None:
     assert torch.equal(net.weight, before)
 
 
+def test_a_layout_names_the_left_or_upper_object_first() -> None:
+    source = [scene for scene in islice(scenes(2, held_out=False), 400) if scene.relation in DIRECTIONS]
+    assert {scene.relation for scene in source} == DIRECTIONS
+    for scene in source:
+        place = (lambda one: one.y_px) if scene.relation in ("above", "below") else (lambda one: one.x_px)
+        first, second = sorted(scene.objects, key=place)
+        assert layout(scene) == (list(OBJECTS).index(first.name), list(OBJECTS).index(second.name))
+    assert {layout(scene) for scene in islice(scenes(2, held_out=False), 50) if scene.relation is None} == {UNSAID}
+
+
+def test_the_layout_is_read_off_the_last_tokens_and_passes_over_what_is_unsaid() -> None:
+    torch.manual_seed(0)
+    head, context = LayoutHead(12).requires_grad_(False), torch.randn(3, 9, 12)
+    layouts = torch.tensor([(4, 7), UNSAID, (1, 0)])
+    scores = torch.stack([head(states[-READ_TOKENS:]).mean(dim=0) for states in context]).view(3, 2, len(OBJECTS))
+    by_hand = -sum(scores[row, side].log_softmax(0)[layouts[row, side]] for row in (0, 2) for side in (0, 1)) / 4
+    assert head.loss(context, layouts) == pytest.approx(float(by_hand))
+    context[:, :-READ_TOKENS] += 1
+    assert head.loss(context, layouts) == pytest.approx(float(by_hand))
+    assert head.loss(context[:1], torch.tensor([UNSAID])) == 0
+
+
+def test_what_is_learnt_aside_moves_the_weights_and_is_not_reported(tmp_path: Path) -> None:
+    net = torch.nn.Linear(2, 1)
+    run = Run("tiny", net, TrainSettings(1, 1, 1e-2, warmup=1), tmp_path)
+    before = net.weight.clone()
+    run.step(0 * net(torch.ones(1, 2)).sum(), aside=net(torch.ones(1, 2)).sum())
+    assert not torch.equal(net.weight, before)
+    assert run.smooth_loss == 0
+
+
+def test_lessons_say_more_often_what_is_hard_to_learn() -> None:
+    source = [scene for scene in islice(scenes(4, held_out=False), 2000) if scene.relation in ("left of", "right of")]
+    rng = random.Random(0)
+    lessons, exam = (sum("on its" in word(scene, rng) for scene in source) for word in (loose_caption, caption))
+    assert lessons > 1.7 * exam > 0
+
+
 @pytest.mark.slow
 def test_a_few_iterations_of_the_denoiser_lower_the_loss(tokenizer: CLIPTokenizer, tmp_path: Path) -> None:
     torch.manual_seed(0)
     data = [LatentScenes(list(islice(scenes(0, held_out=False), 8)), torch.randn(8, LATENT_CHANNELS, 16, 16).half())]
     settings = TrainSettings(8, 8, 1e-3, warmup=1, decay_share=0.1)
-    batch, ids = Batches(data, tokenizer, settings, 0).next()
+    batch, ids, layouts = Batches(data, tokenizer, settings, 0).next()
     assert batch.shape == (8, LATENT_CHANNELS, 16, 16)
     assert ids.shape == (8, MAX_TOKENS)
+    assert layouts.shape == (8, 2)
     losses: list[float] = []
 
     def look(net: Denoiser, iteration: int) -> None:
