@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,12 +14,11 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from diffserve.cli.generate import open_engine
 from diffserve.config import Flag, Settings, load_settings
-from diffserve.experiments.conduct import SweepProgress, run_plan
+from diffserve.experiments.conduct import SweepProgress, refuse_early, run_plan
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.plan import SweepPlan, numbers, split_axis, whole_numbers
 from diffserve.experiments.prompts import held_out_prompts, read_prompts
-from diffserve.experiments.report import RESULTS, SweepReport
-from diffserve.experiments.store import refuse_folder
+from diffserve.experiments.report import SweepReport
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def run(order: Order, *, model: str | None, config: str | None, device: str | No
     flags = {"model.device": Flag("--device", device), "model.dtype": Flag("--dtype", dtype)}
     settings = load_settings(model=model, config=config, flags=flags)
     plan = _plan(order, settings)
-    refuse_folder(order.output, RESULTS)
+    refuse_early(plan, order.output)
     console = Console(stderr=True, highlight=False)
     with console.status(f"loading {settings.model.path}"):
         engine = open_engine(settings)
@@ -50,10 +51,10 @@ def run(order: Order, *, model: str | None, config: str | None, device: str | No
         soft_wrap=True,
     )
     try:
-        with _progress(console) as show:
+        with _progress(console, plan) as show:
             report = run_plan(engine, plan, order.output, show)
     except KeyboardInterrupt:
-        kept = f"stopped; what is painted is kept in {order.output}, and the same command goes on from there"
+        kept = f"stopped; what is painted is kept in {order.output}, and the same command goes on"
         console.print(kept, markup=False, soft_wrap=True)
         raise
     for line in _lines(report):
@@ -78,7 +79,7 @@ def _plan(order: Order, settings: Settings) -> SweepPlan:
 
 
 @contextmanager
-def _progress(console: Console) -> Iterator[_Show]:
+def _progress(console: Console, plan: SweepPlan) -> Iterator[_Show]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -90,20 +91,40 @@ def _progress(console: Console) -> Iterator[_Show]:
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal, speed_estimate_period=120
     ) as progress:
-        yield _Show(progress)
+        yield _Show(progress, plan)
 
 
 class _Show:
-    """Moves the bar, and says each cell that is complete."""
+    """Moves the bar and says each cell that is complete; where there is no bar, with the time left."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, plan: SweepPlan) -> None:
         self._progress = progress
         self._bar = progress.add_task("painting", total=None)
+        self._plan = plan
+        self._started_s: float | None = None
 
     def __call__(self, now: SweepProgress) -> None:
-        self._progress.update(self._bar, description=now.phase, completed=now.rows_done, total=now.num_rows)
+        if self._started_s is None:
+            self._started_s = time.monotonic()
+            self._say_what_is_there(now)
+        self._progress.update(self._bar, description=now.phase, completed=now.rows_done, total=now.num_rows or 1)
         if now.finished is not None:
-            self._progress.console.print(f"{now.finished.label}, guidance {now.finished.guidance_scale:g}: painted")
+            self._say(f"{now.finished.label}, guidance {now.finished.guidance_scale:g}: painted{self._left(now)}")
+
+    def _say_what_is_there(self, now: SweepProgress) -> None:
+        done = self._plan.num_rows - now.num_rows
+        if done:
+            self._say(f"{100 * done / self._plan.num_rows:.0f} % of it is there already and is not painted again")
+
+    def _left(self, now: SweepProgress) -> str:
+        if self._progress.console.is_terminal or not now.rows_done or self._started_s is None:
+            return ""
+        spent_s = time.monotonic() - self._started_s
+        left = datetime.timedelta(seconds=round(spent_s * (now.num_rows / now.rows_done - 1)))
+        return f"; {100 * now.rows_done / now.num_rows:.0f} % done, about {left} left"
+
+    def _say(self, line: str) -> None:
+        self._progress.console.print(line, markup=False, soft_wrap=True)
 
 
 def _lines(report: SweepReport) -> Iterator[str]:

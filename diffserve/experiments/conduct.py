@@ -17,6 +17,7 @@ from diffserve import __version__
 from diffserve.embedded.checker import Wish
 from diffserve.errors import InvalidRequest
 from diffserve.experiments import prompts as prompt_lists
+from diffserve.experiments.folder import refuse_folder, refuse_other_sweep
 from diffserve.experiments.plan import (
     DEFAULT_PROMPTS,
     DEFAULT_SAMPLERS,
@@ -31,7 +32,7 @@ from diffserve.experiments.plan import (
 from diffserve.experiments.provenance import machine, versions
 from diffserve.experiments.report import RESULTS, SweepReport, write_report
 from diffserve.experiments.solo_timing import SoloTime, time_alone, together
-from diffserve.experiments.store import Converged, Store, refuse_folder
+from diffserve.experiments.store import Converged, Store
 
 if TYPE_CHECKING:
     from diffserve.engine import Engine
@@ -93,11 +94,17 @@ def sweep(
         first_seed=first_seed,
         reference_steps=reference_steps,
     )
-    refuse_folder(Path(folder), RESULTS)
+    refuse_early(plan, Path(folder))
     engine = model if isinstance(model, Engine) else Engine.from_pretrained(model)
     if scales is None:
         plan = msgspec.structs.replace(plan, guidance=(engine.info.default_guidance_scale,))
     return run_plan(engine, plan, Path(folder), on_progress)
+
+
+def refuse_early(plan: SweepPlan, folder: Path) -> None:
+    """Raise :class:`InvalidRequest` for all that is wrong with ``folder`` and can be known before a model is loaded."""
+    refuse_folder(folder, RESULTS)
+    refuse_other_sweep(folder, _planned(plan))
 
 
 def run_plan(engine: Engine, plan: SweepPlan, folder: Path, on_progress: OnProgress | None = None) -> SweepReport:
@@ -217,8 +224,16 @@ def _setup(engine: Engine, plan: SweepPlan, *, is_checked: bool) -> Mapping[str,
         "size": info.good_sizes[0],
         "is_deterministic": engine.is_deterministic,
         "is_checked": is_checked,
+        **_planned(plan),
+    }
+
+
+def _planned(plan: SweepPlan) -> dict[str, Any]:
+    """The part of a setup that the plan alone says."""
+    return {
         "prompts": plan.prompts,
-        "seeds": (plan.first_seed, plan.num_seeds),
+        "num_seeds": plan.num_seeds,
+        "first_seed": plan.first_seed,
         "reference_steps": plan.reference_steps,
     }
 

@@ -42,11 +42,21 @@ class Measure(Enum):
         """For columns."""
         return TITLES[self].replace(" to the converged picture", "").replace("distance to ", "to ")
 
+    @property
+    def unit(self) -> str:
+        """What :meth:`write` ends in, if anything."""
+        return {Measure.EXACT: "%", Measure.PSNR_DB: "dB"}.get(self, "")
+
     def write(self, value: float) -> str:
         """``value`` as people read it."""
         if self is Measure.EXACT:
             return f"{100 * value:.1f} %"
         return f"{value:.1f} dB" if self is Measure.PSNR_DB else f"{value:.3g}"
+
+    def write_range(self, low: float, high: float) -> str:
+        """Two values, the unit once: "81.2 to 93.8 %"."""
+        unit = f" {self.unit}" if self.unit else ""
+        return f"{self.write(low).removesuffix(unit)} to {self.write(high)}"
 
     def write_difference(self, value: float) -> str:
         """A difference without its sign: "12.5 points"."""

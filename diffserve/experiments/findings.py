@@ -13,6 +13,7 @@ import msgspec
 from diffserve.experiments.analysis import Analysis
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.plan import Cell
+from diffserve.experiments.wording import Outcome, interval, listed, said, said_of_gains
 
 AS_EXPECTED = "as expected"
 IN_PART = "in part"
@@ -20,6 +21,9 @@ NOT_DISTINGUISHABLE = "not distinguishable"
 OTHERWISE = "otherwise"
 
 FEW_STEPS = 20
+FAR_MORE = 2.0
+"""A gain counts as far more than another when it is surely more than so many times as large."""
+
 SAME_PICTURE = 0.5
 """A picture counts as the converged one while it is less than half as far from it as another seed's picture is."""
 
@@ -27,8 +31,6 @@ REPAIR = (
     "Where the limit itself is behind, more steps cannot help DDIM: it carries the network's errors along one path, "
     "and noise added on the way lets a sampler correct them (Karras et al. 2022, section 4; Xu et al. 2023, Restart)."
 )
-
-Outcome = int  # 1 ahead, 0 not distinguishable, -1 behind
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -90,16 +92,18 @@ class _Judge:
 
 def _ahead_at_few_steps(judge: _Judge, ddim: Mapping[int, Cell], ddpm: Mapping[int, Cell]) -> Finding | None:
     steps = [n for n in ddim if n in ddpm and n <= FEW_STEPS]
-    evidence, outcomes = [], []
+    evidence: list[str] = []
+    outcomes: list[list[Outcome]] = []
     for n in steps:
+        outcomes.append([])
         for measure, found, outcome in judge.contrasts({ddim[n]: 1, ddpm[n]: -1}):
-            outcomes.append(outcome)
+            outcomes[-1].append(outcome)
             evidence.append(
                 f"{n} steps, {measure.title}: ddim {judge.write(ddim[n], measure)}, ddpm "
-                f"{judge.write(ddpm[n], measure)}; {_said('ddim', measure, found, outcome)}."
+                f"{judge.write(ddpm[n], measure)}; {said('ddim', measure, found, outcome)}."
             )
-    claim = f"DDIM is ahead of DDPM at {_listed(steps)} steps"
-    return Finding(claim, _verdict(outcomes), tuple(evidence)) if outcomes else None
+    claim = f"DDIM is ahead of DDPM at {listed(steps)} steps"
+    return Finding(claim, _verdict_of_all(outcomes), tuple(evidence)) if evidence else None
 
 
 def _gains_more(judge: _Judge, ddpm: Mapping[int, Cell], ddim: Mapping[int, Cell]) -> Finding | None:
@@ -107,18 +111,23 @@ def _gains_more(judge: _Judge, ddpm: Mapping[int, Cell], ddim: Mapping[int, Cell
     few, many = (10, 100) if {10, 100} <= set(steps) else (min(steps, default=0), max(steps, default=0))
     if few == many:
         return None
-    weights = {ddpm[many]: 1.0, ddpm[few]: -1.0, ddim[many]: -1.0, ddim[few]: 1.0}
-    evidence, outcomes = [], []
-    for measure, found, outcome in judge.contrasts(weights):
-        outcomes.append(outcome)
+    own, others = {ddpm[many]: 1.0, ddpm[few]: -1.0}, {ddim[many]: 1.0, ddim[few]: -1.0}
+    far_more = {measure: outcome > 0 for measure, _, outcome in judge.contrasts(own | _times(-FAR_MORE, others))}
+    evidence, outcomes = [], {}
+    for measure, found, outcome in judge.contrasts(own | _times(-1, others)):
+        outcomes[measure] = outcome
         ways = (
             f"{name} from {judge.write(cells[few], measure)} to {judge.write(cells[many], measure)}"
             for name, cells in (("ddpm", ddpm), ("ddim", ddim))
         )
-        gains = _said("ddpm", measure, found, outcome, ("gains more", "gains less"))
+        gains = said_of_gains(measure, found, outcome, is_far_more=far_more[measure])
         evidence.append(f"{measure.title}: {' and '.join(ways)}; {gains}.")
-    claim = f"DDPM gains far more than DDIM from {few} to {many} steps"
-    return Finding(claim, _verdict(outcomes), tuple(evidence)) if outcomes else None
+    if not outcomes:
+        return None
+    verdict = _verdict(list(outcomes.values()))
+    if verdict == AS_EXPECTED and not any(far_more[measure] for measure in outcomes if outcomes[measure] > 0):
+        verdict = IN_PART
+    return Finding(f"DDPM gains far more than DDIM from {few} to {many} steps", verdict, tuple(evidence))
 
 
 def _ten_are_enough(judge: _Judge, dpm: Mapping[int, Cell], ddim: Mapping[int, Cell]) -> Finding | None:
@@ -131,9 +140,9 @@ def _ten_are_enough(judge: _Judge, dpm: Mapping[int, Cell], ddim: Mapping[int, C
             outcomes.append(1 if outcome >= 0 else -1)
             evidence.append(
                 f"{measure.title}: dpmpp_2m with 10 steps {judge.write(dpm[10], measure)}, ddim with {n} "
-                f"{judge.write(ddim[n], measure)}; {_said('dpmpp_2m', measure, found, outcome)}."
+                f"{judge.write(ddim[n], measure)}; {said('dpmpp_2m', measure, found, outcome)}."
             )
-    claim = f"DPM++ 2M with 10 steps is within noise of DDIM with {_listed(steps)}, or ahead of it"
+    claim = f"DPM++ 2M with 10 steps is within noise of DDIM with {listed(steps)}, or ahead of it"
     return Finding(claim, _verdict(outcomes), tuple(evidence)) if outcomes else None
 
 
@@ -145,9 +154,9 @@ def _same_picture(judge: _Judge, ddim: Mapping[int, Cell], ddpm: Mapping[int, Ce
     for cell, expected in zip(cells, (-1, 1), strict=True):
         line, outcome = _nearness(judge.analysis, cell)
         evidence.append(line)
-        outcomes.append(outcome * expected)
+        outcomes.append([outcome * expected])
     claim = f"With the same seed DDIM at {FEW_STEPS} steps is close to its converged picture, DDPM is not"
-    return Finding(claim, _verdict(outcomes), tuple(evidence))
+    return Finding(claim, _verdict_of_all(outcomes), tuple(evidence))
 
 
 def _good_limit(judge: _Judge, ddpm: Mapping[int, Cell]) -> Finding | None:
@@ -161,7 +170,7 @@ def _good_limit(judge: _Judge, ddpm: Mapping[int, Cell]) -> Finding | None:
         outcomes.append(1 if outcome >= 0 else -1)
         evidence.append(
             f"{measure.title}: converged {judge.write(limit, measure)}, ddpm with {many.num_steps} steps "
-            f"{judge.write(many, measure)}; {_said('converged', measure, found, outcome)}."
+            f"{judge.write(many, measure)}; {said('converged', measure, found, outcome)}."
         )
     if not outcomes:
         return None
@@ -178,7 +187,7 @@ def _nearness(analysis: Analysis, cell: Cell) -> tuple[str, Outcome]:
     assert rmse is not None, "only references have no distance"
     assert psnr is not None
     line = (
-        f"{cell.label}: latent RMSE {rmse.value:.3g}{_interval(rmse)}, PSNR {psnr.value:.1f} dB{_interval(psnr)} "
+        f"{cell.label}: latent RMSE {rmse.value:.3g}{interval(rmse)}, PSNR {psnr.value:.1f} dB{interval(psnr)} "
         "to the converged picture of its seed"
     )
     stranger = analysis.strangers.get(cell.guidance_scale)
@@ -194,34 +203,24 @@ def _nearness(analysis: Analysis, cell: Cell) -> tuple[str, Outcome]:
     return line, beyond.sign
 
 
-def _said(
-    who: str,
-    measure: Measure,
-    found: Estimate,
-    outcome: Outcome,
-    words: tuple[str, str] = ("is better", "is worse"),
-) -> str:
-    by = measure.write_difference(found.value)
-    if not outcome:
-        return f"a difference of {by}, within noise{_interval(found, measure)}"
-    return f"{who} {words[0] if outcome > 0 else words[1]} by {by}{_interval(found, measure)}"
+def _times(factor: float, weights: Mapping[Cell, float]) -> dict[Cell, float]:
+    return {cell: factor * weight for cell, weight in weights.items()}
 
 
-def _interval(found: Estimate, measure: Measure | None = None) -> str:
-    if found.low is None or found.high is None:
-        return ""
-    factor = 100 if measure is Measure.EXACT else 1
-    return f" (95 % interval {factor * found.low:.3g} to {factor * found.high:.3g})"
+def _verdict_of_all(parts: Sequence[Sequence[Outcome]]) -> str:
+    """The verdict on a claim of several parts, as expected only where each of them is."""
+    verdicts = {_verdict(outcomes) for outcomes in parts}
+    if len(verdicts) == 1:
+        return verdicts.pop()
+    if verdicts & {AS_EXPECTED, IN_PART}:
+        return IN_PART
+    return OTHERWISE
 
 
 def _verdict(outcomes: Sequence[Outcome]) -> str:
+    """One part: as expected where some measure speaks for it and none against."""
     if min(outcomes) >= 0 and max(outcomes) > 0:
         return AS_EXPECTED
     if max(outcomes) > 0:
         return IN_PART
     return OTHERWISE if min(outcomes) < 0 else NOT_DISTINGUISHABLE
-
-
-def _listed(steps: Sequence[int]) -> str:
-    words = [str(n) for n in sorted(steps)]
-    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)

@@ -1,4 +1,4 @@
-"""From a painted sweep to the files in its folder: cells.csv, report.json, plots, and report.html."""
+"""From a painted sweep to the files in its folder: cells.csv, report.json, plots, report.md and report.html."""
 
 from __future__ import annotations
 
@@ -16,21 +16,27 @@ from diffserve.embedded.checker import Wish
 from diffserve.experiments import provenance
 from diffserve.experiments.analysis import Analysis, PictureSet
 from diffserve.experiments.estimates import SET_MEASURES, Measure
+from diffserve.experiments.figures import CURVES, OVERVIEW, TIME, files_of, sections_of
 from diffserve.experiments.findings import Finding, find
+from diffserve.experiments.folder import write_whole
 from diffserve.experiments.front import knee, pareto_front
 from diffserve.experiments.plan import TIMED_ROUNDS, Cell, SweepPlan
 from diffserve.experiments.prompts import drawn_per_prompt, drawn_pictures
 from diffserve.experiments.report_page import write_page
+from diffserve.experiments.report_text import write_markdown
+from diffserve.experiments.series import points_of, time_measures
 from diffserve.experiments.solo_timing import SoloTime
-from diffserve.experiments.store import Store, write_whole
+from diffserve.experiments.store import Store
 from diffserve.experiments.summary import CellSummary, summarise, write_csv
 
 if TYPE_CHECKING:
     from diffserve.engine import Engine
 
-CSV, JSON, PAGE = "cells.csv", "report.json", "report.html"
-CURVES, TIME, STRIP = "curves.png", "quality-against-time.png", "strip-{}.png"
-RESULTS = (CSV, JSON, PAGE, CURVES, TIME)
+CSV, JSON, SUMMARY, PAGE = "cells.csv", "report.json", "report.md", "report.html"
+RESULTS = (CSV, JSON, SUMMARY, PAGE, OVERVIEW, CURVES, TIME)
+SMALL = (SUMMARY, OVERVIEW, JSON, CSV)
+"""What is small enough to be kept with a project's sources."""
+
 FEW_PICTURES = 64  # as many as there are features
 
 
@@ -75,7 +81,7 @@ def write_report(
         "plan": plan,
         "notes": _notes(plan, engine, drawn, why_not, begun),
         "findings": findings,
-        "fronts": {measure.value: _front(summaries, measure) for measure in _time_measures(summaries)},
+        "fronts": {measure.value: _front(summaries, measure) for measure in time_measures(summaries)},
         "cells": summaries,
     }
     outputs = _outputs(document, plan, analysis, summaries)
@@ -100,20 +106,15 @@ def _outputs(
     document: Mapping[str, Any], plan: SweepPlan, analysis: Analysis, summaries: Sequence[CellSummary]
 ) -> dict[str, bytes]:
     """Every file by its name, the page last."""
-    figures = _figures(plan, analysis, summaries)
-    page = write_page(
-        f"A sweep of {document['model']['id']}",
-        _facts(document, plan),
-        document["findings"],
-        [figure[1:] for figure in figures],
-        summaries,
-        document["notes"],
-    )
+    title, facts = f"A sweep of {document['model']['id']}", _facts(document, plan)
+    findings, notes = document["findings"], document["notes"]
+    sections = sections_of(analysis, summaries)
     return {
         CSV: write_csv(summaries).encode(),
         JSON: msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n",
-        **{name: png for name, _, _, png in figures},
-        PAGE: page.encode(),
+        **files_of(analysis, summaries),
+        SUMMARY: write_markdown(title, facts, findings, OVERVIEW, summaries, notes).encode(),
+        PAGE: write_page(title, facts, findings, sections, summaries, notes).encode(),
     }
 
 
@@ -152,44 +153,7 @@ def strangers(plan: SweepPlan, store: Store) -> dict[float, float]:
     return found
 
 
-def _figures(
-    plan: SweepPlan, analysis: Analysis, summaries: Sequence[CellSummary]
-) -> list[tuple[str, str, str, bytes]]:
-    """File name, heading, caption and PNG of every figure."""
-    from diffserve.experiments import plots
-
-    dotted = "Shaded: 95 % intervals. Dotted: the converged pictures themselves."
-    figures = [
-        (CURVES, "Over steps", f"Every measure over steps, on a logarithmic axis. {dotted}", plots.curves(summaries))
-    ]
-    caption = "Quality against the time of one image alone, the Pareto front of the point estimates, and its knee."
-    figures.append((TIME, "Against time", caption, plots.quality_against_time(summaries)))
-    for prompt in range(len(plan.prompts)):
-        shown = _thumbnails(analysis, prompt)
-        if not shown:
-            break
-        heading = "" if prompt else "The same seed, growing steps"
-        caption = f"“{plan.prompts[prompt]}”, seed {plan.seed_of((prompt, 0))}"
-        figures.append((STRIP.format(prompt + 1), heading, caption, plots.strip(plan.prompts[prompt], shown)))
-    return figures
-
-
-def _thumbnails(analysis: Analysis, prompt: int) -> dict[Cell, bytes]:
-    index = analysis.plan.places.index((prompt, 0))
-    cells = (*analysis.plan.cells, *analysis.plan.references)
-    found = {cell: analysis.records(cell)[index].thumbnail for cell in cells}
-    return {cell: thumbnail for cell, thumbnail in found.items() if thumbnail is not None}
-
-
-def _time_measures(summaries: Sequence[CellSummary]) -> tuple[Measure, ...]:
-    from diffserve.experiments.plots import time_measures
-
-    return time_measures(summaries)
-
-
 def _front(summaries: Sequence[CellSummary], measure: Measure) -> dict[str, Any]:
-    from diffserve.experiments.plots import points_of
-
     front = pareto_front(points_of(summaries, measure))
     best = knee(front)
     return {"front": [point.name for point in front], "knee": None if best is None else best.name}
@@ -199,13 +163,19 @@ def _facts(document: Mapping[str, Any], plan: SweepPlan) -> dict[str, str]:
     model, machine = document["model"], document["machine"]
     return {
         "model": f"{model['id']}, weights {model['digest']}, {model['dtype']} on {model['device']}",
-        "pictures": f"{len(plan.prompts)} prompts x {plan.num_seeds} seeds in each of {len(plan.cells)} cells",
+        "cells": f"{len(plan.cells)}, {len(plan.places)} pictures each",
+        "pictures": f"prompts {len(plan.prompts)}, seeds of each {plan.num_seeds}, the same in every cell",
         "converged": f"DDIM with {plan.reference_steps} steps from the same seeds",
         "guidance": ", ".join(f"{scale:g}" for scale in plan.guidance),
-        "machine": f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average']} when it began",
+        "machine": f"{machine['cpu']}, {machine['cores']} cores{_load(machine)}",
         "versions": ", ".join(f"{name} {version}" for name, version in document["versions"].items()),
-        "date": document["date"],
+        "date": document["date"].replace("T", " ").replace("+00:00", " UTC"),
     }
+
+
+def _load(machine: Mapping[str, Any]) -> str:
+    load = machine["load_average"]
+    return f", load {load[0]:.1f} when it began" if load else ""
 
 
 def _notes(

@@ -3,46 +3,98 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.findings import AS_EXPECTED, IN_PART, OTHERWISE, Finding
+from diffserve.experiments.series import StripGrid
 from diffserve.experiments.summary import CellSummary
 
 CSS = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 0 auto; padding: 1rem; }
-h1 { font-size: 1.6rem; } h2 { margin-top: 2.2rem; font-size: 1.25rem; } h3 { font-size: 1rem; margin-bottom: .3rem; }
-figure { margin: 1rem 0; } figcaption, .note { color: light-dark(#555, #aaa); font-size: .9rem; }
-img { max-width: 100%; height: auto; background: #fff; }
+:root { color-scheme: light dark; --ground: #fff; --ink: #1b1d21; --faint: #5c6169; --line: #d9dce1; --soft: #f4f5f7; }
+@media (prefers-color-scheme: dark) {
+  :root { --ground: #16181c; --ink: #e4e6ea; --faint: #9aa0a9; --line: #33373e; --soft: #1f2227; }
+}
+body { font: 16px/1.55 system-ui, sans-serif; max-width: 76rem; margin: 0 auto; padding: 1.5rem 1rem 4rem;
+  background: var(--ground); color: var(--ink); }
+h1 { font-size: 1.7rem; line-height: 1.2; margin: .5rem 0 1rem; }
+h2 { font-size: 1.25rem; margin: 2.8rem 0 .6rem; padding-top: 1rem; border-top: 1px solid var(--line); }
+h3 { font-size: 1rem; margin: 1.4rem 0 .3rem; }
+p, ul { margin: .3rem 0 .8rem; max-width: 48rem; } ul { padding-left: 1.2rem; } li { margin: .15rem 0; }
+.note, figcaption, dt { color: var(--faint); font-size: .9rem; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: 0; font-size: .9rem; }
+dd { margin: 0; overflow-wrap: anywhere; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.5rem 1rem; }
+figure { margin: 0 0 1.2rem; min-width: 0; } .charts figure { margin: 0; }
+img { display: block; max-width: 100%; height: auto; }
 .wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884; }
-th:first-child, td:first-child { text-align: left; }
-td small { color: light-dark(#666, #999); }
-.verdict { border-radius: .3rem; padding: .05rem .45rem; font-size: .85rem; color: #fff; background: #555; }
+table { border-collapse: collapse; font-size: .8rem; font-variant-numeric: tabular-nums; }
+.cells th, .cells td { padding: .3rem .45rem; text-align: right; vertical-align: top; white-space: nowrap; }
+.cells thead th { white-space: normal; vertical-align: bottom; min-width: 3.2rem; font-weight: 600; }
+.cells tbody th { white-space: normal; min-width: 6rem; }
+.cells tr { border-bottom: 1px solid var(--line); }
+.cells tbody tr:nth-child(even) > * { background: var(--soft); }
+.cells th:first-child { text-align: left; position: sticky; left: 0; background: var(--ground); font-weight: 600; }
+.cells small { display: block; color: var(--faint); }
+.strip th { font-weight: 400; color: var(--faint); padding: .1rem .35rem; vertical-align: bottom; }
+.strip tbody th { text-align: right; vertical-align: middle; white-space: nowrap; position: sticky; left: 0;
+  background: var(--ground); }
+.strip td { padding: 2px; } .strip img { width: 112px; max-width: none; border-radius: 3px; }
+@media (max-width: 40rem) { .strip img { width: 76px; } .strip th { padding: .1rem .2rem; font-size: .75rem; } }
+.verdict { border-radius: .3rem; padding: .1rem .45rem; font-size: .8rem; font-weight: 400; color: #fff;
+  background: #5a6069; white-space: nowrap; }
 .verdict.yes { background: #00704f; } .verdict.no { background: #a63d00; } .verdict.part { background: #80600a; }
 """
 
+UNIT = re.compile(r"(?<=\d) (?=%|dB\b|points\b)")
 LOOKS = {AS_EXPECTED: "yes", IN_PART: "part", OTHERWISE: "no"}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A drawing and what it shows: PNG for a light page and for a dark one."""
+
+    caption: str
+    light: bytes
+    dark: bytes
+
+
+@dataclass(frozen=True)
+class Strip:
+    """Pictures in rows and columns, WebP."""
+
+    caption: str
+    grid: StripGrid
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page with its figures."""
+
+    heading: str
+    notes: tuple[str, ...]
+    charts: tuple[Chart, ...] = ()
+    strips: tuple[Strip, ...] = ()
 
 
 def write_page(
     title: str,
     facts: Mapping[str, Any],
     findings: Sequence[Finding],
-    figures: Sequence[tuple[str, str, bytes]],
+    sections: Iterable[Section],
     summaries: Sequence[CellSummary],
     notes: Sequence[str],
 ) -> str:
-    """The page. ``figures``: heading, caption and PNG of each; ``facts``: name and value, shown as they are."""
+    """The page. ``facts``: name and value, shown as they are."""
     body = [
         f"<h1>{escape(title)}</h1>",
         *_facts(facts),
         *_findings(findings),
-        *(part for heading, caption, png in figures for part in _figure(heading, caption, png)),
+        *(part for section in sections for part in _section(section)),
         *_table(summaries),
         *_notes(notes),
     ]
@@ -60,50 +112,85 @@ def write_page(
 
 
 def _facts(facts: Mapping[str, Any]) -> Iterator[str]:
-    yield '<p class="note">'
-    yield "<br>".join(f"<b>{escape(name)}</b>: {escape(str(value))}" for name, value in facts.items())
-    yield "</p>"
+    yield "<dl>"
+    yield from (f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items())
+    yield "</dl>"
 
 
 def _findings(findings: Sequence[Finding]) -> Iterator[str]:
     yield "<h2>What a step buys</h2>"
-    if not findings:
+    if findings:
+        yield '<p class="note">What papers let one expect, and whether these pictures bear it out.</p>'
+    else:
         yield "<p>These cells answer none of the usual questions: take ddim, ddpm and dpmpp_2m, 10 to 100 steps.</p>"
     for finding in findings:
         look = LOOKS.get(finding.verdict, "")
         yield f'<h3>{escape(finding.claim)}: <span class="verdict {look}">{escape(finding.verdict)}</span></h3><ul>'
-        yield from (f"<li>{escape(line)}</li>" for line in finding.evidence)
+        yield from (f"<li>{_unbroken(line)}</li>" for line in finding.evidence)
         yield "</ul>"
 
 
-def _figure(heading: str, caption: str, png: bytes) -> Iterator[str]:
-    yield f"<h2>{escape(heading)}</h2>" if heading else ""
-    yield f'<figure><img alt="{escape(caption)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
-    yield f"<figcaption>{escape(caption)}</figcaption></figure>"
+def _unbroken(line: str) -> str:
+    """Escaped, no unit on another line than its number."""
+    return UNIT.sub("\u00a0", escape(line))
+
+
+def _section(section: Section) -> Iterator[str]:
+    yield f"<h2>{escape(section.heading)}</h2>"
+    yield from (f'<p class="note">{_unbroken(note)}</p>' for note in section.notes)
+    if section.charts:
+        yield '<div class="charts">'
+        yield from (_chart(chart) for chart in section.charts)
+        yield "</div>"
+    yield from (_strip(strip) for strip in section.strips)
+
+
+def _chart(chart: Chart) -> str:
+    dark = f'<source media="(prefers-color-scheme: dark)" srcset="{_data("png", chart.dark)}">'
+    light = f'<img alt="{escape(chart.caption)}" src="{_data("png", chart.light)}">'
+    return f"<figure><picture>{dark}{light}</picture></figure>"
+
+
+def _strip(strip: Strip) -> str:
+    heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in strip.grid.heads)
+    rows = []
+    for name, row in zip(strip.grid.names, strip.grid.rows, strict=True):
+        pictures = "".join(_picture(f"{name}, {head}", one) for head, one in zip(strip.grid.heads, row, strict=True))
+        rows.append(f'<tr><th scope="row">{escape(name)}</th>{pictures}</tr>')
+    table = f'<table class="strip"><thead><tr><td></td>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+    return f'<figure><figcaption>{escape(strip.caption)}</figcaption><div class="wide">{table}</div></figure>'
+
+
+def _picture(what: str, webp: bytes | None) -> str:
+    return "<td></td>" if webp is None else f'<td><img alt="{escape(what)}" src="{_data("webp", webp)}"></td>'
+
+
+def _data(kind: str, data: bytes) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def _table(summaries: Sequence[CellSummary]) -> Iterator[str]:
     measures = [measure for measure in Measure if any(one.value(measure) for one in summaries)]
-    heads = ["cell", "guidance", "images", *(measure.short_title for measure in measures)]
-    heads += ["evaluations an image", "ms a step, alone", "s an image, alone", "images/s, engine full"]
-    yield '<h2>Every cell</h2><p class="note">In brackets the 95 % interval; of times, the least and the most.</p>'
-    yield '<div class="wide"><table><thead><tr>'
+    heads = ["cell", *(measure.short_title for measure in measures)]
+    heads += ["UNet rows an image", "ms a step, alone", "s an image, alone", "images/s, engine full"]
+    yield '<h2>Every cell</h2><p class="note">Below a value its 95 % interval; below a time the least and the most.</p>'
+    yield '<div class="wide"><table class="cells"><thead><tr>'
     yield "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
     yield "</tr></thead><tbody>"
+    several = len({one.cell.guidance_scale for one in summaries}) > 1
     for one in summaries:
-        yield f"<tr>{''.join(f'<td>{cell}</td>' for cell in _row(one, measures))}</tr>"
+        label = f"{one.cell.label}, guidance {one.cell.guidance_scale:g}" if several else one.cell.label
+        cells = "".join(f"<td>{cell}</td>" for cell in _row(one, measures))
+        yield f'<tr><th scope="row">{escape(label)}</th>{cells}</tr>'
     yield "</tbody></table></div>"
 
 
 def _row(one: CellSummary, measures: Iterable[Measure]) -> Iterator[str]:
-    yield escape(one.cell.label)
-    yield f"{one.cell.guidance_scale:g}"
-    yield f"{one.num_images}"
     for measure in measures:
         found = one.value(measure)
         yield "" if found is None else _with_interval(found, measure)
     yield f"{one.evaluations:g}"
-    yield f"{one.step_ms.value:.1f} <small>({one.step_ms.low:.1f} to {one.step_ms.high:.1f})</small>"
+    yield f"{one.step_ms.value:.1f}<small>{one.step_ms.low:.1f} to {one.step_ms.high:.1f}</small>"
     yield f"{one.alone_s:.2f}"
     yield f"{one.images_per_s:.2f}"
 
@@ -112,7 +199,7 @@ def _with_interval(found: Estimate, measure: Measure) -> str:
     value = escape(measure.write(found.value))
     if found.low is None or found.high is None:
         return value
-    return f"{value} <small>({escape(measure.write(found.low))} to {escape(measure.write(found.high))})</small>"
+    return f"{value}<small>{escape(measure.write_range(found.low, found.high))}</small>"
 
 
 def _notes(notes: Sequence[str]) -> Iterator[str]:

@@ -1,19 +1,18 @@
 """What a sweep has done so far, on disk: a journal for each cell, and the converged pictures.
 
+    DIR/parts/setup.json                             what the sweep was begun with; another one is refused
     DIR/parts/<cell>-<digest>.jsonl                  one line a picture, appended when it is measured
     DIR/parts/<reference>-<digest>/<place>.npz       latents and pixels that others are held against
 
 The digest is over everything that the numbers depend on (weights, dtype, prompts, seeds, the cell itself, versions).
-So a changed setup never continues another's journal, and a sweep of more samplers or steps continues that of fewer. A
-process that is killed in mid-write leaves a line without an end or a temporary file; both are dropped.
+So a sweep of more samplers or steps continues that of fewer, and nothing else is ever mixed in. A process that is
+killed in mid-write leaves a line without an end or a temporary file; both are dropped.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
@@ -23,12 +22,18 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from diffserve.errors import InvalidRequest
+from diffserve.experiments.folder import (
+    DIGEST_DIGITS,
+    PARTS,
+    SETUP,
+    guarded,
+    refuse_folder,
+    refuse_other_sweep,
+    take_lock,
+    write_whole,
+)
 from diffserve.experiments.plan import Cell
 from diffserve.experiments.records import ImageRecord
-
-PARTS = "parts"
-DIGEST_DIGITS = 12
 
 Place = tuple[int, int]
 
@@ -43,21 +48,26 @@ class Converged(NamedTuple):
 class Store:
     """The folder of a sweep. ``setup`` holds, by name, everything but the cell that its numbers depend on.
 
-    A context: leaving it closes the journals. Raises :class:`InvalidRequest` where the folder cannot be written, or
-    holds results that no sweep wrote.
+    A context that keeps other processes out; leaving it closes the journals. Raises :class:`InvalidRequest` where the
+    folder cannot be written, holds results that no sweep wrote or a sweep of another setup, or is in use.
     """
 
     def __init__(self, folder: Path, setup: Mapping[str, Any], *, results: Iterable[str]) -> None:
         refuse_folder(folder, results)
+        refuse_other_sweep(folder, setup)
         self.folder = folder
         self.parts = folder / PARTS
         self._setup = dict(setup)
         self._digests: dict[Cell, str] = {}
         self._records: dict[Cell, dict[Place, ImageRecord]] = {}
         self._journals: dict[Cell, IO[bytes]] = {}
-        _guarded(folder, lambda: self.parts.mkdir(parents=True, exist_ok=True))
+        self._lock: IO[bytes] | None = None
+        guarded(folder, lambda: self.parts.mkdir(parents=True, exist_ok=True))
+        if not (self.parts / SETUP).exists():
+            self.write_json(SETUP, self._setup)
 
     def __enter__(self) -> Self:
+        self._lock = take_lock(self.folder)
         return self
 
     def __exit__(
@@ -66,6 +76,8 @@ class Store:
         for journal in self._journals.values():
             journal.close()
         self._journals.clear()
+        if self._lock is not None:
+            self._lock.close()
 
     def digest(self, cell: Cell, more: Mapping[str, Any] | None = None) -> str:
         """What tells this cell of this setup from every other, 12 hexadecimal digits."""
@@ -129,48 +141,6 @@ class Store:
         if cell not in self._digests:
             self._digests[cell] = self.digest(cell)
         return f"{cell.slug}-{self._digests[cell]}"
-
-
-def refuse_folder(folder: Path, results: Iterable[str]) -> None:
-    """Raise :class:`InvalidRequest` where a sweep cannot write to ``folder``, without making anything there.
-
-    A folder that is there may be used when it is a sweep's, or holds none of ``results``; one that is not there will be
-    made, so the nearest parent that exists must be writable.
-    """
-    if folder.is_dir() and not (folder / PARTS).is_dir():
-        for name in results:
-            if (folder / name).exists():
-                message = f"{str(folder)!r} holds a {name} that no sweep wrote; choose another folder."
-                raise InvalidRequest(message, param="output")
-    existing = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
-
-    def try_it() -> None:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-
-    _guarded(folder, try_it)
-
-
-def write_whole(file: Path, data: bytes) -> None:
-    """Write ``data`` so that a reader sees the old file or the new one. Raises :class:`InvalidRequest`."""
-    temporary = file.with_name(f".{file.name}.part")
-
-    def write() -> None:
-        try:
-            temporary.write_bytes(data)
-            temporary.replace(file)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-
-    _guarded(file, write)
-
-
-def _guarded(path: Path, action: Callable[[], None]) -> None:
-    try:
-        action()
-    except OSError as error:
-        raise InvalidRequest(f"cannot write to {str(path)!r}: {error.strerror}.", param="output") from None
 
 
 def _read_journal(path: Path) -> dict[Place, ImageRecord]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from diffserve.experiments.findings import (
@@ -66,12 +67,33 @@ def test_equal_samplers_are_not_distinguishable() -> None:
     found = findings(dict.fromkeys(PAPERS, 0.7))
     assert verdict(found, "DDIM is ahead") == NOT_DISTINGUISHABLE
     assert verdict(found, "DDPM gains") == NOT_DISTINGUISHABLE
-    assert all("points, within noise (95 %" in line for line in found[0].evidence)
+    assert all("ddim is level, within noise (95 % interval" in line for line in found[0].evidence)
+    assert "the gains differ by 0.0 points, within noise" in found[1].evidence[0]
+
+
+def test_more_but_not_far_more_is_in_part() -> None:
+    shares = PAPERS | {("ddim", 10): 0.5, ("ddim", 100): 0.9, ("ddpm", 10): 0.1, ("ddpm", 100): 0.8}
+    found = findings(shares)
+    assert verdict(found, "DDPM gains") == IN_PART
+    assert "but not surely more than twice as much" in found[1].evidence[0]
+
+
+def test_the_interval_of_an_advantage_is_above_zero_whichever_way_the_measure_counts() -> None:
+    for shares, said in ((PAPERS, "better"), (PAPERS | {("ddpm", 5): 1.0}, "worse")):
+        line = findings(shares)[0].evidence[0]
+        ends = re.search(rf"ddim is {said} by [\d.]+ points \(95 % interval ([\d.]+) to ([\d.]+)\)\.", line)
+        assert ends is not None, line
+        assert 0 < float(ends[1]) < float(ends[2])
 
 
 def test_ahead_here_and_behind_there_is_in_part() -> None:
     found = findings(PAPERS | {("ddpm", 20): 1.0, ("ddim", 20): 0.5})
     assert verdict(found, "DDIM is ahead") == IN_PART
+
+
+def test_ahead_at_one_of_three_step_counts_is_in_part() -> None:
+    level = dict.fromkeys([("ddim", 10), ("ddpm", 10), ("ddim", 20), ("ddpm", 20)], 0.9)
+    assert verdict(findings(PAPERS | level), "DDIM is ahead") == IN_PART
 
 
 def test_a_sentence_quotes_its_numbers_and_their_interval() -> None:

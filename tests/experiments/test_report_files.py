@@ -1,4 +1,4 @@
-"""The files of a report: a table that reads back, plots that decode, a page that needs nothing else."""
+"""The files of a report: a table that reads back, a page that needs nothing else, a short text that is inert."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import re
 from html.parser import HTMLParser
 from io import BytesIO
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
 
-from diffserve.experiments import plots
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.findings import AS_EXPECTED, OTHERWISE, Finding
 from diffserve.experiments.plan import Cell
-from diffserve.experiments.report_page import write_page
+from diffserve.experiments.report_page import Chart, Section, Strip, write_page
+from diffserve.experiments.report_text import write_markdown
+from diffserve.experiments.series import StripGrid
 from diffserve.experiments.summary import CellSummary, summarise, write_csv
 from tests.experiments.synthetic import analysis_of, plan_of, time_of
 
@@ -66,33 +68,6 @@ def test_the_table_reads_back_with_a_line_for_each_cell(summaries: tuple[CellSum
     assert write_csv([]) == "\n"
 
 
-def test_every_plot_is_a_picture(summaries: tuple[CellSummary, ...]) -> None:
-    thumbnails = {cell: png(40 * index) for index, cell in enumerate((*PLAN.cells, *PLAN.references))}
-    for data in (
-        plots.curves(summaries),
-        plots.quality_against_time(summaries),
-        plots.strip(NASTY, thumbnails),
-    ):
-        image = Image.open(BytesIO(data))
-        assert image.format == "PNG"
-        assert min(image.size) > 150
-        assert len(np.unique(np.asarray(image.convert("L")))) > 10
-
-
-def test_a_plot_of_one_cell_or_without_some_measures_can_be_drawn(summaries: tuple[CellSummary, ...]) -> None:
-    for part in (summaries[:1], summaries[:1] + summaries[-1:]):
-        assert Image.open(BytesIO(plots.curves(part))).format == "PNG"
-        assert Image.open(BytesIO(plots.quality_against_time(part))).format == "PNG"
-    assert plots.strip("a fox", {PLAN.cells[0]: png(3)})
-
-
-def test_the_front_is_drawn_over_the_seconds_of_one_image(summaries: tuple[CellSummary, ...]) -> None:
-    points = plots.points_of(summaries, Measure.EXACT)
-    assert len(points) == len(PLAN.cells)
-    assert [point.seconds for point in points] == [one.alone_s for one in summaries[:-1]]
-    assert plots.time_measures(summaries) == (Measure.EXACT, Measure.PSNR_DB)
-
-
 class Page(HTMLParser):
     """What a browser would fetch, and which elements there are."""
 
@@ -113,18 +88,51 @@ class Page(HTMLParser):
 
 
 def test_the_page_loads_nothing_runs_nothing_and_says_everything(summaries: tuple[CellSummary, ...]) -> None:
-    figures = [(NASTY, NASTY, png(9)), ("", "second", png(10))]
-    text = write_page(NASTY, {"model": NASTY, NASTY: 3}, FINDINGS, figures, summaries, [NASTY])
+    strip = Strip(NASTY, StripGrid((NASTY, "converged"), (NASTY,), ((png(3), None),)))
+    sections = [
+        Section(NASTY, (NASTY,), charts=(Chart(NASTY, png(9), png(10)), Chart("second", png(11), png(12)))),
+        Section("strips", (), strips=(strip,)),
+    ]
+    text = write_page(NASTY, {"model": NASTY, NASTY: 3}, FINDINGS, sections, summaries, [NASTY])
     page = Page(text)
-    assert len(page.addresses) == 2
-    assert all(address.startswith("data:image/png;base64,") for address in page.addresses)
+    assert len(page.addresses) == 5
+    assert all(address.startswith(("data:image/png;base64,", "data:image/webp;base64,")) for address in page.addresses)
     assert "script" not in page.tags
     assert "link" not in page.tags
     assert not re.search(r"url\(|@import|https?://", text)
-    assert sum(NASTY in words for words in page.words) >= 6
-    assert page.tags.count("tr") == 1 + len(summaries)
-    assert {"h1", "h2", "table", "figcaption"} <= set(page.tags)
+    assert sum(NASTY in words for words in page.words) >= 10
+    assert page.tags.count("tr") == 1 + len(summaries) + 2
+    assert {"h1", "h2", "table", "figcaption", "picture"} <= set(page.tags)
 
 
 def test_a_page_without_findings_says_so(summaries: tuple[CellSummary, ...]) -> None:
     assert "answer none of the usual questions" in write_page("t", {}, (), [], summaries, [])
+
+
+def test_the_table_of_the_page_writes_a_unit_once_and_the_guidance_only_where_there_are_several(
+    summaries: tuple[CellSummary, ...],
+) -> None:
+    text = write_page("t", {}, (), [], summaries, [])
+    assert re.search(r"<td>60\.0 %<small>[\d.]+ to [\d.]+ %</small></td>", text)
+    assert "guidance 3" not in text
+    other = msgspec.structs.replace(summaries[0], cell=Cell("ddpm", 5, 1.0))
+    assert "ddpm 5, guidance 1" in write_page("t", {}, (), [], (*summaries, other), [])
+
+
+def test_the_short_report_has_the_picture_the_findings_and_a_row_for_each_cell(
+    summaries: tuple[CellSummary, ...],
+) -> None:
+    text = write_markdown("A sweep", {"model": "tiny"}, FINDINGS, "overview.png", summaries, ["Paired."])
+    assert "![quality over steps, and one seed with growing steps](overview.png)" in text
+    assert "### DDIM is ahead: as expected" in text
+    rows = [line for line in text.splitlines() if line.startswith("| dd")]
+    assert [row.split("|")[1].strip() for row in rows] == [one.cell.label for one in summaries]
+    assert re.search(r"\| 60\.0 % \([\d.]+ to [\d.]+ %\) \|", rows[0])
+
+
+def test_the_short_report_takes_words_as_words(summaries: tuple[CellSummary, ...]) -> None:
+    nasty = "![x](https://example.org/x.png) <img src=x> | `code` [link](http://example.org)\n# heading"
+    text = write_markdown(nasty, {nasty: nasty}, (Finding(nasty, OTHERWISE, (nasty,)),), "p.png", summaries, [nasty])
+    assert not re.search(r"(?<!\\)[<\]`](?!\(p\.png)", text.replace("steps](p.png)", "steps"))
+    assert "://" not in text
+    assert [line for line in text.splitlines() if line.startswith("# ")] == [text.splitlines()[0]]

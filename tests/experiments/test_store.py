@@ -1,4 +1,4 @@
-"""The folder of a sweep: nothing is lost that was measured, nothing half-written is believed, setups never mix."""
+"""The folder of a sweep: nothing is lost that was measured, nothing half-written is believed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
-from diffserve.errors import InvalidRequest
+from diffserve.experiments.folder import PARTS
 from diffserve.experiments.plan import Cell
 from diffserve.experiments.records import ImageRecord
-from diffserve.experiments.store import PARTS, Converged, Store, refuse_folder, write_whole
+from diffserve.experiments.store import Converged, Store
 from tests.experiments.synthetic import plan_of, records_of
 
 PLAN = plan_of(num_prompts=3)
@@ -69,16 +68,6 @@ def test_the_first_of_two_records_of_one_picture_counts(tmp_path: Path) -> None:
         assert store.records(CELL)[RECORDS[0].place].spacing == "trailing"
 
 
-@pytest.mark.parametrize("change", [{"weights": "abd"}, {"prompts": ("a fox",)}, {"dtype": "float32"}])
-def test_another_setup_sees_nothing_of_this_one_and_this_one_stays(tmp_path: Path, change: dict[str, Any]) -> None:
-    keep(tmp_path, RECORDS)
-    with store_at(tmp_path, **change) as store:
-        assert store.records(CELL) == {}
-        store.add(CELL, RECORDS[0])
-    with store_at(tmp_path) as store:
-        assert len(store.records(CELL)) == len(RECORDS)
-
-
 def test_converged_pictures_are_kept_bit_by_bit(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     converged = Converged(rng.integers(0, 256, (8, 8, 3), np.uint8), rng.normal(size=(4, 2, 2)).astype(np.float32))
@@ -110,35 +99,3 @@ def test_documents_are_replaced_whole(tmp_path: Path) -> None:
         (store.parts / "times.json").write_text("{", encoding="utf-8")
         assert store.read_json("times.json") is None
         assert store.read_json("others.json") is None
-
-
-def test_a_folder_under_a_file_is_refused_in_one_sentence_and_nothing_is_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine", encoding="utf-8")
-    for folder in (tmp_path / "file", tmp_path / "file" / "deeper"):
-        with pytest.raises(InvalidRequest, match=r"cannot write to .*: Not a directory"):
-            refuse_folder(folder, RESULTS)
-        with pytest.raises(InvalidRequest, match="cannot write to"):
-            store_at(folder)
-    assert [file.name for file in tmp_path.iterdir()] == ["file"]
-
-
-def test_asking_whether_a_folder_can_be_written_makes_nothing(tmp_path: Path) -> None:
-    refuse_folder(tmp_path / "new" / "deeper", RESULTS)
-    assert not list(tmp_path.iterdir())
-    store_at(tmp_path / "new" / "deeper")
-    assert (tmp_path / "new" / "deeper" / PARTS).is_dir()
-
-
-def test_results_that_no_sweep_wrote_are_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "cells.csv").write_text("precious", encoding="utf-8")
-    with pytest.raises(InvalidRequest, match=r"holds a cells\.csv that no sweep wrote"):
-        store_at(tmp_path)
-    (tmp_path / PARTS).mkdir()
-    refuse_folder(tmp_path, RESULTS)
-
-
-def test_a_file_that_cannot_be_written_leaves_no_piece_of_it(tmp_path: Path) -> None:
-    (tmp_path / "report.html").mkdir()
-    with pytest.raises(InvalidRequest, match=r"cannot write to .*report\.html"):
-        write_whole(tmp_path / "report.html", b"page")
-    assert [file.name for file in tmp_path.iterdir()] == ["report.html"]

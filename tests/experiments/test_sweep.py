@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,12 +23,12 @@ from diffserve.cli import main
 from diffserve.engine import Engine
 from diffserve.errors import InvalidRequest
 from diffserve.experiments.conduct import SweepProgress, run_plan, sweep
+from diffserve.experiments.folder import PARTS
 from diffserve.experiments.metrics import FeatureNetwork, fidelity
 from diffserve.experiments.painting import PaintedJob, Painter, request_for
 from diffserve.experiments.plan import SweepPlan
 from diffserve.experiments.records import ImageRecord
 from diffserve.experiments.report import RESULTS
-from diffserve.experiments.store import PARTS
 
 PLAN = SweepPlan(
     samplers=("ddpm", "ddim", "dpmpp_2m"),
@@ -46,6 +47,10 @@ AS_PLAN = SweepPlan(
     num_seeds=2,
     reference_steps=8,
 )
+
+SMALL: dict[str, Any] = {
+    "samplers": ["ddim"], "steps": [2], "prompts": ["a fox"], "seeds": 1, "guidance": 3.0, "reference_steps": 4
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +76,14 @@ def whole(tiny: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a sweep that nothing disturbed."""
     folder = tmp_path_factory.mktemp("sweep") / "new" / "folder"
     run_plan(tiny, PLAN, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(tiny: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a sweep of two pictures."""
+    folder = tmp_path_factory.mktemp("small")
+    assert sweep(tiny, folder=folder, **SMALL).cells[0].num_images == 1
     return folder
 
 
@@ -170,6 +183,7 @@ def test_a_sweep_that_was_interrupted_redoes_no_picture_and_ends_in_the_same_num
     assert numbers_of(tmp_path) == numbers_of(whole)
 
 
+@pytest.mark.slow
 def test_more_steps_in_the_same_folder_continue_what_is_there(tiny: Engine, whole: Path, tmp_path: Path) -> None:
     run_plan(tiny, msgspec.structs.replace(PLAN, steps=(2,)), tmp_path)
     before = journals(tmp_path)
@@ -178,14 +192,30 @@ def test_more_steps_in_the_same_folder_continue_what_is_there(tiny: Engine, whol
     assert numbers_of(tmp_path) == numbers_of(whole)
 
 
-def test_another_seed_is_another_sweep(tiny: Engine, whole: Path, tmp_path: Path) -> None:
-    kwargs: dict[str, Any] = {"samplers": ["ddim"], "steps": [2], "prompts": ["a fox"], "seeds": 2, "guidance": 3.0}
-    sweep(tiny, folder=tmp_path, reference_steps=4, **kwargs)
-    first = journals(tmp_path)
-    report = sweep(tiny, folder=tmp_path, reference_steps=4, first_seed=9, **kwargs)
-    assert len(journals(tmp_path)) == 2 * len(first)
-    assert report.cells[0].num_images == 2
-    assert report.page == tmp_path / "report.html"
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"first_seed": 9}, "other first seed (0, now 9)"),
+        ({"prompts": ["an owl"]}, "other prompts; choose"),
+        ({"reference_steps": 5}, "other reference steps (4, now 5)"),
+    ],
+)
+def test_a_folder_with_a_sweep_of_another_plan_is_refused_and_left_as_it_is(
+    small: Path, tiny: Engine, change: dict[str, Any], named: str
+) -> None:
+    before = {file: file.read_bytes() for file in small.rglob("*") if file.is_file()}
+    with pytest.raises(InvalidRequest, match=re.escape(f"holds a sweep with {named}")):
+        sweep(tiny, folder=small, **{**SMALL, **change})
+    assert {file: file.read_bytes() for file in small.rglob("*") if file.is_file()} == before
+
+
+def test_a_folder_with_a_sweep_of_another_model_is_refused(
+    small: Path, tiny: Engine, tiny_model: Callable[[str], Path]
+) -> None:
+    other = Engine.from_pretrained(tiny_model("sd2"), dtype="float32", device="cpu")
+    with pytest.raises(InvalidRequest, match=f"other weights .{tiny.info.digest}, now {other.info.digest}."):
+        sweep(other, folder=small, **SMALL)
+    assert sweep(tiny, folder=small, **SMALL).page == small / "report.html"
 
 
 def test_starting_latents_are_the_same_in_every_cell(tiny: Engine) -> None:
@@ -219,6 +249,13 @@ def run_main(*arguments: object) -> int:
         (["--seeds", "0"], "seeds is 0"),
         (["--steps", "5,1001"], "steps has 1001"),
         (["--reference-steps", "4000"], "reference_steps has 4000"),
+        (["--prompts", "."], "cannot read prompts from '.': Is a directory."),
+        (["--prompts", "empty"], "'empty' holds no prompts; write one a line."),
+        (["--guidance", ""], "--guidance is empty"),
+        (["--seeds", "some"], "Invalid value for '--seeds'"),
+        (["-o", "file"], "cannot write to 'file': Not a directory."),
+        (["-o", "other"], "'other' holds a sweep with other first seed (7, now 0); choose another folder."),
+        (["-o", "mine"], "'mine' holds a report.html that no sweep wrote; choose another folder."),
         (["-o", "file/deeper"], "cannot write to 'file/deeper': Not a directory."),
     ],
 )
@@ -232,14 +269,18 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing_behind(
 ) -> None:
     model = tiny_model("sd15")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("mine", encoding="utf-8")
+    files = {"file": "mine", "empty": "\n", "other/parts/setup.json": '{"first_seed": 7}', "mine/report.html": "mine"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
     capsys.readouterr()
     assert run_main("sweep", "--model", model, "-o", "out", *arguments) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.splitlines()[-1].startswith("diffserve: ")
     assert "Traceback" not in error
-    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+    left = {str(file.relative_to(tmp_path)): file.read_text() for file in tmp_path.rglob("*") if file.is_file()}
+    assert left == files
 
 
 def test_the_command_line_paints_and_ends_with_the_page(
@@ -262,37 +303,48 @@ def test_an_engine_refuses_a_plan_that_it_cannot_paint_and_nothing_is_made(tiny:
 
 @pytest.mark.slow
 @pytest.mark.chaos
-def test_a_sweep_that_was_killed_goes_on_where_it_was(
-    tiny_model: Callable[[str], Path], tiny: Engine, tmp_path: Path
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_sweep_that_was_stopped_goes_on_where_it_was(
+    tiny_model: Callable[[str], Path], tiny: Engine, tmp_path: Path, how: signal.Signals
 ) -> None:
     (tmp_path / "prompts.txt").write_text("\n".join(AS_PLAN.prompts), encoding="utf-8")
-    model, prompts = tiny_model("sd15"), tmp_path / "prompts.txt"
+    model, stopped, prompts = tiny_model("sd15"), tmp_path / "stopped", tmp_path / "prompts.txt"
     command = [sys.executable, "-m", "diffserve", "sweep", "--model", str(model), "--dtype", "float32", *AXES]
-    command += ["--prompts", str(prompts), "-o"]
-    kill_when_a_cell_is_finished([*command, str(tmp_path / "killed")], tmp_path / "killed", num_images=8)
-    before = journals(tmp_path / "killed")
+    command += ["--prompts", str(prompts), "-o", str(stopped)]
+    code, error = stop_when_a_cell_is_finished(command, stopped, how, num_images=8)
+    if how == signal.SIGINT:
+        assert code == 130
+        assert error.splitlines()[-1] == f"stopped; what is painted is kept in {stopped}, and the same command goes on"
+    before = journals(stopped)
     finished = {name: data for name, data in before.items() if len(data.splitlines()) == 8 and data.endswith(b"\n")}
     assert finished
-    subprocess.run([*command, str(tmp_path / "killed")], check=True, capture_output=True, timeout=300)
+    again = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    assert "of it is there already and is not painted again" in again.stderr
     run_plan(tiny, AS_PLAN, tmp_path / "whole")
-    after = journals(tmp_path / "killed")
+    after = journals(stopped)
     assert {name: after[name] for name in finished} == finished
     assert all(len(data.splitlines()) == 8 for data in after.values())
-    assert numbers_of(tmp_path / "killed") == numbers_of(tmp_path / "whole")
+    assert numbers_of(stopped) == numbers_of(tmp_path / "whole")
 
 
-def kill_when_a_cell_is_finished(command: list[str], folder: Path, num_images: int) -> None:
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def stop_when_a_cell_is_finished(
+    command: list[str], folder: Path, how: signal.Signals, num_images: int
+) -> tuple[int, str]:
+    """The exit code of a real process that gets a real signal, and what it said on standard error."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         deadline_s = time.monotonic() + 240
         while not any(len(data.splitlines()) >= num_images for data in cells_of(folder).values()):
-            assert process.poll() is None, "the sweep ended before it could be killed"
+            assert process.poll() is None, "the sweep ended before it could be stopped"
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
+        os.kill(process.pid, how)
+        _, error = process.communicate(timeout=120)
     finally:
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
     assert not (folder / "report.html").exists()
+    return process.returncode, error
 
 
 def cells_of(folder: Path) -> dict[str, bytes]:

@@ -1,0 +1,103 @@
+"""Plots: pictures that decode and show something, light and dark, whatever measures and cells there are."""
+
+from __future__ import annotations
+
+from io import BytesIO
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from diffserve.experiments import plots
+from diffserve.experiments.estimates import Measure
+from diffserve.experiments.plan import Cell
+from diffserve.experiments.plots.drawing import DARK, LIGHT
+from diffserve.experiments.series import strip_grid
+from diffserve.experiments.summary import CellSummary, summarise
+from tests.experiments.synthetic import analysis_of, plan_of, time_of
+
+PLAN = plan_of(("ddpm", "ddim"), (5, 20, 100))
+CELLS = (*PLAN.cells, *PLAN.references)
+NASTY = "<script>alert('x')</script> & \"quotes\" $x^2$ \U0001f98a"
+
+
+@pytest.fixture(scope="module")
+def summaries() -> tuple[CellSummary, ...]:
+    analysis = analysis_of(PLAN, lambda cell: 1 - 2 / cell.num_steps, lambda cell: 2 / cell.num_steps)
+    return tuple(summarise(analysis, cell, time_of(cell)) for cell in CELLS)
+
+
+def png(color: int) -> bytes:
+    file = BytesIO()
+    Image.fromarray(np.full((32, 32, 3), color, np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+THUMBNAILS = {cell: png(30 * index) for index, cell in enumerate(CELLS)}
+
+
+def pixels(data: bytes) -> NDArray[np.uint8]:
+    image = Image.open(BytesIO(data))
+    assert image.format == "PNG"
+    return np.asarray(image.convert("RGB"))
+
+
+def test_every_plot_is_a_picture(summaries: tuple[CellSummary, ...]) -> None:
+    for data in (
+        plots.curves(summaries),
+        plots.quality_against_time(summaries),
+        plots.strip(NASTY, THUMBNAILS),
+        plots.overview(summaries, NASTY, THUMBNAILS),
+    ):
+        found = pixels(data)
+        assert min(found.shape[:2]) > 150
+        assert len(np.unique(found.reshape(-1, 3), axis=0)) > 10
+
+
+def test_a_plot_of_one_cell_or_without_some_measures_can_be_drawn(summaries: tuple[CellSummary, ...]) -> None:
+    for part in (summaries[:1], summaries[:1] + summaries[-1:]):
+        assert pixels(plots.curves(part)).size
+        assert pixels(plots.quality_against_time(part)).size
+        assert pixels(plots.overview(part, "a fox", {})).size
+    assert pixels(plots.strip("a fox", {PLAN.cells[0]: png(3)})).size
+
+
+def test_a_dark_plot_has_a_dark_ground_and_light_words(summaries: tuple[CellSummary, ...]) -> None:
+    for draw in (plots.curves, plots.quality_against_time):
+        for is_dark, look in ((False, LIGHT), (True, DARK)):
+            found = pixels(draw(summaries, [Measure.EXACT], is_dark=is_dark))
+            ground, ink = (np.array([int(color[at : at + 2], 16) for at in (1, 3, 5)]) for color in look[:2])
+            assert np.abs(found[0, 0] - ground).max() < 12
+            assert (np.abs(found - ink).max(axis=2) < 40).any()
+
+
+def test_the_overview_is_small_enough_to_be_kept_with_sources(summaries: tuple[CellSummary, ...]) -> None:
+    rng = np.random.default_rng(0)
+    smooth = [np.kron(rng.integers(0, 256, (8, 8, 3), np.uint8), np.ones((16, 16, 1), np.uint8)) for _ in CELLS]
+    thumbnails = {}
+    for cell, picture in zip(CELLS, smooth, strict=True):
+        file = BytesIO()
+        Image.fromarray(picture).save(file, "PNG")
+        thumbnails[cell] = file.getvalue()
+    data = plots.overview(summaries, "a fox", thumbnails)
+    assert len(data) < 200_000
+    assert pixels(data).shape[1] >= 1000
+
+
+def test_the_front_is_drawn_over_the_seconds_of_one_image(summaries: tuple[CellSummary, ...]) -> None:
+    points = plots.points_of(summaries, Measure.EXACT)
+    assert len(points) == len(PLAN.cells)
+    assert [point.seconds for point in points] == [one.alone_s for one in summaries[:-1]]
+    assert plots.time_measures(summaries) == (Measure.EXACT, Measure.PSNR_DB)
+
+
+def test_a_strip_has_a_row_for_each_sampler_and_ends_in_the_converged_picture() -> None:
+    missing = Cell("ddim", 20, 3.0)
+    grid = strip_grid({cell: data for cell, data in THUMBNAILS.items() if cell != missing})
+    assert grid.heads == ("5 steps", "20 steps", "100 steps", "converged (200)")
+    assert grid.names == ("ddpm", "ddim")
+    converged = THUMBNAILS[PLAN.references[0]]
+    ddim = THUMBNAILS[Cell("ddim", 5, 3.0)], None, THUMBNAILS[Cell("ddim", 100, 3.0)], converged
+    assert grid.rows[1] == ddim
+    assert grid.rows[0][-1] == converged
