@@ -129,7 +129,10 @@ class TextSettings(TextConfig, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The ``[serve]`` table; seconds, bytes and pixels as the names say (see ``configs/serve.toml``)."""
+    """The ``[serve]`` table; seconds, bytes and pixels as the names say (see ``configs/serve.toml``).
+
+    page   whether browsers find a page at ``/``
+    """
 
     host: str
     port: int
@@ -141,6 +144,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     min_size_px: int
     max_size_px: int
     log_level: Literal["debug", "info", "warning", "error"]
+    page: bool
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

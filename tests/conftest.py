@@ -76,3 +76,21 @@ def text_server(shared_text_server: RunningServer) -> Iterator[RunningServer]:
     yield shared_text_server
     shared_text_server.wait_until_ready()
     shared_text_server.wait_until_idle()
+
+
+@pytest.fixture(scope="session")
+def shared_page_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A ready server of the embedded model and its rewriter, with the page at ``/``."""
+    from tests.service.server import running_server
+
+    with running_server(Path("embedded"), tmp_path_factory.mktemp("page-server"), page=True) as server:
+        server.wait_until_ready()
+        yield server
+
+
+@pytest.fixture
+def page_server(shared_page_server: RunningServer) -> Iterator[RunningServer]:
+    """The shared server with the page, still alive and idle after each test."""
+    yield shared_page_server
+    shared_page_server.wait_until_ready()
+    shared_page_server.wait_until_idle()

@@ -84,7 +84,10 @@ WITHOUT_TORCH = tuple(
 )
 """Scheduling policy is tested in milliseconds."""
 
-WITHOUT_ENGINE = tuple(f"diffserve.experiments.{name}" for name in ("plan", "estimates", "summary", "front", "prompts"))
+WITHOUT_ENGINE = tuple(
+    f"diffserve.experiments.{name}"
+    for name in ("plan", "estimates", "summary", "front", "prompts", "series", "wording")
+)
 """What a page needs of an experiment: it asks a server to paint."""
 
 NEVER = {
@@ -221,6 +224,7 @@ def test_schedulers_need_numpy_alone() -> None:
         "diffserve.client",
         "diffserve.service.app",
         "diffserve.experiments",
+        "ui.page",
         *(f"diffserve.{m}" for m in MORTAR),
     ],
 )

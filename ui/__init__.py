@@ -1,7 +1,51 @@
-"""The page in the browser. It arrives in a later release; this version ships the package's place and nothing to import.
+"""The page in the browser: paint, have a wish rewritten, and see what a step buys.
 
-The page is the roof of the house: it will talk to a running server over HTTP, like any other client, and will never
-import the engine, the runtime or torch. Until then use ``diffserve generate``, the Python API or the HTTP endpoints.
+The page is the roof of the house: it talks to a running server over HTTP through :mod:`diffserve.client`, like anybody
+else, and never imports the engine, the runtime or torch. ``diffserve serve`` mounts it at ``/``;
+``python -m ui --server URL`` shows it for a server elsewhere. It needs the extra ``ui``::
+
+    pip install "diffserve[ui]"
+
+Nothing heavy is imported before one of the functions below is called.
 """
 
-__all__: list[str] = []
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import gradio as gr
+
+    from ui.server import Server
+
+HOW_TO_INSTALL: Final = 'the page needs gradio; install it with: pip install "diffserve[ui]"'
+
+__all__ = ["HOW_TO_INSTALL", "create_page", "is_installed", "mount_page"]
+
+
+def is_installed() -> bool:
+    """Whether the extra ``ui`` is there. Imports nothing."""
+    return importlib.util.find_spec("gradio") is not None
+
+
+def create_page(url: str, *, server: Server | None = None) -> gr.Blocks:
+    """The page of the diffserve server at ``url``, or of ``server``. Raises ImportError without the extra ``ui``.
+
+    It imports gradio, which takes seconds: call it in a thread where somebody waits.
+    """
+    from ui.mounting import create_page
+
+    return create_page(url, server=server)
+
+
+def mount_page(app: Any, url: str) -> tuple[str, ...]:
+    """Mount the page of the server at ``url`` at ``/`` of ``app``, a FastAPI application that serves nothing else.
+
+    Returns the paths that the page needs (those that end in "/" or "=" stand for all below them), so that a caller can
+    keep everything else away from it. ``app.router.lifespan_context`` has to be entered while it is served; leaving it
+    lets go of open pages. Raises ImportError without the extra ``ui``.
+    """
+    from ui.mounting import mount_page
+
+    return mount_page(app, url)

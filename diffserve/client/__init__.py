@@ -32,6 +32,7 @@ from diffserve.client.answers import (
 )
 from diffserve.client.asynchronous import AsyncClient, AsyncStream
 from diffserve.client.calls import ChatFields, ImageFields, RewriteFields, RewriterFields, StreamedImageFields
+from diffserve.client.capabilities import Capabilities, ImageCapabilities, LanguageCapabilities, SamplerChoice
 from diffserve.client.connection import DEFAULT_URL
 from diffserve.client.errors import RequestCancelled, ServerLost, ServerUnreachable
 from diffserve.client.sync import Client, Stream
@@ -40,6 +41,7 @@ __all__ = [
     "DEFAULT_URL",
     "AsyncClient",
     "AsyncStream",
+    "Capabilities",
     "Chat",
     "ChatChoice",
     "ChatDelta",
@@ -48,11 +50,13 @@ __all__ = [
     "Client",
     "CompletedImage",
     "Failure",
+    "ImageCapabilities",
     "ImageEvent",
     "ImageFields",
     "ImageFile",
     "ImageUsage",
     "Images",
+    "LanguageCapabilities",
     "LostImage",
     "Model",
     "PartialImage",
@@ -64,6 +68,7 @@ __all__ = [
     "RewriterFields",
     "Rewrites",
     "RewrittenPrompt",
+    "SamplerChoice",
     "ServerLost",
     "ServerUnreachable",
     "Stream",

@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from diffserve.client.capabilities import Capabilities
+
 
 class ImageUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens as OpenAI counts them, and rows of the UNet that were computed."""
@@ -221,7 +223,8 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A name that a request may give as its model."""
+    """A name that a request may give as its model; ``capabilities`` of those that are loaded, ``None`` for aliases."""
 
     id: str
     created: int
+    capabilities: Capabilities | None = None

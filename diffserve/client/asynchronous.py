@@ -141,6 +141,10 @@ class AsyncClient:
         """Every name that a request may give as its model, the image model first."""
         return await self._send(calls.models())
 
+    async def model(self, name: str) -> Model:
+        """One of them, with what it can do. Raises ModelNotFound."""
+        return await self._send(calls.model(name))
+
     async def is_ready(self) -> bool:
         """Whether a request would be worked on now; False while the server loads its models."""
         try:

@@ -143,6 +143,11 @@ def models() -> Call[tuple[Model, ...]]:
     return Call("GET", "/v1/models", None, lambda data: msgspec.json.decode(data, type=_Models).data)
 
 
+def model(name: str) -> Call[Model]:
+    """One of them."""
+    return Call("GET", f"/v1/models/{quote(name)}", None, lambda data: msgspec.json.decode(data, type=Model))
+
+
 def ready() -> Call[None]:
     """Whether a request would be worked on now; raises EngineUnavailable where not."""
     return Call("GET", "/readyz", None, lambda _: None)

@@ -139,6 +139,10 @@ class Client:
         """Every name that a request may give as its model, the image model first."""
         return self._send(calls.models())
 
+    def model(self, name: str) -> Model:
+        """One of them, with what it can do. Raises ModelNotFound."""
+        return self._send(calls.model(name))
+
     def is_ready(self) -> bool:
         """Whether a request would be worked on now; False while the server loads its models."""
         try:

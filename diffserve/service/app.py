@@ -14,6 +14,7 @@ from diffserve import __version__
 from diffserve.config import ServeConfig
 from diffserve.errors import DiffserveError, EngineUnavailable, ModelNotFound
 from diffserve.service.bodies import Body, show
+from diffserve.service.capabilities import capabilities_of
 from diffserve.service.completions import chat_completions, text_completions
 from diffserve.service.engine_client import EngineClient
 from diffserve.service.errors import HttpError, reply_to
@@ -22,6 +23,7 @@ from diffserve.service.generations import Generations
 from diffserve.service.guards import BodyLimit, OriginGuard, Outermost, is_loopback
 from diffserve.service.metrics import add_metrics
 from diffserve.service.models import model_entry, model_list, model_names
+from diffserve.service.page import PageRoute
 from diffserve.service.rewriter_choice import RewriterMode
 from diffserve.service.rewrites import Rewrites
 from diffserve.service.schemas import GenerateBody
@@ -31,14 +33,22 @@ from diffserve.types import ModelInfo
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def create_app(engine: EngineClient, config: ServeConfig, gate: Gate, *, rewriter: RewriterMode = "off") -> FastAPI:
+def create_app(
+    engine: EngineClient,
+    config: ServeConfig,
+    gate: Gate,
+    *,
+    rewriter: RewriterMode = "off",
+    page: PageRoute | None = None,
+) -> FastAPI:
     """The application over a running ``engine``; the caller starts and stops the engine and closes the ``gate``.
 
-    ``rewriter``: whether prompts are rewritten where an image request says nothing of it.
+    ``rewriter``: whether prompts are rewritten where an image request says nothing of it. ``page``: what is shown at
+    ``/``; ``None``: nothing.
     """
     app = FastAPI(title="diffserve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_health(app, engine, gate)
-    _add_models(app, engine)
+    _add_models(app, engine, config)
     add_metrics(app, engine)
     images = Generations(engine, config, gate, rewriter=rewriter)
     _post(app, "/v1/images/generations", images.create, GenerateBody, "Paint pictures from a text")
@@ -48,6 +58,8 @@ def create_app(engine: EngineClient, config: ServeConfig, gate: Gate, *, rewrite
     _post(app, "/v1/completions", texts, CompletionBody, "Continue texts")
     rewrites = Rewrites(engine, config, gate)
     _post(app, "/v1/prompts/rewrite", rewrites, RewriteBody, "Turn a wish into prompts that the image model reads well")
+    if page is not None:
+        app.router.routes.append(page)
     app.add_exception_handler(DiffserveError, _reply)
     app.add_exception_handler(HTTPException, _reply_http)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
@@ -76,7 +88,7 @@ def _add_health(app: FastAPI, engine: EngineClient, gate: Gate) -> None:
         return JSONResponse({"num_requests": await engine.count(), "unet_calls": await engine.trace()})
 
 
-def _add_models(app: FastAPI, engine: EngineClient) -> None:
+def _add_models(app: FastAPI, engine: EngineClient, config: ServeConfig) -> None:
     created = int(time.time())
 
     def loaded() -> ModelInfo:
@@ -86,13 +98,15 @@ def _add_models(app: FastAPI, engine: EngineClient) -> None:
 
     @app.get("/v1/models", summary="The loaded models and their names")
     async def list_models() -> Response:
-        return JSONResponse(model_list(loaded(), engine.text_info, created))
+        info, language = loaded(), engine.text_info
+        return JSONResponse(model_list(info, language, created, capabilities_of(info, language, config)))
 
     @app.get("/v1/models/{name:path}", summary="One model")
     async def get_model(name: str) -> Response:
-        if name not in model_names(loaded(), engine.text_info):
+        info, language = loaded(), engine.text_info
+        if name not in model_names(info, language):
             raise ModelNotFound(f"there is no model {show(name)}; GET /v1/models lists the names.", param="model")
-        return JSONResponse(model_entry(name, created))
+        return JSONResponse(model_entry(name, created, capabilities_of(info, language, config).get(name)))
 
 
 def _post(app: FastAPI, path: str, endpoint: Endpoint, body: type[Body] | None, summary: str) -> None:

@@ -69,7 +69,8 @@ class Outermost:
                 "status": status,
                 "duration_ms": round((time.perf_counter() - started_s) * 1000),
             }
-            log.log(logging.DEBUG if facts["endpoint"] in PROBES else logging.INFO, "request", extra=facts)
+            is_quiet = facts["endpoint"] in PROBES or scope["state"].get("is_page", False)
+            log.log(logging.DEBUG if is_quiet else logging.INFO, "request", extra=facts)
 
 
 class OriginGuard:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from diffserve.errors import EngineUnavailable, ModelNotFound
@@ -63,9 +64,10 @@ def check_language_model(
     )
 
 
-def model_entry(name: str, created: int) -> dict[str, Any]:
-    """A model as OpenAI describes one; ``created`` in seconds since 1970."""
-    return {"id": name, "object": "model", "created": created, "owned_by": "diffserve"}
+def model_entry(name: str, created: int, capabilities: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A model as OpenAI describes one, and what it can do; ``created`` in seconds since 1970."""
+    entry = {"id": name, "object": "model", "created": created, "owned_by": "diffserve"}
+    return entry if capabilities is None else entry | {"capabilities": capabilities}
 
 
 def model_names(info: ModelInfo, language: LanguageModelInfo | None) -> list[str]:
@@ -73,6 +75,9 @@ def model_names(info: ModelInfo, language: LanguageModelInfo | None) -> list[str
     return list(dict.fromkeys([info.model_id, *([language.model_id] if language else []), *ALIASES]))
 
 
-def model_list(info: ModelInfo, language: LanguageModelInfo | None, created: int) -> dict[str, Any]:
-    """Every name, as OpenAI lists models."""
-    return {"object": "list", "data": [model_entry(name, created) for name in model_names(info, language)]}
+def model_list(
+    info: ModelInfo, language: LanguageModelInfo | None, created: int, capabilities: Mapping[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """Every name, as OpenAI lists models; ``capabilities`` by the name of the model that has them."""
+    names = model_names(info, language)
+    return {"object": "list", "data": [model_entry(name, created, capabilities.get(name)) for name in names]}

@@ -24,20 +24,21 @@ from diffserve.service.engine_client import EngineClient
 from diffserve.service.gate import Gate
 from diffserve.service.guards import is_loopback
 from diffserve.service.logs import set_up_logs
+from diffserve.service.page import MountPage, Page
 from diffserve.service.protocol import MAX_HEADER_BYTES, Http1
 
 GOODBYE_S = 10  # for answers that are already being written
 
 
-def serve(settings: Settings) -> int:
-    """Serve until stopped; 0 after a signal.
+def serve(settings: Settings, *, mount_page: MountPage | None = None) -> int:
+    """Serve until stopped; 0 after a signal. ``mount_page`` builds the page at ``/``; ``None``: there is none.
 
     Raises ConfigError where the address cannot be bound, ModelLoadError (or another DiffserveError of one line) where
     the model cannot be loaded; returns 1 where the engine is lost again and again.
     """
     set_up_logs(settings.serve.log_level)
     with bind(settings.serve) as listener:
-        return asyncio.run(_Server(settings, listener).run())
+        return asyncio.run(_Server(settings, listener, mount_page).run())
 
 
 def bind(config: ServeConfig) -> socket.socket:
@@ -57,9 +58,10 @@ def bind(config: ServeConfig) -> socket.socket:
 
 
 class _Server:
-    def __init__(self, settings: Settings, listener: socket.socket) -> None:
+    def __init__(self, settings: Settings, listener: socket.socket, mount_page: MountPage | None) -> None:
         self._settings = settings
         self._listener = listener
+        self._page = None if mount_page is None else Page(mount_page)
         self._num_signals = 0
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -67,7 +69,9 @@ class _Server:
     async def run(self) -> int:
         """Live one life, from the first engine to the last answer."""
         engine, gate = EngineClient(self._settings), Gate()
-        app = create_app(engine, self._settings.serve, gate, rewriter=self._settings.text.prompt_rewriter)
+        route = None if self._page is None else self._page.route
+        rewriter = self._settings.text.prompt_rewriter
+        app = create_app(engine, self._settings.serve, gate, rewriter=rewriter, page=route)
         http = _Uvicorn(_uvicorn_config(app))
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
@@ -77,6 +81,7 @@ class _Server:
         if not is_loopback(self._settings.serve.host):
             self._say("anybody who reaches this address may paint: there are no keys yet")
         announcing = asyncio.create_task(self._announce(engine))
+        opening = asyncio.create_task(self._open_page())
         try:
             await self._until_over(engine, answering)
         finally:
@@ -84,6 +89,7 @@ class _Server:
             gate.close()
             await self._drain(gate)
             await engine.stop()
+            await self._close_page(opening)
             http.should_exit = True
             await asyncio.gather(answering, announcing, return_exceptions=True)
         if not engine.failed.done():
@@ -118,9 +124,24 @@ class _Server:
             info = engine.info
             self._say(f"ready: {info.model_id} on {info.device} in {info.dtype} ({info.choice_reason})")
 
+    async def _open_page(self) -> None:
+        if self._page is not None:
+            await self._page.open(self._own_url())
+
+    async def _close_page(self, opening: asyncio.Task[None]) -> None:
+        """An import that is still going on is not waited for."""
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        if self._page is not None:
+            await self._page.close()
+
     def _url(self) -> str:
         host, port = self._listener.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def _own_url(self) -> str:
+        """The address by which this process reaches itself: that of no machine stands for every one of its own."""
+        return self._url().replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
     @staticmethod
     def _say(text: str) -> None:

@@ -100,9 +100,10 @@ def running_server(
     config: str = "",
     command: list[str] | None = None,
     env: dict[str, str] | None = None,
+    page: bool = False,
 ) -> Iterator[RunningServer]:
-    """A server of ``model`` with ``config`` (TOML) and ``env`` on a free port; ``command`` replaces ``-m diffserve
-    serve``."""
+    """A server of ``model`` with ``config`` (TOML) and ``env`` on a free port, with or without the ``page`` (it takes
+    seconds to import); ``command`` replaces ``-m diffserve serve``."""
     workspace.mkdir(parents=True, exist_ok=True)
     (workspace / "serve.toml").write_text(config)
     server = None
@@ -116,7 +117,13 @@ def running_server(
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
+                "DIFFSERVE_SERVE_PAGE": str(page).lower(),
+                **(env or {}),
+            },
         )
         try:
             server = RunningServer(process, workspace / "out", workspace / "err")

@@ -178,7 +178,7 @@ def test_a_failed_event_is_the_error_it_stands_for(event: Failed, kind: type[Dif
 def test_a_model_goes_by_its_id_and_by_every_alias() -> None:
     for name in (None, "embedded", *ALIASES):
         check_model(name, INFO)
-    listed = [entry["id"] for entry in model_list(INFO, None, 1)["data"]]
+    listed = [entry["id"] for entry in model_list(INFO, None, 1, {})["data"]]
     assert listed == ["embedded", *ALIASES]
     with pytest.raises(ModelNotFound, match='"nope"'):
         check_model("nope", INFO)

@@ -1,0 +1,86 @@
+"""What a loaded model can do, as ``GET /v1/models`` tells it. Fields that a newer server adds are passed over."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SamplerChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """A sampler on offer.
+
+    name, label            what a request gives; what people read
+    takes_eta              whether eta means something
+    is_stochastic          whether it draws fresh noise on the way
+    evaluations_per_step   calls of the network a step
+    """
+
+    name: str
+    label: str
+    summary: str = ""
+    takes_eta: bool = False
+    is_stochastic: bool = False
+    evaluations_per_step: int = 1
+
+
+class ImageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What the image model can do, and what it does unless asked otherwise.
+
+    digest            of the weights
+    sizes             (width, height) in pixels that it does well; the first is native
+    min_side_px       shortest and longest side that a request may ask for; what the model does not do well is painted
+    max_side_px       at the nearest size that it does, and resized
+    quality_steps     steps worth choosing between, by name, the fewest first
+    default_sampler   as in ``samplers``; ``default_sigma_schedule`` goes with it
+    train_timesteps   the most steps that can be asked for
+    max_images        pictures in one request
+    """
+
+    family: str
+    digest: str
+    device: str
+    dtype: str
+    samplers: tuple[SamplerChoice, ...]
+    sigma_schedules: tuple[str, ...] = ()
+    sizes: tuple[tuple[int, int], ...]
+    min_side_px: int
+    max_side_px: int
+    quality_steps: dict[str, int]
+    default_sampler: str
+    default_sigma_schedule: str | None = None
+    default_num_steps: int
+    default_guidance_scale: float
+    default_spacing: str
+    train_timesteps: int
+    max_images: int
+
+    @property
+    def native_size(self) -> tuple[int, int]:
+        """(width, height) in pixels of a picture of which nothing is said."""
+        return self.sizes[0]
+
+    def sampler(self, name: str) -> SamplerChoice | None:
+        """The sampler called ``name`` or labelled so."""
+        return next((choice for choice in self.samplers if name in (choice.name, choice.label)), None)
+
+
+class LanguageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What the language model can do.
+
+    styles       how it may be asked for a prompt
+    can_rewrite  whether it turns wishes into prompts; a model without a chat template cannot
+    """
+
+    architecture: str
+    digest: str
+    device: str
+    dtype: str
+    context_tokens: int
+    styles: tuple[str, ...]
+    can_rewrite: bool = True
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the two, after the kind of the model."""
+
+    image: ImageCapabilities | None = None
+    language: LanguageCapabilities | None = None

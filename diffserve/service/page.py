@@ -1,0 +1,123 @@
+"""A page at ``/`` beside the API, built by somebody above while the engine loads. Only its own paths reach it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Any, Final
+
+from fastapi import FastAPI
+from starlette.datastructures import MutableHeaders, URLPath
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import BaseRoute, Match, NoMatchFound
+from starlette.types import Message, Receive, Scope, Send
+
+from diffserve.errors import EngineUnavailable
+from diffserve.service.errors import reply_to
+
+MountPage = Callable[[FastAPI, str], tuple[str, ...]]
+"""Mounts the page of the server at an address at ``/`` of an empty application. Returns the paths it needs: those that
+end in "/" or "=" with all below them. May take seconds; runs in a thread."""
+
+POLICY: Final = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; worker-src 'self' blob:; "
+    "object-src 'none'; base-uri 'self'; frame-ancestors 'self'"
+)
+"""Nothing is fetched from elsewhere, whatever a library would like to."""
+
+COMING: Final = """<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="1">
+<meta name="viewport" content="width=device-width"><title>diffserve</title></head>
+<body style="font-family: system-ui, sans-serif; margin: 3rem">
+<p>diffserve is starting; the page comes up by itself.</p></body></html>"""
+
+log = logging.getLogger("diffserve.page")
+
+
+class Page:
+    """The page's life: ``route`` is added to the application at once, ``open`` builds what it leads to, ``close`` ends
+    it."""
+
+    def __init__(self, mount: MountPage) -> None:
+        self._mount = mount
+        self._shell = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+        self._stack = AsyncExitStack()
+        self.route = PageRoute(self._shell)
+
+    async def open(self, url: str) -> None:
+        """Build the page of the server at ``url`` and let visitors in. Raises nothing: without it the API goes on."""
+        try:
+            paths = await asyncio.to_thread(self._mount, self._shell, url)
+            await self._stack.enter_async_context(self._shell.router.lifespan_context(self._shell))
+        except Exception:
+            log.exception("the page could not be built")
+            self.route.give_up()
+            return
+        self.route.open_for(paths)
+
+    async def close(self) -> None:
+        """Let go of the visitors."""
+        self.route.close()
+        await self._stack.aclose()
+
+
+class PageRoute(BaseRoute):
+    """Leads to ``app`` whatever lies on its paths, and nothing else: the API's own errors stay as they are."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self.app = app
+        self.path = "page"
+        self._exact = frozenset({"/"})
+        self._below: tuple[str, ...] = ()
+        self._is_open = False
+
+    def open_for(self, paths: tuple[str, ...]) -> None:
+        """From now on ``paths`` lead to the page."""
+        self._below = tuple(path for path in paths if len(path) > 1 and path.endswith(("/", "=")))
+        self._exact = frozenset({"/", *paths} - set(self._below))
+        self._is_open = True
+
+    def give_up(self) -> None:
+        """There will be no page: its paths are nobody's."""
+        self._exact = frozenset()
+
+    def close(self) -> None:
+        """From now on visitors are asked to come back later."""
+        self._is_open = False
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Whether the path is one of the page's."""
+        path = scope.get("path", "")
+        is_ours = scope["type"] == "http" and (path in self._exact or path.startswith(self._below))
+        return (Match.FULL, {"endpoint": self.app, "route": self}) if is_ours else (Match.NONE, {})
+
+    def url_path_for(self, name: str, /, **path_params: Any) -> URLPath:
+        """No name leads here."""
+        raise NoMatchFound(name, path_params)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer as the page does, or with a word that it is coming."""
+        scope.setdefault("state", {})["is_page"] = True
+        if self._is_open:
+            await self.app(scope, receive, _guarded(send))
+        elif scope["path"] == "/" and scope["method"] in ("GET", "HEAD"):
+            coming: Response = HTMLResponse(COMING, status_code=503, headers={"Retry-After": "1"})
+            await coming(scope, receive, send)
+        else:
+            await reply_to(EngineUnavailable("the page is not up; please try again in a moment.")).response(
+                scope, receive, send
+            )
+
+
+def _guarded(send: Send) -> Send:
+    async def send_guarded(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            if headers.get("content-type", "").startswith("text/html"):
+                headers["Content-Security-Policy"] = POLICY
+                headers["Referrer-Policy"] = "same-origin"
+        await send(message)
+
+    return send_guarded

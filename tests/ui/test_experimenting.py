@@ -1,0 +1,127 @@
+"""What the tab Experiment answers, to a form and to a server that is there or away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from diffserve.client import ImageCapabilities, SamplerChoice
+from diffserve.experiments.plan import SweepPlan
+from tests.service.server import RunningServer
+from ui.experiment_view import Shown, names_of, work_text
+from ui.experimenting import Experimenting
+from ui.grid_plan import GridPlan
+from ui.server import Server
+
+pytestmark = pytest.mark.slow
+NOBODY = "http://127.0.0.1:9"
+
+
+class Request:
+    """What gradio tells of who asks."""
+
+    session_hash = "somebody"
+
+
+@pytest.fixture
+def here(server: RunningServer) -> Iterator[Server]:
+    """The page's own view of the shared server."""
+    page_server = Server(server.url)
+    yield page_server
+    page_server.files.remove()
+
+
+def form(**fields: Any) -> dict[str, Any]:
+    chosen: dict[str, Any] = {
+        "samplers": ["ddim"], "steps": "2, 4", "prompts": "a red fox", "num_seeds": 1, "first_seed": 0,
+        "guidance": None, "has_converged": False,
+    }  # fmt: skip
+    return chosen | fields
+
+
+async def run(events: Experimenting, **fields: Any) -> list[Shown]:
+    return [shown async for shown in events.run(**form(**fields), request=Request())]  # type: ignore[arg-type]
+
+
+def test_an_experiment_ends_with_curves_and_files(here: Server) -> None:
+    async def paint() -> tuple[str, list[Shown]]:
+        events = Experimenting(here)
+        estimate = await events.estimate(**form(has_converged=True))
+        shown = await run(events, has_converged=True)
+        await here.client.close()
+        return estimate, shown
+
+    estimate, shown = asyncio.run(paint())
+    assert "2 squares of 1 picture, and 1 converged one: about" in estimate
+    assert "only pictures of the embedded model" in estimate
+    last = shown[-1]
+    assert "Painted 3 pictures" in last.status
+    assert last.grid.count("<img") == 3
+    assert "PSNR" in last.curves_over_steps
+    assert "UNet evaluations times" in last.curves_over_seconds
+    assert last.csv["value"].read_text(encoding="utf-8").count("\n") == 3
+    assert last.png["value"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_stop_is_for_its_own_page_alone(here: Server, server: RunningServer) -> None:
+    class Other(Request):
+        session_hash = "somebody else"
+
+    async def paint() -> list[Shown]:
+        events, shown = Experimenting(here), []
+        async for one in events.run(**form(steps="2, 900"), request=Request()):  # type: ignore[arg-type]
+            events.stop(Other())  # type: ignore[arg-type]
+            shown.append(one)
+            if "<img" in str(one.grid):
+                events.stop(Request())  # type: ignore[arg-type]
+        await here.client.close()
+        return shown
+
+    shown = asyncio.run(paint())
+    server.wait_until_idle()
+    assert "Stopped" in shown[-1].status
+    assert sum("Stopped" in str(one.status) for one in shown) == 1
+
+
+def test_what_cannot_be_painted_is_said_where_it_was_asked(here: Server) -> None:
+    async def ask() -> tuple[str, list[Shown]]:
+        events = Experimenting(here)
+        answers = await events.estimate(**form(samplers=["ddin"])), await run(events, steps="5000")
+        await here.client.close()
+        return answers
+
+    estimate, shown = asyncio.run(ask())
+    assert "ddin" in estimate
+    assert "error" in estimate
+    assert len(shown) == 1
+    assert "1000 steps is the most" in shown[0].status
+
+
+def test_a_server_that_is_away_is_a_sentence_with_the_way_out() -> None:
+    async def ask() -> tuple[str, list[Shown]]:
+        server = Server(NOBODY)
+        events = Experimenting(server)
+        answers = await events.estimate(**form()), await run(events)
+        server.files.remove()
+        return answers
+
+    estimate, shown = asyncio.run(ask())
+    assert "diffserve serve" in estimate
+    assert "diffserve serve" in shown[-1].status
+
+
+def test_samplers_are_called_by_their_labels() -> None:
+    plan = GridPlan(
+        SweepPlan(samplers=("DPM++ 2M Karras", "ddim"), steps=(2,), guidance=(1.0,), prompts=("a",), num_seeds=2), True
+    )
+    image = ImageCapabilities(
+        family="sd15", digest="0", device="cpu", dtype="float32", sizes=((64, 64),), min_side_px=64, max_side_px=64,
+        samplers=(SamplerChoice(name="dpmpp_2m", label="DPM++ 2M"), SamplerChoice(name="ddim", label="DDIM")),
+        quality_steps={}, default_sampler="ddim", default_num_steps=2, default_guidance_scale=1.0,
+        default_spacing="leading", train_timesteps=1000, max_images=1,
+    )  # fmt: skip
+    assert names_of(plan, image) == {"dpmpp_2m karras": "DPM++ 2M karras", "ddim": "DDIM"}
+    assert work_text(plan) == "2 squares of 2 pictures, and 2 converged ones"

@@ -1,0 +1,116 @@
+"""Curves as SVG: where dots stand, what is named, and that texts stay texts."""
+
+from __future__ import annotations
+
+import math
+from xml.etree import ElementTree
+
+import pytest
+
+from diffserve.experiments.estimates import Estimate, Measure
+from diffserve.experiments.plan import Cell
+from diffserve.experiments.summary import CellSummary
+from ui import grid_charts, grid_curves
+from ui.grid_scales import Scale, apart, linear_scale, linear_ticks, log_scale, log_ticks
+
+NAMES = {"ddim": "DDIM", "ddpm": "DDPM"}
+BAD = "<b onclick=alert(1)>\"'&"
+
+
+def summary(
+    sampler: str, steps: int, psnr: float, *, seconds: float | None = None, is_reference: bool = False
+) -> CellSummary:
+    measures = {} if is_reference else {Measure.PSNR_DB.value: Estimate(psnr, psnr - 1, psnr + 1)}
+    return CellSummary(
+        cell=Cell(sampler, steps, 3.0, is_reference),
+        num_images=4,
+        measures=measures | {Measure.EXACT.value: Estimate(0.75)},
+        parts={},
+        spacing="trailing",
+        evaluations=2.0 * steps,
+        step_ms=Estimate(10.0),
+        alone_s=steps / 100 if seconds is None else seconds,
+        engine_s=0.0,
+    )
+
+
+SWEEP = (
+    summary("ddim", 5, 20.0), summary("ddpm", 5, 12.0), summary("ddim", 10, 28.0), summary("ddpm", 10, 13.0),
+    summary("ddim", 50, 30.0), summary("ddpm", 50, 14.0), summary("ddim", 200, 0.0, is_reference=True),
+)  # fmt: skip
+
+
+def svgs(html: str) -> list[ElementTree.Element]:
+    """The charts of a figure, without its legend."""
+    tree = ElementTree.fromstring(f"<all>{html}</all>")
+    return tree.findall(".//figure/svg")
+
+
+def places(svg: ElementTree.Element, color: str) -> list[tuple[float, float]]:
+    dots = [path for path in svg.iter("path") if path.get("class") == "dot" and path.get("fill") == color]
+    found = [(dot.get("transform") or "").removeprefix("translate(").removesuffix(")").split(",") for dot in dots]
+    return [(float(x), float(y)) for x, y in found]
+
+
+def test_every_cell_is_a_dot_on_a_logarithmic_axis_and_better_is_higher() -> None:
+    exact, psnr = svgs(grid_charts.figure(grid_curves.over_steps(SWEEP, NAMES), ["DDIM", "DDPM"]))
+    (a, b, c), worse = places(psnr, grid_charts.COLORS[0]), places(psnr, grid_charts.COLORS[1])
+    assert (b[0] - a[0]) / (c[0] - a[0]) == pytest.approx(math.log(2) / math.log(10), abs=0.01)
+    assert a[1] > b[1] > c[1], "y grows downwards"
+    assert all(dot[1] > better[1] for dot, better in zip(worse, (a, b, c), strict=True))
+    assert len(places(exact, grid_charts.COLORS[0])) == 3
+    assert [line.get("class") for line in exact.iter("line")].count("level") == 1, "where the converged pictures stand"
+    assert [text.text for text in psnr.iter("text")][-4:] == ["5", "10", "50", "steps"]
+
+
+def test_seconds_have_a_front_and_its_knee_is_named() -> None:
+    charts = grid_curves.over_seconds(SWEEP, NAMES)
+    assert charts[1].front == ((0.05, 20.0), (0.1, 28.0), (0.5, 30.0))
+    assert charts[1].knee == (0.1, 28.0)
+    assert "its knee: DDIM with 10 steps" in grid_curves.knee_sentence(SWEEP, NAMES)
+    (_, psnr) = svgs(grid_charts.figure(charts, ["DDIM", "DDPM"]))
+    assert len(list(psnr.iter("circle"))) == 1
+    assert not list(psnr.iter("polyline")), "dots that are not an order of anything are not joined"
+
+
+def test_numbers_beside_dots_do_not_run_into_each_other() -> None:
+    crowd = tuple(summary("ddim", 5 + number, 20.0, seconds=1 + number / 1000) for number in range(8))
+    (exact, _) = svgs(grid_charts.figure(grid_curves.over_seconds(crowd, NAMES), ["DDIM"]))
+    plain = [text for text in exact.iter("text") if text.get("dy") is None and text.get("text-anchor") == "start"]
+    assert len(plain) < 8
+
+
+def test_what_comes_from_outside_stays_text() -> None:
+    cells = (summary(BAD, 5, 20.0), summary(BAD, 10, 22.0))
+    for charts in (grid_curves.over_steps(cells, {}), grid_curves.over_seconds(cells, {})):
+        html = grid_charts.figure(charts, [BAD])
+        assert "<b" not in html
+        assert any(BAD in (title.text or "") for svg in svgs(html) for title in svg.iter("title"))
+
+
+def test_one_cell_and_equal_values_make_a_chart_too() -> None:
+    for cells in ((summary("ddim", 5, 20.0),), (summary("ddim", 5, 20.0), summary("ddim", 10, 20.0))):
+        for charts in (grid_curves.over_steps(cells, NAMES), grid_curves.over_seconds(cells, NAMES)):
+            html = grid_charts.figure(charts, ["DDIM"])
+            assert "nan" not in html
+            assert len(svgs(html)) == 2
+
+
+def test_nothing_measured_is_no_chart() -> None:
+    assert grid_curves.over_steps((), NAMES) == ()
+    assert grid_charts.figure((), []) == ""
+
+
+def test_ticks_are_round_and_within_the_scale() -> None:
+    scale = linear_scale([12.3, 41.7], 228, 22)
+    assert linear_ticks(scale) == (10.0, 20.0, 30.0, 40.0, 50.0)
+    assert (scale.place(10.0), scale.place(50.0)) == (228, 22)
+    assert log_ticks(Scale(0.4, 25.0, 0, 100, is_log=True)) == (0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
+    assert log_ticks(Scale(0.001, 900.0, 0, 100, is_log=True)) == (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)
+
+
+def test_numbers_that_would_overlap_at_an_axis_are_left_out() -> None:
+    steps = tuple(float(n) for n in range(1, 101))
+    kept = apart(steps, log_scale(steps, 0, 350), 22.0)
+    assert kept[0] == 1.0
+    assert 5 < len(kept) < 20

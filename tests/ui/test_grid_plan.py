@@ -1,0 +1,103 @@
+"""From the form of an experiment to its plan, or to a sentence that says what is wrong with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diffserve.client import ImageCapabilities, SamplerChoice
+from diffserve.errors import InvalidRequest
+from diffserve.experiments.plan import Cell
+from ui.grid_pace import TIMED_PICTURES, TIMED_STEPS, Pace, Timing
+from ui.grid_plan import MAX_PICTURES, Form, GridPlan, read_form
+
+MODEL = ImageCapabilities(
+    family="embedded",
+    digest="0",
+    device="cpu",
+    dtype="float32",
+    samplers=(SamplerChoice(name="ddim", label="DDIM"),),
+    sizes=((128, 128),),
+    min_side_px=64,
+    max_side_px=192,
+    quality_steps={"standard": 25},
+    default_sampler="ddim",
+    default_num_steps=25,
+    default_guidance_scale=3.0,
+    default_spacing="trailing",
+    train_timesteps=1000,
+    max_images=10,
+)
+
+
+def plan_of(**fields: Any) -> GridPlan:
+    chosen: dict[str, Any] = {"samplers": ["DDIM", "dpmpp_2m"], "steps": "5, 2", "prompts": "a fox\n\n two apples \n"}
+    return read_form(Form(**chosen | fields), MODEL)
+
+
+def test_a_form_becomes_paired_cells() -> None:
+    plan = plan_of(num_seeds=3.0, first_seed=7.0)
+    assert plan.samplers == ("ddim", "dpmpp_2m")
+    assert plan.steps == (2, 5)
+    assert plan.sweep.prompts == ("a fox", "two apples")
+    assert [plan.sweep.seed_of(place) for place in plan.sweep.places] == [7, 8, 9, 10, 11, 12]
+    assert {cell.guidance_scale for cell in plan.all_cells} == {3.0}, "the model's own where nothing is said"
+
+
+def test_pictures_that_are_compared_are_painted_one_after_another() -> None:
+    plan = plan_of()
+    first = [job.cell for job in plan.jobs()][:5]
+    assert first == [*plan.cells, plan.reference]
+    assert len(list(plan.jobs())) == plan.num_pictures == 2 * 5
+
+
+def test_without_a_converged_picture_only_the_cells_are_painted() -> None:
+    plan = plan_of(has_converged=False)
+    assert plan.reference is None
+    assert plan.all_cells == plan.cells
+    assert not any(job.cell.is_reference for job in plan.jobs())
+
+
+def test_the_converged_picture_takes_no_more_steps_than_the_model_was_trained_with() -> None:
+    short = MODEL.__class__(
+        **{name: getattr(MODEL, name) for name in MODEL.__struct_fields__} | {"train_timesteps": 50}
+    )
+    plan = read_form(Form(["ddim"], "5", "a fox"), short)
+    assert plan.reference == Cell("ddim", 50, 3.0, is_reference=True)
+
+
+def test_the_time_counts_every_row_and_the_few_pictures_that_are_timed() -> None:
+    plan = plan_of(guidance_scale="1", has_converged=False)
+    assert (plan.rows_together, plan.num_pictures) == (2 * (2 + 5) * 2, 8)
+    pace = Pace(Timing(row_s=1.0, rest_s=0.01), together_row_s=0.1)
+    timed = TIMED_PICTURES * (TIMED_STEPS * 1.0 + 0.01)
+    assert pace.seconds(plan) == pytest.approx(28 * 0.1 + 8 * 0.01 + timed)
+    guided = plan_of(guidance_scale=2, has_converged=False)
+    assert guided.rows_together == 2 * plan.rows_together
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"samplers": []}, "choose at least one"),
+        ({"samplers": ["dimm"]}, "dimm"),
+        ({"steps": ""}, "steps is empty"),
+        ({"steps": "5,,10"}, "leaves a value out"),
+        ({"steps": "five"}, "'five'"),
+        ({"steps": "0"}, "num_steps is 0"),
+        ({"steps": "5, 5000"}, "1000 steps is the most"),
+        ({"prompts": " \n"}, "write at least one"),
+        ({"num_seeds": 1.5}, "1.5"),
+        ({"num_seeds": 0.0}, "seeds is 0"),
+        ({"first_seed": -1.0}, "seed is -1"),
+        ({"first_seed": float("nan")}, "nan"),
+        ({"guidance_scale": "much"}, "'much'"),
+        ({"guidance_scale": "1, 2"}, "one number"),
+        ({"guidance_scale": "99"}, "99"),
+        ({"num_seeds": float(MAX_PICTURES)}, f"at most {MAX_PICTURES}"),
+    ],
+)
+def test_what_cannot_be_painted_is_said_in_a_sentence(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        plan_of(**fields)

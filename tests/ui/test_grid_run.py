@@ -1,0 +1,183 @@
+"""An experiment painted through the client by a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from diffserve.client import AsyncClient, ServerUnreachable
+from diffserve.experiments.estimates import Measure
+from diffserve.experiments.plan import SweepPlan
+from diffserve.images import read_infotext
+from diffserve.infotext import parse_infotext
+from tests.service.server import RunningServer, running_server
+from ui.grid_measure import BEST_PSNR_DB, PromptCheck
+from ui.grid_pace import Pacer
+from ui.grid_plan import GridPlan
+from ui.grid_run import GridRun
+
+pytestmark = pytest.mark.slow
+PROMPTS = ("a red fox", "a castle")
+
+
+def plan_of(
+    *, steps: tuple[int, ...] = (2, 6), num_seeds: int = 1, reference_steps: int = 6, has_converged: bool = True
+) -> GridPlan:
+    sweep = SweepPlan(
+        samplers=("ddim", "euler"), steps=steps, guidance=(3.0,), prompts=PROMPTS, num_seeds=num_seeds, first_seed=5,
+        reference_steps=reference_steps,
+    )  # fmt: skip
+    return GridPlan(sweep, has_converged)
+
+
+def run_of(client: AsyncClient, plan: GridPlan, folder: Path) -> GridRun:
+    return GridRun(client, plan, PromptCheck("sd15", plan.sweep.prompts), folder)
+
+
+async def finish(run: GridRun) -> None:
+    async with aclosing(run.watch()) as moments:
+        async for _ in moments:
+            pass
+
+
+def test_every_square_is_painted_measured_and_a_picture_alone_is_timed(server: RunningServer, tmp_path: Path) -> None:
+    async def paint() -> GridRun:
+        async with AsyncClient(server.url) as client:
+            pace = await Pacer().pace(client)
+            assert min(*pace.alone, pace.together_row_s) > 0
+            run = run_of(client, plan_of(num_seeds=2), tmp_path)
+            await finish(run)
+            assert run.error is None
+            *cells, reference = run.board.summaries(pace.alone)
+            assert reference.cell.is_reference
+            rows = {(one.cell.sampler, one.cell.num_steps): one for one in cells}
+            assert rows["euler", 6].evaluations == 12
+            assert rows["euler", 6].alone_s > rows["euler", 2].alone_s > 0
+            same, worse = rows["ddim", 6].value(Measure.PSNR_DB), rows["ddim", 2].value(Measure.PSNR_DB)
+            assert same is not None
+            assert worse is not None
+            assert same.value == BEST_PSNR_DB, "DDIM in as many steps is the converged picture itself"
+            assert worse.value < BEST_PSNR_DB
+            return run
+
+    board = asyncio.run(paint()).board
+    assert board.num_painted == 4 * (4 + 1)
+    assert board.rows_done == board.plan.rows_together
+    assert board.timing is not None
+    server.wait_until_idle()
+
+
+def test_pictures_are_paired_and_kept_as_the_server_made_them(server: RunningServer, tmp_path: Path) -> None:
+    async def paint() -> GridRun:
+        async with AsyncClient(server.url) as client:
+            run = run_of(client, plan_of(has_converged=False, num_seeds=2), tmp_path)
+            await finish(run)
+            return run
+
+    run = asyncio.run(paint())
+    said: dict[tuple[int, int], set[tuple[str, str]]] = {}
+    for cell, square in run.board.squares.items():
+        for place, painted in square.painted.items():
+            text = read_infotext(painted.file.read_bytes())
+            assert text is not None
+            read = parse_infotext(text)
+            assert int(read.fields["Steps"]) == cell.num_steps
+            said.setdefault(place, set()).add((read.prompt, read.fields["Seed"]))
+    assert said == {
+        (0, 0): {(PROMPTS[0], "5")}, (0, 1): {(PROMPTS[0], "6")},
+        (1, 0): {(PROMPTS[1], "7")}, (1, 1): {(PROMPTS[1], "8")},
+    }  # fmt: skip
+    run.tidy()
+    assert {file.name for file in tmp_path.iterdir()} == {
+        square.look.name for square in run.board.squares.values() if square.look is not None
+    }
+
+
+def test_stop_keeps_what_is_painted_and_frees_the_lanes(server: RunningServer, tmp_path: Path) -> None:
+    async def paint() -> GridRun:
+        async with AsyncClient(server.url) as client:
+            run = run_of(client, plan_of(steps=(2, 900), reference_steps=900), tmp_path)
+            async with aclosing(run.watch()) as moments:
+                async for _ in moments:
+                    if run.board.num_painted >= 2:
+                        run.stop()
+            return run
+
+    run = asyncio.run(paint())
+    server.wait_until_idle()
+    assert (run.is_stopped, run.error) == (True, None)
+    assert 2 <= run.board.num_painted < run.plan.num_pictures
+    assert all(painted.file.is_file() for square in run.board.squares.values() for painted in square.painted.values())
+
+
+def test_whoever_leaves_in_the_middle_frees_the_lanes(server: RunningServer, tmp_path: Path) -> None:
+    async def paint() -> None:
+        async with AsyncClient(server.url) as client:
+            run = run_of(client, plan_of(steps=(900,), reference_steps=900), tmp_path)
+            moments = run.watch()
+            async for _ in moments:
+                if server.num_requests():
+                    await moments.aclose()
+
+    asyncio.run(paint())
+    server.wait_until_idle()
+
+
+def test_an_experiment_that_is_stopped_before_it_begins_paints_nothing(server: RunningServer, tmp_path: Path) -> None:
+    async def paint() -> GridRun:
+        async with AsyncClient(server.url) as client:
+            run = run_of(client, plan_of(), tmp_path)
+            run.stop()
+            await finish(run)
+            return run
+
+    assert asyncio.run(paint()).board.num_painted == 0
+
+
+def test_a_cell_that_the_server_refuses_costs_no_other(server: RunningServer, tmp_path: Path) -> None:
+    async def paint() -> GridRun:
+        async with AsyncClient(server.url) as client:
+            run = run_of(client, plan_of(steps=(2, 5000), has_converged=False), tmp_path)
+            await finish(run)
+            return run
+
+    run = asyncio.run(paint())
+    troubles = {cell.num_steps: square.trouble for cell, square in run.board.squares.items()}
+    assert run.error is None
+    assert troubles[2] is None
+    assert "1000" in (troubles[5000] or "")
+    assert run.board.num_painted == 4
+
+
+def test_a_full_queue_is_waited_for(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    config = "[engine]\nmax_lanes = 1\nmax_waiting = 1\n"
+    (tmp_path / "files").mkdir()
+
+    async def paint(url: str) -> tuple[GridRun, bool]:
+        async with AsyncClient(url) as client:
+            run, had_to_wait = run_of(client, plan_of(steps=(40,), has_converged=False), tmp_path / "files"), False
+            async with aclosing(run.watch()) as moments:
+                async for _ in moments:
+                    had_to_wait |= run.is_waiting
+            return run, had_to_wait
+
+    with running_server(tiny_model("sd15"), tmp_path / "server", config=config) as server:
+        server.wait_until_ready()
+        run, had_to_wait = asyncio.run(paint(server.url))
+    assert (run.error, run.board.num_painted, had_to_wait) == (None, 4, True)
+
+
+def test_a_server_that_is_away_is_told(tmp_path: Path) -> None:
+    async def paint() -> GridRun:
+        async with AsyncClient("http://127.0.0.1:9") as client:
+            run = run_of(client, plan_of(), tmp_path)
+            await finish(run)
+            return run
+
+    run = asyncio.run(paint())
+    assert isinstance(run.error, ServerUnreachable)
+    assert run.board.num_painted == 0

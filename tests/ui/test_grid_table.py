@@ -1,0 +1,83 @@
+"""The grid as HTML: a picture in every square, and texts that stay texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+from diffserve.experiments.plan import Job, SweepPlan
+from ui.grid_board import Board, Painted
+from ui.grid_plan import GridPlan
+from ui.grid_table import grid
+
+BAD = "<img src=x onerror=alert(1)>\"'&"
+
+
+def board_of(prompt: str = "a fox", num_seeds: int = 1) -> Board:
+    sweep = SweepPlan(
+        samplers=("ddpm", "ddim"), steps=(4, 8), guidance=(3.0,), prompts=(prompt,), num_seeds=num_seeds,
+        reference_steps=20,
+    )  # fmt: skip
+    return Board(GridPlan(sweep, has_converged=True))
+
+
+def squares(board: Board) -> list[list[ElementTree.Element]]:
+    markup = grid(board, {}, lambda file: f"files/{file}").replace("&nbsp;", " ")
+    rows = ElementTree.fromstring(_closed(markup)).findall(".//tbody/tr")
+    return [row.findall("td") for row in rows]
+
+
+def _closed(markup: str) -> str:
+    """Images as XML wants them."""
+    parts = markup.split("<img ")
+    return parts[0] + "".join(f"<img {part.replace('>', '/>', 1)}" for part in parts[1:])
+
+
+def test_samplers_are_rows_and_steps_are_columns() -> None:
+    board = board_of()
+    cell = next(one for one in board.plan.cells if (one.sampler, one.num_steps) == ("ddim", 8))
+    board.paint(Job(cell, 0, 0), Painted(Path("fox.png"), 16, "trailing", is_exact=True))
+    rows = squares(board)
+    assert [len(row) for row in rows] == [3, 3], "two steps and the converged picture"
+    painted = [[square.find(".//img") is not None for square in row] for row in rows]
+    assert painted == [[False, False, False], [False, True, False]]
+    image = rows[1][1].find("a/img")
+    assert image is not None
+    assert (image.get("src"), image.get("alt")) == ("files/fox.png", "ddim, 8 steps")
+    assert (rows[1][1].findtext("small") or "").strip() == "✓"
+
+
+def test_a_preview_is_marked_and_is_no_link() -> None:
+    board = board_of()
+    cell = board.plan.cells[0]
+    board.look(Job(cell, 0, 0), Path("early.png"))
+    board.progress(Job(cell, 0, 0), 0.25)
+    square = squares(board)[0][0]
+    image, bar = square.find("img"), square.find(".//i")
+    assert image is not None
+    assert bar is not None
+    assert (image.get("class"), bar.get("style")) == ("preview", "width:25%")
+
+
+def test_a_set_is_summed_up_in_its_square() -> None:
+    board = board_of(num_seeds=2)
+    cell = board.plan.cells[0]
+    for seed, hit in enumerate((True, False)):
+        board.paint(Job(cell, 0, seed), Painted(Path("x.png"), 8, "trailing", is_exact=hit))
+        board.measure(cell, (0, seed), 20.0 + 2 * seed)
+    assert squares(board)[0][0].findtext("small") == "1/2 ✓ · 21.0 dB"
+    assert "1 more in every square" in grid(board, {}, str)
+
+
+def test_a_refused_square_says_why() -> None:
+    board = board_of()
+    board.refuse(board.plan.cells[0], f"no {BAD}")
+    square = squares(board)[0][0]
+    assert (square.get("class"), square.get("title")) == ("trouble", f"no {BAD}")
+
+
+def test_prompts_and_names_stay_texts() -> None:
+    board = board_of(prompt=BAD)
+    markup = grid(board, {"ddim": BAD}, str)
+    assert "<img" not in markup
+    assert "onerror=alert(1)&gt;" in markup

@@ -1,0 +1,102 @@
+"""The page as it is mounted: its own paths answer, nothing of it comes from elsewhere, nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+import ui
+from ui.__main__ import main
+from ui.files import Files
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def visit(story: Callable[[httpx.AsyncClient], Awaitable[None]], url: str = "http://127.0.0.1:9") -> tuple[str, ...]:
+    """``story(client)`` of the mounted page of a server that nobody answers for; the paths it says it needs."""
+
+    async def run() -> tuple[str, ...]:
+        app = FastAPI()
+        paths = ui.mount_page(app, url)
+        async with app.router.lifespan_context(app):
+            transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                await story(client)
+        return paths
+
+    return asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_the_page_is_there_before_its_server_and_asks_for_nothing_from_elsewhere() -> None:
+    async def story(client: httpx.AsyncClient) -> None:
+        page = await client.get("/")
+        assert page.status_code == 200
+        assert "diffserve" in page.text
+        loaded = re.findall(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=\"([^\"]+)\"", page.text)
+        assert loaded
+        assert not [address for address in loaded if "//" in address]
+        theme = (await client.get("/theme.css")).text
+        assert not re.search(r"url\(.?https?:|@import", theme)
+        config = (await client.get("/config")).json()
+        assert (config["analytics_enabled"], config["show_error"], config["footer_links"]) == (False, False, [])
+        named = {each["api_name"] for each in config["dependencies"] if each["api_visibility"] == "public"}
+        assert named == {"generate", "suggest", "read_parameters", "experiment", "experiment_estimate"}
+
+    paths = visit(story)
+    assert paths[0] == "/"
+    assert not [path for path in paths if any(word in path for word in ("/login/", "proxy", "vibe", "monitoring"))]
+
+
+@pytest.mark.slow
+def test_the_only_queue_is_the_engines() -> None:
+    page = ui.create_page("http://127.0.0.1:9")
+    assert {event.concurrency_limit for event in page.fns.values() if event.queue} <= {None, "default"}
+    assert page._queue.default_concurrency_limit is None
+    assert page._queue.max_thread_count >= 1000
+
+
+@pytest.mark.slow
+def test_the_folder_of_pictures_goes_with_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[Path] = []
+    kept = Files.__init__
+
+    def noting(self: Files, **settings: int) -> None:
+        kept(self, **settings)
+        folders.append(self.folder)
+
+    monkeypatch.setattr(Files, "__init__", noting)
+
+    async def story(client: httpx.AsyncClient) -> None:
+        assert [folder.exists() for folder in folders] == [True]
+
+    visit(story)
+    assert [folder.exists() for folder in folders] == [False]
+
+
+def test_importing_the_package_loads_neither_gradio_nor_torch() -> None:
+    code = "import sys, ui, ui.__main__; print([name for name in ('gradio', 'torch', 'pandas') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+@pytest.mark.slow
+def test_the_page_loads_no_torch() -> None:
+    code = "import sys, ui.page; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_wrong_address_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--server", "nonsense"]) == 2
+    told = capsys.readouterr().err
+    assert "'nonsense'" in told
+    assert told.count("\n") == 1

@@ -1,0 +1,152 @@
+"""Paintings and visitors against a real server: the server's own files, and lanes that are freed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from diffserve.client import StreamedImageFields
+from tests.service.server import SOON_S, RunningServer, files_of, wait_for
+from ui.captions import caption_of, painted_from, progress_text
+from ui.painting import Painting
+from ui.parameters import Order
+from ui.server import Server
+from ui.visitors import MAX_PICTURES, MAX_VISITORS, Visitor, Visitors
+
+LONG = 1000
+
+
+def order(prompt: str = "a red fox", *, rewrites: bool = False, **fields: object) -> Order:
+    asked: StreamedImageFields = {"num_inference_steps": 4, "seed": 3, "partial_images": 2, **fields}  # type: ignore[typeddict-item]
+    return Order(prompt=prompt, fields=asked, rewrites=rewrites)
+
+
+def tell(url: str, story: Callable[[Server], Awaitable[None]]) -> None:
+    async def run() -> None:
+        server = Server(url)
+        try:
+            await story(server)
+        finally:
+            await server.close()
+
+    asyncio.run(run())
+
+
+async def until_step(painting: Painting) -> None:
+    """Until its first step is done."""
+    async with asyncio.timeout(SOON_S):
+        while painting.slowest is None or not painting.slowest.step:
+            await asyncio.sleep(0.01)
+
+
+def test_its_files_are_the_servers_own(text_server: RunningServer) -> None:
+    plain = files_of(text_server.paint("a red fox", num_steps=4, seed=3, n=2))
+
+    async def story(server: Server) -> None:
+        visitor = Visitor()
+        painting = visitor.paint(server, order(n=2))
+        await painting.wait()
+        assert sorted(picture.path.read_bytes() for picture in painting.pictures) == sorted(plain)
+        assert {picture.seed for picture in visitor.pictures} == {3, 4}
+        assert all(picture.path.suffix == ".png" for picture in visitor.pictures)
+        assert painting.preview is not None
+        assert "4 steps" in caption_of(painting)
+        assert painted_from(painting.pictures[0], rewrites=False) == ""
+        assert not visitor.is_busy
+
+    tell(text_server.url, story)
+
+
+def test_a_rewritten_one_says_what_it_was_painted_from(text_server: RunningServer) -> None:
+    async def story(server: Server) -> None:
+        painting = Visitor().paint(server, order("fox", rewrites=True, prompt_rewriter="auto"))
+        await painting.wait()
+        (picture,) = painting.pictures
+        assert picture.wish == "fox"
+        assert picture.prompt != "fox"
+        assert picture.prompt in painted_from(picture, rewrites=True)
+
+    tell(text_server.url, story)
+
+
+def test_who_stops_frees_the_lane_and_touches_nobody_else(text_server: RunningServer) -> None:
+    async def story(server: Server) -> None:
+        visitors = Visitors()
+        mine = visitors.of("mine").paint(server, order(num_inference_steps=LONG))
+        theirs = visitors.of("theirs").paint(server, order(num_inference_steps=LONG))
+        await asyncio.gather(until_step(mine), until_step(theirs))
+        assert "step " in progress_text(mine)
+        assert visitors.of("mine").stop() == 1
+        await mine.wait()
+        await asyncio.to_thread(wait_for, lambda: text_server.num_requests() == 1, SOON_S, "the free lane")
+        assert "Stopped at step" in caption_of(mine)
+        assert not theirs.is_over
+        visitors.leave("theirs")
+        await theirs.wait()
+        await asyncio.to_thread(wait_for, lambda: text_server.num_requests() == 0, SOON_S, "the other lane")
+
+    tell(text_server.url, story)
+
+
+def test_what_the_server_refuses_is_shown_and_keeps_nothing(text_server: RunningServer) -> None:
+    async def story(server: Server) -> None:
+        visitor = Visitor()
+        painting = visitor.paint(server, order(sampler="<b>nope</b>"))
+        await painting.wait()
+        shown = caption_of(painting)
+        assert "&lt;b&gt;nope" in shown
+        assert "<b>" not in shown
+        assert (painting.pictures, visitor.pictures) == ([], [])
+
+    tell(text_server.url, story)
+
+
+def test_a_server_that_is_away_is_a_sentence() -> None:
+    async def story(server: Server) -> None:
+        painting = Visitor().paint(server, order())
+        await painting.wait()
+        assert "diffserve serve" in (painting.error or "")
+
+    tell("http://127.0.0.1:9", story)
+
+
+def test_a_gallery_and_the_list_of_visitors_are_bounded(text_server: RunningServer) -> None:
+    async def story(server: Server) -> None:
+        visitors = Visitors()
+        first = visitors.of("0")
+        painting = first.paint(server, order(num_inference_steps=1))
+        await painting.wait()
+        for _ in range(MAX_PICTURES + 5):
+            first._take(painting.pictures[0])
+        assert len(first.pictures) == MAX_PICTURES
+        for number in range(1, MAX_VISITORS + 2):
+            visitors.of(str(number))
+        assert visitors.of("0") is not first
+
+    tell(text_server.url, story)
+
+
+def test_who_has_no_session_shares_nothing_with_others_who_have_none() -> None:
+    async def story() -> None:
+        visitors = Visitors()
+        assert visitors.of(None) is not visitors.of(None)
+        assert visitors.of("a") is visitors.of("a")
+        visitors.leave(None)
+
+    asyncio.run(story())
+
+
+def test_news_wake_whoever_waits_for_them_even_when_they_came_before() -> None:
+    async def story() -> None:
+        visitor = Visitor()
+        seen = visitor.news
+        visitor._take(None)
+        async with asyncio.timeout(SOON_S):
+            await visitor.wait_for_news(seen, 10 * SOON_S)
+        waiting = asyncio.create_task(visitor.wait_for_news(visitor.news, 10 * SOON_S))
+        await asyncio.sleep(0)
+        visitor._take(None)
+        async with asyncio.timeout(SOON_S):
+            await waiting
+
+    asyncio.run(story())

@@ -1,0 +1,185 @@
+"""From the fields to a request, and from a picture's parameters back to the fields."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from diffserve.errors import InvalidRequest
+from diffserve.types import MAX_SEED
+from tests.ui.capabilities import MODEL
+from ui.parameters import (
+    Form,
+    doubts,
+    form_of,
+    infotext_of,
+    order_of,
+    quality_labels,
+    read_seed,
+    sampler_labels,
+    sampler_of,
+    size_of,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (
+    "a fox, and a cactus\nNegative prompt: night\nSteps: 12, Sampler: DPM++ 2M, Schedule type: Karras, CFG scale: 4.5, "
+    "Seed: 7, Size: 128x192, Model hash: 0123456789, Model: embedded, RNG: CPU, Spacing: trailing"
+)
+
+
+def test_an_untouched_form_asks_for_what_the_model_does_best() -> None:
+    order = order_of(Form(prompt="a fox"), MODEL)
+    assert order.prompt == "a fox"
+    assert order.fields == {
+        "n": 1,
+        "size": "128x128",
+        "num_inference_steps": 25,
+        "partial_images": 3,
+        "prompt_rewriter": "off",
+        "output_format": "png",
+    }
+
+
+def test_every_field_reaches_the_request() -> None:
+    form = Form(
+        prompt="a fox", negative_prompt="night", quality="draft", aspect="landscape", num_images=3, rewrite_mode="Auto",
+        steps="7", sampler=" ddim ", guidance="4,5", size="96 x 80", seed="11", eta="0.5", spacing="leading",
+    )  # fmt: skip
+    assert order_of(form, MODEL).fields == {
+        "n": 3,
+        "size": "96x80",
+        "num_inference_steps": 7,
+        "partial_images": 3,
+        "prompt_rewriter": "auto",
+        "output_format": "png",
+        "negative_prompt": "night",
+        "sampler": "ddim",
+        "guidance_scale": 4.5,
+        "eta": 0.5,
+        "spacing": "leading",
+        "seed": 11,
+    }
+
+
+@pytest.mark.parametrize(("quality", "steps"), [("draft", 10), ("standard", 25), ("fine", 50)])
+def test_a_quality_means_steps_unless_steps_are_given(quality: str, steps: int) -> None:
+    assert order_of(Form(prompt="a fox", quality=quality), MODEL).fields["num_inference_steps"] == steps
+    assert order_of(Form(prompt="a fox", quality=quality, steps="3"), MODEL).fields["num_inference_steps"] == 3
+
+
+def test_what_is_shown_of_qualities_and_samplers_says_what_they_mean() -> None:
+    one_step = msgspec.structs.replace(MODEL, quality_steps={"draft": 1, "standard": 4})
+    assert quality_labels(MODEL)[1] == ("Standard, 25 steps", "standard")
+    assert quality_labels(one_step)[0] == ("Draft, 1 step", "draft")
+    assert sampler_labels(MODEL) == [("Model's own (DPM++ 2M)", ""), ("DDIM", "ddim"), ("DPM++ 2M", "dpmpp_2m")]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "aspect", "expected"),
+    [
+        (((128, 128), (128, 192), (192, 128)), "portrait", (128, 192)),
+        (((1024, 1024), (832, 1216), (1216, 832)), "landscape", (1216, 832)),
+        (((512, 512),), "landscape", (624, 416)),
+        (((512, 512),), "square", (512, 512)),
+        (((128, 192),), "square", (160, 160)),
+    ],
+)
+def test_an_aspect_is_a_good_size_or_one_of_the_same_area(
+    sizes: tuple[tuple[int, int], ...], aspect: str, expected: tuple[int, int]
+) -> None:
+    assert size_of(aspect, msgspec.structs.replace(MODEL, sizes=sizes)) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"prompt": "  "}, "the prompt is empty"),
+        ({"prompt": None}, "the prompt is empty"),
+        ({"seed": "seven"}, "'seven'"),
+        ({"seed": "-2"}, "'-2'"),
+        ({"seed": str(MAX_SEED + 1)}, str(MAX_SEED)),
+        ({"seed": "9" * 5000}, "seed"),
+        ({"steps": "1001"}, "from 1 to 1000"),
+        ({"steps": "0"}, "from 1 to 1000"),
+        ({"steps": "2.5"}, "whole number"),
+        ({"steps": "many"}, "'many'"),
+        ({"guidance": "31"}, "from 0 to 30"),
+        ({"guidance": "nan"}, "'nan'"),
+        ({"eta": "2"}, "from 0 to 1"),
+        ({"size": "big"}, "'big'"),
+        ({"aspect": "round"}, "'round'"),
+    ],
+)
+def test_a_wrong_value_is_named_with_the_way_out(changes: dict[str, str], said: str) -> None:
+    form = msgspec.structs.replace(Form(prompt="a fox"), **changes)
+    with pytest.raises(InvalidRequest) as caught:
+        order_of(form, MODEL)
+    assert said.lower() in caught.value.message.lower()
+
+
+@pytest.mark.parametrize(
+    ("text", "seed"), [(None, None), ("", None), (" ", None), ("-1", None), ("0", 0), (str(MAX_SEED), MAX_SEED)]
+)
+def test_no_seed_is_a_random_one(text: str | None, seed: int | None) -> None:
+    assert read_seed(text) == seed
+
+
+def test_parameters_fill_the_fields_that_paint_the_same_again() -> None:
+    form = form_of(TEXT, MODEL)
+    assert (form.prompt, form.negative_prompt, form.rewrite_mode, form.num_images) == (
+        "a fox, and a cactus",
+        "night",
+        "Off",
+        1,
+    )
+    fields = order_of(form, MODEL).fields
+    assert fields == {
+        "n": 1,
+        "size": "128x192",
+        "num_inference_steps": 12,
+        "partial_images": 3,
+        "prompt_rewriter": "off",
+        "output_format": "png",
+        "negative_prompt": "night",
+        "sampler": "DPM++ 2M Karras",
+        "guidance_scale": 4.5,
+        "spacing": "trailing",
+        "seed": 7,
+    }
+
+
+def test_a_sampler_without_a_schedule_is_the_one_in_the_list() -> None:
+    plain = TEXT.replace("Schedule type: Karras, ", "")
+    assert form_of(plain, MODEL).sampler == "dpmpp_2m"
+    assert form_of(plain.replace("DPM++ 2M", "Restart"), MODEL).sampler == "Restart"
+    assert sampler_of(plain) == "DPM++ 2M"
+
+
+def test_a_picture_of_another_model_raises_a_doubt() -> None:
+    assert doubts(TEXT, MODEL) is None
+    assert "sdxl" in (doubts(TEXT.replace("0123456789", "ffff").replace(": embedded", ": sdxl"), MODEL) or "")
+
+
+def test_the_parameters_of_a_real_file_are_read() -> None:
+    form = form_of(infotext_of((ROOT / ".assets" / "fox.png").read_bytes()), MODEL)
+    assert (form.prompt, form.seed) == ("a fox next to a cactus on the beach", "19")
+
+
+@pytest.mark.parametrize("data", [b"", b"not a picture", b"\x89PNG\r\n\x1a\nbroken"])
+def test_what_is_no_picture_is_refused(data: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        infotext_of(data)
+
+
+def test_a_picture_that_says_nothing_is_refused() -> None:
+    from io import BytesIO
+
+    from PIL import Image
+
+    file = BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "PNG")
+    with pytest.raises(InvalidRequest, match="does not say how it was painted"):
+        infotext_of(file.getvalue())

@@ -1,0 +1,77 @@
+"""What the page knows of its server, and what it says when something fails."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from diffserve.client import Capabilities, LanguageCapabilities, Model, ServerUnreachable
+from diffserve.errors import DiffserveError, InvalidRequest, QueueFull
+from tests.service import talker
+from tests.service.server import RunningServer
+from tests.ui.capabilities import MODEL
+from ui.server import Server, models_of, sentence
+
+WRITER = LanguageCapabilities(
+    architecture="Llama", digest="0", device="cpu", dtype="float32", context_tokens=512, styles=("prose",)
+)
+DEAF = LanguageCapabilities(
+    architecture="Llama", digest="0", device="cpu", dtype="float32", context_tokens=512, styles=(), can_rewrite=False
+)
+
+
+def model(name: str, **capabilities: object) -> Model:
+    return Model(id=name, created=1, capabilities=Capabilities(**capabilities) if capabilities else None)  # type: ignore[arg-type]
+
+
+def test_the_loaded_models_are_found_among_the_aliases() -> None:
+    found = models_of([model("dall-e-3"), model("painter", image=MODEL), model("writer", language=WRITER)])
+    assert (found.image_id, found.image, found.language_id, found.language) == ("painter", MODEL, "writer", WRITER)
+
+
+def test_a_language_model_that_cannot_rewrite_is_none() -> None:
+    found = models_of([model("painter", image=MODEL), model("writer", language=DEAF)])
+    assert (found.language_id, found.language) == (None, None)
+
+
+def test_a_server_of_an_older_version_is_asked_to_be_updated() -> None:
+    with pytest.raises(DiffserveError, match="update it"):
+        models_of([model("painter"), model("dall-e-3")])
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (InvalidRequest("size is 9x9; give\nmore"), "Size is 9x9; give more."),
+        (QueueFull("the queue is full.", retry_after_s=3.6), "The queue is full. Try again in 4 s."),
+        (OSError(28, "No space left on device"), "make room on its disk"),
+        (ValueError("internals"), "its log says more"),
+    ],
+)
+def test_an_error_is_a_sentence_with_the_way_out(error: Exception, said: str) -> None:
+    assert said in sentence(error)
+    assert "internals" not in sentence(error)
+
+
+def test_a_real_server_is_asked_once(text_server: RunningServer) -> None:
+    async def story() -> None:
+        server = Server(text_server.url)
+        assert await server.is_ready()
+        found = await server.wait_for_models()
+        assert found.language_id == talker.NAME
+        assert await server.models() is found
+        await server.close()
+
+    asyncio.run(story())
+
+
+def test_where_nobody_answers_the_address_is_named() -> None:
+    async def story() -> None:
+        server = Server("http://127.0.0.1:9")
+        with pytest.raises(ServerUnreachable, match=r"http://127\.0\.0\.1:9;") as caught:
+            await server.models()
+        assert "diffserve serve" in sentence(caught.value)
+        await server.close()
+
+    asyncio.run(story())

@@ -1,0 +1,65 @@
+"""What changed between a wish and a prompt."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ui.word_difference import MAX_WORDS, Piece, difference, difference_html
+
+TEXTS = st.text(alphabet=st.sampled_from("ab ,.<&é'-\n"), max_size=40)
+
+
+def words(pieces: tuple[Piece, ...], without: str) -> str:
+    return "".join("".join(piece.text for piece in pieces if piece.kind != without).split())
+
+
+@given(TEXTS, TEXTS)
+def test_no_word_is_lost_or_invented(old: str, new: str) -> None:
+    pieces = difference(old, new)
+    assert words(pieces, "added") == "".join(old.split())
+    assert words(pieces, "removed") == "".join(new.split())
+
+
+@given(TEXTS)
+def test_a_text_does_not_differ_from_itself(text: str) -> None:
+    assert {piece.kind for piece in difference(text, text)} <= {"same"}
+
+
+@given(TEXTS, TEXTS)
+def test_neighbours_differ_in_kind(old: str, new: str) -> None:
+    kinds = [piece.kind for piece in difference(old, new)]
+    assert all(one != other for one, other in itertools.pairwise(kinds))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("2 doggos on teh beach", "two dogs on the beach", "-2 doggos |+two dogs |=on |-teh |+the |=beach"),
+        ("a cat", "a cat, at night", "=a cat|+, at night"),
+        ("a red cat", "a cat", "=a |-red |=cat"),
+        ("cat", "dog", "-cat |+dog"),
+        ("", "an owl", "+an owl"),
+        ("an owl", "", "-an owl"),
+        ("", "", ""),
+    ],
+)
+def test_words_are_compared_one_by_one(old: str, new: str, said: str) -> None:
+    marks = {"same": "=", "added": "+", "removed": "-"}
+    assert "|".join(marks[piece.kind] + piece.text for piece in difference(old, new)) == said
+
+
+def test_markup_in_a_text_stays_text() -> None:
+    shown = difference_html("<b>a</b> & b", "<script>alert(1)</script> & b")
+    assert "<b>" not in shown
+    assert "<script>" not in shown
+    assert "&lt;" in shown
+    assert "&amp;" in shown
+
+
+def test_texts_of_a_novel_are_not_compared_word_by_word() -> None:
+    old, new = "a " * (MAX_WORDS + 1), "b " * (MAX_WORDS + 1)
+    assert difference(old, new) == (Piece("removed", old), Piece("added", new))

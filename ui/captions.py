@@ -1,0 +1,88 @@
+"""What is said under the picture. Texts of others are escaped here, and nowhere else is HTML made of them."""
+
+from __future__ import annotations
+
+import html
+import math
+
+from ui.painting import Painting, Picture
+
+READY = "Say what to paint and press Enter."
+
+
+def caption_of(painting: Painting, num_waiting: int = 0) -> str:
+    """How far ``painting`` is or how it ended, as HTML; ``num_waiting`` further requests of the same visitor."""
+    if painting.is_over:
+        return _ending(painting)
+    after = f" {num_waiting} more of yours to come." if num_waiting else ""
+    return status(f"{progress_text(painting)}{after}", share=_share(painting))
+
+
+def progress_text(painting: Painting) -> str:
+    """ "step 12 of 20, 3 s left", or the place in the queue; with several pictures also how many are finished."""
+    slowest, num_images = painting.slowest, painting.order.num_images
+    if slowest is None and painting.num_finished == 0:
+        ahead = painting.queue_position
+        return f"place {ahead + 1} in the queue" if ahead else "about to begin"
+    done = f"{painting.num_finished} of {num_images} finished, " if num_images > 1 else ""
+    if slowest is None or slowest.step is None:
+        return f"{done}about to begin"
+    left = f", {seconds_text(slowest.seconds_left)} left" if slowest.seconds_left is not None else ""
+    return f"{done}step {slowest.step} of {slowest.steps}{left}"
+
+
+def seconds_text(seconds: float) -> str:
+    """ "3 s", "2 min 5 s"."""
+    whole = max(1, math.ceil(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+
+
+def picture_caption(picture: Picture) -> str:
+    """How a finished picture was painted, as HTML."""
+    return status(picture.facts, notes=picture.warnings)
+
+
+def status(text: str, *, notes: tuple[str, ...] = (), is_error: bool = False, share: float | None = None) -> str:
+    """A line, with notes below it and a bar of ``share`` (0 to 1), as HTML. Screen readers are told."""
+    kind = ' class="error" role="alert"' if is_error else ' role="status"'
+    bar = "" if share is None else f'<div class="bar"><i style="width:{100 * share:.0f}%"></i></div>'
+    lines = "".join(f"<p class='note'>{html.escape(note)}</p>" for note in dict.fromkeys(notes))
+    return f"<div{kind}>{bar}<p>{html.escape(text)}</p>{lines}</div>"
+
+
+def painted_from(picture: Picture, rewrites: bool) -> str:
+    """Under a picture that was to be rewritten first: the very words it was painted from, as HTML."""
+    if not rewrites:
+        return ""
+    if picture.prompt == picture.wish:
+        return "<p>Painted from your own words.</p>"
+    return f"<p>Painted from: <q>{html.escape(picture.prompt)}</q></p>"
+
+
+def _ending(painting: Painting) -> str:
+    num_done, num_images = len(painting.pictures), painting.order.num_images
+    kept = f" {num_done} of {num_images} pictures are finished." if num_done else ""
+    if painting.error is not None:
+        return status(f"{painting.error}{kept}", notes=painting.lost, is_error=True)
+    if painting.was_stopped:
+        slowest = painting.slowest
+        where = f" at step {slowest.step} of {slowest.steps}" if slowest is not None else ""
+        return status(f"Stopped{where}.{kept}")
+    if not painting.pictures:
+        return status("No picture was painted.", notes=painting.lost, is_error=True)
+    last = painting.pictures[-1]
+    each = f"{num_done} pictures" if num_done > 1 else "Painted"
+    return status(f"{each} in {painting.seconds:.1f} s: {last.facts}", notes=(*painting.lost, *last.warnings))
+
+
+def _share(painting: Painting) -> float:
+    slowest, num_images = painting.slowest, painting.order.num_images
+    part = (slowest.step or 0) / slowest.steps if slowest is not None and slowest.steps else 0.0
+    return (
+        min(1.0, (painting.num_finished + part) / num_images)
+        if num_images == 1 or not slowest
+        else max(part, painting.num_finished / num_images)
+    )

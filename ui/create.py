@@ -1,0 +1,246 @@
+"""The tab Create: a wish, its settings, and the picture that comes of it. Layout here, what happens in ``creating``."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import gradio as gr
+
+from ui.captions import READY, status
+from ui.parameters import ASPECTS, REWRITE_MODES
+
+EXAMPLES: Final = (
+    "a fox next to a cactus on the beach",
+    "two apples on a blue background",
+    "an owl above a castle at night",
+    "a small boat in the ocean",
+    "three penguins in the snow",
+)
+QUALITIES: Final = ("draft", "standard", "fine")
+MAX_IMAGES: Final = 10
+GALLERY_COLUMNS: Final = 6
+
+
+class Fields(NamedTuple):
+    """Everything that can be set, in the order of :class:`ui.parameters.Form`."""
+
+    prompt: gr.Textbox
+    negative_prompt: gr.Textbox
+    quality: gr.Radio
+    aspect: gr.Radio
+    num_images: gr.Slider
+    rewrite_mode: gr.Radio
+    steps: gr.Textbox
+    sampler: gr.Dropdown
+    guidance: gr.Textbox
+    size: gr.Textbox
+    seed: gr.Textbox
+    eta: gr.Textbox
+    spacing: gr.Dropdown
+
+
+class Wording(NamedTuple):
+    """The rewriter's part."""
+
+    suggest: gr.Button
+    panel: gr.Column
+    suggestion: gr.Textbox
+    difference: gr.HTML
+    accept: gr.Button
+    revert: gr.Button
+    note: gr.HTML
+
+
+class Showing(NamedTuple):
+    """What a painting changes, in the order in which ``creating`` fills it."""
+
+    picture: gr.Image
+    caption: gr.HTML
+    painted_from: gr.HTML
+    gallery: gr.Gallery
+    parameters: gr.Textbox
+    generate: gr.Button
+    stop: gr.Button
+    reuse_seed: gr.Button
+    copy_parameters: gr.Button
+    download: gr.DownloadButton
+
+
+class CreateTab(NamedTuple):
+    """All parts of the tab."""
+
+    fields: Fields
+    wording: Wording
+    showing: Showing
+    random_seed: gr.Button
+    read_parameters: gr.UploadButton
+    advanced: gr.Accordion
+
+
+def lay_out() -> CreateTab:
+    """Build the tab in the current context. Three blocks: the wish, the picture, the settings (see ``page.css``)."""
+    with gr.Row(elem_id="create"):
+        with gr.Column(elem_id="wish"):
+            prompt, generate, stop = _wish()
+            rewrite_mode, wording = _wording()
+        with gr.Column(elem_id="show"):
+            picture, caption, painted_from, reuse_seed, copy_parameters, download, parameters, gallery = _show()
+        with gr.Column(elem_id="settings"):
+            quality = gr.Radio(
+                [(name.capitalize(), name) for name in QUALITIES], value="standard", label="Quality", elem_id="quality"
+            )
+            aspect = gr.Radio(
+                [(name.capitalize(), name) for name in ASPECTS], value="square", label="Aspect", elem_id="aspect"
+            )
+            count = gr.Slider(1, MAX_IMAGES, value=1, step=1, label="Pictures", elem_id="count", buttons=[])
+            advanced, negative, steps, sampler, guidance, size, spacing, seed, random_seed, eta = _advanced()
+            read_parameters = gr.UploadButton(
+                "Read the settings of a picture",
+                file_types=[".png", ".jpg", ".jpeg", ".webp"],
+                size="sm",
+                elem_id="read-parameters",
+            )
+    fields = Fields(
+        prompt, negative, quality, aspect, count, rewrite_mode, steps, sampler, guidance, size, seed, eta, spacing
+    )
+    showing = Showing(
+        picture,
+        caption,
+        painted_from,
+        gallery,
+        parameters,
+        generate,
+        stop,
+        reuse_seed,
+        copy_parameters,
+        download,
+    )
+    return CreateTab(fields, wording, showing, random_seed, read_parameters, advanced)
+
+
+def _wish() -> tuple[gr.Textbox, gr.Button, gr.Button]:
+    prompt = gr.Textbox(
+        label="Prompt",
+        placeholder="What would you like to see?",
+        lines=1,
+        max_lines=8,
+        autofocus=True,
+        elem_id="prompt",
+    )
+    with gr.Row(elem_id="run"):
+        generate = gr.Button("Generate", variant="primary", elem_id="generate")
+        stop = gr.Button("Stop", variant="stop", elem_id="stop", visible=False)
+    with gr.Row(elem_id="examples"):
+        for example in EXAMPLES:
+            button = gr.Button(example, size="sm", elem_classes="example")
+            button.click(
+                fn=None, js=f"() => {example!r}", outputs=prompt, api_visibility="private", show_progress="hidden"
+            )
+    return prompt, generate, stop
+
+
+def _wording() -> tuple[gr.Radio, Wording]:
+    mode = gr.Radio(list(REWRITE_MODES), value="Off", label="Rewrite the prompt", elem_id="rewrite-mode")
+    note = gr.HTML(elem_id="rewrite-note", elem_classes="quiet")
+    with gr.Column(elem_id="rewriting", visible=False) as panel:
+        suggest = gr.Button("Suggest a prompt", size="sm", elem_id="suggest")
+        suggestion = gr.Textbox(
+            label="Suggestion",
+            info="Change it as you like, then accept it.",
+            lines=2,
+            max_lines=8,
+            interactive=True,
+            elem_id="suggestion",
+        )
+        difference = gr.HTML(label="Difference", elem_id="difference", elem_classes="difference")
+        with gr.Row():
+            accept = gr.Button("Accept", size="sm", variant="primary", elem_id="accept", interactive=False)
+            revert = gr.Button("Revert", size="sm", elem_id="revert", interactive=False)
+    return mode, Wording(suggest, panel, suggestion, difference, accept, revert, note)
+
+
+def _show() -> tuple[gr.Image, gr.HTML, gr.HTML, gr.Button, gr.Button, gr.DownloadButton, gr.Textbox, gr.Gallery]:
+    picture = gr.Image(
+        label="Picture",
+        show_label=False,
+        type="filepath",
+        format="png",
+        interactive=False,
+        buttons=["fullscreen"],
+        elem_id="picture",
+        alt_text="The picture that was painted last",
+    )
+    caption = gr.HTML(status(READY), label="Caption", elem_id="caption")
+    painted_from = gr.HTML(label="Painted from", elem_id="painted-from", elem_classes="quiet")
+    with gr.Row(elem_id="actions"):
+        reuse_seed = gr.Button("Use this seed again", size="sm", interactive=False, elem_id="reuse-seed")
+        copy_parameters = gr.Button("Copy parameters", size="sm", interactive=False, elem_id="copy-parameters")
+        download = gr.DownloadButton("Download PNG", size="sm", interactive=False, elem_id="download")
+    parameters = gr.Textbox(label="Parameters", visible=False, elem_id="parameters")
+    gallery = gr.Gallery(
+        label="Painted on this page",
+        show_label=False,
+        columns=GALLERY_COLUMNS,
+        fit_columns=False,
+        object_fit="cover",
+        allow_preview=False,
+        interactive=False,
+        buttons=[],
+        visible=False,
+        elem_id="gallery",
+        format="png",
+    )
+    return picture, caption, painted_from, reuse_seed, copy_parameters, download, parameters, gallery
+
+
+def _advanced() -> tuple[
+    gr.Accordion,
+    gr.Textbox,
+    gr.Textbox,
+    gr.Dropdown,
+    gr.Textbox,
+    gr.Textbox,
+    gr.Dropdown,
+    gr.Textbox,
+    gr.Button,
+    gr.Textbox,
+]:
+    with gr.Accordion("Advanced", open=False, elem_id="advanced") as advanced:
+        negative = gr.Textbox("", label="Negative prompt", info="What should not be there.", elem_id="negative-prompt")
+        with gr.Row():
+            steps = _number("Steps", "as the quality says", "steps")
+            guidance = _number("Guidance", "the model's own", "guidance")
+        sampler = gr.Dropdown(
+            [("Model's own", "")],
+            value="",
+            label="Sampler",
+            info="A sigma schedule may follow, such as DPM++ 2M Karras.",
+            allow_custom_value=True,
+            elem_id="sampler",
+        )
+        with gr.Row():
+            size = gr.Textbox("", label="Size", placeholder="as the aspect says", max_lines=1, elem_id="size")
+            spacing = gr.Dropdown(
+                [("Model's own", ""), "leading", "trailing", "linspace", "quadratic"],
+                value="",
+                label="Spacing",
+                elem_id="spacing",
+            )
+        with gr.Row(elem_id="seeds"):
+            seed = _number("Seed", "random", "seed")
+            random_seed = gr.Button("Random", size="sm", elem_id="random-seed")
+        eta = _number("Eta", "the sampler's own", "eta", info="Fresh noise of DDIM and Euler a, 0 to 1.")
+    return advanced, negative, steps, sampler, guidance, size, spacing, seed, random_seed, eta
+
+
+def _number(label: str, placeholder: str, elem_id: str, *, info: str | None = None) -> gr.Textbox:
+    """A number that may be left out: gradio's own field for numbers makes a zero of nothing."""
+    return gr.Textbox(
+        "",
+        label=label,
+        placeholder=placeholder,
+        info=info,
+        max_lines=1,
+        html_attributes=gr.InputHTMLAttributes(autocomplete="off", spellcheck=False),
+        elem_id=elem_id,
+    )

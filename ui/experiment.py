@@ -1,0 +1,179 @@
+"""The tab Experiment: what to compare, the grid, the curves. Layout here, what happens in ``experimenting``."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import gradio as gr
+from gradio.context import Context
+
+from diffserve.client import ImageCapabilities
+from diffserve.errors import DiffserveError
+from diffserve.experiments.prompts import held_out_prompts
+from ui.captions import status
+from ui.experiment_style import CURVES, GRID, SAID
+from ui.experimenting import Experimenting
+from ui.grid_measure import CHECKED_FAMILY
+from ui.server import Server, sentence
+
+DEFAULT_SAMPLERS: Final = (("DDPM", "ddpm"), ("DDIM", "ddim"), ("DPM++ 2M", "dpmpp_2m"))
+DEFAULT_STEPS: Final = "5, 10, 20, 50"
+DEFAULT_PROMPTS: Final = "a fox next to a cactus on the beach\ntwo apples on a blue background"
+DEFAULT_SEEDS: Final = 2
+NUM_HELD_OUT: Final = 8
+UNKNOWN_YET: Final = "Looking how long this takes."
+NOTHING_YET: Final = "Pictures appear here as they are painted, then curves: what a step buys, and what a second buys."
+PRIVATE: Final[dict[str, Any]] = {"api_visibility": "private", "show_progress": "hidden", "queue": False}
+
+
+class Fields(NamedTuple):
+    """What to compare, in the order of :class:`ui.grid_plan.Form`."""
+
+    samplers: gr.Dropdown
+    steps: gr.Textbox
+    prompts: gr.Textbox
+    num_seeds: gr.Number
+    first_seed: gr.Number
+    guidance: gr.Textbox
+    has_converged: gr.Checkbox
+
+
+class Showing(NamedTuple):
+    """What an experiment changes, in the order of :class:`ui.experiment_view.Shown`."""
+
+    status: gr.HTML
+    grid: gr.HTML
+    curves_over_steps: gr.HTML
+    curves_over_seconds: gr.HTML
+    csv: gr.DownloadButton
+    png: gr.DownloadButton
+    run: gr.Button
+    stop: gr.Button
+
+
+def add_experiment(server: Server) -> None:
+    """Lay out the tab in the current context and bind its events; its looks come with it."""
+    with gr.Row(elem_id="exp"):
+        with gr.Column(scale=2, min_width=300, elem_id="exp-form"):
+            fields, held_out = _fields()
+            estimate = _html("exp-estimate", SAID, status(UNKNOWN_YET))
+            run = gr.Button("Run", variant="primary", elem_id="exp-run")
+            stop = gr.Button("Stop", variant="stop", elem_id="exp-stop", visible=False)
+        with gr.Column(scale=5, min_width=300, elem_id="exp-results"):
+            showing = _showing(run, stop)
+    _connect(server, Experimenting(server), fields, held_out, estimate, showing)
+
+
+def _fields() -> tuple[Fields, gr.Button]:
+    samplers = gr.Dropdown(
+        list(DEFAULT_SAMPLERS),
+        value=[name for _, name in DEFAULT_SAMPLERS],
+        multiselect=True,
+        allow_custom_value=True,
+        label="Samplers",
+        info="One row each. A sigma schedule may follow, such as DPM++ 2M Karras.",
+        elem_id="exp-samplers",
+    )
+    steps = gr.Textbox(
+        DEFAULT_STEPS, label="Steps", info="One column each, with commas between them.", elem_id="exp-steps"
+    )
+    prompts = gr.Textbox(
+        DEFAULT_PROMPTS, label="Prompts", info="One on each line.", lines=2, max_lines=10, elem_id="exp-prompts"
+    )
+    held_out = gr.Button(f"Take {NUM_HELD_OUT} test prompts", size="sm", visible=False, elem_id="exp-held-out")
+    with gr.Row():
+        num_seeds = gr.Number(
+            DEFAULT_SEEDS,
+            label="Seeds",
+            info="of each prompt",
+            minimum=1,
+            precision=0,
+            min_width=80,
+            elem_id="exp-seeds",
+        )
+        first_seed = gr.Number(
+            0, label="First seed", info="then counting", minimum=0, precision=0, min_width=80, elem_id="exp-first-seed"
+        )
+        guidance = gr.Textbox(
+            label="Guidance", info="one number", placeholder="auto", max_lines=1, min_width=80, elem_id="exp-guidance"
+        )
+    has_converged = gr.Checkbox(
+        True,
+        label="Compare with the converged picture",
+        info="The same seed painted by DDIM in 200 steps. It costs as much as several squares.",
+        elem_id="exp-converged",
+    )
+    return Fields(samplers, steps, prompts, num_seeds, first_seed, guidance, has_converged), held_out
+
+
+def _showing(run: gr.Button, stop: gr.Button) -> Showing:
+    said = _html("exp-status", SAID, status(NOTHING_YET))
+    grid = _html("exp-grid", GRID)
+    over_steps = _html("exp-curves-steps", CURVES)
+    over_seconds = _html("exp-curves-seconds", CURVES)
+    with gr.Row(elem_id="exp-files"):
+        csv = gr.DownloadButton("Download CSV", size="sm", scale=0, min_width=140, visible=False, elem_id="exp-csv")
+        png = gr.DownloadButton("Download PNG", size="sm", scale=0, min_width=140, visible=False, elem_id="exp-png")
+    return Showing(said, grid, over_steps, over_seconds, csv, png, run, stop)
+
+
+def _html(name: str, looks: str, value: str = "") -> gr.HTML:
+    """A part that is written as HTML, with looks of its own."""
+    return gr.HTML(value, elem_id=name, css_template=looks, apply_default_css=False)
+
+
+def _connect(
+    server: Server,
+    events: Experimenting,
+    fields: Fields,
+    held_out: gr.Button,
+    estimate: gr.HTML,
+    showing: Showing,
+) -> None:
+    page, tab = _surroundings()
+    showing.run.click(
+        events.run,
+        list(fields),
+        list(showing),
+        api_name="experiment",
+        show_progress="hidden",
+        concurrency_limit=None,
+    )
+    showing.stop.click(events.stop, **PRIVATE)
+    gr.on(
+        [*(field.change for field in fields), *([tab.select] if tab else [])],
+        events.estimate,
+        list(fields),
+        estimate,
+        api_name="experiment_estimate",
+        show_progress="hidden",
+        trigger_mode="always_last",
+        concurrency_limit=None,
+    )
+    held_out.click(lambda: "\n".join(held_out_prompts(NUM_HELD_OUT)), None, fields.prompts, **PRIVATE)
+
+    async def greet() -> tuple[Any, Any, Any]:
+        """Once the models are loaded: the samplers on offer, and test prompts where they mean something."""
+        try:
+            image = (await server.wait_for_models()).image
+        except DiffserveError as error:
+            return gr.skip(), gr.skip(), status(sentence(error), is_error=True)
+        return gr.update(choices=choices_of(image)), gr.update(visible=image.family == CHECKED_FAMILY), gr.skip()
+
+    page.load(greet, None, [fields.samplers, held_out, estimate], show_progress="hidden", api_visibility="private")
+    page.unload(events.leave)
+
+
+def choices_of(image: ImageCapabilities) -> list[tuple[str, str]]:
+    """(what is shown, name) of every sampler."""
+    return [(choice.label, choice.name) for choice in image.samplers]
+
+
+def _surroundings() -> tuple[gr.Blocks, gr.Tab | None]:
+    """The page that is being laid out, and the tab in it."""
+    block = Context.block
+    while block is not None and not isinstance(block, gr.Tab):
+        block = block.parent
+    page = Context.root_block
+    assert page is not None, "lay the tab out within a page"
+    return page, block

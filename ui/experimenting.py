@@ -1,0 +1,100 @@
+"""What happens in the tab Experiment: estimating, painting, stopping, leaving."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import gradio as gr
+
+from diffserve.client import ImageCapabilities
+from diffserve.errors import DiffserveError
+from ui.captions import seconds_text, status
+from ui.experiment_view import Shown, View, names_of, work_text
+from ui.grid_measure import PromptCheck
+from ui.grid_pace import Pacer
+from ui.grid_plan import Form, read_form
+from ui.grid_run import GridRun
+from ui.server import Server, sentence
+
+
+class Experimenting:
+    """The events of one page's tab; runs are kept by the session that gradio gives each open page."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._pacer = Pacer()
+        self._runs: defaultdict[str, set[GridRun]] = defaultdict(set)
+
+    async def estimate(
+        self,
+        samplers: list[str],
+        steps: str,
+        prompts: str,
+        num_seeds: float | None,
+        first_seed: float | None,
+        guidance: str | None,
+        has_converged: bool,
+    ) -> str:
+        """How much will be painted, and how long that takes, as HTML; or why it cannot be."""
+        form = Form(samplers, steps, prompts, num_seeds, first_seed, guidance, has_converged)
+        try:
+            plan = read_form(form, await self._image())
+            pace = await self._pacer.pace(self._server.client)
+        except DiffserveError as error:
+            return status(sentence(error), is_error=True)
+        check = PromptCheck((await self._image()).family, plan.sweep.prompts)
+        notes = () if check.why_not is None else (f"Prompt match will not be measured: {check.why_not}",)
+        return status(f"{work_text(plan)}: about {seconds_text(pace.seconds(plan))}.", notes=notes)
+
+    async def run(
+        self,
+        samplers: list[str],
+        steps: str,
+        prompts: str,
+        num_seeds: float | None,
+        first_seed: float | None,
+        guidance: str | None,
+        has_converged: bool,
+        request: gr.Request,
+    ) -> AsyncIterator[Shown]:
+        """Paint, and show the grid as it fills; at the end curves and files. Whoever leaves early ends it."""
+        form = Form(samplers, steps, prompts, num_seeds, first_seed, guidance, has_converged)
+        try:
+            image = await self._image()
+            plan = read_form(form, image)
+            yield Shown(status=status("Measuring how fast this server paints."), run=gr.update(interactive=False))
+            pace = await self._pacer.pace(self._server.client)
+            folder = self._server.files.new_folder()
+        except (DiffserveError, OSError) as error:
+            yield Shown(status=status(sentence(error), is_error=True), run=gr.update(interactive=True))
+            return
+        run = GridRun(self._server.client, plan, PromptCheck(image.family, plan.sweep.prompts), folder)
+        view = View(run, pace, names_of(plan, image))
+        mine = self._runs[request.session_hash or ""]
+        mine.add(run)
+        try:
+            yield view.beginning()
+            async with aclosing(run.watch()) as moments:
+                async for _ in moments:
+                    if (shown := await view.news()) is not None:
+                        yield shown
+            yield await view.ending(self._server.files)
+        finally:
+            mine.discard(run)
+            run.tidy()
+            self._server.files.keep(folder)
+
+    def stop(self, request: gr.Request) -> None:
+        """End what this page paints; what is painted stays."""
+        for run in self._runs.get(request.session_hash or "", ()):
+            run.stop()
+
+    def leave(self, request: gr.Request) -> None:
+        """The page was closed."""
+        for run in self._runs.pop(request.session_hash or "", ()):
+            run.stop()
+
+    async def _image(self) -> ImageCapabilities:
+        return (await self._server.models()).image

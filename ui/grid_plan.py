@@ -1,0 +1,140 @@
+"""What an experiment of the page paints: from what stands in its form to a plan. No gradio, no server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+from diffserve.client import ImageCapabilities
+from diffserve.errors import InvalidRequest
+from diffserve.experiments.plan import REFERENCE_STEPS, Cell, Job, SweepPlan, numbers, whole_numbers
+
+MAX_PICTURES: Final = 400
+"""A page that is left open should not paint for a night; ``diffserve sweep`` may."""
+
+Place = tuple[int, int]
+"""(prompt, seed) by their numbers: what pairs a picture with those of other cells."""
+
+
+class Form(NamedTuple):
+    """What somebody chose, as the form has it.
+
+    steps, prompts  text: counts with commas between them, a prompt on each line
+    num_seeds       pictures of each prompt, with the seeds first_seed, first_seed + 1, ...
+    guidance_scale  a number, or text that holds one; nothing for the model's own
+    has_converged   whether every picture is held against the converged one of its seed
+    """
+
+    samplers: Sequence[str]
+    steps: str
+    prompts: str
+    num_seeds: float | None = 1
+    first_seed: float | None = 0
+    guidance_scale: str | float | None = None
+    has_converged: bool = True
+
+
+class GridPlan(NamedTuple):
+    """A sweep with one guidance scale, small enough to be watched."""
+
+    sweep: SweepPlan
+    has_converged: bool
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """What is compared, the few steps first."""
+        return self.sweep.cells
+
+    @property
+    def reference(self) -> Cell | None:
+        """The converged cell, where there is one."""
+        return self.sweep.references[0] if self.has_converged else None
+
+    @property
+    def all_cells(self) -> tuple[Cell, ...]:
+        """What is compared, and the converged cell behind it."""
+        return self.cells if self.reference is None else (*self.cells, self.reference)
+
+    @property
+    def samplers(self) -> tuple[str, ...]:
+        """The rows of the grid, as they were chosen."""
+        return tuple(dict.fromkeys(cell.sampler for cell in self.cells))
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The columns of the grid."""
+        return tuple(dict.fromkeys(cell.num_steps for cell in self.cells))
+
+    @property
+    def num_pictures(self) -> int:
+        """Pictures that are painted together, the converged ones included."""
+        return len(self.sweep.places) * len(self.all_cells)
+
+    @property
+    def rows_together(self) -> int:
+        """UNet rows of all these pictures."""
+        return len(self.sweep.places) * sum(cell.rows for cell in self.all_cells)
+
+    def jobs(self) -> Iterator[Job]:
+        """Everything to paint: place by place, so that pictures which are compared come about together."""
+        for place in self.sweep.places:
+            yield from (Job(cell, *place) for cell in self.all_cells)
+
+
+def read_form(form: Form, image: ImageCapabilities) -> GridPlan:
+    """The plan of ``form`` for the model ``image``. InvalidRequest for anything that could not be painted."""
+    if not form.samplers:
+        raise InvalidRequest("no sampler is chosen; choose at least one.", param="samplers")
+    prompts = tuple(line.strip() for line in form.prompts.splitlines() if line.strip())
+    if not prompts:
+        raise InvalidRequest("there is no prompt; write at least one, each on a line of its own.", param="prompts")
+    steps = whole_numbers(form.steps, "steps")
+    _check_steps(steps, image.train_timesteps)
+    sweep = SweepPlan(
+        samplers=tuple(form.samplers),
+        steps=steps,
+        guidance=(_guidance(form.guidance_scale, image.default_guidance_scale),),
+        prompts=prompts,
+        num_seeds=_whole(form.num_seeds, "pictures of each prompt", 1),
+        first_seed=_whole(form.first_seed, "first seed", 0),
+        reference_steps=min(REFERENCE_STEPS, image.train_timesteps),
+    )
+    return _bounded(GridPlan(sweep, form.has_converged))
+
+
+def _guidance(value: str | float | None, default: float) -> float:
+    text = "" if value is None else str(value).strip()
+    if not text:
+        return default
+    scales = numbers(text, "guidance")
+    if len(scales) > 1:
+        raise InvalidRequest(
+            f"guidance is {text!r}; the page compares at one scale, give one number.", param="guidance"
+        )
+    return scales[0]
+
+
+def _check_steps(steps: Sequence[int], most: int) -> None:
+    if max(steps) > most:
+        raise InvalidRequest(
+            f"steps has {max(steps)}; the model was trained with {most} timesteps, so {most} steps is the most.",
+            param="steps",
+        )
+
+
+def _bounded(plan: GridPlan) -> GridPlan:
+    if plan.num_pictures > MAX_PICTURES:
+        raise InvalidRequest(
+            f"that is {plan.num_pictures} pictures, and the page paints at most {MAX_PICTURES}; choose fewer prompts, "
+            "seeds, samplers or step counts, or use diffserve sweep, which can be interrupted.",
+            param="prompts",
+        )
+    return plan
+
+
+def _whole(value: float | None, name: str, default: int) -> int:
+    if value is None:
+        return default
+    if value != value or value != int(value):
+        raise InvalidRequest(f"{name} is {value:g}; give a whole number.")
+    return int(value)

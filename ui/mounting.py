@@ -1,0 +1,121 @@
+"""How the page is served: quietly, offline, without a share link or anything of gradio's that it does not need."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from ui.server import Server
+
+if TYPE_CHECKING:
+    import gradio as gr
+
+T = TypeVar("T")
+MAX_UPLOAD_BYTES: Final = 16_000_000
+IDLE_LOOK_S: Final = 0.02
+"""How often gradio looks for events when there are none; its own 1 ms keeps a core busy."""
+
+API: Final = "/gradio_api"
+PATHS: Final = (
+    *("/", "/config", "/theme.css", "/manifest.json", "/favicon.ico", "/robots.txt", "/pwa_icon"),
+    *("/assets/", "/static/", "/svelte/"),
+    *(f"{API}/{name}" for name in ("info", "config", "theme.css", "app_id", "user", "login_check", "token")),
+    *(f"{API}/{name}" for name in ("queue/join", "queue/data", "cancel", "reset", "upload", "upload_progress")),
+    *(f"{API}/{name}" for name in ("startup-events", "heartbeat/", "file=", "call/", "run/")),
+)
+"""What a page and gradio's own clients ask for. The rest (login, proxy, monitoring, editing code) is not served."""
+
+QUIET: Final = {
+    "GRADIO_ANALYTICS_ENABLED": "False",
+    "GRADIO_ANALYTICS_CACHE_FREQUENCY": "1000000000",  # its table of its own events is made with pandas, every time
+    "GRADIO_ANALYTICS_MAX_EVENTS": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "GRADIO_SHARE": "False",
+}
+
+
+def create_page(url: str, *, server: Server | None = None) -> gr.Blocks:
+    """See :func:`ui.create_page`."""
+    server = server or Server(url)
+    os.environ.update(QUIET, GRADIO_TEMP_DIR=str(server.files.folder))
+    from ui.page import build
+
+    page = _within_a_loop(lambda: build(server))
+    page._queue.sleep_when_free = IDLE_LOOK_S
+    page._queue.progress_update_sleep_when_free = 10 * IDLE_LOOK_S
+    return page
+
+
+def mount_page(app: Any, url: str) -> tuple[str, ...]:
+    """See :func:`ui.mount_page`."""
+    server = Server(url)
+    page = create_page(url, server=server)
+    import gradio as gr
+
+    _within_a_loop(
+        lambda: gr.mount_gradio_app(
+            app, page, path="/", max_file_size=MAX_UPLOAD_BYTES, ssr_mode=False, mcp_server=False, pwa=False, **looks()
+        )
+    )
+    app.router.lifespan_context = _ending(app.router.lifespan_context, app.routes[-1].app, server)
+    return PATHS
+
+
+def launch_page(url: str, *, host: str, port: int) -> None:
+    """Serve the page of the server at ``url`` on its own until interrupted. OSError where the port is taken."""
+    page = create_page(url)
+    _, address, _ = page.launch(
+        server_name=host, server_port=port, share=False, inbrowser=False, quiet=True, max_file_size=MAX_UPLOAD_BYTES,
+        ssr_mode=False, mcp_server=False, pwa=False, prevent_thread_lock=True, **looks(),
+    )  # fmt: skip
+    print(f"ui: the page of {url} is at {address}", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    page.block_thread()
+
+
+def _within_a_loop(build: Callable[[], T]) -> T:
+    """What ``build`` makes, within an event loop: where none is running, gradio would leave new ones behind."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+
+        async def run() -> T:
+            return build()
+
+        return asyncio.run(run())
+    return build()
+
+
+def _ending(lifespan: Any, gradio_app: Any, server: Server) -> Any:
+    """``lifespan``, at whose end open pages are let go at once: otherwise they hold the process up."""
+
+    @contextlib.asynccontextmanager
+    async def ending(app: Any) -> AsyncIterator[Any]:
+        async with lifespan(app) as state:
+            try:
+                yield state
+            finally:
+                gradio_app.stop_event.set()
+                gradio_app.get_blocks()._queue.close()
+                await server.close()
+
+    return ending
+
+
+def looks() -> dict[str, Any]:
+    """What both ways of serving say of the page's looks."""
+    from ui.look import SCRIPT, STYLE, theme
+
+    return {
+        "theme": theme(),
+        "css_paths": STYLE,
+        "head": f"<script>{SCRIPT.read_text(encoding='utf-8')}</script>",
+        "footer_links": [],
+        "run_history": False,
+        "show_error": False,
+    }

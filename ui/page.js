@@ -1,0 +1,29 @@
+// Copies what the picture was painted with, also where the browser offers no clipboard (a plain http address).
+async function diffserveCopy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    const area = document.createElement("textarea");
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+  const button = document.querySelector("#copy-parameters");
+  if (!button) return;
+  button.textContent = "Copied";
+  setTimeout(() => { button.textContent = "Copy parameters"; }, 1500);
+}
+
+// Generate and Stop take each other's place: whoever goes by keyboard stays where they are.
+(() => {
+  const other = { generate: "stop", stop: "generate" };
+  let last = null;
+  document.addEventListener("focusin", (event) => { last = event.target.id; });
+  new MutationObserver(() => {
+    if (!(last in other) || document.activeElement !== document.body) return;
+    const [gone, come] = [last, other[last]].map((id) => document.getElementById(id));
+    if (come && come.offsetParent && !(gone && gone.offsetParent)) come.focus();
+  }).observe(document, { childList: true, subtree: true, attributes: true, attributeFilter: ["class", "style"] });
+})();

@@ -1,0 +1,86 @@
+"""The page: its tabs, its looks, and what happens when somebody comes and goes."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import gradio as gr
+from gradio.blocks import Block
+
+from diffserve.errors import DiffserveError
+from ui.captions import READY, status
+from ui.create import CreateTab, lay_out
+from ui.creating import Creating
+from ui.experiment import add_experiment
+from ui.parameters import quality_labels, sampler_labels
+from ui.rewriting import Rewriting
+from ui.server import Models, Server, sentence
+from ui.visitors import Visitors
+
+TITLE: Final = "diffserve"
+NO_REWRITER: Final = "No language model is loaded, so prompts are painted as they are written."
+MAX_EVENTS: Final = 1000
+"""Events that gradio works on at once: more than the engine takes, so that the engine's queue is the only one."""
+
+
+def build(server: Server) -> gr.Blocks:
+    """The page of ``server``, to be mounted or launched. It shows what the models can do once they are loaded."""
+    visitors = Visitors()
+
+    def leave(request: gr.Request) -> None:
+        visitors.leave(request.session_hash)
+
+    with gr.Blocks(title=TITLE, analytics_enabled=False, fill_width=True) as page:
+        with gr.Row(elem_id="head"):
+            gr.HTML(f"<h1>{TITLE}</h1>", elem_id="title")
+            about = gr.HTML(elem_id="about", elem_classes="quiet")
+        with gr.Tabs(elem_id="tabs"):
+            with gr.Tab("Create", id="create", elem_id="create-tab"):
+                tab = lay_out()
+                Creating(server, visitors, tab).connect()
+                Rewriting(server, tab).connect()
+            with gr.Tab("Experiment", id="experiment", elem_id="experiment-tab"):
+                add_experiment(server)
+        _greet(page, server, tab, about)
+        page.unload(leave)
+    page.max_threads = MAX_EVENTS
+    queued: gr.Blocks = page.queue(default_concurrency_limit=None)
+    return queued
+
+
+def _greet(page: gr.Blocks, server: Server, tab: CreateTab, about: gr.HTML) -> None:
+    """Fill in what depends on the models when somebody opens the page, as soon as they are loaded."""
+    fields = tab.fields
+    outputs: list[Block] = [about, tab.showing.caption, fields.quality, fields.sampler, fields.guidance]
+    outputs += [fields.num_images, fields.rewrite_mode, tab.wording.note]
+
+    async def greet() -> AsyncIterator[list[Any]]:
+        waiting = [gr.skip()] * (len(outputs) - 2)
+        try:
+            if not await server.is_ready():
+                yield ["", status("The server is loading its models; this takes a moment."), *waiting]
+            models = await server.wait_for_models()
+        except DiffserveError as error:
+            yield ["", status(f"{sentence(error)} Then reload this page.", is_error=True), *waiting]
+            return
+        yield _facts(models)
+
+    page.load(greet, None, outputs, api_visibility="private", show_progress="hidden", concurrency_limit=None)
+
+
+def _facts(models: Models) -> list[Any]:
+    """What the models can do, for the parts that ``_greet`` names."""
+    image = models.image
+    can_rewrite = models.language is not None
+    return [
+        html.escape(f"{models.image_id} on {image.device}, {image.dtype}"),
+        status(READY),
+        gr.update(choices=quality_labels(image)),
+        gr.update(choices=sampler_labels(image)),
+        gr.update(placeholder=f"the model's own, {image.default_guidance_scale:g}"),
+        gr.update(maximum=image.max_images),
+        gr.update(visible=can_rewrite),
+        "" if can_rewrite else NO_REWRITER,
+    ]

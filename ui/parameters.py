@@ -1,0 +1,218 @@
+"""From the fields of the page to a request, and from a picture's parameters back to the fields."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final, Literal
+
+import msgspec
+
+from diffserve.client import ImageCapabilities, StreamedImageFields
+from diffserve.errors import InvalidRequest
+from diffserve.images import read_infotext
+from diffserve.infotext import parse_infotext
+from diffserve.sizes import parse_size
+from diffserve.types import MAX_GUIDANCE, MAX_SEED
+
+RewriteMode = Literal["Off", "Suggest", "Auto"]
+REWRITE_MODES: Final[tuple[RewriteMode, ...]] = ("Off", "Suggest", "Auto")
+ASPECTS: Final[dict[str, float]] = {"square": 1.0, "portrait": 2 / 3, "landscape": 3 / 2}
+"""Width to height."""
+
+SAME_ASPECT: Final = 0.2
+"""A size of the model stands for an aspect when the logarithms of the two are so near."""
+
+GRID_PX: Final = 8
+NUM_PREVIEWS: Final = 3
+
+
+class Form(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands in the fields, numbers as they were typed. ``None`` and empty: as the model does best."""
+
+    prompt: str | None
+    negative_prompt: str | None = ""
+    quality: str = "standard"
+    aspect: str = "square"
+    num_images: int = 1
+    rewrite_mode: str = "Off"
+    steps: str | None = None
+    sampler: str | None = None
+    guidance: str | None = None
+    size: str | None = None
+    seed: str | None = None
+    eta: str | None = None
+    spacing: str | None = None
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked form: what is asked of the server."""
+
+    prompt: str
+    fields: StreamedImageFields
+    rewrites: bool
+
+    @property
+    def num_images(self) -> int:
+        """How many pictures."""
+        return self.fields.get("n", 1)
+
+
+def order_of(form: Form, image: ImageCapabilities) -> Order:
+    """The request that ``form`` stands for. InvalidRequest names the field, the value and the way out."""
+    prompt, negative = form.prompt or "", form.negative_prompt or ""
+    if not prompt.strip():
+        raise InvalidRequest("The prompt is empty; say what to paint.", param="prompt", code="empty_prompt")
+    size = (form.size or "").strip() or "auto"
+    width, height = parse_size(size) or size_of(form.aspect, image)
+    fields = StreamedImageFields(
+        n=max(1, min(int(form.num_images), image.max_images)),
+        size=f"{width}x{height}",
+        num_inference_steps=_steps(form, image),
+        partial_images=NUM_PREVIEWS,
+        prompt_rewriter="auto" if form.rewrite_mode == "Auto" else "off",
+        output_format="png",
+    )
+    if negative.strip():
+        fields["negative_prompt"] = negative
+    if form.sampler and form.sampler.strip():
+        fields["sampler"] = form.sampler.strip()
+    guidance, eta = read_number(form.guidance, "guidance", MAX_GUIDANCE), read_number(form.eta, "eta", 1.0)
+    if guidance is not None:
+        fields["guidance_scale"] = guidance
+    if eta is not None:
+        fields["eta"] = eta
+    if form.spacing:
+        fields["spacing"] = form.spacing
+    seed = read_seed(form.seed)
+    if seed is not None:
+        fields["seed"] = seed
+    return Order(prompt=prompt, fields=fields, rewrites=form.rewrite_mode == "Auto")
+
+
+def read_number(text: str | None, name: str, most: float = math.inf) -> float | None:
+    """The number from 0 to ``most`` in ``text``, ``None`` for an empty one. InvalidRequest for anything else."""
+    text = (text or "").strip()
+    try:
+        value = float(text.replace(",", ".")) if text else None
+    except ValueError:
+        value = math.nan
+    if value is not None and not (math.isfinite(value) and 0 <= value <= most):
+        kind = f"a number from 0 to {most:g}" if math.isfinite(most) else "a number"
+        raise InvalidRequest(f"The {name} is {text[:40]!r}; give {kind}, or nothing for the model's own.", param=name)
+    return value
+
+
+def read_seed(text: str | None) -> int | None:
+    """The whole number in ``text``, ``None`` for an empty one. InvalidRequest for anything else."""
+    text = (text or "").strip()
+    if not text or text == "-1":
+        return None
+    if not (text.isascii() and text.isdigit() and int(text[:20]) <= MAX_SEED):
+        raise InvalidRequest(
+            f"The seed is {text[:40]!r}; give a whole number from 0 to {MAX_SEED}, or nothing for a random one.",
+            param="seed",
+        )
+    return int(text)
+
+
+def size_of(aspect: str, image: ImageCapabilities) -> tuple[int, int]:
+    """(width, height) in pixels for "square", "portrait" or "landscape": one that the model does well if there is one,
+    else of the same area as the native size. InvalidRequest for another word."""
+    if aspect not in ASPECTS:
+        raise InvalidRequest(f"The aspect is {aspect[:40]!r}; choose {', '.join(ASPECTS)}.", param="aspect")
+    ratio = ASPECTS[aspect]
+    best = min(image.sizes, key=lambda size: _apart(size, ratio))
+    if _apart(best, ratio) <= SAME_ASPECT:
+        return best
+    area = image.native_size[0] * image.native_size[1]
+    return _on_grid(math.sqrt(area * ratio)), _on_grid(math.sqrt(area / ratio))
+
+
+def quality_labels(image: ImageCapabilities) -> list[tuple[str, str]]:
+    """(what is shown, value) of every quality: "Standard, 25 steps"."""
+    return [
+        (f"{name.capitalize()}, {steps} {'step' if steps == 1 else 'steps'}", name)
+        for name, steps in image.quality_steps.items()
+    ]
+
+
+def sampler_labels(image: ImageCapabilities) -> list[tuple[str, str]]:
+    """(what is shown, value) of every sampler; the empty value is the model's own."""
+    own = image.sampler(image.default_sampler)
+    named = own.label if own is not None else image.default_sampler
+    return [(f"Model's own ({named})", ""), *((choice.label, choice.name) for choice in image.samplers)]
+
+
+def infotext_of(data: bytes) -> str:
+    """The parameters in the picture file ``data``. InvalidRequest where it is no picture or does not say."""
+    text = read_infotext(data)
+    if not text:
+        raise InvalidRequest(
+            "This picture does not say how it was painted; choose a PNG as it was downloaded, not an edited copy.",
+            param="image",
+        )
+    return text
+
+
+def form_of(infotext: str, image: ImageCapabilities | None) -> Form:
+    """The form that paints the picture with the parameters ``infotext`` again."""
+    read = parse_infotext(infotext)
+    fields = read.fields
+    return Form(
+        prompt=read.prompt,
+        negative_prompt=read.negative_prompt,
+        rewrite_mode="Off",
+        steps=fields.get("Steps"),
+        sampler=_sampler(fields, image),
+        guidance=fields.get("CFG scale"),
+        size=fields.get("Size"),
+        seed=fields.get("Seed"),
+        eta=fields.get("Eta"),
+        spacing=fields.get("Spacing"),
+    )
+
+
+def doubts(infotext: str, image: ImageCapabilities) -> str | None:
+    """Why painting ``infotext`` again may give another picture; ``None`` where nothing speaks for that."""
+    fields = parse_infotext(infotext).fields
+    digest = fields.get("Model hash")
+    if digest and digest not in image.digest:
+        name = fields.get("Model", digest)
+        return f"It was painted by {name}, another model than the one that is loaded: expect another picture."
+    return None
+
+
+def sampler_of(infotext: str) -> str | None:
+    """The sampler's label with its sigma schedule, as people write it: "DPM++ 2M Karras"."""
+    return _sampler(parse_infotext(infotext).fields, None)
+
+
+def _steps(form: Form, image: ImageCapabilities) -> int:
+    steps = read_number(form.steps, "number of steps")
+    if steps is None:
+        return image.quality_steps.get(form.quality, image.default_num_steps)
+    if steps != int(steps) or not 1 <= steps <= image.train_timesteps:
+        raise InvalidRequest(
+            f"The number of steps is {steps:g}; give a whole number from 1 to {image.train_timesteps}, or nothing for "
+            "the quality's own.",
+            param="num_inference_steps",
+        )
+    return int(steps)
+
+
+def _sampler(fields: Mapping[str, str], image: ImageCapabilities | None) -> str | None:
+    """The canonical name where there is no sigma schedule, else label and schedule as A1111 writes them."""
+    label, schedule = fields.get("Sampler"), fields.get("Schedule type", "Automatic")
+    if label is None or schedule not in ("Automatic", "Uniform"):
+        return label and f"{label} {schedule}"
+    known = image.sampler(label) if image is not None else None
+    return known.name if known is not None else label
+
+
+def _apart(size: tuple[int, int], ratio: float) -> float:
+    return abs(math.log(size[0] / size[1]) - math.log(ratio))
+
+
+def _on_grid(side_px: float) -> int:
+    return max(GRID_PX, round(side_px / GRID_PX) * GRID_PX)

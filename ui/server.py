@@ -1,0 +1,109 @@
+"""The server as the page knows it: its address, what it can do, and what to say when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from diffserve.client import AsyncClient, ImageCapabilities, LanguageCapabilities, Model
+from diffserve.errors import DiffserveError, EngineUnavailable, QueueFull
+from ui.files import Files
+
+LOOK_AGAIN_S: Final = 1.0
+PATIENCE_S: Final = 300.0
+
+
+class Models(NamedTuple):
+    """What is loaded. ``language`` is ``None`` where nothing rewrites wishes."""
+
+    image_id: str
+    image: ImageCapabilities
+    language_id: str | None = None
+    language: LanguageCapabilities | None = None
+
+
+class Server:
+    """A diffserve server at ``url``, and the ``files`` of this process in which visitors' pictures are kept."""
+
+    def __init__(self, url: str, *, files: Files | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.files = files or Files()
+        self._client: AsyncClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._models: Models | None = None
+
+    @property
+    def client(self) -> AsyncClient:
+        """The one client of this process: use it within a coroutine, and leave it open."""
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            self._client, self._loop = AsyncClient(self.url), loop
+        return self._client
+
+    async def models(self, *, is_fresh: bool = False) -> Models:
+        """What is loaded: asked once and remembered, or asked again where ``is_fresh``.
+
+        Raises ServerUnreachable, EngineUnavailable while it loads, and whatever else a client raises.
+        """
+        if self._models is None or is_fresh:
+            self._models = models_of(await self.client.models())
+        return self._models
+
+    async def close(self) -> None:
+        """Hang up, and remove the files."""
+        if self._client is not None:
+            await self._client.close()
+        await asyncio.to_thread(self.files.remove)
+
+    async def is_ready(self) -> bool:
+        """Whether a request would be worked on now. Raises ServerUnreachable."""
+        return await self.client.is_ready()
+
+    async def wait_for_models(self, patience_s: float = PATIENCE_S) -> Models:
+        """The same once they are loaded; EngineUnavailable after ``patience_s``."""
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + patience_s
+        while True:
+            try:
+                return await self.models(is_fresh=True)
+            except EngineUnavailable:
+                if clock() > until_s:
+                    raise
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+
+def models_of(models: Sequence[Model]) -> Models:
+    """The image model and, where there is one that rewrites, the language model. DiffserveError for an old server."""
+    image: Models | None = None
+    language: tuple[str, LanguageCapabilities] | None = None
+    for model in models:
+        if model.capabilities is not None and model.capabilities.image is not None:
+            image = image or Models(model.id, model.capabilities.image)
+        if model.capabilities is not None and model.capabilities.language is not None:
+            language = language or (model.id, model.capabilities.language)
+    if image is None:
+        raise DiffserveError("the server does not say what its models can do; update it to the version of this page.")
+    if language is None or not language[1].can_rewrite:
+        return image
+    return image._replace(language_id=language[0], language=language[1])
+
+
+def sentence(error: BaseException) -> str:
+    """What went wrong and the way out, for a person at the page."""
+    match error:
+        case QueueFull():
+            return f"{_whole(error.message)} Try again in {max(1, round(error.retry_after_s))} s."
+        case DiffserveError():
+            return _whole(error.message)
+        case OSError():
+            return f"The page could not write a file: {error.strerror or error}; make room on its disk and try again."
+        case _:
+            return "Something went wrong inside the page; its log says more. Try again, or reload the page."
+
+
+def _whole(text: str) -> str:
+    """``text`` on one line, with a capital letter and a full stop."""
+    text = " ".join(text.split())
+    text = text[:1].upper() + text[1:]
+    return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -1,0 +1,74 @@
+"""What changed between a wish and a prompt, word by word."""
+
+from __future__ import annotations
+
+import difflib
+import html
+import re
+from collections.abc import Iterable, Iterator
+from typing import Final, Literal, NamedTuple
+
+Kind = Literal["same", "added", "removed"]
+MAX_WORDS: Final = 1000
+"""Longer texts are not compared: it would take seconds."""
+
+_WORDS = re.compile(r"\w+(?:['’-]\w+)*\s*|[^\w\s]\s*|\s+")
+
+
+class Piece(NamedTuple):
+    """A run of words that is in both texts, only in the new one, or only in the old one."""
+
+    kind: Kind
+    text: str
+
+
+def difference(old: str, new: str) -> tuple[Piece, ...]:
+    """Pieces in order: without the "added" ones they have the words of ``old``, without the "removed" those of ``new``.
+
+    Blanks are not compared; those between words that are in both texts come from ``new``.
+    """
+    before, after = _WORDS.findall(old), _WORDS.findall(new)
+    if max(len(before), len(after)) > MAX_WORDS:
+        return (Piece("same", new),) if old == new else (Piece("removed", old), Piece("added", new))
+    return tuple(_joined(_compared(before, after)))
+
+
+def difference_html(old: str, new: str) -> str:
+    """The same for a page, <del> and <ins> around what changed; every character of the texts is escaped."""
+    marks = {"same": "{}", "added": "<ins>{}</ins>", "removed": "<del>{}</del>"}
+    return "".join(marks[piece.kind].format(html.escape(piece.text)) for piece in difference(old, new))
+
+
+def _compared(before: list[str], after: list[str]) -> Iterator[Piece]:
+    matcher = difflib.SequenceMatcher(None, _bare(before), _bare(after), autojunk=False)
+    for tag, start, end, new_start, new_end in matcher.get_opcodes():
+        if tag == "equal":
+            yield Piece("same", "".join(after[new_start:new_end]))
+            continue
+        yield Piece("removed", _apart("".join(before[start:end]), new_end > new_start))
+        yield Piece("added", _apart("".join(after[new_start:new_end]), new_end < len(after)))
+
+
+def _bare(words: Iterable[str]) -> list[str]:
+    return [word.strip() for word in words]
+
+
+def _apart(text: str, goes_on: bool) -> str:
+    """``text`` with a blank behind it where other words follow that would stick to it."""
+    return f"{text} " if text and goes_on and text[-1].isalnum() else text
+
+
+def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Without empty ones, and neighbours of one kind as one."""
+    last: Piece | None = None
+    for piece in pieces:
+        if not piece.text:
+            continue
+        if last is not None and last.kind == piece.kind:
+            last = Piece(last.kind, last.text + piece.text)
+            continue
+        if last is not None:
+            yield last
+        last = piece
+    if last is not None:
+        yield last
