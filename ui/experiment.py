@@ -148,7 +148,7 @@ def _connect(
         api_name="experiment_estimate",
         show_progress="hidden",
         trigger_mode="always_last",
-        concurrency_limit=None,
+        queue=False,  # gradio loses an event that is queued in the moment in which a page's last one ends
     )
     held_out.click(lambda: "\n".join(held_out_prompts(NUM_HELD_OUT)), None, fields.prompts, **PRIVATE)
 
@@ -160,7 +160,7 @@ def _connect(
             return gr.skip(), gr.skip(), status(sentence(error), is_error=True)
         return gr.update(choices=choices_of(image)), gr.update(visible=image.family == CHECKED_FAMILY), gr.skip()
 
-    page.load(greet, None, [fields.samplers, held_out, estimate], show_progress="hidden", api_visibility="private")
+    page.load(greet, None, [fields.samplers, held_out, estimate], **PRIVATE)
     page.unload(events.leave)
 
 

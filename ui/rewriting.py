@@ -49,6 +49,7 @@ class Rewriting:
             compare,
             [wish, wording.suggestion],
             [wording.difference, wording.accept],
+            trigger_mode="always_last",
             **PRIVATE,
         )
         gr.on(

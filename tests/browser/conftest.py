@@ -1,0 +1,67 @@
+"""A real browser for the page: Debian's Chromium, driven by Playwright. ``TEST_CHROMIUM`` names another one,
+``TEST_SCREENSHOTS`` a folder that keeps what every scene looked like."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, expect, sync_playwright
+
+from tests.browser.visit import PATIENCE_S, Screenshot, Visit, Visitor
+from tests.service.server import RunningServer
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--force-color-profile=srgb"]
+WINDOW = {"width": 1280, "height": 900}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Chromium, for the scenes of one file: while Playwright runs, nothing else in this thread may use asyncio."""
+    executable = os.environ.get("TEST_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+    if executable is None:
+        pytest.skip(f"no browser: none of {', '.join(NAMES)} is installed, and TEST_CHROMIUM names no other")
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=executable, args=ARGUMENTS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def visit(browser: Browser, page_server: RunningServer) -> Iterator[Visitor]:
+    """Opens the page, as many times as wanted; afterwards nothing has left this machine and no script has failed."""
+    visits: list[Visit] = []
+    contexts = []
+    expect.set_options(timeout=PATIENCE_S * 1000)
+
+    def open_page(url: str | None = None, **context: Any) -> Visit:
+        contexts.append(browser.new_context(**{"viewport": WINDOW, "accept_downloads": True, **context}))
+        contexts[-1].set_default_timeout(PATIENCE_S * 1000)
+        visits.append(Visit(contexts[-1].new_page()))
+        visits[-1].open(url or page_server.url)
+        return visits[-1]
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert {host for each in visits for host in each.strangers()} == set()
+    assert [error for each in visits for error in each.errors] == []
+
+
+@pytest.fixture
+def screenshot(tmp_path: Path) -> Screenshot:
+    """``screenshot(visit, name)``: the whole page as NAME.png, in TEST_SCREENSHOTS or the test's own folder."""
+    folder = Path(os.environ.get("TEST_SCREENSHOTS") or tmp_path)
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def take(visit: Visit, name: str) -> Path:
+        path = folder / f"{name}.png"
+        visit.page.screenshot(path=path, full_page=True, animations="disabled")
+        return path
+
+    return take

@@ -1,0 +1,80 @@
+"""An experiment on the page: what it will take, a grid that fills, curves, files, and an end before its time."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+
+from diffserve.images import decode_image
+from tests.browser.visit import Screenshot, Visit, Visitor
+from tests.service.server import SOON_S, RunningServer, wait_for
+
+RUN_S = 270.0
+"""Patience with an experiment that takes some fifteen seconds where nothing else runs."""
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+
+def open_experiment(here: Visit) -> None:
+    here.page.get_by_role("tab", name="Experiment").click()
+    expect(here.part("exp-run")).to_be_visible()
+
+
+def fill_in(here: Visit, *, samplers: tuple[str, ...], steps: str, prompts: str = "a penguin", seeds: int = 1) -> None:
+    open_experiment(here)
+    here.pick("exp-samplers", *samplers)
+    here.write("exp-steps", steps)
+    here.write("exp-prompts", prompts)
+    here.write("exp-seeds", seeds)
+
+
+def until_run(here: Visit) -> None:
+    expect(here.part("exp-stop")).to_be_hidden(timeout=1000 * RUN_S)
+    expect(here.part("exp-run")).to_be_enabled()
+
+
+def test_twelve_cells_fill_a_grid_and_become_curves_and_files(
+    visit: Visitor, screenshot: Screenshot, tmp_path: Path
+) -> None:
+    here = visit()
+    fill_in(here, samplers=("DDIM", "DPM++ 2M", "Euler"), steps="2, 4, 8, 16")
+    here.expect_text("exp-estimate", r"12 squares of 1 picture.* about \d+ (s|min)")
+    here.press("exp-run")
+    here.until("() => document.querySelectorAll('#exp-grid img').length > 0")
+    screenshot(here, "experiment-running")
+    until_run(here)
+    pictures = here.part("exp-grid").locator("td img:not(.preview)").all()
+    assert len({picture.get_attribute("src") for picture in pictures}) == 12 + 1, "twelve cells and the converged one"
+    assert all(picture.evaluate("image => image.naturalWidth") >= 64 for picture in pictures)
+    for curves in ("exp-curves-steps", "exp-curves-seconds"):
+        charts = here.part(curves).locator("figure svg")
+        assert charts.count() >= 1
+        assert all(chart.locator(".dot").count() == 12 for chart in charts.all())
+    screenshot(here, "experiment-done")
+    table = list(csv.DictReader(io.StringIO(here.save("exp-csv", tmp_path).read_text(encoding="utf-8"))))
+    assert len(table) == 12
+    assert {row["sampler"] for row in table} == {"ddim", "dpmpp_2m", "euler"}
+    assert {int(row["steps"]) for row in table} == {2, 4, 8, 16}
+    sheet = decode_image(here.save("exp-png", tmp_path).read_bytes())
+    assert sheet.width_px > 500
+
+
+def test_a_stopped_experiment_keeps_what_it_painted_and_frees_the_rest(
+    visit: Visitor, page_server: RunningServer, screenshot: Screenshot
+) -> None:
+    here = visit()
+    fill_in(here, samplers=("DDIM", "DDPM"), steps="2, 1000")
+    here.expect_text("exp-estimate", r"4 squares of 1 picture.* about \d+ (s|min)")
+    here.press("exp-run")
+    here.until("() => document.querySelectorAll('#exp-grid img').length > 0")
+    wait_for(lambda: page_server.num_requests() > 0, SOON_S, "the experiment to paint")
+    here.press("exp-stop")
+    wait_for(lambda: page_server.num_requests() == 0, SOON_S, "the lanes, long before a thousand steps are done")
+    until_run(here)
+    here.expect_text("exp-status", "stopped")
+    assert here.part("exp-grid").locator("img").count() > 0
+    screenshot(here, "experiment-stopped")

@@ -1,0 +1,134 @@
+"""Text from visitors stays text; the page fits a phone and a keyboard, in the light and in the dark."""
+
+from __future__ import annotations
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser.visit import Screenshot, Visit, Visitor
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+NASTY = (
+    "a <b id=bold>fox</b> <img src=x onerror=\"window.owned='image'\"> <script>window.owned='script'</script> "
+    "<svg onload=\"window.owned='svg'\"> **stars** [link](javascript:window.owned=1) ![](http://192.0.2.1/spy.png) $x$ "
+    "${window.owned='template'} {{#each value}}owned{{/each}} </textarea></script><h1>owned</h1>"
+)
+PHONE = {"width": 390, "height": 844}
+GROWN = """() => [...document.querySelectorAll('#bold, img[src="x"], img[src*="192.0.2.1"], a[href^="javascript"]')]
+    .map(element => element.outerHTML)
+    .concat([...document.querySelectorAll('strong, em, .katex, script')]
+        .filter(element => /stars|owned/.test(element.textContent)).map(element => element.outerHTML))"""
+"""What a page that believed NASTY would have built of it."""
+
+UNNAMED = """() => [...document.querySelectorAll('input:not([type=hidden]), textarea, button, [role=combobox]')]
+    .filter(element => element.offsetParent !== null)
+    .filter(element => !(element.getAttribute('aria-label') || element.getAttribute('aria-labelledby')
+        || (element.labels && [...element.labels].some(label => label.innerText.trim()))
+        || element.innerText.trim() || element.title || element.querySelector('img[alt]:not([alt=""])')))
+    .map(element => element.outerHTML.slice(0, 200))"""
+"""Visible controls without a name for who cannot see them."""
+
+FOCUS = """() => {
+    const element = document.activeElement, shown = getComputedStyle(element);
+    const around = element.closest('label, .wrap, .block, .form') || element;
+    const ring = style => style.boxShadow !== 'none'
+        || (style.outlineStyle !== 'none' && parseFloat(style.outlineWidth) > 0);
+    return {
+        part: [...document.querySelectorAll('[id]')].filter(each => each.contains(element)).map(each => each.id),
+        visible: ring(shown) || ring(getComputedStyle(around)),
+        html: element.outerHTML.slice(0, 160) };
+}"""
+
+
+def assert_inert(here: Visit) -> None:
+    assert here.page.evaluate("window.owned") is None
+    assert here.page.evaluate(GROWN) == []
+
+
+def assert_fits(here: Visit) -> None:
+    """Nothing is wider than the window."""
+    wide = here.page.evaluate("""() => [document.documentElement.scrollWidth, window.innerWidth]""")
+    assert wide[0] <= wide[1], f"the page is {wide[0]} px wide in a window of {wide[1]} px"
+
+
+def tab_to(here: Visit, name: str, most: int = 60) -> None:
+    """Press Tab until the focus is within ``name``; every control on the way shows that it has the focus."""
+    for _ in range(most):
+        here.page.keyboard.press("Tab")
+        focus = here.page.evaluate(FOCUS)
+        if focus["part"]:
+            assert focus["visible"], f"no sign of the focus on {focus['html']}"
+        if name in focus["part"]:
+            return
+    raise AssertionError(f"{name} was not reached with {most} presses of Tab")
+
+
+def test_what_visitors_write_stays_text(visit: Visitor, screenshot: Screenshot) -> None:
+    here = visit()
+    here.choose("rewrite-mode", "Suggest")
+    here.set_advanced(steps=4, negative_prompt=NASTY)
+    here.write("prompt", NASTY)
+    here.press("suggest")
+    expect(here.field("suggestion")).not_to_have_value("")
+    here.field("suggestion").press_sequentially(" and an owl")
+    expect(here.part("difference")).to_contain_text("**stars**")
+    expect(here.part("difference")).to_contain_text("<b id=bold>fox</b>")
+    assert_inert(here)
+    here.choose("rewrite-mode", "Auto")
+    here.paint()
+    expect(here.gallery()).to_have_count(1)
+    here.gallery().click()
+    screenshot(here, "inert")
+    assert_inert(here)
+
+
+def test_what_visitors_write_into_an_experiment_stays_text(visit: Visitor, screenshot: Screenshot) -> None:
+    here = visit()
+    here.page.get_by_role("tab", name="Experiment").click()
+    here.pick("exp-samplers", "DDIM")
+    here.write("exp-steps", "1, 2")
+    here.write("exp-prompts", NASTY)
+    here.part("exp-converged").get_by_role("checkbox").uncheck()
+    here.expect_text("exp-estimate", r"2 squares of \d+ pictures: about")
+    here.press("exp-run")
+    expect(here.part("exp-grid")).to_contain_text("**stars**")
+    expect(here.part("exp-stop")).to_be_hidden()
+    screenshot(here, "inert-experiment")
+    assert_inert(here)
+    here.write("exp-steps", NASTY)
+    expect(here.part("exp-estimate")).to_contain_text("owned")
+    assert_inert(here)
+
+
+def test_a_phone_shows_everything_without_scrolling_sideways(visit: Visitor, screenshot: Screenshot) -> None:
+    here = visit(viewport=PHONE, has_touch=True, is_mobile=True)
+    assert_fits(here)
+    here.set_advanced(steps=4)
+    here.choose("rewrite-mode", "Suggest")
+    here.write("prompt", "a fox next to a cactus on the beach")
+    assert_fits(here)
+    here.paint()
+    assert_fits(here)
+    screenshot(here, "phone-create")
+    here.page.get_by_role("tab", name="Experiment").click()
+    expect(here.part("exp-run")).to_be_visible()
+    assert_fits(here)
+    screenshot(here, "phone-experiment")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_picture_can_be_painted_by_keyboard_alone(visit: Visitor, screenshot: Screenshot, scheme: str) -> None:
+    here = visit(viewport=PHONE, color_scheme=scheme)
+    tab_to(here, "prompt")
+    here.page.keyboard.type("a penguin")
+    here.page.keyboard.press("Enter")
+    here.until_rested()
+    expect(here.gallery()).to_have_count(1)
+    tab_to(here, "advanced")
+    here.page.keyboard.press("Enter")
+    expect(here.field("steps")).to_be_visible()
+    tab_to(here, "steps")
+    tab_to(here, "sampler")
+    screenshot(here, f"keyboard-{scheme}")
+    assert here.page.evaluate(UNNAMED) == []

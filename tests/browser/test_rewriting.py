@@ -1,0 +1,65 @@
+"""Wishes become prompts: suggested, edited and painted; or by themselves, and told."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+
+from diffserve.images import read_infotext
+from diffserve.infotext import parse_infotext
+from tests.browser.visit import Screenshot, Visitor
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+WISH = "pls draw me 2 doggos chillin on teh beach"
+MEANT = "two dogs on the beach"
+
+
+def prompt_in(path: Path) -> str:
+    text = read_infotext(path.read_bytes())
+    assert text is not None
+    return parse_infotext(text).prompt
+
+
+def test_a_suggestion_is_edited_and_painted(visit: Visitor, screenshot: Screenshot, tmp_path: Path) -> None:
+    here = visit()
+    here.choose("rewrite-mode", "Suggest")
+    here.write("prompt", WISH)
+    here.press("suggest")
+    expect(here.field("suggestion")).to_have_value(MEANT)
+    here.expect_text("difference", r"doggos.*two")
+    screenshot(here, "suggested")
+    here.write("suggestion", "three dogs on the beach")
+    here.press("accept")
+    expect(here.field("prompt")).to_have_value("three dogs on the beach")
+    here.set_advanced(steps=10)
+    here.paint()
+    screenshot(here, "suggested-edited-painted")
+    assert prompt_in(here.save("download", tmp_path)) == "three dogs on the beach"
+
+
+def test_a_suggestion_can_be_taken_back(visit: Visitor) -> None:
+    here = visit()
+    here.choose("rewrite-mode", "Suggest")
+    here.write("prompt", WISH)
+    here.press("suggest")
+    expect(here.field("suggestion")).to_have_value(MEANT)
+    here.press("accept")
+    expect(here.field("prompt")).to_have_value(MEANT)
+    here.press("revert")
+    expect(here.field("prompt")).to_have_value(WISH)
+
+
+def test_auto_says_what_was_really_painted_from(visit: Visitor, screenshot: Screenshot, tmp_path: Path) -> None:
+    here = visit()
+    here.choose("rewrite-mode", "Auto")
+    here.set_advanced(steps=10)
+    here.write("prompt", WISH)
+    here.paint()
+    here.expect_text("painted-from", re.escape(MEANT))
+    expect(here.field("prompt")).to_have_value(WISH)
+    screenshot(here, "auto")
+    assert prompt_in(here.save("download", tmp_path)) == MEANT

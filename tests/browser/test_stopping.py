@@ -1,0 +1,92 @@
+"""Whoever stops or leaves frees the lanes, and nobody else's."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser.visit import Screenshot, Visit, Visitor
+from tests.service.server import SOON_S, RunningServer, wait_for
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+LONG = 1000
+
+
+def ended(server: RunningServer, outcome: str) -> int:
+    """How many images the server counts that ended so."""
+    text = server.client.get("/metrics").text
+    line = rf'^diffserve_requests_total{{kind="image",outcome="{outcome}"}} (\S+)$'
+    found = re.search(line, text, flags=re.MULTILINE)
+    return int(float(found[1])) if found else 0
+
+
+def start(here: Visit, num_steps: int, *, seed: int = 1, count: int = 1) -> None:
+    here.set_advanced(steps=num_steps, seed=seed)
+    here.write("count", count)
+    here.write("prompt", "a penguin")
+    here.press("generate")
+    here.until_painting()
+
+
+def test_stop_frees_the_lane_half_way_and_the_page_paints_again(
+    visit: Visitor, page_server: RunningServer, screenshot: Screenshot
+) -> None:
+    cancelled, finished = ended(page_server, "cancelled"), ended(page_server, "finished")
+    here = visit()
+    start(here, LONG, count=2)
+    assert page_server.num_requests() == 1
+    here.press("stop")
+    wait_for(lambda: page_server.num_requests() == 0, SOON_S, "the lane, long before a thousand steps are done")
+    here.until_rested()
+    here.expect_caption("stopped")
+    screenshot(here, "stopped")
+    assert (ended(page_server, "cancelled"), ended(page_server, "finished")) == (cancelled + 1, finished)
+    here.set_advanced(steps=4)
+    here.write("count", 1)
+    here.paint()
+    expect(here.gallery()).to_have_count(1)
+
+
+@pytest.mark.parametrize("way", ["close", "leave"])
+def test_a_closed_page_frees_the_lane_half_way(visit: Visitor, page_server: RunningServer, way: str) -> None:
+    cancelled, finished = ended(page_server, "cancelled"), ended(page_server, "finished")
+    here = visit()
+    start(here, LONG)
+    assert page_server.num_requests() == 1
+    if way == "close":
+        here.page.close()
+    else:
+        here.page.goto("about:blank")
+    wait_for(lambda: page_server.num_requests() == 0, SOON_S, "the lane, long before a thousand steps are done")
+    assert (ended(page_server, "cancelled"), ended(page_server, "finished")) == (cancelled + 1, finished)
+
+
+def test_one_stops_and_the_other_finishes(visit: Visitor, page_server: RunningServer, screenshot: Screenshot) -> None:
+    finished = ended(page_server, "finished")
+    leaving, staying = visit(), visit()
+    start(leaving, LONG, seed=1)
+    start(staying, 150, seed=2)
+    assert page_server.num_requests() == 2
+    leaving.press("stop")
+    leaving.until_rested()
+    staying.until_rested()
+    expect(staying.gallery()).to_have_count(1)
+    expect(leaving.gallery()).to_have_count(0)
+    screenshot(staying, "the-other-finishes")
+    assert ended(page_server, "finished") == finished + 1
+
+
+def test_what_one_visitor_asks_for_again_and_again_queues_in_the_engine(
+    visit: Visitor, page_server: RunningServer
+) -> None:
+    here = visit()
+    start(here, LONG)
+    for num_requests in (2, 3):
+        here.field("prompt").press("Enter")
+        wait_for(lambda wanted=num_requests: page_server.num_requests() == wanted, SOON_S, "the next request")  # type: ignore[misc]
+    here.press("stop")
+    here.until_rested()
+    page_server.wait_until_idle(SOON_S)

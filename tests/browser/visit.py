@@ -1,0 +1,181 @@
+"""One visit to the page in a real browser, in the words of the page: its elements go by their ``elem_id``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from playwright.sync_api import Dialog, Download, Locator, Page, expect
+
+PATIENCE_S = 90.0
+"""For what happens within seconds, unless the machine is busy."""
+
+WATCH = """
+window.seen = [];
+const look = () => {
+    const picture = document.querySelector('#picture img');
+    const now = {
+        picture: picture ? picture.currentSrc || picture.src : '',
+        caption: (document.querySelector('#caption') || {}).textContent || '',
+        gallery: document.querySelectorAll('#gallery .thumbnail-item img, #gallery .grid-wrap img').length,
+        stop: [...document.querySelectorAll('#stop')].some(button => button.offsetParent !== null),
+    };
+    const last = window.seen[window.seen.length - 1];
+    if (JSON.stringify(last) !== JSON.stringify(now)) window.seen.push(now);
+};
+const all = { subtree: true, childList: true, characterData: true, attributes: true };
+new MutationObserver(look).observe(document, all);
+"""
+"""Writes down whatever the picture, its caption and the gallery ever showed: nothing that flashes by is missed."""
+
+
+class Visit:
+    """A page that is open in a browser, and what it did: hosts it asked, errors it raised."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.hosts: set[str] = set()
+        self.errors: list[str] = []
+        page.context.on("request", lambda request: self._note(request.url))
+        page.on("websocket", lambda socket: self._note(socket.url))
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("dialog", self._refuse)
+        page.add_init_script(WATCH)
+
+    def open(self, url: str) -> None:
+        """Go there and wait until the page can be used."""
+        self.page.goto(url)
+        expect(self.field("prompt")).to_be_editable()
+        expect(self.part("generate")).to_be_enabled()
+
+    def part(self, name: str) -> Locator:
+        return self.page.locator(f"#{name}")
+
+    def field(self, name: str) -> Locator:
+        """Where ``name`` is typed into."""
+        part = self.part(name)
+        inside = part.locator("textarea, input:not([type=range]):not([type=file])")
+        return inside.or_(self.page.locator(f"textarea#{name}, input#{name}")).first
+
+    def write(self, name: str, text: str | int | float) -> None:
+        """Fill in a field and leave it, as somebody who moves on does."""
+        self.field(name).fill(str(text))
+        self.field(name).blur()
+
+    def choose(self, name: str, choice: str) -> None:
+        """Take one of a group of radio buttons: the one whose label begins so."""
+        label = re.compile(rf"^\s*{re.escape(choice)}", re.IGNORECASE)
+        self.part(name).locator("label:has(input)").filter(has_text=label).locator("input").check()
+
+    def pick(self, name: str, *choices: str) -> None:
+        """Have exactly ``choices`` in a field that takes several, each typed and taken with Enter."""
+        field, taken = self.field(name), self.part(name).locator(".token")
+        field.click()
+        while (num_taken := taken.count()) > 0:
+            field.press("Backspace")
+            expect(taken).to_have_count(num_taken - 1)
+        for choice in choices:
+            field.fill(choice)
+            field.press("Enter")
+        expect(taken).to_have_count(len(choices))
+        field.blur()
+
+    def press(self, name: str) -> None:
+        self.part(name).click()
+
+    def open_advanced(self) -> None:
+        """Unfold the Advanced part, where it is closed."""
+        if not self.field("steps").is_visible():
+            self.part("advanced").get_by_role("button").first.click()
+        expect(self.field("steps")).to_be_visible()
+
+    def set_advanced(self, **fields: str | float) -> None:
+        """Fill in fields of the Advanced part; underscores stand for the dashes of their names."""
+        self.open_advanced()
+        for name, value in fields.items():
+            self.write(name.replace("_", "-"), value)
+
+    def upload(self, name: str, file: Path) -> None:
+        """Hand ``file`` to the button ``name``, in the browser's own dialog."""
+        with self.page.expect_file_chooser() as choosing:
+            self.press(name)
+        choosing.value.set_files(file)
+
+    def paint(self) -> None:
+        """Press Generate and wait for the end of what comes of it: the caption told of it and has no bar any more."""
+        num_seen = len(self.seen())
+        self.press("generate")
+        self.until(
+            """from => window.seen.slice(from).some(each => each.caption !== window.seen[from - 1].caption)
+                && !document.querySelector('#caption .bar')""",
+            num_seen,
+        )
+        self.until_rested()
+
+    def caption(self) -> str:
+        return self.part("caption").inner_text()
+
+    def expect_caption(self, pattern: str) -> None:
+        self.expect_text("caption", pattern)
+
+    def expect_text(self, name: str, pattern: str) -> None:
+        expect(self.part(name)).to_contain_text(re.compile(pattern, re.IGNORECASE | re.DOTALL))
+
+    def until(self, condition: str, argument: Any = None) -> None:
+        """Wait until a JavaScript function of ``argument`` is true."""
+        self.page.wait_for_function(condition, arg=argument, timeout=PATIENCE_S * 1000)
+
+    def until_painting(self) -> None:
+        """Wait until the caption counts steps."""
+        self.expect_caption(r"step [1-9]")
+
+    def until_rested(self) -> None:
+        """Wait until Generate is back."""
+        expect(self.part("stop")).to_be_hidden()
+        expect(self.part("generate")).to_be_visible()
+        expect(self.part("generate")).to_be_enabled()
+
+    def gallery(self) -> Locator:
+        return self.part("gallery").locator(".thumbnail-item img, .grid-wrap img")
+
+    def seen(self) -> list[dict[str, Any]]:
+        """What was shown, in order: picture, caption, size of the gallery, whether Stop stood there."""
+        shown: list[dict[str, Any]] = self.page.evaluate("window.seen")
+        return shown
+
+    def download(self, name: str) -> Download:
+        with self.page.expect_download(timeout=PATIENCE_S * 1000) as waiting:
+            self.press(name)
+        return waiting.value
+
+    def save(self, name: str, folder: Path) -> Path:
+        """What the button ``name`` downloads, under the name that it came with."""
+        download = self.download(name)
+        path = folder / download.suggested_filename
+        download.save_as(path)
+        return path
+
+    def strangers(self) -> set[str]:
+        """Hosts other than this machine that were asked for anything."""
+        return {host for host in self.hosts if host not in ("127.0.0.1", "localhost")}
+
+    def _refuse(self, dialog: Dialog) -> None:
+        self.errors.append(f"a dialog: {dialog.message}")
+        dialog.dismiss()
+
+    def _note(self, url: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("data", "blob", "about"):
+            self.hosts.add(parts.hostname or url)
+
+
+Screenshot = Callable[[Visit, str], Path]
+
+
+class Visitor(Protocol):
+    """``visit(url, **context)``: somebody with a browser profile of their own opens the page."""
+
+    def __call__(self, url: str | None = None, **context: Any) -> Visit: ...

@@ -1,0 +1,178 @@
+"""The page's named endpoints, driven by gradio's own client: what a visitor can do, a script can."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from gradio_client import Client, handle_file
+
+from diffserve.images import decode_image, read_infotext
+from tests.service.server import SOON_S, START_S, RunningServer, files_of, wait_for
+
+pytestmark = pytest.mark.slow
+
+ENDPOINTS = {"/generate", "/suggest", "/read_parameters", "/experiment_estimate", "/experiment"}
+FOX = "a fox next to a cactus on the beach"
+PATIENCE_S = 280.0
+
+
+class Painted(NamedTuple):
+    """What ``/generate`` gives: files that were fetched, HTML, and the parameters of the picture."""
+
+    picture: Any
+    caption: str
+    painted_from: str
+    gallery: Any
+    parameters: str
+    download: Any
+
+
+class Experiment(NamedTuple):
+    """What ``/experiment`` gives: HTML, and two files that were fetched."""
+
+    status: str
+    grid: str
+    over_steps: str
+    over_seconds: str
+    csv: Any
+    png: Any
+
+
+def file_in(value: Any) -> Path:
+    """The file of a component's value, bare or within an update."""
+    return Path(value["value"] if isinstance(value, dict) else value)
+
+
+@pytest.fixture
+def page(page_server: RunningServer, tmp_path: Path) -> Iterator[Client]:
+    """Gradio's client of the page."""
+    wait_for(lambda: page_server.status("/config") == 200, START_S, "the page")
+    client = Client(
+        page_server.url, verbose=False, analytics_enabled=False, download_files=str(tmp_path / "files"),
+        httpx_kwargs={"timeout": PATIENCE_S, "trust_env": False},
+    )  # fmt: skip
+    yield client
+    client.close()
+
+
+def test_these_endpoints_are_named_and_no_others(page: Client) -> None:
+    told: Any = page.view_api(print_info=False, return_format="dict")
+    assert set(told["named_endpoints"]) == ENDPOINTS
+    assert told["unnamed_endpoints"] == {}
+
+
+def test_generate_shows_previews_and_ends_with_the_very_file_of_the_server(
+    page: Client, page_server: RunningServer
+) -> None:
+    job = page.submit(FOX, steps="100", seed="5", api_name="/generate")
+    moments = [Painted(*moment) for moment in job]
+    *_, last = moments
+    pictures = {file_in(moment.picture).name for moment in moments if isinstance(moment.picture, str)}
+    assert len([name for name in pictures if name.startswith("preview-")]) >= 1
+    counted = [re.search(r"step (\d+) of 100", str(moment.caption)) for moment in moments]
+    assert len({found[1] for found in counted if found}) >= 2
+    file = file_in(last.picture).read_bytes()
+    assert [file] == files_of(page_server.paint(FOX, num_steps=100, seed=5, size="128x128"))
+    assert last.parameters == read_infotext(file)
+    assert file_in(last.download).read_bytes() == file
+    [entry] = last.gallery["value"] if isinstance(last.gallery, dict) else last.gallery
+    assert Path(entry["image"]).read_bytes() == file
+
+
+def test_a_file_is_read_into_settings_that_paint_it_again(page: Client) -> None:
+    first = Painted(*page.predict(
+        "a crown", negative_prompt="night", steps="6", guidance="2.5", sampler="ddim", size="192x128", seed="8",
+        api_name="/generate",
+    ))  # fmt: skip
+    read = page.predict(handle_file(str(file_in(first.picture))), api_name="/read_parameters")
+    told: Any = page.view_api(print_info=False, return_format="dict")
+    names = [parameter["parameter_name"] for parameter in told["named_endpoints"]["/generate"]["parameters"]]
+    settings = dict(zip(names, read, strict=False))
+    assert (settings["prompt"], settings["negative_prompt"], settings["seed"]) == ("a crown", "night", "8")
+    again = Painted(*page.predict(**settings, api_name="/generate"))
+    once, twice = (decode_image(file_in(one.picture).read_bytes()).array for one in (first, again))
+    assert np.array_equal(once, twice)
+    assert again.parameters == first.parameters
+
+
+def test_suggest_writes_word_by_word_and_shows_what_changed(page: Client) -> None:
+    moments = list(page.submit("pls draw me 2 doggos chillin on teh beach", api_name="/suggest"))
+    written = [suggestion for suggestion, _ in moments]
+    assert written[-1] == "two dogs on the beach"
+    assert all(written[-1].startswith(text) for text in written)
+    assert len(set(written)) >= 3
+    assert re.search(r"<del>.*doggos", moments[-1][1])
+    assert re.search(r"<ins>.*dogs", moments[-1][1])
+
+
+def test_auto_says_what_it_painted_from(page: Client) -> None:
+    painted = Painted(*page.predict("two doggos on teh beach", rewrite_mode="Auto", steps="4", api_name="/generate"))
+    assert "two dogs on the beach" in painted.painted_from
+    assert painted.parameters.startswith("two dogs on the beach\n")
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"prompt": "  "}, "say what to paint"),
+        ({"prompt": FOX, "steps": "0"}, "from 1 to 1000"),
+        ({"prompt": FOX, "seed": "seven"}, "seven"),
+        ({"prompt": FOX, "sampler": "dimm"}, "ddim"),
+        ({"prompt": FOX, "size": "big"}, "big"),
+    ],
+)
+def test_a_wrong_value_is_a_sentence_with_the_way_out(page: Client, fields: dict[str, str], sentence: str) -> None:
+    painted = Painted(*page.predict(**fields, api_name="/generate"))
+    assert 'role="alert"' in painted.caption
+    assert sentence in painted.caption
+    assert not isinstance(painted.picture, str)
+
+
+def test_an_experiment_is_estimated_painted_and_kept_in_files(page: Client) -> None:
+    asked = {
+        "samplers": ["ddim", "euler"], "steps": "1, 3", "prompts": "a penguin", "num_seeds": 1, "first_seed": 7,
+        "guidance": None, "has_converged": False,
+    }  # fmt: skip
+    estimate = page.predict(**asked, api_name="/experiment_estimate")
+    assert re.search(r"about \d+ (s|min)", estimate)
+    done = Experiment(*page.submit(**asked, api_name="/experiment").result(PATIENCE_S))
+    table = list(csv.DictReader(file_in(done.csv).read_text(encoding="utf-8").splitlines()))
+    assert {(row["sampler"], row["steps"]) for row in table} == {
+        ("ddim", "1"), ("ddim", "3"), ("euler", "1"), ("euler", "3")
+    }  # fmt: skip
+    assert done.grid.count("<img") == 4
+    assert "<svg" in done.over_steps
+    assert "<svg" in done.over_seconds
+    assert decode_image(file_in(done.png).read_bytes()).width_px > 300
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [({"samplers": []}, "at least one"), ({"steps": "5, many"}, "many"), ({"steps": "2000"}, "1000"),
+     ({"prompts": "\n"}, "prompt")],
+)  # fmt: skip
+def test_an_experiment_that_cannot_be_painted_says_why(page: Client, fields: dict[str, Any], sentence: str) -> None:
+    asked = {"samplers": ["ddim"], "steps": "2", "prompts": "a penguin", "guidance": None, **fields}
+    for told in (
+        page.predict(**asked, api_name="/experiment_estimate"),
+        Experiment(*page.predict(**asked, api_name="/experiment")).status,
+    ):
+        assert 'role="alert"' in told
+        assert sentence in told
+
+
+@pytest.mark.parametrize("way", ["cancel", "close"])
+def test_a_script_that_gives_up_frees_the_lane(page: Client, page_server: RunningServer, way: str) -> None:
+    job = page.submit(FOX, steps="1000", api_name="/generate")
+    wait_for(lambda: page_server.num_requests() == 1, SOON_S, "the request to be taken")
+    if way == "cancel":
+        job.cancel()
+    else:
+        page.close()
+    page_server.wait_until_idle(SOON_S)
