@@ -63,6 +63,8 @@ ONLY_IN = {
     "typer": ("diffserve.cli", "diffserve.embedded", "benchmarks"),
     "rich": ("diffserve.cli", "diffserve.embedded", "benchmarks"),
     "gradio": ("ui",),
+    "gradio_client": ("tests",),
+    "playwright": ("tests",),
     "ray": ("diffserve.cluster", *OUTSIDE),
     "pickle": ("tests",),
     "shelve": (),

@@ -12,6 +12,7 @@ import gradio as gr
 from diffserve.errors import DiffserveError
 from ui import captions
 from ui.create import CreateTab, Showing
+from ui.events import PRIVATE
 from ui.painting import Painting, Picture
 from ui.parameters import Form, doubts, form_of, infotext_of, order_of
 from ui.server import Server, sentence
@@ -22,7 +23,6 @@ LOOK_EVERY_S: Final = 1.0
 """A page is told at least so often, so that one that is gone is noticed."""
 
 PARTS: Final = Showing._fields
-PRIVATE: Final[dict[str, Any]] = {"api_visibility": "private", "show_progress": "hidden", "queue": False}
 Update = Any  # a value of a component, or what gr.update gives
 
 

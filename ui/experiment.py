@@ -11,6 +11,7 @@ from diffserve.client import ImageCapabilities
 from diffserve.errors import DiffserveError
 from diffserve.experiments.prompts import held_out_prompts
 from ui.captions import status
+from ui.events import PRIVATE
 from ui.experiment_style import CURVES, GRID, SAID
 from ui.experimenting import Experimenting
 from ui.grid_measure import CHECKED_FAMILY
@@ -23,7 +24,6 @@ DEFAULT_SEEDS: Final = 2
 NUM_HELD_OUT: Final = 8
 UNKNOWN_YET: Final = "Looking how long this takes."
 NOTHING_YET: Final = "Pictures appear here as they are painted, then curves: what a step buys, and what a second buys."
-PRIVATE: Final[dict[str, Any]] = {"api_visibility": "private", "show_progress": "hidden", "queue": False}
 
 
 class Fields(NamedTuple):

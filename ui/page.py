@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import gradio as gr
@@ -13,6 +12,7 @@ from diffserve.errors import DiffserveError
 from ui.captions import READY, status
 from ui.create import CreateTab, lay_out
 from ui.creating import Creating
+from ui.events import PRIVATE
 from ui.experiment import add_experiment
 from ui.parameters import quality_labels, sampler_labels
 from ui.rewriting import Rewriting
@@ -56,18 +56,22 @@ def _greet(page: gr.Blocks, server: Server, tab: CreateTab, about: gr.HTML) -> N
     outputs: list[Block] = [about, tab.showing.caption, fields.quality, fields.sampler, fields.guidance]
     outputs += [fields.num_images, fields.rewrite_mode, tab.wording.note]
 
-    async def greet() -> AsyncIterator[list[Any]]:
-        waiting = [gr.skip()] * (len(outputs) - 2)
+    async def wait() -> Any:
+        """Say so where the models are still being loaded."""
         try:
-            if not await server.is_ready():
-                yield ["", status("The server is loading its models; this takes a moment."), *waiting]
-            models = await server.wait_for_models()
-        except DiffserveError as error:
-            yield ["", status(f"{sentence(error)} Then reload this page.", is_error=True), *waiting]
-            return
-        yield _facts(models)
+            is_ready = await server.is_ready()
+        except DiffserveError:
+            return gr.skip()
+        return gr.skip() if is_ready else status("The server is loading its models; this takes a moment.")
 
-    page.load(greet, None, outputs, api_visibility="private", show_progress="hidden", concurrency_limit=None)
+    async def greet() -> list[Any]:
+        try:
+            return _facts(await server.wait_for_models())
+        except DiffserveError as error:
+            trouble = status(f"{sentence(error)} Then reload this page.", is_error=True)
+            return ["", trouble, *[gr.skip()] * (len(outputs) - 2)]
+
+    page.load(wait, None, tab.showing.caption, **PRIVATE).then(greet, None, outputs, **PRIVATE)
 
 
 def _facts(models: Models) -> list[Any]:

@@ -11,6 +11,7 @@ from diffserve.client import RewriteDelta, Rewrites
 from diffserve.errors import DiffserveError
 from ui.captions import status
 from ui.create import CreateTab
+from ui.events import PRIVATE
 from ui.server import Server, sentence
 from ui.word_difference import difference_html
 
@@ -19,7 +20,6 @@ NOTES: Final = {
     "Suggest": "",
     "Auto": "The language model turns your words into a prompt before they are painted.",
 }
-PRIVATE: Final[dict[str, Any]] = {"api_visibility": "private", "show_progress": "hidden", "queue": False}
 Update = Any  # a value of a component, or what gr.update gives
 
 
