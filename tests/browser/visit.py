@@ -46,8 +46,10 @@ class Visit:
         page.add_init_script(WATCH)
 
     def open(self, url: str) -> None:
-        """Go there and wait until the page can be used."""
+        """Go there and wait until the page has said what it paints with, and can be used."""
         self.page.goto(url)
+        expect(self.part("about")).to_contain_text(re.compile(r"\w+ on \w+"))
+        expect(self.part("quality")).to_contain_text("steps")
         expect(self.field("prompt")).to_be_editable()
         expect(self.part("generate")).to_be_enabled()
 
@@ -61,8 +63,10 @@ class Visit:
         return inside.or_(self.page.locator(f"textarea#{name}, input#{name}")).first
 
     def write(self, name: str, text: str | int | float) -> None:
-        """Fill in a field and leave it, as somebody who moves on does."""
-        self.field(name).fill(str(text))
+        """Type into a field, key by key, and leave it, as somebody who moves on does. A value that is set at once may
+        be lost while gradio is still putting the field in its place."""
+        self.field(name).fill("")
+        self.field(name).press_sequentially(str(text))
         self.field(name).blur()
 
     def choose(self, name: str, choice: str) -> None:
