@@ -85,6 +85,6 @@ def _facts(models: Models) -> list[Any]:
         gr.update(choices=sampler_labels(image)),
         gr.update(placeholder=f"the model's own, {image.default_guidance_scale:g}"),
         gr.update(maximum=image.max_images),
-        gr.update(visible=can_rewrite),
+        gr.skip() if can_rewrite else gr.update(visible=False),
         "" if can_rewrite else NO_REWRITER,
     ]
