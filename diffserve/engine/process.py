@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from diffserve.engine.studio import Studio
 
 COUNT_EVERY_S = 0.2
+SUBMISSIONS = (ipc.Submit, ipc.SubmitText, ipc.SubmitRewrite)
 AnyRequest = TypeVar("AnyRequest", GenerationRequest, TextRequest, RewriteRequest)
 
 
@@ -56,6 +57,8 @@ class EngineProcess:
         self._studio: Studio | None = None
         self._stats: EngineStats | None = None
         self._counted_s = 0.0
+        self._num_arrived = 0  # the listener's count of requests, against the main thread's
+        self._num_taken = 0
 
     def run(self) -> int:
         """Load, paint a trial picture, report Ready and serve. 1 where the model cannot be loaded."""
@@ -83,17 +86,22 @@ class EngineProcess:
             for command in self._end.commands():
                 match command:
                     case ipc.Ping(number=number):
-                        num_requests = 0 if self._studio is None else self._studio.num_live
-                        self._end.send(ipc.Pong(number=number, num_requests=num_requests))
+                        self._end.send(ipc.Pong(number=number, num_requests=self._num_requests()))
                     case ipc.ReadStats(number=number):
                         self._end.send(ipc.Stats(number=number, stats=self._stats))
                     case _:
+                        self._num_arrived += isinstance(command, SUBMISSIONS)
                         self._inbox.put(command)
         except OSError:
             pass
         except Exception:
             traceback.print_exc()
         os._exit(0)
+
+    def _num_requests(self) -> int:
+        """How many requests are here, those included that wait for the end of the tick to be taken."""
+        num_live = 0 if self._studio is None else self._studio.num_live
+        return num_live + self._num_arrived - self._num_taken
 
     def _count(self, studio: Studio) -> None:
         """Have numbers ready for whoever asks in the middle of a tick; fresh ones when all is quiet."""
@@ -138,6 +146,8 @@ class EngineProcess:
             self._end.send(
                 ipc.Rejected(request_id=request.request_id, code=DiffserveError.default_code, message=message)
             )
+        finally:
+            self._num_taken += 1
 
 
 def open_studio(load: ipc.Load) -> Studio:
