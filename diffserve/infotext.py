@@ -48,12 +48,12 @@ def write_infotext(result: ImageResult, *, width_px: int, height_px: int) -> str
         "Steps": result.num_steps,
         "Sampler": SAMPLERS[result.sampler].label if result.sampler in SAMPLERS else result.sampler,
         "Schedule type": SCHEDULE_LABELS.get(result.sigma_schedule or "", result.sigma_schedule),
-        "CFG scale": f"{result.guidance_scale:g}",
+        "CFG scale": _number_text(result.guidance_scale),
         "Seed": result.seed,
         "Size": f"{width_px}x{height_px}",
         "Model hash": result.model_digest.rpartition(":")[2][:10] or None,
         "Model": result.model,
-        "Eta": f"{result.eta:g}" if result.eta else None,
+        "Eta": None if result.eta == _own_eta(result.sampler) else _number_text(result.eta),
         "RNG": "CPU",
         "Spacing": result.spacing,
         ORIGINAL: None if result.original_prompt is None else _plain(result.original_prompt),
@@ -93,6 +93,16 @@ def shorten(text: str, max_chars: int) -> str:
     if len(fields.get(ORIGINAL, "")) > max_chars // 2:
         last = _write_pairs({key: value for key, value in fields.items() if key != ORIGINAL})
     return f"{head[: max(0, max_chars - len(last) - 2)]}…\n{last}"
+
+
+def _own_eta(sampler: str) -> float:
+    """The eta that ``sampler`` paints with where none is given: what a reader who finds none will take."""
+    return (SAMPLERS[sampler].default_eta or 0.0) if sampler in SAMPLERS else 0.0
+
+
+def _number_text(value: float) -> str:
+    """The shortest text that reads back as ``value``: "7" for 7.0, "7.5", "2.123456789"."""
+    return repr(float(value)).removesuffix(".0")
 
 
 def _plain(text: str) -> str:

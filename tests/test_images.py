@@ -130,6 +130,33 @@ def test_a_wish_that_fits_no_jpeg_is_left_out_of_it() -> None:
     assert (parse_infotext(kept).fields["Seed"], "Original prompt" in kept) == ("42", False)
 
 
+@pytest.mark.parametrize(
+    ("sampler", "eta", "written"),
+    [
+        ("euler_a", 0.0, "0"),
+        ("euler_a", 1.0, None),
+        ("euler_a", 0.123456789, "0.123456789"),
+        ("ddim", 0.0, None),
+        ("ddim", 1.0, "1"),
+        ("dpmpp_2m", 0.0, None),
+        ("of another tool", 0.5, "0.5"),
+    ],
+)
+def test_an_eta_is_written_where_it_is_not_the_samplers_own(sampler: str, eta: float, written: str | None) -> None:
+    text = write_infotext(result(sampler=sampler, eta=eta), width_px=24, height_px=16)
+    assert parse_infotext(text).fields.get("Eta") == written
+
+
+@pytest.mark.parametrize(
+    ("scale", "written"),
+    [(7.0, "7"), (7.5, "7.5"), (0.0, "0"), (2.123456789, "2.123456789"), (0.1 + 0.2, "0.30000000000000004")],
+)
+def test_a_guidance_scale_keeps_every_digit_and_no_more(scale: float, written: str) -> None:
+    text = write_infotext(result(guidance_scale=scale), width_px=24, height_px=16)
+    assert parse_infotext(text).fields["CFG scale"] == written
+    assert float(written) == scale
+
+
 def test_a_text_without_pairs_is_all_prompt() -> None:
     read = parse_infotext("a fox: red, brown\nand a cactus")
     assert (read.prompt, read.fields) == ("a fox: red, brown\nand a cactus", {})

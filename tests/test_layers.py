@@ -62,7 +62,7 @@ ONLY_IN = {
     "httpx": ("diffserve.client", "tests"),
     "typer": ("diffserve.cli", "diffserve.embedded", "benchmarks"),
     "rich": ("diffserve.cli", "diffserve.embedded", "benchmarks"),
-    "gradio": ("ui",),
+    "gradio": ("ui", "tests.ui"),
     "gradio_client": ("tests",),
     "playwright": ("tests",),
     "ray": ("diffserve.cluster", *OUTSIDE),

@@ -8,14 +8,18 @@ import math
 from ui.painting import Painting, Picture
 
 READY = "Say what to paint and press Enter."
+WAITING = "waiting for a free place"
+"""Also for the moment before the first step, in which there may be one already."""
 
 
-def caption_of(painting: Painting, num_waiting: int = 0) -> str:
-    """How far ``painting`` is or how it ended, as HTML; ``num_waiting`` further requests of the same visitor."""
+def caption_of(painting: Painting, num_waiting: int = 0, trouble: str | None = None) -> str:
+    """How far ``painting`` is or how it ended, as HTML; ``num_waiting`` further requests of the same visitor, and why
+    another one of theirs came to nothing."""
+    notes = (trouble,) if trouble and trouble != painting.error else ()
     if painting.is_over:
-        return _ending(painting)
+        return _ending(painting, notes)
     after = f" {num_waiting} more of yours to come." if num_waiting else ""
-    return status(f"{progress_text(painting)}{after}", share=_share(painting))
+    return status(f"{progress_text(painting)}{after}", notes=notes, share=_share(painting))
 
 
 def progress_text(painting: Painting) -> str:
@@ -23,10 +27,10 @@ def progress_text(painting: Painting) -> str:
     slowest, num_images = painting.slowest, painting.order.num_images
     if slowest is None and painting.num_finished == 0:
         ahead = painting.queue_position
-        return f"place {ahead + 1} in the queue" if ahead else "about to begin"
+        return f"place {ahead + 1} in the queue" if ahead else WAITING
     done = f"{painting.num_finished} of {num_images} finished, " if num_images > 1 else ""
     if slowest is None or slowest.step is None:
-        return f"{done}about to begin"
+        return f"{done}{WAITING}"
     left = f", {seconds_text(slowest.seconds_left)} left" if slowest.seconds_left is not None else ""
     return f"{done}step {slowest.step} of {slowest.steps}{left}"
 
@@ -53,29 +57,30 @@ def status(text: str, *, notes: tuple[str, ...] = (), is_error: bool = False, sh
     return f"<div{kind}>{bar}<p>{html.escape(text)}</p>{lines}</div>"
 
 
-def painted_from(picture: Picture, rewrites: bool) -> str:
-    """Under a picture that was to be rewritten first: the very words it was painted from, as HTML."""
-    if not rewrites:
+def painted_from(picture: Picture) -> str:
+    """Under a picture whose wish was to be rewritten first: the very words it was painted from, as HTML."""
+    if not picture.rewrites:
         return ""
     if picture.prompt == picture.wish:
         return "<p>Painted from your own words.</p>"
     return f"<p>Painted from: <q>{html.escape(picture.prompt)}</q></p>"
 
 
-def _ending(painting: Painting) -> str:
+def _ending(painting: Painting, notes: tuple[str, ...]) -> str:
+    notes = (*painting.lost, *notes)
     num_done, num_images = len(painting.pictures), painting.order.num_images
     kept = f" {num_done} of {num_images} pictures are finished." if num_done else ""
     if painting.error is not None:
-        return status(f"{painting.error}{kept}", notes=painting.lost, is_error=True)
+        return status(f"{painting.error}{kept}", notes=notes, is_error=True)
     if painting.was_stopped:
         slowest = painting.slowest
         where = f" at step {slowest.step} of {slowest.steps}" if slowest is not None else ""
-        return status(f"Stopped{where}.{kept}")
+        return status(f"Stopped{where}.{kept}", notes=notes)
     if not painting.pictures:
-        return status("No picture was painted.", notes=painting.lost, is_error=True)
+        return status("No picture was painted.", notes=notes, is_error=True)
     last = painting.pictures[-1]
     each = f"{num_done} pictures" if num_done > 1 else "Painted"
-    return status(f"{each} in {painting.seconds:.1f} s: {last.facts}", notes=(*painting.lost, *last.warnings))
+    return status(f"{each} in {painting.seconds:.1f} s: {last.facts}", notes=(*notes, *last.warnings))
 
 
 def _share(painting: Painting) -> float:

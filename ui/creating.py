@@ -23,6 +23,9 @@ LOOK_EVERY_S: Final = 1.0
 """A page is told at least so often, so that one that is gone is noticed."""
 
 PARTS: Final = Showing._fields
+OF_PICTURE: Final = frozenset({"picture", "painted_from", "parameters", "reuse_seed", "copy_parameters", "download"})
+"""Those that speak of the picture that is shown, and of no other."""
+
 Update = Any  # a value of a component, or what gr.update gives
 
 
@@ -70,7 +73,7 @@ class Creating:
         negative_prompt: str | None,
         quality: str,
         aspect: str,
-        count: int,
+        count: int | None,
         rewrite_mode: str,
         steps: str | None,
         sampler: str | None,
@@ -91,7 +94,8 @@ class Creating:
         try:
             order = order_of(form, (await self._server.models()).image)
         except DiffserveError as error:
-            yield screen.draw(caption=captions.status(sentence(error), is_error=True))
+            visitor.trouble = sentence(error)
+            yield screen.draw(caption=captions.status(visitor.trouble, is_error=True))
             return
         painting = visitor.paint(self._server, order)
         try:
@@ -138,24 +142,39 @@ class Screen:
         self._sent: dict[str, Update] = {}
 
     def draw(self, **values: Update) -> list[Update]:
-        """Updates for all parts of :class:`ui.create.Showing`, in order; those not named stay as they are."""
-        updates = []
-        for name in PARTS:
-            is_new = name in values and (name not in self._sent or self._sent[name] != values[name])
-            updates.append(values[name] if is_new else gr.skip())
+        """Updates for all parts of :class:`ui.create.Showing`, in order; those not named stay as they are.
+
+        A new picture brings along all that speaks of it: somebody may have looked back at another one meanwhile.
+        """
+        new = {name for name, value in values.items() if name not in self._sent or self._sent[name] != value}
+        if "picture" in new:
+            new |= values.keys() & OF_PICTURE
         self._sent |= values
-        return updates
+        return [values[name] if name in new else gr.skip() for name in PARTS]
 
 
-def shown(picture: Picture, *, rewrites: bool = True) -> dict[str, Update]:
-    """The parts that speak of a finished ``picture``."""
+def shown(picture: Picture) -> dict[str, Update]:
+    """A finished ``picture``, and what can be done with it."""
     return {
         "picture": str(picture.path),
-        "painted_from": captions.painted_from(picture, rewrites),
+        "painted_from": captions.painted_from(picture),
         "parameters": picture.infotext,
         "reuse_seed": gr.update(interactive=True),
         "copy_parameters": gr.update(interactive=True),
         "download": gr.update(value=str(picture.path), interactive=True),
+    }
+
+
+def shown_unfinished(preview: Path | None) -> dict[str, Update]:
+    """A ``preview``, or no picture at all: nothing can be done with it."""
+    off = gr.update(interactive=False)
+    return {
+        "picture": None if preview is None else str(preview),
+        "painted_from": "",
+        "parameters": "",
+        "reuse_seed": off,
+        "copy_parameters": off,
+        "download": off,
     }
 
 
@@ -182,23 +201,27 @@ def _going_on(visitor: Visitor, painting: Painting) -> dict[str, Update]:
     if not paintings or paintings[0] is not painting:
         return {}
     parts = {
-        "caption": captions.caption_of(painting, len(paintings) - 1),
+        "caption": captions.caption_of(painting, len(paintings) - 1, visitor.trouble),
         "gallery": _gallery(visitor),
         **_buttons(is_busy=True),
     }
     if painting.preview is not None:
-        parts["picture"] = str(painting.preview)
+        parts |= shown_unfinished(painting.preview)
     return parts
 
 
 def _over(visitor: Visitor, painting: Painting) -> dict[str, Update]:
-    parts = {"gallery": _gallery(visitor), "caption": captions.caption_of(painting), **_buttons(visitor.is_busy)}
+    """Its picture; where there is none, the newest of the gallery in place of its preview."""
+    visitor.trouble = painting.error or visitor.trouble
+    parts = {
+        "caption": captions.caption_of(painting, trouble=visitor.trouble),
+        "gallery": _gallery(visitor),
+        **_buttons(visitor.is_busy),
+    }
     if painting.pictures:
-        parts |= shown(painting.pictures[-1], rewrites=painting.order.rewrites)
-    elif visitor.pictures:
-        parts["picture"] = str(visitor.pictures[0].path)
-    else:
-        parts["picture"] = None
+        parts |= shown(painting.pictures[-1])
+    elif painting.preview is not None:
+        parts |= shown(visitor.pictures[0]) if visitor.pictures else shown_unfinished(None)
     return parts
 
 

@@ -86,13 +86,12 @@ def _fields() -> tuple[Fields, gr.Button]:
             DEFAULT_SEEDS,
             label="Seeds",
             info="of each prompt",
-            minimum=1,
             precision=0,
             min_width=80,
             elem_id="exp-seeds",
         )
         first_seed = gr.Number(
-            0, label="First seed", info="then counting", minimum=0, precision=0, min_width=80, elem_id="exp-first-seed"
+            0, label="First seed", info="then counting", precision=0, min_width=80, elem_id="exp-first-seed"
         )
         guidance = gr.Textbox(
             label="Guidance", info="one number", placeholder="auto", max_lines=1, min_width=80, elem_id="exp-guidance"

@@ -30,7 +30,10 @@ UNMEASURED: Final = (
     "There is nothing to draw a curve from: compare with the converged picture, or write prompts that the checker of "
     "the embedded model knows."
 )
-UNMEASURED_YET: Final = "There is nothing to draw a curve from: no picture has its converged one beside it yet."
+UNPAIRED: Final = (
+    "There is nothing to draw a curve from: no prompt and seed has its picture in every square and a converged one "
+    "beside them."
+)
 
 
 class Shown(NamedTuple):
@@ -105,7 +108,7 @@ class View:
         over_steps = grid_curves.over_steps(summaries, self._names)
         over_seconds = grid_curves.over_seconds(summaries, self._names)
         if not over_steps:
-            why = UNMEASURED_YET if self._run.plan.has_converged else UNMEASURED
+            why = UNPAIRED if self._run.plan.has_converged else UNMEASURED
             return f"<p class='note'>{why}</p>", ""
         lines = [self._names.get(name, name) for name in grid_curves.samplers_of(summaries)]
         knee = grid_curves.knee_sentence(summaries, self._names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -116,10 +116,16 @@ class Board:
 
     @property
     def fair_places(self) -> tuple[Place, ...]:
-        """Where every cell that has any picture has one: comparing other pictures would not be paired."""
-        sets = [set(self.squares[cell].painted) for cell in self.plan.cells if self.squares[cell].painted]
-        common = set.intersection(*sets) if sets else set()
-        return tuple(place for place in self.plan.sweep.places if place in common)
+        """Where every cell that has any picture has one: comparing other pictures would not be paired.
+
+        Where some of these pictures have been held against their converged ones in every cell, only they count. A cell
+        that was given up takes no part in this, unless all were.
+        """
+        begun = [square for cell in self.plan.cells if (square := self.squares[cell]).painted]
+        whole = [square for square in begun if square.trouble is None] or begun
+        common = _in_all(square.painted for square in whole)
+        measured = common & _in_all(square.psnr_db for square in whole)
+        return tuple(place for place in self.plan.sweep.places if place in (measured or common))
 
     def summaries(self, guess: Timing) -> tuple[CellSummary, ...]:
         """A row for each cell with pictures at the fair places, the converged one last. Seconds of a picture alone are
@@ -127,6 +133,12 @@ class Board:
         known here."""
         places, timing = self.fair_places, self.timing or guess
         return tuple(_summary(square, places, timing) for square in self.squares.values() if _is_at(square, places))
+
+
+def _in_all(found: Iterable[Iterable[Place]]) -> set[Place]:
+    """The places that are in each of ``found``."""
+    sets = [set(places) for places in found]
+    return set.intersection(*sets) if sets else set()
 
 
 def _is_at(square: Square, places: Sequence[Place]) -> bool:

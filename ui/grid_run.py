@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from diffserve.client import (
     AsyncClient,
@@ -169,7 +169,7 @@ class GridRun:
             case PartialImage():
                 self.board.look(job, self._save(job, event.file, f"preview-{event.partial_image_index}"))
             case CompletedImage():
-                await self._keep(job, event)
+                await _to_the_end(self._keep(job, event))
             case LostImage():
                 self.board.refuse(job.cell, event.failure.message)
 
@@ -197,3 +197,13 @@ class GridRun:
         path = self._folder / f"{job.cell.slug}-p{job.prompt_index + 1}-s{job.seed_index + 1}-{what}.png"
         path.write_bytes(data)
         return path
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """All of ``work``, also where whoever waits for it is cancelled meanwhile."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise

@@ -16,9 +16,10 @@ async function diffserveCopy(text) {
   setTimeout(() => { button.textContent = "Copy parameters"; }, 1500);
 }
 
-// Generate and Stop take each other's place: whoever goes by keyboard stays where they are.
+// Generate and Stop take each other's place, and so do Run and Stop of an experiment: whoever goes by keyboard stays
+// where they are.
 (() => {
-  const other = { generate: "stop", stop: "generate" };
+  const other = { generate: "stop", stop: "generate", "exp-run": "exp-stop", "exp-stop": "exp-run" };
   let last = null;
   document.addEventListener("focusin", (event) => { last = event.target.id; });
   new MutationObserver(() => {

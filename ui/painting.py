@@ -23,6 +23,7 @@ class Picture(NamedTuple):
 
     prompt    what it was painted from
     wish      what was asked for
+    rewrites  whether it was to be rewritten first
     infotext  the parameters in the file
     warnings  what the server said about it
     """
@@ -31,6 +32,7 @@ class Picture(NamedTuple):
     seed: int
     prompt: str
     wish: str
+    rewrites: bool
     infotext: str
     warnings: tuple[str, ...]
     facts: str
@@ -138,6 +140,7 @@ class Painting:
             seed=event.seed,
             prompt=prompt,
             wish=self.order.prompt,
+            rewrites=self.order.rewrites,
             infotext=infotext,
             warnings=event.warnings,
             facts=f"{steps}, {sampler}, guidance {event.guidance_scale:g}, {event.size}, seed {event.seed}",

@@ -34,7 +34,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     negative_prompt: str | None = ""
     quality: str = "standard"
     aspect: str = "square"
-    num_images: int = 1
+    num_images: int | None = 1
     rewrite_mode: str = "Off"
     steps: str | None = None
     sampler: str | None = None
@@ -66,7 +66,7 @@ def order_of(form: Form, image: ImageCapabilities) -> Order:
     size = (form.size or "").strip() or "auto"
     width, height = parse_size(size) or size_of(form.aspect, image)
     fields = StreamedImageFields(
-        n=max(1, min(int(form.num_images), image.max_images)),
+        n=max(1, min(int(form.num_images or 1), image.max_images)),
         size=f"{width}x{height}",
         num_inference_steps=_steps(form, image),
         partial_images=NUM_PREVIEWS,

@@ -13,7 +13,7 @@ from ui.captions import status
 from ui.create import CreateTab
 from ui.events import PRIVATE
 from ui.server import Server, sentence
-from ui.word_difference import difference_html
+from ui.word_difference import difference_html, is_marked
 
 NOTES: Final = {
     "Off": "",
@@ -47,7 +47,7 @@ class Rewriting:
         gr.on(
             [wording.suggestion.input, wording.suggestion.blur],  # gradio misses the first change after its own
             compare,
-            [wish, wording.suggestion],
+            [wish, wording.suggestion, wording.difference],
             [wording.difference, wording.accept],
             trigger_mode="always_last",
             **PRIVATE,
@@ -87,9 +87,11 @@ def choose(mode: str) -> tuple[Update, str]:
     return gr.update(visible=mode == "Suggest"), NOTES.get(mode, "")
 
 
-def compare(wish: str, suggestion: str) -> tuple[Update, Update]:
-    """The difference after an edit; what is said of a suggestion that is the wish itself stays."""
-    shown = gr.skip() if suggestion == wish else difference_html(wish, suggestion) if suggestion.strip() else ""
+def compare(wish: str, suggestion: str, said: str | None) -> tuple[Update, Update]:
+    """The difference after an edit. What was ``said`` of a suggestion that is the wish itself stays, but for the marks
+    of an edit that was taken back."""
+    is_settled = suggestion == wish and bool(said) and not is_marked(said or "")
+    shown = gr.skip() if is_settled else difference_html(wish, suggestion) if suggestion.strip() else ""
     return shown, gr.update(interactive=bool(suggestion.strip()))
 
 

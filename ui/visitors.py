@@ -20,12 +20,14 @@ MAX_VISITORS: Final = 1000
 class Visitor:
     """One open page: its paintings in the order in which they were asked for, and its gallery, the newest first.
 
-    news  grows whenever something changes
+    news     grows whenever something changes
+    trouble  why the last request came to nothing, ``None`` once another one is taken
     """
 
     def __init__(self) -> None:
         self.pictures: list[Picture] = []
         self.news = 0
+        self.trouble: str | None = None
         self._paintings: list[Painting] = []
         self._changed = asyncio.Event()
 
@@ -42,6 +44,7 @@ class Visitor:
 
     def paint(self, server: Server, order: Order) -> Painting:
         """Begin to paint ``order``."""
+        self.trouble = None
         painting = Painting(server, order, self._take)
         self._paintings.append(painting)
         return painting

@@ -39,6 +39,11 @@ def difference_html(old: str, new: str) -> str:
     return "".join(marks[piece.kind].format(html.escape(piece.text)) for piece in difference(old, new))
 
 
+def is_marked(markup: str) -> bool:
+    """Whether ``markup`` from ``difference_html`` says that anything changed."""
+    return "<del>" in markup or "<ins>" in markup
+
+
 def _compared(before: list[str], after: list[str]) -> Iterator[Piece]:
     matcher = difflib.SequenceMatcher(None, _bare(before), _bare(after), autojunk=False)
     for tag, start, end, new_start, new_end in matcher.get_opcodes():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from gradio_client import Client, handle_file
 
 from diffserve.images import decode_image, read_infotext
 from tests.service.server import SOON_S, START_S, RunningServer, files_of, wait_for
+from ui.creating import UPDATE_EVERY_S
 
 pytestmark = pytest.mark.slow
 
@@ -70,8 +72,9 @@ def test_these_endpoints_are_named_and_no_others(page: Client) -> None:
 def test_generate_shows_previews_and_ends_with_the_very_file_of_the_server(
     page: Client, page_server: RunningServer
 ) -> None:
-    job = page.submit(FOX, steps="100", seed="5", api_name="/generate")
-    moments = [Painted(*moment) for moment in job]
+    started_s = time.monotonic()
+    moments = [Painted(*moment) for moment in page.submit(FOX, steps="100", seed="5", api_name="/generate")]
+    assert len(moments) <= (time.monotonic() - started_s) / UPDATE_EVERY_S + 2  # the first and the last are extra
     *_, last = moments
     pictures = {file_in(moment.picture).name for moment in moments if isinstance(moment.picture, str)}
     assert len([name for name in pictures if name.startswith("preview-")]) >= 1
@@ -85,16 +88,21 @@ def test_generate_shows_previews_and_ends_with_the_very_file_of_the_server(
     assert Path(entry["image"]).read_bytes() == file
 
 
-def test_a_file_is_read_into_settings_that_paint_it_again(page: Client) -> None:
+@pytest.mark.parametrize(
+    "asked",
+    [{"sampler": "ddim", "guidance": "2.5"}, {"sampler": "euler_a", "eta": "0", "guidance": "2.123456789"}],
+    ids=["ddim", "euler_a"],
+)
+def test_a_file_is_read_into_settings_that_paint_it_again(page: Client, asked: dict[str, str]) -> None:
     first = Painted(*page.predict(
-        "a crown", negative_prompt="night", steps="6", guidance="2.5", sampler="ddim", size="192x128", seed="8",
-        api_name="/generate",
+        "a crown", negative_prompt="night", steps="6", size="192x128", seed="8", **asked, api_name="/generate"
     ))  # fmt: skip
     read = page.predict(handle_file(str(file_in(first.picture))), api_name="/read_parameters")
     told: Any = page.view_api(print_info=False, return_format="dict")
     names = [parameter["parameter_name"] for parameter in told["named_endpoints"]["/generate"]["parameters"]]
     settings = dict(zip(names, read, strict=False))
     assert (settings["prompt"], settings["negative_prompt"], settings["seed"]) == ("a crown", "night", "8")
+    assert (settings["guidance"], settings["eta"]) == (asked["guidance"], asked.get("eta"))
     again = Painted(*page.predict(**settings, api_name="/generate"))
     once, twice = (decode_image(file_in(one.picture).read_bytes()).array for one in (first, again))
     assert np.array_equal(once, twice)
@@ -155,7 +163,7 @@ def test_an_experiment_is_estimated_painted_and_kept_in_files(page: Client) -> N
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [({"samplers": []}, "at least one"), ({"steps": "5, many"}, "many"), ({"steps": "2000"}, "1000"),
-     ({"prompts": "\n"}, "prompt")],
+     ({"prompts": "\n"}, "prompt"), ({"num_seeds": 0}, "Seeds is 0"), ({"first_seed": -1}, "Seed is -1")],
 )  # fmt: skip
 def test_an_experiment_that_cannot_be_painted_says_why(page: Client, fields: dict[str, Any], sentence: str) -> None:
     asked = {"samplers": ["ddim"], "steps": "2", "prompts": "a penguin", "guidance": None, **fields}

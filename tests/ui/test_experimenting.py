@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from diffserve.client import ImageCapabilities, SamplerChoice
 from diffserve.experiments.plan import SweepPlan
+from tests.browser.cable import Cable, cable_to
 from tests.service.server import RunningServer
 from ui.experiment_view import Shown, names_of, work_text
 from ui.experimenting import Experimenting
@@ -111,6 +113,31 @@ def test_a_server_that_is_away_is_a_sentence_with_the_way_out() -> None:
     estimate, shown = asyncio.run(ask())
     assert "diffserve serve" in estimate
     assert "diffserve serve" in shown[-1].status
+
+
+def test_a_server_lost_in_mid_paint_is_one_sentence_and_what_is_painted_stays(server: RunningServer) -> None:
+    async def paint(cable: Cable) -> tuple[list[Shown], str]:
+        page_server, shown = Server(cable.url), []
+        events = Experimenting(page_server)
+        try:
+            async for one in events.run(**form(steps="2, 900"), request=Request()):  # type: ignore[arg-type]
+                shown.append(one)
+                if re.search(r"picture 1 of 2\b", one.status):
+                    await asyncio.to_thread(cable.pull_out)
+            return shown, shown[-1].csv["value"].read_text(encoding="utf-8")
+        finally:
+            await page_server.close()
+
+    with cable_to(server.port) as cable:
+        shown, table = asyncio.run(paint(cable))
+    *before, last = shown
+    assert 'role="alert"' not in "".join(one.status for one in before)
+    assert last.status.count("<p>") == last.status.count('role="alert"') == 1
+    assert "ended before the answer did" in last.status
+    assert "1 of 2 pictures are painted and kept" in last.status
+    assert re.findall(r'<img src="[^"]+" alt="([^"]+)"', last.grid) == ["DDIM, 2 steps"]
+    assert table.count("\n") == 2, "the names of the columns, and one square"
+    assert (last.run["visible"], last.run["interactive"], last.stop["visible"]) == (True, True, False)
 
 
 def test_samplers_are_called_by_their_labels() -> None:

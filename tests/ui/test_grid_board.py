@@ -94,6 +94,33 @@ def test_only_places_that_every_begun_cell_has_are_compared() -> None:
     assert (exact.value, rows[first].num_images) == (1.0, 1), "the two others are not paired"
 
 
+def test_a_converged_picture_that_is_missing_costs_its_own_place_alone() -> None:
+    board = board_of(num_seeds=3)
+    for job in board.plan.jobs():
+        is_lost = job.seed_index == 1
+        if not (job.cell.is_reference and is_lost):
+            board.paint(job, painted())
+        if not (job.cell.is_reference or is_lost):
+            board.measure(job.cell, job.place, 20.0 + job.seed_index)
+    assert [seed for _, seed in board.fair_places] == [0, 2]
+    *rows, reference = board.summaries(GUESS)
+    assert reference.cell.is_reference
+    assert [near.value for one in rows if (near := one.value(Measure.PSNR_DB))] == [21.0] * len(board.plan.cells)
+
+
+def test_a_cell_that_was_given_up_narrows_no_other() -> None:
+    board = board_of(num_seeds=3, has_converged=False)
+    lost, *others = board.plan.cells
+    board.paint(Job(lost, 0, 2), painted())
+    board.refuse(lost, "no")
+    assert [seed for _, seed in board.fair_places] == [2], "it is all that there is"
+    for cell in others:
+        for seed in (0, 1, 2):
+            board.paint(Job(cell, 0, seed), painted())
+    assert [seed for _, seed in board.fair_places] == [0, 1, 2]
+    assert {one.cell for one in board.summaries(GUESS)} == set(others)
+
+
 def test_seconds_are_evaluations_times_a_time_that_is_a_guess_until_it_is_measured() -> None:
     board = board_of()
     paint_all(board)
@@ -121,11 +148,12 @@ def test_few_prompts_have_no_interval_and_many_have() -> None:
 
 def test_a_measure_that_a_picture_lacks_is_no_measure_of_its_cell() -> None:
     board = board_of(num_seeds=2)
-    cell = board.plan.cells[0]
-    board.paint(Job(cell, 0, 0), painted(is_exact=True))
-    board.paint(Job(cell, 0, 1), painted(is_exact=None))
-    board.measure(cell, (0, 0), 30.0)
-    assert board.summaries(GUESS)[0].measures == {}
+    first, second, *_ = board.plan.cells
+    for cell in (first, second):
+        board.paint(Job(cell, 0, 0), painted(is_exact=True))
+        board.paint(Job(cell, 0, 1), painted(is_exact=None))
+    board.measure(first, (0, 0), 30.0)
+    assert [(one.num_images, one.measures) for one in board.summaries(GUESS)] == [(2, {}), (2, {})]
 
 
 def test_the_table_holds_a_line_for_each_square_and_says_where_seconds_come_from() -> None:

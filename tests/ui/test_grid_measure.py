@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from diffserve.experiments.prompts import drawn_pictures, read_wishes
+from ui.create import EXAMPLES
+from ui.experiment import DEFAULT_PROMPTS
 from ui.grid_measure import BEST_PSNR_DB, PromptCheck, psnr_db
 
 FOX = "a fox next to a cactus on the beach"
@@ -38,6 +40,12 @@ def test_prompts_that_cannot_be_checked_say_why(drawn: Path) -> None:
     assert (other.is_exact(drawn, 0), strange.is_exact(drawn, 0)) == (None, None)
     assert "embedded model" in (other.why_not or "")
     assert "zebra" in (strange.why_not or "")
+
+
+def test_every_example_of_the_page_can_be_checked() -> None:
+    examples = (*EXAMPLES, *DEFAULT_PROMPTS.splitlines())
+    assert len(examples) > 2
+    assert PromptCheck("embedded", examples).why_not is None
 
 
 def test_a_picture_of_another_scale_cannot_be_checked(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -14,8 +15,9 @@ from diffserve.experiments.estimates import Measure
 from diffserve.experiments.plan import SweepPlan
 from diffserve.images import read_infotext
 from diffserve.infotext import parse_infotext
-from tests.service.server import RunningServer, running_server
-from ui.grid_measure import BEST_PSNR_DB, PromptCheck
+from tests.service.server import SOON_S, RunningServer, running_server
+from ui import grid_run
+from ui.grid_measure import BEST_PSNR_DB, PromptCheck, psnr_db
 from ui.grid_pace import Pacer
 from ui.grid_plan import GridPlan
 from ui.grid_run import GridRun
@@ -112,6 +114,37 @@ def test_stop_keeps_what_is_painted_and_frees_the_lanes(server: RunningServer, t
     assert (run.is_stopped, run.error) == (True, None)
     assert 2 <= run.board.num_painted < run.plan.num_pictures
     assert all(painted.file.is_file() for square in run.board.squares.values() for painted in square.painted.values())
+
+
+def test_stop_in_the_middle_of_measuring_loses_no_measure(
+    server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_comparing, go_on = threading.Event(), threading.Event()
+
+    def compare_slowly(file: Path, converged: Path) -> float | None:
+        is_comparing.set()
+        go_on.wait(SOON_S)
+        return psnr_db(file, converged)
+
+    monkeypatch.setattr(grid_run, "psnr_db", compare_slowly)
+
+    async def paint() -> GridRun:
+        async with AsyncClient(server.url) as client:
+            run = run_of(client, plan_of(), tmp_path)
+            async with aclosing(run.watch()) as moments:
+                async for _ in moments:
+                    if is_comparing.is_set() and not run.is_stopped:
+                        run.stop()
+                        asyncio.get_running_loop().call_later(0.5, go_on.set)
+            return run
+
+    run = asyncio.run(paint())
+    assert run.is_stopped
+    assert run.plan.reference is not None
+    converged = set(run.board.squares[run.plan.reference].painted)
+    squares = [run.board.squares[cell] for cell in run.plan.cells]
+    assert any(square.psnr_db for square in squares)
+    assert all(set(square.psnr_db) == set(square.painted) & converged for square in squares)
 
 
 def test_whoever_leaves_in_the_middle_frees_the_lanes(server: RunningServer, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_its_files_are_the_servers_own(text_server: RunningServer) -> None:
         assert all(picture.path.suffix == ".png" for picture in visitor.pictures)
         assert painting.preview is not None
         assert "4 steps" in caption_of(painting)
-        assert painted_from(painting.pictures[0], rewrites=False) == ""
+        assert painted_from(painting.pictures[0]) == ""
         assert not visitor.is_busy
 
     tell(text_server.url, story)
@@ -64,7 +64,7 @@ def test_a_rewritten_one_says_what_it_was_painted_from(text_server: RunningServe
         (picture,) = painting.pictures
         assert picture.wish == "fox"
         assert picture.prompt != "fox"
-        assert picture.prompt in painted_from(picture, rewrites=True)
+        assert picture.prompt in painted_from(picture)
 
     tell(text_server.url, story)
 
@@ -106,6 +106,19 @@ def test_a_server_that_is_away_is_a_sentence() -> None:
         painting = Visitor().paint(server, order())
         await painting.wait()
         assert "diffserve serve" in (painting.error or "")
+
+    tell("http://127.0.0.1:9", story)
+
+
+def test_until_it_begins_its_place_is_said() -> None:
+    async def story(server: Server) -> None:
+        painting = Visitor().paint(server, order())
+        said = {None: "waiting for a free place", 0: "waiting for a free place", 2: "place 3 in the queue"}
+        for queue_position, text in said.items():
+            painting.queue_position = queue_position
+            assert progress_text(painting) == text
+        painting.stop()
+        await painting.wait()
 
     tell("http://127.0.0.1:9", story)
 

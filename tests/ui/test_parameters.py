@@ -151,6 +151,16 @@ def test_parameters_fill_the_fields_that_paint_the_same_again() -> None:
     }
 
 
+def test_an_eta_of_zero_and_every_digit_reach_the_request() -> None:
+    text = TEXT.replace("DPM++ 2M, Schedule type: Karras", "Euler a").replace("4.5", "2.123456789")
+    fields = order_of(form_of(f"{text}, Eta: 0", MODEL), MODEL).fields
+    assert (fields["sampler"], fields["eta"], fields["guidance_scale"]) == ("Euler a", 0.0, 2.123456789)
+
+
+def test_no_number_of_pictures_is_one() -> None:
+    assert order_of(Form(prompt="a fox", num_images=None), MODEL).num_images == 1
+
+
 def test_a_sampler_without_a_schedule_is_the_one_in_the_list() -> None:
     plain = TEXT.replace("Schedule type: Karras, ", "")
     assert form_of(plain, MODEL).sampler == "dpmpp_2m"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ui.word_difference import MAX_WORDS, Piece, difference, difference_html
+from ui.word_difference import MAX_WORDS, Piece, difference, difference_html, is_marked
 
 TEXTS = st.text(alphabet=st.sampled_from("ab ,.<&é'-\n"), max_size=40)
 
@@ -22,6 +22,12 @@ def test_no_word_is_lost_or_invented(old: str, new: str) -> None:
     pieces = difference(old, new)
     assert words(pieces, "added") == "".join(old.split())
     assert words(pieces, "removed") == "".join(new.split())
+
+
+@given(TEXTS, TEXTS)
+def test_marks_are_found_where_anything_changed(old: str, new: str) -> None:
+    has_changed = any(piece.kind != "same" for piece in difference(old, new))
+    assert is_marked(difference_html(old, new)) == has_changed
 
 
 @given(TEXTS)

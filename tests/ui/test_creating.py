@@ -1,0 +1,167 @@
+"""The tab Create as one page shows it: what is said, and which picture its buttons speak of."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+import pytest
+
+from tests.service.server import SOON_S, RunningServer
+from ui.creating import OF_PICTURE, PARTS, Creating, Screen
+from ui.server import Server
+from ui.visitors import Visitors
+
+pytestmark = pytest.mark.slow
+LONG = "1000"
+BUTTONS = ("reuse_seed", "copy_parameters", "download")
+FORM: dict[str, Any] = {
+    "prompt": "a red fox", "negative_prompt": "", "quality": "draft", "aspect": "square", "count": 1,
+    "rewrite_mode": "Off", "steps": "2", "sampler": "", "guidance": "", "size": "", "seed": "3", "eta": "",
+    "spacing": "",
+}  # fmt: skip
+
+
+class Request:
+    """What gradio tells of who asks."""
+
+    session_hash = "somebody"
+
+
+class Page:
+    """A page that is open: ``shown`` has the newest values of its parts, whichever request they came from."""
+
+    def __init__(self, server: Server) -> None:
+        self.shown: dict[str, Any] = {}
+        self.visitors = Visitors()
+        self._events = Creating(server, self.visitors, None)  # type: ignore[arg-type]
+
+    @property
+    def caption(self) -> str:
+        return str(self.shown["caption"])
+
+    def ask(self, **fields: Any) -> AsyncIterator[Sequence[Any]]:
+        """Press Generate."""
+        return self._events.generate(**(FORM | fields), request=Request())  # type: ignore[arg-type]
+
+    def stop(self) -> None:
+        self.visitors.of(Request.session_hash).stop()
+
+    async def look(self, request: AsyncIterator[Sequence[Any]]) -> None:
+        """Take what ``request`` tells next."""
+        news = zip(PARTS, await anext(request), strict=True)
+        self.shown |= {name: value for name, value in news if value != gr.skip()}
+
+    async def until(self, request: AsyncIterator[Sequence[Any]], is_so: Callable[[], object]) -> None:
+        """Take what ``request`` tells until ``is_so``."""
+        async with asyncio.timeout(SOON_S):
+            await self.look(request)
+            while not is_so():
+                await self.look(request)
+
+    async def rest(self, request: AsyncIterator[Sequence[Any]]) -> None:
+        """Take all that ``request`` tells, to its end."""
+        async with asyncio.timeout(SOON_S):
+            try:
+                while True:
+                    await self.look(request)
+            except StopAsyncIteration:
+                return
+
+
+def tell(running: RunningServer, story: Callable[[Page], Awaitable[None]]) -> None:
+    async def run() -> None:
+        server = Server(running.url)
+        try:
+            await story(Page(server))
+        finally:
+            await server.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("fields", "said"), [({"prompt": " "}, "say what to paint"), ({"sampler": "nope"}, "nope")])
+def test_what_came_to_nothing_is_said_beside_what_is_painted_until_another_one_is(
+    server: RunningServer, fields: dict[str, str], said: str
+) -> None:
+    async def story(page: Page) -> None:
+        painting = page.ask(steps=LONG)
+        await page.until(painting, lambda: "step " in page.caption)
+        assert said not in page.caption
+        await page.rest(page.ask(**fields))
+        assert 'role="alert"' in page.caption
+        assert said in page.caption
+        await page.until(painting, lambda: re.search(rf"step \d+ of {LONG}", page.caption))
+        assert said in page.caption
+        another = page.ask(steps=LONG, seed="4")
+        await page.look(another)
+        await page.until(painting, lambda: "1 more of yours" in page.caption)
+        assert said not in page.caption
+        page.stop()
+        await page.rest(painting)
+        await page.rest(another)
+        assert "Stopped" in page.caption
+
+    tell(server, story)
+
+
+def test_what_came_to_nothing_is_still_said_when_the_other_one_is_painted(server: RunningServer) -> None:
+    async def story(page: Page) -> None:
+        painting = page.ask()
+        await page.look(painting)
+        await page.rest(page.ask(prompt=""))
+        await page.rest(painting)
+        assert "Painted in" in page.caption
+        assert "say what to paint" in page.caption
+        await page.rest(page.ask())
+        assert "say what to paint" not in page.caption
+
+    tell(server, story)
+
+
+def test_buttons_speak_of_the_whole_picture_that_is_shown_and_never_of_another(server: RunningServer) -> None:
+    def can_be_used(page: Page) -> set[bool]:
+        return {page.shown[name]["interactive"] for name in BUTTONS}
+
+    async def story(page: Page) -> None:
+        await page.rest(page.ask())
+        whole = {name: page.shown[name] for name in OF_PICTURE}
+        assert "Seed: 3" in whole["parameters"]
+        assert can_be_used(page) == {True}
+        painting = page.ask(steps=LONG, seed="4")
+        await page.until(painting, lambda: Path(page.shown["picture"]).name.startswith("preview-"))
+        assert can_be_used(page) == {False}
+        assert (page.shown["painted_from"], page.shown["parameters"]) == ("", "")
+        page.stop()
+        await page.rest(painting)
+        assert "Stopped" in page.caption
+        assert {name: page.shown[name] for name in OF_PICTURE} == whole
+
+    tell(server, story)
+
+
+def test_a_preview_of_what_comes_to_nothing_goes_where_there_is_no_picture(server: RunningServer) -> None:
+    async def story(page: Page) -> None:
+        painting = page.ask(steps=LONG)
+        await page.until(painting, lambda: page.shown.get("picture"))
+        page.stop()
+        await page.rest(painting)
+        assert page.shown["picture"] is None
+        assert not any(page.shown[name]["interactive"] for name in BUTTONS)
+
+    tell(server, story)
+
+
+def test_only_what_changed_is_sent_but_a_new_picture_brings_along_what_speaks_of_it() -> None:
+    screen = Screen()
+
+    def sent(**values: Any) -> dict[str, Any]:
+        return {name: value for name, value in zip(PARTS, screen.draw(**values), strict=True) if value != gr.skip()}
+
+    assert sent(picture="a", parameters="", caption="step 1") == {"picture": "a", "parameters": "", "caption": "step 1"}
+    assert sent(picture="a", parameters="", caption="step 2") == {"caption": "step 2"}
+    assert sent(picture="b", parameters="", caption="step 2") == {"picture": "b", "parameters": ""}
