@@ -141,15 +141,17 @@ def train_denoiser(
     start: Path | None = None,
     look: Callable[[Denoiser, int], None] | None = None,
     look_every: int = 500,
+    *,
+    made_from: str = "",
 ) -> Denoiser:
-    """Train on normalised ``data``, resuming from ``work/denoiser.pt``, or else from the weights in ``start``, or else
-    from nothing; ``look`` is called now and then to paint."""
+    """Train on normalised ``data`` of the autoencoder ``made_from``, resuming from ``work/denoiser.pt``, or else from
+    the weights in ``start``, or else from nothing; ``look`` is called now and then to paint."""
     torch.manual_seed(settings.seed)
     denoiser = Denoiser(tokenizer)
     if start is not None:
         denoiser.load(start, tokenizer)
     denoiser.to(settings.device).train()
-    run = Run("denoiser", denoiser, settings, work)
+    run = Run("denoiser", denoiser, settings, work, made_from=made_from)
     torch.manual_seed(settings.seed + 1 + run.iteration)
     batches = Batches(data, tokenizer, settings, settings.seed + run.iteration)
     alphas = build_scheduler().alphas_cumprod.to(settings.device)

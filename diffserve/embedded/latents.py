@@ -17,7 +17,7 @@ from transformers import CLIPTokenizer
 from diffserve.embedded.captions import loose_caption
 from diffserve.embedded.layouts import DIRECTIONS, UNSAID, layout
 from diffserve.embedded.render import render
-from diffserve.embedded.training import TrainSettings
+from diffserve.embedded.training import TrainSettings, fingerprint, keep
 from diffserve.embedded.vae_training import to_unit
 from diffserve.embedded.world import CANVAS_PX, Scene, scenes
 
@@ -54,13 +54,15 @@ class LatentScenes:
 
 @torch.inference_mode()
 def encode_scenes(vae: AutoencoderKL, work: Path, *, num_scenes: int, seed: int, device: str) -> list[LatentScenes]:
-    """Render and encode ``num_scenes`` training scenes in the shares of CANVASES, keeping latents in ``work``."""
-    kept = []
+    """Render and encode ``num_scenes`` training scenes in the shares of CANVASES, keeping latents in ``work`` for as
+    long as the autoencoder is the same."""
+    shelves, made_from = [], fingerprint(vae)
     for index, ((width, height), share) in enumerate(CANVASES.items()):
         chosen = list(islice(scenes(seed + index, held_out=False), round(num_scenes * share)))
         path = work / f"latents-{width}x{height}.pt"
-        if path.is_file() and len(latents := torch.load(path, weights_only=True)) == len(chosen):
-            kept.append(LatentScenes(chosen, latents))
+        kept = torch.load(path, weights_only=True) if path.is_file() else {}
+        if kept.get("made_from") == made_from and len(kept["latents"]) == len(chosen):
+            shelves.append(LatentScenes(chosen, kept["latents"]))
             continue
         parts = []
         for start in track(range(0, len(chosen), 32), description=f"latents {width} x {height}"):
@@ -68,9 +70,9 @@ def encode_scenes(vae: AutoencoderKL, work: Path, *, num_scenes: int, seed: int,
             with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
                 parts.append(vae.encode(to_unit(pixels).to(device)).latent_dist.mode().half().cpu())
         latents = torch.cat(parts)
-        torch.save(latents, path)
-        kept.append(LatentScenes(chosen, latents))
-    return kept
+        keep({"made_from": made_from, "latents": latents}, path)
+        shelves.append(LatentScenes(chosen, latents))
+    return shelves
 
 
 def channel_statistics(latents: Tensor) -> tuple[list[float], list[float]]:

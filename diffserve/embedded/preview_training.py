@@ -73,11 +73,14 @@ def _rows_of(rows: Tensor, share: float) -> Tensor:
     return _uniform(rows) < share
 
 
-def train_preview(settings: TrainSettings, work: Path, data: list[LatentScenes]) -> PreviewDecoder:
-    """Train on normalised ``data``, resuming from ``work/preview.pt``; returns the averaged decoder."""
+def train_preview(
+    settings: TrainSettings, work: Path, data: list[LatentScenes], *, made_from: str = ""
+) -> PreviewDecoder:
+    """Train on normalised ``data`` of the autoencoder ``made_from``, resuming from ``work/preview.pt``; returns the
+    averaged decoder."""
     torch.manual_seed(settings.seed)
     net = PreviewDecoder(CONFIG).train().to(settings.device)
-    run = Run("preview", net, settings, work)
+    run = Run("preview", net, settings, work, made_from=made_from)
     torch.manual_seed(settings.seed + 1 + run.iteration)
     source = batches(data, settings.batch_size, settings.seed + run.iteration)
     for _ in run.iterations():

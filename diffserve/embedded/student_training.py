@@ -33,7 +33,7 @@ from diffserve.embedded.captions import loose_caption
 from diffserve.embedded.denoiser_training import Denoiser, build_scheduler
 from diffserve.embedded.latents import LatentScenes
 from diffserve.embedded.student_lessons import NUM_STEPS, Ladder, Lessons, collect
-from diffserve.embedded.training import Run, TrainSettings, adamw
+from diffserve.embedded.training import Run, TrainSettings, adamw, fingerprint, keep
 
 OUTER = ("conv_in", "conv_out", "time_embedding")  # small layers that LCM-LoRA leaves alone too
 COLLECT_ROWS = 32
@@ -118,6 +118,7 @@ class School:
     ) -> None:
         self.settings, self._work = settings, work
         self._teacher, self._data, self._tokenizer = teacher, data, tokenizer
+        self.made_from = fingerprint(teacher.unet)
         self._shelves: list[Lessons] = []
         self.ladder = Ladder(settings.substeps)
 
@@ -139,12 +140,12 @@ class School:
         for canvas, shelf in enumerate(self._data):
             path = self._work / f"lessons-{number}-{canvas}.pt"
             count = math.ceil(self.settings.trajectories / self.settings.rounds * len(shelf.scenes) / total)
-            lessons = Lessons(**torch.load(path, weights_only=True)) if path.is_file() else None
-            if lessons is None or len(lessons.token_ids) != count:
+            kept = torch.load(path, weights_only=True) if path.is_file() else {}
+            if kept.pop("made_from", None) == self.made_from and len(kept["token_ids"]) == count:
+                lessons = Lessons(**kept)
+            else:
                 lessons = self._collect(shelf, count, seed=1000 * number + canvas, student=student if number else None)
-                part = path.with_suffix(".part")
-                torch.save(vars(lessons), part)
-                part.replace(path)
+                keep({"made_from": self.made_from, **vars(lessons)}, path)
             self._shelves.append(lessons)
 
     def _collect(self, shelf: LatentScenes, count: int, seed: int, student: Denoiser | None) -> Lessons:
@@ -195,8 +196,9 @@ def train_student(
     torch.manual_seed(settings.seed)
     teacher = copy.deepcopy(teacher).to(settings.device).eval().requires_grad_(False)
     change = LowRankChange(teacher.unet, settings.rank).to(settings.device)
-    run = Run("student", change, settings, work, [adamw(change.parameters(), settings)])
     school = School(settings, work, teacher, data, tokenizer)
+    optimizers = [adamw(change.parameters(), settings)]
+    run = Run("student", change, settings, work, optimizers, made_from=school.made_from)
     _fill_school(school, run, teacher, run.iteration)
     rng = random.Random(settings.seed + run.iteration)
     timesteps = torch.tensor(school.ladder.timesteps, device=settings.device)

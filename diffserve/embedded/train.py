@@ -1,13 +1,16 @@
-"""The whole recipe of the embedded model: ``python -m diffserve.embedded.train all --work DIR``.
+"""The whole recipe of the embedded model: ``python -m diffserve.embedded.train all``.
 
 Stages, each resumable from its checkpoint in ``--work``: atlas (needs the emoji font; the result ships), vae, denoiser
 (with its tokenizer), preview, student, rewriter, card. Each leaves a bill of its time and operations beside its
-checkpoint. On a GPU give ``--device cuda`` and a larger ``--batch``; the code is the same. ``--start`` goes on from
-exported weights instead of from nothing.
+checkpoint. CUDA is used where there is some. ``--start`` goes on from exported weights instead of from nothing.
+
+The shipped weights came about in legs (``training.json`` bills each), the settings being mended in between. What stands
+here is one run as long as all of them together, with the shares and the schedule of the last.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -29,21 +32,26 @@ from diffserve.embedded.rewriter_training import SHIPPED as REWRITER
 from diffserve.embedded.rewriter_training import mark_rewriter, train_rewriter
 from diffserve.embedded.student_training import StudentSettings, save_adapter, train_student
 from diffserve.embedded.tokenizer import train_tokenizer
-from diffserve.embedded.training import TrainSettings
+from diffserve.embedded.training import TrainSettings, fingerprint
 from diffserve.embedded.vae_training import psnr_db, train_vae
+from diffserve.errors import DiffserveError
+from diffserve.runtime.precision import choose_device
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 Work = Annotated[Path, typer.Option(help="where checkpoints, latents and sample sheets are kept")]
-Device = Annotated[str, typer.Option(help="cpu or cuda")]
+WORK = Path("runs/embedded")
+Device = Annotated[str, typer.Option(callback=lambda name: str(choose_device(name).device), help="auto, cpu or cuda")]
+DEVICE = "auto"
 Start = Annotated[Path | None, typer.Option(help="begin from the weights in this directory instead of from nothing")]
 
 
 @dataclass(frozen=True)
 class Materials:
-    """What every stage after the autoencoder works on: the autoencoder with its normalisation folded in, scenes with
-    normalised latents, and the tokenizer."""
+    """What every stage after the autoencoder works on: the autoencoder with its normalisation folded in, the
+    fingerprint it had before, scenes with normalised latents, and the tokenizer."""
 
     vae: AutoencoderKL
+    made_from: str
     data: list[LatentScenes]
     tokenizer: CLIPTokenizer
 
@@ -52,11 +60,12 @@ def materials(work: Path, device: str, *, num_scenes: int = 48_000, start: Path 
     """Make or load them; the autoencoder is trained first if it is not."""
     tokenizer = CLIPTokenizer.from_pretrained(train_tokenizer(work / "tokenizer"))
     raw = vae(work, device, start=start)
+    made_from = fingerprint(raw)
     encoded = encode_scenes(raw, work, num_scenes=num_scenes, seed=1, device=device)
     mean, std = channel_statistics(encoded[0].latents)
     folded = fold_normalisation(raw.cpu(), mean, std).to(device)
     data = [LatentScenes(shelf.scenes, normalise(shelf.latents, mean, std).half()) for shelf in encoded]
-    return Materials(folded, data, tokenizer)
+    return Materials(folded, made_from, data, tokenizer)
 
 
 def trained_denoiser(work: Path, tokenizer: CLIPTokenizer, device: str) -> Denoiser:
@@ -74,7 +83,7 @@ def atlas() -> None:
 
 @app.command()
 def vae(
-    work: Work, device: Device = "cpu", iterations: int = 5800, batch: int = 16, start: Start = None
+    work: Work = WORK, device: Device = DEVICE, iterations: int = 5800, batch: int = 16, start: Start = None
 ) -> AutoencoderKL:
     """Train the autoencoder."""
     work.mkdir(parents=True, exist_ok=True)
@@ -86,9 +95,9 @@ def vae(
 
 @app.command()
 def denoiser(
-    work: Work,
-    device: Device = "cpu",
-    iterations: int = 6650,
+    work: Work = WORK,
+    device: Device = DEVICE,
+    iterations: int = 14_850,
     batch: int = 64,
     num_scenes: int = 48_000,
     look_every: int = 800,
@@ -103,23 +112,27 @@ def denoiser(
         samples.sheet(pictures, 8, work / f"sheet-{iteration:06d}.png")
         print(f"denoiser {iteration}: {samples.quick_mark(pictures, [scene for scene, _ in truth])}", flush=True)
 
-    settings = TrainSettings(iterations, batch, learning_rate=1.2e-3, device=device, decay_share=0.45)
-    trained = train_denoiser(settings, work, made.data, made.tokenizer, start, look, look_every)
+    settings = TrainSettings(iterations, batch, learning_rate=1e-3, device=device, decay_share=0.6)
+    trained = train_denoiser(
+        settings, work, made.data, made.tokenizer, start, look, look_every, made_from=made.made_from
+    )
     print(export(work / "weights", made.vae, trained, made.tokenizer))
 
 
 @app.command()
-def preview(work: Work, device: Device = "cpu", iterations: int = 1200, batch: int = 32) -> None:
+def preview(work: Work = WORK, device: Device = DEVICE, iterations: int = 1200, batch: int = 32) -> None:
     """Train the tiny decoder of live previews beside the exported weights."""
     made = materials(work, device)
     settings = TrainSettings(iterations, batch, learning_rate=2e-3, device=device, ema=0.995)
-    trained = train_preview(settings, work, made.data)
+    trained = train_preview(settings, work, made.data, made_from=made.made_from)
     print(f"previews {fidelity_db(trained, made.vae, seed=5):.1f} dB from the autoencoder's pictures", flush=True)
     print(save_preview(trained, work / "weights" / "preview"))
 
 
 @app.command()
-def student(work: Work, device: Device = "cpu", iterations: int = 900, batch: int = 64, look_every: int = 300) -> None:
+def student(
+    work: Work = WORK, device: Device = DEVICE, iterations: int = 900, batch: int = 64, look_every: int = 300
+) -> None:
     """Distil the exported denoiser into four steps without guidance."""
     made = materials(work, device)
     truth = samples.held_out(48)
@@ -137,7 +150,7 @@ def student(work: Work, device: Device = "cpu", iterations: int = 900, batch: in
 
 
 @app.command()
-def rewriter(work: Work, device: Device = "cpu") -> None:
+def rewriter(work: Work = WORK, device: Device = DEVICE) -> None:
     """Train the prompt rewriter on wishes, mark it and export."""
     work.mkdir(parents=True, exist_ok=True)
     model, tokenizer = train_rewriter(replace(REWRITER, device=device), work)
@@ -146,7 +159,7 @@ def rewriter(work: Work, device: Device = "cpu") -> None:
 
 
 @app.command()
-def card(work: Work) -> None:
+def card(work: Work = WORK) -> None:
     """Put what was trained into the package, mark it and write the model card."""
     model_card.install(work)
     model_card.measure()
@@ -154,8 +167,8 @@ def card(work: Work) -> None:
 
 
 @app.command(name="all")
-def everything(work: Work, device: Device = "cpu", start: Start = None) -> None:
-    """Every stage after the atlas, at the settings of the shipped weights."""
+def everything(work: Work = WORK, device: Device = DEVICE, start: Start = None) -> None:
+    """Every stage after the atlas, in this order."""
     torch.set_float32_matmul_precision("high")
     denoiser(work, device, start=start)
     preview(work, device)
@@ -165,4 +178,7 @@ def everything(work: Work, device: Device = "cpu", start: Start = None) -> None:
 
 
 if __name__ == "__main__":
-    app()
+    try:
+        app()
+    except DiffserveError as error:
+        sys.exit(error.message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import json
 import math
 import time
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffserve.embedded.muon import Muon, hidden_matrices
+from diffserve.errors import ConfigError
 
 Net = TypeVar("Net", bound=nn.Module)
 
@@ -64,6 +66,22 @@ def muon_and_adamw(net: nn.Module, settings: TrainSettings) -> list[torch.optim.
     return [Muon(hidden, lr=settings.learning_rate), adamw(rest, settings)]
 
 
+def fingerprint(net: nn.Module) -> str:
+    """Twelve hex digits that name the weights of ``net``: what is learnt or kept from them is of no use to others."""
+    digest = hashlib.sha256()
+    for name, tensor in net.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+def keep(what: object, path: Path) -> None:
+    """Save beside its final name and move it there, so a kill never leaves half a file."""
+    part = path.with_suffix(".part")
+    torch.save(what, part)
+    part.replace(path)
+
+
 class Run(Generic[Net]):
     """One resumable stage: owns the averaged weights and the checkpoint ``work/<name>.pt``, and paces the optimisers.
 
@@ -71,7 +89,8 @@ class Run(Generic[Net]):
     operations, counted on the first iteration of a process and multiplied.
 
     ``optimizers`` default to Muon and AdamW, each parameter in one of them; an optimiser keeps the learning rate it was
-    made with as its peak.
+    made with as its peak. ``made_from`` is the fingerprint of the weights that the stage learns from; a checkpoint that
+    was made from others raises ConfigError.
     """
 
     def __init__(
@@ -81,7 +100,10 @@ class Run(Generic[Net]):
         settings: TrainSettings,
         work: Path,
         optimizers: Sequence[torch.optim.Optimizer] | None = None,
+        *,
+        made_from: str = "",
     ) -> None:
+        self.made_from = made_from
         self.name, self.net, self.settings = name, net, settings
         self.path = work / f"{name}.pt"
         self.average = copy.deepcopy(net).eval().requires_grad_(False)
@@ -143,9 +165,8 @@ class Run(Generic[Net]):
         return self.average
 
     def save(self) -> None:
-        """Write the checkpoint beside its final name and move it there, so a kill never leaves half a file."""
-        part = self.path.with_suffix(".part")
-        torch.save(
+        """Write the checkpoint and the bill."""
+        keep(
             {
                 "net": self.net.state_dict(),
                 "average": self.average.state_dict(),
@@ -155,10 +176,10 @@ class Run(Generic[Net]):
                 "flops": self.flops,
                 "begun": self.begun,
                 "loss": self.smooth_loss,
+                "made_from": self.made_from,
             },
-            part,
+            self.path,
         )
-        part.replace(self.path)
         bill = {
             "stage": self.name,
             "begun": self.begun,
@@ -172,6 +193,11 @@ class Run(Generic[Net]):
 
     def _load(self) -> None:
         saved = torch.load(self.path, map_location=self.settings.device, weights_only=True)
+        if saved.get("made_from", "") != self.made_from:
+            raise ConfigError(
+                f"{self.path} was made from other weights than {self.made_from}: remove it to begin this stage anew, "
+                "or give another --work."
+            )
         self.net.load_state_dict(saved["net"])
         self.average.load_state_dict(saved["average"])
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):

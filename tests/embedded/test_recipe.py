@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -19,9 +20,10 @@ from diffserve.embedded.latents import Batches, LatentScenes, channel_statistics
 from diffserve.embedded.layouts import DIRECTIONS, READ_TOKENS, UNSAID, LayoutHead, layout
 from diffserve.embedded.samples import held_out
 from diffserve.embedded.tokenizer import MAX_TOKENS, train_tokenizer
-from diffserve.embedded.training import Run, TrainSettings, adamw, rate_factor
+from diffserve.embedded.training import Run, TrainSettings, adamw, fingerprint, rate_factor
 from diffserve.embedded.vae_training import LATENT_CHANNELS, build_vae
 from diffserve.embedded.world import OBJECTS, scenes
+from diffserve.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,17 @@ def test_an_interrupted_run_resumes_where_it_stopped(tmp_path: Path) -> None:
     assert torch.equal(again.averaged().weight, first.averaged().weight)
 
 
+def test_a_run_does_not_go_on_from_what_was_made_of_other_weights(tmp_path: Path) -> None:
+    teachers = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+    names = [fingerprint(teacher) for teacher in teachers]
+    assert names == [fingerprint(copy.deepcopy(teacher)) for teacher in teachers]
+    net, settings = torch.nn.Linear(3, 3), TrainSettings(1, 1, 1e-2)
+    Run("tiny", net, settings, tmp_path, made_from=names[0]).save()
+    Run("tiny", net, settings, tmp_path, made_from=names[0])
+    with pytest.raises(ConfigError, match=rf"tiny\.pt was made from other weights than {names[1]}.*--work"):
+        Run("tiny", net, settings, tmp_path, made_from=names[1])
+
+
 def test_a_run_leaves_a_bill_of_time_and_operations(tmp_path: Path) -> None:
     net = torch.nn.Linear(3, 5)
     settings = TrainSettings(4, 2, 1e-2)
@@ -109,8 +122,12 @@ def test_scenes_are_encoded_once_on_every_canvas(tmp_path: Path) -> None:
     vae = build_vae().eval()
     first = encode_scenes(vae, tmp_path, num_scenes=25, seed=3, device="cpu")
     assert [tuple(shelf.latents.shape) for shelf in first] == [(21, 8, 16, 16), (2, 8, 24, 16), (2, 8, 16, 24)]
-    again = encode_scenes(build_vae().eval(), tmp_path, num_scenes=25, seed=3, device="cpu")
+    kept = [(tmp_path / f"latents-{name}.pt").stat().st_mtime_ns for name in ("128x128", "128x192", "192x128")]
+    again = encode_scenes(vae, tmp_path, num_scenes=25, seed=3, device="cpu")
     assert all(torch.equal(a.latents, b.latents) for a, b in zip(first, again, strict=True))
+    assert kept == [(tmp_path / f"latents-{name}.pt").stat().st_mtime_ns for name in ("128x128", "128x192", "192x128")]
+    other = encode_scenes(build_vae().eval(), tmp_path, num_scenes=25, seed=3, device="cpu")
+    assert not any(torch.equal(a.latents, b.latents) for a, b in zip(first, other, strict=True))
 
 
 def test_a_non_finite_loss_leaves_the_weights_alone(tmp_path: Path) -> None:
