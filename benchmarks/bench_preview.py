@@ -15,7 +15,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,18 +22,14 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.report import RESULTS, head, summary, write
-from diffserve.embedded.render import render
-from diffserve.embedded.world import scenes
+from diffserve.embedded.part_marks import giga_operations, preview_db
 from diffserve.runtime import DiffusionModel, load_model
 
 BATCHES = (1, 8)
-HELD_OUT_SEED = 5
 Call = Callable[[], Any]
 
 
@@ -50,18 +45,11 @@ def in_turns(calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
     return times
 
 
-def gflop(call: Call) -> float:
-    """10^9 floating-point operations of ``call``, counted by torch (2 x multiply-add)."""
-    with FlopCounterMode(display=False) as counter:
-        call()
-    return round(float(counter.get_total_flops()) / 1e9, 3)
-
-
 def cost(model: DiffusionModel, latents: Tensor, rounds: int) -> dict[str, Any]:
     """Cost of pictures and of previews of ``latents`` (B, C, h, w), and how many times cheaper a preview is."""
     calls: dict[str, Call] = {"vae": lambda: model.vae.decode(latents), "preview": lambda: model.preview(latents)}
     times = in_turns(calls, rounds)
-    work = {name: gflop(call) for name, call in calls.items()}
+    work = {name: giga_operations(call) for name, call in calls.items()}
     return {
         "pictures": len(latents),
         "ms": {name: summary(values) for name, values in times.items()},
@@ -73,11 +61,7 @@ def cost(model: DiffusionModel, latents: Tensor, rounds: int) -> dict[str, Any]:
 
 def closeness_db(model: DiffusionModel, num_scenes: int) -> dict[str, float]:
     """PSNR in dB of previews of held-out scenes' latents against the VAE's decodes."""
-    found = []
-    for scene in islice(scenes(HELD_OUT_SEED, held_out=True), num_scenes):
-        latents = model.vae.encode(render(scene)[None])
-        error = model.preview(latents).astype(np.float64) - model.vae.decode(latents)
-        found.append(float(20 * np.log10(255 / np.sqrt(np.square(error).mean()))))
+    found = preview_db(model, num_scenes)
     return {"mean": round(statistics.mean(found), 2), **summary(found)}
 
 

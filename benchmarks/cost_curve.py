@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
+from diffserve.embedded.part_marks import giga_operations
 from diffserve.engine.exactness import Predict
 from diffserve.runtime import DiffusionModel
 
@@ -49,9 +49,7 @@ def measure_cost_curve(model: DiffusionModel, predict: Predict, *, repeats: int,
 
 def row_gflop(predict: Predict) -> float:
     """10^9 floating-point operations of one row, counted by torch (2 x multiply-add)."""
-    with FlopCounterMode(display=False) as counter:
-        predict(range(1))
-    return float(counter.get_total_flops()) / 1e9
+    return giga_operations(lambda: predict(range(1)))
 
 
 def peak_gflops(model: DiffusionModel, size: int = 2048) -> float:

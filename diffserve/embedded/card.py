@@ -1,17 +1,13 @@
 """The last stage: put what was trained into the package, mark it, paint the sample sheets and write the model card.
 
-The card is ``card_template.md`` with tables filled in from ``marks.json``, ``turbo-marks.json``,
-``range-marks.json`` and ``times.json``, and from ``training.json``, the bills of all training so far, so no number in
-it is written by hand.
+The card is ``card_template.md`` with tables filled in from ``marks.json``, ``turbo-marks.json``, ``range-marks.json``
+and ``part-marks.json``, and from ``training.json``, the bills of all training so far.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import statistics
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,37 +15,46 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from diffserve.embedded.marks import BEST_GUIDANCE, STUDENT, TEACHER, document, judged, paint_held_out
+from diffserve.embedded.marks import STUDENT, TEACHER, document, judged, paint_held_out
+from diffserve.embedded.part_marks import document as part_document
 from diffserve.embedded.range_marks import document as range_document
 from diffserve.embedded.samples import held_out
 from diffserve.embedded.world import CAMOUFLAGED, COLORS, OBJECTS
 from diffserve.engine import Engine
-from diffserve.types import DiffusionParams, GenerationRequest
+from diffserve.errors import ConfigError
+from diffserve.types import GenerationRequest
 
 ROOM = Path(__file__).parent
-TEMPLATE, CARD, LOG = ROOM / "card_template.md", ROOM / "MODEL_CARD.md", ROOM / "training.json"
+TEMPLATE, CARD = ROOM / "card_template.md", ROOM / "MODEL_CARD.md"
 SHEETS = ROOM.parent.parent / ".assets"
 SHIPPED = {"weights": ROOM / "weights", "turbo": ROOM / "turbo", "rewriter": ROOM / "rewriter"}
+STAGES = ("vae", "denoiser", "preview", "student", "rewriter")
+TOLD = ("stage", "begun", "iterations_done", "batch_size", "learning_rate", "device")
+BILLED = (*TOLD, "seconds", "flops")
 WORST_SHOWN = 12
-TIMED = 5
-TIMED_WAYS = {
-    "4 steps without guidance": STUDENT,
-    "20 steps": DiffusionParams(sampler="ddim", num_steps=20, guidance_scale=BEST_GUIDANCE),
-    "30 steps": TEACHER,
-}
 
 
 def install(work: Path) -> None:
-    """Copy the exported directories of ``work`` into the package and add their bills to the log."""
-    for name, place in SHIPPED.items():
-        if (work / name).is_dir():
-            shutil.copytree(work / name, place, dirs_exist_ok=True)
-    bills = json.loads(LOG.read_text(encoding="utf-8")) if LOG.is_file() else []
-    for path in sorted(work.glob("*.json")):
-        bill = json.loads(path.read_text(encoding="utf-8"))
-        bills = [old for old in bills if (old["stage"], old["begun"]) != (bill["stage"], bill["begun"])] + [bill]
-    bills.sort(key=lambda bill: bill["begun"])
-    LOG.write_text(json.dumps(bills, indent=2) + "\n", encoding="utf-8")
+    """Put the exported models of ``work`` in the place of the package's, and their stages' bills into the log.
+
+    Raises ConfigError, with nothing changed, where ``work`` has no model or a bill is none.
+    """
+    made = {name: place for name, place in SHIPPED.items() if (work / name).is_dir()}
+    if not made:
+        raise ConfigError(f"nothing was trained in {work}: it has none of {', '.join(SHIPPED)}.")
+    new = [_bill(path) for stage in STAGES if (path := work / f"{stage}.json").is_file()]
+    for name, place in made.items():
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(work / name, place)
+    bills = {(bill["stage"], bill["begun"]): bill for bill in [*_kept("training"), *new]}
+    _keep(sorted(bills.values(), key=lambda bill: bill["begun"]), "training")
+
+
+def _bill(path: Path) -> dict[str, Any]:
+    bill: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if missing := set(BILLED) - set(bill):
+        raise ConfigError(f"{path} is no bill of a training stage: it lacks {', '.join(sorted(missing))}.")
+    return bill
 
 
 def measure(*, count: int = 300, range_count: int = 60) -> None:
@@ -59,36 +64,27 @@ def measure(*, count: int = 300, range_count: int = 60) -> None:
     _keep(document(engine, judged(paint_held_out(engine, count, TEACHER)), TEACHER), "marks")
     _keep(range_document(engine, range_count), "range-marks")
     paint_sheets(engine)
-    _keep(painting_times(engine), "times")
+    _keep(part_document(engine), "part-marks")
     if SHIPPED["turbo"].is_dir():
         turbo = Engine.from_pretrained("embedded-turbo")
         _keep(document(turbo, judged(paint_held_out(turbo, count, STUDENT)), STUDENT), "turbo-marks")
 
 
-def painting_times(engine: Engine) -> dict[str, Any]:
-    """Seconds that a picture takes on its own, from request to pixels: the median of TIMED after a first one."""
-    seconds = {}
-    for name, how in TIMED_WAYS.items():
-        taken = []
-        for seed in range(TIMED + 1):
-            started = time.perf_counter()
-            engine.generate(GenerationRequest(prompt="a fox in the snow", seed=seed, diffusion=how))
-            taken.append(time.perf_counter() - started)
-        seconds[name] = round(statistics.median(taken[1:]), 3)
-    return {"seconds": seconds, "device": engine.info.device, "dtype": engine.info.dtype, "cores": os.cpu_count()}
-
-
 def write() -> Path:
     """Write the card from what :func:`measure` has kept."""
-    teacher, ranged, times = _kept("marks"), _kept("range-marks"), _kept("times")
+    teacher, ranged, parts = _kept("marks"), _kept("range-marks"), _kept("part-marks")
     tables = {
         "marks": marks_table(teacher),
         "confusions": confusion_table(teacher),
         "guidance": guidance_table(ranged),
         "negatives": negatives_table(ranged),
-        "times": times_table(times),
-        "machine": f"{times['cores']} cores of a {times['device']} in {times['dtype']}",
-        "bills": bill_table(json.loads(LOG.read_text(encoding="utf-8"))),
+        "canvases": canvases_sentence(ranged),
+        "round_trip": f"{parts['round_trip_db']:.1f} dB",
+        "preview": preview_sentence(parts["preview"]),
+        "checker": f"{parts['checker_ms']:.0f} ms",
+        "times": times_table(parts["seconds"]),
+        "machine": f"{parts['cores']} cores of a {parts['device']} in {parts['dtype']}",
+        "bills": bill_table(_kept("training")),
         "objects": ", ".join(OBJECTS),
         "student_marks": "The student of these weights has not been trained yet.",
     }
@@ -138,19 +134,32 @@ def negatives_table(ranged: dict[str, Any]) -> str:
     return _table(rows)
 
 
+def canvases_sentence(ranged: dict[str, Any]) -> str:
+    """Exact matches on the other canvases."""
+    told = [f"{exact} at {size}" for size, exact in ranged["canvases"].items()]
+    return f"Of the first {ranged['count']} held-out captions it paints {' and '.join(told)} exactly."
+
+
 def bill_table(bills: Iterable[dict[str, Any]]) -> str:
     """What each leg of the training took."""
-    parts = ("stage", "begun", "iterations_done", "batch_size", "learning_rate", "device")
     rows = [["stage", "begun", "iterations", "batch", "learning rate", "device", "hours", "10^15 operations"]]
     for bill in bills:
-        told = [f"{bill[part]}" for part in parts]
+        told = [f"{bill[part]}" for part in TOLD]
         rows.append([*told, f"{bill['seconds'] / 3600:.2f}", f"{bill['flops'] / 1e15:.2f}"])
     return _table(rows)
 
 
-def times_table(times: dict[str, Any]) -> str:
+def times_table(seconds: dict[str, float]) -> str:
     """Seconds a picture, each painted on its own."""
-    return _table([["one picture on its own", *times["seconds"]], ["seconds", *map(str, times["seconds"].values())]])
+    return _table([["one picture on its own", *seconds], ["seconds", *map(str, seconds.values())]])
+
+
+def preview_sentence(marks: dict[str, Any] | None) -> str:
+    """What the preview decoder costs and how close it comes."""
+    if marks is None:
+        return "These weights have no preview decoder yet."
+    cheaper, fidelity = f"{marks['times_cheaper']:.0f}", f"{marks['psnr_db']:.1f} dB"
+    return f"A preview takes {cheaper} times fewer operations than a decode, and comes to {fidelity} PSNR against it."
 
 
 def _table(rows: list[list[str]]) -> str:
@@ -188,10 +197,9 @@ def _sheet(engine: Engine, prompts: list[str], columns: int, path: Path, size: t
     return path
 
 
-def _keep(marks: dict[str, Any], name: str) -> None:
+def _keep(marks: object, name: str) -> None:
     (ROOM / f"{name}.json").write_text(json.dumps(marks, indent=2) + "\n", encoding="utf-8")
 
 
-def _kept(name: str) -> dict[str, Any]:
-    kept: dict[str, Any] = json.loads((ROOM / f"{name}.json").read_text(encoding="utf-8"))
-    return kept
+def _kept(name: str) -> Any:
+    return json.loads((ROOM / f"{name}.json").read_text(encoding="utf-8"))

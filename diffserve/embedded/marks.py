@@ -76,11 +76,15 @@ class Confusion:
     instead: dict[str, int]
 
 
-def paint_held_out(engine: Engine, count: int, how: DiffusionParams = TEACHER) -> list[tuple[Scene, ImageResult]]:
-    """Paint the first ``count`` held-out captions, picture i with seed SEED + i."""
+def paint_held_out(
+    engine: Engine, count: int, how: DiffusionParams = TEACHER, *, size: tuple[int | None, int | None] = (None, None)
+) -> list[tuple[Scene, ImageResult]]:
+    """Paint the first ``count`` held-out captions at ``size`` (width, height; else the native one), picture i with seed
+    SEED + i."""
     truth = held_out(count)
     requests = [
-        GenerationRequest(prompt=words, seed=SEED + index, diffusion=how) for index, (_, words) in enumerate(truth)
+        GenerationRequest(prompt=words, seed=SEED + index, diffusion=how, width_px=size[0], height_px=size[1])
+        for index, (_, words) in enumerate(truth)
     ]
     results = engine.generate(requests)
     return [(scene, result) for (scene, _), result in zip(truth, results, strict=True)]

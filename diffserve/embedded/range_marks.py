@@ -1,4 +1,4 @@
-"""Marks over the range that people move in: guidance scales, and what a negative prompt keeps away.
+"""Marks over the range that people move in: guidance scales, canvases, and what a negative prompt keeps away.
 
 ``python -m diffserve.embedded.range_marks`` prints them as one JSON document; the model card quotes it.
 
@@ -27,6 +27,7 @@ from diffserve.engine import Engine
 from diffserve.types import GenerationRequest
 
 GUIDANCE_SCALES = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0, 9.0)
+OTHER_CANVASES = ((128, 192), (192, 128))
 SEED = 9_500
 
 
@@ -46,6 +47,15 @@ def guidance_marks(engine: Engine, count: int) -> dict[str, int]:
     for scale in GUIDANCE_SCALES:
         how = msgspec.structs.replace(TEACHER, guidance_scale=scale)
         exact[f"{scale:g}"] = tally([verdict for _, verdict in judged(paint_held_out(engine, count, how))]).exact
+    return exact
+
+
+def canvas_marks(engine: Engine, count: int) -> dict[str, int]:
+    """"WIDTHxHEIGHT" -> exact matches among the first ``count`` held-out captions painted at it."""
+    exact = {}
+    for size in OTHER_CANVASES:
+        painted = paint_held_out(engine, count, size=size)
+        exact["{}x{}".format(*size)] = tally([verdict for _, verdict in judged(painted)]).exact
     return exact
 
 
@@ -97,6 +107,7 @@ def document(engine: Engine, count: int) -> dict[str, Any]:
         "digest": engine.info.digest,
         "count": count,
         "guidance": guidance_marks(engine, count),
+        "canvases": canvas_marks(engine, count),
         "background_kept_away": asdict(background_kept_away(engine, count)),
         "objects_kept_away": asdict(objects_kept_away(engine, count)),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,15 @@ from safetensors import safe_open
 import diffserve.embedded
 from diffserve.embedded.checker import read_picture
 from diffserve.embedded.marks import mark, paint_held_out
+from diffserve.embedded.part_marks import preview_db, round_trip_db, times_cheaper
 from diffserve.embedded.range_marks import background_kept_away
 from diffserve.engine import Engine
 from diffserve.types import GenerationRequest
 
 WEIGHTS = Path(diffserve.embedded.__file__).parent / "weights"
-MARKS, RANGE_MARKS = WEIGHTS.parent / "marks.json", WEIGHTS.parent / "range-marks.json"
+MARKS, RANGE_MARKS, PART_MARKS = (
+    WEIGHTS.parent / f"{name}.json" for name in ("marks", "range-marks", "part-marks")
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +51,47 @@ def test_the_published_marks_belong_to_these_weights_and_reach_their_mark(engine
     assert published["num_steps"] == 30
     assert published["marks"]["all"]["count"] == 300
     assert published["marks"]["all"]["exact_share"] >= 0.88
+
+
+@pytest.mark.parametrize(
+    ("category", "part", "share"),
+    [
+        ("one object", "exact", 0.98), ("all", "background", 0.98), ("two objects", "objects", 0.92),
+        ("two objects", "relation", 0.90),
+    ],
+)  # fmt: skip
+def test_the_published_marks_reach_theirs_in_every_part(category: str, part: str, share: float) -> None:
+    row = json.loads(MARKS.read_text(encoding="utf-8"))["marks"][category]
+    assert round(row[part] / row["count"], 2) >= share
+
+
+def test_unseen_pairs_are_painted_nearly_as_well_as_seen_ones() -> None:
+    marks = json.loads(MARKS.read_text(encoding="utf-8"))["marks"]
+    assert marks["unseen pairs"]["exact_share"] >= marks["seen pairs"]["exact_share"] - 0.08
+
+
+def test_the_parts_reach_their_marks(engine: Engine) -> None:
+    published = json.loads(PART_MARKS.read_text(encoding="utf-8"))
+    assert published["digest"] == engine.info.digest
+    assert published["round_trip_db"] >= 30
+    assert published["preview"]["times_cheaper"] >= 10
+    assert published["checker_ms"] <= 50
+    assert published["seconds"]["20 steps"] <= 2
+
+
+def test_the_other_canvases_give_sensible_pictures() -> None:
+    published = json.loads(RANGE_MARKS.read_text(encoding="utf-8"))
+    assert set(published["canvases"]) == {"128x192", "192x128"}
+    assert min(published["canvases"].values()) >= 0.5 * published["count"]
+
+
+@pytest.mark.slow
+def test_a_sample_confirms_what_is_published_of_the_parts(engine: Engine) -> None:
+    published = json.loads(PART_MARKS.read_text(encoding="utf-8"))
+    model = engine.model
+    assert statistics.mean(round_trip_db(model, 16)) == pytest.approx(published["round_trip_db"], abs=1)
+    assert statistics.mean(preview_db(model, 16)) == pytest.approx(published["preview"]["psnr_db"], abs=1)
+    assert times_cheaper(model) == pytest.approx(published["preview"]["times_cheaper"], abs=0.1)
 
 
 @pytest.mark.slow

@@ -1,0 +1,125 @@
+"""Marks of what paints no prompt by itself: the autoencoder, the preview decoder, the checker, and the time that a
+picture takes. ``python -m diffserve.embedded.part_marks`` prints them as one JSON document; the model card quotes it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+import typer
+from numpy.typing import NDArray
+from torch.utils.flop_counter import FlopCounterMode
+
+from diffserve.embedded.checker import check
+from diffserve.embedded.marks import BEST_GUIDANCE, STUDENT, TEACHER
+from diffserve.embedded.render import render
+from diffserve.embedded.world import scenes
+from diffserve.engine import Engine
+from diffserve.runtime import DiffusionModel
+from diffserve.types import DiffusionParams, GenerationRequest
+
+SEED = 5
+NUM_SCENES = 64
+TIMED = 5
+TIMED_WAYS = {
+    "4 steps without guidance": STUDENT,
+    "20 steps": DiffusionParams(sampler="ddim", num_steps=20, guidance_scale=BEST_GUIDANCE),
+    "30 steps": TEACHER,
+}
+
+
+def round_trip_db(model: DiffusionModel, num_scenes: int = NUM_SCENES) -> list[float]:
+    """PSNR in dB of every held-out scene against itself after the autoencoder's encoder and decoder."""
+    pictures = [render(scene) for scene in islice(scenes(SEED, held_out=True), num_scenes)]
+    return [psnr_db(model.vae.decode(model.vae.encode(picture[None]))[0], picture) for picture in pictures]
+
+
+def preview_db(model: DiffusionModel, num_scenes: int = NUM_SCENES) -> list[float]:
+    """PSNR in dB of the preview of every held-out scene's latents against the autoencoder's decode of them."""
+    found = []
+    for scene in islice(scenes(SEED, held_out=True), num_scenes):
+        latents = model.vae.encode(render(scene)[None])
+        found.append(psnr_db(model.preview(latents), model.vae.decode(latents)))
+    return found
+
+
+def psnr_db(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> float:
+    """Peak signal-to-noise ratio in dB of two pictures of one shape."""
+    return float(20 * np.log10(255 / np.sqrt(np.square(one.astype(np.float64) - other).mean())))
+
+
+def giga_operations(call: Callable[[], Any]) -> float:
+    """10^9 floating-point operations of ``call``, counted by torch (2 x multiply-add)."""
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return round(float(counter.get_total_flops()) / 1e9, 3)
+
+
+def times_cheaper(model: DiffusionModel) -> float:
+    """How many times fewer operations a preview takes than the autoencoder's decode, at the native size."""
+    width_px, height_px = model.info.good_sizes[0]
+    factor = model.info.vae_factor
+    latents = torch.zeros(1, model.info.latent_channels, height_px // factor, width_px // factor, device=model.device)
+    return giga_operations(lambda: model.vae.decode(latents)) / giga_operations(lambda: model.preview(latents))
+
+
+def checker_ms(num_scenes: int = 20) -> float:
+    """Median milliseconds in which the checker reads a clean rendering, after a first one."""
+    chosen = list(islice(scenes(SEED, held_out=True), num_scenes + 1))
+    taken = []
+    for scene in chosen:
+        picture = render(scene)
+        started_s = time.perf_counter()
+        check(picture, scene)
+        taken.append(1e3 * (time.perf_counter() - started_s))
+    return statistics.median(taken[1:])
+
+
+def painting_seconds(engine: Engine) -> dict[str, float]:
+    """Seconds that a picture takes on its own, from request to pixels: the median of TIMED after a first one."""
+    seconds = {}
+    for name, how in TIMED_WAYS.items():
+        taken = []
+        for seed in range(TIMED + 1):
+            started_s = time.perf_counter()
+            engine.generate(GenerationRequest(prompt="a fox in the snow", seed=seed, diffusion=how))
+            taken.append(time.perf_counter() - started_s)
+        seconds[name] = round(statistics.median(taken[1:]), 3)
+    return seconds
+
+
+def document(engine: Engine) -> dict[str, Any]:
+    """All of it as one JSON document, with where it was measured. No preview decoder, no marks of it."""
+    model = engine.model
+    preview = None
+    if model.previewer is not None:
+        fidelity = statistics.mean(preview_db(model))
+        preview = {"psnr_db": round(fidelity, 2), "times_cheaper": round(times_cheaper(model), 1)}
+    return {
+        "model": engine.info.model_id,
+        "digest": engine.info.digest,
+        "device": engine.info.device,
+        "dtype": engine.info.dtype,
+        "cores": os.cpu_count(),
+        "round_trip_db": round(statistics.mean(round_trip_db(model)), 2),
+        "preview": preview,
+        "checker_ms": round(checker_ms(), 1),
+        "seconds": painting_seconds(engine),
+    }
+
+
+def main(model: str = "embedded") -> None:
+    """Measure and print the marks."""
+    print(json.dumps(document(Engine.from_pretrained(model)), indent=2))
+
+
+if __name__ == "__main__":
+    typer.run(main)
