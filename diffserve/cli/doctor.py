@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 from collections.abc import Iterable
@@ -26,12 +25,13 @@ def run(settings: Settings) -> int:
     _section(console, "diffserve", _versions())
     _section(console, "settings", _settings(settings), headings=("key", "value", "from"))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    logging.getLogger("diffserve").setLevel(logging.ERROR)
     from diffserve.runtime import choose_device, load_model
+    from diffserve.runtime.quiet import hushed
 
     _section(console, "device", _device(choose_device(settings.model.device, settings.model.dtype)))
     profile = settings.model
-    model = load_model(profile.path, device=profile.device, dtype=profile.dtype, profile=profile)
+    with hushed("diffserve"):  # what it would warn of is in the report
+        model = load_model(profile.path, device=profile.device, dtype=profile.dtype, profile=profile)
     _section(console, "model", _model(model))
     _section(console, "memory", _memory(model), headings=("part", "parameters", "weights"))
     console.print("\nall is well.", markup=False)
