@@ -59,10 +59,9 @@ def encode_scenes(vae: AutoencoderKL, work: Path, *, num_scenes: int, seed: int,
     shelves, made_from = [], fingerprint(vae)
     for index, ((width, height), share) in enumerate(CANVASES.items()):
         chosen = list(islice(scenes(seed + index, held_out=False), round(num_scenes * share)))
-        path = work / f"latents-{width}x{height}.pt"
-        kept = torch.load(path, weights_only=True) if path.is_file() else {}
-        if kept.get("made_from") == made_from and len(kept["latents"]) == len(chosen):
-            shelves.append(LatentScenes(chosen, kept["latents"]))
+        path = work / f"latents-{width}x{height}-{made_from}.pt"
+        if path.is_file() and len(latents := torch.load(path, weights_only=True)) == len(chosen):
+            shelves.append(LatentScenes(chosen, latents))
             continue
         parts = []
         for start in track(range(0, len(chosen), 32), description=f"latents {width} x {height}"):
@@ -70,7 +69,7 @@ def encode_scenes(vae: AutoencoderKL, work: Path, *, num_scenes: int, seed: int,
             with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
                 parts.append(vae.encode(to_unit(pixels).to(device)).latent_dist.mode().half().cpu())
         latents = torch.cat(parts)
-        keep({"made_from": made_from, "latents": latents}, path)
+        keep(latents, path)
         shelves.append(LatentScenes(chosen, latents))
     return shelves
 
