@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         Picture,
         Preview,
         Progress,
+        Queued,
         RewriteOptions,
     )
 
@@ -61,6 +62,7 @@ _HOME = {
     "Picture": "diffserve.types",
     "Preview": "diffserve.types",
     "Progress": "diffserve.types",
+    "Queued": "diffserve.types",
     "Rewrite": "diffserve.rewrite_types",
     "RewriteDelta": "diffserve.rewrite_types",
     "RewriteFinished": "diffserve.rewrite_types",
@@ -97,6 +99,7 @@ __all__ = [
     "Picture",
     "Preview",
     "Progress",
+    "Queued",
     "Rewrite",
     "RewriteDelta",
     "RewriteFinished",

@@ -284,6 +284,13 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     warnings: tuple[str, ...] = ()
 
 
+class Queued(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The request still waits, and ``queue_position`` others will begin before it; told when that has changed."""
+
+    request_id: str
+    queue_position: int
+
+
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """``step_index`` of ``num_steps`` steps of image ``image_index`` are done."""
 
@@ -342,7 +349,7 @@ class Cancelled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request_id: str
 
 
-Event = Accepted | Progress | Preview | Painted | ImageFailed | Finished | Failed | Cancelled
+Event = Accepted | Queued | Progress | Preview | Painted | ImageFailed | Finished | Failed | Cancelled
 TERMINAL = (Finished, Failed, Cancelled)
 
 

@@ -61,7 +61,7 @@ class Images(Recipe, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """The first event of a stream says the place in the queue, the others how far a picture is.
+    """The first events of a stream say the place in the queue as it changes, the others how far a picture is.
 
     id            by which the request can be cancelled
     image_index   which picture of the request; ``None`` while it waits

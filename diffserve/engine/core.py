@@ -50,6 +50,7 @@ class EngineCore:
         self.num_postponed = len(outcome.postponed)
         events += self._cancel(take_cancelled())
         events += self.scheduler.apply(plan, outcome)
+        events += self.scheduler.moved_up(self.clock())
         self.runners.trim(self.scheduler.in_flight)
         self._remember(plan, outcome, started_s)
         return events

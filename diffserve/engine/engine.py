@@ -279,6 +279,7 @@ class Engine:
             ahead = self._refuse_if_full(request_id)
             if mailbox is not None:
                 self._mailboxes[request_id] = mailbox
+            live.queue_position = ahead
             self._inbox[request_id] = live
             self._post(
                 Accepted(

@@ -18,6 +18,7 @@ from diffserve.types import (
     Picture,
     Preview,
     Progress,
+    Queued,
     Timings,
 )
 
@@ -28,6 +29,11 @@ class OutcomeEvents:
     def __init__(self, info: ModelInfo) -> None:
         self.info = info
         self.decode_s = 0.0
+
+    @staticmethod
+    def queued(live: LiveRequest) -> Queued:
+        """Its place among those that wait has changed."""
+        return Queued(request_id=live.request_id, queue_position=live.queue_position)
 
     def stepped(self, task: ImageTask, outcome: TickOutcome) -> Iterator[Event]:
         """A step of ``task`` is done: Progress, and Preview when one was rendered."""

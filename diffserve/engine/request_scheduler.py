@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterator
 
 from diffserve.config import EngineConfig
@@ -22,6 +23,8 @@ from diffserve.engine.task import Failure, GroupKey, ImageTask, LiveRequest, Sta
 from diffserve.types import Cancelled, Event, ModelInfo
 
 EXPIRED = "deadline_exceeded"
+PLACES_EVERY_S = 0.5
+"""Places in the queue are told no more often, however fast it moves."""
 
 
 class RequestScheduler:
@@ -36,6 +39,7 @@ class RequestScheduler:
         self._flight: dict[ImageTask, int] = {}  # with its number in the order of arrival
         self._order = itertools.count()
         self._report = OutcomeEvents(info)
+        self._places_told_s = -math.inf
 
     @property
     def has_work(self) -> bool:
@@ -114,6 +118,20 @@ class RequestScheduler:
             failure = Failure(EXPIRED, message, "deadline_s")
             for task in live.tasks:
                 events += self.fail(task, failure)
+        return events
+
+    def moved_up(self, now_s: float) -> list[Event]:
+        """News for those who wait for their first lane and whose place in the queue is another than last told."""
+        if now_s - self._places_told_s < PLACES_EVERY_S:
+            return []
+        self._places_told_s = now_s
+        waiting = [live for live in self.live.values() if not live.has_started]
+        waiting.sort(key=lambda live: self._key(live.tasks[0]))
+        events: list[Event] = []
+        for place, live in enumerate(waiting):
+            if live.queue_position != place:
+                live.queue_position = place
+                events.append(self._report.queued(live))
         return events
 
     def fail(self, task: ImageTask, failure: Failure) -> list[Event]:

@@ -73,7 +73,10 @@ class PaintSettings:
 
 @dataclass(eq=False, slots=True)
 class LiveRequest:
-    """A request from submit to its terminal event. ``submitted_tick`` is its place in the order of ageing."""
+    """A request from submit to its terminal event. ``submitted_tick`` is its place in the order of ageing.
+
+    queue_position  others that begin before it, as its caller was last told
+    """
 
     request: GenerationRequest
     settings: PaintSettings
@@ -81,6 +84,7 @@ class LiveRequest:
     warnings: tuple[str, ...]
     submitted_s: float
     submitted_tick: int = 0
+    queue_position: int = 0
     tasks: list[ImageTask] = field(default_factory=list)
     num_painted: int = 0
     num_failed: int = 0

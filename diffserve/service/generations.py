@@ -26,7 +26,7 @@ from diffserve.service.painting import Painting, answer, image_entry, plan_paint
 from diffserve.service.rewriter_choice import RewriterMode
 from diffserve.service.schemas import GenerateBody
 from diffserve.service.streams import Events, EventStreamResponse
-from diffserve.types import Accepted, Cancelled, Failed, ImageFailed, ImageResult, Painted, Preview, Progress
+from diffserve.types import Accepted, Cancelled, Failed, ImageFailed, ImageResult, Painted, Preview, Progress, Queued
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -108,6 +108,8 @@ class Generations:
                     case Accepted():
                         warnings += event.warnings
                         chunk = events.accepted(event) if painting.has_progress else None
+                    case Queued():
+                        chunk = events.queued(event) if painting.has_progress else None
                     case Progress():
                         chunk = events.progressed(event) if painting.has_progress else None
                     case Preview():

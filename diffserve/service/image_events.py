@@ -2,8 +2,8 @@
 
 ``image_generation.partial_image`` and ``image_generation.completed`` are OpenAI's, with additive fields: they carry no
 index of their own, so ``image_index`` says which picture of the request is meant. Partial images have the preview's own
-size. ``image_generation.progress`` is ours and comes first with the place in the queue, then with the steps;
-``image_generation.image_failed`` is ours too and costs one picture, not the request.
+size. ``image_generation.progress`` is ours and comes first with the place in the queue, again as that changes, and then
+with the steps; ``image_generation.image_failed`` is ours too and costs one picture, not the request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from diffserve.images import encode_image
 from diffserve.service.errors import told
 from diffserve.service.painting import Painting, delivery, image_entry, recipe, usage
 from diffserve.service.streams import event
-from diffserve.types import Accepted, ImageFailed, ImageResult, Preview, Progress
+from diffserve.types import Accepted, ImageFailed, ImageResult, Preview, Progress, Queued
 
 PARTIAL: Final = "image_generation.partial_image"
 COMPLETED: Final = "image_generation.completed"
@@ -38,6 +38,10 @@ class ImageEvents:
     def accepted(self, accepted: Accepted) -> bytes:
         """The first event: the id, by which the request can be cancelled, and the place in the queue."""
         return self._progress(step=0, queue_position=accepted.queue_position, seed=accepted.seed)
+
+    def queued(self, queued: Queued) -> bytes:
+        """Its place in the queue is another one now."""
+        return self._progress(step=0, queue_position=queued.queue_position)
 
     def progressed(self, progress: Progress) -> bytes | None:
         """Steps done and seconds left; ``None`` where the last such event is too fresh."""

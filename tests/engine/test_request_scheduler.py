@@ -10,7 +10,7 @@ import pytest
 
 from diffserve.engine.lanes import LaneTable
 from diffserve.engine.task import Failure, Stage
-from diffserve.types import Failed, Finished, ImageFailed, Painted, Preview, Progress
+from diffserve.types import Failed, Finished, ImageFailed, Painted, Preview, Progress, Queued
 from tests.engine.desk import Desk
 
 
@@ -89,6 +89,21 @@ def test_the_shortest_job_runs_first_and_takes_the_place_of_a_longer_one() -> No
     assert desk.tick()[0].rows == (short.tasks[0],)
     assert desk.tick()[0].rows == (short.tasks[0],)
     assert desk.tick()[0].rows == (long.tasks[0],)
+
+
+def test_places_in_the_queue_are_told_when_they_change_and_only_then() -> None:
+    desk = Desk(max_lanes=1)
+    desk.submit(num_steps=1000)
+    desk.tick()
+    longer, shorter = desk.submit(num_steps=50), desk.submit(num_steps=2)
+    places = {longer.request_id: 1, shorter.request_id: 0}
+    moved = [event for event in desk.scheduler.moved_up(desk.now_s) if isinstance(event, Queued)]
+    assert {event.request_id: event.queue_position for event in moved} == {longer.request_id: 1}
+    assert {one.request_id: one.queue_position for one in (longer, shorter)} == places
+    assert desk.scheduler.moved_up(desk.now_s + 1.0) == []
+    desk.scheduler.cancel(shorter.request_id)
+    assert desk.scheduler.moved_up(desk.now_s + 1.1) == [], "too soon after the last time"
+    assert desk.scheduler.moved_up(desk.now_s + 2.0) == [Queued(request_id=longer.request_id, queue_position=0)]
 
 
 @pytest.mark.parametrize("ageing", [0.25, 0.5, 2.0])
