@@ -6,6 +6,7 @@ need a last timestep that is pure noise. A tenth of the captions is dropped, so 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,14 +16,15 @@ from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from diffserve.embedded.latents import Batches, LatentScenes
+from diffserve.embedded.latents import PLAIN, Batches, LatentScenes
 from diffserve.embedded.layouts import WEIGHT as LAYOUT_WEIGHT
 from diffserve.embedded.layouts import LayoutHead
 from diffserve.embedded.tokenizer import MAX_TOKENS
-from diffserve.embedded.training import Run, TrainSettings
+from diffserve.embedded.training import Run, TrainSettings, fingerprint
 from diffserve.embedded.vae_training import LATENT_CHANNELS
 
 TEXT_WIDTH = 192
+FINISH_SHARE, FINISH_PLAIN = 0.7, 2.5
 
 
 def build_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
@@ -116,6 +118,9 @@ class Denoiser(nn.Module):
         return self.velocity(noisy, timesteps, self.context(token_ids))
 
 
+Look = Callable[[Denoiser, int], None]
+
+
 def velocity_loss(denoiser: Denoiser, latents: Tensor, context: Tensor, alphas_cumprod: Tensor) -> Tensor:
     """Mean squared error of the velocity v = sqrt(a) noise - sqrt(1 - a) latents (Salimans & Ho, 2022, eq. 12)."""
     timesteps = stratified_timesteps(len(latents), len(alphas_cumprod)).to(latents.device)
@@ -139,7 +144,7 @@ def train_denoiser(
     data: list[LatentScenes],
     tokenizer: CLIPTokenizer,
     start: Path | None = None,
-    look: Callable[[Denoiser, int], None] | None = None,
+    look: Look | None = None,
     look_every: int = 500,
     *,
     made_from: str = "",
@@ -150,10 +155,51 @@ def train_denoiser(
     denoiser = Denoiser(tokenizer)
     if start is not None:
         denoiser.load(start, tokenizer)
-    denoiser.to(settings.device).train()
-    run = Run("denoiser", denoiser, settings, work, made_from=made_from)
+    denoiser.to(settings.device)
+    return _trained(Run("denoiser", denoiser, settings, work, made_from=made_from), data, tokenizer, look, look_every)
+
+
+def finish_denoiser(
+    long: Denoiser,
+    settings: TrainSettings,
+    work: Path,
+    data: list[LatentScenes],
+    tokenizer: CLIPTokenizer,
+    look: Look | None = None,
+    look_every: int = 500,
+) -> Denoiser:
+    """Train ``long`` on at a rate that rises and falls once more, with single objects of plain size drawn more often,
+    resuming from ``work/finish.pt``; the weights returned lie ``FINISH_SHARE`` of the way there.
+
+    Between the weights before and after a tuning lie some that are better than either (Wortsman et al., 2022, "Robust
+    fine-tuning of zero-shot models", arXiv 2109.01903).
+    """
+    last = copy.deepcopy(long).requires_grad_(True)
+    run = Run("finish", last, settings, work, made_from=fingerprint(long))
+    last = _trained(run, data, tokenizer, look, look_every, plain=FINISH_PLAIN)
+    return between(long, last, FINISH_SHARE)
+
+
+@torch.no_grad()
+def between(start: Denoiser, end: Denoiser, share: float) -> Denoiser:
+    """The weights that lie ``share`` of the way from ``start`` to ``end``, 0 to 1."""
+    net = copy.deepcopy(start)
+    torch._foreach_lerp_(list(net.parameters()), list(end.parameters()), share)
+    return net
+
+
+def _trained(
+    run: Run[Denoiser],
+    data: list[LatentScenes],
+    tokenizer: CLIPTokenizer,
+    look: Look | None,
+    look_every: int,
+    *,
+    plain: float = PLAIN,
+) -> Denoiser:
+    settings, denoiser = run.settings, run.net.train()
     torch.manual_seed(settings.seed + 1 + run.iteration)
-    batches = Batches(data, tokenizer, settings, settings.seed + run.iteration)
+    batches = Batches(data, tokenizer, settings, settings.seed + run.iteration, plain)
     alphas = build_scheduler().alphas_cumprod.to(settings.device)
     for iteration in run.iterations():
         latents, token_ids, layouts = batches.next()

@@ -41,7 +41,7 @@ FINE_LINES = {
 }
 CROWDS = {"three objects": 2.2, "between": 2.2}
 DIRECTED = 1.6
-LARGE = 2.0
+LARGE, PLAIN = 2.0, 1.0
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ def normalise(latents: Tensor, mean: list[float], std: list[float]) -> Tensor:
     return (latents.float() - torch.tensor(mean).view(shape)) / torch.tensor(std).view(shape)
 
 
-def emphasis(scene: Scene) -> float:
-    """How often a training scene is drawn, 1 being plain."""
-    size = LARGE if scene.size == "large" else 1.0
+def emphasis(scene: Scene, plain: float = PLAIN) -> float:
+    """How often a training scene is drawn, 1 being usual; ``plain``: a single object of plain size."""
+    size = {"large": LARGE, "plain": plain}.get(scene.size, 1.0) if scene.kind == "one object" else 1.0
     relation = DIRECTED if scene.relation in DIRECTIONS else 1.0
     return size * relation * CROWDS.get(scene.kind, 1.0) * max(FINE_LINES.get(name, 1.0) for name in scene.names)
 
@@ -96,13 +96,20 @@ def emphasis(scene: Scene) -> float:
 class Batches:
     """Random training batches of one canvas each: latents with a caption worded anew, a tenth of them empty.
 
-    A larger canvas comes in smaller batches, so that every iteration costs about the same.
+    A larger canvas comes in smaller batches, so that every iteration costs about the same. ``plain``: see ``emphasis``.
     """
 
-    def __init__(self, data: list[LatentScenes], tokenizer: CLIPTokenizer, settings: TrainSettings, seed: int) -> None:
+    def __init__(
+        self,
+        data: list[LatentScenes],
+        tokenizer: CLIPTokenizer,
+        settings: TrainSettings,
+        seed: int,
+        plain: float = PLAIN,
+    ) -> None:
         self._data, self._tokenizer, self._settings = data, tokenizer, settings
         self._rng = random.Random(seed)
-        self._emphases = [list(accumulate(emphasis(scene) for scene in shelf.scenes)) for shelf in data]
+        self._emphases = [list(accumulate(emphasis(scene, plain) for scene in shelf.scenes)) for shelf in data]
 
     def next(self) -> tuple[Tensor, Tensor, Tensor]:
         """(B, 8, h, w) float32 latents, (B, MAX_TOKENS) token ids and (B, 2) layouts on the training device."""

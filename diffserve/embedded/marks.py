@@ -22,7 +22,7 @@ from diffserve.engine import Engine
 from diffserve.types import DiffusionParams, GenerationRequest, ImageResult
 
 SEED = 9_000
-BEST_GUIDANCE = 4.0
+BEST_GUIDANCE = 3.0
 TEACHER = DiffusionParams(sampler="ddim", num_steps=30, guidance_scale=BEST_GUIDANCE)
 STUDENT = DiffusionParams(sampler="ddim", num_steps=4, guidance_scale=1.0)
 CATEGORIES = (

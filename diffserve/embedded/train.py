@@ -5,13 +5,15 @@ Stages, each resumable from its checkpoint in ``--work``: atlas (needs the emoji
 checkpoint. CUDA is used where there is some. ``--start`` goes on from exported weights instead of from nothing.
 
 The shipped weights came about in legs (``training.json`` bills each), the settings being mended in between. What stands
-here is one run as long as all of them together, with the shares and the schedule of the last.
+here is one run as long as all of them but the last together, with the shares and the schedule at which they ended, and
+then the last as it was, ``finish``.
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +24,7 @@ from transformers import CLIPTokenizer
 
 from diffserve.embedded import card as model_card
 from diffserve.embedded import samples, sprites
-from diffserve.embedded.denoiser_training import Denoiser, train_denoiser
+from diffserve.embedded.denoiser_training import Denoiser, finish_denoiser, train_denoiser
 from diffserve.embedded.export import export, fold_normalisation
 from diffserve.embedded.latents import LatentScenes, channel_statistics, encode_scenes, normalise
 from diffserve.embedded.marks import BEST_GUIDANCE
@@ -98,24 +100,30 @@ def denoiser(
     work: Work = WORK,
     device: Device = DEVICE,
     iterations: int = 14_850,
+    finish: int = 3_000,
     batch: int = 64,
     num_scenes: int = 48_000,
     look_every: int = 800,
     start: Start = None,
 ) -> None:
-    """Train tokenizer, text encoder and UNet on the trained autoencoder's latents, then export."""
+    """Train tokenizer, text encoder and UNet on the trained autoencoder's latents, ``finish`` iterations of them as a
+    second run from the first one's weights, then export."""
     made = materials(work, device, num_scenes=num_scenes, start=start)
     truth = samples.held_out(48)
 
-    def look(net: Denoiser, iteration: int) -> None:
+    def look(net: Denoiser, iteration: int, done: int = 0) -> None:
         pictures = samples.paint(net, made.vae, made.tokenizer, [words for _, words in truth])
-        samples.sheet(pictures, 8, work / f"sheet-{iteration:06d}.png")
-        print(f"denoiser {iteration}: {samples.quick_mark(pictures, [scene for scene, _ in truth])}", flush=True)
+        samples.sheet(pictures, 8, work / f"sheet-{done + iteration:06d}.png")
+        print(f"denoiser {done + iteration}: {samples.quick_mark(pictures, [scene for scene, _ in truth])}", flush=True)
 
     settings = TrainSettings(iterations, batch, learning_rate=1e-3, device=device, decay_share=0.6)
     trained = train_denoiser(
         settings, work, made.data, made.tokenizer, start, look, look_every, made_from=made.made_from
     )
+    if finish:
+        settings = replace(settings, iterations=finish, warmup=80, decay_share=0.7)
+        later = partial(look, done=iterations)
+        trained = finish_denoiser(trained, settings, work, made.data, made.tokenizer, later, look_every)
     print(export(work / "weights", made.vae, trained, made.tokenizer))
 
 

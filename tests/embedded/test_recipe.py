@@ -14,9 +14,16 @@ import torch
 from transformers import CLIPTokenizer
 
 from diffserve.embedded.captions import caption, loose_caption
-from diffserve.embedded.denoiser_training import Denoiser, stratified_timesteps, train_denoiser
+from diffserve.embedded.denoiser_training import (
+    FINISH_SHARE,
+    Denoiser,
+    between,
+    finish_denoiser,
+    stratified_timesteps,
+    train_denoiser,
+)
 from diffserve.embedded.export import POSTERIOR_STD, export, fold_normalisation
-from diffserve.embedded.latents import Batches, LatentScenes, channel_statistics, encode_scenes, normalise
+from diffserve.embedded.latents import Batches, LatentScenes, channel_statistics, emphasis, encode_scenes, normalise
 from diffserve.embedded.layouts import DIRECTIONS, READ_TOKENS, UNSAID, LayoutHead, layout
 from diffserve.embedded.samples import held_out
 from diffserve.embedded.tokenizer import MAX_TOKENS, train_tokenizer
@@ -24,6 +31,8 @@ from diffserve.embedded.training import Run, TrainSettings, adamw, fingerprint, 
 from diffserve.embedded.vae_training import LATENT_CHANNELS, build_vae
 from diffserve.embedded.world import OBJECTS, scenes
 from diffserve.errors import ConfigError
+
+SINGLE = ("one object", "plain")
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +179,21 @@ def test_what_is_learnt_aside_moves_the_weights_and_is_not_reported(tmp_path: Pa
     assert run.smooth_loss == 0
 
 
+def test_the_way_between_two_denoisers_ends_at_each(tokenizer: CLIPTokenizer) -> None:
+    start, end = Denoiser(tokenizer), Denoiser(tokenizer)
+    assert fingerprint(between(start, end, 0.0)) == fingerprint(start)
+    assert fingerprint(between(start, end, 1.0)) == fingerprint(end)
+    half = between(start, end, 0.5).unet.conv_in.weight
+    assert torch.allclose(half, (start.unet.conv_in.weight + end.unet.conv_in.weight) / 2, atol=1e-6)
+
+
+def test_single_objects_of_plain_size_are_drawn_as_often_as_is_said() -> None:
+    source = list(islice(scenes(4, held_out=False), 200))
+    grown = {emphasis(scene, 2.5) / emphasis(scene) for scene in source if (scene.kind, scene.size) == SINGLE}
+    same = {emphasis(scene, 2.5) / emphasis(scene) for scene in source if (scene.kind, scene.size) != SINGLE}
+    assert (grown, same) == ({2.5}, {1.0})
+
+
 def test_lessons_say_more_often_what_is_hard_to_learn() -> None:
     source = [scene for scene in islice(scenes(4, held_out=False), 2000) if scene.relation in ("left of", "right of")]
     rng = random.Random(0)
@@ -191,9 +215,19 @@ def test_a_few_iterations_of_the_denoiser_lower_the_loss(tokenizer: CLIPTokenize
     def look(net: Denoiser, iteration: int) -> None:
         losses.append(_loss(net, data[0], ids))
 
-    train_denoiser(settings, tmp_path, data, tokenizer, None, look, look_every=1)
+    long = train_denoiser(settings, tmp_path, data, tokenizer, None, look, look_every=1)
     assert losses[-1] < losses[0]
     assert (tmp_path / "denoiser.pt").is_file()
+    finished = finish_denoiser(long, settings, tmp_path, data, tokenizer, look, 8)
+    last = torch.load(tmp_path / "finish.pt", weights_only=True)["average"]
+    name = "unet.conv_in.weight"
+    start = long.state_dict()[name]
+    assert torch.allclose(finished.state_dict()[name], start + FINISH_SHARE * (last[name] - start), atol=1e-6)
+    assert not torch.equal(last[name], start)
+    again = finish_denoiser(long, settings, tmp_path, data, tokenizer)
+    assert fingerprint(again) == fingerprint(finished)
+    with pytest.raises(ConfigError, match=r"finish\.pt was made from other weights"):
+        finish_denoiser(finished, settings, tmp_path, data, tokenizer)
 
 
 @torch.inference_mode()
