@@ -1,0 +1,45 @@
+"""The report that is kept in the repository is of the sweep that the README shows, and small."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from PIL import Image
+
+from diffserve.experiments.plan import SweepPlan, numbers, split_axis, whole_numbers
+from diffserve.experiments.prompts import held_out_prompts
+from diffserve.experiments.report import SMALL
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+KEPT = ROOT / "benchmarks" / "results" / "sweep-embedded"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MOST_BYTES = 400_000
+
+
+def test_the_kept_report_is_of_the_sweep_in_the_readme() -> None:
+    line = re.search(r"^\.venv/bin/diffserve sweep (.*)$", README, flags=re.MULTILINE)
+    assert line is not None
+    options = dict(re.findall(r"(--?\S+) (\S+)", line[1]))
+    plan = json.loads((KEPT / "report.json").read_bytes())["plan"]
+    told = SweepPlan(
+        samplers=split_axis(options["--samplers"], "--samplers"),
+        steps=whole_numbers(options["--steps"], "--steps"),
+        guidance=numbers(options["--guidance"], "--guidance"),
+        prompts=held_out_prompts(int(options["--prompts"])),
+        num_seeds=int(options["--seeds"]),
+    )
+    for name in ("samplers", "steps", "guidance", "num_seeds", "reference_steps"):
+        assert plan[name] == json.loads(json.dumps(getattr(told, name)))
+    assert len(plan["prompts"]) == len(told.prompts)
+
+
+def test_the_kept_report_is_small_and_whole() -> None:
+    files = {file.name: file.stat().st_size for file in KEPT.iterdir()}
+    assert set(files) == set(SMALL)
+    assert sum(files.values()) < MOST_BYTES
+    with Image.open(KEPT / "overview.png") as image:
+        image.verify()
+    assert f"]({KEPT.relative_to(ROOT)}/report.md)" in README
+    assert f"]({KEPT.relative_to(ROOT)}/overview.png)" in README
