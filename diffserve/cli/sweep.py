@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -51,8 +53,13 @@ def run(order: Order, *, model: str | None, config: str | None, device: str | No
         soft_wrap=True,
     )
     try:
-        with _progress(console, plan) as show:
-            report = run_plan(engine, plan, order.output, show)
+        with _progress(console, plan) as show, lasting_interrupt() as check:
+
+            def told(now: SweepProgress) -> None:
+                check()
+                show(now)
+
+            report = run_plan(engine, plan, order.output, told)
     except KeyboardInterrupt:
         kept = f"stopped; what is painted is kept in {order.output}, and the same command goes on"
         console.print(kept, markup=False, soft_wrap=True)
@@ -60,6 +67,27 @@ def run(order: Order, *, model: str | None, config: str | None, device: str | No
     for line in _lines(report):
         print(line)
     return 0
+
+
+@contextmanager
+def lasting_interrupt() -> Iterator[Callable[[], None]]:
+    """Ctrl-C raises KeyboardInterrupt at once, as ever, and where that came to nothing the yielded function raises it
+    again: Python drops what is raised inside of a weak reference's callback or a finaliser, as on many an import."""
+    seen: list[int] = []
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if seen:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _plan(order: Order, settings: Settings) -> SweepPlan:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -74,21 +74,29 @@ def _rows_of(rows: Tensor, share: float) -> Tensor:
 
 
 def train_preview(
-    settings: TrainSettings, work: Path, data: list[LatentScenes], *, made_from: str = ""
+    settings: TrainSettings,
+    work: Path,
+    data: list[LatentScenes],
+    look: Callable[[PreviewDecoder, int], None] | None = None,
+    look_every: int = 300,
+    *,
+    made_from: str = "",
 ) -> PreviewDecoder:
     """Train on normalised ``data`` of the autoencoder ``made_from``, resuming from ``work/preview.pt``; returns the
-    averaged decoder."""
+    averaged decoder. ``look`` is called now and then."""
     torch.manual_seed(settings.seed)
     net = PreviewDecoder(CONFIG).train().to(settings.device)
     run = Run("preview", net, settings, work, made_from=made_from)
     torch.manual_seed(settings.seed + 1 + run.iteration)
     source = batches(data, settings.batch_size, settings.seed + run.iteration)
-    for _ in run.iterations():
+    for iteration in run.iterations():
         clean, pictures = (part.to(settings.device) for part in next(source))
         latents, truth = like_estimates(clean, pictures)
         with run.autocast():
             painted = net(latents)
         run.step(reconstruction_loss(painted.float(), truth))
+        if look is not None and (iteration + 1) % look_every == 0:
+            look(run.averaged(), iteration + 1)
     return run.averaged()
 
 

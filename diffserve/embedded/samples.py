@@ -12,12 +12,14 @@ import torch
 from diffusers import AutoencoderKL
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CLIPTokenizer
 
 from diffserve.embedded.captions import caption
 from diffserve.embedded.checker import check
 from diffserve.embedded.denoiser_training import Denoiser, build_scheduler
+from diffserve.embedded.render import render
+from diffserve.embedded.vae_training import to_unit
 from diffserve.embedded.world import Scene, scenes
 
 HELD_OUT_SEED = 20_260
@@ -68,6 +70,26 @@ def sheet(pictures: NDArray[np.uint8], columns: int, path: Path) -> Path:
     rows = [np.concatenate(list(pictures[i : i + columns]), axis=1) for i in range(0, len(pictures), columns)]
     Image.fromarray(np.concatenate(rows, axis=0)).save(path)
     return path
+
+
+@torch.inference_mode()
+def round_trip_sheet(vae: AutoencoderKL, path: Path) -> Path:
+    """Held-out scenes, and below each what comes back from the autoencoder."""
+    truth = _held_out_pixels(vae)
+    back = vae.decode(vae.encode(truth).latent_dist.mode()).sample
+    return sheet(to_pixels(torch.cat([truth, back])), len(truth), path)
+
+
+@torch.inference_mode()
+def preview_sheet(net: nn.Module, vae: AutoencoderKL, path: Path) -> Path:
+    """Held-out scenes as the autoencoder decodes them, and below each its preview."""
+    latents = vae.encode(_held_out_pixels(vae)).latent_dist.mode()
+    return sheet(to_pixels(torch.cat([vae.decode(latents).sample, net(latents)])), len(latents), path)
+
+
+def _held_out_pixels(vae: AutoencoderKL, count: int = 8) -> Tensor:
+    pixels = to_unit(np.stack([render(scene) for scene, _ in held_out(count)]))
+    return pixels.to(next(vae.parameters()).device)
 
 
 def quick_mark(pictures: NDArray[np.uint8], truth: list[Scene]) -> str:

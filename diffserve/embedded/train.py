@@ -38,6 +38,7 @@ from diffserve.embedded.training import TrainSettings, fingerprint
 from diffserve.embedded.vae_training import psnr_db, train_vae
 from diffserve.errors import DiffserveError
 from diffserve.runtime.precision import choose_device
+from diffserve.runtime.preview_decoder import PreviewDecoder
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 Work = Annotated[Path, typer.Option(help="where checkpoints, latents and sample sheets are kept")]
@@ -90,7 +91,11 @@ def vae(
     """Train the autoencoder."""
     work.mkdir(parents=True, exist_ok=True)
     settings = TrainSettings(iterations, batch, learning_rate=1e-3, device=device, ema=0.998)
-    trained = train_vae(settings, work, start and start / "vae")
+
+    def look(net: AutoencoderKL, iteration: int) -> None:
+        samples.round_trip_sheet(net, work / f"vae-{iteration:06d}.png")
+
+    trained = train_vae(settings, work, start and start / "vae", look)
     print(f"round trip {psnr_db(trained, seed=5):.1f} dB on held-out scenes", flush=True)
     return trained
 
@@ -132,7 +137,11 @@ def preview(work: Work = WORK, device: Device = DEVICE, iterations: int = 1200, 
     """Train the tiny decoder of live previews beside the exported weights."""
     made = materials(work, device)
     settings = TrainSettings(iterations, batch, learning_rate=2e-3, device=device, ema=0.995)
-    trained = train_preview(settings, work, made.data, made_from=made.made_from)
+
+    def look(net: PreviewDecoder, iteration: int) -> None:
+        samples.preview_sheet(net, made.vae, work / f"preview-{iteration:06d}.png")
+
+    trained = train_preview(settings, work, made.data, look, made_from=made.made_from)
     print(f"previews {fidelity_db(trained, made.vae, seed=5):.1f} dB from the autoencoder's pictures", flush=True)
     print(save_preview(trained, work / "weights" / "preview"))
 

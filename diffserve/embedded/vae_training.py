@@ -7,7 +7,7 @@ penalty on their size. A KL term with unit noise would collapse the posterior at
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -72,15 +72,21 @@ def reconstruction_loss(painted: Tensor, truth: Tensor) -> Tensor:
     return error.abs().mean() + edges
 
 
-def train_vae(settings: TrainSettings, work: Path, start: Path | None = None) -> AutoencoderKL:
+def train_vae(
+    settings: TrainSettings,
+    work: Path,
+    start: Path | None = None,
+    look: Callable[[AutoencoderKL, int], None] | None = None,
+    look_every: int = 500,
+) -> AutoencoderKL:
     """Train the autoencoder, resuming from ``work/vae.pt``, or else from the weights in the directory ``start``, or
-    else from nothing; returns it with normalisation not yet set."""
+    else from nothing; returns it with normalisation not yet set. ``look`` is called now and then."""
     torch.manual_seed(settings.seed)
     vae = build_vae() if start is None else AutoencoderKL.from_pretrained(start, torch_dtype=torch.float32)
     vae.to(settings.device, memory_format=torch.channels_last)
     run = Run("vae", vae.train(), settings, work)
     data = crops(settings.seed + run.iteration, settings.batch_size)
-    for _ in run.iterations():
+    for iteration in run.iterations():
         truth = next(data).to(settings.device)
         with run.autocast():
             latents = vae.quant_conv(vae.encoder(truth))[:, :LATENT_CHANNELS]
@@ -88,6 +94,8 @@ def train_vae(settings: TrainSettings, work: Path, start: Path | None = None) ->
             painted = vae.decoder(vae.post_quant_conv(noisy))
         loss = reconstruction_loss(painted.float(), truth) + 1e-3 * latents.float().square().mean()
         run.step(loss)
+        if look is not None and (iteration + 1) % look_every == 0:
+            look(run.averaged(), iteration + 1)
     return run.averaged()
 
 

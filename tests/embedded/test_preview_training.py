@@ -91,7 +91,9 @@ def test_a_short_run_learns_what_the_latents_show(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(preview_training, "CONFIG", small)
     data, pictures = pooled(8)
     settings = TrainSettings(60, 4, 1e-2, warmup=5, ema=0.9)
-    trained = train_preview(settings, tmp_path, [data])
+    seen: list[int] = []
+    trained = train_preview(settings, tmp_path, [data], lambda _, iteration: seen.append(iteration), 25)
+    assert seen == [25, 50]
     with torch.inference_mode():
         error = (trained(data.latents.float()) - pictures).abs().mean()
     assert float(error) < 0.5 * float((pictures - pictures.mean()).abs().mean())

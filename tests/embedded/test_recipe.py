@@ -9,8 +9,10 @@ import random
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKL
 from transformers import CLIPTokenizer
 
 from diffserve.embedded.captions import caption, loose_caption
@@ -25,12 +27,16 @@ from diffserve.embedded.denoiser_training import (
 from diffserve.embedded.export import POSTERIOR_STD, export, fold_normalisation
 from diffserve.embedded.latents import Batches, LatentScenes, channel_statistics, emphasis, encode_scenes, normalise
 from diffserve.embedded.layouts import DIRECTIONS, READ_TOKENS, UNSAID, LayoutHead, layout
-from diffserve.embedded.samples import held_out
+from diffserve.embedded.preview_training import CONFIG
+from diffserve.embedded.render import render
+from diffserve.embedded.samples import held_out, preview_sheet, round_trip_sheet
 from diffserve.embedded.tokenizer import MAX_TOKENS, train_tokenizer
 from diffserve.embedded.training import Run, TrainSettings, adamw, fingerprint, rate_factor
-from diffserve.embedded.vae_training import LATENT_CHANNELS, build_vae
+from diffserve.embedded.vae_training import LATENT_CHANNELS, build_vae, train_vae
 from diffserve.embedded.world import OBJECTS, scenes
 from diffserve.errors import ConfigError
+from diffserve.images import decode_image
+from diffserve.runtime.preview_decoder import PreviewDecoder
 
 SINGLE = ("one object", "plain")
 
@@ -235,3 +241,19 @@ def _loss(net: Denoiser, data: LatentScenes, ids: torch.Tensor) -> float:
     latents = data.latents.float()
     timesteps = torch.full((8,), 999)
     return float((net(torch.zeros_like(latents), timesteps, ids) + latents).square().mean())
+
+
+@pytest.mark.slow
+def test_sheets_of_what_comes_back_are_made_while_the_autoencoder_is_trained(tmp_path: Path) -> None:
+    def look(net: AutoencoderKL, iteration: int) -> None:
+        round_trip_sheet(net, tmp_path / f"vae-{iteration}.png")
+        preview_sheet(PreviewDecoder(CONFIG), net, tmp_path / f"preview-{iteration}.png")
+
+    train_vae(TrainSettings(2, 2, 1e-3, warmup=1), tmp_path, look=look, look_every=2)
+    sheets = {path.name: decode_image(path.read_bytes()).array for path in tmp_path.glob("*.png")}
+    assert {name: sheet.shape for name, sheet in sheets.items()} == {
+        "vae-2.png": (2 * 128, 8 * 128, 3),
+        "preview-2.png": (2 * 128, 8 * 128, 3),
+    }
+    truth = np.concatenate([render(scene) for scene, _ in held_out(8)], axis=1)
+    assert np.array_equal(sheets["vae-2.png"][:128], truth)

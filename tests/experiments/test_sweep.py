@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 
 from diffserve.cli import main
+from diffserve.cli.sweep import lasting_interrupt
 from diffserve.engine import Engine
 from diffserve.errors import InvalidRequest
 from diffserve.experiments.conduct import SweepProgress, run_plan, sweep
@@ -327,6 +329,17 @@ def test_a_sweep_that_was_stopped_goes_on_where_it_was(
     assert numbers_of(stopped) == numbers_of(tmp_path / "whole")
 
 
+def test_an_interrupt_that_was_lost_on_the_way_is_raised_again() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with lasting_interrupt() as check:
+        check()
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            check()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def stop_when_a_cell_is_finished(
     command: list[str], folder: Path, how: signal.Signals, num_images: int
 ) -> tuple[int, str]:
@@ -343,7 +356,7 @@ def stop_when_a_cell_is_finished(
     finally:
         process.kill()
         process.wait()
-    assert not (folder / "report.html").exists()
+    assert not (folder / "report.html").exists(), error
     return process.returncode, error
 
 
