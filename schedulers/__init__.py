@@ -40,8 +40,9 @@ from schedulers.errors import (
 )
 from schedulers.grids import SIGMA_SCHEDULES, SPACINGS
 from schedulers.names import resolve_sampler
-from schedulers.noise import PREDICTION_TYPES, NoiseSchedule
+from schedulers.noise import NoiseSchedule
 from schedulers.options import TableOptions
+from schedulers.preconditioning import PREDICTION_TYPES, Preconditioning
 from schedulers.samplers import SAMPLERS, Sampler
 from schedulers.table import COLUMNS, HISTORY, NUM_COLUMNS, StepTable
 
@@ -59,6 +60,7 @@ __all__ = [
     "BadStrength",
     "LawBroken",
     "NoiseSchedule",
+    "Preconditioning",
     "Sampler",
     "ScheduleError",
     "StepTable",

@@ -8,9 +8,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from schedulers.arrays import FloatArray
 from schedulers.grids import Grid
 from schedulers.multistep import order_at
-from schedulers.noise import FloatArray
 from schedulers.table import Row
 
 LMS_ORDER = 4
@@ -99,15 +99,17 @@ def plms_rows(grid: Grid, eta: float) -> list[Row]:
     """Pseudo linear multistep (Liu et al. 2022, PNDM without Runge-Kutta steps): Adams-Bashforth weights on the slopes.
 
     The first step is made twice, as diffusers does: to its end, then again with the mean of both slopes. The slope at
-    that end is evaluated anew afterwards, so the one pushed by the second row is skipped by all who come later.
+    that end is evaluated anew afterwards, so the one pushed by the second row is skipped by all who come later. A step
+    that leaves pure noise is made once, and its slope is not looked back at: weights for equal steps carry it far.
     """
     first, last = grid.start, grid.num_steps
     move = float(grid.sigmas[first + 1] - grid.sigmas[first])
     rows = [slope_row(grid, first, (move,))]
     if last - first == 1:
         return rows
-    rows.append(slope_row(grid, first, (0.5 * move, -0.5 * move), again=True))
-    kept = [0]
+    if not grid.leaves_pure_noise(first):
+        rows.append(slope_row(grid, first, (0.5 * move, -0.5 * move), again=True))
+    kept = [] if grid.leaves_pure_noise(first) else [0]
     for i in range(first + 1, last):
         here = len(rows)
         weights = PLMS_WEIGHTS[min(len(kept), 3)]

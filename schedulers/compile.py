@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import operator
+from dataclasses import replace
 
 import numpy as np
 
+from schedulers.arrays import FloatArray
 from schedulers.errors import BadEta, BadNumSteps, BadStrength, UnsupportedOption
 from schedulers.grids import Grid, make_grid
 from schedulers.names import resolve_sampler
-from schedulers.noise import ZERO_SNR_FLOOR, FloatArray, NoiseSchedule
+from schedulers.noise import ZERO_SNR_FLOOR, NoiseSchedule
+from schedulers.preconditioning import Preconditioning
 from schedulers.samplers import SAMPLERS, Sampler
 from schedulers.table import HISTORY, Row, StepTable
 
@@ -77,19 +80,6 @@ def _final_sigma(sampler: Sampler, smallest: float, set_alpha_to_one: bool, fina
     return 0.0 if ends_at_zero else smallest
 
 
-def network_factors(sigma: FloatArray, prediction_type: str) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """(c_in, c_skip, c_out), each (R,): the only place where prediction types differ.
-
-    The network sees c_in * x; denoised = c_skip * x + c_out * output.
-    """
-    c_in = 1.0 / np.hypot(1.0, sigma)
-    if prediction_type == "epsilon":
-        return c_in, np.ones_like(sigma), -sigma
-    if prediction_type == "v_prediction":
-        return c_in, c_in * c_in, -sigma * c_in
-    return c_in, np.zeros_like(sigma), np.ones_like(sigma)
-
-
 def _init_scale(sampler: Sampler, spacing: str, sigma: float) -> float:
     if not sampler.variance_preserving and spacing in ("linspace", "trailing"):
         return sigma
@@ -130,8 +120,9 @@ def compile_table(
     sampler            any name :func:`resolve_sampler` knows; a sigma schedule in it is used unless one is given
     num_steps          1 up to the training length
     spacing            "leading" | "linspace" | "quadratic" | "trailing"; ``None``: as diffusers' class by default.
-                       lcm has its own timesteps and takes none of them.
-    sigma_schedule     "beta" | "exponential" | "karras" | "sgm_uniform" | "simple"; ``None``: those of the timesteps
+                       lcm has its own timesteps and takes none of them; a range of sigmas has none to space.
+    sigma_schedule     "beta" | "exponential" | "karras" | "sgm_uniform" | "simple"; ``None``: those of the timesteps,
+                       or the schedule's own ramp
     steps_offset       added to leading timesteps (kept inside the training length)
     set_alpha_to_one   ddim, plms: end at sigma 0, not at the smallest training sigma
     final_sigmas_type  euler, dpmpp_*, unipc: "zero" or "sigma_min"
@@ -147,6 +138,9 @@ def compile_table(
     used_eta, warnings = check_eta(method, eta)
     spacing = spacing or method.default_spacing
     sigma_schedule = sigma_schedule or named_schedule
+    if schedule.ramp:  # no timesteps that could be spaced
+        spacing = "linspace"
+        sigma_schedule = sigma_schedule or (None if method.family == "lcm" else schedule.ramp)
     if name == "ddpm_large" and steps < min(LARGE_VARIANCE_STEPS, length):
         warnings += (f"ddpm_large at {steps} steps leaves much noise; take ddpm, or {LARGE_VARIANCE_STEPS} steps",)
     train_sigmas = schedule.finite_sigmas(_floor(method, schedule))
@@ -160,13 +154,14 @@ def compile_table(
         sigma_end=_final_sigma(method, float(train_sigmas[0]), set_alpha_to_one, final_sigmas_type),
         start=start_step(steps, strength),
     )
-    return table_on_grid(method, grid, schedule.prediction_type, spacing, sigma_schedule, used_eta, warnings)
+    table = table_on_grid(method, grid, schedule.preconditioning, spacing, sigma_schedule, used_eta, warnings)
+    return replace(table, init_scale=math.hypot(1.0, float(table.sigma[0]))) if schedule.ramp else table
 
 
 def table_on_grid(
     sampler: Sampler,
     grid: Grid,
-    prediction_type: str,
+    preconditioning: Preconditioning,
     spacing: str,
     sigma_schedule: str | None = None,
     eta: float = 0.0,
@@ -175,7 +170,8 @@ def table_on_grid(
     """The table of ``sampler`` on a grid of one's own; :func:`compile_table` ends here."""
     rows = _write(sampler, grid, eta)
     columns = _columns(rows)
-    c_in, c_skip, c_out = network_factors(columns["sigma"], prediction_type)
+    c_in, c_skip, c_out = preconditioning.factors(columns["sigma"])
+    columns["timestep"] = preconditioning.told(columns["sigma"], columns["timestep"])
     sigma_end = float(grid.sigmas[-1])
     return StepTable(
         sampler=sampler.name,

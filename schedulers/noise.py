@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from schedulers.arrays import FloatArray
 from schedulers.errors import BadNoiseSchedule, UnsupportedOption
+from schedulers.formulations import check_formulation, edm_range, is_continuous, is_edm
+from schedulers.grids import RAMPS
+from schedulers.preconditioning import EDM, Preconditioning
 
-FloatArray = NDArray[np.float64]
-
-PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
 BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")
 
 ZERO_SNR_FLOOR = 2.0**-24
@@ -58,13 +58,21 @@ def to_zero_terminal_snr(alphas_cumprod: FloatArray) -> FloatArray:
 class NoiseSchedule:
     """``alphas_cumprod`` (T,) float64, falling from near 1 to near 0, and what the network predicts.
 
-    The last value may be exactly 0 (zero terminal SNR); samplers clamp it when they compile a table.
-    Raises :class:`BadNoiseSchedule` for values that are no schedule, :class:`UnsupportedOption` for another
-    prediction type than "epsilon", "v_prediction" or "sample".
+    The last value may be exactly 0 (zero terminal SNR); samplers clamp it when they compile a table. A model of
+    continuous noise has no training timesteps: there the values are 1 / (1 + sigma^2) of T sigmas through its range.
+
+    sigma_data, is_continuous  see :class:`~schedulers.preconditioning.Preconditioning`
+    ramp                       sigma schedule by which a range without timesteps is walked, unless one is asked for
+
+    Raises :class:`BadNoiseSchedule` for values that are no schedule, :class:`UnsupportedOption` for a prediction type
+    that is not known.
     """
 
     alphas_cumprod: FloatArray
     prediction_type: str = "epsilon"
+    sigma_data: float = 1.0
+    is_continuous: bool = False
+    ramp: str | None = None
 
     def __post_init__(self) -> None:
         values = np.array(self.alphas_cumprod, dtype=np.float64)
@@ -76,10 +84,7 @@ class NoiseSchedule:
             )
         if values.size == 1 and values[0] == 0.0:
             raise BadNoiseSchedule("alphas_cumprod is [0.0]; nothing of the image is left at any timestep.")
-        if self.prediction_type not in PREDICTION_TYPES:
-            raise UnsupportedOption(
-                f"prediction_type is {self.prediction_type!r}; known are {', '.join(PREDICTION_TYPES)}."
-            )
+        _ = self.preconditioning  # raises
         values.setflags(write=False)
         object.__setattr__(self, "alphas_cumprod", values)
 
@@ -96,7 +101,13 @@ class NoiseSchedule:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> NoiseSchedule:
-        """From the dict of a diffusers ``scheduler_config.json``; what is absent has that class's default."""
+        """From the dict of a diffusers ``scheduler_config.json``; what is absent has that class's default.
+
+        Raises :class:`UnsupportedOption` for a formulation that is not served.
+        """
+        check_formulation(config)
+        if is_continuous(config) and (is_edm(config) or config.get("sigma_max") is not None):
+            return cls._from_range(config)
         small = config.get("_class_name") in ("LCMScheduler", "HeunDiscreteScheduler")
         name = config.get("beta_schedule", "scaled_linear" if config.get("_class_name") == "LCMScheduler" else "linear")
         betas = config.get("trained_betas")
@@ -107,11 +118,32 @@ class NoiseSchedule:
                 float(config.get("beta_start", 0.00085 if small else 0.0001)),
                 float(config.get("beta_end", 0.012 if small else 0.02)),
             )
-        return cls.from_betas(
+        schedule = cls.from_betas(
             betas,
             str(config.get("prediction_type", "epsilon")),
             zero_terminal_snr=bool(config.get("rescale_betas_zero_snr", False)),
         )
+        return replace(schedule, is_continuous=is_continuous(config))
+
+    @classmethod
+    def _from_range(cls, config: Mapping[str, Any]) -> NoiseSchedule:
+        """A range of sigmas: EDM's, or that of continuous velocity prediction."""
+        low, high = edm_range(config)
+        ramp = "exponential" if config.get("use_exponential_sigmas") else str(config.get("sigma_schedule", "karras"))
+        sigmas = RAMPS[ramp](high, low, int(config.get("num_train_timesteps", 1000)))[::-1]
+        velocity = config.get("prediction_type", "epsilon") == "v_prediction"
+        return cls(
+            1.0 / (1.0 + sigmas * sigmas),
+            "v_prediction" if velocity else EDM,
+            sigma_data=float(config.get("sigma_data", 0.5)) if is_edm(config) else 1.0,
+            is_continuous=True,
+            ramp=ramp,
+        )
+
+    @property
+    def preconditioning(self) -> Preconditioning:
+        """How the network is asked and its answer read."""
+        return Preconditioning(self.prediction_type, self.sigma_data, self.is_continuous)
 
     @property
     def num_timesteps(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from schedulers.compile import compile_table
 from schedulers.errors import UnsupportedOption
+from schedulers.formulations import EDM_CLASSES, check_formulation
 from schedulers.names import resolve_sampler
 from schedulers.noise import NoiseSchedule
 from schedulers.samplers import SAMPLERS
@@ -22,10 +23,8 @@ _NOT_ROWS: dict[str, tuple[object, tuple[str, ...]]] = {
     "lower_order_final": (True, ("deis", "dpmpp_2m", "dpmpp_2m_sde", "dpmpp_3m_sde", "unipc")),
     "euler_at_final": (False, ("dpmpp_2m", "dpmpp_2m_sde", "dpmpp_3m_sde")),
     "use_lu_lambdas": (False, ("dpmpp_2m", "dpmpp_2m_sde", "dpmpp_3m_sde")),
-    "use_flow_sigmas": (False, ("deis", "dpmpp_2m", "dpmpp_2m_sde", "dpmpp_3m_sde", "unipc")),
     "predict_x0": (True, ("unipc",)),
     "interpolation_type": ("linear", ("euler",)),
-    "timestep_type": ("discrete", ("euler",)),
     "skip_prk_steps": (True, ("plms",)),
 }
 """Options that are honoured at one value only: (that value, the samplers that diffusers gives the option to)."""
@@ -38,7 +37,8 @@ _VARIANTS = {"fixed_small": "ddpm", "fixed_small_log": "ddpm", "fixed_large": "d
 
 def sampler_of_config(config: Mapping[str, Any]) -> str:
     """Canonical name of the sampler a configuration stands for; :class:`UnsupportedOption` where there is none."""
-    name, _ = resolve_sampler(str(config.get("_class_name", "")))
+    cls = str(config.get("_class_name", ""))
+    name, _ = resolve_sampler(cls.removeprefix("EDM") if cls in EDM_CLASSES else cls)
     if name == "dpmpp_2m":
         kind, order = str(config.get("algorithm_type", "dpmsolver++")), int(config.get("solver_order", 2))
         known = {
@@ -86,9 +86,10 @@ class TableOptions:
 
         What the file does not say has the default of the sampler's own class in diffusers (euler: "linspace"; plms:
         ``set_alpha_to_one`` False). Raises :class:`UnsupportedOption` for what no row can do (clipping, thresholding,
-        Lu lambdas, flow sigmas, ...), unless its name is in ``ignore``: StableDiffusionPipeline, for one, drops
-        ``clip_sample``.
+        Lu lambdas, ...), unless its name is in ``ignore``: StableDiffusionPipeline, for one, drops ``clip_sample``;
+        and for a formulation that is not served.
         """
+        check_formulation(config)
         named_schedule = None
         if sampler is None:
             name = sampler_of_config(config)

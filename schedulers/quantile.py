@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from schedulers.noise import FloatArray
+from schedulers.arrays import FloatArray
 
 _TERMS = 60
 _HALVINGS = 60

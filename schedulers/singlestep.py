@@ -65,7 +65,8 @@ def lcm_rows(grid: Grid, eta: float) -> list[Row]:
 
 
 def heun_rows(grid: Grid, eta: float) -> list[Row]:
-    """Heun's method (Karras et al. 2022, algorithm 1 without churn): two rows a step, one where the step ends at 0.
+    """Heun's method (Karras et al. 2022, algorithm 1 without churn): two rows a step, one where it ends at 0 or leaves
+    pure noise.
 
     The first row pushes x moved by half its own slope, so that the second need not undo the predictor.
     """
@@ -73,7 +74,7 @@ def heun_rows(grid: Grid, eta: float) -> list[Row]:
     for i in range(grid.start, grid.num_steps):
         first = ancestral_row(grid, i, 0.0, False)
         target = float(grid.sigmas[i + 1])
-        if target == 0.0 or i + 1 == grid.num_steps:
+        if target == 0.0 or i + 1 == grid.num_steps or grid.leaves_pure_noise(i):
             rows.append(first)
             continue
         half = 0.5 * (target - first.sigma)

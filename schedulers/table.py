@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from schedulers.arrays import FloatArray
 from schedulers.errors import LawBroken
-from schedulers.noise import FloatArray
 
 HISTORY = 4
 """How many earlier pushes a row can read."""

@@ -11,9 +11,9 @@ import math
 
 import numpy as np
 
+from schedulers.arrays import FloatArray
 from schedulers.grids import Grid
 from schedulers.multistep import log_ratio
-from schedulers.noise import FloatArray
 from schedulers.table import Row
 
 UNIPC_ORDER = 2

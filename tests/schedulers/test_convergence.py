@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from schedulers import SAMPLERS
+from schedulers import SAMPLERS, Preconditioning
 from schedulers.adams import lagrange_moves
 from schedulers.compile import table_on_grid
 from schedulers.grids import Grid
@@ -47,7 +47,7 @@ def slopes(errors: list[float]) -> np.ndarray:
 
 
 def table_of(sampler: str, num_steps: int, even_in: str = "log", eta: float = 0.0) -> StepTable:
-    return table_on_grid(SAMPLERS[sampler], grid_of(num_steps, even_in), "epsilon", "leading", eta=eta)
+    return table_on_grid(SAMPLERS[sampler], grid_of(num_steps, even_in), Preconditioning(), "leading", eta=eta)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,97 @@
+"""Schedules that start where nothing is to be seen, at a sigma of thousands: no formula may magnify the first guess.
+
+Heun under 25 steps, PLMS, and Karras sigmas under 10 painted garbage at zero terminal SNR, here as in diffusers.
+"""
+
+from __future__ import annotations
+
+import diffusers
+import numpy as np
+import pytest
+
+from schedulers import SAMPLERS, SPACINGS, NoiseSchedule, StepTable, compile_table
+from schedulers.grids import PURE_NOISE_SIGMA
+from tests.schedulers.theirs import COSINE, HO, SD
+
+ZERO_SNR = NoiseSchedule.from_config({**SD, "rescale_betas_zero_snr": True, "prediction_type": "v_prediction"})
+BENT = NoiseSchedule.from_config(COSINE)
+ORDINARY = tuple(NoiseSchedule.from_config(betas) for betas in (SD, HO))
+STEPS = (1, 2, 3, 4, 5, 7, 10, 14, 15, 24, 50)
+SLIP = 0.02
+"""Error of the network's estimate at pure noise, in units of the picture's own standard deviation."""
+
+
+def largest_error(table: StepTable) -> float:
+    """How far x strays from where it would be, at most, in units of the noise it holds or of the picture, whichever is
+    more, when the estimates are SLIP to the one side at pure noise and SLIP to the other ever after."""
+    wrong, history, worst = 0.0, np.zeros(table.b.shape[1] - 1), 0.0
+    for row in range(table.num_rows):
+        slip = SLIP if table.sigma[row] > PURE_NOISE_SIGMA else -SLIP
+        pushed = table.hx[row] * wrong + table.hd[row] * slip
+        wrong = float(table.a[row] * wrong + table.b[row, 0] * slip + table.b[row, 1:] @ history)
+        history = np.append(pushed, history[:-1])
+        worst = max(worst, abs(wrong) / max(1.0, float(table.sigma_next[row])))
+    return worst
+
+
+@pytest.mark.parametrize("sigma_schedule", [None, "karras", "exponential", "beta"])
+@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name not in ("plms", "lcm", "ddpm_large")])
+def test_wrong_guess_at_pure_noise_is_never_magnified(sampler: str, sigma_schedule: str | None) -> None:
+    for schedule in (ZERO_SNR, BENT):
+        for num_steps in STEPS:
+            table = compile_table(sampler, schedule, num_steps, spacing="trailing", sigma_schedule=sigma_schedule)
+            assert largest_error(table) < 5.0 * SLIP, (num_steps, largest_error(table))
+
+
+def test_first_step_of_plms_from_pure_noise_is_made_once() -> None:
+    table = compile_table("plms", ZERO_SNR, 8, spacing="trailing")
+    assert table.num_rows == 8
+    assert np.abs(table.b).max() < 5.0
+    assert compile_table("plms", ORDINARY[0], 8, spacing="trailing").num_rows == 9
+
+
+def test_heun_from_pure_noise_takes_one_evaluation_for_the_first_step_and_two_for_the_others() -> None:
+    table = compile_table("heun", ZERO_SNR, 8, spacing="trailing")
+    assert np.bincount(table.step_of_row).tolist() == [1, 2, 2, 2, 2, 2, 2, 1]
+    assert np.abs(table.b).max() < 2.0
+
+
+@pytest.mark.parametrize("sigma_schedule", ["karras", "exponential", "beta"])
+@pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m", "ddim"])
+def test_sigma_schedule_spends_one_step_on_pure_noise(sampler: str, sigma_schedule: str) -> None:
+    for spacing in SPACINGS:
+        for num_steps in STEPS[1:]:
+            table = compile_table(sampler, ZERO_SNR, num_steps, spacing=spacing, sigma_schedule=sigma_schedule)
+            assert (table.sigma > PURE_NOISE_SIGMA).sum() <= 1
+            assert (np.diff(table.sigma_next) < 0.0).all()
+            assert len(table.sigma) == num_steps
+
+
+def test_sigma_schedule_goes_from_pure_noise_where_trailing_spacing_goes() -> None:
+    table = compile_table("dpmpp_2m", ZERO_SNR, 10, sigma_schedule="karras")
+    plain = compile_table("dpmpp_2m", ZERO_SNR, 10, spacing="trailing")
+    np.testing.assert_allclose(table.sigma[:2], plain.sigma[:2])
+    roots = table.sigma[1:] ** (1 / 7)
+    np.testing.assert_allclose(np.diff(roots), np.diff(roots)[0])
+
+
+def test_ordinary_schedules_never_hold_pure_noise() -> None:
+    for schedule in ORDINARY:
+        assert schedule.finite_sigmas()[-1] < PURE_NOISE_SIGMA
+    assert np.bincount(compile_table("heun", ORDINARY[1], 4).step_of_row).tolist() == [2, 2, 2, 1]
+
+
+def test_ends_at_pure_noise_still_keep_both_laws() -> None:
+    for sampler in SAMPLERS:
+        for schedule in (ZERO_SNR, BENT):
+            for num_steps in (1, 2, 3, 400, 1000):
+                for sigma_schedule in (None, "karras", "beta"):
+                    compile_table(sampler, schedule, num_steps, spacing="trailing", sigma_schedule=sigma_schedule)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_diffusers_still_takes_the_second_look() -> None:
+    theirs = diffusers.HeunDiscreteScheduler(**COSINE)
+    theirs.set_timesteps(8)
+    assert len(theirs.timesteps) == 15
+    assert float(theirs.sigmas[0] / theirs.sigmas[1]) > 1000
