@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 
 from diffserve.engine.task import LiveRequest, PaintSettings
 from diffserve.errors import InvalidRequest
+from diffserve.sizes import row_cost
 from diffserve.types import DiffusionParams, GenerationRequest, ModelInfo, Picture
+from diffserve.vocabulary import told
 from schedulers import (
     BadEta,
     BadNumSteps,
@@ -31,7 +33,8 @@ from schedulers import (
     UnknownSpacing,
 )
 
-MAX_FRESH_SEED = 2**32
+DISTINCT_SEEDS = 2**32
+"""Noise is drawn by torch's generator on the CPU, which takes the lower 32 bits."""
 
 PIPELINE_IGNORES = ("clip_sample",)
 """What StableDiffusionPipeline overrules in a model's scheduler configuration."""
@@ -71,7 +74,17 @@ class Admission:
         width_px, height_px = self._size(request)
         kind = self._kind(request, width_px, height_px)
         settings, warnings = self._settings(request, width_px, height_px, kind)
-        seed = secrets.randbelow(MAX_FRESH_SEED) if request.seed is None else request.seed
+        unknown = self.info.world.unknown_words(request.prompt) if self.info.world else ()
+        if unknown:
+            warnings += (told(self.info.model_id, unknown),)
+        num_further = request.num_images - 1
+        seed = secrets.randbelow(DISTINCT_SEEDS - num_further) if request.seed is None else request.seed
+        last = seed + num_further
+        if last >= DISTINCT_SEEDS:
+            warnings += (
+                f"seeds from {DISTINCT_SEEDS} on repeat the smaller ones: {last} paints what {last % DISTINCT_SEEDS} "
+                "paints.",
+            )
         return LiveRequest(request=request, settings=settings, seed=seed, warnings=warnings, submitted_s=now_s)
 
     def _settings(
@@ -86,7 +99,14 @@ class Admission:
                 f"num_steps is {num_steps}; this model takes at most {info.train_timesteps}.",
                 param="num_inference_steps",
             )
+        warnings: tuple[str, ...] = ()
+        if scale < 1.0:
+            warnings += (f"guidance_scale {scale:g} is painted as 1, which is no guidance.",)
+            scale = 1.0
         table = self._table(params, num_steps, strength)
+        guided = guided_rows(table, scale, params.guidance_interval)
+        if request.negative_prompt.strip() and not guided.any():
+            warnings += ("the negative prompt has no meaning without guidance, and was not used.",)
         settings = PaintSettings(
             width_px=width_px,
             height_px=height_px,
@@ -99,9 +119,16 @@ class Admission:
             kind=kind,
             strength=strength,
             table=table,
-            guided=guided_rows(table, scale, params.guidance_interval),
+            guided=guided,
+            row_cost=row_cost(info, width_px, height_px),
         )
-        return settings, table.warnings
+        return settings, warnings + table.warnings + self._few_steps(table, strength)
+
+    def _few_steps(self, table: StepTable, strength: float) -> tuple[str, ...]:
+        """A warning where the model's own measurements say that these steps are too few to begin from noise with."""
+        measured = self.info.fewest_steps if strength == 1.0 else None
+        told_of = measured and measured.warning(table.sampler, table.sigma_schedule, table.requested_steps)
+        return (told_of,) if told_of else ()
 
     def _table(self, params: DiffusionParams, num_steps: int, strength: float) -> StepTable:
         own = self.defaults if params.sampler is None else DiffusionParams()

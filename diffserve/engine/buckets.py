@@ -11,19 +11,27 @@ from collections.abc import Sequence
 
 KNEE_GAIN = 1.05
 FALL, RISE = 0.5, 0.05
+NO_LIMIT = 1 << 16
 
 
 class CostCurve:
     """Seconds of a UNet call of each bucket size: seeded by the first check, followed by every real call since.
 
     is_exact: calls must have a bucket's size (and are padded to it); otherwise n rows are one call of n.
+    is_alone: every row has a call of the smallest bucket to itself, for nothing is known yet of rows side by side.
     """
 
-    def __init__(self, buckets: Sequence[int], *, is_exact: bool = True) -> None:
+    def __init__(self, buckets: Sequence[int], *, is_exact: bool = True, is_alone: bool = False) -> None:
         self.buckets = tuple(sorted(buckets))
         self.is_exact = is_exact
+        self.is_alone = is_alone
         self._seconds: dict[int, float] = {}
-        self._covers: dict[int, tuple[int, ...]] = {}
+        self._covers: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    @property
+    def known(self) -> dict[int, float]:
+        """Seconds of the sizes that were measured."""
+        return dict(self._seconds)
 
     def observe(self, num_rows: int, wall_s: float) -> None:
         """Record that a call of ``num_rows`` rows took ``wall_s``.
@@ -46,19 +54,31 @@ class CostCurve:
         nearest = min(self._seconds, key=lambda size: abs(size - num_rows))
         return self._seconds[nearest] * (0.5 + 0.5 * num_rows / nearest)
 
-    def cover(self, num_rows: int) -> tuple[int, ...]:
-        """Bucket sizes, largest first, that hold ``num_rows`` rows at the least cost (dynamic programme over rows)."""
-        if not self.is_exact:
-            return (num_rows,)
-        if num_rows not in self._covers:
-            self._covers[num_rows] = self._cheapest_cover(num_rows)
-        return self._covers[num_rows]
+    def cover(self, num_rows: int, most: int = NO_LIMIT) -> tuple[int, ...]:
+        """Bucket sizes, largest first, that hold ``num_rows`` rows at the least cost (dynamic programme over rows).
 
-    def _cheapest_cover(self, num_rows: int) -> tuple[int, ...]:
+        most: rows for which a call has memory; the smallest bucket is taken in any case.
+        """
+        if self.is_alone:
+            return self.buckets[:1] * num_rows
+        if not self.is_exact:
+            return tuple(min(most, num_rows - start) for start in range(0, num_rows, most))
+        if (num_rows, most) not in self._covers:
+            self._covers[num_rows, most] = self._cheapest_cover(num_rows, most)
+        return self._covers[num_rows, most]
+
+    def calls(self, num_rows: int, most: int = NO_LIMIT) -> list[tuple[int, int, int]]:
+        """``num_rows`` rows laid into their cover: (start, stop, bucket) for each call."""
+        if self.is_alone:
+            return [(row, row + 1, self.buckets[0]) for row in range(num_rows)]
+        return split(num_rows, self.cover(num_rows, most))
+
+    def _cheapest_cover(self, num_rows: int, most: int) -> tuple[int, ...]:
+        sizes = [bucket for bucket in self.buckets if bucket <= most] or self.buckets[:1]
         best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
         for rows in range(1, num_rows + 1):
             options = []
-            for bucket in self.buckets:
+            for bucket in sizes:
                 cost, parts = best[max(rows - bucket, 0)]
                 options.append((cost + self.seconds(bucket), (*parts, bucket)))
             best.append(min(options))
@@ -66,6 +86,8 @@ class CostCurve:
 
     def knee(self, limit: int) -> int:
         """The fewest rows whose cost per row is within 5 % of the best seen, never above ``limit``, at least 2."""
+        if self.is_alone:
+            return 2
         sizes = [bucket for bucket in self.buckets if bucket <= limit and bucket in self._seconds]
         if not sizes:
             return max(2, min(limit, self.buckets[-1]))

@@ -12,9 +12,13 @@ from diffserve.engine.plan import TickOutcome, TickPlan, TickTrace
 from diffserve.engine.request_scheduler import RequestScheduler
 from diffserve.engine.runners import Runners, failure_of
 from diffserve.engine_stats import ImageStats
+from diffserve.pace import Pace
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.kv import PagePool
 from diffserve.types import Event
+
+STUDY_SHARE = 0.125
+MOST_CREDIT_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +44,16 @@ class EngineCore:
         self.num_postponed = 0
         self._counts = Counter[str]()
         self._busy_s = 0.0
+        self._pace = Pace(clock)
+        self._study_credit_s = 0.0
 
     def tick(self, take_cancelled: Callable[[], list[str]]) -> list[Event]:
         """Advance everybody who fits by one row. Cancellations are taken before the plan and before its result."""
         started_s = self.clock()
+        self._pace.begin()
         events = self._cancel(take_cancelled()) + self.scheduler.expire(started_s)
         plan = self.scheduler.plan(self.runners.row_cap)
+        work = sum(task.cost_now for task in plan.rows)
         outcome = self._run(plan)
         self.num_postponed = len(outcome.postponed)
         events += self._cancel(take_cancelled())
@@ -53,15 +61,15 @@ class EngineCore:
         events += self.scheduler.moved_up(self.clock())
         self.runners.trim(self.scheduler.in_flight)
         self._remember(plan, outcome, started_s)
+        self._pace.did(work)
+        self._study(plan)
+        if not self.scheduler.has_work:
+            self._pace.rest()
         return events
 
-    def seconds_per_request(self) -> float:
-        """How soon a place should come free, from the rows left and the recent pace; 1 when nothing is known."""
-        recent = [tick for tick in tuple(self.trace) if tick.num_rows]
-        num_rows, num_live = sum(tick.num_rows for tick in recent), len(self.scheduler.live)
-        if not num_rows or not num_live:
-            return 1.0
-        return max(1.0, self.scheduler.rows_left / num_live * sum(tick.wall_s for tick in recent) / num_rows)
+    def seconds_left(self) -> float:
+        """Seconds that everything accepted will take at the recent pace, at least one; one where no pace is known."""
+        return max(1.0, self._pace.seconds(self.scheduler.cost_left) or 1.0)
 
     def stats(self) -> ImageStats:
         """Counters for the metrics."""
@@ -90,6 +98,19 @@ class EngineCore:
         except Exception as error:
             logger.error("a tick failed as a whole")
             return TickOutcome(failures=dict.fromkeys(plan.tasks, failure_of(error)))
+
+    def _study(self, plan: TickPlan) -> None:
+        """While images of a group that is not measured wait for each other, measure it: an eighth of the time."""
+        group = plan.group
+        if group is None or not self.runners.groups.is_wanted(group):
+            return
+        if sum(task.group == group for task in self.scheduler.in_flight) <= len(plan.rows):
+            return
+        self._study_credit_s = min(self._study_credit_s + STUDY_SHARE * self.trace[-1].wall_s, MOST_CREDIT_S)
+        if self._study_credit_s >= 0.0:
+            started_s = self.clock()
+            self.runners.study(group)
+            self._study_credit_s -= self.clock() - started_s
 
     def _remember(self, plan: TickPlan, outcome: TickOutcome, started_s: float) -> None:
         if not plan.tasks:

@@ -11,9 +11,11 @@ from pathlib import Path
 import msgspec
 
 from diffserve.config import EngineConfig, load_settings
+from diffserve.disk_cache import DiskCache
 from diffserve.engine.admission import Admission
 from diffserve.engine.core import EngineCore
 from diffserve.engine.plan import TickTrace
+from diffserve.engine.sizing import Sized
 from diffserve.engine.task import Failure, GroupKey, LiveRequest
 from diffserve.engine_stats import ImageStats
 from diffserve.errors import (
@@ -97,7 +99,10 @@ class Engine:
         if profile is None:
             settings = load_settings(model=str(model), env={})
             profile, config = settings.model, config or settings.engine
-        return cls(load_model(model, dtype=dtype, device=device, profile=profile), config, profile=profile)
+        config = config or EngineConfig()
+        cache = DiskCache.at(config.cache_dir)
+        loaded = load_model(model, dtype=dtype, device=device, profile=profile, cache=cache)
+        return cls(loaded, config, profile=profile)
 
     # What it is ---------------------------------------------------------------------------------------------------
 
@@ -122,6 +127,11 @@ class Engine:
     def buckets(self) -> dict[GroupKey, tuple[int, ...]]:
         """The UNet batch sizes in use for each group seen so far."""
         return self._core.runners.groups.describe()
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that UNet calls run on now, where several numbers may be tried (``config.threads``)."""
+        return self._core.runners.groups.threads.choice.current
 
     @property
     def trace(self) -> tuple[TickTrace, ...]:
@@ -168,6 +178,12 @@ class Engine:
         """Requests accepted and not yet over."""
         with self._lock:
             return len(self._inbox) + len(self._core.scheduler.live)
+
+    @property
+    def most_pixels(self) -> int:
+        """Pixels of the largest picture among the requests that are live, 0 when there is none."""
+        live = (*self._inbox.copy().values(), *self._core.scheduler.live.copy().values())
+        return max((one.settings.width_px * one.settings.height_px for one in live), default=0)
 
     @property
     def num_free_lanes(self) -> int:
@@ -230,17 +246,23 @@ class Engine:
     def generate(self, request: str | GenerationRequest | Sequence[GenerationRequest]) -> list[ImageResult]:
         """Paint and wait: the images in order of request and image index. A list may be longer than the waiting room.
 
+        A size that the model does not paint is painted at the nearest that it does well, and resized.
+
         Raises what :meth:`submit` raises (but QueueFull), and for a request that gave no image DeadlineExceeded,
         NumericalError, InvalidRequest or DiffserveError; a request of which only some images failed gives the others.
         """
         if isinstance(request, str):
             request = GenerationRequest(prompt=request)
         requests = [request] if isinstance(request, GenerationRequest) else list(request)
+        sized = [Sized.of(one, self.info) for one in requests]
         submitted: list[str] = []
         try:
-            for one in requests:
-                submitted.append(self._submit_in_turn(one))
-            events = [list(self._follow(request_id)) for request_id in submitted]
+            for one in sized:
+                submitted.append(self._submit_in_turn(one.request))
+            events = [
+                [one.deliver(event) for event in self._follow(request_id)]
+                for one, request_id in zip(sized, submitted, strict=True)
+            ]
         finally:
             self._abandon(submitted)
         for history in events:
@@ -253,17 +275,25 @@ class Engine:
         """Paint and watch: the request's events up to its terminal one. Closing the iterator cancels the request."""
         if isinstance(request, str):
             request = GenerationRequest(prompt=request)
-        request_id = self._submit(request, mailbox=deque())
+        sized = Sized.of(request, self.info)
+        request_id = self._submit(sized.request, mailbox=deque())
         try:
-            yield from self._follow(request_id)
+            yield from map(sized.deliver, self._follow(request_id))
         finally:
             self._abandon([request_id])
 
     def warm_up(self) -> None:
-        """Find the buckets of the native size and touch every network, so that the first request pays for neither."""
-        width_px, height_px = self.info.good_sizes[0]
+        """Know the buckets of the native size and touch every network, so that the first request pays for neither."""
         with self._ticking:
-            self._core.runners.warm_up(width_px, height_px)
+            self._core.runners.warm_up(self.info.good_sizes)
+
+    def study(self) -> bool:
+        """Measure a little of what is painted cautiously for now, for whoever is idle; one UNet call.
+
+        False where there is nothing to measure.
+        """
+        with self._ticking:
+            return self._core.runners.study()
 
     def check_integrity(self) -> None:
         """Lanes and pages: free + used = total, and nobody is lost; AssertionError or PoolIntegrityError otherwise."""
@@ -307,12 +337,12 @@ class Engine:
         running = dict(self._core.scheduler.live)
         if request_id in running or request_id in self._inbox:
             raise InvalidRequest(f"request_id {request_id!r} is already being painted.", param="request_id")
-        waiting = [live for live in running.values() if not live.has_started]
+        waiting = [live for live in running.values() if not live.has_started and live.request_id not in self._cancelled]
         num_waiting = len(self._inbox) + len(waiting) + num_ahead
         if num_waiting >= self.config.max_waiting:
             raise QueueFull(
                 f"{num_waiting} requests are waiting, which is all this engine holds; try again later.",
-                retry_after_s=self._core.seconds_per_request(),
+                retry_after_s=self._core.seconds_left(),
             )
         return num_waiting
 

@@ -1,31 +1,49 @@
 """Which batch sizes give a row the same bytes: found out on this machine, with this model, at this shape.
 
-A library picks its kernels by shape, so whether a row rounds alike in batches of 2 and of 16 is a property of the
-machine, not a promise. The check runs the real UNet on random rows at every size of interest, forwards and backwards,
-and keeps the most useful set of sizes that agree bit for bit.
+A library picks its kernels by shape and by the number of threads, so whether a row rounds alike in batches of 2 and of
+16 is a property of the machine, not a promise. What a row's bytes are is settled before anything is measured: those
+that it has in the first place of a call of the *reference* size, in which it may be alone. Other sizes, and other
+numbers of threads, are taken into use once the real UNet on random rows, forwards and backwards, was seen to give the
+same. So a group that is new is painted at once, row by row, and its pictures keep their bytes when it is known.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
-from diffserve.engine.buckets import CostCurve
+from diffserve.engine.group_facts import GroupFacts
 
-SOLO = (1,)
-"""Where a row fills the machine by itself, calls of one row cost nothing more and cannot depend on anybody."""
+SOLO = 1
+"""The reference where a row fills the machine by itself: calls of one row cost nothing more there."""
 
-CALL_ROWS = 0.85
-"""Nominal cost of a call in rows (13 M parameters, fp32, one core: 11 ms a call and 13 ms a row)."""
+SHARED = 4
+"""The reference where one row rounds unlike four. On the CPUs seen so far four, eight and sixteen then agree."""
 
-LOADS = (2, 4, 8, 16, 16)
-"""The numbers of rows whose cost is weighed: one guided image up to full batches."""
+LONGEST_CALL_S = 1.0
+"""A size whose call would take longer is left out: whoever comes meanwhile waits for it, and it saves little."""
 
 Predict = Callable[[range], Tensor]
 """(row numbers) -> UNet output (len(rows), C, h, w) on the CPU, so that the clock has stopped when it returns."""
+
+
+class Trial(NamedTuple):
+    """One UNet call: its output (len(rows), C, h, w) and how long it took."""
+
+    output: Tensor
+    wall_s: float
+
+
+Try = Callable[[range, int], Trial]
+"""(row numbers, number of threads) -> the call's trial. Raises ``torch.OutOfMemoryError``."""
+
+Study = Generator[None, None, GroupFacts]
+"""Measuring in slices: every ``next`` makes one UNet call."""
 
 
 def sizes_to_check(max_rows: int) -> tuple[int, ...]:
@@ -33,54 +51,104 @@ def sizes_to_check(max_rows: int) -> tuple[int, ...]:
     return tuple(1 << power for power in range(max_rows.bit_length()) if 1 << power <= max_rows)
 
 
-def check_buckets(predict: Predict, sizes: Sequence[int], *, is_exact: bool) -> CostCurve:
-    """Run ``predict`` at each size; the curve holds the measured costs.
+def timed(predict: Predict) -> Try:
+    """``predict`` as something to try; it does not know about threads."""
 
-    Its buckets are the agreeing sizes when ``is_exact``, else all that ran. A size for which there is no memory ends
-    the check.
+    def attempt(rows: range, _num_threads: int) -> Trial:
+        started_s = time.perf_counter()
+        output = predict(rows)
+        return Trial(output, time.perf_counter() - started_s)
+
+    return attempt
+
+
+def first_look(attempt: Try, counts: Sequence[int]) -> GroupFacts:
+    """What is settled with a few small calls: the reference, which is among the buckets, and who agrees with it.
+
+    ``SOLO`` is the reference where one row rounds as four do, else ``SHARED``. The facts are not complete; without
+    memory for the calls there are no seconds in them.
     """
-    outputs: dict[int, Tensor] = {}
-    seconds: dict[int, float] = {}
-    for size in sizes:
+    solo = end_of(study(attempt, (SOLO, 2, SHARED), reference=SOLO, counts=counts, is_patient=True))
+    if not solo.is_complete:
+        return GroupFacts(buckets=(SOLO,), counts=tuple(counts[:1]), seconds={}, is_complete=False)
+    if SHARED not in solo.buckets:
+        shared = end_of(study(attempt, (2, SHARED), reference=SHARED, counts=counts, is_patient=True))
+        if not shared.is_alone:
+            return replace(shared, is_complete=False)
+    return replace(solo, is_complete=False)
+
+
+def reference_in(buckets: Sequence[int]) -> int:
+    """The reference, given sizes that agree with it."""
+    return SOLO if SOLO in buckets else SHARED
+
+
+def end_of(going: Study) -> GroupFacts:
+    """Drive a study to its end."""
+    while True:
         try:
-            forwards, cold_s = _timed(predict, range(size))
-            backwards, warm_s = _timed(predict, range(size - 1, -1, -1))
-        except torch.OutOfMemoryError:
-            break
-        seconds[size] = min(cold_s, warm_s)
-        if not is_exact or torch.equal(forwards, backwards.flip(0)):
-            outputs[size] = forwards
-    curve = CostCurve(choose_class(outputs) if is_exact else tuple(outputs) or SOLO, is_exact=is_exact)
-    for size in curve.buckets:
-        if size in seconds:
-            curve.observe(size, seconds[size])
-    return curve
+            next(going)
+        except StopIteration as end:
+            facts: GroupFacts = end.value
+            return facts
 
 
-def _timed(predict: Predict, rows: range) -> tuple[Tensor, float]:
-    started_s = time.perf_counter()
-    output = predict(rows)
-    return output, time.perf_counter() - started_s
+def study(
+    attempt: Try,
+    sizes: Sequence[int],
+    *,
+    reference: int | None,
+    counts: Sequence[int] = (1,),
+    is_patient: bool = False,
+) -> Study:
+    """Run ``attempt`` at each size, one call a slice; the facts hold what agrees with ``reference``, and the costs.
 
-
-def choose_class(outputs: dict[int, Tensor]) -> tuple[int, ...]:
-    """Of the sets of sizes whose common rows are equal, the one that covers few and many rows at the least cost.
-
-    The choice is made with a nominal cost, never a measured one: the same machine always chooses the same bytes.
+    ``reference`` is ``None`` where bytes are not promised: then all that ran are buckets. ``counts``: numbers of
+    threads, the reference first. A size for which there is no memory, or that takes too long (unless ``is_patient``),
+    ends the study.
     """
-    classes: list[list[int]] = []
-    for size in sorted(outputs):
-        for members in classes:
-            if all(torch.equal(outputs[other], outputs[size][:other]) for other in members):
-                members.append(size)
-                break
-        else:
-            classes.append([size])
-    return tuple(min(classes, key=_nominal_cost)) if classes else SOLO
+    kept: dict[int, Tensor] = {}
+    seconds: dict[int, float] = {}
+    agreeing = list(counts)
+    is_complete = True
+    for size in sorted({*sizes, *([reference] if reference else [])}, key=lambda size: (size != reference, size)):
+        if not is_patient and _too_long(size, reference, seconds):
+            is_complete = False
+            break
+        try:
+            forwards, cold_s = attempt(range(size), counts[0])
+            yield
+            backwards, warm_s = attempt(range(size - 1, -1, -1), counts[0])
+            yield
+            fastest_s = min(cold_s, warm_s)
+            if reference is not None and not _agrees(forwards, backwards, kept):
+                if size == reference:
+                    return GroupFacts(buckets=(reference,), is_alone=True, counts=tuple(counts[:1]), seconds={})
+                continue
+            for count in agreeing[1:]:
+                other = attempt(range(size), count)
+                yield
+                fastest_s = min(fastest_s, other.wall_s)
+                if reference is not None and not torch.equal(other.output, forwards):
+                    agreeing.remove(count)
+        except torch.OutOfMemoryError:
+            is_complete = False
+            break
+        kept[size], seconds[size] = forwards, fastest_s
+    buckets = tuple(sorted(kept)) or (reference or SOLO,)
+    return GroupFacts(buckets=buckets, counts=tuple(agreeing), seconds=seconds, is_complete=is_complete)
 
 
-def _nominal_cost(sizes: Iterable[int]) -> float:
-    curve = CostCurve(tuple(sizes))
-    for size in curve.buckets:
-        curve.observe(size, CALL_ROWS + size)
-    return sum(sum(CALL_ROWS + size for size in curve.cover(rows)) / (CALL_ROWS + rows) for rows in LOADS)
+def _too_long(size: int, reference: int | None, seconds: dict[int, float]) -> bool:
+    if not seconds or size == reference:
+        return False
+    known = max(seconds)
+    return seconds[known] * size / known > LONGEST_CALL_S
+
+
+def _agrees(forwards: Tensor, backwards: Tensor, kept: dict[int, Tensor]) -> bool:
+    """Whether no row's place matters, and the rows are those of every size kept so far."""
+    if not torch.equal(forwards, backwards.flip(0)):
+        return False
+    pairs = [(forwards[: len(other)], other[: len(forwards)]) for other in kept.values()]
+    return all(torch.equal(one, other) for one, other in pairs)

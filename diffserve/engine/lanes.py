@@ -7,16 +7,25 @@ from collections.abc import Hashable
 
 
 class LaneTable:
-    """``num_lanes`` lanes, each free or held by one owner. The lowest free lane is given first, so pools stay small."""
+    """``num_lanes`` lanes, each free or held by one owner. The lowest free lane is given first, so pools stay small.
 
-    def __init__(self, num_lanes: int) -> None:
+    ``num_kept`` more are for those alone who hold none, so that whoever has all the others keeps nobody out.
+    """
+
+    def __init__(self, num_lanes: int, *, num_kept: int = 0) -> None:
         self.num_lanes = num_lanes
-        self._free = list(range(num_lanes))
+        self.num_kept = num_kept
+        self._free = list(range(num_lanes + num_kept))
         self._owners: dict[int, Hashable] = {}
 
     @property
     def num_free(self) -> int:
-        """Lanes nobody holds."""
+        """Lanes that anybody may have."""
+        return max(0, self.num_left - self.num_kept)
+
+    @property
+    def num_left(self) -> int:
+        """Lanes nobody holds, with those that are kept."""
         return len(self._free)
 
     @property
@@ -30,7 +39,7 @@ class LaneTable:
         return dict(self._owners)
 
     def allocate(self, owner: Hashable) -> int | None:
-        """Give ``owner`` the lowest free lane, or ``None`` when all are held."""
+        """Give ``owner`` the lowest free lane, or ``None`` when all are held, with those that are kept."""
         if not self._free:
             return None
         lane = heapq.heappop(self._free)
@@ -47,5 +56,5 @@ class LaneTable:
         free, used = set(self._free), set(self._owners)
         assert len(free) == len(self._free), f"a lane is twice in the free list: {sorted(self._free)}"
         assert not free & used, f"lanes {sorted(free & used)} are both free and held"
-        lost = set(range(self.num_lanes)) - free - used
+        lost = set(range(self.num_lanes + self.num_kept)) - free - used
         assert not lost, f"lanes lost: {sorted(lost)}"

@@ -94,7 +94,7 @@ class OutcomeEvents:
             picture=Picture.from_array(outcome.pictures[task]),
             timings=timings(task),
             prompt=live.request.prompt,
-            negative_prompt=live.request.negative_prompt,
+            negative_prompt=live.request.negative_prompt if settings.guided.any() else "",
             sampler=settings.sampler,
             num_steps=settings.num_steps,
             num_evaluations=task.num_evaluations,

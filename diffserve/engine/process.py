@@ -3,11 +3,14 @@
 One thread reads commands from the socket it was born with, so that a ping is answered in the middle of a tick and the
 death of the parent ends the process at once. The main thread ticks, takes what has arrived between two ticks, and
 sleeps while there is nothing to do; before that it proves that no page is lost.
+
+A device that computes nothing any more ends the process with a reason: in a new one it may.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import queue
 import signal
@@ -15,24 +18,31 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import numpy as np
 
 from diffserve import ipc
+from diffserve.engine import faults
+from diffserve.engine.pulse import Pulse
 from diffserve.engine_stats import EngineStats
-from diffserve.errors import DiffserveError, ModelLoadError, QueueFull
+from diffserve.errors import DeviceLost, DiffserveError, ModelLoadError, NumericalError, QueueFull
+from diffserve.logs import MACHINE, json_logs
 from diffserve.rewrite_types import RewriteRequest
 from diffserve.text_types import TextRequest
-from diffserve.types import DiffusionParams, GenerationRequest, ModelInfo, Picture
+from diffserve.types import DiffusionParams, Failed, GenerationRequest, ImageFailed, ModelInfo, Picture
 
 if TYPE_CHECKING:
+    from diffserve.engine.device_health import DeviceProbe
     from diffserve.engine.engine import Engine
-    from diffserve.engine.studio import Studio
+    from diffserve.engine.studio import AnyEvent, Studio
+
+logger = logging.getLogger(__name__)
 
 COUNT_EVERY_S = 0.2
+EXIT_DEVICE_LOST = 75  # EX_TEMPFAIL: try again
+UNEXPECTED = (DiffserveError.default_code, NumericalError.default_code)
 SUBMISSIONS = (ipc.Submit, ipc.SubmitText, ipc.SubmitRewrite)
 AnyRequest = TypeVar("AnyRequest", GenerationRequest, TextRequest, RewriteRequest)
 
@@ -44,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides: its end of the socket is the off switch
         signal.signal(number, signal.SIG_IGN)
-    with socket.socket(fileno=options.fd) as connection:
+    with json_logs("info", trusted=MACHINE), socket.socket(fileno=options.fd) as connection:
         return EngineProcess(ipc.EngineEnd(connection)).run()
 
 
@@ -56,28 +66,49 @@ class EngineProcess:
         self._inbox: queue.SimpleQueue[ipc.Command] = queue.SimpleQueue()
         self._studio: Studio | None = None
         self._stats: EngineStats | None = None
+        self._pulse = Pulse(least_s=1.0)  # replaced by what Load says
         self._counted_s = 0.0
         self._num_arrived = 0  # the listener's count of requests, against the main thread's
         self._num_taken = 0
 
     def run(self) -> int:
-        """Load, paint a trial picture, report Ready and serve. 1 where the model cannot be loaded."""
+        """Load, paint a trial picture, report Ready and serve. 1 where the model cannot be loaded.
+
+        A device that is lost while it serves ends the process here, past an interpreter's orderly end: with the device
+        gone that may take for ever.
+        """
         threading.Thread(target=self._listen, name="commands", daemon=True).start()
+        import_libraries()
         load = self._inbox.get()
         if not isinstance(load, ipc.Load):
             raise TypeError(f"the first command must be Load, not {type(load).__name__}.")
+        self._pulse = Pulse(load.hang_after_s)
         try:
-            studio = self._studio = open_studio(load)
-        except Exception as error:
+            studio = self._studio = open_studio(load, self._pulse)
+            probe = open_probe(studio)
+        except (Exception, DeviceLost) as error:
             self._end.send(_load_failed(error))
             return 1
         self._end.send(ipc.Ready(info=studio.info, language=studio.text_info))
+        try:
+            self._serve(studio, probe)
+        except DeviceLost as error:
+            logger.error("the device is lost", exc_info=error)
+            self._end.send(ipc.Lost(reason=str(error)))
+            os._exit(EXIT_DEVICE_LOST)
+
+    def _serve(self, studio: Studio, probe: DeviceProbe) -> NoReturn:
+        """Tick for ever. After a failure that nobody expected nothing is told before the device has been tried."""
         while True:
             if not studio.has_work:
                 studio.check_integrity()
             self._count(studio)
             self._take_commands(studio)
-            for event in studio.tick():
+            with self._pulse.ticking(scale_of(studio)):
+                events = studio.tick()
+            if any(is_unexpected(event) for event in events):
+                probe.check()
+            for event in events:
                 self._end.send(event)
 
     def _listen(self) -> None:
@@ -86,7 +117,7 @@ class EngineProcess:
             for command in self._end.commands():
                 match command:
                     case ipc.Ping(number=number):
-                        self._end.send(ipc.Pong(number=number, num_requests=self._num_requests()))
+                        self._end.send(self._pong(number))
                     case ipc.ReadStats(number=number):
                         self._end.send(ipc.Stats(number=number, stats=self._stats))
                     case _:
@@ -95,8 +126,18 @@ class EngineProcess:
         except OSError:
             pass
         except Exception:
-            traceback.print_exc()
+            logger.exception("commands could not be read")
         os._exit(0)
+
+    def _pong(self, number: int) -> ipc.Pong:
+        pulse = self._pulse
+        return ipc.Pong(
+            number=number,
+            num_requests=self._num_requests(),
+            num_ticks=pulse.num_ticks,
+            tick_s=pulse.running_s,
+            patience_s=pulse.patience_s,
+        )
 
     def _num_requests(self) -> int:
         """How many requests are here, those included that wait for the end of the tick to be taken."""
@@ -110,8 +151,10 @@ class EngineProcess:
             self._stats, self._counted_s = studio.stats(), now_s
 
     def _take_commands(self, studio: Studio) -> None:
-        """Obey everything that has arrived; wait for something where there is nothing to do."""
+        """Obey everything that has arrived; measure, or wait for something, where there is nothing to do."""
         while not studio.has_work or not self._inbox.empty():
+            if self._inbox.empty() and self._study(studio):
+                continue
             command = self._inbox.get()
             match command:
                 case ipc.Submit():
@@ -127,6 +170,11 @@ class EngineProcess:
                 case _:
                     raise TypeError(f"{type(command).__name__} is not a command for a running engine.")
 
+    def _study(self, studio: Studio) -> bool:
+        """Use an idle moment; its end is awaited as a tick's is."""
+        with self._pulse.ticking():
+            return studio.study()
+
     def _submit(self, submit: Callable[[AnyRequest], str], request: AnyRequest) -> None:
         try:
             submit(request)
@@ -141,7 +189,7 @@ class EngineProcess:
                 )
             )
         except Exception as error:  # a mistake of ours costs this request, not everybody's engine
-            traceback.print_exc()
+            logger.exception("taking a request failed", extra={"request_id": request.request_id})
             message = f"taking this request raised {type(error).__name__}: {error}"
             self._end.send(
                 ipc.Rejected(request_id=request.request_id, code=DiffserveError.default_code, message=message)
@@ -150,14 +198,48 @@ class EngineProcess:
             self._num_taken += 1
 
 
-def open_studio(load: ipc.Load) -> Studio:
-    """The studio that ``load`` describes, warm, and proven by a trial picture of one step."""
+def import_libraries() -> None:
+    """What takes longest and is the same for every model; a spare engine has done it before it is told what to load."""
+    from diffserve.runtime.lean_imports import import_lean
+
+    import_lean()  # the process is the engine's own
+    import torch
+
+    import diffserve.engine.studio_parts  # noqa: F401  # with all that it stands on
+    from diffserve.runtime.filling import build_on_meta
+
+    build_on_meta(lambda: torch.nn.Linear(torch.arange(2).numel(), 1))  # the meta device has imports of its own
+
+
+def open_studio(load: ipc.Load, pulse: Pulse) -> Studio:
+    """The studio that ``load`` describes, warm, and proven by a trial picture of one step, which ``pulse`` times."""
     from diffserve.engine.studio import Studio
 
     studio = Studio.load(load.model, load.engine, load.text)
     studio.warm_up()
-    studio.engine.generate(trial(studio.info))
+    with pulse.trial():
+        studio.engine.generate(trial(studio.info))
     return studio
+
+
+def open_probe(studio: Studio) -> DeviceProbe:
+    """What tells whether the device still computes; the faults of tests come after it has been seen to."""
+    from diffserve.engine.device_health import DeviceProbe
+
+    probe = DeviceProbe(studio.engine.model)
+    faults.install(studio.engine.model.unet)
+    return probe
+
+
+def scale_of(studio: Studio) -> float:
+    """How much longer a tick may take than one at the native size: attention grows with the square of the pixels."""
+    width_px, height_px = studio.info.good_sizes[0]
+    return (studio.engine.most_pixels / (width_px * height_px)) ** 2
+
+
+def is_unexpected(event: AnyEvent) -> bool:
+    """Whether a device that is gone may be behind ``event``."""
+    return isinstance(event, (ImageFailed, Failed)) and event.code in UNEXPECTED
 
 
 def trial(info: ModelInfo) -> GenerationRequest:
@@ -180,10 +262,10 @@ def unet_calls_of(engine: Engine) -> list[list[str]]:
     return [[row.request_id for row in call.rows] for tick in engine.trace for call in tick.calls]
 
 
-def _load_failed(error: Exception) -> ipc.LoadFailed:
+def _load_failed(error: BaseException) -> ipc.LoadFailed:
     if isinstance(error, DiffserveError):
         return ipc.LoadFailed(code=error.code, message=error.message)
-    traceback.print_exc()
+    logger.error("the model could not be loaded", exc_info=error)
     return ipc.LoadFailed(code=ModelLoadError.default_code, message=f"{type(error).__name__}: {error}")
 
 

@@ -1,30 +1,39 @@
 """Who runs next: admission to lanes, the choice of rows for a tick, and every move of an image's stage. No torch.
 
-The order is shortest-remaining-first with ageing. An image's key is
+Within a client the order is shortest-remaining-first with ageing. An image's key is
 
-    remaining rows + ageing_rows_per_tick * tick of submission          (smaller runs first)
+    remaining work + ageing_rows_per_tick * tick of submission          (smaller runs first)
 
-Waiting does not change the key: everybody's advantage over newcomers grows alike with time, so the order never has to
-be refreshed, and a job of N remaining rows is overtaken only by jobs that came within N / ageing ticks after it.
+with work in UNet rows of the native size. Waiting does not change the key: everybody's advantage over newcomers grows
+alike with time, so the order never has to be refreshed, and a job of N remaining rows is overtaken only by jobs of the
+same client that came within N / ageing ticks after it. Between clients ``FairShare`` decides.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from diffserve.config import EngineConfig
+from diffserve.engine.fair_share import LANES_PER_LANE_LEFT, FairShare
 from diffserve.engine.lanes import LaneTable
 from diffserve.engine.outcome_events import OutcomeEvents
 from diffserve.engine.plan import TickOutcome, TickPlan
 from diffserve.engine.task import Failure, GroupKey, ImageTask, LiveRequest, Stage
+from diffserve.engine.waiting import WaitingRoom
 from diffserve.types import Cancelled, Event, ModelInfo
 
 EXPIRED = "deadline_exceeded"
 PLACES_EVERY_S = 0.5
 """Places in the queue are told no more often, however fast it moves."""
+
+KEPT_OF_LANES = 8
+"""One lane, and one more for so many, is kept beyond ``max_lanes`` for clients who hold none."""
+
+FORGIVEN_PICTURES = 8
+"""By as many pictures of the model's default a client may get ahead, by room in ticks that others could not use."""
 
 
 class RequestScheduler:
@@ -32,10 +41,11 @@ class RequestScheduler:
 
     def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
         self.config = config
-        self.lanes = LaneTable(config.max_lanes)
+        self.lanes = LaneTable(config.max_lanes, num_kept=1 + config.max_lanes // KEPT_OF_LANES)
         self.live: dict[str, LiveRequest] = {}
         self.num_ticks = 0
-        self._waiting: list[tuple[float, int, ImageTask]] = []
+        self._waiting = WaitingRoom()
+        self._share = FairShare(2.0 * FORGIVEN_PICTURES * info.default_num_steps)
         self._flight: dict[ImageTask, int] = {}  # with its number in the order of arrival
         self._order = itertools.count()
         self._report = OutcomeEvents(info)
@@ -52,17 +62,18 @@ class RequestScheduler:
         return tuple(self._flight)
 
     @property
-    def rows_left(self) -> int:
-        """UNet rows still to run for everything accepted."""
+    def cost_left(self) -> float:
+        """Work still to do for everything accepted, in UNet rows of the native size."""
         tasks = [task for live in list(self.live.values()) for task in live.tasks]
-        return sum(task.rows_left for task in tasks if task.stage is not Stage.DONE)
+        return sum(task.cost_left for task in tasks if task.stage is not Stage.DONE)
 
     def add(self, live: LiveRequest) -> None:
         """Let a validated request into the waiting room."""
         live.submitted_tick = self.num_ticks
         self.live[live.request_id] = live
+        self._share.join(live.client)
         for task in live.tasks:
-            heapq.heappush(self._waiting, (self._key(task), next(self._order), task))
+            self._waiting.add(task, self._key(task), next(self._order))
 
     def plan(self, row_cap: Callable[[GroupKey], int]) -> TickPlan:
         """Choose this tick's work; newcomers get their lanes here. ``row_cap``: rows that a group's tick may hold."""
@@ -70,7 +81,7 @@ class RequestScheduler:
         prepare = tuple(self._admit())
         rows = self._choose_rows(row_cap)
         done = [task for task in self._flight if task.stage is Stage.DECODING]
-        done += [task for task in rows if task.is_last_row]
+        done = self._share.in_turn([*done, *(task for task in rows if task.is_last_row)])
         return TickPlan(
             prepare=prepare,
             group=rows[0].group if rows else None,
@@ -97,17 +108,19 @@ class RequestScheduler:
         for task in plan.decode:
             if task.stage is Stage.DECODING and task in outcome.pictures:
                 task.live.num_painted += 1
+                self._share.charge(task.live.client, task.settings.row_cost)
                 events.append(self._report.painted(task, outcome))
                 events += self._leave(task)
         return events
 
     def cancel(self, request_id: str) -> list[Event]:
         """Forget a request at once; its lanes are free when this returns. Empty when it is not live."""
-        live = self.live.pop(request_id, None)
+        live = self.live.get(request_id)
         if live is None:
             return []
         for task in live.tasks:
             self._release(task)
+        self._forget(live)
         return [Cancelled(request_id=request_id)]
 
     def expire(self, now_s: float) -> list[Event]:
@@ -125,10 +138,10 @@ class RequestScheduler:
         if now_s - self._places_told_s < PLACES_EVERY_S:
             return []
         self._places_told_s = now_s
-        waiting = [live for live in self.live.values() if not live.has_started]
-        waiting.sort(key=lambda live: self._key(live.tasks[0]))
+        waiting = {live.tasks[0]: live for live in self.live.values() if not live.has_started}
+        order = self._share.in_order((*self._flight, *waiting), self._key)
         events: list[Event] = []
-        for place, live in enumerate(waiting):
+        for place, live in enumerate(waiting[task] for task in order if task in waiting):
             if live.queue_position != place:
                 live.queue_position = place
                 events.append(self._report.queued(live))
@@ -149,22 +162,28 @@ class RequestScheduler:
         holders = {task.lane: task for task in self._flight}
         assert holders == self.lanes.owners, "the lane table and the images in flight disagree"
         living = {task for live in self.live.values() for task in live.tasks if task.stage is not Stage.DONE}
-        waiting = {task for _, _, task in self._waiting if task.stage is Stage.WAITING and task.lane is None}
+        waiting = set(self._waiting)
         assert waiting | set(self._flight) == living, "an image is lost, or queued although gone"
         assert not any(live.is_over for live in self.live.values()), "a finished request is still live"
 
     def _key(self, task: ImageTask) -> float:
-        return task.rows_left + self.config.ageing_rows_per_tick * task.live.submitted_tick
+        return task.cost_left + self.config.ageing_rows_per_tick * task.live.submitted_tick
 
     def _admit(self) -> Iterator[ImageTask]:
+        """Newcomers, with their lanes."""
+        held = Counter(task.live.client for task in self._flight)
         for _ in range(self.config.max_prepares_per_tick):
-            while self._waiting and self._waiting[0][2].stage is Stage.DONE:
-                heapq.heappop(self._waiting)
-            if not self._waiting or not self.lanes.num_free:
+            most = LANES_PER_LANE_LEFT * self.lanes.num_left if self.lanes.num_free else min(1, self.lanes.num_left)
+            heads = [task for task in self._waiting.heads() if held[task.live.client] < most]
+            if not heads:
                 return
-            _, order, task = heapq.heappop(self._waiting)
+            if len(heads) > 1:
+                order = self._share.in_order((*self._flight, *heads), self._key)
+                heads = [task for task in order if task.lane is None]
+            task, number = self._waiting.take(heads[0].live.client)
             task.lane = self.lanes.allocate(task)
-            self._flight[task] = order
+            self._flight[task] = number
+            held[task.live.client] += 1
             yield task
 
     def _postpone(self, task: ImageTask) -> None:
@@ -172,12 +191,14 @@ class RequestScheduler:
         if task.stage is Stage.WAITING and task.lane is not None:
             self.lanes.free(task.lane)
             task.lane = None
-            heapq.heappush(self._waiting, (self._key(task), self._flight.pop(task), task))
+            self._waiting.add(task, self._key(task), self._flight.pop(task))
 
     def _choose_rows(self, row_cap: Callable[[GroupKey], int]) -> tuple[ImageTask, ...]:
-        ready = sorted((task for task in self._flight if task.stage is Stage.DENOISING), key=self._key)
+        ready = [task for task in self._flight if task.stage is Stage.DENOISING]
+        ready = self._share.in_order(ready, self._key)
         if not ready:
             return ()
+        self._share.led_by(ready[0].live.client)
         group = ready[0].group
         assert group is not None
         cap, chosen, num_rows = row_cap(group), [], 0
@@ -197,6 +218,7 @@ class RequestScheduler:
         if task.clock.denoise_started_s is None:
             task.clock.denoise_started_s = outcome.rows_started_s
         task.clock.denoise_ended_s = outcome.rows_ended_s
+        self._share.charge(task.live.client, task.cost_now)
         task.num_evaluations += task.rows_now
         task.row_index += 1
         if task.row_index == task.table.num_rows:
@@ -207,8 +229,13 @@ class RequestScheduler:
         self._release(task)
         if not task.live.is_over:
             return []
-        self.live.pop(task.live.request_id, None)
+        self._forget(task.live)
         return [self._report.terminal(task.live)]
+
+    def _forget(self, live: LiveRequest) -> None:
+        """A request is over."""
+        if self.live.pop(live.request_id, None) is not None:
+            self._share.leave(live.client)
 
     def _release(self, task: ImageTask) -> None:
         """The one exit: whatever the reason, the lane, the pages and the canvas are given back here."""

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from diffserve.config import EngineConfig
 from diffserve.engine.conditioners import make_conditioner
+from diffserve.engine.device_health import raise_if_sticky
 from diffserve.engine.groups import Groups, is_deterministic
 from diffserve.engine.lane_pool import LanePool
 from diffserve.engine.plan import TickOutcome, TickPlan
 from diffserve.engine.preparer import Preparer
 from diffserve.engine.row_batch import ImageBatch
+from diffserve.engine.row_caps import RowCaps
 from diffserve.engine.task import Failure, GroupKey, ImageTask
+from diffserve.engine.threads import make_threads
 from diffserve.engine.unet_caller import UNetCaller
 from diffserve.errors import DiffserveError
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.kv import PagePool, PoolBusy
+from diffserve.runtime.memory import without_frames
 from schedulers.update import advance, guide, renoise
 
 SHAPES_KEPT = 8
+LEAST_ROWS = 2
+"""A guided image needs two rows in one tick, in one call or in two."""
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +55,19 @@ class Runners:
         self.clock = clock
         self.pool = LanePool(model.device)
         self.conditioner = make_conditioner(model, config, is_exact=is_deterministic(model, config), pool=pages)
-        self.groups = Groups(model, config, self.conditioner)
-        self.caller = UNetCaller(model, self.conditioner)
+        self.groups = Groups(model, config, self.conditioner, make_threads(config, model.device))
+        self.caps = RowCaps(clock)
+        self.caller = UNetCaller(model, self.conditioner, self.groups, self.caps)
         self._preparer = Preparer(model, self.conditioner, self.pool)
 
     def row_cap(self, group: GroupKey) -> int:
         """Rows that a tick of ``group`` may hold."""
-        return min(self.groups.row_cap(group), self.caller.row_limit)
+        return min(self.groups.row_cap(group), max(LEAST_ROWS, self.caps.cap(group)))
+
+    @torch.inference_mode()
+    def study(self, group: GroupKey | None = None) -> bool:
+        """Make one UNet call for what is still to be measured; False where there is nothing."""
+        return self.groups.study(group)
 
     def trim(self, in_flight: Iterable[ImageTask]) -> None:
         """Drop what was stacked for images that have left, and shapes nobody paints beyond ``SHAPES_KEPT``."""
@@ -63,16 +80,23 @@ class Runners:
         self.conditioner.check_integrity(sum(task.canvas is not None for task in in_flight))
 
     @torch.inference_mode()
-    def warm_up(self, width_px: int, height_px: int) -> None:
-        """Measure the group of short prompts at this size; encode a text and decode a latent once."""
+    def warm_up(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """Know the group of short prompts at the first of ``sizes`` (width, height), and want to know the others'.
+
+        Encodes a text and decodes a latent once, and finds out on how many threads to begin.
+        """
+        width_px, height_px = sizes[0]
         conditioning = self.conditioner.condition("a", "", width_px=width_px, height_px=height_px)
-        try:
-            self.groups.learn(GroupKey(height_px, width_px, conditioning.num_tokens))
-        finally:
-            conditioning.close()
+        num_tokens = conditioning.num_tokens
+        conditioning.close()
+        native, *others = (GroupKey(height_px, width_px, num_tokens) for width_px, height_px in sizes)
+        self.groups.learn(native)
+        self.groups.choose_threads(native)
+        for group in others:
+            self.groups.want(group)
         info = self.model.info
         cells = (height_px // info.vae_factor, width_px // info.vae_factor)
-        self.model.vae.decode(torch.zeros((1, info.latent_channels, *cells)))
+        self._picture(torch.zeros((info.latent_channels, *cells)))
 
     @torch.inference_mode()
     def run(self, plan: TickPlan) -> TickOutcome:
@@ -94,9 +118,9 @@ class Runners:
             return
         started_s = self.clock()
         try:
-            group = self._preparer.prepare(task)
+            group = self._with_room(lambda: self._preparer.prepare(task))
             outcome.prepare_s[task] = self.clock() - started_s
-            self.groups.learn(group)
+            self.groups.want(group)
             outcome.groups[task] = group
         except PoolBusy:
             outcome.postponed.append(task)
@@ -104,32 +128,61 @@ class Runners:
             outcome.failures[task] = failure_of(error)
 
     def _advance(self, plan: TickPlan, outcome: TickOutcome) -> None:
-        assert plan.group is not None
+        """Advance all rows of ``plan`` together; where there is no memory for that, in halves."""
         outcome.rows_started_s = self.clock()
-        batch = ImageBatch.gather(plan.rows, self.pool)
-        output, errors = self.caller.predict(batch, self.groups.curve(plan.group), outcome.calls)
-        for row, error in errors.items():
-            outcome.failures.setdefault(batch.tasks[batch.image_of_row[row]], failure_of(error))
-        guided = guided_output(batch, output)
-        x_next, denoised, history = advance(batch.x, guided, batch.history, batch.noise, batch.rows)
-        for index, task in enumerate(batch.tasks):
-            if task.canvas.repaint is not None:
-                x_next[index] = keep_outside(task, x_next[index], batch.rows[index])
-        self.pool.scatter(batch.lanes, x_next, history)
-        finite = torch.isfinite(x_next).flatten(1).all(dim=1).tolist()
+        pending = [plan.rows]
+        has_eased = False
+        while pending:
+            tasks = pending.pop(0)
+            try:
+                self._advance_together(tasks, plan, outcome)
+            except torch.OutOfMemoryError as error:
+                without_frames(error)
+                if not has_eased:
+                    has_eased = True
+                    self.caller.ease()
+                    pending.insert(0, tasks)
+                elif len(tasks) > 1:
+                    middle = len(tasks) // 2
+                    pending[:0] = [tasks[:middle], tasks[middle:]]
+                else:
+                    outcome.failures[tasks[0]] = failure_of(error)
         outcome.rows_ended_s = self.clock()
-        for index, task in enumerate(batch.tasks):
+
+    def _advance_together(self, tasks: Sequence[ImageTask], plan: TickPlan, outcome: TickOutcome) -> None:
+        """One step of ``tasks``: all of them, or, where memory runs out, none, their draws taken back."""
+        assert plan.group is not None
+        batch = ImageBatch.gather(tasks, self.pool)
+        draws = [(task.canvas.rng, task.canvas.rng.get_state()) for task in tasks if task.table.draws[task.row_index]]
+        try:
+            output, errors = self.caller.predict(batch, plan.group, outcome.calls)
+            guided = guided_output(batch, output)
+            x_next, denoised, history = advance(batch.x, guided, batch.history, batch.noise, batch.rows)
+            for index, task in enumerate(tasks):
+                if task.canvas.repaint is not None:
+                    x_next[index] = keep_outside(task, x_next[index], batch.rows[index])
+            finite = torch.isfinite(x_next).flatten(1).all(dim=1).tolist()
+            self.pool.scatter(batch.lanes, x_next, history)
+        except torch.OutOfMemoryError:
+            for rng, state in draws:
+                rng.set_state(state)
+            self.pool.scatter(batch.lanes, batch.x, batch.history)
+            raise
+        for row, error in errors.items():
+            outcome.failures.setdefault(tasks[batch.image_of_row[row]], failure_of(error))
+        for index, task in enumerate(tasks):
             if not finite[index]:
                 outcome.failures.setdefault(task, not_finite(task))
-        shown = [task for task in plan.previews if task not in outcome.failures]
+        shown = [task for task in tasks if task in plan.previews and task not in outcome.failures]
         if shown:
-            self._preview(shown, denoised[[batch.tasks.index(task) for task in shown]], outcome)
+            self._preview(shown, denoised[[tasks.index(task) for task in shown]], outcome)
 
     def _preview(self, tasks: list[ImageTask], denoised: Tensor, outcome: TickOutcome) -> None:
         """Previews of ``denoised`` (len(tasks), C, h, w) in one call; where it fails, the images go on unseen."""
         try:
             outcome.previews |= zip(tasks, self.model.preview(denoised), strict=True)
         except Exception as error:
+            raise_if_sticky(error)
             logger.warning("no previews in this tick: they raised %s", type(error).__name__, exc_info=error)
 
     def _decode(self, task: ImageTask, outcome: TickOutcome) -> None:
@@ -138,12 +191,35 @@ class Runners:
         started_s = self.clock()
         try:
             latents = task.table.out_scale * self.pool.latent(task.canvas.shape, task.lane)
-            outcome.pictures[task] = self.model.vae.decode(latents[None])[0]
+            outcome.pictures[task] = self._picture(latents)
             if task.live.request.return_latents:
                 outcome.latents[task] = latents.cpu().numpy()
         except Exception as error:
             outcome.failures[task] = failure_of(error)
         outcome.decode_s[task] = self.clock() - started_s
+
+    def _picture(self, latents: Tensor) -> NDArray[np.uint8]:
+        """(H, W, 3) of ``latents`` (C, h, w): in one piece, and where there is no memory for that, in tiles."""
+        picture: NDArray[np.uint8]
+        try:
+            [picture] = self._with_room(lambda: self.model.vae.decode(latents[None]))
+        except torch.OutOfMemoryError as error:
+            without_frames(error)
+        else:
+            return picture
+        self.caller.ease()
+        logger.warning("no memory to decode a picture in one piece: it is decoded in tiles")
+        [picture] = self.model.vae.decode_in_tiles(latents[None])
+        return picture
+
+    def _with_room(self, run: Callable[[], Result]) -> Result:
+        """``run``, once more where memory ran out and some could be given back."""
+        try:
+            return run()
+        except torch.OutOfMemoryError as error:
+            without_frames(error)
+        self.caller.ease()
+        return run()
 
 
 def guided_output(batch: ImageBatch, output: Tensor) -> Tensor:
@@ -168,7 +244,11 @@ def keep_outside(task: ImageTask, x: Tensor, row: Tensor) -> Tensor:
 
 
 def failure_of(error: Exception) -> Failure:
-    """An exception as the image's reason to fail; what is not ours is named by its type, and logged with its trace."""
+    """An exception as the image's reason to fail; what is not ours is named by its type, and logged with its trace.
+
+    DeviceLost where it is the end of all images.
+    """
+    raise_if_sticky(error)
     if isinstance(error, DiffserveError):
         return Failure(error.code, error.message, error.param)
     if not isinstance(error, torch.OutOfMemoryError):

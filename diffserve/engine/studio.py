@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from diffserve.config import EngineConfig, Settings, TextSettings
+from diffserve.engine.device_health import raise_if_sticky
 from diffserve.engine.engine import Engine
 from diffserve.engine.metrics import page_stats
 from diffserve.engine.task import Failure
@@ -207,6 +208,10 @@ class Studio:
 
         warm_up(self)
 
+    def study(self) -> bool:
+        """Use an idle moment, of one UNet call; False where there is nothing to do with it."""
+        return self.engine.study()
+
     def check_integrity(self) -> None:
         """No page, lane, image or text is lost; AssertionError or PoolIntegrityError says what is wrong."""
         with self._ticking:
@@ -263,6 +268,7 @@ class Studio:
         try:
             turn()
         except Exception as error:
+            raise_if_sticky(error)
             logger.error("a tick of the %s failed as a whole", side.value, exc_info=error)
             self._give_up(side, Failure(DiffserveError.default_code, f"a tick raised {type(error).__name__}: {error}"))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from diffserve.config import AUTO_STYLE, EngineConfig, TextSettings
+from diffserve.disk_cache import DiskCache
 from diffserve.engine.conditioners import AUTO_WINDOWS, image_specs
 from diffserve.engine.engine import Engine
 from diffserve.engine.groups import is_deterministic
@@ -53,8 +54,9 @@ def load_parts(
 
     Raises ModelNotFound, ModelLoadError or ConfigError.
     """
-    model = load_model(profile.path, dtype=profile.dtype, device=profile.device, profile=profile)
-    languages = load_languages(text, str(model.device))
+    cache = DiskCache.at(config.cache_dir)
+    model = load_model(profile.path, dtype=profile.dtype, device=profile.device, profile=profile, cache=cache)
+    languages = load_languages(text, str(model.device), cache)
     if not languages:
         return Engine(model, config, profile=profile, clock=clock), None, None
     pool = make_pool(model, languages, config, text)
@@ -64,15 +66,16 @@ def load_parts(
     return engine, texts, make_rewriter(texts, model, text)
 
 
-def load_languages(text: TextSettings, device: str) -> list[LanguageModel]:
+def load_languages(text: TextSettings, device: str, cache: DiskCache | None = None) -> list[LanguageModel]:
     """The language model and its draft model, as far as they are named; none where the embedded one is not shipped."""
     directory = find_language_model(text.model)
     if directory is None:
         return []
     model_id = EMBEDDED_ID if text.model == EMBEDDED else None
-    found = [load_language_model(directory, dtype=text.dtype, device=device, model_id=model_id)]
+    found = [load_language_model(directory, dtype=text.dtype, device=device, model_id=model_id, cache=cache)]
     if text.draft_model:
-        found.append(load_language_model(find_rewriter(text.draft_model), dtype=text.dtype, device=device))
+        draft = find_rewriter(text.draft_model)
+        found.append(load_language_model(draft, dtype=text.dtype, device=device, cache=cache))
     return found
 
 

@@ -49,6 +49,7 @@ class PaintSettings:
     guided   bool (num_rows,): whether table row i also runs the unconditional row
     kind     "text" | "image" | "inpaint"; an inpainting UNet always inpaints, at need everything on a grey picture
     strength 1 where there is no init image
+    row_cost work of a UNet row: its pixels over those of the model's native size
     """
 
     width_px: int
@@ -63,6 +64,7 @@ class PaintSettings:
     strength: float
     table: StepTable
     guided: NDArray[np.bool_]
+    row_cost: float = 1.0
 
     @cached_property
     def rows_left(self) -> NDArray[np.int64]:
@@ -97,6 +99,11 @@ class LiveRequest:
     def request_id(self) -> str:
         """The id the caller knows it by."""
         return self.request.request_id
+
+    @property
+    def client(self) -> str:
+        """Whose request it is."""
+        return self.request.client
 
     @property
     def has_started(self) -> bool:
@@ -177,6 +184,16 @@ class ImageTask:
     def rows_left(self) -> int:
         """UNet rows up to the finished latent."""
         return int(self.settings.rows_left[self.row_index])
+
+    @property
+    def cost_now(self) -> float:
+        """Work of the next tick of this image, in UNet rows of the native size."""
+        return self.rows_now * self.settings.row_cost
+
+    @property
+    def cost_left(self) -> float:
+        """Work up to the finished latent, in UNet rows of the native size."""
+        return self.rows_left * self.settings.row_cost
 
     @property
     def is_last_row(self) -> bool:

@@ -10,20 +10,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from diffserve.engine.buckets import CostCurve, split
 from diffserve.engine.conditioners import Conditioner, ToldRow
+from diffserve.engine.device_health import raise_if_sticky
+from diffserve.engine.groups import Groups
 from diffserve.engine.plan import UNetCall
 from diffserve.engine.row_batch import ImageBatch
-from diffserve.engine.task import ImageTask
+from diffserve.engine.row_caps import RowCaps
+from diffserve.engine.task import GroupKey, ImageTask
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.cross_attention import Contexts, KeysValues
+from diffserve.runtime.memory import give_memory_back, without_frames
 from schedulers import COLUMNS
 
 STACKS_KEPT = 16
 STACK_BYTES_KEPT = 1 << 29
 """Of SDXL a row's keys and values are 26 MB in 16 bits; the stack of the last call is kept in any case."""
 
-MOST_ROWS = 1 << 16
 TIMESTEP = COLUMNS.index("timestep")
 
 
@@ -43,32 +45,44 @@ class Stack(NamedTuple):
 
 
 class UNetCaller:
-    """Runs rows through the model's UNet. ``row_limit`` shrinks when the device runs out of memory."""
+    """Runs rows through the model's UNet, in calls as ``groups`` has them and ``caps`` allows."""
 
-    def __init__(self, model: DiffusionModel, conditioner: Conditioner) -> None:
+    def __init__(self, model: DiffusionModel, conditioner: Conditioner, groups: Groups, caps: RowCaps) -> None:
         self.model = model
         self.conditioner = conditioner
-        self.row_limit = MOST_ROWS
+        self.groups = groups
+        self.caps = caps
         self._stacks: OrderedDict[tuple[tuple[ImageTask, bool], ...], Stack] = OrderedDict()
 
-    def predict(
-        self, batch: ImageBatch, curve: CostCurve, calls: list[UNetCall]
-    ) -> tuple[Tensor, dict[int, Exception]]:
+    def predict(self, batch: ImageBatch, group: GroupKey, calls: list[UNetCall]) -> tuple[Tensor, dict[int, Exception]]:
         """(output (rows, C, h, w) float32, what went wrong by row). ``calls`` gets an entry for each call made.
 
-        A call that raises is halved until the guilty rows stand alone; the others get their result all the same.
+        A call that raises is halved until the guilty rows stand alone; the others get their result all the same. One
+        for which there is no memory is made again when memory was given back, and then halved.
         """
         output = torch.zeros((batch.num_rows, *batch.x.shape[1:]), device=batch.x.device)
         failed: dict[int, Exception] = {}
-        pending = [range(start, stop) for start, stop, _ in split(batch.num_rows, curve.cover(batch.num_rows))]
+        curve = self.groups.curve(group)
+        pending = [range(start, stop) for start, stop, _ in curve.calls(batch.num_rows, self.caps.cap(group))]
+        has_eased = False
         while pending:
             part = pending.pop(0)
+            bucket = 0
             try:
-                for start, stop, bucket in split(len(part), curve.cover(len(part))):
+                for start, stop, bucket in curve.calls(len(part), self.caps.cap(group)):
                     rows = part[start:stop]
-                    output[rows.start : rows.stop] = self._call(batch, rows, bucket, curve, calls)
+                    output[rows.start : rows.stop] = self._call(batch, rows, bucket, group, calls)
+                    self.caps.ran(group, bucket, self.groups.most_rows)
             except Exception as error:
-                self._note_memory(error, len(part))
+                raise_if_sticky(error)
+                if isinstance(error, torch.OutOfMemoryError):
+                    without_frames(error)
+                    if not has_eased:
+                        has_eased = True
+                        self.ease()
+                        pending.insert(0, part)
+                        continue
+                    self.caps.ran_out(group, bucket)
                 if len(part) == 1:
                     failed[part.start] = error
                 else:
@@ -76,24 +90,34 @@ class UNetCaller:
                     pending[:0] = [part[:middle], part[middle:]]
         return output, failed
 
-    def _call(self, batch: ImageBatch, rows: range, bucket: int, curve: CostCurve, calls: list[UNetCall]) -> Tensor:
+    def ease(self) -> None:
+        """Give back all memory that is only kept to save time."""
+        self._stacks.clear()
+        give_memory_back(self.model.device)
+
+    def _call(self, batch: ImageBatch, rows: range, bucket: int, group: GroupKey, calls: list[UNetCall]) -> Tensor:
         """One UNet call of exactly ``bucket`` rows; the last row is repeated to fill it."""
         padded = [*rows, *[rows[-1]] * (bucket - len(rows))]
+        threads = self.groups.threads
+        num_threads = threads.choice.next_count((group, bucket), self.groups.counts(group))
         started_s = time.perf_counter()
         index = torch.tensor([batch.image_of_row[row] for row in padded], device=batch.x.device)
         told = self._stack(tuple((batch.tasks[batch.image_of_row[row]], batch.is_uncond(row)) for row in padded))
-        output = self.model.unet.predict(
-            batch.scaled.index_select(0, index),
-            batch.rows.index_select(0, index)[:, TIMESTEP],
-            told.contexts,
-            pooled=told.pooled,
-            time_ids=told.time_ids,
-            extra=told.extra,
-        )
-        wall_s = time.perf_counter() - started_s
+        with threads.using(num_threads):
+            called_s = time.perf_counter()
+            output = self.model.unet.predict(
+                batch.scaled.index_select(0, index),
+                batch.rows.index_select(0, index)[:, TIMESTEP],
+                told.contexts,
+                pooled=told.pooled,
+                time_ids=told.time_ids,
+                extra=told.extra,
+            )
+            ended_s = time.perf_counter()
         if batch.x.device.type == "cpu":
-            curve.observe(bucket, wall_s)
-        calls.append(UNetCall(tuple(batch.label(row) for row in rows), bucket - len(rows), wall_s))
+            self.groups.curve(group).observe(bucket, ended_s - started_s)
+            threads.choice.observe((group, bucket), num_threads, ended_s - called_s)
+        calls.append(UNetCall(tuple(batch.label(row) for row in rows), bucket - len(rows), ended_s - started_s))
         return output[: len(rows)]
 
     def _stack(self, key: tuple[tuple[ImageTask, bool], ...]) -> Stack:
@@ -115,10 +139,6 @@ class UNetCaller:
         """Drop the stacks of images that have left."""
         for key in [key for key in self._stacks if any(task.canvas is None for task, _ in key)]:
             del self._stacks[key]
-
-    def _note_memory(self, error: Exception, num_rows: int) -> None:
-        if isinstance(error, torch.OutOfMemoryError):
-            self.row_limit = max(2, min(self.row_limit, num_rows // 2))
 
 
 def stack_conditioning(rows: Sequence[tuple[ImageTask, bool]], conditioner: Conditioner) -> Stack:

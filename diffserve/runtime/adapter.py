@@ -17,12 +17,14 @@ from typing import Final
 
 import msgspec
 
+from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError
 from diffserve.profiles import ADAPTER_FILE, AdapterSpec
 from diffserve.runtime.checkpoint import digest_files, find_weights, read_json
 from diffserve.runtime.directory import load_directory
 from diffserve.runtime.family import BUILT_IN
 from diffserve.runtime.lora import LoRA
+from diffserve.runtime.manifest import check_manifest
 from diffserve.runtime.parts import LoadedParts
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.types import ModelProfile
@@ -38,9 +40,9 @@ class Adapter:
     spec: AdapterSpec
     base: Path
 
-    def digest(self, base_digest: str) -> str:
-        """sha256 over the digest of the base and that of the LoRA, 64 hexadecimal digits."""
-        own = digest_files(find_weights(self.path, LORA_STEM, prefer_fp16=False))
+    def digest(self, base_digest: str, cache: DiskCache | None = None) -> str:
+        """sha256 over the digest of the base and that of the LoRA, 64 hexadecimal digits. ``cache``: as for files."""
+        own = digest_files(find_weights(self.path, LORA_STEM, prefer_fp16=False), cache)
         return hashlib.sha256(bytes.fromhex(base_digest) + bytes.fromhex(own)).hexdigest()
 
     def improve(self, profile: ModelProfile) -> ModelProfile:
@@ -56,6 +58,7 @@ def read_adapter(path: Path) -> Adapter | None:
     file = path / ADAPTER_FILE
     if not file.is_file():
         return None
+    check_manifest(path)
     try:
         spec = msgspec.convert(read_json(file), AdapterSpec)
     except msgspec.ValidationError as error:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +18,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError
 
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
-HASH_CHUNK_BYTES = 1 << 22
+DIGESTS = "digests"
+DIGEST = re.compile("[0-9a-f]{64}")
+KEEP_FROM_BYTES = 1 << 26
+"""Half a second to read and hash; what ships is smaller."""
+
+SETTLED_NS = 2_000_000_000
 
 
 @dataclass(frozen=True)
@@ -137,13 +145,38 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def digest_files(files: Iterable[Path]) -> str:
-    """sha256 over the bytes of ``files`` in the order of their names, 64 hexadecimal digits."""
+def digest_files(files: Iterable[Path], cache: DiskCache | None = None) -> str:
+    """sha256 over the digests of ``files`` in the order of their names, 64 hexadecimal digits.
+
+    ``cache``: where the digest of a large file is kept, so that a start does not read gigabytes twice. It is believed
+    while path, size, time of change and inode are the same; smaller files are read at every start.
+    """
     total = hashlib.sha256()
     for file in sorted(files):
-        part = hashlib.sha256()
-        with file.open("rb") as stream:
-            while chunk := stream.read(HASH_CHUNK_BYTES):
-                part.update(chunk)
-        total.update(part.digest())
+        total.update(bytes.fromhex(_digest_file(file, cache or DiskCache(None))))
     return total.hexdigest()
+
+
+def _digest_file(file: Path, cache: DiskCache) -> str:
+    key, known = str(file.resolve()), _identity(file)
+    is_kept = known["size"] >= KEEP_FROM_BYTES
+    kept = cache.read(DIGESTS, key) if is_kept else None
+    if isinstance(kept, dict) and kept.get("file") == known and DIGEST.fullmatch(str(kept.get("sha256"))):
+        return str(kept["sha256"])
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    is_settled = time.time_ns() - known["mtime_ns"] > SETTLED_NS  # else it may change without a later time of change
+    if is_kept and is_settled and _identity(file) == known:
+        cache.write(DIGESTS, key, {"file": known, "sha256": digest})
+    return digest
+
+
+def _identity(file: Path) -> dict[str, int]:
+    """What is another number when the file is another, as a rule."""
+    found = file.stat()
+    return {
+        "size": found.st_size,
+        "mtime_ns": found.st_mtime_ns,
+        "ctime_ns": found.st_ctime_ns,
+        "inode": found.st_ino,
+    }

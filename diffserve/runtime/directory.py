@@ -19,6 +19,8 @@ from diffserve.runtime.components import (
     load_tokenizer,
 )
 from diffserve.runtime.filling import TensorSource
+from diffserve.runtime.formulation import read_scheduler
+from diffserve.runtime.manifest import check_manifest
 from diffserve.runtime.parts import LoadedParts, vae_precision
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.text import TextEncoder
@@ -36,7 +38,9 @@ def load_directory(path: Path, choice: DeviceChoice, *, adapt: Adapt | None = No
 
     ``adapt(component, source)`` may change what text encoders and UNet are filled from.
     """
+    check_manifest(path)
     index = read_index(path)
+    scheduler_config = read_scheduler(path, index)
     files: list[Path] = []
 
     def open_weights(component: str, stem: str) -> Checkpoint:
@@ -60,13 +64,13 @@ def load_directory(path: Path, choice: DeviceChoice, *, adapt: Adapt | None = No
     unet_weights = open_weights("unet", DIFFUSERS_STEM)
     load_component(unet, unet_weights, choice, quantise=choice.is_int8, adapt=adapt and partial(adapt, "unet"))
     vae = build_vae(vae_config, str(path / "vae" / "config.json"))
-    vae_choice = vae_precision(choice, upcast=bool(vae_config.get("force_upcast", len(encoders) == 2)))
+    vae_choice = vae_precision(choice, vae_config, is_sdxl=len(encoders) == 2)
     load_component(vae, open_weights("vae", DIFFUSERS_STEM), vae_choice)
     return LoadedParts(
         unet=unet,
         vae=vae,
         encoders=encoders,
-        scheduler_config=read_json(path / "scheduler" / "scheduler_config.json"),
+        scheduler_config=scheduler_config,
         zero_empty_negative=bool(index.get("force_zeros_for_empty_prompt", True)),
         vae_dtype=vae_choice.compute_dtype,
         files=tuple(files),

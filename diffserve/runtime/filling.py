@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from diffserve.errors import ModelLoadError
 from diffserve.runtime.checkpoint import Checkpoint
@@ -58,9 +59,21 @@ class TensorSource:
         self.readers[name] = (key, shape or stored, read)
 
 
+class WithoutInit(TorchFunctionMode):
+    """Leaves parameters on the meta device as they are: there is nothing to initialise, and trying it would have torch
+    import all of its compiler first."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            tensor = args[0] if args else (kwargs or {})["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **(kwargs or {}))
+
+
 def build_on_meta(make: Callable[[], ModuleT]) -> ModuleT:
     """Run ``make`` with no memory behind its parameters."""
-    with torch.device("meta"):
+    with torch.device("meta"), WithoutInit():
         return make()
 
 

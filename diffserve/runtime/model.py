@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -12,12 +12,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError, ModelNotFound
+from diffserve.fewest_steps import FewestSteps, read_fewest_steps
 from diffserve.runtime.adapter import Adapter, load_adapted, read_adapter
 from diffserve.runtime.checkpoint import digest_files, refuse_pickle
 from diffserve.runtime.directory import load_directory
 from diffserve.runtime.family import BUILT_IN, EMBEDDED, default_profile, detect_family, native_size
+from diffserve.runtime.formulation import noise_schedule
 from diffserve.runtime.parts import LoadedParts
+from diffserve.runtime.plausibility import Plausibility, judge, kept_or_probed, probe
 from diffserve.runtime.precision import DeviceChoice, choose_device
 from diffserve.runtime.prediction import predicts_velocity
 from diffserve.runtime.preview import PREVIEW_DIRECTORY, PreviewRunner, load_preview
@@ -27,6 +31,7 @@ from diffserve.runtime.text import TextRunner
 from diffserve.runtime.unet import UNetRunner
 from diffserve.runtime.vae import VAERunner
 from diffserve.types import ModelInfo, ModelProfile
+from diffserve.vocabulary import World, read_world
 from schedulers import NoiseSchedule
 
 logger = logging.getLogger(__name__)
@@ -50,6 +55,9 @@ class DiffusionModel:
     profile      defaults for requests, as given to :func:`load_model` or the family's own
     native_size  (width, height) in pixels that the UNet was trained at
     digest       sha256 over the weight files, an adapter's included, 64 hexadecimal digits
+    world        what it knows, where that is a closed world
+    fewest_steps  from how many steps on each sampler paints right, where that was measured
+    plausibility  whether it answers as its files say, where that was tried
     previewer    the tiny decoder for live previews, where there is one; it changes no picture, so not the digest
     """
 
@@ -65,6 +73,9 @@ class DiffusionModel:
     choice: DeviceChoice
     digest: str
     previewer: PreviewRunner | None = None
+    world: World | None = None
+    fewest_steps: FewestSteps | None = None
+    plausibility: Plausibility | None = None
 
     def preview(self, latents: torch.Tensor) -> NDArray[np.uint8]:
         """Small pictures (B, H, W, 3) of denoised estimates (B, C, h, w), by the previewer or else by the VAE."""
@@ -118,6 +129,9 @@ class DiffusionModel:
             choice_reason=self.choice.reason,
             num_parameters=sum(entry.num_parameters for entry in memory),
             weights_bytes=sum(entry.weights_bytes for entry in memory),
+            world=self.world,
+            other_aspects=self.profile.other_aspects,
+            fewest_steps=self.fewest_steps,
         )
 
 
@@ -128,13 +142,15 @@ def load_model(
     device: str = "auto",
     model_id: str | None = None,
     profile: ModelProfile | None = None,
+    cache: DiskCache | None = None,
 ) -> DiffusionModel:
     """Load ``path``: "embedded", "embedded-turbo", a diffusers directory, a directory with an adapter (see
     ``runtime.adapter``), or a single safetensors file of SD 1.x, SD 2.x or SDXL.
 
     ``profile`` gives the defaults and good sizes (its own path, device and dtype are not read); without it the family's
-    own are taken. Nothing is fetched from anywhere. Raises ModelNotFound when nothing is there, ModelLoadError when it
-    cannot be used, ConfigError for a wrong dtype or device.
+    own are taken. ``cache`` keeps digests of large files, and what the probe found, for the next start. Nothing is
+    fetched from anywhere. Raises ModelNotFound when nothing is there, ModelLoadError when it cannot be used or answers
+    as another kind than its files say, ConfigError for a wrong dtype or device.
     """
     choice = choose_device(device, dtype)
     location = BUILT_IN.get(str(path)) or Path(path).expanduser()
@@ -142,11 +158,12 @@ def load_model(
     parts = load_adapted(adapter, choice) if adapter else _load_parts(location, choice)
     unet = UNetRunner(parts.unet, device=choice.device, dtype=choice.compute_dtype)
     vae = VAERunner(parts.vae, device=choice.device, dtype=parts.vae_dtype)
-    digest = _digest(parts, adapter)
+    digest = _digest(parts, adapter, cache)
     text = TextRunner(
         parts.encoders, device=choice.device, digest=digest, zero_empty_negative=parts.zero_empty_negative
     )
-    previewer = load_preview(_preview_directory(location, adapter), choice)
+    home = _home(location, adapter)
+    previewer = load_preview(home / PREVIEW_DIRECTORY, choice)
     _check_fit(text, unet, vae, previewer, location)
     scheduler_config = _settle_prediction(parts, unet, location)
     is_embedded = str(path) in BUILT_IN or (adapter is not None and adapter.base == EMBEDDED_DIRECTORY)
@@ -159,12 +176,18 @@ def load_model(
             family, model_id=name, path=str(path), native=native, scheduler_config=scheduler_config
         )
         profile = adapter.improve(profile) if adapter else profile
+    schedule = noise_schedule(scheduler_config, location)
+    plausibility = None
+    if profile.probe:
+        key = f"{digest} {schedule.preconditioning} {choice.dtype} {choice.device.type}"
+        plausibility = kept_or_probed(cache, key, partial(probe, unet, vae, text, schedule, native))
+        judge(plausibility, location)
     return DiffusionModel(
         model_id=name,
         family=family,
         profile=profile,
         native_size=native,
-        schedule=_noise_schedule(scheduler_config, location),
+        schedule=schedule,
         scheduler_config=scheduler_config,
         text=text,
         unet=unet,
@@ -172,6 +195,9 @@ def load_model(
         choice=choice,
         digest=digest,
         previewer=previewer,
+        world=read_world(home),
+        fewest_steps=read_fewest_steps(location if adapter else home),
+        plausibility=plausibility,
     )
 
 
@@ -186,15 +212,14 @@ def _load_parts(location: Path, choice: DeviceChoice) -> LoadedParts:
     return load_single_file(location, choice)
 
 
-def _digest(parts: LoadedParts, adapter: Adapter | None) -> str:
-    base = digest_files(parts.files)
-    return adapter.digest(base) if adapter else base
+def _digest(parts: LoadedParts, adapter: Adapter | None, cache: DiskCache | None) -> str:
+    base = digest_files(parts.files, cache)
+    return adapter.digest(base, cache) if adapter else base
 
 
-def _preview_directory(location: Path, adapter: Adapter | None) -> Path:
-    """Where a preview decoder may lie: with an adapter's base, or in a directory named as the single file beside it."""
-    home = adapter.base if adapter else location if location.is_dir() else location.with_suffix("")
-    return home / PREVIEW_DIRECTORY
+def _home(location: Path, adapter: Adapter | None) -> Path:
+    """Where things about the model lie: its directory, an adapter's base, or a directory named as the single file."""
+    return adapter.base if adapter else location if location.is_dir() else location.with_suffix("")
 
 
 def _settle_prediction(parts: LoadedParts, unet: UNetRunner, location: Path) -> dict[str, Any]:
@@ -211,13 +236,6 @@ def _settle_prediction(parts: LoadedParts, unet: UNetRunner, location: Path) -> 
             config["prediction_type"],
         )
     return config
-
-
-def _noise_schedule(config: dict[str, Any], location: Path) -> NoiseSchedule:
-    try:
-        return NoiseSchedule.from_config(config)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ModelLoadError(f"{location}: the scheduler's configuration cannot be used ({error}).") from error
 
 
 def _check_fit(

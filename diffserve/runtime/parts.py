@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,13 @@ class LoadedParts:
     guess_prediction: bool = False
 
 
-def vae_precision(choice: DeviceChoice, *, upcast: bool) -> DeviceChoice:
-    """``choice``, or float32 where it is float16 and the VAE's configuration says that it overflows there."""
+def vae_precision(choice: DeviceChoice, vae_config: Mapping[str, Any], *, is_sdxl: bool) -> DeviceChoice:
+    """``choice``, or float32 where it is float16 and the model's VAE overflows there.
+
+    SDXL's own does, unless its configuration says ``force_upcast: false`` (mended ones do). The others do not, whatever
+    stands there: diffusers writes ``true`` by default and never reads it for Stable Diffusion 1 and 2. No VAE overflows
+    in bfloat16, which has the range of float32.
+    """
     is_half = choice.compute_dtype == torch.float16
-    return replace(choice, compute_dtype=torch.float32) if upcast and is_half else choice
+    needs_float32 = is_sdxl and is_half and bool(vae_config.get("force_upcast", True))
+    return replace(choice, compute_dtype=torch.float32) if needs_float32 else choice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -88,6 +89,20 @@ def _best_dtype(device: torch.device) -> tuple[str, str]:
     if kind:
         return "bfloat16", f"since this CPU multiplies it in hardware ({kind})"
     return "float32", "since this CPU has no bfloat16 unit"
+
+
+@lru_cache(maxsize=4)
+def hardware_name(device: torch.device) -> str:
+    """What rounding and costs on ``device`` depend on, as far as it has a name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    named = f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return f"{named} {platform.processor()}"
+    found = re.findall(r"^(?:model name|cpu family|model|CPU part)\s*:(.*)$", text, re.MULTILINE)
+    return " ".join([named, *dict.fromkeys(part.strip() for part in found)])
 
 
 @lru_cache(maxsize=1)

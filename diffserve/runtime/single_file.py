@@ -7,7 +7,7 @@ only its json and tokenizer files are read), or else from the shapes of the tens
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,15 +21,17 @@ from diffserve.runtime.components import build_text_encoder, build_unet, build_v
 from diffserve.runtime.directory import read_index
 from diffserve.runtime.family import SD1, SD2, SDXL
 from diffserve.runtime.filling import TensorSource, fill
+from diffserve.runtime.formulation import SCHEDULER_FILE, edm_normalisation, edm_scheduler, read_scheduler
 from diffserve.runtime.parts import LoadedParts, vae_precision
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.text import TextEncoder
+from schedulers.formulations import is_edm
 
 #: Tensors of training and of other programs that single files carry along and that painting does not need.
 LEFT_ALONE = re.compile(
     r"model_ema\..*|(sqrt_.*|log_.*|betas|alphas_cumprod(_prev)?|posterior_.*|lvlb_weights|logvar|scale_factor)"
     r"|first_stage_model\.loss\..*|denoiser\..*|(cond_stage_model|conditioner)\..*(position_ids|logit_scale|attn_mask)"
-    r"|v_pred|ztsnr|edm_.*|global_step|__.*__|__index_level_\d+__"
+    r"|v_pred|ztsnr|edm_mean|edm_std|edm_vpred\.sigma_(max|min)|global_step|__.*__|__index_level_\d+__"
 )
 
 
@@ -101,13 +103,13 @@ def load_single_file(path: Path, choice: DeviceChoice) -> LoadedParts:
     has_config = (beside / "model_index.json").is_file()
     file = SingleFile(checkpoint, infer.detect_layout(checkpoint), beside if has_config else None, set())
     index = read_index(beside) if has_config else {}
+    scheduler_config, guess = _scheduler_config(file, index)
     encoders = tuple(_load_encoder(file, number, spec, choice) for number, spec in enumerate(ENCODERS[file.family]))
     unet = _load_unet(file, encoders[-1], choice)
-    vae_config = file.config("vae", lambda: infer.infer_vae(checkpoint, file.family))
-    vae_choice = vae_precision(choice, upcast=bool(vae_config.get("force_upcast", file.family == SDXL)))
+    vae_config = file.config("vae", lambda: infer.infer_vae(checkpoint, file.family) | edm_normalisation(checkpoint))
+    vae_choice = vae_precision(choice, vae_config, is_sdxl=file.family == SDXL)
     vae = _load_vae(file, vae_config, vae_choice)
     _check_leftovers(file)
-    scheduler_config, guess = _scheduler_config(file)
     return LoadedParts(
         unet=unet,
         vae=vae,
@@ -199,10 +201,19 @@ def _check_leftovers(file: SingleFile) -> None:
         raise ModelLoadError(f"{file.where} holds tensors that no part of an {file.family} model takes: {shown}.")
 
 
-def _scheduler_config(file: SingleFile) -> tuple[dict[str, Any], bool]:
+def _scheduler_config(file: SingleFile, index: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     """(the scheduler's configuration, whether the prediction type is a guess that the UNet should settle)."""
+    continuous = edm_scheduler(file.checkpoint)
     if file.beside:
-        return read_json(file.beside / "scheduler" / "scheduler_config.json"), False
+        config = read_scheduler(file.beside, index)
+        if continuous and not is_edm(config):
+            raise ModelLoadError(
+                f"{file.where} is a model of EDM's noise ({continuous['_class_name']}), but "
+                f"{file.beside / SCHEDULER_FILE} says {config.get('_class_name')}; mend that file."
+            )
+        return config, False
+    if continuous:
+        return continuous, False
     declared = _declared_prediction(file)
     zero_snr = "ztsnr" in file.checkpoint
     config = infer.infer_scheduler(velocity=declared == "v", zero_snr=zero_snr)

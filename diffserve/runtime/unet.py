@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from diffserve.runtime.cross_attention import Contexts, CrossAttention
+from diffserve.runtime.pointwise import use_pointwise
 
 
 class UNetRunner:
@@ -18,6 +19,8 @@ class UNetRunner:
     """
 
     def __init__(self, network: Any, *, device: torch.device, dtype: torch.dtype) -> None:
+        if device.type == "cpu" and dtype == torch.float32:
+            use_pointwise(network)
         self.network = network
         self.device = device
         self.dtype = dtype

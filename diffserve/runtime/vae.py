@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from diffserve.errors import NumericalError
+from diffserve.runtime.memory import give_memory_back, without_frames
+from diffserve.runtime.tiles import SHARES, in_tiles
 
 logger = logging.getLogger(__name__)
 
@@ -61,27 +64,68 @@ class VAERunner:
     @torch.inference_mode()
     def decode(self, latents: torch.Tensor) -> NDArray[np.uint8]:
         """Pictures (B, H, W, 3) of ``latents`` (B, C, h, w) float32. Raises NumericalError when one is not finite."""
+        return to_pixels(self._decoded(latents.to(self.device, torch.float32) / self._scale + self._mean))
+
+    @torch.inference_mode()
+    def decode_in_tiles(self, latents: torch.Tensor) -> NDArray[np.uint8]:
+        """The same with less memory, nearly the same: in tiles, smaller ones where that is still too much.
+
+        Raises ``torch.OutOfMemoryError`` where there is no room for the smallest.
+        """
         z = latents.to(self.device, torch.float32) / self._scale + self._mean
-        decoded = self._guarded(lambda part: self.network.decode(part, return_dict=False)[0], z, lambda image: image)
-        return to_pixels(decoded)
+        for share in SHARES:
+            try:
+                return to_pixels(in_tiles(self._decoded, z, self.factor, share))
+            except torch.OutOfMemoryError as error:
+                if share == SHARES[-1]:
+                    raise
+                without_frames(error)
+            give_memory_back(self.device)
+        raise AssertionError("SHARES is empty")
 
     def preview(self, latents: torch.Tensor) -> NDArray[np.uint8]:
         """A look at ``latents`` for models without a preview decoder, (B, <= H, <= W, 3): decoded after ``shrunk``."""
         return self.decode(shrunk(latents))
 
+    def _decoded(self, z: torch.Tensor) -> torch.Tensor:
+        decoded: torch.Tensor = self._guarded(
+            lambda part: self.network.decode(part, return_dict=False)[0], z, lambda image: image
+        )
+        return decoded
+
     def _guarded(self, run: Any, value: torch.Tensor, visible: Any) -> Any:
-        """``run`` on ``value``; where float16 overflows, once more in float32, and in float32 from then on."""
+        """``run`` on ``value``; a picture of it that float16 cannot hold is made once more, alone, in float32."""
         if not bool(torch.isfinite(value).all()):
             raise NumericalError("the latents are not finite; try another seed, fewer steps or a wider dtype.")
         output = run(value.to(self.device, self.dtype))
-        if bool(torch.isfinite(visible(output)).all()):
+        is_whole = torch.isfinite(visible(output)).flatten(1).all(1).tolist()
+        if all(is_whole):
             return output
-        if self.dtype == torch.float16:
-            logger.warning("the VAE overflowed in float16; it runs in float32 from now on")
-            torch.nn.Module.to(self.network, torch.float32)
+        if self.dtype != torch.float16:
+            raise NumericalError(f"the VAE gave a picture that is not finite in {self.dtype}; try another dtype.")
+        logger.warning("the VAE overflowed in float16; this picture is made in float32")
+        with self._in_float32():
+            if len(value) == 1:
+                return self._guarded(run, value, visible)
+            output = output.float()
+            for index in (place for place, whole in enumerate(is_whole) if not whole):
+                output[index] = self._guarded(run, value[index : index + 1], visible)[0]
+            return output
+
+    @contextlib.contextmanager
+    def _in_float32(self) -> Iterator[None]:
+        """The network in float32 for a while; afterwards its own weights are back, bit for bit."""
+        tensors = [*self.network.parameters(), *self.network.buffers()]
+        kept, dtype = [tensor.data for tensor in tensors], self.dtype
+        try:
+            for tensor, data in zip(tensors, kept, strict=True):
+                tensor.data = data.float() if data.is_floating_point() else data
             self.dtype = torch.float32
-            return self._guarded(run, value, visible)
-        raise NumericalError(f"the VAE gave a picture that is not finite in {self.dtype}; try another dtype.")
+            yield
+        finally:
+            for tensor, data in zip(tensors, kept, strict=True):
+                tensor.data = data
+            self.dtype = dtype
 
 
 def _moments(posterior: Any) -> torch.Tensor:

@@ -44,12 +44,15 @@ def spacing_of(kind: str) -> str:
     return SPACING.get(kind, "leading")
 
 
-def pipeline_latents(pipeline: Any, request: GenerationRequest, kind: str, **inputs: Any) -> NDArray[np.float32]:
-    """Final latents (C, h, w) that ``pipeline`` gives for ``request``."""
+def pipeline_latents(
+    pipeline: Any, request: GenerationRequest, kind: str, *, keep_scheduler: bool = False, **inputs: Any
+) -> NDArray[np.float32]:
+    """Final latents (C, h, w) that ``pipeline`` gives for ``request``, by the model's own scheduler if it is kept."""
     params = request.diffusion
     assert params.sampler is not None
     assert request.seed is not None
-    use_sampler(pipeline, params.sampler, spacing_of(kind))
+    if not keep_scheduler:
+        use_sampler(pipeline, params.sampler, spacing_of(kind))
     size = (
         {}
         if "image" in inputs and "mask_image" not in inputs

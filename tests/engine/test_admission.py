@@ -36,6 +36,8 @@ MASK = Picture.from_array(np.zeros((64, 64), dtype=np.uint8))
         ),
         ({"init_image": SQUARE, "mask_image": SQUARE}, "mask", r"the mask has 3 channel\(s\); it must have 1"),
         ({"init_image": MASK}, "image", r"the image has 1 channel\(s\); it must have 3"),
+        ({"seed": 2**63 - 1, "num_images": 2}, "seed", r"between 0 and 9223372036854775806, for the last of 2"),
+        ({"negative_prompt": "\ud800"}, "negative_prompt", r"holds half of a character"),
     ],
 )
 def test_bad_input_is_refused_with_the_value_in_it(fields: dict[str, Any], param: str, says: str) -> None:
@@ -79,6 +81,10 @@ def test_a_seed_is_drawn_when_none_is_given() -> None:
     [
         ({"sampler": "euler", "eta": 0.5}, "eta 0.5 has no meaning for euler"),
         ({"sampler": "ddpm_large", "num_steps": 10}, "ddpm_large at 10 steps leaves much noise"),
+        ({"guidance_scale": 0.5}, "guidance_scale 0.5 is painted as 1, which is no guidance"),
+        ({"guidance_scale": 1.0, "negative_prompt": "night"}, "the negative prompt has no meaning without guidance"),
+        ({"seed": 7 + 2**32}, "4294967303 paints what 7 paints"),
+        ({"seed": 2**32 - 1, "num_images": 2}, "4294967296 paints what 0 paints"),
     ],
 )
 def test_what_is_merely_unwise_is_let_through_with_a_warning(fields: dict[str, Any], says: str) -> None:

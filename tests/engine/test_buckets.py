@@ -39,6 +39,19 @@ def test_without_exactness_rows_are_one_call() -> None:
     assert curve(STEEP, is_exact=False).cover(13) == (13,)
 
 
+def test_no_call_is_larger_than_there_is_memory_for_unless_it_is_the_smallest() -> None:
+    assert curve(FLAT).cover(12, most=8) == (8, 4)
+    assert curve(FLAT).cover(3, most=2) == (4,)
+    assert curve(FLAT).cover(12) == (16,)
+    assert curve(STEEP, is_exact=False).cover(13, most=8) == (8, 5)
+
+
+def test_rows_of_which_nothing_is_known_have_calls_of_their_own() -> None:
+    cautious = CostCurve((4,), is_alone=True)
+    assert cautious.calls(3) == [(0, 1, 4), (1, 2, 4), (2, 3, 4)]
+    assert cautious.knee(16) == 2
+
+
 def test_the_knee_is_the_fewest_rows_at_nearly_the_best_cost_per_row() -> None:
     assert curve({1: 1.0, 2: 1.9, 4: 3.8, 8: 7.6}).knee(16) == 2
     assert curve({1: 2.4, 2: 3.5, 4: 6.1, 8: 11.5, 16: 21.1}).knee(16) == 16

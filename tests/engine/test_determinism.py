@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from msgspec.structs import replace
 
-from diffserve.engine.exactness import SOLO, check_buckets, choose_class, sizes_to_check
-from diffserve.types import GenerationRequest, ImageResult
+from diffserve.engine.exactness import SHARED, SOLO, Predict, Trial, end_of, first_look, study, timed
+from diffserve.engine.group_facts import GroupFacts
+from diffserve.types import GenerationRequest, ImageResult, Painted
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked
 
@@ -44,6 +46,24 @@ def test_sixteen_mixed_images_equal_their_solo_runs_byte_for_byte(make_engine: M
     for mixed, request in list(zip(together, sixteen(), strict=True))[::3]:
         [alone] = solo.generate(request)
         assert content(alone) == content(mixed)
+
+
+def test_clients_decide_who_is_next_and_never_what_is_painted(make_engine: MakeEngine) -> None:
+    """One client has thirty requests in the engine before another comes with one, which is painted among the first."""
+    engine = make_engine(max_rows=8)
+    crowd = [engine.submit(replace(asked("sd15", "euler_a", seed=seed, num_steps=4), client="a")) for seed in range(30)]
+    engine.tick()
+    guest = asked("sd15", "euler_a", seed=99, num_steps=4)
+    engine.submit(replace(guest, client="b"))
+    painted = [event.result for event in engine.events() if isinstance(event, Painted)]
+    order = [result.request_id for result in painted]
+    assert order.index(guest.request_id) <= 8
+    assert set(order) == {*crowd, guest.request_id}
+    solo = make_engine(max_rows=8)
+    for request, result in ((guest, painted[order.index(guest.request_id)]), (None, painted[-1])):
+        again = request or asked("sd15", "euler_a", seed=result.seed, num_steps=4)
+        [alone] = solo.generate(replace(again, request_id="again"))
+        assert content(alone) == content(result)
 
 
 def test_deterministic_is_the_default_on_a_cpu(make_engine: MakeEngine) -> None:
@@ -92,25 +112,97 @@ def test_a_reused_lane_holds_nothing_of_its_last_image(make_engine: MakeEngine) 
     assert content(again[0]) == content(first[0])
 
 
-def test_the_check_keeps_only_sizes_that_agree() -> None:
-    def predict(rows: range) -> torch.Tensor:
-        values = torch.tensor([float(row) for row in rows]).reshape(-1, 1, 1, 1)
-        return values + (1e-6 if len(rows) < 4 else 0.0) * (values + 1.0)
-
-    curve = check_buckets(predict, sizes_to_check(16), is_exact=True)
-    assert curve.buckets == (4, 8, 16)
+def outcome(predict: Predict, reference: int | None, sizes: tuple[int, ...] = (1, 2, 4, 8, 16)) -> GroupFacts:
+    """What a study of ``predict`` finds out."""
+    return end_of(study(timed(predict), sizes, reference=reference))
 
 
-def test_the_check_drops_a_size_where_position_matters() -> None:
+def few_rows_differ(rows: range) -> torch.Tensor:
+    values = torch.tensor([float(row) for row in rows]).reshape(-1, 1, 1, 1)
+    return values + (1e-6 if len(rows) < 4 else 0.0) * (values + 1.0)
+
+
+def test_a_study_keeps_only_sizes_that_agree_with_the_reference() -> None:
+    assert first_look(timed(few_rows_differ), (1,)).buckets == (SHARED,)
+    assert outcome(few_rows_differ, SHARED).buckets == (4, 8, 16)
+    assert outcome(few_rows_differ, SOLO).buckets == (1, 2)
+    assert outcome(few_rows_differ, SHARED, sizes=(1, 2)).buckets == (4,)
+
+
+def test_a_study_drops_a_size_where_position_matters() -> None:
     def predict(rows: range) -> torch.Tensor:
         values = torch.tensor([float(row) for row in rows]).reshape(-1, 1, 1, 1)
         return values + torch.arange(len(rows)).reshape(-1, 1, 1, 1) * (len(rows) == 8)
 
-    assert check_buckets(predict, (1, 2, 4, 8), is_exact=True).buckets == (1, 2, 4)
+    assert first_look(timed(predict), (1,)).buckets == (1, 2, 4)
+    assert outcome(predict, SOLO, sizes=(1, 2, 4, 8)).buckets == (1, 2, 4)
 
 
-def test_rows_run_one_by_one_where_no_two_sizes_agree() -> None:
-    assert choose_class({}) == SOLO
+def test_rows_run_one_by_one_where_no_two_sizes_agree_and_where_even_the_reference_minds_the_place() -> None:
+    def predict(rows: range) -> torch.Tensor:
+        return torch.arange(len(rows)).reshape(-1, 1, 1, 1) + float(len(rows))
+
+    assert first_look(timed(predict), (1,)).buckets == (SOLO,)
+    assert outcome(predict, SOLO).buckets == (SOLO,)
+    minded = outcome(predict, SHARED)
+    assert minded.is_alone
+    assert minded.curve(is_exact=True).calls(3) == [(0, 1, 4), (1, 2, 4), (2, 3, 4)]
+
+
+def test_a_study_makes_one_call_a_slice_and_leaves_out_what_would_take_too_long() -> None:
+    called: list[int] = []
+
+    def attempt(rows: range, _num_threads: int) -> Trial:
+        called.append(len(rows))
+        return Trial(few_rows_differ(rows), 0.2 * len(rows))
+
+    going = study(attempt, (1, 2, 4, 8, 16), reference=SHARED)
+    for num_calls in range(1, 7):
+        next(going)
+        assert len(called) == num_calls
+    with pytest.raises(StopIteration) as end:
+        next(going)
+    assert max(called) == 4
+    assert not end.value.value.is_complete
+
+
+def test_threads_that_round_differently_are_not_taken_into_use() -> None:
+    def attempt(rows: range, num_threads: int) -> Trial:
+        return Trial(few_rows_differ(rows) + (num_threads == 3), 0.001)
+
+    assert end_of(study(attempt, (4, 8), reference=SHARED, counts=(4, 3, 1))).counts == (4, 1)
+
+
+def test_a_first_look_that_finds_no_memory_settles_nothing() -> None:
+    def attempt(rows: range, _num_threads: int) -> Trial:
+        raise torch.OutOfMemoryError("no room")
+
+    found = first_look(attempt, (2, 1))
+    assert (found.buckets, found.counts, found.seconds) == ((SOLO,), (2,), {})
+
+
+@pytest.mark.parametrize("reference", [SOLO, SHARED])
+def test_pictures_keep_their_bytes_when_their_shape_is_measured(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, reference: int
+) -> None:
+    look = GroupFacts(
+        buckets=(reference,), counts=(torch.get_num_threads(),), seconds={reference: 0.1}, is_complete=False
+    )
+    monkeypatch.setattr("diffserve.engine.groups.first_look", lambda *_: look)
+    monkeypatch.setattr("diffserve.engine.exactness.LONGEST_CALL_S", 1e9)
+    engine = make_engine(cache_dir="")
+
+    def requests() -> list[GenerationRequest]:
+        odd = {"width_px": 72, "height_px": 64, "num_steps": 3, "guidance_scale": 5.0}
+        return [asked("sd15", "euler_a", seed=seed, **odd) for seed in range(4)]
+
+    few = requests()
+    cautious = [engine.generate(request)[0] for request in few]
+    assert set(engine.buckets.values()) == {(reference,)}
+    while engine.study():
+        pass
+    assert all(reference in buckets for buckets in engine.buckets.values())
+    assert list(map(content, engine.generate(requests()))) == list(map(content, cautious))
 
 
 def test_a_large_model_is_not_checked_but_run_row_by_row(

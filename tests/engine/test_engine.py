@@ -129,7 +129,7 @@ def test_a_list_longer_than_the_waiting_room_is_painted_all_the_same(make_engine
 
 def test_a_bad_request_in_a_list_paints_nothing(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    with pytest.raises(InvalidRequest, match="width is 60 px"):
+    with pytest.raises(InvalidRequest, match="size is 60x64; each side must lie"):
         engine.generate([asked("sd15", "ddim", seed=1), asked("sd15", "ddim", seed=1, width_px=60)])
     assert not engine.has_work
 

@@ -83,7 +83,7 @@ def test_an_inpainting_unet_paints_from_text_by_repainting_everything(
     pipeline = load_pipeline("StableDiffusionInpaintPipeline", tiny_model("inpaint9"))
     request = asked("inpaint9", "euler", seed=4)
     everything = Image.fromarray(np.full((64, 64), 255, dtype=np.uint8))
-    inputs = {"image": Image.fromarray(scene()), "mask_image": everything}
+    inputs: dict[str, Any] = {"image": Image.fromarray(scene()), "mask_image": everything}
     theirs = pipeline_latents(pipeline, request, "inpaint9", strength=1.0, **inputs)
     [ours] = make_engine("inpaint9").generate(request)
     assert error(ours, theirs) < TOLERANCE

@@ -114,22 +114,6 @@ def test_generate_raises_the_reason_when_nothing_was_painted(make_engine: MakeEn
         engine.generate(asked("sd15", "euler", seed=9, num_steps=2, prompt=POISON))
 
 
-def test_running_out_of_memory_halves_the_batch_and_remembers(make_engine: MakeEngine) -> None:
-    engine = make_engine(max_rows=16, deterministic=False)
-
-    def small_device(sample: torch.Tensor, _guilty: torch.Tensor) -> torch.Tensor:
-        if sample.shape[0] > 4:
-            raise torch.OutOfMemoryError("no room for more than four rows")
-        return sample
-
-    with unet_hook(engine, small_device):
-        results = engine.generate(innocent(range(4)))
-    assert len(results) == 4
-    assert next(tick.num_rows for tick in engine.trace if tick.num_rows) == 8
-    assert max(len(call.rows) for tick in engine.trace for call in tick.calls) == 4
-    assert max(tick.num_rows for tick in engine.trace[-3:]) == 4
-
-
 def test_a_tick_that_fails_as_a_whole_fails_its_images_and_the_engine_lives_on(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

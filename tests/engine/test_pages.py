@@ -111,7 +111,7 @@ def test_images_without_guidance_hold_no_pages_of_a_negative_prompt(make_engine:
 
 def test_who_does_not_fit_waits_until_somebody_leaves(make_engine: MakeEngine) -> None:
     alone = [content(make_engine().generate(quick(seed, prompt=f"{seed} cats")))[0] for seed in range(4)]
-    engine = make_engine(kv_pool_bytes=pool_bytes(make_engine().model, 3))
+    engine = make_engine(max_rows=16, kv_pool_bytes=pool_bytes(make_engine().model, 3))
     results = engine.generate([quick(seed, prompt=f"{seed} cats") for seed in range(4)])
     assert content(results) == alone
     together = [len(set(tick.request_ids)) for tick in engine.trace]

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from diffserve.engine import Engine
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import SCHEDULERS, asked, load_pipeline, pipeline_latents
 
 TOLERANCE = 1e-3
+CONTINUOUS: dict[str, dict[str, Any]] = {
+    "EDMDPMSolverMultistepScheduler": {"sigma_data": 0.5, "sigma_max": 80.0, "sigma_min": 0.002},
+    "EDMEulerScheduler": {"sigma_data": 1.0, "sigma_max": 120.0, "sigma_min": 0.002, "prediction_type": "v_prediction"},
+}
+"""Playground 2.5 and CosXL."""
 PIPELINES = {"sd15": "StableDiffusionPipeline", "sd2": "StableDiffusionPipeline", "sdxl": "StableDiffusionXLPipeline"}
 
 
@@ -59,3 +68,23 @@ def test_a_wide_picture_is_that_of_diffusers(make_engine: MakeEngine, tiny_model
     assert ours.latents is not None
     assert ours.pixels.shape == (64, 96, 3)
     assert np.abs(ours.latents.array - theirs).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("scheduler", sorted(CONTINUOUS))
+def test_a_model_of_edm_s_noise_paints_as_in_diffusers(
+    scheduler: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(tiny_model("sdxl"), tmp_path / "edm"))
+    index = json.loads((path / "model_index.json").read_text())
+    (path / "model_index.json").write_text(json.dumps(index | {"scheduler": ["diffusers", scheduler]}))
+    config = {"_class_name": scheduler, **CONTINUOUS[scheduler]}
+    (path / "scheduler" / "scheduler_config.json").write_text(json.dumps(config))
+    sampler = "euler" if "Euler" in scheduler else "dpmpp_2m"
+    request = asked("sdxl", sampler, seed=8)
+    pipeline = load_pipeline(PIPELINES["sdxl"], path)
+    theirs = pipeline_latents(pipeline, request, "sdxl", keep_scheduler=True)
+    engine = Engine.from_pretrained(str(path), dtype="float32", device="cpu")
+    [ours] = engine.generate(request)
+    assert ours.latents is not None
+    assert engine.info.prediction_type == ("edm" if sampler == "dpmpp_2m" else "v_prediction")
+    assert np.abs(ours.latents.array - theirs).max() < TOLERANCE * max(1.0, float(np.abs(theirs).max()))

@@ -122,6 +122,33 @@ def test_a_long_job_is_overtaken_only_by_those_who_come_soon_after_it(ageing: fl
     assert max(overtakers) <= 100 / ageing + 1
 
 
+def test_a_row_weighs_as_many_pixels_as_it_has() -> None:
+    """A picture of four times the pixels and half the steps is twice the work, and comes second."""
+    desk = Desk(row_cap=2)
+    large = desk.submit(num_steps=5, width_px=128, height_px=128)
+    small = desk.submit(num_steps=10, width_px=64, height_px=64)
+    assert [event.request_id for event in desk.run() if isinstance(event, Finished)] == [
+        small.request_id,
+        large.request_id,
+    ]
+
+
+def test_a_large_picture_waits_longer_before_it_is_overtaken_no_more() -> None:
+    """Ageing is in rows of the native size: what N steps of a large picture age through is N times its pixels."""
+    last = {}
+    for side_px in (64, 128):
+        desk = Desk(row_cap=2, ageing_rows_per_tick=1.0)
+        long = desk.submit(num_steps=30, width_px=side_px, height_px=side_px)
+        while not long.is_over:
+            desk.submit(num_steps=2, request_id=f"short-{desk.scheduler.num_ticks}")
+            events = desk.tick()[1]
+            for event in events:
+                if isinstance(event, Finished) and event.request_id != long.request_id:
+                    last[side_px] = int(event.request_id.partition("-")[2])
+    assert last[64] <= 60
+    assert 180 <= last[128] <= 240
+
+
 def test_sizes_do_not_share_a_tick_and_both_get_their_turn() -> None:
     desk = Desk(row_cap=8)
     square = [desk.submit(num_steps=3) for _ in range(2)]

@@ -253,3 +253,24 @@ def test_a_tensor_in_two_shards_is_refused(copy_tiny: CopyTiny) -> None:
     (path / UNET).rename(plain)
     index.write_text(json.dumps({"weight_map": names | {"a": plain.name}}))
     assert "is in both" in message_of(path)
+
+
+def test_formulation_that_is_not_served_is_refused_before_any_weight_is_read(copy_tiny: CopyTiny) -> None:
+    path = copy_tiny("sd15")
+    (path / UNET).unlink()
+    edit_json(path / "scheduler/scheduler_config.json", _class_name="FlowMatchEulerDiscreteScheduler", shift=3.0)
+    assert "FlowMatchEulerDiscreteScheduler (a flow-matching model" in message_of(path)
+    edit_json(path / "scheduler/scheduler_config.json", _class_name="DDIMScheduler")
+    assert "shift is 3.0, which no scheduler that is served knows" in message_of(path)
+    edit_json(path / "scheduler/scheduler_config.json", shift=0)
+    edit_json(path / "model_index.json", scheduler=["diffusers", "EDMEulerScheduler"])
+    assert "says DDIMScheduler, model_index.json says EDMEulerScheduler" in message_of(path)
+
+
+def test_class_that_the_scheduler_s_file_leaves_out_is_that_of_the_index(copy_tiny: CopyTiny) -> None:
+    path = copy_tiny("sd15")
+    config = json.loads((path / "scheduler/scheduler_config.json").read_text())
+    del config["_class_name"]
+    (path / "scheduler/scheduler_config.json").write_text(json.dumps(config))
+    edit_json(path / "model_index.json", scheduler=["diffusers", "FlowMatchEulerDiscreteScheduler"])
+    assert "a flow-matching model" in message_of(path)

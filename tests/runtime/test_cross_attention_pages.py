@@ -11,6 +11,7 @@ import torch
 
 from diffserve.errors import ConfigError
 from diffserve.runtime import UNetRunner, load_model
+from diffserve.runtime.pointwise import use_pointwise
 from diffserve.runtime.prompt_pages import PagedConditioning
 from diffserve.runtime.quiet import import_quietly
 from diffserve.runtime.text import Conditioning
@@ -108,12 +109,14 @@ def test_the_published_depths_and_heads_equal_diffusers(tiny: LoadTiny, kind: st
     torch.testing.assert_close(found, judge, rtol=0, atol=1e-5)
 
 
-def test_embeddings_still_go_diffusers_way_bit_for_bit(fresh_tiny: LoadTiny, tiny_pipeline: TinyPipeline) -> None:
+def test_embeddings_still_go_diffusers_way_bit_for_bit(fresh_tiny: LoadTiny, tiny_model: Callable[[str], Path]) -> None:
     model = fresh_tiny("sd15")
     assert len(model.unet.cross_attention.layers) == 4
     told = embed(model, "a red fox")
     rows, texts = rows_for(model.unet, told), torch.stack([told.cond, told.uncond])
-    assert torch.equal(model.unet.predict(contexts=texts, **rows), theirs(tiny_pipeline("sd15").unet, rows, texts))
+    network = import_quietly("diffusers", "UNet2DConditionModel").from_pretrained(tiny_model("sd15") / "unet").eval()
+    use_pointwise(network)
+    assert torch.equal(model.unet.predict(contexts=texts, **rows), theirs(network, rows, texts))
 
 
 def test_rows_can_be_chosen_from_keys_and_values(tiny: LoadTiny) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -142,9 +143,23 @@ def test_quantising_while_loading_never_holds_more_than_the_model_and_one_tensor
     assert len(held) == len(checkpoint.entries)
 
 
-def test_a_float16_model_keeps_its_vae_in_float32_where_the_vae_overflows() -> None:
-    half = choose_device("cpu", "float16")
-    assert vae_precision(half, upcast=True).compute_dtype == torch.float32
-    assert vae_precision(half, upcast=False) is half
-    full = choose_device("cpu", "bfloat16")
-    assert vae_precision(full, upcast=True) is full
+def test_only_sdxl_s_vae_is_kept_in_float32_by_a_float16_model() -> None:
+    half, full = choose_device("cpu", "float16"), choose_device("cpu", "bfloat16")
+    says, mended = {"force_upcast": True}, {"force_upcast": False}
+    for config in (says, {}):
+        assert vae_precision(half, config, is_sdxl=True).compute_dtype == torch.float32
+        assert vae_precision(full, config, is_sdxl=True) is full
+    assert vae_precision(half, mended, is_sdxl=True) is half
+    for config in (says, mended, {}):  # diffusers writes true into every file, and never reads it here
+        assert vae_precision(half, config, is_sdxl=False) is half
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("sd15", torch.float16), ("sd2", torch.float16), ("sdxl", torch.float32)])
+def test_vae_of_a_float16_model_has_the_dtype_that_diffusers_gives_it(
+    tiny_model: Callable[[str], Path], kind: str, dtype: torch.dtype
+) -> None:
+    path = tiny_model(kind)
+    assert json.loads((path / "vae/config.json").read_text())["force_upcast"] is True
+    vae = load_model(path, dtype="float16", device="cpu").vae
+    assert vae.dtype == dtype
+    assert {parameter.dtype for parameter in vae.network.parameters()} == {dtype}

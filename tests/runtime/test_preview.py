@@ -101,7 +101,7 @@ def test_a_tiny_autoencoder_shows_what_diffusers_decodes(
     assert np.abs(model.preview(latents) - expected).max() <= 0.51
     assert model.previewer is not None
     assert model.previewer.factor == 8
-    assert not caplog.records
+    assert {record.name for record in caplog.records} <= {"diffserve.runtime.plausibility"}  # of random weights
 
 
 def test_only_the_decoder_of_a_tiny_autoencoder_is_held(tmp_path: Path) -> None:

@@ -15,9 +15,11 @@ from diffserve.runtime import load_model
 from diffserve.runtime import single_file_config as infer
 from diffserve.runtime.checkpoint import Checkpoint, TensorEntry
 from diffserve.runtime.clip_vocabulary import END, START, VOCABULARY_SIZE, clip_tokenizer, clip_vocabulary
+from diffserve.runtime.formulation import edm_normalisation, edm_scheduler
 from diffserve.runtime.prediction import predicts_velocity
 from diffserve.runtime.quiet import import_quietly
 from diffserve.runtime.unet import UNetRunner
+from schedulers import NoiseSchedule
 from tests.runtime.conftest import LoadTiny, TinyPipeline
 from tests.runtime.original_layout import save_single_file, unet_tensors, vae_tensors
 from tests.tiny_models import KINDS, build_pipeline, text_encoder, unet
@@ -264,3 +266,47 @@ def test_other_files_are_told_apart(tmp_path: Path, keys: list[str], problem: st
     save_file({key: torch.zeros(1) for key in keys}, tmp_path / "other.safetensors")
     with pytest.raises(ModelLoadError, match=problem):
         load_model(tmp_path / "other.safetensors")
+
+
+VALUE = torch.tensor([120.0])
+FOUR = torch.tensor([-1.6574, 1.886, -1.383, 2.5155])
+
+
+def test_marks_of_edm_in_a_single_file_say_how_it_is_asked(tmp_path: Path) -> None:
+    cosxl = save_file_and_open(tmp_path, {"edm_vpred.sigma_max": VALUE, "edm_vpred.sigma_min": VALUE / 60000})
+    velocity = NoiseSchedule.from_config(edm_scheduler(cosxl) or {})
+    assert (velocity.prediction_type, velocity.is_continuous, velocity.sigma_data) == ("v_prediction", True, 1.0)
+    assert velocity.sigmas[-1] == pytest.approx(120.0)
+    assert velocity.sigmas[0] == pytest.approx(0.002)
+    playground = save_file_and_open(tmp_path, {"edm_mean": FOUR.view(1, 4, 1, 1), "edm_std": FOUR.abs()})
+    edm = NoiseSchedule.from_config(edm_scheduler(playground) or {})
+    assert (edm.prediction_type, edm.sigma_data, edm.ramp) == ("edm", 0.5, "karras")
+    normalised = edm_normalisation(playground)
+    assert normalised["latents_mean"] == pytest.approx(FOUR.tolist())
+    assert normalised["latents_std"] == pytest.approx(FOUR.abs().tolist())
+    assert normalised["scaling_factor"] == 0.5
+    assert edm_scheduler(save_file_and_open(tmp_path, {"v_pred": VALUE})) is None
+
+
+def test_half_of_edm_s_marks_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="holds edm_mean alone"):
+        edm_scheduler(save_file_and_open(tmp_path, {"edm_mean": FOUR}))
+    with pytest.raises(ModelLoadError, match=r"shape \(4,\)"):
+        edm_scheduler(save_file_and_open(tmp_path, {"edm_vpred.sigma_max": FOUR}))
+
+
+def test_marks_of_edm_and_another_scheduler_beside_the_file_are_an_error(export: Export) -> None:
+    path = export("sdxl", {"edm_mean": FOUR, "edm_std": FOUR.abs()})
+    with pytest.raises(ModelLoadError, match=r"a model of EDM's noise .* says DDIMScheduler"):
+        load_model(path, dtype="float32", device="cpu")
+
+
+def test_mark_of_edm_that_nobody_knows_is_named(export: Export) -> None:
+    with pytest.raises(ModelLoadError, match="edm_shift"):
+        load_model(export("sdxl", {"edm_shift": VALUE}), dtype="float32", device="cpu")
+
+
+def save_file_and_open(folder: Path, tensors: dict[str, torch.Tensor]) -> Checkpoint:
+    file = folder / f"marks-{len(list(folder.iterdir()))}.safetensors"
+    save_file(tensors, file)
+    return Checkpoint.open([file])

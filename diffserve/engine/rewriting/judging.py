@@ -53,7 +53,7 @@ class Judge:
         if fitted is None and doubt is None:
             doubt = self._too_long(cleaned)
         if doubt is None and not force and result.mean_entropy > self.max_entropy:
-            doubt = self._unsure(result.mean_entropy)
+            doubt = Doubt("unsure", "the rewriter was not sure enough of its words")
         return Rewrite(
             prompt=wish if fitted is None or doubt else fitted,
             answer=result.text,
@@ -89,11 +89,6 @@ class Judge:
         return Doubt(
             "too_long",
             f"the rewritten prompt has {has} tokens, the image model reads {most}, and it cannot be shortened",
-        )
-
-    def _unsure(self, entropy: float) -> Doubt:
-        return Doubt(
-            "unsure", f"the rewriter was unsure ({entropy:.2f} nats a token, at most {self.max_entropy:g} are taken)"
         )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from diffserve.engine.device_health import raise_if_sticky
 from diffserve.engine.task import Failure
 from diffserve.engine.text.batch import TextBatch
 from diffserve.engine.text.plan import Piece, TextOutcome, TextPlan
@@ -83,7 +84,8 @@ class TextRunners:
         """
         try:
             return self._propose(pieces) if pieces else {}
-        except Exception:
+        except Exception as error:
+            raise_if_sticky(error)
             logger.exception("the draft model failed; this tick goes on without drafts")
             for piece in pieces:
                 piece.draft = []
@@ -121,7 +123,11 @@ def _draft_chunk(piece: Piece, fork: DecodingRow, start: int) -> Chunk:
 
 
 def failure_of(error: Exception) -> Failure:
-    """An exception as a text's reason to fail; what is not ours is named by its type, and logged with its trace."""
+    """An exception as a text's reason to fail; what is not ours is named by its type, and logged with its trace.
+
+    DeviceLost where it is the end of all texts.
+    """
+    raise_if_sticky(error)
     if isinstance(error, DiffserveError):
         return Failure(error.code, error.message, error.param)
     if not isinstance(error, torch.OutOfMemoryError):

@@ -24,6 +24,8 @@ class LayerView(NamedTuple):
 class Arena:
     """``data``: uint8 (num_pages, page_bytes) on ``device``. Never cleared: pages hold what was last written.
 
+    All of it is touched here, so that a process does not grow for hours while pages are used for the first time.
+
     Raises ConfigError when the pages cannot be.
     """
 
@@ -34,7 +36,7 @@ class Arena:
                 f"multiple of {PAGE_ALIGNMENT_BYTES} bytes (PagePlan.smallest_page_bytes gives one)."
             )
         with torch.inference_mode(False):
-            self.data = torch.empty((num_pages, page_bytes), dtype=torch.uint8, device=device)
+            self.data = torch.empty((num_pages, page_bytes), dtype=torch.uint8, device=device).zero_()
 
     def views(self, plan: PagePlan) -> tuple[LayerView, ...]:
         """Every layer of ``plan``, writing through to the arena."""

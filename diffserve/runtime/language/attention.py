@@ -37,7 +37,10 @@ class LayerCall(Protocol):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """(N, H, D) from queries (N, H, D), keys and values (N, key heads, D) of the forward's N new tokens."""
+        """(N, H, D) from queries (N, H, D), keys and values (N, key heads, D) of the forward's N new tokens.
+
+        Idle ones may stand behind them: they leave no keys and values, and what they are given is zero.
+        """
 
 
 def paged_attention(
@@ -129,7 +132,8 @@ class PagedCall:
         softcap: float | None,
     ) -> Tensor:
         """See ``LayerCall``: keys and values are written to the pages first."""
-        self.batch.write(layer, key, value)
+        num_tokens = self._groups[-1].tokens.stop
+        self.batch.write(layer, key[:num_tokens], value[:num_tokens])
         outputs = []
         for group in self._groups:
             if group.is_fresh:
@@ -138,6 +142,8 @@ class PagedCall:
                 keys, values = self._gather(layer, group)
             queries = group.take(query[group.tokens])
             outputs.append(group.give(_attend(group, queries, keys, values, scale, window, softcap)))
+        if len(query) > num_tokens:
+            outputs.append(torch.zeros_like(query[num_tokens:]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _gather(self, layer: int, group: RowGroup) -> tuple[Tensor, Tensor]:

@@ -10,12 +10,16 @@ from typing import Any, Final
 
 import torch
 
+from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError, ModelNotFound
 from diffserve.runtime.checkpoint import digest_files, find_weights, read_json
+from diffserve.runtime.filling import WithoutInit
 from diffserve.runtime.language.attention import register
 from diffserve.runtime.language.compatibility import check_config, check_parity, find_layers
 from diffserve.runtime.language.model import LanguageModel
 from diffserve.runtime.language.weight_only import compute_choice, quantise
+from diffserve.runtime.lean_imports import without_compiler
+from diffserve.runtime.manifest import check_manifest
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.quantisation import tensor_bytes
 from diffserve.runtime.quiet import hushed, import_quietly
@@ -27,12 +31,18 @@ logger = logging.getLogger(__name__)
 
 
 def load_language_model(
-    path: str | Path, *, dtype: str = "auto", device: str = "auto", model_id: str | None = None
+    path: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    model_id: str | None = None,
+    cache: DiskCache | None = None,
 ) -> LanguageModel:
     """Load the causal language model in the directory ``path``, as transformers writes it.
 
     dtype     auto, float32, bfloat16, float16, int8 or int4 (weights only; arithmetic in the device's best dtype)
     model_id  what it is called; by default the directory's name
+    cache     keeps digests of large files for the next start
 
     Its attention over pages is compared with transformers' own on a short text before it is given out. Raises
     ModelNotFound, ConfigError (device or dtype), ModelLoadError for weights, classes or settings that cannot be served.
@@ -41,6 +51,7 @@ def load_language_model(
     if not directory.is_dir():
         raise ModelNotFound(f"no model directory at {directory}.")
     choice = compute_choice(device, dtype)
+    check_manifest(directory)
     settings = read_json(directory / "config.json")
     files = find_weights(directory, "model", prefer_fp16=choice.compute_dtype == torch.float16)
     with _quietly():
@@ -51,7 +62,8 @@ def load_language_model(
     quantise(network, choice)
     network.to(choice.device)
     layers = find_layers(network, str(directory))
-    info = _describe(directory, model_id or directory.name, network, tokenizer, choice, digest_files(files))
+    digest = digest_files(files, cache)
+    info = _describe(directory, model_id or directory.name, network, tokenizer, choice, digest)
     model = LanguageModel(network, tokenizer, info, layers, choice.device, choice.compute_dtype)
     check_parity(model)
     logger.info("language model %s: %s", info.model_id, choice.reason)
@@ -70,15 +82,16 @@ def _load_config(directory: Path, settings: dict[str, Any]) -> Any:
 def _load_network(directory: Path, config: Any, choice: DeviceChoice) -> Any:
     cls = import_quietly("transformers", "AutoModelForCausalLM")
     try:
-        network, report = cls.from_pretrained(
-            str(directory),
-            config=config,
-            dtype=choice.compute_dtype,
-            attn_implementation=register(),
-            use_safetensors=True,
-            output_loading_info=True,
-            **OFFLINE,
-        )
+        with WithoutInit(), without_compiler():
+            network, report = cls.from_pretrained(
+                str(directory),
+                config=config,
+                dtype=choice.compute_dtype,
+                attn_implementation=register(),
+                use_safetensors=True,
+                output_loading_info=True,
+                **OFFLINE,
+            )
     except Exception as error:  # the same
         raise ModelLoadError(f"{directory} cannot be loaded as a causal language model ({error}).") from error
     for what in ("missing_keys", "mismatched_keys", "error_msgs"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from diffserve.errors import InvalidRequest
@@ -60,19 +61,24 @@ class LanguageRunner:
     def forward(self, chunks: Sequence[Chunk]) -> Tensor:
         """Write the chunks' keys and values; return logits (sum of ``num_logits``, vocabulary), chunk after chunk.
 
-        All new tokens go through the network as one row (1, N), each at its own position. Raises PageTableError when
-        room was not reserved, InvalidRequest for a token that the model does not know.
+        All new tokens go through the network as one row (1, N), each at its own position, idle ones behind them. Raises
+        PageTableError when room was not reserved, InvalidRequest for a token that the model does not know.
         """
         self._check(chunks)
         spans = [Span(len(chunk.token_ids), chunk.end) for chunk in chunks]
         call = PagedCall(self.pool, [chunk.table for chunk in chunks], spans, self._workspace)
         token_ids = [token_id for index in call.order for token_id in chunks[index].token_ids]
+        num_idle = self._num_idle(len(token_ids))
         return self.model.logits(
-            torch.tensor(token_ids, device=self.model.device),
-            call.batch.positions,
+            torch.tensor(token_ids + token_ids[-1:] * num_idle, device=self.model.device),
+            F.pad(call.batch.positions, (0, num_idle)),
             call,
             keep=torch.tensor(_kept(chunks, call.order), dtype=torch.long, device=self.model.device),
         )
+
+    def _num_idle(self, num_tokens: int) -> int:
+        """Tokens to add that nobody looks at. On a CPU oneDNN makes a kernel for every length and keeps a thousand."""
+        return few_lengths(num_tokens) - num_tokens if self.model.device.type == "cpu" else 0
 
     def _check(self, chunks: Sequence[Chunk]) -> None:
         most, vocab_size = self.model.info.context_tokens, self.model.info.vocab_size
@@ -84,6 +90,12 @@ class LanguageRunner:
                     f"a token id of {list(chunk.token_ids)[:8]} is not in the vocabulary of {vocab_size}.",
                     param="prompt",
                 )
+
+
+def few_lengths(num_tokens: int) -> int:
+    """``num_tokens`` or up to an eighth more, so that there are eight lengths between a number and its double."""
+    step = 1 << max(0, num_tokens.bit_length() - 4)
+    return -(-num_tokens // step) * step
 
 
 def _kept(chunks: Sequence[Chunk], order: Sequence[int]) -> list[int]:

@@ -93,7 +93,7 @@ def test_more_wishes_than_may_wait_are_answered_in_turn(make_rewriter: MakeRewri
         ('a sign that says "Closed"', "lost_words", 'the rewriter left out "Closed"'),
         ("a tram in Lisbon", "lost_words", 'the rewriter left out "Lisbon"'),
         ("something wordy", "too_long", "the rewritten prompt has 40 tokens, the image model reads 30"),
-        ("be unsure", "unsure", "the rewriter was unsure (1."),
+        ("be unsure", "unsure", "the rewriter was not sure enough of its words; "),
     ],
 )
 def test_what_cannot_be_taken_leaves_the_wish_as_it_is_and_says_so(

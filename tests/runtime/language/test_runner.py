@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from diffserve.errors import InvalidRequest
 from diffserve.runtime.kv import PagePool, PageTable, PageTableError
 from diffserve.runtime.language import Chunk, LanguageModel, LanguageRunner
+from diffserve.runtime.language.runner import few_lengths
 from tests.runtime.language import tiny
 from tests.runtime.language.conftest import Load
 
@@ -129,3 +131,32 @@ def test_the_same_tenant_cannot_be_two_models(language: Load) -> None:
     runner = make_runner(language("llama"))
     with pytest.raises(ValueError, match="another spec"):
         LanguageRunner(language("qwen2"), runner.pool)
+
+
+def test_calls_of_all_lengths_reach_the_network_in_a_few_lengths_for_each_costs_a_kernel_of_its_own(
+    language: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = language("llama")
+    runner = make_runner(model)
+    seen: set[int] = set()
+    inner = model.network.model.forward
+
+    def forward(*arguments: Any, **named: Any) -> Any:
+        seen.add(named["input_ids"].shape[1])
+        return inner(*arguments, **named)
+
+    monkeypatch.setattr(model.network.model, "forward", forward)
+    for length in range(1, 65):
+        table = opened(runner, length)
+        ids = tiny.random_ids(length, seed=length)
+        logits = runner.forward([Chunk(table, 0, ids)])
+        assert torch.isfinite(logits).all()
+        runner.pool.close(table)
+    assert len(seen) <= 16 + 8 + 8, sorted(seen)
+    assert max(seen) == 64
+
+
+def test_no_call_grows_by_more_than_an_eighth() -> None:
+    lengths = {num: few_lengths(num) for num in range(1, 5000)}
+    assert all(num <= length <= num * 9 / 8 for num, length in lengths.items())
+    assert len(set(lengths.values())) < 100

@@ -1,0 +1,143 @@
+"""Start sooner: diffusers and transformers without what painting never asks of them. About half the time of a start.
+
+Importing one UNet class brings in torch's compiler, its distributed tensors, torchao and scipy, only so that decorators
+and optional branches have something to refer to. While the two libraries are imported, these are said to be absent or
+are stood in for; afterwards everything is as it was, and whoever asks for the real ones gets them.
+
+What the libraries found absent they keep for absent: so this is for the processes of our own commands, never for a
+program that imports diffserve beside other users of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, Final
+
+HIDDEN: Final = ("torchao", "scipy")
+LIBRARIES: Final = ("diffusers", "transformers")
+WANTED: Final = (
+    ("transformers", "CLIPTextModel"),
+    ("transformers", "CLIPTextModelWithProjection"),
+    ("diffusers", "UNet2DConditionModel"),
+    ("diffusers", "AutoencoderKL"),
+)
+COMPILER: Final = "torch._dynamo"
+TRACING: Final = f"{COMPILER}._trace_wrapped_higher_order_op"
+
+log = logging.getLogger(__name__)
+
+_was_lean = False
+
+
+def import_lean() -> bool:
+    """Import what painting needs of both libraries, and whether that was done leanly.
+
+    Nothing is done where one of them is there already. Library versions that do not bear it are imported whole, later.
+    """
+    if any(name in sys.modules for name in (*LIBRARIES, COMPILER)):
+        return False
+    with _uncollected():
+        return _import_lean()
+
+
+def _import_lean() -> bool:
+    import torch  # noqa: F401  # it comes whole
+
+    before = set(sys.modules)
+    try:
+        with _standing_in():
+            for module, name in WANTED:
+                getattr(__import__(module), name)
+    except Exception as error:
+        for module in set(sys.modules) - before:
+            if module.partition(".")[0] in LIBRARIES:
+                del sys.modules[module]
+        log.info("the libraries are imported whole: %s: %s", type(error).__name__, error)
+        return False
+    global _was_lean
+    _was_lean = True
+    return True
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """What is made in the block stays for good: it is not looked through for garbage, neither meanwhile nor later."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """For the length of the block torch's compiler is stood in for, where the imports were lean and it is not there.
+
+    A model that is built on the meta device runs torch's reference functions, and the first of them imports it.
+    """
+    import torch
+
+    if not _was_lean or COMPILER in sys.modules:
+        yield
+        return
+    compiler = _compiler()
+    sys.modules[COMPILER] = torch._dynamo = compiler
+    try:
+        yield
+    finally:
+        if sys.modules.get(COMPILER) is compiler:
+            del sys.modules[COMPILER], torch._dynamo
+
+
+class _TransformGetItemToIndex:
+    """torch's context manager of this name, fetched when somebody enters it."""
+
+    def __new__(cls) -> Any:
+        from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+        return TransformGetItemToIndex()
+
+
+def _unchanged(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
+    """A decorator, with or without arguments, that does nothing."""
+    return _unchanged if function is None else function
+
+
+def _compiler() -> ModuleType:
+    compiler = ModuleType(COMPILER)
+    for name in ("disable", "allow_in_graph", "assume_constant_result", "mark_static_address"):
+        setattr(compiler, name, _unchanged)
+    compiler.__path__ = []
+    return compiler
+
+
+@contextmanager
+def _standing_in() -> Iterator[None]:
+    """``HIDDEN`` cannot be found, the compiler is a stand-in, and torch has no distributed part, until the end."""
+    import torch
+
+    compiler, tracing = _compiler(), ModuleType(TRACING)
+    tracing.TransformGetItemToIndex = _TransformGetItemToIndex  # type: ignore[attr-defined]
+    stand_ins: dict[str, Any] = {COMPILER: compiler, TRACING: tracing}
+    stand_ins |= {name: None for name in HIDDEN if name not in sys.modules}
+    disable, is_available = torch.compiler.disable, torch.distributed.is_available
+    sys.modules.update(stand_ins)
+    torch._dynamo = compiler
+    torch.compiler.disable = _unchanged  # type: ignore[assignment]
+    torch.distributed.is_available = lambda: False
+    try:
+        yield
+    finally:
+        torch.compiler.disable, torch.distributed.is_available = disable, is_available
+        del torch._dynamo
+        for name in stand_ins:
+            if sys.modules.get(name) is stand_ins[name]:
+                del sys.modules[name]

@@ -1,0 +1,206 @@
+"""Several clients at one engine: who waits for whom. Stories at a desk without torch."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from diffserve.engine.task import ImageTask, LiveRequest, Stage
+from diffserve.types import Finished
+from tests.engine.desk import Desk
+
+STEPS = 10
+TURN_TICKS = STEPS + 1
+"""A picture of one client, its preparation included."""
+
+
+def ticks_until_painted(desk: Desk, live: LiveRequest, most: int = 10_000) -> int:
+    """Ticks that pass until ``live`` is over."""
+    for tick in range(1, most):
+        desk.tick()
+        if live.is_over:
+            return tick
+    raise AssertionError(f"not painted after {most} ticks")
+
+
+def submit_many(desk: Desk, client: str, number: int, **fields: object) -> list[LiveRequest]:
+    return [desk.submit(client=client, num_steps=STEPS, **fields) for _ in range(number)]
+
+
+@pytest.mark.parametrize("row_cap", [2, 8, 16])
+@pytest.mark.parametrize("head_start", [0, 1, 7, 300])
+@pytest.mark.parametrize("width_px", [64, 96])
+def test_eighty_requests_of_one_delay_the_first_picture_of_another_by_one_turn(
+    row_cap: int, head_start: int, width_px: int
+) -> None:
+    desk = Desk(row_cap=row_cap)
+    submit_many(desk, "crowd", 80)
+    for _ in range(head_start):
+        desk.tick()
+    guest = desk.submit(client="guest", num_steps=STEPS, width_px=width_px, height_px=64)
+    own_work = TURN_TICKS * width_px / 64  # in ticks of the crowd's pictures
+    assert ticks_until_painted(desk, guest) <= TURN_TICKS + own_work
+    desk.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("max_lanes", [1, 4, 16, 64])
+def test_pictures_of_a_thousand_steps_do_not_keep_another_from_a_lane(max_lanes: int) -> None:
+    desk = Desk(row_cap=8, max_lanes=max_lanes)
+    for _ in range(80):
+        desk.submit(client="crowd", num_steps=1000, num_images=10)
+    for _ in range(30):
+        desk.tick()
+    assert (len(desk.scheduler.in_flight), desk.scheduler.lanes.num_free) == (max_lanes, 0), "one alone has them all"
+    guest = desk.submit(client="guest", num_steps=STEPS)
+    assert desk.tick()[0].prepare == (guest.tasks[0],)
+    assert ticks_until_painted(desk, guest) <= TURN_TICKS
+
+
+def test_a_picture_that_is_nearly_done_is_finished_before_a_newcomers() -> None:
+    desk = Desk(row_cap=2)
+    old = desk.submit(client="old", num_steps=STEPS)
+    for _ in range(STEPS):
+        desk.tick()
+    new = desk.submit(client="new", num_steps=STEPS)
+    desk.tick()
+    assert old.is_over
+    assert ticks_until_painted(desk, new) <= TURN_TICKS
+
+
+def test_among_many_with_one_picture_each_the_shortest_comes_first() -> None:
+    """Taking turns step by step would make everybody wait for the last."""
+    desk = Desk(row_cap=2, max_lanes=8)
+    lives = {steps: desk.submit(client=f"client {steps}", num_steps=steps) for steps in (9, 3, 6, 1)}
+    ended = [event.request_id for event in desk.run() if isinstance(event, Finished)]
+    assert ended == [lives[steps].request_id for steps in (1, 3, 6, 9)]
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (64, 96)], ids=["one size", "two sizes"])
+def test_two_with_much_to_do_get_the_same_amount_of_work(sizes: tuple[int, int]) -> None:
+    desk = Desk(row_cap=8)
+    for client, width_px in zip(("left", "right"), sizes, strict=True):
+        submit_many(desk, client, 60, width_px=width_px, height_px=64)
+    work = {"left": 0.0, "right": 0.0}
+    for _ in range(150):
+        plan, _ = desk.tick()
+        for task in plan.rows:
+            work[task.live.client] += 2 * (task.settings.width_px * task.settings.height_px) / 64**2
+    a_round = 8 * STEPS * 1.5
+    assert abs(work["left"] - work["right"]) <= 2 * a_round
+
+
+def test_the_work_of_large_pictures_is_weighed_by_their_pixels() -> None:
+    desk = Desk(row_cap=2)
+    large = submit_many(desk, "large", 40, width_px=128, height_px=128)
+    small = submit_many(desk, "small", 120)
+    for _ in range(STEPS * 50):
+        desk.tick()
+    num_large, num_small = (sum(live.is_over for live in lives) for lives in (large, small))
+    assert num_large >= 8
+    assert num_small == pytest.approx(4 * num_large, abs=8)
+
+
+def test_a_long_picture_is_not_overtaken_for_ever_by_clients_who_come_and_go() -> None:
+    desk = Desk(row_cap=2)
+    long = desk.submit(client="long", num_steps=100)
+    desk.tick()
+    for number in range(200):
+        desk.submit(client=f"passer-by {number}", num_steps=5)
+        for _ in range(5):
+            desk.tick()
+        if long.is_over:
+            break
+    assert long.is_over
+    assert number <= 3 * 100 / 5
+
+
+def test_nobody_saves_up_by_staying_away() -> None:
+    desk = Desk(row_cap=2)
+    crowd = submit_many(desk, "crowd", 60)
+    early = desk.submit(client="early", num_steps=1)
+    for _ in range(STEPS * 20):
+        desk.tick()
+    assert early.is_over
+    before = sum(live.is_over for live in crowd)
+    submit_many(desk, "early", 60)
+    for _ in range(STEPS * 10):
+        desk.tick()
+    assert sum(live.is_over for live in crowd) - before >= 4
+
+
+def test_room_that_others_could_not_use_is_not_held_against_anybody_for_long() -> None:
+    """The crowd fills the ticks of a slow client's one picture; a newcomer must not keep it waiting for all of that."""
+    desk = Desk(row_cap=16)
+    crowd = submit_many(desk, "crowd", 200)
+    desk.submit(client="slow", num_steps=200)
+    for _ in range(150):
+        desk.tick()
+    before = sum(live.is_over for live in crowd)
+    submit_many(desk, "newcomer", 100)
+    for _ in range(STEPS * 6):
+        desk.tick()
+    assert sum(live.is_over for live in crowd) - before >= 8
+
+
+def test_taking_requests_back_costs_no_turn() -> None:
+    desk = Desk(row_cap=2)
+    for live in submit_many(desk, "fickle", 50):
+        desk.scheduler.cancel(live.request_id)
+    submit_many(desk, "crowd", 20)
+    desk.tick()
+    again = desk.submit(client="fickle", num_steps=STEPS)
+    assert ticks_until_painted(desk, again) <= 2 * TURN_TICKS
+
+
+def test_pictures_of_another_are_not_decoded_after_all_of_a_crowds() -> None:
+    desk = Desk(row_cap=64, max_decodes_per_tick=1, max_prepares_per_tick=64)
+    crowd = [desk.submit(client="crowd", num_steps=1) for _ in range(20)]
+    desk.tick()
+    desk.tick()
+    guest = desk.submit(client="guest", num_steps=1)
+    assert ticks_until_painted(desk, guest) <= 3
+    assert sum(live.is_over for live in crowd) < 6
+
+
+def test_one_alone_is_served_shortest_first_as_if_there_were_no_clients() -> None:
+    walk = random.Random(7)
+    desk = Desk(row_cap=6, max_lanes=20)
+    num_shared = 0
+    for _ in range(300):
+        if walk.random() < 0.3:
+            width_px, scale = walk.choice([64, 96]), walk.choice([1.0, 5.0])
+            desk.submit(client="somebody", num_steps=walk.randint(1, 30), width_px=width_px, guidance_scale=scale)
+        ready = [task for task in desk.scheduler.in_flight if task.stage is Stage.DENOISING]
+        ready.sort(key=desk.scheduler._key)
+        expected: list[ImageTask] = []
+        for task in ready:
+            if task.group == ready[0].group and sum(one.rows_now for one in (*expected, task)) <= 6:
+                expected.append(task)
+        plan = desk.plan()
+        assert set(plan.rows) == set(expected)
+        num_shared += len(plan.rows) < len(ready)
+        desk.apply(plan)
+    assert num_shared > 50, "there was hardly anything to choose"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_random_walk_of_many_clients_loses_nothing_and_remembers_nobody(seed: int) -> None:
+    walk = random.Random(seed)
+    desk = Desk(row_cap=walk.choice([2, 3, 8]), max_lanes=4, max_prepares_per_tick=2, max_decodes_per_tick=1)
+    over = Counter[str]()
+    for number in range(400):
+        action = walk.random()
+        if action < 0.3 and len(desk.scheduler.live) < 20:
+            client = walk.choice(["a", "b", "c", f"new {number}"])
+            desk.submit(client=client, num_steps=walk.randint(1, 8), num_images=walk.randint(1, 3))
+        elif action < 0.4 and desk.scheduler.live:
+            desk.scheduler.cancel(walk.choice(list(desk.scheduler.live)))
+        else:
+            over.update(event.request_id for event in desk.tick()[1] if isinstance(event, Finished))
+        desk.scheduler.check_integrity()
+    desk.run()
+    assert set(over.values()) <= {1}
+    assert desk.scheduler.lanes.num_free == 4
+    assert desk.scheduler._share._clocks == {}

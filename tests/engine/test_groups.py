@@ -1,0 +1,174 @@
+"""Shapes: painted at once, measured when there is time, kept on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diffserve.engine import Engine
+from diffserve.engine.exactness import SHARED
+from diffserve.engine.groups import GROUPS_KEPT, MOST_TRIALS
+from diffserve.engine.task import GroupKey
+from diffserve.types import GenerationRequest, Painted
+from tests.engine.conftest import MakeEngine
+from tests.engine.pipelines import asked
+
+MEASURING_ROWS = 62
+"""What a check of all sizes up to 16 runs, forwards and backwards."""
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a call may take a second; all sizes are measured all the same."""
+    monkeypatch.setattr("diffserve.engine.exactness.LONGEST_CALL_S", 1e9)
+
+
+@contextmanager
+def counted_rows(engine: Engine) -> Iterator[list[int]]:
+    """The rows of every UNet call that is made inside."""
+    calls: list[int] = []
+
+    def hook(_module: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        calls.append(args[0].shape[0])
+
+    handle = engine.model.unet.network.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+def odd_size(seed: int = 1, width_px: int = 72, **fields: Any) -> GenerationRequest:
+    return asked("sd15", "ddim", seed=seed, num_steps=3, width_px=width_px, height_px=64, **fields)
+
+
+def study_all(engine: Engine) -> None:
+    while engine.study():
+        pass
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_shape_nobody_has_painted_before_is_painted_at_once(make_engine: MakeEngine, deterministic: bool) -> None:
+    engine = make_engine(deterministic=deterministic, cache_dir="")
+    engine.warm_up()
+    with counted_rows(engine) as calls:
+        engine.generate(odd_size())
+    assert sum(calls) <= 3 * 2 * SHARED < MEASURING_ROWS
+
+
+def test_a_long_prompt_does_not_hold_up_those_who_paint(make_engine: MakeEngine) -> None:
+    engine = make_engine(cache_dir="")
+    engine.warm_up()
+    engine.submit(asked("sd15", "ddim", seed=1, num_steps=8))
+    engine.tick()
+    engine.submit(asked("sd15", "ddim", seed=2, num_steps=8, prompt=" ".join(["cat"] * 100)))
+    widest = 0
+    while engine.has_work:
+        with counted_rows(engine) as calls:
+            engine.tick()
+        widest = max(widest, sum(calls))
+    assert widest <= 2 * SHARED
+
+
+def test_an_idle_engine_measures_one_call_at_a_time(make_engine: MakeEngine) -> None:
+    engine = make_engine(cache_dir="")
+    engine.generate(odd_size())
+    before = dict(engine.buckets)
+    num_slices = 0
+    is_going = True
+    while is_going:
+        with counted_rows(engine) as calls:
+            is_going = engine.study()
+        assert len(calls) <= 1
+        num_slices += bool(calls)
+    assert num_slices >= 8
+    assert len(engine.buckets[GroupKey(64, 72, 77)]) > len(before[GroupKey(64, 72, 77)])
+    assert not engine.study()
+
+
+def test_while_images_of_a_new_shape_wait_for_each_other_it_is_measured_beside_them(make_engine: MakeEngine) -> None:
+    engine = make_engine(cache_dir="")
+    for seed in range(24):
+        engine.submit(odd_size(seed))
+    events = list(engine.events())
+    assert sum(isinstance(event, Painted) for event in events) == 24
+    assert max(len(call.rows) for tick in engine.trace for call in tick.calls) > 2
+
+
+def test_what_was_measured_is_known_at_the_next_start(make_engine: MakeEngine, tmp_path: Path) -> None:
+    first = make_engine(cache_dir=str(tmp_path))
+    with counted_rows(first) as calls_before:
+        first.warm_up()
+        first.generate(odd_size())
+        study_all(first)
+    second = make_engine(cache_dir=str(tmp_path))
+    with counted_rows(second) as calls:
+        second.warm_up()
+        second.generate(odd_size())
+        assert not second.study()
+    assert second.buckets == first.buckets
+    num_painting = 3 * 2
+    assert len(calls) <= num_painting + MOST_TRIALS < len(calls_before)
+
+
+def test_a_single_picture_at_the_native_size_pays_for_a_first_look_once(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    told = []
+    for _ in range(2):
+        engine = make_engine(cache_dir=str(tmp_path))
+        with counted_rows(engine) as calls:
+            engine.generate(asked("sd15", "ddim", seed=1, num_steps=3))
+        told.append(sum(calls))
+    assert told[1] <= 3 * SHARED
+    assert told[0] - told[1] <= MEASURING_ROWS // 2
+
+
+@pytest.mark.parametrize("rubbish", [None, [], {"buckets": [3]}, "buckets", {"buckets": [0], "counts": [1]}])
+def test_facts_that_make_no_sense_are_measured_anew(make_engine: MakeEngine, tmp_path: Path, rubbish: object) -> None:
+    first = make_engine(cache_dir=str(tmp_path))
+    first.warm_up()
+    files = list(tmp_path.rglob("*.json"))
+    assert files
+    for file in files:
+        entry = json.loads(file.read_text())
+        file.write_text(json.dumps({"key": entry["key"], "value": rubbish}))
+    second = make_engine(cache_dir=str(tmp_path))
+    second.warm_up()
+    assert second.buckets == first.buckets
+
+
+def test_other_circumstances_have_facts_of_their_own(make_engine: MakeEngine, tmp_path: Path) -> None:
+    make_engine(cache_dir=str(tmp_path)).warm_up()
+    free = make_engine(cache_dir=str(tmp_path), deterministic=False)
+    with counted_rows(free) as calls:
+        free.warm_up()
+    assert sum(calls) >= MEASURING_ROWS
+
+
+def test_shapes_that_are_remembered_are_few(make_engine: MakeEngine) -> None:
+    engine = make_engine(cache_dir="")
+    groups = engine._core.runners.groups
+    for side in range(GROUPS_KEPT + 20):
+        groups.want(GroupKey(64, 8 * (side + 1), 77))
+    assert len(engine.buckets) == GROUPS_KEPT
+    assert not groups.is_wanted(GroupKey(64, 8, 77))
+    assert groups.is_wanted(GroupKey(64, 8 * (GROUPS_KEPT + 20), 77))
+
+
+def test_a_shape_that_cannot_be_measured_is_painted_all_the_same(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(cache_dir="")
+    engine.warm_up()
+    with monkeypatch.context() as broken:
+        broken.setattr("diffserve.engine.groups.random_rows", None)
+        engine.generate(odd_size())
+        study_all(engine)
+    assert "a shape could not be measured" in caplog.text
+    assert len(engine.generate(odd_size())) == 1

@@ -1,0 +1,140 @@
+"""A model that answers as another kind than its files say is refused at load, by the name of what it is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from diffserve.config import load_settings
+from diffserve.disk_cache import DiskCache
+from diffserve.errors import ModelLoadError
+from diffserve.runtime import DiffusionModel, load_model, plausibility
+from diffserve.runtime.manifest import MANIFEST_FILE
+from diffserve.runtime.model import EMBEDDED_DIRECTORY
+from diffserve.runtime.plausibility import Flow, Plausibility, Preconditioned, Reading, judge, probe, readings
+from schedulers import NoiseSchedule, Preconditioning
+from schedulers.arrays import FloatArray
+
+VELOCITY = "v_prediction"
+
+
+@pytest.fixture(scope="module")
+def embedded() -> DiffusionModel:
+    """The shipped model, a trained one of velocity."""
+    return load_model("embedded", dtype="float32", device="cpu")
+
+
+class Dressed:
+    """The shipped UNet behind the front of another formulation: asked as that one is, it answers as that one would."""
+
+    extra_channels = 0
+
+    def __init__(self, model: DiffusionModel, front: Reading) -> None:
+        self.model, self.front = model, front
+        self.train_sigmas = model.schedule.finite_sigmas()
+        self.inside = Preconditioned(Preconditioning(VELOCITY), self.train_sigmas)
+
+    def predict(self, shown: torch.Tensor, told: torch.Tensor, contexts: torch.Tensor, **added: Any) -> torch.Tensor:
+        sigma = self._sigma(told.double().numpy())
+        x = shown / self.front.ask(torch.ones(3, 1, 1, 1), sigma)[0]
+        seen, timestep = self.inside.ask(x, sigma)
+        output = self.model.unet.predict(seen, torch.tensor(timestep), contexts, **added).cpu()
+        denoised = self.inside.read(x, sigma, output)
+        at_rest = self.front.read(x, sigma, torch.zeros_like(x))
+        return (denoised - at_rest) / self.front.read(torch.zeros_like(x), sigma, torch.ones_like(x))
+
+    def _sigma(self, told: FloatArray) -> FloatArray:
+        """The noise level that it believes is meant."""
+        if isinstance(self.front, Flow):
+            time = np.clip(told / 1000, 1e-3, 1 - 1e-3)
+            return np.asarray(time / (1 - time), dtype=np.float64)
+        assert isinstance(self.front, Preconditioned)
+        if self.front.preconditioning.is_continuous:
+            return np.asarray(np.exp(4 * np.clip(told, -2, 2)), dtype=np.float64)
+        logs = np.interp(told, np.arange(self.train_sigmas.size), np.log(self.train_sigmas))
+        return np.asarray(np.exp(logs), dtype=np.float64)
+
+
+def schedule_of(name: str) -> NoiseSchedule:
+    """The embedded model's betas, declared to be of the reading ``name``."""
+    betas = json.loads((EMBEDDED_DIRECTORY / "scheduler/scheduler_config.json").read_text(encoding="utf-8"))
+    if "CosXL" in name:
+        cosxl = {"_class_name": "EDMEulerScheduler", "prediction_type": VELOCITY, "sigma_data": 1.0}
+        return NoiseSchedule.from_config(cosxl)
+    if "EDM" in name:
+        return NoiseSchedule.from_config({"_class_name": "EDMDPMSolverMultistepScheduler"})
+    return NoiseSchedule.from_config(betas | {"prediction_type": name})
+
+
+NAMES = tuple(readings(schedule_of(VELOCITY))[1])
+
+
+@pytest.mark.parametrize("truth", NAMES)
+def test_network_is_known_for_what_it_is_whatever_its_files_say(embedded: DiffusionModel, truth: str) -> None:
+    network: Any = Dressed(embedded, readings(embedded.schedule)[1][truth])
+    for declared in NAMES:
+        if declared == "flow matching":
+            continue  # cannot be declared
+        schedule = schedule_of(declared)
+        found = probe(network, embedded.vae, embedded.text, schedule, embedded.native_size)
+        assert found.declared == declared
+        assert found.best == truth
+        assert found.errors[truth] < 0.5
+        assert found.contradicts == (declared != truth)
+
+
+@pytest.mark.parametrize("model", ["embedded", "embedded-turbo"])
+def test_shipped_models_answer_as_their_files_say(model: str) -> None:
+    found = load_model(model, dtype="float32", device="cpu").plausibility
+    assert found is not None
+    assert found.best == found.declared == VELOCITY
+    assert found.is_plausible
+
+
+@pytest.mark.parametrize("declared", ["epsilon", "sample"])
+def test_shipped_weights_under_another_prediction_type_are_refused(declared: str, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(EMBEDDED_DIRECTORY, tmp_path / "model"))
+    (path / MANIFEST_FILE).unlink()
+    file = path / "scheduler/scheduler_config.json"
+    changed = json.loads(file.read_text()) | {"prediction_type": declared, "rescale_betas_zero_snr": False}
+    file.write_text(json.dumps(changed))
+    with pytest.raises(ModelLoadError, match=f"files say {declared}, its UNet answers like v_prediction") as caught:
+        load_model(path, dtype="float32", device="cpu")
+    assert "\n" not in caught.value.message
+    unasked = msgspec.structs.replace(load_settings(model=str(path), env={}).model, probe=False)
+    assert load_model(path, dtype="float32", device="cpu", profile=unasked).plausibility is None
+
+
+@pytest.mark.parametrize("kind", ["sd15", "sd2", "sdxl", "inpaint9", "embedded"])
+def test_random_weights_load_with_a_warning(
+    kind: str, tiny_model: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = load_model(tiny_model(kind), dtype="float32", device="cpu").plausibility
+    assert found is not None
+    assert not found.contradicts
+    assert not found.is_plausible
+    assert "random, damaged or distilled" in caplog.text
+
+
+def test_probe_is_run_once_for_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = DiskCache(tmp_path)
+    first = load_model("embedded", dtype="float32", device="cpu", cache=cache).plausibility
+    monkeypatch.setattr(plausibility, "_answer", None)
+    assert load_model("embedded", dtype="float32", device="cpu", cache=cache).plausibility == first
+
+
+def test_answers_that_are_not_finite_are_no_better_than_random() -> None:
+    judge(Plausibility("epsilon", {"epsilon": 1e9, "sample": 1e9}), Path("model"))
+    judge(Plausibility("epsilon", {"epsilon": 0.7, "sample": 0.6}), Path("model"))
+    with pytest.raises(ModelLoadError):
+        judge(Plausibility("epsilon", {"epsilon": 0.9, "sample": 0.4}), Path("model"))

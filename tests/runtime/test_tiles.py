@@ -1,0 +1,49 @@
+"""Tiles: what is done piece by piece is what is done at once, as far as it looks no further than the overlap."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from diffserve.runtime.tiles import SHARES, in_tiles, spans
+
+
+def local(z: Tensor) -> Tensor:
+    """Looks at neighbours only, and makes two pixels of a cell."""
+    blurred = F.avg_pool2d(F.pad(z, (1, 1, 1, 1), mode="replicate"), 3, stride=1)
+    return F.interpolate(blurred, scale_factor=2.0, mode="nearest")
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("size", [(8, 8), (16, 24), (24, 17), (9, 64), (41, 40)])
+def test_tiles_cover_all_and_overlap(size: tuple[int, int], share: float) -> None:
+    for num_cells in size:
+        found = spans(num_cells, share)
+        assert (found[0][0], found[-1][1]) == (0, num_cells)
+        assert len({stop - start for start, stop in found}) == 1
+        assert all(after < stop for (_, stop), (after, _) in itertools.pairwise(found))
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_the_pieces_make_the_whole(share: float) -> None:
+    z = torch.randn((1, 3, 64, 48), generator=torch.Generator().manual_seed(0))
+    whole, pieces = local(z), in_tiles(local, z, 2, share)
+    assert pieces.shape == whole.shape
+    assert torch.allclose(pieces, whole, atol=1e-5)
+
+
+def test_tiles_are_smaller_than_the_whole() -> None:
+    seen: list[int] = []
+
+    def noted(z: Tensor) -> Tensor:
+        seen.append(z.shape[-1] * z.shape[-2])
+        return local(z)
+
+    for share, most in zip(SHARES, (0.42, 0.15, 0.07), strict=True):
+        in_tiles(noted, torch.zeros((1, 3, 64, 64)), 2, share)
+        assert max(seen) <= most * 64 * 64
+        seen.clear()
