@@ -32,13 +32,15 @@ from diffserve.client.answers import (
 )
 from diffserve.client.asynchronous import AsyncClient, AsyncStream
 from diffserve.client.calls import ChatFields, ImageFields, RewriteFields, RewriterFields, StreamedImageFields
-from diffserve.client.capabilities import Capabilities, ImageCapabilities, LanguageCapabilities, SamplerChoice
+from diffserve.client.capabilities import Capabilities, ImageCapabilities, LanguageCapabilities, SamplerChoice, World
 from diffserve.client.connection import DEFAULT_URL
 from diffserve.client.errors import RequestCancelled, ServerLost, ServerUnreachable
+from diffserve.client.on_behalf import Asker, ask_for
 from diffserve.client.sync import Client, Stream
 
 __all__ = [
     "DEFAULT_URL",
+    "Asker",
     "AsyncClient",
     "AsyncStream",
     "Capabilities",
@@ -75,4 +77,6 @@ __all__ = [
     "StreamedImageFields",
     "TextTimings",
     "TextUsage",
+    "World",
+    "ask_for",
 ]

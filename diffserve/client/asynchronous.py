@@ -9,7 +9,7 @@ from typing import Generic, Self, TypeVar, Unpack
 import httpx
 import msgspec
 
-from diffserve.client import calls
+from diffserve.client import calls, on_behalf
 from diffserve.client.answers import Chat, ChatDelta, ChatMessage, ImageEvent, Images, Model, RewriteEvent, Rewrites
 from diffserve.client.calls import Call, ChatFields, ImageFields, RewriteFields, StreamCall, StreamedImageFields
 from diffserve.client.connection import DEFAULT_URL, JSON, TIMEOUT_S, settings, stream_timeout
@@ -154,7 +154,7 @@ class AsyncClient:
         return True
 
     async def _send(self, call: Call[AnswerT]) -> AnswerT:
-        headers = JSON if call.body else None
+        headers = on_behalf.headers() | (JSON if call.body else {})
         try:
             response = await self._http.request(call.method, call.path, content=call.body, headers=headers)
         except httpx.HTTPError as error:
@@ -168,5 +168,6 @@ class AsyncClient:
 
     def _open(self, call: StreamCall[EventT]) -> AsyncStream[EventT]:
         timeout = stream_timeout(self._timeout_s)
-        request = self._http.build_request("POST", call.path, content=call.body, headers=JSON, timeout=timeout)
+        headers = on_behalf.headers() | JSON
+        request = self._http.build_request("POST", call.path, content=call.body, headers=headers, timeout=timeout)
         return AsyncStream(self._http, request, call.reader, self.url)

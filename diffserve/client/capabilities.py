@@ -22,6 +22,15 @@ class SamplerChoice(msgspec.Struct, frozen=True, kw_only=True):
     evaluations_per_step: int = 1
 
 
+class World(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model of a closed world can paint, as its captions name it, and every word that it was taught."""
+
+    objects: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
+    colors: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+
+
 class ImageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What the image model can do, and what it does unless asked otherwise.
 
@@ -33,6 +42,7 @@ class ImageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     default_sampler   as in ``samplers``; ``default_sigma_schedule`` goes with it
     train_timesteps   the most steps that can be asked for
     max_images        pictures in one request
+    world             what it can paint and every word it knows, where that can be listed
     """
 
     family: str
@@ -52,6 +62,7 @@ class ImageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     default_spacing: str
     train_timesteps: int
     max_images: int
+    world: World | None = None
 
     @property
     def native_size(self) -> tuple[int, int]:

@@ -58,7 +58,7 @@ class _Body(msgspec.Struct, frozen=True):
 
 _OF_CODE: Final[dict[str, type[DiffserveError]]] = {
     kind.default_code: kind
-    for kind in (DeadlineExceeded, EngineUnavailable, ModelNotFound, RequestCancelled, DiffserveError)
+    for kind in (DeadlineExceeded, ModelNotFound, RequestCancelled, DiffserveError)
 }
 
 
@@ -67,6 +67,8 @@ def error_of(said: ErrorObject, headers: Mapping[str, str] | None = None) -> Dif
     code = said.code or DiffserveError.default_code
     if code == QueueFull.default_code:
         return QueueFull(said.message, retry_after_s=_retry_after_s(headers or {}))
+    if code == EngineUnavailable.default_code:
+        return EngineUnavailable(said.message, retry_after_s=_retry_after_s(headers or {}))
     kind = _OF_CODE.get(code)
     if kind is None:
         kind = InvalidRequest if said.type == "invalid_request_error" else DiffserveError

@@ -32,12 +32,16 @@ class EventParser:
     """Cuts a stream of bytes into the data of events; comments and other fields are passed over."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest: list[bytes] = []
         self._data: list[bytes] = []
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
         """The data of every event that is whole with ``chunk``."""
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if b"\n" not in chunk:  # a picture is one long line: it is put together once
+            self._rest.append(chunk)
+            return
+        *lines, rest = b"".join([*self._rest, chunk]).split(b"\n")
+        self._rest = [rest]
         for line in lines:
             line = line.removesuffix(b"\r")
             if line.startswith(b"data:"):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -13,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from diffserve import __version__
 from diffserve.config import ServeConfig
 from diffserve.errors import DiffserveError, EngineUnavailable, ModelNotFound
+from diffserve.service.admission import Admission
 from diffserve.service.bodies import Body, show
 from diffserve.service.capabilities import capabilities_of
 from diffserve.service.completions import chat_completions, text_completions
@@ -20,9 +22,11 @@ from diffserve.service.engine_client import EngineClient
 from diffserve.service.errors import HttpError, reply_to
 from diffserve.service.gate import Gate
 from diffserve.service.generations import Generations
-from diffserve.service.guards import BodyLimit, OriginGuard, Outermost, is_loopback
+from diffserve.service.guards import BodyLimit, FramingGuard, OriginGuard, Outermost
+from diffserve.service.hosts import HostNames, is_loopback
+from diffserve.service.kept_pictures import ROUTE, KeptPictures
 from diffserve.service.metrics import add_metrics
-from diffserve.service.models import model_entry, model_list, model_names
+from diffserve.service.models import is_alias, model_entry, model_list, model_names
 from diffserve.service.page import PageRoute
 from diffserve.service.rewriter_choice import RewriterMode
 from diffserve.service.rewrites import Rewrites
@@ -31,6 +35,7 @@ from diffserve.service.text_schemas import ChatBody, CompletionBody, RewriteBody
 from diffserve.types import ModelInfo
 
 Endpoint = Callable[[Request], Awaitable[Response]]
+AnyEndpoint = TypeVar("AnyEndpoint", bound=Callable[..., Awaitable[Response]])
 
 
 def create_app(
@@ -40,30 +45,39 @@ def create_app(
     *,
     rewriter: RewriterMode = "off",
     page: PageRoute | None = None,
+    pictures: KeptPictures | None = None,
 ) -> FastAPI:
     """The application over a running ``engine``; the caller starts and stops the engine and closes the ``gate``.
 
     ``rewriter``: whether prompts are rewritten where an image request says nothing of it. ``page``: what is shown at
-    ``/``; ``None``: nothing.
+    ``/``; ``None``: nothing. ``pictures``: those kept for their URLs, which the caller sweeps; ``None``: none are.
     """
     app = FastAPI(title="diffserve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.engine = engine
     _add_health(app, engine, gate)
+    if config.debug:
+        _add_debug(app, engine)
     _add_models(app, engine, config)
     add_metrics(app, engine)
-    images = Generations(engine, config, gate, rewriter=rewriter)
+    admission = Admission(engine.settings, engine.metrics)
+    images = Generations(engine, config, gate, admission, rewriter=rewriter, pictures=pictures)
     _post(app, "/v1/images/generations", images.create, GenerateBody, "Paint pictures from a text")
     _post(app, "/v1/images/generations/{request_id}/cancel", images.cancel, None, "Stop painting; the id is the secret")
-    chat, texts = chat_completions(engine, config, gate), text_completions(engine, config, gate)
+    chat = chat_completions(engine, config, gate, admission)
+    texts = text_completions(engine, config, gate, admission)
     _post(app, "/v1/chat/completions", chat, ChatBody, "Answer a conversation")
     _post(app, "/v1/completions", texts, CompletionBody, "Continue texts")
-    rewrites = Rewrites(engine, config, gate)
+    rewrites = Rewrites(engine, config, gate, admission)
     _post(app, "/v1/prompts/rewrite", rewrites, RewriteBody, "Turn a wish into prompts that the image model reads well")
+    if pictures is not None:
+        _add_pictures(app, pictures)
     if page is not None:
         app.router.routes.append(page)
     app.add_exception_handler(DiffserveError, _reply)
     app.add_exception_handler(HTTPException, _reply_http)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
-    app.add_middleware(OriginGuard, bound_host=config.host)
+    app.add_middleware(FramingGuard)
+    app.add_middleware(OriginGuard, hosts=HostNames(config.host, config.allowed_hosts))
     app.add_middleware(Outermost)
     return app
 
@@ -77,10 +91,13 @@ def _add_health(app: FastAPI, engine: EngineClient, gate: Gate) -> None:
     @app.get("/readyz", summary="Would a request be painted now?")
     @app.get("/health", include_in_schema=False)
     async def readyz() -> Response:
-        if gate.is_closed or not engine.is_ready:
+        if gate.is_closed:
             raise EngineUnavailable("the server is not ready.")
+        engine.require_ready()
         return JSONResponse({"status": "ok"})
 
+
+def _add_debug(app: FastAPI, engine: EngineClient) -> None:
     @app.get("/debug/trace", summary="How many requests are in the engine, and which shared the recent UNet calls?")
     async def trace(request: Request) -> Response:
         if request.client is not None and not is_loopback(request.client.host):
@@ -93,34 +110,67 @@ def _add_models(app: FastAPI, engine: EngineClient, config: ServeConfig) -> None
 
     def loaded() -> ModelInfo:
         if engine.info is None:
-            raise EngineUnavailable("the engine is loading its model; please try again in a moment.")
+            raise EngineUnavailable(
+                "the engine is loading its model; please try again in a moment.", retry_after_s=engine.retry_after_s
+            )
         return engine.info
 
-    @app.get("/v1/models", summary="The loaded models and their names")
+    @_named(app, "/v1/models", ["GET"], summary="The loaded models and their names")
     async def list_models() -> Response:
         info, language = loaded(), engine.text_info
         return JSONResponse(model_list(info, language, created, capabilities_of(info, language, config)))
 
-    @app.get("/v1/models/{name:path}", summary="One model")
+    @_named(app, "/v1/models/{name:path}", ["GET"], summary="One model")
     async def get_model(name: str) -> Response:
-        info, language = loaded(), engine.text_info
-        if name not in model_names(info, language):
+        info, language, name = loaded(), engine.text_info, name.rstrip("/")
+        if name not in model_names(info, language) and not is_alias(name):
             raise ModelNotFound(f"there is no model {show(name)}; GET /v1/models lists the names.", param="model")
         return JSONResponse(model_entry(name, created, capabilities_of(info, language, config).get(name)))
 
 
+def _add_pictures(app: FastAPI, pictures: KeptPictures) -> None:
+    async def get_picture(request: Request, name: str) -> Response:
+        picture = await asyncio.to_thread(pictures.open, name)
+        return picture.response(is_head=request.method == "HEAD")
+
+    place = f"{ROUTE}/{{name}}"
+    _named(app, place, ["GET", "HEAD"], include_in_schema=False)(get_picture)
+    described = "A picture that was asked for as a URL"  # once: FastAPI gives all methods of a route one operation id
+    app.add_api_route(place, get_picture, methods=["GET"], summary=described)
+
+
+def _named(app: FastAPI, path: str, methods: list[str], **described: Any) -> Callable[[AnyEndpoint], AnyEndpoint]:
+    """Offer an endpoint at ``path``, which begins with /v1, and without that and with a slash at its end: clients
+    disagree about what a base URL is."""
+
+    def add(endpoint: AnyEndpoint) -> AnyEndpoint:
+        app.add_api_route(path, endpoint, methods=methods, **described)
+        for other in (f"{path}/", path.removeprefix("/v1"), f"{path.removeprefix('/v1')}/"):
+            app.add_api_route(other, endpoint, methods=methods, include_in_schema=False)
+        return endpoint
+
+    return add
+
+
 def _post(app: FastAPI, path: str, endpoint: Endpoint, body: type[Body] | None, summary: str) -> None:
-    """Add ``endpoint`` as a function that takes the bare request: the body is read and checked by ourselves."""
+    """Add ``endpoint`` as a function that takes the bare request: the body is read and checked by ourselves.
+
+    One that takes a body asks for work: while the engine is not ready that is refused before the body is read.
+    """
 
     async def answer(request: Request) -> Response:
+        if body is not None:
+            request.app.state.engine.require_ready()
         return await endpoint(request)
 
-    described: dict[str, Any] = {}
+    names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+    text = {"in": "path", "required": True, "schema": {"type": "string"}}
+    described: dict[str, Any] = {"parameters": [{"name": name, **text} for name in names]} if names else {}
     if body is not None:
         schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
         _describe_parts(app, schema.pop("$defs", {}))
-        described = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-    app.add_api_route(path, answer, methods=["POST"], summary=summary, openapi_extra=described)
+        described |= {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    _named(app, path, ["POST"], summary=summary, openapi_extra=described)(answer)
 
 
 def _describe_parts(app: FastAPI, parts: dict[str, Any]) -> None:

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from diffserve.errors import InvalidRequest
+from diffserve.service.json_shape import check_shape, show_name
 
-MAX_JSON_DEPTH = 32
 MAX_SHOWN_FIELDS = 10
 
 
@@ -38,7 +37,7 @@ class Body(BaseModel):
     def warnings(self) -> list[str]:
         """What the caller should know: which fields mean nothing here."""
         extra = self.model_extra or {}
-        unknown = [_show_name(name) for name in extra if name not in self.ignored and name not in self.refused]
+        unknown = [show_name(name) for name in extra if name not in self.ignored and name not in self.refused]
         return [f"unknown fields were ignored: {', '.join(unknown[:MAX_SHOWN_FIELDS])}."] if unknown else []
 
 
@@ -47,12 +46,13 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 def parse(kind: type[BodyT], data: bytes) -> BodyT:
     """Read the JSON in ``data``. InvalidRequest names the field, the value and what is taken instead."""
+    check_shape(data)
     try:
         body = kind.model_validate_json(data)
     except ValidationError as error:
         raise _explain(error, kind.hints) from None
     extra = body.model_extra or {}
-    _check_plain(extra, MAX_JSON_DEPTH - 1)
+    _check_finite(extra)
     for name in sorted(kind.refused.keys() & extra.keys()):
         if not _says_nothing(extra[name]):
             raise InvalidRequest(
@@ -74,19 +74,13 @@ def show(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _show_name(name: str) -> str:
-    return re.sub(r"[^\w.\-]", "?", name, flags=re.ASCII)[:40]
-
-
-def _check_plain(value: Any, depth_left: int) -> None:
-    """Refuse what is no JSON or hardly any client means: NaN and infinities, and very deep nesting."""
+def _check_finite(value: Any) -> None:
+    """Refuse NaN and infinities in ``value``, which is not nested deeply."""
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidRequest("the body is not valid JSON: numbers must be finite.", code="invalid_json")
     if isinstance(value, (dict, list)):
-        if depth_left == 0:
-            raise InvalidRequest(f"the body is nested deeper than {MAX_JSON_DEPTH} levels.", code="invalid_json")
         for item in value.values() if isinstance(value, dict) else value:
-            _check_plain(item, depth_left - 1)
+            _check_finite(item)
 
 
 def _explain(error: ValidationError, hints: Mapping[str, str]) -> InvalidRequest:
@@ -132,7 +126,7 @@ def _path(loc: tuple[int | str, ...]) -> str | None:
         if isinstance(part, int):
             path += f"[{part}]"
         elif part not in _BRANCHES and not part[:1].isupper() and not any(mark in part for mark in "[]-"):
-            path += f".{_show_name(part)}" if path else _show_name(part)
+            path += f".{show_name(part)}" if path else show_name(part)
     return path or None
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
+
+import msgspec
 
 from diffserve.config import ServeConfig
+from diffserve.quality import quality_steps
 from diffserve.service.rewriter_choice import styles
 from diffserve.text_types import LanguageModelInfo
 from diffserve.types import MAX_IMAGES, ModelInfo
 from schedulers import SAMPLERS, SIGMA_SCHEDULES, Sampler, resolve_sampler
-
-QUALITIES: Final = {"draft": 0.4, "standard": 1.0, "fine": 2.0}
-"""Steps worth choosing between, as shares of what the model takes by default."""
 
 
 def capabilities_of(
@@ -45,6 +45,7 @@ def image_capabilities(info: ModelInfo, config: ServeConfig) -> dict[str, Any]:
         "default_spacing": info.default_spacing,
         "train_timesteps": info.train_timesteps,
         "max_images": MAX_IMAGES,
+        "world": msgspec.to_builtins(info.world),
     }
 
 
@@ -59,12 +60,6 @@ def language_capabilities(info: LanguageModelInfo) -> dict[str, Any]:
         "styles": list(styles()),
         "can_rewrite": info.has_chat_template,
     }
-
-
-def quality_steps(info: ModelInfo) -> dict[str, int]:
-    """Steps by quality, at least one and at most the training length."""
-    steps = {name: round(share * info.default_num_steps) for name, share in QUALITIES.items()}
-    return {name: min(max(1, count), info.train_timesteps) for name, count in steps.items()}
 
 
 def _sampler(sampler: Sampler) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Generic, TypeVar
 
 import msgspec
@@ -13,6 +14,7 @@ from starlette.responses import Response
 
 from diffserve.config import ServeConfig
 from diffserve.errors import EngineUnavailable
+from diffserve.service.admission import Admission, Ticket
 from diffserve.service.engine_client import EngineClient
 from diffserve.service.errors import error_of
 from diffserve.service.exchange import PATIENCE_S, interruption, read_body, warning_headers, work_until
@@ -39,6 +41,7 @@ class Completions(Generic[SamplingT]):
         engine: EngineClient,
         config: ServeConfig,
         gate: Gate,
+        admission: Admission,
         *,
         kind: type[SamplingT],
         plan: Plan[SamplingT],
@@ -48,6 +51,7 @@ class Completions(Generic[SamplingT]):
         self._engine = engine
         self._config = config
         self._gate = gate
+        self._admission = admission
         self._plan = plan
         self._dialect = dialect
 
@@ -55,31 +59,36 @@ class Completions(Generic[SamplingT]):
         """Answer one request; every error is a DiffserveError."""
         with ExitStack() as stack:
             stack.enter_context(self._gate.inside())
+            client = stack.enter_context(self._admission.clients.known(request))
+            self._admission.texts.check(client)
             body = await read_body(request, self.kind)
             info = check_language_model(body.model, self._engine.text_info, self._engine.info)
             plan = await asyncio.to_thread(self._plan, body, info, self._config, request.state.request_id)
+            num_texts = sum(one.num_texts for one in plan.requests)
+            num = len(plan.requests)
+            ticket = stack.enter_context(self._admission.texts.entered(client, num_texts, num, num))
             interrupted = stack.enter_context(interruption(request))
             limit_s = self._config.request_timeout_s + PATIENCE_S
             headers = warning_headers(list(plan.warnings))
             if plan.is_stream:
-                events = self._events(plan, self._dialect())
+                events = self._events(plan, self._dialect(), ticket)
                 return await EventStreamResponse(
                     events, interrupted, stack.pop_all(), limit_s=limit_s, ending=DONE, headers=headers
                 ).opened()
-            answer = await work_until(interrupted, self._answer(plan, self._dialect()), limit_s=limit_s)
+            answer = await work_until(interrupted, self._answer(plan, self._dialect(), ticket), limit_s=limit_s)
             return Response(answer, headers=headers, media_type="application/json")
 
-    async def _answer(self, plan: TextPlan, dialect: Dialect) -> bytes:
+    async def _answer(self, plan: TextPlan, dialect: Dialect, ticket: Ticket) -> bytes:
         finished: dict[int, TextFinished] = {}
-        async for index, told in self._told(plan):
+        async for index, told in self._told(plan, ticket):
             if isinstance(told, TextFinished):
                 finished[index] = told
         in_order = [finished[index] for index in range(len(plan.requests))]
         return msgspec.json.encode(dialect.answer(plan, in_order))
 
-    async def _events(self, plan: TextPlan, dialect: Dialect) -> Events:
+    async def _events(self, plan: TextPlan, dialect: Dialect, ticket: Ticket) -> Events:
         used: list[TextUsage] = []
-        async for index, told in self._told(plan):
+        async for index, told in self._told(plan, ticket):
             first_index = index * plan.requests[0].num_texts
             match told:
                 case TextAccepted():
@@ -93,11 +102,12 @@ class Completions(Generic[SamplingT]):
         if plan.has_usage_chunk:
             yield event(chunk(plan, dialect.chunk_kind, [], usage(used)))
 
-    async def _told(self, plan: TextPlan) -> AsyncGenerator[tuple[int, Told], None]:
+    async def _told(self, plan: TextPlan, ticket: Ticket) -> AsyncGenerator[tuple[int, Told], None]:
         """What is said to every prompt, as it comes, each with the prompt's number; raises where one fails."""
         said: Said = asyncio.Queue()
         listening = [
-            asyncio.create_task(self._listen(index, request, said)) for index, request in enumerate(plan.requests)
+            asyncio.create_task(self._listen(index, request, said, partial(ticket.watch_texts, index)))
+            for index, request in enumerate(plan.requests)
         ]
         try:
             num_left = len(listening)
@@ -113,10 +123,14 @@ class Completions(Generic[SamplingT]):
             await asyncio.gather(*listening, return_exceptions=True)
 
     async def _listen(
-        self, index: int, request: TextRequest, said: asyncio.Queue[tuple[int, Told | Exception]]
+        self,
+        index: int,
+        request: TextRequest,
+        said: asyncio.Queue[tuple[int, Told | Exception]],
+        watch: Callable[[object], None],
     ) -> None:
         try:
-            async with self._engine.submit_text(request) as job:
+            async with self._engine.submit_text(request).watched(watch) as job:
                 async for told in job:
                     match told:
                         case Failed():
@@ -129,11 +143,15 @@ class Completions(Generic[SamplingT]):
             said.put_nowait((index, error))
 
 
-def chat_completions(engine: EngineClient, config: ServeConfig, gate: Gate) -> Completions[ChatBody]:
+def chat_completions(
+    engine: EngineClient, config: ServeConfig, gate: Gate, admission: Admission
+) -> Completions[ChatBody]:
     """The endpoint of conversations."""
-    return Completions(engine, config, gate, kind=ChatBody, plan=plan_chat, dialect=Chat)
+    return Completions(engine, config, gate, admission, kind=ChatBody, plan=plan_chat, dialect=Chat)
 
 
-def text_completions(engine: EngineClient, config: ServeConfig, gate: Gate) -> Completions[CompletionBody]:
+def text_completions(
+    engine: EngineClient, config: ServeConfig, gate: Gate, admission: Admission
+) -> Completions[CompletionBody]:
     """The endpoint of plain texts."""
-    return Completions(engine, config, gate, kind=CompletionBody, plan=plan_completion, dialect=Completion)
+    return Completions(engine, config, gate, admission, kind=CompletionBody, plan=plan_completion, dialect=Completion)

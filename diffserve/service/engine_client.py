@@ -1,7 +1,12 @@
 """The engine as the front door knows it: one process at a time, watched, and restarted when it is lost.
 
-starting --ready--> up --lost--> waiting (0.5 s, 1 s, 2 s, ...) --> starting
+starting --ready--> up --lost--> waiting (0 s, 0.5 s, 1 s, 2 s, ...) --> starting
 a load error at the first start, or five losses within five minutes: ``failed`` resolves and nothing is restarted
+
+It is lost when its process ends, when it says that its device is, and when it does not get on: a tick that takes longer
+than any should, or no word at all for ``[serve] hang_after_s``. Then it is killed. Those inside are told at once.
+
+With ``[serve] spare_engine`` a second process stands by, its libraries imported and nothing loaded, to take its place.
 """
 
 from __future__ import annotations
@@ -9,13 +14,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from typing import Any
 
 from diffserve import ipc
 from diffserve.config import Settings
+from diffserve.disk_cache import DiskCache
 from diffserve.engine_stats import EngineStats
 from diffserve.errors import DiffserveError, EngineUnavailable, ModelLoadError
 from diffserve.rewrite_types import RewriteRequest
-from diffserve.service.engine_connection import EngineConnection, Job, RewriteJob, TextJob
+from diffserve.service.engine_connection import EngineConnection, Job, Loss, RewriteJob, TextJob
 from diffserve.service.metrics import Metrics
 from diffserve.text_types import LanguageModelInfo, TextRequest
 from diffserve.types import GenerationRequest, ModelInfo
@@ -26,7 +33,10 @@ MAX_LOSSES = 5
 LOSS_WINDOW_S = 300.0
 PING_EVERY_S = 2.0
 SILENT_AFTER_S = 10.0  # without a pong for so long it is not ready
-HUNG_AFTER_S = 60.0  # and for so long it is killed
+SPARE_AFTER_S = 10.0  # so long an engine has the machine for itself before a spare is made ready
+LINGER_S = 5.0  # so long a process that was killed is waited for: one that hangs in a driver never ends
+USUAL_LOAD_S = 10.0  # where none was measured
+LOAD_TIMES = "load-seconds"
 
 log = logging.getLogger("diffserve.engine")
 
@@ -34,6 +44,7 @@ log = logging.getLogger("diffserve.engine")
 class EngineClient:
     """Keeps an engine process alive and hands requests to it.
 
+    settings   what it was started with
     info       the loaded model, ``None`` until the first engine is up
     text_info  the language model beside it; ``None`` until then, and where there is none
     metrics    what the answers showed, over all engines
@@ -41,25 +52,49 @@ class EngineClient:
     """
 
     def __init__(self, settings: Settings) -> None:
+        self.settings = settings
         self.info: ModelInfo | None = None
         self.text_info: LanguageModelInfo | None = None
         self.metrics = Metrics()
         self.failed: asyncio.Future[DiffserveError] = asyncio.get_running_loop().create_future()
-        self._load = ipc.Load(model=settings.model, engine=settings.engine, text=settings.text)
+        self._hang_after_s = settings.serve.hang_after_s
+        self._load = ipc.Load(
+            model=settings.model, engine=settings.engine, text=settings.text, hang_after_s=self._hang_after_s
+        )
+        self._load_times = LoadTimes(settings)
+        self._ready_at_s = 0.0  # when it should be
         self._startup_timeout_s = settings.serve.startup_timeout_s
         self._connection: EngineConnection | None = None
+        self._spare: EngineConnection | None = None
+        self._has_spare = settings.serve.spare_engine
         self._is_up = False
-        self._heard_at_s = 0.0
+        self._silent_s = 0.0  # counted while we listen: a loop that stood still heard nothing, and proves nothing
         self._losses: deque[float] = deque(maxlen=MAX_LOSSES)
         self._supervising: asyncio.Task[None] | None = None
 
     @property
     def is_ready(self) -> bool:
         """Whether a request handed over now would be painted."""
-        return self._is_up and self._now() - self._heard_at_s < SILENT_AFTER_S
+        connection = self._connection
+        is_up = self._is_up and connection is not None and not connection.lost.done()
+        return is_up and self._silent_s < SILENT_AFTER_S
+
+    @property
+    def retry_after_s(self) -> float:
+        """While there is no engine: seconds until there should be one, as long as the last took to load; 1 at least."""
+        return max(1.0, self._ready_at_s - self._now())
+
+    def require_ready(self) -> None:
+        """EngineUnavailable, with when to come back, unless a request handed over now would be painted."""
+        if not self.is_ready:
+            raise EngineUnavailable(
+                "the engine is not ready: it is loading its model; please try again in a moment.",
+                retry_after_s=self.retry_after_s,
+            )
 
     def start(self) -> None:
         """Start the first engine and watch over it."""
+        self._ready_at_s = self._now() + self._load_times.expected_s(spare=self._stands_by)
         self._supervising = asyncio.create_task(self._supervise(), name="engine supervisor")
 
     async def stop(self) -> None:
@@ -67,6 +102,8 @@ class EngineClient:
         if self._supervising is not None:
             self._supervising.cancel()
             await asyncio.gather(self._supervising, return_exceptions=True)
+        if self._spare is not None:
+            await self._spare.stop(grace_s=0.0)
         if self._connection is not None:
             await self._connection.stop()
         self._is_up = False
@@ -85,7 +122,7 @@ class EngineClient:
 
     async def count(self) -> int:
         """How many requests the engine holds, waiting or being painted."""
-        return await self._up().ping()
+        return (await self._up().ping()).num_requests
 
     async def trace(self) -> list[list[str]]:
         """Per recent UNet call, the request id of every row."""
@@ -96,8 +133,8 @@ class EngineClient:
         return await self._up().stats()
 
     def _up(self) -> EngineConnection:
-        if self._connection is None or not self._is_up:
-            raise EngineUnavailable("the engine is loading its model; please try again in a moment.")
+        self.require_ready()
+        assert self._connection is not None
         return self._connection
 
     async def _supervise(self) -> None:
@@ -105,7 +142,7 @@ class EngineClient:
             try:
                 await self._one_life()
             except OSError as error:  # no process or no socket to be had: as good as lost
-                log.error("engine did not start", extra={"reason": str(error)})
+                log.error("engine did not start", extra={"reason": error.strerror})
             if self.failed.done():
                 return
             self._losses.append(self._now())
@@ -113,13 +150,16 @@ class EngineClient:
                 self._give_up(EngineUnavailable(f"the engine was lost {MAX_LOSSES} times in a row; giving up."))
                 return
             recent = sum(self._now() - lost_at_s < LOSS_WINDOW_S for lost_at_s in self._losses)
-            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (recent - 1))
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (recent - 2)) if recent > 1 else 0.0
+            self._ready_at_s = self._now() + pause_s + self._load_times.expected_s(spare=self._stands_by)
             log.warning("engine restarts", extra={"pause_s": pause_s})
             await asyncio.sleep(pause_s)
 
     async def _one_life(self) -> None:
         """Start an engine and stay with it until it is gone."""
-        connection = self._connection = await EngineConnection.start(self._load, self.metrics)
+        was_spare = self._stands_by
+        connection = self._connection = await self._next_engine()
+        connection.load(self._load)
         try:
             async with asyncio.timeout(self._startup_timeout_s):
                 ready = await asyncio.shield(connection.ready)
@@ -132,36 +172,76 @@ class EngineClient:
             self._load_failed(error)
         else:
             self.info, self.text_info = ready.info, ready.language
-            self._is_up, self._heard_at_s = True, self._now()
-            log.info("engine ready", extra={"model": ready.info.model_id, "engine_pid": connection.pid})
-            await self._watch(connection)
+            self._is_up, self._silent_s = True, 0.0
+            seconds = {"load_s": round(connection.load_s, 1)}
+            log.info("engine ready", extra={"model": ready.info.model_id, "engine_pid": connection.pid, **seconds})
+            await asyncio.to_thread(self._load_times.learn, connection.load_s, spare=was_spare)
+            preparing = asyncio.create_task(self._prepare_spare())
+            try:
+                await self._watch(connection)
+            finally:
+                preparing.cancel()
+                await asyncio.gather(preparing, return_exceptions=True)
             self._is_up = False
-            log.error("engine lost", extra={"engine_pid": connection.pid, "exit_code": connection.exit_code})
+            self._ready_at_s = self._now() + self._load_times.expected_s(spare=self._stands_by)
+            await self._bury(connection)
+
+    @property
+    def _stands_by(self) -> bool:
+        """Whether there is a spare, alive."""
+        return self._spare is not None and not self._spare.lost.done()
+
+    async def _next_engine(self) -> EngineConnection:
+        """The spare where there is one, else a process that has everything before it."""
+        stands_by = self._stands_by
+        spare, self._spare = self._spare, None
+        if spare is not None and stands_by:
+            return spare
+        return await EngineConnection.start(self.metrics)
+
+    async def _prepare_spare(self) -> None:
+        if not self._has_spare or self._spare is not None:
+            return
+        await asyncio.sleep(SPARE_AFTER_S)
+        try:
+            self._spare = await EngineConnection.start(self.metrics)
+        except OSError as error:
+            log.warning("no spare engine", extra={"reason": str(error)})
 
     async def _watch(self, connection: EngineConnection) -> None:
-        """Ping until the engine is gone; kill it when it has been silent for too long."""
-        closed = asyncio.create_task(connection.closed.wait())
-        pong: asyncio.Task[int] | None = None
+        """Ask how it gets on until it is lost; give it up when it does not get on."""
+        pong: asyncio.Task[ipc.Pong] | None = None
         try:
-            while not closed.done():
+            while not connection.lost.done():
                 pong = pong or asyncio.create_task(connection.ping())
-                await asyncio.wait({closed, pong}, timeout=PING_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
-                if closed.done():
+                ends: set[asyncio.Future[Any]] = {connection.lost, pong}
+                await asyncio.wait(ends, timeout=PING_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+                if connection.lost.done():
                     return
                 if pong.done():
-                    if pong.exception() is None:
-                        self._heard_at_s = self._now()
-                    pong = None
-                    await asyncio.wait({closed}, timeout=PING_EVERY_S)
-                elif self._now() - self._heard_at_s > HUNG_AFTER_S:
-                    log.error("engine hangs", extra={"engine_pid": connection.pid})
-                    connection.kill()
-                    await closed
+                    self._silent_s = 0.0
+                    told, pong = pong.result(), None
+                    if told.hangs:
+                        connection.abandon(Loss("hang", f"tick {told.num_ticks + 1} has taken {told.tick_s:.0f} s"))
+                    await asyncio.wait({connection.lost}, timeout=PING_EVERY_S)
+                    continue
+                self._silent_s += PING_EVERY_S
+                if self._silent_s > self._hang_after_s:
+                    connection.abandon(Loss("silence", f"no word for {self._silent_s:.0f} s"))
         finally:
-            tasks = [task for task in (closed, pong) if task is not None]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            if pong is not None:
+                pong.cancel()
+                await asyncio.gather(pong, return_exceptions=True)
+
+    async def _bury(self, connection: EngineConnection) -> None:
+        """Say why it is gone, once it is; one that lingers is left behind."""
+        closing = asyncio.create_task(connection.closed.wait())
+        await asyncio.wait({closing}, timeout=LINGER_S)
+        closing.cancel()
+        loss = connection.lost.result()
+        self.metrics.lost_engine(loss.kind)
+        said = {"engine_pid": connection.pid, "exit_code": connection.exit_code, "reason": loss.reason}
+        log.error("engine lost", extra=said)
 
     def _load_failed(self, error: DiffserveError) -> None:
         if self.info is None:
@@ -176,3 +256,29 @@ class EngineClient:
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
+
+
+class LoadTimes:
+    """How long this model takes to load on this machine, by a spare process and by a new one; kept on disk."""
+
+    def __init__(self, settings: Settings) -> None:
+        model = settings.model
+        self._cache = DiskCache.at(settings.engine.cache_dir)
+        self._key = f"{model.path} {model.device} {model.dtype} {settings.text.model}"
+        self._known = {spare: self._read(spare) for spare in (False, True)}
+
+    def expected_s(self, *, spare: bool) -> float:
+        """Seconds that the next load should take."""
+        return self._known[spare] or self._known[False] or USUAL_LOAD_S
+
+    def learn(self, load_s: float, *, spare: bool) -> None:
+        """The last one counts: a file that is in memory now is there the next time, too."""
+        self._known[spare] = load_s
+        self._cache.write(LOAD_TIMES, self._named(spare), round(load_s, 3))
+
+    def _read(self, spare: bool) -> float | None:
+        kept = self._cache.read(LOAD_TIMES, self._named(spare))
+        return float(kept) if isinstance(kept, (int, float)) and 0.0 < kept < 3600.0 else None
+
+    def _named(self, spare: bool) -> str:
+        return f"{self._key} spare" if spare else self._key

@@ -12,18 +12,20 @@ import itertools
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 from diffserve import ipc
 from diffserve.engine_stats import EngineStats
 from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, ModelLoadError, QueueFull
 from diffserve.rewrite_types import REWRITE_TERMINAL, RewriteEvent, RewriteRequest
+from diffserve.service.engine_output import EngineOutput
 from diffserve.service.errors import OUR_MISTAKE
 from diffserve.service.metrics import Metrics
 from diffserve.text_types import TEXT_TERMINAL, TextEvent, TextRequest
 from diffserve.types import TERMINAL, Event, GenerationRequest
+from diffserve.wait_policy import bound_spinning
 
 ENGINE_MODULE = "diffserve.engine.process"
 LAST = (*TERMINAL, *TEXT_TERMINAL, *REWRITE_TERMINAL)
@@ -31,6 +33,13 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DIFFUSERS_D
 EventT = TypeVar("EventT")
 Answer = ipc.Pong | ipc.Trace | ipc.Stats
 AnyJob = TypeVar("AnyJob", bound="EventStream[Any]")
+
+
+class Loss(NamedTuple):
+    """Why an engine is gone: ``kind`` is one of device, hang, silence and crash, ``reason`` is for the log."""
+
+    kind: str
+    reason: str
 
 
 class EventStream(Generic[EventT]):
@@ -46,9 +55,17 @@ class EventStream(Generic[EventT]):
         self.request_id = request_id
         self._connection = connection
         self._events: asyncio.Queue[EventT | DiffserveError] = asyncio.Queue()
+        self._watch: Callable[[EventT | DiffserveError], None] | None = None
+
+    def watched(self, watch: Callable[[EventT | DiffserveError], None]) -> Self:
+        """Itself; ``watch`` is told of every event when it comes, however slowly they are read."""
+        self._watch = watch
+        return self
 
     def feed(self, event: EventT | DiffserveError) -> None:
         """Take the next event, or the error that ends the job."""
+        if self._watch is not None:
+            self._watch(event)
         self._events.put_nowait(event)
 
     async def __aiter__(self) -> AsyncIterator[EventT]:
@@ -92,7 +109,11 @@ class EngineConnection:
 
     ready    what it loaded, once it can paint, or a ModelLoadError
     closed   set once the process is gone; every job has ended by then
+    lost     resolves to why nothing that it holds will be finished, as soon as that is known; its process may linger
     metrics  told of every event, and of every request that the engine refuses
+    load_s   seconds from when it was told what to load to ready, 0 before
+
+    A process that nobody told what to load waits, its libraries imported: a spare.
     """
 
     def __init__(
@@ -101,12 +122,17 @@ class EngineConnection:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         metrics: Metrics,
+        output: EngineOutput,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[ipc.Ready] = loop.create_future()
         self.ready.add_done_callback(asyncio.Future.exception)  # no complaint when nobody asks any more
         self.closed = asyncio.Event()
+        self.lost: asyncio.Future[Loss] = loop.create_future()
+        self.load_s = 0.0
+        self._told_s = 0.0
         self._metrics = metrics
+        self._output = output
         self._process = process
         self._reader = reader
         self._writer = writer
@@ -116,21 +142,22 @@ class EngineConnection:
         self._reading = asyncio.create_task(self._read(), name="engine reports")
 
     @classmethod
-    async def start(cls, load: ipc.Load, metrics: Metrics) -> EngineConnection:
-        """Start a process and tell it what to load."""
+    async def start(cls, metrics: Metrics) -> EngineConnection:
+        """Start a process. OSError where there is none to be had."""
+        environment = os.environ | _OFFLINE
+        bound_spinning(environment)
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, EngineOutput() as output:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", ENGINE_MODULE, "--fd", str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=2,  # whatever a library prints belongs into the log
-                env=os.environ | _OFFLINE,
+                stdout=output.end,  # whatever a library prints belongs into the log
+                stderr=output.end,
+                env=environment,
             )
         reader, writer = await asyncio.open_unix_connection(sock=ours)
-        connection = cls(process, reader, writer, metrics)
-        connection._send(load)
-        return connection
+        return cls(process, reader, writer, metrics, output)
 
     @property
     def pid(self) -> int:
@@ -141,6 +168,11 @@ class EngineConnection:
     def exit_code(self) -> int | None:
         """The exit code once it has ended; minus the signal's number when a signal ended it."""
         return self._process.returncode
+
+    def load(self, load: ipc.Load) -> None:
+        """Tell it, once, what to load; ``ready`` tells the rest."""
+        self._told_s = asyncio.get_running_loop().time()
+        self._send(load)
 
     def submit(self, request: GenerationRequest) -> Job:
         """Hand ``request`` over. EngineUnavailable where the process is gone."""
@@ -161,11 +193,12 @@ class EngineConnection:
             self._metrics.ended(job.kind, "cancelled")
             self._send(ipc.Cancel(request_id=request_id))
 
-    async def ping(self) -> int:
-        """How many requests the engine holds. EngineUnavailable where it is gone; waits for ever while it hangs."""
+    async def ping(self) -> ipc.Pong:
+        """How the engine gets on. EngineUnavailable where it is gone; waits for ever while it is silent."""
         number = next(self._numbers)
         answer = await self._ask(ipc.Ping(number=number), number)
-        return answer.num_requests if isinstance(answer, ipc.Pong) else 0
+        assert isinstance(answer, ipc.Pong)
+        return answer
 
     async def trace(self) -> list[list[str]]:
         """Per recent UNet call, the request id of every row."""
@@ -187,6 +220,11 @@ class EngineConnection:
         self.kill()
         await self.closed.wait()
 
+    def abandon(self, loss: Loss) -> None:
+        """End every job now, then the process, which may take its time: one that hangs in a driver cannot be killed."""
+        self._lose(loss)
+        self.kill()
+
     def kill(self) -> None:
         """End the process at once."""
         with contextlib.suppress(ProcessLookupError):
@@ -194,19 +232,23 @@ class EngineConnection:
                 self._process.kill()
 
     def _open(self, job: AnyJob, command: ipc.Command) -> AnyJob:
-        if self.closed.is_set():
-            raise lost_engine()
+        if self.lost.done():
+            raise self._gone()
+        data = ipc.frame(command)  # before the job is in the books: it may be refused
         self._jobs[job.request_id] = job
-        self._send(command)
+        self._write(data)
         return job
 
     def _send(self, command: ipc.Command) -> None:
+        self._write(ipc.frame(command))
+
+    def _write(self, data: bytes) -> None:
         if not self._writer.is_closing():
-            self._writer.write(ipc.frame(command))
+            self._writer.write(data)
 
     async def _ask(self, command: ipc.Command, number: int) -> Answer:
-        if self.closed.is_set():
-            raise lost_engine()
+        if self.lost.done():
+            raise self._gone()
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
         try:
@@ -230,7 +272,10 @@ class EngineConnection:
     def _dispatch(self, report: ipc.Report) -> None:
         match report:
             case ipc.Ready():
+                self.load_s = asyncio.get_running_loop().time() - self._told_s
                 self.ready.set_result(report)
+            case ipc.Lost():
+                self._lose(Loss("device", report.reason))
             case ipc.LoadFailed():
                 self.ready.set_exception(ModelLoadError(report.message, code=report.code))
             case ipc.Pong() | ipc.Trace() | ipc.Stats():
@@ -253,25 +298,34 @@ class EngineConnection:
             self._metrics.observe(job.kind, event)
         job.feed(event)
 
+    def _lose(self, loss: Loss) -> None:
+        """Nothing comes of what is inside: tell everybody at once."""
+        if self.lost.done():
+            return
+        self.lost.set_result(loss)
+        for request_id in list(self._jobs):
+            self._feed(request_id, self._gone())
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(self._gone())
+
+    def _gone(self) -> EngineUnavailable:
+        return EngineUnavailable(
+            "the engine stopped before this was finished; it is being restarted, please try again.",
+            retry_after_s=self.load_s or None,
+        )
+
     async def _finish(self) -> None:
+        self._lose(Loss("crash", "the process ended"))
         self.kill()
         await self._process.wait()
+        await self._output.wait_until_read()
         self._writer.close()
         if not self.ready.done():
             self.ready.set_exception(
                 ModelLoadError(f"the engine process ended with exit code {self.exit_code} while it loaded the model.")
             )
         self.closed.set()
-        for request_id in list(self._jobs):
-            self._feed(request_id, lost_engine())
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(lost_engine())
-
-
-def lost_engine() -> EngineUnavailable:
-    """The error of everybody who waited for an engine that is gone."""
-    return EngineUnavailable("the engine stopped before this was finished; it is being restarted, please try again.")
 
 
 def _error_of(report: ipc.Rejected) -> DiffserveError:

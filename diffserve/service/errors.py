@@ -31,12 +31,16 @@ _KINDS: Final[dict[int, str]] = {401: "authentication_error", 403: "permission_e
 
 
 class HttpError(DiffserveError):
-    """A request that is wrong as HTTP, before anybody looks at what it asks for."""
+    """A request that is wrong as HTTP, before anybody looks at what it asks for. ``is_last``: nothing that comes after
+    it on its connection can be trusted, which is closed."""
 
-    def __init__(self, status: int, message: str, *, code: str, allow: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, code: str, allow: str | None = None, is_last: bool = False
+    ) -> None:
         super().__init__(message, code=code)
         self.status = status
         self.allow = allow
+        self.is_last = is_last
 
 
 class ErrorReply(NamedTuple):
@@ -61,11 +65,13 @@ def reply_to(error: Exception) -> ErrorReply:
     if isinstance(error, QueueFull):
         headers |= _come_back(error.retry_after_s)
     elif isinstance(error, EngineUnavailable):
-        headers |= _come_back(ENGINE_RETRY_AFTER_S)
+        headers |= _come_back(ENGINE_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s)
     elif status >= 500:
         headers["x-should-retry"] = "false"
     if isinstance(error, HttpError) and error.allow is not None:
         headers["Allow"] = error.allow
+    if isinstance(error, HttpError) and error.is_last:
+        headers["Connection"] = "close"
     body = {
         "message": error.message,
         "type": _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error"),

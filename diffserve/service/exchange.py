@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -13,34 +13,41 @@ from diffserve.errors import DeadlineExceeded
 from diffserve.service.bodies import BodyT, parse
 from diffserve.service.errors import HttpError
 
-BODY_TIMEOUT_S = 60.0
-PARSE_IN_THREAD_BYTES = 256 * 1024
+PARSE_IN_THREAD_BYTES = 64 * 1024
 PATIENCE_S = 30.0  # beyond the engine's own deadline: for encoding, and for an engine that hangs
 CLIENT_CLOSED_REQUEST = 499
 
 Interruption = asyncio.Future[HttpError]
 """Resolves, if it ever does, to the reason for which a request is to end at once."""
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
 async def read_body(request: Request, kind: type[BodyT]) -> BodyT:
-    """The checked body. Only JSON that says so: a foreign page cannot send that type unless the browser asks first."""
+    """The checked body."""
+    data = await read_json(request)
+    return await in_thread_if_long(data, parse, kind, data)
+
+
+async def read_json(request: Request) -> bytes:
+    """The body. Only JSON that says so: a foreign page cannot send that type unless the browser asks first."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise HttpError(
             415, "the body must be JSON, with the header Content-Type: application/json.", code="unsupported_media_type"
         )
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            data = await request.body()
-    except TimeoutError:
-        raise HttpError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s.", code="body_timeout") from None
+        return await request.body()
     except ClientDisconnect:
         raise hung_up() from None
+
+
+async def in_thread_if_long(data: bytes, check: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """``check(*arguments)``, in a thread where ``data`` is so long that others would wait for it."""
     if len(data) > PARSE_IN_THREAD_BYTES:
-        return await asyncio.to_thread(parse, kind, data)
-    return parse(kind, data)
+        return await asyncio.to_thread(check, *arguments, **named)
+    return check(*arguments, **named)
 
 
 @contextmanager

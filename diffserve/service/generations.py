@@ -7,13 +7,15 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from diffserve.config import ServeConfig
-from diffserve.errors import DiffserveError, EngineUnavailable
+from diffserve.errors import DiffserveError, EngineUnavailable, NumericalError
+from diffserve.logs import reason_of
+from diffserve.service.admission import Admission, Ticket, work_of
 from diffserve.service.bodies import show
 from diffserve.service.engine_client import EngineClient
 from diffserve.service.errors import HttpError, error_of, told
@@ -21,6 +23,7 @@ from diffserve.service.exchange import PATIENCE_S, interruption, read_body, warn
 from diffserve.service.gate import Gate
 from diffserve.service.image_events import ImageEvents
 from diffserve.service.in_flight import InFlight
+from diffserve.service.kept_pictures import KeptPictures, PictureUrls, base_url_of
 from diffserve.service.models import check_model
 from diffserve.service.painting import Painting, answer, image_entry, plan_painting
 from diffserve.service.rewriter_choice import RewriterMode
@@ -31,17 +34,31 @@ from diffserve.types import Accepted, Cancelled, Failed, ImageFailed, ImageResul
 P = ParamSpec("P")
 T = TypeVar("T")
 
+OUR_CODES: Final = frozenset(kind.default_code for kind in (DiffserveError, NumericalError, EngineUnavailable))
+"""Of failures that are not the client's mistake."""
+
 log = logging.getLogger("diffserve.http")
 
 
 class Generations:
     """The endpoint with what it stands on. Pictures are encoded in threads, as many at a time as there are cores."""
 
-    def __init__(self, engine: EngineClient, config: ServeConfig, gate: Gate, *, rewriter: RewriterMode) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        config: ServeConfig,
+        gate: Gate,
+        admission: Admission,
+        *,
+        rewriter: RewriterMode,
+        pictures: KeptPictures | None = None,
+    ) -> None:
         self._engine = engine
         self._config = config
         self._gate = gate
+        self._admission = admission
         self._rewriter: RewriterMode = rewriter
+        self._pictures = pictures
         self._in_flight = InFlight()
         self._encoders = asyncio.Semaphore(os.cpu_count() or 1)
 
@@ -49,21 +66,28 @@ class Generations:
         """Answer one request; every error is a DiffserveError."""
         with ExitStack() as stack:
             stack.enter_context(self._gate.inside())
+            client = stack.enter_context(self._admission.clients.known(request))
+            self._admission.images.check(client)
             body = await read_body(request, GenerateBody)
             info = self._engine.info
             if info is None:
                 raise EngineUnavailable("the engine is loading its model; please try again in a moment.")
             check_model(body.model, info, self._engine.text_info)
-            painting = plan_painting(body, info, self._config, request.state.request_id, rewriter=self._rewriter)
+            painting = plan_painting(
+                body, info, self._config, request.state.request_id, client=client, rewriter=self._rewriter
+            )
+            work = work_of(painting.request, info)
+            ticket = stack.enter_context(self._admission.images.entered(client, work, painting.request.num_images))
             interrupted = stack.enter_context(interruption(request))
             stack.enter_context(self._in_flight.listed(painting.request.request_id, interrupted))
             limit_s = self._config.request_timeout_s + PATIENCE_S
+            urls = self._urls(painting, request)
             if painting.is_stream:
                 headers = warning_headers(list(painting.warnings))
                 return await EventStreamResponse(
-                    self._events(painting), interrupted, stack.pop_all(), limit_s=limit_s, headers=headers
+                    self._events(painting, urls, ticket), interrupted, stack.pop_all(), limit_s=limit_s, headers=headers
                 ).opened()
-            return await work_until(interrupted, self._answer(painting), limit_s=limit_s)
+            return await work_until(interrupted, self._answer(painting, urls, ticket), limit_s=limit_s)
 
     async def cancel(self, request: Request) -> Response:
         """End the request whose id stands in the address; its lanes are free at the next step."""
@@ -74,18 +98,24 @@ class Generations:
             )
         return JSONResponse({"id": request_id, "object": "image.generation", "status": "cancelled"})
 
-    async def _answer(self, painting: Painting) -> Response:
+    def _urls(self, painting: Painting, request: Request) -> PictureUrls | None:
+        if self._pictures is None or not painting.has_urls:
+            return None
+        return PictureUrls(self._pictures, base_url_of(request, self._config.public_url))
+
+    async def _answer(self, painting: Painting, urls: PictureUrls | None, ticket: Ticket) -> Response:
         warnings = list(painting.warnings)
         results: list[ImageResult] = []
         entries: dict[int, dict[str, Any]] = {}
-        async with self._engine.submit(painting.request) as job:
+        async with self._engine.submit(painting.request).watched(ticket.watch) as job:
             async for event in job:
                 match event:
                     case Accepted():
                         warnings += event.warnings
                     case Painted():
                         results.append(event.result)
-                        entries[event.result.image_index] = await self._in_thread(image_entry, painting, event.result)
+                        entry = await self._in_thread(image_entry, painting, event.result, urls)
+                        entries[event.result.image_index] = entry
                     case ImageFailed():
                         warnings.append(f"image {event.image_index} failed: {_blamed(event)}")
                     case Failed():
@@ -94,14 +124,15 @@ class Generations:
                         raise EngineUnavailable("the request was cancelled by the server.")
         if not results:
             raise DiffserveError("the engine finished without a picture.")
-        warnings = list(dict.fromkeys([*warnings, *(text for result in results for text in result.warnings)]))
+        said = (text for result in results for text in result.warnings)
+        warnings = list(dict.fromkeys([*warnings, *said, *(urls.warnings if urls else [])]))
         data = [entries[index] for index in sorted(entries)]
         content = await asyncio.to_thread(answer, painting, results, data, warnings)
         return Response(content, headers=warning_headers(warnings), media_type="application/json")
 
-    async def _events(self, painting: Painting) -> Events:
-        events, warnings = ImageEvents(painting), list(painting.warnings)
-        async with self._engine.submit(painting.request) as job:
+    async def _events(self, painting: Painting, urls: PictureUrls | None, ticket: Ticket) -> Events:
+        events, warnings = ImageEvents(painting, urls), list(painting.warnings)
+        async with self._engine.submit(painting.request).watched(ticket.watch) as job:
             async for event in job:
                 chunk: bytes | None = None
                 match event:
@@ -133,6 +164,10 @@ class Generations:
 
 
 def _blamed(event: ImageFailed) -> str:
-    """What the caller is told; the log keeps the rest."""
-    log.error("image failed", extra={"request_id": event.request_id, "reason": event.message})
+    """What the caller is told. The log gets the code, and of a mistake of ours the reason; never what was asked for."""
+    facts = {"request_id": event.request_id, "image_index": event.image_index, "code": event.code}
+    if event.code in OUR_CODES:
+        log.error("image failed", extra=facts | {"reason": reason_of(event.message)})
+    else:
+        log.warning("image failed", extra=facts)
     return told(event)

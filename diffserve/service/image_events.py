@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from diffserve.images import encode_image
 from diffserve.service.errors import told
+from diffserve.service.kept_pictures import PictureUrls
 from diffserve.service.painting import Painting, delivery, image_entry, recipe, usage
 from diffserve.service.streams import event
 from diffserve.types import Accepted, ImageFailed, ImageResult, Preview, Progress, Queued
@@ -30,8 +31,9 @@ PROGRESS_EVERY_S: Final = 0.1
 class ImageEvents:
     """Writes the events of one request as bytes. Those with pictures take a while: call them in a thread."""
 
-    def __init__(self, painting: Painting) -> None:
+    def __init__(self, painting: Painting, urls: PictureUrls | None = None) -> None:
         self._painting = painting
+        self._urls = urls
         self._num_partials: Counter[int] = Counter()
         self._told_s: dict[int, float] = {}
 
@@ -74,14 +76,15 @@ class ImageEvents:
 
     def completed(self, result: ImageResult, warnings: list[str]) -> bytes:
         """A finished picture, with all that is said of it in an answer that is not streamed."""
-        painting = self._painting
+        painting, urls = self._painting, self._urls
+        entry = image_entry(painting, result, urls)
         return self._event(
             COMPLETED,
-            **image_entry(painting, result),
+            **entry,
             **delivery(painting),
             usage=usage(painting, [result]),
             image_index=result.image_index,
-            warnings=warnings,
+            warnings=[*warnings, *(urls.warnings if urls else [])],
             **recipe(painting, result),
         )
 

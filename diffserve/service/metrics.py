@@ -30,6 +30,7 @@ ASK_S: Final = 0.5
 TTFT_S: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 TPOT_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 ENTROPY_NATS: Final = (0.01, 0.03, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0)
+LAG_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
 OUTCOMES: Final = {Failed: "failed", Cancelled: "cancelled"}
 
@@ -42,9 +43,12 @@ class Metrics:
         self._snapshot = _Snapshot()
         self._registry.register(self._snapshot)
         self._requests = self._counter("requests", "Requests that are over, by kind and end.", "kind", "outcome")
+        self._losses = self._counter("engine_losses", "Engines that were lost, and how.", "kind")
         self._fallbacks = self._counter("rewrite_fallbacks", "Prompts left as they were, and why.", "reason")
         self._ttft_s = self._histogram("text_ttft_seconds", "From submit to the first token.", TTFT_S)
         self._tpot_s = self._histogram("text_tpot_seconds", "Mean time of each later token of an answer.", TPOT_S)
+        self._late_s = self._lag("event_loop_lag", "How late the event loop came to a timer.")
+        self._blocked_s = self._lag("event_loop_blocked", "The same, without the time for which it had no core.")
         self._entropy = self._histogram("text_entropy_nats", "Mean entropy of the tokens of an answer.", ENTROPY_NATS)
 
     def observe(self, kind: str, event: ipc.AnyEvent) -> None:
@@ -64,9 +68,18 @@ class Metrics:
             case _:
                 pass
 
+    def observe_loop(self, late_s: float, blocked_s: float) -> None:
+        """Take note of a look at the event loop (see ``loop_lag``)."""
+        self._late_s.observe(late_s)
+        self._blocked_s.observe(blocked_s)
+
     def ended(self, kind: str, outcome: str) -> None:
         """A request of ``kind`` ended without an event: it was "rejected", "cancelled" from here, or "lost"."""
         self._requests.labels(kind, outcome).inc()
+
+    def lost_engine(self, kind: str) -> None:
+        """An engine is gone, by ``kind``: "device", "hang", "silence" or "crash"."""
+        self._losses.labels(kind).inc()
 
     def render(self, stats: EngineStats | None) -> bytes:
         """The text that Prometheus reads; ``stats`` are the engine's, None when it did not answer."""
@@ -83,6 +96,9 @@ class Metrics:
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"diffserve_{name}", text, labels, registry=self._registry)
+
+    def _lag(self, name: str, text: str) -> Histogram:
+        return Histogram(f"diffserve_{name}_seconds", text, buckets=LAG_S, registry=self._registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"diffserve_{name}", text, ("kind",), buckets=buckets, registry=self._registry)

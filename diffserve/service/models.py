@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -17,12 +18,13 @@ ALIASES: Final = (
     "gpt-image-1-mini",
     "gpt-image-1.5",
     "gpt-image-2",
-    "gpt-image-2.5-flare",
-    "gpt-image-2.5-sunburst",
-    "gpt-image-2.6-flare",
-    "gpt-image-2.6-sunburst",
     "chatgpt-image-latest",
 )
+"""The names that are listed; every ``gpt-image-...`` is one."""
+
+_ALIAS: Final = re.compile(r"gpt-image-[A-Za-z0-9][A-Za-z0-9._\-]{0,63}")
+URL_BY_DEFAULT: Final = frozenset({"dall-e-2", "dall-e-3"})
+"""Whoever asks for these without a ``response_format`` expects URLs."""
 
 
 NO_LANGUAGE_MODEL: Final = (
@@ -31,9 +33,14 @@ NO_LANGUAGE_MODEL: Final = (
 )
 
 
+def is_alias(name: str) -> bool:
+    """Whether ``name`` is one that clients have written into their code for whatever paints."""
+    return name in ALIASES or _ALIAS.fullmatch(name) is not None
+
+
 def check_model(name: str | None, info: ModelInfo, language: LanguageModelInfo | None = None) -> None:
     """ModelNotFound where ``name`` is neither the loaded image model nor an alias; ``None`` is the loaded model."""
-    if name is None or name == info.model_id or name in ALIASES:
+    if name is None or name == info.model_id or is_alias(name):
         return
     writes = language is not None and name == language.model_id
     raise ModelNotFound(
@@ -55,7 +62,7 @@ def check_language_model(
         raise ModelNotFound(NO_LANGUAGE_MODEL, param="model")
     if name is None or name == info.model_id:
         return info
-    paints = name == image_info.model_id or name in ALIASES
+    paints = name == image_info.model_id or is_alias(name)
     raise ModelNotFound(
         f"{show(name)} paints pictures; the language model is {info.model_id}."
         if paints

@@ -1,4 +1,5 @@
-"""A page at ``/`` beside the API, built by somebody above while the engine loads. Only its own paths reach it."""
+"""A page at ``/`` beside the API, built by somebody above while the engine loads. Only its own paths reach it, and only
+JSON that is JSON; what it fails at is a line in the log and an error object."""
 
 from __future__ import annotations
 
@@ -10,12 +11,15 @@ from typing import Any, Final
 
 from fastapi import FastAPI
 from starlette.datastructures import MutableHeaders, URLPath
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Match, NoMatchFound
 from starlette.types import Message, Receive, Scope, Send
 
-from diffserve.errors import EngineUnavailable
-from diffserve.service.errors import reply_to
+from diffserve.errors import DiffserveError, EngineUnavailable
+from diffserve.service.errors import OUR_MISTAKE, reply_to
+from diffserve.service.exchange import hung_up, in_thread_if_long, read_json
+from diffserve.service.json_shape import check_strict
 
 MountPage = Callable[[FastAPI, str], tuple[str, ...]]
 """Mounts the page of the server at an address at ``/`` of an empty application. Returns the paths it needs: those that
@@ -27,6 +31,9 @@ POLICY: Final = (
     "object-src 'none'; base-uri 'self'; frame-ancestors 'self'"
 )
 """Nothing is fetched from elsewhere, whatever a library would like to."""
+
+UPLOAD: Final = "/upload"
+"""The end of the one path to which files are sent; everywhere else a body is JSON."""
 
 COMING: Final = """<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="1">
 <meta name="viewport" content="width=device-width"><title>diffserve</title></head>
@@ -101,7 +108,7 @@ class PageRoute(BaseRoute):
         """Answer as the page does, or with a word that it is coming."""
         scope.setdefault("state", {})["is_page"] = True
         if self._is_open:
-            await self.app(scope, receive, _guarded(send))
+            await self._answer(scope, receive, _guarded(send))
         elif scope["path"] == "/" and scope["method"] in ("GET", "HEAD"):
             coming: Response = HTMLResponse(COMING, status_code=503, headers={"Retry-After": "1"})
             await coming(scope, receive, send)
@@ -109,6 +116,66 @@ class PageRoute(BaseRoute):
             await reply_to(EngineUnavailable("the page is not up; please try again in a moment.")).response(
                 scope, receive, send
             )
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the page answer. What it raises is answered and logged here, in place of what it says of that itself."""
+        held = _Held(send)
+        try:
+            checked = await _checked(scope, receive)
+            await self.app(scope, checked, held)
+        except ClientDisconnect:
+            held.error = hung_up()
+        except Exception as raised:
+            held.error = raised
+        if held.error is not None:
+            await _refuse(held.error, scope, receive, None if held.is_started else send)
+
+
+async def _refuse(error: Exception, scope: Scope, receive: Receive, send: Send | None) -> None:
+    """Log ``error`` where it is ours, and answer with it where an answer may still begin (``send``)."""
+    reply = reply_to(error)
+    if reply.status >= 500:
+        unknown = None if isinstance(error, DiffserveError) else error
+        facts = {"request_id": scope["state"].get("request_id", ""), "reason": type(error).__name__}
+        log.error("the page failed", exc_info=unknown, extra=facts)
+    if send is not None:
+        await reply.response(scope, receive, send)
+
+
+class _Held:
+    """Passes an answer on, but holds back one that says that the server failed."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.is_started = False
+        self.error: Exception | None = None
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] >= 500:
+            is_away = message["status"] == 503
+            self.error = EngineUnavailable("the page is closing.") if is_away else DiffserveError(OUR_MISTAKE)
+        if self.error is None:
+            self.is_started = True
+            await self._send(message)
+
+
+async def _checked(scope: Scope, receive: Receive) -> Receive:
+    """``receive`` of the same body, after it was found to be JSON; of anything without one or an upload, as it is."""
+    request = Request(scope, receive)
+    is_upload = scope["path"].endswith(UPLOAD)
+    has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+    if scope["method"] != "POST" or is_upload or not has_body:
+        return receive
+    data = await read_json(request)
+    await in_thread_if_long(data, check_strict, data)
+    rest = iter([{"type": "http.request", "body": data, "more_body": False}])
+
+    async def again() -> Message:
+        for message in rest:
+            return message
+        return await receive()
+
+    return again
 
 
 def _guarded(send: Send) -> Send:

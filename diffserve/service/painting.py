@@ -13,16 +13,18 @@ import msgspec
 
 from diffserve.config import ServeConfig
 from diffserve.errors import InvalidRequest
-from diffserve.images import ImageFormat, encode_image, resize
+from diffserve.images import ImageFormat, encode_image
 from diffserve.infotext import write_infotext
+from diffserve.quality import AUTO, QUALITIES, is_quality, steps_of
 from diffserve.service.bodies import show
+from diffserve.service.kept_pictures import PictureUrls
+from diffserve.service.models import URL_BY_DEFAULT
 from diffserve.service.rewriter_choice import RewriterMode, rewriting_of
 from diffserve.service.schemas import MAX_NAME_CHARS, GenerateBody
 from diffserve.sizes import SizePlan, plan_size
 from diffserve.types import DiffusionParams, GenerationRequest, ImageResult, ModelInfo
 from schedulers import SIGMA_SCHEDULES, SPACINGS, UnknownSampler, resolve_sampler
 
-QUALITIES: Final = ("auto", "low", "medium", "high", "xhigh", "max", "standard", "hd")
 SCHEDULE_TYPES: Final[dict[str, str | None]] = {
     "automatic": None,
     "karras": "karras",
@@ -47,16 +49,23 @@ class Painting(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...]
     is_stream: bool = False
     has_progress: bool = False
+    has_urls: bool = False
 
 
 def plan_painting(
-    body: GenerateBody, info: ModelInfo, config: ServeConfig, request_id: str, *, rewriter: RewriterMode = "off"
+    body: GenerateBody,
+    info: ModelInfo,
+    config: ServeConfig,
+    request_id: str,
+    *,
+    client: str = "",
+    rewriter: RewriterMode = "off",
 ) -> Painting:
     """What ``body`` asks for, in the terms of the loaded model; ``rewriter`` where it says nothing of one.
 
     Raises InvalidRequest for what it cannot have.
     """
-    _refuse_unsupported(body)
+    _refuse_unsupported(body, config)
     warnings: list[str] = []
     plan = plan_size(info, _size(body), min_side_px=config.min_size_px, max_side_px=config.max_size_px)
     if plan.warning is not None:
@@ -65,7 +74,7 @@ def plan_painting(
     if body.partial_images and not body.stream:
         warnings.append("partial_images changes nothing without stream.")
     warnings += body.warnings
-    diffusion = _diffusion(body)
+    diffusion = _diffusion(body, None if quality == AUTO else steps_of(quality, info))
     return Painting(
         request=GenerationRequest(
             request_id=request_id,
@@ -79,6 +88,7 @@ def plan_painting(
             preview_every=_preview_every(body, diffusion.num_steps or info.default_num_steps),
             rewriting=rewriting_of(body.prompt_rewriter, rewriter),
             deadline_s=config.request_timeout_s,
+            client=client,
         ),
         plan=plan,
         image_format=body.output_format or "png",
@@ -88,22 +98,25 @@ def plan_painting(
         warnings=tuple(warnings),
         is_stream=bool(body.stream),
         has_progress=body.progress is not False,
+        has_urls=_wants_urls(body) and config.url_pictures_bytes > 0,
     )
 
 
-def image_entry(painting: Painting, result: ImageResult) -> dict[str, Any]:
-    """One element of ``data``: resized, encoded, in base64. Takes a while: call it in a thread.
+def image_entry(painting: Painting, result: ImageResult, urls: PictureUrls | None = None) -> dict[str, Any]:
+    """One element of ``data``: resized, encoded, in base64, and with ``urls`` also at one. Takes a while: call it in a
+    thread.
 
     ``revised_prompt`` is what the text encoder was given, null where that is what was sent.
     """
     width_px, height_px = painting.plan.width_px, painting.plan.height_px
     file = encode_image(
-        resize(result.picture, width_px, height_px),
+        painting.plan.deliver(result.picture),
         image_format=painting.image_format,
         quality=painting.compression,
         infotext=write_infotext(result, width_px=width_px, height_px=height_px),
     )
-    return {
+    url = {} if urls is None else {"url": urls.keep(file, painting.image_format)}
+    return url | {
         "b64_json": base64.b64encode(file).decode("ascii"),
         "revised_prompt": None if result.original_prompt is None else result.prompt,
         "seed": result.seed,
@@ -150,10 +163,15 @@ def recipe(painting: Painting, result: ImageResult) -> dict[str, Any]:
     }
 
 
-def _refuse_unsupported(body: GenerateBody) -> None:
+def _wants_urls(body: GenerateBody) -> bool:
+    """As OpenAI does: older models' clients get them without asking."""
+    return body.response_format == "url" or (body.response_format is None and body.model in URL_BY_DEFAULT)
+
+
+def _refuse_unsupported(body: GenerateBody, config: ServeConfig) -> None:
     refused = (
         (
-            body.response_format == "url",
+            body.response_format == "url" and config.url_pictures_bytes == 0,
             "response_format",
             "response_format is 'url'; this server keeps no pictures, ask for 'b64_json'.",
         ),
@@ -200,11 +218,14 @@ def _size(body: GenerateBody) -> tuple[int, int] | None:
     return body.width, body.height
 
 
-def _diffusion(body: GenerateBody) -> DiffusionParams:
+def _diffusion(body: GenerateBody, quality_steps: int | None) -> DiffusionParams:
+    """``quality_steps`` are taken where the body gives no number of steps."""
     sampler = _one_of(body, "sampler", "sampler_name")
     schedule = body.sigma_schedule
     if body.scheduler is not None and body.scheduler.strip().lower() in SCHEDULE_TYPES:
-        schedule = schedule or SCHEDULE_TYPES[body.scheduler.strip().lower()]
+        told = SCHEDULE_TYPES[body.scheduler.strip().lower()]
+        _check_agree(schedule, "sigma_schedule", told, f"scheduler {show(body.scheduler)}", "scheduler")
+        schedule = schedule or told
     elif body.scheduler is not None:
         if sampler is not None:
             raise InvalidRequest(
@@ -216,16 +237,25 @@ def _diffusion(body: GenerateBody) -> DiffusionParams:
         sampler = body.scheduler
     if sampler is not None:
         _check_sampler(sampler)
+        _check_agree(schedule, "sigma_schedule", resolve_sampler(sampler)[1], f"sampler {show(sampler)}", "sampler")
     _check_listed("sigma_schedule", schedule, SIGMA_SCHEDULES)
     _check_listed("spacing", body.spacing, SPACINGS)
     return DiffusionParams(
         sampler=sampler,
-        num_steps=_one_of(body, "num_inference_steps", "steps"),
+        num_steps=_one_of(body, "num_inference_steps", "steps") or quality_steps,
         guidance_scale=_one_of(body, "guidance_scale", "cfg_scale"),
         sigma_schedule=schedule,
         spacing=body.spacing,
         eta=body.eta,
     )
+
+
+def _check_agree(one: str | None, name: str, other: str | None, told_by: str, param: str) -> None:
+    """InvalidRequest where two fields name two sigma schedules."""
+    if one is not None and other is not None and one != other:
+        raise InvalidRequest(
+            f"{name} is {show(one)} and {told_by} says {show(other)}; give one of them.", param=param
+        )
 
 
 def _check_sampler(name: str) -> None:
@@ -258,13 +288,11 @@ def _one_of(body: GenerateBody, name: str, other: str) -> Any:
 
 
 def _quality(body: GenerateBody, warnings: list[str]) -> str:
-    if body.quality is None or body.quality in QUALITIES[:1]:
-        return "auto"
-    if body.quality not in QUALITIES:
-        warnings.append(f"quality {show(body.quality)} is unknown and was taken as auto.")
-        return "auto"
-    warnings.append(f"quality {body.quality} changes nothing yet; set num_inference_steps to trade time for detail.")
-    return body.quality
+    quality = body.quality or AUTO
+    if is_quality(quality):
+        return quality
+    warnings.append(f"quality {show(quality)} is unknown and was taken as auto; choose from {', '.join(QUALITIES)}.")
+    return AUTO
 
 
 def usage(painting: Painting, results: list[ImageResult]) -> dict[str, Any]:

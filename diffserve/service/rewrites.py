@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from starlette.responses import Response
 from diffserve.config import ServeConfig
 from diffserve.errors import DiffserveError, EngineUnavailable
 from diffserve.rewrite_types import Rewrite, RewriteDelta, RewriteFinished, RewriteRequest
+from diffserve.service.admission import Admission, Ticket
 from diffserve.service.engine_client import EngineClient
 from diffserve.service.errors import error_of
 from diffserve.service.exchange import PATIENCE_S, interruption, read_body, warning_headers, work_until
@@ -38,30 +40,35 @@ class RewritePlan(msgspec.Struct, frozen=True, kw_only=True):
 class Rewrites:
     """The endpoint with what it stands on."""
 
-    def __init__(self, engine: EngineClient, config: ServeConfig, gate: Gate) -> None:
+    def __init__(self, engine: EngineClient, config: ServeConfig, gate: Gate, admission: Admission) -> None:
         self._engine = engine
         self._config = config
         self._gate = gate
+        self._admission = admission
 
     async def __call__(self, request: Request) -> Response:
         """Answer one request; every error is a DiffserveError."""
         with ExitStack() as stack:
             stack.enter_context(self._gate.inside())
+            client = stack.enter_context(self._admission.clients.known(request))
+            self._admission.texts.check(client)
             body = await read_body(request, RewriteBody)
             check_language_model(body.model, self._engine.text_info, self._engine.info)
             plan = plan_rewrite(body, self._config, request.state.request_id)
+            ticket = stack.enter_context(self._admission.texts.entered(client, plan.request.num_prompts))
             interrupted = stack.enter_context(interruption(request))
             limit_s = self._config.request_timeout_s + PATIENCE_S
             headers = warning_headers(list(plan.warnings))
             if plan.is_stream:
+                events = self._events(plan, ticket)
                 return await EventStreamResponse(
-                    self._events(plan), interrupted, stack.pop_all(), limit_s=limit_s, ending=DONE, headers=headers
+                    events, interrupted, stack.pop_all(), limit_s=limit_s, ending=DONE, headers=headers
                 ).opened()
-            answer = await work_until(interrupted, self._answer(plan), limit_s=limit_s)
+            answer = await work_until(interrupted, self._answer(plan, ticket), limit_s=limit_s)
             return Response(answer, headers=headers, media_type="application/json")
 
-    async def _answer(self, plan: RewritePlan) -> bytes:
-        async with self._engine.submit_rewrite(plan.request) as job:
+    async def _answer(self, plan: RewritePlan, ticket: Ticket) -> bytes:
+        async with self._engine.submit_rewrite(plan.request).watched(partial(ticket.watch_texts, 0)) as job:
             async for told in job:
                 match told:
                     case RewriteFinished():
@@ -72,8 +79,8 @@ class Rewrites:
                         raise EngineUnavailable("the request was cancelled by the server.")
         raise DiffserveError("the rewriter finished without an answer.")
 
-    async def _events(self, plan: RewritePlan) -> Events:
-        async with self._engine.submit_rewrite(plan.request) as job:
+    async def _events(self, plan: RewritePlan, ticket: Ticket) -> Events:
+        async with self._engine.submit_rewrite(plan.request).watched(partial(ticket.watch_texts, 0)) as job:
             async for told in job:
                 match told:
                     case RewriteDelta():

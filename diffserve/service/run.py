@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
+import resource
 import signal
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -19,15 +22,18 @@ from fastapi import FastAPI
 
 from diffserve.config import ServeConfig, Settings
 from diffserve.errors import ConfigError, EngineUnavailable
+from diffserve.logs import json_logs
 from diffserve.service.app import create_app
 from diffserve.service.engine_client import EngineClient
 from diffserve.service.gate import Gate
-from diffserve.service.guards import is_loopback
-from diffserve.service.logs import set_up_logs
+from diffserve.service.hosts import is_loopback
+from diffserve.service.kept_pictures import KeptPictures
+from diffserve.service.loop_lag import keep_loop_nimble, watch_loop
 from diffserve.service.page import MountPage, Page
 from diffserve.service.protocol import MAX_HEADER_BYTES, Http1
 
 GOODBYE_S = 10  # for answers that are already being written
+SPARE_FILES = 128  # file descriptors left to what is no connection
 
 
 def serve(settings: Settings, *, mount_page: MountPage | None = None) -> int:
@@ -36,9 +42,19 @@ def serve(settings: Settings, *, mount_page: MountPage | None = None) -> int:
     Raises ConfigError where the address cannot be bound, ModelLoadError (or another DiffserveError of one line) where
     the model cannot be loaded; returns 1 where the engine is lost again and again.
     """
-    set_up_logs(settings.serve.log_level)
-    with bind(settings.serve) as listener:
+    check_open(settings.serve)
+    with json_logs(settings.serve.log_level), bind(settings.serve) as listener:
         return asyncio.run(_Server(settings, listener, mount_page).run())
+
+
+def check_open(config: ServeConfig) -> None:
+    """ConfigError where other machines could reach the server and nobody has said that they may."""
+    if not is_loopback(config.host) and not config.allow_open:
+        raise ConfigError(
+            f"host is {config.host[:80]!r}, and whoever reaches that may paint, since there are no keys yet; give "
+            "--allow-open (allow_open = true under [serve]) to want that, or --host 127.0.0.1 for this machine alone.",
+            param="host",
+        )
 
 
 def bind(config: ServeConfig) -> socket.socket:
@@ -57,6 +73,10 @@ def bind(config: ServeConfig) -> socket.socket:
         ) from None
 
 
+def _pictures(config: ServeConfig) -> KeptPictures:
+    return KeptPictures(Path(config.data_dir).expanduser() / "pictures", max_bytes=config.url_pictures_bytes)
+
+
 class _Server:
     def __init__(self, settings: Settings, listener: socket.socket, mount_page: MountPage | None) -> None:
         self._settings = settings
@@ -68,11 +88,13 @@ class _Server:
 
     async def run(self) -> int:
         """Live one life, from the first engine to the last answer."""
+        keep_loop_nimble()
         engine, gate = EngineClient(self._settings), Gate()
         route = None if self._page is None else self._page.route
         rewriter = self._settings.text.prompt_rewriter
-        app = create_app(engine, self._settings.serve, gate, rewriter=rewriter, page=route)
-        http = _Uvicorn(_uvicorn_config(app))
+        pictures = _pictures(self._settings.serve)
+        app = create_app(engine, self._settings.serve, gate, rewriter=rewriter, page=route, pictures=pictures)
+        http = HttpServer(uvicorn_config(app, _num_connections(self._settings.serve.max_connections)))
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         engine.start()
@@ -82,16 +104,20 @@ class _Server:
             self._say("anybody who reaches this address may paint: there are no keys yet")
         announcing = asyncio.create_task(self._announce(engine))
         opening = asyncio.create_task(self._open_page())
+        sweeping = asyncio.create_task(pictures.sweep_for_ever())
+        watching = asyncio.create_task(watch_loop(engine.metrics.observe_loop))
         try:
             await self._until_over(engine, answering)
         finally:
             announcing.cancel()
+            sweeping.cancel()
+            watching.cancel()
             gate.close()
             await self._drain(gate)
             await engine.stop()
             await self._close_page(opening)
             http.should_exit = True
-            await asyncio.gather(answering, announcing, return_exceptions=True)
+            await asyncio.gather(answering, announcing, sweeping, watching, return_exceptions=True)
         if not engine.failed.done():
             return 0
         if isinstance(engine.failed.result(), EngineUnavailable):
@@ -127,6 +153,7 @@ class _Server:
     async def _open_page(self) -> None:
         if self._page is not None:
             await self._page.open(self._own_url())
+        gc.freeze()  # what is loaded stays; to look through it for garbage would keep everybody waiting 0.2 s each time
 
     async def _close_page(self, opening: asyncio.Task[None]) -> None:
         """An import that is still going on is not waited for."""
@@ -148,7 +175,7 @@ class _Server:
         print(f"diffserve: {text}", flush=True)
 
 
-class _Uvicorn(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn without its signal handling, which would end the process before the engine is told."""
 
     @contextlib.contextmanager
@@ -157,10 +184,23 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def _uvicorn_config(app: FastAPI) -> uvicorn.Config:
+def _num_connections(wanted: int) -> int:
+    """``wanted``, or as many as the system lets this process have; its soft limit is raised to what is needed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + SPARE_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(1, min(wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES))
+
+
+def uvicorn_config(app: FastAPI, max_connections: int) -> uvicorn.Config:
+    """How ``app`` is served: by our own protocol, quietly, to at most ``max_connections`` at a time."""
     return uvicorn.Config(
         app,
-        http=Http1,
+        http=Http1.limited(max_connections),
         loop="asyncio",
         ws="none",
         lifespan="off",

@@ -44,8 +44,23 @@ class GenerateBody(Body):
     model: Annotated[str, Field(description="A name from /v1/models; omitted: the loaded model.")] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_IMAGES, description="Image i has seed + i.")] | None = None
     size: Annotated[str, Field(description="WIDTHxHEIGHT in pixels, or auto.")] | None = None
-    quality: Ignored | None = None
-    response_format: Literal["b64_json", "url"] | None = None
+    quality: (
+        Annotated[
+            str,
+            Field(
+                max_length=256,
+                description="draft, standard or fine (low, medium, high): how many steps, where none are given.",
+            ),
+        ]
+        | None
+    ) = None
+    response_format: (
+        Annotated[
+            Literal["b64_json", "url"],
+            Field(description="url: also at a URL, for an hour; what dall-e-2 and dall-e-3 do where nothing is said."),
+        ]
+        | None
+    ) = None
     output_format: Literal["png", "jpeg", "webp"] | None = None
     output_compression: Annotated[int, Field(ge=0, le=100, description="JPEG and WebP quality.")] | None = None
     background: Literal["transparent", "opaque", "auto"] | None = None

@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from diffserve.sampling_params import MAX_LOGPROBS, MAX_TOKENS
+from diffserve.sampling_params import MAX_LOGPROBS, MAX_STOPS, MAX_TOKENS
 from diffserve.service.bodies import Body
-from diffserve.text_types import MAX_MESSAGES, MAX_PROMPT_TOKENS, MAX_TEXT_CHARS, MAX_TEXTS
+from diffserve.text_types import MAX_MESSAGES, MAX_PROMPT_TOKENS, MAX_TEXT_CHARS, MAX_TEXTS, MAX_TOKEN_ID
 from diffserve.types import MAX_PROMPT_CHARS, MAX_SEED
 
 MAX_CACHE_SALT_CHARS = 256
@@ -48,7 +48,8 @@ Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 Seed = Annotated[int, Field(ge=-1, le=MAX_SEED, description="-1 or null: random.")]
 ModelName = Annotated[str, Field(description="A name from /v1/models; omitted: the loaded language model.")]
 Prompt = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
-TokenIds = Annotated[list[int], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
 
 
 class Part(BaseModel):
@@ -106,7 +107,7 @@ class SamplingBody(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stop_token_ids: TokenIds | None = None
     seed: Seed | None = None
     num_beams: Annotated[int, Field(description="Beam search; needs temperature 0.")] | None = None
@@ -136,7 +137,7 @@ class ChatBody(SamplingBody):
     max_tokens: Annotated[Tokens, Field(description="An older name for max_completion_tokens.")] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1, fail_fast=True)] | None = None
 
 
 class CompletionBody(SamplingBody):

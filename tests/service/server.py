@@ -58,6 +58,13 @@ class RunningServer:
     def status(self, path: str) -> int:
         return self.client.get(path).status_code
 
+    def num_stalls(self, over_s: float = 0.25) -> int:
+        """How often so far the server kept its own event loop for longer than ``over_s``, a bound of its histogram."""
+        name = "diffserve_event_loop_blocked_seconds"
+        metrics = self.client.get("/metrics").text
+        counts = dict(re.findall(rf'^{name}_bucket{{le="(\S+)"}} (\S+)$', metrics, re.MULTILINE))
+        return int(float(counts["+Inf"]) - float(counts[f"{over_s:g}"]))
+
     def num_requests(self) -> int:
         """How many requests the engine holds."""
         return int(self.client.get("/debug/trace").json()["num_requests"])
@@ -121,7 +128,10 @@ def running_server(
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": str(ROOT),
+                "DIFFSERVE_SERVE_DATA_DIR": str(workspace / "data"),
                 "DIFFSERVE_SERVE_PAGE": str(page).lower(),
+                "DIFFSERVE_SERVE_DEBUG": "true",
+                "DIFFSERVE_SERVE_SPARE_ENGINE": "false",  # a second process, which most tests have no use for
                 **(env or {}),
             },
         )

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from diffserve.config import load_settings
+from diffserve.errors import ConfigError
 from diffserve.service.app import create_app
 from diffserve.service.engine_client import EngineClient
 from diffserve.service.gate import Gate
+from diffserve.service.kept_pictures import KeptPictures
+from diffserve.service.run import check_open
 
 POSTS = ("/v1/images/generations", "/v1/chat/completions", "/v1/completions", "/v1/prompts/rewrite")
 
 
-def ask(method: str, path: str, *, peer: str = "127.0.0.1", **settings: Any) -> httpx.Response:
+def ask(
+    method: str, path: str, *, peer: str = "127.0.0.1", env: Mapping[str, str] | None = None, **settings: Any
+) -> httpx.Response:
     async def run() -> httpx.Response:
-        config = load_settings(env={})
+        config = load_settings(env=env or {})
         app = create_app(EngineClient(config), config.serve, Gate())
         transport = httpx.ASGITransport(app, client=(peer, 1))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
@@ -49,6 +57,26 @@ def test_the_description_holds_every_address_and_everything_it_refers_to() -> No
     assert all(body["schema"]["required"] in (["prompt"], ["messages"]) for body in bodies)
 
 
+def test_the_description_gives_every_operation_a_name_of_its_own(tmp_path: Path) -> None:
+    async def describe() -> Any:
+        config, pictures = load_settings(env={}), KeptPictures(tmp_path / "pictures", max_bytes=1)
+        return create_app(EngineClient(config), config.serve, Gate(), pictures=pictures).openapi()["paths"]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        paths = asyncio.run(describe())
+    names = [method["operationId"] for methods in paths.values() for method in methods.values()]
+    assert len(names) == len(set(names))
+    assert set(paths["/v1/images/files/{name}"]) == {"get"}
+
+
+def test_the_description_names_what_stands_in_an_address() -> None:
+    for path, methods in ask("GET", "/openapi.json").json()["paths"].items():
+        for method in methods.values():
+            described = {one["name"] for one in method.get("parameters", []) if one["in"] == "path"}
+            assert described == set(re.findall(r"{(\w+)", path)), path
+
+
 @pytest.mark.parametrize("path", POSTS)
 def test_while_the_models_load_everybody_is_asked_to_come_back(path: str) -> None:
     answer = ask("POST", path, json={"prompt": "a", "messages": [{"role": "user", "content": "a"}]})
@@ -58,4 +86,53 @@ def test_while_the_models_load_everybody_is_asked_to_come_back(path: str) -> Non
 
 @pytest.mark.parametrize(("peer", "status"), [("127.0.0.1", 503), ("::1", 503), ("192.168.1.5", 403), ("8.8.8.8", 403)])
 def test_only_the_servers_own_machine_may_list_request_ids(peer: str, status: int) -> None:
-    assert ask("GET", "/debug/trace", peer=peer).status_code == status
+    assert ask("GET", "/debug/trace", peer=peer, env={"DIFFSERVE_SERVE_DEBUG": "true"}).status_code == status
+
+
+def test_the_engines_inside_is_told_to_nobody_who_did_not_ask_for_it_at_start() -> None:
+    answer = ask("GET", "/debug/trace")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_url")
+    assert "/debug/trace" not in ask("GET", "/openapi.json").json()["paths"]
+
+
+@pytest.mark.parametrize("path", ["/v1%2Fmodels", "/v1/images%2fgenerations", "/livez%00", "/v1%5cmodels"])
+def test_a_slash_in_disguise_is_refused(path: str) -> None:
+    answer = ask("GET", path)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "encoded_slash")
+
+
+def test_a_name_of_a_model_may_hold_a_slash() -> None:
+    assert ask("GET", "/v1/models/org%2Fname").status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("bound", "allowed", "named", "status"),
+    [
+        ("127.0.0.1", "", "evil.test", 403),
+        ("127.0.0.1", "", "192.168.1.5", 403),
+        ("127.0.0.1", "paint.test", "paint.test:8000", 200),
+        ("127.0.0.1", "*", "evil.test", 200),
+        ("0.0.0.0", "", "evil.test", 403),
+        ("0.0.0.0", "", "192.168.1.5:8000", 200),
+        ("0.0.0.0", "", "[fe80::1]:8000", 200),
+        ("0.0.0.0", "", "localhost:8000", 200),
+        ("0.0.0.0", "", "localhost:99999", 403),
+        ("0.0.0.0", "paint.test", "192.168.1.5", 403),
+        ("0.0.0.0", "paint.test, other.test", "Other.Test", 200),
+        ("0.0.0.0", "*", "evil.test", 200),
+        ("paint.test", "", "paint.test", 200),
+    ],
+)
+def test_the_server_answers_to_its_own_names_alone(bound: str, allowed: str, named: str, status: int) -> None:
+    env = {"DIFFSERVE_SERVE_HOST": bound, "DIFFSERVE_SERVE_ALLOWED_HOSTS": allowed}
+    answer = ask("GET", "/livez", env=env, headers={"Host": named})
+    assert answer.status_code == status
+    assert status == 200 or "allowed_hosts" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "paint.test"])
+def test_other_machines_are_let_in_only_where_somebody_said_so(host: str) -> None:
+    with pytest.raises(ConfigError, match="--allow-open"):
+        check_open(load_settings(env={"DIFFSERVE_SERVE_HOST": host}).serve)
+    check_open(load_settings(env={"DIFFSERVE_SERVE_HOST": host, "DIFFSERVE_SERVE_ALLOW_OPEN": "true"}).serve)
+    check_open(load_settings(env={}).serve)

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from diffserve.config import load_settings
+from diffserve.service.guards import TEXT_BODY_BYTES
 from tests.service.server import GENERATIONS, RunningServer, error_of, files_of, wait_for
 
 pytestmark = pytest.mark.slow
@@ -54,11 +55,15 @@ def raw_exchange(server: RunningServer, data: bytes, *, patience_s: float = 20.0
         (b"[" * 10_000 + b"]" * 10_000, "invalid_json"),
         (b'{"foo": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", "invalid_json"),
         (b'{"prompt": "a", "foo": ' + b"[" * 40 + b"]" * 40 + b"}", "invalid_json"),
+        (b'{"prompt": "a", "prompt": "b"}', "duplicate_parameter"),
+        (b'{"prompt": "a", "seed": 1, "\\u0073eed": 2}', "duplicate_parameter"),
+        (b'{"prompt": "a", "foo": {"bar": 1, "bar": 1}}', "duplicate_parameter"),
     ],
     ids=[
         *("empty", "null", "list", "text", "truncated", "trailing-comma", "bom", "utf16", "bad-utf8", "lone-surrogate"),
         *("nan", "infinity", "1e400", "nan-elsewhere", "infinity-deeper", "1e400-elsewhere"),
         *("deep-list", "deep-field", "forty-levels"),
+        *("twice", "twice-in-disguise", "twice-deeper"),
     ],
 )
 def test_what_is_no_json_is_refused(server: RunningServer, content: bytes, code: str) -> None:
@@ -121,10 +126,15 @@ WRONG_VALUES: list[tuple[str, dict[str, Any], str | None, str, str]] = [
     ("sampler-padded", {"sampler": "ddim" + " " * 70 + "x"}, "sampler", "unknown_sampler", "75 characters"),
     ("scheduler", {"scheduler": "warp"}, "sampler", "unknown_sampler", "dpmpp_2m"),
     ("scheduler-beside", {"sampler": "ddim", "scheduler": "warp"}, "scheduler", "unknown_scheduler", "karras"),
+    ("schedule-twice", {"sigma_schedule": "exponential", "scheduler": "beta"}, "scheduler", "invalid_value", "beta"),
+    *(
+        (f"sampler-and-{name}", {"sampler": "DPM++ 2M Karras", name: "beta"}, "sampler", "invalid_value", "karras")
+        for name in ("sigma_schedule", "scheduler")
+    ),
+    ("seed-last", {"seed": 2**63 - 1, "n": 2}, "seed", "invalid_value", "for the last of 2 images"),
     ("spacing", {"spacing": "warp"}, "spacing", "invalid_value", "warp"),
     ("sigma-schedule", {"sigma_schedule": "warp"}, "sigma_schedule", "invalid_value", "warp"),
     ("response-format", {"response_format": "exe"}, "response_format", "invalid_value", '"exe"'),
-    ("url", {"response_format": "url"}, "response_format", "unsupported_value", "b64_json"),
     ("svg", {"output_format": "svg"}, "output_format", "invalid_value", '"svg"'),
     ("compression", {"output_compression": 101}, "output_compression", "invalid_value", "101"),
     ("transparent", {"background": "transparent"}, "background", "unsupported_value", "opaque"),
@@ -213,7 +223,9 @@ def test_options_without_an_origin_is_answered_and_with_a_foreign_one_refused(se
         ("GET", "/nowhere", 404, "unknown_url"),
         ("GET", "/v1/models/nope", 404, "model_not_found"),
         ("GET", "/v1/models/..%2f..%2fetc", 404, "model_not_found"),
-        ("POST", "/v1/images/generations/", 404, "unknown_url"),
+        ("GET", "/v1/images/files/nope", 404, "picture_not_found"),
+        ("GET", "/images/generations", 405, "method_not_allowed"),
+        ("GET", "/v1/images/generations/", 405, "method_not_allowed"),
         ("GET", GENERATIONS, 405, "method_not_allowed"),
         ("DELETE", GENERATIONS, 405, "method_not_allowed"),
         ("POST", f"{GENERATIONS}/img-0123/cancel", 404, "request_not_found"),
@@ -259,8 +271,22 @@ def test_a_long_body_of_unknown_length_is_refused_on_the_way(server: RunningServ
 
 
 def test_a_long_body_within_the_limit_is_read(server: RunningServer) -> None:
-    body = {"prompt": "a red fox", "steps": 1, "foo": "x" * 5_000_000}
+    body = {"prompt": "a red fox", "steps": 1, "foo": "x" * 1_000_000}
     assert post(server, json.dumps(body).encode()).status_code == 200
+
+
+def test_where_no_picture_is_sent_a_megabyte_is_all_that_is_read(server: RunningServer) -> None:
+    body = {"prompt": "a red fox", "steps": 1, "foo": "x" * TEXT_BODY_BYTES}
+    response = post(server, json.dumps(body).encode())
+    assert (response.status_code, error_of(response)["code"]) == (413, "body_too_large")
+
+
+def test_a_million_unknown_keys_stall_nobody(server: RunningServer) -> None:
+    many = b'{"prompt": "a red fox", ' + b", ".join(b'"k%d": 1' % number for number in range(1_600_000)) + b"}"
+    assert post(server, many).status_code == 413
+    fewer = many[: TEXT_BODY_BYTES - 20] + b'": 1}'
+    response = post(server, fewer)
+    assert (response.status_code, error_of(response)["code"]) == (400, "body_too_complex")
 
 
 @pytest.mark.parametrize(

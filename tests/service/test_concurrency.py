@@ -78,8 +78,8 @@ def test_a_client_that_hangs_up_is_cancelled_and_its_neighbour_is_untouched(serv
 
 
 def test_clients_that_hang_up_in_the_queue_are_forgotten(server: RunningServer) -> None:
-    connections = [send_and_hold(server, {**MIX[2], "num_inference_steps": 1000, "n": 10}) for _ in range(6)]
-    wait_for(lambda: server.num_requests() == 6, SOON_S, "all to be taken")
+    connections = [send_and_hold(server, {**MIX[2], "num_inference_steps": 80, "n": 10}) for _ in range(12)]
+    wait_for(lambda: server.num_requests() == 12, SOON_S, "all to be taken")
     for connection in connections:
         connection.close()
     wait_for(lambda: server.num_requests() == 0, SOON_S, "the cancellations")

@@ -36,6 +36,7 @@ class Engine:
 
     def __init__(self, model: Path, language: Path | str) -> None:
         env = {"DIFFSERVE_TEXT_MODEL": str(language), "DIFFSERVE_MODEL_DTYPE": "float32"}
+        env["DIFFSERVE_SERVE_SPARE_ENGINE"] = "false"
         self.loop = asyncio.new_event_loop()
         self.client = self.run(self._start(load_settings(model=str(model), env=env)))
 

@@ -123,7 +123,6 @@ def test_every_setting_reaches_the_picture(server: RunningServer, fields: dict[s
     [
         ({"foo": 1, "bar": {"a": [1]}}, "unknown fields were ignored: foo, bar"),
         ({"quality": "ultra"}, 'quality "ultra" is unknown'),
-        ({"quality": "hd"}, "quality hd changes nothing yet"),
         ({"sampler": "euler", "eta": 0.5}, "eta"),
     ],
 )

@@ -20,7 +20,7 @@ from diffserve.errors import (
 )
 from diffserve.service.errors import HttpError, error_of, reply_to
 from diffserve.service.exchange import header_text
-from diffserve.service.guards import is_loopback
+from diffserve.service.hosts import is_loopback
 from diffserve.service.models import ALIASES, check_model, model_list
 from diffserve.service.painting import Painting, plan_painting
 from diffserve.service.rewriter_choice import RewriterMode

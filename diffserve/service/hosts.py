@@ -1,0 +1,71 @@
+"""By which names a server may be called: a foreign page must not reach it by a name of its own (DNS rebinding)."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+from typing import Final
+from urllib.parse import urlsplit
+
+ANY: Final = "*"
+
+
+class HostNames:
+    """The names in a Host header that are ours.
+
+    Always: those of this machine for itself, and the bound one. ``allowed``: these too, "*" for any. Where none are
+    given and other machines are let in, also every address (a name is what rebinding needs) and the machine's own name.
+    """
+
+    def __init__(self, bound_host: str, allowed: Sequence[str] = ()) -> None:
+        self._names = {bound_host.lower(), *(name.lower() for name in allowed)}
+        self._is_any = ANY in allowed
+        self._takes_addresses = not allowed and not is_loopback(bound_host)
+        if self._takes_addresses:
+            own = socket.gethostname().lower()
+            self._names |= {own, f"{own}.local"}
+
+    def __contains__(self, host: str | None) -> bool:
+        """Whether ``host`` (in lower case, without brackets and port; ``None``: it could not be read) is ours."""
+        if host is None:
+            return False
+        if self._is_any or host in self._names or is_loopback(host):
+            return True
+        return self._takes_addresses and _is_address(host)
+
+    @property
+    def refusal(self) -> str:
+        """What is said to somebody who calls the server by another name."""
+        return (
+            "this server does not answer to that name; use its address, or have the name listed in "
+            "[serve] allowed_hosts of its configuration."
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` (a name, or an address without brackets) is this machine itself."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def hostname(url: str) -> str | None:
+    """The host in ``url`` in lower case; ``None`` where there is none or its port is no port."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+        return parts.hostname
+    except ValueError:
+        return None
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

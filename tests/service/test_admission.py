@@ -1,0 +1,194 @@
+"""The books of what waits: who is let in, who has to come back, and when. A clock that is set by hand."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+
+from diffserve.errors import EngineUnavailable, QueueFull
+from diffserve.service.admission import Backlog, Ticket, work_of
+from diffserve.service.errors import reply_to
+from diffserve.service.metrics import Metrics
+from diffserve.text_types import TextDelta, TextFinished, TextTimings, TextUsage
+from diffserve.types import Cancelled, DiffusionParams, Finished, GenerationRequest, ImageFailed, Progress
+from tests.engine.desk import INFO
+
+
+class Door:
+    """A backlog whose engine does ``rows_per_s``."""
+
+    def __init__(self, max_waiting: int = 256, max_backlog_s: float = 60.0) -> None:
+        self.now_s = 100.0
+        self.metrics = Metrics()
+        self.backlog = Backlog("image", max_waiting, max_backlog_s, self.metrics, lambda: self.now_s)
+        self.stack = ExitStack()
+
+    def enter(self, client: str = "a", cost: float = 100.0, num_parts: int = 1) -> Ticket:
+        return self.stack.enter_context(self.backlog.entered(client, cost, num_parts))
+
+    def learn(self, rows_per_s: float = 10.0) -> None:
+        """A picture of ten seconds is painted."""
+        with self.backlog.entered("teacher", 10.0 * rows_per_s) as ticket:
+            for step in range(1, 11):
+                self.now_s += 1.0
+                ticket.watch(Progress(request_id="img", image_index=0, step_index=step, num_steps=10))
+        assert self.backlog.pace.per_s == pytest.approx(rows_per_s)
+
+    def refusal(self, client: str = "a") -> QueueFull:
+        with pytest.raises(QueueFull) as refused:
+            self.backlog.check(client)
+        return refused.value
+
+
+def test_one_alone_may_fill_the_places_but_for_some_that_are_left_for_others() -> None:
+    door = Door(max_waiting=64)
+    for _ in range(56):
+        door.enter("a")
+    assert "places left are for others" in door.refusal("a").message
+    for _ in range(7):
+        door.enter("b")
+    door.refusal("b")
+    door.enter("c")
+    assert door.backlog.num_waiting == 64
+    assert "which is all this server holds" in door.refusal("d").message
+    door.stack.close()
+    assert (door.backlog.num_waiting, door.backlog.cost_left) == (0, 0.0)
+
+
+@pytest.mark.parametrize("max_waiting", [1, 2, 3])
+def test_few_places_can_all_be_taken_by_one(max_waiting: int) -> None:
+    door = Door(max_waiting=max_waiting)
+    for _ in range(max_waiting):
+        door.enter()
+    door.refusal()
+
+
+def test_a_request_that_has_begun_waits_no_more() -> None:
+    door = Door(max_waiting=1)
+    ticket = door.enter()
+    door.refusal()
+    ticket.watch(Progress(request_id="img", image_index=0, step_index=1, num_steps=50))
+    door.enter()
+
+
+def test_work_is_limited_and_not_only_the_number_of_requests() -> None:
+    door = Door(max_backlog_s=60.0)
+    door.learn(rows_per_s=10.0)
+    door.enter("a", cost=599.0)
+    door.enter("a", cost=1e6)  # let in whole, however large, and keeps no small one out
+    door.enter("a", cost=2.0)
+    said = door.refusal("a")
+    assert "at most 60 s may wait" in said.message
+    for _ in range(6):
+        door.enter("b", cost=50.0)
+
+
+def test_a_flood_of_work_by_some_keeps_nobody_else_out() -> None:
+    door = Door(max_backlog_s=60.0)
+    door.learn(rows_per_s=10.0)
+    for name in "abcdefgh":
+        door.enter(name, cost=1e6)
+        door.enter(name, cost=1e6)
+        door.refusal(name)
+    door.enter("z", cost=50.0)
+
+
+def test_time_is_reckoned_in_fair_shares() -> None:
+    door = Door(max_backlog_s=60.0)
+    door.learn(rows_per_s=10.0)
+    door.enter("a", cost=500.0)
+    assert door.backlog.wait_s("a") == 0.0
+    door.enter("a", cost=500.0)
+    assert door.backlog.wait_s("a") == pytest.approx(50.0)
+    door.enter("b", cost=300.0)
+    door.enter("b", cost=200.0)
+    assert door.backlog.wait_s("b") == pytest.approx(40.0)
+    assert door.backlog.wait_s("a") == pytest.approx(100.0)
+    assert door.backlog.wait_s("c") == 0.0
+
+
+def test_work_that_was_done_makes_room() -> None:
+    door = Door(max_backlog_s=60.0)
+    door.learn(rows_per_s=10.0)
+    door.enter(cost=1e6)
+    ticket = door.enter(cost=620.0, num_parts=2)
+    door.refusal()
+    door.now_s += 3.0
+    ticket.watch(Progress(request_id="img", image_index=1, step_index=1, num_steps=10))
+    assert door.backlog.cost_left == pytest.approx(1e6 + 589.0)
+    door.backlog.check("a")
+    ticket.watch(ImageFailed(request_id="img", image_index=0, code="x", message="x"))
+    assert door.backlog.cost_left == pytest.approx(1e6 + 279.0)
+    ticket.watch(Finished(request_id="img", num_painted=1, num_failed=1))
+    assert door.backlog.cost_left == 1e6
+
+
+@pytest.mark.parametrize("end", [Cancelled(request_id="img"), EngineUnavailable("the engine is lost.")])
+def test_what_will_never_be_done_is_no_backlog_though_its_answer_is_still_being_written(end: object) -> None:
+    door = Door(max_waiting=1)
+    door.learn()
+    door.enter(cost=1e6, num_parts=10).watch(end)
+    door.backlog.check("a")
+
+
+def test_an_answer_that_is_read_slowly_does_not_count_as_time_of_work() -> None:
+    door = Door()
+    door.learn(rows_per_s=10.0)
+    door.enter(cost=10.0).watch(Finished(request_id="img", num_painted=1, num_failed=0))
+    door.now_s += 1000.0
+    assert door.backlog.pace.per_s == pytest.approx(10.0)
+
+
+def test_retry_after_is_the_time_of_the_backlog_and_not_the_same_for_all() -> None:
+    door = Door(max_backlog_s=20.0)
+    door.learn(rows_per_s=10.0)
+    door.enter("a", cost=300.0)
+    door.enter("a", cost=300.0)
+    told = [int(reply_to(door.refusal("a")).headers["Retry-After"]) for _ in range(300)]
+    assert min(told) >= 24
+    assert max(told) <= 36
+    assert len(set(told)) >= 8
+    assert sum(told) / 300 == pytest.approx(30.5, abs=1.5)
+    door.enter("b", cost=1e9)
+    door.enter("b", cost=1e9)
+    told = [int(reply_to(door.refusal("b")).headers["Retry-After"]) for _ in range(300)]
+    assert 1 <= min(told) <= max(told) <= 60
+    assert len(set(told)) >= 8, "the longest wait is jittered, too"
+
+
+def test_refusals_are_counted() -> None:
+    door = Door(max_waiting=1)
+    door.enter()
+    door.refusal()
+    assert b'diffserve_requests_total{kind="image",outcome="rejected"} 1.0' in door.metrics.render(None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "diffusion", "work"),
+    [
+        ({}, {}, 20.0),
+        ({"num_images": 3}, {"num_steps": 50}, 300.0),
+        ({}, {"guidance_scale": 1.0}, 10.0),
+        ({}, {"sampler": "heun"}, 40.0),
+        ({"width_px": 128, "height_px": 128}, {}, 80.0),
+        ({}, {"sampler": "DPM++ 2M Karras", "num_steps": 1000}, 2000.0),
+    ],
+)
+def test_work_is_images_times_rows_times_steps_times_pixels(
+    fields: dict[str, int], diffusion: dict[str, object], work: float
+) -> None:
+    request = GenerationRequest(prompt="a fox", diffusion=DiffusionParams(**diffusion), **fields)  # type: ignore[arg-type]
+    assert work_of(request, INFO) == work
+
+
+def test_texts_are_counted_one_by_one() -> None:
+    door = Door(max_waiting=4)
+    ticket = door.stack.enter_context(door.backlog.entered("a", 3, 3, 3))
+    assert door.backlog.num_waiting == 3
+    ticket.watch_texts(0, TextDelta(request_id="txt", text_index=0, text="", token_ids=()))
+    assert (door.backlog.num_waiting, door.backlog.cost_left) == (0, 3)
+    usage = TextUsage(prompt_tokens=1, cached_tokens=0, output_tokens=1)
+    timings = TextTimings(queue_s=0.0, ttft_s=0.0, tpot_s=0.0, total_s=0.0)
+    ticket.watch_texts(2, TextFinished(request_id="txt", results=(), usage=usage, timings=timings))
+    assert door.backlog.cost_left == 2

@@ -1,0 +1,312 @@
+"""Pictures at a URL: an hour, an unguessable name, a bounded folder, and never a failed answer for want of space."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+from starlette.requests import Request
+
+from diffserve.config import Flag, load_settings
+from diffserve.errors import ConfigError, InvalidRequest
+from diffserve.service.errors import HttpError
+from diffserve.service.kept_pictures import KeptPictures, base_url_of
+from diffserve.service.models import is_alias
+from diffserve.service.painting import plan_painting
+from diffserve.service.schemas import parse_body
+from tests.service.server import GENERATIONS, RunningServer, error_of, files_of
+from tests.service.test_painting import INFO
+
+NAME = re.compile(r"[0-9a-f]{32}\.png")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def kept(tmp_path: Path, clock: Clock) -> KeptPictures:
+    return KeptPictures(tmp_path / "a" / "pictures", max_bytes=1000, now=clock)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def is_there(kept: KeptPictures, name: str) -> bool:
+    try:
+        kept.open(name).file.close()
+    except HttpError as error:
+        return (error.status, error.code) != (404, "picture_not_found")
+    return True
+
+
+def test_a_picture_is_there_for_an_hour_and_no_longer(kept: KeptPictures, clock: Clock, tmp_path: Path) -> None:
+    name = kept.keep(b"fox", "png")
+    assert NAME.fullmatch(name)
+    clock.now_s += 3599
+    picture = kept.open(name)
+    assert (picture.file.read(), picture.num_bytes, picture.left_s) == (b"fox", 3, 1.0)
+    picture.file.close()
+    clock.now_s += 1
+    assert not is_there(kept, name)
+    kept.sweep()
+    assert names(tmp_path / "a" / "pictures") == set()
+
+
+def test_folder_and_files_are_for_this_user_alone(kept: KeptPictures, tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "pictures"
+    folder.mkdir(parents=True, mode=0o755)
+    name = kept.keep(b"fox", "png")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE((folder / name).stat().st_mode) == 0o600
+
+
+def test_the_oldest_make_room_and_what_is_not_ours_stays(kept: KeptPictures, clock: Clock, tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "pictures"
+    folder.mkdir(parents=True)
+    (folder / "somebodys.png").write_bytes(b"x" * 5000)
+    kept_names = []
+    for _ in range(30):
+        kept_names.append(kept.keep(b"x" * 99, "webp"))
+        clock.now_s += 1
+        ours = names(folder) - {"somebodys.png"}
+        assert sum((folder / name).stat().st_size for name in ours) <= 1000
+    assert names(folder) - {"somebodys.png"} == set(kept_names[-len(ours) :])
+    assert len(ours) >= 8
+    with pytest.raises(OSError, match="too large"):
+        kept.keep(b"x" * 1001, "png")
+
+
+def test_a_restart_keeps_what_is_fresh_and_removes_what_is_old_or_half_written(
+    kept: KeptPictures, clock: Clock, tmp_path: Path
+) -> None:
+    folder = tmp_path / "a" / "pictures"
+    old = kept.keep(b"old", "png")
+    (folder / f"{old}.part").write_bytes(b"half")
+    clock.now_s += 1800
+    fresh = kept.keep(b"fresh", "jpeg")
+    clock.now_s += 1801
+    os.utime(folder / f"{old}.part", (0, 0))
+    after = KeptPictures(folder, max_bytes=1000, now=clock)
+    after.sweep()
+    assert names(folder) == {fresh}
+    assert is_there(after, fresh)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "../secret.png", "a" * 32, f"{'a' * 32}.png", f"{'A' * 32}.png", f"{'a' * 32}.png.part", "\0"],
+)
+def test_other_names_are_not_found(kept: KeptPictures, tmp_path: Path, name: str) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "secret.png").write_bytes(b"secret")
+    kept.keep(b"fox", "png")
+    assert not is_there(kept, name)
+
+
+def test_a_folder_that_is_a_link_elsewhere_is_not_used(clock: Clock, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError):
+        KeptPictures(tmp_path / "link", max_bytes=1000, now=clock).keep(b"fox", "png")
+
+
+def test_many_threads_keep_within_the_bound(kept: KeptPictures, tmp_path: Path) -> None:
+    threads = [threading.Thread(target=lambda: [kept.keep(b"x" * 90, "png") for _ in range(20)]) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    files = list((tmp_path / "a" / "pictures").iterdir())
+    assert sum(file.stat().st_size for file in files) <= 1000
+    assert all(NAME.fullmatch(file.name) for file in files)
+
+
+@pytest.mark.parametrize(
+    ("host", "public_url", "base"),
+    [
+        ("paint.test:8000", "", "http://paint.test:8000"),
+        ("[::1]:8000", "", "http://[::1]:8000"),
+        ("paint.test", "https://paint.example/x/", "https://paint.example/x"),
+        ("evil/path", "", "http://10.0.0.7:8000"),
+        ("user@evil", "", "http://10.0.0.7:8000"),
+        ("a b", "", "http://10.0.0.7:8000"),
+        (None, "", "http://10.0.0.7:8000"),
+    ],
+)
+def test_a_url_begins_as_the_client_named_the_server(host: str | None, public_url: str, base: str) -> None:
+    headers = [] if host is None else [(b"host", host.encode())]
+    scope: dict[str, Any] = {"type": "http", "scheme": "http", "server": ("10.0.0.7", 8000), "headers": headers}
+    assert base_url_of(Request(scope), public_url) == base
+
+
+@pytest.mark.parametrize("value", ["paint.example", "javascript:alert(1)", "https://a b", "https://x/?q", "https://"])
+def test_a_public_url_that_is_none_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="public_url"):
+        load_settings(env={"DIFFSERVE_SERVE_PUBLIC_URL": value})
+    with pytest.raises(ConfigError, match="url_pictures_bytes"):
+        load_settings(env={}, flags={"serve.url_pictures_bytes": Flag("x", -1)})
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [
+        *((f"gpt-image-{name}", True) for name in ("1", "1-mini", "1.5", "2", "9.9-x")),
+        *((name, True) for name in ("chatgpt-image-latest", "dall-e-2", "dall-e-3")),
+        *((name, False) for name in ("gpt-image-", "gpt-image", "dall-e-4", "gpt-4o", "GPT-IMAGE-1", "gpt-image-1/x")),
+        ("gpt-image-1\n", False),
+        (f"gpt-image-{'1' * 65}", False),
+    ],
+)
+def test_every_gpt_image_is_a_name_and_nothing_else_is(name: str, is_one: bool) -> None:
+    assert is_alias(name) is is_one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("image_format", ["png", "jpeg", "webp"])
+def test_a_url_answers_a_plain_get_with_the_very_file(server: RunningServer, image_format: str) -> None:
+    answer = server.paint(response_format="url", output_format=image_format, n=2)
+    files, entries = files_of(answer), answer.json()["data"]
+    urls = [entry["url"] for entry in entries]
+    assert len(set(urls)) == 2
+    for url, file in zip(urls, files, strict=True):
+        assert url.startswith(f"{server.url}/v1/images/files/")
+        fetched = httpx.get(url, trust_env=False, headers={"Range": "bytes=0-1,3-4"})
+        assert (fetched.status_code, fetched.content) == (200, file)
+        assert fetched.headers["content-type"] == f"image/{image_format}"
+        assert fetched.headers["x-content-type-options"] == "nosniff"
+        assert fetched.headers["content-disposition"].startswith("inline; ")
+        assert "sandbox" in fetched.headers["content-security-policy"]
+        head = httpx.head(url, trust_env=False)
+        assert (head.status_code, head.headers["content-length"], head.content) == (200, str(len(file)), b"")
+    assert answer.json()["warnings"] == server.paint(output_format=image_format, n=2).json()["warnings"]
+    assert "url" not in server.paint().json()["data"][0]
+
+
+@pytest.mark.slow
+def test_clients_of_older_models_get_urls_without_asking(client: OpenAI) -> None:
+    quick = {"steps": 1}
+    for model in ("dall-e-2", "dall-e-3"):
+        data = client.images.generate(model=model, prompt="a fox", extra_body=quick).data
+        assert data
+        assert data[0].url
+        assert data[0].b64_json
+    asked = client.images.generate(model="dall-e-3", prompt="a fox", response_format="b64_json", extra_body=quick)
+    assert asked.data
+    assert (asked.data[0].url, bool(asked.data[0].b64_json)) == (None, True)
+
+
+@pytest.mark.slow
+def test_a_stream_tells_the_url_with_the_picture(server: RunningServer) -> None:
+    answer = server.paint(response_format="url", stream=True)
+    [url] = re.findall(r'"url":"([^"]+)"', answer.text)
+    assert httpx.get(url, trust_env=False).status_code == 200
+
+
+@pytest.mark.slow
+def test_a_url_names_the_server_as_the_client_did(server: RunningServer) -> None:
+    body = {"prompt": "a fox", "steps": 1, "response_format": "url"}
+    answer = server.client.post(GENERATIONS, json=body, headers={"Host": f"localhost:{server.port}"})
+    assert answer.json()["data"][0]["url"].startswith(f"http://localhost:{server.port}/v1/images/files/")
+
+
+@pytest.mark.slow
+def test_a_picture_that_cannot_be_kept_is_delivered_with_a_warning(server: RunningServer) -> None:
+    folder = server.output.parent / "data" / "pictures"
+    moved = folder.rename(folder.with_name("moved")) if folder.exists() else None
+    folder.parent.mkdir(exist_ok=True)
+    folder.write_text("no folder")
+    try:
+        answer = server.paint(response_format="url")
+        [entry] = answer.json()["data"]
+        assert (entry["url"], len(files_of(answer))) == (None, 1)
+        assert any("could not be kept" in warning for warning in answer.json()["warnings"])
+        assert "could not be kept" in server.paint(response_format="url", stream=True).text
+    finally:
+        folder.unlink()
+        if moved is not None:
+            moved.rename(folder)
+
+
+@pytest.mark.slow
+def test_a_picture_that_is_gone_is_a_404_with_a_sentence(server: RunningServer) -> None:
+    url = server.paint(response_format="url").json()["data"][0]["url"]
+    for path in (server.output.parent / "data" / "pictures").iterdir():
+        path.unlink()
+    gone = httpx.get(url, trust_env=False)
+    assert gone.status_code == 404
+    assert "60 minutes" in error_of(gone)["message"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["/images/generations", "/v1/images/generations/", "/images/generations/"])
+def test_a_base_url_may_lack_its_v1_and_a_path_may_end_in_a_slash(server: RunningServer, path: str) -> None:
+    body = {"prompt": "a fox", "steps": 1, "seed": 3, "model": "gpt-image-7-nano"}
+    assert files_of(server.client.post(path, json=body)) == files_of(server.client.post(GENERATIONS, json=body))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path", ["/chat/completions", "/completions", "/prompts/rewrite", "/images/generations/x/cancel"]
+)
+def test_every_post_route_has_these_names(server: RunningServer, path: str) -> None:
+    answers = [server.client.post(name, json={}) for name in (f"/v1{path}", path, f"/v1{path}/", f"{path}/")]
+    assert len({(answer.status_code, answer.text) for answer in answers}) == 1
+    assert error_of(answers[0])["code"] != "unknown_url"
+
+
+@pytest.mark.slow
+def test_models_are_found_by_these_names_too(server: RunningServer) -> None:
+    lists = [server.client.get(path).json() for path in ("/v1/models", "/models", "/v1/models/", "/models/")]
+    assert all(one == lists[0] for one in lists)
+    assert server.client.get("/v1/models/gpt-image-9").json()["id"] == "gpt-image-9"
+    assert server.client.get("/models/dall-e-3/").json()["id"] == "dall-e-3"
+    assert server.client.get("/models/gpt-5").status_code == 404
+
+
+def test_where_none_are_kept_a_url_is_refused_and_older_models_get_the_file() -> None:
+    config = load_settings(env={"DIFFSERVE_SERVE_URL_PICTURES_BYTES": "0"}).serve
+    with pytest.raises(InvalidRequest, match="b64_json"):
+        plan_painting(parse_body(b'{"prompt": "a", "response_format": "url"}'), INFO, config, "img-1")
+    assert not plan_painting(parse_body(b'{"prompt": "a", "model": "dall-e-3"}'), INFO, config, "img-1").has_urls
+
+
+def test_sweeping_goes_on_after_a_folder_that_cannot_be_read(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = KeptPictures(tmp_path / "pictures", max_bytes=1000, now=clock)
+    name = kept.keep(b"fox", "png")
+    monkeypatch.setattr("diffserve.service.kept_pictures.SWEEP_EVERY_S", 0.01)
+    hidden = (tmp_path / "pictures").rename(tmp_path / "hidden")
+    (tmp_path / "pictures").symlink_to(hidden)
+
+    async def run() -> None:
+        sweeping = asyncio.create_task(kept.sweep_for_ever())
+        await asyncio.sleep(0.1)
+        (tmp_path / "pictures").unlink()
+        hidden.rename(tmp_path / "pictures")
+        clock.now_s += 3601
+        async with asyncio.timeout(30):
+            while (tmp_path / "pictures" / name).exists():
+                await asyncio.sleep(0.01)
+        sweeping.cancel()
+
+    asyncio.run(run())

@@ -1,0 +1,155 @@
+"""More than the engine can do: the front door says no by itself, at once, and lets nobody take everything."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.open_loop import Answer, ask, flood, quantile
+from tests.service.server import GENERATIONS, SOON_S, RunningServer, error_of, running_server, wait_for
+
+pytestmark = pytest.mark.slow
+
+MAX_WAITING = 16
+CONFIG = f"""
+[model]
+dtype = "float32"
+[engine]
+max_rows = 4
+max_lanes = 4
+max_waiting = {MAX_WAITING}
+[serve]
+max_backlog_s = 1e9
+"""
+LONG: dict[str, Any] = {"prompt": "a red fox", "num_inference_steps": 1000, "sampler": "ddim", "n": 4}
+
+
+@pytest.fixture(scope="module")
+def small_server(
+    tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    """A server with room for few."""
+    with running_server(tiny_model("sd15"), tmp_path_factory.mktemp("small"), config=CONFIG) as server:
+        server.wait_until_ready()
+        yield server
+
+
+@contextmanager
+def held(server: RunningServer, headers: dict[str, str] | None = None) -> Iterator[None]:
+    """A house as full as one client can make it: one request has all lanes, others wait. In the end all hang up."""
+    with ExitStack() as stack:
+        first = stack.enter_context(sent(server, {**LONG, "stream": True}, headers=headers))
+        wait_for(lambda: re.search(rb'"step":[1-9]', first.recv(1 << 16)), SOON_S, "the first step")
+        for _ in range(MAX_WAITING):
+            stack.enter_context(sent(server, LONG, headers=headers))
+        wait_for(lambda: server.num_requests() == 1 + MAX_WAITING - 2, SOON_S, "the others, but for two")
+        yield
+    wait_for(lambda: server.num_requests() == 0, SOON_S, "everybody to be forgotten")
+
+
+def metric(server: RunningServer, name: str) -> float:
+    """A number of ``/metrics``."""
+    found = re.search(rf"^diffserve_{re.escape(name)} (\S+)", server.client.get("/metrics").text, re.MULTILINE)
+    return 0.0 if found is None else float(found[1])
+
+
+def sent(
+    server: RunningServer, body: dict[str, Any], *, num_bytes: int | None = None, headers: dict[str, str] | None = None
+) -> socket.socket:
+    """A connection on which ``body``, or its first ``num_bytes``, is sent and nothing is read."""
+    content = json.dumps(body).encode()
+    lines = [f"POST {GENERATIONS} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    lines += [f"{name}: {value}" for name, value in {"Content-Length": len(content), **(headers or {})}.items()]
+    lines += ["", ""]
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60.0)
+    connection.sendall("\r\n".join(lines).encode() + content[:num_bytes])
+    return connection
+
+
+@contextmanager
+def asleep(server: RunningServer) -> Iterator[None]:
+    """The engine's process does nothing for the length of the block."""
+    server.engine.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        server.engine.send_signal(signal.SIGCONT)
+
+
+def test_a_refusal_does_not_wait_for_the_engine(small_server: RunningServer) -> None:
+    with held(small_server):
+        with asleep(small_server):
+            started_s = time.monotonic()
+            answers = [small_server.paint("a blue boat") for _ in range(5)]
+            assert time.monotonic() - started_s < 5.0
+        for answer in answers:
+            assert answer.status_code == 429
+            assert (error_of(answer)["type"], error_of(answer)["code"]) == ("rate_limit_error", "queue_full")
+            assert 1 <= int(answer.headers["retry-after"]) <= 60
+
+
+def test_a_refusal_does_not_wait_for_the_body_and_the_connection_goes_on(small_server: RunningServer) -> None:
+    body = {"prompt": "a red fox " * 1000}
+    with held(small_server), sent(small_server, body, num_bytes=100) as connection:
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 429")
+        rest = json.dumps(body).encode()[100:]
+        connection.sendall(rest + b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        wait_for(lambda: b"HTTP/1.1 200" in connection.recv(1 << 16), SOON_S, "the next answer")
+
+
+def test_a_stream_is_refused_with_a_status_and_not_with_an_event(small_server: RunningServer) -> None:
+    with held(small_server):
+        refused = small_server.paint("a blue boat", stream=True)
+        assert refused.status_code == 429
+        assert refused.headers["content-type"] == "application/json"
+
+
+def test_one_who_fills_the_house_keeps_no_other_out_and_delays_it_by_one_turn(small_server: RunningServer) -> None:
+    """All lanes and places that one may have are taken by pictures of a thousand steps; the guest's is done first."""
+    crowd, guest = ({"Authorization": f"Bearer {name}"} for name in ("crowd", "guest"))
+    small = {"prompt": "a red fox", "num_inference_steps": 2}
+
+    with held(small_server, crowd):
+        painted = 'images_total{outcome="painted"}'
+        before = metric(small_server, painted)
+        assert small_server.client.post(GENERATIONS, json=small, headers=crowd).status_code == 429
+        assert small_server.client.post(GENERATIONS, json=small, headers=guest).status_code == 200
+        wait_for(lambda: metric(small_server, painted) > before, SOON_S, "the numbers")
+        assert metric(small_server, painted) == before + 1
+        assert small_server.num_requests() >= MAX_WAITING // 2, "the crowd is still there"
+
+
+def test_a_burst_of_ten_times_what_can_be_done_is_painted_or_refused_and_soon_over(small_server: RunningServer) -> None:
+    """Counted in pictures and not in seconds: as many as are painted in the time of five are asked for tenfold."""
+    body = {"prompt": "a red fox", "num_inference_steps": 10, "sampler": "ddim"}
+
+    async def send(number: int) -> Answer:
+        return await ask(small_server.url, {**body, "seed": number})
+
+    async def story() -> list[Answer]:
+        started_s = time.monotonic()
+        assert {answer.status for answer in await asyncio.gather(*map(send, range(8)))} == {200}
+        rate_per_s = min(120.0, 10.0 * 8 / (time.monotonic() - started_s))
+        answers = await flood(send, rate_per_s=rate_per_s, seconds=50 / rate_per_s)
+        assert (await send(1)).status == 200, "it is over"
+        return answers
+
+    answers = asyncio.run(story())
+    statuses = Counter(answer.status for answer in answers)
+    assert set(statuses) == {200, 429}, statuses
+    assert statuses[200] >= MAX_WAITING - 2, "those who fit in were let in"
+    painted, refused = ([one for one in answers if one.status == status] for status in (200, 429))
+    assert all(one.retry_after_s is not None and 1 <= one.retry_after_s <= 60 for one in refused)
+    assert quantile([one.seconds for one in refused], 0.5) < 0.25 * quantile([one.seconds for one in painted], 0.5)
+    wait_for(lambda: small_server.num_requests() == 0, SOON_S, "the end of it")

@@ -1,0 +1,247 @@
+"""Whatever is sent to the page's own routes, nobody gets a 500 for it, and the log has a line and no traceback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from tests.service.server import RunningServer, wait_for
+
+pytestmark = pytest.mark.slow
+
+API = "/gradio_api"
+JSON = {"Content-Type": "application/json"}
+ODD: tuple[Any, ...] = (None, "", "x", -1, 1e308, 2**70, True, [], {}, [[[]]], {"path": "/etc/passwd"}, {"value": None})
+
+
+@pytest.fixture
+def page(page_server: RunningServer) -> Iterator[httpx.Client]:
+    """A client of the page, of whose requests not one was a mistake of the server's."""
+    start = page_server.errors.stat().st_size
+    yield page_server.client
+    lines = page_server.errors.read_bytes()[start:].decode().splitlines()
+    assert not [line for line in lines if "Traceback" in line or '"level":"error"' in line]
+
+
+def events(page: httpx.Client) -> list[dict[str, Any]]:
+    """The page's events, as it tells them to browsers."""
+    found: list[dict[str, Any]] = page.get("/config").json()["dependencies"]
+    return found
+
+
+@pytest.mark.parametrize("path", ["/queue/join", "/run/predict", "/run/nosuch", "/run/generate", "/cancel", "/reset"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"data": [NaN], "fn_index": 0, "session_hash": "a"}',
+        b'{"data": NaN}',
+        b'{"data": "\\ud800"}',
+        b'{"data": ["\\ud800"], "fn_index": 5, "session_hash": "\\ud800"}',
+        b'{"data": [1e999], "fn_index": 1e999}',
+        b'{"data": [], "fn_index": 99999}',
+        b'{"data": [], "fn_index": 99999, "session_hash": "a"}',
+        b'{"data": [], "fn_index": -1, "session_hash": "a"}',
+        b'{"data": [], "fn_index": true, "session_hash": "a"}',
+        b'{"data": [], "fn_index": "5", "session_hash": "a"}',
+        b'{"data": [], "fn_index": 5, "session_hash": "%s"}' % (b"a" * 10_000),
+        b'{"data": [], "fn_index": 5, "batched": true, "session_hash": "a"}',
+        b'{"data": [], "fn_index": %s}' % (b"9" * 5000),
+        b'{"data": [], "data": []}',
+        b"[" * 5000,
+        b'"x"',
+        b"{",
+        b"\xff",
+    ],
+)
+def test_json_that_its_page_would_never_send_is_refused(page: httpx.Client, path: str, body: bytes) -> None:
+    answer = page.post(API + path, content=body, headers=JSON)
+    assert 400 <= answer.status_code < 500, answer.text
+
+
+@pytest.mark.parametrize("path", ["/queue/join", "/run/generate", "/run/predict", "/cancel", "/reset", "/login"])
+def test_json_under_another_name_is_not_even_read(page: httpx.Client, page_server: RunningServer, path: str) -> None:
+    stalls = page_server.num_stalls()
+    media_type = {"Content-Type": "multipart/form-data; boundary=x"}
+    many_keys = b'{"fn_index":5,"data":["x"],"x":{' + b",".join(b'"%d":[]' % n for n in range(200_000)) + b"}}"
+    for body in (many_keys, b"[" * 100_000, b'{"fn_index":5,"data":["x"]}'):
+        answer = page.post(API + path, content=body, headers=media_type)
+        assert answer.status_code in (404, 405, 413, 415), answer.text
+        assert len(answer.content) < 1000
+    assert page_server.num_stalls() == stalls
+
+
+def test_every_event_bears_every_value(page: httpx.Client) -> None:
+    answers = [
+        page.post(f"{API}/run/predict", json={"data": [odd] * num, "fn_index": event["id"], "session_hash": "bad"})
+        for event in events(page)
+        if not event["queue"]
+        for odd in ODD
+        for num in {0, 1, len(event["inputs"])}
+    ]
+    assert not [answer.text for answer in answers if answer.status_code >= 500]
+    assert {answer.status_code for answer in answers} >= {200, 400}
+
+
+@pytest.mark.parametrize("odd", [None, "x", {"path": "/etc/passwd"}, [[]]], ids=["null", "text", "path", "list"])
+def test_an_event_in_the_queue_fails_in_a_sentence(page: httpx.Client, odd: object) -> None:
+    for event in events(page):
+        if event["queue"] and event["inputs"]:
+            body = {"data": [odd] * len(event["inputs"]), "fn_index": event["id"], "session_hash": "queued"}
+            assert page.post(f"{API}/queue/join", json=body).status_code == 200
+            with page.stream("GET", f"{API}/queue/data", params={"session_hash": "queued"}) as stream:
+                last = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: ")][-1]
+            assert last["msg"] in ("process_completed", "close_stream")
+
+
+def test_a_session_that_is_not_there_is_told_so(page: httpx.Client) -> None:
+    with page.stream("GET", f"{API}/queue/data", params={"session_hash": "nobody"}) as stream:
+        assert "session_not_found" in stream.read().decode()
+
+
+@pytest.mark.parametrize(
+    ("value", "status"),
+    [
+        ("bytes=0-1,3-4", 400),
+        ("bytes=--", 400),
+        ("bytes=1-2-3", 400),
+        ("bytes=0-" + "9" * 5000, 400),
+        ("lines=1-2", 400),
+        ("bytes=0-5", 200),
+        ("bytes=5-0", 200),
+        ("bytes=5-", 206),
+        ("bytes=-5", 206),
+        ("bytes=99999-", 416),
+    ],
+)
+def test_a_file_is_given_in_one_piece(page: httpx.Client, value: str, status: int) -> None:
+    (name,) = page.post(f"{API}/upload", files={"files": ("a.txt", b"twelve bytes", "text/plain")}).json()
+    answer = page.get(f"{API}/file={name}", headers={"Range": value})
+    assert answer.status_code == status
+    assert status != 200 or answer.content == b"twelve bytes"
+
+
+@pytest.mark.parametrize(
+    ("media_type", "body"),
+    [
+        ("multipart/form-data", b""),
+        ("multipart/form-data; boundary=" + "x" * 300, b"--x"),
+        (
+            "multipart/form-data; boundary=x",
+            b'--x\r\nContent-Disposition: form-data; name="files"\r\n\r\nhi\r\n--x--\r\n',
+        ),
+        ("multipart/form-data; boundary=x", b"--x\r\nContent-Disposition: form-data\r\n\r\nhi\r\n--x--\r\n"),
+        ("multipart/form-data; boundary=x", b"--x\r\nbroken\r\n\r\nhi\r\n--x--\r\n"),
+        ("text/plain", b"a"),
+    ],
+)
+def test_an_upload_that_is_no_form_with_files_is_refused(page: httpx.Client, media_type: str, body: bytes) -> None:
+    for path in ("/upload", "/upload?upload_id=watched"):
+        answer = page.post(API + path, content=body, headers={"Content-Type": media_type})
+        assert 400 <= answer.status_code < 500
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [("files", (f"{number}.txt", b"x", "text/plain")) for number in range(1000)],
+        [("files", ("a.txt", b"x", "text/plain"))] * 2,
+        [("files", ("a.txt", b"x", "text/plain")), ("more", (None, b"x"))],
+    ],
+    ids=["thousand", "two", "field"],
+)
+def test_an_upload_is_one_file(page: httpx.Client, parts: list[Any]) -> None:
+    folder = uploaded(page, b"one").parent.parent
+    before = set(folder.iterdir())
+    assert page.post(f"{API}/upload", files=parts).status_code == 400
+    assert set(folder.iterdir()) <= before
+
+
+def uploaded(page: httpx.Client, data: bytes, name: str = "a.png") -> Path:
+    """Where a file with ``data`` lies that was uploaded."""
+    return Path(page.post(f"{API}/upload", files={"files": (name, data, "image/png")}).json()[0])
+
+
+def test_reading_a_picture_leaves_no_file_and_tells_the_log_nothing_of_it(page_server: RunningServer) -> None:
+    page, start = page_server.client, page_server.errors.stat().st_size
+    file, text = BytesIO(), PngInfo()
+    text.add_text("parameters", "a fox\nSteps: 5, Sampler: DDIM, Seed: 1, Spacing: ZEBRASECRET")
+    Image.new("RGB", (8, 8)).save(file, "PNG", pnginfo=text)
+    place = uploaded(page, file.getvalue())
+    before = set(place.parent.parent.glob("tmp*"))
+    body = {"data": [{"path": str(place), "meta": {"_type": "gradio.FileData"}}]}
+    answer = page.post(f"{API}/run/read_parameters", json=body)
+    assert answer.json()["data"][0] == "a fox"
+    assert "ZEBRASECRET" in answer.json()["data"][-1], "who sent it is told"
+    assert not place.exists()
+    assert set(place.parent.parent.glob("tmp*")) == before
+    assert page.get("/openapi.json").status_code == 200
+    assert "warning" not in page_server.errors.read_bytes()[start:].decode()
+
+
+@pytest.mark.parametrize(
+    ("samplers", "steps", "prompts", "said"),
+    [
+        (["ddim"] * 100_000, "5", "a fox", "1 picture"),
+        (["ddim"], "5," * 240_000 + "5", "a fox", "Steps has 480001 characters"),
+        (["ddim"], "5", ",".join(["5"] * 200_000), "The prompts have 399999 characters"),
+        (["ddim"], "5", "a fox above " * 2600, "1 picture"),
+        (["ddim"], "9" * 5000, "a fox", "of 5000 digits"),
+        (["x" * 100_000], "5", "a fox", "choose from the list"),
+    ],
+    ids=["samplers", "steps", "prompts", "caption", "digits", "sampler"],
+)
+def test_a_form_of_any_length_keeps_nobody_waiting(
+    page: httpx.Client, samplers: list[str], steps: str, prompts: str, said: str
+) -> None:
+    """The fixture sees to it that nobody waited."""
+    form = {"data": [samplers, steps, prompts, 1, 0, "3", False]}
+    answer = page.post(f"{API}/run/experiment_estimate", json=form)
+    assert answer.status_code == 200
+    assert said in answer.json()["data"][0]
+
+
+def test_texts_that_are_too_long_are_refused(page: httpx.Client) -> None:
+    form = ["x" * 1_000_000, "", "draft", "square", 1, "Off", "2", "", "", "", "3", "", ""]
+    painted = page.post(f"{API}/run/generate", json={"data": form, "session_hash": "long"}).json()["data"]
+    suggested = page.post(f"{API}/run/suggest", json={"data": form[:1], "session_hash": "long"}).json()["data"]
+    assert "The prompt has 1000000 characters" in painted[2]
+    assert "The prompt has 1000000 characters" in suggested[1]
+    answer = page.post(f"{API}/run/accept", json={"data": [form[0], "a fox"]})
+    assert answer.status_code == 400, "what an event refuses is the caller's mistake"
+    assert "The suggestion has 1000000 characters" in answer.json()["error"]["message"]
+
+
+def test_a_seed_that_no_picture_has_changes_nothing(page: httpx.Client) -> None:
+    answer = page.post(f"{API}/run/reuse_seed", json={"data": ["x" * 20_000]})
+    assert answer.json()["data"] == [{"__type__": "update"}] * 2
+
+
+@pytest.mark.parametrize("name", ["X-Forwarded-Host", "X-Forwarded-Proto"])
+@pytest.mark.parametrize("value", ["[::", "a b", "x:y:z", "http://x", ""])
+def test_what_a_proxy_says_is_taken_only_where_it_can_be_read(page: httpx.Client, name: str, value: str) -> None:
+    for path in ("/", "/config"):
+        assert page.get(path, headers={name: value}).status_code == 200
+
+
+def test_its_mistakes_have_a_line_in_the_log(page_server: RunningServer) -> None:
+    answer = page_server.client.post(f"{API}/queue/join", content=b"{", headers=JSON)
+    request_id = answer.headers["x-request-id"]
+
+    def lines() -> list[str]:  # the answer may be here before its line
+        return [line for line in page_server.errors.read_text().split("\n")[:-1] if request_id in line]
+
+    (line,) = wait_for(lines, 30.0, "the line in the log")
+    assert json.loads(line)["status"] == 400
+
+
+def test_a_page_keeps_its_connection_to_nothing_but_itself(page: httpx.Client) -> None:
+    for url in ("http://127.0.0.1:1/", "http://example.com/", "file:///etc/passwd"):
+        assert page.get(f"{API}/file={url}").status_code == 403

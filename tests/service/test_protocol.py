@@ -1,0 +1,289 @@
+"""One connection, byte by byte: what is no clean HTTP/1.1, what comes too slowly, and too many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import ClassVar
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+
+from diffserve.config import load_settings
+from diffserve.service import guards, protocol
+from diffserve.service.app import create_app
+from diffserve.service.engine_client import EngineClient
+from diffserve.service.exchange import read_json
+from diffserve.service.gate import Gate
+from diffserve.service.run import HttpServer, uvicorn_config
+
+ALIVE = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
+POST = b"POST /read HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+PATIENCE_S = 30.0
+Story = Callable[[int], Awaitable[None]]
+
+
+def tell(story: Story, *, max_connections: int = 64) -> None:
+    """``story(port)`` of a server without an engine."""
+
+    async def run() -> None:
+        async with served(max_connections) as port, asyncio.timeout(PATIENCE_S):
+            await story(port)
+
+    asyncio.run(run())
+
+
+@asynccontextmanager
+async def served(max_connections: int) -> AsyncIterator[int]:
+    config = load_settings(env={})
+    app = create_app(EngineClient(config), config.serve, Gate())
+
+    @app.get("/slow")
+    async def slow() -> None:
+        await asyncio.sleep(PATIENCE_S)
+
+    @app.post("/read")
+    async def read(request: Request) -> Response:
+        return Response(await read_json(request))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = HttpServer(uvicorn_config(app, max_connections))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            for caller in Caller.made:
+                caller.writer.close()
+            Caller.made.clear()
+            server.should_exit = server.force_exit = True
+            await serving
+
+
+class Caller:
+    """A client that sends what it likes."""
+
+    made: ClassVar[list[Caller]] = []
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    @classmethod
+    async def at(cls, port: int) -> Caller:
+        caller = cls(*await asyncio.open_connection("127.0.0.1", port))
+        cls.made.append(caller)
+        return caller
+
+    async def say(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def head(self) -> bytes:
+        """The next answer's head, after which its body was read, too."""
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+        await self.reader.readexactly(int(length.partition(b":")[2]))
+        return head
+
+    async def rest(self) -> bytes:
+        """All that comes before the server closes."""
+        try:
+            return await self.reader.read()
+        except ConnectionResetError:
+            return b""
+
+    async def drip(self, byte: bytes) -> None:
+        """A byte at a time, until the server closes."""
+        while not self.reader.at_eof():
+            try:
+                await self.say(byte)
+            except (ConnectionResetError, BrokenPipeError):
+                return
+            await asyncio.sleep(0.05)
+
+    async def is_closed(self) -> bool:
+        return await self.rest() == b""
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET /livez HTTP/1.1\nHost: localhost\n\n",
+        b"GET /livez HTTP/1.1\r\nHost: localhost\nX: y\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\n",
+        b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: a\r\n b\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: a\r\n\tb\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: a\rb\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX : a\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\n" + b"X: y\r\n" * 300 + b"Host: localhost\r\n\r\n",
+        POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nX: y\n\n",
+        POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\n",
+        POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        POST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+        POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+        b"POST /livez HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"GET /livez HTTP/2.0\r\nHost: localhost\r\n\r\n",
+    ],
+    ids=[
+        *("bare-lf", "one-bare-lf", "bare-lf-at-the-end", "folded", "folded-by-tab", "bare-cr", "space-before-colon"),
+        *("many-headers", "bare-lf-in-trailer", "bare-lf-for-trailer", "chunk", "coded-twice", "two-lengths"),
+        *("length-and-chunked", "chunked-in-1.0", "http-2"),
+    ],
+)
+def test_what_two_programs_could_read_differently_is_refused(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async def story(port: int) -> None:
+        caller = await Caller.at(port)
+        await caller.say(data + ALIVE)
+        answer = await caller.rest()
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert answer.count(b"HTTP/1.1 ") == 1
+        assert b'"error":{"message"' in answer
+
+    tell(story)
+    assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
+
+
+def test_clean_requests_are_read_whatever_their_pieces() -> None:
+    async def story(port: int) -> None:
+        caller = await Caller.at(port)
+        for byte in ALIVE:
+            await caller.say(bytes([byte]))
+            await asyncio.sleep(0)
+        assert (await caller.head()).startswith(b"HTTP/1.1 200 ")
+        await caller.say(ALIVE * 50)
+        for _ in range(50):
+            assert (await caller.head()).startswith(b"HTTP/1.1 200 ")
+        await caller.say(POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nX: y\r\n\r\n" + ALIVE)
+        assert not (await caller.head()).startswith(b"HTTP/1.1 5")
+        assert (await caller.head()).startswith(b"HTTP/1.1 200 ")
+
+    tell(story)
+
+
+def test_the_headers_of_every_request_have_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEADER_TIMEOUT_S", 0.3)
+
+    async def story(port: int) -> None:
+        first, second = await Caller.at(port), await Caller.at(port)
+        await second.say(ALIVE)
+        assert (await second.head()).startswith(b"HTTP/1.1 200 ")
+        await asyncio.gather(first.drip(b"G"), second.drip(b"G"))
+        assert await second.is_closed()
+
+    tell(story)
+
+
+def test_a_body_that_nobody_reads_has_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEADER_TIMEOUT_S", 0.3)
+
+    async def story(port: int) -> None:
+        caller = await Caller.at(port)
+        await caller.say(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n")
+        assert (await caller.head()).startswith(b"HTTP/1.1 200 ")
+        await caller.drip(b"x")
+
+    tell(story)
+
+
+def test_a_body_that_does_not_come_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "BODY_TIMEOUT_S", 0.3)
+
+    async def story(port: int) -> None:
+        caller = await Caller.at(port)
+        await caller.say(POST + b"Content-Length: 100\r\n\r\n{")
+        head = await caller.head()
+        assert head.startswith(b"HTTP/1.1 408 ")
+        assert b"connection: close" in head.lower()
+        assert await caller.is_closed()
+
+    tell(story)
+
+
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [(b"", ALIVE), (ALIVE[:9], ALIVE[9:]), (POST + b"Content-Length: 2\r\n\r\n{", b"}")],
+    ids=["idle", "head", "body"],
+)
+def test_beyond_the_cap_whoever_has_been_silent_for_longest_goes(start: bytes, end: bytes) -> None:
+    async def story(port: int) -> None:
+        silent = []
+        for _ in range(20):
+            silent.append(await Caller.at(port))
+            await silent[-1].say(start)
+            await asyncio.sleep(0.01)
+        assert all([await caller.is_closed() for caller in silent[:4]])
+        await silent[5].say(end)
+        assert (await silent[5].head()).startswith(b"HTTP/1.1 200 ")
+        newcomer = await Caller.at(port)
+        await newcomer.say(ALIVE)
+        assert (await newcomer.head()).startswith(b"HTTP/1.1 200 ")
+
+    tell(story, max_connections=16)
+
+
+def test_where_everybody_is_served_a_newcomer_is_told_so() -> None:
+    async def story(port: int) -> None:
+        for _ in range(16):
+            caller = await Caller.at(port)
+            await caller.say(ALIVE.replace(b"livez", b"slow"))
+        await asyncio.sleep(0.2)
+        answer = await (await Caller.at(port)).rest()
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b'"code":"server_full"' in answer
+        caller.writer.close()
+        await caller.writer.wait_closed()
+        newcomer = await Caller.at(port)
+        await newcomer.say(ALIVE)
+        assert (await newcomer.head()).startswith(b"HTTP/1.1 200 ")
+
+    tell(story, max_connections=16)
+
+
+def test_a_chunk_that_breaks_under_an_answer_is_no_mistake_of_ours(caplog: pytest.LogCaptureFixture) -> None:
+    async def story(port: int) -> None:
+        caller = await Caller.at(port)
+        wrong_type = POST.replace(b"application/json", b"text/plain")
+        await caller.say(wrong_type + b"Transfer-Encoding: chunked\r\n\r\n")
+        assert (await caller.head()).startswith(b"HTTP/1.1 415 ")
+        await caller.say(b"nonsense\r\n")
+        assert await caller.is_closed()
+
+    tell(story)
+    assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL") or record.exc_info]
+
+
+def test_nobody_is_read_for_long_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = []
+    plain = protocol.Http1.data_received
+
+    def counting(self: protocol.Http1, data: bytes) -> None:
+        lengths.append(len(data))
+        plain(self, data)
+
+    monkeypatch.setattr(protocol.Http1, "data_received", counting)
+
+    async def story(port: int) -> None:
+        caller = await Caller.at(port)
+        await caller.say(POST + b"Content-Length: 1000000\r\n\r\n" + b" " * 1_000_000)
+        assert (await caller.head()).startswith(b"HTTP/1.1 200 ")
+
+    tell(story)
+    assert max(lengths) <= protocol.MAX_READ_BYTES
+
+
+@pytest.mark.parametrize(
+    ("chunk", "num_chunks", "status"),
+    [(b"1\r\n \r\n", 900, 200), (b"1\r\n \r\n", 5000, 400), (b"50\r\n" + b" " * 80 + b"\r\n", 5000, 200)],
+    ids=["a-few-crumbs", "crumbs", "small-chunks"],
+)
+def test_a_body_in_crumbs_is_refused(chunk: bytes, num_chunks: int, status: int) -> None:
+    async def story(port: int) -> None:
+        caller = await Caller.at(port)
+        await caller.say(POST + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * num_chunks + b"0\r\n\r\n" + ALIVE)
+        assert (await caller.head()).startswith(b"HTTP/1.1 %d " % status)
+
+    tell(story)
