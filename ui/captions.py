@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import html
 import math
+from collections.abc import Sequence
 
 from ui.painting import Painting, Picture
 
 READY = "Say what to paint and press Enter."
 WAITING = "waiting for a free place"
 """Also for the moment before the first step, in which there may be one already."""
+
+EARLY = "The server is loading its models; painting begins by itself once they are there."
+
+SHUT_OUT = "As much is waiting as the server takes; this is asked for again until there is room."
 
 
 def caption_of(painting: Painting, num_waiting: int = 0, trouble: str | None = None) -> str:
@@ -24,7 +29,11 @@ def caption_of(painting: Painting, num_waiting: int = 0, trouble: str | None = N
 
 def progress_text(painting: Painting) -> str:
     """ "step 12 of 20, 3 s left", or the place in the queue; with several pictures also how many are finished."""
-    slowest, num_images = painting.slowest, painting.order.num_images
+    slowest, num_images = painting.slowest, painting.num_images
+    if painting.is_early:
+        return EARLY
+    if painting.is_shut_out:
+        return SHUT_OUT
     if slowest is None and painting.num_finished == 0:
         ahead = painting.queue_position
         return f"place {ahead + 1} in the queue" if ahead else WAITING
@@ -66,9 +75,17 @@ def painted_from(picture: Picture) -> str:
     return f"<p>Painted from: <q>{html.escape(picture.prompt)}</q></p>"
 
 
+def batch_facts(pictures: Sequence[Picture]) -> str:
+    """Of several pictures of one request: what they have in common, and their seeds."""
+    seeds = [picture.seed for picture in pictures]
+    in_a_row = seeds == list(range(seeds[0], seeds[0] + len(seeds)))
+    told = f"{seeds[0]} to {seeds[-1]}" if in_a_row and len(seeds) > 2 else ", ".join(map(str, seeds))
+    return f"{len(pictures)} pictures, {pictures[-1].settings}, seeds {told}. Choose one to see it alone."
+
+
 def _ending(painting: Painting, notes: tuple[str, ...]) -> str:
     notes = (*painting.lost, *notes)
-    num_done, num_images = len(painting.pictures), painting.order.num_images
+    num_done, num_images = len(painting.pictures), painting.num_images
     kept = f" {num_done} of {num_images} pictures are finished." if num_done else ""
     if painting.error is not None:
         return status(f"{painting.error}{kept}", notes=notes, is_error=True)
@@ -79,12 +96,12 @@ def _ending(painting: Painting, notes: tuple[str, ...]) -> str:
     if not painting.pictures:
         return status("No picture was painted.", notes=notes, is_error=True)
     last = painting.pictures[-1]
-    each = f"{num_done} pictures" if num_done > 1 else "Painted"
-    return status(f"{each} in {painting.seconds:.1f} s: {last.facts}", notes=(*notes, *last.warnings))
+    facts = batch_facts(painting.pictures) if num_done > 1 else last.facts
+    return status(f"Painted in {painting.seconds:.1f} s: {facts}", notes=(*notes, *last.warnings))
 
 
 def _share(painting: Painting) -> float:
-    slowest, num_images = painting.slowest, painting.order.num_images
+    slowest, num_images = painting.slowest, painting.num_images
     part = (slowest.step or 0) / slowest.steps if slowest is not None and slowest.steps else 0.0
     return (
         min(1.0, (painting.num_finished + part) / num_images)

@@ -6,8 +6,11 @@ from typing import Final, NamedTuple
 
 import gradio as gr
 
+from ui import palette
 from ui.captions import READY, status
-from ui.parameters import ASPECTS, REWRITE_MODES
+from ui.palette import Palette
+from ui.parameters import ASPECTS, REWRITE_MODES, SPACINGS
+from ui.uploads import keep_no_copies
 
 EXAMPLES: Final = (
     "a fox next to a cactus on the beach",
@@ -55,6 +58,7 @@ class Showing(NamedTuple):
     """What a painting changes, in the order in which ``creating`` fills it."""
 
     picture: gr.Image
+    batch: gr.Gallery
     caption: gr.HTML
     painted_from: gr.HTML
     gallery: gr.Gallery
@@ -72,6 +76,8 @@ class CreateTab(NamedTuple):
     fields: Fields
     wording: Wording
     showing: Showing
+    palette: Palette
+    token: gr.Textbox
     random_seed: gr.Button
     read_parameters: gr.UploadButton
     advanced: gr.Accordion
@@ -82,9 +88,10 @@ def lay_out() -> CreateTab:
     with gr.Row(elem_id="create"):
         with gr.Column(elem_id="wish"):
             prompt, generate, stop = _wish()
+            known = palette.lay_out()
             rewrite_mode, wording = _wording()
         with gr.Column(elem_id="show"):
-            picture, caption, painted_from, reuse_seed, copy_parameters, download, parameters, gallery = _show()
+            picture, batch, caption, painted_from, reuse_seed, copy_parameters, download, parameters, gallery = _show()
         with gr.Column(elem_id="settings"):
             quality = gr.Radio(
                 [(name.capitalize(), name) for name in QUALITIES], value="standard", label="Quality", elem_id="quality"
@@ -100,11 +107,13 @@ def lay_out() -> CreateTab:
                 size="sm",
                 elem_id="read-parameters",
             )
+            keep_no_copies(read_parameters)
     fields = Fields(
         prompt, negative, quality, aspect, count, rewrite_mode, steps, sampler, guidance, size, seed, eta, spacing
     )
     showing = Showing(
         picture,
+        batch,
         caption,
         painted_from,
         gallery,
@@ -115,7 +124,8 @@ def lay_out() -> CreateTab:
         copy_parameters,
         download,
     )
-    return CreateTab(fields, wording, showing, random_seed, read_parameters, advanced)
+    token = gr.Textbox(visible=False)
+    return CreateTab(fields, wording, showing, known, token, random_seed, read_parameters, advanced)
 
 
 def _wish() -> tuple[gr.Textbox, gr.Button, gr.Button]:
@@ -149,17 +159,20 @@ def _wording() -> tuple[gr.Radio, Wording]:
             info="Change it as you like, then accept it.",
             lines=2,
             max_lines=8,
+            placeholder=" ",
             interactive=True,
             elem_id="suggestion",
         )
         difference = gr.HTML(label="Difference", elem_id="difference", elem_classes="difference")
         with gr.Row():
-            accept = gr.Button("Accept", size="sm", variant="primary", elem_id="accept", interactive=False)
-            revert = gr.Button("Revert", size="sm", elem_id="revert", interactive=False)
+            accept = gr.Button("Accept", size="sm", variant="primary", elem_id="accept", visible=False)
+            revert = gr.Button("Revert", size="sm", elem_id="revert", visible=False)
     return mode, Wording(suggest, panel, suggestion, difference, accept, revert, note)
 
 
-def _show() -> tuple[gr.Image, gr.HTML, gr.HTML, gr.Button, gr.Button, gr.DownloadButton, gr.Textbox, gr.Gallery]:
+def _show() -> tuple[
+    gr.Image, gr.Gallery, gr.HTML, gr.HTML, gr.Button, gr.Button, gr.DownloadButton, gr.Textbox, gr.Gallery
+]:
     picture = gr.Image(
         label="Picture",
         show_label=False,
@@ -170,6 +183,7 @@ def _show() -> tuple[gr.Image, gr.HTML, gr.HTML, gr.Button, gr.Button, gr.Downlo
         elem_id="picture",
         alt_text="The picture that was painted last",
     )
+    batch = _thumbnails("The pictures of one request", "batch")
     caption = gr.HTML(status(READY), label="Caption", elem_id="caption")
     painted_from = gr.HTML(label="Painted from", elem_id="painted-from", elem_classes="quiet")
     with gr.Row(elem_id="actions"):
@@ -177,8 +191,14 @@ def _show() -> tuple[gr.Image, gr.HTML, gr.HTML, gr.Button, gr.Button, gr.Downlo
         copy_parameters = gr.Button("Copy parameters", size="sm", interactive=False, elem_id="copy-parameters")
         download = gr.DownloadButton("Download PNG", size="sm", interactive=False, elem_id="download")
     parameters = gr.Textbox(label="Parameters", visible=False, elem_id="parameters")
-    gallery = gr.Gallery(
-        label="Painted on this page",
+    gallery = _thumbnails("Painted on this page", "gallery")
+    return picture, batch, caption, painted_from, reuse_seed, copy_parameters, download, parameters, gallery
+
+
+def _thumbnails(label: str, elem_id: str) -> gr.Gallery:
+    """Pictures to choose one of, not there while there are none."""
+    return gr.Gallery(
+        label=label,
         show_label=False,
         columns=GALLERY_COLUMNS,
         fit_columns=False,
@@ -187,10 +207,9 @@ def _show() -> tuple[gr.Image, gr.HTML, gr.HTML, gr.Button, gr.Button, gr.Downlo
         interactive=False,
         buttons=[],
         visible=False,
-        elem_id="gallery",
+        elem_id=elem_id,
         format="png",
     )
-    return picture, caption, painted_from, reuse_seed, copy_parameters, download, parameters, gallery
 
 
 def _advanced() -> tuple[
@@ -208,8 +227,8 @@ def _advanced() -> tuple[
     with gr.Accordion("Advanced", open=False, elem_id="advanced") as advanced:
         negative = gr.Textbox("", label="Negative prompt", info="What should not be there.", elem_id="negative-prompt")
         with gr.Row():
-            steps = _number("Steps", "as the quality says", "steps")
-            guidance = _number("Guidance", "the model's own", "guidance")
+            steps = _number("Steps", "as the quality says", "steps", info="From noise to picture.")
+            guidance = _number("Guidance", "the model's own", "guidance", info="How closely your words are followed.")
         sampler = gr.Dropdown(
             [("Model's own", "")],
             value="",
@@ -218,18 +237,19 @@ def _advanced() -> tuple[
             allow_custom_value=True,
             elem_id="sampler",
         )
+        spacing = gr.Dropdown(
+            [("Model's own", ""), *((f"{words} ({name})", name) for name, words in SPACINGS.items())],
+            value="",
+            label="Where the steps lie",
+            info="On the way from noise to picture.",
+            elem_id="spacing",
+        )
         with gr.Row():
-            size = gr.Textbox("", label="Size", placeholder="as the aspect says", max_lines=1, elem_id="size")
-            spacing = gr.Dropdown(
-                [("Model's own", ""), "leading", "trailing", "linspace", "quadratic"],
-                value="",
-                label="Spacing",
-                elem_id="spacing",
-            )
+            size = _number("Size", "as the aspect says", "size", info="In pixels, 512x512.")
+            eta = _number("Fresh noise", "the sampler's own", "eta", info="Of every step (eta), 0 to 1.")
         with gr.Row(elem_id="seeds"):
             seed = _number("Seed", "random", "seed")
             random_seed = gr.Button("Random", size="sm", elem_id="random-seed")
-        eta = _number("Eta", "the sampler's own", "eta", info="Fresh noise of DDIM and Euler a, 0 to 1.")
     return advanced, negative, steps, sampler, guidance, size, spacing, seed, random_seed, eta
 
 

@@ -9,3 +9,6 @@ from __future__ import annotations
 from typing import Any, Final
 
 PRIVATE: Final[dict[str, Any]] = {"api_visibility": "private", "show_progress": "hidden", "queue": False}
+
+SILENT: Final[dict[str, Any]] = {"fn": None, "api_visibility": "private", "show_progress": "hidden"}
+"""Those that never leave the browser: JavaScript alone."""

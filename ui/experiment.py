@@ -15,6 +15,7 @@ from ui.events import PRIVATE
 from ui.experiment_style import CURVES, GRID, SAID
 from ui.experimenting import Experimenting
 from ui.grid_measure import CHECKED_FAMILY
+from ui.memory import keep_form
 from ui.server import Server, sentence
 
 DEFAULT_SAMPLERS: Final = (("DDPM", "ddpm"), ("DDIM", "ddim"), ("DPM++ 2M", "dpmpp_2m"))
@@ -99,7 +100,7 @@ def _fields() -> tuple[Fields, gr.Button]:
     has_converged = gr.Checkbox(
         True,
         label="Compare with the converged picture",
-        info="The same seed painted by DDIM in 200 steps. It costs as much as several squares.",
+        info="The same seed painted by DDIM in 200 steps. It takes as long as several of the others.",
         elem_id="exp-converged",
     )
     return Fields(samplers, steps, prompts, num_seeds, first_seed, guidance, has_converged), held_out
@@ -159,6 +160,7 @@ def _connect(
             return gr.skip(), gr.skip(), status(sentence(error), is_error=True)
         return gr.update(choices=choices_of(image)), gr.update(visible=image.family == CHECKED_FAMILY), gr.skip()
 
+    keep_form(page, "experiment", fields)
     page.load(greet, None, [fields.samplers, held_out, estimate], **PRIVATE)
     page.unload(events.leave)
 

@@ -31,8 +31,8 @@ UNMEASURED: Final = (
     "the embedded model knows."
 )
 UNPAIRED: Final = (
-    "There is nothing to draw a curve from: no prompt and seed has its picture in every square and a converged one "
-    "beside them."
+    "There is nothing to draw a curve from: no prompt and seed has a picture of every sampler and step count, and a "
+    "converged one beside them."
 )
 
 
@@ -169,12 +169,13 @@ def _troubles(run: GridRun, names: dict[str, str]) -> list[str]:
 
 
 def work_text(plan: GridPlan) -> str:
-    """ "12 squares of 4 pictures, and 4 converged ones"."""
+    """ "12 combinations of sampler and steps, 4 pictures each, and 4 converged ones"."""
     each = len(plan.sweep.places)
-    pictures = "1 picture" if each == 1 else f"{each} pictures"
-    squares = "1 square" if len(plan.cells) == 1 else f"{len(plan.cells)} squares"
+    pictures = "1 picture" if each == 1 else f"{each} pictures each"
+    if len(plan.cells) > 1:
+        pictures = f"{len(plan.cells)} combinations of sampler and steps, {pictures.removesuffix(' each')} each"
     converged = f", and {each} converged {'one' if each == 1 else 'ones'}" if plan.has_converged else ""
-    return f"{squares} of {pictures}{converged}"
+    return f"{pictures}{converged}"
 
 
 def _short_text(seconds: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
@@ -10,11 +10,12 @@ import gradio as gr
 
 from diffserve.client import ImageCapabilities
 from diffserve.errors import DiffserveError
+from ui.askers import ask_for_visitor
 from ui.captions import seconds_text, status
 from ui.experiment_view import Shown, View, names_of, work_text
 from ui.grid_measure import PromptCheck
 from ui.grid_pace import Pacer
-from ui.grid_plan import Form, read_form
+from ui.grid_plan import Form, GridPlan, read_form
 from ui.grid_run import GridRun
 from ui.server import Server, sentence
 
@@ -25,7 +26,7 @@ class Experimenting:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._pacer = Pacer()
-        self._runs: defaultdict[str, set[GridRun]] = defaultdict(set)
+        self._runs: dict[str, set[GridRun]] = {}
 
     async def estimate(
         self,
@@ -40,11 +41,10 @@ class Experimenting:
         """How much will be painted, and how long that takes, as HTML; or why it cannot be."""
         form = Form(samplers, steps, prompts, num_seeds, first_seed, guidance, has_converged)
         try:
-            plan = read_form(form, await self._image())
+            plan, check = await asyncio.to_thread(_read, form, await self._image())
             pace = await self._pacer.pace(self._server.client)
         except DiffserveError as error:
             return status(sentence(error), is_error=True)
-        check = PromptCheck((await self._image()).family, plan.sweep.prompts)
         notes = () if check.why_not is None else (f"Prompt match will not be measured: {check.why_not}",)
         return status(f"{work_text(plan)}: about {seconds_text(pace.seconds(plan))}.", notes=notes)
 
@@ -63,19 +63,21 @@ class Experimenting:
         form = Form(samplers, steps, prompts, num_seeds, first_seed, guidance, has_converged)
         try:
             image = await self._image()
-            plan = read_form(form, image)
+            plan, check = await asyncio.to_thread(_read, form, image)
             yield Shown(status=status("Measuring how fast this server paints."), run=gr.update(interactive=False))
             pace = await self._pacer.pace(self._server.client)
             folder = self._server.files.new_folder()
         except (DiffserveError, OSError) as error:
             yield Shown(status=status(sentence(error), is_error=True), run=gr.update(interactive=True))
             return
-        run = GridRun(self._server.client, plan, PromptCheck(image.family, plan.sweep.prompts), folder)
+        run = GridRun(self._server.client, plan, check, folder)
         view = View(run, pace, names_of(plan, image))
-        mine = self._runs[request.session_hash or ""]
+        session = request.session_hash or ""
+        mine = self._runs.setdefault(session, set())
         mine.add(run)
         try:
             yield view.beginning()
+            ask_for_visitor(request)  # here, for every step of this generator has a context of its own
             async with aclosing(run.watch()) as moments:
                 async for _ in moments:
                     if (shown := await view.news()) is not None:
@@ -83,6 +85,8 @@ class Experimenting:
             yield await view.ending(self._server.files)
         finally:
             mine.discard(run)
+            if not mine and self._runs.get(session) is mine:
+                del self._runs[session]
             run.tidy()
             self._server.files.keep(folder)
 
@@ -98,3 +102,9 @@ class Experimenting:
 
     async def _image(self) -> ImageCapabilities:
         return (await self._server.models()).image
+
+
+def _read(form: Form, image: ImageCapabilities) -> tuple[GridPlan, PromptCheck]:
+    """The plan of ``form``, and what checks its pictures. InvalidRequest where it cannot be painted."""
+    plan = read_form(form, image)
+    return plan, PromptCheck(image.family, plan.sweep.prompts)

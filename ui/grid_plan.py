@@ -7,10 +7,14 @@ from typing import Final, NamedTuple
 
 from diffserve.client import ImageCapabilities
 from diffserve.errors import InvalidRequest
-from diffserve.experiments.plan import REFERENCE_STEPS, Cell, Job, SweepPlan, numbers, whole_numbers
+from diffserve.experiments.axes import numbers, shown, whole_numbers
+from diffserve.experiments.plan import MAX_SAMPLER_CHARS, REFERENCE_STEPS, Cell, Job, SweepPlan
 
 MAX_PICTURES: Final = 400
 """A page that is left open should not paint for a night; ``diffserve sweep`` may."""
+
+MAX_FORM_CHARS: Final = 100_000
+"""Of all prompts together."""
 
 Place = tuple[int, int]
 """(prompt, seed) by their numbers: what pairs a picture with those of other cells."""
@@ -82,16 +86,13 @@ class GridPlan(NamedTuple):
 
 
 def read_form(form: Form, image: ImageCapabilities) -> GridPlan:
-    """The plan of ``form`` for the model ``image``. InvalidRequest for anything that could not be painted."""
-    if not form.samplers:
-        raise InvalidRequest("no sampler is chosen; choose at least one.", param="samplers")
-    prompts = tuple(line.strip() for line in form.prompts.splitlines() if line.strip())
-    if not prompts:
-        raise InvalidRequest("there is no prompt; write at least one, each on a line of its own.", param="prompts")
-    steps = whole_numbers(form.steps, "steps")
+    """The plan of ``form`` for the model ``image``, which takes a while: call it in a thread. InvalidRequest for
+    anything that could not be painted."""
+    steps = tuple(dict.fromkeys(whole_numbers(form.steps, "steps")))
     _check_steps(steps, image.train_timesteps)
+    prompts = _prompts(form.prompts)
     sweep = SweepPlan(
-        samplers=tuple(form.samplers),
+        samplers=_samplers(form.samplers),
         steps=steps,
         guidance=(_guidance(form.guidance_scale, image.default_guidance_scale),),
         prompts=prompts,
@@ -102,6 +103,35 @@ def read_form(form: Form, image: ImageCapabilities) -> GridPlan:
     return _bounded(GridPlan(sweep, form.has_converged))
 
 
+def _samplers(chosen: Sequence[str]) -> tuple[str, ...]:
+    """Each once; names that are no text, or too long, are nobody's."""
+    if not chosen:
+        raise InvalidRequest("no sampler is chosen; choose at least one.", param="samplers")
+    if not all(isinstance(name, str) and len(name) <= MAX_SAMPLER_CHARS for name in chosen):
+        raise InvalidRequest(
+            f"a sampler is chosen that is no name of at most {MAX_SAMPLER_CHARS} characters; choose from the list.",
+            param="samplers",
+        )
+    return tuple(dict.fromkeys(chosen))
+
+
+def _prompts(text: str) -> tuple[str, ...]:
+    """One of each line that is not empty."""
+    if len(text) > MAX_FORM_CHARS:
+        raise InvalidRequest(
+            f"the prompts have {len(text)} characters; at most {MAX_FORM_CHARS} are taken.", param="prompts"
+        )
+    prompts = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not prompts:
+        raise InvalidRequest("there is no prompt; write at least one, each on a line of its own.", param="prompts")
+    if len(prompts) > MAX_PICTURES:
+        raise InvalidRequest(
+            f"there are {len(prompts)} prompts, and the page paints at most {MAX_PICTURES} pictures; write fewer.",
+            param="prompts",
+        )
+    return prompts
+
+
 def _guidance(value: str | float | None, default: float) -> float:
     text = "" if value is None else str(value).strip()
     if not text:
@@ -109,7 +139,7 @@ def _guidance(value: str | float | None, default: float) -> float:
     scales = numbers(text, "guidance")
     if len(scales) > 1:
         raise InvalidRequest(
-            f"guidance is {text!r}; the page compares at one scale, give one number.", param="guidance"
+            f"guidance is {shown(text)}; the page compares at one scale, give one number.", param="guidance"
         )
     return scales[0]
 

@@ -42,7 +42,7 @@ def grid(board: Board, names: Mapping[str, str], address: Address) -> str:
 def _caption(board: Board) -> str:
     sweep = board.plan.sweep
     more = len(sweep.places) - 1
-    rest = f"; {more} more in every square, not shown" if more else ""
+    rest = f"; {more} more for each, not shown" if more else ""
     return f"“{escape(sweep.prompts[SHOWN[0]])}”, seed {sweep.seed_of(SHOWN)}{rest}"
 
 

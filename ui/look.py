@@ -8,7 +8,9 @@ from typing import Final
 import gradio as gr
 
 STYLE: Final = Path(__file__).with_name("page.css")
-SCRIPT: Final = Path(__file__).with_name("page.js")
+NAMES: Final = ("page", "memory", "keys", "drop", "palette", "lost")
+SCRIPTS: Final = tuple(Path(__file__).with_name(f"{name}.js") for name in NAMES)
+"""In the order in which they are run."""
 FONTS: Final = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "sans-serif")
 MONO: Final = ("ui-monospace", "SFMono-Regular", "Consolas", "monospace")
 

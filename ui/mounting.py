@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from ui.guard import Guard, tell
 from ui.server import Server
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MAX_UPLOAD_BYTES: Final = 16_000_000
+MAX_SESSIONS: Final = 1000
+"""Whose fields gradio remembers, some 40 kB each; a page that is forgotten loses what greeted it, and no picture."""
+
 IDLE_LOOK_S: Final = 0.02
 """How often gradio looks for events when there are none; its own 1 ms keeps a core busy."""
 
@@ -26,7 +30,7 @@ PATHS: Final = (
     *("/assets/", "/static/", "/svelte/"),
     *(f"{API}/{name}" for name in ("info", "config", "theme.css", "app_id", "user", "login_check", "token")),
     *(f"{API}/{name}" for name in ("queue/join", "queue/data", "cancel", "reset", "upload", "upload_progress")),
-    *(f"{API}/{name}" for name in ("startup-events", "heartbeat/", "file=", "call/", "run/")),
+    *(f"{API}/{name}" for name in ("startup-events", "heartbeat/", "file=", "run/")),
 )
 """What a page and gradio's own clients ask for. The rest (login, proxy, monitoring, editing code) is not served."""
 
@@ -44,10 +48,16 @@ def create_page(url: str, *, server: Server | None = None) -> gr.Blocks:
     server = server or Server(url)
     os.environ.update(QUIET, GRADIO_TEMP_DIR=str(server.files.folder))
     from ui.page import build
+    from ui.sessions import keep_sessions_lean
+    from ui.uploads import limit_uploads
 
+    keep_sessions_lean()
     page = _within_a_loop(lambda: build(server))
+    limit_uploads(page, server.files)
+    page.state_session_capacity = MAX_SESSIONS
     page._queue.sleep_when_free = IDLE_LOOK_S
     page._queue.progress_update_sleep_when_free = 10 * IDLE_LOOK_S
+    tell(page)
     return page
 
 
@@ -56,12 +66,16 @@ def mount_page(app: Any, url: str) -> tuple[str, ...]:
     server = Server(url)
     page = create_page(url, server=server)
     import gradio as gr
+    from gradio.utils import MatplotlibBackendMananger
 
+    with MatplotlibBackendMananger():  # what it imports would be imported within the loop, at the first visitor's event
+        pass
     _within_a_loop(
         lambda: gr.mount_gradio_app(
             app, page, path="/", max_file_size=MAX_UPLOAD_BYTES, ssr_mode=False, mcp_server=False, pwa=False, **looks()
         )
     )
+    app.add_middleware(Guard, blocks=page, api=API)
     app.router.lifespan_context = _ending(app.router.lifespan_context, app.routes[-1].app, server)
     return PATHS
 
@@ -71,7 +85,8 @@ def launch_page(url: str, *, host: str, port: int) -> None:
     page = create_page(url)
     _, address, _ = page.launch(
         server_name=host, server_port=port, share=False, inbrowser=False, quiet=True, max_file_size=MAX_UPLOAD_BYTES,
-        ssr_mode=False, mcp_server=False, pwa=False, prevent_thread_lock=True, **looks(),
+        ssr_mode=False, mcp_server=False, pwa=False, prevent_thread_lock=True,
+        state_session_capacity=MAX_SESSIONS, **looks(),
     )  # fmt: skip
     print(f"ui: the page of {url} is at {address}", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -100,6 +115,7 @@ def _ending(lifespan: Any, gradio_app: Any, server: Server) -> Any:
             try:
                 yield state
             finally:
+                server.files.settle()  # while it is known whose pages are open
                 gradio_app.stop_event.set()
                 gradio_app.get_blocks()._queue.close()
                 await server.close()
@@ -109,12 +125,12 @@ def _ending(lifespan: Any, gradio_app: Any, server: Server) -> Any:
 
 def looks() -> dict[str, Any]:
     """What both ways of serving say of the page's looks."""
-    from ui.look import SCRIPT, STYLE, theme
+    from ui.look import SCRIPTS, STYLE, theme
 
     return {
         "theme": theme(),
         "css_paths": STYLE,
-        "head": f"<script>{SCRIPT.read_text(encoding='utf-8')}</script>",
+        "head": "".join(f"<script>{script.read_text(encoding='utf-8')}</script>" for script in SCRIPTS),
         "footer_links": [],
         "run_history": False,
         "show_error": False,

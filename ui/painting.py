@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diffserve.client import CompletedImage, ImageEvent, LostImage, PartialImage, Progress
-from diffserve.errors import DiffserveError
+from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, QueueFull
 from diffserve.images import read_infotext
-from ui.parameters import Order, sampler_of
-from ui.server import Server, sentence
+from ui.parameters import Form, Order, order_of, sampler_of
+from ui.server import LONGEST_WAIT_S, LOOK_AGAIN_S, PATIENCE_S, Server, sentence
 
 log = logging.getLogger("diffserve.page")
 
@@ -26,6 +26,7 @@ class Picture(NamedTuple):
     rewrites  whether it was to be rewritten first
     infotext  the parameters in the file
     warnings  what the server said about it
+    number    which of its request, from 0
     """
 
     path: Path
@@ -35,19 +36,29 @@ class Picture(NamedTuple):
     rewrites: bool
     infotext: str
     warnings: tuple[str, ...]
-    facts: str
+    settings: str
+    number: int = 0
+
+    @property
+    def facts(self) -> str:
+        """How it was painted: "25 steps, DDIM, guidance 3, 128x128, seed 7"."""
+        return f"{self.settings}, seed {self.seed}"
 
 
 class Painting:
-    """A request that is being painted in a task of its own.
+    """A request that is being painted in a task of its own, as soon as the server has loaded its models.
 
-    pictures  those that are finished, in the order in which they were
-    preview   the newest file of the way there, ``None`` before the first
-    error     why it ended, for a person
+    asked      an order, or a form that is to become one once it is known what the models can do
+    is_early   whether it waits for the models
+    is_shut_out  whether the server holds no more for now; it asks again
+    pictures   those that are finished, in their order
+    preview    the newest file of the way there, ``None`` before the first
+    error      why it ended, for a person
     """
 
-    def __init__(self, server: Server, order: Order, changed: Callable[[Picture | None], None]) -> None:
-        self.order = order
+    def __init__(self, server: Server, asked: Order | Form, changed: Callable[[Picture | None], None]) -> None:
+        self.asked = asked
+        self.is_early = self.is_shut_out = False
         self.pictures: list[Picture] = []
         self.preview: Path | None = None
         self.error: str | None = None
@@ -66,6 +77,11 @@ class Painting:
     def is_over(self) -> bool:
         """Whether nothing more will come."""
         return self._task.done()
+
+    @property
+    def num_images(self) -> int:
+        """How many pictures are asked for."""
+        return self.asked.num_images or 1
 
     @property
     def num_finished(self) -> int:
@@ -95,9 +111,7 @@ class Painting:
 
     async def _run(self) -> None:
         try:
-            async with self._server.client.generate_stream(self.order.prompt, **self.order.fields) as stream:
-                async for event in stream:
-                    await self._take(event)
+            await self._paint_when_ready()
         except asyncio.CancelledError:
             self.was_stopped = True
         except DiffserveError as error:
@@ -108,6 +122,29 @@ class Painting:
         finally:
             self.seconds = time.monotonic() - self._started_s
             self._changed(None)
+
+    async def _paint_when_ready(self) -> None:
+        """Ask again while the models are being loaded or the queue is full, but never once something was painted."""
+        until_s = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                if isinstance(self.asked, Form):
+                    self.asked = order_of(self.asked, (await self._server.models()).image)
+                async with self._server.client.generate_stream(self.asked.prompt, **self.asked.fields) as stream:
+                    async for event in stream:
+                        self.is_early = self.is_shut_out = False
+                        await self._take(event)
+                return
+            except EngineUnavailable:
+                if self._progress or self._done or time.monotonic() > until_s:
+                    raise
+                self.is_early, self.is_shut_out, wait_s = True, False, LOOK_AGAIN_S
+            except QueueFull as full:
+                self.is_early, self.is_shut_out = False, True
+                wait_s = min(LONGEST_WAIT_S, max(LOOK_AGAIN_S, full.retry_after_s))
+            self.queue_position = None
+            self._changed(None)
+            await asyncio.sleep(wait_s)
 
     async def _take(self, event: ImageEvent) -> None:
         match event:
@@ -121,7 +158,7 @@ class Painting:
             case CompletedImage():
                 self._done.add(event.image_index)
                 picture = await self._picture(event)
-                self.pictures.append(picture)
+                self.pictures = sorted([*self.pictures, picture], key=lambda each: each.number)
                 self._changed(picture)
                 return
             case LostImage():
@@ -130,21 +167,32 @@ class Painting:
         self._changed(None)
 
     async def _picture(self, event: CompletedImage) -> Picture:
-        prompt = event.revised_prompt or self.order.prompt
-        infotext = read_infotext(event.file) or ""
+        assert isinstance(self.asked, Order), "only an order is painted"
+        prompt = event.revised_prompt or self.asked.prompt
+        infotext, sampler = await asyncio.to_thread(_own_words, event.file)
         path = await self._file(event.file, f"{prompt[:40]}-{event.seed}.{event.output_format}")
-        sampler = sampler_of(infotext) or event.sampler
+        sampler = sampler or event.sampler
         steps = f"{event.num_inference_steps} step{'s' if event.num_inference_steps != 1 else ''}"
         return Picture(
             path=path,
             seed=event.seed,
             prompt=prompt,
-            wish=self.order.prompt,
-            rewrites=self.order.rewrites,
+            wish=self.asked.prompt,
+            rewrites=self.asked.rewrites,
             infotext=infotext,
             warnings=event.warnings,
-            facts=f"{steps}, {sampler}, guidance {event.guidance_scale:g}, {event.size}, seed {event.seed}",
+            settings=f"{steps}, {sampler}, guidance {event.guidance_scale:g}, {event.size}",
+            number=event.image_index,
         )
 
     async def _file(self, data: bytes, name: str) -> Path:
         return await asyncio.to_thread(self._server.files.write, data, name)
+
+
+def _own_words(file: bytes) -> tuple[str, str | None]:
+    """What a picture's ``file`` says of itself, and its sampler; nothing where it cannot be read."""
+    try:
+        infotext = str(read_infotext(file) or "")  # Pillow has a kind of its own
+        return infotext, sampler_of(infotext)
+    except InvalidRequest:
+        return "", None

@@ -13,12 +13,21 @@ from diffserve.errors import InvalidRequest
 from diffserve.images import read_infotext
 from diffserve.infotext import parse_infotext
 from diffserve.sizes import parse_size
-from diffserve.types import MAX_GUIDANCE, MAX_SEED
+from diffserve.types import MAX_GUIDANCE, MAX_PROMPT_CHARS
+from ui.fields import MAX_FIELD_CHARS, check_text, read_number, read_seed
 
 RewriteMode = Literal["Off", "Suggest", "Auto"]
 REWRITE_MODES: Final[tuple[RewriteMode, ...]] = ("Off", "Suggest", "Auto")
 ASPECTS: Final[dict[str, float]] = {"square": 1.0, "portrait": 2 / 3, "landscape": 3 / 2}
 """Width to height."""
+
+SPACINGS: Final = {
+    "leading": "even, begins a little late",
+    "trailing": "even, begins in pure noise",
+    "linspace": "even, from end to end",
+    "quadratic": "denser near the picture",
+}
+"""Which of the model's noise levels the steps visit, in plain words."""
 
 SAME_ASPECT: Final = 0.2
 """A size of the model stands for an aspect when the logarithms of the two are so near."""
@@ -32,8 +41,8 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt: str | None
     negative_prompt: str | None = ""
-    quality: str = "standard"
-    aspect: str = "square"
+    quality: str | None = "standard"
+    aspect: str | None = "square"
     num_images: int | None = 1
     rewrite_mode: str = "Off"
     steps: str | None = None
@@ -58,13 +67,21 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
         return self.fields.get("n", 1)
 
 
+def check_lengths(form: Form) -> None:
+    """InvalidRequest where a field of ``form`` is longer than what it is for ever is, or no text."""
+    check_text(form.prompt, "prompt", MAX_PROMPT_CHARS)
+    check_text(form.negative_prompt, "negative prompt", MAX_PROMPT_CHARS)
+    for name in ("quality", "aspect", "rewrite_mode", "steps", "sampler", "guidance", "size", "seed", "eta", "spacing"):
+        check_text(getattr(form, name), name, MAX_FIELD_CHARS)
+
+
 def order_of(form: Form, image: ImageCapabilities) -> Order:
     """The request that ``form`` stands for. InvalidRequest names the field, the value and the way out."""
     prompt, negative = form.prompt or "", form.negative_prompt or ""
     if not prompt.strip():
         raise InvalidRequest("The prompt is empty; say what to paint.", param="prompt", code="empty_prompt")
     size = (form.size or "").strip() or "auto"
-    width, height = parse_size(size) or size_of(form.aspect, image)
+    width, height = parse_size(size) or size_of(form.aspect or "square", image)
     fields = StreamedImageFields(
         n=max(1, min(int(form.num_images or 1), image.max_images)),
         size=f"{width}x{height}",
@@ -88,32 +105,6 @@ def order_of(form: Form, image: ImageCapabilities) -> Order:
     if seed is not None:
         fields["seed"] = seed
     return Order(prompt=prompt, fields=fields, rewrites=form.rewrite_mode == "Auto")
-
-
-def read_number(text: str | None, name: str, most: float = math.inf) -> float | None:
-    """The number from 0 to ``most`` in ``text``, ``None`` for an empty one. InvalidRequest for anything else."""
-    text = (text or "").strip()
-    try:
-        value = float(text.replace(",", ".")) if text else None
-    except ValueError:
-        value = math.nan
-    if value is not None and not (math.isfinite(value) and 0 <= value <= most):
-        kind = f"a number from 0 to {most:g}" if math.isfinite(most) else "a number"
-        raise InvalidRequest(f"The {name} is {text[:40]!r}; give {kind}, or nothing for the model's own.", param=name)
-    return value
-
-
-def read_seed(text: str | None) -> int | None:
-    """The whole number in ``text``, ``None`` for an empty one. InvalidRequest for anything else."""
-    text = (text or "").strip()
-    if not text or text == "-1":
-        return None
-    if not (text.isascii() and text.isdigit() and int(text[:20]) <= MAX_SEED):
-        raise InvalidRequest(
-            f"The seed is {text[:40]!r}; give a whole number from 0 to {MAX_SEED}, or nothing for a random one.",
-            param="seed",
-        )
-    return int(text)
 
 
 def size_of(aspect: str, image: ImageCapabilities) -> tuple[int, int]:
@@ -145,7 +136,8 @@ def sampler_labels(image: ImageCapabilities) -> list[tuple[str, str]]:
 
 
 def infotext_of(data: bytes) -> str:
-    """The parameters in the picture file ``data``. InvalidRequest where it is no picture or does not say."""
+    """The parameters in the picture file ``data``, which takes a while: call it in a thread. InvalidRequest where it is
+    no picture or does not say."""
     text = read_infotext(data)
     if not text:
         raise InvalidRequest(
@@ -156,31 +148,44 @@ def infotext_of(data: bytes) -> str:
 
 
 def form_of(infotext: str, image: ImageCapabilities | None) -> Form:
-    """The form that paints the picture with the parameters ``infotext`` again."""
+    """The form that paints the picture with the parameters ``infotext`` again. Steps and size that a quality and an
+    aspect of ``image`` mean are said by those, others in their own fields; then no quality and no aspect is chosen. A
+    spacing that nobody knows is left out."""
     read = parse_infotext(infotext)
     fields = read.fields
+    quality, steps = _quality(fields.get("Steps"), image)
+    aspect, size = _aspect(fields.get("Size"), image)
     return Form(
         prompt=read.prompt,
         negative_prompt=read.negative_prompt,
+        quality=quality,
+        aspect=aspect,
         rewrite_mode="Off",
-        steps=fields.get("Steps"),
+        steps=steps,
         sampler=_sampler(fields, image),
         guidance=fields.get("CFG scale"),
-        size=fields.get("Size"),
+        size=size,
         seed=fields.get("Seed"),
         eta=fields.get("Eta"),
-        spacing=fields.get("Spacing"),
+        spacing=_spacing(fields),
     )
 
 
-def doubts(infotext: str, image: ImageCapabilities) -> str | None:
-    """Why painting ``infotext`` again may give another picture; ``None`` where nothing speaks for that."""
-    fields = parse_infotext(infotext).fields
-    digest = fields.get("Model hash")
+def doubts(infotext: str, image: ImageCapabilities) -> tuple[str, ...]:
+    """Why painting ``infotext`` again may give another picture; nothing where nothing speaks for that."""
+    read = parse_infotext(infotext)
+    found = []
+    digest, spacing = read.fields.get("Model hash"), read.fields.get("Spacing")
     if digest and digest not in image.digest:
-        name = fields.get("Model", digest)
-        return f"It was painted by {name}, another model than the one that is loaded: expect another picture."
-    return None
+        name = read.fields.get("Model", digest)
+        found.append(f"It was painted by {name}, another model than the one that is loaded: expect another picture.")
+    elif read.is_shortened:
+        found.append("Its prompt was too long for the file, the end is missing: expect another picture.")
+    if spacing and _spacing(read.fields) is None:
+        found.append(
+            f"Its steps lie as {spacing[:40]!r} says, which is not known; choose where they lie under Advanced."
+        )
+    return tuple(found)
 
 
 def sampler_of(infotext: str) -> str | None:
@@ -188,10 +193,33 @@ def sampler_of(infotext: str) -> str | None:
     return _sampler(parse_infotext(infotext).fields, None)
 
 
+def _spacing(fields: Mapping[str, str]) -> str | None:
+    spacing = fields.get("Spacing", "").strip()
+    return spacing if spacing in SPACINGS else None
+
+
+def _quality(steps: str | None, image: ImageCapabilities | None) -> tuple[str | None, str | None]:
+    """(quality, None) where one means just these ``steps``, else (None, steps)."""
+    if steps is None:
+        return Form(prompt=None).quality, None
+    qualities = image.quality_steps if image is not None else {}
+    named = next((name for name, count in qualities.items() if str(count) == steps.strip()), None)
+    return named, None if named else steps
+
+
+def _aspect(size: str | None, image: ImageCapabilities | None) -> tuple[str | None, str | None]:
+    """(aspect, None) where one means just this ``size``, else (None, size)."""
+    if size is None:
+        return Form(prompt=None).aspect, None
+    sizes = {name: "{}x{}".format(*size_of(name, image)) for name in ASPECTS} if image is not None else {}
+    named = next((name for name, meant in sizes.items() if meant == size.strip()), None)
+    return named, None if named else size
+
+
 def _steps(form: Form, image: ImageCapabilities) -> int:
     steps = read_number(form.steps, "number of steps")
     if steps is None:
-        return image.quality_steps.get(form.quality, image.default_num_steps)
+        return image.quality_steps.get(form.quality or "", image.default_num_steps)
     if steps != int(steps) or not 1 <= steps <= image.train_timesteps:
         raise InvalidRequest(
             f"The number of steps is {steps:g}; give a whole number from 1 to {image.train_timesteps}, or nothing for "

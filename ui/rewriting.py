@@ -8,13 +8,16 @@ from typing import Any, Final
 import gradio as gr
 
 from diffserve.client import RewriteDelta, Rewrites
-from diffserve.errors import DiffserveError
+from diffserve.errors import DiffserveError, InvalidRequest
+from ui.askers import ask_for_visitor
 from ui.captions import status
 from ui.create import CreateTab
 from ui.events import PRIVATE
-from ui.server import Server, sentence
+from ui.fields import check_text
+from ui.server import Server, sentence, whole
 from ui.word_difference import difference_html, is_marked
 
+NOTHING_TO_REWRITE: Final = "Say first what you would like to see; then it can be put into better words."
 NOTES: Final = {
     "Off": "",
     "Suggest": "",
@@ -35,7 +38,8 @@ class Rewriting:
         tab, wording = self._tab, self._tab.wording
         wish = gr.State("")
         tab.fields.rewrite_mode.change(choose, tab.fields.rewrite_mode, [wording.panel, wording.note], **PRIVATE)
-        wording.suggest.click(
+        gr.on(
+            [wording.suggest.click, tab.palette.rewrite.click],
             self.suggest,
             tab.fields.prompt,
             [wording.suggestion, wording.difference, wording.accept, wording.revert, wish],
@@ -56,7 +60,7 @@ class Rewriting:
             [wording.accept.click, wording.suggestion.submit],
             accept,
             [wording.suggestion, tab.fields.prompt],
-            [tab.fields.prompt, wording.revert],
+            [tab.fields.prompt, wording.accept, wording.revert],
             **PRIVATE,
         )
         wording.revert.click(
@@ -66,20 +70,28 @@ class Rewriting:
             **PRIVATE,
         )
 
-    async def suggest(self, prompt: str) -> AsyncIterator[tuple[Update, ...]]:
+    async def suggest(self, prompt: str | None, request: gr.Request) -> AsyncIterator[tuple[Update, ...]]:
         """(suggestion, difference, accept, revert, wish), again and again while the words come."""
-        written = ""
-        off = gr.update(interactive=False)
+        written, prompt = "", prompt or ""
+        try:
+            check_text(prompt, "prompt")
+        except InvalidRequest as error:
+            yield *_nothing(sentence(error), is_error=True), gr.skip()
+            return
+        if not prompt.strip():
+            yield *_nothing(NOTHING_TO_REWRITE), prompt
+            return
+        ask_for_visitor(request)
         try:
             async with self._server.client.rewrite_stream(prompt) as events:
                 async for event in events:
                     if isinstance(event, RewriteDelta) and event.index == 0:
                         written += event.text
-                        yield written, difference_html(prompt, written), off, off, prompt
+                        yield *_offered(prompt, written, is_done=False), prompt
                     elif isinstance(event, Rewrites):
                         yield *_suggested(prompt, event), prompt
         except DiffserveError as error:
-            yield gr.skip(), status(sentence(error), is_error=True), off, off, prompt
+            yield *_nothing(sentence(error), is_error=True), prompt
 
 
 def choose(mode: str) -> tuple[Update, str]:
@@ -89,30 +101,49 @@ def choose(mode: str) -> tuple[Update, str]:
 
 def compare(wish: str, suggestion: str, said: str | None) -> tuple[Update, Update]:
     """The difference after an edit. What was ``said`` of a suggestion that is the wish itself stays, but for the marks
-    of an edit that was taken back."""
+    of an edit that was taken back. What would change nothing cannot be accepted. InvalidRequest for a text that is too
+    long to be a prompt."""
+    check_text(suggestion, "suggestion")
     is_settled = suggestion == wish and bool(said) and not is_marked(said or "")
     shown = gr.skip() if is_settled else difference_html(wish, suggestion) if suggestion.strip() else ""
-    return shown, gr.update(interactive=bool(suggestion.strip()))
+    return shown, gr.update(visible=_is_new(wish, suggestion))
 
 
-def accept(suggestion: str, prompt: str) -> tuple[str, Update]:
-    """The suggestion becomes the prompt; an empty one does not."""
-    if not suggestion.strip():
-        return prompt, gr.skip()
-    return suggestion, gr.update(interactive=True)
+def accept(suggestion: str, prompt: str) -> tuple[str, Update, Update]:
+    """The suggestion becomes the prompt, and there is nothing left to accept; an empty one does not. InvalidRequest for
+    one that is too long to be a prompt."""
+    check_text(suggestion, "suggestion")
+    check_text(prompt, "prompt")
+    if not _is_new(prompt, suggestion):
+        return prompt, gr.skip(), gr.skip()
+    return suggestion, gr.update(visible=False), gr.update(visible=True)
 
 
 def revert(wish: str) -> tuple[str, str, str, Update, Update]:
     """The wish is the prompt again, and the suggestion is gone."""
-    off = gr.update(interactive=False)
+    off = gr.update(visible=False)
     return wish, "", "", off, off
 
 
+def _is_new(wish: str, suggestion: str) -> bool:
+    return bool(suggestion.strip()) and suggestion != wish
+
+
+def _offered(wish: str, suggestion: str, *, is_done: bool) -> tuple[Update, ...]:
+    """(suggestion, difference, accept, revert) of a suggestion; while it is being written it cannot be accepted."""
+    off, accept = gr.update(visible=False), gr.update(visible=is_done and _is_new(wish, suggestion))
+    return suggestion, difference_html(wish, suggestion), accept, off
+
+
+def _nothing(why: str, *, is_error: bool = False) -> tuple[Update, ...]:
+    """(suggestion, difference, accept, revert) where nothing is suggested: there is nothing to be pressed."""
+    off = gr.update(visible=False)
+    return "", status(why, is_error=is_error), off, off
+
+
 def _suggested(wish: str, answer: Rewrites) -> tuple[Update, ...]:
-    """What the finished answer shows: the first prompt, or why the wish is better left as it is."""
-    first, on = answer.prompts[0], gr.update(interactive=True)
-    off = gr.update(interactive=False)
+    """What the finished answer shows: the first prompt, or the wish and why it is better left as it is."""
+    first, off = answer.prompts[0], gr.update(visible=False)
     if first.revised_prompt is None:
-        why = first.warning or "Your own words are a good prompt already."
-        return wish, status(why), off, off
-    return first.revised_prompt, difference_html(wish, first.revised_prompt), on, off
+        return wish, status(whole(first.warning or "your own words are a good prompt already")), off, off
+    return _offered(wish, first.revised_prompt, is_done=True)

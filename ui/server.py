@@ -12,6 +12,8 @@ from ui.files import Files
 
 LOOK_AGAIN_S: Final = 1.0
 PATIENCE_S: Final = 300.0
+LONGEST_WAIT_S: Final = 5.0
+"""Before a full server is asked again."""
 
 
 class Models(NamedTuple):
@@ -93,16 +95,16 @@ def sentence(error: BaseException) -> str:
     """What went wrong and the way out, for a person at the page."""
     match error:
         case QueueFull():
-            return f"{_whole(error.message)} Try again in {max(1, round(error.retry_after_s))} s."
+            return f"{whole(error.message)} Try again in {max(1, round(error.retry_after_s))} s."
         case DiffserveError():
-            return _whole(error.message)
+            return whole(error.message)
         case OSError():
             return f"The page could not write a file: {error.strerror or error}; make room on its disk and try again."
         case _:
             return "Something went wrong inside the page; its log says more. Try again, or reload the page."
 
 
-def _whole(text: str) -> str:
+def whole(text: str) -> str:
     """``text`` on one line, with a capital letter and a full stop."""
     text = " ".join(text.split())
     text = text[:1].upper() + text[1:]

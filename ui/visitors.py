@@ -1,35 +1,64 @@
-"""Who is at the page, and what is being painted for whom. Nobody stops anything but what is their own."""
+"""Who is at the page, and what is being painted for whom. Nobody stops anything but what is their own.
+
+A page that is reloaded is the same visitor: its tab keeps a token that nobody can guess, and hands it over when it
+comes back. What it had asked for goes on meanwhile, for as long as ``GRACE_S``.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import re
 from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+from ui.files import Files
+from ui.galleries import Galleries, owner_named
 from ui.painting import Painting, Picture
-from ui.parameters import Order
+from ui.parameters import Form, Order
 from ui.server import Server
 
 MAX_PICTURES: Final = 24
 """In a gallery; the oldest go first."""
 
 MAX_VISITORS: Final = 1000
+MAX_EMPTY: Final = 100
+"""Visitors for whom nothing is painted and nothing was; a page that comes back to none is given a new one."""
+
+MAX_TOKENS: Final = 4000
+"""Of pages that nobody told had left."""
+
+GRACE_S: Final = 30.0
+"""For so long a painting goes on that nobody watches: a page that is reloaded takes seconds to come back,
+and many on a busy machine."""
+
+TOKEN: Final = re.compile(r"[0-9a-f]{32}")
 
 
 class Visitor:
-    """One open page: its paintings in the order in which they were asked for, and its gallery, the newest first.
+    """One tab of a browser: its paintings in the order in which they were asked for, and its gallery, the newest first.
 
+    batch    pictures of one request that were last shown together
     news     grows whenever something changes
     trouble  why the last request came to nothing, ``None`` once another one is taken
+    grace_s  for how long paintings go on while nobody watches
+    keep     is told of every picture
     """
 
-    def __init__(self) -> None:
-        self.pictures: list[Picture] = []
+    def __init__(self, grace_s: float = 0.0, pictures: Sequence[Picture] = ()) -> None:
+        self.pictures = list(pictures[:MAX_PICTURES])
+        self.batch: list[Picture] = []
         self.news = 0
         self.trouble: str | None = None
+        self.grace_s = grace_s
+        self.keep: Callable[[Picture], None] | None = None
         self._paintings: list[Painting] = []
+        self._latest: Painting | None = None
         self._changed = asyncio.Event()
+        self._num_watching = 0
+        self._end: asyncio.TimerHandle | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -37,16 +66,32 @@ class Visitor:
         return bool(self.paintings)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing is lost with this visitor but why a request came to nothing."""
+        return not (self.pictures or self.is_busy or self._num_watching)
+
+    @property
+    def has_something(self) -> bool:
+        """Whether there is anything to be shown."""
+        return self.is_busy or bool(self.pictures) or self.trouble is not None
+
+    @property
     def paintings(self) -> list[Painting]:
         """Those that are not over."""
         self._paintings = [painting for painting in self._paintings if not painting.is_over]
         return self._paintings
 
-    def paint(self, server: Server, order: Order) -> Painting:
-        """Begin to paint ``order``."""
+    @property
+    def latest(self) -> list[Picture]:
+        """What the last request has brought."""
+        return self._latest.pictures if self._latest is not None else []
+
+    def paint(self, server: Server, asked: Order | Form) -> Painting:
+        """Begin to paint what is ``asked`` for."""
         self.trouble = None
-        painting = Painting(server, order, self._take)
+        painting = Painting(server, asked, self._take)
         self._paintings.append(painting)
+        self._latest = painting
         return painting
 
     def stop(self) -> int:
@@ -56,6 +101,27 @@ class Visitor:
             painting.stop()
         return len(paintings)
 
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Somebody sees what is painted. When the last one has gone, it ends after ``grace_s``."""
+        self._num_watching += 1
+        self._stay()
+        try:
+            yield
+        finally:
+            self._num_watching -= 1
+            self.end_soon()
+
+    def end_soon(self) -> None:
+        """Where nobody watches: end everything after ``grace_s``, unless somebody comes."""
+        self._stay()
+        if self._num_watching or not self.is_busy:
+            return
+        if self.grace_s <= 0:
+            self.stop()
+        else:
+            self._end = asyncio.get_running_loop().call_later(self.grace_s, self.stop)
+
     async def wait_for_news(self, seen: int, seconds: float) -> None:
         """Until ``news`` is no longer ``seen``, ``seconds`` at most."""
         if self.news != seen:
@@ -64,38 +130,89 @@ class Visitor:
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
 
+    def _stay(self) -> None:
+        if self._end is not None:
+            self._end.cancel()
+            self._end = None
+
     def _take(self, picture: Picture | None) -> None:
         if picture is not None:
             self.pictures = [picture, *self.pictures][:MAX_PICTURES]
+            if self.keep is not None:
+                self.keep(picture)
         self.news += 1
         self._changed.set()
         self._changed = asyncio.Event()
 
 
 class Visitors:
-    """All open pages, by the session that gradio gives each of them."""
+    """All open pages, by the session that gradio gives each of them, and those that may come back, by their token."""
 
-    def __init__(self) -> None:
+    def __init__(self, files: Files | None = None, *, grace_s: float = GRACE_S) -> None:
+        self._grace_s = grace_s
         self._visitors: OrderedDict[str, Visitor] = OrderedDict()
+        self._tokens: OrderedDict[str, str] = OrderedDict()
+        self._look_at = MAX_EMPTY
+        self._galleries: Galleries | None = None
+        if files is not None:
+            self._galleries = Galleries(files)
+            files.stays = lambda: {owner_named(token) for token in self._tokens.values()}
+
+    def arrive(self, session: str | None, token: str | None) -> Visitor:
+        """The page of ``session`` is open in the tab that has ``token``, perhaps once more: its visitor."""
+        if not session or not token or not TOKEN.fullmatch(token) or session in self._visitors:
+            return self.of(session)
+        self._tokens[session] = token
+        return self.of(session)
+
+    def _new(self, session: str) -> Visitor:
+        """Who may have been here when another process served the page, where ``session`` has a token."""
+        token = self._tokens.get(session)
+        if token is None:
+            return Visitor()
+        owner = owner_named(token)
+        if self._galleries is None:
+            return Visitor(self._grace_s)
+        visitor = Visitor(self._grace_s, self._galleries.take(owner))
+        visitor.keep = functools.partial(self._galleries.keep, owner)
+        return visitor
 
     def of(self, session: str | None) -> Visitor:
         """The visitor of ``session``, a new one where it is not known; without a session, one for this call alone."""
         if not session:
             return Visitor()
-        visitor = self._visitors.setdefault(session, Visitor())
-        self._visitors.move_to_end(session)
-        self._forget()
+        key = self._tokens.get(session, session)
+        visitor = self._visitors.get(key) or self._new(session)
+        self._visitors[key] = visitor
+        self._visitors.move_to_end(key)
+        self._forget(key)
         return visitor
 
     def leave(self, session: str | None) -> None:
-        """The page was closed: its paintings end."""
-        visitor = self._visitors.pop(session or "", None)
-        if visitor is not None:
+        """The page was closed: its paintings end, at once where it cannot come back."""
+        token = self._tokens.pop(session or "", None)
+        visitor = self._visitors.get(token) if token else self._visitors.pop(session or "", None)
+        if visitor is None:
+            return
+        if token:
+            visitor.end_soon()
+        else:
             visitor.stop()
 
-    def _forget(self) -> None:
-        """Those that have been idle for longest, where nobody told that they left."""
+    def _forget(self, here: str) -> None:
+        """Those who have nothing, once they are many, and those that have been idle for longest, where nobody told that
+        they left; never the visitor ``here``."""
+        if len(self._visitors) > self._look_at:
+            for key in [key for key, visitor in self._visitors.items() if visitor.is_empty and key != here]:
+                del self._visitors[key]
+            self._look_at = len(self._visitors) + MAX_EMPTY
         if len(self._visitors) > MAX_VISITORS:
             for key, visitor in list(self._visitors.items())[: len(self._visitors) - MAX_VISITORS]:
                 if not visitor.is_busy:
                     del self._visitors[key]
+        if len(self._tokens) > MAX_TOKENS:
+            self._tokens = OrderedDict(
+                (session, token) for session, token in self._tokens.items() if token in self._visitors
+            )
+        while len(self._tokens) > MAX_TOKENS:
+            self._tokens.popitem(last=False)

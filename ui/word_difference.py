@@ -6,10 +6,12 @@ import difflib
 import html
 import re
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Final, Literal, NamedTuple
 
 Kind = Literal["same", "added", "removed"]
 MAX_WORDS: Final = 1000
+MAX_CHARS: Final = 32 * MAX_WORDS
 """Longer texts are not compared: it would take seconds."""
 
 _WORDS = re.compile(r"\w+(?:['’-]\w+)*\s*|[^\w\s]\s*|\s+")
@@ -27,9 +29,12 @@ def difference(old: str, new: str) -> tuple[Piece, ...]:
 
     Blanks are not compared; those between words that are in both texts come from ``new``.
     """
-    before, after = _WORDS.findall(old), _WORDS.findall(new)
+    whole = (Piece("same", new),) if old == new else (Piece("removed", old), Piece("added", new))
+    if max(len(old), len(new)) > MAX_CHARS:
+        return whole
+    before, after = _words(old), _words(new)
     if max(len(before), len(after)) > MAX_WORDS:
-        return (Piece("same", new),) if old == new else (Piece("removed", old), Piece("added", new))
+        return whole
     return tuple(_joined(_compared(before, after)))
 
 
@@ -42,6 +47,11 @@ def difference_html(old: str, new: str) -> str:
 def is_marked(markup: str) -> bool:
     """Whether ``markup`` from ``difference_html`` says that anything changed."""
     return "<del>" in markup or "<ins>" in markup
+
+
+def _words(text: str) -> list[str]:
+    """The words of ``text`` with the blanks behind them, one more than ``MAX_WORDS`` at most."""
+    return [found[0] for found in islice(_WORDS.finditer(text), MAX_WORDS + 1)]
 
 
 def _compared(before: list[str], after: list[str]) -> Iterator[Piece]:

@@ -13,10 +13,10 @@ CHUNK_BYTES = 65536
 
 
 class Cable:
-    """Forwards TCP connections on ``url`` to ``target_port`` of this machine, while it is plugged in."""
+    """Forwards TCP connections on ``url`` to ``target_port`` of this machine (it may change) while it is plugged in."""
 
     def __init__(self, target_port: int) -> None:
-        self._target_port = target_port
+        self.target_port = target_port
         self._port = 0
         self._server: asyncio.Server | None = None
         self._ends: set[asyncio.StreamWriter] = set()
@@ -60,7 +60,10 @@ class Cable:
             await asyncio.sleep(0.01)
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection(HOST, self._target_port)
+        try:
+            there, back = await asyncio.open_connection(HOST, self.target_port)
+        except OSError:
+            return writer.transport.abort()
         self._ends |= {writer, back}
         try:
             await asyncio.gather(_pump(reader, back), _pump(there, writer))

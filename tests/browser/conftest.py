@@ -39,11 +39,11 @@ def visit(browser: Browser, page_server: RunningServer) -> Iterator[Visitor]:
     contexts = []
     expect.set_options(timeout=PATIENCE_S * 1000)
 
-    def open_page(url: str | None = None, **context: Any) -> Visit:
+    def open_page(url: str | None = None, *, is_ready: bool = True, **context: Any) -> Visit:
         contexts.append(browser.new_context(**{"viewport": WINDOW, "accept_downloads": True, **context}))
         contexts[-1].set_default_timeout(PATIENCE_S * 1000)
         visits.append(Visit(contexts[-1].new_page()))
-        visits[-1].open(url or page_server.url)
+        visits[-1].open(url or page_server.url, is_ready=is_ready)
         return visits[-1]
 
     yield open_page

@@ -90,14 +90,14 @@ def test_what_visitors_write_into_an_experiment_stays_text(visit: Visitor, scree
     here.write("exp-steps", "1, 2")
     here.write("exp-prompts", NASTY)
     here.part("exp-converged").get_by_role("checkbox").uncheck()
-    here.expect_text("exp-estimate", r"2 squares of \d+ pictures: about")
+    here.expect_text("exp-estimate", r"2 combinations of sampler and steps, \d+ pictures each: about")
     here.press("exp-run")
     expect(here.part("exp-grid")).to_contain_text("**stars**")
     expect(here.part("exp-stop")).to_be_hidden()
     screenshot(here, "inert-experiment")
     assert_inert(here)
     here.write("exp-steps", NASTY)
-    expect(here.part("exp-estimate")).to_contain_text("owned")
+    expect(here.part("exp-estimate")).to_contain_text("which is not a whole number")
     assert_inert(here)
 
 

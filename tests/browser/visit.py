@@ -45,9 +45,11 @@ class Visit:
         page.on("dialog", self._refuse)
         page.add_init_script(WATCH)
 
-    def open(self, url: str) -> None:
-        """Go there and wait until the page has said what it paints with, and can be used."""
+    def open(self, url: str, *, is_ready: bool = True) -> None:
+        """Go there and wait until the page has said what it paints with, where it ``is_ready``, and can be used."""
         self.page.goto(url)
+        if not is_ready:
+            return expect(self.field("prompt")).to_be_editable()
         expect(self.part("about")).to_contain_text(re.compile(r"\w+ on \w+"))
         expect(self.part("quality")).to_contain_text("steps")
         expect(self.field("prompt")).to_be_editable()
@@ -182,4 +184,4 @@ Screenshot = Callable[[Visit, str], Path]
 class Visitor(Protocol):
     """``visit(url, **context)``: somebody with a browser profile of their own opens the page."""
 
-    def __call__(self, url: str | None = None, **context: Any) -> Visit: ...
+    def __call__(self, url: str | None = None, *, is_ready: bool = True, **context: Any) -> Visit: ...

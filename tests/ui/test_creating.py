@@ -11,9 +11,13 @@ from typing import Any
 import gradio as gr
 import pytest
 
+from diffserve.errors import EngineUnavailable
 from tests.service.server import SOON_S, RunningServer
-from ui.creating import OF_PICTURE, PARTS, Creating, Screen
-from ui.server import Server
+from tests.ui.asking import Request
+from ui.captions import EARLY
+from ui.create_view import OF_PICTURE, PARTS, Screen
+from ui.creating import Creating
+from ui.server import Models, Server
 from ui.visitors import Visitors
 
 pytestmark = pytest.mark.slow
@@ -24,12 +28,6 @@ FORM: dict[str, Any] = {
     "rewrite_mode": "Off", "steps": "2", "sampler": "", "guidance": "", "size": "", "seed": "3", "eta": "",
     "spacing": "",
 }  # fmt: skip
-
-
-class Request:
-    """What gradio tells of who asks."""
-
-    session_hash = "somebody"
 
 
 class Page:
@@ -50,6 +48,12 @@ class Page:
 
     def stop(self) -> None:
         self.visitors.of(Request.session_hash).stop()
+
+    def choose(self, index: int) -> None:
+        """Click on one of the pictures of a request."""
+        chosen = gr.SelectData(None, {"index": index, "value": None})
+        news = zip(PARTS, self._events.look_closer(chosen, Request()), strict=True)  # type: ignore[arg-type]
+        self.shown |= {name: value for name, value in news if value != gr.skip()}
 
     async def look(self, request: AsyncIterator[Sequence[Any]]) -> None:
         """Take what ``request`` tells next."""
@@ -165,3 +169,50 @@ def test_only_what_changed_is_sent_but_a_new_picture_brings_along_what_speaks_of
     assert sent(picture="a", parameters="", caption="step 1") == {"picture": "a", "parameters": "", "caption": "step 1"}
     assert sent(picture="a", parameters="", caption="step 2") == {"caption": "step 2"}
     assert sent(picture="b", parameters="", caption="step 2") == {"picture": "b", "parameters": ""}
+
+
+def test_a_click_before_the_models_are_loaded_waits_for_them(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(page: Page) -> None:
+        loaded, is_loaded = Server.models, asyncio.Event()
+
+        async def models(self: Server, *, is_fresh: bool = False) -> Models:
+            if not is_loaded.is_set():
+                raise EngineUnavailable("the engine is loading its models.")
+            return await loaded(self, is_fresh=is_fresh)
+
+        monkeypatch.setattr(Server, "models", models)
+        monkeypatch.setattr("ui.painting.LOOK_AGAIN_S", 0.01)
+        request = page.ask()
+        await page.until(request, lambda: EARLY in page.caption)
+        assert page.shown["stop"]["visible"]
+        is_loaded.set()
+        await page.rest(request)
+        assert "Painted in" in page.caption
+        given_up = page.ask(sampler="nope")
+        is_loaded.clear()
+        await page.until(given_up, lambda: EARLY in page.caption)
+        page.stop()
+        await page.rest(given_up)
+        assert "Stopped" in page.caption
+
+    tell(server, story)
+
+
+def test_a_batch_shows_all_its_pictures_until_one_is_chosen(server: RunningServer) -> None:
+    async def story(page: Page) -> None:
+        await page.rest(page.ask(count=3))
+        together = page.shown["batch"]
+        assert together["visible"]
+        assert [said for _, said in together["value"]] == ["seed 3", "seed 4", "seed 5"]
+        assert "3 pictures" in page.caption
+        assert "seeds 3 to 5" in page.caption
+        assert not any(page.shown[name]["interactive"] for name in BUTTONS)
+        page.choose(1)
+        assert not page.shown["batch"]["visible"]
+        assert "Seed: 4" in page.shown["parameters"]
+        await page.rest(page.ask())
+        assert not page.shown["batch"]["visible"]
+
+    tell(server, story)

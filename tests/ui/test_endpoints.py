@@ -15,19 +15,21 @@ from gradio_client import Client, handle_file
 
 from diffserve.images import decode_image, read_infotext
 from tests.service.server import SOON_S, START_S, RunningServer, files_of, wait_for
-from ui.creating import UPDATE_EVERY_S
+from ui.create_view import UPDATE_EVERY_S
 
 pytestmark = pytest.mark.slow
 
 ENDPOINTS = {"/generate", "/suggest", "/read_parameters", "/experiment_estimate", "/experiment"}
 FOX = "a fox next to a cactus on the beach"
 PATIENCE_S = 280.0
+REFUSED = re.compile(r'^diffserve_requests_total\{kind="image",outcome="rejected"\} [1-9]', re.MULTILINE)
 
 
 class Painted(NamedTuple):
     """What ``/generate`` gives: files that were fetched, HTML, and the parameters of the picture."""
 
     picture: Any
+    batch: Any
     caption: str
     painted_from: str
     gallery: Any
@@ -184,3 +186,22 @@ def test_a_script_that_gives_up_frees_the_lane(page: Client, page_server: Runnin
     else:
         page.close()
     page_server.wait_until_idle(SOON_S)
+
+
+def test_one_visitor_with_much_to_paint_keeps_no_other_waiting(page: Client, page_server: RunningServer) -> None:
+    other = Client(
+        page_server.url,
+        verbose=False,
+        analytics_enabled=False,
+        httpx_kwargs={"timeout": PATIENCE_S, "trust_env": False},
+    )
+    page.predict("a crown", steps="25", api_name="/generate")  # the server learns how fast it is
+    jobs = [page.submit("a crown", count=10, steps="1000", api_name="/generate") for _ in range(12)]
+    wait_for(lambda: REFUSED.search(page_server.client.get("/metrics").text), SOON_S, "the end of one's share")
+    last = Painted(*other.predict("a penguin", steps="4", seed="5", api_name="/generate"))
+    assert "seed 5" in last.caption
+    assert not any(job.done() for job in jobs)
+    for job in jobs:
+        job.cancel()
+    other.close()
+    page_server.wait_until_idle(PATIENCE_S)

@@ -13,6 +13,7 @@ from diffserve.client import ImageCapabilities, SamplerChoice
 from diffserve.experiments.plan import SweepPlan
 from tests.browser.cable import Cable, cable_to
 from tests.service.server import RunningServer
+from tests.ui.asking import Request
 from ui.experiment_view import Shown, names_of, work_text
 from ui.experimenting import Experimenting
 from ui.grid_plan import GridPlan
@@ -20,12 +21,6 @@ from ui.server import Server
 
 pytestmark = pytest.mark.slow
 NOBODY = "http://127.0.0.1:9"
-
-
-class Request:
-    """What gradio tells of who asks."""
-
-    session_hash = "somebody"
 
 
 @pytest.fixture
@@ -57,7 +52,7 @@ def test_an_experiment_ends_with_curves_and_files(here: Server) -> None:
         return estimate, shown
 
     estimate, shown = asyncio.run(paint())
-    assert "2 squares of 1 picture, and 1 converged one: about" in estimate
+    assert "2 combinations of sampler and steps, 1 picture each, and 1 converged one: about" in estimate
     assert "only pictures of the embedded model" in estimate
     last = shown[-1]
     assert "Painted 3 pictures" in last.status
@@ -151,4 +146,4 @@ def test_samplers_are_called_by_their_labels() -> None:
         default_spacing="leading", train_timesteps=1000, max_images=1,
     )  # fmt: skip
     assert names_of(plan, image) == {"dpmpp_2m karras": "DPM++ 2M karras", "ddim": "DDIM"}
-    assert work_text(plan) == "2 squares of 2 pictures, and 2 converged ones"
+    assert work_text(plan) == "2 combinations of sampler and steps, 2 pictures each, and 2 converged ones"

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import shutil
 import stat
 import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from ui.files import MAX_NAME_CHARS, PREFIX, Files, remove_orphans, safe_name
+from ui.files import LEFT_S, MAX_NAME_CHARS, UPLOAD_S, Files, safe_name
 
 
 @pytest.fixture
@@ -38,26 +42,105 @@ def test_a_single_file_may_be_larger_than_the_bound(files: Files) -> None:
     assert files.write(bytes(500), "large.png").exists()
 
 
+def uploaded(files: Files, num_bytes: int, *, age_s: float = 0.0) -> Path:
+    """A file as gradio lays it, in a folder of its own that is named after its content."""
+    place = files.folder / secrets.token_hex(32)
+    place.mkdir()
+    (place / "a.png").write_bytes(bytes(num_bytes))
+    os.utime(place, (time.time() - age_s,) * 2)
+    return place / "a.png"
+
+
+def test_an_upload_that_nobody_reads_goes_after_some_minutes(files: Files) -> None:
+    old, new = uploaded(files, 1, age_s=UPLOAD_S + 1), uploaded(files, 1)
+    (files.folder / "tmpold").write_bytes(b"x")
+    os.utime(files.folder / "tmpold", (time.time() - UPLOAD_S - 1,) * 2)
+    picture = files.write(b"x", "x.png")
+    os.utime(picture.parent, (0, 0))
+    assert set(files.sweep()) == {old, files.folder / "tmpold"}
+    assert [path.exists() for path in (old.parent, new, files.folder / "tmpold", picture)] == [False, True, False, True]
+
+
+def test_uploads_count_and_drive_out_one_another_first(files: Files) -> None:
+    pictures = [files.write(bytes(45), "x.png") for _ in range(2)]
+    old, new = uploaded(files, 12, age_s=20), uploaded(files, 12, age_s=10)
+    files.sweep()
+    assert [path.exists() for path in (old, new, *pictures)] == [False, True, False, True]
+    new.unlink()
+    files.sweep()
+    assert files.write(bytes(45), "x.png").exists()
+    assert pictures[1].exists()
+
+
 def test_nobody_else_on_the_machine_may_look(files: Files) -> None:
     assert stat.S_IMODE(files.folder.stat().st_mode) == 0o700
 
 
 def test_nothing_is_left_behind(files: Files) -> None:
     files.write(b"x", "x.png")
+    (files.folder / "tmp-of-gradio").write_bytes(b"x")
     files.remove()
     assert not files.folder.exists()
     files.remove()
 
 
+def test_a_folder_that_somebody_cleaned_away_is_made_again(files: Files) -> None:
+    shutil.rmtree(files.folder)
+    assert files.write(b"x", "x.png").read_bytes() == b"x"
+    with closing(Files()):
+        assert files.folder.exists()
+
+
 def test_what_a_killed_process_left_is_removed_and_what_a_living_one_keeps_is_not(files: Files) -> None:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    orphan = Path(tempfile.gettempdir()) / f"{PREFIX}{process.pid}-left"
-    orphan.mkdir()
-    (orphan / "a.png").write_bytes(b"x")
-    remove_orphans()
-    assert not orphan.exists()
-    assert files.folder.exists()
+    orphan = left_behind("a" * 32)
+    with closing(Files()) as others:
+        assert not orphan.exists()
+        assert others.left == []
+        assert files.folder.exists()
+
+
+def left_behind(name: str) -> Path:
+    """The folder of a process that was killed, with a picture in the folder ``name``."""
+    program = "import os, ui.files; print(ui.files.Files().folder, flush=True); os.kill(os.getpid(), 9)"
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    orphan = Path(told.stdout.strip())
+    (orphan / name).mkdir(parents=True)
+    (orphan / name / "a.png").write_bytes(b"x")
+    return orphan
+
+
+@contextmanager
+def closing(files: Files) -> Iterator[Files]:
+    try:
+        yield files
+    finally:
+        files.remove()
+
+
+def test_what_a_killed_process_left_for_somebody_is_taken_over_for_an_hour() -> None:
+    orphan = left_behind("new")
+    for name, age_s in (("new", 0.0), ("old", LEFT_S + 60)):
+        (orphan / name).mkdir(exist_ok=True)
+        (orphan / name / "somebody.note.json").write_text("{}")
+        os.utime(orphan / name, (time.time() - age_s,) * 2)
+    with closing(Files()) as files:
+        assert [folder.name for folder in files.left] == ["new"]
+        assert (files.folder / "new" / "a.png").read_bytes() == b"x"
+        assert not orphan.exists()
+        with closing(Files()) as others:
+            assert others.left == []
+
+
+def test_what_belongs_to_who_is_still_here_outlives_the_process_and_nothing_else() -> None:
+    files = Files()
+    mine, theirs, nobodys = (files.write(b"x", "x.png") for _ in range(3))
+    files.note(mine, "me", b"{}")
+    files.note(theirs, "them", b"{}")
+    files.stays = lambda: {"me"}
+    files.remove()
+    assert [path.exists() for path in (mine, theirs, nobodys)] == [True, False, False]
+    files.stays = frozenset
+    shutil.rmtree(files.folder)
 
 
 @pytest.mark.parametrize(

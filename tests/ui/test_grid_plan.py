@@ -96,6 +96,13 @@ def test_the_time_counts_every_row_and_the_few_pictures_that_are_timed() -> None
         ({"guidance_scale": "1, 2"}, "one number"),
         ({"guidance_scale": "99"}, "99"),
         ({"num_seeds": float(MAX_PICTURES)}, f"at most {MAX_PICTURES}"),
+        ({"steps": "9" * 5000}, "5000 digits"),
+        ({"steps": "5," * 240_000 + "5"}, "steps has 480001 characters"),
+        ({"prompts": "5," * 200_000}, "prompts have 400000 characters"),
+        ({"prompts": "a fox\n" * (MAX_PICTURES + 1)}, f"{MAX_PICTURES + 1} prompts"),
+        ({"samplers": ["x" * 5000]}, "at most 100 characters"),
+        ({"samplers": [["ddim"]]}, "choose from the list"),
+        ({"guidance_scale": "1" * 20_000}, "guidance has 20000 characters"),
     ],
 )
 def test_what_cannot_be_painted_is_said_in_a_sentence(fields: dict[str, Any], words: str) -> None:

@@ -66,7 +66,7 @@ def test_a_set_is_summed_up_in_its_square() -> None:
         board.paint(Job(cell, 0, seed), Painted(Path("x.png"), 8, "trailing", is_exact=hit))
         board.measure(cell, (0, seed), 20.0 + 2 * seed)
     assert squares(board)[0][0].findtext("small") == "1/2 ✓ · 21.0 dB"
-    assert "1 more in every square" in grid(board, {}, str)
+    assert "1 more for each, not shown" in grid(board, {}, str)
 
 
 def test_a_refused_square_says_why() -> None:

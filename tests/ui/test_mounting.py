@@ -16,6 +16,7 @@ from fastapi import FastAPI
 import ui
 from ui.__main__ import main
 from ui.files import Files
+from ui.mounting import MAX_SESSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,6 +63,13 @@ def test_the_only_queue_is_the_engines() -> None:
     assert {event.concurrency_limit for event in page.fns.values() if event.queue} <= {None, "default"}
     assert page._queue.default_concurrency_limit is None
     assert page._queue.max_thread_count >= 1000
+
+
+@pytest.mark.slow
+def test_gradio_remembers_no_more_sessions_than_fit_into_a_little_memory() -> None:
+    app = FastAPI()
+    ui.mount_page(app, "http://127.0.0.1:9")
+    assert app.routes[-1].app.state_holder.capacity == MAX_SESSIONS  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

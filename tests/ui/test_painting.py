@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from diffserve.client import StreamedImageFields
 from tests.service.server import SOON_S, RunningServer, files_of, wait_for
-from ui.captions import caption_of, painted_from, progress_text
+from ui.captions import SHUT_OUT, caption_of, painted_from, progress_text
 from ui.painting import Painting
 from ui.parameters import Order
 from ui.server import Server
@@ -34,8 +34,13 @@ def tell(url: str, story: Callable[[Server], Awaitable[None]]) -> None:
 
 async def until_step(painting: Painting) -> None:
     """Until its first step is done."""
+    await until(lambda: painting.slowest is not None and bool(painting.slowest.step))
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Until ``is_so``."""
     async with asyncio.timeout(SOON_S):
-        while painting.slowest is None or not painting.slowest.step:
+        while not is_so():
             await asyncio.sleep(0.01)
 
 
@@ -123,6 +128,25 @@ def test_until_it_begins_its_place_is_said() -> None:
     tell("http://127.0.0.1:9", story)
 
 
+def test_a_full_server_is_asked_again_until_there_is_room(text_server: RunningServer) -> None:
+    async def story(server: Server) -> None:
+        greedy, patient = Visitor(), Visitor()
+        long = greedy.paint(server, order(num_inference_steps=LONG, n=10))
+        await until_step(long)
+        while not long.is_shut_out:
+            assert len(greedy.paintings) < 200
+            long = greedy.paint(server, order(num_inference_steps=LONG, n=10))
+            await asyncio.sleep(0.1)
+        painting = patient.paint(server, order())
+        await until(lambda: painting.is_shut_out)
+        assert progress_text(painting) == SHUT_OUT
+        greedy.stop()
+        await painting.wait()
+        assert (painting.error, len(painting.pictures), painting.is_shut_out) == (None, 1, False)
+
+    tell(text_server.url, story)
+
+
 def test_a_gallery_and_the_list_of_visitors_are_bounded(text_server: RunningServer) -> None:
     async def story(server: Server) -> None:
         visitors = Visitors()
@@ -133,7 +157,7 @@ def test_a_gallery_and_the_list_of_visitors_are_bounded(text_server: RunningServ
             first._take(painting.pictures[0])
         assert len(first.pictures) == MAX_PICTURES
         for number in range(1, MAX_VISITORS + 2):
-            visitors.of(str(number))
+            visitors.of(str(number)).pictures = first.pictures[:1]
         assert visitors.of("0") is not first
 
     tell(text_server.url, story)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from diffserve.errors import InvalidRequest
-from diffserve.types import MAX_SEED
+from diffserve.types import MAX_PROMPT_CHARS, MAX_SEED
 from tests.ui.capabilities import MODEL
+from ui.fields import read_seed
 from ui.parameters import (
+    ASPECTS,
+    REWRITE_MODES,
     Form,
+    check_lengths,
     doubts,
     form_of,
     infotext_of,
     order_of,
     quality_labels,
-    read_seed,
     sampler_labels,
     sampler_of,
     size_of,
@@ -102,6 +106,7 @@ def test_an_aspect_is_a_good_size_or_one_of_the_same_area(
         ({"seed": "-2"}, "'-2'"),
         ({"seed": str(MAX_SEED + 1)}, str(MAX_SEED)),
         ({"seed": "9" * 5000}, "seed"),
+        ({"seed": "0" * 20 + "9" * 20}, "seed"),
         ({"steps": "1001"}, "from 1 to 1000"),
         ({"steps": "0"}, "from 1 to 1000"),
         ({"steps": "2.5"}, "whole number"),
@@ -121,10 +126,28 @@ def test_a_wrong_value_is_named_with_the_way_out(changes: dict[str, str], said: 
 
 
 @pytest.mark.parametrize(
-    ("text", "seed"), [(None, None), ("", None), (" ", None), ("-1", None), ("0", 0), (str(MAX_SEED), MAX_SEED)]
+    ("text", "seed"),
+    [(None, None), ("", None), (" ", None), ("-1", None), ("0", 0), (str(MAX_SEED), MAX_SEED), ("0" * 5000, 0)],
 )
 def test_no_seed_is_a_random_one(text: str | None, seed: int | None) -> None:
     assert read_seed(text) == seed
+
+
+@pytest.mark.parametrize(
+    ("steps", "size", "said"),
+    [
+        ("50", "128x192", ("fine", "portrait", None, None)),
+        ("25", "128x128", ("standard", "square", None, None)),
+        ("12", "96x80", (None, None, "12", "96x80")),
+    ],
+)
+def test_quality_and_aspect_follow_a_picture_and_say_nothing_else_than_its_fields(
+    steps: str, size: str, said: tuple[str | None, ...]
+) -> None:
+    form = form_of(TEXT.replace("Steps: 12", f"Steps: {steps}").replace("128x192", size), MODEL)
+    assert (form.quality, form.aspect, form.steps, form.size) == said
+    fields = order_of(form, MODEL).fields
+    assert (str(fields["num_inference_steps"]), fields["size"]) == (steps, size)
 
 
 def test_parameters_fill_the_fields_that_paint_the_same_again() -> None:
@@ -169,8 +192,41 @@ def test_a_sampler_without_a_schedule_is_the_one_in_the_list() -> None:
 
 
 def test_a_picture_of_another_model_raises_a_doubt() -> None:
-    assert doubts(TEXT, MODEL) is None
-    assert "sdxl" in (doubts(TEXT.replace("0123456789", "ffff").replace(": embedded", ": sdxl"), MODEL) or "")
+    assert doubts(TEXT, MODEL) == ()
+    (doubt,) = doubts(TEXT.replace("0123456789", "ffff").replace(": embedded", ": sdxl"), MODEL)
+    assert "sdxl" in doubt
+
+
+def test_a_spacing_that_nobody_knows_is_left_out_and_told() -> None:
+    odd = TEXT.replace("Spacing: trailing", "Spacing: ZEBRASECRET" + "x" * 100)
+    assert form_of(odd, MODEL).spacing is None
+    (doubt,) = doubts(odd, MODEL)
+    assert "ZEBRASECRET" in doubt
+    assert len(doubt) < 200
+
+
+@pytest.mark.parametrize("pair", ["Sampler: odd", "Size: odd", "Steps: odd", "CFG scale: odd", "Seed: odd", "Eta: odd"])
+def test_what_a_picture_says_reaches_only_fields_that_take_any_text(pair: str) -> None:
+    form = form_of(f"a fox\nSteps: 5, Seed: 1, Model: m, {pair}", MODEL)
+    assert form.quality in (None, *MODEL.quality_steps)
+    assert form.aspect in (None, *ASPECTS)
+    assert form.rewrite_mode in REWRITE_MODES
+    assert (form.spacing, form.num_images) == (None, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"prompt": "x" * (MAX_PROMPT_CHARS + 1)}, "The prompt has 32001 characters; at most 32000"),
+        ({"negative_prompt": "x" * 1_000_000}, "The negative prompt has 1000000 characters"),
+        ({"steps": "5" * 201}, "The steps has 201 characters; at most 200"),
+        ({"sampler": ["ddim"]}, "The sampler is no text"),
+    ],
+)
+def test_a_text_that_is_too_long_is_refused(changes: dict[str, Any], said: str) -> None:
+    check_lengths(Form(prompt="x" * MAX_PROMPT_CHARS, negative_prompt=None))
+    with pytest.raises(InvalidRequest, match=said):
+        check_lengths(msgspec.structs.replace(Form(prompt="a fox"), **changes))
 
 
 def test_the_parameters_of_a_real_file_are_read() -> None:

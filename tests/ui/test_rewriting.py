@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
 import gradio as gr
 import pytest
 
+from diffserve.client import Rewrites, RewrittenPrompt
+from diffserve.errors import InvalidRequest
+from diffserve.types import MAX_PROMPT_CHARS
+from tests.ui.asking import Request
 from ui.captions import status
-from ui.rewriting import compare
+from ui.rewriting import Rewriting, accept, compare
 from ui.word_difference import difference_html
 
 WISH = "a <small> fox"
@@ -17,13 +26,13 @@ SAID = status("Your own words are a good prompt already.")
 def test_an_edit_shows_what_changed(said: str | None) -> None:
     shown, accept = compare(WISH, "a <small> red fox", said)
     assert "<ins>red </ins>" in shown
-    assert accept["interactive"]
+    assert accept["visible"]
 
 
 @pytest.mark.parametrize("said", [None, "", difference_html(WISH, "a <small> red fox")])
 def test_an_edit_that_is_taken_back_leaves_no_marks(said: str | None) -> None:
-    shown, _ = compare(WISH, WISH, said)
-    assert shown == "a &lt;small&gt; fox"
+    shown, accept = compare(WISH, WISH, said)
+    assert (shown, accept["visible"]) == ("a &lt;small&gt; fox", False)
 
 
 def test_what_is_said_of_a_wish_that_is_a_good_prompt_stays() -> None:
@@ -33,4 +42,57 @@ def test_what_is_said_of_a_wish_that_is_a_good_prompt_stays() -> None:
 
 def test_an_empty_suggestion_has_no_difference_and_cannot_be_accepted() -> None:
     shown, accept = compare(WISH, " ", difference_html(WISH, "a cat"))
-    assert (shown, accept["interactive"]) == ("", False)
+    assert (shown, accept["visible"]) == ("", False)
+
+
+TOO_LONG = "x" * (MAX_PROMPT_CHARS + 1)
+
+
+def test_a_text_that_is_too_long_is_neither_compared_nor_accepted() -> None:
+    for event in (lambda: compare(WISH, TOO_LONG, ""), lambda: accept(TOO_LONG, WISH), lambda: accept(WISH, TOO_LONG)):
+        with pytest.raises(InvalidRequest, match="32001 characters; at most 32000"):
+            event()
+
+
+def test_a_wish_that_is_too_long_is_refused_and_not_remembered() -> None:
+    async def suggest() -> list[tuple[Any, ...]]:
+        events = Rewriting(None, None)  # type: ignore[arg-type]
+        return [shown async for shown in events.suggest(TOO_LONG, Request())]  # type: ignore[arg-type]
+
+    [(suggestion, said, _, _, wish)] = asyncio.run(suggest())
+    assert (suggestion, wish) == ("", gr.skip())
+    assert "32001 characters" in said
+
+
+class Refusing:
+    """A rewriter that leaves every wish as it is."""
+
+    client: Refusing
+
+    def __init__(self) -> None:
+        self.client = self
+
+    @asynccontextmanager
+    async def rewrite_stream(self, wish: str) -> AsyncIterator[AsyncIterator[Rewrites]]:
+        async def events() -> AsyncIterator[Rewrites]:
+            left = RewrittenPrompt(prompt=wish, revised_prompt=None, warning="the rewriter declined")
+            yield Rewrites(id="", created=0, model="", style="", prompts=(left,), usage=None, timings=None)  # type: ignore[arg-type]
+
+        yield events()
+
+
+@pytest.mark.parametrize(("wish", "said"), [(" ", "Say first what"), (WISH, "The rewriter declined.")])
+def test_where_nothing_is_suggested_there_is_nothing_to_accept(wish: str, said: str) -> None:
+    async def last() -> tuple[object, ...]:
+        events = Rewriting(Refusing(), None)  # type: ignore[arg-type]
+        return [moment async for moment in events.suggest(wish, Request())][-1]  # type: ignore[arg-type]
+
+    _, told, can_accept, can_revert, _ = asyncio.run(last())
+    assert said in str(told)
+    assert can_accept == can_revert == gr.update(visible=False)
+
+
+def test_what_was_accepted_cannot_be_accepted_again() -> None:
+    prompt, can_accept, can_revert = accept("a cat", WISH)
+    assert (prompt, can_accept["visible"], can_revert["visible"]) == ("a cat", False, True)
+    assert accept("a cat", "a cat")[0] == "a cat"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ui.word_difference import MAX_WORDS, Piece, difference, difference_html, is_marked
+from ui.word_difference import MAX_CHARS, MAX_WORDS, Piece, _words, difference, difference_html, is_marked
 
 TEXTS = st.text(alphabet=st.sampled_from("ab ,.<&é'-\n"), max_size=40)
 
@@ -69,3 +69,15 @@ def test_markup_in_a_text_stays_text() -> None:
 def test_texts_of_a_novel_are_not_compared_word_by_word() -> None:
     old, new = "a " * (MAX_WORDS + 1), "b " * (MAX_WORDS + 1)
     assert difference(old, new) == (Piece("removed", old), Piece("added", new))
+
+
+@pytest.mark.parametrize("text", ["a " * MAX_CHARS, "x" * 10 * MAX_CHARS])
+def test_a_text_that_is_too_long_is_not_even_read(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ui.word_difference._WORDS", None)
+    assert difference("a fox", text) == (Piece("removed", "a fox"), Piece("added", text))
+    assert difference(text, text) == (Piece("same", text),)
+
+
+def test_no_more_words_are_looked_for_than_would_be_compared() -> None:
+    found = _words("a " * (MAX_WORDS + 500))
+    assert len(found) == MAX_WORDS + 1

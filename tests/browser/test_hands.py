@@ -1,0 +1,110 @@
+"""Keys, drops and clicks: what hands try by themselves works."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser.visit import Screenshot, Visitor
+from tests.service.server import SOON_S, RunningServer, wait_for
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+DROP = """([data, name]) => {
+    const file = new File([Uint8Array.from(atob(data), each => each.charCodeAt(0))], name, { type: 'image/png' });
+    const dataTransfer = new DataTransfer();
+    dataTransfer.items.add(file);
+    for (const kind of ['dragenter', 'dragover', 'drop'])
+        document.querySelector('#title').dispatchEvent(
+            new DragEvent(kind, { dataTransfer, bubbles: true, cancelable: true }));
+}"""
+FILLS = """() => {
+    const { width, height } = document.querySelector('#picture img').getBoundingClientRect();
+    return Math.abs(width - innerWidth) < 2 && Math.abs(height - innerHeight) < 2;
+}"""
+
+
+def test_keys_full_screen_and_a_dropped_picture(
+    visit: Visitor, page_server: RunningServer, screenshot: Screenshot, tmp_path: Path
+) -> None:
+    here = visit()
+    here.set_advanced(seed=3)
+    here.choose("quality", "Draft")
+    here.choose("aspect", "Landscape")
+    here.field("prompt").fill("a penguin")
+    here.field("seed").focus()
+    here.page.keyboard.press("Control+Enter")
+    expect(here.gallery()).to_have_count(1)
+    here.until_rested()
+    file = here.save("download", tmp_path)
+    here.part("picture").locator("button[aria-label*=ullscreen], button[title*=ullscreen]").first.click()
+    here.until(FILLS)
+    screenshot(here, "full-screen")
+    here.page.keyboard.press("Escape")
+    here.set_advanced(steps=1000)
+    assert here.part("quality").locator("input:checked").count() == 0, "steps were typed, and a quality claims others"
+    here.field("prompt").fill("a crown")
+    here.page.keyboard.press("Control+Enter")
+    here.until_painting()
+    here.page.keyboard.press("Escape")
+    wait_for(lambda: page_server.num_requests() == 0, SOON_S, "the lane")
+    here.until_rested()
+
+    prompt = here.field("prompt")
+    prompt.fill("an owl")
+    for key, shown in (("ArrowUp", "a crown"), ("ArrowUp", "a penguin"), ("ArrowUp", "a penguin"),
+                       ("ArrowDown", "a crown"), ("ArrowDown", "an owl")):  # fmt: skip
+        prompt.press(key)
+        expect(prompt).to_have_value(shown)
+
+    here.page.get_by_role("tab", name="Experiment").click()
+    here.page.evaluate(DROP, [base64.b64encode(file.read_bytes()).decode(), "dropped.png"])
+    expect(prompt).to_have_value("a penguin")
+    expect(here.field("seed")).to_have_value("3")
+    expect(here.field("steps")).to_have_value("")
+    expect(here.part("quality").locator("label.selected")).to_contain_text("Draft")
+    expect(here.part("aspect").locator("label.selected")).to_contain_text("Landscape")
+
+
+def test_what_the_model_knows_is_clicked_and_what_it_does_not_know_is_named(
+    visit: Visitor, screenshot: Screenshot
+) -> None:
+    here = visit()
+    here.choose("rewrite-mode", "Suggest")
+    expect(here.part("suggest")).to_be_visible()
+    here.press("suggest")
+    here.expect_text("difference", "say first")
+    assert here.part("accept").count() == 0
+    here.choose("rewrite-mode", "Off")
+    here.write("prompt", "2 doggos in teh beach")
+    here.expect_text("unknown-words", "does not know .*doggos.* and .*teh")
+    screenshot(here, "unknown-words")
+    here.press("rewrite-unknown")
+    expect(here.field("suggestion")).to_have_value("two dogs on the beach")
+    here.press("accept")
+    expect(here.field("prompt")).to_have_value("two dogs on the beach")
+    expect(here.part("unknown-words")).to_be_hidden()
+    expect(here.part("accept")).to_have_count(0)
+
+    here.write("prompt", "")
+    here.part("palette").get_by_role("button").first.click()
+    things = here.part("palette-things")
+    expect(things.get_by_role("button")).to_have_count(80)
+    for name in ("fox", "beach", "cactus", "snow"):
+        things.get_by_role("button", name=name, exact=True).click()
+    expect(here.field("prompt")).to_have_value("a fox and a cactus in the snow")
+    screenshot(here, "palette")
+    here.set_advanced(steps=4, seed=7)
+    here.write("count", 3)
+    here.press("generate")
+    batch = here.part("batch").locator(".thumbnail-item img")
+    expect(batch).to_have_count(3)
+    expect(here.part("picture")).to_be_hidden()
+    screenshot(here, "batch")
+    batch.nth(1).click()
+    here.expect_caption(r"seed 8")
+    expect(here.part("picture")).to_be_visible()
+    expect(here.part("download")).to_be_enabled()

@@ -1,0 +1,42 @@
+"""Whom the page says it asks for."""
+
+from __future__ import annotations
+
+from contextvars import copy_context
+
+from starlette.datastructures import Address, Headers
+
+from diffserve.client.on_behalf import HEADER, Asker, asker_in, headers
+from ui.askers import MOST_CHARS, ask_for_visitor
+
+
+class Request:
+    """What gradio tells of somebody behind a proxy."""
+
+    session_hash = "abc"
+    client = Address("10.0.0.1", 5)
+
+    def __init__(self, *forwarded: str) -> None:
+        self.headers = Headers(raw=[(b"x-forwarded-for", line.encode()) for line in forwarded])
+
+
+def told(*forwarded: str) -> Asker | None:
+    """What the server reads of it."""
+
+    def tell() -> dict[str, str]:
+        ask_for_visitor(Request(*forwarded))  # type: ignore[arg-type]
+        return headers()
+
+    return asker_in(copy_context().run(tell).get(HEADER))
+
+
+def test_every_line_that_proxies_wrote_is_told_and_the_nearest_last() -> None:
+    assert told("1.2.3.4", "5.6.7.8") == Asker("1.2.3.4,5.6.7.8,10.0.0.1", "abc")
+    assert told() == Asker(",10.0.0.1", "abc")
+
+
+def test_of_many_addresses_the_nearest_are_told() -> None:
+    asker = told(*["1.2.3.4"] * 1000)
+    assert asker is not None
+    assert asker.addresses.endswith("1.2.3.4,10.0.0.1")
+    assert len(asker.addresses) == MOST_CHARS

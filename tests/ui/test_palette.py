@@ -1,0 +1,55 @@
+"""What a model of a closed world can paint and does not know, as the page says it."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+from pathlib import Path
+
+from diffserve.client import World
+from diffserve.vocabulary import read_world
+from ui.palette import said_of, shown, unknown_in
+
+WEIGHTS = Path(__file__).resolve().parents[2] / "diffserve" / "embedded" / "weights"
+SMALL = World(objects=("fox", "owl", "grapes"), places=("beach", "snow"), colors=("orange",), words=("a", "fox"))
+
+
+def embedded() -> World:
+    told = read_world(WEIGHTS)
+    assert told is not None
+    return World(objects=told.objects, places=told.places, colors=told.colors, words=told.words)
+
+
+def clicks(world: World) -> list[str]:
+    """What every button puts into the prompt."""
+    panel, things = shown(world)
+    assert panel["visible"]
+    return [unescape(say) for say in re.findall(r'data-say="([^"]*)"', things)]
+
+
+def test_words_that_the_model_was_never_taught_are_named() -> None:
+    assert unknown_in("an astronaut riding a horse", embedded()) == ("astronaut", "riding", "horse")
+    assert unknown_in("Four dogs", embedded()) == ("four",)
+    assert unknown_in("a fox next to a cactus on the beach", embedded()) == ()
+    assert unknown_in("an astronaut", None) == ()
+
+
+def test_they_are_said_as_text_and_not_all_of_many() -> None:
+    said = said_of(("<b>", "horse", *map(str, range(9))))
+    assert "<b>&lt;b&gt;</b>, <b>horse</b>" in said
+    assert said.count("<b>") == 6
+    assert "and 5 more" in said
+    assert said_of(()) == ""
+
+
+def test_everything_can_be_clicked_in_words_that_the_model_knows() -> None:
+    assert clicks(SMALL) == [
+        "a fox", "an owl", "grapes", "on the beach", "in the snow", "on an orange background"
+    ]  # fmt: skip
+    assert len(clicks(embedded())) == 60 + 8 + 12
+    assert [say for say in clicks(embedded()) if unknown_in(say, embedded())] == []
+
+
+def test_a_model_of_the_open_world_has_nothing_to_click() -> None:
+    panel, _ = shown(None)
+    assert not panel["visible"]

@@ -1,0 +1,187 @@
+"""A tab that is reloaded finds its painting and its pictures again; one that is closed ends them, and nobody else's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+import pytest
+
+from tests.service.server import SOON_S, RunningServer
+from tests.ui.test_painting import LONG, order, until_step
+from ui.create_view import PARTS, Screen, follow, resume
+from ui.files import Files
+from ui.galleries import Galleries, owner_named
+from ui.painting import Picture
+from ui.server import Server
+from ui.visitors import MAX_EMPTY, MAX_TOKENS, Visitor, Visitors
+
+TOKEN, OTHER = "0" * 32, "1" * 32
+GRACE_S = 0.5
+NEVER_S = 10_000.0
+PICTURE = Picture(
+    path=Path("a.png"), seed=1, prompt="a fox", wish="a fox", rewrites=False, infotext="", warnings=(), settings=""
+)
+
+
+def tell(url: str, story: Callable[[Server], Awaitable[None]]) -> None:
+    async def run() -> None:
+        server = Server(url)
+        try:
+            await story(server)
+        finally:
+            await server.close()
+
+    asyncio.run(run())
+
+
+async def shown_by(moments: AsyncIterator[Sequence[Any]]) -> dict[str, Any]:
+    """Everything that ``moments`` showed to their end, the newest of each part."""
+    shown: dict[str, Any] = {}
+    async with asyncio.timeout(SOON_S):
+        async for moment in moments:
+            shown |= {name: value for name, value in zip(PARTS, moment, strict=True) if value != gr.skip()}
+    return shown
+
+
+async def hang_up(visitors: Visitors, session: str, watching: AsyncIterator[Any]) -> None:
+    """The page of ``session`` is gone, as gradio tells it."""
+    await watching.aclose()  # type: ignore[attr-defined]
+    visitors.leave(session)
+
+
+def test_a_reloaded_tab_finds_its_painting_and_its_pictures(server: RunningServer) -> None:
+    async def story(page: Server) -> None:
+        visitors = Visitors(grace_s=NEVER_S)
+        before = visitors.arrive("before", TOKEN)
+        await shown_by(follow(before, before.paint(page, order()), Screen()))
+        long = before.paint(page, order(num_inference_steps=150))
+        watching = follow(before, long, Screen())
+        await anext(watching)
+        await hang_up(visitors, "before", watching)
+        after = visitors.arrive("after", TOKEN)
+        assert after is before
+        assert not long.is_over
+        shown = await shown_by(resume(after))
+        assert "150 steps" in shown["caption"]
+        assert [Path(path).exists() for path, _ in shown["gallery"]["value"]] == [True, True]
+        assert not long.was_stopped
+
+    tell(server.url, story)
+
+
+def test_a_tab_that_does_not_come_back_ends_its_painting_and_nobody_elses(server: RunningServer) -> None:
+    async def story(page: Server) -> None:
+        visitors = Visitors(grace_s=GRACE_S)
+        mine, theirs = visitors.arrive("mine", TOKEN), visitors.arrive("theirs", OTHER)
+        paintings = [visitor.paint(page, order(num_inference_steps=LONG)) for visitor in (mine, theirs)]
+        watching = [follow(visitor, each, Screen()) for visitor, each in zip((mine, theirs), paintings, strict=True)]
+        await asyncio.gather(*map(anext, watching), *map(until_step, paintings))
+        await hang_up(visitors, "mine", watching[0])
+        async with asyncio.timeout(SOON_S):
+            await paintings[0].wait()
+        assert paintings[0].was_stopped
+        assert not paintings[1].is_over
+        theirs.stop()
+        await paintings[1].wait()
+
+    tell(server.url, story)
+
+
+def test_a_script_has_no_tab_to_come_back_with_and_ends_at_once(server: RunningServer) -> None:
+    async def story(page: Server) -> None:
+        visitor = Visitors(grace_s=NEVER_S).of("script")
+        painting = visitor.paint(page, order(num_inference_steps=LONG))
+        watching = follow(visitor, painting, Screen())
+        await anext(watching)
+        await watching.aclose()  # type: ignore[attr-defined]
+        async with asyncio.timeout(SOON_S):
+            await painting.wait()
+        assert painting.was_stopped
+
+    tell(server.url, story)
+
+
+@pytest.mark.parametrize("token", [None, "", "0", "g" * 32, "0" * 33, "../" + "0" * 29])
+def test_only_a_token_that_cannot_be_guessed_finds_anything(token: str | None) -> None:
+    async def story() -> None:
+        visitors = Visitors()
+        mine = visitors.arrive("mine", TOKEN)
+        assert visitors.arrive("again", TOKEN) is mine
+        assert visitors.arrive("other", token) is not mine
+        assert visitors.arrive("another", token) is not visitors.of("other")
+
+    asyncio.run(story())
+
+
+def test_who_has_nothing_is_soon_forgotten_and_others_are_not() -> None:
+    async def story() -> None:
+        visitors = Visitors(grace_s=GRACE_S)
+        one = visitors.arrive("one", TOKEN)
+        one.pictures = [PICTURE]
+        empty = visitors.arrive("empty", OTHER)
+        for number in range(10 * MAX_TOKENS):
+            visitors.of(f"session {number}").trouble = "nothing came of it"
+            if number % 8 == 0:
+                visitors.arrive(f"page {number}", f"{number:032x}")
+        assert len(visitors._visitors) <= 2 * MAX_EMPTY
+        assert len(visitors._tokens) <= MAX_TOKENS
+        assert visitors.of("one") is one
+        assert visitors.of("empty") is not empty
+
+    asyncio.run(story())
+
+
+def test_who_was_forgotten_is_the_same_visitor_to_their_tab() -> None:
+    async def story() -> None:
+        visitors = Visitors(grace_s=GRACE_S)
+        visitors.arrive("mine", TOKEN)
+        for number in range(2 * MAX_EMPTY):
+            visitors.of(f"session {number}")
+        mine = visitors.of("mine")
+        assert mine.grace_s == GRACE_S
+        assert visitors.arrive("again", TOKEN) is mine
+
+    asyncio.run(story())
+
+
+def test_pictures_of_who_is_still_here_are_there_when_the_server_was_started_anew(server: RunningServer) -> None:
+    files = Files()
+
+    async def story(page: Server) -> None:
+        visitors = Visitors(files)
+        page.files = files
+        visitor = visitors.arrive("before", TOKEN)
+        painting = visitor.paint(page, order(n=2))
+        await painting.wait()
+        assert len(visitor.pictures) == 2
+
+    with contextlib.closing(_Ended(files)):
+        tell(server.url, story)
+        files._hold.close()  # as if its process had been killed
+        again = Files()
+        pictures = Visitor(pictures=Galleries(again).take(owner_named(TOKEN))).pictures
+        assert [picture.seed for picture in pictures] == [4, 3] or [picture.seed for picture in pictures] == [3, 4]
+        assert all(picture.path.is_relative_to(again.folder) for picture in pictures)
+        assert {picture.facts for picture in pictures} == {
+            f"{pictures[0].settings}, seed 3", f"{pictures[0].settings}, seed 4"
+        }  # fmt: skip
+        assert Galleries(again).take(owner_named(OTHER)) == []
+        again.stays = frozenset
+        again.remove()
+
+
+class _Ended:
+    """Removes what a test left, whatever happens."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+
+    def close(self) -> None:
+        import shutil
+
+        shutil.rmtree(self._files.folder, ignore_errors=True)

@@ -1,0 +1,26 @@
+// A picture that is dropped anywhere on the page is read for its settings, as if it had been chosen with the button.
+(() => {
+  let depth = 0;
+  const hasFiles = (event) => event.dataTransfer && [...event.dataTransfer.types].includes("Files");
+  const show = (isOver) => document.documentElement.classList.toggle("dropping", isOver);
+
+  document.addEventListener("dragenter", (event) => { if (hasFiles(event)) { depth += 1; show(true); } });
+  document.addEventListener("dragleave", (event) => { if (hasFiles(event) && (depth -= 1) <= 0) { depth = 0; show(false); } });
+  document.addEventListener("dragover", (event) => { if (hasFiles(event)) event.preventDefault(); });
+  document.addEventListener("drop", (event) => {
+    if (!hasFiles(event)) return;
+    event.preventDefault();
+    depth = 0;
+    show(false);
+    const [file] = event.dataTransfer.files;
+    if (!file) return;
+    diffserve.openTab("Create");
+    const input = document.querySelector("#read-parameters input[type=file], input[type=file]#read-parameters")
+      || document.querySelector("#create input[type=file]");
+    if (!input) return;
+    const chosen = new DataTransfer();
+    chosen.items.add(file);
+    input.files = chosen.files;
+    input.dispatchEvent(new Event("change", { bubbles: true }));
+  }, true);
+})();

@@ -1,0 +1,53 @@
+"""What stands in a single field: how long it may be, and the number in it."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from diffserve.errors import InvalidRequest
+from diffserve.types import MAX_PROMPT_CHARS, MAX_SEED
+
+MAX_FIELD_CHARS: Final = 200
+"""Of a field that holds a number or a name."""
+
+MAX_SEED_DIGITS: Final = len(str(MAX_SEED))
+
+
+def check_text(text: object, name: str, most: int = MAX_PROMPT_CHARS) -> None:
+    """InvalidRequest where ``text`` is neither a text of at most ``most`` characters nor ``None``."""
+    if text is not None and not isinstance(text, str):
+        raise InvalidRequest(f"The {name} is no text; write one, or nothing.", param=name)
+    if text is not None and len(text) > most:
+        raise InvalidRequest(
+            f"The {name} has {len(text)} characters; at most {most} are taken, so shorten it.",
+            param=name,
+            code="string_above_max_length",
+        )
+
+
+def read_number(text: str | None, name: str, most: float = math.inf) -> float | None:
+    """The number from 0 to ``most`` in ``text``, ``None`` for an empty one. InvalidRequest for anything else."""
+    text = (text or "").strip()
+    try:
+        value = float(text.replace(",", ".")) if text else None
+    except ValueError:
+        value = math.nan
+    if value is not None and not (math.isfinite(value) and 0 <= value <= most):
+        kind = f"a number from 0 to {most:g}" if math.isfinite(most) else "a number"
+        raise InvalidRequest(f"The {name} is {text[:40]!r}; give {kind}, or nothing for the model's own.", param=name)
+    return value
+
+
+def read_seed(text: str | None) -> int | None:
+    """The whole number in ``text``, ``None`` for an empty one. InvalidRequest for anything else."""
+    text = (text or "").strip()
+    if not text or text == "-1":
+        return None
+    digits = text.lstrip("0") or "0"
+    if not (text.isascii() and text.isdigit() and len(digits) <= MAX_SEED_DIGITS and int(digits) <= MAX_SEED):
+        raise InvalidRequest(
+            f"The seed is {text[:40]!r}; give a whole number from 0 to {MAX_SEED}, or nothing for a random one.",
+            param="seed",
+        )
+    return int(digits)

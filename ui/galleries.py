@@ -1,0 +1,66 @@
+"""A visitor's pictures on disk, so that a page finds them again when its server was started anew."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from ui.files import Files, owner_of
+from ui.painting import Picture
+
+
+class Galleries:
+    """Visitors' pictures in ``files``, by their owner: a digest of the visitor's token, which itself lies nowhere."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._left = _found(files.left)
+
+    def keep(self, owner: str, picture: Picture) -> None:
+        """Note whose ``picture`` it is. Where the disk is full it is merely not found again."""
+        data = msgspec.json.encode({**picture._asdict(), "path": picture.path.name})
+        try:
+            self._files.note(picture.path, owner, data)
+        except OSError:
+            return
+
+    def take(self, owner: str) -> list[Picture]:
+        """Pictures of ``owner`` from the process before this one, the newest first; once."""
+        return [picture for picture in self._left.pop(owner, []) if picture.path.is_file()]
+
+
+def owner_named(token: str) -> str:
+    """How the visitor with ``token`` is called on disk."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def _found(folders: Iterable[Path]) -> dict[str, list[Picture]]:
+    """What notes in ``folders`` tell of, the oldest folder first; what cannot be read is passed over."""
+    found: dict[str, list[Picture]] = {}
+    for folder in folders:
+        for note in folder.glob("*.json"):
+            try:
+                told = msgspec.json.decode(note.read_bytes(), type=_Note)
+            except (OSError, msgspec.MsgspecError):
+                continue
+            path = folder / Path(told.path).name
+            picture = Picture(**{**msgspec.structs.asdict(told), "path": path})
+            found.setdefault(owner_of(note), []).insert(0, picture)
+    return found
+
+
+class _Note(msgspec.Struct, frozen=True):
+    """A picture; see :class:`ui.painting.Picture`."""
+
+    path: str
+    seed: int
+    prompt: str
+    wish: str
+    rewrites: bool
+    infotext: str
+    warnings: tuple[str, ...]
+    settings: str
+    number: int

@@ -1,0 +1,208 @@
+"""What gradio would stumble over, refused before it gets there, and what its events fail at, told in one sentence.
+
+gradio answers 500, with a traceback on standard error, to whatever its own page would never send. Here such requests
+become :class:`~diffserve.errors.InvalidRequest`, which the server below turns into a 400; a mistake of ours stays a 500
+and is logged once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final, get_type_hints
+
+from diffserve.errors import DiffserveError, InvalidRequest
+from ui.server import sentence
+
+if TYPE_CHECKING:
+    import gradio as gr
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+MAX_EVENT_BYTES: Final = 1_048_576
+UNREADABLE: Final = "That cannot be read; reload the page and try again."
+OUR_MISTAKE: Final = "The server made a mistake; its log says more."
+
+_SESSION: Final = re.compile(r"[\w\-]{1,64}", re.ASCII)
+_RANGE: Final = re.compile(rb"bytes=(\d{1,18}-\d{0,18}|-\d{1,18})")
+_BOUNDARY: Final = re.compile(rb"boundary=\"?[0-9A-Za-z'()+_,\-./:=? ]{1,70}\"?(?:;|$)", re.IGNORECASE)
+_AUTHORITY: Final = re.compile(rb"[A-Za-z0-9.\-_]+(?::\d{1,5})?|\[[0-9A-Fa-f:.]+\](?::\d{1,5})?")
+_SCHEME: Final = re.compile(rb"https?")
+_FORWARDED: Final = {b"x-forwarded-host": _AUTHORITY, b"x-forwarded-proto": _SCHEME}
+
+_failed: ContextVar[list[DiffserveError] | None] = ContextVar("failed", default=None)
+"""Of the request that is answered in this context: what its event failed at, which gradio would answer with 500."""
+
+log = logging.getLogger("diffserve.page")
+
+
+class Guard:
+    """Stands before gradio's application: ASGI, as that is."""
+
+    def __init__(self, app: App, blocks: gr.Blocks, api: str) -> None:
+        self._app = app
+        self._blocks = blocks
+        self._api = api
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises InvalidRequest for what gradio would stumble over."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope = {**scope, "headers": self._headers(scope)}
+        path = scope["path"].removeprefix(self._api).rstrip("/")
+        if scope["method"] == "POST" and path.startswith(("/run/", "/queue/join")):
+            body, receive = await _replayed(receive)
+            self._check_event(path, body)
+        elif path.startswith("/heartbeat/"):
+            _check_session(path.removeprefix("/heartbeat/"))
+        failed: list[DiffserveError] = []
+        token = _failed.set(failed)
+        try:
+            await self._app(scope, receive, send)
+        except (AttributeError, TypeError, ValueError, LookupError) as error:
+            if path != "/upload":
+                raise
+            raise InvalidRequest("the upload cannot be read as a form with files.", param="files") from error
+        except RuntimeError as error:  # of a session that is not there, which it has told the page already
+            if path != "/queue/data" or getattr(error.__cause__, "status_code", 0) != 404:
+                raise
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            _failed.reset(token)
+        if failed:
+            raise failed[0]
+
+    def _headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
+        """The headers that gradio may see. A range that ends somewhere is left out: gradio's own answer to it repeats
+        the request's headers, and the whole file is an answer, too."""
+        kept = []
+        for name, value in scope["headers"]:
+            if name == b"range" and not _RANGE.fullmatch(value):
+                raise InvalidRequest("only one range of bytes is taken.", param="Range", code="invalid_range")
+            if name == b"content-type" and value.lower().startswith(b"multipart/") and not _BOUNDARY.search(value):
+                raise InvalidRequest("the form has no boundary of 1 to 70 characters.", param="Content-Type")
+            pattern = _FORWARDED.get(name)
+            is_odd = pattern is not None and not pattern.fullmatch(value.partition(b",")[0].strip())
+            if not is_odd and not (name == b"range" and value[-1:].isdigit() and b"=-" not in value):
+                kept.append((name, value))
+        return kept
+
+    def _check_event(self, path: str, data: bytes) -> None:
+        """Refuse an event that the page does not have, or that lacks what its function is given."""
+        try:
+            body = json.loads(data)
+        except (ValueError, RecursionError):
+            raise InvalidRequest("the body is not valid JSON.", code="invalid_json") from None
+        if not isinstance(body, dict):
+            raise InvalidRequest("the body must be a JSON object.", code="invalid_json")
+        if body.get("batched"):
+            raise InvalidRequest("no event of the page takes batches.", param="batched")
+        if body.get("session_hash") is not None:
+            _check_session(body["session_hash"])
+        index = body.get("fn_index")
+        if index is None:
+            name = path.removeprefix("/run/")
+            index = next((number for number, fn in self._blocks.fns.items() if fn.api_name == name), None)
+        fn = None if not isinstance(index, int) or isinstance(index, bool) else self._blocks.fns.get(index)
+        if fn is None or fn.fn is None:
+            raise InvalidRequest("the page has no such event.", param="fn_index", code="unknown_event")
+        try:
+            for kind in _event_data_of(fn.fn):
+                kind(None, body.get("event_data"))
+        except (TypeError, LookupError, ValueError):
+            raise InvalidRequest("event_data lacks what the event is about.", param="event_data") from None
+
+
+def tell(blocks: gr.Blocks) -> None:
+    """Have the events of ``blocks`` fail in one sentence: values that do not fit are the caller's mistake, what a
+    function of ours does not expect is ours, and in the log."""
+    import gradio as gr
+
+    preprocess, call = blocks.preprocess_data, blocks.call_function
+
+    async def preprocess_data(*arguments: Any, **named: Any) -> Any:
+        try:
+            values = await preprocess(*arguments, **named)
+            event = arguments[0] if arguments else named["block_fn"]
+            for field, value in zip(event.inputs, values, strict=True):
+                if getattr(field, "multiselect", False) and not isinstance(value, list | None):
+                    raise TypeError("several may be chosen, so a list is taken")
+            return _filled(event.fn, values)
+        except Exception as error:
+            text = error.message if isinstance(error, gr.Error) else UNREADABLE
+            raise _told(gr.Error(text, print_exception=False), InvalidRequest(text, param="data")) from None
+
+    async def call_function(*arguments: Any, **named: Any) -> Any:
+        try:
+            return await call(*arguments, **named)
+        except gr.Error as error:
+            error.print_exception = False
+            raise _told(error, InvalidRequest(str(error.message))) from None
+        except InvalidRequest as error:
+            raise _told(gr.Error(sentence(error), print_exception=False), error) from None
+        except Exception:
+            log.exception("an event of the page failed")
+            raise _told(gr.Error(OUR_MISTAKE, print_exception=False), DiffserveError(OUR_MISTAKE)) from None
+
+    blocks.preprocess_data, blocks.call_function = preprocess_data, call_function  # type: ignore[method-assign]
+
+
+def _told(error: gr.Error, answer: DiffserveError) -> gr.Error:
+    """``error``, after the request that waits for it, if one does, was given its ``answer``."""
+    failed = _failed.get()
+    if failed is not None:
+        failed.append(answer)
+    return error
+
+
+def _event_data_of(function: Callable[..., Any]) -> list[type[gr.EventData]]:
+    """The kinds of event data that ``function`` is given beside its values."""
+    import gradio as gr
+
+    kinds = get_type_hints(function).values() if inspect.isroutine(function) else ()
+    return [kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, gr.EventData)]
+
+
+def _filled(function: Callable[..., Any], values: list[Any]) -> list[Any]:
+    """``values`` for ``function``, "" where it takes a text and nothing came: an empty field may be sent so."""
+    special = _event_data_of(function)
+    hints = get_type_hints(function) if inspect.isroutine(function) else {}
+    names = [name for name in inspect.signature(function).parameters if hints.get(name) not in special]
+    kinds = [hints.get(name) for name in names]
+    return [
+        "" if value is None and index < len(kinds) and kinds[index] is str else value
+        for index, value in enumerate(values)
+    ]
+
+
+def _check_session(session: object) -> None:
+    if not isinstance(session, str) or not _SESSION.fullmatch(session):
+        raise InvalidRequest("session_hash must be 1 to 64 letters and digits.", param="session_hash")
+
+
+async def _replayed(receive: Receive) -> tuple[bytes, Receive]:
+    """The whole body, and a ``receive`` that gives it once more. InvalidRequest where it is too long."""
+    messages: list[Message] = []
+    num_bytes = 0
+    while not messages or messages[-1].get("more_body"):
+        messages.append(await receive())
+        num_bytes += len(messages[-1].get("body", b""))
+        if num_bytes > MAX_EVENT_BYTES:
+            raise InvalidRequest(f"an event of the page has at most {MAX_EVENT_BYTES} bytes.", code="body_too_large")
+    kept = iter(messages)
+
+    async def again() -> Message:
+        for message in kept:
+            return message
+        return await receive()
+
+    return b"".join(message.get("body", b"") for message in messages), again

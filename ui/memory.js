@@ -1,0 +1,81 @@
+// What a tab remembers, so that a reload loses nothing: who it is, what stands in its fields, which tab is open. A new tab
+// starts afresh. Earlier prompts are the browser's, for all tabs.
+window.diffserve = (() => {
+  const FORMS = "diffserve.form.", TOKEN = "diffserve.token", TAB = "diffserve.tab", PROMPTS = "diffserve.prompts";
+  const MAX_CHARS = 200_000, MAX_PROMPTS = 50, MAX_PROMPT_CHARS = 4_000;
+
+  function read(storage, key) {
+    try { return JSON.parse(storage().getItem(key)); } catch { return null; }
+  }
+  function write(storage, key, value) {
+    try { storage().setItem(key, JSON.stringify(value)); } catch { /* private windows, full disks: then without */ }
+  }
+  const ours = () => window.sessionStorage, everybodys = () => window.localStorage;
+
+  // A name that nobody can guess: the server finds what it painted for this tab by it.
+  function token() {
+    let kept = read(ours, TOKEN);
+    if (!/^[0-9a-f]{32}$/.test(kept)) {
+      kept = Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+      write(ours, TOKEN, kept);
+    }
+    return [kept];
+  }
+
+  function keep(form, values) {
+    if (JSON.stringify(values).length <= MAX_CHARS) write(ours, FORMS + form, values);
+    return [];
+  }
+
+  // The values of the fields `names` as they were, where there are any for just these; else `values`.
+  const forms = new Map();
+  function restore(form, names, values) {
+    const kept = read(ours, FORMS + form);
+    const shown = Array.isArray(kept) && kept.length === values.length ? kept : values;
+    forms.set(form, names);
+    keep(form, shown);
+    return shown;
+  }
+
+  // While the server is gone gradio tells of no change: what is typed and chosen then is kept from here.
+  function keepTyped(event) {
+    const root = document.documentElement, field = event.target;
+    if (!root.classList.contains("lost") || !field.closest || ["file", "checkbox"].includes(field.type)) return;
+    if (field.getAttribute("role") === "listbox" || field.closest("[role=listbox]")) return;
+    for (const [form, names] of forms) {
+      const place = names.findIndex((name) => field.closest(`[id="${name}"]`)), kept = read(ours, FORMS + form);
+      if (place < 0 || !kept) continue;
+      kept[place] = ["range", "number"].includes(field.type) ? Number(field.value) : field.value;
+      keep(form, kept);
+    }
+  }
+  document.addEventListener("input", keepTyped, true);
+  document.addEventListener("change", keepTyped, true);
+
+  function remember(prompt) {
+    const text = (prompt || "").trim();
+    if (text && text.length <= MAX_PROMPT_CHARS) {
+      const others = prompts().filter((each) => each !== text);
+      write(everybodys, PROMPTS, [text, ...others].slice(0, MAX_PROMPTS));
+    }
+    return [];
+  }
+  function prompts() {
+    const kept = read(everybodys, PROMPTS);
+    return Array.isArray(kept) ? kept.filter((each) => typeof each === "string") : [];
+  }
+
+  // Gradio tells of its own first choice as if somebody had chosen it: only a click counts.
+  document.addEventListener("click", (event) => {
+    const tab = event.isTrusted && event.target.closest && event.target.closest("[role=tab]");
+    if (tab) write(ours, TAB, tab.textContent.trim());
+  }, true);
+  function openTab(name) {
+    const tab = [...document.querySelectorAll("[role=tab]")].find((each) => each.textContent.trim() === name);
+    if (tab && tab.getAttribute("aria-selected") !== "true") tab.click();
+    return [];
+  }
+  const restoreTab = () => openTab(read(ours, TAB));
+
+  return { token, keep, restore, remember, prompts, openTab, restoreTab };
+})();

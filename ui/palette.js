@@ -1,0 +1,20 @@
+// What a model of a closed world can paint, clicked into the prompt: "a fox", "a fox and a cactus", and a place behind them.
+(() => {
+  const places = () => [...document.querySelectorAll("#palette [data-kind=place]")].map((each) => each.dataset.say);
+
+  function add(text, kind, say) {
+    const whole = text.trim().replace(/[.,;]+$/, "");
+    const place = places().find((each) => whole.toLowerCase().endsWith(each.toLowerCase())) || "";
+    const things = whole.slice(0, whole.length - place.length).trim();
+    const parts = kind === "place" ? [things, say] : [things ? `${things} and ${say}` : say, whole.slice(whole.length - place.length)];
+    return parts.filter(Boolean).join(" ");
+  }
+
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest && event.target.closest("#palette button[data-say]");
+    const area = document.querySelector("#prompt textarea");
+    if (!button || !area) return;
+    area.value = add(area.value, button.dataset.kind, button.dataset.say);
+    area.dispatchEvent(new Event("input", { bubbles: true }));
+  });
+})();

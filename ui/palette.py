@@ -1,0 +1,111 @@
+"""A model of a closed world, at the page: what it can paint, to be clicked, and the words of a prompt that it does not
+know, with an offer to have them rewritten."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import gradio as gr
+
+from diffserve.client import World
+from diffserve.errors import DiffserveError
+from diffserve.vocabulary import MOST_NAMED, unknown_words
+from ui.events import PRIVATE, SILENT
+from ui.server import Server
+
+if TYPE_CHECKING:
+    from ui.create import Fields
+
+UNCOUNTED: Final = ("grapes", "cherries", "corn")
+"""Objects that take no article."""
+
+PREPOSITIONS: Final = {"beach": "on"}
+"""Of places; the others take "in"."""
+
+MAX_LOOKED_AT_CHARS: Final = 4_000
+Update = Any  # a value of a component, or what gr.update gives
+
+
+class Palette(NamedTuple):
+    """Its parts."""
+
+    unknown: gr.HTML
+    rewrite: gr.Button
+    panel: gr.Accordion
+    things: gr.HTML
+
+
+def lay_out() -> Palette:
+    """Build it in the current context, not to be seen until there is something to say."""
+    unknown = gr.HTML(elem_id="unknown-words", elem_classes="quiet")
+    rewrite = gr.Button("Put it into words it knows", size="sm", visible=False, elem_id="rewrite-unknown")
+    with gr.Accordion("What it can paint", open=False, visible=False, elem_id="palette") as panel:
+        things = gr.HTML(elem_id="palette-things")
+    return Palette(unknown, rewrite, panel, things)
+
+
+def connect(server: Server, fields: Fields, palette: Palette) -> None:
+    """Name what the model does not know as it is written; the offer switches to suggestions (see ``ui.rewriting``)."""
+
+    async def look(prompt: str | None, mode: str) -> tuple[str, Update]:
+        try:
+            models = await server.models()
+        except DiffserveError:
+            return "", gr.update(visible=False)
+        words = unknown_in(prompt or "", models.image.world) if mode != "Auto" else ()
+        return said_of(words), gr.update(visible=bool(words) and models.language is not None)
+
+    gr.on(
+        [fields.prompt.change, fields.rewrite_mode.change],
+        look,
+        [fields.prompt, fields.rewrite_mode],
+        [palette.unknown, palette.rewrite],
+        trigger_mode="always_last",
+        **PRIVATE,
+    )
+    palette.rewrite.click(js="() => 'Suggest'", outputs=fields.rewrite_mode, **SILENT)
+
+
+def shown(world: World | None) -> tuple[Update, Update]:
+    """(panel, things) for what the model knows; nothing where that cannot be listed."""
+    if world is None or not (world.objects or world.places):
+        return gr.update(visible=False), gr.skip()
+    return gr.update(visible=True), "".join(_rows(world))
+
+
+def unknown_in(prompt: str, world: World | None) -> tuple[str, ...]:
+    """Words of ``prompt`` that a model of ``world`` was never taught."""
+    return unknown_words(prompt[:MAX_LOOKED_AT_CHARS], world.words) if world is not None and world.words else ()
+
+
+def said_of(words: Sequence[str]) -> str:
+    """What is said of ``words`` that are not known, as HTML."""
+    if not words:
+        return ""
+    named = [f"<b>{html.escape(word[:40])}</b>" for word in words[:MOST_NAMED]]
+    more = len(words) - MOST_NAMED
+    named += [f"{more} more"] if more > 0 else []
+    listed = f"{', '.join(named[:-1])} and {named[-1]}" if len(named) > 1 else named[0]
+    return f'<p role="status">This model does not know {listed}, and would paint without.</p>'
+
+
+def _rows(world: World) -> Iterator[str]:
+    yield _row("Things", "thing", [(name, _with_article(name)) for name in world.objects])
+    yield _row("Places", "place", [(name, f"{PREPOSITIONS.get(name, 'in')} the {name}") for name in world.places])
+    yield _row("Colours behind", "place", [(name, f"on {_with_article(name)} background") for name in world.colors])
+
+
+def _row(title: str, kind: str, says: Sequence[tuple[str, str]]) -> str:
+    buttons = "".join(
+        f'<button type="button" data-kind="{kind}" data-say="{html.escape(say)}">{html.escape(name)}</button>'
+        for name, say in says
+    )
+    return f"<h3>{title}</h3><p>{buttons}</p>" if says else ""
+
+
+def _with_article(words: str) -> str:
+    if words in UNCOUNTED:
+        return words
+    return f"{'an' if words[:1] in 'aeiou' else 'a'} {words}"
