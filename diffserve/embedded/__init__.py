@@ -4,7 +4,7 @@
     captions, tokenizer                     wording it
     sprite_matching, picture_reading        reading a picture back, with no trained network
     checker, marks, range_marks, part_marks holding it against what was asked; the marks of the shipped weights
-    vae_training, latents, layouts, denoiser_training, preview_training, student_training
+    vae_training, latents, tuning_scenes, layouts, denoiser_training, preview_training, student_training
                                             the networks, stage by stage; ``training`` and ``muon`` are what they share
     canonical, wish_*, wishes               loose wishes and the captions that are meant
     rewriter_model, rewriter_training       the small language model that learns from them

@@ -34,6 +34,17 @@ PLACE_WORDS: dict[str, tuple[str, ...]] = {
     "mountains": ("in the mountains", "in front of mountains", "near the mountains"),
 }
 
+ABOVE_WORDS: dict[str, tuple[str, ...]] = {
+    "beach": ("above the beach", "over the beach", "above a beach", "over a sandy beach"),
+    "meadow": ("above the meadow", "over the meadow", "above a meadow", "over a green field", "above the grass"),
+    "desert": ("above the desert", "over the desert", "above a desert", "over sand dunes"),
+    "snow": ("above the snow", "over the snow", "above a snowy landscape"),
+    "ocean": ("above the ocean", "over the ocean", "above the sea", "over the sea"),
+    "city": ("above the city", "over the city", "above a city", "over a city", "above a big city"),
+    "mountains": ("above the mountains", "over the mountains", "above mountains", "over mountains"),
+}
+"""Where an object is that hangs over a place; :attr:`Scene.is_high` says of which this is true."""
+
 COLOR_WORDS: tuple[str, ...] = (
     "on a {} background",
     "on a {} background",
@@ -81,6 +92,7 @@ BACKWARD_EXTRA = 3
 
 BACKGROUND_ONLY_SHARE = 0.02
 OBJECTS_ONLY_SHARE = 0.08
+ALONE_SHARE = 0.2  # of a single object's lessons name nothing else, as most first prompts do
 
 
 def article_for(words: str) -> str:
@@ -135,17 +147,18 @@ def _on_color(pattern: str, color: str) -> str:
     return pattern.format(color).replace(" a orange", " an orange")
 
 
-def _where(background: str, rng: random.Random) -> str:
+def _where(scene: Scene, rng: random.Random) -> str:
+    background = scene.background
     if background in COLORS:
         color = rng.choice(COLOR_SYNONYMS.get(background, (background,)))
         return _on_color(rng.choice(COLOR_WORDS), color)
-    return rng.choice(PLACE_WORDS[background])
+    return rng.choice((ABOVE_WORDS if scene.is_high else PLACE_WORDS)[background])
 
 
 def caption(scene: Scene, rng: random.Random, *, is_lesson: bool = False) -> str:
     """One of many sentences that are true of ``scene`` and name all it holds; those of a lesson say more often what is
     hard to learn."""
-    what, where = _what(scene, rng, is_lesson=is_lesson), _where(scene.background, rng)
+    what, where = _what(scene, rng, is_lesson=is_lesson), _where(scene, rng)
     style = rng.random()
     if style < 0.08:
         return f"{where}, {what}"
@@ -159,9 +172,11 @@ def caption(scene: Scene, rng: random.Random, *, is_lesson: bool = False) -> str
 def loose_caption(scene: Scene, rng: random.Random) -> str:
     """A :func:`caption` for training that now and then leaves out the background or the objects, as people do; it also
     teaches the words that a negative prompt is made of on their own."""
+    if scene.is_high:
+        return caption(scene, rng, is_lesson=True)
     share = rng.random()
     if share < BACKGROUND_ONLY_SHARE:
-        return _where(scene.background, rng)
-    if share < BACKGROUND_ONLY_SHARE + OBJECTS_ONLY_SHARE:
+        return _where(scene, rng)
+    if share < BACKGROUND_ONLY_SHARE + (ALONE_SHARE if scene.kind == "one object" else OBJECTS_ONLY_SHARE):
         return _what(scene, rng, is_lesson=True)
     return caption(scene, rng, is_lesson=True)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from diffserve.embedded.checker import EDITION
 from diffserve.embedded.marks import STUDENT, TEACHER, document, judged, paint_held_out
 from diffserve.embedded.part_marks import document as part_document
 from diffserve.embedded.range_marks import document as range_document
@@ -22,13 +23,14 @@ from diffserve.embedded.samples import held_out
 from diffserve.embedded.world import CAMOUFLAGED, COLORS, OBJECTS
 from diffserve.engine import Engine
 from diffserve.errors import ConfigError
+from diffserve.runtime.manifest import write_manifest
 from diffserve.types import GenerationRequest
 
 ROOM = Path(__file__).parent
 TEMPLATE, CARD = ROOM / "card_template.md", ROOM / "MODEL_CARD.md"
 SHEETS = ROOM.parent.parent / ".assets"
 SHIPPED = {"weights": ROOM / "weights", "turbo": ROOM / "turbo", "rewriter": ROOM / "rewriter"}
-STAGES = ("vae", "denoiser", "finish", "preview", "student", "rewriter")
+STAGES = ("vae", "denoiser", "finish", "tune", "preview", "student", "rewriter")
 TOLD = ("stage", "begun", "iterations_done", "batch_size", "learning_rate", "device")
 BILLED = (*TOLD, "seconds", "flops")
 WORST_SHOWN = 12
@@ -46,6 +48,7 @@ def install(work: Path) -> None:
     for name, place in made.items():
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(work / name, place)
+        write_manifest(place)
     bills = {(bill["stage"], bill["begun"]): bill for bill in [*_kept("training"), *new]}
     _keep(sorted(bills.values(), key=lambda bill: bill["begun"]), "training")
 
@@ -82,6 +85,7 @@ def write() -> Path:
         "round_trip": f"{parts['round_trip_db']:.1f} dB",
         "preview": preview_sentence(parts["preview"]),
         "checker": f"{parts['checker_ms']:.0f} ms",
+        "edition": edition_sentence(teacher, ranged, _kept("turbo-marks") if SHIPPED["turbo"].is_dir() else teacher),
         "times": times_table(parts["seconds"]),
         "machine": f"{parts['cores']} cores of a {parts['device']} in {parts['dtype']}",
         "bills": bill_table(_kept("training")),
@@ -138,6 +142,16 @@ def canvases_sentence(ranged: dict[str, Any]) -> str:
     """Exact matches on the other canvases."""
     told = [f"{exact} at {size}" for size, exact in ranged["canvases"].items()]
     return f"Of the first {ranged['count']} held-out captions it paints {' and '.join(told)} exactly."
+
+
+def edition_sentence(*marks: dict[str, Any]) -> str:
+    """Nothing where all marks were read by the checker as it is, else a warning."""
+    if all(one.get("checker") == EDITION for one in marks):
+        return ""
+    return (
+        " **It has been tightened since these marks were taken: smeared faces that it passed then it refuses now, and "
+        "marks taken anew will be lower.**"
+    )
 
 
 def bill_table(bills: Iterable[dict[str, Any]]) -> str:

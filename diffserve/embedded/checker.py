@@ -15,7 +15,11 @@ from diffserve.embedded.picture_reading import Found, Reading, read_picture
 from diffserve.embedded.world import BACKGROUNDS, OBJECTS, RELATIONS, SIZES_PX, Scene
 from diffserve.errors import InvalidRequest
 
-__all__ = ["Found", "Reading", "Verdict", "Wish", "check", "judge", "read_picture"]
+__all__ = ["EDITION", "Found", "Reading", "Verdict", "Wish", "check", "judge", "read_picture"]
+
+EDITION = 2
+"""Raised whenever a verdict may change, so that marks read by another edition are known: 1 had no look at single spots,
+and passed foxes without an eye."""
 
 BETWEEN_MARGIN = 0.15  # the first must lie this share of the way inside the two that it stands between
 BETWEEN_DRIFT = 0.4  # and at most this share of their distance beside the line that joins them
@@ -64,7 +68,7 @@ class Verdict:
     """Whether a picture shows what is asked for; every part on its own and all together.
 
     ``objects``: each as often as asked for, clear, and nothing else. ``relation`` and ``size`` need the objects to be
-    right. What is not asked for cannot be wrong.
+    right. What is not asked for cannot be wrong, but a background of the world there must be.
     """
 
     background: bool
@@ -115,7 +119,7 @@ def judge(reading: Reading, wish: Wish) -> Verdict:
     seen = reading.objects
     objects = not wish.names or (reading.is_clear and sorted(found.name for found in seen) == sorted(wish.names))
     return Verdict(
-        background=wish.background in (None, reading.background),
+        background=reading.has_background and wish.background in (None, reading.background),
         objects=objects,
         relation=objects and _stands_as_asked(wish, seen),
         size=objects and (wish.size is None or seen[0].size_px == SIZES_PX[wish.size]),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,12 +17,13 @@ from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from diffserve.embedded.latents import PLAIN, Batches, LatentScenes
+from diffserve.embedded.latents import Batches, LatentScenes, emphasis, tuning_emphasis
 from diffserve.embedded.layouts import WEIGHT as LAYOUT_WEIGHT
 from diffserve.embedded.layouts import LayoutHead
 from diffserve.embedded.tokenizer import MAX_TOKENS
 from diffserve.embedded.training import Run, TrainSettings, fingerprint
 from diffserve.embedded.vae_training import LATENT_CHANNELS
+from diffserve.embedded.world import Scene
 
 TEXT_WIDTH = 192
 FINISH_SHARE, FINISH_PLAIN = 0.7, 2.5
@@ -176,8 +178,23 @@ def finish_denoiser(
     """
     last = copy.deepcopy(long).requires_grad_(True)
     run = Run("finish", last, settings, work, made_from=fingerprint(long))
-    last = _trained(run, data, tokenizer, look, look_every, plain=FINISH_PLAIN)
+    last = _trained(run, data, tokenizer, look, look_every, weigh=partial(emphasis, plain=FINISH_PLAIN))
     return between(long, last, FINISH_SHARE)
+
+
+def tune_denoiser(
+    start: Denoiser,
+    settings: TrainSettings,
+    work: Path,
+    data: list[LatentScenes],
+    tokenizer: CLIPTokenizer,
+    look: Look | None = None,
+    look_every: int = 500,
+) -> Denoiser:
+    """Train ``start`` on with the scenes that people ask for first, resuming from ``work/tune.pt``."""
+    last = copy.deepcopy(start).requires_grad_(True)
+    run = Run("tune", last, settings, work, made_from=fingerprint(start))
+    return _trained(run, data, tokenizer, look, look_every, weigh=tuning_emphasis)
 
 
 @torch.no_grad()
@@ -195,11 +212,11 @@ def _trained(
     look: Look | None,
     look_every: int,
     *,
-    plain: float = PLAIN,
+    weigh: Callable[[Scene], float] = emphasis,
 ) -> Denoiser:
     settings, denoiser = run.settings, run.net.train()
     torch.manual_seed(settings.seed + 1 + run.iteration)
-    batches = Batches(data, tokenizer, settings, settings.seed + run.iteration, plain)
+    batches = Batches(data, tokenizer, settings, settings.seed + run.iteration, weigh)
     alphas = build_scheduler().alphas_cumprod.to(settings.device)
     for iteration in run.iterations():
         latents, token_ids, layouts = batches.next()

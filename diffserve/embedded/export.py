@@ -13,6 +13,8 @@ from transformers import CLIPTokenizer
 
 from diffserve.embedded.denoiser_training import Denoiser, build_scheduler
 from diffserve.embedded.vae_training import LATENT_CHANNELS
+from diffserve.embedded.vocabulary import write_world
+from diffserve.runtime.manifest import MANIFEST_FILE
 
 POSTERIOR_STD = 0.05
 
@@ -58,6 +60,8 @@ def export(directory: Path, vae: AutoencoderKL, denoiser: Denoiser, tokenizer: C
         "vae": ["diffusers", "AutoencoderKL"],
     }
     (directory / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_world(directory)
+    (directory / MANIFEST_FILE).unlink(missing_ok=True)  # of what stood here before; installing writes a new one
     return directory
 
 

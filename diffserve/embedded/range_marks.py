@@ -20,7 +20,7 @@ import msgspec
 import typer
 
 from diffserve.embedded.captions import article_for, words_of_background
-from diffserve.embedded.checker import Reading, Wish, judge, read_picture
+from diffserve.embedded.checker import EDITION, Reading, Wish, judge, read_picture
 from diffserve.embedded.marks import TEACHER, judged, paint_held_out, tally
 from diffserve.embedded.world import BACKGROUNDS, OBJECTS
 from diffserve.engine import Engine
@@ -105,6 +105,7 @@ def document(engine: Engine, count: int) -> dict[str, Any]:
     return {
         "model": engine.info.model_id,
         "digest": engine.info.digest,
+        "checker": EDITION,
         "count": count,
         "guidance": guidance_marks(engine, count),
         "canvases": canvas_marks(engine, count),

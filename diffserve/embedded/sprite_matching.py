@@ -92,7 +92,7 @@ def _correlate(planes: Plane, bank: Spectrum, side: int) -> Plane:
     return np.asarray(maps[:, : height - side + 1, : width - side + 1], dtype=np.float32)
 
 
-def _box_sums(plane: Plane, side: int) -> Plane:
+def box_sums(plane: Plane, side: int) -> Plane:
     """Sums over every ``side`` x ``side`` square of (h, w)."""
     total = np.zeros((plane.shape[0] + 1, plane.shape[1] + 1))
     total[1:, 1:] = plane.cumsum(axis=0, dtype=np.float64).cumsum(axis=1)
@@ -151,7 +151,7 @@ class ScoreMaps:
         self._maps: dict[int, Plane] = {}
         for side in (px // SCALE for px in SPRITE_SIZES_PX if px <= SCALE * min(height, width)):
             energy = _place_energy(ground, side, height, width) if shade is None else _plain_energy(shade, side)
-            gain = 2 * _correlate(planes, _bank(side, height, width), side) - _box_sums(square, side)
+            gain = 2 * _correlate(planes, _bank(side, height, width), side) - box_sums(square, side)
             self._maps[side] = gain / energy
 
     def best(self) -> Match:

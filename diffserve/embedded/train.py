@@ -1,16 +1,22 @@
 """The whole recipe of the embedded model: ``python -m diffserve.embedded.train all``.
 
 Stages, each resumable from its checkpoint in ``--work``: atlas (needs the emoji font; the result ships), vae, denoiser
-(with its tokenizer), preview, student, rewriter, card. Each leaves a bill of its time and operations beside its
-checkpoint. CUDA is used where there is some. ``--start`` goes on from exported weights instead of from nothing.
+(with its tokenizer), tune, preview, student, rewriter, card. Each leaves a bill of its time and operations beside its
+checkpoint. CUDA is used where there is some. ``--start`` goes on from exported
+weights instead of from nothing.
 
 The shipped weights came about in legs (``training.json`` bills each), the settings being mended in between. What stands
-here is one run as long as all of them but the last together, with the shares and the schedule at which they ended, and
-then the last as it was, ``finish``.
+here is one run as long as all of them but the last two together, with the shares and the schedule at which they ended,
+and then these as they were, ``finish`` and ``tune``. To tune the shipped weights on, and ship the outcome:
+
+    train tune --work DIR --start diffserve/embedded/weights --minutes 60
+    train student --work DIR
+    train card --work DIR
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +30,7 @@ from transformers import CLIPTokenizer
 
 from diffserve.embedded import card as model_card
 from diffserve.embedded import samples, sprites
-from diffserve.embedded.denoiser_training import Denoiser, finish_denoiser, train_denoiser
+from diffserve.embedded.denoiser_training import Denoiser, finish_denoiser, train_denoiser, tune_denoiser
 from diffserve.embedded.export import export, fold_normalisation
 from diffserve.embedded.latents import LatentScenes, channel_statistics, encode_scenes, normalise
 from diffserve.embedded.marks import BEST_GUIDANCE
@@ -35,6 +41,7 @@ from diffserve.embedded.rewriter_training import mark_rewriter, train_rewriter
 from diffserve.embedded.student_training import StudentSettings, save_adapter, train_student
 from diffserve.embedded.tokenizer import train_tokenizer
 from diffserve.embedded.training import TrainSettings, fingerprint
+from diffserve.embedded.tuning_scenes import tuning_scenes
 from diffserve.embedded.vae_training import psnr_db, train_vae
 from diffserve.errors import DiffserveError
 from diffserve.runtime.precision import choose_device
@@ -45,6 +52,7 @@ Work = Annotated[Path, typer.Option(help="where checkpoints, latents and sample 
 WORK = Path("runs/embedded")
 Device = Annotated[str, typer.Option(callback=lambda name: str(choose_device(name).device), help="auto, cpu or cuda")]
 DEVICE = "auto"
+TUNING_SCENES = 20_000
 Start = Annotated[Path | None, typer.Option(help="begin from the weights in this directory instead of from nothing")]
 
 
@@ -71,10 +79,20 @@ def materials(work: Path, device: str, *, num_scenes: int = 48_000, start: Path 
     return Materials(folded, made_from, data, tokenizer)
 
 
-def trained_denoiser(work: Path, tokenizer: CLIPTokenizer, device: str) -> Denoiser:
-    """The exported denoiser of ``work``."""
+def tuning_materials(work: Path, device: str, *, num_scenes: int = TUNING_SCENES) -> Materials:
+    """What ``tune`` and its student work on: tokenizer and autoencoder of ``work/untuned``, and the scenes of the last
+    leg."""
+    begin = work / "untuned"
+    tokenizer = CLIPTokenizer.from_pretrained(begin / "tokenizer")
+    kept = AutoencoderKL.from_pretrained(begin / "vae", torch_dtype=torch.float32).to(device).eval()
+    data = encode_scenes(kept, work, num_scenes=num_scenes, seed=3, device=device, stream=tuning_scenes)
+    return Materials(kept, fingerprint(kept), data, tokenizer)
+
+
+def exported_denoiser(weights: Path, tokenizer: CLIPTokenizer, device: str) -> Denoiser:
+    """The denoiser in a directory of exported weights."""
     net = Denoiser(tokenizer)
-    net.load(work / "weights", tokenizer)
+    net.load(weights, tokenizer)
     return net.to(device).eval()
 
 
@@ -133,6 +151,52 @@ def denoiser(
 
 
 @app.command()
+def tune(
+    work: Work = WORK,
+    device: Device = DEVICE,
+    iterations: int = 3_000,
+    minutes: Annotated[float | None, typer.Option(help="end after so many, if that is sooner")] = None,
+    batch: int = 64,
+    num_scenes: int = TUNING_SCENES,
+    look_every: int = 400,
+    start: Start = None,
+) -> None:
+    """Train the weights in ``start`` (or the exported ones of ``work``) on, with their autoencoder as it is, on what
+    people ask for first, and export."""
+    begin = work / "untuned"
+    if not begin.is_dir():
+        part = work / "untuned.part"
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.copytree(start or work / "weights", part)
+        part.rename(begin)
+    made = tuning_materials(work, device, num_scenes=num_scenes)
+    truth = samples.held_out(48)
+
+    def look(net: Denoiser, iteration: int) -> None:
+        pictures = samples.paint(net, made.vae, made.tokenizer, [words for _, words in truth])
+        samples.sheet(pictures, 8, work / f"tuned-{iteration:06d}.png")
+        print(f"tune {iteration}: {samples.quick_mark(pictures, [scene for scene, _ in truth])}", flush=True)
+
+    settings = TrainSettings(
+        iterations,
+        batch,
+        learning_rate=8e-4,
+        device=device,
+        warmup=50,
+        decay_share=0.8,
+        ema=0.998,
+        checkpoint_every=100,
+        max_seconds=minutes and 60 * minutes,
+    )
+    torch.manual_seed(settings.seed)  # what is not exported, the layout head, is made the same again
+    first = exported_denoiser(begin, made.tokenizer, device)
+    trained = tune_denoiser(first, settings, work, made.data, made.tokenizer, look, look_every)
+    if (begin / "preview").is_dir():
+        shutil.copytree(begin / "preview", work / "weights" / "preview", dirs_exist_ok=True)
+    print(export(work / "weights", made.vae, trained, made.tokenizer))
+
+
+@app.command()
 def preview(work: Work = WORK, device: Device = DEVICE, iterations: int = 1200, batch: int = 32) -> None:
     """Train the tiny decoder of live previews beside the exported weights."""
     made = materials(work, device)
@@ -151,7 +215,7 @@ def student(
     work: Work = WORK, device: Device = DEVICE, iterations: int = 900, batch: int = 64, look_every: int = 300
 ) -> None:
     """Distil the exported denoiser into four steps without guidance."""
-    made = materials(work, device)
+    made = tuning_materials(work, device) if (work / "untuned").is_dir() else materials(work, device)
     truth = samples.held_out(48)
 
     def look(net: Denoiser, iteration: int) -> None:
@@ -161,7 +225,7 @@ def student(
         print(f"student {iteration}: {samples.quick_mark(pictures, [scene for scene, _ in truth])}", flush=True)
 
     settings = StudentSettings(iterations, batch, learning_rate=1e-3, device=device, guidance_scale=BEST_GUIDANCE)
-    teacher = trained_denoiser(work, made.tokenizer, device)
+    teacher = exported_denoiser(work / "weights", made.tokenizer, device)
     change = train_student(settings, work, teacher, made.data, made.tokenizer, look, look_every)
     print(save_adapter(work / "turbo", change))
 
@@ -188,6 +252,7 @@ def everything(work: Work = WORK, device: Device = DEVICE, start: Start = None) 
     """Every stage after the atlas, in this order."""
     torch.set_float32_matmul_precision("high")
     denoiser(work, device, start=start)
+    tune(work, device, iterations=1_550)
     preview(work, device)
     student(work, device)
     rewriter(work, device)

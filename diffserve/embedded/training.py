@@ -28,7 +28,11 @@ Net = TypeVar("Net", bound=nn.Module)
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """How one stage is trained. The rate warms up linearly and falls along a cosine over the last ``decay_share``."""
+    """How one stage is trained. The rate warms up linearly and falls along a cosine over the last ``decay_share``.
+
+    With ``max_seconds`` the stage is over when they are spent, or with its iterations, whichever comes first, and the
+    rate falls with the nearer of the two ends.
+    """
 
     iterations: int
     batch_size: int
@@ -41,13 +45,20 @@ class TrainSettings:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     checkpoint_every: int = 250
+    max_seconds: float | None = None
 
 
-def rate_factor(iteration: int, settings: TrainSettings) -> float:
+def share_done(iteration: int, seconds: float, settings: TrainSettings) -> float:
+    """How far a stage has come, 0 to 1, by iterations or by time, whichever is further."""
+    by_time = 0.0 if settings.max_seconds is None else seconds / settings.max_seconds
+    return min(1.0, max(iteration / max(1, settings.iterations), by_time))
+
+
+def rate_factor(iteration: int, settings: TrainSettings, seconds: float = 0.0) -> float:
     """What the learning rate is multiplied with at one iteration: warm-up, plateau, cosine to a hundredth."""
     warm = min(1.0, (iteration + 1) / settings.warmup)
-    decay_from = settings.iterations * (1 - settings.decay_share)
-    share = max(0.0, (iteration - decay_from) / max(1.0, settings.iterations - decay_from))
+    plateau = 1 - settings.decay_share
+    share = max(0.0, (share_done(iteration, seconds, settings) - plateau) / max(settings.decay_share, 1e-6))
     return warm * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
 
 
@@ -127,7 +138,7 @@ class Run(Generic[Net]):
         flops_each = 0
         with self._progress() as progress:
             task = progress.add_task(self.name, total=self.settings.iterations, completed=self.iteration, loss="")
-            while self.iteration < self.settings.iterations:
+            while not self.is_over:
                 started = time.perf_counter()
                 with contextlib.nullcontext() if flops_each else counter:
                     yield self.iteration
@@ -138,8 +149,13 @@ class Run(Generic[Net]):
                 progress.update(task, completed=self.iteration, loss=f"loss {self.smooth_loss:.4f}")
                 if progress.disable and self.iteration % 50 == 0:
                     self._report()
-                if self.iteration % self.settings.checkpoint_every == 0 or self.iteration == self.settings.iterations:
+                if self.iteration % self.settings.checkpoint_every == 0 or self.is_over:
                     self.save()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its iterations or its seconds are spent."""
+        return share_done(self.iteration, self.seconds, self.settings) >= 1
 
     def step(self, loss: Tensor, *, aside: Tensor | None = None) -> None:
         """One optimiser step on ``loss``, which is reported, and what is learnt ``aside``. One that is not finite is
@@ -151,7 +167,7 @@ class Run(Generic[Net]):
             return
         total.backward()
         nn.utils.clip_grad_norm_(self.net.parameters(), self.settings.max_grad_norm)
-        factor = rate_factor(self.iteration, self.settings)
+        factor = rate_factor(self.iteration, self.settings, self.seconds)
         for optimizer, peaks in zip(self.optimizers, self._peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor

@@ -50,10 +50,14 @@ PLACES: tuple[str, ...] = ("beach", "meadow", "night sky", "desert", "snow", "oc
 
 BACKGROUNDS: tuple[str, ...] = (*COLORS, *PLACES)
 
+# places that something can be above
+OVERFLOWN: tuple[str, ...] = tuple(place for place in PLACES if place != "night sky")
+
 # side of the square that holds an object, by the word for its size
 SIZES_PX: dict[str, int] = {"small": 40, "plain": 72, "large": 96}
 PAIR_PX = 56
 TRIO_PX = 40
+HIGH_PX = 56
 SPRITE_SIZES_PX: tuple[int, ...] = (TRIO_PX, PAIR_PX, 72, 96)
 
 RELATIONS: tuple[str, ...] = ("left of", "right of", "above", "below", "next to")
@@ -108,6 +112,11 @@ class Scene:
         return "two objects" if len(self.objects) == 2 else "three objects"
 
     @property
+    def is_high(self) -> bool:
+        """Whether its only object hangs over the place: see :func:`place_high`."""
+        return len(self.objects) == 1 and self.objects[0].y_px <= HIGH_PX // 2 + GRID_PX
+
+    @property
     def key(self) -> tuple[str, ...]:
         """What the scene says, without jitter: the unit in which training and held-out scenes are kept apart."""
         return (*self.names, self.relation or self.size, self.background)
@@ -127,6 +136,13 @@ def place_one(name: str, size: str, background: str, rng: random.Random) -> Scen
     left = rng.randint(round(room / 2 - across + 0.01), round(room / 2 + across - 0.01))
     top = rng.randint(round(room / 2 - up + 0.01), round(room / 2 + up - 0.01))
     return Scene((_at(name, cells, left, top),), background, size=size)
+
+
+def place_high(name: str, background: str, rng: random.Random) -> Scene:
+    """A scene of one object high up, where "a rocket above the mountains" has it."""
+    cells = HIGH_PX // GRID_PX
+    left = rng.randint(3, CANVAS_CELLS - cells - 3)
+    return Scene((_at(name, cells, left, rng.randint(0, 1)),), background)
 
 
 def place_two(first: str, second: str, relation: str | None, background: str, rng: random.Random) -> Scene:
@@ -163,9 +179,11 @@ def place_three(names: tuple[str, str, str], relation: str | None, background: s
 
 
 def draw_scene(kind: str, rng: random.Random) -> Scene:
-    """A random scene of a kind of ``KIND_SHARES``."""
+    """A random scene of a kind of ``KIND_SHARES``, or "high": one object above a place."""
     background = rng.choice(BACKGROUNDS)
     names = list(OBJECTS)
+    if kind == "high":
+        return place_high(rng.choice(names), rng.choice(OVERFLOWN), rng)
     if kind == "one object":
         return place_one(rng.choice(names), rng.choice(list(SIZES_PX)), background, rng)
     if kind == "two objects":

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from diffserve.embedded import card, train
+from diffserve.embedded.checker import EDITION
 from diffserve.errors import ConfigError
+from diffserve.runtime.manifest import check_manifest
 
 OLD = {
     "stage": "vae", "begun": "2026-01-01T00:00+00:00", "iterations_done": 7, "batch_size": 16, "learning_rate": 0.001,
@@ -51,7 +53,8 @@ def test_a_new_model_replaces_the_old_one_wholly_and_its_bill_joins_the_log_once
     for _ in range(2):
         card.install(work)
         files = [path.relative_to(package).as_posix() for path in sorted(package.rglob("*.*")) if path.is_file()]
-        assert files == ["training.json", "weights/unet/config.json"]
+        assert files == ["training.json", "weights/manifest-sha256.json", "weights/unet/config.json"]
+        check_manifest(package / "weights")
         assert bills(package) == [OLD, NEW]
 
 
@@ -77,15 +80,25 @@ def test_the_card_is_what_the_kept_marks_give(tmp_path: Path, monkeypatch: pytes
     assert not re.search(r"\{\{|\}\}", written)
 
 
+STAGES = ("denoiser", "tune", "preview", "student", "rewriter", "card")
+
+
 def test_all_runs_every_stage_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, object]] = []
 
     def stage(name: str) -> Any:
         return lambda work, *device, **options: ran.append((name, work))
 
-    for name in ("denoiser", "preview", "student", "rewriter", "card"):
+    for name in STAGES:
         monkeypatch.setattr(train, name, stage(name))
     precision = torch.get_float32_matmul_precision()
     train.everything(tmp_path, "cpu")
     torch.set_float32_matmul_precision(precision)
-    assert ran == [(name, tmp_path) for name in ("denoiser", "preview", "student", "rewriter", "card")]
+    assert ran == [(name, tmp_path) for name in STAGES]
+
+
+def test_marks_that_another_edition_of_the_checker_read_are_said_to_be_so() -> None:
+    now, before = {"checker": EDITION}, {"checker": EDITION - 1}
+    assert card.edition_sentence(now, now) == ""
+    assert "tightened since" in card.edition_sentence(now, before)
+    assert "tightened since" in card.edition_sentence({})

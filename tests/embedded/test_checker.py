@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -199,6 +200,73 @@ def test_a_blob_of_the_right_colours_is_not_the_object() -> None:
         # edges again, but none of the object's own
         pixels[28:100:6, 28:100] = background("light blue")[28:100:6, 28:100]
         assert not check(pixels, scene).objects
+
+
+BY_EYE = {
+    "good": (
+        "fox", "fox", "dog", "dog", "cat", "house", "sailboat", "rocket", "cat cat", "sun whale", "pig cat", "car",
+    ),
+    "bad": (
+        "fox", "cat", "cat", "cat", "cat", "dog", "car", "crab crab crab", "owl dog", "moon car", "soccer-ball",
+        "dolphin",
+    ),
+}  # fmt: skip
+"""Samples of a few to thirty steps, row by row as they stand in judged_by_eye.webp, and what was asked for."""
+
+
+def test_samples_that_a_person_calls_shredded_are_rejected_and_good_ones_pass() -> None:
+    with Image.open(Path(__file__).with_name("judged_by_eye.webp")) as image:
+        sheet = np.asarray(image.convert("RGB"))
+    for row, (judgement, asked) in enumerate(BY_EYE.items()):
+        for column, words in enumerate(asked):
+            pixels = sheet[128 * row : 128 * (row + 1), 128 * column : 128 * (column + 1)]
+            names = tuple(word.replace("-", " ") for word in words.split())
+            verdict = judge(read_picture(pixels), Wish(names))
+            assert verdict.exact == (judgement == "good"), (judgement, column, names, verdict.reading)
+
+
+# name -> (left, top) of the 13 x 15 pixels around its left eye, at plain size in the middle
+EYES = {"cat": (48, 65), "fox": (52, 66), "dog": (51, 61), "bear": (48, 58)}
+
+
+def test_an_object_that_has_lost_an_eye_is_not_whole() -> None:
+    for name, (left, top) in EYES.items():
+        scene = Scene((Placed(name, 72, 64, 64),), "light blue")
+        pixels = render(scene)
+        assert check(pixels, scene).exact
+        pixels[top : top + 15, left : left + 13] = pixels[top - 2, left + 6]
+        verdict = check(pixels, scene)
+        assert [(one.name, one.explained > 0.9) for one in verdict.reading.objects] == [(name, True)]
+        assert not verdict.exact
+
+
+def shredded(scene: Scene, share: float, rng: np.random.Generator) -> NDArray[np.uint8]:
+    """A rendering with a share of the first object's inner cells in one another's places."""
+    pixels, truth, placed = render(scene), render(scene), scene.objects[0]
+    left, top = (at - placed.size_px // 2 for at in (placed.x_px, placed.y_px))
+    inner = range(GRID_PX, placed.size_px - GRID_PX, GRID_PX)
+    cells = rng.permutation([(top + down, left + right) for down in inner for right in inner])
+    chosen = cells[: max(2, round(share * len(cells)))].tolist()
+    for (y, x), (from_y, from_x) in zip(chosen, [*chosen[1:], chosen[0]], strict=True):
+        pixels[y : y + GRID_PX, x : x + GRID_PX] = truth[from_y : from_y + GRID_PX, from_x : from_x + GRID_PX]
+    return pixels
+
+
+def test_shredded_objects_are_rejected() -> None:
+    rng = np.random.default_rng(0)
+    faces = [Scene((Placed(name, 72, 64, 64),), "light blue") for name in ("fox", "cat", "panda", "owl", "lion")]
+    assert [scene.names for scene in faces if check(shredded(scene, 0.3, rng), scene).exact] == []
+    chosen = of_kind("two objects", 20)
+    # what is of one colour inside, such as a lemon, stays itself
+    assert sum(check(shredded(scene, 0.5, rng), scene).exact for scene in chosen) <= 5
+
+
+def test_confetti_all_over_is_no_background() -> None:
+    rng = np.random.default_rng(0)
+    for scene in ALL_KINDS:
+        confetti = rng.normal(0, 20, (16, 16, 3)).repeat(GRID_PX, axis=0).repeat(GRID_PX, axis=1)
+        verdict = check(np.clip(render(scene) + confetti, 0, 255).astype(np.uint8), scene)
+        assert not verdict.background
 
 
 def test_a_half_painted_object_more_is_a_surplus() -> None:

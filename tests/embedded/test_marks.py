@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from itertools import islice
 
@@ -31,6 +32,11 @@ TWINS = Scene((Placed("cat", PAIR_PX, 32, 64), Placed("cat", PAIR_PX, 96, 64)), 
 
 def judged(asked: Scene, shown: Scene) -> Judged:
     return asked, check(render(shown), asked)
+
+
+def test_the_held_out_list_is_the_one_that_all_published_marks_are_of() -> None:
+    digest = hashlib.sha256(repr(held_out(300)).encode()).hexdigest()
+    assert digest == "a04b621676ede0fd3014b119438c770a79c9fa8cc8518582af637f68d7c5c2e7"
 
 
 def test_every_category_has_held_out_scenes_and_every_scene_its_kind_and_background() -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import random
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL
+from safetensors.torch import load_file
 from transformers import CLIPTokenizer
 
+from diffserve.embedded import train
 from diffserve.embedded.captions import caption, loose_caption
 from diffserve.embedded.denoiser_training import (
     FINISH_SHARE,
@@ -36,6 +39,7 @@ from diffserve.embedded.vae_training import LATENT_CHANNELS, build_vae, train_va
 from diffserve.embedded.world import OBJECTS, scenes
 from diffserve.errors import ConfigError
 from diffserve.images import decode_image
+from diffserve.runtime.manifest import NOT_COVERED
 from diffserve.runtime.preview_decoder import PreviewDecoder
 
 SINGLE = ("one object", "plain")
@@ -66,6 +70,21 @@ def test_the_learning_rate_warms_up_stays_and_falls() -> None:
     assert rates[100:500] == pytest.approx([1.0] * 400)
     assert rates[500:] == sorted(rates[500:], reverse=True)
     assert rates[-1] < 0.02
+
+
+def test_a_stage_with_a_budget_of_time_ends_with_it_at_a_low_rate(tmp_path: Path) -> None:
+    settings = TrainSettings(1000, 1, 1.0, warmup=1, decay_share=0.5, max_seconds=60)
+    assert [rate_factor(10, settings, seconds) for seconds in (0, 30, 45, 60)] == pytest.approx([1, 1, 0.505, 0.01])
+    assert rate_factor(999, settings, 1) < 0.02
+    net = torch.nn.Linear(3, 3)
+    run = Run("tiny", net, settings, tmp_path)
+    for iteration in run.iterations():
+        run.seconds += 20  # as if it had taken so long
+        run.step(net(torch.ones(1, 3)).square().sum())
+        assert iteration < 3
+    assert run.iteration == 3
+    assert (tmp_path / "tiny.pt").is_file()
+    assert json.loads((tmp_path / "tiny.json").read_text())["iterations_done"] == 3
 
 
 def test_stratified_timesteps_cover_the_range_once_each() -> None:
@@ -234,6 +253,28 @@ def test_a_few_iterations_of_the_denoiser_lower_the_loss(tokenizer: CLIPTokenize
     assert fingerprint(again) == fingerprint(finished)
     with pytest.raises(ConfigError, match=r"finish\.pt was made from other weights"):
         finish_denoiser(finished, settings, tmp_path, data, tokenizer)
+
+
+@pytest.mark.slow
+def test_a_leg_from_the_shipped_weights_keeps_their_autoencoder_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    shipped = Path(train.__file__).parent / "weights"
+    leg = partial(train.tune, tmp_path, "cpu", batch=4, num_scenes=24, look_every=100)
+    leg(iterations=1, start=shipped)
+    made = tmp_path / "weights"
+    kept = {path.relative_to(shipped).as_posix() for path in shipped.rglob("*.*")} - NOT_COVERED | {"world.json"}
+    assert {path.relative_to(made).as_posix() for path in made.rglob("*.*")} == kept
+    for part, is_kept in {"vae": True, "text_encoder": False, "unet": False}.items():
+        (before, after) = (load_file(next((root / part).glob("*.safetensors"))) for root in (shipped, made))
+        assert set(before) == set(after)
+        assert all(torch.equal(before[name], after[name]) for name in before) == is_kept, part
+    # one iteration at a rate that warms up is no leap: what was learnt is still there
+    change = max(float((before[name] - after[name]).abs().max()) for name in before)
+    assert 0 < change < 0.01
+    first = torch.load(tmp_path / "tune.pt", weights_only=True)
+    leg(iterations=2)
+    second = torch.load(tmp_path / "tune.pt", weights_only=True)
+    assert [first["iteration"], second["iteration"]] == [1, 2]
+    assert first["made_from"] == second["made_from"] != ""
 
 
 @torch.inference_mode()

@@ -26,6 +26,7 @@ from diffserve.embedded.vae_training import LATENT_CHANNELS, build_vae
 from diffserve.embedded.world import scenes
 from diffserve.engine import Engine
 from diffserve.runtime import load_model
+from diffserve.runtime.manifest import MANIFEST_FILE
 from diffserve.types import GenerationRequest
 
 EMBEDDED = Path(diffserve.embedded.__file__).parent
@@ -234,9 +235,10 @@ def turbo() -> Engine:
 @ships
 def test_the_shipped_student_is_a_sixteen_bit_lora_of_at_most_twelve_megabytes() -> None:
     files = sorted(path.relative_to(TURBO).as_posix() for path in TURBO.rglob("*") if path.is_file())
-    assert files == ["adapter.json", "pytorch_lora_weights.safetensors", "scheduler/scheduler_config.json"]
+    weights = "pytorch_lora_weights.safetensors"
+    assert files == ["adapter.json", MANIFEST_FILE, weights, "scheduler/scheduler_config.json"]
     assert sum((TURBO / name).stat().st_size for name in files) <= 12_000_000
-    with safe_open(TURBO / files[1], framework="np") as tensors:
+    with safe_open(TURBO / weights, framework="np") as tensors:
         assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"F16"}  # noqa: SIM118
 
 

@@ -6,16 +6,20 @@ import json
 import statistics
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 
 import diffserve.embedded
-from diffserve.embedded.checker import read_picture
+from diffserve.embedded.checker import check, read_picture
 from diffserve.embedded.marks import mark, paint_held_out
 from diffserve.embedded.part_marks import preview_db, round_trip_db, times_cheaper
 from diffserve.embedded.range_marks import background_kept_away
+from diffserve.embedded.render import render
+from diffserve.embedded.world import scenes
 from diffserve.engine import Engine
 from diffserve.types import GenerationRequest
 
@@ -48,7 +52,8 @@ def test_no_shipped_file_names_a_place_on_the_machine_it_was_made_on() -> None:
 def test_the_published_marks_belong_to_these_weights_and_reach_their_mark(engine: Engine) -> None:
     published = json.loads(MARKS.read_text(encoding="utf-8"))
     assert published["digest"] == engine.info.digest
-    assert published["num_steps"] == 30
+    info = engine.info
+    assert (published["sampler"], published["num_steps"]) == (info.default_sampler, info.default_num_steps)
     assert published["marks"]["all"]["count"] == 300
     assert published["marks"]["all"]["exact_share"] >= 0.88
 
@@ -56,8 +61,8 @@ def test_the_published_marks_belong_to_these_weights_and_reach_their_mark(engine
 @pytest.mark.parametrize(
     ("category", "part", "share"),
     [
-        ("one object", "exact", 0.98), ("all", "background", 0.98), ("two objects", "objects", 0.92),
-        ("two objects", "relation", 0.90),
+        ("one object", "exact", 0.85), ("two objects", "exact", 0.95), ("three objects", "exact", 0.90),
+        ("between", "exact", 0.90), ("all", "background", 0.98), ("two objects", "relation", 0.90),
     ],
 )  # fmt: skip
 def test_the_published_marks_reach_theirs_in_every_part(category: str, part: str, share: float) -> None:
@@ -76,7 +81,7 @@ def test_the_parts_reach_their_marks(engine: Engine) -> None:
     assert published["round_trip_db"] >= 30
     assert published["preview"]["times_cheaper"] >= 10
     assert published["checker_ms"] <= 50
-    assert published["seconds"]["20 steps"] <= 2
+    assert published["seconds"]["25 steps"] <= 2
 
 
 def test_the_other_canvases_give_sensible_pictures() -> None:
@@ -92,6 +97,20 @@ def test_a_sample_confirms_what_is_published_of_the_parts(engine: Engine) -> Non
     assert statistics.mean(round_trip_db(model, 16)) == pytest.approx(published["round_trip_db"], abs=1)
     assert statistics.mean(preview_db(model, 16)) == pytest.approx(published["preview"]["psnr_db"], abs=1)
     assert times_cheaper(model) == pytest.approx(published["preview"]["times_cheaper"], abs=0.1)
+
+
+@pytest.mark.slow
+def test_what_the_autoencoder_gives_back_is_exact_and_what_it_decodes_with_noise_is_not(engine: Engine) -> None:
+    chosen = list(islice(scenes(123, held_out=True), 24))
+    vae, generator = engine.model.vae, torch.Generator().manual_seed(0)
+    exact = {0.0: 0, 1.0: 0}
+    for scene in chosen:
+        latents = vae.encode(render(scene)[None])
+        noise = torch.randn(latents.shape, generator=generator).to(latents)
+        for strength in exact:
+            exact[strength] += check(vae.decode(latents + strength * noise)[0], scene).exact
+    assert exact[0.0] == 24
+    assert exact[1.0] <= 1
 
 
 @pytest.mark.slow

@@ -1,0 +1,70 @@
+"""The scenes of the last leg, ``tune``: what people ask for first, and each caption with one layout where it can be.
+
+A caption that leaves open where things stand is a mean of many pictures to the denoiser, and what it paints of it now
+and then is two of them at once. So single objects stand near the middle, and what is named in a row stands in that row,
+from left to right. A scene that says less of where is still true of both, so all marks stay as they are.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Final
+
+from diffserve.embedded.world import CANVAS_PX, GRID_PX, SIZES_PX, Scene, scenes
+
+SHARES: Final = {
+    "plain": 0.30,
+    "small": 0.04,
+    "large": 0.07,
+    "high": 0.07,
+    "two objects": 0.20,
+    "count": 0.06,
+    "three objects": 0.13,
+    "between": 0.13,
+}
+"""How often each kind of scene is drawn, a single object's by its size."""
+MAX_DRIFT_PX: Final = (2 * GRID_PX, GRID_PX)
+"""How far (across, down) the centre of a single object of plain size may be from the canvas's."""
+
+
+def tuning_scenes(seed: int) -> Iterator[Scene]:
+    """An endless, seeded stream of training scenes by ``SHARES``, each of which :func:`suits`."""
+    rng = random.Random(seed)
+    streams = {name: _suiting(name, rng.getrandbits(32)) for name in SHARES}
+    while True:
+        yield next(streams[rng.choices(list(SHARES), weights=list(SHARES.values()))[0]])
+
+
+def _suiting(name: str, seed: int) -> Iterator[Scene]:
+    kind = "one object" if name in SIZES_PX else name
+    stream = scenes(seed, held_out=False, shares={kind: 1.0})
+    return (scene for scene in stream if suits(scene) and (name not in SIZES_PX or scene.size == name))
+
+
+def suits(scene: Scene) -> bool:
+    """Whether its objects stand where the shortest caption would have them."""
+    if scene.kind == "one object":
+        return scene.is_high or scene.size != "plain" or _is_central(scene)
+    if scene.kind == "between":
+        middle, *outer = scene.objects
+        return _reads_on((outer[0].x_px, middle.x_px, outer[1].x_px)) and _is_level(scene)
+    if scene.kind == "three objects":
+        return _reads_on([placed.x_px for placed in scene.objects]) and _is_level(scene)
+    if scene.relation == "next to":
+        return _reads_on([placed.x_px for placed in scene.objects])
+    return True
+
+
+def _is_central(scene: Scene) -> bool:
+    drift = (abs(at - CANVAS_PX / 2) for at in (scene.objects[0].x_px, scene.objects[0].y_px))
+    return all(one <= most for one, most in zip(drift, MAX_DRIFT_PX, strict=True))
+
+
+def _reads_on(places: list[int] | tuple[int, ...]) -> bool:
+    return list(places) == sorted(places)
+
+
+def _is_level(scene: Scene) -> bool:
+    heights = [placed.y_px for placed in scene.objects]
+    return max(heights) - min(heights) <= GRID_PX
