@@ -41,7 +41,7 @@ from diffserve.engine.conditioners import (
     image_specs,
     make_conditioner,
 )
-from diffserve.engine.groups import random_inputs
+from diffserve.engine.random_rows import random_inputs
 from diffserve.engine.task import GroupKey
 from diffserve.runtime import DiffusionModel, choose_device, load_model
 from diffserve.runtime.cross_attention import Contexts

@@ -16,6 +16,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any, Literal, NamedTuple, cast, get_type_hints
 
 import msgspec
 
+from diffserve.bounds import Between, check_bounds
 from diffserve.errors import ConfigError, InvalidRequest
 from diffserve.profiles import describe_model
 from diffserve.text_types import TextConfig
@@ -34,6 +36,22 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 TEXT_DTYPES = (*DTYPES, "int4")
 AUTO_STYLE = "auto"
 ENV_PREFIX = "DIFFSERVE_"
+_PUBLIC_URL = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+(?:/[A-Za-z0-9._~\-/]*)?")
+NOT_SETTINGS = ("DIFFSERVE_FAULTS",)
+"""Variables that are read elsewhere (``diffserve.engine.faults``)."""
+
+
+ENGINE_BOUNDS = {
+    "max_rows": Between(2, 256, "a guided image needs 2 rows in one tick, and no device gains by hundreds"),
+    "max_lanes": Between(1, 4096, "every image in flight keeps its latents and their history in memory"),
+    "max_waiting": Between(1, 100_000),
+    "max_prepares_per_tick": Between(1, 1024),
+    "max_decodes_per_tick": Between(1, 1024),
+    "ageing_rows_per_tick": Between(1e-6, 1e6, "without ageing long jobs starve"),
+    "trace_ticks": Between(1, 100_000),
+    "kv_pool_bytes": Between(1, 1 << 42),
+    "threads": Between(1, 1024),
+}
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,17 +61,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                            16 on a CPU and 32 elsewhere
     deterministic          True: an image's bytes do not depend on its neighbours; False: they may differ by rounding
                            (see ``Engine.tolerance``); "auto": True on a CPU, where it costs next to nothing
-    max_lanes              images in flight at once, running or preempted between two steps
+    max_lanes              images in flight at once, running or preempted between two steps; one more, and another for
+                           every eight of these, is kept for clients who have none in flight
     max_waiting            requests that may wait for a lane before :class:`~diffserve.errors.QueueFull`
     max_prepares_per_tick  newcomers whose text and init image are encoded in one tick, so that nobody stalls
     max_decodes_per_tick   finished latents turned into pictures in one tick
-    ageing_rows_per_tick   how fast waiting earns precedence: a job of N remaining rows is overtaken only by jobs that
-                           came within N / ageing_rows_per_tick ticks after it
+    ageing_rows_per_tick   how fast waiting earns precedence, in rows of the model's native size (a row of twice the
+                           pixels counts as two): a job of N remaining rows is overtaken only by jobs of the same client
+                           that came within N / ageing_rows_per_tick ticks after it
     trace_ticks            how many past ticks ``Engine.trace`` remembers
     cross_attention        "paged": the UNet's keys and values of every prompt are made once and kept in the page pool;
                            "plain": embeddings through diffusers' own attention at every step, and no pool
     kv_pool_bytes          size of the page pool, which a language model shares; ``None``: room for 64 different prompts
                            of one window, and for what the language model wants
+    threads                of the processor that a UNet call runs on; ``None``: what proves fastest, again and again, of
+                           torch's own number and fewer
+    cache_dir              where costs and digests are kept between two starts (see :mod:`diffserve.disk_cache`);
+                           "auto": the user's cache folder; "": nowhere
     """
 
     max_rows: int | None = None
@@ -66,25 +90,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trace_ticks: int = 256
     cross_attention: Literal["paged", "plain"] = "paged"
     kv_pool_bytes: int | None = None
+    threads: int | None = None
+    cache_dir: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.max_rows is not None and self.max_rows < 2:
-            raise ConfigError(
-                f"max_rows is {self.max_rows}; a guided image needs 2 rows in one tick, so 2 at least.",
-                param="max_rows",
-            )
-        for name in ("max_lanes", "max_waiting", "max_prepares_per_tick", "max_decodes_per_tick", "trace_ticks"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.", param=name)
-        if self.kv_pool_bytes is not None and self.kv_pool_bytes < 1:
-            raise ConfigError(
-                f"kv_pool_bytes is {self.kv_pool_bytes}; give the page pool's bytes, or auto.", param="kv_pool_bytes"
-            )
-        if not self.ageing_rows_per_tick > 0:
-            raise ConfigError(
-                f"ageing_rows_per_tick is {self.ageing_rows_per_tick}; it must be positive, or long jobs starve.",
-                param="ageing_rows_per_tick",
-            )
+        check_bounds(self, ENGINE_BOUNDS)
 
 
 class TextSettings(TextConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,20 +141,42 @@ class TextSettings(TextConfig, frozen=True, kw_only=True, forbid_unknown_fields=
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The ``[serve]`` table; seconds, bytes and pixels as the names say (see ``configs/serve.toml``).
 
-    page   whether browsers find a page at ``/``
+    allow_open          whether other machines may be let in although there are no keys
+    allowed_hosts       the names by which the server may be called; none: its own; "*": any
+    max_connections     how many clients may hold a connection at a time
+    page                whether browsers find a page at ``/``
+    public_url          where clients reach the server, for the URLs of pictures; "": as they named it
+    url_pictures_bytes  of pictures kept for their URLs; 0: none are
+    spare_engine        whether a second process stands by, its libraries imported, so that a lost engine is back sooner
+    hang_after_s        a tick of the engine counts as hanging, and the engine is started anew, after so many seconds
+                        and ten times what ticks take; so long an engine may be silent, too
+    debug               whether ``/debug/trace`` is there
+    max_backlog_s       seconds of work, at the measured pace and in fair shares, that a client may have here before it
+                        is refused, its largest request aside: that one is let in whole, however large
+    trusted_proxies     addresses whose X-Forwarded-For says who asks
     """
 
     host: str
     port: int
+    allow_open: bool
+    allowed_hosts: tuple[str, ...]
+    max_connections: int
     data_dir: str
     max_body_bytes: int
     request_timeout_s: float
     startup_timeout_s: float
     shutdown_timeout_s: float
+    hang_after_s: float
+    spare_engine: bool
     min_size_px: int
     max_size_px: int
+    max_backlog_s: float
+    trusted_proxies: tuple[str, ...]
     log_level: Literal["debug", "info", "warning", "error"]
     page: bool
+    public_url: str
+    url_pictures_bytes: int
+    debug: bool
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -152,8 +184,15 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if not self.host.strip():
             raise ConfigError("host is empty; give 127.0.0.1, or 0.0.0.0 for every interface.", param="host")
         _at_least(1, max_body_bytes=self.max_body_bytes, min_size_px=self.min_size_px)
+        _at_least(16, max_connections=self.max_connections)
         _at_least(self.min_size_px, max_size_px=self.max_size_px)
-        for name in ("request_timeout_s", "startup_timeout_s", "shutdown_timeout_s"):
+        _at_least(0, url_pictures_bytes=self.url_pictures_bytes)
+        if self.public_url and not _PUBLIC_URL.fullmatch(self.public_url):
+            raise ConfigError(
+                f"public_url is {self.public_url[:80]!r}; write it as https://paint.example.org, or leave it empty.",
+                param="public_url",
+            )
+        for name in ("request_timeout_s", "startup_timeout_s", "shutdown_timeout_s", "hang_after_s", "max_backlog_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} is {value}; it must be a positive number of seconds.", param=name)
@@ -256,6 +295,8 @@ def _convert(dotted: str, value: _Value) -> Any:
         return None
     if value.is_text and key == "good_sizes":
         raw = [size.split("x") for size in raw.replace(" ", "").split(",") if size]
+    if value.is_text and key in ("allowed_hosts", "trusted_proxies"):
+        raw = [name.strip() for name in raw.split(",") if name.strip()]
     try:
         return msgspec.convert(raw, _FIELDS[table][key], strict=not value.is_text)
     except msgspec.ValidationError as error:
@@ -316,8 +357,10 @@ def _file_values(path: Path, origin: str) -> Iterator[tuple[str, _Value]]:
         raise ConfigError(
             f"cannot read the configuration {str(path)!r}: {error.strerror}; give a TOML file or one of {choices}."
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # bad TOML, bad UTF-8, a number of thousands of digits
         raise ConfigError(f"{origin} is not valid TOML: {error}.") from None
+    except RecursionError:
+        raise ConfigError(f"{origin} is not valid TOML: it is nested too deeply.") from None
     for table, entries in tables.items():
         if table not in TABLES or not isinstance(entries, dict):
             raise ConfigError(f"{origin}: unknown table [{table}]; {_nearest(table, TABLES)}.")
@@ -332,7 +375,7 @@ def _env_layer(env: Mapping[str, str]) -> Iterator[tuple[str, _Value]]:
     for name in sorted(env):
         if name in known:
             yield known[name], _Value(env[name], name, is_text=True)
-        elif name.startswith(ENV_PREFIX):
+        elif name.startswith(ENV_PREFIX) and name not in NOT_SETTINGS:
             raise ConfigError(f"unknown environment variable {name}={env[name]!r}; {_nearest(name, known)}.")
 
 

@@ -9,6 +9,8 @@ DiffserveError
   DeadlineExceeded      the request's own deadline passed (504)
   NumericalError        the network gave a non-finite picture (500)
   EngineUnavailable     the engine is starting, draining or gone (503)
+
+Beside it stands DeviceLost, which nobody may catch and go on.
 """
 
 from __future__ import annotations
@@ -73,6 +75,14 @@ class NumericalError(DiffserveError):
 
 
 class EngineUnavailable(DiffserveError):
-    """The engine is not there to take work."""
+    """The engine is not there to take work; ``retry_after_s`` says when it should be, None where nobody knows."""
 
     default_code = "engine_unavailable"
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeviceLost(BaseException):
+    """The device computes nothing more in this process, which has to end. No Exception: nobody goes on after it."""

@@ -15,14 +15,14 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, PngImagePlugin
 
 from diffserve.errors import InvalidRequest
-from diffserve.infotext import SOFTWARE, shorten
+from diffserve.infotext import MAX_BYTES, SOFTWARE, check_length, shorten
 from diffserve.types import Picture
 
 ImageFormat = Literal["png", "jpeg", "webp"]
 MEDIA_TYPES: Final[dict[ImageFormat, str]] = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 SUFFIXES: Final[dict[str, ImageFormat]] = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 MAX_DECODED_PIXELS = 16_777_216
-MAX_EXIF_CHARS = 15_000  # an EXIF block holds 64 KiB, a character takes up to four bytes
+MAX_PNG_CHUNKS = 10_000
 DIGITAL_SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
 
 _PNG_COMPRESSION = 4  # a third of the time of the default 6, about 3 % more bytes
@@ -44,7 +44,9 @@ _XMP = f"""<?xpacket begin="\ufeff" id="W5M0MpCehiHzreSzNTczkc9d"?>
 def encode_image(
     picture: Picture, *, image_format: ImageFormat = "png", quality: int = 100, infotext: str | None = None
 ) -> bytes:
-    """``picture`` as a file. ``quality`` 0..100 matters for JPEG and WebP; ``infotext`` is what others read back."""
+    """``picture`` as a file. ``quality`` 0..100 matters for JPEG and WebP; ``infotext`` is what others read back,
+    shortened to ``infotext.MAX_BYTES``."""
+    infotext = None if infotext is None else shorten(infotext, MAX_BYTES)
     image = Image.fromarray(picture.array)
     file = BytesIO()
     if image_format == "png":
@@ -68,15 +70,17 @@ def image_format_of(path: Path) -> ImageFormat:
 
 
 def read_infotext(data: bytes) -> str | None:
-    """The A1111 ``parameters`` text in an image file, or ``None``. InvalidRequest where ``data`` is no such image."""
+    """The A1111 ``parameters`` text in an image file, or ``None``.
+
+    InvalidRequest where ``data`` is no such image, or the text is longer than ``infotext.MAX_BYTES``.
+    """
     image = _open(data, "image")
     text = image.info.get("parameters")
-    if isinstance(text, str):
-        return text
-    comment = image.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.UserComment)
-    if isinstance(comment, bytes) and comment.startswith(_COMMENT_PREFIX):
-        return comment.removeprefix(_COMMENT_PREFIX).decode("utf-16-be", errors="replace")
-    return None
+    if not isinstance(text, str):
+        text = _comment(image)
+    if text is not None:
+        check_length(text)
+    return text
 
 
 def decode_image(data: bytes, *, name: str = "image", max_pixels: int = MAX_DECODED_PIXELS) -> Picture:
@@ -106,20 +110,31 @@ def decode_mask(data: bytes, *, name: str = "mask", max_pixels: int = MAX_DECODE
     return Picture.from_array(np.where(repaint, 255, 0).astype(np.uint8))
 
 
-def resize(picture: Picture, width_px: int, height_px: int) -> Picture:
-    """``picture`` filling ``width_px`` x ``height_px``, by Lanczos; where the aspects differ the excess is cropped.
+def resize(picture: Picture, width_px: int, height_px: int, *, is_padded: bool = False) -> Picture:
+    """``picture`` filling ``width_px`` x ``height_px``, by Lanczos. Where the aspects differ the excess is cropped, or
+    with ``is_padded`` all of it is kept and its edges go on.
 
     A mask (one channel) takes the nearest pixel, so that it stays black and white.
     """
     if (picture.width_px, picture.height_px) == (width_px, height_px):
         return picture
-    scale = min(picture.width_px / width_px, picture.height_px / height_px)
-    keep_width, keep_height = width_px * scale, height_px * scale
+    ratios = (picture.width_px / width_px, picture.height_px / height_px)
+    if is_padded:
+        inner = (max(1, round(picture.width_px / max(ratios))), max(1, round(picture.height_px / max(ratios))))
+        return _pad(resize(picture, *inner), width_px, height_px)
+    keep_width, keep_height = width_px * min(ratios), height_px * min(ratios)
     left, top = (picture.width_px - keep_width) / 2, (picture.height_px - keep_height) / 2
     filter_ = Image.Resampling.NEAREST if picture.channels == 1 else Image.Resampling.LANCZOS
     box = (left, top, left + keep_width, top + keep_height)
     resized = Image.fromarray(picture.array).resize((width_px, height_px), filter_, box=box)
     return Picture.from_array(np.asarray(resized, dtype=np.uint8))
+
+
+def _pad(picture: Picture, width_px: int, height_px: int) -> Picture:
+    """``picture`` in the middle of ``width_px`` x ``height_px``, its outermost pixels repeated to the sides."""
+    across, along = width_px - picture.width_px, height_px - picture.height_px
+    margins = ((along // 2, along - along // 2), (across // 2, across - across // 2), (0, 0))
+    return Picture.from_array(np.pad(picture.array, margins[: picture.array.ndim], mode="edge"))
 
 
 def _png_text(infotext: str | None) -> PngImagePlugin.PngInfo:
@@ -135,9 +150,20 @@ def _exif(infotext: str | None) -> Image.Exif:
     exif = Image.Exif()
     exif[ExifTags.Base.Software] = SOFTWARE
     if infotext is not None:
-        comment = _COMMENT_PREFIX + shorten(infotext, MAX_EXIF_CHARS).encode("utf-16-be", errors="replace")
+        comment = _COMMENT_PREFIX + infotext.encode("utf-16-be", errors="replace")
         exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment] = comment
     return exif
+
+
+def _comment(image: Image.Image) -> str | None:
+    """The EXIF user comment, where it is in Unicode. InvalidRequest where the block cannot be read."""
+    try:
+        comment = image.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.UserComment)
+    except Exception as error:  # whatever a reader says of hostile bytes, the answer is the same
+        raise _damaged("image") from error
+    if not isinstance(comment, bytes) or not comment.startswith(_COMMENT_PREFIX):
+        return None
+    return comment.removeprefix(_COMMENT_PREFIX).decode("utf-16-be", errors="replace")
 
 
 def _load(data: bytes, name: str, max_pixels: int) -> Image.Image:
@@ -155,6 +181,8 @@ def _open(data: bytes, name: str, max_pixels: int = MAX_DECODED_PIXELS) -> Image
         raise InvalidRequest(
             f"{name} is not a PNG, JPEG or WebP file; send one of these three.", param=name, code="invalid_image"
         )
+    if kind == "PNG" and _has_too_many_chunks(data):
+        raise _damaged(name)
     try:
         image = Image.open(BytesIO(data), formats=(kind,))
     except Exception as error:
@@ -165,6 +193,16 @@ def _open(data: bytes, name: str, max_pixels: int = MAX_DECODED_PIXELS) -> Image
             f"{name} is {width}x{height}; at most {max_pixels} pixels are taken.", param=name, code="image_too_large"
         )
     return image
+
+
+def _has_too_many_chunks(data: bytes) -> bool:
+    """Whether the PNG in ``data`` is in more pieces than any tool makes: each costs time."""
+    at = 8
+    for _ in range(MAX_PNG_CHUNKS):
+        if at + 8 > len(data):
+            return False
+        at += 12 + int.from_bytes(data[at : at + 4], "big")
+    return True
 
 
 def _damaged(name: str) -> InvalidRequest:

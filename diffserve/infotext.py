@@ -2,18 +2,25 @@
 
 Grammar: the prompt on one or more lines; then, if there is a negative prompt, a line ``Negative prompt: ...``; then a
 last line of ``Key: value`` pairs. A value that holds a comma, a colon or a newline is a JSON string.
+
+Texts are written and read up to ``MAX_BYTES``, and reading takes time in proportion to their length.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 
 import msgspec
 
 from diffserve import __version__
+from diffserve.errors import InvalidRequest
 from diffserve.types import ImageResult
 from schedulers import SAMPLERS
+
+MAX_BYTES = 8192
+"""Of a whole text in UTF-8."""
 
 SOFTWARE = f"diffserve {__version__}"
 NEGATIVE = "Negative prompt: "
@@ -29,15 +36,21 @@ SCHEDULE_LABELS = {
 }
 
 _MIN_PAIRS = 3
-_json = json.JSONDecoder()
+_CUT = "…"
+_KEY = re.compile(r"\s*+([\w \-/]++):\s*+")
+_JSON_TEXT = re.compile(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"')
 
 
 class Infotext(msgspec.Struct, frozen=True, kw_only=True):
-    """A read ``parameters`` text: the two prompts and the pairs of the last line, values as text."""
+    """A read ``parameters`` text: the two prompts and the pairs of the last line, values as text.
+
+    is_shortened  the end of the prompts did not fit into the file
+    """
 
     prompt: str
     negative_prompt: str
     fields: dict[str, str]
+    is_shortened: bool = False
 
 
 def write_infotext(result: ImageResult, *, width_px: int, height_px: int) -> str:
@@ -68,7 +81,11 @@ def write_infotext(result: ImageResult, *, width_px: int, height_px: int) -> str
 
 
 def parse_infotext(text: str) -> Infotext:
-    """Read a ``parameters`` text as those tools do; a last line with fewer than three pairs belongs to the prompt."""
+    """Read a ``parameters`` text as those tools do; a last line with fewer than three pairs belongs to the prompt.
+
+    InvalidRequest where it is longer than ``MAX_BYTES``.
+    """
+    num_bytes = check_length(text)
     *lines, last = text.strip().split("\n")
     fields = _read_pairs(last)
     if len(fields) < _MIN_PAIRS:
@@ -80,19 +97,41 @@ def parse_infotext(text: str) -> Infotext:
             negative.append(line.removeprefix(NEGATIVE))
         else:
             (negative or prompt).append(line)
-    return Infotext(prompt="\n".join(prompt), negative_prompt="\n".join(negative), fields=fields)
+    is_shortened = num_bytes > MAX_BYTES - len(_CUT.encode()) and bool(lines) and lines[-1].endswith(_CUT)
+    return Infotext(
+        prompt="\n".join(prompt), negative_prompt="\n".join(negative), fields=fields, is_shortened=is_shortened
+    )
 
 
-def shorten(text: str, max_chars: int) -> str:
-    """``text`` within ``max_chars``: the prompts lose their end, the line of pairs stays whole, but for an original
-    prompt that is longer than half of ``max_chars``."""
-    if len(text) <= max_chars:
+def check_length(text: str) -> int:
+    """The bytes of ``text``; InvalidRequest where there are more than ``MAX_BYTES``."""
+    num_bytes = _num_bytes(text)
+    if num_bytes > MAX_BYTES:
+        raise InvalidRequest(
+            f"the parameters of this picture take {num_bytes} bytes; at most {MAX_BYTES} are read.",
+            param="parameters",
+            code="parameters_too_long",
+        )
+    return num_bytes
+
+
+def shorten(text: str, max_bytes: int) -> str:
+    """``text`` within ``max_bytes`` of UTF-8: the prompts lose their end, the line of pairs stays whole, but for an
+    original prompt that takes more than half of ``max_bytes``."""
+    if _num_bytes(text) <= max_bytes:
         return text
     head, _, last = text.rpartition("\n")
     fields = _read_pairs(last)
-    if len(fields.get(ORIGINAL, "")) > max_chars // 2:
+    if _num_bytes(fields.get(ORIGINAL, "")) > max_bytes // 2:
         last = _write_pairs({key: value for key, value in fields.items() if key != ORIGINAL})
-    return f"{head[: max(0, max_chars - len(last) - 2)]}…\n{last}"
+    end = f"{_CUT}\n{last}"
+    if not fields or _num_bytes(end) > max_bytes:  # no such line, or one that does not fit by itself
+        head, end = text, _CUT
+    return head.encode(errors="replace")[: max_bytes - _num_bytes(end)].decode(errors="ignore") + end
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode(errors="replace"))
 
 
 def _own_eta(sampler: str) -> float:
@@ -124,13 +163,11 @@ def _read_pairs(line: str) -> dict[str, str]:
     fields: dict[str, str] = {}
     at = 0
     while at < len(line):
-        colon = line.find(":", at)
-        key = line[at:colon].strip()
-        if colon < 0 or not key or not all(c.isalnum() or c in " -/_" for c in key):
+        key = _KEY.match(line, at)
+        if key is None or not key[1].strip():
             return {}
-        start = colon + 1 + (len(line[colon + 1 :]) - len(line[colon + 1 :].lstrip()))
-        value, end = _read_value(line, start)
-        fields[key] = value
+        value, end = _read_value(line, key.end())
+        fields[key[1].strip()] = value
         comma = line.find(",", end)
         at = len(line) if comma < 0 else comma + 1
     return fields
@@ -138,12 +175,10 @@ def _read_pairs(line: str) -> dict[str, str]:
 
 def _read_value(line: str, start: int) -> tuple[str, int]:
     """The value at ``start``, a JSON string or plain text up to the next comma, and where it ends."""
-    if line.startswith('"', start):
-        try:
-            value, end = _json.raw_decode(line, start)
-            return str(value), end
-        except ValueError:
-            pass
+    quoted = _JSON_TEXT.match(line, start)
+    if quoted is not None:
+        value = str(json.loads(quoted[0]))
+        return value.encode(errors="replace").decode(), quoted.end()  # halves of a surrogate pair stand for nothing
     comma = line.find(",", start)
     end = len(line) if comma < 0 else comma
     return line[start:end].strip(), end

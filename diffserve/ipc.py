@@ -16,6 +16,7 @@ import msgspec
 
 from diffserve.config import EngineConfig, TextSettings
 from diffserve.engine_stats import EngineStats
+from diffserve.errors import InvalidRequest
 from diffserve.rewrite_types import RewriteEvent, RewriteRequest
 from diffserve.text_types import LanguageModelInfo, TextEvent, TextRequest
 from diffserve.types import Event, GenerationRequest, ModelInfo, ModelProfile
@@ -25,11 +26,12 @@ MAX_FRAME_BYTES = 256 * 1024 * 1024
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The first command: which models to load and how to batch."""
+    """The first command: which models to load and how to batch. ``hang_after_s``: see ``config.ServeConfig``."""
 
     model: ModelProfile
     engine: EngineConfig
     text: TextSettings
+    hang_after_s: float
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -99,10 +101,30 @@ class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Pong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to the Ping of the same number; ``num_requests`` are waiting or being painted."""
+    """The answer to the Ping of the same number.
+
+    num_requests  are waiting or being painted
+    num_ticks     ticks that ended
+    tick_s        seconds that the running one has taken, 0 between two
+    patience_s    seconds that it may take
+    """
 
     number: int
     num_requests: int
+    num_ticks: int
+    tick_s: float
+    patience_s: float
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the running tick will not end any more."""
+        return self.tick_s > self.patience_s
+
+
+class Lost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The engine's last word: it ends because of ``reason``, and nothing that it holds will be finished."""
+
+    reason: str
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -121,7 +143,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 AnyEvent = Event | TextEvent | RewriteEvent
 Command = Load | Submit | SubmitText | SubmitRewrite | Cancel | Ping | ReadTrace | ReadStats
-Report = Ready | LoadFailed | Rejected | Pong | Trace | Stats | AnyEvent
+Report = Ready | LoadFailed | Lost | Rejected | Pong | Trace | Stats | AnyEvent
 
 _encoder = msgspec.msgpack.Encoder()
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
@@ -129,8 +151,11 @@ _reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
 
 
 def frame(message: Command | Report) -> bytes:
-    """``message`` as one frame."""
-    body = _encoder.encode(message)
+    """``message`` as one frame. InvalidRequest where it holds a number that no frame can."""
+    try:
+        body = _encoder.encode(message)
+    except OverflowError:
+        raise InvalidRequest(f"a number is larger than {2**64 - 1}; that is too large.") from None
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"a message of {len(body)} bytes is longer than a frame may be ({MAX_FRAME_BYTES} bytes).")
     return HEADER.pack(len(body)) + body

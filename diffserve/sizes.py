@@ -1,8 +1,10 @@
-"""From the size somebody asks for to the size the model paints well, and back. For the HTTP door and the command line.
+"""From the size somebody asks for to the size the model paints well, and back. For every door.
 
 Clients hard-code 512x512 and 1024x1024; a model does well only near the size it was trained at. So a size that the
 model does not do well is painted at the nearest it does, with the same aspect, and the picture is then resized to
-exactly what was asked.
+exactly what was asked. A small model may know its own aspects alone: then the nearest of them is painted, and its edges
+go on to the sides of another (of 36 captions at 2:1 the embedded model has 28 right so, 15 painted at 176x88, and 19
+cut out of 192x128).
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from collections.abc import Iterator
 import msgspec
 
 from diffserve.errors import InvalidRequest
-from diffserve.types import ModelInfo
+from diffserve.images import resize
+from diffserve.types import ModelInfo, Picture
 
 MIN_SIDE_PX = 64
 MAX_SIDE_PX = 2048
@@ -25,12 +28,18 @@ ASPECT_WEIGHT = 8.0
 
 
 class SizePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """``paint_*``: what the engine paints; ``width_px``, ``height_px``: what the caller gets (``images.resize``)."""
+    """``paint_*``: what the engine paints; ``width_px``, ``height_px``: what the caller gets (``deliver``).
+
+    is_trained  whether what is painted is a size that the model was trained at
+    is_padded   whether the edges go on where the aspects differ; they are cropped else
+    """
 
     paint_width_px: int
     paint_height_px: int
     width_px: int
     height_px: int
+    is_trained: bool = False
+    is_padded: bool = False
 
     @property
     def is_resized(self) -> bool:
@@ -42,10 +51,22 @@ class SizePlan(msgspec.Struct, frozen=True, kw_only=True):
         """One sentence for the caller when the picture is resized."""
         if not self.is_resized:
             return None
+        well = ", which this model does well," if self.is_trained else ""
+        sides = "padded at its edges and " if self.is_padded else ""
         return (
-            f"painted at {self.paint_width_px}x{self.paint_height_px}, which this model does well, "
-            f"and resized to {self.width_px}x{self.height_px}."
+            f"painted at {self.paint_width_px}x{self.paint_height_px}{well} "
+            f"and {sides}resized to {self.width_px}x{self.height_px}."
         )
+
+    def deliver(self, picture: Picture) -> Picture:
+        """What was painted, as the caller gets it."""
+        return resize(picture, self.width_px, self.height_px, is_padded=self.is_padded)
+
+
+def row_cost(info: ModelInfo, width_px: int, height_px: int) -> float:
+    """Work of a UNet row of that size, in rows of the native size: pixels over pixels."""
+    native_width_px, native_height_px = info.good_sizes[0]
+    return width_px * height_px / (native_width_px * native_height_px)
 
 
 def parse_size(text: str) -> tuple[int, int] | None:
@@ -68,8 +89,11 @@ def plan_size(
     *,
     min_side_px: int = MIN_SIDE_PX,
     max_side_px: int = MAX_SIDE_PX,
+    may_pad: bool = True,
 ) -> SizePlan:
     """Where the model of ``info`` paints a picture of ``size`` (width, height); ``None`` is its native size.
+
+    ``may_pad``: False where what is painted has to fill all of what is delivered, as a picture that is repainted does.
 
     Raises InvalidRequest when a side lies outside ``min_side_px`` .. ``max_side_px``; the model's good sizes are always
     taken.
@@ -81,17 +105,37 @@ def plan_size(
             param="size",
             code="invalid_size",
         )
-    paint_width, paint_height = (width, height) if _does_well(info, width, height) else _nearest(info, width, height)
-    return SizePlan(paint_width_px=paint_width, paint_height_px=paint_height, width_px=width, height_px=height)
+    pads = may_pad and info.other_aspects == "pad"
+    if (width, height) in info.good_sizes or (not pads and _does_well(info, width, height)):
+        paint_width, paint_height = width, height
+    else:
+        paint_width, paint_height = (_nearest_good if pads else _nearest)(info, width, height)
+    has_same_aspect = abs(math.log(paint_width / paint_height * height / width)) <= SAME_ASPECT
+    return SizePlan(
+        paint_width_px=paint_width,
+        paint_height_px=paint_height,
+        width_px=width,
+        height_px=height,
+        is_trained=(paint_width, paint_height) in info.good_sizes,
+        is_padded=pads and not has_same_aspect,
+    )
 
 
 def _does_well(info: ModelInfo, width: int, height: int) -> bool:
-    """Whether width x height is painted as it is: a good size, or on the grid with an area between the good ones'."""
-    if (width, height) in info.good_sizes:
-        return True
+    """Whether width x height is painted as it is: on the grid with an area between the good ones'."""
     areas = [w * h for w, h in info.good_sizes]
     on_grid = width % info.size_multiple_px == 0 and height % info.size_multiple_px == 0
     return on_grid and max(width, height) <= info.max_side_px and min(areas) <= width * height <= max(areas)
+
+
+def _nearest_good(info: ModelInfo, width: int, height: int) -> tuple[int, int]:
+    """The good size nearest in aspect, and among several of one aspect nearest in area."""
+
+    def misfit(size: tuple[int, int]) -> tuple[float, float]:
+        w, h = size
+        return round(abs(math.log(w / h * height / width)), 6), abs(math.log(w * h / (width * height)))
+
+    return min(info.good_sizes, key=misfit)
 
 
 def _nearest(info: ModelInfo, width: int, height: int) -> tuple[int, int]:

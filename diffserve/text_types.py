@@ -12,12 +12,14 @@ from typing import Literal
 
 import msgspec
 
+from diffserve.bounds import Between, check_bounds
 from diffserve.errors import ConfigError, InvalidRequest
 from diffserve.sampling_params import SamplingParams
 from diffserve.types import Cancelled, Failed
 
 MAX_TEXT_CHARS = 4_000_000
 MAX_PROMPT_TOKENS = 1_000_000
+MAX_TOKEN_ID = 2**31 - 1
 MAX_TEXTS = 64
 MAX_MESSAGES = 4096
 
@@ -89,8 +91,10 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "string_above_max_length",
         )
         _check(
-            len(self.token_ids) <= MAX_PROMPT_TOKENS and all(token_id >= 0 for token_id in self.token_ids),
-            f"token_ids are {len(self.token_ids)}; give at most {MAX_PROMPT_TOKENS}, each 0 or more.",
+            len(self.token_ids) <= MAX_PROMPT_TOKENS and all(
+                0 <= token_id <= MAX_TOKEN_ID for token_id in self.token_ids
+            ),
+            f"token_ids are {len(self.token_ids)}; give at most {MAX_PROMPT_TOKENS}, each 0 to {MAX_TOKEN_ID}.",
             "prompt",
         )
         _check(
@@ -225,6 +229,18 @@ class LanguageModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     weights_bytes: int
 
 
+TEXT_BOUNDS = {
+    "max_batch_tokens": Between(1, 1 << 20),
+    "max_sequences": Between(1, 4096),
+    "max_waiting": Between(1, 100_000),
+    "page_tokens": Between(1, 4096),
+    "num_draft_tokens": Between(0, 256),
+    "min_ngram": Between(1, 64),
+    "max_ngram": Between(1, 64),
+    "trace_ticks": Between(1, 100_000),
+}
+
+
 class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How texts are batched.
 
@@ -250,14 +266,11 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     trace_ticks: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_tokens", "max_sequences", "max_waiting", "page_tokens", "trace_ticks", "min_ngram"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.", param=name)
-        if self.num_draft_tokens < 0 or self.max_ngram < self.min_ngram:
+        check_bounds(self, TEXT_BOUNDS)
+        if self.max_ngram < self.min_ngram:
             raise ConfigError(
-                f"num_draft_tokens is {self.num_draft_tokens}, min_ngram {self.min_ngram}, max_ngram {self.max_ngram}; "
-                "ask for 0 or more draft tokens, and min_ngram at most max_ngram.",
-                param="num_draft_tokens",
+                f"max_ngram is {self.max_ngram} and min_ngram {self.min_ngram}; the longest is no shorter.",
+                param="max_ngram",
             )
 
 

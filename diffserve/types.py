@@ -9,23 +9,38 @@ from __future__ import annotations
 
 import math
 import uuid
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from diffserve.errors import InvalidRequest
+from diffserve.fewest_steps import FewestSteps
+from diffserve.vocabulary import World
 
 MAX_PROMPT_CHARS = 32_000
 MAX_IMAGES = 10
 MAX_SEED = 2**63 - 1
 MAX_GUIDANCE = 30.0
+MAX_STEPS = 1_000_000
+"""More than any model takes; its own bound is its training length."""
+
+OtherAspects = Literal["paint", "pad"]
 
 
 def _check(ok: bool, message: str, param: str, code: str = "invalid_value") -> None:
     if not ok:
         raise InvalidRequest(message, param=param, code=code)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can hold ``text``: not where bytes that are none were read as text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_number(value: float | None, name: str, low: float, high: float, hint: str = "") -> None:
@@ -118,6 +133,11 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             f"num_steps is {self.num_steps}; ask for at least 1 step.",
             "num_inference_steps",
         )
+        _check(
+            self.num_steps is None or self.num_steps <= MAX_STEPS,
+            f"num_steps is {str(self.num_steps)[:40]}; no model takes more than {MAX_STEPS} steps.",
+            "num_inference_steps",
+        )
         _check_number(self.eta, "eta", 0.0, 1.0)
         _check_number(self.guidance_scale, "guidance_scale", 0.0, MAX_GUIDANCE)
         _check_number(self.strength, "strength", 0.0, 1.0)
@@ -173,6 +193,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     preview_every         a Preview event each so many steps; 0: none
     rewriting             have the prompt rewritten first; ``None``: paint it as it is
     deadline_s            seconds after submit at which the work is given up
+    client                whose request it is, by any name: clients share the engine fairly; told to nobody
     """
 
     prompt: str
@@ -188,6 +209,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     return_latents: bool = False
     rewriting: RewriteOptions | None = None
     deadline_s: float | None = None
+    client: str = ""
     request_id: str = msgspec.field(default_factory=new_request_id)
 
     def __post_init__(self) -> None:
@@ -199,6 +221,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 name,
                 "string_above_max_length",
             )
+            _check(
+                text.isascii() or is_unicode(text),
+                f"{name} holds half of a character (a lone surrogate); give text that UTF-8 can hold.",
+                name,
+            )
         for name, size in (("width", self.width_px), ("height", self.height_px)):
             _check(size is None or size > 0, f"{name} is {size} px; it must be positive.", "size", "invalid_size")
         _check(
@@ -206,9 +233,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             f"n is {self.num_images}; ask for 1 to {MAX_IMAGES} images in one request.",
             "n",
         )
+        most = MAX_SEED + 1 - self.num_images
         _check(
-            self.seed is None or 0 <= self.seed <= MAX_SEED,
-            f"seed is {self.seed}; it must lie between 0 and {MAX_SEED}.",
+            self.seed is None or 0 <= self.seed <= most,
+            f"seed is {self.seed}; it must lie between 0 and {most}"
+            f"{f', for the last of {self.num_images} images has {self.num_images - 1} more' * (self.num_images > 1)}.",
             "seed",
         )
         _check(self.preview_every >= 0, f"preview_every is {self.preview_every}; 0 or more.", "preview_every")
@@ -358,6 +387,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     vae_factor    pixels per latent cell; sizes are multiples of ``size_multiple_px``
     good_sizes    (width, height) pairs that the model does well; the first is native
+    world         of a model that knows a closed one: what it can paint, and its words
+    other_aspects what becomes of a picture of another aspect than the good sizes have: see :class:`ModelProfile`
+    fewest_steps  from how many steps on each sampler paints right, where that was measured
     """
 
     model_id: str
@@ -380,6 +412,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     choice_reason: str
     num_parameters: int
     weights_bytes: int
+    world: World | None = None
+    other_aspects: OtherAspects = "paint"
+    fewest_steps: FewestSteps | None = None
 
 
 class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -390,7 +425,10 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     good_sizes       (width, height) in pixels that the model does well; the first is native; empty: the model's own
                      training size (``sample_size`` in its UNet's configuration)
     max_side_px      longest side that is painted directly
+    other_aspects    of another aspect than the good sizes have: "paint", at the nearest size of that aspect, or "pad",
+                     painted at the nearest good size, whose edges then go on to the sides
     sampler          any name a request may use; a sigma schedule may follow it ("DPM++ 2M Karras")
+    probe            at load, have the model denoise a known picture, and refuse it where it answers as another kind
     """
 
     model_id: str
@@ -403,6 +441,8 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     spacing: str
     good_sizes: tuple[tuple[int, int], ...]
     max_side_px: int
+    other_aspects: OtherAspects = "paint"
+    probe: bool = True
 
     @property
     def diffusion(self) -> DiffusionParams:

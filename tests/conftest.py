@@ -3,7 +3,10 @@ or started once a session. Tests that break or stop a server start their own."""
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +20,8 @@ SERVER_CONFIG = '[model]\ndtype = "float32"\n[engine]\nmax_rows = 8\n'
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="diffserve-tests-")  # nothing is known from an earlier run
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +40,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return build
 
 
+def unharmed(server: RunningServer) -> Iterator[RunningServer]:
+    """``server`` for a test, after which it is alive and idle, and has answered everybody all the time."""
+    num_stalls = server.num_stalls()
+    yield server
+    server.wait_until_ready()
+    server.wait_until_idle()
+    assert server.num_stalls() == num_stalls, "something kept the event loop for longer than 250 ms"
+
+
 @pytest.fixture(scope="session")
 def shared_server(
     tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
@@ -50,9 +64,7 @@ def shared_server(
 @pytest.fixture
 def server(shared_server: RunningServer) -> Iterator[RunningServer]:
     """The shared server, still alive and idle after each test."""
-    yield shared_server
-    shared_server.wait_until_ready()
-    shared_server.wait_until_idle()
+    yield from unharmed(shared_server)
 
 
 @pytest.fixture(scope="session")
@@ -73,24 +85,21 @@ def shared_text_server(
 @pytest.fixture
 def text_server(shared_text_server: RunningServer) -> Iterator[RunningServer]:
     """The shared server with a language model, still alive and idle after each test."""
-    yield shared_text_server
-    shared_text_server.wait_until_ready()
-    shared_text_server.wait_until_idle()
+    yield from unharmed(shared_text_server)
 
 
 @pytest.fixture(scope="session")
 def shared_page_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A ready server of the embedded model and its rewriter, with the page at ``/``."""
-    from tests.service.server import running_server
+    from tests.service.server import START_S, running_server, wait_for
 
     with running_server(Path("embedded"), tmp_path_factory.mktemp("page-server"), page=True) as server:
         server.wait_until_ready()
+        wait_for(lambda: server.status("/config") == 200, START_S, "the page")
         yield server
 
 
 @pytest.fixture
 def page_server(shared_page_server: RunningServer) -> Iterator[RunningServer]:
     """The shared server with the page, still alive and idle after each test."""
-    yield shared_page_server
-    shared_page_server.wait_until_ready()
-    shared_page_server.wait_until_idle()
+    yield from unharmed(shared_page_server)

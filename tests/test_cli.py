@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import re
 import subprocess
 import sys
@@ -82,6 +84,8 @@ def test_nothing_to_do_is_answered_with_the_help(run: Run) -> None:
         (["generate", "  "], "the prompt is empty; say what to paint."),
         (["generate", "a fox", "--steps", "0"], "--steps: num_steps is 0; ask for at least 1 step."),
         (["generate", "a fox", "--steps", "many"], "'--steps'"),
+        (["generate", "a fox", "--steps", "9" * 4000], "--steps: num_steps is 99999999999999999999"),
+        (["generate", "a fox", "--steps", "9" * 5000], "'--steps'"),
         (["generate", "a fox", "--sampler", "eular"], "'eular'"),
         (["generate", "a fox", "--sampler", "eular"], "dpmpp_2m, "),
         (["generate", "a fox", "--guidance", "99"], "guidance_scale is 99.0; it must lie between 0 and 30."),
@@ -101,6 +105,12 @@ def test_nothing_to_do_is_answered_with_the_help(run: Run) -> None:
         (["generate", "a fox", "-o", "/proc/fox.png"], "the folder '/proc'"),
         (["generate", "a fox", "--init", "no.png"], "cannot read --init 'no.png'"),
         (["generate", "a fox", "--mask", "."], "cannot read --mask '.'"),
+        (["generate", "a fox", "-n", "2", "-o", "-"], "-o - takes one picture and -n is 2;"),
+        (["generate", "a fox", "--quality", "ultra"], "--quality is 'ultra'; choose one of draft, standard, fine."),
+        (["generate", "a fox", "--quality", "fine", "--steps", "3"], "--quality is fine and --steps 3; they say"),
+        (["generate", "a", "fox", "on", "it's", "beach"], "the prompt came as 5 words; put it in quotes"),
+        (["rewrite", "two", "doggos"], "the wish came as 2 words; put it in quotes: diffserve rewrite 'two doggos'"),
+        (["generate", "\udcff\udcfe fox"], "prompt holds half of a character"),
         (["generate"], "Missing argument 'PROMPT'"),
         (["generate", "a fox", "--stpes", "3"], "No such option"),
         (["paint", "a fox"], "No such command 'paint'"),
@@ -151,6 +161,77 @@ def test_picture_is_painted_with_its_parameters_inside(run: Run, model: Path, tm
     assert "Seed: 7" in infotext
 
 
+class Stdin(io.TextIOWrapper):
+    """Standard input that says ``data``."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+
+
+def test_prompt_comes_by_standard_input_and_the_picture_leaves_by_standard_output(
+    model: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "diffserve", "generate", "-", "--model", str(model), "--steps", "1", "--seed", "7"]
+    done = subprocess.run(
+        [*command, "-o", "-"], input="\ufeffa fox,\nat night\n".encode(), capture_output=True, timeout=300, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    infotext = read_infotext(done.stdout)
+    assert infotext is not None
+    assert infotext.startswith("a fox,\nat night\n")
+    assert re.fullmatch(LAST_LINE.replace(r"(\S+)", "-"), done.stderr.decode().strip().splitlines()[-1])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "message"), [(b" \n", "standard input holds no prompt"), (b"\xff\xfe", "is not UTF-8 text")]
+)
+def test_standard_input_that_says_nothing_is_refused(
+    run: Run, monkeypatch: pytest.MonkeyPatch, said: bytes, message: str
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Stdin(said))
+    outcome = run("generate", "-")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert message in outcome.err
+
+
+def test_no_picture_is_thrown_at_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    with pytest.raises(InvalidRequest, match="standard output is a terminal"):
+        plan_outputs(Path("-"), "a fox", 1, overwrite=False)
+
+
+def test_quality_is_so_many_steps(run: Run, model: Path) -> None:
+    config = Path("two.toml")
+    config.write_text("[model]\nnum_steps = 2\n", encoding="utf-8")
+    for quality, steps in (("draft", 1), ("fine", 4)):
+        outcome = run("generate", "a fox", "--model", model, "--config", config, "--quality", quality, "-o", "fox.png")
+        assert f" {steps} steps of " in outcome.out, outcome.err
+
+
+@pytest.mark.slow
+def test_words_that_the_embedded_model_does_not_know_are_named_with_a_command_that_helps(run: Run) -> None:
+    outcome = run("generate", "an astronaut riding a horse", "--model", "embedded-turbo", "--steps", 1, "-o", "a.png")
+    assert outcome.code == 0
+    assert "was never taught 'astronaut', 'riding', 'horse'" in outcome.err
+    assert "note: in its own words: diffserve rewrite 'an astronaut riding a horse'\n" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("gen", "generate"), ("generate x --sampler dpm", "dpmpp_2m"), ("generate x --quality d", "draft")],
+)
+def test_shell_completes_commands_and_values(typed: str, offered: str) -> None:
+    words = f"diffserve {typed}"
+    env = os.environ | {
+        "_DIFFSERVE_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1),
+    }
+    done = subprocess.run([sys.executable, "-m", "diffserve"], env=env, capture_output=True, text=True, timeout=60)
+    assert offered in done.stdout.split(), done.stderr
+
+
 def test_progress_bar_moves_on_a_terminal(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
@@ -184,7 +265,7 @@ def test_several_pictures_are_numbered_and_the_second_is_the_next_seed(run: Run,
 def test_picture_has_exactly_the_size_that_was_asked_for(run: Run, model: Path, tmp_path: Path) -> None:
     outcome = run("generate", "a fox", "--model", model, "--steps", 1, "--size", "300x201", "-o", "fox.jpg")
     assert outcome.code == 0
-    assert re.search(r"^note: painted at \d+x\d+, .* resized to 300x201\.$", outcome.err, flags=re.MULTILINE)
+    assert re.search(r"^note: painted at \d+x\d+.* resized to 300x201\.$", outcome.err, flags=re.MULTILINE)
     with Image.open(tmp_path / "fox.jpg") as image:
         assert (image.format, image.size) == ("JPEG", (300, 201))
 

@@ -119,16 +119,22 @@ def test_auto_stays_auto_where_it_means_measure_it_and_is_none_for_a_number() ->
         ("[model]\ngood_sizes = [[128]]\n", "model.good_sizes is [[128]]"),
         ("[model]\ngood_sizes = [[0, 128]]\n", "every side must be 1 px or more"),
         ("[model]\nmax_side_px = 100\n", "max_side_px is 100; good_sizes holds a side of 192 px."),
-        ("[engine]\nmax_rows = 1\n", "max_rows is 1; a guided image needs 2 rows"),
+        ("[engine]\nmax_rows = 1\n", "max_rows is 1; it must lie between 2 and 256: a guided image needs 2 rows"),
+        ("[engine]\nmax_rows = 1_000_000\n", "max_rows is 1000000; it must lie between 2 and 256"),
+        ("[engine]\nmax_lanes = 1_000_000_000_000\n", "max_lanes is 1000000000000; it must lie between"),
+        ("[engine]\nageing_rows_per_tick = inf\n", "ageing_rows_per_tick is inf; it must lie between"),
+        ("[text]\nmax_batch_tokens = 1_000_000_000_000\n", "max_batch_tokens is 1000000000000; it must lie between"),
+        ("[text]\nmax_ngram = 3\nmin_ngram = 4\n", "max_ngram is 3 and min_ngram 4; the longest is no shorter."),
         ("[engine]\ndeterministic = 'maybe'\n", "engine.deterministic is 'maybe'"),
         ("[text]\ntime_share = 0\n", "text.time_share: time_share is 0.0; it must lie between 0 and 1"),
         ("[text]\ntime_share = nan\n", "time_share is nan"),
         ("[text]\ndtype = 'int2'\n", "text.dtype: dtype is 'int2'; choose one of auto, float32"),
         ("[text]\nrewriter_entropy = -1.0\n", "rewriter_entropy is -1.0; it must be a positive number"),
         ("[text]\nrewriter_style = ''\n", "rewriter_style is empty; give auto or a style's name."),
-        ("[text]\nmax_sequences = 0\n", "text.max_sequences: max_sequences is 0; it must be at least 1."),
+        ("[text]\nmax_sequences = 0\n", "text.max_sequences: max_sequences is 0; it must lie between 1 and 4,096."),
         ("[text]\nmodle = 'x'\n", "unknown key text.modle; did you mean model?"),
         ("[serve\n", "is not valid TOML"),
+        (f"a = {'[' * 5000}", "is not valid TOML: it is nested too deeply"),
     ],
 )
 def test_wrong_file_is_refused_with_its_name_its_key_and_its_value(tmp_path: Path, text: str, message: str) -> None:
@@ -149,6 +155,12 @@ def test_wrong_variable_is_refused_with_its_name() -> None:
 def test_wrong_option_is_refused_with_its_name() -> None:
     with pytest.raises(ConfigError, match=r"^--sampler: "):
         load_settings(env={}, flags={"model.sampler": Flag("--sampler", "eular")})
+
+
+def test_a_number_of_thousands_of_digits_is_refused_like_any_toml_that_is_none(tmp_path: Path) -> None:
+    file = user_file(tmp_path, f"[serve]\nport = {'9' * 5000}\n")
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        load_settings(config=str(file), env={})
 
 
 def test_missing_file_names_the_built_in_choices() -> None:

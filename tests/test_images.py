@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 import zlib
 from io import BytesIO
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from diffserve import infotext
 from diffserve.errors import InvalidRequest
 from diffserve.images import (
     DIGITAL_SOURCE_TYPE,
@@ -24,7 +26,7 @@ from diffserve.images import (
     read_infotext,
     resize,
 )
-from diffserve.infotext import SOFTWARE, parse_infotext, shorten, write_infotext
+from diffserve.infotext import MAX_BYTES, SOFTWARE, parse_infotext, shorten, write_infotext
 from diffserve.types import ImageResult, Picture, Timings
 
 FORMATS: tuple[ImageFormat, ...] = ("png", "jpeg", "webp")
@@ -120,14 +122,85 @@ def test_infotext_keeps_the_wish_that_was_rewritten(wish: str) -> None:
     assert 'Original prompt: "' in text
 
 
-def test_a_wish_that_fits_no_jpeg_is_left_out_of_it() -> None:
-    long = result(prompt="fox " * 100, original_prompt="wish " * 6000)
+@pytest.mark.parametrize("image_format", FORMATS)
+def test_a_wish_that_fits_no_file_is_left_out_of_it(image_format: ImageFormat) -> None:
+    long = result(prompt="fox " * 100, original_prompt="wish " * 1500)
     text = write_infotext(long, width_px=24, height_px=16)
     assert parse_infotext(text).fields["Original prompt"] == long.original_prompt
-    file = encode_image(long.picture, image_format="jpeg", infotext=text)
-    kept = read_infotext(file)
+    longer = text.replace("wish ", "wish wish ")
+    kept = read_infotext(encode_image(long.picture, image_format=image_format, infotext=longer))
     assert kept is not None
     assert (parse_infotext(kept).fields["Seed"], "Original prompt" in kept) == ("42", False)
+
+
+@pytest.mark.parametrize("image_format", FORMATS)
+@pytest.mark.parametrize(
+    "fields",
+    [{"prompt": "狐狸" * 16_000}, {"prompt": "a fox", "negative_prompt": "é" * 32_000}, {"prompt": "a\n" * 16_000}],
+    ids=["prompt", "negative", "lines"],
+)
+def test_what_is_written_can_be_read_and_says_that_its_prompt_lost_its_end(
+    image_format: ImageFormat, fields: dict[str, str]
+) -> None:
+    text = write_infotext(result(**fields), width_px=24, height_px=16)
+    kept = read_infotext(encode_image(gradient(), image_format=image_format, infotext=text))
+    assert kept is not None
+    assert MAX_BYTES - 4 < len(kept.encode()) <= MAX_BYTES
+    read = parse_infotext(kept)
+    assert read.is_shortened
+    assert read.fields["Seed"] == "42"
+    assert not parse_infotext(write_infotext(result(prompt="a fox…"), width_px=24, height_px=16)).is_shortened
+
+
+def hostile_png(text: bytes) -> bytes:
+    """A small picture whose ``parameters`` are ``text``, uncompressed."""
+    whole = encode_image(gradient())
+    return whole[:33] + png_chunk(b"tEXt", b"parameters\0" + text) + whole[33:]
+
+
+@pytest.mark.parametrize(
+    "pair",
+    ["k{i}: v, ", "k{i}:  " + " " * 8, 'k{i}: "\\q, ', 'k{i}: "a\\", ', 'k{i}: "\t, ', "k{i}: {{[, ", "k:", ", ", "k "],
+    ids=["pairs", "blanks", "bad-escapes", "open-quotes", "control", "brackets", "colons", "commas", "no-colon"],
+)
+def test_reading_pairs_takes_time_in_proportion_to_their_number(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(infotext, "MAX_BYTES", 100_000_000)
+
+    def seconds(num_pairs: int) -> float:
+        text = "".join(pair.replace("{i}", str(i)) for i in range(num_pairs))
+        taken_s = []
+        for _ in range(3):
+            started_s = time.thread_time()
+            parse_infotext(text)
+            taken_s.append(time.thread_time() - started_s)
+        return min(taken_s)
+
+    assert seconds(80_000) < 30 * max(seconds(8_000), 0.001)  # a hundredfold if it were quadratic
+
+
+def test_a_text_that_is_too_long_is_refused_at_once() -> None:
+    text = ", ".join(f"k{i}: v" for i in range(60_000)).encode()
+    started_s = time.thread_time()
+    with pytest.raises(InvalidRequest, match=r"take \d{6} bytes; at most 8192") as caught:
+        read_infotext(hostile_png(text))
+    assert caught.value.code == "parameters_too_long"
+    with pytest.raises(InvalidRequest, match="at most 8192"):
+        parse_infotext(text.decode())
+    assert time.thread_time() - started_s < 1.0  # it took ten seconds and more
+
+
+def test_the_longest_text_that_is_taken_is_read_whole() -> None:
+    prompt = "x" * (MAX_BYTES - len("\nSteps: 1, Seed: 2, Size: 3x3"))
+    text = f"{prompt}\nSteps: 1, Seed: 2, Size: 3x3"
+    assert read_infotext(hostile_png(text.encode())) == text
+    assert parse_infotext(text).prompt == prompt
+    with pytest.raises(InvalidRequest):
+        read_infotext(hostile_png(f"x{text}".encode()))
+
+
+def test_half_a_surrogate_pair_in_a_value_stands_for_nothing() -> None:
+    fields = parse_infotext('fox\nSteps: 1, Seed: 2, Model: "a\\ud800b", Other: "\\ud83e\\udd8a"').fields
+    assert (fields["Model"], fields["Other"]) == ("a?b", "🦊")
 
 
 @pytest.mark.parametrize(
@@ -170,8 +243,13 @@ def test_control_characters_never_reach_the_text() -> None:
 def test_shortening_keeps_the_line_of_pairs() -> None:
     text = "a" * 100 + "\nSteps: 1, Seed: 2, Size: 3x3"
     short = shorten(text, 60)
-    assert len(short) == 60
+    assert len(short.encode()) == 60
     assert short.endswith("…\nSteps: 1, Seed: 2, Size: 3x3")
+
+
+def test_a_text_without_pairs_is_shortened_too() -> None:
+    assert shorten("é" * 100, 60) == "é" * 28 + "…"
+    assert len(shorten("fox\n" + "Steps: 1, Seed: 2, Size: 3x3", 20).encode()) == 20
 
 
 @pytest.mark.parametrize("image_format", FORMATS)
@@ -287,6 +365,16 @@ def test_a_huge_size_is_refused_from_the_header(width: int, height: int) -> None
     data = b"\x89PNG\r\n\x1a\n" + header + png_chunk(b"IDAT", zlib.compress(b"\0")) + png_chunk(b"IEND", b"")
     with pytest.raises(InvalidRequest, match=r"too large|at most"):
         decode_image(data)
+
+
+def test_a_png_in_more_pieces_than_any_tool_makes_is_refused_at_once() -> None:
+    whole = encode_image(gradient())
+    bomb = whole[:33] + png_chunk(b"tEXt", b"k\0v") * 200_000 + whole[33:]
+    started_s = time.thread_time()
+    for read in (read_infotext, decode_image):
+        with pytest.raises(InvalidRequest, match="damaged or too large"):
+            read(bomb)
+    assert time.thread_time() - started_s < 0.5  # it took seconds
 
 
 def test_a_text_chunk_that_inflates_is_refused() -> None:

@@ -29,7 +29,7 @@ def ends() -> tuple[socket.socket, socket.socket]:
 def test_commands_arrive_whole_however_they_are_cut(ends: tuple[socket.socket, socket.socket]) -> None:
     settings = load_settings(env={})
     sent: list[ipc.Command] = [
-        ipc.Load(model=settings.model, engine=settings.engine, text=settings.text),
+        ipc.Load(model=settings.model, engine=settings.engine, text=settings.text, hang_after_s=60.0),
         ipc.Submit(request=GenerationRequest(prompt="a fox 🦊", init_image=PICTURE, seed=2**63 - 1)),
         ipc.Submit(request=GenerationRequest(prompt="a fox", rewriting=RewriteOptions(style="tags", force=True))),
         ipc.SubmitText(request=TextRequest(prompt="once 🦊", params=SamplingParams(stop=("\n",), logprobs=3))),

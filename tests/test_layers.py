@@ -22,7 +22,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MORTAR = (
     "types", "sampling_params", "text_types", "rewrite_types", "errors", "config", "profiles", "sizes", "images",
-    "infotext", "engine_stats", "ipc",
+    "infotext", "logs", "engine_stats", "ipc", "disk_cache", "quality", "vocabulary", "bounds", "pace",
+    "fewest_steps", "wait_policy",
 )  # fmt: skip
 FLOORS = {
     "schedulers": 0,
@@ -59,7 +60,7 @@ ONLY_IN = {
     "fastapi": ("diffserve.service", "tests"),
     "starlette": ("diffserve.service", "tests"),
     "uvicorn": ("diffserve.service", "tests"),
-    "httpx": ("diffserve.client", "tests"),
+    "httpx": ("diffserve.client", *OUTSIDE),
     "typer": ("diffserve.cli", "diffserve.embedded", "benchmarks"),
     "rich": ("diffserve.cli", "diffserve.embedded", "benchmarks"),
     "gradio": ("ui", "tests.ui"),
@@ -75,20 +76,25 @@ WITHOUT_TORCH = tuple(
     for name in (
         "admission",
         "buckets",
+        "fair_share",
+        "group_facts",
         "lanes",
         "metrics",
         "outcome_events",
         "plan",
         "request_scheduler",
+        "row_caps",
         "task",
+        "thread_choice",
         "time_share",
+        "waiting",
     )
 )
 """Scheduling policy is tested in milliseconds."""
 
 WITHOUT_ENGINE = tuple(
     f"diffserve.experiments.{name}"
-    for name in ("plan", "estimates", "summary", "front", "prompts", "series", "wording")
+    for name in ("axes", "plan", "estimates", "summary", "front", "prompts", "series", "wording")
 )
 """What a page needs of an experiment: it asks a server to paint."""
 

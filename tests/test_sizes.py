@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from diffserve.errors import InvalidRequest
 from diffserve.sizes import parse_size, plan_size
-from diffserve.types import ModelInfo
+from diffserve.types import ModelInfo, Picture
 
 EMBEDDED = ModelInfo(
     model_id="embedded",
@@ -59,10 +61,51 @@ def test_size_is_painted_at_the_nearest_the_model_does_well(
     assert (plan.warning is None) == (not plan.is_resized) == (asked is None or asked == painted)
 
 
-def test_warning_names_both_sizes() -> None:
+def test_warning_names_both_sizes_and_praises_only_what_was_trained() -> None:
     assert plan_size(EMBEDDED, (512, 512)).warning == (
         "painted at 128x128, which this model does well, and resized to 512x512."
     )
+    assert plan_size(EMBEDDED, (640, 480)).warning == "painted at 128x96 and resized to 640x480."
+
+
+PADDING = msgspec.structs.replace(EMBEDDED, other_aspects="pad")
+
+
+@pytest.mark.parametrize(
+    ("asked", "painted"),
+    [
+        ((256, 128), (192, 128)),
+        ((1920, 1080), (192, 128)),
+        ((64, 1024), (128, 192)),
+        ((640, 480), (192, 128)),
+        ((144, 144), (128, 128)),
+        ((600, 512), (128, 128)),
+    ],
+)
+def test_model_of_few_aspects_paints_the_nearest_and_pads(asked: tuple[int, int], painted: tuple[int, int]) -> None:
+    plan = plan_size(PADDING, asked)
+    assert (plan.paint_width_px, plan.paint_height_px) == painted
+    assert plan.is_trained
+    assert plan.is_padded == (asked != (144, 144))
+    assert plan.warning is not None
+    assert ("padded at its edges and resized" in plan.warning) == plan.is_padded
+
+
+def test_padding_keeps_all_of_the_picture_and_continues_its_edges() -> None:
+    plan = plan_size(PADDING, (256, 128))
+    pixels = np.random.default_rng(1).integers(0, 256, (128, 192, 3), dtype=np.uint8)
+    delivered = plan.deliver(Picture.from_array(pixels)).array
+    assert delivered.shape == (128, 256, 3)
+    assert np.array_equal(delivered[:, 32:-32], pixels)
+    assert np.array_equal(delivered[:, :32], np.repeat(pixels[:, :1], 32, axis=1))
+    tall = plan_size(PADDING, (128, 512)).deliver(Picture.from_array(pixels.transpose(1, 0, 2))).array
+    assert tall.shape == (512, 128, 3)
+    assert np.array_equal(tall[0], tall[100])
+
+
+def test_what_is_repainted_is_not_padded() -> None:
+    plan = plan_size(PADDING, (256, 128), may_pad=False)
+    assert (plan.paint_width_px, plan.paint_height_px, plan.is_padded) == (192, 96, False)
 
 
 @given(st.integers(64, 2048), st.integers(64, 2048))

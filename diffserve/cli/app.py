@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from diffserve import __version__
+from diffserve.cli.start import end_soon, own_process
 from diffserve.errors import DiffserveError
 
 EXIT_USER_ERROR = 2
@@ -21,10 +22,32 @@ _ClickException: type[Exception] = next(c for c in typer.BadParameter.__mro__ if
 app = typer.Typer(
     name="diffserve",
     help="Paint pictures from text, or serve those who want to.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _completion(choices: Iterable[str], typed: str) -> list[str]:
+    return [choice for choice in choices if choice.lower().startswith(typed.lower())]
+
+
+def _models(incomplete: str) -> list[str]:
+    from diffserve.config import PROFILES
+
+    return _completion(PROFILES, incomplete)
+
+
+def _samplers(incomplete: str) -> list[str]:
+    from schedulers import SAMPLERS
+
+    return _completion(SAMPLERS, incomplete)
+
+
+def _qualities(incomplete: str) -> list[str]:
+    from diffserve.quality import QUALITIES
+
+    return _completion(QUALITIES, incomplete)
+
 
 ModelOption = Annotated[
     str | None,
@@ -32,6 +55,7 @@ ModelOption = Annotated[
         "--model",
         help="embedded, embedded-turbo, sd15, sdxl, a diffusers folder or a .safetensors file.",
         metavar="MODEL",
+        autocompletion=_models,
     ),
 ]
 ConfigOption = Annotated[
@@ -42,7 +66,12 @@ DtypeOption = Annotated[str | None, typer.Option("--dtype", help="auto, float32,
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit. A user's mistake is one line on standard error and exit code 2."""
+    """Run the command line and exit. A user's mistake is one line on standard error and exit code 2.
+
+    ``arguments``: of a caller who goes on afterwards; None: the shell's, and the process is the command's own.
+    """
+    if arguments is None:
+        own_process()
     try:
         code = app(args=None if arguments is None else list(arguments), prog_name="diffserve", standalone_mode=False)
     except DiffserveError as error:
@@ -53,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = EXIT_INTERRUPTED
     except _ClickException as error:
         code = _refuse(error.format_message() if hasattr(error, "format_message") else str(error))
+    end_soon()
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -76,17 +106,29 @@ def root(
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to paint.", metavar="PROMPT")],
+    prompt: Annotated[
+        list[str], typer.Argument(help="What to paint, in quotes; - reads standard input.", metavar="PROMPT")
+    ],
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", help="File to write (.png .jpg .webp) or a folder; the prompt names it else."),
+        typer.Option(
+            "-o",
+            "--output",
+            help="File to write (.png .jpg .webp), a folder, or - for standard output; the prompt names it else.",
+        ),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a file that is there; otherwise the next free number is taken.")
     ] = False,
     model: ModelOption = None,
+    quality: Annotated[
+        str | None,
+        typer.Option("--quality", help="draft, standard or fine: how many steps.", autocompletion=_qualities),
+    ] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="Denoising steps.")] = None,
-    sampler: Annotated[str | None, typer.Option("--sampler", help="For example dpmpp_2m or 'Euler a'.")] = None,
+    sampler: Annotated[
+        str | None, typer.Option("--sampler", help="For example dpmpp_2m or 'Euler a'.", autocompletion=_samplers)
+    ] = None,
     guidance: Annotated[float | None, typer.Option("--guidance", help="Weight of the prompt; 1: none.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same picture.")] = None,
     negative: Annotated[str, typer.Option("--negative", help="What should not be in the picture.")] = "",
@@ -106,18 +148,22 @@ def generate(
 ) -> int:
     """Paint PROMPT into a file and say its seed, the time of a step and where it lies."""
     from diffserve.cli.generate import Order, run
+    from diffserve.cli.prompts import one_text
 
     order = Order(
-        prompt=prompt, output=output, overwrite=overwrite, negative=negative, size=size, num_images=num_images,
-        seed=seed, sampler=sampler, num_steps=steps, guidance_scale=guidance, eta=eta, init=init, strength=strength,
-        mask=mask,
+        prompt=one_text(prompt, command="generate"), output=output, overwrite=overwrite, negative=negative, size=size,
+        num_images=num_images, seed=seed, quality=quality, sampler=sampler, num_steps=steps, guidance_scale=guidance,
+        eta=eta, init=init, strength=strength, mask=mask,
     )  # fmt: skip
     return run(order, model=model, config=config, device=device, dtype=dtype)
 
 
 @app.command()
 def rewrite(
-    wish: Annotated[str, typer.Argument(help="What you would like to see, in your own words.", metavar="WISH")],
+    wish: Annotated[
+        list[str],
+        typer.Argument(help="What you would like to see, in your own words; - reads standard input.", metavar="WISH"),
+    ],
     num_prompts: Annotated[
         int, typer.Option("-n", help="How many prompts; the first is the likeliest.", metavar="N")
     ] = 1,
@@ -136,11 +182,13 @@ def rewrite(
     ] = None,
 ) -> int:
     """Rewrite WISH into prompts that an image model understands, one line each."""
+    from diffserve.cli.prompts import one_text
     from diffserve.cli.rewrite import Order, run
 
     order = Order(
-        wish=wish, num_prompts=num_prompts, model=model, style=style, seed=seed, is_streamed=stream, is_json=as_json
-    )
+        wish=one_text(wish, command="rewrite", name="wish"), num_prompts=num_prompts, model=model, style=style,
+        seed=seed, is_streamed=stream, is_json=as_json,
+    )  # fmt: skip
     return run(order, device=device or "auto", dtype=dtype or "auto")
 
 
@@ -148,9 +196,12 @@ def rewrite(
 def serve(
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option("--port", help="Port to listen on; 0: any free one.")] = None,
+    allow_open: Annotated[
+        bool | None, typer.Option("--allow-open", help="Let other machines in, though there are no keys yet.")
+    ] = None,
     config: ConfigOption = None,
     model: ModelOption = None,
-    data_dir: Annotated[str | None, typer.Option("--data-dir", help="Where the server keeps files (none yet).")] = None,
+    data_dir: Annotated[str | None, typer.Option("--data-dir", help="Where pictures lie for their URLs.")] = None,
     page: Annotated[bool | None, typer.Option("--page/--no-page", help="A page for browsers at /, or none.")] = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
@@ -162,6 +213,7 @@ def serve(
     flags = {
         "serve.host": Flag("--host", host),
         "serve.port": Flag("--port", port),
+        "serve.allow_open": Flag("--allow-open", allow_open),
         "serve.data_dir": Flag("--data-dir", data_dir),
         "serve.page": Flag("--page/--no-page", page),
         "model.device": Flag("--device", device),

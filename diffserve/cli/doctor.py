@@ -69,6 +69,9 @@ def _model(model: DiffusionModel) -> Iterable[tuple[str, str]]:
     yield "family", info.family + (" (inpainting)" if info.is_inpainting else "")
     yield "digest", info.digest
     yield "predicts", info.prediction_type
+    if model.plausibility is not None:
+        plausible = "" if model.plausibility.is_plausible else " (random, damaged or distilled weights)"
+        yield "error read as", f"{model.plausibility}{plausible}"
     yield "good sizes", " ".join(f"{width}x{height}" for width, height in info.good_sizes)
     yield "latents", f"{info.latent_channels} channels, {info.vae_factor} pixels a cell"
     yield "trained on", f"{info.train_timesteps} timesteps"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,11 +16,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from diffserve import types
-from diffserve.cli.outputs import plan_outputs, write_output
+from diffserve.cli.outputs import STDOUT, format_of, plan_outputs, write_output
+from diffserve.cli.start import import_libraries
 from diffserve.config import Flag, Settings, load_settings
 from diffserve.errors import InvalidRequest
-from diffserve.images import decode_image, decode_mask, encode_image, image_format_of, resize
+from diffserve.images import decode_image, decode_mask, encode_image, resize
 from diffserve.infotext import write_infotext
+from diffserve.quality import QUALITIES, is_quality, steps_of
 from diffserve.sizes import SizePlan, parse_size, plan_size
 
 if TYPE_CHECKING:
@@ -39,6 +43,7 @@ class Order:
     size: str
     num_images: int
     seed: int | None
+    quality: str | None
     sampler: str | None
     num_steps: int | None
     guidance_scale: float | None
@@ -58,9 +63,11 @@ def run(order: Order, *, model: str | None, config: str | None, device: str | No
         "model.guidance_scale": Flag("--guidance", order.guidance_scale),
     }
     settings = load_settings(model=model, config=config, flags=flags)
+    _check_quality(order)
     pictures = _read_pictures(order)
     draft = _request(order, settings, pictures, plan=None)
     files = plan_outputs(order.output, order.prompt, order.num_images, overwrite=order.overwrite)
+    is_piped = order.output == STDOUT
     console = Console(stderr=True, highlight=False)
     with console.status(f"loading {settings.model.path}"):
         engine = open_engine(settings)
@@ -68,17 +75,21 @@ def run(order: Order, *, model: str | None, config: str | None, device: str | No
         info = engine.info
         console.print(f"{info.model_id} on {info.device} in {info.dtype}: {info.choice_reason}", markup=False)
     plan = _plan(order, engine, draft.init_image)
-    request = _request(order, settings, pictures, plan=plan)
+    steps = None if order.quality is None else steps_of(order.quality, engine.info)
+    request = _request(order, settings, pictures, plan=plan, num_steps=steps)
     with _progress(console) as progress:
         lines, num_failed = _paint(engine, request, plan, files, progress)
+    if engine.info.world is not None and engine.info.world.unknown_words(order.prompt):
+        _note(console, f"in its own words: diffserve rewrite {shlex.quote(order.prompt)}")
     for line in lines:
-        print(line)
+        print(line, file=sys.stderr if is_piped else sys.stdout)
     return EXIT_FAILED if num_failed else 0
 
 
 def open_engine(settings: Settings) -> Engine:
     """The engine with the configured model; torch is imported here and not before."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import_libraries()
     from diffserve.engine import Engine
 
     model = settings.model
@@ -87,12 +98,28 @@ def open_engine(settings: Settings) -> Engine:
     )
 
 
+def _check_quality(order: Order) -> None:
+    if order.quality is None:
+        return
+    if not is_quality(order.quality):
+        raise InvalidRequest(
+            f"--quality is {order.quality!r}; choose one of {', '.join(QUALITIES)}.", param="--quality"
+        )
+    if order.num_steps is not None:
+        raise InvalidRequest(
+            f"--quality is {order.quality} and --steps {order.num_steps}; they say the same, give one of them.",
+            param="--quality",
+        )
+
+
 def _plan(order: Order, engine: Engine, init: types.Picture | None) -> SizePlan:
     size = parse_size(order.size)
-    if size is not None or init is None:
+    if init is None:
         return plan_size(engine.info, size)
+    if size is not None:
+        return plan_size(engine.info, size, may_pad=False)
     try:
-        return plan_size(engine.info, (init.width_px, init.height_px))
+        return plan_size(engine.info, (init.width_px, init.height_px), may_pad=False)
     except InvalidRequest as error:
         raise InvalidRequest(f"of --init, the {error.message} Give --size.", param="--init") from None
 
@@ -126,8 +153,12 @@ def _request(
     settings: Settings,
     pictures: tuple[types.Picture | None, types.Picture | None],
     plan: SizePlan | None,
+    num_steps: int | None = None,
 ) -> types.GenerationRequest:
-    """The engine's request; without ``plan`` a draft at the native size, built only to be checked early."""
+    """The engine's request; without ``plan`` a draft at the native size, built only to be checked early.
+
+    ``num_steps``: those of a quality; else as the settings say.
+    """
     init, mask = pictures
     width, height = (None, None) if plan is None else (plan.paint_width_px, plan.paint_height_px)
     if width is not None and height is not None:
@@ -146,7 +177,7 @@ def _request(
         mask_image=mask,
         diffusion=types.DiffusionParams(
             sampler=defaults.sampler,
-            num_steps=defaults.num_steps,
+            num_steps=num_steps or defaults.num_steps,
             spacing=defaults.spacing,
             eta=order.eta,
             guidance_scale=defaults.guidance_scale,
@@ -184,7 +215,7 @@ def _paint(
     for event in engine.stream(request):
         match event:
             case types.Accepted(warnings=warnings):
-                _note(progress, *([plan.warning] if plan.warning else []), *warnings)
+                _note(progress.console, *([plan.warning] if plan.warning else []), *warnings)
             case types.Progress(image_index=index, step_index=step, num_steps=num_steps):
                 steps_done[index] = step
                 done = sum(steps_done.values())
@@ -194,10 +225,10 @@ def _paint(
                 lines.append(_write(result, plan, files[result.image_index]))
             case types.ImageFailed(image_index=index, message=message):
                 num_failed += 1
-                _note(progress, f"image {index} failed: {message}")
+                _note(progress.console, f"image {index} failed: {message}")
             case types.Failed(message=message):
                 num_failed = request.num_images
-                _note(progress, f"nothing was painted: {message}")
+                _note(progress.console, f"nothing was painted: {message}")
             case _:
                 pass
     return lines, num_failed
@@ -205,9 +236,9 @@ def _paint(
 
 def _write(result: types.ImageResult, plan: SizePlan, file: Path) -> str:
     """Write one image, with how it was painted inside; the line to print about it."""
-    picture = resize(result.picture, plan.width_px, plan.height_px)
+    picture = plan.deliver(result.picture)
     infotext = write_infotext(result, width_px=plan.width_px, height_px=plan.height_px)
-    data = encode_image(picture, image_format=image_format_of(file), quality=JPEG_QUALITY, infotext=infotext)
+    data = encode_image(picture, image_format=format_of(file), quality=JPEG_QUALITY, infotext=infotext)
     write_output(file, data)
     timings = result.timings
     return (
@@ -216,6 +247,6 @@ def _write(result: types.ImageResult, plan: SizePlan, file: Path) -> str:
     )
 
 
-def _note(progress: Progress, *messages: str) -> None:
+def _note(console: Console, *messages: str) -> None:
     for message in messages:
-        progress.console.print(f"note: {message}", style="yellow", markup=False, soft_wrap=True)
+        console.print(f"note: {message}", style="yellow", markup=False, soft_wrap=True)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from diffserve.errors import InvalidRequest
-from diffserve.images import image_format_of
+from diffserve.images import ImageFormat, image_format_of
 
 MAX_NAME_CHARS = 48
+STDOUT = Path("-")
+"""One picture, a PNG, to standard output."""
 
 
 def plan_outputs(output: Path | None, prompt: str, num_images: int, *, overwrite: bool) -> list[Path]:
@@ -19,8 +22,12 @@ def plan_outputs(output: Path | None, prompt: str, num_images: int, *, overwrite
 
     ``output`` is a file, a folder, or ``None`` (a file named after the prompt, here). One image takes the name itself,
     more take name-1, name-2, ... A file that exists is never replaced unless ``overwrite``: the next free number is
-    taken. Raises InvalidRequest for an unknown suffix, a missing folder or one that cannot be written.
+    taken. ``STDOUT`` takes one image. Raises InvalidRequest for an unknown suffix, a missing folder or one that cannot
+    be written, and for a terminal.
     """
+    if output == STDOUT:
+        _check_stdout(num_images)
+        return [STDOUT]
     file = Path(name_after(prompt)) if output is None else output
     if file.is_dir():
         file = file / name_after(prompt)
@@ -39,8 +46,17 @@ def name_after(prompt: str) -> str:
     return f"{words or 'picture'}.png"
 
 
+def format_of(file: Path) -> ImageFormat:
+    """What is written into ``file``."""
+    return "png" if file == STDOUT else image_format_of(file)
+
+
 def write_output(file: Path, data: bytes) -> None:
     """Write ``data`` whole: a reader never sees half a picture. Raises InvalidRequest when the disk refuses."""
+    if file == STDOUT:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+        return
     temporary = file.with_name(f".diffserve-{os.getpid()}.part")  # short: the name itself may be as long as names get
     try:
         temporary.write_bytes(data)
@@ -57,6 +73,15 @@ def _candidates(file: Path, num_images: int) -> Iterator[Path]:
     while True:
         yield file.with_name(f"{file.stem}-{number}{file.suffix}")
         number += 1
+
+
+def _check_stdout(num_images: int) -> None:
+    if num_images > 1:
+        raise InvalidRequest(
+            f"-o - takes one picture and -n is {num_images}; give a folder, or a name to number.", param="output"
+        )
+    if sys.stdout.isatty():
+        raise InvalidRequest("-o - writes a picture, and standard output is a terminal; send it on.", param="output")
 
 
 def _check_folder(folder: Path) -> None:

@@ -16,9 +16,11 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from diffserve.cli.generate import open_engine
 from diffserve.config import Flag, Settings, load_settings
+from diffserve.errors import InvalidRequest
+from diffserve.experiments.axes import numbers, split_axis, whole_numbers
 from diffserve.experiments.conduct import SweepProgress, refuse_early, run_plan
 from diffserve.experiments.estimates import Measure
-from diffserve.experiments.plan import SweepPlan, numbers, split_axis, whole_numbers
+from diffserve.experiments.plan import MAX_PROMPTS, SweepPlan
 from diffserve.experiments.prompts import held_out_prompts, read_prompts
 from diffserve.experiments.report import SweepReport
 
@@ -94,6 +96,8 @@ def _plan(order: Order, settings: Settings) -> SweepPlan:
     prompts = order.prompts.strip()
     is_count = prompts.removeprefix("-").isdecimal()
     (count,) = whole_numbers(prompts, "--prompts") if is_count else (0,)
+    if count > MAX_PROMPTS:
+        raise InvalidRequest(f"--prompts is {count}; at most {MAX_PROMPTS} are painted.", param="prompts")
     default = (settings.model.guidance_scale,)
     return SweepPlan(
         samplers=split_axis(order.samplers, "--samplers"),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from diffserve import __version__
-from diffserve.embedded.checker import Wish
+from diffserve.embedded.checker import EDITION, Wish
 from diffserve.errors import InvalidRequest
 from diffserve.experiments import prompts as prompt_lists
 from diffserve.experiments.folder import refuse_folder, refuse_other_sweep
@@ -215,7 +215,12 @@ def _setup(engine: Engine, plan: SweepPlan, *, is_checked: bool) -> Mapping[str,
 
     info = engine.info
     return {
-        "versions": {"record": RECORD_VERSION, "network": NETWORK_VERSION, "diffserve": __version__},
+        "versions": {
+            "record": RECORD_VERSION,
+            "network": NETWORK_VERSION,
+            "checker": EDITION,
+            "diffserve": __version__,
+        },
         "torch": versions()["torch"],
         "weights": engine.model.digest,
         "dtype": info.dtype,

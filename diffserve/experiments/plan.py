@@ -13,6 +13,7 @@ from itertools import product
 import msgspec
 
 from diffserve.errors import InvalidRequest
+from diffserve.experiments.axes import shown
 from diffserve.types import MAX_SEED, DiffusionParams, GenerationRequest, ModelInfo
 from schedulers import SAMPLERS, ScheduleError, resolve_sampler
 
@@ -24,6 +25,10 @@ REFERENCE_SAMPLER = "ddim"
 REFERENCE_STEPS = 200
 MAX_PROMPTS = 2_000
 MAX_PICTURES = 10_000
+MAX_AXIS_VALUES = 100
+"""Of samplers, of steps and of guidance, each counted once."""
+
+MAX_SAMPLER_CHARS = 100
 TIMED_ROUNDS = 3
 """How often one image of each cell is painted alone, for its time."""
 
@@ -78,7 +83,8 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     first_seed       picture s of prompt p has the seed first_seed + p * num_seeds + s, whatever the cell
     reference_steps  DDIM steps of the converged picture
 
-    Raises :class:`InvalidRequest` for an empty axis, a value out of range, and a sampler that is not known.
+    Raises :class:`InvalidRequest` for an axis that is empty or too long, a value out of range, and a sampler that is
+    not known.
     """
 
     samplers: tuple[str, ...]
@@ -93,22 +99,26 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         for name in ("samplers", "steps", "guidance", "prompts"):
             if not getattr(self, name):
                 raise InvalidRequest(f"{name} is empty; a sweep needs at least one value on every axis.", param=name)
+        samplers, steps, guidance = set(self.samplers), set(self.steps), set(self.guidance)
+        for name, num in (("samplers", len(samplers)), ("steps", len(steps)), ("guidance", len(guidance))):
+            if num > MAX_AXIS_VALUES:
+                raise InvalidRequest(f"{name} has {num} values; at most {MAX_AXIS_VALUES} are compared.", param=name)
         _check_range("prompts", len(self.prompts), 1, MAX_PROMPTS)
         _check_range("seeds", self.num_seeds, 1, MAX_PICTURES // len(self.prompts))
         _check_range("seed", self.first_seed, 0, MAX_SEED - len(self.prompts) * self.num_seeds)
         _check_range("reference_steps", self.reference_steps, 1, None)
-        for text in self.samplers:
+        for text in sorted(samplers):
             canonical_sampler(text)
-        for steps, scale in product(self.steps, self.guidance):
-            DiffusionParams(num_steps=steps, guidance_scale=scale)
-        for prompt in self.prompts:
+        for num_steps, scale in product(sorted(steps), sorted(guidance)):
+            DiffusionParams(num_steps=num_steps, guidance_scale=scale)
+        for prompt in sorted(set(self.prompts)):
             GenerationRequest(prompt=prompt)
 
     @property
     def cells(self) -> tuple[Cell, ...]:
         """Every cell once: the few steps first, samplers of the same steps side by side."""
-        names = [canonical_sampler(text) for text in self.samplers]
-        chosen = product(sorted(set(self.steps)), self.guidance, names)
+        names = [canonical_sampler(text) for text in dict.fromkeys(self.samplers)]
+        chosen = product(sorted(set(self.steps)), dict.fromkeys(self.guidance), names)
         return tuple(dict.fromkeys(Cell(name, steps, float(scale)) for steps, scale, name in chosen))
 
     @property
@@ -172,6 +182,12 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 def canonical_sampler(text: str) -> str:
     """The name of a sampler as cells write it. Raises :class:`InvalidRequest` with the nearest known name."""
+    if len(text) > MAX_SAMPLER_CHARS:  # the nearest of a long one would take seconds
+        raise InvalidRequest(
+            f"sampler is {shown(text)}, which is not known; names have at most {MAX_SAMPLER_CHARS} characters.",
+            param="samplers",
+            code="unknown_sampler",
+        )
     try:
         name, sigma_schedule = resolve_sampler(text)
     except ScheduleError as error:
@@ -179,40 +195,10 @@ def canonical_sampler(text: str) -> str:
     return name if sigma_schedule is None else f"{name} {sigma_schedule}"
 
 
-def split_axis(text: str, name: str) -> tuple[str, ...]:
-    """The values of an axis written with commas. Raises :class:`InvalidRequest` where one is missing."""
-    values = tuple(part.strip() for part in text.split(","))
-    if not all(values):
-        what = "is empty" if not any(values) else f"is {text!r}, which leaves a value out"
-        raise InvalidRequest(f"{name} {what}; write values with commas between them.", param=name)
-    return values
-
-
-def whole_numbers(text: str, name: str) -> tuple[int, ...]:
-    """An axis of whole numbers: "5,10,20". Raises :class:`InvalidRequest` for anything else."""
-    values = split_axis(text, name)
-    for value in values:
-        if not value.removeprefix("-").isdecimal():
-            raise InvalidRequest(f"{name} has {value!r}, which is not a whole number.", param=name)
-    return tuple(int(value) for value in values)
-
-
-def numbers(text: str, name: str) -> tuple[float, ...]:
-    """An axis of numbers: "1,3,7.5". Raises :class:`InvalidRequest` for anything else."""
-    return tuple(_number(value, name) for value in split_axis(text, name))
-
-
-def _number(value: str, name: str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        raise InvalidRequest(f"{name} has {value!r}, which is not a number.", param=name) from None
-
-
 def _check_range(name: str, value: int, least: int, most: int | None) -> None:
     if value < least or (most is not None and value > most):
         reach = f"{least} or more" if most is None else f"between {least} and {most}"
-        raise InvalidRequest(f"{name} is {value}; it must be {reach}.", param=name)
+        raise InvalidRequest(f"{name} is {str(value)[:40]}; it must be {reach}.", param=name)
 
 
 def _ascending(plan: SweepPlan) -> Sequence[int]:

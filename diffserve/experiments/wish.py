@@ -2,7 +2,8 @@
 
 Every sentence that :func:`diffserve.embedded.captions.caption` can write is understood, with all its synonyms, and so
 are the objects or the background alone. A prompt outside that language is an error, never a guess: a metric that
-misreads its prompts measures nothing. "a fox and a cat" asks for one beside the other, as it does in the captions.
+misreads its prompts measures nothing. "a fox and a cat" asks for one beside the other, as it does in the captions;
+"a rocket above the mountains" for both, not for how high it is.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import difflib
 import re
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import chain
 
 from diffserve.embedded.captions import (
+    ABOVE_WORDS,
     COLOR_SYNONYMS,
     COLOR_WORDS,
     NUMBER_WORDS,
@@ -26,11 +27,13 @@ from diffserve.embedded.captions import (
     plural,
 )
 from diffserve.embedded.checker import Wish
+from diffserve.embedded.vocabulary import ARTICLES, caption_words
 from diffserve.embedded.world import COLORS, OBJECTS
 from diffserve.errors import InvalidRequest
 
-ARTICLES = ("a", "an", "the", "one")
 EXAMPLE = "a fox next to a cactus on the beach"
+MAX_PROMPT_CHARS = 300
+"""Longer than any caption; to understand a text takes time that grows faster than its length."""
 
 
 def parse_prompt(prompt: str) -> Wish:
@@ -38,6 +41,12 @@ def parse_prompt(prompt: str) -> Wish:
 
     Raises :class:`InvalidRequest` naming the words that are not understood.
     """
+    if len(prompt) > MAX_PROMPT_CHARS:
+        raise InvalidRequest(
+            f"the prompt {prompt[:40]!r}… cannot be checked: it has {len(prompt)} characters, and no caption has more "
+            f"than {MAX_PROMPT_CHARS}.",
+            param="prompt",
+        )
     words = " ".join(prompt.lower().split()).rstrip(" .!")
     for what, background in _without_background(words):
         if not what and background is not None:
@@ -84,7 +93,8 @@ def _noun(words: str) -> tuple[str, str | None] | None:
 @lru_cache(maxsize=1)
 def _backgrounds() -> dict[str, str]:
     """Every phrase for a background, the longest first."""
-    phrases = {phrase: place for place, phrases in PLACE_WORDS.items() for phrase in phrases}
+    wordings = (*PLACE_WORDS.items(), *ABOVE_WORDS.items())
+    phrases = {phrase: place for place, phrases in wordings for phrase in phrases}
     for color in COLORS:
         for synonym in COLOR_SYNONYMS.get(color, (color,)):
             for pattern in COLOR_WORDS:
@@ -122,17 +132,12 @@ def _patterns() -> tuple[tuple[str | None, re.Pattern[str]], ...]:
     )
 
 
-@lru_cache(maxsize=1)
-def _vocabulary() -> frozenset[str]:
-    patterns = chain(*RELATION_WORDS.values(), TOGETHER)
-    return frozenset(re.findall(r"[\w-]+", " ".join([*_backgrounds(), *_nouns(), *_counts(), *patterns, *OPENINGS])))
-
-
 def _what_is_wrong(prompt: str, words: str) -> str:
     start = f"the prompt {prompt!r} cannot be checked: "
-    unknown = [word for word in re.findall(r"[\w-]+", words) if word not in _vocabulary()]
+    known = caption_words()
+    unknown = [word for word in re.findall(r"[\w-]+", words) if word not in known]
     if not unknown:
         return f"{start}it says nothing that a caption says, or in another order; say it like {EXAMPLE!r}."
-    near = difflib.get_close_matches(unknown[0], _vocabulary(), n=3)
+    near = difflib.get_close_matches(unknown[0], sorted(known), n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"it holds {', '.join(OBJECTS)}."
     return f"{start}the picture world does not know {', '.join(unknown)}; {hint}"

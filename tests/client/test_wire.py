@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -211,3 +212,15 @@ def test_an_error_in_a_stream_is_raised_with_the_servers_sentence() -> None:
         pytest.raises(EngineUnavailable, match="the engine stopped"),
     ):
         list(client.generate_stream("a fox"))
+
+
+def test_a_long_event_in_small_pieces_is_put_together_once() -> None:
+    data = b"x" * 8_000_000
+    whole = b"data: " + data + b"\n\n"
+    parser = EventParser()
+    events: list[bytes] = []
+    started_s = time.thread_time()
+    for at in range(0, len(whole), 1000):
+        events += parser.feed(whole[at : at + 1000])
+    assert events == [data]
+    assert time.thread_time() - started_s < 1.0  # it took four seconds and more, in proportion to the square

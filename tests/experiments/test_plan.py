@@ -10,7 +10,9 @@ import msgspec
 import pytest
 
 from diffserve.errors import InvalidRequest
-from diffserve.experiments.plan import TIMED_ROUNDS, Cell, SweepPlan, numbers, split_axis, whole_numbers
+from diffserve.experiments import plan
+from diffserve.experiments.axes import numbers, split_axis, whole_numbers
+from diffserve.experiments.plan import TIMED_ROUNDS, Cell, SweepPlan
 from tests.engine.desk import INFO
 
 PROMPTS = ("a fox", "two apples", "a cat above a dog")
@@ -106,6 +108,8 @@ def test_a_plan_travels_as_json() -> None:
         ({"first_seed": -1}, "seed is -1"),
         ({"reference_steps": 0}, "reference_steps is 0; it must be 1 or more"),
         ({"prompts": ("a fox", " ")}, "prompt is empty"),
+        ({"steps": tuple(range(1, 102))}, "steps has 101 values; at most 100"),
+        ({"samplers": ("x" * 5000,)}, "at most 100 characters"),
     ],
 )
 def test_a_plan_that_cannot_be_painted_cannot_be_made(changes: dict[str, Any], named: str) -> None:
@@ -137,6 +141,10 @@ def test_axes_are_written_with_commas() -> None:
         ("5,,10", "leaves a value out"),
         ("5,ten", "'ten', which is not a whole number"),
         ("5.5", "'5.5', which is not a whole number"),
+        ("9" * 5000, "of 5000 digits; at most 18 are read"),
+        ("-" + "9" * 19, "of 19 digits; at most 18 are read"),
+        ("5," * 5000 + "5", "--steps has 10001 characters; at most 10000"),
+        ("x" * 5000, "x…', which is not a whole number"),
     ],
 )
 def test_an_axis_that_cannot_be_read_is_named(text: str, named: str) -> None:
@@ -153,3 +161,17 @@ def test_what_a_page_needs_of_a_sweep_loads_neither_torch_nor_the_engine() -> No
     code = f"import sys; {imports}; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_what_is_given_many_times_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[str] = []
+    look = plan.canonical_sampler
+
+    def watched(text: str) -> str:
+        looked_at.append(text)
+        return look(text)
+
+    monkeypatch.setattr(plan, "canonical_sampler", watched)
+    made = plan_of(samplers=("ddim",) * 100_000, steps=(5,) * 100_000, guidance=(3.0,) * 100_000)
+    assert made.cells == (Cell("ddim", 5, 3.0),)
+    assert len(looked_at) == 2

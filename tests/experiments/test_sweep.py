@@ -22,8 +22,10 @@ import pytest
 
 from diffserve.cli import main
 from diffserve.cli.sweep import lasting_interrupt
+from diffserve.embedded.checker import EDITION
 from diffserve.engine import Engine
 from diffserve.errors import InvalidRequest
+from diffserve.experiments import conduct
 from diffserve.experiments.conduct import SweepProgress, run_plan, sweep
 from diffserve.experiments.folder import PARTS
 from diffserve.experiments.metrics import FeatureNetwork, fidelity
@@ -250,6 +252,10 @@ def run_main(*arguments: object) -> int:
         (["--prompts", "no-such-file.txt"], "cannot read prompts from 'no-such-file.txt': No such file or directory."),
         (["--seeds", "0"], "seeds is 0"),
         (["--steps", "5,1001"], "steps has 1001"),
+        (["--steps", "9" * 5000], "of 5000 digits; at most 18 are read"),
+        (["--guidance", "9" * 5000], "guidance_scale is inf"),
+        (["--prompts", "9" * 5000], "of 5000 digits; at most 18 are read"),
+        (["--prompts", "999999999"], "--prompts is 999999999; at most 2000 are painted"),
         (["--reference-steps", "4000"], "reference_steps has 4000"),
         (["--prompts", "."], "cannot read prompts from '.': Is a directory."),
         (["--prompts", "empty"], "'empty' holds no prompts; write one a line."),
@@ -283,6 +289,18 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing_behind(
     assert "Traceback" not in error
     left = {str(file.relative_to(tmp_path)): file.read_text() for file in tmp_path.rglob("*") if file.is_file()}
     assert left == files
+
+
+def test_a_sweep_that_another_edition_of_the_checker_read_is_not_gone_on_with(
+    tiny: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = SweepPlan(
+        samplers=("ddim",), steps=(2,), guidance=(3.0,), prompts=("a fox",), num_seeds=1, reference_steps=3
+    )
+    run_plan(tiny, plan, tmp_path / "out")
+    monkeypatch.setattr(conduct, "EDITION", EDITION + 1)
+    with pytest.raises(InvalidRequest, match="holds a sweep with other versions"):
+        run_plan(tiny, plan, tmp_path / "out")
 
 
 def test_the_command_line_paints_and_ends_with_the_page(

@@ -22,6 +22,7 @@ from diffserve.embedded.checker import Wish
 from diffserve.embedded.world import BACKGROUNDS, KIND_SHARES, OBJECTS, scenes
 from diffserve.errors import InvalidRequest
 from diffserve.experiments import parse_prompt
+from diffserve.experiments.wish import MAX_PROMPT_CHARS
 
 
 @pytest.mark.parametrize("held_out", [False, True])
@@ -68,6 +69,9 @@ def test_every_wording_of_every_background_is_known_alone() -> None:
         ("there is a sun in between a house and a castle", Wish(("sun", "house", "castle"), "between")),
         ("a cat, a dog and a pig in a big city", Wish(("cat", "dog", "pig"), None, None, "city")),
         ("a red car on red", Wish(("car",), None, None, "red")),
+        ("a rocket above the mountains", Wish(("rocket",), None, None, "mountains")),
+        ("a rocket above a house in the mountains", Wish(("rocket", "house"), "above", None, "mountains")),
+        ("the sun over the sea", Wish(("sun",), None, None, "ocean")),
         ("3 ears of corn", Wish(("corn",) * 3)),
     ],
 )
@@ -110,3 +114,12 @@ def test_a_prompt_outside_the_language_is_refused_and_says_why(prompt: str, name
     with pytest.raises(InvalidRequest, match=named) as refused:
         parse_prompt(prompt)
     assert refused.value.param == "prompt"
+
+
+def test_what_is_longer_than_any_caption_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(1)
+    longest = max(len(caption(scene, rng)) for scene in islice(scenes(1, held_out=False), 2000))
+    assert 2 * longest < MAX_PROMPT_CHARS
+    monkeypatch.setattr("diffserve.experiments.wish._without_background", None)
+    with pytest.raises(InvalidRequest, match="it has 24000 characters, and no caption has more than 300"):
+        parse_prompt("a fox above " * 2000)

@@ -1,0 +1,178 @@
+"""Threads benchmark: a picture beside busy neighbours, on one thread, on all, and on as many as prove fastest.
+
+    python benchmarks/bench_threads.py
+    python benchmarks/bench_threads.py --loads 0,2 --rounds 9 --model /models/sd15
+
+A neighbour is a child process that computes and nothing else; it ends with this program, or by itself after ten
+minutes. Each arm is a process of its own, for how long threads spin is settled when torch is loaded. ``today`` is what
+torch does by itself: all cores, and the spinning that the OpenMP library is built with. The arms paint the same picture
+in turns, so that whatever else the machine does falls on all alike; each ratio is the median of the rounds'. The first
+picture after the neighbours have changed is told apart. One JSON document to stdout and to results/.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from diffserve.wait_policy import CHOSEN_BY_USER, bound_spinning
+
+ARMS = ("one", "all", "auto", "today")
+BURN_S = 600
+BURNER = f"import time\nend = time.monotonic() + {BURN_S}\nwhile time.monotonic() < end:\n    sum(range(10000))\n"
+
+
+class Arm:
+    """A process that paints when it is told to."""
+
+    def __init__(self, name: str, model: str, steps: int) -> None:
+        chosen = (*CHOSEN_BY_USER, "OMP_NUM_THREADS")
+        environment = {key: value for key, value in os.environ.items() if key not in chosen}
+        if name != "today":
+            bound_spinning(environment)
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--arm", name, "--model", model, "--steps", str(steps)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.about: dict[str, Any] = self._read()
+
+    def paint(self) -> dict[str, Any]:
+        """Paint a picture: its seconds, and the number of threads in use at its end."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("paint\n")
+        self.process.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        """Let the process end."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=60)
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"an arm ended with exit code {self.process.wait()}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+def serve_arm(name: str, model: str, steps: int) -> None:
+    """Be an arm: load, warm up, and paint for every line that comes."""
+    import torch
+
+    from benchmarks.report import head
+    from diffserve.config import EngineConfig
+    from diffserve.engine import Engine
+    from diffserve.types import DiffusionParams, GenerationRequest
+
+    threads = {"one": 1, "auto": None}.get(name, torch.get_num_threads())
+    engine = Engine.from_pretrained(model, config=EngineConfig(threads=threads))
+    engine.warm_up()
+    print(json.dumps(head("threads", Path(model).name, engine.info)), flush=True)
+    params = DiffusionParams(num_steps=steps, guidance_scale=3.0)
+    for _ in sys.stdin:
+        started_s = time.perf_counter()
+        engine.generate(GenerationRequest(prompt="a fox next to a cactus", seed=1, diffusion=params))
+        taken_s = time.perf_counter() - started_s
+        print(json.dumps({"s": taken_s, "threads": engine.num_threads}), flush=True)
+
+
+@contextmanager
+def burning(count: int) -> Iterator[None]:
+    """``count`` busy neighbours for the length of the block."""
+    burners = [subprocess.Popen([sys.executable, "-c", BURNER]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+
+
+def measure(arms: dict[str, Arm], load: int, rounds: int) -> dict[str, Any]:
+    """One point: all arms in turns beside ``load`` neighbours."""
+    names = list(arms)
+    with burning(load):
+        first = {name: arms[name].paint() for name in names}
+        turns: list[dict[str, dict[str, Any]]] = []
+        for index in range(rounds):
+            order = names[index % len(names) :] + names[: index % len(names)]
+            turns.append({name: arms[name].paint() for name in order})
+    return {
+        "neighbours": load,
+        "load_average": round(os.getloadavg()[0], 2),
+        "first_s": {name: round(told["s"], 3) for name, told in first.items()},
+        "s": {name: summary([turn[name]["s"] for turn in turns]) for name in names},
+        "threads_of_auto": [turn["auto"]["threads"] for turn in turns],
+        "auto_over_better_of_one_and_all": ratio(turns, "auto", ("one", "all")),
+        "auto_over_today": ratio(turns, "auto", ("today",)),
+    }
+
+
+def ratio(turns: Sequence[dict[str, dict[str, Any]]], name: str, others: Sequence[str]) -> float:
+    """Median over the rounds of ``name``'s seconds in those of whichever of ``others`` has the smaller median."""
+    best = min(others, key=lambda other: statistics.median(turn[other]["s"] for turn in turns))
+    return round(float(statistics.median(turn[name]["s"] / turn[best]["s"] for turn in turns)), 3)
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and most."""
+    return {
+        "median": round(statistics.median(values), 3),
+        "min": round(min(values), 3),
+        "max": round(max(values), 3),
+    }
+
+
+def main(
+    model: Annotated[str, typer.Option(help="embedded, or a diffusers directory.")] = "embedded",
+    loads: Annotated[str, typer.Option(help="Numbers of busy neighbours, with commas.")] = "0,1,2,9",
+    rounds: Annotated[int, typer.Option(help="Pictures of each arm at each load, after one that is told apart.")] = 7,
+    steps: Annotated[int, typer.Option(help="Steps of a picture.")] = 25,
+    arm: Annotated[str | None, typer.Option(hidden=True)] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+) -> None:
+    """Measure, and print one JSON document as the last line of stdout."""
+    if arm is not None:
+        serve_arm(arm, model, steps)
+        return
+    from benchmarks.report import RESULTS, write
+
+    with ExitStack() as stack:
+        arms = {}
+        for name in ARMS:
+            arms[name] = Arm(name, model, steps)
+            stack.callback(arms[name].close)
+        document = dict(arms["auto"].about)
+        options = f"--loads {loads} --rounds {rounds} --steps {steps}"
+        document["command"] = f"python benchmarks/bench_threads.py --model {Path(model).name} {options}"
+        document["points"] = []
+        info = document["model"]
+        name = f"threads-{info['id']}-{info['device'].replace(':', '')}-{info['dtype']}-{document['date'][:10]}.json"
+        for load in (int(part) for part in loads.split(",")):
+            point = measure(arms, load, rounds)
+            document["points"].append(point)
+            print(f"{load} neighbours: {point}", file=sys.stderr, flush=True)
+            write(document, out or RESULTS / name)
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    typer.run(main)

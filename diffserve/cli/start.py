@@ -1,0 +1,31 @@
+"""How a command starts: whether the process is its own, and the libraries it then imports leanly."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+from diffserve.wait_policy import bound_spinning
+
+_owns_process = False
+
+
+def own_process() -> None:
+    """Say that this process runs one command and nothing else."""
+    global _owns_process
+    _owns_process = True
+    bound_spinning(os.environ)
+
+
+def end_soon() -> None:
+    """Before this process ends: what it holds goes with it, and is not looked through for garbage first (0.8 s)."""
+    if _owns_process:
+        gc.freeze()
+
+
+def import_libraries() -> None:
+    """Before a model is loaded: torch and its friends, without what nobody here uses."""
+    if _owns_process:
+        from diffserve.runtime.lean_imports import import_lean
+
+        import_lean()

@@ -1,0 +1,61 @@
+"""The world of a model that knows a closed one: what it can paint, and every word that it was taught.
+
+``world.json`` in a model's directory says it; a model without such a file was taught more words than can be listed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from diffserve.errors import ModelLoadError
+
+WORLD_FILE = "world.json"
+MOST_NAMED = 6
+_WEIGHT = re.compile(r":\s*\d+(\.\d+)?\s*(?=[)\]])")  # of "(fox:1.3)"
+_WORD = re.compile(r"\w+(?:['’-]\w+)*")
+
+
+class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What can be asked for.
+
+    objects, places, colors   as a caption names them, in the order in which people may be shown them
+    words                     every word of every caption, in lower case
+    """
+
+    objects: tuple[str, ...]
+    places: tuple[str, ...]
+    colors: tuple[str, ...]
+    words: tuple[str, ...]
+
+    def unknown_words(self, prompt: str) -> tuple[str, ...]:
+        """Those of ``prompt`` that the model was never taught."""
+        return unknown_words(prompt, self.words)
+
+
+def unknown_words(prompt: str, words: Iterable[str]) -> tuple[str, ...]:
+    """The words of ``prompt``, in lower case and each once, that are not among ``words``."""
+    known = set(words)
+    said = dict.fromkeys(_WORD.findall(_WEIGHT.sub("", prompt.lower()).replace("_", " ")))
+    return tuple(word for word in said if word not in known and not known.issuperset(word.split("-")))
+
+
+def read_world(directory: Path) -> World | None:
+    """What ``world.json`` in ``directory`` says; ``None`` where there is none. Raises ModelLoadError."""
+    file = directory / WORLD_FILE
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=World)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise ModelLoadError(f"{file} cannot be read: {error}; mend or remove the file.") from None
+
+
+def told(model_id: str, words: tuple[str, ...]) -> str:
+    """The warning about ``words`` that ``model_id`` does not know."""
+    named = ", ".join(repr(word[:40]) for word in words[:MOST_NAMED])
+    more = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
+    return f"{model_id} was never taught {named}{more}, and paints without; have the prompt rewritten into its words."

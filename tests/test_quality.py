@@ -1,0 +1,50 @@
+"""One word for quality, and the same steps behind it at every door."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from diffserve.config import load_settings
+from diffserve.quality import QUALITIES, is_quality, quality_steps, steps_of
+from diffserve.service.capabilities import image_capabilities
+from diffserve.service.painting import Painting, plan_painting
+from diffserve.service.schemas import parse_body
+from tests.service.test_capabilities import INFO
+
+CONFIG = load_settings(env={}).serve
+
+
+def painting(**fields: Any) -> Painting:
+    return plan_painting(parse_body(json.dumps({"prompt": "a fox", **fields}).encode()), INFO, CONFIG, "img-1")
+
+
+@pytest.mark.parametrize(
+    ("word", "steps"),
+    [
+        ("draft", 12), ("low", 12), ("standard", 30), ("medium", 30), ("auto", 30), ("fine", 60), ("high", 60),
+        ("hd", 60), ("xhigh", 60), ("max", 60),
+    ],
+)  # fmt: skip
+def test_a_word_means_the_same_steps_in_the_api_as_in_what_the_page_is_told(word: str, steps: int) -> None:
+    assert is_quality(word)
+    assert steps_of(word, INFO) == steps
+    asked = painting(quality=word)
+    assert asked.request.diffusion.num_steps == (None if word == "auto" else steps)
+    assert (asked.quality, asked.warnings) == (word, ())
+    told = image_capabilities(INFO, CONFIG)["quality_steps"]
+    assert told == quality_steps(INFO)
+    if word in QUALITIES:
+        assert told[word] == steps
+
+
+def test_steps_that_are_given_win() -> None:
+    assert painting(quality="high", num_inference_steps=7).request.diffusion.num_steps == 7
+
+
+def test_an_unknown_word_is_named_with_the_choices() -> None:
+    (warning,) = painting(quality="ultra").warnings
+    assert '"ultra"' in warning
+    assert "draft, standard, fine" in warning

@@ -1,0 +1,69 @@
+"""What a model of a closed world knows, and what is said of words that it does not."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+
+from diffserve.embedded.captions import caption
+from diffserve.embedded.vocabulary import known_world, write_world
+from diffserve.embedded.world import scenes
+from diffserve.errors import ModelLoadError
+from diffserve.runtime.family import BUILT_IN
+from diffserve.vocabulary import MOST_NAMED, WORLD_FILE, World, read_world, told
+
+WORLD = known_world()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "unknown"),
+    [
+        ("an astronaut riding a horse", ("astronaut", "riding", "horse")),
+        ("four dogs", ("four",)),
+        ("Two DOGS on the Beach!", ()),
+        ("a (fox:1.3), [cactus] next to (a cat:0.8)", ()),
+        ("a fox, a fox and a wolf, wolf", ("wolf",)),
+        ("a fox-cactus and a were-wolf", ("were-wolf",)),
+        ("ein Fuchs 狐狸 🦊", ("ein", "fuchs", "狐狸")),
+        ("a_fox_on_the_beach", ()),
+        ("...", ()),
+    ],
+)
+def test_words_that_were_never_taught_are_found(prompt: str, unknown: tuple[str, ...]) -> None:
+    assert WORLD.unknown_words(prompt) == unknown
+
+
+def test_no_caption_holds_an_unknown_word() -> None:
+    rng = random.Random(3)
+    for scene in itertools.islice(scenes(3, held_out=True), 2000):
+        assert WORLD.unknown_words(caption(scene, rng)) == ()
+
+
+def test_the_shipped_weights_say_what_the_captions_say() -> None:
+    shipped = read_world(BUILT_IN["embedded"])
+    assert shipped == WORLD, "run diffserve.embedded.vocabulary.write_world on the weights"
+    assert (len(WORLD.objects), len(WORLD.places), len(WORLD.colors)) == (60, 8, 12)
+
+
+def test_file_that_is_no_world_is_named(tmp_path: Path) -> None:
+    assert read_world(tmp_path) is None
+    write_world(tmp_path)
+    assert read_world(tmp_path) == WORLD
+    (tmp_path / WORLD_FILE).write_text('{"objects": 1}')
+    with pytest.raises(ModelLoadError, match=r"world\.json"):
+        read_world(tmp_path)
+
+
+def test_warning_names_a_few_and_counts_the_rest() -> None:
+    words = tuple(f"word{number}" for number in range(MOST_NAMED + 2))
+    assert "'word0'" in told("embedded", words)
+    assert "and 2 more" in told("embedded", words)
+    assert len(told("embedded", ("x" * 30_000,))) < 200
+
+
+def test_every_word_is_lower_case_and_each_stands_once() -> None:
+    assert list(WORLD.words) == sorted({word.lower() for word in WORLD.words})
+    assert isinstance(WORLD, World)
