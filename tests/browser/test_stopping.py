@@ -37,7 +37,7 @@ def test_stop_frees_the_lane_half_way_and_the_page_paints_again(
     cancelled = ended(page_server, "cancelled")  # what finishes may be the probes of an estimate
     here = visit()
     start(here, LONG, count=2)
-    assert page_server.num_requests() == 1
+    page_server.wait_for_requests(1)
     here.press("stop")
     wait_for(lambda: page_server.num_requests() == 0, SOON_S, "the lane, long before a thousand steps are done")
     here.until_rested()
@@ -55,7 +55,7 @@ def test_a_closed_page_frees_the_lane_half_way(visit: Visitor, page_server: Runn
     cancelled = ended(page_server, "cancelled")  # what finishes may be the probes of an estimate
     here = visit()
     start(here, LONG)
-    assert page_server.num_requests() == 1
+    page_server.wait_for_requests(1)
     if way == "close":
         here.page.close()
     else:
@@ -69,7 +69,7 @@ def test_one_stops_and_the_other_finishes(visit: Visitor, page_server: RunningSe
     leaving, staying = visit(), visit()
     start(leaving, LONG, seed=1)
     start(staying, 150, seed=2)
-    assert page_server.num_requests() == 2
+    page_server.wait_for_requests(2)
     leaving.press("stop")
     leaving.until_rested()
     staying.until_rested()

@@ -66,8 +66,12 @@ class RunningServer:
         return int(float(counts["+Inf"]) - float(counts[f"{over_s:g}"]))
 
     def num_requests(self) -> int:
-        """How many requests the engine holds."""
+        """How many requests the engine holds; while it works, how many it held a moment ago."""
         return int(self.client.get("/debug/trace").json()["num_requests"])
+
+    def wait_for_requests(self, count: int) -> None:
+        """Wait until the engine holds exactly so many; TimeoutError when that does not come about."""
+        wait_for(lambda: self.num_requests() == count, 10.0, f"{count} requests in the engine")
 
     def wait_until_idle(self, patience_s: float = 30.0) -> None:
         """Wait for the last step of what was given up; AssertionError when something stays in the engine."""

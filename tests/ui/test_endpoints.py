@@ -180,7 +180,7 @@ def test_an_experiment_that_cannot_be_painted_says_why(page: Client, fields: dic
 @pytest.mark.parametrize("way", ["cancel", "close"])
 def test_a_script_that_gives_up_frees_the_lane(page: Client, page_server: RunningServer, way: str) -> None:
     job = page.submit(FOX, steps="1000", api_name="/generate")
-    wait_for(lambda: page_server.num_requests() == 1, SOON_S, "the request to be taken")
+    page_server.wait_for_requests(1)
     if way == "cancel":
         job.cancel()
     else:
