@@ -64,7 +64,9 @@ def image_format_of(path: Path) -> ImageFormat:
     """The format that ``path`` asks for by its suffix; InvalidRequest for any other suffix."""
     if path.suffix.lower() not in SUFFIXES:
         raise InvalidRequest(
-            f"{path.name!r} does not say what to write; end it in {', '.join(SUFFIXES)}.", param="output"
+            f"{path.name!r} does not say what to write; end it in {', '.join(SUFFIXES)}, "
+            "or name a folder that is there.",
+            param="output",
         )
     return SUFFIXES[path.suffix.lower()]
 
@@ -95,6 +97,13 @@ def decode_image(data: bytes, *, name: str = "image", max_pixels: int = MAX_DECO
         white = Image.new("RGBA", coloured.size, (255, 255, 255, 255))
         image = Image.alpha_composite(white, coloured)
     return Picture.from_array(np.asarray(image.convert("RGB"), dtype=np.uint8))
+
+
+def _in_eight_bits(image: Image.Image) -> Image.Image:
+    """A picture of 16 bits a pixel, which is grey, in 8; any other as it is. Pillow would cut off what is above 255."""
+    if not image.mode.startswith("I"):
+        return image
+    return Image.fromarray((np.asarray(image, dtype=np.uint32) >> 8).clip(0, 255).astype(np.uint8))
 
 
 def decode_mask(data: bytes, *, name: str = "mask", max_pixels: int = MAX_DECODED_PIXELS) -> Picture:
@@ -170,7 +179,7 @@ def _load(data: bytes, name: str, max_pixels: int) -> Image.Image:
     image = _open(data, name, max_pixels)
     try:
         image.load()
-        return ImageOps.exif_transpose(image)
+        return _in_eight_bits(ImageOps.exif_transpose(image))
     except Exception as error:  # whatever a decoder says of hostile bytes, the answer is the same
         raise _damaged(name) from error
 

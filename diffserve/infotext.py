@@ -66,6 +66,7 @@ def write_infotext(result: ImageResult, *, width_px: int, height_px: int) -> str
         "Size": f"{width_px}x{height_px}",
         "Model hash": result.model_digest.rpartition(":")[2][:10] or None,
         "Model": result.model,
+        "Denoising strength": None if result.strength is None else _number_text(result.strength),
         "Eta": None if result.eta == _own_eta(result.sampler) else _number_text(result.eta),
         "RNG": "CPU",
         "Spacing": result.spacing,

@@ -120,6 +120,13 @@ def pass_on(line: str, log: logging.Logger) -> None:
     log.warning("a record", extra={"json_line": line})
 
 
+class _Handler(logging.StreamHandler[TextIO]):
+    """A line that cannot be written, for the disk is full or nobody reads, is lost: telling that would be another."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's own name
+        """Nothing."""
+
+
 @contextmanager
 def json_logs(level: str, *, trusted: frozenset[str] = frozenset()) -> Iterator[None]:
     """For the length of the block, all that Python says on standard error is JSON: our own records from ``level`` up,
@@ -128,7 +135,7 @@ def json_logs(level: str, *, trusted: frozenset[str] = frozenset()) -> Iterator[
     root, ours, before = logging.getLogger(), logging.getLogger("diffserve"), sys.stderr
     was = root.handlers, root.level, ours.level
     hooks = sys.excepthook, threading.excepthook, sys.unraisablehook
-    handler = logging.StreamHandler(before)
+    handler = _Handler(before)
     handler.setFormatter(JsonLines(trusted))
     root.handlers = [handler]
     root.setLevel(logging.WARNING)

@@ -264,10 +264,11 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImageResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished image and what it was painted with (an init image, its strength and its mask are the caller's).
+    """One finished image and what it was painted with (an init image and its mask are the caller's).
 
     ``num_evaluations`` counts UNet rows (two a step under guidance); ``latents`` only when asked for. ``prompt`` is
     what was painted from; ``original_prompt`` the wish before it was rewritten, ``None`` where it was not.
+    ``strength``: how much of the init image was repainted, ``None`` where there was none.
     """
 
     request_id: str
@@ -289,6 +290,7 @@ class ImageResult(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()
     latents: LatentArray | None = None
     original_prompt: str | None = None
+    strength: float | None = None
 
     @property
     def pixels(self) -> NDArray[np.uint8]:

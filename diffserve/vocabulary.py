@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from diffserve.errors import ModelLoadError
 WORLD_FILE = "world.json"
 MOST_NAMED = 6
 _WEIGHT = re.compile(r":\s*\d+(\.\d+)?\s*(?=[)\]])")  # of "(fox:1.3)"
-_WORD = re.compile(r"\w+(?:['’-]\w+)*")
+_WORD = re.compile(r"\w+(?:['’-]\w+)*|[^\w\s\x00-\x7f]")
+_PICTOGRAM = "So"  # the Unicode category of what is neither letter nor punctuation: emoji and the like
 
 
 class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,10 +39,16 @@ class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def unknown_words(prompt: str, words: Iterable[str]) -> tuple[str, ...]:
-    """The words of ``prompt``, in lower case and each once, that are not among ``words``."""
+    """The words of ``prompt``, in lower case and each once, that are not among ``words``; an emoji is a word."""
     known = set(words)
     said = dict.fromkeys(_WORD.findall(_WEIGHT.sub("", prompt.lower()).replace("_", " ")))
-    return tuple(word for word in said if word not in known and not known.issuperset(word.split("-")))
+    return tuple(
+        word
+        for word in said
+        if (word[0].isalnum() or unicodedata.category(word[0]) == _PICTOGRAM)
+        and word not in known
+        and not known.issuperset(word.split("-"))
+    )
 
 
 def read_world(directory: Path) -> World | None:
@@ -54,8 +62,10 @@ def read_world(directory: Path) -> World | None:
         raise ModelLoadError(f"{file} cannot be read: {error}; mend or remove the file.") from None
 
 
-def told(model_id: str, words: tuple[str, ...]) -> str:
-    """The warning about ``words`` that ``model_id`` does not know."""
+def told(model_id: str, words: tuple[str, ...], *, negative: bool = False) -> str:
+    """The warning about ``words`` of the prompt, or of the ``negative`` one, that ``model_id`` does not know."""
     named = ", ".join(repr(word[:40]) for word in words[:MOST_NAMED])
     more = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
+    if negative:
+        return f"{model_id} was never taught {named}{more} of the negative prompt, and cannot keep that out."
     return f"{model_id} was never taught {named}{more}, and paints without; have the prompt rewritten into its words."

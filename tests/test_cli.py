@@ -19,7 +19,7 @@ from diffserve.cli.outputs import name_after, plan_outputs
 from diffserve.errors import InvalidRequest
 from diffserve.images import read_infotext
 
-LAST_LINE = r"(\S+)  seed (\d+)  (\d+) steps of (\w+), [\d.]+ ms a step, [\d.]+ s in all"
+LAST_LINE = r"(\S+)  seed (\d+)  (\d+) steps of (\w+)(?: \w+)?, [\d.]+ ms a step, [\d.]+ s in all"
 
 
 class Outcome(NamedTuple):
@@ -93,7 +93,7 @@ def test_nothing_to_do_is_answered_with_the_help(run: Run) -> None:
         (["generate", "a fox", "--strength", "0.5"], "--strength is 0.5 without --init"),
         (["generate", "a fox", "-o", f"{300 * 'x'}.png"], "File name too long"),
         (["generate", "a fox", "--model", 300 * "x"], "File name too long"),
-        (["generate", "a fox", "--seed", "-1"], "seed is -1; it must lie between 0"),
+        (["generate", "a fox", "--seed", "-2"], "seed is -2; it must lie between 0"),
         (["generate", "a fox", "-n", "0"], "n is 0; ask for 1 to 10 images"),
         (["generate", "a fox", "--size", "big"], "size is 'big'; write it as WIDTHxHEIGHT"),
         (["generate", "a fox", "--model", "/no/such/model"], "/no/such/model"),
@@ -105,6 +105,7 @@ def test_nothing_to_do_is_answered_with_the_help(run: Run) -> None:
         (["generate", "a fox", "-o", "/proc/fox.png"], "the folder '/proc'"),
         (["generate", "a fox", "--init", "no.png"], "cannot read --init 'no.png'"),
         (["generate", "a fox", "--mask", "."], "cannot read --mask '.'"),
+        (["generate", "a fox", "-o", "new/"], "or name a folder that is there."),
         (["generate", "a fox", "-n", "2", "-o", "-"], "-o - takes one picture and -n is 2;"),
         (["generate", "a fox", "--quality", "ultra"], "--quality is 'ultra'; choose one of draft, standard, fine."),
         (["generate", "a fox", "--quality", "fine", "--steps", "3"], "--quality is fine and --steps 3; they say"),
@@ -211,8 +212,10 @@ def test_quality_is_so_many_steps(run: Run, model: Path) -> None:
 
 @pytest.mark.slow
 def test_words_that_the_embedded_model_does_not_know_are_named_with_a_command_that_helps(run: Run) -> None:
-    outcome = run("generate", "an astronaut riding a horse", "--model", "embedded-turbo", "--steps", 1, "-o", "a.png")
+    wish = ("generate", "an astronaut riding a horse", "--negative", "a 🦊 and a wolf")
+    outcome = run(*wish, "--model", "embedded-turbo", "--guidance", 2, "--steps", 1, "-o", "a.png")
     assert outcome.code == 0
+    assert "was never taught '🦊', 'wolf' of the negative prompt" in outcome.err
     assert "was never taught 'astronaut', 'riding', 'horse'" in outcome.err
     assert "note: in its own words: diffserve rewrite 'an astronaut riding a horse'\n" in outcome.err
 
@@ -289,6 +292,8 @@ def test_mask_of_another_size_is_refused(run: Run, tmp_path: Path) -> None:
     outcome = run("generate", "a dog", "--init", "init.png", "--mask", "mask.png")
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err == "diffserve: --mask is 64x64 and --init 96x64; they must have the same size.\n"
+    outcome = run("generate", "a dog", "--mask", "mask.png")
+    assert outcome.err == "diffserve: --mask is given without --init; it says where that picture is repainted.\n"
 
 
 def test_large_init_picture_is_refused_with_the_way_out(run: Run, model: Path, tmp_path: Path) -> None:

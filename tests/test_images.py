@@ -78,6 +78,11 @@ def test_infotext_follows_the_grammar_that_other_tools_read() -> None:
     )
 
 
+def test_how_much_of_a_picture_was_repainted_is_told_as_other_tools_do() -> None:
+    fields = parse_infotext(write_infotext(result(strength=0.35), width_px=24, height_px=16)).fields
+    assert fields["Denoising strength"] == "0.35"
+
+
 def test_a_resized_picture_tells_the_size_it_was_painted_at() -> None:
     fields = parse_infotext(write_infotext(result(), width_px=512, height_px=512)).fields
     assert (fields["Size"], fields["Painted size"]) == ("512x512", "24x16")
@@ -334,6 +339,13 @@ def test_a_mask_is_transparent_or_white_where_to_repaint() -> None:
         file = BytesIO()
         image.save(file, "PNG")
         assert decode_mask(file.getvalue()).array.tolist() == [[0, 255]]
+
+
+def test_sixteen_bits_of_grey_become_eight() -> None:
+    file = BytesIO()
+    Image.fromarray(np.array([[0, 0x00FF, 0x8000, 0xFFFF]], dtype=np.uint16)).save(file, "PNG")
+    assert decode_image(file.getvalue()).array[0, :, 0].tolist() == [0, 0, 0x80, 0xFF]
+    assert decode_mask(file.getvalue()).array.tolist() == [[0, 0, 255, 255]]
 
 
 @pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF", "ICO", "PPM"])

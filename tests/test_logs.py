@@ -11,6 +11,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,3 +177,20 @@ def test_a_process_that_dies_of_an_exception_says_so_in_json() -> None:
     [line] = [json.loads(line) for line in done.stderr.splitlines()]
     assert (line["level"], line["error"]) == ("critical", "SystemError")
     assert SECRET not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_lines_that_nobody_can_take_are_lost_and_nothing_else() -> None:
+    program = """
+import logging, sys, warnings
+from diffserve.logs import json_logs
+with json_logs("info"):
+    logging.getLogger("diffserve.x").error("a mistake")
+    print("a word", file=sys.stderr)
+    warnings.warn("a warning")
+    sys.stderr.flush()
+    print("still here")
+"""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=full, timeout=60)
+    assert done.stdout == b"still here\n"

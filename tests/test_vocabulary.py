@@ -27,7 +27,7 @@ WORLD = known_world()
         ("a (fox:1.3), [cactus] next to (a cat:0.8)", ()),
         ("a fox, a fox and a wolf, wolf", ("wolf",)),
         ("a fox-cactus and a were-wolf", ("were-wolf",)),
-        ("ein Fuchs 狐狸 🦊", ("ein", "fuchs", "狐狸")),
+        ("ein Fuchs 狐狸 🦊 — ✨", ("ein", "fuchs", "狐狸", "🦊", "✨")),
         ("a_fox_on_the_beach", ()),
         ("...", ()),
     ],

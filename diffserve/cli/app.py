@@ -78,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = _refuse(error.message)
     except OSError as error:  # a name too long, a folder that may not be read, a full disk
         code = _refuse(f"{error.strerror or error}{f': {str(error.filename)!r}' if error.filename else ''}.")
+    except MemoryError:
+        code = _refuse("there is not enough memory (see ulimit -v, and free).")
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
     except _ClickException as error:
@@ -130,7 +132,7 @@ def generate(
         str | None, typer.Option("--sampler", help="For example dpmpp_2m or 'Euler a'.", autocompletion=_samplers)
     ] = None,
     guidance: Annotated[float | None, typer.Option("--guidance", help="Weight of the prompt; 1: none.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same picture.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same picture; -1: any.")] = None,
     negative: Annotated[str, typer.Option("--negative", help="What should not be in the picture.")] = "",
     size: Annotated[str, typer.Option("--size", help="For example 512x512; auto: native.", metavar="WxH")] = "auto",
     num_images: Annotated[int, typer.Option("-n", help="How many; image i has seed + i.", metavar="N")] = 1,

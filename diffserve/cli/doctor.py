@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import platform
+import tempfile
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from diffserve import __version__
 from diffserve.config import KEYS, Settings
+from diffserve.disk_cache import DiskCache
 
 if TYPE_CHECKING:
     from diffserve.runtime import DeviceChoice, DiffusionModel
 
+PROBE_BYTES = 1 << 16
 LIBRARIES = ("torch", "diffusers", "transformers", "torchao", "numpy")
 
 
@@ -28,13 +32,16 @@ def run(settings: Settings) -> int:
     from diffserve.runtime import choose_device, load_model
     from diffserve.runtime.quiet import hushed
 
+    folders = list(_folders(settings))
     _section(console, "device", _device(choose_device(settings.model.device, settings.model.dtype)))
     profile = settings.model
     with hushed("diffserve"):  # what it would warn of is in the report
         model = load_model(profile.path, device=profile.device, dtype=profile.dtype, profile=profile)
     _section(console, "model", _model(model))
     _section(console, "memory", _memory(model), headings=("part", "parameters", "weights"))
-    console.print("\nall is well.", markup=False)
+    _section(console, "folders", ((name, said) for name, said, _ in folders))
+    ailing = [f"{name}: {said}" for name, said, is_well in folders if not is_well]
+    console.print(f"\n{'; '.join(ailing) or 'all is well'}.", markup=False, soft_wrap=True)
     return 0
 
 
@@ -75,6 +82,22 @@ def _model(model: DiffusionModel) -> Iterable[tuple[str, str]]:
     yield "good sizes", " ".join(f"{width}x{height}" for width, height in info.good_sizes)
     yield "latents", f"{info.latent_channels} channels, {info.vae_factor} pixels a cell"
     yield "trained on", f"{info.train_timesteps} timesteps"
+
+
+def _folders(settings: Settings) -> Iterable[tuple[str, str, bool]]:
+    """Name, what is to be said, and whether files can be written there, of every folder that is written to."""
+    cache = DiskCache.at(settings.engine.cache_dir).folder
+    for name, folder in (("cache", cache), ("pictures", Path(settings.serve.data_dir).expanduser())):
+        if folder is None:
+            yield name, "none; nothing is kept", True
+            continue
+        there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+        try:
+            with tempfile.TemporaryFile(dir=there) as file:
+                file.write(bytes(PROBE_BYTES))
+            yield name, str(folder), True
+        except OSError as error:
+            yield name, f"{folder} cannot be written: {error.strerror}", False
 
 
 def _memory(model: DiffusionModel) -> Iterable[tuple[str, str, str]]:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 JPEG_QUALITY = 95
+ANY_SEED = -1
+"""As other tools say it."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,8 @@ def _read_pictures(order: Order) -> tuple[types.Picture | None, types.Picture | 
             f"--strength is {order.strength:g} without --init; it says how much of that picture is repainted.",
             param="--strength",
         )
+    if init is None and mask is not None:
+        raise InvalidRequest("--mask is given without --init; it says where that picture is repainted.", param="--mask")
     if init is not None and mask is not None and (init.width_px, init.height_px) != (mask.width_px, mask.height_px):
         raise InvalidRequest(
             f"--mask is {mask.width_px}x{mask.height_px} and --init {init.width_px}x{init.height_px}; "
@@ -172,7 +176,7 @@ def _request(
         width_px=width,
         height_px=height,
         num_images=order.num_images,
-        seed=order.seed,
+        seed=None if order.seed == ANY_SEED else order.seed,
         init_image=init,
         mask_image=mask,
         diffusion=types.DiffusionParams(
@@ -241,8 +245,10 @@ def _write(result: types.ImageResult, plan: SizePlan, file: Path) -> str:
     data = encode_image(picture, image_format=format_of(file), quality=JPEG_QUALITY, infotext=infotext)
     write_output(file, data)
     timings = result.timings
+    sampler = f"{result.sampler} {result.sigma_schedule}" if result.sigma_schedule else result.sampler
+    part = "" if result.strength is None else f" at strength {result.strength:g}"
     return (
-        f"{file}  seed {result.seed}  {result.num_steps} steps of {result.sampler}, "
+        f"{file}  seed {result.seed}  {result.num_steps} steps of {sampler}{part}, "
         f"{1000 * timings.step_s:.1f} ms a step, {timings.denoise_s + timings.decode_s:.2f} s in all"
     )
 

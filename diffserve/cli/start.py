@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
+import sys
 
 from diffserve.wait_policy import bound_spinning
 
@@ -15,6 +17,23 @@ def own_process() -> None:
     global _owns_process
     _owns_process = True
     bound_spinning(os.environ)
+    logging.getLogger().addHandler(Notes())
+
+
+class Notes(logging.Handler):
+    """What the log has to say to a person: a line for each warning on standard error, each once."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._told: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the message and, where it has one, its reason."""
+        reason = getattr(record, "reason", None)
+        line = f"note: {record.getMessage()}{f': {reason}' if reason else ''}"
+        if line not in self._told:
+            self._told.add(line)
+            print(line, file=sys.stderr)
 
 
 def end_soon() -> None:

@@ -74,9 +74,7 @@ class Admission:
         width_px, height_px = self._size(request)
         kind = self._kind(request, width_px, height_px)
         settings, warnings = self._settings(request, width_px, height_px, kind)
-        unknown = self.info.world.unknown_words(request.prompt) if self.info.world else ()
-        if unknown:
-            warnings += (told(self.info.model_id, unknown),)
+        warnings += self._unknown_words(request)
         num_further = request.num_images - 1
         seed = secrets.randbelow(DISTINCT_SEEDS - num_further) if request.seed is None else request.seed
         last = seed + num_further
@@ -123,6 +121,15 @@ class Admission:
             row_cost=row_cost(info, width_px, height_px),
         )
         return settings, warnings + table.warnings + self._few_steps(table, strength)
+
+    def _unknown_words(self, request: GenerationRequest) -> tuple[str, ...]:
+        """A warning for each of the two prompts that has words which a model of a closed world was never taught."""
+        world, model_id = self.info.world, self.info.model_id
+        if world is None:
+            return ()
+        prompts = {False: request.prompt, True: request.negative_prompt}
+        unknown = {negative: world.unknown_words(prompt) for negative, prompt in prompts.items()}
+        return tuple(told(model_id, words, negative=negative) for negative, words in unknown.items() if words)
 
     def _few_steps(self, table: StepTable, strength: float) -> tuple[str, ...]:
         """A warning where the model's own measurements say that these steps are too few to begin from noise with."""

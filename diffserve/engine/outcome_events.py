@@ -106,6 +106,7 @@ class OutcomeEvents:
             model_digest=self.info.digest,
             warnings=live.warnings,
             latents=None if latents is None else LatentArray.from_array(latents),
+            strength=None if live.request.init_image is None else settings.strength,
         )
 
 

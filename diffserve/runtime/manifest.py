@@ -18,6 +18,9 @@ MANIFEST_FILE: Final = "manifest-sha256.json"
 NOT_COVERED: Final = frozenset({MANIFEST_FILE, "fewest_steps.json", "world.json"})
 """The manifest itself, and what is told of the weights later: no network is made of it."""
 
+OUR_OWN: Final = Path(__file__).resolve().parent.parent
+"""The installed package."""
+
 
 def write_manifest(directory: Path) -> Path:
     """Write the manifest over all files below ``directory`` that a network is made of."""
@@ -41,11 +44,11 @@ def check_manifest(directory: Path) -> None:
         try:
             found = _digest(file)
         except OSError as error:
-            raise ModelLoadError(f"{file} cannot be read ({error.strerror}); {_way_out()}.") from error
+            raise ModelLoadError(f"{file} cannot be read ({error.strerror}); {_way_out(directory)}.") from error
         if found != expected:
             raise ModelLoadError(
                 f"{file} is damaged: its sha256 begins with {found[:12]}, that of the file that was shipped with "
-                f"{str(expected)[:12]}; {_way_out()}."
+                f"{str(expected)[:12]}; {_way_out(directory)}."
             )
 
 
@@ -54,6 +57,8 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _way_out() -> str:
+def _way_out(directory: Path) -> str:
+    if not directory.resolve().is_relative_to(OUR_OWN):
+        return f"copy it anew, or, if it was changed on purpose, remove {directory / MANIFEST_FILE}"
     again = "install diffserve again (pip install --force-reinstall --no-deps diffserve)"
     return f"{again}, or, if it was changed on purpose, run python -m diffserve.embedded.manifest"

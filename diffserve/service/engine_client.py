@@ -1,12 +1,15 @@
 """The engine as the front door knows it: one process at a time, watched, and restarted when it is lost.
 
 starting --ready--> up --lost--> waiting (0 s, 0.5 s, 1 s, 2 s, ...) --> starting
-a load error at the first start, or five losses within five minutes: ``failed`` resolves and nothing is restarted
+a load error at the first start, or five losses within five minutes, none of an engine that had been up for a minute:
+``failed`` resolves and nothing is restarted
 
 It is lost when its process ends, when it says that its device is, and when it does not get on: a tick that takes longer
-than any should, or no word at all for ``[serve] hang_after_s``. Then it is killed. Those inside are told at once.
+than any should, or no word at all for ``[serve] hang_after_s``, also while it loads. Then it is killed. Those inside
+are told at once.
 
-With ``[serve] spare_engine`` a second process stands by, its libraries imported and nothing loaded, to take its place.
+With ``[serve] spare_engine`` a second process stands by, its libraries imported and nothing loaded, to take its place
+if it still answers then; one that ends meanwhile is replaced.
 """
 
 from __future__ import annotations
@@ -31,9 +34,13 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 MAX_LOSSES = 5
 LOSS_WINDOW_S = 300.0
+HEALTHY_S = 60.0  # an engine that was up for so long begins the count of losses anew
+LONGEST_OVERDUE_S = 30.0
 PING_EVERY_S = 2.0
 SILENT_AFTER_S = 10.0  # without a pong for so long it is not ready
 SPARE_AFTER_S = 10.0  # so long an engine has the machine for itself before a spare is made ready
+LOADING_ANSWERS_S = 30.0  # at least so long one that loads is given to answer: libraries keep it from that for seconds
+SPARE_ANSWERS_S = 2.0  # a spare that does not within this time is stuck itself
 LINGER_S = 5.0  # so long a process that was killed is waited for: one that hangs in a driver never ends
 USUAL_LOAD_S = 10.0  # where none was measured
 LOAD_TIMES = "load-seconds"
@@ -81,8 +88,12 @@ class EngineClient:
 
     @property
     def retry_after_s(self) -> float:
-        """While there is no engine: seconds until there should be one, as long as the last took to load; 1 at least."""
-        return max(1.0, self._ready_at_s - self._now())
+        """While there is no engine: seconds until there should be one, as long as the last took to load; 1 at least.
+
+        One that is overdue may take as long again as it is late.
+        """
+        left_s = self._ready_at_s - self._now()
+        return max(1.0, left_s, min(-left_s, LONGEST_OVERDUE_S))
 
     def require_ready(self) -> None:
         """EngineUnavailable, with when to come back, unless a request handed over now would be painted."""
@@ -105,7 +116,7 @@ class EngineClient:
         if self._spare is not None:
             await self._spare.stop(grace_s=0.0)
         if self._connection is not None:
-            await self._connection.stop()
+            await self._connection.stop(**({} if self._is_up else {"grace_s": 0.0}))
         self._is_up = False
 
     def submit(self, request: GenerationRequest) -> Job:
@@ -147,7 +158,8 @@ class EngineClient:
                 return
             self._losses.append(self._now())
             if len(self._losses) == MAX_LOSSES and self._losses[-1] - self._losses[0] < LOSS_WINDOW_S:
-                self._give_up(EngineUnavailable(f"the engine was lost {MAX_LOSSES} times in a row; giving up."))
+                often = f"{MAX_LOSSES} times within {LOSS_WINDOW_S:g} s"
+                self._give_up(EngineUnavailable(f"the engine was lost {often}; giving up."))
                 return
             recent = sum(self._now() - lost_at_s < LOSS_WINDOW_S for lost_at_s in self._losses)
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (recent - 2)) if recent > 1 else 0.0
@@ -162,6 +174,7 @@ class EngineClient:
         connection.load(self._load)
         try:
             async with asyncio.timeout(self._startup_timeout_s):
+                await self._watch(connection, until=connection.ready)
                 ready = await asyncio.shield(connection.ready)
         except TimeoutError:
             await connection.stop(grace_s=0.0)
@@ -172,17 +185,20 @@ class EngineClient:
             self._load_failed(error)
         else:
             self.info, self.text_info = ready.info, ready.language
-            self._is_up, self._silent_s = True, 0.0
+            self._is_up = True
             seconds = {"load_s": round(connection.load_s, 1)}
             log.info("engine ready", extra={"model": ready.info.model_id, "engine_pid": connection.pid, **seconds})
             await asyncio.to_thread(self._load_times.learn, connection.load_s, spare=was_spare)
-            preparing = asyncio.create_task(self._prepare_spare())
+            up_since_s = self._now()
+            preparing = asyncio.create_task(self._keep_spare())
             try:
-                await self._watch(connection)
+                await self._watch(connection, until=connection.lost)
             finally:
                 preparing.cancel()
                 await asyncio.gather(preparing, return_exceptions=True)
             self._is_up = False
+            if self._now() - up_since_s >= HEALTHY_S:
+                self._losses.clear()
             self._ready_at_s = self._now() + self._load_times.expected_s(spare=self._stands_by)
             await self._bury(connection)
 
@@ -192,41 +208,54 @@ class EngineClient:
         return self._spare is not None and not self._spare.lost.done()
 
     async def _next_engine(self) -> EngineConnection:
-        """The spare where there is one, else a process that has everything before it."""
+        """The spare where there is one that answers, else a process that has everything before it."""
         stands_by = self._stands_by
         spare, self._spare = self._spare, None
         if spare is not None and stands_by:
-            return spare
+            try:
+                async with asyncio.timeout(SPARE_ANSWERS_S):
+                    await spare.ping()
+                return spare
+            except (TimeoutError, EngineUnavailable):
+                log.warning("the spare engine does not answer", extra={"engine_pid": spare.pid})
+                spare.abandon(Loss("silence", f"no word for {SPARE_ANSWERS_S:g} s"))
         return await EngineConnection.start(self.metrics)
 
-    async def _prepare_spare(self) -> None:
-        if not self._has_spare or self._spare is not None:
-            return
-        await asyncio.sleep(SPARE_AFTER_S)
-        try:
-            self._spare = await EngineConnection.start(self.metrics)
-        except OSError as error:
-            log.warning("no spare engine", extra={"reason": str(error)})
+    async def _keep_spare(self) -> None:
+        """Have a spare ready, and another when that one is lost."""
+        while self._has_spare:
+            await asyncio.sleep(SPARE_AFTER_S)
+            if self._stands_by:
+                continue
+            if self._spare is not None:
+                log.warning("the spare engine is gone", extra={"engine_pid": self._spare.pid})
+                self._spare = None
+            try:
+                self._spare = await EngineConnection.start(self.metrics)
+            except OSError as error:
+                log.warning("no spare engine", extra={"reason": str(error)})
 
-    async def _watch(self, connection: EngineConnection) -> None:
-        """Ask how it gets on until it is lost; give it up when it does not get on."""
+    async def _watch(self, connection: EngineConnection, *, until: asyncio.Future[Any]) -> None:
+        """Ask how it gets on ``until`` that is done, or it is lost; give it up when it does not get on."""
         pong: asyncio.Task[ipc.Pong] | None = None
+        self._silent_s = 0.0
+        patience_s = self._hang_after_s if self._is_up else max(self._hang_after_s, LOADING_ANSWERS_S)
+        overs: set[asyncio.Future[Any]] = {connection.lost, until}
         try:
-            while not connection.lost.done():
+            while not any(over.done() for over in overs):
                 pong = pong or asyncio.create_task(connection.ping())
-                ends: set[asyncio.Future[Any]] = {connection.lost, pong}
-                await asyncio.wait(ends, timeout=PING_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
-                if connection.lost.done():
+                await asyncio.wait({*overs, pong}, timeout=PING_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+                if any(over.done() for over in overs):
                     return
                 if pong.done():
                     self._silent_s = 0.0
                     told, pong = pong.result(), None
                     if told.hangs:
                         connection.abandon(Loss("hang", f"tick {told.num_ticks + 1} has taken {told.tick_s:.0f} s"))
-                    await asyncio.wait({connection.lost}, timeout=PING_EVERY_S)
+                    await asyncio.wait(overs, timeout=PING_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
                     continue
                 self._silent_s += PING_EVERY_S
-                if self._silent_s > self._hang_after_s:
+                if self._silent_s > patience_s:
                     connection.abandon(Loss("silence", f"no word for {self._silent_s:.0f} s"))
         finally:
             if pong is not None:
@@ -251,6 +280,7 @@ class EngineClient:
 
     def _give_up(self, error: DiffserveError) -> None:
         if not self.failed.done():
+            log.error("no further engine is started", extra={"reason": error.message})
             self.failed.set_result(error)
 
     @staticmethod

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -131,6 +132,7 @@ class EngineConnection:
         self.lost: asyncio.Future[Loss] = loop.create_future()
         self.load_s = 0.0
         self._told_s = 0.0
+        self._is_leaving = False
         self._metrics = metrics
         self._output = output
         self._process = process
@@ -214,6 +216,7 @@ class EngineConnection:
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """End the process: close the socket, which it obeys, and kill it where it does not within ``grace_s``."""
+        self._is_leaving = True
         self._writer.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), grace_s)
@@ -226,10 +229,13 @@ class EngineConnection:
         self.kill()
 
     def kill(self) -> None:
-        """End the process at once."""
+        """End the process at once.
+
+        By its number: ``Process.kill`` would look whether it has ended, and what it had ended with would be lost.
+        """
         with contextlib.suppress(ProcessLookupError):
             if self._process.returncode is None:
-                self._process.kill()
+                os.kill(self._process.pid, signal.SIGKILL)
 
     def _open(self, job: AnyJob, command: ipc.Command) -> AnyJob:
         if self.lost.done():
@@ -310,6 +316,8 @@ class EngineConnection:
                 answer.set_exception(self._gone())
 
     def _gone(self) -> EngineUnavailable:
+        if self._is_leaving:
+            return EngineUnavailable("the server stopped before this was finished; please try again in a moment.")
         return EngineUnavailable(
             "the engine stopped before this was finished; it is being restarted, please try again.",
             retry_after_s=self.load_s or None,
@@ -322,9 +330,10 @@ class EngineConnection:
         await self._output.wait_until_read()
         self._writer.close()
         if not self.ready.done():
-            self.ready.set_exception(
-                ModelLoadError(f"the engine process ended with exit code {self.exit_code} while it loaded the model.")
-            )
+            how = f"ended with exit code {self.exit_code}"
+            if self.lost.result().kind == "silence":
+                how = f"was ended, after {self.lost.result().reason},"
+            self.ready.set_exception(ModelLoadError(f"the engine process {how} while it loaded the model."))
         self.closed.set()
 
 

@@ -6,6 +6,7 @@ the same request would fail again.
 
 from __future__ import annotations
 
+import errno
 import math
 from typing import Final, NamedTuple
 
@@ -58,7 +59,9 @@ class ErrorReply(NamedTuple):
 
 def reply_to(error: Exception) -> ErrorReply:
     """What the caller is told of ``error``. An error that is not ours becomes a 500 that says nothing of its inside."""
-    if not isinstance(error, DiffserveError):
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        error = HttpError(507, "there is no room on the server's disk for this.", code="no_room")
+    elif not isinstance(error, DiffserveError):
         error = DiffserveError(OUR_MISTAKE)
     status = status_of(error)
     headers: dict[str, str] = {}

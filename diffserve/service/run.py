@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import resource
 import signal
@@ -34,6 +35,9 @@ from diffserve.service.protocol import MAX_HEADER_BYTES, Http1
 
 GOODBYE_S = 10  # for answers that are already being written
 SPARE_FILES = 128  # file descriptors left to what is no connection
+FULL_TOLD_EVERY_S = 10.0
+
+log = logging.getLogger("diffserve.http")
 
 
 def serve(settings: Settings, *, mount_page: MountPage | None = None) -> int:
@@ -89,6 +93,7 @@ class _Server:
     async def run(self) -> int:
         """Live one life, from the first engine to the last answer."""
         keep_loop_nimble()
+        asyncio.get_running_loop().set_exception_handler(_LoopTrouble())
         engine, gate = EngineClient(self._settings), Gate()
         route = None if self._page is None else self._page.route
         rewriter = self._settings.text.prompt_rewriter
@@ -127,6 +132,7 @@ class _Server:
 
     def _on_signal(self) -> None:
         self._num_signals += 1
+        log.info("told to stop", extra={"num_signals": self._num_signals})
         (self._stop if self._num_signals == 1 else self._hurry).set()
 
     async def _until_over(self, engine: EngineClient, answering: asyncio.Task[None]) -> None:
@@ -172,7 +178,8 @@ class _Server:
 
     @staticmethod
     def _say(text: str) -> None:
-        print(f"diffserve: {text}", flush=True)
+        with contextlib.suppress(OSError):  # nobody reads, or the disk is full: that is no reason to end
+            print(f"diffserve: {text}", flush=True)
 
 
 class HttpServer(uvicorn.Server):
@@ -193,7 +200,27 @@ def _num_connections(wanted: int) -> int:
     soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return max(1, min(wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES))
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    possible = max(1, min(wanted, files - SPARE_FILES))
+    if possible < wanted:
+        log.warning("fewer connections than configured", extra={"at_most": possible, "reason": f"ulimit -n is {files}"})
+    return possible
+
+
+class _LoopTrouble:
+    """What happens on the loop outside of any request. Connections that no file is left for are told now and then: the
+    loop tells them by the hundred, each with a traceback."""
+
+    def __init__(self) -> None:
+        self._told_s = -FULL_TOLD_EVERY_S
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and "accept" in context["message"]):
+            loop.default_exception_handler(context)
+        elif loop.time() - self._told_s >= FULL_TOLD_EVERY_S:
+            self._told_s = loop.time()
+            log.warning("connections are kept waiting", extra={"reason": error.strerror})
 
 
 def uvicorn_config(app: FastAPI, max_connections: int) -> uvicorn.Config:

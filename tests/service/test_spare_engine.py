@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,13 @@ def engines_of(server: RunningServer) -> set[int]:
     return {child.pid for child in children if "diffserve.engine.process" in child.cmdline()}
 
 
+def logged(server: RunningServer) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in server.errors.read_text().splitlines() if line.startswith("{")]
+
+
 def ready_ones(server: RunningServer) -> list[int]:
     """Process ids of the engines that came up, as the log tells."""
-    lines = [json.loads(line) for line in server.errors.read_text().splitlines() if line.startswith("{")]
-    return [line["engine_pid"] for line in lines if line["event"] == "engine ready"]
+    return [line["engine_pid"] for line in logged(server) if line["event"] == "engine ready"]
 
 
 @pytest.mark.slow
@@ -44,15 +48,23 @@ def test_a_spare_that_has_its_libraries_takes_the_place_of_a_lost_engine_and_is_
         server.wait_until_ready()
         before = files_of(server.paint(seed=5))
         (first,) = ready_ones(server)
-        (spare,) = wait_for(lambda: engines_of(server) - {first}, START_S, "a spare")
+        (dead,) = wait_for(lambda: engines_of(server) - {first}, START_S, "a spare")
+        psutil.Process(dead).kill()
+        (spare,) = wait_for(lambda: engines_of(server) - {first, dead}, START_S, "another, for that is gone")
         psutil.Process(first).kill()
         wait_for(lambda: server.status("/readyz") == 503, SOON_S, "the loss to be noticed")
         server.wait_until_ready()
         assert ready_ones(server) == [first, spare]
         assert files_of(server.paint(seed=5)) == before
-        (another,) = wait_for(lambda: engines_of(server) - {spare}, START_S, "the next spare")
+        (stuck,) = wait_for(lambda: engines_of(server) - {spare}, START_S, "the next spare")
+        psutil.Process(stuck).suspend()
+        psutil.Process(spare).kill()
+        wait_for(lambda: len(ready_ones(server)) == 3, START_S, "one that is no spare")
+        assert ready_ones(server)[2] not in (first, spare, stuck)
+        assert not psutil.pid_exists(stuck)
         assert server.stop() == 0
-        assert not psutil.pid_exists(another)
+        lost = [line for line in logged(server) if line["event"] == "engine lost"]
+        assert [line["exit_code"] for line in lost] == [-signal.SIGKILL] * 2
 
 
 def test_how_long_a_model_takes_to_load_is_known_to_the_next_server(tmp_path: Path) -> None:
