@@ -117,7 +117,7 @@ def _all() -> tuple[Sampler, ...]:
             "UniPCMultistepScheduler", "dpm", "sigma", unipc.unipc_rows, order=3,
         ),
         Sampler(
-            "lcm", "LCM", "for latent consistency models only: 1 to 8 steps",
+            "lcm", "LCM", "made for latent consistency models: 1 to 8 steps",
             "LCMScheduler", "lcm", "zero", one.lcm_rows, stochastic=True,
         ),
         Sampler(

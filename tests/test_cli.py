@@ -217,7 +217,7 @@ def test_words_that_the_embedded_model_does_not_know_are_named_with_a_command_th
     assert outcome.code == 0
     assert "was never taught '🦊', 'wolf' of the negative prompt" in outcome.err
     assert "was never taught 'astronaut', 'riding', 'horse'" in outcome.err
-    assert "note: in its own words: diffserve rewrite 'an astronaut riding a horse'\n" in outcome.err
+    assert "in its own words, where it finds any: diffserve rewrite 'an astronaut riding a horse'\n" in outcome.err
 
 
 @pytest.mark.parametrize(
@@ -294,6 +294,13 @@ def test_mask_of_another_size_is_refused(run: Run, tmp_path: Path) -> None:
     assert outcome.err == "diffserve: --mask is 64x64 and --init 96x64; they must have the same size.\n"
     outcome = run("generate", "a dog", "--mask", "mask.png")
     assert outcome.err == "diffserve: --mask is given without --init; it says where that picture is repainted.\n"
+
+
+def test_prompt_that_is_too_long_is_one_line(run: Run, model: Path) -> None:
+    outcome = run("generate", "a very nice dog and " * 400, "--model", model, "--steps", 1)
+    assert (outcome.code, outcome.out) == (2, "")
+    told = r"diffserve: the prompt needs more than \d+ chunks of \d+ tokens; shorten it\.\n"
+    assert re.fullmatch(told, outcome.err)
 
 
 def test_large_init_picture_is_refused_with_the_way_out(run: Run, model: Path, tmp_path: Path) -> None:

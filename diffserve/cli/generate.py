@@ -82,7 +82,7 @@ def run(order: Order, *, model: str | None, config: str | None, device: str | No
     with _progress(console) as progress:
         lines, num_failed = _paint(engine, request, plan, files, progress)
     if engine.info.world is not None and engine.info.world.unknown_words(order.prompt):
-        _note(console, f"in its own words: diffserve rewrite {shlex.quote(order.prompt)}")
+        _note(console, f"in its own words, where it finds any: diffserve rewrite {shlex.quote(order.prompt)}")
     for line in lines:
         print(line, file=sys.stderr if is_piped else sys.stdout)
     return EXIT_FAILED if num_failed else 0
@@ -215,12 +215,15 @@ def _paint(
     steps_done: dict[int, int] = {}
     bar = progress.add_task("painting", total=None, speed="")
     lines: list[str] = []
+    notes = [plan.warning] if plan.warning else []
     num_failed = 0
     for event in engine.stream(request):
         match event:
             case types.Accepted(warnings=warnings):
-                _note(progress.console, *([plan.warning] if plan.warning else []), *warnings)
+                notes += warnings
             case types.Progress(image_index=index, step_index=step, num_steps=num_steps):
+                _note(progress.console, *notes)
+                notes.clear()
                 steps_done[index] = step
                 done = sum(steps_done.values())
                 speed = f"{done / (time.perf_counter() - started):.1f}/s"
@@ -229,12 +232,15 @@ def _paint(
                 lines.append(_write(result, plan, files[result.image_index]))
             case types.ImageFailed(image_index=index, message=message):
                 num_failed += 1
-                _note(progress.console, f"image {index} failed: {message}")
-            case types.Failed(message=message):
+                notes.append(f"image {index} failed: {message}")
+            case types.Failed(message=message, param=param):
+                if param is not None:  # the caller's mistake, found late
+                    raise InvalidRequest(message, param=param)
+                notes.append(f"nothing was painted: {message}")
                 num_failed = request.num_images
-                _note(progress.console, f"nothing was painted: {message}")
             case _:
                 pass
+    _note(progress.console, *notes)
     return lines, num_failed
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+from numpy.typing import NDArray
+
 from diffserve.engine.plan import TickOutcome
-from diffserve.engine.task import Failure, ImageTask, LiveRequest
+from diffserve.engine.task import PAINT_FROM, Failure, ImageTask, LiveRequest
 from diffserve.types import (
     Event,
     Failed,
     Finished,
+    GenerationRequest,
     ImageFailed,
     ImageResult,
     LatentArray,
@@ -91,7 +95,7 @@ class OutcomeEvents:
             request_id=live.request_id,
             image_index=task.image_index,
             seed=task.seed,
-            picture=Picture.from_array(outcome.pictures[task]),
+            picture=Picture.from_array(kept_outside_mask(live.request, outcome.pictures[task])),
             timings=timings(task),
             prompt=live.request.prompt,
             negative_prompt=live.request.negative_prompt if settings.guided.any() else "",
@@ -108,6 +112,15 @@ class OutcomeEvents:
             latents=None if latents is None else LatentArray.from_array(latents),
             strength=None if live.request.init_image is None else settings.strength,
         )
+
+
+def kept_outside_mask(request: GenerationRequest, painted: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """``painted`` where the mask is white, and the init image's own pixels where it is black: an autoencoder gives none
+    of them back as they were."""
+    mask, init = request.mask_image, request.init_image
+    if mask is None or init is None:
+        return painted
+    return np.where(mask.array[..., np.newaxis] >= PAINT_FROM, painted, init.array)
 
 
 def timings(task: ImageTask) -> Timings:

@@ -9,12 +9,9 @@ from torch.nn import functional as F
 from diffserve.engine.canvas import Canvas, Repaint
 from diffserve.engine.conditioners import AnyConditioning, Conditioner
 from diffserve.engine.lane_pool import LanePool
-from diffserve.engine.task import GroupKey, ImageTask
+from diffserve.engine.task import PAINT_FROM, GroupKey, ImageTask
 from diffserve.runtime import DiffusionModel
 from diffserve.types import Picture
-
-PAINT_FROM = 128
-"""Mask values from here up are repainted (diffusers binarises at one half)."""
 
 
 class Preparer:

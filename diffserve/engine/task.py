@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 from diffserve.types import GenerationRequest
 from schedulers import StepTable
 
+PAINT_FROM = 128
+"""Mask values from here up are repainted (diffusers binarises at one half)."""
+
 
 class Stage(enum.Enum):
     """Where an image stands. ``WAITING -> DENOISING -> DECODING -> DONE``; every stage may jump to ``DONE``."""

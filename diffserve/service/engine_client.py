@@ -159,6 +159,7 @@ class EngineClient:
             self._losses.append(self._now())
             if len(self._losses) == MAX_LOSSES and self._losses[-1] - self._losses[0] < LOSS_WINDOW_S:
                 often = f"{MAX_LOSSES} times within {LOSS_WINDOW_S:g} s"
+                log.error("no further engine is started", extra={"reason": f"lost {often}"})
                 self._give_up(EngineUnavailable(f"the engine was lost {often}; giving up."))
                 return
             recent = sum(self._now() - lost_at_s < LOSS_WINDOW_S for lost_at_s in self._losses)
@@ -280,7 +281,6 @@ class EngineClient:
 
     def _give_up(self, error: DiffserveError) -> None:
         if not self.failed.done():
-            log.error("no further engine is started", extra={"reason": error.message})
             self.failed.set_result(error)
 
     @staticmethod

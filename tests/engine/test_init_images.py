@@ -113,6 +113,14 @@ def test_inpainting_keeps_the_latents_outside_the_mask(make_engine: MakeEngine) 
     assert np.abs(first[:, 2:, 4:] - second[:, 2:, 4:]).mean() > posterior_noise
 
 
+def test_outside_the_mask_every_pixel_is_the_init_images_own(make_engine: MakeEngine) -> None:
+    fields = fields_of(with_mask=True)
+    (painted,) = make_engine("sd15").generate(asked("sd15", "euler", seed=1, strength=1.0, **fields))
+    kept = fields["mask_image"].array < 128
+    assert np.array_equal(painted.pixels[kept], fields["init_image"].array[kept])
+    assert not np.array_equal(painted.pixels[~kept], fields["init_image"].array[~kept])
+
+
 def test_text_images_and_masks_share_a_unet_call(make_engine: MakeEngine) -> None:
     engine = make_engine(max_rows=16)
     requests = [
