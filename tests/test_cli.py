@@ -292,6 +292,9 @@ def test_mask_of_another_size_is_refused(run: Run, tmp_path: Path) -> None:
     outcome = run("generate", "a dog", "--init", "init.png", "--mask", "mask.png")
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err == "diffserve: --mask is 64x64 and --init 96x64; they must have the same size.\n"
+    (tmp_path / "text.png").write_text("no picture")
+    outcome = run("generate", "a dog", "--init", "text.png")
+    assert outcome.err.startswith("diffserve: --init 'text.png' is not a PNG, JPEG or WebP file; ")
     outcome = run("generate", "a dog", "--mask", "mask.png")
     assert outcome.err == "diffserve: --mask is given without --init; it says where that picture is repainted.\n"
 

@@ -14,6 +14,8 @@ WAITING = "waiting for a free place"
 
 EARLY = "The server is loading its models; painting begins by itself once they are there."
 
+LOST = "What was being painted was lost with the server; press Generate to paint it again."
+
 SHUT_OUT = "As much is waiting as the server takes; this is asked for again until there is room."
 
 

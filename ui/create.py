@@ -78,6 +78,7 @@ class CreateTab(NamedTuple):
     showing: Showing
     palette: Palette
     token: gr.Textbox
+    was_lost: gr.Checkbox
     random_seed: gr.Button
     read_parameters: gr.UploadButton
     advanced: gr.Accordion
@@ -124,8 +125,8 @@ def lay_out() -> CreateTab:
         copy_parameters,
         download,
     )
-    token = gr.Textbox(visible=False)
-    return CreateTab(fields, wording, showing, known, token, random_seed, read_parameters, advanced)
+    token, was_lost = gr.Textbox(visible=False), gr.Checkbox(visible=False)
+    return CreateTab(fields, wording, showing, known, token, was_lost, random_seed, read_parameters, advanced)
 
 
 def _wish() -> tuple[gr.Textbox, gr.Button, gr.Button]:

@@ -85,6 +85,8 @@ async def resume(visitor: Visitor) -> AsyncIterator[list[Update]]:
     """What a page that was reloaded had shown before, and all that is still being painted for it."""
     screen, going = Screen(), list(visitor.paintings)
     shown_before = {"gallery": _gallery(visitor), **_latest(visitor)} if visitor.pictures else {}
+    if visitor.trouble is not None and not going:
+        shown_before["caption"] = captions.status(visitor.trouble, is_error=True)
     yield screen.draw(**shown_before)  # a generator that yields nothing would empty everything
     for painting in going:
         async for update in follow(visitor, painting, screen):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Final, NamedTuple
 
 import gradio as gr
@@ -11,9 +12,9 @@ from diffserve.client import ImageCapabilities
 from diffserve.errors import DiffserveError
 from diffserve.experiments.prompts import held_out_prompts
 from ui.captions import status
-from ui.events import PRIVATE
+from ui.events import PRIVATE, SILENT
 from ui.experiment_style import CURVES, GRID, SAID
-from ui.experimenting import Experimenting
+from ui.experimenting import NOT_YET, Experimenting
 from ui.grid_measure import CHECKED_FAMILY
 from ui.memory import keep_form
 from ui.server import Server, sentence
@@ -24,6 +25,10 @@ DEFAULT_PROMPTS: Final = "a fox next to a cactus on the beach\ntwo apples on a b
 DEFAULT_SEEDS: Final = 2
 NUM_HELD_OUT: Final = 8
 UNKNOWN_YET: Final = "Looking how long this takes."
+LOST: Final = "What was painted here was lost with the server; press Run to paint it again."
+ASK_AGAIN_S: Final = 2.0
+"""While the models are being loaded, how long something takes is asked again so often."""
+
 NOTHING_YET: Final = "Pictures appear here as they are painted, then curves: what a step buys, and what a second buys."
 
 
@@ -58,8 +63,9 @@ def add_experiment(server: Server) -> None:
         with gr.Column(scale=2, min_width=300, elem_id="exp-form"):
             fields, held_out = _fields()
             estimate = _html("exp-estimate", SAID, status(UNKNOWN_YET))
-            run = gr.Button("Run", variant="primary", elem_id="exp-run")
-            stop = gr.Button("Stop", variant="stop", elem_id="exp-stop", visible=False)
+            with gr.Row(elem_id="exp-buttons"):
+                run = gr.Button("Run", variant="primary", elem_id="exp-run")
+                stop = gr.Button("Stop", variant="stop", elem_id="exp-stop", visible=False)
         with gr.Column(scale=5, min_width=300, elem_id="exp-results"):
             showing = _showing(run, stop)
     _connect(server, Experimenting(server), fields, held_out, estimate, showing)
@@ -140,7 +146,7 @@ def _connect(
         concurrency_limit=None,
     )
     showing.stop.click(events.stop, **PRIVATE)
-    gr.on(
+    estimated = gr.on(
         [*(field.change for field in fields), *([tab.select] if tab else [])],
         events.estimate,
         list(fields),
@@ -150,6 +156,9 @@ def _connect(
         trigger_mode="always_last",
         queue=False,  # gradio loses an event that is queued in the moment in which a page's last one ends
     )
+    again = gr.Timer(ASK_AGAIN_S, active=False)
+    for asked in (estimated, again.tick(events.estimate, list(fields), estimate, **PRIVATE)):
+        asked.then(lambda said: gr.Timer(active=said == status(NOT_YET)), estimate, again, **PRIVATE)
     held_out.click(lambda: "\n".join(held_out_prompts(NUM_HELD_OUT)), None, fields.prompts, **PRIVATE)
 
     async def greet() -> tuple[Any, Any, Any]:
@@ -161,6 +170,12 @@ def _connect(
         return gr.update(choices=choices_of(image)), gr.update(visible=image.family == CHECKED_FAMILY), gr.skip()
 
     keep_form(page, "experiment", fields)
+    page.load(
+        js=f"(said) => diffserve.wasLost('experiment') ? {json.dumps(status(LOST, is_error=True))} : said",
+        inputs=showing.status,
+        outputs=showing.status,
+        **SILENT,
+    )
     page.load(greet, None, [fields.samplers, held_out, estimate], **PRIVATE)
     page.unload(events.leave)
 

@@ -34,6 +34,10 @@ UNPAIRED: Final = (
     "There is nothing to draw a curve from: no prompt and seed has a picture of every sampler and step count, and a "
     "converged one beside them."
 )
+PENDING: Final = (
+    "Curves appear once a prompt and seed has a picture of every sampler and step count, and a converged one beside "
+    "them."
+)
 
 
 class Shown(NamedTuple):
@@ -79,7 +83,7 @@ class View:
         if board.num_painted == self._num_drawn or now_s - self._drawn_s < CURVES_EVERY_S:
             return shown
         self._num_drawn, self._drawn_s = board.num_painted, now_s
-        steps, seconds = await asyncio.to_thread(self._curves)
+        steps, seconds = await asyncio.to_thread(self._curves, PENDING)
         return shown._replace(curves_over_steps=steps, curves_over_seconds=seconds)
 
     async def ending(self, files: Files) -> Shown:
@@ -100,15 +104,15 @@ class View:
     def _summaries(self) -> tuple[CellSummary, ...]:
         return self._run.board.summaries(self._pace.alone)
 
-    def _curves(self) -> tuple[str, str]:
-        """Both figures as HTML, with what must be known to read them."""
+    def _curves(self, pending: str = "") -> tuple[str, str]:
+        """Both figures as HTML, with what must be known to read them; where there are none yet, ``pending`` or why."""
         summaries = self._summaries()
         if not summaries:
             return "", ""
         over_steps = grid_curves.over_steps(summaries, self._names)
         over_seconds = grid_curves.over_seconds(summaries, self._names)
         if not over_steps:
-            why = UNPAIRED if self._run.plan.has_converged else UNMEASURED
+            why = (pending or UNPAIRED) if self._run.plan.has_converged else UNMEASURED
             return f"<p class='note'>{why}</p>", ""
         lines = [self._names.get(name, name) for name in grid_curves.samplers_of(summaries)]
         knee = grid_curves.knee_sentence(summaries, self._names)

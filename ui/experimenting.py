@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from typing import Final
 
 import gradio as gr
 
 from diffserve.client import ImageCapabilities
-from diffserve.errors import DiffserveError
+from diffserve.errors import DiffserveError, EngineUnavailable
 from ui.askers import ask_for_visitor
-from ui.captions import seconds_text, status
+from ui.captions import EARLY, seconds_text, status
 from ui.experiment_view import Shown, View, names_of, work_text
 from ui.grid_measure import PromptCheck
 from ui.grid_pace import Pacer
 from ui.grid_plan import Form, GridPlan, read_form
 from ui.grid_run import GridRun
 from ui.server import Server, sentence
+
+NOT_YET: Final = "How long this takes is known once the server has loaded its models."
 
 
 class Experimenting:
@@ -43,6 +46,8 @@ class Experimenting:
         try:
             plan, check = await asyncio.to_thread(_read, form, await self._image())
             pace = await self._pacer.pace(self._server.client)
+        except EngineUnavailable:
+            return status(NOT_YET)
         except DiffserveError as error:
             return status(sentence(error), is_error=True)
         notes = () if check.why_not is None else (f"Prompt match will not be measured: {check.why_not}",)
@@ -62,6 +67,9 @@ class Experimenting:
         """Paint, and show the grid as it fills; at the end curves and files. Whoever leaves early ends it."""
         form = Form(samplers, steps, prompts, num_seeds, first_seed, guidance, has_converged)
         try:
+            if not await self._server.is_ready():
+                yield Shown(status=status(EARLY), run=gr.update(interactive=False))
+                await self._server.wait_for_models()
             image = await self._image()
             plan, check = await asyncio.to_thread(_read, form, image)
             yield Shown(status=status("Measuring how fast this server paints."), run=gr.update(interactive=False))

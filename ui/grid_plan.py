@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from diffserve.client import ImageCapabilities
@@ -15,6 +16,9 @@ MAX_PICTURES: Final = 400
 
 MAX_FORM_CHARS: Final = 100_000
 """Of all prompts together."""
+
+FORM_WORDS: Final = {"num_steps": "steps", "guidance_scale": "guidance"}
+"""From names of fields, as messages begin with them, to the form's own."""
 
 Place = tuple[int, int]
 """(prompt, seed) by their numbers: what pairs a picture with those of other cells."""
@@ -91,16 +95,27 @@ def read_form(form: Form, image: ImageCapabilities) -> GridPlan:
     steps = tuple(dict.fromkeys(whole_numbers(form.steps, "steps")))
     _check_steps(steps, image.train_timesteps)
     prompts = _prompts(form.prompts)
-    sweep = SweepPlan(
-        samplers=_samplers(form.samplers),
-        steps=steps,
-        guidance=(_guidance(form.guidance_scale, image.default_guidance_scale),),
-        prompts=prompts,
-        num_seeds=_whole(form.num_seeds, "pictures of each prompt", 1),
-        first_seed=_whole(form.first_seed, "first seed", 0),
-        reference_steps=min(REFERENCE_STEPS, image.train_timesteps),
-    )
+    with _in_words_of_the_form():
+        sweep = SweepPlan(
+            samplers=_samplers(form.samplers),
+            steps=steps,
+            guidance=(_guidance(form.guidance_scale, image.default_guidance_scale),),
+            prompts=prompts,
+            num_seeds=_whole(form.num_seeds, "pictures of each prompt", 1),
+            first_seed=_whole(form.first_seed, "first seed", 0),
+            reference_steps=min(REFERENCE_STEPS, image.train_timesteps),
+        )
     return _bounded(GridPlan(sweep, form.has_converged))
+
+
+@contextmanager
+def _in_words_of_the_form() -> Iterator[None]:
+    """What is refused is called as the form calls it."""
+    try:
+        yield
+    except InvalidRequest as error:
+        name, is_first, rest = error.message.partition(" ")
+        raise InvalidRequest(FORM_WORDS.get(name, name) + is_first + rest, param=error.param) from error
 
 
 def _samplers(chosen: Sequence[str]) -> tuple[str, ...]:

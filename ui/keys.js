@@ -1,6 +1,6 @@
 // Ctrl+Enter paints and Esc stops, wherever the focus is. In the prompt, the arrow up brings back earlier ones.
 (() => {
-  const BUTTONS = [["lost-generate", "lost-stop"], ["generate", "stop"], ["exp-run", "exp-stop"]];
+  const BUTTONS = [["lost-generate", "lost-stop"], ["lost-exp-run", "lost-exp-stop"], ["generate", "stop"], ["exp-run", "exp-stop"]];
   const RECALLED = "ArrowUp", BACK = "ArrowDown";
   let place = -1, draft = "", recalled = null;
 

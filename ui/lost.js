@@ -3,16 +3,29 @@
 // page. The reload loses nothing (memory.js), and what was pressed meanwhile is done after it.
 (() => {
   const BUSY_MS = 1000, IDLE_MS = 4000, PATIENCE_MS = 8000, AFTERWARDS_MS = 100, TRIES = 600;
-  const PRESSED = "diffserve.pressed";
-  const SAID = {
-    "": "The server is gone. What is here stays, and the page goes on by itself when the server is back.",
-    stop: "Stopped: the server is gone. What is here stays, and the page goes on by itself when the server is back.",
-    generate: "The server is gone; this is painted as soon as it is back.",
+  const PRESSED = "diffserve.pressed", LEFT = "diffserve.left";
+  const KEPT = "What is here stays, and the page goes on by itself when the server is back.";
+  const SHOWN = "What is painted stays until it is back, and then the page goes on by itself.";
+  const LATER = "The server is gone; this is painted as soon as it is back.";
+  const TABS = {
+    create: {
+      run: "generate", label: "Generate", stop: "stop", row: "run", said: "caption",
+      gone: `The server is gone. ${KEPT}`, stopped: `Stopped: the server is gone. ${KEPT}`,
+    },
+    experiment: {
+      run: "exp-run", label: "Run", stop: "exp-stop", row: "exp-buttons", said: "exp-status",
+      gone: `The server is gone. ${SHOWN}`, stopped: `Stopped: the server is gone. ${SHOWN}`,
+    },
   };
-  let isLost = false, isLeaving = false;
+  let isLost = false, isLeaving = false, busy = {};
 
   const part = (name) => document.getElementById(name);
-  const isThere = (element) => element && element.offsetParent !== null && !element.disabled;
+  const isThere = (element) => element && !element.disabled && getComputedStyle(element).display !== "none";
+  const isBusy = (tab) => Boolean(isThere(part(tab.stop)) || part(tab.run)?.disabled);
+  const whoIsBusy = () => Object.fromEntries(Object.entries(TABS).map(([name, tab]) => [name, isBusy(tab)]));
+  const kept = (key) => { try { return JSON.parse(sessionStorage.getItem(key)) || {}; } catch { return {}; } };
+  const keep = (key, value) => sessionStorage.setItem(key, JSON.stringify(value));
+  const appHere = () => window.gradio_config && window.gradio_config.app_id;
 
   async function appId() {
     const abort = new AbortController(), timer = setTimeout(() => abort.abort(), PATIENCE_MS);
@@ -27,71 +40,91 @@
     }
   }
 
-  function say(text) {
-    const caption = document.querySelector("#caption .prose") || part("caption");
-    if (!caption) return;
+  function say(tab, text) {
+    const place = part(tab.said)?.querySelector("[role=status], [role=alert]");
+    if (!place) return;
     const box = document.createElement("div"), line = document.createElement("p");
     box.className = "error";
     box.setAttribute("role", "alert");
     line.textContent = text;
     box.append(line);
-    caption.replaceChildren(box);
+    place.replaceWith(box);
   }
 
-  // A button in the place of Generate and Stop, which gradio no longer listens to.
-  function standIn(name, label) {
-    const button = document.createElement("button");
-    button.id = `lost-${name}`;
+  // A button in the place of those that run and stop, which gradio no longer listens to.
+  function offer(name, isRunning) {
+    const tab = TABS[name], button = document.createElement("button");
+    button.id = `lost-${isRunning ? tab.stop : tab.run}`;
     button.type = "button";
-    button.className = "stand-in";
-    button.textContent = label;
-    button.addEventListener("click", () => press(name));
+    button.className = isRunning ? "stand-in stand-in-stop" : "stand-in";
+    button.textContent = isRunning ? "Stop" : tab.label;
+    button.addEventListener("click", () => press(name, !isRunning));
+    part(tab.row).querySelector(".stand-in")?.remove();
+    part(tab.row).append(button);
     return button;
   }
 
-  function offer(name) {
-    document.querySelectorAll(".stand-in").forEach((button) => button.remove());
-    const button = name === "stop" ? standIn("stop", "Stop") : standIn("generate", "Generate");
-    part("run")?.append(button);
-    return button;
+  function press(name, isRunning) {
+    const tab = TABS[name];
+    keep(PRESSED, { ...kept(PRESSED), [name]: isRunning ? tab.run : tab.stop });
+    say(tab, isRunning ? LATER : tab.stopped);
+    offer(name, isRunning).focus();
   }
 
-  function press(name) {
-    sessionStorage.setItem(PRESSED, name);
-    say(SAID[name]);
-    offer(name === "stop" ? "generate" : "stop").focus();
+  // Also a tab that is opened only now.
+  function tell() {
+    for (const [name, tab] of Object.entries(TABS)) {
+      if (!part(tab.row) || part(tab.row).querySelector(".stand-in")) continue;
+      say(tab, tab.gone);
+      offer(name, busy[name]);
+    }
   }
 
   function lose() {
     isLost = true;
-    const isBusy = isThere(part("stop"));
+    busy = whoIsBusy();
     document.documentElement.classList.add("lost");
-    say(SAID[""]);
-    offer(isBusy ? "stop" : "generate");
   }
 
   async function watch() {
     if (document.visibilityState === "visible" && window.gradio_config && !isLeaving) {
       const id = await appId();
       if (id === null) { if (!isLost && !isLeaving) lose(); }
-      else if (isLost || id !== window.gradio_config.app_id) return window.location.reload();
+      else if (isLost || id !== appHere()) return window.location.reload();
+      if (isLost) tell();
     }
-    setTimeout(watch, isLost || isThere(part("stop")) ? BUSY_MS : IDLE_MS);
+    setTimeout(watch, isLost || Object.values(TABS).some(isBusy) ? BUSY_MS : IDLE_MS);
   }
-  window.addEventListener("pagehide", () => { isLeaving = true; });
+  window.addEventListener("pagehide", () => {
+    isLeaving = true;
+    keep(LEFT, { app: appHere(), isLost, busy: isLost ? busy : whoIsBusy() });
+  });
   window.addEventListener("pageshow", () => { isLeaving = false; });
   setTimeout(watch, IDLE_MS);
 
+  // Whether what a tab was painting before the reload is lost, and is not to be painted anew anyway: an experiment goes with
+  // its page, everything with the server.
+  const left = kept(LEFT), pressedBefore = kept(PRESSED);
+  sessionStorage.removeItem(LEFT);
+  diffserve.wasLost = (name) => {
+    const isAnother = left.app !== appHere(), isGone = isAnother || (name === "experiment" && left.isLost);
+    return Boolean(left.busy?.[name] && isGone && pressedBefore[name] !== TABS[name].run);
+  };
+
   // Called once the page has its fields again: what was pressed while the server was away.
   diffserve.goOn = () => {
-    const name = sessionStorage.getItem(PRESSED);
+    const pressed = kept(PRESSED);
     sessionStorage.removeItem(PRESSED);
-    let tries = name ? TRIES : 0;
+    for (const [name, button] of Object.entries(pressed)) if (name in TABS) clickSoon(button, TABS[name]);
+    return [];
+  };
+
+  function clickSoon(name, tab) {
+    let tries = TRIES;
     const again = setInterval(() => {
       if ((tries -= 1) < 0) return clearInterval(again);
       if (isThere(part(name))) { clearInterval(again); part(name).click(); }
-      else if (name === "stop" && isThere(part("generate")) && tries < TRIES - 50) clearInterval(again);
+      else if (name === tab.stop && isThere(part(tab.run)) && tries < TRIES - 50) clearInterval(again);
     }, AFTERWARDS_MS);
-    return [];
-  };
+  }
 })();

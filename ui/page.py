@@ -10,7 +10,7 @@ from gradio.blocks import Block
 
 from diffserve.errors import DiffserveError
 from ui import palette
-from ui.captions import READY, status
+from ui.captions import LOST, READY, status
 from ui.create import CreateTab, lay_out
 from ui.creating import Creating
 from ui.events import PRIVATE, SILENT
@@ -66,8 +66,10 @@ def _greet(
     outputs: list[Block] = [about, tab.showing.caption, fields.quality, fields.sampler, fields.guidance]
     outputs += [fields.num_images, fields.rewrite_mode, tab.wording.note, tab.palette.panel, tab.palette.things]
 
-    def arrive(token: str | None, request: gr.Request) -> None:
-        visitors.arrive(request.session_hash, token)
+    def arrive(token: str | None, was_lost: bool | None, request: gr.Request) -> None:
+        visitor = visitors.arrive(request.session_hash, token)
+        if was_lost and not visitor.is_busy:
+            visitor.trouble = LOST
 
     async def wait(request: gr.Request) -> Any:
         """Say so where the models are still being loaded."""
@@ -86,7 +88,13 @@ def _greet(
         said = gr.skip() if visitors.of(request.session_hash).has_something else status(READY)
         return [facts[0], said, *facts[1:]]
 
-    arrived = page.load(arrive, tab.token, None, js="() => diffserve.token()", **PRIVATE)
+    arrived = page.load(
+        arrive,
+        [tab.token, tab.was_lost],
+        None,
+        js="() => [...diffserve.token(), diffserve.wasLost('create')]",
+        **PRIVATE,
+    )
     arrived.then(wait, None, tab.showing.caption, **PRIVATE).then(greet, None, outputs, **PRIVATE)
     arrived.then(
         creating.resume,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,7 +67,7 @@ class Painting:
         self.seconds = 0.0
         self._progress: dict[int, Progress] = {}
         self._done: set[int] = set()
-        self._lost: list[str] = []
+        self._lost: dict[str, list[int]] = {}
         self._server = server
         self._changed = changed
         self._started_s = time.monotonic()
@@ -90,8 +90,8 @@ class Painting:
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """Why single pictures failed."""
-        return tuple(self._lost)
+        """Why pictures failed, each reason once."""
+        return tuple(f"{_numbered(sorted(indices))} failed: {reason}" for reason, indices in self._lost.items())
 
     @property
     def slowest(self) -> Progress | None:
@@ -163,7 +163,7 @@ class Painting:
                 return
             case LostImage():
                 self._done.add(event.image_index)
-                self._lost.append(f"Picture {event.image_index + 1} failed: {event.failure.message}")
+                self._lost.setdefault(event.failure.message, []).append(event.image_index)
         self._changed(None)
 
     async def _picture(self, event: CompletedImage) -> Picture:
@@ -187,6 +187,12 @@ class Painting:
 
     async def _file(self, data: bytes, name: str) -> Path:
         return await asyncio.to_thread(self._server.files.write, data, name)
+
+
+def _numbered(indices: Sequence[int]) -> str:
+    """ "Picture 2", "Pictures 1, 2 and 4"."""
+    *others, last = (str(index + 1) for index in indices)
+    return f"Pictures {', '.join(others)} and {last}" if others else f"Picture {last}"
 
 
 def _own_words(file: bytes) -> tuple[str, str | None]:

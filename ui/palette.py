@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import gradio as gr
 
 from diffserve.client import World
+from diffserve.embedded.captions import plural
 from diffserve.errors import DiffserveError
 from diffserve.vocabulary import MOST_NAMED, unknown_words
 from ui.events import PRIVATE, SILENT
@@ -92,15 +93,17 @@ def said_of(words: Sequence[str]) -> str:
 
 
 def _rows(world: World) -> Iterator[str]:
-    yield _row("Things", "thing", [(name, _with_article(name)) for name in world.objects])
-    yield _row("Places", "place", [(name, f"{PREPOSITIONS.get(name, 'in')} the {name}") for name in world.places])
-    yield _row("Colours behind", "place", [(name, f"on {_with_article(name)} background") for name in world.colors])
+    yield _row("Things", "thing", [(name, _with_article(name), plural(name)) for name in world.objects])
+    yield _row("Places", "place", [(name, f"{PREPOSITIONS.get(name, 'in')} the {name}", "") for name in world.places])
+    yield _row("Colours behind", "place", [(name, f"on {_with_article(name)} background", "") for name in world.colors])
 
 
-def _row(title: str, kind: str, says: Sequence[tuple[str, str]]) -> str:
+def _row(title: str, kind: str, says: Sequence[tuple[str, str, str]]) -> str:
+    """Buttons of (name, what one puts into the prompt, what one puts after a number), under ``title``."""
     buttons = "".join(
-        f'<button type="button" data-kind="{kind}" data-say="{html.escape(say)}">{html.escape(name)}</button>'
-        for name, say in says
+        f'<button type="button" data-kind="{kind}" data-say="{html.escape(say)}" data-many="{html.escape(many)}">'
+        f"{html.escape(name)}</button>"
+        for name, say, many in says
     )
     return f"<h3>{title}</h3><p>{buttons}</p>" if says else ""
 

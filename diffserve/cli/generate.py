@@ -127,8 +127,11 @@ def _plan(order: Order, engine: Engine, init: types.Picture | None) -> SizePlan:
 
 
 def _read_pictures(order: Order) -> tuple[types.Picture | None, types.Picture | None]:
-    init = None if order.init is None else decode_image(_read(order.init, "--init"), name="--init")
-    mask = None if order.mask is None else decode_mask(_read(order.mask, "--mask"), name="--mask")
+    init = mask = None
+    if order.init is not None:
+        init = decode_image(_read(order.init, "--init"), name=f"--init {str(order.init)!r}")
+    if order.mask is not None:
+        mask = decode_mask(_read(order.mask, "--mask"), name=f"--mask {str(order.mask)!r}")
     if init is None and order.strength is not None:
         raise InvalidRequest(
             f"--strength is {order.strength:g} without --init; it says how much of that picture is repainted.",

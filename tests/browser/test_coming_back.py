@@ -64,6 +64,35 @@ def test_a_reload_keeps_prompt_settings_gallery_and_the_running_job(
     here.expect_caption("seed 6")
 
 
+def start_both(there: Visit) -> None:
+    """Paint in both tabs, the experiment the one that is open."""
+    there.set_advanced(steps=1000, seed=7)
+    there.write("prompt", "an owl")
+    there.press("generate")
+    there.until_painting()
+    there.page.get_by_role("tab", name="Experiment").click()
+    there.pick("exp-samplers", "DDIM")
+    there.write("exp-steps", "2, 1000")
+    there.press("exp-run")
+    there.until("() => [...document.querySelectorAll('#exp-grid td img')].some(image => image.naturalWidth > 0)")
+
+
+def expect_both_lost(there: Visit) -> None:
+    """The server is back: what was lost is said where it was painted, and everything can be done again."""
+    expect(there.part("exp-run")).to_be_visible(timeout=1000 * START_S)
+    there.expect_text("exp-status", "lost with the server; press Run")
+    expect(there.part("exp-stop")).to_be_hidden()
+    there.expect_text("exp-estimate", r"about \d+ (s|min)")
+    expect(there.field("exp-steps")).to_have_value("2, 1000")
+    there.page.get_by_role("tab", name="Create").click()
+    there.until_rested()
+    there.expect_caption("lost with the server; press Generate")
+    expect(there.field("prompt")).to_have_value("an owl")
+    there.set_advanced(steps=4)
+    there.paint()
+    there.expect_caption("4 steps, .* seed 7")
+
+
 def test_a_server_that_dies_in_mid_paint_is_told_at_once_and_the_next_one_goes_on(
     visit: Visitor, screenshot: Screenshot, tmp_path: Path
 ) -> None:
@@ -78,12 +107,20 @@ def test_a_server_that_dies_in_mid_paint_is_told_at_once_and_the_next_one_goes_o
         here.write("prompt", "a penguin")
         here.press("generate")
         here.until_painting()
+        there = visit(cable.url)
+        start_both(there)
         os.kill(first.process.pid, signal.SIGKILL)
         first.process.wait()
         here.expect_caption("the server is gone")
         screenshot(here, "gone")
         here.press("lost-stop")
         here.expect_caption("stopped")
+        there.expect_text("exp-status", "the server is gone")
+        there.press("lost-exp-stop")
+        there.expect_text("exp-status", "stopped: the server is gone")
+        expect(there.part("lost-exp-run")).to_be_visible()
+        assert there.part("exp-grid").locator("td img").count() > 0
+        screenshot(there, "experiment-gone")
         here.set_advanced(steps=5)
         here.press("lost-generate")
         here.expect_caption("painted as soon as it is back")
@@ -96,4 +133,6 @@ def test_a_server_that_dies_in_mid_paint_is_told_at_once_and_the_next_one_goes_o
             here.gallery().last.click()
             here.expect_caption("25 steps")
             screenshot(here, "back")
+            expect_both_lost(there)
+            screenshot(there, "experiment-back")
             second.wait_until_idle(SOON_S)

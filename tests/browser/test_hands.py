@@ -21,6 +21,13 @@ DROP = """([data, name]) => {
         document.querySelector('#title').dispatchEvent(
             new DragEvent(kind, { dataTransfer, bubbles: true, cancelable: true }));
 }"""
+IS_BUTTON_WHOLE = """() => {
+    const [box, picture] = ['#picture .icon-button-wrapper', '#picture']
+        .map(name => document.querySelector(name)).map(each => each.getBoundingClientRect());
+    const style = getComputedStyle(document.querySelector('#picture .icon-button-wrapper'));
+    return box.top >= picture.top + 4 && box.right <= picture.right - 4
+        && parseFloat(style.borderTopWidth) > 0 && parseFloat(style.borderRightWidth) > 0;
+}"""
 FILLS = """() => {
     const { width, height } = document.querySelector('#picture img').getBoundingClientRect();
     return Math.abs(width - innerWidth) < 2 && Math.abs(height - innerHeight) < 2;
@@ -40,6 +47,7 @@ def test_keys_full_screen_and_a_dropped_picture(
     expect(here.gallery()).to_have_count(1)
     here.until_rested()
     file = here.save("download", tmp_path)
+    assert here.page.evaluate(IS_BUTTON_WHOLE), "the button of the picture is cut off at its corner"
     here.part("picture").locator("button[aria-label*=ullscreen], button[title*=ullscreen]").first.click()
     here.until(FILLS)
     screenshot(here, "full-screen")
@@ -97,6 +105,14 @@ def test_what_the_model_knows_is_clicked_and_what_it_does_not_know_is_named(
         things.get_by_role("button", name=name, exact=True).click()
     expect(here.field("prompt")).to_have_value("a fox and a cactus in the snow")
     screenshot(here, "palette")
+    for typed, name, said in (
+        ("two", "cherries", "two bunches of cherries"),
+        ("a fox and three", "owl", "a fox and three owls"),
+        ("Two in the snow", "cactus", "Two cactuses in the snow"),
+    ):
+        here.field("prompt").fill(typed)
+        things.get_by_role("button", name=name, exact=True).click()
+        expect(here.field("prompt")).to_have_value(said)
     here.set_advanced(steps=4, seed=7)
     here.write("count", 3)
     here.press("generate")

@@ -5,18 +5,27 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from diffserve.client import ImageCapabilities, SamplerChoice
+from diffserve.errors import EngineUnavailable
 from diffserve.experiments.plan import SweepPlan
 from tests.browser.cable import Cable, cable_to
 from tests.service.server import RunningServer
 from tests.ui.asking import Request
-from ui.experiment_view import Shown, names_of, work_text
-from ui.experimenting import Experimenting
+from ui import experiment_view
+from ui.captions import EARLY
+from ui.experiment_view import Shown, View, names_of, work_text
+from ui.experimenting import NOT_YET, Experimenting
+from ui.grid_board import Painted
+from ui.grid_measure import PromptCheck
+from ui.grid_pace import Pace, Timing
 from ui.grid_plan import GridPlan
+from ui.grid_run import GridRun
 from ui.server import Server
 
 pytestmark = pytest.mark.slow
@@ -133,6 +142,55 @@ def test_a_server_lost_in_mid_paint_is_one_sentence_and_what_is_painted_stays(se
     assert re.findall(r'<img src="[^"]+" alt="([^"]+)"', last.grid) == ["DDIM, 2 steps"]
     assert table.count("\n") == 2, "the names of the columns, and one square"
     assert (last.run["visible"], last.run["interactive"], last.stop["visible"]) == (True, True, False)
+
+
+def test_curves_that_are_still_to_come_are_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(experiment_view, "CURVES_EVERY_S", 0.0)
+    file = tmp_path / "picture.png"
+    Image.new("RGB", (8, 8)).save(file)
+    plan = GridPlan(SweepPlan(samplers=("ddim",), steps=(2, 4), guidance=(1.0,), prompts=("a",), num_seeds=1), True)
+
+    async def look() -> tuple[Shown | None, Shown]:
+        server = Server(NOBODY)
+        run = GridRun(server.client, plan, PromptCheck("sd15", plan.sweep.prompts), tmp_path)
+        view = View(run, Pace(Timing(row_s=0.1, rest_s=0.1), together_row_s=0.1), {"ddim": "DDIM"})
+        run.board.paint(next(plan.jobs()), Painted(file, evaluations=2, spacing="leading", is_exact=None))
+        both = await view.news(), await view.ending(server.files)
+        await server.close()
+        return both
+
+    going, over = asyncio.run(look())
+    assert going is not None
+    assert "Curves appear once" in going.curves_over_steps
+    assert "nothing to draw" in over.curves_over_steps
+
+
+def test_an_estimate_waits_for_the_models_without_alarm_and_a_run_begins_with_them(
+    monkeypatch: pytest.MonkeyPatch, here: Server
+) -> None:
+    async def ask() -> tuple[str, list[Shown]]:
+        events, fetch = Experimenting(here), here.client.models
+
+        async def not_yet() -> Any:
+            monkeypatch.setattr(here.client, "models", fetch)
+            raise EngineUnavailable("the engine is loading its model; please try again in a moment.")
+
+        async def not_ready() -> bool:
+            return False
+
+        monkeypatch.setattr(here.client, "models", not_yet)
+        estimate = await events.estimate(**form())
+        monkeypatch.setattr(here.client, "models", not_yet)
+        monkeypatch.setattr(here.client, "is_ready", not_ready)
+        shown = await run(events, steps="2")
+        await here.client.close()
+        return estimate, shown
+
+    estimate, shown = asyncio.run(ask())
+    assert NOT_YET in estimate
+    assert "error" not in estimate
+    assert EARLY in shown[0].status
+    assert "Painted 1 pictures" in shown[-1].status
 
 
 def test_samplers_are_called_by_their_labels() -> None:

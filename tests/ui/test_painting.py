@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from diffserve.client import StreamedImageFields
+from diffserve.client import Failure, LostImage, StreamedImageFields
 from tests.service.server import SOON_S, RunningServer, files_of, wait_for
 from ui.captions import SHUT_OUT, caption_of, painted_from, progress_text
 from ui.painting import Painting
@@ -42,6 +42,26 @@ async def until(is_so: Callable[[], bool]) -> None:
     async with asyncio.timeout(SOON_S):
         while not is_so():
             await asyncio.sleep(0.01)
+
+
+def test_pictures_that_fail_for_one_reason_say_it_once() -> None:
+    full = Failure(code="out_of_memory", message="the device is out of memory.")
+    broken = Failure(code="internal", message="something broke.")
+
+    async def fail() -> str:
+        server = Server("http://127.0.0.1:9")
+        painting = Painting(server, order(n=4), lambda _: None)
+        painting.stop()
+        await painting.wait()
+        for index, failure in ((2, full), (0, full), (1, broken), (3, full)):
+            await painting._take(LostImage(id="1", image_index=index, failure=failure))
+        await server.close()
+        return caption_of(painting)
+
+    said = asyncio.run(fail())
+    assert said.count("out of memory") == 1
+    assert "Pictures 1, 3 and 4 failed: the device is out of memory." in said
+    assert "Picture 2 failed: something broke." in said
 
 
 def test_its_files_are_the_servers_own(text_server: RunningServer) -> None:

@@ -48,6 +48,10 @@ def test_everything_can_be_clicked_in_words_that_the_model_knows() -> None:
     ]  # fmt: skip
     assert len(clicks(embedded())) == 60 + 8 + 12
     assert [say for say in clicks(embedded()) if unknown_in(say, embedded())] == []
+    many = [many for many in re.findall(r'data-many="([^"]*)"', shown(embedded())[1]) if many]
+    assert len(many) == 60
+    assert {"foxes", "octopuses", "butterflies", "fish", "bunches of cherries"} <= set(many)
+    assert [each for each in many if unknown_in(each, embedded())] == []
 
 
 def test_a_model_of_the_open_world_has_nothing_to_click() -> None:
