@@ -93,11 +93,14 @@ def test_an_idle_engine_measures_one_call_at_a_time(make_engine: MakeEngine) -> 
 
 def test_while_images_of_a_new_shape_wait_for_each_other_it_is_measured_beside_them(make_engine: MakeEngine) -> None:
     engine = make_engine(cache_dir="")
-    for seed in range(24):
-        engine.submit(odd_size(seed))
-    events = list(engine.events())
-    assert sum(isinstance(event, Painted) for event in events) == 24
-    assert max(len(call.rows) for tick in engine.trace for call in tick.calls) > 2
+    for _ in range(30):  # beside busy neighbours an eighth of the time is little
+        for seed in range(24):
+            engine.submit(odd_size(seed))
+        events = list(engine.events())
+        assert sum(isinstance(event, Painted) for event in events) == 24
+        if max(len(call.rows) for tick in engine.trace for call in tick.calls) > 2:
+            return
+    pytest.fail("rows never shared a call")
 
 
 def test_what_was_measured_is_known_at_the_next_start(make_engine: MakeEngine, tmp_path: Path) -> None:

@@ -35,10 +35,11 @@ async def paint_all(server: RunningServer, bodies: list[dict[str, Any]]) -> list
         return await asyncio.gather(*(client.post(GENERATIONS, json=body) for body in bodies))
 
 
-def send_and_hold(server: RunningServer, body: dict[str, Any]) -> socket.socket:
-    """A connection on which ``body`` is asked for and nothing is read."""
+def send_and_hold(server: RunningServer, body: dict[str, Any], *, key: str = "anybody") -> socket.socket:
+    """A connection on which the client with ``key`` asks for ``body`` and reads nothing."""
     content = json.dumps(body).encode()
-    head = f"POST {GENERATIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+    head = f"POST {GENERATIONS} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
+    head += "Content-Type: application/json\r\nContent-Length: "
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=300)
     connection.sendall(f"{head}{len(content)}\r\n\r\n".encode() + content)
     return connection
@@ -78,8 +79,9 @@ def test_a_client_that_hangs_up_is_cancelled_and_its_neighbour_is_untouched(serv
 
 
 def test_clients_that_hang_up_in_the_queue_are_forgotten(server: RunningServer) -> None:
-    connections = [send_and_hold(server, {**MIX[2], "num_inference_steps": 80, "n": 10}) for _ in range(12)]
-    wait_for(lambda: server.num_requests() == 12, SOON_S, "all to be taken")
+    body = {**MIX[2], "num_inference_steps": 80, "n": 10}
+    connections = [send_and_hold(server, body, key=f"client {number}") for number in range(7)]
+    server.wait_for_requests(7)
     for connection in connections:
         connection.close()
     wait_for(lambda: server.num_requests() == 0, SOON_S, "the cancellations")
