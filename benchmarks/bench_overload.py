@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.open_loop import Answer, ask, flood, goodput, quantile, saturate
 from benchmarks.report import RESULTS, ROOT, hardware, versions, write
+from diffserve.service.clients import MOST_KEYS
 
 LISTENING = re.compile(r"listening on (http://\S+),")
 START_S = 300.0
@@ -172,6 +173,7 @@ async def _saturated(load: Load) -> tuple[float, float]:
     """Pictures a second with every tick full, and for each second the engine computed; a quarter is for beginning.
 
     Every worker is a client of its own, so that none is refused: refusals take the engine's time from what it can do.
+    An address has ``MOST_KEYS`` clients at most.
     """
     started_s = time.perf_counter()
     senders = [load.sender(f"worker {number}") for number in range(load.num_workers)]
@@ -258,7 +260,9 @@ def main(
     model: Annotated[str, typer.Option(help="What the server loads.")] = "embedded",
     backlog_s: Annotated[float, typer.Option(help="serve.max_backlog_s of the server.")] = 4.0,
     num_steps: Annotated[int, typer.Option(help="Steps of every picture.")] = 25,
-    num_workers: Annotated[int, typer.Option(help="Requests at once that fill every tick.")] = 12,
+    num_workers: Annotated[
+        int, typer.Option(min=1, max=MOST_KEYS, help="Requests at once that fill every tick; a key each.")
+    ] = MOST_KEYS,
     saturated_s: Annotated[float, typer.Option(help="How long what it can do is measured, twice.")] = 20.0,
     flood_s: Annotated[float, typer.Option(help="How long more is asked of it.")] = 60.0,
     times: Annotated[float, typer.Option(help="How many times what it can do.")] = 10.0,

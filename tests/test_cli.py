@@ -326,6 +326,13 @@ def test_doctor_tells_device_model_memory_and_origins(run: Run, model: Path, tmp
     assert outcome.out.endswith("all is well.\n")
 
 
+def test_doctor_says_where_nothing_can_be_written(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIFFSERVE_ENGINE_CACHE_DIR", "/proc/cache")
+    outcome = run("doctor", "--model", model, "--device", "cpu")
+    assert "all is well" not in outcome.out
+    assert outcome.out.rstrip().splitlines()[-1].startswith("cache: /proc/cache cannot be written: ")
+
+
 def test_doctor_says_everything_else_before_a_model_that_cannot_be_loaded(run: Run) -> None:
     outcome = run("doctor", "--model", "/no/such/model")
     assert outcome.code == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from typing import Any
 
@@ -154,6 +155,8 @@ def test_retry_after_is_a_whole_number_from_1_to_60(after_s: float, told: str) -
 
 
 def test_an_error_that_is_not_ours_tells_nothing_of_its_inside() -> None:
+    full = reply_to(OSError(errno.ENOSPC, "No space left on device", "/secret/path"))
+    assert (full.status, b"no room" in full.body, b"secret" in full.body) == (507, True, False)
     reply = reply_to(RuntimeError("/secret/path"))
     assert reply.status == 500
     assert b"secret" not in reply.body
