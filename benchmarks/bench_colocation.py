@@ -37,14 +37,15 @@ from benchmarks.report import RESULTS, head, summary, write
 from diffserve.config import load_settings
 from diffserve.embedded.rewriter_model import build_rewriter, build_tokenizer, export_rewriter
 from diffserve.embedded.wishes import LooseWish, wishes
-from diffserve.engine.rewriting import Rewriter, TextWindow, find_rewriter
+from diffserve.engine.loading import load_parts
+from diffserve.engine.rewriter import Rewriter
 from diffserve.engine.studio import LAST, AnyEvent, Studio
-from diffserve.engine.studio_parts import load_parts
 from diffserve.engine.text import TextEngine
 from diffserve.engine.time_share import TimeShare
 from diffserve.engine_stats import EngineStats
 from diffserve.errors import ModelNotFound
 from diffserve.rewrite_types import RewriteEvent, RewriteFinished, RewriteRequest
+from diffserve.rewriting import TextWindow, find_rewriter
 from diffserve.runtime import choose_device
 from diffserve.text_types import TextDelta, TextEvent
 from diffserve.types import DiffusionParams, Failed, GenerationRequest
@@ -198,7 +199,7 @@ class Load:
         self.live[self.studio.submit(request)] = "picture"
 
     def _rewrite(self) -> None:
-        self.live[self.studio.submit_rewrite(RewriteRequest(wish=next(self.pairs).text, deltas=True))] = "rewrite"
+        self.live[self.studio.submit(RewriteRequest(wish=next(self.pairs).text, deltas=True))] = "rewrite"
 
     def _take(self, event: AnyEvent, window: Window) -> None:
         if isinstance(event, RewriteFinished):

@@ -33,7 +33,10 @@ from benchmarks.cost_curve import seconds_of_call
 from benchmarks.random_models import NAMES, save_random_model
 from benchmarks.report import RESULTS, head, write
 from diffserve.config import EngineConfig
-from diffserve.engine.conditioners import (
+from diffserve.engine.image.exactness import random_inputs
+from diffserve.engine.image.task import GroupKey
+from diffserve.runtime import DiffusionModel, choose_device, load_model
+from diffserve.runtime.conditioning import (
     AnyConditioning,
     Conditioner,
     PagedConditioner,
@@ -41,9 +44,6 @@ from diffserve.engine.conditioners import (
     image_specs,
     make_conditioner,
 )
-from diffserve.engine.random_rows import random_inputs
-from diffserve.engine.task import GroupKey
-from diffserve.runtime import DiffusionModel, choose_device, load_model
 from diffserve.runtime.cross_attention import Contexts
 from diffserve.runtime.kv import PagePlan
 

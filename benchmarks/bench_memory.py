@@ -135,7 +135,7 @@ def engine_of(server_pid: int) -> int:
     return int(min(found, key=lambda child: child.create_time()).pid)
 
 
-class Crowd:
+class RunningQueue:
     """``load.clients`` clients that share one stream of requests; ``outcomes`` counts how they ended."""
 
     def __init__(self, url: str, load: Load) -> None:
@@ -210,7 +210,7 @@ def measure(model: str, load: Load, settle: int, every: int) -> dict[str, Any]:
             last = samples[-1]
             print(f"{number}: {last.server / 1e6:.1f} {last.engine / 1e6:.1f} MB", file=sys.stderr, flush=True)
 
-        crowd = Crowd(url, load)
+        crowd = RunningQueue(url, load)
         started_s = time.monotonic()
         asyncio.run(crowd.run(every, sample))
         wall_s = time.monotonic() - started_s

@@ -35,8 +35,8 @@ import torch
 
 from benchmarks.report import RESULTS, head, write
 from benchmarks.rewriter_arms import CLIP_TOKENS, WARM_UPS, Desk, Measure, Peer, compared, figures, in_turns
-from diffserve.engine.rewriting import Style, find_rewriter, load_style
 from diffserve.engine.text import TextEngine
+from diffserve.rewriting import Style, find_rewriter, load_style
 from diffserve.text_types import Speculation
 
 CROWD: Final = 8

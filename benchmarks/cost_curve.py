@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from diffserve.embedded.part_marks import giga_operations
-from diffserve.engine.exactness import Predict
+from diffserve.engine.image.exactness import Predict
 from diffserve.runtime import DiffusionModel
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)

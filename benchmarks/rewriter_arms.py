@@ -15,11 +15,11 @@ from typing import Final
 import msgspec
 
 from diffserve.embedded.wishes import wishes
-from diffserve.engine.rewriting import Style, TextWindow
-from diffserve.engine.rewriting.asking import Asker
-from diffserve.engine.rewriting.language import caption_constraint
 from diffserve.engine.text import TextEngine
 from diffserve.rewrite_types import RewriteRequest
+from diffserve.rewriting import Style, TextWindow
+from diffserve.rewriting.asking import Asker
+from diffserve.rewriting.grammar import caption_constraint
 from diffserve.runtime.decoding import TokenConstraint
 from diffserve.runtime.quiet import hushed, import_quietly
 from diffserve.text_types import Speculation, TextDelta, TextFinished, TextRequest

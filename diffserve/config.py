@@ -38,7 +38,7 @@ AUTO_STYLE = "auto"
 ENV_PREFIX = "DIFFSERVE_"
 _PUBLIC_URL = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+(?:/[A-Za-z0-9._~\-/]*)?")
 NOT_SETTINGS = ("DIFFSERVE_FAULTS",)
-"""Variables that are read elsewhere (``diffserve.engine.faults``)."""
+"""Variables that are read elsewhere (``diffserve.runtime.faults``)."""
 
 
 ENGINE_BOUNDS = {

@@ -16,7 +16,7 @@ import msgspec
 
 from diffserve import __version__
 from diffserve.errors import InvalidRequest
-from diffserve.types import ImageResult
+from diffserve.types import FULL_INTERVAL, ImageResult
 from schedulers import SAMPLERS
 
 MAX_BYTES = 8192
@@ -68,6 +68,7 @@ def write_infotext(result: ImageResult, *, width_px: int, height_px: int) -> str
         "Model": result.model,
         "Denoising strength": None if result.strength is None else _number_text(result.strength),
         "Eta": None if result.eta == _own_eta(result.sampler) else _number_text(result.eta),
+        "Guidance interval": None if result.guidance_interval == FULL_INTERVAL else _span(result.guidance_interval),
         "RNG": "CPU",
         "Spacing": result.spacing,
         ORIGINAL: None if result.original_prompt is None else _plain(result.original_prompt),
@@ -143,6 +144,11 @@ def _own_eta(sampler: str) -> float:
 def _number_text(value: float) -> str:
     """The shortest text that reads back as ``value``: "7" for 7.0, "7.5", "2.123456789"."""
     return repr(float(value)).removesuffix(".0")
+
+
+def _span(interval: tuple[float, float]) -> str:
+    """As people write it: "0.2-0.8"."""
+    return "-".join(map(_number_text, interval))
 
 
 def _plain(text: str) -> str:

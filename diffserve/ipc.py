@@ -24,6 +24,9 @@ from diffserve.types import Event, GenerationRequest, ModelInfo, ModelProfile
 HEADER = struct.Struct(">I")
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 
+AnyRequest = GenerationRequest | TextRequest | RewriteRequest
+AnyEvent = Event | TextEvent | RewriteEvent
+
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The first command: which models to load and how to batch. ``hang_after_s``: see ``config.ServeConfig``."""
@@ -35,21 +38,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Paint this; answered by Accepted or Rejected."""
+    """Paint, continue or rewrite this; answered by its events or Rejected."""
 
-    request: GenerationRequest
-
-
-class SubmitText(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Continue this; answered by TextAccepted or Rejected."""
-
-    request: TextRequest
-
-
-class SubmitRewrite(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Turn this wish into prompts; answered by its events or Rejected."""
-
-    request: RewriteRequest
+    request: AnyRequest
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -141,8 +132,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     stats: EngineStats | None
 
 
-AnyEvent = Event | TextEvent | RewriteEvent
-Command = Load | Submit | SubmitText | SubmitRewrite | Cancel | Ping | ReadTrace | ReadStats
+Command = Load | Submit | Cancel | Ping | ReadTrace | ReadStats
 Report = Ready | LoadFailed | Lost | Rejected | Pong | Trace | Stats | AnyEvent
 
 _encoder = msgspec.msgpack.Encoder()

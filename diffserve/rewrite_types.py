@@ -10,7 +10,7 @@ import msgspec
 
 from diffserve.errors import InvalidRequest
 from diffserve.text_types import MAX_TEXT_CHARS, MAX_TEXTS, TextTimings, TextUsage
-from diffserve.types import Cancelled, Failed, RewriteOptions
+from diffserve.types import Asks, Cancelled, Failed, RewriteOptions
 
 FallbackReason = Literal["unsure", "refused", "empty", "runaway", "lost_words", "too_long"]
 
@@ -25,7 +25,9 @@ def _check(ok: bool, message: str, param: str, code: str = "invalid_value") -> N
         raise InvalidRequest(message, param=param, code=code)
 
 
-class RewriteRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RewriteRequest(
+    msgspec.Struct, Asks["RewriteEvent"], frozen=True, kw_only=True, forbid_unknown_fields=True, tag="rewrite"
+):
     """A wish to be turned into prompts.
 
     num_prompts  how many; the first is the likeliest, the others are drawn with seed + i

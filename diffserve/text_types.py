@@ -15,7 +15,7 @@ import msgspec
 from diffserve.bounds import Between, check_bounds
 from diffserve.errors import ConfigError, InvalidRequest
 from diffserve.sampling_params import SamplingParams
-from diffserve.types import Cancelled, Failed
+from diffserve.types import Asks, Cancelled, Failed
 
 MAX_TEXT_CHARS = 4_000_000
 MAX_PROMPT_TOKENS = 1_000_000
@@ -44,7 +44,9 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     content: str
 
 
-class TextRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TextRequest(
+    msgspec.Struct, Asks["TextEvent"], frozen=True, kw_only=True, forbid_unknown_fields=True, tag="text"
+):
     """What somebody wants continued: ``prompt`` as a text, ``token_ids``, or ``messages`` for the model's chat
     template, one of the three.
 

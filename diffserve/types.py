@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -25,6 +25,10 @@ MAX_SEED = 2**63 - 1
 MAX_GUIDANCE = 30.0
 MAX_STEPS = 1_000_000
 """More than any model takes; its own bound is its training length."""
+
+E = TypeVar("E")
+FULL_INTERVAL = (0.0, 1.0)
+"""Guidance in all steps."""
 
 OtherAspects = Literal["paint", "pad"]
 
@@ -124,7 +128,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     sigma_schedule: str | None = None
     eta: float | None = None
     guidance_scale: float | None = None
-    guidance_interval: tuple[float, float] = (0.0, 1.0)
+    guidance_interval: tuple[float, float] = FULL_INTERVAL
     strength: float = 0.75
 
     def __post_init__(self) -> None:
@@ -182,7 +186,22 @@ def new_request_id() -> str:
     return f"img-{uuid.uuid4().hex[:24]}"
 
 
-class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Asks(Generic[E]):
+    """A request that is answered by events ``E``."""
+
+    __slots__ = ()
+
+    request_id: str
+
+    @property
+    def kind(self) -> str:
+        """The tag with which it travels, and by which the metrics name it: "image", "text" or "rewrite"."""
+        return str(type(self).__struct_config__.tag)  # type: ignore[attr-defined]  # a Struct's
+
+
+class GenerationRequest(
+    msgspec.Struct, Asks["Event"], frozen=True, kw_only=True, forbid_unknown_fields=True, tag="image"
+):
     """What somebody wants painted.
 
     width_px, height_px   multiples of the model's VAE factor (checked at submit); ``None``: the model's native size
@@ -263,12 +282,33 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
 
 
-class ImageResult(msgspec.Struct, frozen=True, kw_only=True):
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """How a picture is denoised, every default resolved: :class:`DiffusionParams` with no question left open.
+
+    The engine paints by it, and result, metadata and answers tell it.
+
+    strength  how much of the init image is repainted, ``None`` where there is none
+    """
+
+    sampler: str
+    sigma_schedule: str | None
+    spacing: str
+    num_steps: int
+    guidance_scale: float
+    guidance_interval: tuple[float, float] = FULL_INTERVAL
+    eta: float
+    strength: float | None = None
+
+    def recipe(self) -> dict[str, Any]:
+        """The fields of a recipe alone, by name."""
+        return {name: getattr(self, name) for name in Recipe.__struct_fields__}
+
+
+class ImageResult(Recipe, frozen=True, kw_only=True):
     """One finished image and what it was painted with (an init image and its mask are the caller's).
 
     ``num_evaluations`` counts UNet rows (two a step under guidance); ``latents`` only when asked for. ``prompt`` is
     what was painted from; ``original_prompt`` the wish before it was rewritten, ``None`` where it was not.
-    ``strength``: how much of the init image was repainted, ``None`` where there was none.
     """
 
     request_id: str
@@ -278,19 +318,12 @@ class ImageResult(msgspec.Struct, frozen=True, kw_only=True):
     timings: Timings
     prompt: str
     negative_prompt: str
-    sampler: str
-    num_steps: int
     num_evaluations: int
-    guidance_scale: float
-    eta: float
-    spacing: str
-    sigma_schedule: str | None
     model: str
     model_digest: str
     warnings: tuple[str, ...] = ()
     latents: LatentArray | None = None
     original_prompt: str | None = None
-    strength: float | None = None
 
     @property
     def pixels(self) -> NDArray[np.uint8]:

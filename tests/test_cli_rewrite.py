@@ -117,7 +117,7 @@ def test_a_model_without_a_chat_template_is_refused(run: Run, tmp_path: Path) ->
 def test_a_missing_embedded_rewriter_is_told_with_the_way_to_make_one(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("diffserve.engine.rewriting.shipped.DIRECTORY", tmp_path)
+    monkeypatch.setattr("diffserve.rewriting.style.DIRECTORY", tmp_path)
     outcome = run("a fox")
     assert outcome.code == 2
     assert "python -m diffserve.embedded.train rewriter" in outcome.err

@@ -32,9 +32,9 @@ def test_commands_arrive_whole_however_they_are_cut(ends: tuple[socket.socket, s
         ipc.Load(model=settings.model, engine=settings.engine, text=settings.text, hang_after_s=60.0),
         ipc.Submit(request=GenerationRequest(prompt="a fox 🦊", init_image=PICTURE, seed=2**63 - 1)),
         ipc.Submit(request=GenerationRequest(prompt="a fox", rewriting=RewriteOptions(style="tags", force=True))),
-        ipc.SubmitText(request=TextRequest(prompt="once 🦊", params=SamplingParams(stop=("\n",), logprobs=3))),
-        ipc.SubmitText(request=TextRequest(messages=(ChatMessage(role="user", content="hello"),), cache_salt=b"\xff")),
-        ipc.SubmitRewrite(request=RewriteRequest(wish="something cosy", num_prompts=3, deltas=True)),
+        ipc.Submit(request=TextRequest(prompt="once 🦊", params=SamplingParams(stop=("\n",), logprobs=3))),
+        ipc.Submit(request=TextRequest(messages=(ChatMessage(role="user", content="hello"),), cache_salt=b"\xff")),
+        ipc.Submit(request=RewriteRequest(wish="something cosy", num_prompts=3, deltas=True)),
         ipc.Cancel(request_id="img-1"),
         ipc.Ping(number=3),
         ipc.ReadTrace(number=4),
@@ -102,7 +102,8 @@ def test_a_request_is_checked_again_on_the_other_side(ends: tuple[socket.socket,
 
 
 def test_a_text_request_is_checked_again_on_the_other_side(ends: tuple[socket.socket, socket.socket]) -> None:
-    body = msgspec.msgpack.encode({"type": "SubmitText", "request": {"prompt": "a", "params": {"temperature": -1.0}}})
+    request = {"type": "text", "prompt": "a", "params": {"temperature": -1.0}}
+    body = msgspec.msgpack.encode({"type": "Submit", "request": request})
     ours, theirs = ends
     with ours, theirs:
         ours.sendall(ipc.HEADER.pack(len(body)) + body)

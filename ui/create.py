@@ -40,6 +40,7 @@ class Fields(NamedTuple):
     seed: gr.Textbox
     eta: gr.Textbox
     spacing: gr.Dropdown
+    guidance_interval: gr.Textbox
 
 
 class Wording(NamedTuple):
@@ -101,7 +102,7 @@ def lay_out() -> CreateTab:
                 [(name.capitalize(), name) for name in ASPECTS], value="square", label="Aspect", elem_id="aspect"
             )
             count = gr.Slider(1, MAX_IMAGES, value=1, step=1, label="Pictures", elem_id="count", buttons=[])
-            advanced, negative, steps, sampler, guidance, size, spacing, seed, random_seed, eta = _advanced()
+            advanced, negative, steps, sampler, guidance, size, spacing, seed, random_seed, eta, interval = _advanced()
             read_parameters = gr.UploadButton(
                 "Read the settings of a picture",
                 file_types=[".png", ".jpg", ".jpeg", ".webp"],
@@ -110,8 +111,9 @@ def lay_out() -> CreateTab:
             )
             keep_no_copies(read_parameters)
     fields = Fields(
-        prompt, negative, quality, aspect, count, rewrite_mode, steps, sampler, guidance, size, seed, eta, spacing
-    )
+        prompt, negative, quality, aspect, count, rewrite_mode, steps, sampler, guidance, size, seed, eta, spacing,
+        interval,
+    )  # fmt: skip
     showing = Showing(
         picture,
         batch,
@@ -224,6 +226,7 @@ def _advanced() -> tuple[
     gr.Textbox,
     gr.Button,
     gr.Textbox,
+    gr.Textbox,
 ]:
     with gr.Accordion("Advanced", open=False, elem_id="advanced") as advanced:
         negative = gr.Textbox("", label="Negative prompt", info="What should not be there.", elem_id="negative-prompt")
@@ -248,10 +251,13 @@ def _advanced() -> tuple[
         with gr.Row():
             size = _number("Size", "as the aspect says", "size", info="In pixels, 512x512.")
             eta = _number("Fresh noise", "the sampler's own", "eta", info="Of every step (eta), 0 to 1.")
+        interval = _number(
+            "Guided part", "all steps", "guidance-interval", info="From and to, as parts of the way: 0.2-0.8."
+        )
         with gr.Row(elem_id="seeds"):
             seed = _number("Seed", "random", "seed")
             random_seed = gr.Button("Random", size="sm", elem_id="random-seed")
-    return advanced, negative, steps, sampler, guidance, size, spacing, seed, random_seed, eta
+    return advanced, negative, steps, sampler, guidance, size, spacing, seed, random_seed, eta, interval
 
 
 def _number(label: str, placeholder: str, elem_id: str, *, info: str | None = None) -> gr.Textbox:

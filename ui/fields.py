@@ -39,6 +39,23 @@ def read_number(text: str | None, name: str, most: float = math.inf) -> float | 
     return value
 
 
+def read_interval(text: str | None) -> tuple[float, float] | None:
+    """The two numbers from 0 to 1 in ``text`` ("0.2-0.8"), ``None`` for an empty one. InvalidRequest for others."""
+    if not (text or "").strip():
+        return None
+    try:
+        first, last = map(float, (text or "").replace(",", ".").split("-"))
+    except ValueError:
+        first, last = math.nan, math.nan
+    if not 0.0 <= first <= last <= 1.0:
+        raise InvalidRequest(
+            f"The guided part is {(text or '')[:40]!r}; give two numbers from 0 to 1, such as 0.2-0.8, or nothing for all "
+            "steps.",
+            param="guidance_interval",
+        )
+    return first, last
+
+
 def read_seed(text: str | None) -> int | None:
     """The whole number in ``text``, ``None`` for an empty one. InvalidRequest for anything else."""
     text = (text or "").strip()

@@ -14,7 +14,7 @@ from diffserve.images import read_infotext
 from diffserve.infotext import parse_infotext
 from diffserve.sizes import parse_size
 from diffserve.types import MAX_GUIDANCE, MAX_PROMPT_CHARS
-from ui.fields import MAX_FIELD_CHARS, check_text, read_number, read_seed
+from ui.fields import MAX_FIELD_CHARS, check_text, read_interval, read_number, read_seed
 
 RewriteMode = Literal["Off", "Suggest", "Auto"]
 REWRITE_MODES: Final[tuple[RewriteMode, ...]] = ("Off", "Suggest", "Auto")
@@ -52,6 +52,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     seed: str | None = None
     eta: str | None = None
     spacing: str | None = None
+    guidance_interval: str | None = None
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,8 +72,8 @@ def check_lengths(form: Form) -> None:
     """InvalidRequest where a field of ``form`` is longer than what it is for ever is, or no text."""
     check_text(form.prompt, "prompt", MAX_PROMPT_CHARS)
     check_text(form.negative_prompt, "negative prompt", MAX_PROMPT_CHARS)
-    for name in ("quality", "aspect", "rewrite_mode", "steps", "sampler", "guidance", "size", "seed", "eta", "spacing"):
-        check_text(getattr(form, name), name, MAX_FIELD_CHARS)
+    for name in {*Form.__struct_fields__} - {"prompt", "negative_prompt", "num_images"}:
+        check_text(getattr(form, name), name.replace("_", " "), MAX_FIELD_CHARS)
 
 
 def order_of(form: Form, image: ImageCapabilities) -> Order:
@@ -101,6 +102,9 @@ def order_of(form: Form, image: ImageCapabilities) -> Order:
         fields["eta"] = eta
     if form.spacing:
         fields["spacing"] = form.spacing
+    interval = read_interval(form.guidance_interval)
+    if interval is not None:
+        fields["guidance_interval"] = interval
     seed = read_seed(form.seed)
     if seed is not None:
         fields["seed"] = seed
@@ -168,6 +172,7 @@ def form_of(infotext: str, image: ImageCapabilities | None) -> Form:
         seed=fields.get("Seed"),
         eta=fields.get("Eta"),
         spacing=_spacing(fields),
+        guidance_interval=fields.get("Guidance interval"),
     )
 
 

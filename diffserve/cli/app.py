@@ -137,6 +137,10 @@ def generate(
     size: Annotated[str, typer.Option("--size", help="For example 512x512; auto: native.", metavar="WxH")] = "auto",
     num_images: Annotated[int, typer.Option("-n", help="How many; image i has seed + i.", metavar="N")] = 1,
     eta: Annotated[float | None, typer.Option("--eta", help="Fresh noise in ddim and euler_a, 0 to 1.")] = None,
+    guidance_interval: Annotated[
+        tuple[float, float],
+        typer.Option("--guidance-interval", help="Part of the steps that is guided.", metavar="FROM TO"),
+    ] = (0.0, 1.0),
     init: Annotated[Path | None, typer.Option("--init", help="Start from this picture.", metavar="IMAGE")] = None,
     strength: Annotated[
         float | None, typer.Option("--strength", help="How much of --init is repainted, 0 to 1 (0.75).")
@@ -155,7 +159,7 @@ def generate(
     order = Order(
         prompt=one_text(prompt, command="generate"), output=output, overwrite=overwrite, negative=negative, size=size,
         num_images=num_images, seed=seed, quality=quality, sampler=sampler, num_steps=steps, guidance_scale=guidance,
-        eta=eta, init=init, strength=strength, mask=mask,
+        further={"eta": eta, "guidance_interval": guidance_interval}, init=init, strength=strength, mask=mask,
     )  # fmt: skip
     return run(order, model=model, config=config, device=device, dtype=dtype)
 

@@ -6,11 +6,11 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
@@ -36,7 +36,10 @@ ANY_SEED = -1
 
 @dataclass(frozen=True)
 class Order:
-    """What the command line asked for; ``None`` means: as the model's profile says."""
+    """What the command line asked for; ``None`` means: as the model's profile says.
+
+    further  what ``DiffusionParams`` takes beside, by its names
+    """
 
     prompt: str
     output: Path | None
@@ -49,7 +52,7 @@ class Order:
     sampler: str | None
     num_steps: int | None
     guidance_scale: float | None
-    eta: float | None
+    further: Mapping[str, Any]
     init: Path | None
     strength: float | None
     mask: Path | None
@@ -186,7 +189,7 @@ def _request(
             sampler=defaults.sampler,
             num_steps=num_steps or defaults.num_steps,
             spacing=defaults.spacing,
-            eta=order.eta,
+            **order.further,
             guidance_scale=defaults.guidance_scale,
             strength=defaults.strength if order.strength is None else order.strength,
         ),

@@ -14,7 +14,8 @@ from diffserve.rewrite_types import Rewrite, RewriteDelta, RewriteEvent, Rewrite
 from diffserve.types import RewriteOptions
 
 if TYPE_CHECKING:
-    from diffserve.engine.rewriting import Rewriter, TextWindow
+    from diffserve.engine.rewriter import Rewriter
+    from diffserve.rewriting import TextWindow
     from diffserve.runtime.language import LanguageModel
 
 EMBEDDED: Final = "embedded"
@@ -60,8 +61,9 @@ def open_rewriter(name: str, style: str | None, *, device: str, dtype: str) -> R
     Raises ModelNotFound, ModelLoadError, ConfigError, InvalidRequest (a style that is not there).
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from diffserve.engine.rewriting import Rewriter, find_rewriter, load_style
+    from diffserve.engine.rewriter import Rewriter
     from diffserve.engine.text import TextEngine
+    from diffserve.rewriting import find_rewriter, load_style
     from diffserve.runtime.language import load_language_model
 
     if style is not None:
@@ -79,7 +81,7 @@ def _style_of(model: LanguageModel) -> str:
 
 def _window(style: str) -> TextWindow:
     """The text window of the image models that ``style`` is for."""
-    from diffserve.engine.rewriting import TextWindow
+    from diffserve.rewriting import TextWindow
     from diffserve.runtime.clip_vocabulary import clip_tokenizer
     from diffserve.runtime.components import load_tokenizer
     from diffserve.runtime.family import BUILT_IN
@@ -91,7 +93,7 @@ def _window(style: str) -> TextWindow:
 
 def _show(rewriter: Rewriter, request: RewriteRequest, *, is_json: bool) -> RewriteFinished:
     """Print what happens, and return the end. Raises what a failed rewrite stands for."""
-    from diffserve.engine.rewriting.rewriter import finished_or_raise
+    from diffserve.engine.delivery import raise_if_failed
 
     streamed = ""
     events: list[RewriteEvent] = []
@@ -104,7 +106,9 @@ def _show(rewriter: Rewriter, request: RewriteRequest, *, is_json: bool) -> Rewr
             print(event.text, end="", flush=True)
     if streamed:
         print()
-    end = finished_or_raise(events[-1])
+    end = events[-1]
+    raise_if_failed(end)
+    assert isinstance(end, RewriteFinished)
     if is_json:
         _print_json(end)
     else:

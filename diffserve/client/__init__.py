@@ -18,7 +18,6 @@ from diffserve.client.answers import (
     ImageEvent,
     ImageFile,
     Images,
-    ImageUsage,
     LostImage,
     Model,
     PartialImage,
@@ -31,11 +30,12 @@ from diffserve.client.answers import (
     TextUsage,
 )
 from diffserve.client.asynchronous import AsyncClient, AsyncStream
-from diffserve.client.calls import ChatFields, ImageFields, RewriteFields, RewriterFields, StreamedImageFields
+from diffserve.client.calls import ChatFields, RewriteFields
 from diffserve.client.capabilities import Capabilities, ImageCapabilities, LanguageCapabilities, SamplerChoice, World
 from diffserve.client.connection import DEFAULT_URL
 from diffserve.client.errors import RequestCancelled, ServerLost, ServerUnreachable
 from diffserve.client.on_behalf import Asker, ask_for
+from diffserve.client.recipe import ImageFields, ImageUsage, RewriterFields, StreamedImageFields
 from diffserve.client.sync import Client, Stream
 
 __all__ = [

@@ -8,15 +8,7 @@ from typing import Literal
 import msgspec
 
 from diffserve.client.capabilities import Capabilities
-
-
-class ImageUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens as OpenAI counts them, and rows of the UNet that were computed."""
-
-    input_tokens: int
-    output_tokens: int
-    total_tokens: int
-    num_evaluations: int = 0
+from diffserve.client.recipe import Recipe
 
 
 class ImageFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,25 +24,6 @@ class ImageFile(msgspec.Struct, frozen=True, kw_only=True):
     def save(self, path: str | Path) -> None:
         """Write the file, its metadata included."""
         Path(path).write_bytes(self.file)
-
-
-class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """How pictures were painted and delivered; ``size`` as WIDTHxHEIGHT in pixels."""
-
-    id: str
-    model: str
-    model_digest: str
-    sampler: str
-    sigma_schedule: str | None
-    spacing: str
-    num_inference_steps: int
-    guidance_scale: float
-    eta: float
-    size: str
-    output_format: str
-    quality: str
-    usage: ImageUsage
-    warnings: tuple[str, ...] = ()
 
 
 class Images(Recipe, frozen=True, kw_only=True):

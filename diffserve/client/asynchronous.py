@@ -11,10 +11,11 @@ import msgspec
 
 from diffserve.client import calls, on_behalf
 from diffserve.client.answers import Chat, ChatDelta, ChatMessage, ImageEvent, Images, Model, RewriteEvent, Rewrites
-from diffserve.client.calls import Call, ChatFields, ImageFields, RewriteFields, StreamCall, StreamedImageFields
+from diffserve.client.calls import Call, ChatFields, RewriteFields, StreamCall
 from diffserve.client.connection import DEFAULT_URL, JSON, TIMEOUT_S, settings, stream_timeout
 from diffserve.client.errors import ServerLost, error_of_answer, raise_for_transport, unexpected
 from diffserve.client.events import EventParser, Reader
+from diffserve.client.recipe import ImageFields, StreamedImageFields
 from diffserve.errors import EngineUnavailable, InvalidRequest
 
 AnswerT = TypeVar("AnswerT")

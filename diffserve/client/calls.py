@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Generic, Literal, NamedTuple, TypedDict, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypedDict, TypeVar
 from urllib.parse import quote, urlsplit
 
 import msgspec
 
 from diffserve.client.answers import Chat, ChatDelta, ChatMessage, ImageEvent, Images, Model, RewriteEvent, Rewrites
 from diffserve.client.events import ChatReader, Reader, image_reader, rewrite_reader
+from diffserve.client.recipe import ImageFields, RewriterFields, StreamedImageFields
 from diffserve.errors import ConfigError
 
 GENERATIONS: Final = "/v1/images/generations"
@@ -17,47 +18,6 @@ REWRITE: Final = "/v1/prompts/rewrite"
 CHAT: Final = "/v1/chat/completions"
 AnswerT = TypeVar("AnswerT")
 EventT = TypeVar("EventT")
-
-
-class RewriterFields(TypedDict, total=False):
-    """How a wish is to be rewritten before it is painted."""
-
-    style: str
-    seed: int
-    system: str
-    force: bool
-
-
-class ImageFields(TypedDict, total=False):
-    """What a request for pictures may say beside its prompt; what is left out is as the model does best.
-
-    size             WIDTHxHEIGHT in pixels, or auto
-    seed             of the first picture; left out: drawn, and told in the answer
-    prompt_rewriter  whether the language model turns the wish into a prompt first
-    """
-
-    model: str
-    negative_prompt: str
-    n: int
-    size: str
-    quality: str
-    seed: int
-    sampler: str
-    sigma_schedule: str
-    spacing: str
-    num_inference_steps: int
-    guidance_scale: float
-    eta: float
-    output_format: Literal["png", "jpeg", "webp"]
-    output_compression: int
-    prompt_rewriter: Literal["off", "auto", "force"] | RewriterFields
-    user: str
-
-
-class StreamedImageFields(ImageFields, total=False):
-    """The same, with 0 to 3 previews of each picture on the way."""
-
-    partial_images: int
 
 
 class RewriteFields(RewriterFields, total=False):

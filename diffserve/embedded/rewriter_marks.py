@@ -23,9 +23,10 @@ from diffserve.embedded.marks import BEST_GUIDANCE
 from diffserve.embedded.samples import held_out
 from diffserve.embedded.wishes import LooseWish, held_out_wishes, shows, wishes_by_hand
 from diffserve.engine import Engine
-from diffserve.engine.rewriting import Rewriter, TextWindow, find_rewriter
+from diffserve.engine.rewriter import Rewriter
 from diffserve.engine.text import TextEngine
 from diffserve.rewrite_types import Rewrite, RewriteRequest
+from diffserve.rewriting import TextWindow, find_rewriter
 from diffserve.types import DiffusionParams, GenerationRequest, RewriteOptions
 
 SEED = 9_800

@@ -1,12 +1,10 @@
-"""Time: who advances now. One tick = plan, run, apply (``core``); ``Engine`` is the face that everybody else uses.
+"""Time: who advances now. ``Engine``, ``TextEngine``, ``Rewriter`` and ``Studio`` are the faces that others use.
 
-    task, plan, lanes, buckets       records and ledgers, no torch
-    admission, request_scheduler     policy, no torch
-    preparer, row_batch, unet_caller, lane_pool, groups, exactness, runners   the tensors
-    core, engine                     the loop and its face
-    text                             the same for a language model's texts
-    rewriting                        from wishes to prompts, by such texts
-    time_share, wishes, studio_parts, studio   both sides in one loop, on one pool
+    delivery      the shell of all four: who follows what, every event exactly once
+    records, core, engine   one tick of pictures or texts: cancel, expire, plan, run, apply; and the counter before it
+    image, text   what that means for either
+    rewriter, pending_images   wishes that become prompts, and the pictures that wait for them
+    time_share, studio, loading, process   both sides in one loop, on one pool, in a process of its own
 
 Names are looked up on first use, so that policy can be imported without torch.
 """
@@ -16,22 +14,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diffserve.engine.engine import Engine
-    from diffserve.engine.plan import RowLabel, TickTrace, UNetCall
-    from diffserve.engine.rewriting import Rewriter
+    from diffserve.engine.image.engine import Engine
+    from diffserve.engine.image.task import RowLabel, TickTrace, UNetCall
+    from diffserve.engine.rewriter import Rewriter
     from diffserve.engine.studio import Studio
     from diffserve.engine.text import TextEngine
 
 __all__ = ["Engine", "Rewriter", "RowLabel", "Studio", "TextEngine", "TickTrace", "UNetCall"]
 
 _HOME = {
-    "Engine": "diffserve.engine.engine",
-    "Rewriter": "diffserve.engine.rewriting",
-    "RowLabel": "diffserve.engine.plan",
+    "Engine": "diffserve.engine.image.engine",
+    "Rewriter": "diffserve.engine.rewriter",
+    "RowLabel": "diffserve.engine.image.task",
     "Studio": "diffserve.engine.studio",
     "TextEngine": "diffserve.engine.text",
-    "TickTrace": "diffserve.engine.plan",
-    "UNetCall": "diffserve.engine.plan",
+    "TickTrace": "diffserve.engine.image.task",
+    "UNetCall": "diffserve.engine.image.task",
 }
 
 

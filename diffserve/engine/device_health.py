@@ -12,9 +12,10 @@ from typing import Final
 
 import torch
 
-from diffserve.engine.random_rows import random_rows
-from diffserve.engine.task import GroupKey
-from diffserve.errors import DeviceLost
+from diffserve.engine.image.exactness import random_rows
+from diffserve.engine.image.task import GroupKey
+from diffserve.engine.records import Failure
+from diffserve.errors import DeviceLost, DiffserveError
 from diffserve.runtime import DiffusionModel
 
 STICKY_CODES: Final = frozenset({214, 220, 700, 702, *range(710, 720), 721, 911})
@@ -54,6 +55,19 @@ def raise_if_sticky(error: Exception) -> None:
     """DeviceLost where ``error`` sticks; to be asked wherever an error is put down to a single image or text."""
     if is_sticky(error):
         raise DeviceLost(f"{type(error).__name__}: {_first_line(error)}") from error
+
+
+def failure_of(error: Exception, doing: str) -> Failure:
+    """An exception as a reason to fail; what is not ours is named by its type, and logged with its trace.
+
+    doing: "painting this image". Raises DeviceLost where it is the end of everybody.
+    """
+    raise_if_sticky(error)
+    if isinstance(error, DiffserveError):
+        return Failure(error.code, error.message, error.param)
+    if not isinstance(error, torch.OutOfMemoryError):
+        logger.error("%s failed", doing, exc_info=error)
+    return Failure(DiffserveError.default_code, f"{doing} raised {type(error).__name__}: {error}")
 
 
 class DeviceProbe:

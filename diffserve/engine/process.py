@@ -18,33 +18,30 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import numpy as np
 
 from diffserve import ipc
-from diffserve.engine import faults
-from diffserve.engine.pulse import Pulse
 from diffserve.engine_stats import EngineStats
 from diffserve.errors import DeviceLost, DiffserveError, ModelLoadError, NumericalError, QueueFull
 from diffserve.logs import MACHINE, json_logs
-from diffserve.rewrite_types import RewriteRequest
-from diffserve.text_types import TextRequest
+from diffserve.runtime import faults
 from diffserve.types import DiffusionParams, Failed, GenerationRequest, ImageFailed, ModelInfo, Picture
 
 if TYPE_CHECKING:
     from diffserve.engine.device_health import DeviceProbe
-    from diffserve.engine.engine import Engine
-    from diffserve.engine.studio import AnyEvent, Studio
+    from diffserve.engine.image.engine import Engine
+    from diffserve.engine.studio import Studio
 
 logger = logging.getLogger(__name__)
 
 COUNT_EVERY_S = 0.2
 EXIT_DEVICE_LOST = 75  # EX_TEMPFAIL: try again
 UNEXPECTED = (DiffserveError.default_code, NumericalError.default_code)
-SUBMISSIONS = (ipc.Submit, ipc.SubmitText, ipc.SubmitRewrite)
-AnyRequest = TypeVar("AnyRequest", GenerationRequest, TextRequest, RewriteRequest)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,7 +118,7 @@ class EngineProcess:
                     case ipc.ReadStats(number=number):
                         self._end.send(ipc.Stats(number=number, stats=self._stats))
                     case _:
-                        self._num_arrived += isinstance(command, SUBMISSIONS)
+                        self._num_arrived += isinstance(command, ipc.Submit)
                         self._inbox.put(command)
         except OSError:
             pass
@@ -158,11 +155,7 @@ class EngineProcess:
             command = self._inbox.get()
             match command:
                 case ipc.Submit():
-                    self._submit(studio.submit, command.request)
-                case ipc.SubmitText():
-                    self._submit(studio.submit_text, command.request)
-                case ipc.SubmitRewrite():
-                    self._submit(studio.submit_rewrite, command.request)
+                    self._submit(studio, command.request)
                 case ipc.Cancel():
                     studio.cancel(command.request_id)
                 case ipc.ReadTrace():
@@ -175,9 +168,9 @@ class EngineProcess:
         with self._pulse.ticking():
             return studio.study()
 
-    def _submit(self, submit: Callable[[AnyRequest], str], request: AnyRequest) -> None:
+    def _submit(self, studio: Studio, request: ipc.AnyRequest) -> None:
         try:
-            submit(request)
+            studio.submit(request)
         except DiffserveError as error:
             self._end.send(
                 ipc.Rejected(
@@ -205,7 +198,7 @@ def import_libraries() -> None:
     import_lean()  # the process is the engine's own
     import torch
 
-    import diffserve.engine.studio_parts  # noqa: F401  # with all that it stands on
+    import diffserve.engine.loading  # noqa: F401  # with all that it stands on
     from diffserve.runtime.filling import build_on_meta
 
     build_on_meta(lambda: torch.nn.Linear(torch.arange(2).numel(), 1))  # the meta device has imports of its own
@@ -237,7 +230,7 @@ def scale_of(studio: Studio) -> float:
     return (studio.engine.most_pixels / (width_px * height_px)) ** 2
 
 
-def is_unexpected(event: AnyEvent) -> bool:
+def is_unexpected(event: ipc.AnyEvent) -> bool:
     """Whether a device that is gone may be behind ``event``."""
     return isinstance(event, (ImageFailed, Failed)) and event.code in UNEXPECTED
 
@@ -271,3 +264,59 @@ def _load_failed(error: BaseException) -> ipc.LoadFailed:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+TICKS_KEPT: Final = 1000
+TIMES_USUAL: Final = 10.0
+USUAL_SHARE: Final = 0.99
+
+
+class Pulse:
+    """How the main thread gets on.
+
+    num_ticks     ticks that ended
+    least_s       a tick is never thought to hang before so many seconds
+    """
+
+    def __init__(self, least_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_ticks = 0
+        self.least_s = least_s
+        self._clock = clock
+        self._trial_s = 0.0
+        self._usual: deque[float] = deque(maxlen=TICKS_KEPT)  # seconds of a tick at scale 1
+        self._running: tuple[float, float] | None = None  # since when, at what scale; replaced whole
+
+    @property
+    def running_s(self) -> float:
+        """Seconds that the running tick has taken, 0 between two."""
+        running = self._running
+        return 0.0 if running is None else self._clock() - running[0]
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds after which the running tick counts as hanging: ``least_s``, or ten times what 99 of 100 ticks took,
+        or ten times the trial picture; for work of a larger scale as much more."""
+        running = self._running
+        scale = 1.0 if running is None else running[1]
+        usual = sorted(tuple(self._usual))
+        usual_s = usual[int(USUAL_SHARE * (len(usual) - 1))] if usual else 0.0
+        return max(self.least_s, TIMES_USUAL * scale * max(usual_s, self._trial_s))
+
+    @contextmanager
+    def ticking(self, scale: float = 1.0) -> Iterator[None]:
+        """For the length of a tick; ``scale``: how much more it may take than one at the model's own size."""
+        started_s = self._clock()
+        self._running = started_s, max(1.0, scale)
+        try:
+            yield
+        finally:
+            self._running = None
+            self._usual.append((self._clock() - started_s) / max(1.0, scale))
+            self.num_ticks += 1
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """For the length of the trial picture, which is not forgotten as ticks are."""
+        started_s = self._clock()
+        yield
+        self._trial_s = self._clock() - started_s

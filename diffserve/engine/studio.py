@@ -2,43 +2,40 @@
 
 A tick is one call of the language model or one step of the images: whose turn it is, ``TimeShare`` says. ::
 
-    submit_text ──────────────────────► TextEngine ──┐
-    submit_rewrite ──────► Rewriter ──► TextEngine   ├── tick ──► events
-    submit ──► WishRoom ─► Rewriter ──► TextEngine   │
-      └──────────┴────────────────────► Engine ──────┘
+    texts ───────────────────────────────────► TextEngine ──┐
+    rewrites ────────────────────► Rewriter ─► TextEngine   ├── tick ──► events
+    pictures ──► RewriteQueue ───► Rewriter ─► TextEngine   │
+      └──────────────┴───────────────────────► Engine ──────┘
 """
 
 from __future__ import annotations
 
 import enum
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from diffserve.config import EngineConfig, Settings, TextSettings
+from diffserve.engine.delivery import Shell
 from diffserve.engine.device_health import raise_if_sticky
-from diffserve.engine.engine import Engine
-from diffserve.engine.metrics import page_stats
-from diffserve.engine.task import Failure
+from diffserve.engine.image.engine import Engine
+from diffserve.engine.pending_images import RewriteQueue
+from diffserve.engine.records import Failure
 from diffserve.engine.text import TextEngine, TickBudget
 from diffserve.engine.time_share import TimeShare
-from diffserve.engine.wishes import WishRoom
-from diffserve.engine_stats import EngineStats, PageStats
-from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest
-from diffserve.rewrite_types import REWRITE_TERMINAL, RewriteEvent, RewriteRequest
-from diffserve.runtime.kv import PagePool
+from diffserve.engine_stats import EngineStats, PageStats, TenantPages
+from diffserve.errors import DiffserveError, InvalidRequest
+from diffserve.ipc import AnyEvent, AnyRequest
+from diffserve.rewrite_types import REWRITE_TERMINAL, RewriteRequest
+from diffserve.runtime.kv import PagePool, PoolStats
 from diffserve.text_types import TEXT_TERMINAL, LanguageModelInfo, TextEvent, TextRequest
-from diffserve.types import TERMINAL, Cancelled, Event, Failed, GenerationRequest, ModelInfo, ModelProfile
+from diffserve.types import TERMINAL, Cancelled, Failed, GenerationRequest, ModelInfo, ModelProfile
 
 if TYPE_CHECKING:
-    from diffserve.engine.rewriting import Rewriter
+    from diffserve.engine.rewriter import Rewriter
 
-AnyEvent = Event | TextEvent | RewriteEvent
-LAST = (*TERMINAL, *TEXT_TERMINAL, *REWRITE_TERMINAL)
 
 logger = logging.getLogger(__name__)
 
@@ -50,17 +47,18 @@ class Side(enum.Enum):
     TEXTS = "texts"
 
 
-class Studio:
+class Studio(Shell[AnyRequest, AnyEvent]):
     """An image engine, and beside it a language model and a rewriter, or neither. Safe to call from any thread.
 
-    A server calls ``submit``, ``submit_text``, ``submit_rewrite``, ``cancel`` and, in a loop, ``tick``. Every event of
-    a request is delivered exactly once, by ``tick``. Nothing that happens to one side ends the other: a tick that
-    raises costs the requests of its side, and the studio goes on.
+    A server calls ``submit``, ``cancel`` and, in a loop, ``tick``. Nothing that happens to one side ends the other: a
+    tick that raises costs the requests of its side, and the studio goes on.
 
     engine, texts  with one page pool between them
     rewriter       by ``texts``; None where that model cannot follow instructions
     time_share     see ``config.TextSettings``
     """
+
+    terminal = (*TERMINAL, *TEXT_TERMINAL, *REWRITE_TERMINAL)
 
     def __init__(
         self,
@@ -71,17 +69,14 @@ class Studio:
         time_share: float = TextSettings().time_share,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        super().__init__()
         self.engine = engine
         self.texts = texts
         self.rewriter = rewriter
         self.share = TimeShare(time_share)
         self._clock = clock
-        self._wishes = WishRoom(engine, rewriter, clock)
-        self._lock = threading.Lock()  # guards the two below
-        self._live: dict[str, Side] = {}
-        self._outbox: deque[AnyEvent] = deque()
-        self._ticking = threading.Lock()  # one tick at a time
-        self._is_draining = False
+        self._pending = RewriteQueue(engine, rewriter, clock)
+        self._live: dict[str, Side] = {}  # guarded by the lock of the mail
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Studio:
@@ -94,7 +89,7 @@ class Studio:
 
         Raises ModelNotFound, ModelLoadError or ConfigError.
         """
-        from diffserve.engine.studio_parts import load_parts
+        from diffserve.engine.loading import load_parts
 
         return cls(*load_parts(model, engine, text), time_share=text.time_share)
 
@@ -118,7 +113,7 @@ class Studio:
     @property
     def has_work(self) -> bool:
         """Whether a tick would do or deliver something."""
-        return bool(self._outbox) or self._wants_images or self._wants_texts
+        return bool(self._mail) or self._wants_images or self._wants_texts
 
     @property
     def num_live(self) -> int:
@@ -129,7 +124,7 @@ class Studio:
         """A snapshot for the metrics."""
         return EngineStats(
             num_live=self.num_live,
-            num_wishes=len(self._wishes),
+            num_wishes=len(self._pending),
             images=self.engine.stats(),
             share=self.share.stats(),
             texts=None if self.texts is None else self.texts.stats(),
@@ -138,37 +133,41 @@ class Studio:
 
     # The verbs ----------------------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerationRequest) -> str:
-        """Queue pictures, with ``rewriting`` after their prompt was rewritten, and return the request's id.
+    def submit(self, request: AnyRequest) -> str:
+        """Queue pictures (with ``rewriting`` after their prompt was rewritten), texts or a rewrite; the request's id.
 
-        Raises InvalidRequest, QueueFull, EngineUnavailable (draining).
+        Raises InvalidRequest, also where nobody is loaded who could do it; QueueFull, EngineUnavailable (draining).
         """
-        with self._entering(request.request_id, Side.IMAGES):
-            if request.rewriting is None:
-                return self.engine.submit(request)
-            self._wishes.submit(request)
-        self._post(self._wishes.release())
+        return self._enter(request, is_followed=False)
+
+    def _enter(self, request: AnyRequest, *, is_followed: bool) -> str:
+        side = Side.IMAGES if isinstance(request, GenerationRequest) else Side.TEXTS
+        with self._entering(request.request_id, side, is_followed=is_followed):
+            match request:
+                case GenerationRequest(rewriting=None):
+                    self.engine.submit(request)
+                case GenerationRequest():
+                    self._pending.submit(request)
+                case TextRequest():
+                    self._writer().submit(request)
+                case RewriteRequest():
+                    writer = self._writer()
+                    if self.rewriter is None:
+                        raise no_rewriter(writer.info.model_id)
+                    self.rewriter.submit(request)
+        self._post(self._pending.release())
         return request.request_id
 
-    def submit_text(self, request: TextRequest) -> str:
-        """The same for texts; InvalidRequest where there is no language model."""
+    def _writer(self) -> TextEngine:
         if self.texts is None:
             raise no_language_model()
-        with self._entering(request.request_id, Side.TEXTS):
-            return self.texts.submit(request)
-
-    def submit_rewrite(self, request: RewriteRequest) -> str:
-        """The same for a wish; InvalidRequest where there is no language model that follows instructions."""
-        if self.rewriter is None:
-            raise no_language_model() if self.texts is None else no_rewriter(self.texts.info.model_id)
-        with self._entering(request.request_id, Side.TEXTS):
-            return self.rewriter.submit(request)
+        return self.texts
 
     def cancel(self, request_id: str) -> bool:
         """Give a request up; what it holds is free before its side goes on. False when it is not live (any more)."""
         if request_id not in self._live:
             return False
-        if self._wishes.cancel(request_id):
+        if self._pending.cancel(request_id):
             self._post([Cancelled(request_id=request_id)])
             return True
         if self._live.get(request_id) is Side.IMAGES:
@@ -176,37 +175,12 @@ class Studio:
         is_rewrite = self.rewriter is not None and self.rewriter.cancel(request_id)
         return is_rewrite or (self.texts is not None and self.texts.cancel(request_id))
 
-    def tick(self) -> list[AnyEvent]:
-        """One call of the language model or one step of the images, and what happened; cheap when there is no work.
-
-        An image whose rewriting ends in this tick is with the engine when it returns.
-        """
-        with self._ticking:
-            if self._wants_texts and (self.share.is_texts_turn or not self._wants_images):
-                self._guarded(Side.TEXTS, self._write)
-            elif self._wants_images:
-                self._guarded(Side.IMAGES, self._paint)
-            self._post(self._wishes.release())
-        with self._lock:
-            events = list(self._outbox)
-            self._outbox.clear()
-        return events
-
-    def events(self) -> Iterator[AnyEvent]:
-        """Tick while there is work and yield what happens."""
-        while self.has_work:
-            yield from self.tick()
-
-    def drain(self) -> list[AnyEvent]:
-        """Take no more requests, finish those accepted, return the remaining events."""
-        self._is_draining = True
-        return list(self.events())
-
     def warm_up(self) -> None:
         """Pay once, before the first request, for what the first calls of every network cost."""
-        from diffserve.engine.studio_parts import warm_up
+        from diffserve.engine.loading import warm_up
 
-        warm_up(self)
+        self.engine.warm_up()
+        warm_up(self.texts, self.rewriter)
 
     def study(self) -> bool:
         """Use an idle moment, of one UNet call; False where there is nothing to do with it."""
@@ -218,17 +192,28 @@ class Studio:
             self.engine.check_integrity()
             if self.texts is not None:
                 self.texts.check_integrity()
-            self._wishes.check_integrity()
+            self._pending.check_integrity()
 
     # Turns --------------------------------------------------------------------------------------------------------
 
     @property
     def _wants_images(self) -> bool:
-        return self.engine.has_work or self._wishes.has_ready
+        return self.engine.has_work or self._pending.has_ready
 
     @property
     def _wants_texts(self) -> bool:
         return self.texts is not None and self.texts.has_work
+
+    def _tick_once(self) -> None:
+        """One call of the language model or one step of the images.
+
+        An image whose rewriting ends in this tick is with the engine when it returns.
+        """
+        if self._wants_texts and (self.share.is_texts_turn or not self._wants_images):
+            self._guarded(Side.TEXTS, self._write)
+        elif self._wants_images:
+            self._guarded(Side.IMAGES, self._paint)
+        self._post(self._pending.release())
 
     def _page_stats(self) -> PageStats | None:
         with self._ticking:
@@ -249,7 +234,7 @@ class Studio:
         told: list[TextEvent] = self.texts.tick(budget)
         if self.rewriter is not None:
             rewritten, told = self.rewriter.feed(told)
-            self._post([event for event in rewritten if not self._wishes.told(event)])
+            self._post([event for event in rewritten if not self._pending.handle(event)])
         self._post(told)
         if is_shared:
             self.share.wrote(self._clock() - started_s, has_moved=self.texts.last_tick is not None)
@@ -258,7 +243,7 @@ class Studio:
         """One step of the images."""
         is_shared = self._wants_texts
         started_s = self._clock()
-        self._post([self._wishes.dressed(event) for event in self.engine.tick()])
+        self._post([self._pending.with_rewrite(event) for event in self.engine.tick()])
         tick = self.engine.last_tick
         has_moved = tick is not None and bool(tick.num_rows or tick.num_decoded)
         self.share.painted(self._clock() - started_s, has_moved=has_moved, is_shared=is_shared)
@@ -279,10 +264,10 @@ class Studio:
         if side is Side.TEXTS:
             assert self.texts is not None
             self.texts.fail_all(failure)
-            self._wishes.give_up_rewriting()
+            self._pending.give_up_rewriting()
         else:
             self.engine.fail_all(failure)
-            lost = [request_id for request_id in lost if not self._wishes.holds(request_id)]
+            lost = [request_id for request_id in lost if not self._pending.holds(request_id)]
         self._post([Failed(request_id=name, code=code, message=message, param=param) for name in lost])
         if self.pool is not None:
             self.pool.check_integrity()
@@ -290,28 +275,30 @@ class Studio:
     # Books --------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _entering(self, request_id: str, side: Side) -> Iterator[None]:
+    def _entering(self, request_id: str, side: Side, *, is_followed: bool) -> Iterator[None]:
         """``request_id`` is live from here on, unless it is refused inside."""
-        with self._lock:
-            if self._is_draining:
-                raise EngineUnavailable("the engine is finishing its work and takes no more requests.")
+        with self._mail.lock:
+            self._refuse_if_draining()
             if request_id in self._live:
                 raise InvalidRequest(f"request_id {request_id!r} is already in use.", param="request_id")
             self._live[request_id] = side
+            if is_followed:
+                self._mail.open_mailbox(request_id)
         try:
             yield
         except BaseException:
-            with self._lock:
+            with self._mail.lock:
                 self._live.pop(request_id, None)
+                self._mail.close_mailbox(request_id)
             raise
 
     def _post(self, events: Sequence[AnyEvent]) -> None:
         """Deliver with the next tick; a request that is over, or was given up, has no more to say."""
-        with self._lock:
+        with self._mail.lock:
             for event in events:
                 if event.request_id in self._live:
-                    self._outbox.append(event)
-                    if isinstance(event, LAST):
+                    self._mail.post([event])
+                    if isinstance(event, self.terminal):
                         del self._live[event.request_id]
 
 
@@ -328,4 +315,24 @@ def no_rewriter(model_id: str) -> InvalidRequest:
         f"the language model {model_id!r} has no chat template and cannot rewrite; "
         "set [text] model to the directory of an instruct model.",
         param="model",
+    )
+
+
+def page_stats(stats: PoolStats) -> PageStats:
+    """``stats`` as it travels; the weights' digest behind a tenant's name is nobody's business there."""
+    return PageStats(
+        num_pages=stats.num_pages,
+        page_bytes=stats.page_bytes,
+        free_pages=stats.free_pages,
+        tenants=tuple(
+            TenantPages(
+                tenant=name.partition(":")[0],
+                held_pages=tenant.held_pages,
+                idle_pages=tenant.idle_pages,
+                evicted_pages=tenant.evicted_pages,
+                asked_tokens=tenant.asked_tokens,
+                found_tokens=tenant.found_tokens,
+            )
+            for name, tenant in sorted(stats.tenants.items())
+        ),
     )

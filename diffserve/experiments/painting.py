@@ -11,7 +11,7 @@ from diffserve.types import DiffusionParams, Failed, GenerationRequest, ImageRes
 
 if TYPE_CHECKING:
     from diffserve.engine import Engine
-    from diffserve.engine.plan import TickTrace
+    from diffserve.engine.image.task import TickTrace
 
 
 class PaintedJob(NamedTuple):
@@ -41,7 +41,7 @@ class Painter:
         Jobs start in their order; one for which ``can_start`` is not yet true holds up those behind it. Raises the
         error of an image that failed.
         """
-        from diffserve.engine.engine import raise_if_failed
+        from diffserve.engine.delivery import raise_if_failed
 
         most = min(self._engine.config.max_lanes, self._engine.config.max_waiting)
         waiting = iter(jobs)

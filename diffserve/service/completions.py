@@ -130,7 +130,7 @@ class Completions(Generic[SamplingT]):
         watch: Callable[[object], None],
     ) -> None:
         try:
-            async with self._engine.submit_text(request).watched(watch) as job:
+            async with self._engine.submit(request).watched(watch) as job:
                 async for told in job:
                     match told:
                         case Failed():

@@ -17,18 +17,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from typing import Any
+from typing import Any, TypeVar
 
 from diffserve import ipc
 from diffserve.config import Settings
 from diffserve.disk_cache import DiskCache
 from diffserve.engine_stats import EngineStats
 from diffserve.errors import DiffserveError, EngineUnavailable, ModelLoadError
-from diffserve.rewrite_types import RewriteRequest
-from diffserve.service.engine_connection import EngineConnection, Job, Loss, RewriteJob, TextJob
+from diffserve.service.engine_connection import EngineConnection, Job, Loss
 from diffserve.service.metrics import Metrics
-from diffserve.text_types import LanguageModelInfo, TextRequest
-from diffserve.types import GenerationRequest, ModelInfo
+from diffserve.text_types import LanguageModelInfo
+from diffserve.types import Asks, ModelInfo
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
@@ -44,6 +43,8 @@ SPARE_ANSWERS_S = 2.0  # a spare that does not within this time is stuck itself
 LINGER_S = 5.0  # so long a process that was killed is waited for: one that hangs in a driver never ends
 USUAL_LOAD_S = 10.0  # where none was measured
 LOAD_TIMES = "load-seconds"
+
+E = TypeVar("E")
 
 log = logging.getLogger("diffserve.engine")
 
@@ -119,17 +120,12 @@ class EngineClient:
             await self._connection.stop(**({} if self._is_up else {"grace_s": 0.0}))
         self._is_up = False
 
-    def submit(self, request: GenerationRequest) -> Job:
-        """Hand ``request`` to the engine. EngineUnavailable while there is none."""
+    def submit(self, request: Asks[E]) -> Job[E]:
+        """Hand ``request`` to the engine. EngineUnavailable while there is none.
+
+        Its job raises InvalidRequest where nothing is loaded that could do it.
+        """
         return self._up().submit(request)
-
-    def submit_text(self, request: TextRequest) -> TextJob:
-        """The same for a text; where no language model is loaded its job raises InvalidRequest."""
-        return self._up().submit_text(request)
-
-    def submit_rewrite(self, request: RewriteRequest) -> RewriteJob:
-        """The same for a wish."""
-        return self._up().submit_rewrite(request)
 
     async def count(self) -> int:
         """How many requests the engine holds, waiting or being painted."""

@@ -15,25 +15,24 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
-from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar, cast
 
 from diffserve import ipc
 from diffserve.engine_stats import EngineStats
 from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, ModelLoadError, QueueFull
-from diffserve.rewrite_types import REWRITE_TERMINAL, RewriteEvent, RewriteRequest
+from diffserve.rewrite_types import REWRITE_TERMINAL
 from diffserve.service.engine_output import EngineOutput
 from diffserve.service.errors import OUR_MISTAKE
 from diffserve.service.metrics import Metrics
-from diffserve.text_types import TEXT_TERMINAL, TextEvent, TextRequest
-from diffserve.types import TERMINAL, Event, GenerationRequest
+from diffserve.text_types import TEXT_TERMINAL
+from diffserve.types import TERMINAL, Asks
 from diffserve.wait_policy import bound_spinning
 
 ENGINE_MODULE = "diffserve.engine.process"
 LAST = (*TERMINAL, *TEXT_TERMINAL, *REWRITE_TERMINAL)
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DIFFUSERS_DISABLE_REMOTE_CODE": "1"}
-EventT = TypeVar("EventT")
+E = TypeVar("E")
 Answer = ipc.Pong | ipc.Trace | ipc.Stats
-AnyJob = TypeVar("AnyJob", bound="EventStream[Any]")
 
 
 class Loss(NamedTuple):
@@ -43,33 +42,32 @@ class Loss(NamedTuple):
     reason: str
 
 
-class EventStream(Generic[EventT]):
-    """A submitted request as an asynchronous iterator of its events, the terminal one last; ``kind`` names its family.
+class Job(Generic[E]):
+    """A submitted request as an asynchronous iterator of its events, the terminal one last.
 
     Iterating raises what the engine refuses it with (InvalidRequest, QueueFull), or EngineUnavailable when the engine
     is lost. Leaving its ``async with`` block before the end cancels the request.
     """
 
-    kind: ClassVar[str]
-
-    def __init__(self, request_id: str, connection: EngineConnection) -> None:
-        self.request_id = request_id
+    def __init__(self, request: Asks[E], connection: EngineConnection) -> None:
+        self.request_id = request.request_id
+        self.kind = request.kind
         self._connection = connection
-        self._events: asyncio.Queue[EventT | DiffserveError] = asyncio.Queue()
-        self._watch: Callable[[EventT | DiffserveError], None] | None = None
+        self._events: asyncio.Queue[E | DiffserveError] = asyncio.Queue()
+        self._watch: Callable[[E | DiffserveError], None] | None = None
 
-    def watched(self, watch: Callable[[EventT | DiffserveError], None]) -> Self:
+    def watched(self, watch: Callable[[E | DiffserveError], None]) -> Self:
         """Itself; ``watch`` is told of every event when it comes, however slowly they are read."""
         self._watch = watch
         return self
 
-    def feed(self, event: EventT | DiffserveError) -> None:
+    def feed(self, event: E | DiffserveError) -> None:
         """Take the next event, or the error that ends the job."""
         if self._watch is not None:
             self._watch(event)
         self._events.put_nowait(event)
 
-    async def __aiter__(self) -> AsyncIterator[EventT]:
+    async def __aiter__(self) -> AsyncIterator[E]:
         while True:
             event = await self._events.get()
             if isinstance(event, DiffserveError):
@@ -85,24 +83,6 @@ class EventStream(Generic[EventT]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._connection.cancel(self.request_id)
-
-
-class Job(EventStream[Event]):
-    """Pictures on their way."""
-
-    kind = "image"
-
-
-class TextJob(EventStream[TextEvent]):
-    """Texts on their way."""
-
-    kind = "text"
-
-
-class RewriteJob(EventStream[RewriteEvent]):
-    """Prompts on their way."""
-
-    kind = "rewrite"
 
 
 class EngineConnection:
@@ -138,7 +118,7 @@ class EngineConnection:
         self._process = process
         self._reader = reader
         self._writer = writer
-        self._jobs: dict[str, EventStream[Any]] = {}
+        self._jobs: dict[str, Job[Any]] = {}
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._numbers = itertools.count()
         self._reading = asyncio.create_task(self._read(), name="engine reports")
@@ -176,17 +156,14 @@ class EngineConnection:
         self._told_s = asyncio.get_running_loop().time()
         self._send(load)
 
-    def submit(self, request: GenerationRequest) -> Job:
+    def submit(self, request: Asks[E]) -> Job[E]:
         """Hand ``request`` over. EngineUnavailable where the process is gone."""
-        return self._open(Job(request.request_id, self), ipc.Submit(request=request))
-
-    def submit_text(self, request: TextRequest) -> TextJob:
-        """The same for a text."""
-        return self._open(TextJob(request.request_id, self), ipc.SubmitText(request=request))
-
-    def submit_rewrite(self, request: RewriteRequest) -> RewriteJob:
-        """The same for a wish."""
-        return self._open(RewriteJob(request.request_id, self), ipc.SubmitRewrite(request=request))
+        if self.lost.done():
+            raise self._gone()
+        data = ipc.frame(ipc.Submit(request=cast(ipc.AnyRequest, request)))  # before it is in the books: may be refused
+        job = self._jobs[request.request_id] = Job(request, self)
+        self._write(data)
+        return job
 
     def cancel(self, request_id: str) -> None:
         """Give a request up, if it is not over; its place is free at the engine's next step."""
@@ -236,14 +213,6 @@ class EngineConnection:
         with contextlib.suppress(ProcessLookupError):
             if self._process.returncode is None:
                 os.kill(self._process.pid, signal.SIGKILL)
-
-    def _open(self, job: AnyJob, command: ipc.Command) -> AnyJob:
-        if self.lost.done():
-            raise self._gone()
-        data = ipc.frame(command)  # before the job is in the books: it may be refused
-        self._jobs[job.request_id] = job
-        self._write(data)
-        return job
 
     def _send(self, command: ipc.Command) -> None:
         self._write(ipc.frame(command))

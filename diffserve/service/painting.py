@@ -37,6 +37,14 @@ SCHEDULE_TYPES: Final[dict[str, str | None]] = {
 """Schedule types as clients write them, to :class:`DiffusionParams.sigma_schedule`."""
 
 
+SAME_BY_NAME: Final = {*DiffusionParams.__struct_fields__} & {*GenerateBody.model_fields} - {
+    "sampler",
+    "sigma_schedule",
+    "guidance_scale",
+}
+"""Fields of a body that need no more than to be handed on."""
+
+
 class Painting(msgspec.Struct, frozen=True, kw_only=True):
     """A checked body: the engine's request, and how its pictures are to be delivered."""
 
@@ -154,12 +162,7 @@ def recipe(painting: Painting, result: ImageResult) -> dict[str, Any]:
         "id": painting.request.request_id,
         "model": result.model,
         "model_digest": result.model_digest,
-        "sampler": result.sampler,
-        "sigma_schedule": result.sigma_schedule,
-        "spacing": result.spacing,
-        "num_inference_steps": result.num_steps,
-        "guidance_scale": result.guidance_scale,
-        "eta": result.eta,
+        **{"num_inference_steps" if name == "num_steps" else name: value for name, value in result.recipe().items()},
     }
 
 
@@ -245,8 +248,7 @@ def _diffusion(body: GenerateBody, quality_steps: int | None) -> DiffusionParams
         num_steps=_one_of(body, "num_inference_steps", "steps") or quality_steps,
         guidance_scale=_one_of(body, "guidance_scale", "cfg_scale"),
         sigma_schedule=schedule,
-        spacing=body.spacing,
-        eta=body.eta,
+        **{name: getattr(body, name) for name in SAME_BY_NAME if getattr(body, name) is not None},
     )
 
 

@@ -68,7 +68,7 @@ class Rewrites:
             return Response(answer, headers=headers, media_type="application/json")
 
     async def _answer(self, plan: RewritePlan, ticket: Ticket) -> bytes:
-        async with self._engine.submit_rewrite(plan.request).watched(partial(ticket.watch_texts, 0)) as job:
+        async with self._engine.submit(plan.request).watched(partial(ticket.watch_texts, 0)) as job:
             async for told in job:
                 match told:
                     case RewriteFinished():
@@ -80,7 +80,7 @@ class Rewrites:
         raise DiffserveError("the rewriter finished without an answer.")
 
     async def _events(self, plan: RewritePlan, ticket: Ticket) -> Events:
-        async with self._engine.submit_rewrite(plan.request).watched(partial(ticket.watch_texts, 0)) as job:
+        async with self._engine.submit(plan.request).watched(partial(ticket.watch_texts, 0)) as job:
             async for told in job:
                 match told:
                     case RewriteDelta():

@@ -28,6 +28,7 @@ REFUSED: Final[dict[str, str]] = {
 
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
 Guidance = Annotated[float, Field(ge=0.0, le=MAX_GUIDANCE)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 Label = Annotated[str, Field(max_length=512, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Ignored = Annotated[str, Field(max_length=256, description="Taken for compatibility; changes nothing.")]
@@ -92,7 +93,11 @@ class GenerateBody(Body):
     seed: (
         Annotated[int, Field(ge=-1, le=MAX_SEED, description="-1 or null: random, and told in the answer.")] | None
     ) = None
-    eta: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    eta: Fraction | None = None
+    guidance_interval: (
+        Annotated[tuple[Fraction, Fraction], Field(description="Part of the steps that is guided; omitted: all of it.")]
+        | None
+    ) = None
     width: Annotated[int, Field(description="With height, another way to give size.")] | None = None
     height: int | None = None
 

@@ -84,8 +84,9 @@ def test_held_out_captions_are_complete_wishes_in_the_image_models_words() -> No
 @pytest.mark.slow
 def test_a_wish_and_its_rewrite_are_painted_with_one_seed_and_both_are_looked_at(tmp_path: Path) -> None:
     from diffserve.engine import Engine
-    from diffserve.engine.rewriting import Rewriter, TextWindow
+    from diffserve.engine.rewriter import Rewriter
     from diffserve.engine.text import TextEngine
+    from diffserve.rewriting import TextWindow
 
     wishes = [wish for wish in held_out_wishes(60) if wish.asked.complete and "'" not in wish.text][:2]
     script = {wish.text: wish.caption for wish in wishes}

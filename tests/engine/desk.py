@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from diffserve.config import EngineConfig
-from diffserve.engine.admission import Admission
-from diffserve.engine.plan import TickOutcome, TickPlan
-from diffserve.engine.request_scheduler import RequestScheduler
-from diffserve.engine.task import Failure, GroupKey, ImageTask, LiveRequest
+from diffserve.engine.image.admission import Admission
+from diffserve.engine.image.scheduler import RequestScheduler
+from diffserve.engine.image.task import GroupKey, ImageTask, LiveRequest, TickOutcome, TickPlan
+from diffserve.engine.records import Failure
 from diffserve.types import DiffusionParams, Event, GenerationRequest, ModelInfo
 from schedulers import NoiseSchedule
 

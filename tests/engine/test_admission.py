@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from diffserve.engine.admission import Admission, guided_rows
+from diffserve.engine.image.admission import Admission, guided_rows
 from diffserve.errors import InvalidRequest
 from diffserve.types import DiffusionParams, Picture
 from schedulers import compile_table

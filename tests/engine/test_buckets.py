@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diffserve.engine.buckets import CostCurve, split
+from diffserve.engine.image.buckets import CostCurve, split
 
 
 def curve(costs: dict[int, float], *, is_exact: bool = True) -> CostCurve:

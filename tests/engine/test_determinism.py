@@ -6,8 +6,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from diffserve.engine.exactness import SHARED, SOLO, Predict, Trial, end_of, first_look, study, timed
-from diffserve.engine.group_facts import GroupFacts
+from diffserve.engine.image.buckets import GroupFacts
+from diffserve.engine.image.exactness import SHARED, SOLO, Predict, Trial, end_of, first_look, study, timed
 from diffserve.types import GenerationRequest, ImageResult, Painted
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked
@@ -188,8 +188,8 @@ def test_pictures_keep_their_bytes_when_their_shape_is_measured(
     look = GroupFacts(
         buckets=(reference,), counts=(torch.get_num_threads(),), seconds={reference: 0.1}, is_complete=False
     )
-    monkeypatch.setattr("diffserve.engine.groups.first_look", lambda *_: look)
-    monkeypatch.setattr("diffserve.engine.exactness.LONGEST_CALL_S", 1e9)
+    monkeypatch.setattr("diffserve.engine.image.shape_groups.first_look", lambda *_: look)
+    monkeypatch.setattr("diffserve.engine.image.exactness.LONGEST_CALL_S", 1e9)
     engine = make_engine(cache_dir="")
 
     def requests() -> list[GenerationRequest]:
@@ -208,7 +208,7 @@ def test_pictures_keep_their_bytes_when_their_shape_is_measured(
 def test_a_large_model_is_not_checked_but_run_row_by_row(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diffserve.engine.groups.CHECK_LIMIT_CPU", 1.0)
+    monkeypatch.setattr("diffserve.engine.image.shape_groups.CHECK_LIMIT_CPU", 1.0)
     engine = make_engine()
     together = engine.generate([asked("sd15", "euler", seed=seed, num_steps=2) for seed in range(2)])
     assert set(engine.buckets.values()) == {(1,)}

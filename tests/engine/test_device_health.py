@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from diffserve.config import EngineConfig
-from diffserve.engine import faults
 from diffserve.engine.device_health import DeviceProbe, is_sticky
-from diffserve.engine.engine import Engine
+from diffserve.engine.image.engine import Engine
 from diffserve.errors import ConfigError, DeviceLost, DiffserveError
-from diffserve.runtime import load_model
+from diffserve.runtime import faults, load_model
 from diffserve.types import DiffusionParams, GenerationRequest
 
 STICKY = (

@@ -7,7 +7,8 @@ from collections import Counter
 
 import pytest
 
-from diffserve.engine.task import ImageTask, LiveRequest, Stage
+from diffserve.engine.image.task import ImageTask, LiveRequest
+from diffserve.engine.records import Stage
 from diffserve.types import Finished
 from tests.engine.desk import Desk
 

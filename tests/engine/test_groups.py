@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from diffserve.engine import Engine
-from diffserve.engine.exactness import SHARED
-from diffserve.engine.groups import GROUPS_KEPT, MOST_TRIALS
-from diffserve.engine.task import GroupKey
+from diffserve.engine.image.exactness import SHARED
+from diffserve.engine.image.shape_groups import GROUPS_KEPT, MOST_TRIALS
+from diffserve.engine.image.task import GroupKey
 from diffserve.types import GenerationRequest, Painted
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked
@@ -25,7 +25,7 @@ MEASURING_ROWS = 62
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a call may take a second; all sizes are measured all the same."""
-    monkeypatch.setattr("diffserve.engine.exactness.LONGEST_CALL_S", 1e9)
+    monkeypatch.setattr("diffserve.engine.image.exactness.LONGEST_CALL_S", 1e9)
 
 
 @contextmanager
@@ -156,7 +156,7 @@ def test_other_circumstances_have_facts_of_their_own(make_engine: MakeEngine, tm
 
 def test_shapes_that_are_remembered_are_few(make_engine: MakeEngine) -> None:
     engine = make_engine(cache_dir="")
-    groups = engine._core.runners.groups
+    groups = engine.core.runners.groups
     for side in range(GROUPS_KEPT + 20):
         groups.want(GroupKey(64, 8 * (side + 1), 77))
     assert len(engine.buckets) == GROUPS_KEPT
@@ -170,7 +170,7 @@ def test_a_shape_that_cannot_be_measured_is_painted_all_the_same(
     engine = make_engine(cache_dir="")
     engine.warm_up()
     with monkeypatch.context() as broken:
-        broken.setattr("diffserve.engine.groups.random_rows", None)
+        broken.setattr("diffserve.engine.image.shape_groups.random_rows", None)
         engine.generate(odd_size())
         study_all(engine)
     assert "a shape could not be measured" in caplog.text

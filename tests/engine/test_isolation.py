@@ -119,7 +119,7 @@ def test_a_tick_that_fails_as_a_whole_fails_its_images_and_the_engine_lives_on(
 ) -> None:
     engine = make_engine()
     with monkeypatch.context() as broken:
-        broken.setattr("diffserve.engine.runners.ImageBatch.gather", None)
+        broken.setattr("diffserve.engine.image.runner.ImageBatch.gather", None)
         with pytest.raises(DiffserveError, match="TypeError"):
             engine.generate(innocent(range(1))[0])
     assert "a tick failed as a whole" in caplog.text

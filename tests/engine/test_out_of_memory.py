@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffserve.engine import Engine
-from diffserve.engine.row_caps import FIRST_PAUSE_S
+from diffserve.engine.image.buckets import FIRST_PAUSE_S
 from diffserve.types import Event, Failed, GenerationRequest, ImageFailed, ImageResult, Painted
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked
@@ -86,7 +86,7 @@ def test_memory_that_runs_out_once_anywhere_costs_no_picture_and_no_byte(make_en
             pictures, failed = run(engine, pair())
         assert not failed, f"operation {when}: {failed}"
         assert pictures == expected, f"operation {when}"
-        assert engine._core.runners.caps.cap(next(iter(engine.buckets))) > 16
+        assert engine.core.runners.caps.cap(next(iter(engine.buckets))) > 16
 
 
 def test_where_memory_runs_out_again_and_again_neighbours_keep_their_bytes(make_engine: MakeEngine) -> None:
@@ -110,7 +110,7 @@ def test_a_cap_is_learnt_for_one_shape_and_unlearnt_when_memory_is_there_again(
 ) -> None:
     engine = make_engine(max_rows=16, deterministic=False)
     now_s = [0.0]
-    monkeypatch.setattr(engine._core.runners.caps, "_clock", lambda: now_s[0])
+    monkeypatch.setattr(engine.core.runners.caps, "_clock", lambda: now_s[0])
     four = [asked("sd15", "ddim", seed=seed, num_steps=4) for seed in range(4)]
     with small_device(engine, lambda rows: rows > 4):
         assert len(run(engine, list(four))[0]) == 4
@@ -132,7 +132,7 @@ def test_memory_is_given_back_before_the_call_is_made_again(
 ) -> None:
     engine = make_engine(max_rows=16)
     given: list[str] = []
-    monkeypatch.setattr("diffserve.engine.unet_caller.give_memory_back", lambda device: given.append(device.type))
+    monkeypatch.setattr("diffserve.engine.image.unet_calls.give_memory_back", lambda device: given.append(device.type))
     with small_device(engine, lambda _: not given):
         pictures, failed = run(engine, pair())
     assert (len(pictures), failed, given) == (2, [], ["cpu"])

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from diffserve.engine import Engine
-from diffserve.engine.conditioners import image_specs
 from diffserve.errors import ConfigError, InvalidRequest
+from diffserve.runtime.conditioning import image_specs
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagePlan, PagePool
 from diffserve.types import TERMINAL, Failed, GenerationRequest, ImageFailed, ImageResult, Painted
 from tests.engine.conftest import STRANGER, MakeEngine
@@ -166,17 +166,17 @@ def test_a_pool_too_small_for_one_image_is_a_mistake_in_the_configuration(make_e
 
 def test_what_was_gathered_for_images_goes_with_them(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(max_rows=8)
-    stacks = engine._core.runners.caller._stacks
+    stacks = engine.core.runners.caller._stacks
     for seed, num_steps in enumerate((2, 4, 6)):
         engine.submit(quick(seed, num_steps=num_steps))
     kept = []
     for _ in engine.events():
         kept.append(len(stacks))
-        assert {task.canvas is None for rows in stacks for task, _ in rows} <= {False}
+        assert {task.state is None for rows in stacks for task, _ in rows} <= {False}
     assert max(kept) > 0
     assert kept[-1] == 0
 
-    monkeypatch.setattr("diffserve.engine.unet_caller.STACK_BYTES_KEPT", 1)
+    monkeypatch.setattr("diffserve.engine.image.unet_calls.STACK_BYTES_KEPT", 1)
     for seed in range(3):
         engine.submit(quick(seed, num_steps=3, width_px=64 + 32 * (seed % 2)))
     for _ in engine.events():
@@ -231,7 +231,7 @@ def test_a_newcomer_that_fails_after_its_pages_were_made_gives_them_back(
 ) -> None:
     engine = make_engine()
     with monkeypatch.context() as broken:
-        broken.setattr("diffserve.engine.preparer.Preparer._draw", None)
+        broken.setattr("diffserve.engine.image.state.Preparer._draw", None)
         engine.submit(quick())
         assert any(isinstance(event, Failed) for event in engine.events())
     assert held_pages(engine) == 0

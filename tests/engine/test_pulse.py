@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diffserve.engine.pulse import Pulse
+from diffserve.engine.process import Pulse
 
 
 class Clock:

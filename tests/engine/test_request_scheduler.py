@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from diffserve.engine.lanes import LaneTable
-from diffserve.engine.task import Failure, Stage
+from diffserve.engine.image.queues import LaneTable
+from diffserve.engine.records import Failure, Stage
 from diffserve.types import Failed, Finished, ImageFailed, Painted, Preview, Progress, Queued
 from tests.engine.desk import Desk
 

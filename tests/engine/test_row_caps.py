@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from diffserve.engine.buckets import NO_LIMIT
-from diffserve.engine.row_caps import FIRST_PAUSE_S, LONGEST_PAUSE_S, RowCaps
-from diffserve.engine.task import GroupKey
+from diffserve.engine.image.buckets import FIRST_PAUSE_S, LONGEST_PAUSE_S, NO_LIMIT, RowCaps
+from diffserve.engine.image.task import GroupKey
 
 SMALL, LARGE = GroupKey(64, 64, 77), GroupKey(128, 128, 77)
 

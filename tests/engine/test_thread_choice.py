@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from diffserve.engine.thread_choice import ThreadChoice, candidates
+from diffserve.runtime.threads import ThreadChoice, candidates
 
 Cost = Callable[[int], float]
 """Threads -> seconds of a call."""

@@ -89,7 +89,7 @@ def test_the_engine_says_which_language_model_it_loaded(engine: Engine) -> None:
 
 def test_a_text_arrives_piece_by_piece_and_whole(engine: Engine) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=8)
-    events = engine.run(events_of(engine.client.submit_text(TextRequest(messages=HELLO, params=params))))
+    events = engine.run(events_of(engine.client.submit(TextRequest(messages=HELLO, params=params))))
     assert isinstance(events[-1], TextFinished)
     assert events[-1].text == SAYS
     assert "".join(event.text for event in events if isinstance(event, TextDelta)) == SAYS
@@ -97,7 +97,7 @@ def test_a_text_arrives_piece_by_piece_and_whole(engine: Engine) -> None:
 
 def test_a_wish_comes_back_as_a_prompt(engine: Engine) -> None:
     request = RewriteRequest(wish="something cosy", num_prompts=2)
-    events = engine.run(events_of(engine.client.submit_rewrite(request)))
+    events = engine.run(events_of(engine.client.submit(request)))
     assert isinstance(events[-1], RewriteFinished)
     assert [one.prompt for one in events[-1].rewrites] == [SAYS, SAYS]
 
@@ -110,7 +110,7 @@ def test_an_image_is_painted_from_the_rewritten_prompt(engine: Engine) -> None:
 
 def test_who_leaves_a_text_cancels_it(engine: Engine) -> None:
     async def leave() -> None:
-        async with engine.client.submit_text(TextRequest(prompt="x", params=ENDLESS)) as job:
+        async with engine.client.submit(TextRequest(prompt="x", params=ENDLESS)) as job:
             async for event in job:
                 if isinstance(event, TextDelta):
                     break
@@ -121,11 +121,11 @@ def test_who_leaves_a_text_cancels_it(engine: Engine) -> None:
 
 def test_a_refused_text_raises_what_the_engine_says(engine: Engine) -> None:
     with pytest.raises(InvalidRequest, match="context") as caught:
-        engine.run(events_of(engine.client.submit_text(TextRequest(prompt="x" * 5000))))
+        engine.run(events_of(engine.client.submit(TextRequest(prompt="x" * 5000))))
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
     request = RewriteRequest(wish="x", options=RewriteOptions(style="cubist"))
     with pytest.raises(InvalidRequest, match="cubist"):
-        engine.run(events_of(engine.client.submit_rewrite(request)))
+        engine.run(events_of(engine.client.submit(request)))
 
 
 def test_prometheus_reads_what_happened(engine: Engine) -> None:
@@ -133,7 +133,7 @@ def test_prometheus_reads_what_happened(engine: Engine) -> None:
     add_metrics(app, engine.client)
 
     async def scrape() -> str:
-        await events_of(engine.client.submit_text(TextRequest(prompt="x", params=SamplingParams(max_tokens=3))))
+        await events_of(engine.client.submit(TextRequest(prompt="x", params=SamplingParams(max_tokens=3))))
         await engine.quiet()
         async with AsyncClient(transport=ASGITransport(app=app), base_url="http://localhost") as client:
             response = await client.get("/metrics")
@@ -157,8 +157,8 @@ def test_without_a_language_model_texts_are_refused_and_wishes_painted_as_they_a
     try:
         assert engine.client.text_info is None
         for job in (
-            engine.client.submit_text(TextRequest(prompt="x")),
-            engine.client.submit_rewrite(RewriteRequest(wish="x")),
+            engine.client.submit(TextRequest(prompt="x")),
+            engine.client.submit(RewriteRequest(wish="x")),
         ):
             with pytest.raises(InvalidRequest, match=r"\[text\] model"):
                 engine.run(events_of(job))

@@ -1,20 +1,20 @@
-"""Text generation by continuous batching over pages. One tick = plan, run, apply (``core``).
+"""Text generation by continuous batching over pages. One tick = plan, run, apply (``engine``).
 
 >>> engine = TextEngine.from_pretrained("directory")                                       # doctest: +SKIP
 >>> engine.generate("Once upon a time")[0].text                                            # doctest: +SKIP
 >>> for event in engine.stream(TextRequest(prompt="...", params=SamplingParams(seed=1))):  # doctest: +SKIP
 ...     print(event)
 
-task, plan, cost                                records, no torch
-admission, waiting, crowd, drafting, pages, scheduler   policy
-batch, runners, progress                        tensors in, tokens and events out
-core, mailroom, engine                          the loop, its counter, its face
+task, plan                         records, no torch
+admission, queues, drafts, pages, scheduler   policy
+runner, outputs                    tensors in, tokens and events out
+engine                             the core and its face
 """
 
 from __future__ import annotations
 
-from diffserve.engine.text.core import TextCore
-from diffserve.engine.text.engine import TextEngine
-from diffserve.engine.text.plan import TextTick, TickBudget
+from diffserve.engine.records import TickBudget
+from diffserve.engine.text.engine import TextCore, TextEngine
+from diffserve.engine.text.task import TextTick
 
 __all__ = ["TextCore", "TextEngine", "TextTick", "TickBudget"]

@@ -13,13 +13,14 @@ from collections.abc import Sequence as Tokens
 
 import msgspec
 
-from diffserve.engine.text.chat import render
+from diffserve.engine.records import Stage
 from diffserve.engine.text.pages import SequencePages
-from diffserve.engine.text.task import LiveText, Sequence, Stage, TextTask
+from diffserve.engine.text.task import LiveText, Sequence, TextTask
 from diffserve.errors import InvalidRequest
 from diffserve.runtime.decoding import BeamSearch, DecodingRow, TextStream, TokenConstraint
 from diffserve.runtime.kv import PoolTooSmall
 from diffserve.runtime.language import LanguageModel
+from diffserve.runtime.language.chat import render
 from diffserve.sampling_params import SamplingParams
 from diffserve.text_types import TextConfig, TextRequest
 

@@ -1,27 +1,25 @@
-"""TextEngine: the public face of text generation. Submit, cancel, tick, and the convenient ways to wait."""
+"""Texts: ``TextCore`` says what a tick is, ``TextEngine`` is its public face."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Final
 
-from diffserve.engine.task import Failure
+from diffserve.engine.core import Core
+from diffserve.engine.delivery import raise_if_failed
+from diffserve.engine.engine import CoreEngine
+from diffserve.engine.records import Failure, TickBudget
 from diffserve.engine.text.admission import TextAdmission
-from diffserve.engine.text.core import NO_LIMIT, TextCore, draft_tenant
-from diffserve.engine.text.mailroom import Mailroom
-from diffserve.engine.text.plan import TextTick, TickBudget
-from diffserve.errors import (
-    DeadlineExceeded,
-    DiffserveError,
-    EngineUnavailable,
-    InvalidRequest,
-    NumericalError,
-    QueueFull,
-)
+from diffserve.engine.text.pages import SequencePages
+from diffserve.engine.text.runner import TextRunner
+from diffserve.engine.text.scheduler import TextScheduler
+from diffserve.engine.text.task import LiveText, TextOutcome, TextPlan, TextTick
+from diffserve.errors import ConfigError
 from diffserve.runtime.decoding import TokenConstraint
 from diffserve.runtime.kv import PagePool
-from diffserve.runtime.language import LanguageModel, load_language_model
+from diffserve.runtime.language import LanguageModel, LanguageRunner, load_language_model
 from diffserve.text_types import (
     TEXT_TERMINAL,
     LanguageModelInfo,
@@ -32,29 +30,125 @@ from diffserve.text_types import (
     TextRequest,
     TextStats,
 )
-from diffserve.types import Cancelled, Failed
 
 POOL_BYTES = 256 << 20
-ERROR_OF_CODE: dict[str, type[DiffserveError]] = {
-    "deadline_exceeded": DeadlineExceeded,
-    "numerical_error": NumericalError,
-}
+LEAST_TOKENS: Final = 16
+MEMORY: Final = 0.97
+"""Weight of what was known of a call's cost, for each new call."""
+
+Order = tuple[TextRequest, TokenConstraint | None]
 
 
-class TextEngine:
-    """Continues texts in mixed batches. Safe to call from any thread; nothing runs unless somebody ticks.
+class TextCore(Core[LiveText, TextPlan, TextOutcome, TextEvent]):
+    """Scheduler and runner of one language model on ``pool``.
 
-    ``generate`` and ``stream`` tick in the calling thread. A server calls ``submit``, ``cancel`` and, in a loop,
-    ``tick``. Every event is delivered exactly once: to the ``generate`` or ``stream`` that submitted the request, else
-    by the next ``tick``.
+    draft_model  proposes what ``model`` checks; it must share its vocabulary. Its pages are a tenant of their own.
+    tenant       the name under which the model's pages are in the pool; the draft's is ``tenant`` + "_draft"
+
+    Raises ConfigError when the two models do not fit, ValueError when a page is too small for a layer.
     """
 
+    doing = "computing this text"
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        pool: PagePool,
+        config: TextConfig | None = None,
+        *,
+        draft_model: LanguageModel | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        tenant: str = "llm",
+    ) -> None:
+        self.model = model
+        self.config = config or TextConfig()
+        super().__init__(clock, self.config.trace_ticks)
+        self.pool = pool
+        page_tokens = self.config.page_tokens
+        runner = LanguageRunner(model, pool, tenant=tenant, page_tokens=page_tokens)
+        draft_runner = None
+        if draft_model is not None:
+            check_draft(model, draft_model)
+            draft_runner = LanguageRunner(draft_model, pool, tenant=draft_tenant(tenant), page_tokens=page_tokens)
+        self.pages = SequencePages(pool, tenant, draft_runner.tenant if draft_runner else None)
+        self.scheduler: TextScheduler = TextScheduler(self.config, self.pages, model, draft_model)
+        self.runners = TextRunner(runner, draft_runner, clock)
+        self.cost = TokenCost()
+        self._num_computed = 0
+
+    def max_tokens(self, budget: TickBudget) -> int:
+        """Tokens that a call may take under ``budget``, at least 1.
+
+        The time limits prompts and drafts, never below ``LEAST_TOKENS``; sequences that decode get their token anyhow,
+        because one row more in a call is nearly free.
+        """
+        limits = [self.config.max_batch_tokens]
+        if budget.max_tokens is not None:
+            limits.append(budget.max_tokens)
+        if budget.time_s is not None:
+            affordable = self.cost.max_tokens(budget.time_s) or self.config.max_batch_tokens
+            limits.append(max(affordable, LEAST_TOKENS, self.scheduler.num_decoding))
+        return max(1, min(limits))
+
+    def stats(self) -> TextStats:
+        """Counters for the metrics."""
+        scheduler, drafts = self.scheduler, self.scheduler.drafts
+        return TextStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            prompt_tokens=scheduler.num_prompt_tokens,
+            cached_tokens=scheduler.num_cached_tokens,
+            output_tokens=scheduler.progress.num_said,
+            computed_tokens=self._num_computed,
+            draft_tokens=drafts.num_drafted,
+            accepted_tokens=drafts.num_right,
+            preemptions=scheduler.num_preempted,
+            entropy_sum=scheduler.progress.entropy_sum,
+            busy_s=self._busy_s,
+        )
+
+    def _plan(self, budget: TickBudget) -> TextPlan:
+        return self.scheduler.plan(self.max_tokens(budget), admits=budget.admits)
+
+    def _run(self, plan: TextPlan) -> TextOutcome:
+        return self.runners.run(plan)
+
+    def _all_failed(self, plan: TextPlan, failure: Failure) -> TextOutcome:
+        return TextOutcome(failures=dict.fromkeys(plan.tasks, failure))
+
+    def _apply(self, plan: TextPlan, outcome: TextOutcome, started_s: float) -> list[TextEvent]:
+        now_s = self.clock()
+        events = self.scheduler.apply(plan, outcome, now_s)
+        self._remember(plan, outcome, now_s - started_s)
+        return events
+
+    def _remember(self, plan: TextPlan, outcome: TextOutcome, wall_s: float) -> None:
+        if not plan.pieces:
+            return
+        self._busy_s += wall_s
+        self._num_computed += plan.num_tokens
+        self.cost.learn(plan.num_tokens, outcome.forward_s)
+        self.trace.append(
+            TextTick(
+                tick=self.scheduler.num_ticks,
+                rows=tuple(
+                    (piece.task.live.request_id, piece.task.text_index, piece.num_tokens, len(piece.draft))
+                    for piece in plan.pieces
+                ),
+                wall_s=wall_s,
+            )
+        )
+
+
+class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
+    """Continues texts in mixed batches; the life of a request is as with ``Engine``."""
+
+    terminal = TEXT_TERMINAL
+
     def __init__(self, core: TextCore) -> None:
-        self.core = core
+        super().__init__(core.config.max_waiting)
+        self.core: TextCore = core
         self._admission = TextAdmission(core.model, core.pages, core.config)
-        self._mail = Mailroom()
-        self._ticking = threading.Lock()  # one tick at a time
-        self._is_draining = False
 
     @classmethod
     def from_model(
@@ -89,80 +183,22 @@ class TextEngine:
         draft = None if draft_path is None else load_language_model(draft_path, dtype=dtype, device=device)
         return cls.from_model(model, config, draft_model=draft, pool_bytes=pool_bytes)
 
-    # What it is ---------------------------------------------------------------------------------------------------
-
     @property
     def info(self) -> LanguageModelInfo:
         """What the model can do and where it runs."""
         return self.core.model.info
-
-    @property
-    def trace(self) -> tuple[TextTick, ...]:
-        """The last ``config.trace_ticks`` ticks: which texts shared a call."""
-        return tuple(self.core.trace)
-
-    @property
-    def last_tick(self) -> TextTick | None:
-        """What the latest tick ran; ``None`` when there was nothing to compute, or no pages to go on."""
-        trace = self.core.trace
-        return trace[-1] if trace and trace[-1].tick == self.core.scheduler.num_ticks else None
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a tick would do or deliver something."""
-        return self._mail.has_mail or self.core.has_work
-
-    @property
-    def num_live(self) -> int:
-        """Requests accepted and not yet over."""
-        with self._mail.lock:
-            return len(self._mail.inbox) + len(self.core.scheduler.live)
 
     def stats(self) -> TextStats:
         """Counters for the metrics."""
         with self._ticking:
             return self.core.stats()
 
-    # The verbs ----------------------------------------------------------------------------------------------------
-
     def submit(self, request: TextRequest, *, constraint: TokenConstraint | None = None) -> str:
         """Queue ``request`` and return its id. ``constraint``: which tokens may be said.
 
         Raises InvalidRequest (PoolTooSmall among them), QueueFull, EngineUnavailable (draining).
         """
-        return self._submit(request, constraint, is_followed=False)
-
-    def cancel(self, request_id: str) -> bool:
-        """Give a request up; its pages are free before the next call runs. False when it is not (or no longer) live."""
-        with self._mail.lock:
-            if self._mail.inbox.pop(request_id, None) is not None:
-                self._mail.post([Cancelled(request_id=request_id)])
-                return True
-            return request_id in self.core.scheduler.live and self._mail.cancel(request_id)
-
-    def tick(self, budget: TickBudget = NO_LIMIT) -> list[TextEvent]:
-        """Run one engine iteration and return what happened; cheap when there is nothing to do."""
-        self._advance(budget)
-        return self._mail.take_outbox()
-
-    def fail_all(self, failure: Failure) -> None:
-        """Give up everything, after a tick that raised; the next tick tells. Raises when not even that can be done."""
-        with self._ticking:
-            self._take_inbox()
-            for live in tuple(self.core.scheduler.live.values()):
-                self._mail.post(self.core.scheduler.fail(live, failure))
-
-    def events(self) -> Iterator[TextEvent]:
-        """Tick while there is work and yield what happens."""
-        while self.has_work:
-            yield from self.tick()
-
-    def drain(self) -> list[TextEvent]:
-        """Take no more requests, finish those accepted, return the remaining events."""
-        self._is_draining = True
-        return list(self.events())
-
-    # Convenient ways ----------------------------------------------------------------------------------------------
+        return self._enter((request, constraint), is_followed=False)
 
     def generate(
         self, request: str | TextRequest | Sequence[TextRequest], *, constraint: TokenConstraint | None = None
@@ -175,111 +211,81 @@ class TextEngine:
         if isinstance(request, str):
             request = TextRequest(prompt=request, deltas=False)
         requests = [request] if isinstance(request, TextRequest) else list(request)
-        submitted: list[str] = []
-        try:
-            for one in requests:
-                submitted.append(self._submit_in_turn(one, constraint))
-            ends = [list(self._follow(request_id))[-1] for request_id in submitted]
-        finally:
-            self._abandon(submitted)
-        return [finished_or_raise(end) for end in ends]
+        ends = [history[-1] for history in self._answer([(one, constraint) for one in requests])]
+        for end in ends:
+            raise_if_failed(end)
+        return [end for end in ends if isinstance(end, TextFinished)]
 
     def stream(self, request: str | TextRequest, *, constraint: TokenConstraint | None = None) -> Iterator[TextEvent]:
         """Continue and watch: the request's events up to its terminal one. Closing the iterator cancels the request."""
         if isinstance(request, str):
             request = TextRequest(prompt=request)
-        request_id = self._submit(request, constraint, is_followed=True)
-        try:
-            yield from self._follow(request_id)
-        finally:
-            self._abandon([request_id])
+        return self._watch((request, constraint))
 
-    def check_integrity(self) -> None:
-        """No page and no text is lost; AssertionError or PoolIntegrityError says what is wrong."""
-        with self._ticking:
-            self.core.check_integrity()
-
-    # Below the counter --------------------------------------------------------------------------------------------
-
-    def _submit(self, request: TextRequest, constraint: TokenConstraint | None, *, is_followed: bool) -> str:
+    def _admit(self, order: Order) -> LiveText:
+        request, constraint = order
         self.core.scheduler.drafts.check(request)
-        live = self._admission.admit(request, self.core.clock(), constraint)
-        request_id = request.request_id
-        with self._mail.lock:
-            ahead = self._refuse_if_full(request_id)
-            if is_followed:
-                self._mail.open_mailbox(request_id)
-            self._mail.inbox[request_id] = live
-            accepted = TextAccepted(
-                request_id=request_id,
-                seed=live.seed,
-                num_texts=request.num_texts,
-                num_prompt_tokens=len(live.prompt_ids),
-                queue_position=ahead,
-            )
-            self._mail.post([accepted])
-        return request_id
+        return self._admission.admit(request, self.core.clock(), constraint)
 
-    def _submit_in_turn(self, request: TextRequest, constraint: TokenConstraint | None) -> str:
-        """Submit and follow, ticking for as long as the waiting room is full."""
-        while True:
-            try:
-                return self._submit(request, constraint, is_followed=True)
-            except QueueFull:
-                self._advance(NO_LIMIT)
-
-    def _refuse_if_full(self, request_id: str) -> int:
-        """Requests ahead in the waiting room; raises when this one cannot join them."""
-        if self._is_draining:
-            raise EngineUnavailable("the engine is finishing its work and takes no more requests.")
-        running = dict(self.core.scheduler.live)
-        if request_id in running or request_id in self._mail.inbox:
-            raise InvalidRequest(f"request_id {request_id!r} is already being answered.", param="request_id")
-        num_waiting = len(self._mail.inbox) + sum(not live.has_started for live in running.values())
-        if num_waiting >= self.core.config.max_waiting:
-            raise QueueFull(f"{num_waiting} requests are waiting, which is all this engine holds; try again later.")
-        return num_waiting
-
-    def _advance(self, budget: TickBudget) -> None:
-        with self._ticking:
-            self._tick_once(budget)
-
-    def _tick_once(self, budget: TickBudget = NO_LIMIT) -> None:
-        self._take_inbox()
-        self._mail.post(self.core.tick(self._mail.take_cancelled, budget))
-
-    def _take_inbox(self) -> None:
-        with self._mail.lock:  # a request is always in one of the two places
-            for live in self._mail.take_inbox():
-                self.core.scheduler.add(live)
-
-    def _follow(self, request_id: str) -> Iterator[TextEvent]:
-        """Events of one request as they come, ticking when there are none."""
-        while True:
-            event = self._mail.next_event(request_id)
-            if event is None:
-                with self._ticking:  # another thread's tick may have brought news meanwhile
-                    event = self._mail.next_event(request_id)
-                    if event is None:
-                        self._tick_once()
-                        continue
-            yield event
-            if isinstance(event, TEXT_TERMINAL):
-                return
-
-    def _abandon(self, request_ids: Sequence[str]) -> None:
-        """Nobody follows these any more: what is still live is cancelled, and the news of it dropped."""
-        for request_id in request_ids:
-            if self.cancel(request_id):
-                self._advance(NO_LIMIT)
-            self._mail.close_mailbox(request_id)
+    def _accepted(self, live: LiveText, num_ahead: int) -> TextEvent:
+        return TextAccepted(
+            request_id=live.request_id,
+            seed=live.seed,
+            num_texts=live.request.num_texts,
+            num_prompt_tokens=len(live.prompt_ids),
+            queue_position=num_ahead,
+        )
 
 
-def finished_or_raise(event: TextEvent) -> TextFinished:
-    """The answer, or the error that a ``Failed`` or ``Cancelled`` event stands for."""
-    if isinstance(event, TextFinished):
-        return event
-    if isinstance(event, Failed):
-        blamed = InvalidRequest if event.param is not None else DiffserveError
-        raise ERROR_OF_CODE.get(event.code, blamed)(event.message, param=event.param, code=event.code)
-    raise DiffserveError(f"request {event.request_id} was cancelled.", code="cancelled")
+class TokenCost:
+    """Seconds of a call as ``fixed_s + per_token_s * tokens``, by least squares that forgets slowly."""
+
+    def __init__(self) -> None:
+        self._weight = self._tokens = self._squares = self._seconds = self._products = 0.0
+
+    def learn(self, num_tokens: int, seconds: float) -> None:
+        """A call of ``num_tokens`` tokens took ``seconds``."""
+        for name, value in (
+            ("_weight", 1.0),
+            ("_tokens", num_tokens),
+            ("_squares", num_tokens**2),
+            ("_seconds", seconds),
+            ("_products", num_tokens * seconds),
+        ):
+            setattr(self, name, MEMORY * getattr(self, name) + value)
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """(fixed_s, per_token_s), neither below 0; zeros when nothing is known."""
+        if not self._weight:
+            return 0.0, 0.0
+        mean_tokens, mean_s = self._tokens / self._weight, self._seconds / self._weight
+        variance = self._squares / self._weight - mean_tokens**2
+        if variance < 1e-9 * max(1.0, mean_tokens**2):
+            return 0.0, mean_s / max(mean_tokens, 1.0)
+        slope = (self._products / self._weight - mean_tokens * mean_s) / variance
+        slope = min(max(slope, 0.0), mean_s / max(mean_tokens, 1.0))
+        return mean_s - slope * mean_tokens, slope
+
+    def max_tokens(self, time_s: float) -> int | None:
+        """How many tokens should fit into ``time_s``, at least 1; None when it is not known, or without a limit."""
+        fixed_s, per_token_s = self.line
+        if per_token_s <= 0.0:
+            return None
+        return max(1, int((time_s - fixed_s) / per_token_s))
+
+
+def draft_tenant(tenant: str) -> str:
+    """Where the pages of the draft model of ``tenant`` are."""
+    return f"{tenant}_draft"
+
+
+def check_draft(model: LanguageModel, draft_model: LanguageModel) -> None:
+    """Raises ConfigError unless a token of the draft model means the same to the model."""
+    own, other = model.info, draft_model.info
+    if own.vocab_size != other.vocab_size or model.tokenizer.get_vocab() != draft_model.tokenizer.get_vocab():
+        raise ConfigError(
+            f"the draft model {other.model_id!r} has another vocabulary ({other.vocab_size} tokens) than "
+            f"{own.model_id!r} ({own.vocab_size}): give one of the same family, or none.",
+            param="draft_model",
+        )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from diffserve.engine.text.task import Sequence, Stage, TextTask
+from diffserve.engine.records import Stage
+from diffserve.engine.text.task import Sequence, TextTask
 from diffserve.runtime.kv import PagePool, PageTable, PoolBusy
 
 

@@ -8,7 +8,7 @@ decodes, prompt and output after a preemption. A tick's tokens go to
 3. texts that are let in, while there are pages for all that is known of them;
 4. drafts, with what is left.
 
-When a sequence cannot grow, texts that came later give way (``crowd``).
+When a sequence cannot grow, texts that came later give way (``queues``).
 """
 
 from __future__ import annotations
@@ -16,60 +16,53 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from diffserve.engine.task import Failure
-from diffserve.engine.text.crowd import Crowd
-from diffserve.engine.text.drafting import DraftPolicy
+from diffserve.engine.records import Failure, Scheduler, Stage
+from diffserve.engine.text.drafts import DraftPolicy
+from diffserve.engine.text.outputs import TextOutputs
 from diffserve.engine.text.pages import SequencePages
-from diffserve.engine.text.plan import Piece, TextOutcome, TextPlan
-from diffserve.engine.text.progress import Progress
-from diffserve.engine.text.task import LiveText, Stage, TextTask
-from diffserve.engine.text.waiting import WaitingRoom
+from diffserve.engine.text.queues import RunningQueue, WaitingQueue
+from diffserve.engine.text.task import LiveText, Piece, TextOutcome, TextPlan, TextTask
 from diffserve.runtime.language import LanguageModel
 from diffserve.text_types import TextConfig, TextEvent
-from diffserve.types import Cancelled, Failed
+from diffserve.types import Failed
 
-EXPIRED = "deadline_exceeded"
 PREFILL_SHARE = 4
 """One token in so many of a tick is kept for prompts when any are pending."""
 
 
-class TextScheduler:
-    """Owns the waiting room and the texts that run. Single-threaded: the tick calls it."""
+class TextScheduler(Scheduler[LiveText, TextEvent]):
+    """Owns the waiting room and the texts that run."""
+
+    product = "text"
 
     def __init__(
         self, config: TextConfig, pages: SequencePages, model: LanguageModel, draft_model: LanguageModel | None = None
     ) -> None:
+        super().__init__()
         self.config = config
         self.pages = pages
-        self.live: dict[str, LiveText] = {}
         self.drafts = DraftPolicy(config, pages, draft_model)
-        self.progress = Progress(pages, self.drafts, model)
-        self.num_ticks = 0
+        self.progress = TextOutputs(pages, self.drafts, model)
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
-        self._waiting = WaitingRoom(pages)
-        self._crowd = Crowd(pages, self._waiting)
+        self._waiting = WaitingQueue(pages)
+        self._running = RunningQueue(pages, self._waiting)
         self._arrivals = itertools.count()
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a tick would do something."""
-        return bool(self.live)
 
     @property
     def num_running(self) -> int:
         """Sequences that hold pages, or will as soon as their prompt is computed."""
-        return sum(width_of(task) for task in self._crowd)
+        return sum(width_of(task) for task in self._running)
 
     @property
     def num_preempted(self) -> int:
         """Times that a text gave its pages back for an older one."""
-        return self._crowd.num_preempted
+        return self._running.num_preempted
 
     @property
     def num_decoding(self) -> int:
         """Sequences that need one token computed to say the next."""
-        return sum(len(task.sequences) for task in self._crowd if task.is_decoding)
+        return sum(len(task.sequences) for task in self._running if task.is_decoding)
 
     @property
     def num_waiting(self) -> int:
@@ -89,7 +82,7 @@ class TextScheduler:
         """
         self.num_ticks += 1
         pieces: dict[TextTask, list[Piece]] = {}
-        wants_prefill = bool(self._waiting) or any(not task.is_decoding for task in self._crowd)
+        wants_prefill = bool(self._waiting) or any(not task.is_decoding for task in self._running)
         kept = max_tokens // PREFILL_SHARE if wants_prefill else 0
         left = kept + self._plan_decoding(max_tokens - kept, pieces)
         left = self._plan_prefill(left, pieces)
@@ -104,7 +97,7 @@ class TextScheduler:
         """Move everybody on by what the tick achieved, free what is finished, and tell the world."""
         events: list[TextEvent] = []
         for task, failure in outcome.failures.items():
-            events += self.fail(task.live, failure)
+            events += self.give_up(task.live, failure)
         for piece in plan.pieces:
             if piece.task.stage is Stage.RUNNING:
                 self.progress.computed(piece, now_s)
@@ -118,24 +111,8 @@ class TextScheduler:
                 events += self._leave_if_done(task, now_s)
         return events
 
-    def cancel(self, request_id: str) -> list[TextEvent]:
-        """Forget a request at once; its pages are free when this returns. Empty when it is not live."""
-        live = self.live.get(request_id)
-        if live is None:
-            return []
-        self._drop(live)
-        return [Cancelled(request_id=request_id)]
-
-    def expire(self, now_s: float) -> list[TextEvent]:
-        """Give up the requests whose deadline has passed."""
-        events: list[TextEvent] = []
-        for live in [one for one in self.live.values() if (one.deadline_at_s or now_s) < now_s]:
-            message = f"the deadline of {live.request.deadline_s:g} s passed before the text was finished."
-            events += self.fail(live, Failure(EXPIRED, message, "deadline_s"))
-        return events
-
-    def fail(self, live: LiveText, failure: Failure) -> list[TextEvent]:
-        """Give up a request; its neighbours go on."""
+    def give_up(self, live: LiveText, failure: Failure) -> list[TextEvent]:
+        """A request has failed; nothing happens when it is over already."""
         if live.request_id not in self.live:
             return []
         self._drop(live)
@@ -147,8 +124,8 @@ class TextScheduler:
 
         other_pages: pages of the model's tenant that somebody else holds.
         """
-        self.pages.check_integrity(list(self._crowd), other_pages=other_pages)
-        places = [*self._crowd, *self._waiting]
+        self.pages.check_integrity(list(self._running), other_pages=other_pages)
+        places = [*self._running, *self._waiting]
         assert len(set(places)) == len(places), "a text runs and waits"
         living = {task for live in self.live.values() for task in live.tasks if task.stage is not Stage.DONE}
         following = {task for task in living if task.stage is Stage.FOLLOWING}
@@ -160,9 +137,9 @@ class TextScheduler:
     def _plan_decoding(self, max_tokens: int, pieces: dict[TextTask, list[Piece]]) -> int:
         """One token for each sequence that decodes; returns the tokens left. Somebody always gets a turn."""
         left = max_tokens
-        for task in sorted(self._crowd, key=lambda task: (task.last_tick, task.order)):
+        for task in sorted(self._running, key=lambda task: (task.last_tick, task.order)):
             fits = len(task.sequences) <= left or not pieces
-            if task.stage is Stage.RUNNING and task.is_decoding and fits and self._crowd.grow(task, pieces):
+            if task.stage is Stage.RUNNING and task.is_decoding and fits and self._running.grow(task, pieces):
                 pieces[task] = [
                     Piece(task, sequence, sequence.num_computed, sequence.num_tokens) for sequence in task.sequences
                 ]
@@ -171,14 +148,14 @@ class TextScheduler:
 
     def _plan_prefill(self, max_tokens: int, pieces: dict[TextTask, list[Piece]]) -> int:
         left = max_tokens
-        for task in sorted(self._crowd, key=lambda task: task.order):
+        for task in sorted(self._running, key=lambda task: task.order):
             if left > 0 and task.stage is Stage.RUNNING and not task.is_decoding:
                 left -= self._plan_chunks(task, left, pieces)
         return left
 
     def _plan_newcomers(self, max_tokens: int, pieces: dict[TextTask, list[Piece]]) -> int:
         left = max_tokens
-        for task in self._waiting.candidates(self._crowd):
+        for task in self._waiting.candidates(self._running):
             room = self.config.max_sequences - self.num_running
             if left < 1 or width_of(task) > room:
                 break
@@ -195,11 +172,11 @@ class TextScheduler:
         """
         withheld = 1 if len(task.sequences) > 1 else 0
         for sequence in task.sequences:
-            if sequence.table is None and not self._crowd.open(task, sequence, pieces):
+            if sequence.table is None and not self._running.open(task, sequence, pieces):
                 return 0
             end = min(sequence.num_computed + max_tokens, sequence.num_tokens - withheld)
             if end > sequence.num_computed:
-                if not self._crowd.make_room(task, sequence, end, pieces):
+                if not self._running.make_room(task, sequence, end, pieces):
                     return 0
                 pieces[task] = [Piece(task, sequence, sequence.num_computed, end)]
                 return end - sequence.num_computed
@@ -208,12 +185,15 @@ class TextScheduler:
     def _let_in(self, task: TextTask) -> bool:
         """Pages for the first sequence of ``task``; further beams follow."""
         sequence, salt = task.sequences[0], task.live.request.cache_salt
-        if not self._waiting.may_enter(task, self._crowd):
+        if not self._waiting.may_enter(task, self._running):
             return False
-        if not self.pages.open(sequence, salt) and not (self._crowd.close_drafts() and self.pages.open(sequence, salt)):
+        has_pages = self.pages.open(sequence, salt)
+        if not has_pages and self._running.close_drafts():
+            has_pages = self.pages.open(sequence, salt)
+        if not has_pages:
             return False
         self._waiting.remove(task)
-        self._crowd.add(task)
+        self._running.add(task)
         if task.live.cached_tokens is None:
             task.live.cached_tokens = sequence.num_computed
             self.num_cached_tokens += sequence.num_computed
@@ -229,7 +209,7 @@ class TextScheduler:
         for follower in task.live.followers:
             if follower in outcome.said:
                 self.pages.follow(follower.sequences[0], task.sequences[0])
-                self._crowd.add(follower)
+                self._running.add(follower)
 
     def _leave_if_done(self, task: TextTask, now_s: float) -> Iterator[TextEvent]:
         if task.stage is not Stage.DONE:
@@ -248,7 +228,7 @@ class TextScheduler:
         """The one exit: whatever the reason, pages are given back here."""
         self.pages.close(task)
         self._waiting.remove(task)
-        self._crowd.remove(task)
+        self._running.remove(task)
         task.stage = Stage.DONE
 
 

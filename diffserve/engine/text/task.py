@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from diffserve.engine.records import Failure, Live, Stage
 from diffserve.text_types import TextRequest, TextResult
 
 if TYPE_CHECKING:
-    from diffserve.runtime.decoding import BeamSearch, Choice, DecodingRow, TextStream
+    from diffserve.runtime.decoding import BeamSearch, Choice, DecodingRow, Fork, TextStream
     from diffserve.runtime.kv import PageTable
-
-
-class Stage(enum.Enum):
-    """Where a text stands.
-
-    WAITING    has no pages; also after a preemption
-    FOLLOWING  waits for the first text of its request to compute the prompt that they share
-    RUNNING    has pages
-    DONE       finished, failed or cancelled
-    """
-
-    WAITING = "waiting"
-    FOLLOWING = "following"
-    RUNNING = "running"
-    DONE = "done"
-
 
 @dataclass(eq=False, slots=True)
 class Sequence:
@@ -91,7 +75,7 @@ class TextTask:
 
 
 @dataclass(eq=False, slots=True)
-class LiveText:
+class LiveText(Live):
     """A request from submit to its terminal event. Times are clock readings in seconds."""
 
     request: TextRequest
@@ -109,11 +93,6 @@ class LiveText:
     accepted_tokens: int = 0
 
     @property
-    def request_id(self) -> str:
-        """The id the caller knows it by."""
-        return self.request.request_id
-
-    @property
     def followers(self) -> Iterable[TextTask]:
         """Texts that wait for the prompt to be computed."""
         return [task for task in self.tasks if task.stage is Stage.FOLLOWING]
@@ -123,12 +102,79 @@ class LiveText:
         """Whether it has left the waiting room."""
         return self.started_s is not None
 
-    @property
-    def is_over(self) -> bool:
-        """Whether all of its texts are done."""
-        return all(task.stage is Stage.DONE for task in self.tasks)
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """What a sequence brings to the tick's call: tokens ``start`` to ``end`` of its row, then ``draft``.
+
+    num_draft  tokens that a draft model shall propose, in place of ``draft``
+    """
+
+    task: TextTask
+    sequence: Sequence
+    start: int
+    end: int
+    draft: list[int] = field(default_factory=list)
+    num_draft: int = 0
 
     @property
-    def deadline_at_s(self) -> float | None:
-        """The clock reading at which the work is given up."""
-        return None if self.request.deadline_s is None else self.submitted_s + self.request.deadline_s
+    def num_tokens(self) -> int:
+        """Tokens in the call."""
+        return self.end - self.start + max(len(self.draft), self.num_draft)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing of the row is left to compute, so that a token can be chosen."""
+        return self.end == self.sequence.num_tokens
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What the network is given."""
+        return [*self.sequence.row.token_ids[self.start : self.end], *self.draft]
+
+
+@dataclass(frozen=True)
+class TextPlan:
+    """The work of one tick; every piece has its pages."""
+
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the call."""
+        return sum(piece.num_tokens for piece in self.pieces)
+
+    @property
+    def tasks(self) -> tuple[TextTask, ...]:
+        """Everybody this tick touches, once."""
+        return tuple(dict.fromkeys(piece.task for piece in self.pieces))
+
+
+@dataclass
+class TextOutcome:
+    """What the runner reports back, read by ``TextScheduler.apply``.
+
+    said     by text: the tokens chosen, one or more
+    drafted  by text: how many tokens of a draft were checked
+    forks    by beam search: which beam goes on from which
+    """
+
+    said: dict[TextTask, list[Choice]] = field(default_factory=dict)
+    drafted: dict[TextTask, int] = field(default_factory=dict)
+    forks: dict[TextTask, Fork] = field(default_factory=dict)
+    failures: dict[TextTask, Failure] = field(default_factory=dict)
+    forward_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class TextTick:
+    """What tick number ``tick`` ran. ``rows`` are (request_id, text_index, tokens computed, of them draft)."""
+
+    tick: int
+    rows: tuple[tuple[str, int, int, int], ...]
+    wall_s: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the call."""
+        return sum(row[2] for row in self.rows)

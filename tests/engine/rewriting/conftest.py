@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from diffserve.engine.rewriting import Rewriter, TextWindow
+from diffserve.engine.rewriter import Rewriter
 from diffserve.engine.text import TextEngine
+from diffserve.rewriting import TextWindow
 from diffserve.runtime.language import LanguageModel, load_language_model
 from diffserve.text_types import TextConfig
 from tests.engine.rewriting import scripted

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from diffserve.engine.rewriting.asking import Asker
-from diffserve.engine.rewriting.style import load_style
-from diffserve.engine.rewriting.window import TextWindow
 from diffserve.errors import ConfigError
 from diffserve.rewrite_types import RewriteRequest
+from diffserve.rewriting.asking import Asker
+from diffserve.rewriting.style import load_style
+from diffserve.rewriting.window import TextWindow
 from diffserve.types import MAX_SEED, RewriteOptions
 from tests.engine.rewriting.scripted import END, make_tokenizer
 from tests.runtime.language import tiny

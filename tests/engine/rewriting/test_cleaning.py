@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from diffserve.engine.rewriting.cleaning import clean, without_thoughts
-from diffserve.engine.rewriting.job import Showing
+from diffserve.engine.rewriter import Showing
+from diffserve.rewriting.cleaning import clean, without_thoughts
 
 PROMPT = "a red fox in the snow, warm light"
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffserve.engine.rewriting.fitting import fit
-from diffserve.engine.rewriting.keeping import lost
-from diffserve.engine.rewriting.style import Parts
-from diffserve.engine.rewriting.window import TextWindow
+from diffserve.rewriting.cleaning import lost
+from diffserve.rewriting.judging import fit
+from diffserve.rewriting.style import Parts
+from diffserve.rewriting.window import TextWindow
 
 
 def window(num_tokens: int) -> TextWindow:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from diffserve.engine.rewriting.judging import Judge, loops, refuses
-from diffserve.engine.rewriting.style import load_style
-from diffserve.engine.rewriting.window import TextWindow
 from diffserve.rewrite_types import Rewrite
+from diffserve.rewriting.judging import Judge, loops, refuses
+from diffserve.rewriting.style import load_style
+from diffserve.rewriting.window import TextWindow
 from diffserve.text_types import FinishReason, TextResult
 
 

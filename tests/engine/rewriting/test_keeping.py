@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diffserve.engine.rewriting.keeping import lost, named, quoted
+from diffserve.rewriting.cleaning import lost, named, quoted
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 
 from diffserve.embedded.canonical import Said, noun, parse, sentence
 from diffserve.embedded.world import OBJECTS, scenes
-from diffserve.engine.rewriting.language import caption_constraint
-from diffserve.engine.rewriting.window import TextWindow
+from diffserve.rewriting.grammar import caption_constraint
+from diffserve.rewriting.window import TextWindow
 from diffserve.runtime.components import load_tokenizer
 from diffserve.runtime.decoding import TokenConstraint
 from diffserve.runtime.decoding.constraint import DEAD

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from diffserve.engine.rewriting import Rewriter
-from diffserve.engine.rewriting.language import caption_constraint
+from diffserve.engine.rewriter import Rewriter
 from diffserve.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, QueueFull
 from diffserve.rewrite_types import RewriteDelta, RewriteEvent, RewriteFinished, RewriteRequest
+from diffserve.rewriting.grammar import caption_constraint
 from diffserve.runtime.decoding.constraint import DEAD
 from diffserve.sampling_params import SamplingParams
 from diffserve.text_types import TextAccepted, TextEvent, TextFinished, TextRequest

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from diffserve.config import configs_dir
-from diffserve.engine.rewriting.keeping import lost, named, quoted
-from diffserve.engine.rewriting.style import Style, load_style, style_for_family, style_names
-from diffserve.engine.rewriting.window import TextWindow
 from diffserve.errors import ConfigError, InvalidRequest
+from diffserve.rewriting.cleaning import lost, named, quoted
+from diffserve.rewriting.style import Style, load_style, style_for_family, style_names
+from diffserve.rewriting.window import TextWindow
 from diffserve.runtime.clip_vocabulary import WINDOW_TOKENS, clip_tokenizer
 
 TAGS = configs_dir() / "rewriter" / "tags.toml"

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from diffserve.config import EngineConfig
-from diffserve.engine.conditioners import image_specs
-from diffserve.engine.engine import Engine
-from diffserve.engine.groups import is_deterministic
-from diffserve.engine.rewriting import Rewriter, TextWindow
+from diffserve.engine.image.engine import Engine
+from diffserve.engine.image.shape_groups import is_deterministic
+from diffserve.engine.rewriter import Rewriter
 from diffserve.engine.studio import Studio
 from diffserve.engine.text import TextCore, TextEngine
+from diffserve.rewriting import TextWindow
 from diffserve.runtime import DiffusionModel, load_model
+from diffserve.runtime.conditioning import image_specs
 from diffserve.runtime.kv import PagePool
 from diffserve.runtime.language import LanguageModel, load_language_model
 from diffserve.text_types import TextConfig

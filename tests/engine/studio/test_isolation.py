@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from diffserve.engine.pending_images import FAILED
 from diffserve.engine.studio import Studio
-from diffserve.engine.wishes import FAILED
 from diffserve.rewrite_types import RewriteFinished, RewriteRequest
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.language import LanguageModel
@@ -47,8 +47,8 @@ def break_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
 def start(make_studio: MakeStudio) -> Studio:
     studio = make_studio()
     studio.submit(picture(request_id="picture"))
-    studio.submit_text(text(request_id="text"))
-    studio.submit_rewrite(RewriteRequest(wish="something cosy", request_id="rewrite"))
+    studio.submit(text(request_id="text"))
+    studio.submit(RewriteRequest(wish="something cosy", request_id="rewrite"))
     studio.submit(picture(request_id="wish", rewriting=RewriteOptions()))
     return studio
 
@@ -68,7 +68,7 @@ def test_a_tick_of_the_texts_that_raises_costs_the_texts_only(
     failed = [event for event in events if isinstance(event, Failed)]
     assert {event.code for event in failed} == {"internal_error"}
     assert len(failed) == 2
-    studio.submit_rewrite(RewriteRequest(wish="something cosy", request_id="again"))
+    studio.submit(RewriteRequest(wish="something cosy", request_id="again"))
     assert kinds(list(studio.events())) == {"again": "RewriteFinished"}
 
 
@@ -77,7 +77,7 @@ def test_a_tick_of_the_images_that_raises_costs_the_images_only(
     place: str, make_studio: MakeStudio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     studio = start(make_studio)
-    break_once(monkeypatch, studio.engine._core.scheduler, place)
+    break_once(monkeypatch, studio.engine.core.scheduler, place)
     events = list(studio.events())
     ended = kinds(events)
     assert ended.pop("wish") in ("Finished", "Failed")  # it may not have been with the engine yet
@@ -110,11 +110,11 @@ def tight_bytes(studio: Studio, *, spare_pages: int) -> int:
 
 def test_an_image_that_waits_for_pages_is_let_in_before_texts_that_came_later(make_studio: MakeStudio) -> None:
     studio = make_studio(pool_bytes=tight_bytes(make_studio(), spare_pages=3))
-    studio.submit_text(text(100, prompt="a" * 60, request_id="first"))
+    studio.submit(text(100, prompt="a" * 60, request_id="first"))
     studio.tick()
     studio.submit(picture(request_id="picture"))
     for index in range(6):
-        studio.submit_text(text(60, prompt=str(index) * 60, request_id=f"later-{index}"))
+        studio.submit(text(60, prompt=str(index) * 60, request_id=f"later-{index}"))
     order = [event.request_id for event in studio.events() if isinstance(event, Finished | TextFinished)]
     assert set(order[:2]) == {"first", "picture"}
     assert len(order) == 8

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from diffserve.config import load_settings
-from diffserve.engine.rewriting import shipped
+from diffserve.engine.loading import AUTO_TEXT_TOKENS, wanted_bytes
 from diffserve.engine.studio import Studio
-from diffserve.engine.studio_parts import AUTO_TEXT_TOKENS, wanted_bytes
 from diffserve.errors import ConfigError, ModelNotFound
+from diffserve.rewriting import shipped
 from diffserve.runtime.kv import PagePlan
 from diffserve.text_types import TextRequest
 from diffserve.types import GenerationRequest, Painted
@@ -66,7 +66,7 @@ def test_texts_have_a_pool_of_their_own_where_images_use_none(tiny_model: Model,
     assert studio.engine.pool is None
     assert studio.pool is not None
     assert set(studio.pool.stats().tenants) == {"llm"}
-    studio.submit_text(TextRequest(prompt="x"))
+    studio.submit(TextRequest(prompt="x"))
     studio.submit(GenerationRequest(prompt="a fox", width_px=64, height_px=64))
     assert sum(isinstance(event, Painted) for event in studio.events()) == 1
     studio.check_integrity()

@@ -68,12 +68,12 @@ class Walk:
         salt = self.dice.choice((b"", b"key"))
         texts = self.dice.randint(1, 3)
         self.submit(
-            self.studio.submit_text, TextRequest(prompt=prompt, params=params, num_texts=texts, cache_salt=salt)
+            self.studio.submit, TextRequest(prompt=prompt, params=params, num_texts=texts, cache_salt=salt)
         )
 
     def rewrite(self) -> None:
         request = RewriteRequest(wish=self.dice.choice(PROMPTS), num_prompts=self.dice.randint(1, 3))
-        self.submit(self.studio.submit_rewrite, request)
+        self.submit(self.studio.submit, request)
 
     def submit(self, submit: Any, request: Any) -> None:
         try:
@@ -102,7 +102,7 @@ class Walk:
     def break_a_tick(self) -> None:
         """A scheduler that raises once, before it changes anything."""
         assert self.studio.texts is not None
-        scheduler: Any = self.dice.choice([self.studio.texts.core.scheduler, self.studio.engine._core.scheduler])
+        scheduler: Any = self.dice.choice([self.studio.texts.core.scheduler, self.studio.engine.core.scheduler])
         scheduler.expire = self.maybe_fail
         self.fail()
         del scheduler.expire

@@ -50,8 +50,8 @@ def test_everything_at_once_gives_what_each_gives_alone(make_studio: MakeStudio)
     alone = painted(studio, picture(num_steps=6)).result.picture
     requests = picture(num_steps=6), text(), RewriteRequest(wish="something cosy")
     studio.submit(requests[0])
-    studio.submit_text(requests[1])
-    studio.submit_rewrite(requests[2])
+    studio.submit(requests[1])
+    studio.submit(requests[2])
     assert studio.num_live == 3
     events = list(studio.events())
     assert of(events, Painted)[0].result.picture == alone
@@ -64,7 +64,7 @@ def test_everything_at_once_gives_what_each_gives_alone(make_studio: MakeStudio)
 def test_every_event_of_a_request_comes_once_and_in_order(make_studio: MakeStudio) -> None:
     studio = make_studio()
     request = text()
-    studio.submit_text(request)
+    studio.submit(request)
     events = list(studio.events())
     assert [type(event) for event in events] == [TextAccepted, *[TextDelta] * (len(SAYS) + 1), TextFinished]
     assert "".join(event.text for event in of(events, TextDelta)) == SAYS
@@ -73,7 +73,7 @@ def test_every_event_of_a_request_comes_once_and_in_order(make_studio: MakeStudi
 def test_all_tenants_have_their_pages_in_one_pool(make_studio: MakeStudio) -> None:
     studio = make_studio()
     studio.submit(picture())
-    studio.submit_text(text())
+    studio.submit(text())
     list(studio.events())
     assert studio.pool is studio.engine.pool
     assert studio.pool is not None
@@ -87,7 +87,7 @@ def test_salts_keep_texts_apart_in_the_pool(make_studio: MakeStudio) -> None:
     long = "x" * 40
     found = []
     for salt in (b"", b"one key", b"one key", b"another key"):
-        studio.submit_text(TextRequest(prompt=long, params=GREEDY, cache_salt=salt))
+        studio.submit(TextRequest(prompt=long, params=GREEDY, cache_salt=salt))
         found.append(of(list(studio.events()), TextFinished)[0].usage.cached_tokens)
     assert found == [0, 0, 32, 0]
 
@@ -96,8 +96,8 @@ def test_cancelled_requests_of_every_kind_are_told_and_leave_nothing(make_studio
     studio = make_studio()
     requests = picture(num_steps=50), text(), RewriteRequest(wish="something cosy")
     studio.submit(requests[0])
-    studio.submit_text(requests[1])
-    studio.submit_rewrite(requests[2])
+    studio.submit(requests[1])
+    studio.submit(requests[2])
     for _ in range(3):
         studio.tick()
     assert [studio.cancel(request.request_id) for request in requests] == [True] * 3
@@ -112,12 +112,12 @@ def test_a_request_id_in_use_is_refused_whoever_uses_it(make_studio: MakeStudio)
     studio = make_studio()
     studio.submit(picture(request_id="mine"))
     with pytest.raises(InvalidRequest, match="'mine' is already in use"):
-        studio.submit_text(text(request_id="mine"))
+        studio.submit(text(request_id="mine"))
     with pytest.raises(InvalidRequest, match="'mine' is already in use"):
-        studio.submit_rewrite(RewriteRequest(wish="x", request_id="mine"))
+        studio.submit(RewriteRequest(wish="x", request_id="mine"))
     events = list(studio.events())
     assert len(of(events, Finished, "mine")) == 1
-    studio.submit_text(text(request_id="mine"))
+    studio.submit(text(request_id="mine"))
     assert len(of(list(studio.events()), TextFinished, "mine")) == 1
 
 
@@ -126,7 +126,7 @@ def test_a_refused_request_is_not_live(make_studio: MakeStudio) -> None:
     with pytest.raises(InvalidRequest, match="multiple of"):
         studio.submit(GenerationRequest(prompt="a fox", width_px=63, height_px=64))
     with pytest.raises(InvalidRequest, match="context"):
-        studio.submit_text(TextRequest(token_ids=(1,) * 5000))
+        studio.submit(TextRequest(token_ids=(1,) * 5000))
     assert studio.num_live == 0
     assert not studio.has_work
 
@@ -134,22 +134,22 @@ def test_a_refused_request_is_not_live(make_studio: MakeStudio) -> None:
 def test_draining_finishes_what_was_accepted_and_takes_no_more(make_studio: MakeStudio) -> None:
     studio = make_studio()
     studio.submit(picture())
-    studio.submit_text(text())
+    studio.submit(text())
     events = studio.drain()
     assert len(of(events, Finished)) == 1
     assert len(of(events, TextFinished)) == 1
     with pytest.raises(EngineUnavailable, match="takes no more requests"):
         studio.submit(picture())
     with pytest.raises(EngineUnavailable, match="takes no more requests"):
-        studio.submit_text(text())
+        studio.submit(text())
 
 
 def test_texts_without_a_language_model_are_refused_with_the_way_out(make_studio: MakeStudio) -> None:
     studio = make_studio(has_texts=False)
     with pytest.raises(InvalidRequest, match=r"\[text\] model") as of_text:
-        studio.submit_text(text())
+        studio.submit(text())
     with pytest.raises(InvalidRequest, match=r"\[text\] model") as of_wish:
-        studio.submit_rewrite(RewriteRequest(wish="x"))
+        studio.submit(RewriteRequest(wish="x"))
     assert of_text.value.param == of_wish.value.param == "model"
     assert studio.text_info is None
     assert len(of([painted(studio, picture())], Painted)) == 1
@@ -159,8 +159,8 @@ def test_wishes_for_a_model_that_only_continues_texts_are_refused_with_the_way_o
     whole = make_studio()
     studio = Studio(whole.engine, whole.texts)
     with pytest.raises(InvalidRequest, match="'talker' has no chat template"):
-        studio.submit_rewrite(RewriteRequest(wish="x"))
-    studio.submit_text(text())
+        studio.submit(RewriteRequest(wish="x"))
+    studio.submit(text())
     assert len(of(list(studio.events()), TextFinished)) == 1
 
 

@@ -69,7 +69,7 @@ def start(make_studio: MakeStudio, time: NetworkTime, *, num_steps: int, num_tex
     if num_steps:
         studio.submit(picture(num_steps))
     for _ in range(num_texts):
-        studio.submit_text(TextRequest(prompt="x", params=LONG, deltas=False))
+        studio.submit(TextRequest(prompt="x", params=LONG, deltas=False))
     return studio
 
 
@@ -136,7 +136,7 @@ def test_a_long_prompt_is_computed_in_pieces_that_the_images_can_afford(
         studio.texts.core.cost.learn(num_tokens, TEXT_S + 0.002 * num_tokens)
     for _ in range(4):
         studio.tick()
-    studio.submit_text(TextRequest(prompt="x" * 300, params=LONG, deltas=False))
+    studio.submit(TextRequest(prompt="x" * 300, params=LONG, deltas=False))
     while not (studio.texts.trace and studio.texts.trace[-1].num_tokens == 1):
         studio.tick()
     pieces = [tick.num_tokens for tick in studio.texts.trace][:-1]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from diffserve.engine.pending_images import BUSY, FAILED, NO_MODEL
 from diffserve.engine.studio import Studio
-from diffserve.engine.wishes import BUSY, FAILED, NO_MODEL
 from diffserve.errors import InvalidRequest, QueueFull
 from diffserve.runtime.language import LanguageModel
 from diffserve.types import (

@@ -163,7 +163,7 @@ def test_a_draft_model_with_another_vocabulary_is_refused(language: Load) -> Non
 
     import msgspec
 
-    from diffserve.engine.text.core import check_draft
+    from diffserve.engine.text.engine import check_draft
 
     model = language("llama")
     check_draft(model, language("llama", 1))

@@ -11,8 +11,8 @@ from tokenizers.processors import TemplateProcessing
 
 from diffserve.embedded import rewriter_model
 from diffserve.engine.text import TextEngine
-from diffserve.engine.text.chat import fold_system, render
 from diffserve.errors import InvalidRequest
+from diffserve.runtime.language.chat import fold_system, render
 from diffserve.sampling_params import SamplingParams
 from diffserve.text_types import ChatMessage, TextConfig, TextRequest
 from tests.engine.text.conftest import Load

@@ -172,10 +172,10 @@ def test_a_cancelled_request_is_an_error_for_whoever_waits(make_engine: MakeEngi
     accepted = next(stream)
     engine.cancel(accepted.request_id)
     assert [type(event) for event in stream] == [Cancelled]
-    from diffserve.engine.text.engine import finished_or_raise
+    from diffserve.engine.delivery import raise_if_failed
 
     with pytest.raises(DiffserveError, match="cancelled"):
-        finished_or_raise(Cancelled(request_id="x"))
+        raise_if_failed(Cancelled(request_id="x"))
 
 
 def test_a_list_may_be_longer_than_the_waiting_room(make_engine: MakeEngine) -> None:

@@ -1,0 +1,79 @@
+"""How a picture is painted: what a request may say of it, and what an answer tells."""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict
+
+import msgspec
+
+
+class RewriterFields(TypedDict, total=False):
+    """How a wish is to be rewritten before it is painted."""
+
+    style: str
+    seed: int
+    system: str
+    force: bool
+
+
+class ImageFields(TypedDict, total=False):
+    """What a request for pictures may say beside its prompt; what is left out is as the model does best.
+
+    size               WIDTHxHEIGHT in pixels, or auto
+    guidance_interval  (from, to) as fractions of the steps, in which the prompt is weighed
+    seed               of the first picture; left out: drawn, and told in the answer
+    prompt_rewriter    whether the language model turns the wish into a prompt first
+    """
+
+    model: str
+    negative_prompt: str
+    n: int
+    size: str
+    quality: str
+    seed: int
+    sampler: str
+    sigma_schedule: str
+    spacing: str
+    num_inference_steps: int
+    guidance_scale: float
+    eta: float
+    guidance_interval: tuple[float, float]
+    output_format: Literal["png", "jpeg", "webp"]
+    output_compression: int
+    prompt_rewriter: Literal["off", "auto", "force"] | RewriterFields
+    user: str
+
+
+class StreamedImageFields(ImageFields, total=False):
+    """The same, with 0 to 3 previews of each picture on the way."""
+
+    partial_images: int
+
+
+class ImageUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens as OpenAI counts them, and rows of the UNet that were computed."""
+
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+    num_evaluations: int = 0
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """How pictures were painted and delivered; ``size`` as WIDTHxHEIGHT in pixels."""
+
+    id: str
+    model: str
+    model_digest: str
+    sampler: str
+    sigma_schedule: str | None
+    spacing: str
+    num_inference_steps: int
+    guidance_scale: float
+    eta: float
+    guidance_interval: tuple[float, float] = (0.0, 1.0)
+    size: str
+    output_format: str
+    quality: str
+    usage: ImageUsage
+    warnings: tuple[str, ...] = ()

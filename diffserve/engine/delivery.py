@@ -1,0 +1,195 @@
+"""The shell of everything that takes requests and tells events: who follows what, and every event exactly once.
+
+::
+
+    submit --> (subclass) --> post --> mailbox of whoever follows the request --> stream, generate
+                                 \\--> outbox ---------------------------------> tick
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import ClassVar, Generic, Protocol, TypeVar
+
+from diffserve.errors import (
+    DeadlineExceeded,
+    DiffserveError,
+    EngineUnavailable,
+    InvalidRequest,
+    NumericalError,
+    QueueFull,
+)
+from diffserve.types import Cancelled, Failed
+
+ERROR_OF_CODE: dict[str, type[DiffserveError]] = {
+    "deadline_exceeded": DeadlineExceeded,
+    "numerical_error": NumericalError,
+}
+
+
+class AboutRequest(Protocol):
+    """An event."""
+
+    @property
+    def request_id(self) -> str:
+        """Whose."""
+
+
+E = TypeVar("E", bound=AboutRequest)
+Order = TypeVar("Order")
+
+
+class Delivery(Generic[E]):
+    """Events on their way out, under one lock that also guards what its owner hands over beside them."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._outbox: deque[E] = deque()
+        self._mailboxes: dict[str, deque[E]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._outbox)
+
+    def post(self, events: Iterable[E]) -> None:
+        """Into the mailbox of whoever follows the request, else out with the next tick."""
+        with self.lock:
+            for event in events:
+                self._mailboxes.get(event.request_id, self._outbox).append(event)
+
+    def take(self) -> list[E]:
+        """Events that nobody follows."""
+        with self.lock:
+            events = list(self._outbox)
+            self._outbox.clear()
+            return events
+
+    def open_mailbox(self, request_id: str) -> None:
+        """From now on the events of ``request_id`` are kept for :meth:`next_event`."""
+        with self.lock:
+            self._mailboxes[request_id] = deque()
+
+    def next_event(self, request_id: str) -> E | None:
+        """The oldest event of a followed request, if there is one."""
+        with self.lock:
+            mailbox = self._mailboxes[request_id]
+            return mailbox.popleft() if mailbox else None
+
+    def close_mailbox(self, request_id: str) -> None:
+        """Nobody follows ``request_id`` any more: what is left for it is dropped."""
+        with self.lock:
+            self._mailboxes.pop(request_id, None)
+
+
+class Shell(ABC, Generic[Order, E]):
+    """Takes orders, ticks, tells. Safe to call from any thread; nothing runs unless somebody ticks.
+
+    A server calls ``submit``, ``cancel`` and, in a loop, ``tick``; whoever generates or streams ticks in its own
+    thread. Every event is delivered exactly once: to whoever follows the request, else by the next ``tick``.
+
+    terminal  types of the events that are the last of a request
+    """
+
+    terminal: ClassVar[tuple[type, ...]]
+
+    def __init__(self) -> None:
+        self._mail: Delivery[E] = Delivery()
+        self._ticking = threading.Lock()  # one tick at a time
+        self._is_draining = False
+
+    @abstractmethod
+    def _enter(self, order: Order, *, is_followed: bool) -> str:
+        """Take ``order``, with a mailbox where it ``is_followed``; the request's id. Raises where it is refused."""
+
+    @abstractmethod
+    def _tick_once(self) -> None:
+        """One iteration; what happens is posted. The lock of ticks is held."""
+
+    @abstractmethod
+    def cancel(self, request_id: str) -> bool:
+        """Give a request up; what it holds is free before anybody goes on. False when it is not live (any more)."""
+
+    @property
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Whether a tick would do or deliver something."""
+
+    def tick(self) -> list[E]:
+        """Run one iteration and return what happened; cheap when there is nothing to do."""
+        self._advance()
+        return self._mail.take()
+
+    def events(self) -> Iterator[E]:
+        """Tick while there is work and yield what happens."""
+        while self.has_work:
+            yield from self.tick()
+
+    def drain(self) -> list[E]:
+        """Take no more requests, finish those accepted, return the remaining events."""
+        self._is_draining = True
+        return list(self.events())
+
+    def _refuse_if_draining(self) -> None:
+        if self._is_draining:
+            raise EngineUnavailable("the engine is finishing its work and takes no more requests.")
+
+    def _answer(self, orders: Iterable[Order]) -> list[list[E]]:
+        """Enter, wait, and all events of each; more than may wait at once enter in turn."""
+        entered: list[str] = []
+        try:
+            for order in orders:
+                entered.append(self._enter_in_turn(order))
+            return [list(self._follow(request_id)) for request_id in entered]
+        finally:
+            self._abandon(entered)
+
+    def _watch(self, order: Order) -> Generator[E]:
+        """Enter, and the events up to the terminal one. Closing the iterator cancels the request."""
+        request_id = self._enter(order, is_followed=True)
+        try:
+            yield from self._follow(request_id)
+        finally:
+            self._abandon([request_id])
+
+    def _enter_in_turn(self, order: Order) -> str:
+        while True:
+            try:
+                return self._enter(order, is_followed=True)
+            except QueueFull:
+                self._advance()
+
+    def _follow(self, request_id: str) -> Iterator[E]:
+        """Events of one request as they come, ticking when there are none."""
+        while True:
+            event = self._mail.next_event(request_id)
+            if event is None:
+                with self._ticking:  # another thread's tick may have brought news meanwhile
+                    event = self._mail.next_event(request_id)
+                    if event is None:
+                        self._tick_once()
+                        continue
+            yield event
+            if isinstance(event, self.terminal):
+                return
+
+    def _abandon(self, request_ids: Sequence[str]) -> None:
+        """Nobody follows these any more: what is still live is cancelled, and the news of it dropped."""
+        for request_id in request_ids:
+            if self.cancel(request_id):
+                self._advance()
+            self._mail.close_mailbox(request_id)
+
+    def _advance(self) -> None:
+        with self._ticking:
+            self._tick_once()
+
+
+def raise_if_failed(event: AboutRequest) -> None:
+    """Raise the error that a ``Failed`` or ``Cancelled`` event stands for."""
+    if isinstance(event, Cancelled):
+        raise DiffserveError(f"request {event.request_id} was cancelled.", code="cancelled")
+    if isinstance(event, Failed):
+        blamed = InvalidRequest if event.param is not None else DiffserveError
+        raise ERROR_OF_CODE.get(event.code, blamed)(event.message, param=event.param, code=event.code)

@@ -1,0 +1,260 @@
+"""At the door: a request is checked against the model, defaults are filled in, its sampler is compiled. No torch.
+
+Everything that can be known to be wrong is refused here, with the value and the way out; what is merely unwise is let
+through with a warning that travels with the result.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from diffserve.engine.image.task import LiveRequest, PaintSettings
+from diffserve.errors import InvalidRequest
+from diffserve.sizes import SizePlan, plan_size, row_cost
+from diffserve.types import Accepted, DiffusionParams, Event, GenerationRequest, ModelInfo, Painted, Picture
+from diffserve.vocabulary import told
+from schedulers import (
+    BadEta,
+    BadNumSteps,
+    BadStrength,
+    NoiseSchedule,
+    ScheduleError,
+    StepTable,
+    TableOptions,
+    UnknownSampler,
+    UnknownSpacing,
+)
+
+DISTINCT_SEEDS = 2**32
+"""Noise is drawn by torch's generator on the CPU, which takes the lower 32 bits."""
+
+PIPELINE_IGNORES = ("clip_sample",)
+"""What StableDiffusionPipeline overrules in a model's scheduler configuration."""
+
+BLAME: dict[type[ScheduleError], tuple[str, str]] = {
+    UnknownSampler: ("sampler", "unknown_sampler"),
+    UnknownSpacing: ("spacing", "invalid_value"),
+    BadNumSteps: ("num_inference_steps", "invalid_value"),
+    BadStrength: ("strength", "invalid_value"),
+    BadEta: ("eta", "invalid_value"),
+}
+"""The request field and the code for each way a table cannot be compiled."""
+
+
+class Admission:
+    """Turns a :class:`GenerationRequest` into a :class:`LiveRequest`, or raises :class:`InvalidRequest`.
+
+    ``defaults``: the profile's sigma schedule and eta, which belong to its sampler; a sampler given by the caller
+    brings its own or none.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        schedule: NoiseSchedule,
+        scheduler_config: Mapping[str, Any],
+        defaults: DiffusionParams | None = None,
+    ) -> None:
+        self.info = info
+        self.schedule = schedule
+        self.defaults = defaults or DiffusionParams(sampler=info.default_sampler)
+        self._scheduler_config = dict(scheduler_config)
+        self._compile = lru_cache(maxsize=256)(self._compile_table)
+
+    def admit(self, request: GenerationRequest, now_s: float) -> LiveRequest:
+        """Check ``request``, resolve it, and give it a seed. ``now_s`` starts its clock."""
+        width_px, height_px = self._size(request)
+        kind = self._kind(request, width_px, height_px)
+        settings, warnings = self._settings(request, width_px, height_px, kind)
+        warnings += self._unknown_words(request)
+        num_further = request.num_images - 1
+        seed = secrets.randbelow(DISTINCT_SEEDS - num_further) if request.seed is None else request.seed
+        last = seed + num_further
+        if last >= DISTINCT_SEEDS:
+            warnings += (
+                f"seeds from {DISTINCT_SEEDS} on repeat the smaller ones: {last} paints what {last % DISTINCT_SEEDS} "
+                "paints.",
+            )
+        return LiveRequest(request=request, settings=settings, seed=seed, warnings=warnings, submitted_s=now_s)
+
+    def _settings(
+        self, request: GenerationRequest, width_px: int, height_px: int, kind: str
+    ) -> tuple[PaintSettings, tuple[str, ...]]:
+        info, params = self.info, request.diffusion
+        strength = 1.0 if request.init_image is None else params.strength
+        num_steps = info.default_num_steps if params.num_steps is None else params.num_steps
+        scale = info.default_guidance_scale if params.guidance_scale is None else params.guidance_scale
+        if num_steps > info.train_timesteps:
+            raise InvalidRequest(
+                f"num_steps is {num_steps}; this model takes at most {info.train_timesteps}.",
+                param="num_inference_steps",
+            )
+        warnings: tuple[str, ...] = ()
+        if scale < 1.0:
+            warnings += (f"guidance_scale {scale:g} is painted as 1, which is no guidance.",)
+            scale = 1.0
+        table = self._table(params, num_steps, strength)
+        guided = guided_rows(table, scale, params.guidance_interval)
+        if request.negative_prompt.strip() and not guided.any():
+            warnings += ("the negative prompt has no meaning without guidance, and was not used.",)
+        settings = PaintSettings(
+            width_px=width_px,
+            height_px=height_px,
+            sampler=table.sampler,
+            spacing=table.spacing,
+            sigma_schedule=table.sigma_schedule,
+            eta=table.eta,
+            guidance_scale=scale,
+            guidance_interval=params.guidance_interval,
+            num_steps=num_steps,
+            kind=kind,
+            strength=None if request.init_image is None else strength,
+            table=table,
+            guided=guided,
+            row_cost=row_cost(info, width_px, height_px),
+        )
+        return settings, warnings + table.warnings + self._few_steps(table, strength)
+
+    def _unknown_words(self, request: GenerationRequest) -> tuple[str, ...]:
+        """A warning for each of the two prompts that has words which a model of a closed world was never taught."""
+        world, model_id = self.info.world, self.info.model_id
+        if world is None:
+            return ()
+        prompts = {False: request.prompt, True: request.negative_prompt}
+        unknown = {negative: world.unknown_words(prompt) for negative, prompt in prompts.items()}
+        return tuple(told(model_id, words, negative=negative) for negative, words in unknown.items() if words)
+
+    def _few_steps(self, table: StepTable, strength: float) -> tuple[str, ...]:
+        """A warning where the model's own measurements say that these steps are too few to begin from noise with."""
+        measured = self.info.fewest_steps if strength == 1.0 else None
+        told_of = measured and measured.warning(table.sampler, table.sigma_schedule, table.requested_steps)
+        return (told_of,) if told_of else ()
+
+    def _table(self, params: DiffusionParams, num_steps: int, strength: float) -> StepTable:
+        own = self.defaults if params.sampler is None else DiffusionParams()
+        try:
+            return self._compile(
+                params.sampler or self.info.default_sampler,
+                num_steps,
+                params.spacing or self.info.default_spacing,
+                params.sigma_schedule or own.sigma_schedule,
+                own.eta if params.eta is None else params.eta,
+                strength,
+            )
+        except ScheduleError as error:
+            param, code = BLAME.get(type(error), (None, "invalid_value"))
+            raise InvalidRequest(str(error), param=param, code=code) from None
+
+    def _compile_table(
+        self, sampler: str, num_steps: int, spacing: str, sigma_schedule: str | None, eta: float | None, strength: float
+    ) -> StepTable:
+        options = TableOptions.from_config(self._scheduler_config, sampler, ignore=PIPELINE_IGNORES)
+        options = replace(options, spacing=spacing, sigma_schedule=sigma_schedule or options.sigma_schedule)
+        return options.compile(self.schedule, num_steps, eta=eta, strength=strength)
+
+    def _size(self, request: GenerationRequest) -> tuple[int, int]:
+        native = self.info.good_sizes[0]
+        if request.init_image is not None:
+            native = (request.init_image.width_px, request.init_image.height_px)
+        width_px = native[0] if request.width_px is None else request.width_px
+        height_px = native[1] if request.height_px is None else request.height_px
+        for name, side_px in (("width", width_px), ("height", height_px)):
+            self._check_side(name, side_px)
+        return width_px, height_px
+
+    def _check_side(self, name: str, side_px: int) -> None:
+        multiple, most = self.info.size_multiple_px, self.info.max_side_px
+        if side_px > most:
+            raise InvalidRequest(
+                f"{name} is {side_px} px; this model paints at most {most} px a side.",
+                param="size",
+                code="invalid_size",
+            )
+        if side_px % multiple:
+            below = side_px // multiple * multiple
+            tries = " or ".join(str(side) for side in (below, below + multiple) if 0 < side <= most)
+            raise InvalidRequest(
+                f"{name} is {side_px} px; it must be a multiple of {multiple}: try {tries}.",
+                param="size",
+                code="invalid_size",
+            )
+
+    def _kind(self, request: GenerationRequest, width_px: int, height_px: int) -> str:
+        init, mask = request.init_image, request.mask_image
+        if init is not None:
+            _check_picture("image", init, 3, width_px, height_px)
+        if mask is not None:
+            _check_picture("mask", mask, 1, width_px, height_px)
+        if mask is not None or self.info.is_inpainting:
+            return "inpaint"
+        return "text" if init is None else "image"
+
+
+def guided_rows(table: StepTable, scale: float, interval: tuple[float, float]) -> NDArray[np.bool_]:
+    """bool (num_rows,): rows that need the unconditional row.
+
+    None at a ``scale`` of 1 or below. Step k of n is inside the interval (from, to) when from <= k / n < to, so (0, 1)
+    is every step and (f, f) none.
+    """
+    if scale <= 1.0:
+        return np.zeros(table.num_rows, dtype=np.bool_)
+    first, last = (math.ceil(round(edge * table.num_steps, 6)) for edge in interval)
+    return np.asarray((table.step_of_row >= first) & (table.step_of_row < last), dtype=np.bool_)
+
+
+def _check_picture(name: str, picture: Picture, channels: int, width_px: int, height_px: int) -> None:
+    if (picture.width_px, picture.height_px) != (width_px, height_px):
+        raise InvalidRequest(
+            f"the {name} is {picture.width_px}x{picture.height_px} px, the picture {width_px}x{height_px}; "
+            f"resize the {name} first.",
+            param=name,
+            code="invalid_image",
+        )
+    if picture.channels != channels:
+        raise InvalidRequest(
+            f"the {name} has {picture.channels} channel(s); it must have {channels}.", param=name, code="invalid_image"
+        )
+
+
+class Sized(NamedTuple):
+    """A request at a size that the model paints; ``plan`` is None where that is the size that was asked for."""
+
+    request: GenerationRequest
+    plan: SizePlan | None
+
+    @classmethod
+    def of(cls, request: GenerationRequest, info: ModelInfo) -> Sized:
+        """A size on the model's grid and within its longest side is painted as it is, and so is one that goes with a
+        picture to start from. Raises InvalidRequest for a size that no door takes."""
+        asked = (request.width_px, request.height_px)
+        native = info.good_sizes[0]
+        size = (asked[0] or native[0], asked[1] or native[1])
+        on_grid = all(side % info.size_multiple_px == 0 and side <= info.max_side_px for side in size)
+        if asked == (None, None) or on_grid or request.init_image is not None:
+            return cls(request, None)
+        plan = plan_size(info, size)
+        painted = msgspec.structs.replace(request, width_px=plan.paint_width_px, height_px=plan.paint_height_px)
+        return cls(painted, plan)
+
+    def deliver(self, event: Event) -> Event:
+        """``event`` with the picture at the size that was asked for, and a warning that it was painted at another."""
+        if self.plan is None or self.plan.warning is None:
+            return event
+        if isinstance(event, Accepted):
+            return msgspec.structs.replace(event, warnings=(*event.warnings, self.plan.warning))
+        if isinstance(event, Painted):
+            result = event.result
+            told = msgspec.structs.replace(
+                result, picture=self.plan.deliver(result.picture), warnings=(*result.warnings, self.plan.warning)
+            )
+            return msgspec.structs.replace(event, result=told)
+        return event

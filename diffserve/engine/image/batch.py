@@ -1,0 +1,147 @@
+"""A mixed batch: the images of one tick, gathered from their lanes, and the rows they send through the UNet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diffserve.engine.image.task import ImageTask, RowLabel
+from schedulers.update import HISTORY, scale_input
+
+
+@dataclass(frozen=True)
+class ImageBatch:
+    """B images of one shape, each at its own row of its own table.
+
+    lanes     (B,) int64
+    x         (B, C, h, w) float32 latents in sigma coordinates
+    history   (B, HISTORY, C, h, w) float32
+    rows      (B, K) float32 table rows
+    guided    positions of the images that also run an unconditional row
+    """
+
+    tasks: tuple[ImageTask, ...]
+    lanes: Tensor
+    x: Tensor
+    history: Tensor
+    rows: Tensor
+    guided: tuple[int, ...]
+
+    @classmethod
+    def gather(cls, tasks: Sequence[ImageTask], pool: LanePool) -> ImageBatch:
+        """Copy the latents and histories of ``tasks`` out of their lanes."""
+        lanes = torch.tensor([task.lane for task in tasks], device=pool.device)
+        x, history = pool.gather(tasks[0].held.shape, lanes)
+        packed = np.stack([task.table.packed[task.row_index] for task in tasks])
+        rows = torch.from_numpy(packed).to(pool.device)
+        guided = tuple(index for index, task in enumerate(tasks) if task.is_guided_now)
+        return cls(tuple(tasks), lanes, x, history, rows, guided)
+
+    @property
+    def num_rows(self) -> int:
+        """UNet rows: every image's conditional row, then the unconditional rows of the guided."""
+        return len(self.tasks) + len(self.guided)
+
+    @cached_property
+    def image_of_row(self) -> tuple[int, ...]:
+        """Which image each row belongs to."""
+        return (*range(len(self.tasks)), *self.guided)
+
+    @cached_property
+    def scaled(self) -> Tensor:
+        """(B, C, h, w) what the UNet sees."""
+        return scale_input(self.x, self.rows)
+
+    @cached_property
+    def guidance(self) -> Tensor:
+        """(B,) guidance scales."""
+        return torch.tensor([task.settings.guidance_scale for task in self.tasks], device=self.x.device)
+
+    @cached_property
+    def noise(self) -> Tensor:
+        """(B, C, h, w): a fresh draw from the generator of every image whose row draws, zeros elsewhere."""
+        drawing = [index for index, task in enumerate(self.tasks) if task.table.draws[task.row_index]]
+        noise = torch.zeros_like(self.x)
+        for index in drawing:
+            noise[index] = self.tasks[index].held.draw()
+        return noise
+
+    def is_uncond(self, row: int) -> bool:
+        """Whether ``row`` is an unconditional one."""
+        return row >= len(self.tasks)
+
+    def label(self, row: int) -> RowLabel:
+        """Whose row it is."""
+        task = self.tasks[self.image_of_row[row]]
+        part = "uncond" if self.is_uncond(row) else "cond"
+        return RowLabel(task.live.request_id, task.image_index, task.step_index, part)
+
+
+LatentShape = tuple[int, int, int]
+
+
+class LanePool:
+    """One float32 tensor of latents (lanes, C, h, w) and one of histories (lanes, HISTORY, C, h, w) per latent shape.
+
+    Lanes are numbered across shapes by the scheduler's ``LaneTable``; storage of a shape grows to the next power of two
+    above the highest lane that used it, and is dropped by :meth:`keep_only` when many shapes have come and gone.
+    Latents are in sigma coordinates (noise std over unit signal).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._latents: dict[LatentShape, torch.Tensor] = {}
+        self._history: dict[LatentShape, torch.Tensor] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held now."""
+        return sum(pool.nbytes for pool in (*self._latents.values(), *self._history.values()))
+
+    def open(self, lane: int, start: torch.Tensor) -> None:
+        """Write the start latent (C, h, w) into ``lane`` and zero its history: nothing of the last holder is left."""
+        shape = (start.shape[0], start.shape[1], start.shape[2])
+        self._reserve(shape, lane + 1)
+        self._latents[shape][lane] = start
+        self._history[shape][lane] = 0.0
+
+    def gather(self, shape: LatentShape, lanes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of (latents (B, C, h, w), history (B, HISTORY, C, h, w)) of ``lanes`` (B,) int64."""
+        return self._latents[shape].index_select(0, lanes), self._history[shape].index_select(0, lanes)
+
+    def scatter(self, lanes: torch.Tensor, latents: torch.Tensor, history: torch.Tensor) -> None:
+        """Write the advanced latents and histories back."""
+        shape = (latents.shape[1], latents.shape[2], latents.shape[3])
+        self._latents[shape].index_copy_(0, lanes, latents)
+        self._history[shape].index_copy_(0, lanes, history)
+
+    def latent(self, shape: LatentShape, lane: int) -> torch.Tensor:
+        """A view (C, h, w) of one lane's latent."""
+        return self._latents[shape][lane]
+
+    @property
+    def num_shapes(self) -> int:
+        """Shapes that have storage."""
+        return len(self._latents)
+
+    def keep_only(self, shapes: Iterable[LatentShape]) -> None:
+        """Drop the storage of every other shape."""
+        for shape in set(self._latents) - set(shapes):
+            del self._latents[shape], self._history[shape]
+
+    def _reserve(self, shape: LatentShape, num_lanes: int) -> None:
+        held = self._latents[shape].shape[0] if shape in self._latents else 0
+        if held >= num_lanes:
+            return
+        size = max(8, 1 << (num_lanes - 1).bit_length())
+        latents = torch.zeros((size, *shape), device=self.device)  # (lanes, C, h, w)
+        history = torch.zeros((size, HISTORY, *shape), device=self.device)  # (lanes, HISTORY, C, h, w)
+        if held:
+            latents[:held] = self._latents[shape]
+            history[:held] = self._history[shape]
+        self._latents[shape], self._history[shape] = latents, history

@@ -1,0 +1,222 @@
+"""Row buckets: the batch sizes the UNet is called with, and the cheapest way to cover n rows with them. No torch.
+
+A library picks its kernels by shape, so the same row may round differently in a batch of 2 and of 16. When every call
+has a size from a set that has been seen to agree bitwise, an image's bytes cannot depend on its neighbours. Covering 12
+rows with 8 + 4 costs less than rounding up to 16.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from diffserve.disk_cache import DiskCache
+from diffserve.engine.image.task import GroupKey
+
+KNEE_GAIN = 1.05
+FALL, RISE = 0.5, 0.05
+NO_LIMIT = 1 << 16
+
+
+class CostCurve:
+    """Seconds of a UNet call of each bucket size: seeded by the first check, followed by every real call since.
+
+    is_exact: calls must have a bucket's size (and are padded to it); otherwise n rows are one call of n.
+    is_alone: every row has a call of the smallest bucket to itself, for nothing is known yet of rows side by side.
+    """
+
+    def __init__(self, buckets: Sequence[int], *, is_exact: bool = True, is_alone: bool = False) -> None:
+        self.buckets = tuple(sorted(buckets))
+        self.is_exact = is_exact
+        self.is_alone = is_alone
+        self._seconds: dict[int, float] = {}
+        self._covers: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    @property
+    def known(self) -> dict[int, float]:
+        """Seconds of the sizes that were measured."""
+        return dict(self._seconds)
+
+    def observe(self, num_rows: int, wall_s: float) -> None:
+        """Record that a call of ``num_rows`` rows took ``wall_s``.
+
+        A faster reading is believed by half at once, for nothing is fast by accident; a slower one by a twentieth, and
+        never beyond twice the estimate.
+        """
+        old = self._seconds.get(num_rows)
+        new = wall_s if old is None else old + (FALL if wall_s < old else RISE) * (min(wall_s, 2.0 * old) - old)
+        self._seconds[num_rows] = new
+        if old is None or abs(new - old) > 0.02 * old:
+            self._covers.clear()
+
+    def seconds(self, num_rows: int) -> float:
+        """The estimate for a call of ``num_rows``; a size never seen is extended from the nearest seen."""
+        if num_rows in self._seconds:
+            return self._seconds[num_rows]
+        if not self._seconds:
+            return 0.5 + num_rows
+        nearest = min(self._seconds, key=lambda size: abs(size - num_rows))
+        return self._seconds[nearest] * (0.5 + 0.5 * num_rows / nearest)
+
+    def cover(self, num_rows: int, most: int = NO_LIMIT) -> tuple[int, ...]:
+        """Bucket sizes, largest first, that hold ``num_rows`` rows at the least cost (dynamic programme over rows).
+
+        most: rows for which a call has memory; the smallest bucket is taken in any case.
+        """
+        if self.is_alone:
+            return self.buckets[:1] * num_rows
+        if not self.is_exact:
+            return tuple(min(most, num_rows - start) for start in range(0, num_rows, most))
+        if (num_rows, most) not in self._covers:
+            self._covers[num_rows, most] = self._cheapest_cover(num_rows, most)
+        return self._covers[num_rows, most]
+
+    def calls(self, num_rows: int, most: int = NO_LIMIT) -> list[tuple[int, int, int]]:
+        """``num_rows`` rows laid into their cover: (start, stop, bucket) for each call."""
+        if self.is_alone:
+            return [(row, row + 1, self.buckets[0]) for row in range(num_rows)]
+        return split(num_rows, self.cover(num_rows, most))
+
+    def _cheapest_cover(self, num_rows: int, most: int) -> tuple[int, ...]:
+        sizes = [bucket for bucket in self.buckets if bucket <= most] or self.buckets[:1]
+        best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+        for rows in range(1, num_rows + 1):
+            options = []
+            for bucket in sizes:
+                cost, parts = best[max(rows - bucket, 0)]
+                options.append((cost + self.seconds(bucket), (*parts, bucket)))
+            best.append(min(options))
+        return tuple(sorted(best[num_rows][1], reverse=True))
+
+    def knee(self, limit: int) -> int:
+        """The fewest rows whose cost per row is within 5 % of the best seen, never above ``limit``, at least 2."""
+        if self.is_alone:
+            return 2
+        sizes = [bucket for bucket in self.buckets if bucket <= limit and bucket in self._seconds]
+        if not sizes:
+            return max(2, min(limit, self.buckets[-1]))
+        best = min(self._seconds[size] / size for size in sizes)
+        return max(2, min(size for size in sizes if self._seconds[size] / size <= KNEE_GAIN * best))
+
+
+def split(num_rows: int, cover: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Lay ``num_rows`` rows into ``cover``: (start, stop, bucket) for each call; only the last one is padded."""
+    calls, start = [], 0
+    for bucket in cover:
+        stop = min(start + bucket, num_rows)
+        calls.append((start, stop, bucket))
+        start = stop
+    return calls
+
+
+FIRST_PAUSE_S: Final = 30.0
+LONGEST_PAUSE_S: Final = 900.0
+GROUPS_KEPT: Final = 64
+
+
+@dataclass
+class _Cap:
+    num_rows: int
+    pause_s: float
+    retry_at_s: float
+
+
+class RowCaps:
+    """A cap for each group that ran out of memory. After ``FIRST_PAUSE_S`` twice as many rows are tried.
+
+    Where they run, twice as many again, until nothing is capped; where not, the next try waits twice as long.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._caps: OrderedDict[GroupKey, _Cap] = OrderedDict()
+
+    def cap(self, group: GroupKey) -> int:
+        """Rows that a call of ``group`` may have."""
+        cap = self._caps.get(group)
+        if cap is None:
+            return NO_LIMIT
+        return 2 * cap.num_rows if self._clock() >= cap.retry_at_s else cap.num_rows
+
+    def ran_out(self, group: GroupKey, num_rows: int) -> None:
+        """There was no memory for a call of ``num_rows``."""
+        pause_s = FIRST_PAUSE_S
+        cap = self._caps.pop(group, None)
+        if cap is not None:
+            pause_s = min(2 * cap.pause_s, LONGEST_PAUSE_S)
+        self._caps[group] = _Cap(max(1, num_rows // 2), pause_s, self._clock() + pause_s)
+        if len(self._caps) > GROUPS_KEPT:
+            self._caps.popitem(last=False)
+
+    def ran(self, group: GroupKey, num_rows: int, most_rows: int) -> None:
+        """A call of ``num_rows`` ran; nothing is capped any more where that is ``most_rows``."""
+        cap = self._caps.get(group)
+        if cap is None or num_rows <= cap.num_rows:
+            return
+        if num_rows >= most_rows:
+            del self._caps[group]
+        else:
+            self._caps[group] = _Cap(num_rows, FIRST_PAUSE_S, self._clock())
+
+
+KIND: Final = "shapes"
+FORMAT: Final = 1
+MOST_SIZE: Final = 1 << 16
+
+
+class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a study found out.
+
+    buckets      sizes of calls that give a row the same bytes, or all that ran where bytes are not promised
+    counts       numbers of threads that do, the reference first
+    seconds      the least that a call of each size took
+    is_alone     not even rows in one call of the reference size agree: each needs a call of its own
+    is_complete  every size was tried; otherwise it is studied further
+    """
+
+    buckets: tuple[int, ...]
+    counts: tuple[int, ...]
+    seconds: dict[int, float]
+    is_alone: bool = False
+    is_complete: bool = True
+
+    def __post_init__(self) -> None:
+        numbers = (*self.buckets, *self.counts, *self.seconds)
+        if not self.buckets or not self.counts or not all(0 < number <= MOST_SIZE for number in numbers):
+            raise ValueError("buckets and numbers of threads must be positive")
+        if not all(0.0 <= wall_s < float("inf") for wall_s in self.seconds.values()):
+            raise ValueError("seconds must be finite")
+
+    def curve(self, *, is_exact: bool) -> CostCurve:
+        """A cost curve that starts from these facts."""
+        made = CostCurve(self.buckets, is_exact=is_exact, is_alone=self.is_alone)
+        for size, wall_s in self.seconds.items():
+            if size in self.buckets:
+                made.observe(size, wall_s)
+        return made
+
+
+class FactsOnDisk:
+    """Facts by group, of one model on one device. ``name`` holds everything else that they depend on."""
+
+    def __init__(self, cache: DiskCache, name: str) -> None:
+        self._cache = cache
+        self._name = f"{FORMAT} {name}"
+
+    def read(self, group: str) -> GroupFacts | None:
+        """The facts of ``group``; ``None`` where none are kept, or none that make sense."""
+        try:
+            return msgspec.convert(self._cache.read(KIND, self._key(group)), GroupFacts, str_keys=True)
+        except (msgspec.ValidationError, ValueError):
+            return None
+
+    def write(self, group: str, facts: GroupFacts) -> None:
+        """Keep ``facts``."""
+        self._cache.write(KIND, self._key(group), msgspec.to_builtins(facts, str_keys=True))
+
+    def _key(self, what: str) -> str:
+        return f"{self._name} {what}"

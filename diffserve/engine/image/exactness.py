@@ -1,0 +1,212 @@
+"""Which batch sizes give a row the same bytes: found out on this machine, with this model, at this shape.
+
+A library picks its kernels by shape and by the number of threads, so whether a row rounds alike in batches of 2 and of
+16 is a property of the machine, not a promise. What a row's bytes are is settled before anything is measured: those
+that it has in the first place of a call of the *reference* size, in which it may be alone. Other sizes, and other
+numbers of threads, are taken into use once the real UNet on random rows, forwards and backwards, was seen to give the
+same. So a group that is new is painted at once, row by row, and its pictures keep their bytes when it is known.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import NamedTuple
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from diffserve.engine.image.buckets import GroupFacts
+from diffserve.engine.image.task import GroupKey
+from diffserve.runtime import DiffusionModel
+from diffserve.runtime.conditioning import Conditioner, PlainConditioner
+from diffserve.runtime.cross_attention import KeysValues
+
+SOLO = 1
+"""The reference where a row fills the machine by itself: calls of one row cost nothing more there."""
+
+SHARED = 4
+"""The reference where one row rounds unlike four. On the CPUs seen so far four, eight and sixteen then agree."""
+
+LONGEST_CALL_S = 1.0
+"""A size whose call would take longer is left out: whoever comes meanwhile waits for it, and it saves little."""
+
+Predict = Callable[[range], Tensor]
+"""(row numbers) -> UNet output (len(rows), C, h, w) on the CPU, so that the clock has stopped when it returns."""
+
+
+class Trial(NamedTuple):
+    """One UNet call: its output (len(rows), C, h, w) and how long it took."""
+
+    output: Tensor
+    wall_s: float
+
+
+Try = Callable[[range, int], Trial]
+"""(row numbers, number of threads) -> the call's trial. Raises ``torch.OutOfMemoryError``."""
+
+Study = Generator[None, None, GroupFacts]
+"""Measuring in slices: every ``next`` makes one UNet call."""
+
+
+def sizes_to_check(max_rows: int) -> tuple[int, ...]:
+    """Powers of two up to ``max_rows``."""
+    return tuple(1 << power for power in range(max_rows.bit_length()) if 1 << power <= max_rows)
+
+
+def timed(predict: Predict) -> Try:
+    """``predict`` as something to try; it does not know about threads."""
+
+    def attempt(rows: range, _num_threads: int) -> Trial:
+        started_s = time.perf_counter()
+        output = predict(rows)
+        return Trial(output, time.perf_counter() - started_s)
+
+    return attempt
+
+
+def first_look(attempt: Try, counts: Sequence[int]) -> GroupFacts:
+    """What is settled with a few small calls: the reference, which is among the buckets, and who agrees with it.
+
+    ``SOLO`` is the reference where one row rounds as four do, else ``SHARED``. The facts are not complete; without
+    memory for the calls there are no seconds in them.
+    """
+    solo = end_of(study(attempt, (SOLO, 2, SHARED), reference=SOLO, counts=counts, is_patient=True))
+    if not solo.is_complete:
+        return GroupFacts(buckets=(SOLO,), counts=tuple(counts[:1]), seconds={}, is_complete=False)
+    if SHARED not in solo.buckets:
+        shared = end_of(study(attempt, (2, SHARED), reference=SHARED, counts=counts, is_patient=True))
+        if not shared.is_alone:
+            return replace(shared, is_complete=False)
+    return replace(solo, is_complete=False)
+
+
+def reference_in(buckets: Sequence[int]) -> int:
+    """The reference, given sizes that agree with it."""
+    return SOLO if SOLO in buckets else SHARED
+
+
+def end_of(going: Study) -> GroupFacts:
+    """Drive a study to its end."""
+    while True:
+        try:
+            next(going)
+        except StopIteration as end:
+            facts: GroupFacts = end.value
+            return facts
+
+
+def study(
+    attempt: Try,
+    sizes: Sequence[int],
+    *,
+    reference: int | None,
+    counts: Sequence[int] = (1,),
+    is_patient: bool = False,
+) -> Study:
+    """Run ``attempt`` at each size, one call a slice; the facts hold what agrees with ``reference``, and the costs.
+
+    ``reference`` is ``None`` where bytes are not promised: then all that ran are buckets. ``counts``: numbers of
+    threads, the reference first. A size for which there is no memory, or that takes too long (unless ``is_patient``),
+    ends the study.
+    """
+    kept: dict[int, Tensor] = {}
+    seconds: dict[int, float] = {}
+    agreeing = list(counts)
+    is_complete = True
+    for size in sorted({*sizes, *([reference] if reference else [])}, key=lambda size: (size != reference, size)):
+        if not is_patient and _too_long(size, reference, seconds):
+            is_complete = False
+            break
+        try:
+            forwards, cold_s = attempt(range(size), counts[0])
+            yield
+            backwards, warm_s = attempt(range(size - 1, -1, -1), counts[0])
+            yield
+            fastest_s = min(cold_s, warm_s)
+            if reference is not None and not _agrees(forwards, backwards, kept):
+                if size == reference:
+                    return GroupFacts(buckets=(reference,), is_alone=True, counts=tuple(counts[:1]), seconds={})
+                continue
+            for count in agreeing[1:]:
+                other = attempt(range(size), count)
+                yield
+                fastest_s = min(fastest_s, other.wall_s)
+                if reference is not None and not torch.equal(other.output, forwards):
+                    agreeing.remove(count)
+        except torch.OutOfMemoryError:
+            is_complete = False
+            break
+        kept[size], seconds[size] = forwards, fastest_s
+    buckets = tuple(sorted(kept)) or (reference or SOLO,)
+    return GroupFacts(buckets=buckets, counts=tuple(agreeing), seconds=seconds, is_complete=is_complete)
+
+
+def _too_long(size: int, reference: int | None, seconds: dict[int, float]) -> bool:
+    if not seconds or size == reference:
+        return False
+    known = max(seconds)
+    return seconds[known] * size / known > LONGEST_CALL_S
+
+
+def _agrees(forwards: Tensor, backwards: Tensor, kept: dict[int, Tensor]) -> bool:
+    """Whether no row's place matters, and the rows are those of every size kept so far."""
+    if not torch.equal(forwards, backwards.flip(0)):
+        return False
+    pairs = [(forwards[: len(other)], other[: len(forwards)]) for other in kept.values()]
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+def random_inputs(
+    model: DiffusionModel, group: GroupKey, num_rows: int, chosen: range | None = None
+) -> dict[str, Tensor]:
+    """Arguments of ``UNetRunner.predict`` for random rows of the group's shape; the same numbers every time.
+
+    ``contexts`` are embeddings (R, tokens, dim). ``chosen``: which of the rows are wanted on the device; all else.
+    """
+    factor = model.info.vae_factor
+    config = model.unet.network.config
+    rng = torch.Generator("cpu").manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn((num_rows, *shape), generator=rng)
+
+    cells = (group.height_px // factor, group.width_px // factor)
+    inputs = {"model_input": randn(model.info.latent_channels, *cells)}
+    inputs["timesteps"] = torch.linspace(0, model.info.train_timesteps - 1, num_rows).round()
+    inputs["contexts"] = randn(group.num_tokens, config.cross_attention_dim)
+    if model.unet.has_size_conditioning:
+        inputs["pooled"] = randn(config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim)
+        sizes = [group.height_px, group.width_px, 0, 0, group.height_px, group.width_px]
+        inputs["time_ids"] = torch.tensor([sizes] * num_rows, dtype=torch.float32)
+    if model.unet.extra_channels:
+        inputs["extra"] = randn(model.unet.extra_channels, *cells)
+    order = torch.tensor(chosen or range(num_rows))
+    return {name: value.index_select(0, order).to(model.device) for name, value in inputs.items()}
+
+
+def random_rows(
+    model: DiffusionModel,
+    group: GroupKey,
+    num_rows: int,
+    conditioner: Conditioner | None = None,
+    chosen_rows: range | None = None,
+) -> Predict:
+    """The real UNet of ``model`` on ``num_rows`` random rows of the group's shape.
+
+    ``conditioner`` makes of their embeddings what the UNet is told; without one it is told the embeddings. With
+    ``chosen_rows`` only those are brought to the device, and may be asked for.
+    """
+    kept = chosen_rows or range(num_rows)
+    place = {row: index for index, row in enumerate(kept)}
+    inputs = random_inputs(model, group, num_rows, kept)
+    contexts = (conditioner or PlainConditioner(model)).of_embeddings(inputs.pop("contexts"))
+
+    def predict(rows: range) -> Tensor:
+        index = torch.tensor([place[row] for row in rows], device=model.device)
+        chosen = {name: value.index_select(0, index) for name, value in inputs.items()}
+        told = contexts.select(index) if isinstance(contexts, KeysValues) else contexts.index_select(0, index)
+        return model.unet.predict(contexts=told, **chosen).cpu()
+
+    return predict

@@ -1,0 +1,131 @@
+"""From what a tick achieved to the events the caller sees, with truthful timings. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diffserve.engine.image.task import PAINT_FROM, ImageTask, LiveRequest, TickOutcome
+from diffserve.engine.records import Failure
+from diffserve.types import (
+    Event,
+    Failed,
+    Finished,
+    GenerationRequest,
+    ImageFailed,
+    ImageResult,
+    LatentArray,
+    ModelInfo,
+    Painted,
+    Picture,
+    Preview,
+    Progress,
+    Queued,
+    Timings,
+)
+
+
+class ImageOutputs:
+    """Writes the events. ``info`` names the model in results; ``decode_s`` is a running mean used for the time left."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        self.info = info
+        self.decode_s = 0.0
+
+    @staticmethod
+    def queued(live: LiveRequest) -> Queued:
+        """Its place among those that wait has changed."""
+        return Queued(request_id=live.request_id, queue_position=live.queue_position)
+
+    def stepped(self, task: ImageTask, outcome: TickOutcome) -> Iterator[Event]:
+        """A step of ``task`` is done: Progress, and Preview when one was rendered."""
+        yield Progress(
+            request_id=task.live.request_id,
+            image_index=task.image_index,
+            step_index=task.step_index,
+            num_steps=task.table.num_steps,
+            seconds_left=self._seconds_left(task),
+        )
+        if task in outcome.previews:
+            yield Preview(
+                request_id=task.live.request_id,
+                image_index=task.image_index,
+                step_index=task.step_index,
+                picture=Picture.from_array(outcome.previews[task]),
+            )
+
+    def painted(self, task: ImageTask, outcome: TickOutcome) -> Painted:
+        """The image is a picture."""
+        decode_s = outcome.decode_s[task]
+        self.decode_s = decode_s if not self.decode_s else 0.8 * self.decode_s + 0.2 * decode_s
+        task.clock.decode_s = decode_s
+        return Painted(request_id=task.live.request_id, result=self._result(task, outcome))
+
+    @staticmethod
+    def image_failed(task: ImageTask, failure: Failure) -> ImageFailed:
+        """One image is given up."""
+        return ImageFailed(
+            request_id=task.live.request_id,
+            image_index=task.image_index,
+            code=failure.code,
+            message=failure.message,
+        )
+
+    @staticmethod
+    def terminal(live: LiveRequest) -> Event:
+        """The request is over: Finished when at least one image is painted, else Failed with the first reason."""
+        if live.num_painted or live.first_failure is None:
+            return Finished(request_id=live.request_id, num_painted=live.num_painted, num_failed=live.num_failed)
+        code, message, param = live.first_failure
+        return Failed(request_id=live.request_id, code=code, message=message, param=param)
+
+    def _seconds_left(self, task: ImageTask) -> float | None:
+        clock = task.clock
+        if clock.denoise_started_s is None or task.row_index == 0:
+            return None
+        per_row_s = (clock.denoise_ended_s - clock.denoise_started_s) / task.row_index
+        return round(per_row_s * (task.table.num_rows - task.row_index) + self.decode_s, 4)
+
+    def _result(self, task: ImageTask, outcome: TickOutcome) -> ImageResult:
+        live, settings = task.live, task.settings
+        latents = outcome.latents.get(task)
+        return ImageResult(
+            request_id=live.request_id,
+            image_index=task.image_index,
+            seed=task.seed,
+            picture=Picture.from_array(kept_outside_mask(live.request, outcome.pictures[task])),
+            timings=timings(task),
+            prompt=live.request.prompt,
+            negative_prompt=live.request.negative_prompt if settings.guided.any() else "",
+            num_evaluations=task.num_evaluations,
+            model=self.info.model_id,
+            model_digest=self.info.digest,
+            warnings=live.warnings,
+            latents=None if latents is None else LatentArray.from_array(latents),
+            **settings.recipe(),
+        )
+
+
+def kept_outside_mask(request: GenerationRequest, painted: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """``painted`` where the mask is white, and the init image's own pixels where it is black: an autoencoder gives none
+    of them back as they were."""
+    mask, init = request.mask_image, request.init_image
+    if mask is None or init is None:
+        return painted
+    return np.where(mask.array[..., np.newaxis] >= PAINT_FROM, painted, init.array)
+
+
+def timings(task: ImageTask) -> Timings:
+    """Where the time went: all that was neither encoding, denoising nor decoding before the first step is queueing."""
+    clock = task.clock
+    started_s = clock.denoise_started_s or task.live.submitted_s
+    denoise_s = clock.denoise_ended_s - started_s
+    return Timings(
+        queue_s=max(0.0, started_s - task.live.submitted_s - clock.prepare_s),
+        encode_s=clock.prepare_s,
+        denoise_s=denoise_s,
+        decode_s=clock.decode_s,
+        step_s=denoise_s / max(1, task.table.num_steps),
+    )

@@ -1,0 +1,102 @@
+"""From a newcomer to a state and a start latent: text, seed, init image and mask, in diffusers' order of draws."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from diffserve.engine.image.batch import LanePool
+from diffserve.engine.image.state import ImageState, Repaint
+from diffserve.engine.image.task import PAINT_FROM, GroupKey, ImageTask
+from diffserve.runtime import DiffusionModel
+from diffserve.runtime.conditioning import AnyConditioning, Conditioner
+from diffserve.types import Picture
+
+
+class Preparer:
+    """Encodes what a request brings and opens its lane.
+
+    Draws from the image's own generator, as the pipelines of diffusers make them. Text-to-image: the start latent.
+    Image-to-image: the encoder's posterior, then the noise. Inpainting: the posterior (4-channel UNets always,
+    9-channel ones below full strength), the noise, then the posterior of the masked image.
+    """
+
+    def __init__(self, model: DiffusionModel, conditioner: Conditioner, pool: LanePool) -> None:
+        self.model = model
+        self.conditioner = conditioner
+        self.pool = pool
+
+    def prepare(self, task: ImageTask) -> GroupKey:
+        """Encode, draw, open the lane; returns the group whose UNet calls the image can join.
+
+        Raises PoolBusy, before anything is drawn, when the image has to wait for pages.
+        """
+        request, settings = task.live.request, task.settings
+        conditioning = self.conditioner.condition(
+            request.prompt,
+            request.negative_prompt if settings.guided.any() else None,
+            width_px=settings.width_px,
+            height_px=settings.height_px,
+        )
+        try:
+            task.state = self._paint_ground(task, conditioning)
+        except BaseException:
+            conditioning.close()
+            raise
+        mixes = self.conditioner.mixes_lengths
+        num_tokens = self.model.text.window_tokens if mixes else conditioning.num_tokens
+        return GroupKey(settings.height_px, settings.width_px, num_tokens)
+
+    def _paint_ground(self, task: ImageTask, conditioning: AnyConditioning) -> ImageState:
+        """The state, its start latent drawn and in its lane."""
+        request, settings = task.live.request, task.settings
+        factor = self.model.info.vae_factor
+        shape = (self.model.info.latent_channels, settings.height_px // factor, settings.width_px // factor)
+        state = ImageState(conditioning, torch.Generator("cpu").manual_seed(task.seed), shape)
+        if settings.kind == "inpaint":
+            state, start = self._inpaint(task, state)
+        elif settings.kind == "image":
+            assert request.init_image is not None
+            latents = self._encode(pixels_of(request.init_image), state)
+            start = latents + float(task.table.sigma[0]) * self._draw(state)
+        else:
+            start = task.table.init_scale * self._draw(state)
+        assert task.lane is not None
+        self.pool.open(task.lane, start)
+        return state
+
+    def _inpaint(self, task: ImageTask, state: ImageState) -> tuple[ImageState, Tensor]:
+        request, table = task.live.request, task.table
+        size = (task.settings.height_px, task.settings.width_px)
+        pixels = torch.zeros((*size, 3)) if request.init_image is None else pixels_of(request.init_image)  # (H, W, 3)
+        mask = torch.ones(size) if request.mask_image is None else cells_of(request.mask_image)  # (H, W)
+        cells = F.interpolate(mask[None, None], size=state.shape[1:])[0].to(self.model.device)  # (1, h, w)
+        is_full = task.settings.strength in (None, 1.0)
+        has_mask_channels = self.model.unet.extra_channels > 0
+        latents = None if has_mask_channels and is_full else self._encode(pixels, state)
+        noise = self._draw(state)
+        at_full = table.init_scale * noise
+        start = at_full if is_full or latents is None else latents + float(table.sigma[0]) * noise
+        if has_mask_channels:
+            masked = self._encode(pixels * (1.0 - mask[..., None]), state)
+            return ImageState(state.conditioning, state.rng, state.shape, extra=torch.cat([cells, masked])), start
+        assert latents is not None
+        torch.randn((1, *state.shape), generator=state.rng, dtype=self.model.vae.dtype)  # diffusers encodes it unused
+        return ImageState(state.conditioning, state.rng, state.shape, repaint=Repaint(cells, latents, noise)), start
+
+    def _encode(self, pixels: Tensor, state: ImageState) -> Tensor:
+        return self.model.vae.encode(pixels[None], [state.rng])[0].to(self.model.device)
+
+    def _draw(self, state: ImageState) -> Tensor:
+        return state.draw().to(self.model.device)
+
+
+def cells_of(mask: Picture) -> Tensor:
+    """(height, width) float32, 1 where to repaint, else 0."""
+    return torch.tensor(mask.array >= PAINT_FROM, dtype=torch.float32)
+
+
+def pixels_of(picture: Picture) -> Tensor:
+    """(height, width, 3) float32 in [-1, 1]."""
+    return 2.0 * (torch.tensor(picture.array).float() / 255.0) - 1.0

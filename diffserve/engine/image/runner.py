@@ -1,0 +1,251 @@
+"""One tick's work on the tensors: newcomers are prepared, the mixed batch advances, pictures are decoded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from diffserve.config import EngineConfig
+from diffserve.engine.device_health import failure_of, raise_if_sticky
+from diffserve.engine.image.batch import ImageBatch, LanePool
+from diffserve.engine.image.buckets import RowCaps
+from diffserve.engine.image.preparer import Preparer
+from diffserve.engine.image.shape_groups import Groups, is_deterministic
+from diffserve.engine.image.task import GroupKey, ImageTask, TickOutcome, TickPlan
+from diffserve.engine.image.unet_calls import UNetCaller
+from diffserve.engine.records import Failure
+from diffserve.runtime import DiffusionModel
+from diffserve.runtime.conditioning import make_conditioner
+from diffserve.runtime.kv import PagePool, PoolBusy
+from diffserve.runtime.memory import without_frames
+from diffserve.runtime.threads import make_threads
+from schedulers.update import advance, guide, renoise
+
+SHAPES_KEPT = 8
+LEAST_ROWS = 2
+"""A guided image needs two rows in one tick, in one call or in two."""
+
+Result = TypeVar("Result")
+
+logger = logging.getLogger(__name__)
+
+
+class ImageRunner:
+    """Runs plans. Whatever fails is reported for the image it belongs to; nothing is raised for one image's sake.
+
+    pages: a page pool that others use too; where there is none, one is made if ``config`` asks for it
+    """
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        config: EngineConfig,
+        clock: Callable[[], float],
+        pages: PagePool | None = None,
+    ) -> None:
+        self.model = model
+        self.clock = clock
+        self.pool = LanePool(model.device)
+        self.conditioner = make_conditioner(model, config, is_exact=is_deterministic(model, config), pool=pages)
+        self.groups = Groups(model, config, self.conditioner, make_threads(config, model.device))
+        self.caps = RowCaps(clock)
+        self.caller = UNetCaller(model, self.conditioner, self.groups, self.caps)
+        self._preparer = Preparer(model, self.conditioner, self.pool)
+
+    def row_cap(self, group: GroupKey) -> int:
+        """Rows that a tick of ``group`` may hold."""
+        return min(self.groups.row_cap(group), max(LEAST_ROWS, self.caps.cap(group)))
+
+    @torch.inference_mode()
+    def study(self, group: GroupKey | None = None) -> bool:
+        """Make one UNet call for what is still to be measured; False where there is nothing."""
+        return self.groups.study(group)
+
+    def trim(self, in_flight: Iterable[ImageTask]) -> None:
+        """Drop what was stacked for images that have left, and shapes nobody paints beyond ``SHAPES_KEPT``."""
+        self.caller.trim()
+        if self.pool.num_shapes > SHAPES_KEPT:
+            self.pool.keep_only(task.held.shape for task in in_flight if task.state is not None)
+
+    def check_integrity(self, in_flight: Iterable[ImageTask]) -> None:
+        """Raises when a page is lost, or held for other images than those ``in_flight``."""
+        self.conditioner.check_integrity(sum(task.state is not None for task in in_flight))
+
+    @torch.inference_mode()
+    def warm_up(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """Know the group of short prompts at the first of ``sizes`` (width, height), and want to know the others'.
+
+        Encodes a text and decodes a latent once, and finds out on how many threads to begin.
+        """
+        width_px, height_px = sizes[0]
+        conditioning = self.conditioner.condition("a", "", width_px=width_px, height_px=height_px)
+        num_tokens = conditioning.num_tokens
+        conditioning.close()
+        native, *others = (GroupKey(height_px, width_px, num_tokens) for width_px, height_px in sizes)
+        self.groups.learn(native)
+        self.groups.choose_threads(native)
+        for group in others:
+            self.groups.want(group)
+        info = self.model.info
+        cells = (height_px // info.vae_factor, width_px // info.vae_factor)
+        self._picture(torch.zeros((info.latent_channels, *cells)))
+
+    @torch.inference_mode()
+    def run(self, plan: TickPlan) -> TickOutcome:
+        """Do what ``plan`` says."""
+        outcome = TickOutcome()
+        for task in plan.prepare:
+            self._prepare(task, outcome)
+        if plan.rows:
+            self._advance(plan, outcome)
+        for task in plan.decode:
+            if task not in outcome.failures:
+                self._decode(task, outcome)
+        return outcome
+
+    def _prepare(self, task: ImageTask, outcome: TickOutcome) -> None:
+        """Prepare a newcomer. Once one has to wait for pages, those behind it wait too: nobody overtakes by size."""
+        if outcome.postponed:
+            outcome.postponed.append(task)
+            return
+        started_s = self.clock()
+        try:
+            group = self._with_room(lambda: self._preparer.prepare(task))
+            outcome.prepare_s[task] = self.clock() - started_s
+            self.groups.want(group)
+            outcome.groups[task] = group
+        except PoolBusy:
+            outcome.postponed.append(task)
+        except Exception as error:
+            outcome.failures[task] = failure_of(error, "painting this image")
+
+    def _advance(self, plan: TickPlan, outcome: TickOutcome) -> None:
+        """Advance all rows of ``plan`` together; where there is no memory for that, in halves."""
+        outcome.rows_started_s = self.clock()
+        pending = [plan.rows]
+        has_eased = False
+        while pending:
+            tasks = pending.pop(0)
+            try:
+                self._advance_together(tasks, plan, outcome)
+            except torch.OutOfMemoryError as error:
+                without_frames(error)
+                if not has_eased:
+                    has_eased = True
+                    self.caller.ease()
+                    pending.insert(0, tasks)
+                elif len(tasks) > 1:
+                    middle = len(tasks) // 2
+                    pending[:0] = [tasks[:middle], tasks[middle:]]
+                else:
+                    outcome.failures[tasks[0]] = failure_of(error, "painting this image")
+        outcome.rows_ended_s = self.clock()
+
+    def _advance_together(self, tasks: Sequence[ImageTask], plan: TickPlan, outcome: TickOutcome) -> None:
+        """One step of ``tasks``: all of them, or, where memory runs out, none, their draws taken back."""
+        assert plan.group is not None
+        batch = ImageBatch.gather(tasks, self.pool)
+        draws = [(task.held.rng, task.held.rng.get_state()) for task in tasks if task.table.draws[task.row_index]]
+        try:
+            output, errors = self.caller.predict(batch, plan.group, outcome.calls)
+            guided = guided_output(batch, output)
+            x_next, denoised, history = advance(batch.x, guided, batch.history, batch.noise, batch.rows)
+            for index, task in enumerate(tasks):
+                if task.held.repaint is not None:
+                    x_next[index] = keep_outside(task, x_next[index], batch.rows[index])
+            finite = torch.isfinite(x_next).flatten(1).all(dim=1).tolist()
+            self.pool.scatter(batch.lanes, x_next, history)
+        except torch.OutOfMemoryError:
+            for rng, state in draws:
+                rng.set_state(state)
+            self.pool.scatter(batch.lanes, batch.x, batch.history)
+            raise
+        for row, error in errors.items():
+            outcome.failures.setdefault(tasks[batch.image_of_row[row]], failure_of(error, "painting this image"))
+        for index, task in enumerate(tasks):
+            if not finite[index]:
+                outcome.failures.setdefault(task, not_finite(task))
+        shown = [task for task in tasks if task in plan.previews and task not in outcome.failures]
+        if shown:
+            self._preview(shown, denoised[[tasks.index(task) for task in shown]], outcome)
+
+    def _preview(self, tasks: list[ImageTask], denoised: Tensor, outcome: TickOutcome) -> None:
+        """Previews of ``denoised`` (len(tasks), C, h, w) in one call; where it fails, the images go on unseen."""
+        try:
+            outcome.previews |= zip(tasks, self.model.preview(denoised), strict=True)
+        except Exception as error:
+            raise_if_sticky(error)
+            logger.warning("no previews in this tick: they raised %s", type(error).__name__, exc_info=error)
+
+    def _decode(self, task: ImageTask, outcome: TickOutcome) -> None:
+        """One picture at a time: no image's bytes depend on who is decoded beside it."""
+        assert task.lane is not None
+        started_s = self.clock()
+        try:
+            latents = task.table.out_scale * self.pool.latent(task.held.shape, task.lane)
+            outcome.pictures[task] = self._picture(latents)
+            if task.live.request.return_latents:
+                outcome.latents[task] = latents.cpu().numpy()
+        except Exception as error:
+            outcome.failures[task] = failure_of(error, "painting this image")
+        outcome.decode_s[task] = self.clock() - started_s
+
+    def _picture(self, latents: Tensor) -> NDArray[np.uint8]:
+        """(H, W, 3) of ``latents`` (C, h, w): in one piece, and where there is no memory for that, in tiles."""
+        picture: NDArray[np.uint8]
+        try:
+            [picture] = self._with_room(lambda: self.model.vae.decode(latents[None]))
+        except torch.OutOfMemoryError as error:
+            without_frames(error)
+        else:
+            return picture
+        self.caller.ease()
+        logger.warning("no memory to decode a picture in one piece: it is decoded in tiles")
+        [picture] = self.model.vae.decode_in_tiles(latents[None])
+        return picture
+
+    def _with_room(self, run: Callable[[], Result]) -> Result:
+        """``run``, once more where memory ran out and some could be given back."""
+        try:
+            return run()
+        except torch.OutOfMemoryError as error:
+            without_frames(error)
+        self.caller.ease()
+        return run()
+
+
+def guided_output(batch: ImageBatch, output: Tensor) -> Tensor:
+    """(B, C, h, w) from the rows' outputs (num_rows, C, h, w); an image without an unconditional row keeps its own."""
+    cond = output[: len(batch.tasks)]
+    if not batch.guided:
+        return cond
+    uncond = cond.clone()
+    uncond[list(batch.guided)] = output[len(batch.tasks) :]
+    return guide(uncond, cond, batch.guidance)
+
+
+def keep_outside(task: ImageTask, x: Tensor, row: Tensor) -> Tensor:
+    """(C, h, w): outside the mask the init image at the noise level this row leaves; clean after the last row."""
+    repaint = task.held.repaint
+    assert repaint is not None
+    if task.is_last_row:
+        known = repaint.latents / task.table.out_scale
+    else:
+        known = renoise(repaint.latents[None], repaint.noise[None], row[None])[0]
+    blended: Tensor = (1.0 - repaint.mask) * known + repaint.mask * x
+    return blended
+
+
+def not_finite(task: ImageTask) -> Failure:
+    """The network gave infinities or NaN for this image."""
+    return Failure(
+        "numerical_error",
+        f"the latents are not finite after step {task.step_index + 1} of {task.table.num_steps}; "
+        "try another seed, a lower guidance_scale or a wider dtype.",
+    )

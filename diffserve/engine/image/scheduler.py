@@ -1,0 +1,232 @@
+"""Who runs next: admission to lanes, the choice of rows for a tick, and every move of an image's stage. No torch.
+
+Within a client the order is shortest-remaining-first with ageing. An image's key is
+
+    remaining work + ageing_rows_per_tick * tick of submission          (smaller runs first)
+
+with work in UNet rows of the native size. Waiting does not change the key: everybody's advantage over newcomers grows
+alike with time, so the order never has to be refreshed, and a job of N remaining rows is overtaken only by jobs of the
+same client that came within N / ageing ticks after it. Between clients ``FairShare`` decides.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from diffserve.config import EngineConfig
+from diffserve.engine.image.outputs import ImageOutputs
+from diffserve.engine.image.queues import LANES_PER_LANE_LEFT, FairShare, ImageQueue, LaneTable
+from diffserve.engine.image.task import GroupKey, ImageTask, LiveRequest, TickOutcome, TickPlan
+from diffserve.engine.records import Failure, Scheduler, Stage
+from diffserve.types import Event, ModelInfo
+
+PLACES_EVERY_S = 0.5
+"""Places in the queue are told no more often, however fast it moves."""
+
+KEPT_OF_LANES = 8
+"""One lane, and one more for so many, is kept beyond ``max_lanes`` for clients who hold none."""
+
+FORGIVEN_PICTURES = 8
+"""By as many pictures of the model's default a client may get ahead, by room in ticks that others could not use."""
+
+
+class RequestScheduler(Scheduler[LiveRequest, Event]):
+    """Owns the waiting room, the lanes and the images in flight."""
+
+    product = "picture"
+
+    def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
+        super().__init__()
+        self.config = config
+        self.lanes = LaneTable(config.max_lanes, num_kept=1 + config.max_lanes // KEPT_OF_LANES)
+        self._waiting = ImageQueue()
+        self._share = FairShare(2.0 * FORGIVEN_PICTURES * info.default_num_steps)
+        self._flight: dict[ImageTask, int] = {}  # with its number in the order of arrival
+        self._order = itertools.count()
+        self._report = ImageOutputs(info)
+        self._places_told_s = -math.inf
+
+    @property
+    def in_flight(self) -> tuple[ImageTask, ...]:
+        """Images that hold a lane, in order of admission."""
+        return tuple(self._flight)
+
+    @property
+    def cost_left(self) -> float:
+        """Work still to do for everything accepted, in UNet rows of the native size."""
+        tasks = [task for live in list(self.live.values()) for task in live.tasks]
+        return sum(task.cost_left for task in tasks if task.stage is not Stage.DONE)
+
+    def add(self, live: LiveRequest) -> None:
+        """Let a validated request into the waiting room."""
+        live.submitted_tick = self.num_ticks
+        self.live[live.request_id] = live
+        self._share.join(live.client)
+        for task in live.tasks:
+            self._waiting.add(task, self._key(task), next(self._order))
+
+    def plan(self, row_cap: Callable[[GroupKey], int]) -> TickPlan:
+        """Choose this tick's work; newcomers get their lanes here. ``row_cap``: rows that a group's tick may hold."""
+        self.num_ticks += 1
+        prepare = tuple(self._admit())
+        rows = self._choose_rows(row_cap)
+        done = [task for task in self._flight if task.stage is Stage.DECODING]
+        done = self._share.in_turn([*done, *(task for task in rows if task.is_last_row)])
+        return TickPlan(
+            prepare=prepare,
+            group=rows[0].group if rows else None,
+            rows=rows,
+            num_rows=sum(task.rows_now for task in rows),
+            cost=sum(task.cost_now for task in rows),
+            previews=tuple(task for task in rows if self._wants_preview(task)),
+            decode=tuple(done[: self.config.max_decodes_per_tick]),
+        )
+
+    def apply(self, plan: TickPlan, outcome: TickOutcome) -> list[Event]:
+        """Move everybody on by what the tick achieved, free what is finished, and tell the world."""
+        events: list[Event] = []
+        for task, failure in outcome.failures.items():
+            events += self.fail(task, failure)
+        for task in outcome.postponed:
+            self._postpone(task)
+        for task, group in outcome.groups.items():
+            if task.stage is Stage.WAITING:
+                task.group, task.stage = group, Stage.DENOISING
+                task.clock.prepare_s = outcome.prepare_s[task]
+        for task in plan.rows:
+            if task.stage is Stage.DENOISING:
+                events += self._advance(task, outcome)
+        for task in plan.decode:
+            if task.stage is Stage.DECODING and task in outcome.pictures:
+                task.live.num_painted += 1
+                self._share.charge(task.live.client, task.settings.row_cost)
+                events.append(self._report.painted(task, outcome))
+                events += self._leave(task)
+        return events
+
+    def give_up(self, live: LiveRequest, failure: Failure) -> list[Event]:
+        """All images of a request that are not painted yet are given up."""
+        return [event for task in live.tasks for event in self.fail(task, failure)]
+
+    def moved_up(self, now_s: float) -> list[Event]:
+        """News for those who wait for their first lane and whose place in the queue is another than last told."""
+        if now_s - self._places_told_s < PLACES_EVERY_S:
+            return []
+        self._places_told_s = now_s
+        waiting = {live.tasks[0]: live for live in self.live.values() if not live.has_started}
+        order = self._share.in_order((*self._flight, *waiting), self._key)
+        events: list[Event] = []
+        for place, live in enumerate(waiting[task] for task in order if task in waiting):
+            if live.queue_position != place:
+                live.queue_position = place
+                events.append(self._report.queued(live))
+        return events
+
+    def fail(self, task: ImageTask, failure: Failure) -> list[Event]:
+        """Give up one image; its neighbours and siblings go on."""
+        if task.stage is Stage.DONE:
+            return []
+        live = task.live
+        live.num_failed += 1
+        live.first_failure = live.first_failure or failure
+        return [self._report.image_failed(task, failure), *self._leave(task)]
+
+    def check_integrity(self) -> None:
+        """Lanes free + used = total, every used lane has one living holder, nobody finished is still queued."""
+        self.lanes.check_integrity()
+        holders = {task.lane: task for task in self._flight}
+        assert holders == self.lanes.owners, "the lane table and the images in flight disagree"
+        living = {task for live in self.live.values() for task in live.tasks if task.stage is not Stage.DONE}
+        waiting = set(self._waiting)
+        assert waiting | set(self._flight) == living, "an image is lost, or queued although gone"
+        assert not any(live.is_over for live in self.live.values()), "a finished request is still live"
+
+    def _key(self, task: ImageTask) -> float:
+        return task.cost_left + self.config.ageing_rows_per_tick * task.live.submitted_tick
+
+    def _admit(self) -> Iterator[ImageTask]:
+        """Newcomers, with their lanes."""
+        held = Counter(task.live.client for task in self._flight)
+        for _ in range(self.config.max_prepares_per_tick):
+            most = LANES_PER_LANE_LEFT * self.lanes.num_left if self.lanes.num_free else min(1, self.lanes.num_left)
+            heads = [task for task in self._waiting.heads() if held[task.live.client] < most]
+            if not heads:
+                return
+            if len(heads) > 1:
+                order = self._share.in_order((*self._flight, *heads), self._key)
+                heads = [task for task in order if task.lane is None]
+            task, number = self._waiting.take(heads[0].live.client)
+            task.lane = self.lanes.allocate(task)
+            self._flight[task] = number
+            held[task.live.client] += 1
+            yield task
+
+    def _postpone(self, task: ImageTask) -> None:
+        """Back into the waiting room, at its old place, without a lane."""
+        if task.stage is Stage.WAITING and task.lane is not None:
+            self.lanes.free(task.lane)
+            task.lane = None
+            self._waiting.add(task, self._key(task), self._flight.pop(task))
+
+    def _choose_rows(self, row_cap: Callable[[GroupKey], int]) -> tuple[ImageTask, ...]:
+        ready = [task for task in self._flight if task.stage is Stage.DENOISING]
+        ready = self._share.in_order(ready, self._key)
+        if not ready:
+            return ()
+        self._share.led_by(ready[0].live.client)
+        group = ready[0].group
+        assert group is not None
+        cap, chosen, num_rows = row_cap(group), [], 0
+        for task in ready:
+            if task.group == group and num_rows + task.rows_now <= cap:
+                chosen.append(task)
+                num_rows += task.rows_now
+        return tuple(sorted(chosen, key=lambda task: task.lane or 0))  # the same rows keep the same order
+
+    @staticmethod
+    def _wants_preview(task: ImageTask) -> bool:
+        every = task.live.request.preview_every
+        return every > 0 and task.ends_step and not task.is_last_row and (task.step_index + 1) % every == 0
+
+    def _advance(self, task: ImageTask, outcome: TickOutcome) -> list[Event]:
+        ends_step = task.ends_step
+        if task.clock.denoise_started_s is None:
+            task.clock.denoise_started_s = outcome.rows_started_s
+        task.clock.denoise_ended_s = outcome.rows_ended_s
+        self._share.charge(task.live.client, task.cost_now)
+        task.num_evaluations += task.rows_now
+        task.row_index += 1
+        if task.row_index == task.table.num_rows:
+            task.stage = Stage.DECODING
+        return list(self._report.stepped(task, outcome)) if ends_step else []
+
+    def _leave(self, task: ImageTask) -> list[Event]:
+        self._release(task)
+        if not task.live.is_over:
+            return []
+        self._forget(task.live)
+        return [self._report.terminal(task.live)]
+
+    def _drop(self, live: LiveRequest) -> None:
+        for task in live.tasks:
+            self._release(task)
+        self._forget(live)
+
+    def _forget(self, live: LiveRequest) -> None:
+        """A request is over."""
+        if self.live.pop(live.request_id, None) is not None:
+            self._share.leave(live.client)
+
+    def _release(self, task: ImageTask) -> None:
+        """The one exit: whatever the reason, the lane, the pages and the state are given back here."""
+        task.stage = Stage.DONE
+        if task.state is not None:
+            task.held.close()
+            task.state = None
+        if task.lane is not None:
+            self.lanes.free(task.lane)
+            self._flight.pop(task)
+            task.lane = None

@@ -1,0 +1,252 @@
+"""What is known of each group of rows that may share a call: exact batch sizes, their costs, and the knee."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import OrderedDict
+from typing import NamedTuple
+
+import torch
+
+from diffserve.config import EngineConfig
+from diffserve.disk_cache import DiskCache
+from diffserve.engine.device_health import raise_if_sticky
+from diffserve.engine.image.buckets import CostCurve, FactsOnDisk, GroupFacts
+from diffserve.engine.image.exactness import (
+    SHARED,
+    SOLO,
+    Study,
+    Trial,
+    Try,
+    first_look,
+    random_rows,
+    reference_in,
+    sizes_to_check,
+    study,
+    timed,
+)
+from diffserve.engine.image.task import GroupKey
+from diffserve.runtime import DiffusionModel
+from diffserve.runtime.conditioning import Conditioner
+from diffserve.runtime.memory import give_memory_back
+from diffserve.runtime.precision import hardware_name
+from diffserve.runtime.threads import Threads
+
+MOST_ROWS_CPU = 16
+MOST_ROWS_DEVICE = 32
+UNKNOWN_ROWS = 4
+"""Rows of a group in one tick before it is measured, where bytes are not promised."""
+
+PROBE_EVERY = 16
+
+MOST_TRIALS = 16
+"""Calls at most that are made at start to choose a number of threads."""
+
+FIRST_LOOK = "first look"
+GROUPS_KEPT = 64
+"""Groups remembered at once; one that was forgotten is read from disk, or measured, when it comes again."""
+
+CHECK_LIMIT_CPU = 2e11
+CHECK_LIMIT_DEVICE = 1e15
+"""Parameters times latent cells above which the check would take many seconds: there one row fills the machine."""
+
+logger = logging.getLogger(__name__)
+
+
+def is_deterministic(model: DiffusionModel, config: EngineConfig) -> bool:
+    """Whether an image's bytes are to be independent of its neighbours; by default on a CPU."""
+    return model.device.type == "cpu" if config.deterministic == "auto" else config.deterministic
+
+
+class Known(NamedTuple):
+    """What calls of a group are made with: its curve, and the numbers of threads that give the same bytes."""
+
+    curve: CostCurve
+    counts: tuple[int, ...]
+
+
+class Groups:
+    """A :class:`CostCurve` for each group: read from disk, or cautious until it is measured, a UNet call at a time.
+
+    A group that is new is painted at once: row by row where bytes are promised, else a few rows together.
+    """
+
+    def __init__(
+        self, model: DiffusionModel, config: EngineConfig, conditioner: Conditioner, threads: Threads | None = None
+    ) -> None:
+        self.model = model
+        self.conditioner = conditioner
+        self.threads = threads or Threads()
+        self.on_cpu = model.device.type == "cpu"
+        self.is_deterministic = is_deterministic(model, config)
+        self.most_rows = config.max_rows or (MOST_ROWS_CPU if self.on_cpu else MOST_ROWS_DEVICE)
+        self.has_fixed_cap = config.max_rows is not None
+        self._disk = FactsOnDisk(DiskCache.at(config.cache_dir), self._circumstances(config))
+        self._known: OrderedDict[GroupKey, Known] = OrderedDict()
+        self._wanted: OrderedDict[GroupKey, Study | None] = OrderedDict()
+        width_px, height_px = model.info.good_sizes[0]
+        self._native = GroupKey(height_px, width_px, model.text.window_tokens)
+        self._first: GroupFacts | None = None
+        self._calls = itertools.count(1)
+
+    def learn(self, group: GroupKey) -> None:
+        """Measure all of ``group`` now, unless it is known."""
+        self.curve(group)
+        while group in self._wanted:
+            self.study(group)
+
+    def want(self, group: GroupKey) -> None:
+        """Have ``group`` measured when there is time, unless it is known."""
+        self._recall(group)
+
+    def curve(self, group: GroupKey) -> CostCurve:
+        """The buckets and costs of ``group``."""
+        return self._recall(group).curve
+
+    def counts(self, group: GroupKey) -> tuple[int, ...]:
+        """Numbers of threads that a call of ``group`` may run on, the reference first."""
+        return self._recall(group).counts
+
+    def is_wanted(self, group: GroupKey) -> bool:
+        """Whether ``group`` is still to be measured."""
+        return group in self._wanted
+
+    def study(self, group: GroupKey | None = None) -> bool:
+        """Make one UNet call for what is to be measured, of ``group`` or the oldest; False where there is nothing."""
+        if group is None:
+            group = next(iter(self._wanted), None)
+        if group is None or group not in self._wanted:
+            return False
+        going = self._wanted[group]
+        if going is None:
+            going = self._wanted[group] = self._begin(group)
+        try:
+            next(going)
+        except StopIteration as end:
+            self._settle(group, end.value)
+        except Exception as error:  # pictures say what is wrong with the model; here it only stays unmeasured
+            raise_if_sticky(error)
+            logger.warning("a shape could not be measured: %s", type(error).__name__, exc_info=error)
+            del self._wanted[group]
+        return True
+
+    def choose_threads(self, group: GroupKey) -> None:
+        """Find out with calls of ``group`` on how many threads to begin; a few calls on a CPU, else none."""
+        counts = self.counts(group)
+        if len(counts) < 2:
+            return
+        choice, size = self.threads.choice, self.curve(group).buckets[0]
+        attempt = self._try(group)
+        choice.begin_trial()
+        for _ in range(MOST_TRIALS):
+            count = choice.next_count((group, size), counts)
+            choice.observe((group, size), count, attempt(range(size), count).wall_s)
+            if not choice.is_trying:
+                return
+
+    def row_cap(self, group: GroupKey) -> int:
+        """Rows that a tick of ``group`` may hold: as configured, else the knee of its curve.
+
+        Every ``PROBE_EVERY``-th time twice the knee is let in, so that a knee found on a busy machine does not stick.
+        """
+        if self.has_fixed_cap:
+            return self.most_rows
+        curve = self.curve(group)
+        knee = curve.knee(self.most_rows)
+        is_probe = not self.is_wanted(group) and next(self._calls) % PROBE_EVERY == 0
+        return min(2 * knee, self.most_rows) if is_probe else knee
+
+    def describe(self) -> dict[GroupKey, tuple[int, ...]]:
+        """Bucket sizes in use, by group."""
+        return {group: known.curve.buckets for group, known in tuple(self._known.items())}
+
+    def _recall(self, group: GroupKey) -> Known:
+        if group not in self._known:
+            self._known[group] = self._read(group) or self._guess(group)
+            if len(self._known) > GROUPS_KEPT:
+                forgotten, _ = self._known.popitem(last=False)
+                self._wanted.pop(forgotten, None)
+        self._known.move_to_end(group)
+        return self._known[group]
+
+    def _read(self, group: GroupKey) -> Known | None:
+        """What the disk says, or what is settled without measuring."""
+        if self._is_large(group):
+            return Known(CostCurve((SOLO,), is_exact=self.is_deterministic), self._free_counts())
+        facts = self._facts(repr(tuple(group)))
+        if facts is None or (self.is_deterministic and self._reference_of(group) not in facts.buckets):
+            return None
+        return Known(facts.curve(is_exact=self.is_deterministic), facts.counts)
+
+    def _facts(self, name: str) -> GroupFacts | None:
+        """What is on disk, as far as it can be used with the numbers of threads there are."""
+        facts = self._disk.read(name)
+        return facts if facts is not None and set(facts.counts) <= set(self.threads.counts) else None
+
+    def _guess(self, group: GroupKey) -> Known:
+        """What holds whatever a study may find; and a study is wanted."""
+        self._wanted[group] = None
+        if not self.is_deterministic:
+            sizes = sizes_to_check(min(UNKNOWN_ROWS, self.most_rows))
+            return Known(CostCurve(sizes, is_exact=False), self._free_counts())
+        reference = self._reference_of(group)
+        if group == self._native and self._first is not None:
+            return Known(self._first.curve(is_exact=True), self._first.counts)
+        return Known(CostCurve((reference,), is_alone=True), self._free_counts())
+
+    def _free_counts(self) -> tuple[int, ...]:
+        """Numbers of threads that may be used before any was seen to give the same bytes as another."""
+        return self.threads.counts[:1] if self.is_deterministic else self.threads.counts
+
+    def _begin(self, group: GroupKey) -> Study:
+        reference = self._reference_of(group) if self.is_deterministic else None
+        sizes = sizes_to_check(self.most_rows)
+        return study(self._try(group), sizes, reference=reference, counts=self.threads.counts)
+
+    def _settle(self, group: GroupKey, facts: GroupFacts) -> None:
+        del self._wanted[group]
+        self._known[group] = Known(facts.curve(is_exact=self.is_deterministic), facts.counts)
+        if facts.is_complete:
+            self._disk.write(repr(tuple(group)), facts)
+
+    def _try(self, group: GroupKey) -> Try:
+        """A real call on random rows of ``group``; nothing is held between two of them."""
+        num_rows = max(self.most_rows, SHARED)
+
+        def attempt(rows: range, num_threads: int) -> Trial:
+            predict = random_rows(self.model, group, num_rows, self.conditioner, rows)
+            with self.threads.using(num_threads):
+                return timed(predict)(rows, num_threads)
+
+        return attempt
+
+    def _reference_of(self, group: GroupKey) -> int:
+        """The size of call that decides a row's bytes: one for all groups but those of a single row."""
+        if self._is_large(group) or self._is_large(self._native):
+            return SOLO
+        if self._first is None:
+            self._first = self._facts(FIRST_LOOK) or self._look()
+        return reference_in(self._first.buckets)
+
+    def _look(self) -> GroupFacts:
+        """A first look at the native size, kept on disk. Where memory runs out twice, rows are as well alone."""
+        for _ in range(2):
+            found = first_look(self._try(self._native), self.threads.counts)
+            if found.seconds:
+                self._disk.write(FIRST_LOOK, found)
+                break
+            give_memory_back(self.model.device)
+        return found
+
+    def _is_large(self, group: GroupKey) -> bool:
+        factor = self.model.info.vae_factor
+        work = self.model.info.num_parameters * (group.height_px // factor) * (group.width_px // factor)
+        return work > (CHECK_LIMIT_CPU if self.on_cpu else CHECK_LIMIT_DEVICE)
+
+    def _circumstances(self, config: EngineConfig) -> str:
+        """All that costs and agreement depend on, but the shape."""
+        model = self.model
+        kind = "exact" if self.is_deterministic else "free"
+        machine = f"{hardware_name(model.device)} torch {torch.__version__} threads {self.threads.counts}"
+        return f"{model.digest} {model.choice.dtype} {config.cross_attention} {kind} {self.most_rows} {machine}"

@@ -1,0 +1,47 @@
+"""What the runner keeps for one image in flight: its conditioning, its generator, and what inpainting needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diffserve.runtime.conditioning import AnyConditioning
+
+
+@dataclass(frozen=True)
+class Repaint:
+    """Inpainting with a 4-channel UNet: outside the mask the init image, at the noise level of the moment, is put back.
+
+    mask             (1, h, w) float32, 1 = repaint
+    latents, noise   (C, h, w) float32: the encoded init image and the starting noise
+    """
+
+    mask: Tensor
+    latents: Tensor
+    noise: Tensor
+
+
+@dataclass(frozen=True)
+class ImageState:
+    """What one image holds, given back when it leaves.
+
+    rng     the image's own CPU generator: start latent first, then each drawing row, in diffusers' order
+    shape   (C, h, w) of its latent
+    extra   (1 + C, h, w) mask and masked image latents, for 9-channel inpainting UNets
+    """
+
+    conditioning: AnyConditioning
+    rng: torch.Generator
+    shape: tuple[int, int, int]
+    repaint: Repaint | None = None
+    extra: Tensor | None = None
+
+    def draw(self) -> Tensor:
+        """The next latent-shaped draw (C, h, w), float32 on the CPU."""
+        return torch.randn((1, *self.shape), generator=self.rng)[0]
+
+    def close(self) -> None:
+        """Give the conditioning's pages back."""
+        self.conditioning.close()

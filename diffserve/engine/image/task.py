@@ -1,0 +1,268 @@
+"""The mutable records of the engine: a live request and its images on their way through the stages. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diffserve.engine.records import Failure, Live, Stage
+from diffserve.types import GenerationRequest, Recipe
+from schedulers import StepTable
+
+if TYPE_CHECKING:
+    from diffserve.engine.image.state import ImageState
+
+PAINT_FROM = 128
+"""Mask values from here up are repainted (diffusers binarises at one half)."""
+
+
+class GroupKey(NamedTuple):
+    """Rows that may share a UNet call: equal picture size and equal number of context tokens.
+
+    Where texts of different lengths share calls, ``num_tokens`` is that of one window for all of them.
+    """
+
+    height_px: int
+    width_px: int
+    num_tokens: int
+
+
+class PaintSettings(Recipe, frozen=True, kw_only=True, eq=False, dict=True):
+    """A request's recipe and its sampler, compiled.
+
+    guided   bool (num_rows,): whether table row i also runs the unconditional row
+    kind     "text" | "image" | "inpaint"; an inpainting UNet always inpaints, at need everything on a grey picture
+    row_cost work of a UNet row: its pixels over those of the model's native size
+    """
+
+    width_px: int
+    height_px: int
+    kind: str
+    table: StepTable
+    guided: NDArray[np.bool_]
+    row_cost: float = 1.0
+
+    @cached_property
+    def rows_left(self) -> NDArray[np.int64]:
+        """UNet rows still to run before table row i, (num_rows + 1,); the last entry is 0."""
+        rows = 1 + self.guided.astype(np.int64)
+        return np.concatenate([np.cumsum(rows[::-1])[::-1], [0]])
+
+
+@dataclass(eq=False, slots=True)
+class LiveRequest(Live):
+    """A request from submit to its terminal event. ``submitted_tick`` is its place in the order of ageing.
+
+    queue_position  others that begin before it, as its caller was last told
+    """
+
+    request: GenerationRequest
+    settings: PaintSettings
+    seed: int
+    warnings: tuple[str, ...]
+    submitted_s: float
+    submitted_tick: int = 0
+    queue_position: int = 0
+    tasks: list[ImageTask] = field(default_factory=list)
+    num_painted: int = 0
+    num_failed: int = 0
+    first_failure: Failure | None = None
+
+    def __post_init__(self) -> None:
+        self.tasks = [ImageTask(self, index) for index in range(self.request.num_images)]
+
+    @property
+    def client(self) -> str:
+        """Whose request it is."""
+        return self.request.client
+
+    @property
+    def has_started(self) -> bool:
+        """Whether any of its images has left the waiting room."""
+        return any(task.stage is not Stage.WAITING for task in self.tasks)
+
+
+@dataclass(slots=True)
+class Clock:
+    """Readings (seconds, monotonic) along an image's way; durations are differences of these."""
+
+    prepare_s: float = 0.0
+    denoise_started_s: float | None = None
+    denoise_ended_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class ImageTask:
+    """One image on its way. The scheduler moves ``stage``, ``row_index`` and ``lane``; ``state`` is the runner's own.
+
+    row_index        next row of the step table
+    num_evaluations  UNet rows run so far (two a step under guidance)
+    """
+
+    live: LiveRequest
+    image_index: int
+    stage: Stage = Stage.WAITING
+    row_index: int = 0
+    lane: int | None = None
+    group: GroupKey | None = None
+    state: ImageState | None = None
+    num_evaluations: int = 0
+    clock: Clock = field(default_factory=Clock)
+
+    @property
+    def held(self) -> ImageState:
+        """Its state, while it has one."""
+        assert self.state is not None
+        return self.state
+
+    @property
+    def settings(self) -> PaintSettings:
+        """The request's resolved settings."""
+        return self.live.settings
+
+    @property
+    def table(self) -> StepTable:
+        """The compiled sampler."""
+        return self.live.settings.table
+
+    @property
+    def seed(self) -> int:
+        """Image i of a request is the picture that seed + i gives alone."""
+        return self.live.seed + self.image_index
+
+    @property
+    def step_index(self) -> int:
+        """Whole steps done; ``num_steps`` once the last row has run."""
+        table = self.table
+        return table.num_steps if self.row_index >= table.num_rows else int(table.step_of_row[self.row_index])
+
+    @property
+    def is_guided_now(self) -> bool:
+        """Whether the next row also runs the unconditional row."""
+        return bool(self.settings.guided[self.row_index])
+
+    @property
+    def rows_now(self) -> int:
+        """UNet rows that the next tick of this image takes: 2 when guided, else 1."""
+        return 2 if self.is_guided_now else 1
+
+    @property
+    def rows_left(self) -> int:
+        """UNet rows up to the finished latent."""
+        return int(self.settings.rows_left[self.row_index])
+
+    @property
+    def cost_now(self) -> float:
+        """Work of the next tick of this image, in UNet rows of the native size."""
+        return self.rows_now * self.settings.row_cost
+
+    @property
+    def cost_left(self) -> float:
+        """Work up to the finished latent, in UNet rows of the native size."""
+        return self.rows_left * self.settings.row_cost
+
+    @property
+    def is_last_row(self) -> bool:
+        """Whether the next row finishes the latent."""
+        return self.row_index + 1 == self.table.num_rows
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether the next row completes a step (a step of heun takes two rows)."""
+        steps = self.table.step_of_row
+        return self.is_last_row or steps[self.row_index + 1] != steps[self.row_index]
+
+
+@dataclass(frozen=True)
+class TickPlan:
+    """The work of one tick.
+
+    prepare   newcomers with a fresh lane: encode their text and init image, draw the start latent
+    rows      images of one ``group`` that advance by one table row; a guided image takes two UNet rows, never split
+    num_rows  UNet rows these take, before padding
+    cost      their work, in UNet rows of the native size
+    previews  those of ``rows`` whose denoised estimate is to be shown
+    decode    latents to turn into pictures after the rows have run (some of ``rows`` finish in this very tick)
+    """
+
+    prepare: tuple[ImageTask, ...]
+    group: GroupKey | None
+    rows: tuple[ImageTask, ...]
+    num_rows: int
+    cost: float
+    previews: tuple[ImageTask, ...]
+    decode: tuple[ImageTask, ...]
+
+    @property
+    def tasks(self) -> tuple[ImageTask, ...]:
+        """Everybody this tick touches, once."""
+        return tuple(dict.fromkeys((*self.prepare, *self.rows, *self.decode)))
+
+
+class RowLabel(NamedTuple):
+    """Whose row it was: ``part`` is "cond" or "uncond"."""
+
+    request_id: str
+    image_index: int
+    step_index: int
+    part: str
+
+
+@dataclass(frozen=True)
+class UNetCall:
+    """One UNet call as it ran: the rows that mattered, how many padded it, and its wall time.
+
+    On a device that works asynchronously ``wall_s`` is the time to launch; the tick's ``wall_s`` is the whole truth.
+    """
+
+    rows: tuple[RowLabel, ...]
+    num_padded: int
+    wall_s: float
+
+
+@dataclass(frozen=True)
+class TickTrace:
+    """What tick number ``tick`` ran, for tests and for eyes."""
+
+    tick: int
+    calls: tuple[UNetCall, ...]
+    num_prepared: int
+    num_decoded: int
+    wall_s: float
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """The request of every row, call after call."""
+        return tuple(row.request_id for call in self.calls for row in call.rows)
+
+    @property
+    def num_rows(self) -> int:
+        """UNet rows that mattered."""
+        return sum(len(call.rows) for call in self.calls)
+
+
+@dataclass
+class TickOutcome:
+    """What the runners report back; filled during the run, read by ``RequestScheduler.apply``.
+
+    postponed            newcomers that have to wait for pages; they keep their place in the waiting room
+    pictures, previews   (height_px, width_px, 3) uint8
+    latents              (C, h, w) float32, for requests that asked for them
+    """
+
+    groups: dict[ImageTask, GroupKey] = field(default_factory=dict)
+    failures: dict[ImageTask, Failure] = field(default_factory=dict)
+    postponed: list[ImageTask] = field(default_factory=list)
+    previews: dict[ImageTask, NDArray[np.uint8]] = field(default_factory=dict)
+    pictures: dict[ImageTask, NDArray[np.uint8]] = field(default_factory=dict)
+    latents: dict[ImageTask, NDArray[np.float32]] = field(default_factory=dict)
+    prepare_s: dict[ImageTask, float] = field(default_factory=dict)
+    decode_s: dict[ImageTask, float] = field(default_factory=dict)
+    rows_started_s: float = 0.0
+    rows_ended_s: float = 0.0
+    calls: list[UNetCall] = field(default_factory=list)

@@ -1,0 +1,157 @@
+"""UNet calls for the rows of a mixed batch: laid into buckets, padded, timed, and taken apart when one fails."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from diffserve.engine.device_health import raise_if_sticky
+from diffserve.engine.image.batch import ImageBatch
+from diffserve.engine.image.buckets import RowCaps
+from diffserve.engine.image.shape_groups import Groups
+from diffserve.engine.image.task import GroupKey, ImageTask, UNetCall
+from diffserve.runtime import DiffusionModel
+from diffserve.runtime.conditioning import Conditioner, ToldRow
+from diffserve.runtime.cross_attention import Contexts, KeysValues
+from diffserve.runtime.memory import give_memory_back, without_frames
+from schedulers import COLUMNS
+
+STACKS_KEPT = 16
+STACK_BYTES_KEPT = 1 << 29
+"""Of SDXL a row's keys and values are 26 MB in 16 bits; the stack of the last call is kept in any case."""
+
+TIMESTEP = COLUMNS.index("timestep")
+
+
+class Stack(NamedTuple):
+    """What the rows of one call are told: their texts, and where the UNet reads it pooled (R, P), time_ids (R, 6) and
+    extra (R, 1 + C, h, w)."""
+
+    contexts: Contexts
+    pooled: Tensor | None
+    time_ids: Tensor | None
+    extra: Tensor | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the contexts take; the rest is small."""
+        return self.contexts.num_bytes if isinstance(self.contexts, KeysValues) else self.contexts.nbytes
+
+
+class UNetCaller:
+    """Runs rows through the model's UNet, in calls as ``groups`` has them and ``caps`` allows."""
+
+    def __init__(self, model: DiffusionModel, conditioner: Conditioner, groups: Groups, caps: RowCaps) -> None:
+        self.model = model
+        self.conditioner = conditioner
+        self.groups = groups
+        self.caps = caps
+        self._stacks: OrderedDict[tuple[tuple[ImageTask, bool], ...], Stack] = OrderedDict()
+
+    def predict(self, batch: ImageBatch, group: GroupKey, calls: list[UNetCall]) -> tuple[Tensor, dict[int, Exception]]:
+        """(output (rows, C, h, w) float32, what went wrong by row). ``calls`` gets an entry for each call made.
+
+        A call that raises is halved until the guilty rows stand alone; the others get their result all the same. One
+        for which there is no memory is made again when memory was given back, and then halved.
+        """
+        output = torch.zeros((batch.num_rows, *batch.x.shape[1:]), device=batch.x.device)
+        failed: dict[int, Exception] = {}
+        curve = self.groups.curve(group)
+        pending = [range(start, stop) for start, stop, _ in curve.calls(batch.num_rows, self.caps.cap(group))]
+        has_eased = False
+        while pending:
+            part = pending.pop(0)
+            bucket = 0
+            try:
+                for start, stop, bucket in curve.calls(len(part), self.caps.cap(group)):
+                    rows = part[start:stop]
+                    output[rows.start : rows.stop] = self._call(batch, rows, bucket, group, calls)
+                    self.caps.ran(group, bucket, self.groups.most_rows)
+            except Exception as error:
+                raise_if_sticky(error)
+                if isinstance(error, torch.OutOfMemoryError):
+                    without_frames(error)
+                    if not has_eased:
+                        has_eased = True
+                        self.ease()
+                        pending.insert(0, part)
+                        continue
+                    self.caps.ran_out(group, bucket)
+                if len(part) == 1:
+                    failed[part.start] = error
+                else:
+                    middle = len(part) // 2
+                    pending[:0] = [part[:middle], part[middle:]]
+        return output, failed
+
+    def ease(self) -> None:
+        """Give back all memory that is only kept to save time."""
+        self._stacks.clear()
+        give_memory_back(self.model.device)
+
+    def _call(self, batch: ImageBatch, rows: range, bucket: int, group: GroupKey, calls: list[UNetCall]) -> Tensor:
+        """One UNet call of exactly ``bucket`` rows; the last row is repeated to fill it."""
+        padded = [*rows, *[rows[-1]] * (bucket - len(rows))]
+        threads = self.groups.threads
+        num_threads = threads.choice.next_count((group, bucket), self.groups.counts(group))
+        started_s = time.perf_counter()
+        index = torch.tensor([batch.image_of_row[row] for row in padded], device=batch.x.device)
+        told = self._stack(tuple((batch.tasks[batch.image_of_row[row]], batch.is_uncond(row)) for row in padded))
+        with threads.using(num_threads):
+            called_s = time.perf_counter()
+            output = self.model.unet.predict(
+                batch.scaled.index_select(0, index),
+                batch.rows.index_select(0, index)[:, TIMESTEP],
+                told.contexts,
+                pooled=told.pooled,
+                time_ids=told.time_ids,
+                extra=told.extra,
+            )
+            ended_s = time.perf_counter()
+        if batch.x.device.type == "cpu":
+            self.groups.curve(group).observe(bucket, ended_s - started_s)
+            threads.choice.observe((group, bucket), num_threads, ended_s - called_s)
+        calls.append(UNetCall(tuple(batch.label(row) for row in rows), bucket - len(rows), ended_s - started_s))
+        return output[: len(rows)]
+
+    def _stack(self, key: tuple[tuple[ImageTask, bool], ...]) -> Stack:
+        """What the rows are told, gathered once for as long as the same rows run together."""
+        if key not in self._stacks:
+            self._stacks[key] = stack_conditioning(key, self.conditioner)
+        self._stacks.move_to_end(key)
+        while len(self._stacks) > 1 and not self._may_keep_all():
+            self._stacks.popitem(last=False)
+        return self._stacks[key]
+
+    def _may_keep_all(self) -> bool:
+        return (
+            len(self._stacks) <= STACKS_KEPT
+            and sum(stack.num_bytes for stack in self._stacks.values()) <= STACK_BYTES_KEPT
+        )
+
+    def trim(self) -> None:
+        """Drop the stacks of images that have left."""
+        for key in [key for key in self._stacks if any(task.state is None for task, _ in key)]:
+            del self._stacks[key]
+
+
+def stack_conditioning(rows: Sequence[tuple[ImageTask, bool]], conditioner: Conditioner) -> Stack:
+    """Stack what each row, an image and whether it is its unconditional one, is told."""
+    told = [ToldRow(task.held.conditioning, is_uncond) for task, is_uncond in rows]
+    return Stack(
+        conditioner.contexts(told),
+        stack_all([text.pooled_uncond if is_uncond else text.pooled_cond for text, is_uncond in told]),
+        stack_all([text.time_ids for text, _ in told]),
+        stack_all([task.held.extra for task, _ in rows]),
+    )
+
+
+def stack_all(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """(R, ...) from one tensor for each row, or ``None`` for a model whose rows have none."""
+    found = [tensor for tensor in tensors if tensor is not None]
+    return torch.stack(found) if len(found) == len(tensors) else None

@@ -1,0 +1,237 @@
+"""RewriteQueue: images whose prompt is being rewritten. Whatever happens to the rewriting, the image is painted.
+
+::
+
+    submit --> rewriter --> ready --> engine          a failing, a busy or a missing rewriter: straight to ready,
+                                                      with the prompt as it is and a warning
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+
+from diffserve.engine.image.engine import Engine
+from diffserve.errors import DeadlineExceeded, DiffserveError, InvalidRequest, QueueFull
+from diffserve.rewrite_types import RewriteEvent, RewriteFinished, RewriteRequest
+from diffserve.types import TERMINAL, Accepted, Cancelled, Event, Failed, GenerationRequest, Painted
+
+if TYPE_CHECKING:
+    from diffserve.engine.rewriter import Rewriter
+
+REWRITING_PART: Final = 0.5
+"""Of a request's deadline, so much may go into rewriting."""
+
+NO_MODEL: Final = "no language model is loaded, so the prompt was painted as it is."
+FAILED: Final = "the prompt could not be rewritten, so it was painted as it is."
+logger = logging.getLogger(__name__)
+
+BUSY: Final = "the rewriter is busy, so the prompt was painted as it is."
+
+
+class Note(NamedTuple):
+    """What the events of a rewritten request say beside the engine's own words."""
+
+    waited_s: float
+    warnings: tuple[str, ...]
+    original_prompt: str | None
+
+
+@dataclass(eq=False)
+class PendingImage:
+    """A request that is not with the engine yet; ``prompt`` and ``warnings`` are known when it is ready."""
+
+    request: GenerationRequest
+    submitted_s: float
+    rewrite_id: str = ""
+    prompt: str = ""
+    warnings: tuple[str, ...] = ()
+
+    def left_s(self, now_s: float) -> float | None:
+        """Seconds until its deadline, if it has one."""
+        deadline_s = self.request.deadline_s
+        return None if deadline_s is None else deadline_s - (now_s - self.submitted_s)
+
+
+class RewriteQueue:
+    """Stands before ``engine``; ``rewriter`` is None where there is no language model. Safe from any thread."""
+
+    def __init__(self, engine: Engine, rewriter: Rewriter | None, clock: Callable[[], float]) -> None:
+        self._engine = engine
+        self._rewriter = rewriter
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._asked: dict[str, PendingImage] = {}  # by the id of the rewrite
+        self._ready: deque[PendingImage] = deque()
+        self._notes: dict[str, Note] = {}
+
+    def __len__(self) -> int:
+        return len(self._asked) + len(self._ready)
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether ``release`` has something to try."""
+        return bool(self._ready)
+
+    def holds(self, request_id: str) -> bool:
+        """Whether a request is here, and not with the engine yet."""
+        with self._lock:
+            return self._find(request_id) is not None
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Have the prompt rewritten; ``release`` hands it to the engine.
+
+        Raises at once what the engine would raise, and InvalidRequest for a style that is not there.
+        """
+        with self._lock:
+            self._engine.check(request, num_ahead=len(self))
+            image = PendingImage(request, self._clock())
+            warning = self._ask(image)
+            if warning is not None:
+                self._make_ready(image, request.prompt, warning)
+
+    def handle(self, event: RewriteEvent) -> bool:
+        """Take an event of a rewrite that was asked for here; False for those of others."""
+        with self._lock:
+            image = self._asked.get(event.request_id)
+            if image is None:
+                return False
+            match event:
+                case RewriteFinished(rewrites=(first, *_)):
+                    self._make_ready(image, first.prompt, first.warning)
+                case RewriteFinished() | Failed() | Cancelled():
+                    self._make_ready(image, image.request.prompt, FAILED)
+                case _:
+                    pass
+            return True
+
+    def give_up_rewriting(self) -> None:
+        """The rewriter is out of order: everybody who waits for it is painted as they are."""
+        with self._lock:
+            for image in list(self._asked.values()):
+                self._make_ready(image, image.request.prompt, FAILED)
+
+    def release(self) -> list[Event]:
+        """Hand those that are ready to the engine, as far as it takes them; the events of those that it refuses."""
+        refused: list[Event] = []
+        with self._lock:
+            while self._ready:
+                try:
+                    self._hand_over(self._ready[0])
+                except QueueFull:
+                    break
+                except Exception as error:
+                    refused.append(_failed(self._ready[0].request.request_id, error))
+                self._ready.popleft()
+        return refused
+
+    def cancel(self, request_id: str) -> bool:
+        """Forget a request that is not with the engine yet; False when there is none."""
+        with self._lock:
+            image = self._find(request_id)
+            if image is None:
+                return False
+            if image.rewrite_id in self._asked:
+                del self._asked[image.rewrite_id]
+                assert self._rewriter is not None
+                self._rewriter.cancel(image.rewrite_id)
+            else:
+                self._ready.remove(image)
+            return True
+
+    def with_rewrite(self, event: Event) -> Event:
+        """An event of the engine with what is known here about its request."""
+        with self._lock:
+            note = self._notes.get(event.request_id)
+            if note is None:
+                return event
+            if isinstance(event, TERMINAL):
+                del self._notes[event.request_id]
+        match event:
+            case Accepted():
+                return msgspec.structs.replace(event, warnings=(*note.warnings, *event.warnings))
+            case Painted(result=result):
+                timings = msgspec.structs.replace(result.timings, queue_s=result.timings.queue_s + note.waited_s)
+                told = msgspec.structs.replace(
+                    result,
+                    timings=timings,
+                    warnings=(*note.warnings, *result.warnings),
+                    original_prompt=note.original_prompt,
+                )
+                return msgspec.structs.replace(event, result=told)
+            case _:
+                return event
+
+    def check_integrity(self) -> None:
+        """AssertionError when a image is in two places, or waits for a rewriter that knows nothing of it."""
+        with self._lock:
+            names = [image.request.request_id for image in (*self._asked.values(), *self._ready)]
+            assert len(set(names)) == len(names), "a image is in two places"
+            num_live = 0 if self._rewriter is None else self._rewriter.num_live
+            assert num_live >= len(self._asked), "a image waits for a rewrite that is not live"
+
+    # Below the counter --------------------------------------------------------------------------------------------
+
+    def _ask(self, image: PendingImage) -> str | None:
+        """Ask for the rewrite; a warning where that cannot be. Raises InvalidRequest for a style that is not there."""
+        request = image.request
+        if self._rewriter is None or request.rewriting is None:
+            return NO_MODEL
+        deadline_s = None if request.deadline_s is None else REWRITING_PART * request.deadline_s
+        try:
+            asked = RewriteRequest(wish=request.prompt, options=request.rewriting, deadline_s=deadline_s)
+            image.rewrite_id = self._rewriter.submit(asked)
+        except QueueFull:
+            return BUSY
+        except DiffserveError as error:
+            if error.param == "style":
+                raise
+            return FAILED
+        self._asked[image.rewrite_id] = image
+        return None
+
+    def _make_ready(self, image: PendingImage, prompt: str, warning: str | None) -> None:
+        self._asked.pop(image.rewrite_id, None)
+        image.prompt = prompt
+        image.warnings = () if warning is None else (warning,)
+        self._ready.append(image)
+
+    def _hand_over(self, image: PendingImage) -> None:
+        """Submit with the new prompt, or with the image where the engine does not take that. Raises what it raises."""
+        try:
+            self._submit(image)
+        except InvalidRequest:
+            if image.prompt == image.request.prompt:
+                raise
+            image.prompt, image.warnings = image.request.prompt, (FAILED,)
+            self._submit(image)
+
+    def _submit(self, image: PendingImage) -> None:
+        now_s, request = self._clock(), image.request
+        left_s = image.left_s(now_s)
+        if left_s is not None and left_s <= 0.0:
+            raise DeadlineExceeded(
+                f"the deadline of {request.deadline_s:g} s passed before the picture was finished.", param="deadline_s"
+            )
+        self._engine.submit(msgspec.structs.replace(request, prompt=image.prompt, rewriting=None, deadline_s=left_s))
+        original = None if image.prompt == request.prompt else request.prompt
+        self._notes[request.request_id] = Note(now_s - image.submitted_s, image.warnings, original)
+
+    def _find(self, request_id: str) -> PendingImage | None:
+        images = (*self._asked.values(), *self._ready)
+        return next((image for image in images if image.request.request_id == request_id), None)
+
+
+def _failed(request_id: str, error: Exception) -> Failed:
+    """A request that the engine refuses after all; what is not ours is a mistake of ours, and logged."""
+    if isinstance(error, DiffserveError):
+        return Failed(request_id=request_id, code=error.code, message=error.message, param=error.param)
+    logger.error("a rewritten request could not be submitted", exc_info=error)
+    message = f"taking this request raised {type(error).__name__}: {error}"
+    return Failed(request_id=request_id, code=DiffserveError.default_code, message=message)

@@ -1,0 +1,150 @@
+"""What both sides keep: why something fails, where it stands, who is live, what a tick may take. No torch."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar
+
+from diffserve.types import Cancelled
+
+
+class Failure(NamedTuple):
+    """Why something was given up: a stable ``code``, a sentence, and the request field to blame, if one is."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+
+class Stage(enum.Enum):
+    """Where an image or a text stands; every stage may jump to ``DONE``.
+
+    ::
+
+        image  WAITING -> DENOISING -> DECODING -> DONE
+        text   WAITING (or FOLLOWING) -> RUNNING -> DONE, and back to WAITING when it gives its pages away
+
+    WAITING    has no lane, or no pages
+    FOLLOWING  waits for the first text of its request to compute the prompt that they share
+    """
+
+    WAITING = "waiting"
+    FOLLOWING = "following"
+    RUNNING = "running"
+    DENOISING = "denoising"
+    DECODING = "decoding"
+    DONE = "done"
+
+
+class HasStage(Protocol):
+    """An image or a text."""
+
+    stage: Stage
+
+
+class Live:
+    """A request from submit to its terminal event. ``submitted_s`` is a reading of the engine's clock."""
+
+    __slots__ = ()
+
+    request: Any
+    submitted_s: float
+    tasks: Sequence[HasStage]
+
+    @property
+    def request_id(self) -> str:
+        """The id the caller knows it by."""
+        name: str = self.request.request_id
+        return name
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all that it asks for is finished, failed or cancelled."""
+        return all(task.stage is Stage.DONE for task in self.tasks)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it waits no more."""
+        raise NotImplementedError
+
+    @property
+    def deadline_at_s(self) -> float | None:
+        """The clock reading at which the work is given up."""
+        deadline_s: float | None = self.request.deadline_s
+        return None if deadline_s is None else self.submitted_s + deadline_s
+
+
+@dataclass(frozen=True, slots=True)
+class TickBudget:
+    """What one tick may take; None: no limit beside the engine's own.
+
+    max_tokens  tokens in the call of the network
+    time_s      seconds that the call should take, by what earlier calls took; see ``TextCore.max_tokens``
+    admits      whether texts that have no pages may be given some; not while others wait for pages longer already
+    """
+
+    max_tokens: int | None = None
+    time_s: float | None = None
+    admits: bool = True
+
+
+NO_LIMIT: Final = TickBudget()
+
+L = TypeVar("L", bound=Live)
+E = TypeVar("E")
+
+
+class Scheduler(ABC, Generic[L, E]):
+    """Who runs next. Single-threaded: the tick calls it.
+
+    live       requests accepted and not yet over, by id
+    num_ticks  plans made
+    product    what is waited for, in words
+    """
+
+    product: ClassVar[str]
+
+    def __init__(self) -> None:
+        self.live: dict[str, L] = {}
+        self.num_ticks = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a tick would do something."""
+        return bool(self.live)
+
+    @abstractmethod
+    def add(self, live: L) -> None:
+        """Let a checked request wait."""
+
+    @abstractmethod
+    def give_up(self, live: L, failure: Failure) -> list[E]:
+        """A request has failed; its neighbours go on."""
+
+    @abstractmethod
+    def _drop(self, live: L) -> None:
+        """Forget a request, and free what it holds."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Raises AssertionError or PoolIntegrityError when something or somebody has been lost."""
+
+    def cancel(self, request_id: str) -> list[E | Cancelled]:
+        """Forget a request at once; what it held is free when this returns. Empty when it is not live."""
+        live = self.live.get(request_id)
+        if live is None:
+            return []
+        self._drop(live)
+        return [Cancelled(request_id=request_id)]
+
+    def expire(self, now_s: float) -> list[E]:
+        """Give up the requests whose deadline has passed."""
+        events: list[E] = []
+        for live in [one for one in self.live.values() if (one.deadline_at_s or now_s) < now_s]:
+            deadline_s = live.request.deadline_s
+            message = f"the deadline of {deadline_s:g} s passed before the {self.product} was finished."
+            events += self.give_up(live, Failure("deadline_exceeded", message, "deadline_s"))
+        return events

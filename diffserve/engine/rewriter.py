@@ -1,0 +1,280 @@
+"""Rewriter: wishes in, prompts out, by the texts of a TextEngine. It has no thread and never waits.
+
+One wish is one or two text requests: the likeliest prompt, and those drawn at random, which share its beginning in the
+page pool. ::
+
+    submit(RewriteRequest) --> submit(TextRequest) x 1..2      tick() --> feed(events) --> RewriteEvents, other events
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from diffserve.engine.delivery import Shell, raise_if_failed
+from diffserve.engine.text import TextEngine
+from diffserve.errors import DiffserveError, InvalidRequest
+from diffserve.rewrite_types import (
+    REWRITE_TERMINAL,
+    Rewrite,
+    RewriteDelta,
+    RewriteEvent,
+    RewriteFinished,
+    RewriteRequest,
+)
+from diffserve.rewriting.asking import Asker, Question
+from diffserve.rewriting.cleaning import THINK, without_thoughts
+from diffserve.rewriting.grammar import caption_constraint
+from diffserve.rewriting.judging import Judge
+from diffserve.rewriting.style import Style, load_style
+from diffserve.rewriting.window import TextWindow
+from diffserve.runtime.decoding import TokenConstraint
+from diffserve.text_types import TEXT_TERMINAL, TextDelta, TextEvent, TextFinished, TextTimings, TextUsage
+from diffserve.types import Cancelled, Failed, RewriteOptions
+
+
+class Rewriter(Shell[RewriteRequest, RewriteEvent]):
+    """Rewrites wishes for an image model that reads ``window``, by the language model of ``texts``.
+
+    style        the name of the style used where a request names none
+    max_entropy  mean nats a token above which the model counts as unsure; None: as the style says
+
+    A server calls ``submit`` and ``cancel``, and hands every tick's events to ``feed``. ``rewrite``, ``answer`` and
+    ``stream`` tick in the calling thread. Safe to call from any thread.
+
+    Raises ConfigError when the model has no chat template, InvalidRequest for a style that is not there.
+    """
+
+    terminal = REWRITE_TERMINAL
+
+    def __init__(self, texts: TextEngine, *, style: str, window: TextWindow, max_entropy: float | None = None) -> None:
+        super().__init__()
+        self.texts = texts
+        self.window = window
+        self._max_entropy = max_entropy
+        self._styles: dict[str, Style] = {}
+        self._constraint: TokenConstraint | None = None
+        self._asker = Asker(texts.core.model.tokenizer, texts.info.model_id)
+        self.style = self._style(style)
+        if self.style.answer.language == "captions":
+            self._caption_constraint()
+        self._jobs: dict[str, Job] = {}  # these three guarded by the lock of the mail
+        self._job_of_text: dict[str, Job | None] = {}  # None: nobody waits for it any more
+        self._others: list[TextEvent] = []
+
+    # The verbs ----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_live(self) -> int:
+        """Rewrites accepted and not yet over."""
+        return len(self._jobs)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a tick would do or deliver something."""
+        return bool(self._jobs or self._mail)
+
+    def submit(self, request: RewriteRequest) -> str:
+        """Ask for a rewrite and return its id.
+
+        Raises InvalidRequest (a style that is not there, a wish too long for the model, an id in use), QueueFull,
+        EngineUnavailable; then nothing is left behind.
+        """
+        return self._enter(request, is_followed=False)
+
+    def cancel(self, request_id: str) -> bool:
+        """Give a rewrite up; a later ``feed`` tells so. False when it is not (or no longer) live."""
+        job = self._jobs.get(request_id)
+        return job is not None and any([self.texts.cancel(text_id) for text_id in job.questions])
+
+    def feed(self, events: Iterable[TextEvent]) -> tuple[list[RewriteEvent], list[TextEvent]]:
+        """What ``events`` of the text engine mean for rewrites, and those that are about other texts."""
+        with self._mail.lock:
+            self._sort(events)
+            others, self._others = self._others, []
+            return self._mail.take(), others
+
+    # Convenient ways ----------------------------------------------------------------------------------------------
+
+    def rewrite(self, wish: str, num_prompts: int = 1, options: RewriteOptions | None = None) -> tuple[Rewrite, ...]:
+        """Rewrite one wish and wait. Raises what ``answer`` raises."""
+        request = RewriteRequest(wish=wish, num_prompts=num_prompts, options=options or RewriteOptions())
+        return self.answer([request])[0].rewrites
+
+    def answer(self, requests: Sequence[RewriteRequest]) -> list[RewriteFinished]:
+        """Rewrite wishes side by side and wait: one answer for each, in order; more than may wait at once, too.
+
+        Raises what ``submit`` raises (but QueueFull), and for one that failed DeadlineExceeded, NumericalError,
+        InvalidRequest or DiffserveError.
+        """
+        ends = [history[-1] for history in self._answer(requests)]
+        for end in ends:
+            raise_if_failed(end)
+        return [end for end in ends if isinstance(end, RewriteFinished)]
+
+    def stream(self, request: RewriteRequest) -> Iterator[RewriteEvent]:
+        """Rewrite and watch: the events up to the terminal one. Closing the iterator cancels the rewrite."""
+        return self._watch(request)
+
+    # Styles -------------------------------------------------------------------------------------------------------
+
+    def _style(self, name: str) -> Style:
+        if name not in self._styles:
+            self._styles[name] = load_style(name)
+        return self._styles[name]
+
+    def _judge(self, style: Style) -> Judge:
+        most = style.answer.max_entropy if self._max_entropy is None else self._max_entropy
+        return Judge(style, self.window, most)
+
+    def _caption_constraint(self) -> TokenConstraint:
+        if self._constraint is None:
+            model = self.texts.core.model
+            self._constraint = caption_constraint(model.tokenizer, model.end_ids)
+        return self._constraint
+
+    # Jobs ---------------------------------------------------------------------------------------------------------
+
+    def _enter(self, request: RewriteRequest, *, is_followed: bool) -> str:
+        style = self._style(request.options.style) if request.options.style is not None else self.style
+        questions = list(self._asker.questions(request, style, self.window))
+        constraint = self._caption_constraint() if style.answer.language == "captions" else None
+        first_of = {question.request.request_id: question.first_index for question in questions}
+        job = Job(request, self._judge(style), self.texts.info.model_id, first_of)
+        with self._mail.lock:
+            if request.request_id in self._jobs:
+                raise InvalidRequest(f"request_id {request.request_id!r} is already in use.", param="request_id")
+            self._jobs[request.request_id] = job
+            self._job_of_text.update(dict.fromkeys(first_of, job))
+            if is_followed:
+                self._mail.open_mailbox(request.request_id)
+        for at, question in enumerate(questions):
+            try:
+                self.texts.submit(question.request, constraint=constraint)
+            except DiffserveError:
+                self._leave(job, unasked=questions[at:])
+                self._mail.close_mailbox(request.request_id)
+                raise
+        return request.request_id
+
+    def _leave(self, job: Job, unasked: Sequence[Question] = ()) -> None:
+        """Forget ``job``: its texts are cancelled, and what they still say is dropped."""
+        with self._mail.lock:
+            del self._jobs[job.request.request_id]
+            for question in unasked:
+                del self._job_of_text[question.request.request_id]
+            for text_id in job.questions:
+                if text_id in self._job_of_text:
+                    self._job_of_text[text_id] = None
+                    self.texts.cancel(text_id)
+
+    def _tick_once(self) -> None:
+        """A tick of the texts; what is for others waits for ``feed``."""
+        events = self.texts.tick()
+        with self._mail.lock:
+            self._sort(events)
+
+    def _sort(self, events: Iterable[TextEvent]) -> None:
+        for event in events:
+            if event.request_id not in self._job_of_text:
+                self._others.append(event)
+                continue
+            job = self._job_of_text[event.request_id]
+            if isinstance(event, TEXT_TERMINAL):
+                del self._job_of_text[event.request_id]
+            if job is not None:
+                self._mail.post(self._told(job, event))
+
+    def _told(self, job: Job, event: TextEvent) -> Iterator[RewriteEvent]:
+        match event:
+            case TextDelta():
+                yield from job.shown(event)
+            case TextFinished():
+                job.answers[event.request_id] = event
+                if job.is_over:
+                    self._leave(job)
+                    yield job.finished()
+            case Failed(code=code, message=message, param=param):
+                self._leave(job)
+                yield Failed(request_id=job.request.request_id, code=code, message=message, param=param)
+            case Cancelled():
+                self._leave(job)
+                yield Cancelled(request_id=job.request.request_id)
+            case _:
+                pass
+
+
+class Showing:
+    """The part of an answer that may be shown while it is still being said: thoughts are not."""
+
+    def __init__(self) -> None:
+        self._said = ""
+        self._num_shown = 0
+
+    def push(self, text: str) -> str:
+        """What ``text`` adds to what is shown."""
+        self._said += text
+        visible = without_thoughts(self._said).lstrip()
+        if THINK.startswith(visible):
+            return ""
+        new = visible[self._num_shown :]
+        self._num_shown = max(self._num_shown, len(visible))
+        return new
+
+
+@dataclass(eq=False)
+class Job:
+    """A live rewrite.
+
+    questions  text request id -> index of the first prompt that its texts are
+    answers    what came back of them
+    """
+
+    request: RewriteRequest
+    judge: Judge
+    model_id: str
+    questions: dict[str, int]
+    answers: dict[str, TextFinished] = field(default_factory=dict)
+    showing: dict[int, Showing] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every question is answered."""
+        return len(self.answers) == len(self.questions)
+
+    def shown(self, delta: TextDelta) -> Iterator[RewriteDelta]:
+        """What is new to see, if anything is."""
+        index = self.questions[delta.request_id] + delta.text_index
+        text = self.showing.setdefault(index, Showing()).push(delta.text)
+        if text and self.request.deltas:
+            yield RewriteDelta(request_id=self.request.request_id, index=index, text=text)
+
+    def finished(self) -> RewriteFinished:
+        """The end: every answer, judged."""
+        answers = [self.answers[text_id] for text_id in self.questions]
+        results = [result for answer in answers for result in answer.results]
+        force = self.request.options.force
+        return RewriteFinished(
+            request_id=self.request.request_id,
+            rewrites=tuple(self.judge.rewrite(self.request.wish, result, force=force) for result in results),
+            style=self.judge.style.name,
+            model=self.model_id,
+            usage=_usage([answer.usage for answer in answers]),
+            timings=_timings([answer.timings for answer in answers]),
+        )
+
+
+def _usage(parts: list[TextUsage]) -> TextUsage:
+    return TextUsage(
+        **{name: sum(getattr(part, name) for part in parts) for name in TextUsage.__struct_fields__},
+    )
+
+
+def _timings(parts: list[TextTimings]) -> TextTimings:
+    """Questions run side by side: the first token of any, the slowest of the rest."""
+    return TextTimings(
+        queue_s=min(part.queue_s for part in parts),
+        ttft_s=min(part.ttft_s for part in parts),
+        tpot_s=max(part.tpot_s for part in parts),
+        total_s=max(part.total_s for part in parts),
+    )

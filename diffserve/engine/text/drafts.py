@@ -1,0 +1,101 @@
+"""Which drafts a tick checks: how long, from where, and what is learnt from those that were wrong."""
+
+from __future__ import annotations
+
+from diffserve.engine.text.pages import SequencePages
+from diffserve.engine.text.task import Piece, TextTask
+from diffserve.errors import InvalidRequest
+from diffserve.runtime.decoding import PromptLookup
+from diffserve.runtime.language import LanguageModel
+from diffserve.text_types import Speculation, TextConfig, TextRequest
+
+
+class DraftPolicy:
+    """Adds drafts to the pieces of decoding texts while the tick has tokens left, and pages can be had without waiting.
+
+    A draft is tokens that a constraint leaves no choice about, else what a draft model or the text itself suggests.
+    """
+
+    def __init__(self, config: TextConfig, pages: SequencePages, draft_model: LanguageModel | None) -> None:
+        self.config = config
+        self.pages = pages
+        self.num_drafted = 0
+        self.num_right = 0
+        self._context_tokens = draft_model.info.context_tokens if draft_model else 0
+        self._lookups = [
+            PromptLookup(count, max_ngram=config.max_ngram, min_ngram=config.min_ngram)
+            for count in range(config.num_draft_tokens + 1)
+        ]
+
+    def check(self, request: TextRequest) -> None:
+        """Raises InvalidRequest when the request asks for a kind of speculation that is not there."""
+        if request.speculation == "draft" and self.pages.draft_tenant is None:
+            raise InvalidRequest(
+                'speculation is "draft", and this engine has no draft model; choose "auto", "prompt_lookup" or "off".',
+                param="speculation",
+            )
+
+    def kind(self, request: TextRequest) -> Speculation:
+        """What ``request`` gets: "draft", "prompt_lookup" or "off"."""
+        if self.config.num_draft_tokens == 0 or request.speculation == "off":
+            return "off"
+        if request.speculation != "auto":
+            return request.speculation
+        if self.pages.draft_tenant is not None:
+            return "draft"
+        return "prompt_lookup" if self.config.prompt_lookup else "off"
+
+    def extend(self, piece: Piece, num_left: int) -> int:
+        """Give ``piece`` a draft of at most ``num_left`` tokens; returns how many tokens that adds to the tick.
+
+        None for beams, nor while other texts wait to go on from the same prompt.
+        """
+        task = piece.task
+        kind = self.kind(task.live.request)
+        limit = min(task.draft_limit, num_left)
+        is_shared = task.search is not None or (task.text_index == 0 and any(task.live.followers))
+        if kind == "off" or limit < 1 or is_shared:
+            return 0
+        row = piece.sequence.row
+        if kind == "prompt_lookup":
+            return self._look(piece, self._lookups[limit])
+        forced = row.crop(row.constraint.forced(row.state, limit)) if row.constraint is not None else []
+        return self._take(piece, forced) if forced else self._ask(piece, limit, num_left)
+
+    def learn(self, task: TextTask, num_drafted: int, num_right: int) -> None:
+        """Longer drafts while they are right, shorter ones while they are wrong."""
+        task.live.draft_tokens += num_drafted
+        task.live.accepted_tokens += num_right
+        self.num_drafted += num_drafted
+        self.num_right += num_right
+        if num_right == num_drafted:
+            task.draft_limit = min(self.config.num_draft_tokens, 2 * task.draft_limit)
+        elif num_right < (num_drafted + 1) // 2:
+            task.draft_limit = max(1, task.draft_limit // 2)
+
+    def _look(self, piece: Piece, lookup: PromptLookup) -> int:
+        row = piece.sequence.row
+        if row.constraint is None:
+            found = lookup.propose(row.token_ids)
+        else:
+            found = lookup.propose_allowed(row.token_ids, row.constraint, row.state)
+        return self._take(piece, row.crop(found))
+
+    def _take(self, piece: Piece, draft: list[int]) -> int:
+        if not draft or not self.pages.reserve(piece.sequence, piece.end + len(draft)):
+            return 0
+        piece.draft = draft
+        return len(draft)
+
+    def _ask(self, piece: Piece, limit: int, num_left: int) -> int:
+        """Let the draft model propose. It may first have to read what was said: that counts as well."""
+        sequence = piece.sequence
+        room = sequence.row.params.max_tokens - sequence.row.num_output_tokens - 1
+        count = min(limit, room, self._context_tokens - piece.end)
+        behind = sequence.num_tokens - sequence.num_draft_computed
+        if count < 1 or behind > num_left or not self.pages.reserve(sequence, piece.end + count):
+            return 0
+        if not self.pages.reserve_draft(sequence, piece.end + count - 1, piece.task.live.request.cache_salt):
+            return 0
+        piece.num_draft = count
+        return count

@@ -1,0 +1,191 @@
+"""What a tick's outcome does to a text: tokens are said, text comes out, and it may be over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from diffserve.engine.records import Stage
+from diffserve.engine.text.drafts import DraftPolicy
+from diffserve.engine.text.pages import SequencePages
+from diffserve.engine.text.task import LiveText, Piece, TextOutcome, TextTask
+from diffserve.runtime.decoding import Choice, Hypothesis, TextStream
+from diffserve.runtime.language import LanguageModel
+from diffserve.text_types import (
+    FinishReason,
+    TextDelta,
+    TextEvent,
+    TextFinished,
+    TextResult,
+    TextTimings,
+    TextUsage,
+    TokenInfo,
+)
+
+
+class TextOutputs:
+    """Moves texts on and writes their events. ``num_said`` and ``entropy_sum`` count over all texts since birth."""
+
+    def __init__(self, pages: SequencePages, drafts: DraftPolicy, model: LanguageModel) -> None:
+        self.pages = pages
+        self.drafts = drafts
+        self.model = model
+        self.num_said = 0
+        self.entropy_sum = 0.0
+
+    def computed(self, piece: Piece, now_s: float) -> None:
+        """The piece's keys and values are written; those of a draft are not believed yet."""
+        piece.sequence.num_computed = piece.end
+        live = piece.task.live
+        if live.started_s is None:
+            live.started_s = now_s
+        if not piece.is_last:
+            self.pages.settle(piece.sequence)
+
+    def said(self, task: TextTask, outcome: TextOutcome, now_s: float) -> Iterator[TextEvent]:
+        """Take what the model said for ``task``; its stage is DONE when that was all."""
+        live = task.live
+        live.first_token_s = now_s if live.first_token_s is None else live.first_token_s
+        live.last_token_s = now_s
+        if task.search is not None:
+            yield from self._searched(task, outcome)
+            return
+        choices = outcome.said[task]
+        pieces, reason = self._take(task, choices)
+        if outcome.drafted.get(task):
+            self.drafts.learn(task, outcome.drafted[task], len(choices) - 1)
+        sequence = task.sequences[0]
+        sequence.num_computed = sequence.num_tokens - 1
+        self.pages.settle(sequence)
+        if reason is not None:
+            assert task.stream is not None
+            pieces.append(task.stream.finish())
+            task.stage = Stage.DONE
+            live.results.append(self._result(task, task.text_index, task.choices, task.stream, reason))
+        if live.request.deltas:
+            new = task.choices[-len(choices) :] if choices else []
+            yield self._delta(live, task.text_index, "".join(pieces), new, reason)
+
+    def finished(self, live: LiveText, now_s: float) -> TextFinished:
+        """The terminal event of a request whose texts are all done."""
+        results = tuple(sorted(live.results, key=lambda result: result.text_index))
+        return TextFinished(
+            request_id=live.request_id,
+            results=results,
+            usage=usage(live, results),
+            timings=timings(live, results, now_s),
+        )
+
+    def _take(self, task: TextTask, choices: list[Choice]) -> tuple[list[str], FinishReason | None]:
+        """Tokens one by one, up to the one that ends the text: the pieces of text, and why it is over."""
+        assert task.stream is not None
+        row, pieces = task.sequences[0].row, []
+        for index, choice in enumerate(choices):
+            row.append(choice.token_id)
+            task.choices.append(choice)
+            self.num_said += 1
+            self.entropy_sum += choice.entropy
+            if choice.token_id not in row.stop_ids:
+                pieces.append(task.stream.push(choice.token_id))
+            reason = "stop" if task.stream.stopped_by is not None else row.finish_reason
+            if reason is not None:
+                del choices[index + 1 :]
+                return pieces, reason
+        return pieces, None
+
+    def _searched(self, task: TextTask, outcome: TextOutcome) -> Iterator[TextEvent]:
+        """A step of a beam search; the texts are known only when it is over."""
+        assert task.search is not None
+        self.pages.rearrange(task, outcome.forks[task].parents)
+        for sequence in task.sequences:
+            self.pages.settle(sequence)
+        if not task.search.is_done:
+            return
+        task.stage = Stage.DONE
+        for index, found in enumerate(task.search.best(task.live.request.num_texts)):
+            yield from self._hypothesis(task, index, found)
+
+    def _hypothesis(self, task: TextTask, index: int, found: Hypothesis) -> Iterator[TextEvent]:
+        live, row = task.live, task.sequences[0].row
+        stream = TextStream(self.model.tokenizer, stop=live.request.params.stop, context_ids=live.prompt_ids)
+        ends = found.token_ids[-1] in row.stop_ids
+        pieces = [stream.push(token_id) for token_id in (found.token_ids[:-1] if ends else found.token_ids)]
+        pieces.append(stream.finish())
+        reason: FinishReason = "stop" if ends or stream.stopped_by is not None else "length"
+        live.results.append(self._result(task, index, found.choices, stream, reason, found.score))
+        self.num_said += len(found.choices)
+        self.entropy_sum += sum(choice.entropy for choice in found.choices)
+        if live.request.deltas:
+            yield self._delta(live, index, "".join(pieces), found.choices, reason)
+
+    def _delta(
+        self, live: LiveText, index: int, text: str, choices: Sequence[Choice], reason: FinishReason | None
+    ) -> TextDelta:
+        return TextDelta(
+            request_id=live.request_id,
+            text_index=index,
+            text=text,
+            token_ids=tuple(choice.token_id for choice in choices),
+            tokens=self._infos(live, choices),
+            finish_reason=reason,
+        )
+
+    def _result(
+        self,
+        task: TextTask,
+        index: int,
+        choices: Sequence[Choice],
+        stream: TextStream,
+        reason: FinishReason,
+        score: float | None = None,
+    ) -> TextResult:
+        return TextResult(
+            text_index=index,
+            text=stream.text,
+            token_ids=tuple(choice.token_id for choice in choices),
+            finish_reason=reason,
+            stop_text=stream.stopped_by,
+            tokens=self._infos(task.live, choices),
+            mean_entropy=sum(choice.entropy for choice in choices) / len(choices),
+            score=score,
+        )
+
+    def _infos(self, live: LiveText, choices: Sequence[Choice]) -> tuple[TokenInfo, ...]:
+        if live.request.params.logprobs is None:
+            return ()
+        return tuple(
+            TokenInfo(
+                token_id=choice.token_id,
+                text=self._spell(choice.token_id),
+                logprob=choice.logprob,
+                entropy=choice.entropy,
+                top=tuple((self._spell(token_id), token_id, logprob) for token_id, logprob in choice.top),
+            )
+            for choice in choices
+        )
+
+    def _spell(self, token_id: int) -> str:
+        text: str = self.model.tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+        return text
+
+
+def usage(live: LiveText, results: Sequence[TextResult]) -> TextUsage:
+    """The tokens of a finished request."""
+    return TextUsage(
+        prompt_tokens=len(live.prompt_ids),
+        output_tokens=sum(len(result.token_ids) for result in results),
+        cached_tokens=live.cached_tokens or 0,
+        draft_tokens=live.draft_tokens,
+        accepted_tokens=live.accepted_tokens,
+    )
+
+
+def timings(live: LiveText, results: Sequence[TextResult], now_s: float) -> TextTimings:
+    """Where a finished request's time went; texts of one request run side by side, so the longest one counts."""
+    first_s = live.first_token_s if live.first_token_s is not None else now_s
+    num_later = max(len(result.token_ids) for result in results) - 1
+    return TextTimings(
+        queue_s=(live.started_s if live.started_s is not None else now_s) - live.submitted_s,
+        ttft_s=first_s - live.submitted_s,
+        tpot_s=(live.last_token_s - first_s) / num_later if num_later else 0.0,
+        total_s=now_s - live.submitted_s,
+    )

@@ -1,0 +1,150 @@
+"""RunningQueue: the texts that run, and who gives way when one of them cannot grow.
+
+First all pages of the draft model go, then those of the text that came last: it waits to be computed anew. A text
+never takes pages from one that came before it, so the oldest always finishes; and never from one that has a piece in
+the tick that is being planned.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Container, Iterator
+
+from diffserve.engine.records import Stage
+from diffserve.engine.text.pages import SequencePages
+from diffserve.engine.text.task import Sequence, TextTask
+
+Planned = Container[TextTask]
+
+
+class RunningQueue:
+    """In the order in which they were let in. ``num_preempted`` counts since birth."""
+
+    def __init__(self, pages: SequencePages, waiting: WaitingQueue) -> None:
+        self.pages = pages
+        self.num_preempted = 0
+        self._waiting = waiting
+        self._tasks: dict[TextTask, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __contains__(self, task: object) -> bool:
+        return task in self._tasks
+
+    def __iter__(self) -> Iterator[TextTask]:
+        return iter(tuple(self._tasks))
+
+    def add(self, task: TextTask) -> None:
+        """``task`` has pages and runs."""
+        task.stage = Stage.RUNNING
+        self._tasks[task] = None
+
+    def remove(self, task: TextTask) -> None:
+        """``task`` runs no more; nothing happens when it did not."""
+        self._tasks.pop(task, None)
+
+    def grow(self, task: TextTask, planned: Planned) -> bool:
+        """Room for the last token of each sequence of ``task``; False when it cannot be had now."""
+        return all(self.make_room(task, sequence, sequence.num_tokens, planned) for sequence in task.sequences)
+
+    def make_room(self, task: TextTask, sequence: Sequence, end: int, planned: Planned) -> bool:
+        """Reserve up to token ``end``, at the expense of those who came later and are not in ``planned``."""
+        while not self.pages.reserve(sequence, end):
+            if not self._reclaim(task, planned):
+                return False
+        return True
+
+    def open(self, task: TextTask, sequence: Sequence, planned: Planned) -> bool:
+        """The same for pages of a sequence that has none."""
+        while not self.pages.open(sequence, task.live.request.cache_salt):
+            if not self._reclaim(task, planned):
+                return False
+        return True
+
+    def close_drafts(self) -> bool:
+        """Give back all pages of the draft model; False when there were none."""
+        sequences = [sequence for task in self._tasks for sequence in task.sequences]
+        return any([self.pages.close_draft(sequence) for sequence in sequences])
+
+    def _reclaim(self, task: TextTask, planned: Planned) -> bool:
+        if self.close_drafts():
+            return True
+        later = [other for other in self._tasks if other.order > task.order and other not in planned]
+        if not later:
+            return False
+        self._preempt(max(later, key=lambda other: other.order))
+        return True
+
+    def _preempt(self, task: TextTask) -> None:
+        self.pages.close(task)
+        self.remove(task)
+        task.stage = Stage.WAITING
+        self._waiting.add(task)
+        self.num_preempted += 1
+
+
+MAX_LOOKED_AT = 32
+"""Of those that could profit from waiting, so many are passed over for others in one tick."""
+
+
+class WaitingQueue:
+    """In order of arrival, which a preemption does not change."""
+
+    def __init__(self, pages: SequencePages) -> None:
+        self.pages = pages
+        self._tasks: dict[TextTask, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __iter__(self) -> Iterator[TextTask]:
+        return iter(self._tasks)
+
+    def add(self, task: TextTask) -> None:
+        """Let ``task`` wait."""
+        self._tasks[task] = None
+
+    def remove(self, task: TextTask) -> None:
+        """``task`` waits no more; nothing happens when it did not."""
+        self._tasks.pop(task, None)
+
+    def candidates(self, running: Collection[TextTask]) -> Iterator[TextTask]:
+        """Those to be let in now, the next first; without those whose prompt somebody is just computing."""
+        for task in heapq.nsmallest(MAX_LOOKED_AT, self._tasks, key=lambda task: task.order):
+            if not self._is_being_computed(task, running):
+                yield task
+
+    def may_enter(self, task: TextTask, running: Collection[TextTask]) -> bool:
+        """Whether, after ``task`` has its pages, everybody who runs could still take one more sheet.
+
+        Without such room its coming in would soon push somebody out.
+        """
+        if not running:
+            return True
+        salt = task.live.request.cache_salt
+        growth = self.pages.num_pages(1) * sum(len(other.sequences) for other in running)
+        available = self.pages.pool.num_available - growth
+        need = sum(self.pages.num_pages(sequence.num_tokens) for sequence in task.sequences)
+        if need <= available:
+            return True
+        found = sum(self.pages.num_pages(self.pages.num_cached(sequence, salt)) for sequence in task.sequences)
+        return need - found <= available
+
+    def _is_being_computed(self, task: TextTask, running: Collection[TextTask]) -> bool:
+        """Whether a text that runs is about to file sheets that ``task`` would otherwise compute once more."""
+        sequence, salt = task.sequences[0], task.live.request.cache_salt
+        ids = sequence.row.token_ids
+        num_cached: int | None = None
+        for other in running:
+            ahead = other.sequences[0]
+            if other.live.request.cache_salt != salt or ahead.num_pending <= 1:
+                continue
+            shared = self.pages.shared_tokens(ids, ahead.row.token_ids)
+            if shared <= ahead.num_computed:
+                continue
+            if num_cached is None:
+                num_cached = self.pages.num_cached(sequence, salt)
+            if shared > num_cached:
+                return True
+        return False

@@ -1,0 +1,170 @@
+"""One text tick's work on the tensors: drafts are made, the mixed batch is computed, tokens are chosen."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diffserve.engine.device_health import failure_of, raise_if_sticky
+from diffserve.engine.text.task import Piece, TextOutcome, TextPlan, TextTask
+from diffserve.runtime.decoding import DecodingRow, accept, draft_next
+from diffserve.runtime.language import Chunk, LanguageRunner
+
+logger = logging.getLogger(__name__)
+
+
+class TextRunner:
+    """Runs plans. Whatever fails is reported for the text it belongs to; nothing is raised for one text's sake."""
+
+    def __init__(self, runner: LanguageRunner, draft_runner: LanguageRunner | None, clock: Callable[[], float]) -> None:
+        self.runner = runner
+        self.draft_runner = draft_runner
+        self.clock = clock
+
+    @torch.inference_mode()
+    def run(self, plan: TextPlan) -> TextOutcome:
+        """Do what ``plan`` says."""
+        outcome = TextOutcome()
+        draft_probs = self._draft([piece for piece in plan.pieces if piece.num_draft])
+        started_s = self.clock()
+        if plan.pieces:
+            self._compute(plan.pieces, draft_probs, outcome)
+        outcome.forward_s = self.clock() - started_s
+        return outcome
+
+    def _compute(self, pieces: Sequence[Piece], draft_probs: dict[Piece, Tensor], outcome: TextOutcome) -> None:
+        """All in one call; when that fails, each text in a call of its own, to find out whose fault it was."""
+        tasks = list(dict.fromkeys(piece.task for piece in pieces))
+        try:
+            batch = TextBatch.of(pieces, draft_probs)
+            logits = self.runner.forward(batch.chunks)
+        except Exception as error:
+            if len(tasks) == 1:
+                outcome.failures[tasks[0]] = failure_of(error, "computing this text")
+                return
+            for task in tasks:
+                self._compute([piece for piece in pieces if piece.task is task], draft_probs, outcome)
+            return
+        self._choose(batch, logits, outcome)
+
+    def _choose(self, batch: TextBatch, logits: Tensor, outcome: TextOutcome) -> None:
+        for task, lines in batch.searches.items():
+            assert task.search is not None
+            try:
+                outcome.forks[task] = task.search.step(logits[lines])
+            except Exception as error:
+                outcome.failures[task] = failure_of(error, "computing this text")
+        if not batch.rows:
+            return
+        own = logits if batch.lines is None else logits[list(batch.lines)]
+        try:
+            said = accept(own, batch.rows, batch.drafts, batch.draft_probs)
+        except Exception as error:
+            outcome.failures.update(dict.fromkeys(batch.tasks, failure_of(error, "computing this text")))
+            return
+        for task, draft, found in zip(batch.tasks, batch.drafts, said, strict=True):
+            if isinstance(found, Exception):
+                outcome.failures[task] = failure_of(found, "computing this text")
+            else:
+                outcome.said[task] = found
+                outcome.drafted[task] = len(draft)
+
+    # Drafts --------------------------------------------------------------------------------------------------------
+
+    def _draft(self, pieces: Sequence[Piece]) -> dict[Piece, Tensor]:
+        """Let the draft model fill ``draft`` of each piece; returns the distributions (len(draft), V) it drew from.
+
+        A draft is a convenience: when it fails the texts go on without.
+        """
+        try:
+            return self._propose(pieces) if pieces else {}
+        except Exception as error:
+            raise_if_sticky(error)
+            logger.exception("the draft model failed; this tick goes on without drafts")
+            for piece in pieces:
+                piece.draft = []
+            return {}
+        finally:
+            for piece in pieces:
+                piece.num_draft = 0
+
+    def _propose(self, pieces: Sequence[Piece]) -> dict[Piece, Tensor]:
+        assert self.draft_runner is not None
+        forks = {piece: piece.sequence.row.fork() for piece in pieces}
+        probs: dict[Piece, list[Tensor]] = {piece: [] for piece in pieces}
+        computed = {piece: piece.sequence.num_draft_computed for piece in pieces}
+        for step in range(max(piece.num_draft for piece in pieces)):
+            active = [piece for piece in pieces if piece.num_draft > step]
+            logits = self.draft_runner.forward([_draft_chunk(piece, forks[piece], computed[piece]) for piece in active])
+            if not bool(torch.isfinite(logits).all()):
+                raise ArithmeticError("its logits are not finite")
+            tokens, distributions = draft_next(logits, [forks[piece] for piece in active])
+            for piece, token_id, distribution in zip(active, tokens, distributions, strict=True):
+                computed[piece] = len(forks[piece].token_ids)
+                forks[piece].append(token_id)
+                probs[piece].append(distribution)
+        for piece in pieces:
+            proposed = forks[piece].token_ids[piece.sequence.num_tokens :]
+            piece.draft = piece.sequence.row.crop(proposed)
+            piece.sequence.num_draft_computed = computed[piece]
+        return {piece: torch.stack(probs[piece][: len(piece.draft)]) for piece in pieces if piece.draft}
+
+
+def _draft_chunk(piece: Piece, fork: DecodingRow, start: int) -> Chunk:
+    table = piece.sequence.draft_table
+    assert table is not None
+    return Chunk(table, start, fork.token_ids[start:])
+
+
+@dataclass(frozen=True)
+class TextBatch:
+    """Every field filled at birth.
+
+    chunks       one for each piece
+    tasks, rows  the texts that choose in this tick, and their rows; followers of a request beside its first text
+    drafts       of each row, empty for none
+    draft_probs  of each row: what its draft was drawn from, None for a draft that was looked up
+    lines        which lines of the call's logits belong to the rows, one row after another; None: all, in order
+    searches     beam searches that step, with their lines
+    """
+
+    chunks: tuple[Chunk, ...]
+    tasks: tuple[TextTask, ...]
+    rows: tuple[DecodingRow, ...]
+    drafts: tuple[Sequence[int], ...]
+    draft_probs: tuple[Tensor | None, ...]
+    lines: tuple[int, ...] | None
+    searches: dict[TextTask, list[int]]
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece], draft_probs: dict[Piece, Tensor]) -> TextBatch:
+        """The batch of ``pieces``, whose drafts are final."""
+        chunks: list[Chunk] = []
+        tasks: list[TextTask] = []
+        members: list[tuple[DecodingRow, Sequence[int], Tensor | None]] = []
+        lines: list[int] = []
+        searches: dict[TextTask, list[int]] = {}
+        num_lines = 0
+        for piece in pieces:
+            table = piece.sequence.table
+            assert table is not None
+            num_logits = len(piece.draft) + 1 if piece.is_last else 0
+            chunks.append(Chunk(table, piece.start, piece.token_ids, num_logits))
+            own = range(num_lines, num_lines + num_logits)
+            num_lines += num_logits
+            if piece.task.search is not None:
+                searches.setdefault(piece.task, []).extend(own)
+            elif num_logits:
+                followers = piece.task.live.followers if piece.task.text_index == 0 else ()
+                for task in (piece.task, *followers):
+                    tasks.append(task)
+                    members.append((task.sequences[0].row, piece.draft, draft_probs.get(piece)))
+                    lines += own
+        rows, drafts, probs = zip(*members, strict=True) if members else ((), (), ())
+        is_all = lines == list(range(num_lines))
+        stepping = {task: found for task, found in searches.items() if len(found) == len(task.sequences)}
+        return cls(tuple(chunks), tuple(tasks), rows, drafts, probs, None if is_all else tuple(lines), stepping)
