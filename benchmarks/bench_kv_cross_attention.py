@@ -36,7 +36,8 @@ from diffserve.config import EngineConfig
 from diffserve.engine.image.exactness import random_inputs
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel, choose_device, load_model
-from diffserve.runtime.conditioning import (
+from diffserve.runtime.kv import PagePlan
+from diffserve.runtime.text.conditioning import (
     AnyConditioning,
     Conditioner,
     PagedConditioner,
@@ -44,8 +45,7 @@ from diffserve.runtime.conditioning import (
     image_specs,
     make_conditioner,
 )
-from diffserve.runtime.cross_attention import Contexts
-from diffserve.runtime.kv import PagePlan
+from diffserve.runtime.unet.cross_attention import Contexts
 
 START = "a fox next to a cactus on the beach at night with two apples"
 """With the start mark at least one sheet of tokens."""

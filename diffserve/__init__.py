@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from diffserve.version import __version__
+
 if TYPE_CHECKING:
     from diffserve.config import EngineConfig, Settings, TextSettings, load_settings
     from diffserve.engine import Engine, Rewriter, Studio, TextEngine
@@ -39,9 +41,6 @@ if TYPE_CHECKING:
         Queued,
         RewriteOptions,
     )
-
-
-__version__ = "0.1.0"
 
 _HOME = {
     "Accepted": "diffserve.types",

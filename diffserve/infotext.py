@@ -14,9 +14,9 @@ import unicodedata
 
 import msgspec
 
-from diffserve import __version__
 from diffserve.errors import InvalidRequest
 from diffserve.types import FULL_INTERVAL, ImageResult
+from diffserve.version import __version__
 from schedulers import SAMPLERS
 
 MAX_BYTES = 8192

@@ -12,7 +12,7 @@ import pytest
 
 from diffserve.errors import ModelLoadError
 from diffserve.fewest_steps import FEWEST_STEPS_FILE, FewestSteps, read_fewest_steps
-from diffserve.runtime.family import BUILT_IN, EMBEDDED
+from diffserve.runtime.loading.family import BUILT_IN, EMBEDDED
 from diffserve.types import Picture
 from tests.engine.desk import INFO, admission, request
 

@@ -1,11 +1,13 @@
-"""One rule: imports point down. And each library stays in its room.
+"""One rule: imports point down, and nowhere in a circle. And each library stays in its room.
 
 schedulers   0   numerics, numpy only (torch in the update kernel)
 mortar       1   types, errors, config and what else every floor speaks; no torch; client/, which knows only errors
-runtime      2   tensors and memory
-engine       3   time; embedded/ stands beside it
-service      4   HTTP; never the runtime, never torch; experiments/ stands beside it, torch in its metrics/ alone
-cli, ui      5   the doors
+runtime      2   tensors and memory; world/ stands beside it: scenes, captions and what tells them apart
+rewriting    3   what a good rewrite is
+engine       4   time
+service      5   HTTP; never the runtime, never torch; experiments/ stands beside it, torch in its metrics/ alone
+embedded     6   the recipe of the model that ships
+cli, ui      6   the doors
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,20 +26,22 @@ ROOT = Path(__file__).resolve().parent.parent
 MORTAR = (
     "types", "sampling_params", "text_types", "rewrite_types", "errors", "config", "profiles", "sizes", "images",
     "infotext", "logs", "engine_stats", "ipc", "disk_cache", "quality", "vocabulary", "bounds", "pace",
-    "fewest_steps", "wait_policy",
+    "fewest_steps", "wait_policy", "version",
 )  # fmt: skip
 FLOORS = {
     "schedulers": 0,
     **{f"diffserve.{name}": 1 for name in MORTAR},
     "diffserve.client": 1,
     "diffserve.runtime": 2,
-    "diffserve.engine": 3,
-    "diffserve.embedded": 3,
-    "diffserve.service": 4,
-    "diffserve.experiments": 4,
-    "diffserve.cli": 5,
-    "diffserve.__main__": 5,
-    "ui": 5,
+    "diffserve.world": 2,
+    "diffserve.rewriting": 3,
+    "diffserve.engine": 4,
+    "diffserve.service": 5,
+    "diffserve.experiments": 5,
+    "diffserve.embedded": 6,
+    "diffserve.cli": 6,
+    "diffserve.__main__": 6,
+    "ui": 6,
 }
 FACADE = "diffserve"
 """The package itself: its names are looked up on first use, so it may point anywhere, and everybody may import it."""
@@ -71,24 +76,10 @@ ONLY_IN = {
     "shelve": (),
     "marshal": (),
 }
-WITHOUT_TORCH = tuple(
-    f"diffserve.engine.{name}"
-    for name in (
-        "admission",
-        "buckets",
-        "fair_share",
-        "group_facts",
-        "lanes",
-        "metrics",
-        "outcome_events",
-        "plan",
-        "request_scheduler",
-        "row_caps",
-        "task",
-        "thread_choice",
-        "time_share",
-        "waiting",
-    )
+WITHOUT_TORCH = (
+    *(f"diffserve.engine.image.{name}" for name in ("admission", "buckets", "outputs", "queues", "scheduler", "task")),
+    "diffserve.engine.records",
+    "diffserve.engine.time_share",
 )
 """Scheduling policy is tested in milliseconds."""
 
@@ -127,7 +118,7 @@ def module_of(path: Path) -> str:
 
 
 def arrows(path: Path) -> Iterator[Arrow]:
-    """Every import of a file, at any depth, relative ones resolved; ``from package import module`` is both."""
+    """Every import of a file, at any depth, relative ones resolved; ``from package import module`` is of the module."""
     module = module_of(path)
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -137,10 +128,10 @@ def arrows(path: Path) -> Iterator[Arrow]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             name = ".".join([*base, *([node.module] if node.module else [])])
-            yield Arrow(module, name, place)
             for alias in node.names:
-                if (ROOT / name.replace(".", "/") / f"{alias.name}.py").is_file() or is_package(f"{name}.{alias.name}"):
-                    yield Arrow(module, f"{name}.{alias.name}", place)
+                is_module = (ROOT / name.replace(".", "/") / f"{alias.name}.py").is_file()
+                whole = f"{name}.{alias.name}"
+                yield Arrow(module, whole if is_module or is_package(whole) else name, place)
 
 
 def is_package(name: str) -> bool:
@@ -154,6 +145,20 @@ def within(name: str, *places: str) -> bool:
 def floor_of(name: str) -> int | None:
     places = [place for place in FLOORS if within(name, place)]
     return FLOORS[max(places, key=len)] if places else None
+
+
+def circle(arrows: Iterable[Arrow]) -> list[str]:
+    """Modules each of which imports the next, the last the first again; empty where there are none."""
+    modules = {module_of(path) for path in python_files()}
+    below: dict[str, set[str]] = {}
+    for arrow in arrows:
+        if arrow.target in modules and arrow.target != arrow.module:
+            below.setdefault(arrow.module, set()).add(arrow.target)
+    try:
+        TopologicalSorter(below).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 ARROWS = [arrow for path in python_files() for arrow in arrows(path)]
@@ -171,6 +176,10 @@ def test_imports_point_down() -> None:
         return mine is not None and theirs is not None and theirs > mine
 
     assert not [str(arrow) for arrow in ARROWS if points_up(arrow)]
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    assert not circle(arrow for arrow in ARROWS if not within(arrow.module, *OUTSIDE))
 
 
 def test_rooms_that_never_see_each_other() -> None:
@@ -254,3 +263,14 @@ def test_the_rule_is_able_to_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "diffserve/runtime/bad.py:3: diffserve.runtime.bad -> torch.nn",
     ]
     assert (floor_of("diffserve.runtime.bad") or 0) < (floor_of("diffserve.engine") or 0)
+
+
+def test_a_circle_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = tmp_path / "diffserve"
+    room.mkdir()
+    for name, other in (("a", "b"), ("b", "c"), ("c", "a"), ("d", "a")):
+        (room / f"{name}.py").write_text(f"def f():\n    from diffserve import {other}\n", encoding="utf-8")
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    found = [arrow for path in python_files() for arrow in arrows(path)]
+    assert set(circle(found)) == {"diffserve.a", "diffserve.b", "diffserve.c"}
+    assert not circle(arrow for arrow in found if arrow.module != "diffserve.c")

@@ -10,8 +10,8 @@ import pytest
 from diffserve.config import load_settings
 from diffserve.quality import QUALITIES, is_quality, quality_steps, steps_of
 from diffserve.service.capabilities import image_capabilities
-from diffserve.service.painting import Painting, plan_painting
-from diffserve.service.schemas import parse_body
+from diffserve.service.images.painting import Painting, plan_painting
+from diffserve.service.images.schemas import parse_body
 from tests.service.test_capabilities import INFO
 
 CONFIG = load_settings(env={}).serve

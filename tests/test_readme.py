@@ -63,7 +63,7 @@ def test_second_command_is_one_line_from_nothing_to_passed_tests() -> None:
 
 @pytest.mark.slow
 def test_first_command_paints_the_fox_and_the_cactus(tmp_path: Path) -> None:
-    from diffserve.embedded.checker import read_picture
+    from diffserve.world.checker import read_picture
 
     output = run(here(command("paint").split(" && ")[-1]), tmp_path)
     assert output.startswith("fox.png  seed ")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from diffserve.embedded.captions import caption
-from diffserve.embedded.vocabulary import known_world, write_world
-from diffserve.embedded.world import scenes
 from diffserve.errors import ModelLoadError
-from diffserve.runtime.family import BUILT_IN
+from diffserve.runtime.loading.family import BUILT_IN
 from diffserve.vocabulary import MOST_NAMED, WORLD_FILE, World, read_world, told
+from diffserve.world.captions import caption
+from diffserve.world.known_words import known_world, write_world
+from diffserve.world.scenes import scenes
 
 WORLD = known_world()
 
@@ -44,7 +44,7 @@ def test_no_caption_holds_an_unknown_word() -> None:
 
 def test_the_shipped_weights_say_what_the_captions_say() -> None:
     shipped = read_world(BUILT_IN["embedded"])
-    assert shipped == WORLD, "run diffserve.embedded.vocabulary.write_world on the weights"
+    assert shipped == WORLD, "run diffserve.world.known_words.write_world on the weights"
     assert (len(WORLD.objects), len(WORLD.places), len(WORLD.colors)) == (60, 8, 12)
 
 

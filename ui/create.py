@@ -8,6 +8,7 @@ import gradio as gr
 
 from ui import palette
 from ui.captions import READY, status
+from ui.fields import Fields
 from ui.palette import Palette
 from ui.parameters import ASPECTS, REWRITE_MODES, SPACINGS
 from ui.uploads import keep_no_copies
@@ -22,25 +23,6 @@ EXAMPLES: Final = (
 QUALITIES: Final = ("draft", "standard", "fine")
 MAX_IMAGES: Final = 10
 GALLERY_COLUMNS: Final = 6
-
-
-class Fields(NamedTuple):
-    """Everything that can be set, in the order of :class:`ui.parameters.Form`."""
-
-    prompt: gr.Textbox
-    negative_prompt: gr.Textbox
-    quality: gr.Radio
-    aspect: gr.Radio
-    num_images: gr.Slider
-    rewrite_mode: gr.Radio
-    steps: gr.Textbox
-    sampler: gr.Dropdown
-    guidance: gr.Textbox
-    size: gr.Textbox
-    seed: gr.Textbox
-    eta: gr.Textbox
-    spacing: gr.Dropdown
-    guidance_interval: gr.Textbox
 
 
 class Wording(NamedTuple):

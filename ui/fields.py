@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Final, NamedTuple
+
+import gradio as gr
 
 from diffserve.errors import InvalidRequest
 from diffserve.types import MAX_PROMPT_CHARS, MAX_SEED
@@ -12,6 +14,25 @@ MAX_FIELD_CHARS: Final = 200
 """Of a field that holds a number or a name."""
 
 MAX_SEED_DIGITS: Final = len(str(MAX_SEED))
+
+
+class Fields(NamedTuple):
+    """Everything that can be set, in the order of :class:`ui.parameters.Form`."""
+
+    prompt: gr.Textbox
+    negative_prompt: gr.Textbox
+    quality: gr.Radio
+    aspect: gr.Radio
+    num_images: gr.Slider
+    rewrite_mode: gr.Radio
+    steps: gr.Textbox
+    sampler: gr.Dropdown
+    guidance: gr.Textbox
+    size: gr.Textbox
+    seed: gr.Textbox
+    eta: gr.Textbox
+    spacing: gr.Dropdown
+    guidance_interval: gr.Textbox
 
 
 def check_text(text: object, name: str, most: int = MAX_PROMPT_CHARS) -> None:
@@ -49,8 +70,8 @@ def read_interval(text: str | None) -> tuple[float, float] | None:
         first, last = math.nan, math.nan
     if not 0.0 <= first <= last <= 1.0:
         raise InvalidRequest(
-            f"The guided part is {(text or '')[:40]!r}; give two numbers from 0 to 1, such as 0.2-0.8, or nothing for all "
-            "steps.",
+            f"The guided part is {(text or '')[:40]!r}; give two numbers from 0 to 1, such as 0.2-0.8, or nothing for "
+            "all steps.",
             param="guidance_interval",
         )
     return first, last

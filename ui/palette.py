@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import gradio as gr
 
 from diffserve.client import World
-from diffserve.embedded.captions import plural
 from diffserve.errors import DiffserveError
 from diffserve.vocabulary import MOST_NAMED, unknown_words
+from diffserve.world.captions import plural
 from ui.events import PRIVATE, SILENT
 from ui.server import Server
 
 if TYPE_CHECKING:
-    from ui.create import Fields
+    from ui.fields import Fields
 
 UNCOUNTED: Final = ("grapes", "cherries", "corn")
 """Objects that take no article."""

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from diffserve import __version__
 from diffserve.cli.start import end_soon, own_process
 from diffserve.errors import DiffserveError
+from diffserve.version import __version__
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from diffserve import __version__
 from diffserve.config import KEYS, Settings
 from diffserve.disk_cache import DiskCache
+from diffserve.version import __version__
 
 if TYPE_CHECKING:
     from diffserve.runtime import DeviceChoice, DiffusionModel
@@ -30,7 +30,7 @@ def run(settings: Settings) -> int:
     _section(console, "settings", _settings(settings), headings=("key", "value", "from"))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from diffserve.runtime import choose_device, load_model
-    from diffserve.runtime.quiet import hushed
+    from diffserve.runtime.loading.quiet import hushed
 
     folders = list(_folders(settings))
     _section(console, "device", _device(choose_device(settings.model.device, settings.model.dtype)))

@@ -82,9 +82,9 @@ def _style_of(model: LanguageModel) -> str:
 def _window(style: str) -> TextWindow:
     """The text window of the image models that ``style`` is for."""
     from diffserve.rewriting import TextWindow
-    from diffserve.runtime.clip_vocabulary import clip_tokenizer
-    from diffserve.runtime.components import load_tokenizer
-    from diffserve.runtime.family import BUILT_IN
+    from diffserve.runtime.loading.components import load_tokenizer
+    from diffserve.runtime.loading.family import BUILT_IN
+    from diffserve.runtime.text.clip_vocabulary import clip_tokenizer
 
     is_embedded = style == EMBEDDED
     tokenizer = load_tokenizer(BUILT_IN[EMBEDDED] / "tokenizer") if is_embedded else clip_tokenizer(pad=CLIP_PAD)

@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from diffserve.embedded.checker import EDITION
 from diffserve.embedded.marks import STUDENT, TEACHER, document, judged, paint_held_out
 from diffserve.embedded.part_marks import document as part_document
 from diffserve.embedded.range_marks import document as range_document
 from diffserve.embedded.samples import held_out
-from diffserve.embedded.world import CAMOUFLAGED, COLORS, OBJECTS
 from diffserve.engine import Engine
 from diffserve.errors import ConfigError
-from diffserve.runtime.manifest import write_manifest
+from diffserve.runtime.loading.manifest import write_manifest
 from diffserve.types import GenerationRequest
+from diffserve.world.checker import EDITION
+from diffserve.world.scenes import CAMOUFLAGED, COLORS, OBJECTS
 
 ROOM = Path(__file__).parent
 TEMPLATE, CARD = ROOM / "card_template.md", ROOM / "MODEL_CARD.md"

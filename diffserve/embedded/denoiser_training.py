@@ -23,7 +23,7 @@ from diffserve.embedded.layouts import LayoutHead
 from diffserve.embedded.tokenizer import MAX_TOKENS
 from diffserve.embedded.training import Run, TrainSettings, fingerprint
 from diffserve.embedded.vae_training import LATENT_CHANNELS
-from diffserve.embedded.world import Scene
+from diffserve.world.scenes import Scene
 
 TEXT_WIDTH = 192
 FINISH_SHARE, FINISH_PLAIN = 0.7, 2.5

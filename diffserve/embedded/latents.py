@@ -15,12 +15,12 @@ from rich.progress import track
 from torch import Tensor
 from transformers import CLIPTokenizer
 
-from diffserve.embedded.captions import loose_caption
 from diffserve.embedded.layouts import DIRECTIONS, UNSAID, layout
-from diffserve.embedded.render import render
 from diffserve.embedded.training import TrainSettings, fingerprint, keep
 from diffserve.embedded.vae_training import to_unit
-from diffserve.embedded.world import CANVAS_PX, Scene, scenes
+from diffserve.world.captions import loose_caption
+from diffserve.world.render import render
+from diffserve.world.scenes import CANVAS_PX, Scene, scenes
 
 CAPTION_DROPOUT = 0.1
 # (width, height) in pixels -> share of the training scenes painted at it

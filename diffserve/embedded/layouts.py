@@ -13,7 +13,7 @@ from typing import Final
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffserve.embedded.world import OBJECTS, Scene
+from diffserve.world.scenes import OBJECTS, Scene
 
 DIRECTIONS: Final = frozenset({"left of", "right of", "above", "below"})
 UNSAID: Final = (-100, -100)

@@ -15,11 +15,11 @@ from typing import Annotated, Any
 
 import typer
 
-from diffserve.embedded.checker import EDITION, Verdict, check
 from diffserve.embedded.samples import held_out
-from diffserve.embedded.world import COLORS, KIND_SHARES, OBJECTS, Scene, has_unseen_pair
 from diffserve.engine import Engine
 from diffserve.types import DiffusionParams, GenerationRequest, ImageResult
+from diffserve.world.checker import EDITION, Verdict, check
+from diffserve.world.scenes import COLORS, KIND_SHARES, OBJECTS, Scene, has_unseen_pair
 
 SEED = 9_000
 BEST_GUIDANCE = 3.0

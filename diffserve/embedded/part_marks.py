@@ -19,13 +19,13 @@ import typer
 from numpy.typing import NDArray
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffserve.embedded.checker import check
 from diffserve.embedded.marks import STUDENT, TEACHER
-from diffserve.embedded.render import render
-from diffserve.embedded.world import scenes
 from diffserve.engine import Engine
 from diffserve.runtime import DiffusionModel
 from diffserve.types import GenerationRequest
+from diffserve.world.checker import check
+from diffserve.world.render import render
+from diffserve.world.scenes import scenes
 
 SEED = 5
 NUM_SCENES = 64

@@ -21,13 +21,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 from diffserve.embedded.latents import LatentScenes
-from diffserve.embedded.render import render
 from diffserve.embedded.training import Run, TrainSettings
 from diffserve.embedded.vae_training import LATENT_CHANNELS, reconstruction_loss, to_unit
-from diffserve.embedded.world import GRID_PX, scenes
-from diffserve.runtime.directory import DIFFUSERS_STEM
-from diffserve.runtime.preview import OWN_CLASS
-from diffserve.runtime.preview_decoder import PreviewConfig, PreviewDecoder
+from diffserve.runtime.loading.directory import DIFFUSERS_STEM
+from diffserve.runtime.vae.preview import OWN_CLASS
+from diffserve.runtime.vae.preview_decoder import PreviewConfig, PreviewDecoder
+from diffserve.world.render import render
+from diffserve.world.scenes import GRID_PX, scenes
 
 CONFIG = PreviewConfig(LATENT_CHANNELS, widths=(64, 32, 16), num_blocks=(2, 1, 1), factor=GRID_PX)
 MIXED_SHARE = 0.3

@@ -19,12 +19,12 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from diffserve.embedded.captions import article_for, words_of_background
-from diffserve.embedded.checker import EDITION, Reading, Wish, judge, read_picture
 from diffserve.embedded.marks import TEACHER, judged, paint_held_out, tally
-from diffserve.embedded.world import BACKGROUNDS, OBJECTS
 from diffserve.engine import Engine
 from diffserve.types import GenerationRequest
+from diffserve.world.captions import article_for, words_of_background
+from diffserve.world.checker import EDITION, Reading, SceneSpec, judge, read_picture
+from diffserve.world.scenes import BACKGROUNDS, OBJECTS
 
 GUIDANCE_SCALES = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0, 9.0)
 OTHER_CANVASES = ((128, 192), (192, 128))
@@ -66,7 +66,7 @@ def background_kept_away(engine: Engine, count: int) -> KeptAway:
     before = _read(engine, prompts, [""] * count)
     after = _read(engine, prompts, [words_of_background(reading.background) for reading in before])
     avoided = [now.background != then.background for now, then in zip(after, before, strict=True)]
-    right = [judge(now, Wish((name,))).objects for now, name in zip(after, names, strict=True)]
+    right = [judge(now, SceneSpec((name,))).objects for now, name in zip(after, names, strict=True)]
     return _kept_away(avoided, right)
 
 

@@ -18,7 +18,6 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from diffserve.embedded.canonical import parse
 from diffserve.embedded.marks import BEST_GUIDANCE
 from diffserve.embedded.samples import held_out
 from diffserve.embedded.wishes import LooseWish, held_out_wishes, shows, wishes_by_hand
@@ -28,6 +27,7 @@ from diffserve.engine.text import TextEngine
 from diffserve.rewrite_types import Rewrite, RewriteRequest
 from diffserve.rewriting import TextWindow, find_rewriter
 from diffserve.types import DiffusionParams, GenerationRequest, RewriteOptions
+from diffserve.world.canonical import parse
 
 SEED = 9_800
 STYLE = "embedded"

@@ -17,9 +17,9 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from diffserve.embedded.canonical import Said, sentence
 from diffserve.embedded.wishes import wishes
-from diffserve.embedded.world import BACKGROUNDS, OBJECTS
+from diffserve.world.canonical import Said, sentence
+from diffserve.world.scenes import BACKGROUNDS, OBJECTS
 
 SYSTEM, WISH, CAPTION, END, PAD = SPECIAL_TOKENS = ("<system>", "<wish>", "<caption>", "<end>", "<pad>")
 VOCABULARY_SIZE = 2560

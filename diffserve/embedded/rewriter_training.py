@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from diffserve.embedded.canonical import parse
 from diffserve.embedded.muon import Muon
 from diffserve.embedded.rewriter_model import (
     MAX_NEW_TOKENS,
@@ -30,6 +29,7 @@ from diffserve.embedded.rewriter_model import (
 from diffserve.embedded.samples import held_out
 from diffserve.embedded.training import Run, TrainSettings, adamw
 from diffserve.embedded.wishes import LooseWish, held_out_wishes, wishes, wishes_by_hand
+from diffserve.world.canonical import parse
 
 SHIPPED = TrainSettings(iterations=4000, batch_size=64, learning_rate=3e-3, ema=0.998)
 """The settings of the shipped weights."""

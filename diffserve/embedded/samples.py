@@ -15,12 +15,12 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import CLIPTokenizer
 
-from diffserve.embedded.captions import caption
-from diffserve.embedded.checker import check
 from diffserve.embedded.denoiser_training import Denoiser, build_scheduler
-from diffserve.embedded.render import render
 from diffserve.embedded.vae_training import to_unit
-from diffserve.embedded.world import Scene, scenes
+from diffserve.world.captions import caption
+from diffserve.world.checker import check
+from diffserve.world.render import render
+from diffserve.world.scenes import Scene, scenes
 
 HELD_OUT_SEED = 20_260
 

@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTokenizer
 
-from diffserve.embedded.captions import loose_caption
 from diffserve.embedded.denoiser_training import Denoiser, build_scheduler
 from diffserve.embedded.latents import LatentScenes
 from diffserve.embedded.student_lessons import NUM_STEPS, Ladder, Lessons, collect
 from diffserve.embedded.training import Run, TrainSettings, adamw, fingerprint, keep
+from diffserve.world.captions import loose_caption
 
 OUTER = ("conv_in", "conv_out", "time_embedding")  # small layers that LCM-LoRA leaves alone too
 COLLECT_ROWS = 32

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from diffserve.embedded.captions import caption
-from diffserve.embedded.world import scenes
+from diffserve.world.captions import caption
+from diffserve.world.scenes import scenes
 
 MAX_TOKENS = 32
 VOCABULARY_SIZE = 1200

@@ -45,7 +45,7 @@ from diffserve.embedded.tuning_scenes import tuning_scenes
 from diffserve.embedded.vae_training import psnr_db, train_vae
 from diffserve.errors import DiffserveError
 from diffserve.runtime.precision import choose_device
-from diffserve.runtime.preview_decoder import PreviewDecoder
+from diffserve.runtime.vae.preview_decoder import PreviewDecoder
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 Work = Annotated[Path, typer.Option(help="where checkpoints, latents and sample sheets are kept")]

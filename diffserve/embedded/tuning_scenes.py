@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 from typing import Final
 
-from diffserve.embedded.world import CANVAS_PX, GRID_PX, SIZES_PX, Scene, scenes
+from diffserve.world.scenes import CANVAS_PX, GRID_PX, SIZES_PX, Scene, scenes
 
 SHARES: Final = {
     "plain": 0.30,

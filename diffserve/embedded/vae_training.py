@@ -15,9 +15,9 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 
-from diffserve.embedded.render import render
 from diffserve.embedded.training import Run, TrainSettings
-from diffserve.embedded.world import CANVAS_PX, GRID_PX, Scene, scenes
+from diffserve.world.render import render
+from diffserve.world.scenes import CANVAS_PX, GRID_PX, Scene, scenes
 
 LATENT_CHANNELS = 8
 LATENT_NOISE = 0.1

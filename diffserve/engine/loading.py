@@ -18,9 +18,9 @@ from diffserve.engine.text.engine import draft_tenant
 from diffserve.errors import ConfigError, DiffserveError, ModelNotFound
 from diffserve.rewriting import TextWindow, find_rewriter, style_for_family
 from diffserve.runtime import DiffusionModel, load_model
-from diffserve.runtime.conditioning import AUTO_WINDOWS, image_specs
 from diffserve.runtime.kv import KVSpec, PagePlan, PagePool
 from diffserve.runtime.language import LanguageModel, load_language_model
+from diffserve.runtime.text.conditioning import AUTO_WINDOWS, image_specs
 from diffserve.sampling_params import SamplingParams
 from diffserve.text_types import TextRequest
 from diffserve.types import ModelProfile

@@ -193,13 +193,13 @@ class EngineProcess:
 
 def import_libraries() -> None:
     """What takes longest and is the same for every model; a spare engine has done it before it is told what to load."""
-    from diffserve.runtime.lean_imports import import_lean
+    from diffserve.runtime.loading.lean_imports import import_lean
 
     import_lean()  # the process is the engine's own
     import torch
 
     import diffserve.engine.loading  # noqa: F401  # with all that it stands on
-    from diffserve.runtime.filling import build_on_meta
+    from diffserve.runtime.loading.weight_loading import build_on_meta
 
     build_on_meta(lambda: torch.nn.Linear(torch.arange(2).numel(), 1))  # the meta device has imports of its own
 

@@ -26,7 +26,6 @@ A whole comparison, into a folder with a page to read:
 Nothing here loads torch before a sweep runs, and the checker compares with drawn sprites, never with a trained network.
 """
 
-from diffserve.embedded.checker import Found, Reading, Verdict, Wish, judge, read_picture
 from diffserve.experiments.conduct import SweepProgress, run_plan, sweep
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.intervals import Share, bootstrap_interval, share_of
@@ -35,7 +34,8 @@ from diffserve.experiments.prompt_match import PromptMatch, match_prompts
 from diffserve.experiments.prompts import held_out_prompts
 from diffserve.experiments.report import SweepReport
 from diffserve.experiments.summary import CellSummary, write_csv
-from diffserve.experiments.wish import parse_prompt
+from diffserve.world.checker import Found, Reading, SceneSpec, Verdict, judge, read_picture
+from diffserve.world.prompt_reading import parse_prompt
 
 __all__ = [
     "Cell",
@@ -45,12 +45,12 @@ __all__ = [
     "Measure",
     "PromptMatch",
     "Reading",
+    "SceneSpec",
     "Share",
     "SweepPlan",
     "SweepProgress",
     "SweepReport",
     "Verdict",
-    "Wish",
     "bootstrap_interval",
     "held_out_prompts",
     "judge",

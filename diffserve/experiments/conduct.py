@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from diffserve import __version__
-from diffserve.embedded.checker import EDITION, Wish
 from diffserve.errors import InvalidRequest
 from diffserve.experiments import prompts as prompt_lists
 from diffserve.experiments.folder import refuse_folder, refuse_other_sweep
@@ -33,6 +31,8 @@ from diffserve.experiments.provenance import machine, versions
 from diffserve.experiments.report import RESULTS, SweepReport, write_report
 from diffserve.experiments.solo_timing import SoloTime, time_alone, together
 from diffserve.experiments.store import Converged, Store
+from diffserve.version import __version__
+from diffserve.world.checker import EDITION, SceneSpec
 
 if TYPE_CHECKING:
     from diffserve.engine import Engine
@@ -131,7 +131,7 @@ class _Conductor:
     """The parts of a sweep that take long, and the account of how far they are."""
 
     def __init__(
-        self, engine: Engine, plan: SweepPlan, store: Store, wishes: Sequence[Wish] | None, on_progress: OnProgress
+        self, engine: Engine, plan: SweepPlan, store: Store, wishes: Sequence[SceneSpec] | None, on_progress: OnProgress
     ) -> None:
         self.engine, self.plan, self.store = engine, plan, store
         self._wishes = wishes
@@ -243,7 +243,7 @@ def _planned(plan: SweepPlan) -> dict[str, Any]:
     }
 
 
-def _wishes(engine: Engine, plan: SweepPlan) -> tuple[tuple[Wish, ...] | None, str | None]:
+def _wishes(engine: Engine, plan: SweepPlan) -> tuple[tuple[SceneSpec, ...] | None, str | None]:
     """What the prompts ask for; or why that cannot be checked."""
     if engine.info.family != EMBEDDED_FAMILY:
         return None, "only pictures of the embedded model can be checked against their prompts."

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from diffserve.embedded.checker import Wish, judge, read_picture
 from diffserve.experiments.metrics import FeatureNetwork, fidelity
 from diffserve.experiments.painting import PaintedJob
 from diffserve.experiments.records import Distance, ImageRecord, Parts
 from diffserve.experiments.store import Converged
+from diffserve.world.checker import SceneSpec, judge, read_picture
 
 SHOWN_PROMPTS = 3
 """Of so many prompts, the first seed's pictures are kept to be looked at."""
@@ -24,7 +24,7 @@ THUMBNAIL_PX = 128
 class Examiner:
     """Turns pictures into records. ``wishes``: what each prompt asks for, or ``None`` where that cannot be checked."""
 
-    def __init__(self, wishes: Sequence[Wish] | None) -> None:
+    def __init__(self, wishes: Sequence[SceneSpec] | None) -> None:
         self._wishes = wishes
         self._network = FeatureNetwork()
 

@@ -13,17 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from diffserve.embedded.checker import Verdict, Wish, judge, read_picture
-from diffserve.embedded.world import Scene
 from diffserve.errors import InvalidRequest
 from diffserve.experiments.intervals import Share, share_of
-from diffserve.experiments.wish import parse_prompt
+from diffserve.world.checker import SceneSpec, Verdict, judge, read_picture
+from diffserve.world.prompt_reading import parse_prompt
+from diffserve.world.scenes import Scene
 
 Picture = NDArray[np.uint8] | Image.Image
-Asked = str | Wish | Scene
+Asked = str | SceneSpec | Scene
 
 # part -> whether a wish asks for it
-PARTS: Mapping[str, Callable[[Wish], bool]] = {
+PARTS: Mapping[str, Callable[[SceneSpec], bool]] = {
     "background": lambda wish: wish.background is not None,
     "objects": lambda wish: bool(wish.names),
     "relation": lambda wish: wish.relation is not None,
@@ -35,7 +35,7 @@ PARTS: Mapping[str, Callable[[Wish], bool]] = {
 class PromptMatch:
     """One verdict for each picture, beside what it was asked to show."""
 
-    wishes: tuple[Wish, ...]
+    wishes: tuple[SceneSpec, ...]
     verdicts: tuple[Verdict, ...]
 
     @property
@@ -48,7 +48,7 @@ class PromptMatch:
         """For every part of ``PARTS`` that is asked for at all, the share among the pictures that were asked for it."""
         return {part: share for part, is_asked in PARTS.items() if (share := self._share(part, is_asked)) is not None}
 
-    def _share(self, part: str, is_asked: Callable[[Wish], bool]) -> Share | None:
+    def _share(self, part: str, is_asked: Callable[[SceneSpec], bool]) -> Share | None:
         asked = [(wish, verdict) for wish, verdict in zip(self.wishes, self.verdicts, strict=True) if is_asked(wish)]
         if not asked:
             return None
@@ -68,9 +68,9 @@ def match_prompts(pictures: Sequence[Picture], prompts: Sequence[Asked]) -> Prom
     return PromptMatch(wishes, tuple(judge(reading, wish) for reading, wish in zip(readings, wishes, strict=True)))
 
 
-def _wish(asked: Asked) -> Wish:
+def _wish(asked: Asked) -> SceneSpec:
     if isinstance(asked, Scene):
-        return Wish.of(asked)
+        return SceneSpec.of(asked)
     return parse_prompt(asked) if isinstance(asked, str) else asked
 
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from diffserve.embedded.captions import caption
-from diffserve.embedded.checker import Wish
-from diffserve.embedded.render import render
-from diffserve.embedded.world import BACKGROUNDS, OBJECTS, Scene, is_legible, place_one, place_three, place_two, scenes
 from diffserve.errors import InvalidRequest
-from diffserve.experiments.wish import parse_prompt
+from diffserve.world.captions import caption
+from diffserve.world.checker import SceneSpec
+from diffserve.world.prompt_reading import parse_prompt
+from diffserve.world.render import render
+from diffserve.world.scenes import BACKGROUNDS, OBJECTS, Scene, is_legible, place_one, place_three, place_two, scenes
 
 HELD_OUT_SEED = 20_260
 """The list of ``diffserve.embedded.samples.held_out``, which loads torch."""
@@ -52,12 +52,14 @@ def read_prompts(file: Path) -> tuple[str, ...]:
     return prompts
 
 
-def read_wishes(prompts: Sequence[str]) -> tuple[Wish, ...]:
+def read_wishes(prompts: Sequence[str]) -> tuple[SceneSpec, ...]:
     """What each prompt asks for. Raises :class:`InvalidRequest` for one outside the picture world's language."""
     return tuple(parse_prompt(prompt) for prompt in prompts)
 
 
-def drawn_pictures(wishes: Sequence[Wish], width_px: int, height_px: int, *, each: int) -> Iterator[NDArray[np.uint8]]:
+def drawn_pictures(
+    wishes: Sequence[SceneSpec], width_px: int, height_px: int, *, each: int
+) -> Iterator[NDArray[np.uint8]]:
     """For every wish ``each`` pictures (height, width, 3) that show exactly it; the same ones every time."""
     for index, wish in enumerate(wishes):
         rng = random.Random(DRAWN_SEED + index)
@@ -69,7 +71,7 @@ def drawn_per_prompt(num_prompts: int) -> int:
     return max(2, min(DRAWN_PER_PROMPT, MAX_DRAWN // num_prompts))
 
 
-def scene_like(wish: Wish, rng: random.Random) -> Scene:
+def scene_like(wish: SceneSpec, rng: random.Random) -> Scene:
     """A scene that shows ``wish``, placed as the world places things; what it leaves open is drawn."""
     while True:
         background = wish.background or rng.choice(BACKGROUNDS)
@@ -79,7 +81,7 @@ def scene_like(wish: Wish, rng: random.Random) -> Scene:
             return scene
 
 
-def _place(names: tuple[str, ...], wish: Wish, background: str, rng: random.Random) -> Scene:
+def _place(names: tuple[str, ...], wish: SceneSpec, background: str, rng: random.Random) -> Scene:
     if len(names) == 1:
         return place_one(names[0], wish.size or "plain", background, rng)
     if len(names) == 2:

@@ -9,8 +9,8 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from diffserve import __version__
 from diffserve.types import ModelInfo
+from diffserve.version import __version__
 
 LIBRARIES = ("torch", "torchmetrics", "diffusers", "transformers", "numpy", "matplotlib")
 

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from diffserve.embedded.checker import Verdict
+from diffserve.world.checker import Verdict
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):

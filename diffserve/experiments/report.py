@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from diffserve.embedded.checker import Wish
 from diffserve.experiments import provenance
 from diffserve.experiments.analysis import Analysis, PictureSet
 from diffserve.experiments.estimates import SET_MEASURES, Measure
@@ -28,6 +27,7 @@ from diffserve.experiments.series import points_of, time_measures
 from diffserve.experiments.solo_timing import SoloTime
 from diffserve.experiments.store import Store
 from diffserve.experiments.summary import CellSummary, summarise, write_csv
+from diffserve.world.checker import SceneSpec
 
 if TYPE_CHECKING:
     from diffserve.engine import Engine
@@ -61,7 +61,7 @@ def write_report(
     plan: SweepPlan,
     store: Store,
     times: Mapping[Cell, SoloTime],
-    wishes: Sequence[Wish] | None,
+    wishes: Sequence[SceneSpec] | None,
     why_not: str | None,
     begun: Mapping[str, Any],
 ) -> SweepReport:
@@ -118,7 +118,7 @@ def _outputs(
     }
 
 
-def draw(wishes: Sequence[Wish], width_px: int, height_px: int) -> PictureSet:
+def draw(wishes: Sequence[SceneSpec], width_px: int, height_px: int) -> PictureSet:
     """The features of drawn scenes of every prompt."""
     from diffserve.experiments.metrics import FeatureNetwork
 

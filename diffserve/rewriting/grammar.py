@@ -15,10 +15,10 @@ from collections.abc import Collection, Iterator
 from itertools import islice
 from typing import Any, Final
 
-from diffserve.embedded.canonical import INVERSE, Said, noun, place_phrase, sentence
-from diffserve.embedded.captions import NUMBER_WORDS, RELATION_WORDS, plural
-from diffserve.embedded.world import BACKGROUNDS, OBJECTS, SIZES_PX, scenes
 from diffserve.runtime.decoding import Phrase, TokenConstraint, allowed_sentences
+from diffserve.world.canonical import INVERSE, Said, noun, place_phrase, sentence
+from diffserve.world.captions import NUMBER_WORDS, RELATION_WORDS, plural
+from diffserve.world.scenes import BACKGROUNDS, OBJECTS, SIZES_PX, scenes
 
 START, THING, OTHER, PAIR, AND, ALL, CAPTION = "start", "thing", "other", "pair", "and", "all", "caption"
 PLAIN: Final = "plain"

@@ -169,7 +169,7 @@ def _nearest(word: str, known: Iterable[str]) -> str:
 
 
 EMBEDDED: Final = "embedded"
-DIRECTORY: Final = Path(__file__).resolve().parents[2] / "embedded" / "rewriter"
+DIRECTORY: Final = Path(__file__).resolve().parents[1] / "embedded" / "rewriter"
 """The embedded rewriter, trained by ``diffserve.embedded.train rewriter``."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from diffserve.runtime.prompt import parse_prompt
+from diffserve.runtime.text.prompt import parse_prompt
 
 if TYPE_CHECKING:
     from diffserve.runtime import TextRunner

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from diffserve.runtime.model import DiffusionModel, MemoryEntry, load_model
 from diffserve.runtime.precision import DTYPE_NAMES, DeviceChoice, choose_device
-from diffserve.runtime.text import Conditioning, TextRunner
-from diffserve.runtime.unet import UNetRunner
-from diffserve.runtime.vae import VAERunner
+from diffserve.runtime.text.encoding import Conditioning, TextRunner
+from diffserve.runtime.unet.unet import UNetRunner
+from diffserve.runtime.vae.vae import VAERunner
 
 __all__ = [
     "DTYPE_NAMES",

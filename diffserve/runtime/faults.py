@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from diffserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from diffserve.runtime.unet import UNetRunner
+    from diffserve.runtime.unet.unet import UNetRunner
 
 VARIABLE: Final = "DIFFSERVE_FAULTS"
 KINDS: Final = ("error", "sticky", "broken", "hang")

@@ -15,21 +15,21 @@ from numpy.typing import NDArray
 from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError, ModelNotFound
 from diffserve.fewest_steps import FewestSteps, read_fewest_steps
-from diffserve.runtime.adapter import Adapter, load_adapted, read_adapter
-from diffserve.runtime.checkpoint import digest_files, refuse_pickle
-from diffserve.runtime.directory import load_directory
-from diffserve.runtime.family import BUILT_IN, EMBEDDED, default_profile, detect_family, native_size
-from diffserve.runtime.formulation import noise_schedule
-from diffserve.runtime.parts import LoadedParts
-from diffserve.runtime.plausibility import Plausibility, judge, kept_or_probed, probe
+from diffserve.runtime.loading.adapter import Adapter, load_adapted, read_adapter
+from diffserve.runtime.loading.checkpoint import digest_files, refuse_pickle
+from diffserve.runtime.loading.directory import load_directory
+from diffserve.runtime.loading.family import BUILT_IN, EMBEDDED, default_profile, detect_family, native_size
+from diffserve.runtime.loading.formulation import noise_schedule
+from diffserve.runtime.loading.plausibility import Plausibility, judge, kept_or_probed, probe
+from diffserve.runtime.loading.single_file import load_single_file
+from diffserve.runtime.loading.weight_loading import LoadedParts
 from diffserve.runtime.precision import DeviceChoice, choose_device
-from diffserve.runtime.prediction import predicts_velocity
-from diffserve.runtime.preview import PREVIEW_DIRECTORY, PreviewRunner, load_preview
 from diffserve.runtime.quantisation import tensor_bytes
-from diffserve.runtime.single_file import load_single_file
-from diffserve.runtime.text import TextRunner
-from diffserve.runtime.unet import UNetRunner
-from diffserve.runtime.vae import VAERunner
+from diffserve.runtime.text.encoding import TextRunner
+from diffserve.runtime.unet.prediction import predicts_velocity
+from diffserve.runtime.unet.unet import UNetRunner
+from diffserve.runtime.vae.preview import PREVIEW_DIRECTORY, PreviewRunner, load_preview
+from diffserve.runtime.vae.vae import VAERunner
 from diffserve.types import ModelInfo, ModelProfile
 from diffserve.vocabulary import World, read_world
 from schedulers import NoiseSchedule

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from diffserve.errors import ConfigError
-from diffserve.runtime.quiet import import_quietly
+from diffserve.runtime.loading.quiet import import_quietly
 
 
 def quantise_linear(layer: nn.Module) -> None:

@@ -11,28 +11,28 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from diffserve import __version__
 from diffserve.config import ServeConfig
 from diffserve.errors import DiffserveError, EngineUnavailable, ModelNotFound
 from diffserve.service.admission import Admission
-from diffserve.service.bodies import Body, show
 from diffserve.service.capabilities import capabilities_of
-from diffserve.service.completions import chat_completions, text_completions
-from diffserve.service.engine_client import EngineClient
-from diffserve.service.errors import HttpError, reply_to
-from diffserve.service.gate import Gate
-from diffserve.service.generations import Generations
-from diffserve.service.guards import BodyLimit, FramingGuard, OriginGuard, Outermost
-from diffserve.service.hosts import HostNames, is_loopback
-from diffserve.service.kept_pictures import ROUTE, KeptPictures
+from diffserve.service.drain import Gate
+from diffserve.service.engine.client import EngineClient
+from diffserve.service.http.bodies import Body, show
+from diffserve.service.http.errors import HttpError, reply_to
+from diffserve.service.http.hosts import HostNames, is_loopback
+from diffserve.service.http.middleware import BodyLimit, FramingGuard, OriginGuard, Outermost
+from diffserve.service.images.generations import Generations
+from diffserve.service.images.kept_pictures import ROUTE, KeptPictures
+from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.metrics import add_metrics
 from diffserve.service.models import is_alias, model_entry, model_list, model_names
 from diffserve.service.page import PageRoute
-from diffserve.service.rewriter_choice import RewriterMode
-from diffserve.service.rewrites import Rewrites
-from diffserve.service.schemas import GenerateBody
-from diffserve.service.text_schemas import ChatBody, CompletionBody, RewriteBody
+from diffserve.service.texts.completions import chat_completions, text_completions
+from diffserve.service.texts.rewriter_choice import RewriterMode
+from diffserve.service.texts.rewrites import Rewrites
+from diffserve.service.texts.schemas import ChatBody, CompletionBody, RewriteBody
 from diffserve.types import ModelInfo
+from diffserve.version import __version__
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 AnyEndpoint = TypeVar("AnyEndpoint", bound=Callable[..., Awaitable[Response]])

@@ -8,7 +8,7 @@ import msgspec
 
 from diffserve.config import ServeConfig
 from diffserve.quality import quality_steps
-from diffserve.service.rewriter_choice import styles
+from diffserve.service.texts.rewriter_choice import styles
 from diffserve.text_types import LanguageModelInfo
 from diffserve.types import MAX_IMAGES, ModelInfo
 from schedulers import SAMPLERS, SIGMA_SCHEDULES, Sampler, resolve_sampler

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
@@ -22,9 +22,6 @@ from diffserve.errors import EngineUnavailable
 from diffserve.rewrite_types import RewriteFinished
 from diffserve.text_types import TextFinished, TextStats, TextTimings
 from diffserve.types import Cancelled, Failed, Finished
-
-if TYPE_CHECKING:
-    from diffserve.service.engine_client import EngineClient
 
 ASK_S: Final = 0.5
 TTFT_S: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -104,7 +101,18 @@ class Metrics:
         return Histogram(f"diffserve_{name}", text, ("kind",), buckets=buckets, registry=self._registry)
 
 
-def add_metrics(app: FastAPI, engine: EngineClient) -> None:
+class Watched(Protocol):
+    """An engine that can be asked."""
+
+    @property
+    def metrics(self) -> Metrics:
+        """Told of all that it answers."""
+
+    async def stats(self) -> EngineStats | None:
+        """Its numbers as of a moment ago; EngineUnavailable where it is gone."""
+
+
+def add_metrics(app: FastAPI, engine: Watched) -> None:
     """Offer ``GET /metrics``."""
 
     @app.get("/metrics", summary="Numbers for Prometheus", include_in_schema=False)

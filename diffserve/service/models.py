@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from diffserve.errors import EngineUnavailable, ModelNotFound
-from diffserve.service.bodies import show
+from diffserve.service.http.bodies import show
 from diffserve.text_types import LanguageModelInfo
 from diffserve.types import ModelInfo
 

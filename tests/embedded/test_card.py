@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from diffserve.embedded import card, train
-from diffserve.embedded.checker import EDITION
 from diffserve.errors import ConfigError
-from diffserve.runtime.manifest import check_manifest
+from diffserve.runtime.loading.manifest import check_manifest
+from diffserve.world.checker import EDITION
 
 OLD = {
     "stage": "vae", "begun": "2026-01-01T00:00+00:00", "iterations_done": 7, "batch_size": 16, "learning_rate": 0.001,

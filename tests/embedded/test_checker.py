@@ -12,11 +12,11 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
-from diffserve.embedded.backgrounds import background
-from diffserve.embedded.checker import Wish, check, judge, read_picture
-from diffserve.embedded.render import render
-from diffserve.embedded.sprites import sprite
-from diffserve.embedded.world import (
+from diffserve.errors import InvalidRequest
+from diffserve.world.backgrounds import background
+from diffserve.world.checker import SceneSpec, check, judge, read_picture
+from diffserve.world.render import render
+from diffserve.world.scenes import (
     BACKGROUNDS,
     GRID_PX,
     KIND_SHARES,
@@ -27,7 +27,7 @@ from diffserve.embedded.world import (
     is_legible,
     scenes,
 )
-from diffserve.errors import InvalidRequest
+from diffserve.world.sprites import sprite
 
 CANVASES = [(128, 128), (192, 128), (128, 192)]
 
@@ -125,7 +125,7 @@ def test_a_wrong_count_is_rejected_both_ways() -> None:
     for scene in of_kind("count", 12):
         name, number = scene.names[0], len(scene.names)
         reading = read_picture(render(scene))
-        granted = {asked for asked in range(1, 5) if judge(reading, Wish((name,) * asked)).objects}
+        granted = {asked for asked in range(1, 5) if judge(reading, SceneSpec((name,) * asked)).objects}
         assert granted == {number}
 
 
@@ -141,7 +141,7 @@ def test_next_to_holds_in_either_order_but_not_one_above_the_other() -> None:
         reading = read_picture(render(scene))
         beside = scene.relation not in ("above", "below")
         for names in (scene.names, scene.names[::-1]):
-            assert judge(reading, Wish(names, "next to")).relation == beside
+            assert judge(reading, SceneSpec(names, "next to")).relation == beside
 
 
 def test_only_the_one_between_the_others_is_between() -> None:
@@ -149,16 +149,16 @@ def test_only_the_one_between_the_others_is_between() -> None:
         for canvas in CANVASES:
             reading = read_picture(render(scene, *canvas))
             one, two, three = scene.names
-            assert judge(reading, Wish((one, three, two), "between")).exact
-            assert not judge(reading, Wish((two, one, three), "between")).relation
-            assert not judge(reading, Wish((three, one, two), "between")).relation
+            assert judge(reading, SceneSpec((one, three, two), "between")).exact
+            assert not judge(reading, SceneSpec((two, one, three), "between")).relation
+            assert not judge(reading, SceneSpec((three, one, two), "between")).relation
 
 
 def test_a_triangle_has_no_between() -> None:
     triangle = Scene((Placed("fox", 40, 64, 28), Placed("cat", 40, 28, 100), Placed("owl", 40, 100, 100)), "blue")
     reading = read_picture(render(triangle))
     for names in (("fox", "cat", "owl"), ("cat", "fox", "owl"), ("owl", "fox", "cat")):
-        verdict = judge(reading, Wish(names, "between"))
+        verdict = judge(reading, SceneSpec(names, "between"))
         assert verdict.objects
         assert not verdict.relation
 
@@ -168,8 +168,8 @@ def test_a_triangle_has_no_between() -> None:
 def test_a_worded_size_is_checked_and_a_plain_one_is_not(asked: str, shown: str) -> None:
     for name in ("fox", "banana", "castle"):
         reading = read_picture(render(Scene((Placed(name, SIZES_PX[shown], 64, 64),), "purple")))
-        assert judge(reading, Wish((name,), size=asked)).exact == (asked == shown)
-        assert judge(reading, Wish((name,))).exact
+        assert judge(reading, SceneSpec((name,), size=asked)).exact == (asked == shown)
+        assert judge(reading, SceneSpec((name,))).exact
 
 
 def test_a_wrong_background_is_rejected() -> None:
@@ -221,7 +221,7 @@ def test_samples_that_a_person_calls_shredded_are_rejected_and_good_ones_pass() 
         for column, words in enumerate(asked):
             pixels = sheet[128 * row : 128 * (row + 1), 128 * column : 128 * (column + 1)]
             names = tuple(word.replace("-", " ") for word in words.split())
-            verdict = judge(read_picture(pixels), Wish(names))
+            verdict = judge(read_picture(pixels), SceneSpec(names))
             assert verdict.exact == (judgement == "good"), (judgement, column, names, verdict.reading)
 
 
@@ -342,4 +342,4 @@ def test_what_is_no_picture_of_the_world_is_refused(pixels: NDArray[np.uint8]) -
 )
 def test_a_wish_that_the_world_cannot_grant_is_refused_by_name(wish: dict[str, str], named: str) -> None:
     with pytest.raises(InvalidRequest, match=repr(named)):
-        Wish(**wish)  # type: ignore[arg-type]
+        SceneSpec(**wish)  # type: ignore[arg-type]

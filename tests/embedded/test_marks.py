@@ -9,8 +9,6 @@ from itertools import islice
 import numpy as np
 from PIL import Image, ImageFilter
 
-from diffserve.embedded.backgrounds import background
-from diffserve.embedded.checker import check
 from diffserve.embedded.marks import (
     CATEGORIES,
     NOTHING,
@@ -22,9 +20,11 @@ from diffserve.embedded.marks import (
     mark_judged,
     tally,
 )
-from diffserve.embedded.render import render
 from diffserve.embedded.samples import held_out
-from diffserve.embedded.world import KIND_SHARES, PAIR_PX, Placed, Scene, has_unseen_pair, scenes
+from diffserve.world.backgrounds import background
+from diffserve.world.checker import check
+from diffserve.world.render import render
+from diffserve.world.scenes import KIND_SHARES, PAIR_PX, Placed, Scene, has_unseen_pair, scenes
 
 PAIR = Scene((Placed("fox", PAIR_PX, 32, 64), Placed("owl", PAIR_PX, 96, 64)), "blue", "left of")
 TWINS = Scene((Placed("cat", PAIR_PX, 32, 64), Placed("cat", PAIR_PX, 96, 64)), "white")

@@ -24,13 +24,13 @@ from diffserve.embedded.preview_training import (
     save_preview,
     train_preview,
 )
-from diffserve.embedded.render import render
 from diffserve.embedded.training import TrainSettings
 from diffserve.embedded.vae_training import build_vae, to_unit
-from diffserve.embedded.world import scenes
 from diffserve.runtime import choose_device
-from diffserve.runtime.preview import load_preview
-from diffserve.runtime.preview_decoder import PreviewConfig, PreviewDecoder
+from diffserve.runtime.vae.preview import load_preview
+from diffserve.runtime.vae.preview_decoder import PreviewConfig, PreviewDecoder
+from diffserve.world.render import render
+from diffserve.world.scenes import scenes
 
 
 def shelf(count: int, width_px: int = 128, height_px: int = 128, seed: int = 0) -> LatentScenes:

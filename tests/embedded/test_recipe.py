@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from transformers import CLIPTokenizer
 
 from diffserve.embedded import train
-from diffserve.embedded.captions import caption, loose_caption
 from diffserve.embedded.denoiser_training import (
     FINISH_SHARE,
     Denoiser,
@@ -31,16 +30,17 @@ from diffserve.embedded.export import POSTERIOR_STD, export, fold_normalisation
 from diffserve.embedded.latents import Batches, LatentScenes, channel_statistics, emphasis, encode_scenes, normalise
 from diffserve.embedded.layouts import DIRECTIONS, READ_TOKENS, UNSAID, LayoutHead, layout
 from diffserve.embedded.preview_training import CONFIG
-from diffserve.embedded.render import render
 from diffserve.embedded.samples import held_out, preview_sheet, round_trip_sheet
 from diffserve.embedded.tokenizer import MAX_TOKENS, train_tokenizer
 from diffserve.embedded.training import Run, TrainSettings, adamw, fingerprint, rate_factor
 from diffserve.embedded.vae_training import LATENT_CHANNELS, build_vae, train_vae
-from diffserve.embedded.world import OBJECTS, scenes
 from diffserve.errors import ConfigError
 from diffserve.images import decode_image
-from diffserve.runtime.manifest import NOT_COVERED
-from diffserve.runtime.preview_decoder import PreviewDecoder
+from diffserve.runtime.loading.manifest import NOT_COVERED
+from diffserve.runtime.vae.preview_decoder import PreviewDecoder
+from diffserve.world.captions import caption, loose_caption
+from diffserve.world.render import render
+from diffserve.world.scenes import OBJECTS, scenes
 
 SINGLE = ("one object", "plain")
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from diffserve.embedded.captions import caption
 from diffserve.embedded.rewriter_model import (
     CAPTION,
     CONTEXT_TOKENS,
@@ -40,7 +39,8 @@ from diffserve.embedded.rewriter_training import (
 )
 from diffserve.embedded.training import TrainSettings
 from diffserve.embedded.wishes import held_out_wishes, wishes
-from diffserve.embedded.world import scenes
+from diffserve.world.captions import caption
+from diffserve.world.scenes import scenes
 
 MAX_BYTES = 20_000_000
 

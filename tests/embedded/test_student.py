@@ -23,11 +23,11 @@ from diffserve.embedded.student_lessons import NUM_STEPS, Ladder, collect, turne
 from diffserve.embedded.student_training import LowRankChange, School, StudentSettings, save_adapter, train_student
 from diffserve.embedded.tokenizer import train_tokenizer
 from diffserve.embedded.vae_training import LATENT_CHANNELS, build_vae
-from diffserve.embedded.world import scenes
 from diffserve.engine import Engine
 from diffserve.runtime import load_model
-from diffserve.runtime.manifest import MANIFEST_FILE
+from diffserve.runtime.loading.manifest import MANIFEST_FILE
 from diffserve.types import GenerationRequest
+from diffserve.world.scenes import scenes
 
 EMBEDDED = Path(diffserve.embedded.__file__).parent
 TURBO = EMBEDDED / "turbo"

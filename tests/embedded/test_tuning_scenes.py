@@ -8,12 +8,12 @@ from itertools import islice
 
 import pytest
 
-from diffserve.embedded.captions import ABOVE_WORDS, OBJECTS_ONLY_SHARE, loose_caption
-from diffserve.embedded.checker import check
-from diffserve.embedded.render import render
 from diffserve.embedded.tuning_scenes import SHARES, tuning_scenes
-from diffserve.embedded.world import OVERFLOWN, Scene, is_held_out, is_legible, scenes
-from diffserve.experiments.wish import parse_prompt
+from diffserve.world.captions import ABOVE_WORDS, OBJECTS_ONLY_SHARE, loose_caption
+from diffserve.world.checker import check
+from diffserve.world.prompt_reading import parse_prompt
+from diffserve.world.render import render
+from diffserve.world.scenes import OVERFLOWN, Scene, is_held_out, is_legible, scenes
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,14 @@ import torch
 from safetensors import safe_open
 
 import diffserve.embedded
-from diffserve.embedded.checker import check, read_picture
 from diffserve.embedded.marks import mark, paint_held_out
 from diffserve.embedded.part_marks import preview_db, round_trip_db, times_cheaper
 from diffserve.embedded.range_marks import background_kept_away
-from diffserve.embedded.render import render
-from diffserve.embedded.world import scenes
 from diffserve.engine import Engine
 from diffserve.types import GenerationRequest
+from diffserve.world.checker import check, read_picture
+from diffserve.world.render import render
+from diffserve.world.scenes import scenes
 
 WEIGHTS = Path(diffserve.embedded.__file__).parent / "weights"
 MARKS, RANGE_MARKS, PART_MARKS = (

@@ -9,14 +9,14 @@ from itertools import chain, islice
 import pytest
 
 from diffserve.embedded import wish_phrases, wish_words
-from diffserve.embedded.canonical import Asked, Said, parse, sentence
-from diffserve.embedded.captions import caption
-from diffserve.embedded.render import render
-from diffserve.embedded.wish_noise import MIN_LETTERS, as_typed, known_words, misspell, slip
-from diffserve.embedded.wish_phrases import Phrases, split
-from diffserve.embedded.wish_writer import Writer, is_kept_combination
 from diffserve.embedded.wishes import BY_HAND_SHARE, held_out_wishes, shows, wishes, wishes_by_hand
-from diffserve.embedded.world import COLORS, OBJECTS, PLACES, RELATIONS, SIZES_PX, is_held_out, is_legible, scenes
+from diffserve.embedded.wishes.noise import MIN_LETTERS, as_typed, known_words, misspell, slip
+from diffserve.embedded.wishes.phrases import Phrases, split
+from diffserve.embedded.wishes.writer import Writer, is_kept_combination
+from diffserve.world.canonical import Asked, Said, parse, sentence
+from diffserve.world.captions import caption
+from diffserve.world.render import render
+from diffserve.world.scenes import COLORS, OBJECTS, PLACES, RELATIONS, SIZES_PX, is_held_out, is_legible, scenes
 
 
 def phrases_of_the_module() -> dict[str, Phrases]:

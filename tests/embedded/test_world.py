@@ -9,8 +9,8 @@ from itertools import combinations, islice
 import numpy as np
 import pytest
 
-from diffserve.embedded.backgrounds import background
-from diffserve.embedded.captions import (
+from diffserve.world.backgrounds import background
+from diffserve.world.captions import (
     COLOR_SYNONYMS,
     NUMBER_WORDS,
     PLACE_WORDS,
@@ -22,8 +22,8 @@ from diffserve.embedded.captions import (
     loose_caption,
     plural,
 )
-from diffserve.embedded.render import render
-from diffserve.embedded.world import (
+from diffserve.world.render import render
+from diffserve.world.scenes import (
     BACKGROUNDS,
     CANVAS_PX,
     COLORS,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from diffserve.runtime.quiet import hushed, import_quietly
+from diffserve.runtime.loading.quiet import hushed, import_quietly
 from diffserve.types import DiffusionParams, GenerationRequest
 
 SCHEDULERS = {

@@ -11,8 +11,8 @@ import torch
 
 from diffserve.engine import Engine
 from diffserve.errors import ConfigError, InvalidRequest
-from diffserve.runtime.conditioning import image_specs
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagePlan, PagePool
+from diffserve.runtime.text.conditioning import image_specs
 from diffserve.types import TERMINAL, Failed, GenerationRequest, ImageFailed, ImageResult, Painted
 from tests.engine.conftest import STRANGER, MakeEngine
 from tests.engine.pipelines import asked

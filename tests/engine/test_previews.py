@@ -11,8 +11,8 @@ import torch
 from diffserve.config import EngineConfig
 from diffserve.engine import Engine
 from diffserve.runtime import DiffusionModel
-from diffserve.runtime.preview import PreviewRunner
-from diffserve.runtime.preview_decoder import PreviewConfig, PreviewDecoder
+from diffserve.runtime.vae.preview import PreviewRunner
+from diffserve.runtime.vae.preview_decoder import PreviewConfig, PreviewDecoder
 from diffserve.types import GenerationRequest, Painted, Preview
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked

@@ -12,8 +12,6 @@ from PIL import Image, ImageFilter
 from scipy.linalg import sqrtm
 from scipy.ndimage import gaussian_filter
 
-from diffserve.embedded.render import render
-from diffserve.embedded.world import scenes
 from diffserve.experiments.metrics import (
     NUM_FEATURES,
     FeatureNetwork,
@@ -22,6 +20,8 @@ from diffserve.experiments.metrics import (
     kernel_distance,
 )
 from diffserve.experiments.metrics.fidelity import BEST_PSNR_DB
+from diffserve.world.render import render
+from diffserve.world.scenes import scenes
 
 PICTURES = [render(scene) for scene in islice(scenes(77, held_out=True), 96)]
 GOLDEN = (-4.40558, -1.85689, 1.27304, 0.28443, -0.29413, -0.41435, -1.00560, -1.05506)

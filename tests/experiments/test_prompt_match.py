@@ -13,11 +13,11 @@ import pytest
 from PIL import Image
 
 import diffserve.experiments
-from diffserve.embedded.captions import caption
-from diffserve.embedded.render import render
-from diffserve.embedded.world import PAIR_PX, Placed, Scene, scenes
 from diffserve.errors import InvalidRequest
-from diffserve.experiments import Wish, match_prompts
+from diffserve.experiments import SceneSpec, match_prompts
+from diffserve.world.captions import caption
+from diffserve.world.render import render
+from diffserve.world.scenes import PAIR_PX, Placed, Scene, scenes
 
 SCENES = list(islice(scenes(31, held_out=True), 12))
 PAIR = Scene((Placed("fox", PAIR_PX, 32, 64), Placed("owl", PAIR_PX, 96, 64)), "blue", "left of")
@@ -26,10 +26,10 @@ PAIR = Scene((Placed("fox", PAIR_PX, 32, 64), Placed("owl", PAIR_PX, 96, 64)), "
 def test_clean_pictures_match_their_captions_scenes_and_wishes() -> None:
     rng = random.Random(0)
     pictures = [render(scene) for scene in SCENES]
-    for asked in ([caption(scene, rng) for scene in SCENES], SCENES, [Wish.of(scene) for scene in SCENES]):
+    for asked in ([caption(scene, rng) for scene in SCENES], SCENES, [SceneSpec.of(scene) for scene in SCENES]):
         match = match_prompts(pictures, asked)
         assert (match.exact.hits, match.exact.count) == (12, 12)
-        assert match.wishes == tuple(Wish.of(scene) for scene in SCENES)
+        assert match.wishes == tuple(SceneSpec.of(scene) for scene in SCENES)
 
 
 def test_pil_images_are_read_like_arrays_whatever_their_mode() -> None:

@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diffserve.embedded.checker import Wish, judge, read_picture
 from diffserve.embedded.samples import held_out
-from diffserve.embedded.world import BACKGROUNDS, scenes
 from diffserve.errors import InvalidRequest
 from diffserve.experiments.prompts import (
     MAX_DRAWN,
@@ -22,6 +20,8 @@ from diffserve.experiments.prompts import (
     read_wishes,
     scene_like,
 )
+from diffserve.world.checker import SceneSpec, judge, read_picture
+from diffserve.world.scenes import BACKGROUNDS, scenes
 
 
 def test_the_prompts_are_the_held_out_captions_of_the_marks() -> None:
@@ -30,21 +30,21 @@ def test_the_prompts_are_the_held_out_captions_of_the_marks() -> None:
 
 
 def test_every_held_out_prompt_is_understood() -> None:
-    assert list(read_wishes(held_out_prompts(60))) == [Wish.of(scene) for scene, _ in held_out(60)]
+    assert list(read_wishes(held_out_prompts(60))) == [SceneSpec.of(scene) for scene, _ in held_out(60)]
 
 
 def test_a_scene_like_a_wish_shows_exactly_that_wish() -> None:
     rng = random.Random(1)
     for scene in islice(scenes(12, held_out=True), 300):
-        assert Wish.of(scene_like(Wish.of(scene), rng)) == Wish.of(scene)
+        assert SceneSpec.of(scene_like(SceneSpec.of(scene), rng)) == SceneSpec.of(scene)
 
 
 def test_what_a_wish_leaves_open_is_drawn() -> None:
     rng = random.Random(2)
-    drawn = [scene_like(Wish(("fox",)), rng) for _ in range(40)]
+    drawn = [scene_like(SceneSpec(("fox",)), rng) for _ in range(40)]
     assert {scene.names for scene in drawn} == {("fox",)}
     assert len({scene.background for scene in drawn} & set(BACKGROUNDS)) > 5
-    assert len({scene_like(Wish((), background="snow"), rng).names for _ in range(40)}) > 10
+    assert len({scene_like(SceneSpec((), background="snow"), rng).names for _ in range(40)}) > 10
 
 
 def test_drawn_pictures_pass_the_exact_checker_and_are_placed_anew() -> None:

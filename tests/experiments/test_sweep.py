@@ -22,7 +22,6 @@ import pytest
 
 from diffserve.cli import main
 from diffserve.cli.sweep import lasting_interrupt
-from diffserve.embedded.checker import EDITION
 from diffserve.engine import Engine
 from diffserve.errors import InvalidRequest
 from diffserve.experiments import conduct
@@ -33,6 +32,7 @@ from diffserve.experiments.painting import PaintedJob, Painter, request_for
 from diffserve.experiments.plan import SweepPlan
 from diffserve.experiments.records import ImageRecord
 from diffserve.experiments.report import RESULTS
+from diffserve.world.checker import EDITION
 
 PLAN = SweepPlan(
     samplers=("ddpm", "ddim", "dpmpp_2m"),

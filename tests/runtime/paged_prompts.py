@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from diffserve.runtime import DiffusionModel, UNetRunner
-from diffserve.runtime.image_specs import ImageSpecs
 from diffserve.runtime.kv import PagePool
-from diffserve.runtime.prompt_pages import PagedConditioning, PromptPages
-from diffserve.runtime.text import Conditioning
+from diffserve.runtime.text.encoding import Conditioning
+from diffserve.runtime.text.prompt_pages import PagedConditioning, PromptPages
+from diffserve.runtime.unet.image_specs import ImageSpecs
 
 SIXTEEN = "cat " * 15
 """With the start mark sixteen tokens: one sheet."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from diffserve.errors import InvalidRequest
-from diffserve.runtime.chunks import MAX_CHUNKS, Chunk, SpecialTokens, chunk_prompt
-from diffserve.runtime.prompt import parse_prompt
+from diffserve.runtime.text.chunks import MAX_CHUNKS, Chunk, SpecialTokens, chunk_prompt
+from diffserve.runtime.text.prompt import parse_prompt
 
 START, END, PAD, COMMA = 900, 901, 902, 500
 SPECIAL = SpecialTokens(START, END, PAD, COMMA)

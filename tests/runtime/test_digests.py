@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from diffserve.disk_cache import DiskCache
-from diffserve.runtime import checkpoint
-from diffserve.runtime.checkpoint import DIGESTS, digest_files
+from diffserve.runtime.loading import checkpoint
+from diffserve.runtime.loading.checkpoint import DIGESTS, digest_files
 
 LONG_AGO_NS = 1_600_000_000_000_000_000
 

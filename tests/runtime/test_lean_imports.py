@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from diffserve.runtime import lean_imports
+from diffserve.runtime.loading import lean_imports
 
 UNUSED = ("torch._dynamo", "torch.distributed.tensor", "torchao", "scipy")
 PAINT = """
@@ -63,7 +63,7 @@ def test_process_with_the_libraries_in_it_is_left_alone() -> None:
 def test_libraries_that_do_not_bear_it_are_imported_whole(tmp_path: Path) -> None:
     code = """
 import sys
-from diffserve.runtime import lean_imports
+from diffserve.runtime.loading import lean_imports
 lean_imports.WANTED = (*lean_imports.WANTED[:1], ("transformers", "NoSuchModel"))
 assert not lean_imports.import_lean()
 assert not [name for name in sys.modules if name.partition(".")[0] in lean_imports.LIBRARIES]

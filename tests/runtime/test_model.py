@@ -146,7 +146,7 @@ def refuse(*_, **__):
     raise AssertionError("the loader reached for the network")
 socket.socket.connect = socket.getaddrinfo = refuse
 from diffserve.runtime import load_model
-logging.getLogger("diffserve.runtime.plausibility").disabled = True  # it rightly warns of random weights
+logging.getLogger("diffserve.runtime.loading.plausibility").disabled = True  # it rightly warns of random weights
 load_model({path!r}, dtype={dtype!r}, device="cpu")
 """
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from diffserve.errors import NumericalError
-from diffserve.runtime.unet import UNetRunner
-from diffserve.runtime.vae import VAERunner
+from diffserve.runtime.unet.unet import UNetRunner
+from diffserve.runtime.vae.vae import VAERunner
 from tests import tiny_models
 from tests.runtime.conftest import LoadTiny, TinyPipeline
 

@@ -18,9 +18,9 @@ from diffserve.config import load_settings
 from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError
 from diffserve.runtime import DiffusionModel, load_model, plausibility
-from diffserve.runtime.manifest import MANIFEST_FILE
+from diffserve.runtime.loading.manifest import MANIFEST_FILE
+from diffserve.runtime.loading.plausibility import Flow, Plausibility, Preconditioned, Reading, judge, probe, readings
 from diffserve.runtime.model import EMBEDDED_DIRECTORY
-from diffserve.runtime.plausibility import Flow, Plausibility, Preconditioned, Reading, judge, probe, readings
 from schedulers import NoiseSchedule, Preconditioning
 from schedulers.arrays import FloatArray
 

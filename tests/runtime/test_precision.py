@@ -11,9 +11,9 @@ import torch
 
 from diffserve.errors import ConfigError
 from diffserve.runtime import DTYPE_NAMES, DiffusionModel, choose_device, load_model
-from diffserve.runtime.checkpoint import Checkpoint, read_json
-from diffserve.runtime.components import build_unet, load_component
-from diffserve.runtime.parts import vae_precision
+from diffserve.runtime.loading.checkpoint import Checkpoint, read_json
+from diffserve.runtime.loading.components import build_unet, load_component
+from diffserve.runtime.loading.weight_loading import vae_precision
 from diffserve.runtime.precision import cpu_bf16_unit
 from diffserve.runtime.quantisation import tensor_bytes
 from tests.runtime.conftest import LoadTiny

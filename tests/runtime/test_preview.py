@@ -18,9 +18,9 @@ from torch import nn
 from diffserve.embedded.preview_training import save_preview
 from diffserve.errors import ModelLoadError
 from diffserve.runtime import DiffusionModel, choose_device, load_model
-from diffserve.runtime.preview import PreviewRunner, load_preview
-from diffserve.runtime.preview_decoder import PreviewConfig, PreviewDecoder
-from diffserve.runtime.quiet import import_quietly
+from diffserve.runtime.loading.quiet import import_quietly
+from diffserve.runtime.vae.preview import PreviewRunner, load_preview
+from diffserve.runtime.vae.preview_decoder import PreviewConfig, PreviewDecoder
 from tests.runtime.conftest import LoadTiny, TinyPipeline
 from tests.runtime.original_layout import save_single_file
 
@@ -101,7 +101,7 @@ def test_a_tiny_autoencoder_shows_what_diffusers_decodes(
     assert np.abs(model.preview(latents) - expected).max() <= 0.51
     assert model.previewer is not None
     assert model.previewer.factor == 8
-    assert {record.name for record in caplog.records} <= {"diffserve.runtime.plausibility"}  # of random weights
+    assert {record.name for record in caplog.records} <= {"diffserve.runtime.loading.plausibility"}  # of random weights
 
 
 def test_only_the_decoder_of_a_tiny_autoencoder_is_held(tmp_path: Path) -> None:

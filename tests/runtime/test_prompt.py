@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diffserve.errors import InvalidRequest
-from diffserve.runtime.prompt import Piece, parse_prompt
+from diffserve.runtime.text.prompt import Piece, parse_prompt
 
 UP, DOWN = 1.1, 1 / 1.1
 

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from diffserve.errors import ModelLoadError
 from diffserve.runtime import load_model
-from diffserve.runtime import single_file_config as infer
-from diffserve.runtime.checkpoint import Checkpoint, TensorEntry
-from diffserve.runtime.clip_vocabulary import END, START, VOCABULARY_SIZE, clip_tokenizer, clip_vocabulary
-from diffserve.runtime.formulation import edm_normalisation, edm_scheduler
-from diffserve.runtime.prediction import predicts_velocity
-from diffserve.runtime.quiet import import_quietly
-from diffserve.runtime.unet import UNetRunner
+from diffserve.runtime.loading import single_file_config as infer
+from diffserve.runtime.loading.checkpoint import Checkpoint, TensorEntry
+from diffserve.runtime.loading.formulation import edm_normalisation, edm_scheduler
+from diffserve.runtime.loading.quiet import import_quietly
+from diffserve.runtime.text.clip_vocabulary import END, START, VOCABULARY_SIZE, clip_tokenizer, clip_vocabulary
+from diffserve.runtime.unet.prediction import predicts_velocity
+from diffserve.runtime.unet.unet import UNetRunner
 from schedulers import NoiseSchedule
 from tests.runtime.conftest import LoadTiny, TinyPipeline
 from tests.runtime.original_layout import save_single_file, unet_tensors, vae_tensors

@@ -9,7 +9,7 @@ import torch
 
 from diffserve.errors import InvalidRequest
 from diffserve.runtime import Conditioning, DiffusionModel
-from diffserve.runtime.text import CACHED_TEXTS, weigh
+from diffserve.runtime.text.encoding import CACHED_TEXTS, weigh
 from tests.runtime.conftest import LoadTiny, TinyPipeline
 
 PROMPTS = ("a red fox on the dog", "A Cat, the CAT!  dog\n", "café 猫 🦊", "x" * 25, "<|endoftext|> cat")

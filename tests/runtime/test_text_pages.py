@@ -9,7 +9,7 @@ import torch
 
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.kv import PagePool, PoolBusy
-from diffserve.runtime.text_pages import PagedTextEncoder, segments, text_spec
+from diffserve.runtime.text.pages import PagedTextEncoder, segments, text_spec
 from tests.runtime.conftest import LoadTiny
 
 KINDS = ("sd15", "sd2", "sdxl", "embedded")

@@ -8,7 +8,7 @@ import pytest
 
 from diffserve.errors import EngineUnavailable, QueueFull
 from diffserve.service.admission import Backlog, Ticket, work_of
-from diffserve.service.errors import reply_to
+from diffserve.service.http.errors import reply_to
 from diffserve.service.metrics import Metrics
 from diffserve.text_types import TextDelta, TextFinished, TextTimings, TextUsage
 from diffserve.types import Cancelled, DiffusionParams, Finished, GenerationRequest, ImageFailed, Progress

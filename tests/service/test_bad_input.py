@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from diffserve.config import load_settings
-from diffserve.service.guards import TEXT_BODY_BYTES
+from diffserve.service.http.middleware import TEXT_BODY_BYTES
 from tests.service.server import GENERATIONS, RunningServer, error_of, files_of, wait_for
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from diffserve.config import load_settings
 from diffserve.errors import InvalidRequest
 from diffserve.rewrite_types import RewriteFinished, RewriteRequest
 from diffserve.sampling_params import SamplingParams
-from diffserve.service.engine_client import EngineClient
+from diffserve.service.engine.client import EngineClient
 from diffserve.service.metrics import add_metrics
 from diffserve.text_types import ChatMessage, TextDelta, TextFinished, TextRequest
 from diffserve.types import DiffusionParams, GenerationRequest, Painted, RewriteOptions

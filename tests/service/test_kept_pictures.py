@@ -17,11 +17,11 @@ from starlette.requests import Request
 
 from diffserve.config import Flag, load_settings
 from diffserve.errors import ConfigError, InvalidRequest
-from diffserve.service.errors import HttpError
-from diffserve.service.kept_pictures import KeptPictures, base_url_of
+from diffserve.service.http.errors import HttpError
+from diffserve.service.images.kept_pictures import KeptPictures, base_url_of
+from diffserve.service.images.painting import plan_painting
+from diffserve.service.images.schemas import parse_body
 from diffserve.service.models import is_alias
-from diffserve.service.painting import plan_painting
-from diffserve.service.schemas import parse_body
 from tests.service.server import GENERATIONS, RunningServer, error_of, files_of
 from tests.service.test_painting import INFO
 
@@ -294,7 +294,7 @@ def test_sweeping_goes_on_after_a_folder_that_cannot_be_read(
 ) -> None:
     kept = KeptPictures(tmp_path / "pictures", max_bytes=1000, now=clock)
     name = kept.keep(b"fox", "png")
-    monkeypatch.setattr("diffserve.service.kept_pictures.SWEEP_EVERY_S", 0.01)
+    monkeypatch.setattr("diffserve.service.images.kept_pictures.SWEEP_EVERY_S", 0.01)
     hidden = (tmp_path / "pictures").rename(tmp_path / "hidden")
     (tmp_path / "pictures").symlink_to(hidden)
 

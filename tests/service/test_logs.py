@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from diffserve.service.engine_output import EngineOutput
+from diffserve.service.engine.output import EngineOutput
 from tests.service.server import GENERATIONS, SOON_S, RunningServer, wait_for
 
 SECRET = "zebrasecret"
@@ -186,7 +186,7 @@ def test_what_the_engine_of_a_server_says_goes_through_its_log(server: RunningSe
 
 
 def test_refusals_within_the_application_are_no_errors(caplog: pytest.LogCaptureFixture) -> None:
-    from diffserve.service.guards import BodyLimit, Outermost
+    from diffserve.service.http.middleware import BodyLimit, Outermost
 
     async def reads_it_all(scope: Any, receive: Any, send: Any) -> None:
         while (await receive()).get("more_body"):

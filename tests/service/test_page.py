@@ -15,8 +15,8 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from diffserve.config import Flag, load_settings
 from diffserve.service.app import create_app
-from diffserve.service.engine_client import EngineClient
-from diffserve.service.gate import Gate
+from diffserve.service.drain import Gate
+from diffserve.service.engine.client import EngineClient
 from diffserve.service.page import MountPage, Page
 from tests.service.server import ROOT, RunningServer, files_of, running_server
 

@@ -19,13 +19,13 @@ from diffserve.errors import (
     NumericalError,
     QueueFull,
 )
-from diffserve.service.errors import HttpError, error_of, reply_to
-from diffserve.service.exchange import header_text
-from diffserve.service.hosts import is_loopback
+from diffserve.service.http.errors import HttpError, error_of, reply_to
+from diffserve.service.http.hosts import is_loopback
+from diffserve.service.images.painting import Painting, plan_painting
+from diffserve.service.images.schemas import parse_body
+from diffserve.service.lifecycle import header_text
 from diffserve.service.models import ALIASES, check_model, model_list
-from diffserve.service.painting import Painting, plan_painting
-from diffserve.service.rewriter_choice import RewriterMode
-from diffserve.service.schemas import parse_body
+from diffserve.service.texts.rewriter_choice import RewriterMode
 from diffserve.types import Failed, ModelInfo, RewriteOptions
 
 CONFIG: ServeConfig = load_settings(env={}).serve

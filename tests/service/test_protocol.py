@@ -15,9 +15,9 @@ from starlette.responses import Response
 from diffserve.config import load_settings
 from diffserve.service import guards, protocol
 from diffserve.service.app import create_app
-from diffserve.service.engine_client import EngineClient
-from diffserve.service.exchange import read_json
-from diffserve.service.gate import Gate
+from diffserve.service.drain import Gate
+from diffserve.service.engine.client import EngineClient
+from diffserve.service.lifecycle import read_json
 from diffserve.service.run import HttpServer, uvicorn_config
 
 ALIVE = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from diffserve.errors import DiffserveError, InvalidRequest, QueueFull
-from diffserve.service.exchange import Interruption, hung_up
-from diffserve.service.in_flight import InFlight, cancelled
-from diffserve.service.streams import DONE, KEEP_ALIVE, EventStreamResponse, event
+from diffserve.service.http.streams import DONE, KEEP_ALIVE, EventStreamResponse, event
+from diffserve.service.lifecycle import InFlight, Interruption, cancelled, hung_up
 
 Source = Callable[["Stage"], AsyncGenerator[bytes, None]]
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from diffserve.engine.image.buckets import GroupFacts
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel
-from diffserve.runtime.conditioning import Conditioner, PlainConditioner
-from diffserve.runtime.cross_attention import KeysValues
+from diffserve.runtime.text.conditioning import Conditioner, PlainConditioner
+from diffserve.runtime.unet.cross_attention import KeysValues
 
 SOLO = 1
 """The reference where a row fills the machine by itself: calls of one row cost nothing more there."""

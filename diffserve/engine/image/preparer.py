@@ -10,7 +10,7 @@ from diffserve.engine.image.batch import LanePool
 from diffserve.engine.image.state import ImageState, Repaint
 from diffserve.engine.image.task import PAINT_FROM, GroupKey, ImageTask
 from diffserve.runtime import DiffusionModel
-from diffserve.runtime.conditioning import AnyConditioning, Conditioner
+from diffserve.runtime.text.conditioning import AnyConditioning, Conditioner
 from diffserve.types import Picture
 
 

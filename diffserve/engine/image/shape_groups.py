@@ -28,9 +28,9 @@ from diffserve.engine.image.exactness import (
 )
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel
-from diffserve.runtime.conditioning import Conditioner
 from diffserve.runtime.memory import give_memory_back
 from diffserve.runtime.precision import hardware_name
+from diffserve.runtime.text.conditioning import Conditioner
 from diffserve.runtime.threads import Threads
 
 MOST_ROWS_CPU = 16

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffserve.runtime.conditioning import AnyConditioning
+from diffserve.runtime.text.conditioning import AnyConditioning
 
 
 @dataclass(frozen=True)

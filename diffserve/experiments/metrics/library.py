@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diffserve.runtime.quiet import hushed
+from diffserve.runtime.loading.quiet import hushed
 
 with hushed("transformers"):
     from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure

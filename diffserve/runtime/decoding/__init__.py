@@ -6,10 +6,10 @@ from diffserve.runtime.decoding.beam_search import BeamSearch, Fork, Hypothesis
 from diffserve.runtime.decoding.choice import Choice
 from diffserve.runtime.decoding.choose import accept, choose, draft_next
 from diffserve.runtime.decoding.constraint import TokenConstraint
+from diffserve.runtime.decoding.grammar import Phrase, allowed_sentences, allowed_words, one_of
 from diffserve.runtime.decoding.prompt_lookup import PromptLookup
 from diffserve.runtime.decoding.row import DecodingRow, FinishReason
 from diffserve.runtime.decoding.text_stream import TextStream
-from diffserve.runtime.decoding.words import Phrase, allowed_sentences, allowed_words, one_of
 
 __all__ = [
     "BeamSearch",

@@ -12,17 +12,17 @@ import torch
 
 from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError, ModelNotFound
-from diffserve.runtime.checkpoint import digest_files, find_weights, read_json
-from diffserve.runtime.filling import WithoutInit
 from diffserve.runtime.language.attention import register
 from diffserve.runtime.language.compatibility import check_config, check_parity, find_layers
 from diffserve.runtime.language.model import LanguageModel
 from diffserve.runtime.language.weight_only import compute_choice, quantise
-from diffserve.runtime.lean_imports import without_compiler
-from diffserve.runtime.manifest import check_manifest
+from diffserve.runtime.loading.checkpoint import digest_files, find_weights, read_json
+from diffserve.runtime.loading.lean_imports import without_compiler
+from diffserve.runtime.loading.manifest import check_manifest
+from diffserve.runtime.loading.quiet import hushed, import_quietly
+from diffserve.runtime.loading.weight_loading import WithoutInit
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.quantisation import tensor_bytes
-from diffserve.runtime.quiet import hushed, import_quietly
 from diffserve.text_types import LanguageModelInfo
 
 OFFLINE: Final = {"local_files_only": True, "trust_remote_code": False}

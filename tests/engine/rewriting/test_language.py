@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from diffserve.embedded.canonical import Said, noun, parse, sentence
-from diffserve.embedded.world import OBJECTS, scenes
 from diffserve.rewriting.grammar import caption_constraint
 from diffserve.rewriting.window import TextWindow
-from diffserve.runtime.components import load_tokenizer
 from diffserve.runtime.decoding import TokenConstraint
 from diffserve.runtime.decoding.constraint import DEAD
-from diffserve.runtime.family import BUILT_IN
+from diffserve.runtime.loading.components import load_tokenizer
+from diffserve.runtime.loading.family import BUILT_IN
+from diffserve.world.canonical import Said, noun, parse, sentence
+from diffserve.world.scenes import OBJECTS, scenes
 from tests.runtime.language import tiny
 
 CAPTIONS = [sentence(Said.by(scene)) for scene in islice(scenes(11, held_out=True), 400)]

@@ -11,7 +11,7 @@ from diffserve.errors import ConfigError, InvalidRequest
 from diffserve.rewriting.cleaning import lost, named, quoted
 from diffserve.rewriting.style import Style, load_style, style_for_family, style_names
 from diffserve.rewriting.window import TextWindow
-from diffserve.runtime.clip_vocabulary import WINDOW_TOKENS, clip_tokenizer
+from diffserve.runtime.text.clip_vocabulary import WINDOW_TOKENS, clip_tokenizer
 
 TAGS = configs_dir() / "rewriter" / "tags.toml"
 

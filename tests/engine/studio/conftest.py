@@ -16,9 +16,9 @@ from diffserve.engine.studio import Studio
 from diffserve.engine.text import TextCore, TextEngine
 from diffserve.rewriting import TextWindow
 from diffserve.runtime import DiffusionModel, load_model
-from diffserve.runtime.conditioning import image_specs
 from diffserve.runtime.kv import PagePool
 from diffserve.runtime.language import LanguageModel, load_language_model
+from diffserve.runtime.text.conditioning import image_specs
 from diffserve.text_types import TextConfig
 from tests.engine.studio.talker import save_talker
 

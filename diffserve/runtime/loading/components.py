@@ -1,0 +1,119 @@
+"""The classes diffserve will build, and how each is built from its own configuration. Nothing else is instantiated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from diffserve.errors import ModelLoadError
+from diffserve.runtime.loading.checkpoint import Checkpoint
+from diffserve.runtime.loading.quiet import hushed, import_quietly
+from diffserve.runtime.loading.weight_loading import TensorSource, build_on_meta, fill
+from diffserve.runtime.precision import DeviceChoice
+
+#: Component of a model_index.json -> class names that may stand there.
+ALLOWED_CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
+    "unet": ("UNet2DConditionModel",),
+    "vae": ("AutoencoderKL",),
+    "text_encoder": ("CLIPTextModel", "CLIPTextModelWithProjection"),
+    "text_encoder_2": ("CLIPTextModelWithProjection",),
+    "tokenizer": ("CLIPTokenizer", "CLIPTokenizerFast"),
+    "tokenizer_2": ("CLIPTokenizer", "CLIPTokenizerFast"),
+    "preview": ("PreviewDecoder", "AutoencoderTiny"),
+}
+#: Components that painting does not need; whatever they name is never looked at.
+IGNORED_COMPONENTS: Final = frozenset({"safety_checker", "feature_extractor", "image_encoder"})
+#: What a UNet's configuration may say of the conditions it needs, beyond text: values that diffserve knows how to give.
+KNOWN_CONDITIONS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "addition_embed_type": (None, "text_time"),
+    "class_embed_type": (None,),
+    "num_class_embeds": (None,),
+    "time_cond_proj_dim": (None,),
+    "encoder_hid_dim_type": (None,),
+    "addition_embed_type_num_heads": (64, None),
+}
+PREFIX = "text_model."
+
+
+def build_unet(config: Mapping[str, Any], where: str) -> Any:
+    """``UNet2DConditionModel`` on the meta device. Raises ModelLoadError when it needs conditions we cannot give."""
+    for name, known in KNOWN_CONDITIONS.items():
+        if config.get(name, known[0]) not in known:
+            raise ModelLoadError(
+                f"{where}: {name} is {config[name]!r}; diffserve serves text-to-image UNets without it."
+            )
+    return _build("diffusers", "UNet2DConditionModel", config, where)
+
+
+def build_vae(config: Mapping[str, Any], where: str) -> Any:
+    """``AutoencoderKL`` on the meta device."""
+    return _build("diffusers", "AutoencoderKL", config, where)
+
+
+def build_tiny_autoencoder(config: Mapping[str, Any], where: str) -> Any:
+    """``AutoencoderTiny`` on the meta device."""
+    known = {key: value for key, value in config.items() if key != "block_out_channels"}  # written, but never read
+    return _build("diffusers", "AutoencoderTiny", known, where)
+
+
+def _build(module: str, name: str, config: Mapping[str, Any], where: str) -> Any:
+    cls = import_quietly(module, name)
+    known = {key: value for key, value in config.items() if not key.startswith("_")}
+    try:
+        return build_on_meta(lambda: cls.from_config(known))
+    except Exception as error:  # whatever the library says of a strange configuration
+        raise ModelLoadError(f"{where}: {name} cannot be built from this configuration ({error}).") from error
+
+
+def build_text_encoder(name: str, config: Mapping[str, Any], where: str) -> Any:
+    """``CLIPTextModel`` or ``CLIPTextModelWithProjection`` (``name``) on the meta device."""
+    cls = import_quietly("transformers", name)
+    config_cls = import_quietly("transformers", "CLIPTextConfig")
+    dropped = {"architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path"}
+    try:
+        with hushed("transformers"):
+            known = config_cls(**{key: value for key, value in config.items() if key not in dropped})
+            return build_on_meta(lambda: cls(known))
+    except Exception as error:  # the same
+        raise ModelLoadError(f"{where}: {name} cannot be built from this configuration ({error}).") from error
+
+
+def load_component(
+    network: Any,
+    checkpoint: Checkpoint,
+    choice: DeviceChoice,
+    *,
+    quantise: bool = False,
+    adapt: Callable[[TensorSource], None] | None = None,
+) -> Any:
+    """Fill ``network`` from a checkpoint in the layout diffusers and transformers write; ``adapt`` may change it."""
+    names = {_own_name(key, network): key for key in checkpoint.entries}
+    source = TensorSource.renamed(checkpoint, names)
+    if adapt is not None:
+        adapt(source)
+    fill(network, source, choice, quantise=quantise)
+    return network
+
+
+def _own_name(key: str, network: Any) -> str:
+    """A text encoder's tensors carry the prefix ``text_model.`` on disk; its parameters do in some versions only."""
+    if not type(network).__name__.startswith("CLIPText"):
+        return key
+    bare = key.removeprefix(PREFIX)
+    prefixed = any(name.startswith(PREFIX) for name, _ in network.named_parameters())
+    return PREFIX + bare if prefixed and not bare.startswith("text_projection") else bare
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """``CLIPTokenizer`` from vocab.json and merges.txt (or tokenizer.json) in ``directory``; never from the network."""
+    if not directory.is_dir():
+        raise ModelLoadError(f"{directory} is missing; a diffusers directory holds the tokenizer's files there.")
+    has_pair = (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file()
+    if not has_pair and not (directory / "tokenizer.json").is_file():
+        raise ModelLoadError(f"{directory} holds neither vocab.json with merges.txt nor tokenizer.json.")
+    cls = import_quietly("transformers", "CLIPTokenizer")
+    try:
+        return cls.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise ModelLoadError(f"the tokenizer in {directory} cannot be read ({error}).") from error

@@ -1,0 +1,54 @@
+"""Which family a model belongs to, and how each is best used when no profile says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from diffserve.types import ModelProfile
+
+SD1, SD2, SDXL, EMBEDDED = "sd1", "sd2", "sdxl", "embedded"
+EMBEDDED_TURBO: Final = "embedded-turbo"
+_SHIPPED = Path(__file__).resolve().parents[2] / "embedded"
+#: The models that ship inside -> their directories.
+BUILT_IN: Final[Mapping[str, Path]] = {EMBEDDED: _SHIPPED / "weights", EMBEDDED_TURBO: _SHIPPED / "turbo"}
+SD2_TEXT_WIDTH: Final = 1024
+
+#: Family -> (steps, guidance scale). The built-in configuration files say more; this is for a bare ``load_model``.
+DEFAULTS: Final = {SD1: (25, 7.5), SD2: (25, 7.5), SDXL: (25, 6.0), EMBEDDED: (25, 3.0)}
+
+
+def detect_family(unet_config: Any, num_encoders: int) -> str:
+    """sdxl for two text encoders, sd2 for linear projections or OpenCLIP's width, else sd1."""
+    if num_encoders == 2:
+        return SDXL
+    is_sd2 = unet_config.use_linear_projection or unet_config.cross_attention_dim == SD2_TEXT_WIDTH
+    return SD2 if is_sd2 else SD1
+
+
+def native_size(unet_config: Any, vae_factor: int) -> tuple[int, int]:
+    """(width, height) in pixels that the UNet was trained at."""
+    sample_size = unet_config.sample_size or 64
+    height, width = (sample_size, sample_size) if isinstance(sample_size, int) else sample_size
+    return int(width) * vae_factor, int(height) * vae_factor
+
+
+def default_profile(
+    family: str, *, model_id: str, path: str, native: tuple[int, int], scheduler_config: dict[str, Any]
+) -> ModelProfile:
+    """The family's defaults, with the spacing that the model's own scheduler configuration names."""
+    num_steps, guidance_scale = DEFAULTS[family]
+    spacing = scheduler_config.get("timestep_spacing", "leading")
+    return ModelProfile(
+        model_id=model_id,
+        path=path,
+        device="auto",
+        dtype="auto",
+        sampler="dpmpp_2m",
+        num_steps=num_steps,
+        guidance_scale=guidance_scale,
+        spacing=spacing if spacing in ("leading", "trailing", "linspace") else "leading",
+        good_sizes=(native,),
+        max_side_px=2 * max(native),
+    )

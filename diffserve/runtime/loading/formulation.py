@@ -1,0 +1,95 @@
+"""What a model's files say of the noise that it was trained with, checked before any weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from diffserve.errors import ModelLoadError
+from diffserve.runtime.loading.checkpoint import Checkpoint, read_json
+from schedulers import NoiseSchedule
+from schedulers.formulations import is_edm
+
+SCHEDULER_FILE: Final = "scheduler/scheduler_config.json"
+PLAYGROUND_SCALING_FACTOR: Final = 0.5
+EDM_TENSORS: Final = ("edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min")
+
+
+def read_scheduler(directory: Path, index: Mapping[str, Any]) -> dict[str, Any]:
+    """The scheduler's configuration of a diffusers directory, its class taken from ``index`` where it names none.
+
+    Raises ModelLoadError for a formulation that is not served, and where the two files name different ones.
+    """
+    file = directory / SCHEDULER_FILE
+    config = read_json(file)
+    named = (index.get("scheduler") or [None, None])[1]
+    if named is not None:
+        config.setdefault("_class_name", named)
+    noise_schedule(config, file)
+    if named is not None:
+        noise_schedule({"_class_name": named}, directory / "model_index.json")
+        if is_edm(config) != is_edm({"_class_name": named}):
+            raise ModelLoadError(
+                f"{file} says {config['_class_name']}, model_index.json says {named}; one of them describes another "
+                "model: mend it."
+            )
+    return config
+
+
+def noise_schedule(config: Mapping[str, Any], where: Path) -> NoiseSchedule:
+    """The schedule that ``config`` describes. Raises ModelLoadError, with ``where``, when it is none that is served."""
+    try:
+        return NoiseSchedule.from_config(config)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ModelLoadError(f"{where}: the scheduler's configuration cannot be used ({error})") from error
+
+
+def edm_scheduler(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """The scheduler of a single file that carries EDM's marks, ``None`` without them.
+
+    ``edm_vpred.sigma_max`` stands for CosXL's velocity (sigma_data 1), ``edm_mean`` and ``edm_std`` for Playground 2.5.
+    """
+    found = [key for key in EDM_TENSORS if key in checkpoint]
+    if not found:
+        return None
+    if "edm_vpred.sigma_max" in checkpoint:
+        return {
+            "_class_name": "EDMEulerScheduler",
+            "prediction_type": "v_prediction",
+            "sigma_data": 1.0,
+            "sigma_max": _number(checkpoint, "edm_vpred.sigma_max"),
+            "sigma_min": _number(checkpoint, "edm_vpred.sigma_min") if "edm_vpred.sigma_min" in checkpoint else 0.002,
+            "sigma_schedule": "exponential",
+        }
+    if not {"edm_mean", "edm_std"} <= set(found):
+        raise ModelLoadError(
+            f"{checkpoint.where()} holds {found[0]} alone; edm_mean and edm_std come together (Playground 2.5), "
+            "edm_vpred.sigma_min with edm_vpred.sigma_max (CosXL)."
+        )
+    return {
+        "_class_name": "EDMDPMSolverMultistepScheduler",
+        "prediction_type": "epsilon",
+        "sigma_data": 0.5,
+        "sigma_max": 80.0,
+        "sigma_min": 0.002,
+        "sigma_schedule": "karras",
+    }
+
+
+def edm_normalisation(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Entries of the VAE's configuration by ``edm_mean`` and ``edm_std``; none where they are absent."""
+    if "edm_mean" not in checkpoint or "edm_std" not in checkpoint:
+        return {}
+    return {
+        "latents_mean": checkpoint.read("edm_mean").double().flatten().tolist(),
+        "latents_std": checkpoint.read("edm_std").double().flatten().tolist(),
+        "scaling_factor": PLAYGROUND_SCALING_FACTOR,
+    }
+
+
+def _number(checkpoint: Checkpoint, key: str) -> float:
+    tensor = checkpoint.read(key)
+    if tensor.numel() != 1:
+        raise ModelLoadError(f"{key} of {checkpoint.where()} has shape {tuple(tensor.shape)}; it holds one number.")
+    return float(tensor)

@@ -1,0 +1,233 @@
+"""A single safetensors file in the original layout: SD 1.x, SD 2.x and SDXL, inpainting UNets included.
+
+Configurations come from a diffusers directory of the same name beside the file (``model.safetensors`` and ``model/``;
+only its json and tokenizer files are read), or else from the shapes of the tensors, with CLIP's own vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from diffserve.errors import ModelLoadError
+from diffserve.runtime.loading import single_file_config as infer
+from diffserve.runtime.loading import single_file_keys as keys
+from diffserve.runtime.loading.checkpoint import Checkpoint, read_json
+from diffserve.runtime.loading.components import build_text_encoder, build_unet, build_vae, load_tokenizer
+from diffserve.runtime.loading.directory import read_index
+from diffserve.runtime.loading.family import SD1, SD2, SDXL
+from diffserve.runtime.loading.formulation import SCHEDULER_FILE, edm_normalisation, edm_scheduler, read_scheduler
+from diffserve.runtime.loading.weight_loading import LoadedParts, TensorSource, fill, vae_precision
+from diffserve.runtime.precision import DeviceChoice
+from diffserve.runtime.text.clip_vocabulary import END, VOCABULARY_SIZE, clip_tokenizer
+from diffserve.runtime.text.encoding import TextEncoder
+from schedulers.formulations import is_edm
+
+#: Tensors of training and of other programs that single files carry along and that painting does not need.
+LEFT_ALONE = re.compile(
+    r"model_ema\..*|(sqrt_.*|log_.*|betas|alphas_cumprod(_prev)?|posterior_.*|lvlb_weights|logvar|scale_factor)"
+    r"|first_stage_model\.loss\..*|denoiser\..*|(cond_stage_model|conditioner)\..*(position_ids|logit_scale|attn_mask)"
+    r"|v_pred|ztsnr|edm_mean|edm_std|edm_vpred\.sigma_(max|min)|global_step|__.*__|__index_level_\d+__"
+)
+
+
+class EncoderSpec(NamedTuple):
+    """One text encoder of a single file: where it lies, whose layout it has, which class it becomes."""
+
+    prefix: str
+    is_open_clip: bool
+    cls: str
+    pad: str
+    drop_last: bool = False
+
+
+ENCODERS = {
+    SD1: (EncoderSpec("cond_stage_model.transformer.text_model.", False, "CLIPTextModel", END),),
+    SD2: (EncoderSpec("cond_stage_model.model.", True, "CLIPTextModel", "!", drop_last=True),),
+    SDXL: (
+        EncoderSpec("conditioner.embedders.0.transformer.text_model.", False, "CLIPTextModel", END),
+        EncoderSpec("conditioner.embedders.1.model.", True, "CLIPTextModelWithProjection", "!"),
+    ),
+}
+
+
+@dataclass
+class SingleFile:
+    """A single-file checkpoint being taken apart; ``used`` grows as components take their tensors."""
+
+    checkpoint: Checkpoint
+    family: str
+    beside: Path | None
+    used: set[str]
+
+    @property
+    def where(self) -> str:
+        """The file, for an error message."""
+        return self.checkpoint.where()
+
+    def config(self, component: str, inferred: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The configuration beside the file, or the one read off its shapes."""
+        if self.beside:
+            return read_json(self.beside / component / "config.json")
+        try:
+            return inferred()
+        except (IndexError, ValueError) as error:
+            raise ModelLoadError(
+                f"{self.where}: the shapes of its tensors are not those of an {self.family} {component} ({error})."
+            ) from error
+
+    def fill(
+        self, network: Any, add: Callable[[TensorSource, str], str], choice: DeviceChoice, *, quantise: bool = False
+    ) -> Any:
+        """Fill ``network``; ``add`` gives the source one parameter by name and returns the key that it comes from."""
+        source = TensorSource(self.checkpoint)
+        for name in network.state_dict():
+            try:
+                self.used.add(add(source, name))
+            except KeyError as missing:
+                raise ModelLoadError(
+                    f"{type(network).__name__}: tensor {missing.args[0]!r} (for {name}) is missing from {self.where}."
+                ) from missing
+        fill(network, source, choice, quantise=quantise)
+        return network
+
+
+def load_single_file(path: Path, choice: DeviceChoice) -> LoadedParts:
+    """Load ``path``. Raises ModelLoadError with the tensor at fault, or when the file is no such checkpoint."""
+    checkpoint = Checkpoint.open([path])
+    beside = path.with_suffix("")
+    has_config = (beside / "model_index.json").is_file()
+    file = SingleFile(checkpoint, infer.detect_layout(checkpoint), beside if has_config else None, set())
+    index = read_index(beside) if has_config else {}
+    scheduler_config, guess = _scheduler_config(file, index)
+    encoders = tuple(_load_encoder(file, number, spec, choice) for number, spec in enumerate(ENCODERS[file.family]))
+    unet = _load_unet(file, encoders[-1], choice)
+    vae_config = file.config("vae", lambda: infer.infer_vae(checkpoint, file.family) | edm_normalisation(checkpoint))
+    vae_choice = vae_precision(choice, vae_config, is_sdxl=file.family == SDXL)
+    vae = _load_vae(file, vae_config, vae_choice)
+    _check_leftovers(file)
+    return LoadedParts(
+        unet=unet,
+        vae=vae,
+        encoders=encoders,
+        scheduler_config=scheduler_config,
+        zero_empty_negative=bool(index.get("force_zeros_for_empty_prompt", True)),
+        vae_dtype=vae_choice.compute_dtype,
+        files=(path,),
+        guess_prediction=guess,
+    )
+
+
+def _load_encoder(file: SingleFile, number: int, spec: EncoderSpec, choice: DeviceChoice) -> TextEncoder:
+    suffix = f"_{number + 1}" if number else ""
+    checkpoint, prefix = file.checkpoint, spec.prefix
+    if not spec.is_open_clip and not any(key.startswith(prefix) for key in checkpoint.entries):
+        prefix = prefix.removesuffix("text_model.")  # some converters drop it
+
+    def inferred() -> dict[str, Any]:
+        if spec.is_open_clip:
+            return infer.infer_open_clip(checkpoint, prefix, drop_last=spec.drop_last)
+        return infer.infer_clip(checkpoint, prefix)
+
+    def add(source: TensorSource, name: str) -> str:
+        if not spec.is_open_clip:
+            key = prefix + name.removeprefix("text_model.")
+            source.add(name, key)
+            return key
+        bare, third = keys.open_clip_key(name)
+        keys.add_open_clip_tensor(source, checkpoint, name, prefix + bare, third)
+        return prefix + bare
+
+    config = file.config(f"text_encoder{suffix}", inferred)
+    network = build_text_encoder(spec.cls, config, file.where)
+    if file.beside:
+        tokenizer = load_tokenizer(file.beside / f"tokenizer{suffix}")
+    elif network.config.vocab_size == VOCABULARY_SIZE:
+        tokenizer = clip_tokenizer(pad=spec.pad)
+    else:
+        raise ModelLoadError(
+            f"{file.where}: its text encoder knows {network.config.vocab_size} tokens, CLIP's vocabulary has "
+            f"{VOCABULARY_SIZE}; put its tokenizer and configurations in {Path(file.where).with_suffix('')}."
+        )
+    file.fill(network, add, choice, quantise=choice.is_int8)
+    if spec.drop_last:
+        file.used |= _dropped(checkpoint, prefix, int(network.config.num_hidden_layers))
+    return TextEncoder.pair(tokenizer, network)
+
+
+def _dropped(checkpoint: Checkpoint, prefix: str, num_layers: int) -> set[str]:
+    """Keys of OpenCLIP's last layer and projection, which SD 2 does not use."""
+    unused = (f"{prefix}transformer.resblocks.{num_layers}.", f"{prefix}text_projection")
+    return {key for key in checkpoint.entries if key.startswith(unused)}
+
+
+def _load_unet(file: SingleFile, last_encoder: TextEncoder, choice: DeviceChoice) -> Any:
+    pooled_width = int(last_encoder.network.config.projection_dim)
+    config = file.config("unet", lambda: infer.infer_unet(file.checkpoint, file.family, pooled_width))
+    network = build_unet(config, file.where)
+    layers = network.config.layers_per_block
+    with_attention = frozenset(
+        level for level, name in enumerate(network.config.up_block_types) if name == "CrossAttnUpBlock2D"
+    )
+
+    def add(source: TensorSource, name: str) -> str:
+        key = keys.unet_key(name, layers, with_attention)
+        source.add(name, key)
+        return key
+
+    return file.fill(network, add, choice, quantise=choice.is_int8)
+
+
+def _load_vae(file: SingleFile, config: dict[str, Any], choice: DeviceChoice) -> Any:
+    network = build_vae(config, file.where)
+    num_levels = len(network.config.block_out_channels)
+
+    def add(source: TensorSource, name: str) -> str:
+        key = keys.vae_key(name, num_levels)
+        keys.add_vae_tensor(source, file.checkpoint, name, key)
+        return key
+
+    return file.fill(network, add, choice)
+
+
+def _check_leftovers(file: SingleFile) -> None:
+    left = [key for key in file.checkpoint.entries if key not in file.used and not LEFT_ALONE.fullmatch(key)]
+    if left:
+        shown = ", ".join(repr(key) for key in left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+        raise ModelLoadError(f"{file.where} holds tensors that no part of an {file.family} model takes: {shown}.")
+
+
+def _scheduler_config(file: SingleFile, index: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """(the scheduler's configuration, whether the prediction type is a guess that the UNet should settle)."""
+    continuous = edm_scheduler(file.checkpoint)
+    if file.beside:
+        config = read_scheduler(file.beside, index)
+        if continuous and not is_edm(config):
+            raise ModelLoadError(
+                f"{file.where} is a model of EDM's noise ({continuous['_class_name']}), but "
+                f"{file.beside / SCHEDULER_FILE} says {config.get('_class_name')}; mend that file."
+            )
+        return config, False
+    if continuous:
+        return continuous, False
+    declared = _declared_prediction(file)
+    zero_snr = "ztsnr" in file.checkpoint
+    config = infer.infer_scheduler(velocity=declared == "v", zero_snr=zero_snr)
+    return config, declared is None and file.family == SD2
+
+
+def _declared_prediction(file: SingleFile) -> str | None:
+    """ "v" or "epsilon" where the file, its metadata or the original yaml beside it says so."""
+    if "v_pred" in file.checkpoint:
+        return "v"
+    stated = file.checkpoint.metadata.get("modelspec.prediction_type", "")
+    yaml = Path(file.where).with_suffix(".yaml")
+    text = yaml.read_text(encoding="utf-8", errors="replace") if yaml.is_file() else ""
+    return _first(("v" if stated.startswith("v") else stated, *re.findall(r"parameterization:\s*\"?(v|eps)", text)))
+
+
+def _first(values: Iterable[str]) -> str | None:
+    return next((value for value in values if value), None)

@@ -1,0 +1,191 @@
+"""Configurations of a single-file checkpoint, read off the shapes of its tensors.
+
+Head counts, activation and noise schedule leave no trace in a shape; they are the family's, and the families are few.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from diffserve.errors import ModelLoadError
+from diffserve.runtime.loading.checkpoint import Checkpoint
+from diffserve.runtime.loading.family import SD1, SD2, SDXL
+from diffserve.runtime.loading.single_file_keys import UNET_PREFIX, VAE_PREFIX
+
+HEAD_WIDTH: Final = 64
+SD1_HEADS: Final = 8
+TIME_IDS: Final = 6
+CLIP_WINDOW: Final = 77
+SCALING_FACTORS: Final = {SD1: 0.18215, SD2: 0.18215, SDXL: 0.13025}
+SAMPLE_SIZES: Final = {SD1: 64, SD2: 64, SDXL: 128}
+
+
+def detect_layout(checkpoint: Checkpoint) -> str:
+    """Family of a single file, by the text encoders it holds. Raises ModelLoadError when it is none we serve."""
+    keys = checkpoint.entries
+    where = checkpoint.where()
+    if f"{UNET_PREFIX}input_blocks.0.0.weight" not in keys:
+        shown = ", ".join(list(keys)[:3])
+        raise ModelLoadError(
+            f"{where} is not a Stable Diffusion checkpoint: it has no {UNET_PREFIX}* tensors (it begins with {shown})."
+        )
+    for family, prefix in (
+        (SDXL, "conditioner.embedders.1.model."),
+        (SD2, "cond_stage_model.model."),
+        (SD1, "cond_stage_model.transformer."),
+    ):
+        if any(key.startswith(prefix) for key in keys):
+            return family
+    if any(key.startswith("conditioner.embedders.0.model.") for key in keys):
+        raise ModelLoadError(f"{where} is a refiner, which repaints pictures only; give the base model's file.")
+    raise ModelLoadError(
+        f"{where} holds a UNet but no text encoder; give a complete checkpoint or a diffusers directory."
+    )
+
+
+def infer_unet(checkpoint: Checkpoint, family: str, pooled_width: int) -> dict[str, Any]:
+    """Configuration of ``UNet2DConditionModel``; ``pooled_width`` is that of the pooled text vector (SDXL)."""
+    channels, depths, layers = _read_levels(checkpoint)
+    projection = _shape(checkpoint, _first_match(checkpoint, r"input_blocks\.\d+\.1\.proj_in\.weight"))
+    context = _shape(
+        checkpoint, _first_match(checkpoint, r"input_blocks\.\d+\.1\.transformer_blocks\.0\.attn2\.to_k\.weight")
+    )
+    config: dict[str, Any] = {
+        "in_channels": _shape(checkpoint, f"{UNET_PREFIX}input_blocks.0.0.weight")[1],
+        "out_channels": _shape(checkpoint, f"{UNET_PREFIX}out.2.weight")[0],
+        "block_out_channels": channels,
+        "layers_per_block": layers,
+        "down_block_types": ["CrossAttnDownBlock2D" if depth else "DownBlock2D" for depth in depths],
+        "up_block_types": ["CrossAttnUpBlock2D" if depth else "UpBlock2D" for depth in reversed(depths)],
+        "transformer_layers_per_block": [depth or 1 for depth in depths[:-1]] + [_mid_depth(checkpoint)],
+        "attention_head_dim": SD1_HEADS if family == SD1 else [max(1, width // HEAD_WIDTH) for width in channels],
+        "cross_attention_dim": context[1],
+        "use_linear_projection": len(projection) == 2,
+        "upcast_attention": family == SD2,
+        "sample_size": SAMPLE_SIZES[family],
+    }
+    if family == SDXL:
+        joint = _shape(checkpoint, f"{UNET_PREFIX}label_emb.0.0.weight")[1]
+        config |= {
+            "addition_embed_type": "text_time",
+            "addition_time_embed_dim": (joint - pooled_width) // TIME_IDS,
+            "projection_class_embeddings_input_dim": joint,
+        }
+    return config
+
+
+def _read_levels(checkpoint: Checkpoint) -> tuple[list[int], list[int], int]:
+    """(channels of each level, transformer depth of each, resnets in a level) by walking down the input blocks."""
+    channels: list[int] = []
+    depths: list[int] = []
+    counts: list[int] = [0]
+    number = 1
+    while True:
+        block = f"{UNET_PREFIX}input_blocks.{number}."
+        if f"{block}0.in_layers.2.weight" in checkpoint:
+            counts[-1] += 1
+            if counts[-1] == 1:
+                channels.append(_shape(checkpoint, f"{block}0.in_layers.2.weight")[0])
+                depths.append(_count(checkpoint, f"{block}1.transformer_blocks."))
+        elif f"{block}0.op.weight" in checkpoint:
+            counts.append(0)
+        else:
+            return channels, depths, counts[0]
+        number += 1
+
+
+def _mid_depth(checkpoint: Checkpoint) -> int:
+    return _count(checkpoint, f"{UNET_PREFIX}middle_block.1.transformer_blocks.") or 1
+
+
+def infer_vae(checkpoint: Checkpoint, family: str) -> dict[str, Any]:
+    """Configuration of ``AutoencoderKL``."""
+    encoder = f"{VAE_PREFIX}encoder."
+    num_levels = _count(checkpoint, f"{encoder}down.")
+    channels = [_shape(checkpoint, f"{encoder}down.{level}.block.0.conv1.weight")[0] for level in range(num_levels)]
+    return {
+        "block_out_channels": channels,
+        "down_block_types": ["DownEncoderBlock2D"] * num_levels,
+        "up_block_types": ["UpDecoderBlock2D"] * num_levels,
+        "layers_per_block": _count(checkpoint, f"{encoder}down.0.block."),
+        "latent_channels": _shape(checkpoint, f"{encoder}conv_out.weight")[0] // 2,
+        "scaling_factor": SCALING_FACTORS[family],
+        "force_upcast": family == SDXL,
+        "sample_size": SAMPLE_SIZES[family] * 2 ** (num_levels - 1),
+    }
+
+
+def infer_clip(checkpoint: Checkpoint, prefix: str) -> dict[str, Any]:
+    """Configuration of a text encoder in transformers' layout under ``prefix`` (CLIP, quick GELU)."""
+    return _text_config(
+        checkpoint,
+        tokens=f"{prefix}embeddings.token_embedding.weight",
+        inner=f"{prefix}encoder.layers.0.mlp.fc1.weight",
+        layers=_count(checkpoint, f"{prefix}encoder.layers."),
+        act="quick_gelu",
+    )
+
+
+def infer_open_clip(checkpoint: Checkpoint, prefix: str, *, drop_last: bool) -> dict[str, Any]:
+    """Configuration of a text encoder in OpenCLIP's layout; SD 2 stops one layer early, so its last is dropped."""
+    config = _text_config(
+        checkpoint,
+        tokens=f"{prefix}token_embedding.weight",
+        inner=f"{prefix}transformer.resblocks.0.mlp.c_fc.weight",
+        layers=_count(checkpoint, f"{prefix}transformer.resblocks.") - int(drop_last),
+        act="gelu",
+    )
+    if f"{prefix}text_projection" in checkpoint:
+        config["projection_dim"] = _shape(checkpoint, f"{prefix}text_projection")[1]
+    return config
+
+
+def _text_config(checkpoint: Checkpoint, *, tokens: str, inner: str, layers: int, act: str) -> dict[str, Any]:
+    size, width = _shape(checkpoint, tokens)
+    return {
+        "vocab_size": size,
+        "hidden_size": width,
+        "intermediate_size": _shape(checkpoint, inner)[0],
+        "num_hidden_layers": layers,
+        "num_attention_heads": max(1, width // HEAD_WIDTH),
+        "max_position_embeddings": CLIP_WINDOW,
+        "hidden_act": act,
+        "bos_token_id": size - 2,
+        "eos_token_id": size - 1,
+        "pad_token_id": size - 1,
+    }
+
+
+def infer_scheduler(*, velocity: bool, zero_snr: bool) -> dict[str, Any]:
+    """The noise schedule that all three families were trained with."""
+    return {
+        "_class_name": "DDIMScheduler",
+        "beta_start": 0.00085,
+        "beta_end": 0.012,
+        "beta_schedule": "scaled_linear",
+        "num_train_timesteps": 1000,
+        "prediction_type": "v_prediction" if velocity else "epsilon",
+        "rescale_betas_zero_snr": zero_snr,
+        "timestep_spacing": "trailing" if zero_snr else "leading",
+        "steps_offset": 1,
+        "clip_sample": False,
+        "set_alpha_to_one": False,
+    }
+
+
+def _shape(checkpoint: Checkpoint, key: str) -> tuple[int, ...]:
+    if key not in checkpoint:
+        raise ModelLoadError(f"tensor {key!r} is missing from {checkpoint.where()}.")
+    return checkpoint.entries[key].shape
+
+
+def _count(checkpoint: Checkpoint, prefix: str) -> int:
+    """How many different numbers follow ``prefix`` in the keys."""
+    pattern = re.compile(re.escape(prefix) + r"(\d+)\.")
+    return len({found[1] for key in checkpoint.entries if (found := pattern.match(key))})
+
+
+def _first_match(checkpoint: Checkpoint, pattern: str) -> str:
+    compiled = re.compile(re.escape(UNET_PREFIX) + pattern)
+    return next((key for key in checkpoint.entries if compiled.fullmatch(key)), f"{UNET_PREFIX}{pattern}")

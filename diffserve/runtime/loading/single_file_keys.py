@@ -1,0 +1,145 @@
+"""Names of the original Stable Diffusion layout: for each parameter of our networks, the tensor that holds it there.
+
+The original code numbers a UNet's blocks in one running list (``input_blocks.4.0``), an upward VAE level from the
+finest (``decoder.up.0`` is the last to run), and OpenCLIP keeps query, key and value in one tensor. Nothing else
+differs but words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+
+from diffserve.runtime.loading.checkpoint import Checkpoint
+from diffserve.runtime.loading.weight_loading import TensorSource
+
+UNET_PREFIX = "model.diffusion_model."
+VAE_PREFIX = "first_stage_model."
+
+_UNET_ENDS = {
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+    "conv_in": "input_blocks.0.0",
+    "conv_norm_out": "out.0",
+    "conv_out": "out.2",
+}
+_UNET_RESNET = {
+    "norm1": "in_layers.0",
+    "conv1": "in_layers.2",
+    "time_emb_proj": "emb_layers.1",
+    "norm2": "out_layers.0",
+    "conv2": "out_layers.3",
+    "conv_shortcut": "skip_connection",
+}
+_VAE_WORDS = {
+    "mid_block.resnets.0.": "mid.block_1.",
+    "mid_block.resnets.1.": "mid.block_2.",
+    "mid_block.attentions.0.": "mid.attn_1.",
+    "conv_norm_out.": "norm_out.",
+    "conv_shortcut.": "nin_shortcut.",
+    ".downsamplers.0.": ".downsample.",
+    ".upsamplers.0.": ".upsample.",
+    ".resnets.": ".block.",
+    ".group_norm.": ".norm.",
+    ".to_q.": ".q.",
+    ".to_k.": ".k.",
+    ".to_v.": ".v.",
+    ".to_out.0.": ".proj_out.",
+}
+_OPEN_CLIP_WORDS = {
+    "embeddings.token_embedding.": "token_embedding.",
+    "embeddings.position_embedding.weight": "positional_embedding",
+    "encoder.layers.": "transformer.resblocks.",
+    "layer_norm1.": "ln_1.",
+    "layer_norm2.": "ln_2.",
+    "mlp.fc1.": "mlp.c_fc.",
+    "mlp.fc2.": "mlp.c_proj.",
+    "self_attn.out_proj.": "attn.out_proj.",
+    "final_layer_norm.": "ln_final.",
+    "text_projection.weight": "text_projection",
+}
+_SLICES = ("q", "k", "v")
+
+
+def unet_key(name: str, layers_per_block: int, attention_up: frozenset[int]) -> str:
+    """Original key of the UNet parameter ``name``; ``attention_up``: indices of the up blocks that have attention."""
+    for ours, theirs in _UNET_ENDS.items():
+        if name.startswith(ours + "."):
+            return UNET_PREFIX + theirs + name[len(ours) :]
+    found = re.match(r"(down_blocks|up_blocks|mid_block)\.(?:(\d+)\.)?(\w+)\.(\d+)\.(.+)", name)
+    if found is None:
+        return UNET_PREFIX + name
+    part, kind, rest = found[1], found[3], found[5]
+    level, index = int(found[2] or 0), int(found[4])
+    if kind == "resnets":
+        rest = _swap_head(rest, _UNET_RESNET)
+    if part == "mid_block":
+        return f"{UNET_PREFIX}middle_block.{1 if kind == 'attentions' else 2 * index}.{rest}"
+    place = 1 if kind == "attentions" else 0
+    if part == "down_blocks":
+        number = 1 + level * (layers_per_block + 1) + (layers_per_block if kind == "downsamplers" else index)
+        return f"{UNET_PREFIX}input_blocks.{number}.{place}.{_down_rest(kind, rest)}"
+    number = level * (layers_per_block + 1) + (layers_per_block if kind == "upsamplers" else index)
+    if kind == "upsamplers":
+        place = 2 if level in attention_up else 1
+    return f"{UNET_PREFIX}output_blocks.{number}.{place}.{rest}"
+
+
+def _down_rest(kind: str, rest: str) -> str:
+    return "op" + rest.removeprefix("conv") if kind == "downsamplers" else rest
+
+
+def _swap_head(rest: str, words: Mapping[str, str]) -> str:
+    head, _, tail = rest.partition(".")
+    return f"{words.get(head, head)}.{tail}"
+
+
+def vae_key(name: str, num_levels: int) -> str:
+    """Original key of the VAE parameter ``name``."""
+    key = re.sub(r"up_blocks\.(\d+)", lambda found: f"up.{num_levels - 1 - int(found[1])}", name)
+    key = key.replace("down_blocks.", "down.")
+    for ours, theirs in _VAE_WORDS.items():
+        key = key.replace(ours, theirs)
+    return VAE_PREFIX + key
+
+
+def open_clip_key(name: str) -> tuple[str, int | None]:
+    """(OpenCLIP's key of the text parameter ``name``, third of that tensor it lies in or ``None`` for all of it)."""
+    key = name.removeprefix("text_model.")
+    found = re.search(r"self_attn\.([qkv])_proj\.(weight|bias)$", key)
+    third = None
+    if found:
+        third = _SLICES.index(found[1])
+        key = f"{key[: found.start()]}attn.in_proj_{found[2]}"
+    for ours, theirs in _OPEN_CLIP_WORDS.items():
+        key = key.replace(ours, theirs)
+    return key, third
+
+
+def add_vae_tensor(source: TensorSource, checkpoint: Checkpoint, name: str, key: str) -> None:
+    """Give VAE parameter ``name``; attention weights were 1x1 convolutions (C, C, 1, 1) and are matrices here."""
+    shape = checkpoint.entries[key].shape
+    if ".mid.attn_1." in key and shape[2:] == (1, 1):
+        source.add(name, key, shape[:2], lambda tensor: tensor.flatten(1))
+    else:
+        source.add(name, key)
+
+
+def add_open_clip_tensor(source: TensorSource, checkpoint: Checkpoint, name: str, key: str, third: int | None) -> None:
+    """Give text parameter ``name``: a third of the joint projection, the transposed text projection, or the tensor."""
+    shape = checkpoint.entries[key].shape
+    if third is not None:
+        rows = shape[0] // 3
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[third * rows : (third + 1) * rows]
+
+        source.add(name, key, (rows, *shape[1:]), cut)
+    elif name == "text_projection.weight":
+        source.add(name, key, shape[::-1], lambda tensor: tensor.T)
+    else:
+        source.add(name, key)

@@ -1,0 +1,164 @@
+"""Two ways to tell the UNet about texts, side by side: pages made once for each prompt, or embeddings at every step.
+
+``paged``   the keys and values of every cross-attention layer are made when a prompt is new, kept in the page pool, and
+            shared by whoever says the same or begins alike. An image is let in when its pages fit.
+``plain``   no pool: the text's embeddings go through diffusers' own attention. For comparison, and for UNets whose
+            cross-attention is not Stable Diffusion's.
+
+They agree within rounding (``Engine.tolerance`` of the free mode).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from diffserve.config import EngineConfig
+from diffserve.errors import ConfigError
+from diffserve.runtime import DiffusionModel
+from diffserve.runtime.kv import PagePool, PoolBusy
+from diffserve.runtime.text.encoding import Conditioning
+from diffserve.runtime.text.prompt_pages import PagedConditioning, PromptPages
+from diffserve.runtime.unet.cross_attention import Contexts
+from diffserve.runtime.unet.image_specs import ImageSpecs
+
+AUTO_WINDOWS = 64
+"""Different prompts of one window that a pool of automatic size holds at once."""
+
+AnyConditioning = Conditioning | PagedConditioning
+
+
+class ToldRow(NamedTuple):
+    """A row of a UNet call: its image's conditioning, and which half of it."""
+
+    conditioning: AnyConditioning
+    is_uncond: bool
+
+
+class Conditioner(ABC):
+    """From texts to what the UNet is told.
+
+    pool            where pages are, ``None`` where there are none
+    mixes_lengths   whether rows of different token counts may share a call
+    """
+
+    pool: PagePool | None = None
+    mixes_lengths = False
+
+    @abstractmethod
+    def condition(self, prompt: str, negative: str | None, *, width_px: int, height_px: int) -> AnyConditioning:
+        """What one image is told, to be closed when it leaves. ``negative`` is None for images without guidance.
+
+        Raises InvalidRequest, and PoolBusy when the image has to wait for pages.
+        """
+
+    @abstractmethod
+    def contexts(self, rows: Sequence[ToldRow]) -> Contexts:
+        """What the rows of one call look at."""
+
+    @abstractmethod
+    def of_embeddings(self, embeddings: Tensor) -> Contexts:
+        """The same for embeddings (R, tokens, dim) that belong to no text."""
+
+    @abstractmethod
+    def check_integrity(self, num_held: int) -> None:
+        """Raises when pages are lost, or when other than ``num_held`` conditionings are open."""
+
+
+class PlainConditioner(Conditioner):
+    """Embeddings, projected by the UNet in every layer at every step."""
+
+    def __init__(self, model: DiffusionModel) -> None:
+        self.model = model
+
+    def condition(self, prompt: str, negative: str | None, *, width_px: int, height_px: int) -> Conditioning:
+        """See ``Conditioner``; there is nothing to wait for."""
+        return self.model.text.encode(prompt, negative or "", width_px=width_px, height_px=height_px)
+
+    def contexts(self, rows: Sequence[ToldRow]) -> Tensor:
+        """(R, tokens, dim)."""
+        halves = [row.conditioning.uncond if row.is_uncond else row.conditioning.cond for row in rows]
+        return torch.stack([half for half in halves if isinstance(half, Tensor)])
+
+    def of_embeddings(self, embeddings: Tensor) -> Tensor:
+        """Themselves."""
+        return embeddings
+
+    def check_integrity(self, num_held: int) -> None:
+        """Nothing is held."""
+
+
+class PagedConditioner(Conditioner):
+    """Keys and values on the pages of ``pool``.
+
+    Texts of one and of several windows share calls in the free mode (a fifth less time than two calls, see
+    ``benchmarks/LOG.md``); where bytes are promised they do not, for a longer call may round differently.
+    """
+
+    def __init__(self, model: DiffusionModel, pool: PagePool, *, is_exact: bool) -> None:
+        self.model = model
+        self.pool: PagePool = pool
+        self.mixes_lengths = not is_exact
+        self.pages = PromptPages(pool, model.text, model.unet, image_specs(model, is_exact=is_exact), is_exact=is_exact)
+        self._waiting: tuple[tuple[str, str | None], int] | None = None
+
+    def condition(self, prompt: str, negative: str | None, *, width_px: int, height_px: int) -> PagedConditioning:
+        """See ``Conditioner``. Who was refused is not tried again before more pages can be had than then."""
+        texts = (prompt, negative)
+        if self._waiting is not None and self._waiting[0] == texts and self.pool.num_available <= self._waiting[1]:
+            raise PoolBusy("no page came free since this prompt was last tried.")
+        self._waiting = None
+        try:
+            return self.pages.condition(prompt, negative, width_px=width_px, height_px=height_px)
+        except PoolBusy:
+            self._waiting = texts, self.pool.num_available
+            raise
+
+    def contexts(self, rows: Sequence[ToldRow]) -> Contexts:
+        """Copies out of the pages, ``KeysValues`` of (R, tokens, heads, head_dim)."""
+        halves = [row.conditioning.uncond if row.is_uncond else row.conditioning.cond for row in rows]
+        return self.pages.gather([half for half in halves if isinstance(half, tuple)])
+
+    def of_embeddings(self, embeddings: Tensor) -> Contexts:
+        """Their keys and values, past the pool."""
+        return self.model.unet.cross_attention.keys_values(embeddings.to(self.model.device, self.model.dtype))
+
+    def check_integrity(self, num_held: int) -> None:
+        """Raises PoolIntegrityError, or AssertionError when an image's pages outlive it or went before it."""
+        self.pool.check_integrity()
+        assert self.pages.num_open == num_held, f"{self.pages.num_open} conditionings are open for {num_held} images"
+
+
+def image_specs(model: DiffusionModel, *, is_exact: bool) -> ImageSpecs:
+    """What ``model`` asks of a page pool; for whoever makes one pool for several models.
+
+    Pages made in deterministic mode (``is_exact``) and in the free mode are told apart, as are dtypes and adapters.
+    Raises ConfigError for a UNet that cannot be paged.
+    """
+    words = f"{model.digest} {model.choice.dtype} {'exact' if is_exact else 'free'}"
+    return ImageSpecs.of(model.text, model.unet, hashlib.sha256(words.encode()).digest())
+
+
+def make_conditioner(
+    model: DiffusionModel, config: EngineConfig, *, is_exact: bool, pool: PagePool | None = None
+) -> Conditioner:
+    """The way that ``config.cross_attention`` names; with a pool of its own where none is given.
+
+    Raises ConfigError for a UNet that cannot be paged, and for a pool that is too small or elsewhere.
+    """
+    if config.cross_attention == "plain":
+        return PlainConditioner(model)
+    if pool is None:
+        specs = image_specs(model, is_exact=is_exact)
+        num_bytes = config.kv_pool_bytes or specs.pool_bytes(AUTO_WINDOWS, model.text.window_tokens)
+        pool = PagePool.for_specs(num_bytes, list(specs), device=model.device)
+    elif pool.arena.data.device.type != model.device.type:
+        raise ConfigError(
+            f"the page pool is on {pool.arena.data.device}, the model on {model.device}; put both on one."
+        )
+    return PagedConditioner(model, pool, is_exact=is_exact)

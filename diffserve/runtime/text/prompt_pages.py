@@ -1,0 +1,238 @@
+"""The image model's tenants of the page pool: keys and values of prompts, made once, held by the images that read them.
+
+For every window of a prompt (see ``runtime.windows``) there are pages of two kinds of tenant::
+
+    tokens            0 .. 15 | 16 .. 31 | 32 .. 47 | 48 .. 63 | 64 .. 76
+    UNet              held while an image that reads them is painted, then idle
+    text encoders     written while a window is encoded, then idle: for texts that begin alike
+
+A window that the UNet's tenant has whole costs nothing. Where it has a beginning, only the tokens after it are encoded
+and projected; what they attend to comes from the encoders' own pages, and is computed again where those are gone.
+The pooled vector of SDXL's second encoder is small and kept beside the pool, by the tokens up to the end mark.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diffserve.errors import ConfigError
+from diffserve.runtime.kv import PagePool, PageTable, PoolTooSmall
+from diffserve.runtime.text.encoding import TextRunner, weigh
+from diffserve.runtime.text.pages import PagedTextEncoder, segments
+from diffserve.runtime.text.windows import Window
+from diffserve.runtime.unet.cross_attention import KeysValues, Pair
+from diffserve.runtime.unet.image_specs import ImageSpecs
+from diffserve.runtime.unet.unet import UNetRunner
+
+POOLED_KEPT = 1024
+"""Pooled vectors of 1280 numbers: 5 MB in float32."""
+
+
+@dataclass(frozen=True, eq=False)
+class PagedConditioning:
+    """What the UNet is told about one image; its pages are held until ``close``.
+
+    cond, uncond                 one table for each window of the prompt and, for guided images, of the negative prompt
+    pooled_cond, pooled_uncond   (P,) pooled projections of the second encoder (SDXL), else ``None``
+    time_ids                     (6,) original size, crop and target size (SDXL), else ``None``
+    """
+
+    owner: PromptPages
+    cond: tuple[PageTable, ...]
+    uncond: tuple[PageTable, ...]
+    pooled_cond: Tensor | None = None
+    pooled_uncond: Tensor | None = None
+    time_ids: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of ``cond`` and of ``uncond``; rows share a UNet call only when they have the same."""
+        return sum(table.num_tokens for table in self.cond)
+
+    def close(self) -> None:
+        """Give the pages back, once; what they hold can be found again until the pool wants the room."""
+        self.owner.close(self)
+
+
+class PromptPages:
+    """Prompts of one model as pages of ``pool``. For one thread, as the pool is.
+
+    is_exact: keys and values are the same bytes whatever was cached when they were made (see ``runtime.text_pages``)
+    num_open: conditionings that hold pages
+
+    Raises ConfigError when the pool cannot hold a single guided image.
+    """
+
+    def __init__(
+        self, pool: PagePool, text: TextRunner, unet: UNetRunner, specs: ImageSpecs, *, is_exact: bool
+    ) -> None:
+        self.pool = pool
+        self.text = text
+        self.unet = unet
+        self.specs = specs
+        self.is_exact = is_exact
+        self.num_open = 0
+        pool.register(specs.unet)
+        self.encoders = tuple(
+            PagedTextEncoder(pool, encoder.network, spec, stops_early=text.is_pair, is_exact=is_exact)
+            for encoder, spec in zip(text.encoders, specs.encoders, strict=True)
+        )
+        self._pooled: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
+        self._check_pool()
+
+    @torch.inference_mode()
+    def condition(self, prompt: str, negative: str | None, *, width_px: int, height_px: int) -> PagedConditioning:
+        """Pages of ``prompt`` and, unless ``None``, of ``negative``, both of the same number of windows.
+
+        Raises InvalidRequest for a prompt that is too long or weighted beyond measure, PoolTooSmall when its pages can
+        never be held, and PoolBusy when they cannot be now; then nothing is held, and what was computed is idle.
+        """
+        cond, uncond = self.windows(prompt, negative)
+        self._check_fits((*cond, *uncond))
+        tables: list[PageTable] = []
+        try:
+            for window in (*cond, *uncond):
+                tables.append(self._open(window))
+            pooled_cond, pooled_uncond = self._pooled_of(cond), self._pooled_of(uncond)
+        except BaseException:
+            self._close(tables)
+            raise
+        self.num_open += 1
+        return PagedConditioning(
+            self,
+            tuple(tables[: len(cond)]),
+            tuple(tables[len(cond) :]),
+            pooled_cond,
+            pooled_uncond,
+            self.text.time_ids(width_px, height_px),
+        )
+
+    def windows(self, prompt: str, negative: str | None) -> tuple[tuple[Window, ...], tuple[Window, ...]]:
+        """The windows of both texts, the shorter one filled up with empty windows; none where ``negative`` is None."""
+        cond, empty = self.text.windows(prompt), self.text.windows("")
+        if negative is None:
+            return cond, ()
+        if self.text.zero_empty_negative and not negative:
+            return cond, tuple(Window(window.chunks, is_silent=True) for window in empty * len(cond))
+        uncond = self.text.windows(negative)
+        missing = len(cond) - len(uncond)
+        return cond + empty * max(0, -missing), uncond + empty * max(0, missing)
+
+    def gather(self, rows: Sequence[tuple[PageTable, ...]]) -> KeysValues:
+        """What the rows look at, copied out of the pages; a mask hides what fills up a row of fewer windows."""
+        counts = [len(tables) for tables in rows]
+        filled = [tables + tables[:1] * (max(counts) - len(tables)) for tables in rows]
+        batch = self.pool.batch([table for tables in filled for table in tables])
+        pairs = []
+        for layer in range(len(self.specs.unet.layers)):
+            keys, values, _ = batch.gather(layer)  # (R * windows, tokens, heads, head_dim)
+            pairs.append(Pair(*(tensor.reshape(len(rows), -1, *tensor.shape[2:]) for tensor in (keys, values))))
+        mask = None if min(counts) == max(counts) else self._mask(counts)
+        return KeysValues(tuple(pairs), mask)
+
+    def close(self, conditioning: PagedConditioning) -> None:
+        """See ``PagedConditioning.close``."""
+        if conditioning.cond[0].is_open:
+            self._close((*conditioning.cond, *conditioning.uncond))
+            self.num_open -= 1
+
+    def _mask(self, counts: Sequence[int]) -> Tensor:
+        """bool (R, 1, 1, tokens): the first ``counts[row]`` windows of each row."""
+        window = torch.arange(max(counts), device=self.unet.device).repeat_interleave(self.text.window_tokens)
+        return (window < torch.tensor(counts, device=self.unet.device)[:, None])[:, None, None, :]
+
+    def num_pages(self, windows: Sequence[Window]) -> int:
+        """Pages that it takes at most to encode ``windows`` and hold them, shared among themselves and with nobody."""
+        plan = self.pool.plan(self.specs.unet.tenant)
+        names = {name for window in windows for name in window.sheet_names(plan.spec.page_tokens)}
+        return len(names) * plan.num_groups + self._encoding_pages
+
+    @property
+    def _encoding_pages(self) -> int:
+        """Pages of the window that is being encoded, by one encoder at a time."""
+        tokens = self.text.window_tokens
+        return max(self.pool.num_pages_for(spec.tenant, tokens) for spec in self.specs.encoders)
+
+    def _check_pool(self) -> None:
+        least = 2 * self.pool.num_pages_for(self.specs.unet.tenant, self.text.window_tokens) + self._encoding_pages
+        if least > self.pool.num_pages:
+            raise ConfigError(
+                f"the page pool has {self.pool.num_pages * self.pool.page_bytes} bytes, and a prompt with its negative "
+                f"prompt takes {least * self.pool.page_bytes}: set engine.kv_pool_bytes to that or more.",
+                param="kv_pool_bytes",
+            )
+
+    def _check_fits(self, windows: Sequence[Window]) -> None:
+        need = self.num_pages(windows)
+        if need > self.pool.num_pages:
+            raise PoolTooSmall(
+                f"the prompt and its negative prompt take {need} pages and the whole pool has {self.pool.num_pages}: "
+                f"shorten them, or set engine.kv_pool_bytes to {need * self.pool.page_bytes} or more.",
+                param="prompt",
+            )
+
+    def _close(self, tables: Sequence[PageTable]) -> None:
+        for table in tables:
+            self.pool.close(table)
+
+    def _open(self, window: Window) -> PageTable:
+        """A table with keys and values of all of the window's tokens, computed now where the pool lacks them."""
+        ids = window.token_ids
+        table, num_cached = self.pool.open(self.specs.unet.tenant, ids, window.salt, reserve=len(ids))
+        try:
+            if num_cached < len(ids):
+                self._write(table, num_cached, self._contexts(window, num_cached))
+                self.pool.commit(table, ids)
+        except BaseException:
+            self.pool.close(table)
+            raise
+        return table
+
+    def _contexts(self, window: Window, first: int) -> Tensor:
+        """Embeddings (tokens, dim) of tokens ``first`` onwards, the encoders' side by side."""
+        if window.is_silent:
+            width = self.unet.network.config.cross_attention_dim
+            return torch.zeros((window.num_tokens - first, width), dtype=self.unet.dtype, device=self.unet.device)
+        start = 0 if window.is_weighted else first  # the mean that weighting restores is the whole window's
+        pairs = list(zip(self.encoders, window.chunks, strict=True))
+        encoded = [encoder.encode(chunk.ids, first=start) for encoder, chunk in pairs]
+        if self.text.is_pair:
+            self._keep_pooled(window.chunks[-1].ids, start, encoded[-1].last)
+        weighed = [weigh(one.hidden, chunk.weights) for one, (_, chunk) in zip(encoded, pairs, strict=True)]
+        return torch.cat(weighed, dim=-1)[first - start :]
+
+    def _write(self, table: PageTable, first: int, contexts: Tensor) -> None:
+        """Project ``contexts`` (tokens, dim) in every layer, and store them from token ``first`` on."""
+        batch = self.pool.batch([table], [first])
+        cuts = segments(first, table.num_tokens, self.specs.unet.page_tokens, is_exact=self.is_exact)
+        pieces = [contexts[start - first : stop - first] for start, stop in cuts]
+        for layer in range(len(self.specs.unet.layers)):
+            pairs = [self.unet.cross_attention.project(layer, piece) for piece in pieces]
+            batch.write(layer, *(torch.cat(tensors) for tensors in zip(*pairs, strict=True)))
+
+    def _pooled_of(self, windows: Sequence[Window]) -> Tensor | None:
+        """The pooled vector (P,) of the first of ``windows``, ``None`` where the model has none."""
+        if not self.text.is_pair or not windows:
+            return None
+        if windows[0].is_silent:
+            width = self.text.encoders[-1].network.config.projection_dim
+            return torch.zeros(width, dtype=self.unet.dtype, device=self.unet.device)
+        ids = windows[0].chunks[-1].ids
+        end = self.encoders[-1].place_of_end(ids)
+        if ids[: end + 1] not in self._pooled:
+            self._keep_pooled(ids, end, self.encoders[-1].encode(ids, first=end).last)
+        self._pooled.move_to_end(ids[: end + 1])
+        return self._pooled[ids[: end + 1]]
+
+    def _keep_pooled(self, ids: tuple[int, ...], first: int, last: Tensor) -> None:
+        """Keep the pooled vector when the end mark is among ``last`` (tokens, dim), tokens ``first`` onwards."""
+        end = self.encoders[-1].place_of_end(ids)
+        if end >= first:
+            self._pooled[ids[: end + 1]] = self.encoders[-1].pooled(last[end - first])
+            if len(self._pooled) > POOLED_KEPT:
+                self._pooled.popitem(last=False)

@@ -1,0 +1,1 @@
+"""The UNet, told of texts by keys and values in pages."""

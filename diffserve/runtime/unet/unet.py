@@ -1,0 +1,77 @@
+"""The UNet on a batch of rows: each row its own timestep, text and size conditioning."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from diffserve.runtime.unet.cross_attention import Contexts, CrossAttention
+from diffserve.runtime.unet.pointwise import use_pointwise
+
+
+class UNetRunner:
+    """Runs diffusers' ``UNet2DConditionModel``. Rows of one call share latent shape and token count, nothing else.
+
+    latent_channels  channels of the latents (and of the prediction)
+    extra_channels   channels beyond them that an inpainting UNet reads: mask and masked image's latents, 5 or 0
+    """
+
+    def __init__(self, network: Any, *, device: torch.device, dtype: torch.dtype) -> None:
+        if device.type == "cpu" and dtype == torch.float32:
+            use_pointwise(network)
+        self.network = network
+        self.device = device
+        self.dtype = dtype
+        self.latent_channels: int = network.config.out_channels
+        self.extra_channels: int = network.config.in_channels - network.config.out_channels
+        self.has_size_conditioning: bool = network.config.addition_embed_type == "text_time"
+
+    @cached_property
+    def cross_attention(self) -> CrossAttention:
+        """The layers that look at the text, from then on ready for keys and values made beforehand.
+
+        Raises ConfigError for a UNet that cannot be used so.
+        """
+        return CrossAttention(self.network)
+
+    @torch.inference_mode()
+    def predict(
+        self,
+        model_input: torch.Tensor,
+        timesteps: torch.Tensor,
+        contexts: Contexts,
+        *,
+        pooled: torch.Tensor | None = None,
+        time_ids: torch.Tensor | None = None,
+        extra: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The network's output (R, C, h, w) in float32, in whatever prediction type it was trained for.
+
+        model_input  (R, C, h, w) float32, scaled by the sampler's c_in
+        timesteps    (R,) training timesteps, whole or fractional
+        contexts     embeddings (R, tokens, dim), or the ``KeysValues`` that ``cross_attention`` made of them
+        pooled       (R, P), time_ids (R, 6): SDXL only, and needed there
+        extra        (R, extra_channels, h, w): inpainting UNets only, and needed there
+        """
+        added = None
+        if self.has_size_conditioning:
+            if pooled is None or time_ids is None:
+                raise ValueError("this UNet needs pooled text embeddings and time_ids for every row")
+            added = {"text_embeds": pooled.to(self.device, self.dtype), "time_ids": time_ids.to(self.device)}
+        if (extra is None) != (self.extra_channels == 0):
+            raise ValueError(f"this UNet takes {self.extra_channels} extra channels")
+        if isinstance(contexts, torch.Tensor):
+            contexts = contexts.to(self.device, self.dtype)
+        sample = model_input.to(self.device)
+        if extra is not None:
+            sample = torch.cat([sample, extra.to(self.device)], dim=1)
+        output: torch.Tensor = self.network(
+            sample.to(self.dtype),
+            timesteps.to(self.device, torch.float32),
+            encoder_hidden_states=contexts,
+            added_cond_kwargs=added,
+            return_dict=False,
+        )[0]
+        return output.float()

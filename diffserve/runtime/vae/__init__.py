@@ -1,0 +1,1 @@
+"""From latents to pictures and back: the autoencoder, in tiles at need, and previews."""

@@ -1,0 +1,1 @@
+"""The engine process, seen from asyncio."""

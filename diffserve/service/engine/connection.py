@@ -1,0 +1,316 @@
+"""One engine process, from its birth to its death, seen from asyncio.
+
+The process inherits one end of a socket pair: nothing is bound in the file system or on the network, and whoever dies
+first is noticed by the other as the end of the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Any, Generic, NamedTuple, Self, TypeVar, cast
+
+from diffserve import ipc
+from diffserve.engine_stats import EngineStats
+from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, ModelLoadError, QueueFull
+from diffserve.rewrite_types import REWRITE_TERMINAL
+from diffserve.service.engine.output import EngineOutput
+from diffserve.service.http.errors import OUR_MISTAKE
+from diffserve.service.metrics import Metrics
+from diffserve.text_types import TEXT_TERMINAL
+from diffserve.types import TERMINAL, Asks
+from diffserve.wait_policy import bound_spinning
+
+ENGINE_MODULE = "diffserve.engine.process"
+LAST = (*TERMINAL, *TEXT_TERMINAL, *REWRITE_TERMINAL)
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DIFFUSERS_DISABLE_REMOTE_CODE": "1"}
+E = TypeVar("E")
+Answer = ipc.Pong | ipc.Trace | ipc.Stats
+
+
+class Loss(NamedTuple):
+    """Why an engine is gone: ``kind`` is one of device, hang, silence and crash, ``reason`` is for the log."""
+
+    kind: str
+    reason: str
+
+
+class Job(Generic[E]):
+    """A submitted request as an asynchronous iterator of its events, the terminal one last.
+
+    Iterating raises what the engine refuses it with (InvalidRequest, QueueFull), or EngineUnavailable when the engine
+    is lost. Leaving its ``async with`` block before the end cancels the request.
+    """
+
+    def __init__(self, request: Asks[E], connection: EngineConnection) -> None:
+        self.request_id = request.request_id
+        self.kind = request.kind
+        self._connection = connection
+        self._events: asyncio.Queue[E | DiffserveError] = asyncio.Queue()
+        self._watch: Callable[[E | DiffserveError], None] | None = None
+
+    def watched(self, watch: Callable[[E | DiffserveError], None]) -> Self:
+        """Itself; ``watch`` is told of every event when it comes, however slowly they are read."""
+        self._watch = watch
+        return self
+
+    def feed(self, event: E | DiffserveError) -> None:
+        """Take the next event, or the error that ends the job."""
+        if self._watch is not None:
+            self._watch(event)
+        self._events.put_nowait(event)
+
+    async def __aiter__(self) -> AsyncIterator[E]:
+        while True:
+            event = await self._events.get()
+            if isinstance(event, DiffserveError):
+                raise event
+            yield event
+            if isinstance(event, LAST):
+                return
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._connection.cancel(self.request_id)
+
+
+class EngineConnection:
+    """A running engine process.
+
+    ready    what it loaded, once it can paint, or a ModelLoadError
+    closed   set once the process is gone; every job has ended by then
+    lost     resolves to why nothing that it holds will be finished, as soon as that is known; its process may linger
+    metrics  told of every event, and of every request that the engine refuses
+    load_s   seconds from when it was told what to load to ready, 0 before
+
+    A process that nobody told what to load waits, its libraries imported: a spare.
+    """
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        metrics: Metrics,
+        output: EngineOutput,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[ipc.Ready] = loop.create_future()
+        self.ready.add_done_callback(asyncio.Future.exception)  # no complaint when nobody asks any more
+        self.closed = asyncio.Event()
+        self.lost: asyncio.Future[Loss] = loop.create_future()
+        self.load_s = 0.0
+        self._told_s = 0.0
+        self._is_leaving = False
+        self._metrics = metrics
+        self._output = output
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._jobs: dict[str, Job[Any]] = {}
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._numbers = itertools.count()
+        self._reading = asyncio.create_task(self._read(), name="engine reports")
+
+    @classmethod
+    async def start(cls, metrics: Metrics) -> EngineConnection:
+        """Start a process. OSError where there is none to be had."""
+        environment = os.environ | _OFFLINE
+        bound_spinning(environment)
+        ours, theirs = socket.socketpair()
+        with theirs, EngineOutput() as output:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", ENGINE_MODULE, "--fd", str(theirs.fileno())),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output.end,  # whatever a library prints belongs into the log
+                stderr=output.end,
+                env=environment,
+            )
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        return cls(process, reader, writer, metrics, output)
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code once it has ended; minus the signal's number when a signal ended it."""
+        return self._process.returncode
+
+    def load(self, load: ipc.Load) -> None:
+        """Tell it, once, what to load; ``ready`` tells the rest."""
+        self._told_s = asyncio.get_running_loop().time()
+        self._send(load)
+
+    def submit(self, request: Asks[E]) -> Job[E]:
+        """Hand ``request`` over. EngineUnavailable where the process is gone."""
+        if self.lost.done():
+            raise self._gone()
+        data = ipc.frame(ipc.Submit(request=cast(ipc.AnyRequest, request)))  # before it is in the books: may be refused
+        job = self._jobs[request.request_id] = Job(request, self)
+        self._write(data)
+        return job
+
+    def cancel(self, request_id: str) -> None:
+        """Give a request up, if it is not over; its place is free at the engine's next step."""
+        job = self._jobs.pop(request_id, None)
+        if job is not None:
+            self._metrics.ended(job.kind, "cancelled")
+            self._send(ipc.Cancel(request_id=request_id))
+
+    async def ping(self) -> ipc.Pong:
+        """How the engine gets on. EngineUnavailable where it is gone; waits for ever while it is silent."""
+        number = next(self._numbers)
+        answer = await self._ask(ipc.Ping(number=number), number)
+        assert isinstance(answer, ipc.Pong)
+        return answer
+
+    async def trace(self) -> list[list[str]]:
+        """Per recent UNet call, the request id of every row."""
+        number = next(self._numbers)
+        answer = await self._ask(ipc.ReadTrace(number=number), number)
+        return answer.unet_calls if isinstance(answer, ipc.Trace) else []
+
+    async def stats(self) -> EngineStats | None:
+        """The engine's numbers as of a moment ago; None before its first tick."""
+        number = next(self._numbers)
+        answer = await self._ask(ipc.ReadStats(number=number), number)
+        return answer.stats if isinstance(answer, ipc.Stats) else None
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """End the process: close the socket, which it obeys, and kill it where it does not within ``grace_s``."""
+        self._is_leaving = True
+        self._writer.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), grace_s)
+        self.kill()
+        await self.closed.wait()
+
+    def abandon(self, loss: Loss) -> None:
+        """End every job now, then the process, which may take its time: one that hangs in a driver cannot be killed."""
+        self._lose(loss)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process at once.
+
+        By its number: ``Process.kill`` would look whether it has ended, and what it had ended with would be lost.
+        """
+        with contextlib.suppress(ProcessLookupError):
+            if self._process.returncode is None:
+                os.kill(self._process.pid, signal.SIGKILL)
+
+    def _send(self, command: ipc.Command) -> None:
+        self._write(ipc.frame(command))
+
+    def _write(self, data: bytes) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(data)
+
+    async def _ask(self, command: ipc.Command, number: int) -> Answer:
+        if self.lost.done():
+            raise self._gone()
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        try:
+            self._send(command)
+            return await answer
+        finally:
+            self._answers.pop(number, None)
+
+    async def _read(self) -> None:
+        """Give every report to whom it concerns, until the stream ends; then end everything that still waits."""
+        try:
+            while True:
+                header = await self._reader.readexactly(ipc.HEADER.size)
+                body = await self._reader.readexactly(ipc.body_length(header))
+                self._dispatch(ipc.decode_report(body))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            await self._finish()
+
+    def _dispatch(self, report: ipc.Report) -> None:
+        match report:
+            case ipc.Ready():
+                self.load_s = asyncio.get_running_loop().time() - self._told_s
+                self.ready.set_result(report)
+            case ipc.Lost():
+                self._lose(Loss("device", report.reason))
+            case ipc.LoadFailed():
+                self.ready.set_exception(ModelLoadError(report.message, code=report.code))
+            case ipc.Pong() | ipc.Trace() | ipc.Stats():
+                answer = self._answers.get(report.number)
+                if answer is not None and not answer.done():
+                    answer.set_result(report)
+            case ipc.Rejected():
+                self._feed(report.request_id, _error_of(report))
+            case _:
+                self._feed(report.request_id, report)
+
+    def _feed(self, request_id: str, event: ipc.AnyEvent | DiffserveError) -> None:
+        is_last = isinstance(event, (*LAST, DiffserveError))
+        job = self._jobs.pop(request_id, None) if is_last else self._jobs.get(request_id)
+        if job is None:  # it was cancelled from here and nobody listens
+            return
+        if isinstance(event, DiffserveError):
+            self._metrics.ended(job.kind, "lost" if isinstance(event, EngineUnavailable) else "rejected")
+        else:
+            self._metrics.observe(job.kind, event)
+        job.feed(event)
+
+    def _lose(self, loss: Loss) -> None:
+        """Nothing comes of what is inside: tell everybody at once."""
+        if self.lost.done():
+            return
+        self.lost.set_result(loss)
+        for request_id in list(self._jobs):
+            self._feed(request_id, self._gone())
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(self._gone())
+
+    def _gone(self) -> EngineUnavailable:
+        if self._is_leaving:
+            return EngineUnavailable("the server stopped before this was finished; please try again in a moment.")
+        return EngineUnavailable(
+            "the engine stopped before this was finished; it is being restarted, please try again.",
+            retry_after_s=self.load_s or None,
+        )
+
+    async def _finish(self) -> None:
+        self._lose(Loss("crash", "the process ended"))
+        self.kill()
+        await self._process.wait()
+        await self._output.wait_until_read()
+        self._writer.close()
+        if not self.ready.done():
+            how = f"ended with exit code {self.exit_code}"
+            if self.lost.result().kind == "silence":
+                how = f"was ended, after {self.lost.result().reason},"
+            self.ready.set_exception(ModelLoadError(f"the engine process {how} while it loaded the model."))
+        self.closed.set()
+
+
+def _error_of(report: ipc.Rejected) -> DiffserveError:
+    if report.retry_after_s is not None:
+        return QueueFull(report.message, retry_after_s=report.retry_after_s)
+    if report.code == EngineUnavailable.default_code:
+        return EngineUnavailable(report.message)
+    if report.code == DiffserveError.default_code:
+        return DiffserveError(OUR_MISTAKE)
+    return InvalidRequest(report.message, param=report.param, code=report.code)

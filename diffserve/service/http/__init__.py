@@ -1,0 +1,1 @@
+"""What every route has in common: bodies, errors, streams and what guards them."""

@@ -1,0 +1,150 @@
+"""JSON bodies: read strictly, and explained in one sentence where they are wrong.
+
+Strict about values (``"2"``, ``1.5`` and ``true`` are no whole numbers), lenient about fields: what OpenAI's clients
+send and this server cannot use is taken and ignored, unknown fields are named in a warning, and fields that would
+change the answer in a way that is not supported are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from diffserve.errors import InvalidRequest
+from diffserve.service.http.json_shape import check_shape, show_name
+
+MAX_SHOWN_FIELDS = 10
+
+
+class Body(BaseModel):
+    """What may stand in the body of a request.
+
+    hints    what to say where a field is missing or empty
+    refused  fields that would change the answer and are not offered, with the reason; harmless while they are empty
+    ignored  fields that change nothing here and are worth no warning
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    hints: ClassVar[Mapping[str, str]] = {}
+    refused: ClassVar[Mapping[str, str]] = {}
+    ignored: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the caller should know: which fields mean nothing here."""
+        extra = self.model_extra or {}
+        unknown = [show_name(name) for name in extra if name not in self.ignored and name not in self.refused]
+        return [f"unknown fields were ignored: {', '.join(unknown[:MAX_SHOWN_FIELDS])}."] if unknown else []
+
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+def parse(kind: type[BodyT], data: bytes) -> BodyT:
+    """Read the JSON in ``data``. InvalidRequest names the field, the value and what is taken instead."""
+    check_shape(data)
+    try:
+        body = kind.model_validate_json(data)
+    except ValidationError as error:
+        raise _explain(error, kind.hints) from None
+    extra = body.model_extra or {}
+    _check_finite(extra)
+    for name in sorted(kind.refused.keys() & extra.keys()):
+        if not _says_nothing(extra[name]):
+            raise InvalidRequest(
+                f"{name} is not supported: {kind.refused[name]}", param=name, code="unsupported_parameter"
+            )
+    return body
+
+
+def _says_nothing(value: object) -> bool:
+    return value is None or value is False or value == [] or value == {}
+
+
+def show(value: object) -> str:
+    """``value`` as it stood in the JSON, within 60 characters."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _check_finite(value: Any) -> None:
+    """Refuse NaN and infinities in ``value``, which is not nested deeply."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidRequest("the body is not valid JSON: numbers must be finite.", code="invalid_json")
+    if isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_finite(item)
+
+
+def _explain(error: ValidationError, hints: Mapping[str, str]) -> InvalidRequest:
+    """One sentence for the complaint that reaches deepest: of a value that fits no kind, the kind that fitted best."""
+    complaints = error.errors(include_url=False, include_input=False)  # the input may be a million entries
+    at = max(range(len(complaints)), key=lambda i: (complaints[i]["type"] in _TOO_LONG, len(complaints[i]["loc"])))
+    worst = complaints[at]
+    kind, context = worst["type"], worst.get("ctx", {})
+    name = _path(worst["loc"])
+    hint = hints.get(name or "", "give it")
+    if kind == "json_invalid":
+        return InvalidRequest(f"the body is not valid JSON: {context['error']}.", code="invalid_json")
+    if name is None:
+        return InvalidRequest("the body must be a JSON object.", code="invalid_json")
+    if kind == "missing":
+        return InvalidRequest(f"{name} is missing; {hint}.", param=name, code="missing_required_parameter")
+    if kind == "string_too_short":
+        return InvalidRequest(f"the {name} is empty; {hint}.", param=name, code=f"empty_{name}")
+    if kind == "too_short":
+        return InvalidRequest(f"{name} is an empty list; {hint}.", param=name, code="empty_array")
+    if kind in _TOO_LONG:
+        unit, code = _TOO_LONG[kind]
+        most, has = context["max_length"], context.get("actual_length")
+        if most == 0:
+            return InvalidRequest(f"{name} is not supported; leave it out.", param=name, code="unsupported_parameter")
+        has = len(error.errors(include_url=False)[at]["input"]) if has is None else has
+        return InvalidRequest(f"{name} has {has} {unit}; at most {most} are taken.", param=name, code=code)
+    value = error.errors(include_url=False)[at]["input"]
+    return InvalidRequest(f"{name} is {show(value)}; {_wanted(kind, context)}.", param=name)
+
+
+_TOO_LONG: Final = {
+    "string_too_long": ("characters", "string_above_max_length"),
+    "too_long": ("entries", "array_above_max_length"),
+}
+_BRANCHES: Final = frozenset({"str", "int", "float", "bool", "none"})
+
+
+def _path(loc: tuple[int | str, ...]) -> str | None:
+    """("messages", 3, "content", "str") as ``messages[3].content``: the kinds that were tried are no part of it."""
+    path = ""
+    for part in loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part not in _BRANCHES and not part[:1].isupper() and not any(mark in part for mark in "[]-"):
+            path += f".{show_name(part)}" if path else show_name(part)
+    return path or None
+
+
+def _wanted(kind: str, context: dict[str, Any]) -> str:
+    wanted = {
+        "int_type": "it must be a whole number",
+        "int_parsing_size": "that is too large",
+        "float_type": "it must be a number",
+        "finite_number": "it must be a finite number",
+        "string_type": "it must be text",
+        "bool_type": "it must be true or false",
+        "list_type": "it must be a list",
+        "dict_type": "it must be an object",
+        "model_type": "it must be an object",
+        "model_attributes_type": "it must be an object",
+        "string_pattern_mismatch": "it must not hold control characters",
+        "greater_than_equal": "it must be at least {ge}",
+        "less_than_equal": "it must be at most {le}",
+        "literal_error": "it must be {expected}",
+    }
+    return wanted.get(kind, "that is not taken").format_map(context)

@@ -1,0 +1,250 @@
+"""What every request passes before it reaches a route: its id, its host and origin, its framing, its length.
+
+Plain ASGI, outermost first::
+
+    Outermost     request id, the answer's common headers, one log line, and a 500 for whatever slips through
+    OriginGuard   a page from elsewhere must not make the visitor's browser post to this server
+    FramingGuard  what another program on the way could read differently is refused
+    BodyLimit     the body is counted and timed while it is read, and refused beyond the limits
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from typing import Final
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from diffserve.errors import DiffserveError
+from diffserve.service.http.errors import HttpError, reply_to, status_of
+from diffserve.service.http.hosts import HostNames, hostname, is_loopback
+from diffserve.service.lifecycle import hung_up
+from diffserve.types import new_request_id
+
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+ALLOWED_METHODS = "GET, POST, OPTIONS"
+PREFLIGHT_MAX_AGE_S = 600
+PROBES = frozenset({"/livez", "/readyz", "/health", "/ping"})  # asked every second or so; not worth a line each
+BODY_TIMEOUT_S = 60.0
+SLOWEST_BYTES_PER_S = 16 * 1024  # of a body that takes longer than BODY_TIMEOUT_S
+TEXT_BODY_BYTES: Final = 1 << 20
+"""Of any body but an upload (multipart/form-data): where no picture is sent."""
+
+_AUTHORITY = re.compile(r"[A-Za-z0-9.\-_\[\]:]+")
+_HIDDEN = re.compile(rb"%(?:2f|5c|00)", re.IGNORECASE)
+_NAMES_BELOW = (b"/v1/models/", b"/gradio_api/file=")  # where what follows is one name, whatever it holds
+
+log = logging.getLogger("diffserve.http")
+
+
+class Outermost:
+    """Gives the request an id, answers for every unexpected error, and writes one log line without any content."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request_id, started_s = new_request_id(), time.perf_counter()
+        scope.setdefault("state", {})["request_id"] = request_id
+        status = 0
+
+        async def send_marked(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                headers["x-content-type-options"] = "nosniff"
+                headers["openai-processing-ms"] = str(int((time.perf_counter() - started_s) * 1000))
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_marked)
+        except Exception as raised:
+            error = hung_up() if isinstance(raised, ClientDisconnect) else raised
+            if not isinstance(error, DiffserveError) or status_of(error) >= 500:
+                log.exception("request failed", extra={"request_id": request_id})
+            if status == 0:
+                await reply_to(error).response(scope, receive, send_marked)
+        finally:
+            facts = {
+                "request_id": request_id,
+                "method": scope["method"][:16],
+                "endpoint": getattr(scope.get("route"), "path", ""),
+                "status": status,
+                "duration_ms": round((time.perf_counter() - started_s) * 1000),
+            }
+            is_quiet = facts["endpoint"] in PROBES or (scope["state"].get("is_page", False) and status < 400)
+            log.log(logging.DEBUG if is_quiet else logging.INFO, "request", extra=facts)
+
+
+class OriginGuard:
+    """Refuses a Host that is not ours (DNS rebinding) and a foreign Origin on anything but a safe method.
+
+    No Origin at all is fine: programs send none, browsers always send one where it matters. An Origin is ours when it
+    is a loopback address or names the very host that the request names; those also get CORS headers.
+    """
+
+    def __init__(self, app: ASGIApp, *, hosts: HostNames) -> None:
+        self.app = app
+        self.hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        origin = headers.get("origin")
+        refusal = self._refusal(scope["method"], headers, origin)
+        if refusal is not None:
+            await reply_to(refusal).response(scope, receive, send)
+        elif scope["method"] == "OPTIONS":
+            await Response(status_code=204, headers=_preflight(headers, origin))(scope, receive, send)
+        elif origin is None or not self._is_ours(origin, headers):
+            await self.app(scope, receive, send)
+        else:
+            await self.app(scope, receive, _allowing(send, origin))
+
+    def _refusal(self, method: str, headers: Headers, origin: str | None) -> HttpError | None:
+        named = headers.get("host", "")
+        if named and hostname(f"//{named}") not in self.hosts:
+            return HttpError(403, self.hosts.refusal, code="host_not_allowed")
+        if method in SAFE_METHODS - {"OPTIONS"}:
+            return None
+        if origin is not None and not self._is_ours(origin, headers):
+            return HttpError(403, "requests from other sites' pages are not taken.", code="origin_not_allowed")
+        if origin is None and headers.get("sec-fetch-site") == "cross-site":
+            return HttpError(403, "requests from other sites' pages are not taken.", code="origin_not_allowed")
+        return None
+
+    @staticmethod
+    def _is_ours(origin: str, headers: Headers) -> bool:
+        scheme, separator, authority = origin.partition("://")
+        host = hostname(f"//{authority}")
+        if scheme not in ("http", "https") or not separator or host is None or not _AUTHORITY.fullmatch(authority):
+            return False
+        return is_loopback(host) or authority.lower() == headers.get("host", "").lower()
+
+
+class FramingGuard:
+    """Refuses a request whose end or address a proxy in front of this server could read differently."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        if refusal is None:
+            await self.app(scope, receive, send)
+        else:
+            await reply_to(refusal).response(scope, receive, send)
+
+    @staticmethod
+    def _refusal(scope: Scope) -> HttpError | None:
+        names = [name for name, _ in scope["headers"]]
+        if b"transfer-encoding" in names and (b"content-length" in names or scope["http_version"] == "1.0"):
+            return HttpError(
+                400, "give Content-Length or Transfer-Encoding, not both.", code="ambiguous_length", is_last=True
+            )
+        if scope["http_version"] not in ("1.0", "1.1"):
+            return HttpError(400, "this server speaks HTTP/1.1.", code="unsupported_http_version", is_last=True)
+        path: bytes = scope.get("raw_path") or b""
+        hidden = _HIDDEN.search(path)
+        if hidden is not None and not (path.startswith(_NAMES_BELOW) and hidden[0] != b"%00"):
+            return HttpError(400, f"{hidden[0].decode()} is not taken in an address.", code="encoded_slash")
+        return None
+
+
+class BodyLimit:
+    """Refuses a body that is too long, by its announced length or as soon as it is, and one that comes too slowly.
+
+    Uploads may have ``max_bytes``, everything else ``TEXT_BODY_BYTES`` at most. A body may take ``BODY_TIMEOUT_S``,
+    and longer only while its mean rate is at least ``SLOWEST_BYTES_PER_S``.
+    """
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        is_upload = headers.get("content-type", "").lower().startswith("multipart/form-data")
+        max_bytes = self.max_bytes if is_upload else min(self.max_bytes, TEXT_BODY_BYTES)
+        refusal = self._refusal(headers, max_bytes)
+        if refusal is not None:
+            await reply_to(refusal).response(scope, receive, send)
+            return
+        loop = asyncio.get_running_loop()
+        started_s, received, is_read = loop.time(), 0, False
+
+        async def counted() -> Message:
+            nonlocal received, is_read
+            if is_read:
+                return await receive()  # waits for the client to hang up, for as long as it takes
+            limit_s = max(BODY_TIMEOUT_S, received / SLOWEST_BYTES_PER_S)
+            try:
+                async with asyncio.timeout_at(started_s + limit_s):
+                    message = await receive()
+            except TimeoutError:
+                raise HttpError(
+                    408, f"the body did not arrive within {limit_s:g} s.", code="body_timeout", is_last=True
+                ) from None
+            received += len(message.get("body", b""))
+            is_read = not message.get("more_body", False)
+            if received > max_bytes:
+                raise _too_long(max_bytes)
+            return message
+
+        await self.app(scope, counted, send)
+
+    @staticmethod
+    def _refusal(headers: Headers, max_bytes: int) -> HttpError | None:
+        announced = headers.get("content-length", "0")
+        if not announced.isascii() or not announced.isdigit():
+            return HttpError(400, "Content-Length must be a whole number.", code="invalid_content_length")
+        if int(announced[:20]) > max_bytes:
+            return _too_long(max_bytes)
+        if headers.get("content-encoding", "identity").lower() != "identity":
+            return HttpError(415, "compressed bodies are not taken.", code="unsupported_content_encoding")
+        return None
+
+
+def _too_long(max_bytes: int) -> HttpError:
+    return HttpError(413, f"the body is longer than {max_bytes} bytes.", code="body_too_large")
+
+
+def _preflight(headers: Headers, origin: str | None) -> dict[str, str]:
+    allow = {"Allow": ALLOWED_METHODS}
+    if origin is None:
+        return allow
+    return allow | {
+        "Access-Control-Allow-Origin": origin,
+        "Access-Control-Allow-Methods": ALLOWED_METHODS,
+        "Access-Control-Allow-Headers": headers.get("access-control-request-headers", "authorization, content-type"),
+        "Access-Control-Max-Age": str(PREFLIGHT_MAX_AGE_S),
+        "Vary": "Origin",
+    }
+
+
+def _allowing(send: Send, origin: str) -> Send:
+    async def send_allowing(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            headers["Access-Control-Allow-Origin"] = origin
+            headers["Access-Control-Expose-Headers"] = "x-request-id, x-diffserve-warnings, retry-after"
+            headers.add_vary_header("Origin")
+        await send(message)
+
+    return send_allowing

@@ -1,0 +1,168 @@
+"""HTTP/1.1 as uvicorn speaks it, but strict about lines, with a clock, and with a cap on connections.
+
+Malformed requests get our error object. Lines end in CRLF and in nothing else, and no header goes on in the next line:
+where two programs read one stream of bytes differently, one request can hide another. A client that owes bytes (the
+headers of any of its requests, or the rest of a body that nobody reads any more) is given ``HEADER_TIMEOUT_S``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import ClassVar, Final
+
+import h11
+from h11._receivebuffer import ReceiveBuffer
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from diffserve.service.http.errors import HttpError, reply_to
+
+HEADER_TIMEOUT_S = 15.0
+MAX_HEADER_BYTES = 32 * 1024
+MAX_HEADERS = 200
+MAX_READ_BYTES = 16 * 1024  # of a connection in one turn of the loop: a body of one-byte chunks costs 2 us a byte
+FREE_CHUNKS = 1000  # of any size in one body; more of them hold MIN_CHUNK_BYTES each, in the mean
+MIN_CHUNK_BYTES = 64
+
+_LOOSE_LINE: Final = re.compile(rb"(?<!\r)\n|\r[^\n]|\n[ \t]")
+_BAD_HTTP: Final = HttpError(400, "the request is not valid HTTP, or its headers are too long.", code="bad_http")
+_FULL: Final = HttpError(503, "the server has no connection left; please try again in a moment.", code="server_full")
+
+
+class StrictLines(ReceiveBuffer):
+    """The bytes that came, given out as lines only where every one of them ends in CRLF and stands for itself, and as
+    chunks only where these are worth their trouble."""
+
+    _num_chunks = 0
+    _num_body_bytes = 0
+
+    def maybe_extract_next_line(self) -> bytearray | None:
+        """The head of a chunk. Raises h11.LocalProtocolError where a body comes in crumbs."""
+        line = super().maybe_extract_next_line()
+        if line is not None:
+            self._num_chunks += 1
+            if self._num_chunks > max(FREE_CHUNKS, self._num_body_bytes // MIN_CHUNK_BYTES):
+                raise h11.LocalProtocolError("too many small chunks")
+        return line
+
+    def maybe_extract_at_most(self, count: int) -> bytearray | None:
+        """Some of a body."""
+        data = super().maybe_extract_at_most(count)
+        self._num_body_bytes += len(data or b"")
+        return data
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        """The lines before the first empty one; ``None`` while it has not come. Raises h11.LocalProtocolError."""
+        self._num_chunks = self._num_body_bytes = 0
+        if self._data.startswith(b"\r\n"):
+            self._extract(2)
+            return []
+        seen = max(0, self._multiple_lines_search - 3)
+        end = self._data.find(b"\r\n\r\n", seen)
+        if _LOOSE_LINE.search(self._data, seen, len(self._data) if end < 0 else end):
+            raise h11.LocalProtocolError("a line does not end in CRLF, or goes on in the next")
+        if end < 0:
+            self._multiple_lines_search = len(self._data)
+            return None
+        lines = self._extract(end + 4)[:-4].split(b"\r\n")
+        if end > MAX_HEADER_BYTES or len(lines) > MAX_HEADERS:
+            raise h11.LocalProtocolError("too many headers")
+        return lines
+
+
+class Http1(H11Protocol):
+    """One connection; ``limited`` says how many there may be."""
+
+    max_connections: ClassVar[int | None] = None
+    owing: ClassVar[dict[Http1, None]] = {}
+    """The connections whose clients owe the rest of a request, those that have done so for longest first."""
+    _deadline: asyncio.TimerHandle | None = None
+
+    @classmethod
+    def limited(cls, max_connections: int) -> type[Http1]:
+        """The protocol of a server with at most ``max_connections`` at a time."""
+        return type("LimitedHttp1", (cls,), {"max_connections": max_connections, "owing": {}})
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
+        """Take the connection, or say that there are too many; start the clock for the first request's headers."""
+        super().connection_made(transport)
+        self.conn._receive_buffer = StrictLines()
+        transport.max_size = MAX_READ_BYTES  # type: ignore[attr-defined]  # of every transport that reads a socket
+        if not self._has_room():
+            self.connections.discard(self)
+            self._refuse(_FULL, b"Service Unavailable")
+        self._keep_time()
+
+    def data_received(self, data: bytes) -> None:
+        """Read on; the clock stops when nothing is owed."""
+        super().data_received(data)
+        self._keep_time()
+
+    def on_response_complete(self) -> None:
+        """Be ready for the next request, whose headers have a clock of their own."""
+        super().on_response_complete()
+        self._keep_time()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the clock."""
+        self._stop_clock()
+        self.owing.pop(self, None)
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP, or whose headers are too long, and close."""
+        self._refuse(_BAD_HTTP, b"Bad Request")
+
+    def _refuse(self, error: HttpError, reason: bytes) -> None:
+        """Say ``error`` where an answer may still begin, and close; whoever works on a request is told."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            reply = reply_to(error)
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(reply.body)).encode()),
+                (b"connection", b"close"),
+            ]
+            for event in (
+                h11.Response(status_code=reply.status, headers=headers, reason=reason),
+                h11.Data(data=reply.body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _has_room(self) -> bool:
+        """Whether this connection may stay: where there are too many, the one that has owed bytes for longest goes."""
+        if self.max_connections is None or len(self.connections) <= self.max_connections:
+            return True
+        oldest = next(iter(self.owing), None)
+        if oldest is None:
+            return False
+        del self.owing[oldest]
+        self.connections.discard(oldest)
+        oldest.transport.close()
+        return True
+
+    def _keep_time(self) -> None:
+        """Start the clock when headers are due, or a body that nobody reads; stop it when they are there."""
+        state, is_closing = self.conn.their_state, self.transport.is_closing()
+        is_answered = self.cycle is None or self.cycle.response_complete
+        is_due = state is h11.IDLE or (state is h11.SEND_BODY and is_answered)
+        if not is_due or is_closing:
+            self._stop_clock()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(HEADER_TIMEOUT_S, self.transport.close)
+        if state in (h11.IDLE, h11.SEND_BODY) and not is_closing:
+            self.owing.setdefault(self)
+        else:
+            self.owing.pop(self, None)
+
+    def _stop_clock(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """HTTP/1.1 it stays; that is worth no line in the log."""

@@ -1,0 +1,155 @@
+"""Server-sent events: an answer that is told piece by piece.
+
+The status line waits for the first event, so that what is refused at the door is an ordinary error with its own
+status. After that an error is an event like any other, which OpenAI's clients raise. While nothing happens, comments
+keep proxies from hanging up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack
+from typing import Any, Final
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from diffserve.errors import DeadlineExceeded, DiffserveError
+from diffserve.service.http.errors import reply_to
+from diffserve.service.lifecycle import Interruption, first_of, hung_up
+
+KEEP_ALIVE_S = 15.0
+HEAD_PATIENCE_S = 1.0  # so long the status line waits for the first event
+GOODBYE_S = 5.0  # so long the last words may take to be sent
+DONE: Final = b"data: [DONE]\n\n"
+KEEP_ALIVE: Final = b": keep-alive\n\n"
+HEADERS: Final = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+Events = AsyncGenerator[bytes, None]
+
+log = logging.getLogger("diffserve.http")
+
+
+def event(data: Any, name: str | None = None) -> bytes:
+    """One event with ``data`` as JSON; ``name`` is for listeners that dispatch on the event's own field."""
+    head = b"" if name is None else f"event: {name}\n".encode("ascii")
+    return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+class EventStreamResponse(Response):
+    """Sends what ``events`` yields. It owns ``until`` (what is to be left when the answer is over) and the generator.
+
+    ending   what follows the last event, also after an error
+    limit_s  seconds after which the answer is given up with an error
+    """
+
+    def __init__(
+        self,
+        events: Events,
+        interrupted: Interruption,
+        until: ExitStack,
+        *,
+        limit_s: float,
+        ending: bytes = b"",
+        headers: dict[str, str] | None = None,
+        keep_alive_s: float = KEEP_ALIVE_S,
+    ) -> None:
+        self.status_code = 200
+        self.media_type = "text/event-stream"
+        self.background = None
+        self.init_headers(HEADERS | (headers or {}))
+        self._events = events
+        self._interrupted = interrupted
+        self._until = until
+        self._limit_s = limit_s
+        self._ending = ending
+        self._keep_alive_s = keep_alive_s
+        self._next = asyncio.create_task(self._pull())
+
+    async def opened(self) -> EventStreamResponse:
+        """Itself, once there is something to send or it has been quiet for a while; raises what went wrong by then."""
+        try:
+            await first_of(self._next, self._interrupted, timeout_s=HEAD_PATIENCE_S)
+            if self._interrupted.done():
+                raise self._interrupted.result()
+            if self._next.done():
+                self._next.result()
+            return self
+        except BaseException:
+            await self._close()
+            raise
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it all; whatever happens, the work behind it has ended when this returns."""
+        writing = asyncio.create_task(self._write(send))
+        try:
+            await first_of(writing, self._interrupted, timeout_s=self._limit_s)
+            if writing.done():
+                writing.result()
+            else:
+                await _ended(writing)
+                await self._close()
+                await self._say_why(send)
+        finally:
+            await _ended(writing)
+            await self._close()
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            while (chunk := await self._chunk()) is not None:
+                await _send(send, chunk)
+        except DiffserveError as error:
+            await _send(send, told(error))
+        except Exception as error:
+            log.exception("stream failed")
+            await _send(send, told(error))
+        await _send(send, self._ending, is_last=True)
+
+    async def _chunk(self) -> bytes | None:
+        """The next event, a comment where there is none for a while, ``None`` at the end."""
+        done, _ = await asyncio.wait({self._next}, timeout=self._keep_alive_s)
+        if not done:
+            return KEEP_ALIVE
+        chunk = self._next.result()
+        if chunk is not None:
+            self._next = asyncio.create_task(self._pull())
+        return chunk
+
+    async def _pull(self) -> bytes | None:
+        return await anext(self._events, None)
+
+    async def _say_why(self, send: Send) -> None:
+        """The last words of an answer that was interrupted, if anybody listens."""
+        error: DiffserveError = DeadlineExceeded("the engine does not answer; please try again later.")
+        if self._interrupted.done():
+            error = self._interrupted.result()
+        if error.code == hung_up().code:
+            return
+        try:
+            async with asyncio.timeout(GOODBYE_S):
+                await _send(send, told(error) + self._ending, is_last=True)
+        except (TimeoutError, RuntimeError):  # nobody reads, or not even the status line was taken
+            log.warning("the end of a stream was not read")
+
+    async def _close(self) -> None:
+        await _ended(self._next)
+        await self._events.aclose()
+        self._until.close()
+
+
+def told(error: Exception) -> bytes:
+    """``error`` as an event: the same object as in the body of an error's answer."""
+    return b"data: " + reply_to(error).body + b"\n\n"
+
+
+async def _send(send: Send, chunk: bytes, *, is_last: bool = False) -> None:
+    await send({"type": "http.response.body", "body": chunk, "more_body": not is_last})
+
+
+async def _ended(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,103 @@
+"""What a streamed image request is told: OpenAI's events, and beside them progress that its clients pass over.
+
+``image_generation.partial_image`` and ``image_generation.completed`` are OpenAI's, with additive fields: they carry no
+index of their own, so ``image_index`` says which picture of the request is meant. Partial images have the preview's own
+size. ``image_generation.progress`` is ours and comes first with the place in the queue, again as that changes, and then
+with the steps; ``image_generation.image_failed`` is ours too and costs one picture, not the request.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections import Counter
+from typing import Any, Final
+
+from diffserve.images import encode_image
+from diffserve.service.http.errors import told
+from diffserve.service.http.streams import event
+from diffserve.service.images.kept_pictures import PictureUrls
+from diffserve.service.images.painting import Painting, delivery, image_entry, recipe, usage
+from diffserve.types import Accepted, ImageFailed, ImageResult, Preview, Progress, Queued
+
+PARTIAL: Final = "image_generation.partial_image"
+COMPLETED: Final = "image_generation.completed"
+PROGRESS: Final = "image_generation.progress"
+IMAGE_FAILED: Final = "image_generation.image_failed"
+PROGRESS_EVERY_S: Final = 0.1
+"""More often than this nobody can see; the last step is always told."""
+
+
+class ImageEvents:
+    """Writes the events of one request as bytes. Those with pictures take a while: call them in a thread."""
+
+    def __init__(self, painting: Painting, urls: PictureUrls | None = None) -> None:
+        self._painting = painting
+        self._urls = urls
+        self._num_partials: Counter[int] = Counter()
+        self._told_s: dict[int, float] = {}
+
+    def accepted(self, accepted: Accepted) -> bytes:
+        """The first event: the id, by which the request can be cancelled, and the place in the queue."""
+        return self._progress(step=0, queue_position=accepted.queue_position, seed=accepted.seed)
+
+    def queued(self, queued: Queued) -> bytes:
+        """Its place in the queue is another one now."""
+        return self._progress(step=0, queue_position=queued.queue_position)
+
+    def progressed(self, progress: Progress) -> bytes | None:
+        """Steps done and seconds left; ``None`` where the last such event is too fresh."""
+        now_s, index = time.monotonic(), progress.image_index
+        is_last = progress.step_index == progress.num_steps
+        if not is_last and now_s - self._told_s.get(index, 0.0) < PROGRESS_EVERY_S:
+            return None
+        self._told_s[index] = now_s
+        return self._progress(
+            image_index=index,
+            step=progress.step_index,
+            steps=progress.num_steps,
+            seconds_left=progress.seconds_left,
+        )
+
+    def partial(self, preview: Preview) -> bytes:
+        """A picture of the way, in the format that was asked for."""
+        picture, painting = preview.picture, self._painting
+        index = self._num_partials[preview.image_index]
+        self._num_partials[preview.image_index] += 1
+        file = encode_image(picture, image_format=painting.image_format, quality=painting.compression)
+        return self._event(
+            PARTIAL,
+            b64_json=base64.b64encode(file).decode("ascii"),
+            partial_image_index=index,
+            **delivery(painting) | {"size": f"{picture.width_px}x{picture.height_px}"},
+            image_index=preview.image_index,
+            step=preview.step_index,
+        )
+
+    def completed(self, result: ImageResult, warnings: list[str]) -> bytes:
+        """A finished picture, with all that is said of it in an answer that is not streamed."""
+        painting, urls = self._painting, self._urls
+        entry = image_entry(painting, result, urls)
+        return self._event(
+            COMPLETED,
+            **entry,
+            **delivery(painting),
+            usage=usage(painting, [result]),
+            image_index=result.image_index,
+            warnings=[*warnings, *(urls.warnings if urls else [])],
+            **recipe(painting, result),
+        )
+
+    def image_failed(self, failed: ImageFailed) -> bytes:
+        """One picture is lost. Not called an error: clients take that for the end of everything."""
+        return self._event(
+            IMAGE_FAILED, image_index=failed.image_index, failure={"code": failed.code, "message": told(failed)}
+        )
+
+    def _progress(self, **fields: Any) -> bytes:
+        blank = dict.fromkeys(("image_index", "step", "steps", "seconds_left", "queue_position"))
+        return self._event(PROGRESS, **blank | fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        head = {"type": kind, "created_at": int(time.time()), "id": self._painting.request.request_id}
+        return event(head | fields, kind)

@@ -1,0 +1,141 @@
+"""One request and its answer: read the body, work while anybody waits for it, stop when nobody does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from diffserve.errors import DeadlineExceeded
+from diffserve.service.http.bodies import BodyT, parse
+from diffserve.service.http.errors import HttpError
+
+PARSE_IN_THREAD_BYTES = 64 * 1024
+PATIENCE_S = 30.0  # beyond the engine's own deadline: for encoding, and for an engine that hangs
+CLIENT_CLOSED_REQUEST = 499
+
+Interruption = asyncio.Future[HttpError]
+"""Resolves, if it ever does, to the reason for which a request is to end at once."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def read_body(request: Request, kind: type[BodyT]) -> BodyT:
+    """The checked body."""
+    data = await read_json(request)
+    return await in_thread_if_long(data, parse, kind, data)
+
+
+async def read_json(request: Request) -> bytes:
+    """The body. Only JSON that says so: a foreign page cannot send that type unless the browser asks first."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise HttpError(
+            415, "the body must be JSON, with the header Content-Type: application/json.", code="unsupported_media_type"
+        )
+    try:
+        return await request.body()
+    except ClientDisconnect:
+        raise hung_up() from None
+
+
+async def in_thread_if_long(data: bytes, check: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """``check(*arguments)``, in a thread where ``data`` is so long that others would wait for it."""
+    if len(data) > PARSE_IN_THREAD_BYTES:
+        return await asyncio.to_thread(check, *arguments, **named)
+    return check(*arguments, **named)
+
+
+@contextmanager
+def interruption(request: Request) -> Iterator[Interruption]:
+    """For the length of the block: resolved as soon as the client of ``request``, whose body is read, hangs up."""
+    interrupted: Interruption = asyncio.get_running_loop().create_future()
+    watching = asyncio.create_task(_watch(request, interrupted))
+    try:
+        yield interrupted
+    finally:
+        watching.cancel()
+        interrupted.cancel()
+
+
+async def work_until(interrupted: Interruption, work: Coroutine[Any, Any, T], *, limit_s: float) -> T:
+    """What ``work`` gives. It is cancelled, and has ended, when this raises the reason for the interruption, or
+    DeadlineExceeded after ``limit_s``."""
+    working = asyncio.create_task(work)
+    try:
+        await first_of(working, interrupted, timeout_s=limit_s)
+        if working.done():
+            return working.result()
+        if interrupted.done():
+            raise interrupted.result()
+        raise DeadlineExceeded("the engine does not answer; please try again later.")
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+
+async def first_of(*futures: asyncio.Future[Any], timeout_s: float) -> None:
+    """Return when one of them is done, or after ``timeout_s``."""
+    await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _watch(request: Request, interrupted: Interruption) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    if not interrupted.done():
+        interrupted.set_result(hung_up())
+
+
+def hung_up() -> HttpError:
+    """What is said to nobody, for the log's sake."""
+    return HttpError(CLIENT_CLOSED_REQUEST, "the client hung up.", code="client_closed_request")
+
+
+def header_text(warnings: list[str]) -> str:
+    """``warnings`` as one header value: printable ASCII, within 1000 characters."""
+    text = " | ".join(warnings).encode("ascii", "backslashreplace").decode("ascii")
+    return "".join(c if c.isprintable() else " " for c in text)[:1000]
+
+
+def warning_headers(warnings: list[str]) -> dict[str, str]:
+    """The headers of an answer that comes with ``warnings``; none without."""
+    return {"x-diffserve-warnings": header_text(warnings)} if warnings else {}
+
+
+class InFlight:
+    """Interruptions by request id, each for as long as its request is worked on."""
+
+    def __init__(self) -> None:
+        self._interruptions: dict[str, Interruption] = {}
+        self._over: dict[str, asyncio.Event] = {}
+
+    @contextmanager
+    def listed(self, request_id: str, interrupted: Interruption) -> Iterator[None]:
+        """For the length of the block ``request_id`` can be cancelled."""
+        over = self._over[request_id] = asyncio.Event()
+        self._interruptions[request_id] = interrupted
+        try:
+            yield
+        finally:
+            del self._interruptions[request_id], self._over[request_id]
+            over.set()
+
+    async def cancel(self, request_id: str) -> bool:
+        """End a request, and return when it holds nothing any more. False where it is unknown, or over."""
+        interrupted = self._interruptions.get(request_id)
+        if interrupted is None:
+            return False
+        over = self._over[request_id]
+        if not interrupted.done():
+            interrupted.set_result(cancelled())
+        await over.wait()
+        return True
+
+
+def cancelled() -> HttpError:
+    """What the one who waited for the request is told."""
+    return HttpError(CLIENT_CLOSED_REQUEST, "the request was cancelled by its id.", code="cancelled")

@@ -1,0 +1,1 @@
+"""Texts, conversations and rewritten prompts over HTTP."""

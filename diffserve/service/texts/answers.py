@@ -1,0 +1,193 @@
+"""From what the language model says to OpenAI's objects: whole answers, and chunks while it speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from diffserve.service.texts.texts import TextPlan
+from diffserve.text_types import FinishReason, TextDelta, TextFinished, TextResult, TextUsage, TokenInfo
+
+Json = dict[str, Any]
+IMPOSSIBLE = -9999.0
+
+
+class Dialect(Protocol):
+    """How an endpoint speaks. ``first_index``: the choice that is text 0 of the prompt in question."""
+
+    chunk_kind: str
+
+    def answer(self, plan: TextPlan, finished: Sequence[TextFinished]) -> Json:
+        """The whole answer."""
+
+    def opening(self, plan: TextPlan, first_index: int, num_texts: int) -> Iterator[Json]:
+        """What is sent before a prompt's first word."""
+
+    def delta(self, plan: TextPlan, first_index: int, delta: TextDelta) -> Iterator[Json]:
+        """What is new."""
+
+
+class Chat:
+    """``/v1/chat/completions``."""
+
+    chunk_kind = "chat.completion.chunk"
+
+    def answer(self, plan: TextPlan, finished: Sequence[TextFinished]) -> Json:
+        """An object "chat.completion"."""
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": result.text, "refusal": None},
+                "logprobs": self._logprobs(plan, result.tokens, result.finish_reason),
+                "finish_reason": result.finish_reason,
+            }
+            for index, result in _numbered(finished)
+        ]
+        return _answer(plan, "chat.completion", choices, finished)
+
+    def opening(self, plan: TextPlan, first_index: int, num_texts: int) -> Iterator[Json]:
+        """Who speaks, for each text."""
+        for index in range(first_index, first_index + num_texts):
+            yield self._chunk(plan, index, {"role": "assistant", "content": "", "refusal": None}, None, None)
+
+    def delta(self, plan: TextPlan, first_index: int, delta: TextDelta) -> Iterator[Json]:
+        """The new words, where there are any; the end of a text is a chunk of its own."""
+        index = first_index + delta.text_index
+        logprobs = self._logprobs(plan, delta.tokens, delta.finish_reason)
+        if delta.text or (logprobs and logprobs["content"]):
+            yield self._chunk(plan, index, {"content": delta.text}, logprobs, None)
+        if delta.finish_reason is not None:
+            yield self._chunk(plan, index, {}, None, delta.finish_reason)
+
+    @staticmethod
+    def _chunk(plan: TextPlan, index: int, delta: Json, logprobs: Json | None, reason: FinishReason | None) -> Json:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return chunk(plan, Chat.chunk_kind, [choice])
+
+    @staticmethod
+    def _logprobs(plan: TextPlan, tokens: Sequence[TokenInfo], reason: FinishReason | None) -> Json | None:
+        if plan.requests[0].params.logprobs is None:
+            return None
+        content = [
+            {
+                **_token(token.text, token.logprob),
+                "top_logprobs": [_token(text, logprob) for text, _, logprob in token.top],
+            }
+            for token in spoken(plan, tokens, reason)
+        ]
+        return {"content": content, "refusal": None}
+
+
+class Completion:
+    """``/v1/completions``. Whole answers and chunks have one shape, and offsets go on where the last chunk ended."""
+
+    chunk_kind = "text_completion"
+
+    def __init__(self) -> None:
+        self._offsets: dict[int, int] = {}
+
+    def answer(self, plan: TextPlan, finished: Sequence[TextFinished]) -> Json:
+        """An object "text_completion"."""
+        choices = [
+            self._choice(plan, index, result.text, result.tokens, result.finish_reason)
+            for index, result in _numbered(finished)
+        ]
+        return _answer(plan, "text_completion", choices, finished)
+
+    def opening(self, plan: TextPlan, first_index: int, num_texts: int) -> Iterator[Json]:
+        """Nothing."""
+        yield from ()
+
+    def delta(self, plan: TextPlan, first_index: int, delta: TextDelta) -> Iterator[Json]:
+        """The new words, and with the last of them why it is over."""
+        choice = self._choice(plan, first_index + delta.text_index, delta.text, delta.tokens, delta.finish_reason)
+        if delta.text or delta.finish_reason is not None or (choice["logprobs"] and choice["logprobs"]["tokens"]):
+            yield chunk(plan, self.chunk_kind, [choice])
+
+    def _choice(
+        self, plan: TextPlan, index: int, text: str, tokens: Sequence[TokenInfo], reason: FinishReason | None
+    ) -> Json:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs(plan, index, tokens, reason),
+            "finish_reason": reason,
+        }
+
+    def _logprobs(
+        self, plan: TextPlan, index: int, tokens: Sequence[TokenInfo], reason: FinishReason | None
+    ) -> Json | None:
+        if plan.requests[0].params.logprobs is None:
+            return None
+        said = spoken(plan, tokens, reason)
+        offsets, offset = [], self._offsets.get(index, 0)
+        for token in said:
+            offsets.append(offset)
+            offset += len(token.text)
+        self._offsets[index] = offset
+        return {
+            "tokens": [token.text for token in said],
+            "token_logprobs": [bounded(token.logprob) for token in said],
+            "top_logprobs": [{text: bounded(logprob) for text, _, logprob in token.top} for token in said],
+            "text_offset": offsets,
+        }
+
+
+def chunk(plan: TextPlan, kind: str, choices: list[Json], usage: Json | None = None) -> Json:
+    """One chunk of a streamed answer; ``usage`` is null until the last where it was asked for, else left out."""
+    head = {"id": plan.answer_id, "object": kind, "created": plan.created, "model": plan.model}
+    told = {"usage": usage} if plan.has_usage_chunk else {}
+    return {**head, "system_fingerprint": plan.fingerprint, "choices": choices, **told}
+
+
+def usage(used: Sequence[TextUsage]) -> Json:
+    """Tokens as OpenAI counts them, summed over the prompts of a request."""
+    prompt_tokens = sum(one.prompt_tokens for one in used)
+    output_tokens = sum(one.output_tokens for one in used)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in used)},
+    }
+
+
+def spoken(plan: TextPlan, tokens: Sequence[TokenInfo], reason: FinishReason | None) -> Sequence[TokenInfo]:
+    """``tokens`` without the one that only ended the text."""
+    ends = reason == "stop" and bool(tokens) and tokens[-1].token_id in plan.end_ids
+    return tokens[:-1] if ends else tokens
+
+
+def _answer(plan: TextPlan, kind: str, choices: list[Json], finished: Sequence[TextFinished]) -> Json:
+    return {
+        "id": plan.answer_id,
+        "object": kind,
+        "created": plan.created,
+        "model": plan.model,
+        "system_fingerprint": plan.fingerprint,
+        "choices": choices,
+        "usage": usage([one.usage for one in finished]),
+        "timings": timings_of(finished),
+        "warnings": list(plan.warnings),
+    }
+
+
+def timings_of(finished: Sequence[TextFinished]) -> Json:
+    """Seconds of the slowest prompt of a request."""
+    slowest = max((one.timings for one in finished), key=lambda timings: timings.total_s)
+    return {name: round(getattr(slowest, name), 6) for name in slowest.__struct_fields__}
+
+
+def _numbered(finished: Sequence[TextFinished]) -> Iterator[tuple[int, TextResult]]:
+    yield from enumerate(result for one in finished for result in one.results)
+
+
+def bounded(logprob: float) -> float:
+    """JSON knows no minus infinity; OpenAI writes -9999 for it."""
+    return max(logprob, IMPOSSIBLE)
+
+
+def _token(text: str, logprob: float) -> Json:
+    """``bytes`` is null where the token is a part of a character."""
+    whole = "\N{REPLACEMENT CHARACTER}" not in text
+    return {"token": text, "logprob": bounded(logprob), "bytes": list(text.encode()) if whole else None}

@@ -1,0 +1,140 @@
+"""``POST /v1/prompts/rewrite``: a wish in, prompts out, which nobody has painted yet."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from diffserve.config import ServeConfig
+from diffserve.errors import DiffserveError, EngineUnavailable
+from diffserve.rewrite_types import Rewrite, RewriteDelta, RewriteFinished, RewriteRequest
+from diffserve.service.admission import Admission, Ticket
+from diffserve.service.drain import Gate
+from diffserve.service.engine.client import EngineClient
+from diffserve.service.http.errors import error_of
+from diffserve.service.http.streams import DONE, Events, EventStreamResponse, event
+from diffserve.service.lifecycle import PATIENCE_S, interruption, read_body, warning_headers, work_until
+from diffserve.service.models import check_language_model
+from diffserve.service.texts.answers import usage
+from diffserve.service.texts.rewriter_choice import check_style
+from diffserve.service.texts.schemas import RewriteBody
+from diffserve.types import Cancelled, Failed, RewriteOptions
+
+DELTA, COMPLETED = "prompt_rewrite.delta", "prompt_rewrite.completed"
+
+
+class RewritePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked body: the rewriter's request, and how the answer is to look."""
+
+    request: RewriteRequest
+    is_stream: bool
+    warnings: tuple[str, ...]
+
+
+class Rewrites:
+    """The endpoint with what it stands on."""
+
+    def __init__(self, engine: EngineClient, config: ServeConfig, gate: Gate, admission: Admission) -> None:
+        self._engine = engine
+        self._config = config
+        self._gate = gate
+        self._admission = admission
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer one request; every error is a DiffserveError."""
+        with ExitStack() as stack:
+            stack.enter_context(self._gate.inside())
+            client = stack.enter_context(self._admission.clients.known(request))
+            self._admission.texts.check(client)
+            body = await read_body(request, RewriteBody)
+            check_language_model(body.model, self._engine.text_info, self._engine.info)
+            plan = plan_rewrite(body, self._config, request.state.request_id)
+            ticket = stack.enter_context(self._admission.texts.entered(client, plan.request.num_prompts))
+            interrupted = stack.enter_context(interruption(request))
+            limit_s = self._config.request_timeout_s + PATIENCE_S
+            headers = warning_headers(list(plan.warnings))
+            if plan.is_stream:
+                events = self._events(plan, ticket)
+                return await EventStreamResponse(
+                    events, interrupted, stack.pop_all(), limit_s=limit_s, ending=DONE, headers=headers
+                ).opened()
+            answer = await work_until(interrupted, self._answer(plan, ticket), limit_s=limit_s)
+            return Response(answer, headers=headers, media_type="application/json")
+
+    async def _answer(self, plan: RewritePlan, ticket: Ticket) -> bytes:
+        async with self._engine.submit(plan.request).watched(partial(ticket.watch_texts, 0)) as job:
+            async for told in job:
+                match told:
+                    case RewriteFinished():
+                        return msgspec.json.encode(answer_of(plan, told))
+                    case Failed():
+                        raise error_of(told)
+                    case Cancelled():
+                        raise EngineUnavailable("the request was cancelled by the server.")
+        raise DiffserveError("the rewriter finished without an answer.")
+
+    async def _events(self, plan: RewritePlan, ticket: Ticket) -> Events:
+        async with self._engine.submit(plan.request).watched(partial(ticket.watch_texts, 0)) as job:
+            async for told in job:
+                match told:
+                    case RewriteDelta():
+                        delta = {"type": DELTA, "id": told.request_id, "index": told.index, "delta": told.text}
+                        yield event(delta, DELTA)
+                    case RewriteFinished():
+                        yield event({"type": COMPLETED, **answer_of(plan, told)}, COMPLETED)
+                    case Failed():
+                        raise error_of(told)
+                    case Cancelled():
+                        raise EngineUnavailable("the request was cancelled by the server.")
+
+
+def plan_rewrite(body: RewriteBody, config: ServeConfig, request_id: str) -> RewritePlan:
+    """What ``body`` asks for. InvalidRequest for what it cannot have."""
+    check_style(body.style, "style")
+    options = RewriteOptions(
+        style=body.style,
+        seed=None if body.seed in (None, -1) else body.seed,
+        system=body.system,
+        force=bool(body.force),
+    )
+    request = RewriteRequest(
+        wish=body.prompt,
+        num_prompts=body.n or 1,
+        options=options,
+        deltas=bool(body.stream),
+        deadline_s=config.request_timeout_s,
+        request_id=f"rwt-{request_id.rpartition('-')[2]}",
+    )
+    return RewritePlan(request=request, is_stream=bool(body.stream), warnings=tuple(body.warnings))
+
+
+def answer_of(plan: RewritePlan, finished: RewriteFinished) -> dict[str, Any]:
+    """The whole answer: one entry for each prompt."""
+    return {
+        "id": finished.request_id,
+        "object": "prompt.rewrite",
+        "created": int(time.time()),
+        "model": finished.model,
+        "style": finished.style,
+        "data": [_entry(plan.request.wish, rewrite) for rewrite in finished.rewrites],
+        "usage": usage([finished.usage]),
+        "timings": {name: round(getattr(finished.timings, name), 6) for name in finished.timings.__struct_fields__},
+        "warnings": list(plan.warnings),
+    }
+
+
+def _entry(wish: str, rewrite: Rewrite) -> dict[str, Any]:
+    """``revised_prompt`` is null where the wish is to be painted as it stands."""
+    return {
+        "prompt": wish,
+        "revised_prompt": None if rewrite.prompt == wish else rewrite.prompt,
+        "warning": rewrite.warning,
+        "fallback": rewrite.fallback,
+        "mean_entropy": rewrite.mean_entropy,
+    }

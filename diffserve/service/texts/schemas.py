@@ -1,0 +1,187 @@
+"""What may stand in the bodies of ``POST /v1/chat/completions``, ``/v1/completions`` and ``/v1/prompts/rewrite``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from diffserve.sampling_params import MAX_LOGPROBS, MAX_STOPS, MAX_TOKENS
+from diffserve.service.http.bodies import Body
+from diffserve.text_types import MAX_MESSAGES, MAX_PROMPT_TOKENS, MAX_TEXT_CHARS, MAX_TEXTS, MAX_TOKEN_ID
+from diffserve.types import MAX_PROMPT_CHARS, MAX_SEED
+
+MAX_CACHE_SALT_CHARS = 256
+DEFAULT_CHAT_TOKENS = 1024
+DEFAULT_COMPLETION_TOKENS = 16
+
+IGNORED: Final = frozenset(
+    {
+        *("metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options"),
+        *("prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier", "store", "tool_choice"),
+        *("function_call", "user", "verbosity"),
+    }
+)
+REFUSED: Final[dict[str, str]] = {
+    **dict.fromkeys(
+        ("chat_template", "chat_template_kwargs", "tokenizer"),
+        "a template is a program, and only the model's own is run; write the text yourself and send it to "
+        "/v1/completions.",
+    ),
+    **dict.fromkeys(("tools", "functions"), "this server calls no tools."),
+    **dict.fromkeys(
+        (
+            *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar"),
+            *("json_schema", "bad_words", "logits_processors"),
+        ),
+        "what the model may say cannot be constrained by a request.",
+    ),
+    **dict.fromkeys(("prompt_logprobs", "echo"), "the prompt itself is not repeated or scored."),
+    **dict.fromkeys(("audio", "web_search_options"), "this server answers in text alone and looks nothing up."),
+    "moderation": "this server moderates nothing.",
+    "logit_bias": "tokens cannot be made likelier one by one; use presence_penalty or frequency_penalty.",
+    "suffix": "the model continues a text, it does not fill gaps.",
+}
+
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+Seed = Annotated[int, Field(ge=-1, le=MAX_SEED, description="-1 or null: random.")]
+ModelName = Annotated[str, Field(description="A name from /v1/models; omitted: the loaded language model.")]
+Prompt = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
+
+
+class Part(BaseModel):
+    """Of a content in parts: only text can be read."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One turn of the conversation."""
+
+    model_config = ConfigDict(strict=True)
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[Part], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class StreamOptions(BaseModel):
+    """``include_usage``: a last chunk with the counts of tokens."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
+
+
+class Format(BaseModel):
+    """Only plain text."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text"]
+
+
+class SamplingBody(Body):
+    """How texts are continued: OpenAI's fields, and beside them those that self-hosted servers agree on."""
+
+    refused: ClassVar[Mapping[str, str]] = REFUSED
+    ignored: ClassVar[frozenset[str]] = IGNORED
+
+    model: Annotated[str, Field(description="A name from /v1/models; omitted: the loaded language model.")] | None = (
+        None
+    )
+    n: Annotated[int, Field(ge=1, le=MAX_TEXTS, description="Text i is drawn with seed + i.")] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(description="0: always the likeliest token; omitted: 1.")] | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(ge=-1, description="-1 and 0: every token.")] | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: TokenIds | None = None
+    seed: Seed | None = None
+    num_beams: Annotated[int, Field(description="Beam search; needs temperature 0.")] | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    best_of: int | None = None
+    response_format: Format | None = None
+    cache_salt: (
+        Annotated[
+            str, Field(max_length=MAX_CACHE_SALT_CHARS, description="Kept pages are shared with the same salt only.")
+        ]
+        | None
+    ) = None
+
+
+class ChatBody(SamplingBody):
+    """A conversation to be answered."""
+
+    model_config = ConfigDict(title="CreateChatCompletionRequest")
+    hints: ClassVar[Mapping[str, str]] = {"messages": "give at least one message with role and content"}
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_completion_tokens: (
+        Annotated[Tokens, Field(description=f"Omitted: {DEFAULT_CHAT_TOKENS}, or what the context has room for.")]
+        | None
+    ) = None
+    max_tokens: Annotated[Tokens, Field(description="An older name for max_completion_tokens.")] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1, fail_fast=True)] | None = None
+
+
+class CompletionBody(SamplingBody):
+    """Texts to be continued."""
+
+    model_config = ConfigDict(title="CreateCompletionRequest")
+    hints: ClassVar[Mapping[str, str]] = {"prompt": "give the text to continue"}
+
+    prompt: (
+        Prompt
+        | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
+    )
+    max_tokens: Annotated[Tokens, Field(description=f"Omitted: {DEFAULT_COMPLETION_TOKENS}.")] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_special_tokens: Annotated[bool, Field(description="The tokenizer's own marks around a prompt.")] | None = None
+
+
+class RewriteBody(Body):
+    """A wish to be turned into prompts that the image model reads well."""
+
+    model_config = ConfigDict(title="RewritePromptRequest")
+    hints: ClassVar[Mapping[str, str]] = {"prompt": "say what to paint"}
+    ignored: ClassVar[frozenset[str]] = frozenset({"user", "safety_identifier"})
+
+    prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
+    model: Annotated[str, Field(description="A name from /v1/models; omitted: the loaded language model.")] | None = (
+        None
+    )
+    n: Annotated[int, Field(ge=1, le=MAX_TEXTS, description="The first is the likeliest.")] | None = None
+    style: Annotated[str, Field(description="Omitted: what the image model reads best.")] | None = None
+    seed: Seed | None = None
+    system: Annotated[str, Field(max_length=MAX_PROMPT_CHARS, description="In place of the style's own.")] | None = None
+    force: Annotated[bool, Field(description="Take an answer of which the model was unsure.")] | None = None
+    stream: bool | None = None
+
+
+class RewriterChoice(BaseModel):
+    """``prompt_rewriter`` of an image request, where more than off, auto or force is meant."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    style: str | None = None
+    seed: Seed | None = None
+    system: Annotated[str, Field(max_length=MAX_PROMPT_CHARS)] | None = None
+    force: bool | None = None

@@ -1,0 +1,160 @@
+"""From the body of a chat or a completion to what the language model is asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from diffserve.config import ServeConfig
+from diffserve.errors import InvalidRequest
+from diffserve.sampling_params import SamplingParams
+from diffserve.service.texts.schemas import (
+    DEFAULT_CHAT_TOKENS,
+    DEFAULT_COMPLETION_TOKENS,
+    ChatBody,
+    CompletionBody,
+    Message,
+    SamplingBody,
+)
+from diffserve.text_types import MAX_TEXTS, ChatMessage, LanguageModelInfo, TextRequest
+
+SAME_NAMES: Final = (
+    *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("min_tokens", "num_beams", "length_penalty", "early_stopping"),
+)
+"""Fields that the body and :class:`SamplingParams` call the same."""
+
+
+class TextPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked body: one request for each prompt, and how the answer is to look.
+
+    ``created`` in seconds since 1970; ``end_ids``: the tokens that end a text, which are not part of it.
+    """
+
+    answer_id: str
+    created: int
+    model: str
+    fingerprint: str
+    requests: tuple[TextRequest, ...]
+    is_stream: bool
+    has_usage_chunk: bool
+    end_ids: frozenset[int]
+    warnings: tuple[str, ...]
+
+
+def plan_chat(body: ChatBody, info: LanguageModelInfo, config: ServeConfig, request_id: str) -> TextPlan:
+    """What ``body`` asks for. InvalidRequest for what it cannot have."""
+    _refuse_unsupported(body)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs is given without logprobs; set logprobs to true.", param="top_logprobs")
+    most, older = body.max_completion_tokens, body.max_tokens
+    if most is not None and older is not None and most != older:
+        raise InvalidRequest(
+            f"max_completion_tokens is {most} but max_tokens is {older}; they mean the same, give one of them.",
+            param="max_completion_tokens",
+        )
+    request = TextRequest(
+        messages=tuple(_message(message) for message in body.messages),
+        params=_params(body, most or older or DEFAULT_CHAT_TOKENS, (body.top_logprobs or 0) if body.logprobs else None),
+        num_texts=body.n or 1,
+        deltas=bool(body.stream),
+        cache_salt=(body.cache_salt or "").encode(),
+        deadline_s=config.request_timeout_s,
+        request_id=f"txt-{_suffix(request_id)}",
+    )
+    return _plan(body, info, f"chatcmpl-{_suffix(request_id)}", (request,))
+
+
+def plan_completion(body: CompletionBody, info: LanguageModelInfo, config: ServeConfig, request_id: str) -> TextPlan:
+    """What ``body`` asks for. InvalidRequest for what it cannot have."""
+    _refuse_unsupported(body)
+    params = _params(body, body.max_tokens or DEFAULT_COMPLETION_TOKENS, body.logprobs)
+    prompts = list(_prompts(body))
+    if len(prompts) * (body.n or 1) > MAX_TEXTS:
+        raise InvalidRequest(
+            f"{len(prompts)} prompts with n {body.n} make {len(prompts) * (body.n or 1)} texts; "
+            f"ask for at most {MAX_TEXTS} in one request.",
+            param="n",
+        )
+    requests = tuple(
+        TextRequest(
+            prompt=prompt if isinstance(prompt, str) else "",
+            token_ids=() if isinstance(prompt, str) else prompt,
+            params=params,
+            num_texts=body.n or 1,
+            add_special_tokens=body.add_special_tokens is not False,
+            deltas=bool(body.stream),
+            cache_salt=(body.cache_salt or "").encode(),
+            deadline_s=config.request_timeout_s,
+            request_id=f"txt-{_suffix(request_id)}-{index}",
+        )
+        for index, prompt in enumerate(prompts)
+    )
+    return _plan(body, info, f"cmpl-{_suffix(request_id)}", requests)
+
+
+def _plan(body: SamplingBody, info: LanguageModelInfo, answer_id: str, requests: tuple[TextRequest, ...]) -> TextPlan:
+    return TextPlan(
+        answer_id=answer_id,
+        created=int(time.time()),
+        model=info.model_id,
+        fingerprint=f"fp_{info.digest.rpartition(':')[2][:10]}",
+        requests=requests,
+        is_stream=bool(body.stream),
+        has_usage_chunk=body.stream_options is not None and bool(body.stream_options.include_usage),
+        end_ids=frozenset(info.end_ids) | frozenset(body.stop_token_ids or ()),
+        warnings=tuple(body.warnings),
+    )
+
+
+def _refuse_unsupported(body: SamplingBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options is given without stream; set stream to true.", param="stream_options")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise InvalidRequest(
+            f"best_of is {body.best_of} and n {body.n or 1}; every text is returned, leave best_of out.",
+            param="best_of",
+            code="unsupported_value",
+        )
+
+
+def _params(body: SamplingBody, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    """What is given, and the defaults of SamplingParams for the rest."""
+    given = {name: getattr(body, name) for name in SAME_NAMES if getattr(body, name) is not None}
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    return SamplingParams(
+        **given,
+        top_k=max(body.top_k or 0, 0),
+        max_tokens=max_tokens,
+        stop=tuple(stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        seed=None if body.seed in (None, -1) else body.seed,
+        logprobs=logprobs,
+    )
+
+
+def _message(message: Message) -> ChatMessage:
+    parts = message.content if isinstance(message.content, list) else None
+    text = message.content if isinstance(message.content, str) else "".join(part.text for part in parts or ())
+    return ChatMessage(role=message.role, content=text)
+
+
+def _prompts(body: CompletionBody) -> Iterator[str | tuple[int, ...]]:
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        yield prompt
+        return
+    token_ids = tuple(one for one in prompt if isinstance(one, int))
+    if token_ids or not prompt:  # a list is of one kind
+        yield token_ids
+    for one in prompt:
+        if not isinstance(one, int):
+            yield one if isinstance(one, str) else tuple(one)
+
+
+def _suffix(request_id: str) -> str:
+    """What two names of the same request have in common."""
+    return request_id.rpartition("-")[2]

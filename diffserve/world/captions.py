@@ -1,0 +1,182 @@
+"""Word a scene in English, in many ways: synonyms, articles, plurals, word order, styles of sentence."""
+
+from __future__ import annotations
+
+import random
+
+from diffserve.world.scenes import COLORS, Scene
+
+SIZE_WORDS: dict[str, tuple[str, ...]] = {
+    "small": ("small", "small", "tiny", "little"),
+    "large": ("large", "large", "big", "huge", "giant"),
+}
+
+# the first object stands for {a}, the others for {b} and {c}
+RELATION_WORDS: dict[str, tuple[str, ...]] = {
+    "left of": ("{a} to the left of {b}", "{a} left of {b}", "{a} on the left of {b}", "{a} with {b} on its right"),
+    "right of": ("{a} to the right of {b}", "{a} right of {b}", "{a} on the right of {b}", "{a} with {b} on its left"),
+    "above": ("{a} above {b}", "{a} above {b}", "{a} over {b}", "{a} on top of {b}"),
+    "below": ("{a} below {b}", "{a} below {b}", "{a} under {b}", "{a} beneath {b}", "{a} underneath {b}"),
+    "next to": ("{a} next to {b}", "{a} next to {b}", "{a} beside {b}", "{a} and {b}", "{a} with {b} beside it"),
+    "between": ("{a} between {b} and {c}", "{a} between {b} and {c}", "{a} in between {b} and {c}"),
+}
+TOGETHER: tuple[str, ...] = ("{a}, {b} and {c}", "{a}, {b} and {c}", "{a} and {b} and {c}", "{a} with {b} and {c}")
+NUMBER_WORDS: dict[int, tuple[str, ...]] = {2: ("two", "two", "two", "a pair of"), 3: ("three", "three", "three", "3")}
+
+PLACE_WORDS: dict[str, tuple[str, ...]] = {
+    "beach": ("on the beach", "on a beach", "at the beach", "on a sandy beach"),
+    "meadow": ("in a meadow", "in the meadow", "on a meadow", "on the grass", "in a green field"),
+    "night sky": ("in the night sky", "at night", "under the stars", "in a starry night"),
+    "desert": ("in the desert", "in a desert", "among sand dunes"),
+    "snow": ("in the snow", "in a snowy landscape", "in the winter snow"),
+    "ocean": ("in the ocean", "at sea", "in the sea", "on the ocean"),
+    "city": ("in the city", "in a city", "in a big city", "in front of a city"),
+    "mountains": ("in the mountains", "in front of mountains", "near the mountains"),
+}
+
+ABOVE_WORDS: dict[str, tuple[str, ...]] = {
+    "beach": ("above the beach", "over the beach", "above a beach", "over a sandy beach"),
+    "meadow": ("above the meadow", "over the meadow", "above a meadow", "over a green field", "above the grass"),
+    "desert": ("above the desert", "over the desert", "above a desert", "over sand dunes"),
+    "snow": ("above the snow", "over the snow", "above a snowy landscape"),
+    "ocean": ("above the ocean", "over the ocean", "above the sea", "over the sea"),
+    "city": ("above the city", "over the city", "above a city", "over a city", "above a big city"),
+    "mountains": ("above the mountains", "over the mountains", "above mountains", "over mountains"),
+}
+"""Where an object is that hangs over a place; :attr:`Scene.is_high` says of which this is true."""
+
+COLOR_WORDS: tuple[str, ...] = (
+    "on a {} background",
+    "on a {} background",
+    "on {}",
+    "in front of a {} background",
+    "against a {} background",
+    "with a {} background",
+)
+COLOR_SYNONYMS: dict[str, tuple[str, ...]] = {
+    "gray": ("gray", "gray", "grey"),
+    "purple": ("purple", "purple", "violet"),
+    "light blue": ("light blue", "light blue", "sky blue", "pale blue"),
+}
+
+OPENINGS: tuple[str, ...] = (
+    "a picture of", "an illustration of", "a drawing of", "a scene with", "an image of", "a painting of", "there is",
+)  # fmt: skip
+
+SYNONYMS: dict[str, tuple[str, ...]] = {
+    "bicycle": ("bicycle", "bike"),
+    "burger": ("burger", "hamburger"),
+    "cake": ("cake", "cake", "birthday cake"),
+    "car": ("car", "car", "red car"),
+    "cat": ("cat", "cat", "kitty"),
+    "chicken": ("chicken", "chicken", "hen"),
+    "diamond": ("diamond", "diamond", "gem"),
+    "dog": ("dog", "dog", "puppy"),
+    "donut": ("donut", "doughnut"),
+    "fire": ("fire", "fire", "flame"),
+    "moon": ("moon", "moon", "crescent moon"),
+    "pine tree": ("pine tree", "pine tree", "fir tree"),
+    "sailboat": ("sailboat", "sailboat", "boat"),
+    "soccer ball": ("soccer ball", "soccer ball", "football"),
+    "top hat": ("top hat", "top hat", "black hat"),
+}
+
+PLURALS: dict[str, str] = {"grapes": "bunches of grapes", "cherries": "bunches of cherries"}
+MASSES: dict[str, str] = {"corn": "ears of corn"}
+IRREGULAR: dict[str, str] = {"fish": "fish", "cactus": "cactuses", "octopus": "octopuses", "bus": "buses"}
+UNIQUE: frozenset[str] = frozenset({"sun", "moon"})
+
+BACKWARD = "on its"
+"""The first object is placed by the second: the same words as in "on the right of", and the opposite meant."""
+BACKWARD_EXTRA = 3
+
+BACKGROUND_ONLY_SHARE = 0.02
+OBJECTS_ONLY_SHARE = 0.08
+ALONE_SHARE = 0.2  # of a single object's lessons name nothing else, as most first prompts do
+
+
+def article_for(words: str) -> str:
+    """ "a" or "an", by the first letter."""
+    return "an" if words[0] in "aeiou" else "a"
+
+
+def plural(word: str) -> str:
+    """The plural of one of the world's words."""
+    if word in PLURALS or word in MASSES or word in IRREGULAR:
+        return (PLURALS | MASSES | IRREGULAR)[word]
+    if word.endswith(("x", "ch", "sh")):
+        return f"{word}es"
+    if word.endswith("y") and word[-2] not in "aeiou":
+        return f"{word[:-1]}ies"
+    return f"{word}s"
+
+
+def _noun(name: str, size: str, rng: random.Random) -> str:
+    word = rng.choice(SYNONYMS.get(name, (name,)))
+    words = f"{rng.choice(SIZE_WORDS[size])} {word}" if size in SIZE_WORDS else word
+    if name in PLURALS or (name in MASSES and rng.random() < 0.5):
+        return words
+    if name in UNIQUE and rng.random() < 0.5:
+        return f"the {words}"
+    if rng.random() < 0.06:
+        return words if rng.random() < 0.5 else f"one {words}"
+    return f"{article_for(words)} {words}"
+
+
+def _what(scene: Scene, rng: random.Random, *, is_lesson: bool = False) -> str:
+    names = scene.names
+    if scene.kind == "count":
+        word = rng.choice(SYNONYMS.get(names[0], names[:1]))
+        return f"{rng.choice(NUMBER_WORDS[len(names)])} {plural(word)}"
+    if scene.kind == "one object":
+        return _noun(names[0], scene.size, rng)
+    nouns = {letter: _noun(name, "plain", rng) for letter, name in zip("abc", names, strict=False)}
+    patterns = TOGETHER if scene.relation is None else RELATION_WORDS[scene.relation]
+    if is_lesson:
+        patterns += tuple(one for one in patterns if BACKWARD in one) * BACKWARD_EXTRA
+    pattern = rng.choice(patterns)
+    return pattern.format(**nouns)
+
+
+def words_of_background(background: str) -> str:
+    """The plainest words for a background: "on a red background", "on the beach"."""
+    return _on_color(COLOR_WORDS[0], background) if background in COLORS else PLACE_WORDS[background][0]
+
+
+def _on_color(pattern: str, color: str) -> str:
+    return pattern.format(color).replace(" a orange", " an orange")
+
+
+def _where(scene: Scene, rng: random.Random) -> str:
+    background = scene.background
+    if background in COLORS:
+        color = rng.choice(COLOR_SYNONYMS.get(background, (background,)))
+        return _on_color(rng.choice(COLOR_WORDS), color)
+    return rng.choice((ABOVE_WORDS if scene.is_high else PLACE_WORDS)[background])
+
+
+def caption(scene: Scene, rng: random.Random, *, is_lesson: bool = False) -> str:
+    """One of many sentences that are true of ``scene`` and name all it holds; those of a lesson say more often what is
+    hard to learn."""
+    what, where = _what(scene, rng, is_lesson=is_lesson), _where(scene, rng)
+    style = rng.random()
+    if style < 0.08:
+        return f"{where}, {what}"
+    if style < 0.16:
+        return f"{what}, {where}"
+    if style < 0.28:
+        return f"{rng.choice(OPENINGS)} {what} {where}"
+    return f"{what} {where}"
+
+
+def loose_caption(scene: Scene, rng: random.Random) -> str:
+    """A :func:`caption` for training that now and then leaves out the background or the objects, as people do; it also
+    teaches the words that a negative prompt is made of on their own."""
+    if scene.is_high:
+        return caption(scene, rng, is_lesson=True)
+    share = rng.random()
+    if share < BACKGROUND_ONLY_SHARE:
+        return _where(scene, rng)
+    if share < BACKGROUND_ONLY_SHARE + (ALONE_SHARE if scene.kind == "one object" else OBJECTS_ONLY_SHARE):
+        return _what(scene, rng, is_lesson=True)
+    return caption(scene, rng, is_lesson=True)

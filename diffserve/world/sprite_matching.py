@@ -1,0 +1,172 @@
+"""How well every sprite, at every size and place, explains what a picture shows over its empty background.
+
+With I the picture, B the background, D = I - B, and a sprite of colours s (multiplied by alpha) and alpha m, a
+placement explains
+
+    R2 = 1 - sum (D - (s - m B))^2 / sum (s - m B)^2 = (2 sum D (s - m B) - sum D^2) / sum (s - m B)^2
+
+of what the sprite would change: 1 for a clean rendering, 0 for bare background, less for anything else. All sums run
+over the sprite's square. The first is one Fourier product a sprite, at a quarter of the pixels; the second comes from
+running sums; the last depends on the background alone and is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diffserve.world.backgrounds import background
+from diffserve.world.scenes import OBJECTS, SPRITE_SIZES_PX
+from diffserve.world.sprites import sprite
+
+SCALE = 2  # pictures are matched at 1 / SCALE of their size
+MIN_ENERGY = 0.004  # mean squared change per covered pixel below which a sprite cannot be told from the background
+OVERLAP = 0.2  # share of a side by which two found squares may overlap
+
+NAMES = tuple(OBJECTS)
+
+Plane = NDArray[np.float32]
+Spectrum = NDArray[np.complex64]
+
+
+@dataclass(frozen=True)
+class Match:
+    """One placement: a sprite's name, its side, the left and top edge of its square, all at 1 / SCALE, and its R2."""
+
+    name: str
+    side: int
+    left: int
+    top: int
+    r2: float
+
+
+def coarser(pixels: NDArray[np.float32], factor: int = SCALE) -> Plane:
+    """(H, W, C) averaged over ``factor`` x ``factor`` cells; a last row or column that fills no cell is left out."""
+    h, w, channels = pixels.shape[0] // factor, pixels.shape[1] // factor, pixels.shape[2]
+    cells = pixels[: h * factor, : w * factor].reshape(h, factor, w, factor, channels)
+    return np.asarray(cells.mean(axis=(1, 3)), dtype=np.float32)
+
+
+@lru_cache(maxsize=512)
+def small_sprite(name: str, side: int) -> Plane:
+    """A sprite of ``side`` cells at 1 / SCALE: (side, side, 4), colours multiplied by alpha, then alpha."""
+    return coarser(sprite(name, side * SCALE))
+
+
+@lru_cache(maxsize=128)
+def empty_picture(name: str, height: int, width: int) -> Plane:
+    """A bare background at 1 / SCALE: (height, width, 3) in 0..1."""
+    return coarser(background(name, width * SCALE, height * SCALE).astype(np.float32) / np.float32(255))
+
+
+def _spectra(planes: NDArray[np.float32]) -> Spectrum:
+    return np.asarray(np.fft.rfft2(planes), dtype=np.complex64)
+
+
+def _sprites(side: int) -> Plane:
+    """All sprites of one side: (N, 4, side, side)."""
+    return np.stack([small_sprite(name, side).transpose(2, 0, 1) for name in NAMES])
+
+
+def _conjugate_spectra(patches: Plane, height: int, width: int) -> Spectrum:
+    """Spectra of (N, 4, side, side) patches in the top left corner of an empty canvas, conjugated for correlation."""
+    side = patches.shape[-1]
+    canvas = np.zeros((*patches.shape[:2], height, width), dtype=np.float32)
+    canvas[..., :side, :side] = patches
+    return np.conj(_spectra(canvas))
+
+
+@lru_cache(maxsize=16)
+def _bank(side: int, height: int, width: int) -> Spectrum:
+    return _conjugate_spectra(_sprites(side), height, width)
+
+
+def _correlate(planes: Plane, bank: Spectrum, side: int) -> Plane:
+    """Sum over four planes (4, h, w) of their correlation with every patch, wherever it fits: (N, h', w')."""
+    height, width = planes.shape[1:]
+    product = (_spectra(planes) * bank).sum(axis=1)
+    maps = np.fft.irfft2(product, s=(height, width))
+    return np.asarray(maps[:, : height - side + 1, : width - side + 1], dtype=np.float32)
+
+
+def box_sums(plane: Plane, side: int) -> Plane:
+    """Sums over every ``side`` x ``side`` square of (h, w)."""
+    total = np.zeros((plane.shape[0] + 1, plane.shape[1] + 1))
+    total[1:, 1:] = plane.cumsum(axis=0, dtype=np.float64).cumsum(axis=1)
+    sums = total[side:, side:] - total[:-side, side:] - total[side:, :-side] + total[:-side, :-side]
+    return sums.astype(np.float32)
+
+
+def _energy_planes(side: int) -> Plane:
+    """What a background's colours and squared brightness are correlated with: -2 s m and m^2, (N, 4, side, side)."""
+    patches = _sprites(side)
+    alpha = patches[:, 3:]
+    return np.concatenate([-2 * patches[:, :3] * alpha, alpha**2], axis=1)
+
+
+def _floored(energy: Plane, side: int) -> Plane:
+    """Energies, infinite where the sprite cannot be told from the background: R2 is 0 there."""
+    floor = 3 * MIN_ENERGY * _sprites(side)[:, 3].sum(axis=(1, 2))[:, None, None]
+    return np.where(energy > floor, energy, np.float32(np.inf))
+
+
+@lru_cache(maxsize=128)
+def _place_energy(name: str, side: int, height: int, width: int) -> Plane:
+    """sum (s - m B)^2 of every sprite over a place: (N, h', w')."""
+    ground = empty_picture(name, height, width).transpose(2, 0, 1)
+    planes = np.concatenate([ground, (ground**2).sum(axis=0, keepdims=True)])
+    over = _correlate(planes, _conjugate_spectra(_energy_planes(side), height, width), side)
+    own = np.square(_sprites(side)[:, :3]).sum(axis=(1, 2, 3))[:, None, None]
+    return _floored(over + own, side)
+
+
+@lru_cache(maxsize=8)
+def _energy_sums(side: int) -> tuple[Plane, Plane]:
+    """Over each sprite's square: the sums of ``_energy_planes`` (N, 4), and of s^2 (N,)."""
+    return _energy_planes(side).sum(axis=(2, 3)), np.square(_sprites(side)[:, :3]).sum(axis=(1, 2, 3))
+
+
+def _plain_energy(shade: Plane, side: int) -> Plane:
+    """sum (s - m B)^2 of every sprite over one colour (3,): (N, 1, 1)."""
+    sums, own = _energy_sums(side)
+    over = sums @ np.append(shade, np.square(shade).sum()).astype(np.float32)
+    return _floored((over + own)[:, None, None], side)
+
+
+class ScoreMaps:
+    """R2 of every sprite wherever it fits on ``picture``, (h, w, 3) in 0..1, over the background ``ground``.
+
+    ``shade`` is the colour (3,) of a plain background, which may differ from the world's own; None for a place.
+    """
+
+    def __init__(self, picture: Plane, ground: str, shade: Plane | None) -> None:
+        height, width, _ = picture.shape
+        empty = empty_picture(ground, height, width) if shade is None else np.broadcast_to(shade, picture.shape)
+        change = (picture - empty).transpose(2, 0, 1)
+        planes = np.concatenate([change, -(change * empty.transpose(2, 0, 1)).sum(axis=0, keepdims=True)])
+        square = np.square(change).sum(axis=0)
+        self._maps: dict[int, Plane] = {}
+        for side in (px // SCALE for px in SPRITE_SIZES_PX if px <= SCALE * min(height, width)):
+            energy = _place_energy(ground, side, height, width) if shade is None else _plain_energy(shade, side)
+            gain = 2 * _correlate(planes, _bank(side, height, width), side) - box_sums(square, side)
+            self._maps[side] = gain / energy
+
+    def best(self) -> Match:
+        """The placement that explains most."""
+        matches = []
+        for side, scores in self._maps.items():
+            index, top, left = (int(i) for i in np.unravel_index(int(scores.argmax()), scores.shape))
+            matches.append(Match(NAMES[index], side, left, top, float(scores[index, top, left])))
+        return max(matches, key=lambda match: match.r2)
+
+    def rule_out_around(self, taken: Match) -> None:
+        """Forget every placement whose square would overlap ``taken`` by more than ``OVERLAP``."""
+        for side, scores in self._maps.items():
+            reach = (1 - OVERLAP) * (taken.side + side) / 2
+            left, top = taken.left + (taken.side - side) / 2, taken.top + (taken.side - side) / 2
+            rows = slice(max(0, round(top - reach)), max(0, round(top + reach) + 1))
+            columns = slice(max(0, round(left - reach)), max(0, round(left + reach) + 1))
+            scores[:, rows, columns] = -np.inf
