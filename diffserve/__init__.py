@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from diffserve.version import __version__
+from diffserve.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from diffserve.config import EngineConfig, Settings, TextSettings, load_settings

@@ -1,4 +1,4 @@
-"""What the README promises, taken out of it: commands, snippets, the file tree. Standard library only.
+"""What the README promises, taken out of it: commands and snippets. Standard library only.
 
 ``python3 tests/readme.py paint`` prints the first command and ``... test`` the second, as a shell would run them.
 """
@@ -34,24 +34,6 @@ def command(name: str) -> str:
     if "\n" in line:
         raise ValueError(f"the {name} command of the README is not one line: {line!r}")
     return line
-
-
-def tree() -> dict[str, str]:
-    """The file tree: path -> phrase. A folder's path ends in a slash."""
-    entries: dict[str, str] = {}
-    parents: list[tuple[int, str]] = []
-    for line in next(block.text for block in blocks("text") if block.text.startswith(".ci/")).splitlines():
-        match = re.fullmatch(r"( *)(\S+)  +(\S.*)", line)
-        if match is None:
-            raise ValueError(f"a line of the file tree has no phrase: {line!r}")
-        indent, name, phrase = len(match[1]), match[2], match[3]
-        while parents and parents[-1][0] >= indent:
-            parents.pop()
-        path = (parents[-1][1] if parents else "") + name
-        entries[path] = phrase
-        if name.endswith("/"):
-            parents.append((indent, path))
-    return entries
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from PIL import Image
 
 from diffserve.config import load_settings
 from schedulers import SAMPLERS, SIGMA_SCHEDULES, SPACINGS
-from tests.readme import README, ROOT, blocks, command, tree
+from tests import house
+from tests.readme import README, ROOT, blocks, command
 
 START_S = 120.0
 STEP_S = 0.1
@@ -156,6 +157,23 @@ def test_examples_for_a_server_get_their_pictures_and_prompts(port: int, tmp_pat
     said = run([sys.executable, "-c", own.replace(":8000", f":{port}")], tmp_path).splitlines()
     assert said.count("PartialImage") == 2
     assert said[-2:] == ["CompletedImage", "two dogs on the beach"]
+    asked = run([sys.executable, str(ROOT / "examples" / "ask_a_server.py"), f"http://127.0.0.1:{port}"], tmp_path)
+    assert asked.splitlines()[-1].endswith("seed 7")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("paint", {"a-penguin.png", "a-castle-at-night.png", "two-apples.png"}),
+        ("previews", {"fox.png", *(f"preview-{step:02d}.png" for step in (5, 10, 15, 20, 25))}),
+        ("rewrite_and_paint", {"dogs.png"}),
+    ],
+)
+def test_examples_paint_what_they_say(name: str, files: set[str], tmp_path: Path) -> None:
+    output = run([sys.executable, "-W", "error", str(ROOT / "examples" / f"{name}.py")], tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == files
+    assert len(output.splitlines()) >= 1
 
 
 def test_configuration_example_is_understood(tmp_path: Path) -> None:
@@ -193,13 +211,9 @@ def test_pictures_of_the_readme_are_there() -> None:
             image.verify()
 
 
-def test_file_tree_is_the_tracked_tree() -> None:
-    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
-    files = {name for name in done.stdout.split("\0") if name and (ROOT / name).exists()}
-    entries = tree()
-    folders = {path for path in entries if path.endswith("/")}
-    whole = {path for path in folders if not any(other != path and other.startswith(path) for other in entries)}
-    missing = sorted(name for name in files if name not in entries and not name.startswith(tuple(whole)))
-    gone = sorted(path for path in entries if path not in files and not any(f.startswith(path) for f in files))
-    assert not missing, f"write a phrase for each of these into the file tree of README.md: {missing}"
-    assert not gone, f"take these out of the file tree of README.md: {gone}"
+def test_the_tree_of_the_house_is_as_its_files_say() -> None:
+    assert house.HOUSE.read_text(encoding="utf-8") == house.whole(), "run python3 tests/house.py"
+
+
+def test_the_front_page_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) < 280

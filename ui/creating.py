@@ -12,7 +12,8 @@ from diffserve.client import ImageCapabilities
 from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest
 from ui import captions
 from ui.askers import ask_for_visitor
-from ui.create import CreateTab, Fields
+from ui.create import CreateTab
+from ui.fields import Fields
 from ui.create_view import Screen, Update, follow, resume, shown
 from ui.events import PRIVATE, SILENT
 from ui.painting import Picture
