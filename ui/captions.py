@@ -6,7 +6,7 @@ import html
 import math
 from collections.abc import Sequence
 
-from ui.painting import Painting, Picture
+from ui.create.painting import Painting, Picture
 
 READY = "Say what to paint and press Enter."
 WAITING = "waiting for a free place"

@@ -17,7 +17,7 @@ MAX_SEED_DIGITS: Final = len(str(MAX_SEED))
 
 
 class Fields(NamedTuple):
-    """Everything that can be set, in the order of :class:`ui.parameters.Form`."""
+    """Everything that can be set, in the order of :class:`ui.create.parameters.Form`."""
 
     prompt: gr.Textbox
     negative_prompt: gr.Textbox

@@ -9,15 +9,15 @@ import gradio as gr
 from gradio.blocks import Block
 
 from diffserve.errors import DiffserveError
-from ui import palette
 from ui.captions import LOST, READY, status
-from ui.create import CreateTab, lay_out
-from ui.creating import Creating
+from ui.create import palette
+from ui.create.handlers import Creating
+from ui.create.layout import CreateTab, lay_out
+from ui.create.parameters import quality_labels, sampler_labels
+from ui.create.rewriting import Rewriting
 from ui.events import PRIVATE, SILENT
-from ui.experiment import add_experiment
+from ui.experiment.layout import add_experiment
 from ui.memory import keep_form, keep_tab
-from ui.parameters import quality_labels, sampler_labels
-from ui.rewriting import Rewriting
 from ui.server import Models, Server, sentence
 from ui.visitors import Visitors
 

@@ -14,10 +14,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+from ui.create.galleries import Galleries, owner_named
+from ui.create.painting import Painting, Picture
+from ui.create.parameters import Form, Order
 from ui.files import Files
-from ui.galleries import Galleries, owner_named
-from ui.painting import Painting, Picture
-from ui.parameters import Form, Order
 from ui.server import Server
 
 MAX_PICTURES: Final = 24

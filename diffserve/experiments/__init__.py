@@ -4,7 +4,7 @@
     wish           from a prompt of that world to what it asks for
     intervals      bootstrap intervals
     plan           samplers x steps x guidance on the same prompts and seeds; also how long that takes
-    conduct        run such a plan through the engine, resumably, and write its report
+    run            do such a plan through the engine, resumably, and write its report
     summary        the table that comes out, as CSV
 
 >>> from diffserve import Engine
@@ -26,13 +26,13 @@ A whole comparison, into a folder with a page to read:
 Nothing here loads torch before a sweep runs, and the checker compares with drawn sprites, never with a trained network.
 """
 
-from diffserve.experiments.conduct import SweepProgress, run_plan, sweep
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.intervals import Share, bootstrap_interval, share_of
 from diffserve.experiments.plan import Cell, SweepPlan
 from diffserve.experiments.prompt_match import PromptMatch, match_prompts
 from diffserve.experiments.prompts import held_out_prompts
 from diffserve.experiments.report import SweepReport
+from diffserve.experiments.run import SweepProgress, run_plan, sweep
 from diffserve.experiments.summary import CellSummary, write_csv
 from diffserve.world.checker import Found, Reading, SceneSpec, Verdict, judge, read_picture
 from diffserve.world.prompt_reading import parse_prompt

@@ -60,7 +60,7 @@ class Analysis:
 
     drawn       features of the drawn scenes of every prompt, ``None`` where prompts cannot be drawn
     set_values  the distances between sets, from the metrics library
-    strangers   by guidance, how far apart converged pictures of one prompt and two seeds are (latent RMSE)
+    seed_spread   by guidance, how far apart converged pictures of one prompt and two seeds are (latent RMSE)
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class Analysis:
         records: Mapping[Cell, Mapping[Place, ImageRecord]],
         drawn: PictureSet | None,
         set_values: SetValues,
-        strangers: Mapping[float, float] | None = None,
+        seed_spread: Mapping[float, float] | None = None,
     ) -> None:
         self.plan = plan
-        self.strangers = dict(strangers or {})
+        self.seed_spread = dict(seed_spread or {})
         self._records = {cell: [known[place] for place in plan.places] for cell, known in records.items()}
         self._drawn = drawn
         self._set_values = dict(set_values)

@@ -190,7 +190,7 @@ def _nearness(analysis: Analysis, cell: Cell) -> tuple[str, Outcome]:
         f"{cell.label}: latent RMSE {rmse.value:.3g}{interval(rmse)}, PSNR {psnr.value:.1f} dB{interval(psnr)} "
         "to the converged picture of its seed"
     )
-    stranger = analysis.strangers.get(cell.guidance_scale)
+    stranger = analysis.seed_spread.get(cell.guidance_scale)
     if stranger is None:
         return f"{line}; with one seed a prompt there is no other picture to compare with.", 0
     share = rmse.value / stranger

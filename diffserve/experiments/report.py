@@ -99,7 +99,7 @@ def analyse(plan: SweepPlan, store: Store, drawn: PictureSet | None) -> Analysis
         for cell, measure in product(records, SET_MEASURES)
         if (value := set_value(bare, cell, measure)) is not None
     }
-    return Analysis(plan, records, drawn, values, strangers(plan, store))
+    return Analysis(plan, records, drawn, values, seed_spread(plan, store))
 
 
 def _outputs(
@@ -139,7 +139,7 @@ def set_value(analysis: Analysis, cell: Cell, measure: Measure) -> float | None:
     return distance(reference.features, painted.features)
 
 
-def strangers(plan: SweepPlan, store: Store) -> dict[float, float]:
+def seed_spread(plan: SweepPlan, store: Store) -> dict[float, float]:
     """By guidance: latent RMSE between the converged pictures of one prompt and neighbouring seeds, averaged."""
     found = {}
     for cell in plan.references:

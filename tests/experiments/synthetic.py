@@ -46,10 +46,10 @@ def records_of(plan: SweepPlan, exact: Quality, rmse: Quality) -> dict[Cell, dic
 
 
 def analysis_of(
-    plan: SweepPlan, exact: Quality, rmse: Quality = lambda _: 0.3, strangers: Mapping[float, float] | None = None
+    plan: SweepPlan, exact: Quality, rmse: Quality = lambda _: 0.3, seed_spread: Mapping[float, float] | None = None
 ) -> Analysis:
     """An analysis without distances between sets."""
-    return Analysis(plan, records_of(plan, exact, rmse), None, {}, strangers)
+    return Analysis(plan, records_of(plan, exact, rmse), None, {}, seed_spread)
 
 
 def time_of(cell: Cell) -> SoloTime:

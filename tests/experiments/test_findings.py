@@ -29,13 +29,13 @@ def findings(
     shares: Mapping[tuple[str, int], float],
     rmse: Mapping[str, float] = {"ddim": 0.1, "ddpm": 0.9},
     samplers: tuple[str, ...] = ("ddpm", "ddim"),
-    strangers: float = 1.0,
+    seed_spread: float = 1.0,
 ) -> list[Finding]:
     def exact(cell: Cell) -> float:
         return shares.get((cell.sampler, cell.num_steps), 0.95)
 
     plan = plan_of(samplers, STEPS)
-    return list(find(analysis_of(plan, exact, lambda cell: rmse.get(cell.sampler, 0.1), {3.0: strangers})))
+    return list(find(analysis_of(plan, exact, lambda cell: rmse.get(cell.sampler, 0.1), {3.0: seed_spread})))
 
 
 def verdict(found: list[Finding], start: str) -> str:
@@ -105,7 +105,7 @@ def test_a_sentence_quotes_its_numbers_and_their_interval() -> None:
 
 
 def test_nearness_is_measured_by_how_far_another_seed_is() -> None:
-    near, far = findings(PAPERS, strangers=1.0), findings(PAPERS, strangers=0.12)
+    near, far = findings(PAPERS, seed_spread=1.0), findings(PAPERS, seed_spread=0.12)
     assert verdict(near, "With the same seed") == AS_EXPECTED
     assert verdict(far, "With the same seed") == IN_PART
     assert "10 % of the way" in near[2].evidence[0]

@@ -24,14 +24,14 @@ from diffserve.cli import main
 from diffserve.cli.sweep import lasting_interrupt
 from diffserve.engine import Engine
 from diffserve.errors import InvalidRequest
-from diffserve.experiments import conduct
-from diffserve.experiments.conduct import SweepProgress, run_plan, sweep
+from diffserve.experiments import run
 from diffserve.experiments.folder import PARTS
 from diffserve.experiments.metrics import FeatureNetwork, fidelity
 from diffserve.experiments.painting import PaintedJob, Painter, request_for
 from diffserve.experiments.plan import SweepPlan
 from diffserve.experiments.records import ImageRecord
 from diffserve.experiments.report import RESULTS
+from diffserve.experiments.run import SweepProgress, run_plan, sweep
 from diffserve.world.checker import EDITION
 
 PLAN = SweepPlan(
@@ -298,7 +298,7 @@ def test_a_sweep_that_another_edition_of_the_checker_read_is_not_gone_on_with(
         samplers=("ddim",), steps=(2,), guidance=(3.0,), prompts=("a fox",), num_seeds=1, reference_steps=3
     )
     run_plan(tiny, plan, tmp_path / "out")
-    monkeypatch.setattr(conduct, "EDITION", EDITION + 1)
+    monkeypatch.setattr(run, "EDITION", EDITION + 1)
     with pytest.raises(InvalidRequest, match="holds a sweep with other versions"):
         run_plan(tiny, plan, tmp_path / "out")
 

@@ -15,8 +15,8 @@ from diffserve.errors import EngineUnavailable
 from tests.service.server import SOON_S, RunningServer
 from tests.ui.asking import Request
 from ui.captions import EARLY
-from ui.create_view import OF_PICTURE, PARTS, Screen
-from ui.creating import Creating
+from ui.create.handlers import Creating
+from ui.create.view import OF_PICTURE, PARTS, Screen
 from ui.server import Models, Server
 from ui.visitors import Visitors
 
@@ -183,7 +183,7 @@ def test_a_click_before_the_models_are_loaded_waits_for_them(
             return await loaded(self, is_fresh=is_fresh)
 
         monkeypatch.setattr(Server, "models", models)
-        monkeypatch.setattr("ui.painting.LOOK_AGAIN_S", 0.01)
+        monkeypatch.setattr("ui.create.painting.LOOK_AGAIN_S", 0.01)
         request = page.ask()
         await page.until(request, lambda: EARLY in page.caption)
         assert page.shown["stop"]["visible"]

@@ -15,7 +15,7 @@ from gradio_client import Client, handle_file
 
 from diffserve.images import decode_image, read_infotext
 from tests.service.server import SOON_S, START_S, RunningServer, files_of, wait_for
-from ui.create_view import UPDATE_EVERY_S
+from ui.create.view import UPDATE_EVERY_S
 
 pytestmark = pytest.mark.slow
 

@@ -17,15 +17,15 @@ from diffserve.experiments.plan import SweepPlan
 from tests.browser.cable import Cable, cable_to
 from tests.service.server import RunningServer
 from tests.ui.asking import Request
-from ui import experiment_view
 from ui.captions import EARLY
-from ui.experiment_view import Shown, View, names_of, work_text
-from ui.experimenting import NOT_YET, Experimenting
-from ui.grid_board import Painted
-from ui.grid_measure import PromptCheck
-from ui.grid_pace import Pace, Timing
-from ui.grid_plan import GridPlan
-from ui.grid_run import GridRun
+from ui.experiment import view
+from ui.experiment.board import Painted
+from ui.experiment.handlers import NOT_YET, Experimenting
+from ui.experiment.measure import PromptCheck
+from ui.experiment.pace import Pace, Timing
+from ui.experiment.plan import GridPlan
+from ui.experiment.run import GridRun
+from ui.experiment.view import Shown, View, names_of, work_text
 from ui.server import Server
 
 pytestmark = pytest.mark.slow
@@ -145,7 +145,7 @@ def test_a_server_lost_in_mid_paint_is_one_sentence_and_what_is_painted_stays(se
 
 
 def test_curves_that_are_still_to_come_are_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(experiment_view, "CURVES_EVERY_S", 0.0)
+    monkeypatch.setattr(view, "CURVES_EVERY_S", 0.0)
     file = tmp_path / "picture.png"
     Image.new("RGB", (8, 8)).save(file)
     plan = GridPlan(SweepPlan(samplers=("ddim",), steps=(2, 4), guidance=(1.0,), prompts=("a",), num_seeds=1), True)

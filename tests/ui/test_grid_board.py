@@ -14,10 +14,10 @@ from PIL import Image
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.plan import Cell, Job, SweepPlan
 from diffserve.images import decode_image
-from ui import grid_files
-from ui.grid_board import Board, Painted
-from ui.grid_pace import Timing
-from ui.grid_plan import GridPlan
+from ui.experiment import export
+from ui.experiment.board import Board, Painted
+from ui.experiment.pace import Timing
+from ui.experiment.plan import GridPlan
 
 GUESS = Timing(row_s=0.01, rest_s=0.1)
 
@@ -159,7 +159,7 @@ def test_a_measure_that_a_picture_lacks_is_no_measure_of_its_cell() -> None:
 def test_the_table_holds_a_line_for_each_square_and_says_where_seconds_come_from() -> None:
     board = board_of()
     paint_all(board, is_exact=True)
-    rows = list(csv.DictReader(io.StringIO(grid_files.table(board.summaries(GUESS)))))
+    rows = list(csv.DictReader(io.StringIO(export.table(board.summaries(GUESS)))))
     assert [(row["sampler"], row["steps"]) for row in rows] == [
         ("ddpm", "4"), ("ddim", "4"), ("ddpm", "8"), ("ddim", "8"),
     ]  # fmt: skip
@@ -174,10 +174,10 @@ def test_the_picture_holds_grid_and_curves(tmp_path: Path) -> None:
     file = tmp_path / "x.png"
     Image.fromarray(np.full((40, 40, 3), (250, 0, 200), np.uint8)).save(file)
     paint_all(board, is_exact=True, file=file)
-    sheet = decode_image(grid_files.picture(board.summaries(GUESS), board))
+    sheet = decode_image(export.picture(board.summaries(GUESS), board))
     assert (sheet.array == (250, 0, 200)).all(axis=-1).any(), "the pictures themselves"
     unmeasured = board_of(has_converged=False)
     for job in unmeasured.plan.jobs():
         unmeasured.paint(job, painted(file=file))
-    grid_alone = decode_image(grid_files.picture(unmeasured.summaries(GUESS), unmeasured))
+    grid_alone = decode_image(export.picture(unmeasured.summaries(GUESS), unmeasured))
     assert sheet.height_px > 2 * grid_alone.height_px, "two rows of curves below the grid"

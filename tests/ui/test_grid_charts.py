@@ -10,8 +10,9 @@ import pytest
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.plan import Cell
 from diffserve.experiments.summary import CellSummary
-from ui import grid_charts, grid_curves
-from ui.grid_scales import Scale, apart, linear_scale, linear_ticks, log_scale, log_ticks
+from ui.experiment import charts as grid_charts
+from ui.experiment import curves as grid_curves
+from ui.experiment.scales import Scale, apart, linear_scale, linear_ticks, log_scale, log_ticks
 
 NAMES = {"ddim": "DDIM", "ddpm": "DDPM"}
 BAD = "<b onclick=alert(1)>\"'&"

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from diffserve.experiments.prompts import drawn_pictures, read_wishes
-from ui.create import EXAMPLES
-from ui.experiment import DEFAULT_PROMPTS
-from ui.grid_measure import BEST_PSNR_DB, PromptCheck, psnr_db
+from ui.create.layout import EXAMPLES
+from ui.experiment.layout import DEFAULT_PROMPTS
+from ui.experiment.measure import BEST_PSNR_DB, PromptCheck, psnr_db
 
 FOX = "a fox next to a cactus on the beach"
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from diffserve.client import AsyncClient, ServerUnreachable
-from ui.grid_pace import Pacer, Timing, Told, Watched, each_step_s, timing_of
+from ui.experiment.pace import Pacer, Timing, Told, Watched, each_step_s, timing_of
 
 NOBODY = "http://127.0.0.1:9"
 

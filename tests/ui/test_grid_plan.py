@@ -9,8 +9,8 @@ import pytest
 from diffserve.client import ImageCapabilities, SamplerChoice
 from diffserve.errors import InvalidRequest
 from diffserve.experiments.plan import Cell
-from ui.grid_pace import TIMED_PICTURES, TIMED_STEPS, Pace, Timing
-from ui.grid_plan import MAX_PICTURES, Form, GridPlan, read_form
+from ui.experiment.pace import TIMED_PICTURES, TIMED_STEPS, Pace, Timing
+from ui.experiment.plan import MAX_PICTURES, Form, GridPlan, read_form
 
 MODEL = ImageCapabilities(
     family="embedded",

@@ -16,11 +16,11 @@ from diffserve.experiments.plan import SweepPlan
 from diffserve.images import read_infotext
 from diffserve.infotext import parse_infotext
 from tests.service.server import SOON_S, RunningServer, running_server
-from ui import grid_run
-from ui.grid_measure import BEST_PSNR_DB, PromptCheck, psnr_db
-from ui.grid_pace import Pacer
-from ui.grid_plan import GridPlan
-from ui.grid_run import GridRun
+from ui.experiment import run as grid_run
+from ui.experiment.measure import BEST_PSNR_DB, PromptCheck, psnr_db
+from ui.experiment.pace import Pacer
+from ui.experiment.plan import GridPlan
+from ui.experiment.run import GridRun
 
 pytestmark = pytest.mark.slow
 PROMPTS = ("a red fox", "a castle")

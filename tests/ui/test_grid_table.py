@@ -6,9 +6,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from diffserve.experiments.plan import Job, SweepPlan
-from ui.grid_board import Board, Painted
-from ui.grid_plan import GridPlan
-from ui.grid_table import grid
+from ui.experiment.board import Board, Painted
+from ui.experiment.plan import GridPlan
+from ui.experiment.table import grid
 
 BAD = "<img src=x onerror=alert(1)>\"'&"
 

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from diffserve.client import Failure, LostImage, StreamedImageFields
 from tests.service.server import SOON_S, RunningServer, files_of, wait_for
 from ui.captions import SHUT_OUT, caption_of, painted_from, progress_text
-from ui.painting import Painting
-from ui.parameters import Order
+from ui.create.painting import Painting
+from ui.create.parameters import Order
 from ui.server import Server
 from ui.visitors import MAX_PICTURES, MAX_VISITORS, Visitor, Visitors
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from diffserve.client import World
 from diffserve.vocabulary import read_world
-from ui.palette import said_of, shown, unknown_in
+from ui.create.palette import said_of, shown, unknown_in
 
 WEIGHTS = Path(__file__).resolve().parents[2] / "diffserve" / "embedded" / "weights"
 SMALL = World(objects=("fox", "owl", "grapes"), places=("beach", "snow"), colors=("orange",), words=("a", "fox"))

@@ -11,8 +11,7 @@ import pytest
 from diffserve.errors import InvalidRequest
 from diffserve.types import MAX_PROMPT_CHARS, MAX_SEED
 from tests.ui.capabilities import MODEL
-from ui.fields import read_seed
-from ui.parameters import (
+from ui.create.parameters import (
     ASPECTS,
     REWRITE_MODES,
     Form,
@@ -26,6 +25,7 @@ from ui.parameters import (
     sampler_of,
     size_of,
 )
+from ui.fields import read_seed
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (

@@ -15,8 +15,8 @@ from diffserve.errors import InvalidRequest
 from diffserve.types import MAX_PROMPT_CHARS
 from tests.ui.asking import Request
 from ui.captions import status
-from ui.rewriting import Rewriting, accept, compare
-from ui.word_difference import difference_html
+from ui.create.rewriting import Rewriting, accept, compare
+from ui.create.word_difference import difference_html
 
 WISH = "a <small> fox"
 SAID = status("Your own words are a good prompt already.")

@@ -13,10 +13,10 @@ import pytest
 
 from tests.service.server import SOON_S, RunningServer
 from tests.ui.test_painting import LONG, order, until_step
-from ui.create_view import PARTS, Screen, follow, resume
+from ui.create.galleries import Galleries, owner_named
+from ui.create.painting import Picture
+from ui.create.view import PARTS, Screen, follow, resume
 from ui.files import Files
-from ui.galleries import Galleries, owner_named
-from ui.painting import Picture
 from ui.server import Server
 from ui.visitors import MAX_EMPTY, MAX_TOKENS, Visitor, Visitors
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ui.word_difference import MAX_CHARS, MAX_WORDS, Piece, _words, difference, difference_html, is_marked
+from ui.create.word_difference import MAX_CHARS, MAX_WORDS, Piece, _words, difference, difference_html, is_marked
 
 TEXTS = st.text(alphabet=st.sampled_from("ab ,.<&é'-\n"), max_size=40)
 
@@ -73,7 +73,7 @@ def test_texts_of_a_novel_are_not_compared_word_by_word() -> None:
 
 @pytest.mark.parametrize("text", ["a " * MAX_CHARS, "x" * 10 * MAX_CHARS])
 def test_a_text_that_is_too_long_is_not_even_read(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ui.word_difference._WORDS", None)
+    monkeypatch.setattr("ui.create.word_difference._WORDS", None)
     assert difference("a fox", text) == (Piece("removed", "a fox"), Piece("added", text))
     assert difference(text, text) == (Piece("same", text),)
 

@@ -21,10 +21,10 @@ from diffserve.client import (
 )
 from diffserve.errors import DiffserveError, InvalidRequest, QueueFull
 from diffserve.experiments.plan import Cell, Job
-from ui.grid_board import SHOWN, Board, Painted
-from ui.grid_measure import PromptCheck, psnr_db
-from ui.grid_pace import Pace, time_alone
-from ui.grid_plan import GridPlan, Place
+from ui.experiment.board import SHOWN, Board, Painted
+from ui.experiment.measure import PromptCheck, psnr_db
+from ui.experiment.pace import Pace, time_alone
+from ui.experiment.plan import GridPlan, Place
 
 AT_ONCE: Final = 16
 """Pictures in flight: enough to fill a batch; others' requests find room beside them."""

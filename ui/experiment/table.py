@@ -11,7 +11,7 @@ from pathlib import Path
 
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.plan import Cell
-from ui.grid_board import SHOWN, Board, Square
+from ui.experiment.board import SHOWN, Board, Square
 
 Address = Callable[[Path], str]
 """Where a browser finds a file."""

@@ -13,9 +13,9 @@ from diffserve.errors import DiffserveError
 from diffserve.experiments.prompts import held_out_prompts
 from ui.captions import status
 from ui.events import PRIVATE, SILENT
-from ui.experiment_style import CURVES, GRID, SAID
-from ui.experimenting import NOT_YET, Experimenting
-from ui.grid_measure import CHECKED_FAMILY
+from ui.experiment.handlers import NOT_YET, Experimenting
+from ui.experiment.measure import CHECKED_FAMILY
+from ui.experiment.style import CURVES, GRID, SAID
 from ui.memory import keep_form
 from ui.server import Server, sentence
 
@@ -33,7 +33,7 @@ NOTHING_YET: Final = "Pictures appear here as they are painted, then curves: wha
 
 
 class Fields(NamedTuple):
-    """What to compare, in the order of :class:`ui.grid_plan.Form`."""
+    """What to compare, in the order of :class:`ui.experiment.plan.Form`."""
 
     samplers: gr.Dropdown
     steps: gr.Textbox
@@ -45,7 +45,7 @@ class Fields(NamedTuple):
 
 
 class Showing(NamedTuple):
-    """What an experiment changes, in the order of :class:`ui.experiment_view.Shown`."""
+    """What an experiment changes, in the order of :class:`ui.experiment.view.Shown`."""
 
     status: gr.HTML
     grid: gr.HTML

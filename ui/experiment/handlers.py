@@ -13,11 +13,11 @@ from diffserve.client import ImageCapabilities
 from diffserve.errors import DiffserveError, EngineUnavailable
 from ui.askers import ask_for_visitor
 from ui.captions import EARLY, seconds_text, status
-from ui.experiment_view import Shown, View, names_of, work_text
-from ui.grid_measure import PromptCheck
-from ui.grid_pace import Pacer
-from ui.grid_plan import Form, GridPlan, read_form
-from ui.grid_run import GridRun
+from ui.experiment.measure import PromptCheck
+from ui.experiment.pace import Pacer
+from ui.experiment.plan import Form, GridPlan, read_form
+from ui.experiment.run import GridRun
+from ui.experiment.view import Shown, View, names_of, work_text
 from ui.server import Server, sentence
 
 NOT_YET: Final = "How long this takes is known once the server has loaded its models."

@@ -48,7 +48,7 @@ def lay_out() -> Palette:
 
 
 def connect(server: Server, fields: Fields, palette: Palette) -> None:
-    """Name what the model does not know as it is written; the offer switches to suggestions (see ``ui.rewriting``)."""
+    """Name what the model does not know as it is written; the offer switches to suggestions."""
 
     async def look(prompt: str | None, mode: str) -> tuple[str, Update]:
         try:

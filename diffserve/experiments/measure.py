@@ -21,14 +21,14 @@ SHOWN_PROMPTS = 3
 THUMBNAIL_PX = 128
 
 
-class Examiner:
+class PictureMeasures:
     """Turns pictures into records. ``wishes``: what each prompt asks for, or ``None`` where that cannot be checked."""
 
     def __init__(self, wishes: Sequence[SceneSpec] | None) -> None:
         self._wishes = wishes
         self._network = FeatureNetwork()
 
-    def examine(self, painted: PaintedJob, converged: Converged | None) -> ImageRecord:
+    def measure(self, painted: PaintedJob, converged: Converged | None) -> ImageRecord:
         """Measure one picture; ``converged`` is that of the same seed, ``None`` for the converged one itself."""
         job, result = painted.job, painted.result
         latents = result.latents

@@ -10,8 +10,8 @@ from typing import Any, Final
 import gradio as gr
 
 from ui import captions
-from ui.create import Showing
-from ui.painting import Painting, Picture
+from ui.create.layout import Showing
+from ui.create.painting import Painting, Picture
 from ui.visitors import Visitor
 
 UPDATE_EVERY_S: Final = 0.25
@@ -34,7 +34,7 @@ class Screen:
         self._sent: dict[str, Update] = {}
 
     def draw(self, **values: Update) -> list[Update]:
-        """Updates for all parts of :class:`ui.create.Showing`, in order; those not named stay as they are.
+        """Updates for all parts of :class:`ui.create.layout.Showing`, in order; those not named stay as they are.
 
         A new picture brings along all that speaks of it: somebody may have looked back at another one meanwhile.
         """

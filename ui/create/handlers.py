@@ -12,12 +12,12 @@ from diffserve.client import ImageCapabilities
 from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest
 from ui import captions
 from ui.askers import ask_for_visitor
-from ui.create import CreateTab
-from ui.fields import Fields
-from ui.create_view import Screen, Update, follow, resume, shown
+from ui.create.layout import CreateTab
+from ui.create.painting import Picture
+from ui.create.parameters import Form, Order, check_lengths, doubts, form_of, infotext_of, order_of
+from ui.create.view import Screen, Update, follow, resume, shown
 from ui.events import PRIVATE, SILENT
-from ui.painting import Picture
-from ui.parameters import Form, Order, check_lengths, doubts, form_of, infotext_of, order_of
+from ui.fields import Fields
 from ui.server import Server, sentence
 from ui.visitors import Visitors
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from diffserve.experiments.plan import Cell
 from diffserve.experiments.summary import CellSummary, write_csv
-from ui.grid_board import Board
+from ui.experiment.board import Board
 
 UNKNOWN: Final = ("engine_seconds", "images_per_s")
 """What only the engine itself could say, and a client cannot."""

@@ -14,12 +14,12 @@ import gradio as gr
 from diffserve.client import ImageCapabilities
 from diffserve.experiments.plan import canonical_sampler
 from diffserve.experiments.summary import CellSummary
-from ui import grid_charts, grid_curves, grid_files, grid_table
 from ui.captions import seconds_text, status
+from ui.experiment import charts, curves, export, table
+from ui.experiment.pace import TIMED_PICTURES, Pace
+from ui.experiment.plan import GridPlan
+from ui.experiment.run import GridRun
 from ui.files import Files
-from ui.grid_pace import TIMED_PICTURES, Pace
-from ui.grid_plan import GridPlan
-from ui.grid_run import GridRun
 from ui.server import sentence
 
 TELL_EVERY_S: Final = 1.0
@@ -41,7 +41,7 @@ PENDING: Final = (
 
 
 class Shown(NamedTuple):
-    """New values of what an experiment changes, in the order of :class:`ui.experiment.Showing`."""
+    """New values of what an experiment changes, in the order of :class:`ui.experiment.layout.Showing`."""
 
     status: Any = gr.skip()
     grid: Any = gr.skip()
@@ -99,7 +99,7 @@ class View:
         return Shown(self._end_status(), self._grid(), steps, seconds, csv_update, png_update, *buttons)
 
     def _grid(self) -> str:
-        return grid_table.grid(self._run.board, self._names, address)
+        return table.grid(self._run.board, self._names, address)
 
     def _summaries(self) -> tuple[CellSummary, ...]:
         return self._run.board.summaries(self._pace.alone)
@@ -109,15 +109,15 @@ class View:
         summaries = self._summaries()
         if not summaries:
             return "", ""
-        over_steps = grid_curves.over_steps(summaries, self._names)
-        over_seconds = grid_curves.over_seconds(summaries, self._names)
+        over_steps = curves.over_steps(summaries, self._names)
+        over_seconds = curves.over_seconds(summaries, self._names)
         if not over_steps:
             why = (pending or UNPAIRED) if self._run.plan.has_converged else UNMEASURED
             return f"<p class='note'>{why}</p>", ""
-        lines = [self._names.get(name, name) for name in grid_curves.samplers_of(summaries)]
-        knee = grid_curves.knee_sentence(summaries, self._names)
+        lines = [self._names.get(name, name) for name in curves.samplers_of(summaries)]
+        knee = curves.knee_sentence(summaries, self._names)
         notes = "".join(f"<p class='note'>{html.escape(text)}</p>" for text in (knee, self._seconds_text()) if text)
-        return grid_charts.figure(over_steps, lines), grid_charts.figure(over_seconds, lines) + notes
+        return charts.figure(over_steps, lines), charts.figure(over_seconds, lines) + notes
 
     def _seconds_text(self) -> str:
         """Where the seconds of a picture come from."""
@@ -136,8 +136,8 @@ class View:
         summaries, board = self._summaries(), self._run.board
         if not summaries:
             return None, None
-        csv = files.write(grid_files.table(summaries).encode(), "experiment.csv")
-        return csv, files.write(grid_files.picture(summaries, board), "experiment.png")
+        csv = files.write(export.table(summaries).encode(), "experiment.csv")
+        return csv, files.write(export.picture(summaries, board), "experiment.png")
 
     def _status(self) -> str:
         run, plan = self._run, self._run.plan

@@ -6,11 +6,11 @@ from typing import Final, NamedTuple
 
 import gradio as gr
 
-from ui import palette
 from ui.captions import READY, status
+from ui.create import palette
+from ui.create.palette import Palette
+from ui.create.parameters import ASPECTS, REWRITE_MODES, SPACINGS
 from ui.fields import Fields
-from ui.palette import Palette
-from ui.parameters import ASPECTS, REWRITE_MODES, SPACINGS
 from ui.uploads import keep_no_copies
 
 EXAMPLES: Final = (

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from diffserve.client import AsyncClient, CompletedImage, LostImage, Progress, StreamedImageFields
 from diffserve.errors import DiffserveError
-from ui.grid_plan import GridPlan
+from ui.experiment.plan import GridPlan
 
 PROBE_PROMPT: Final = "a star"
 PROBE_SAMPLER: Final = "ddim"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from diffserve.client import CompletedImage, ImageEvent, LostImage, PartialImage, Progress
 from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, QueueFull
 from diffserve.images import read_infotext
-from ui.parameters import Form, Order, order_of, sampler_of
+from ui.create.parameters import Form, Order, order_of, sampler_of
 from ui.server import LONGEST_WAIT_S, LOOK_AGAIN_S, PATIENCE_S, Server, sentence
 
 log = logging.getLogger("diffserve.page")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from ui.create.painting import Picture
 from ui.files import Files, owner_of
-from ui.painting import Picture
 
 
 class Galleries:
@@ -53,7 +53,7 @@ def _found(folders: Iterable[Path]) -> dict[str, list[Picture]]:
 
 
 class _Note(msgspec.Struct, frozen=True):
-    """A picture; see :class:`ui.painting.Picture`."""
+    """A picture; see :class:`ui.create.painting.Picture`."""
 
     path: str
     seed: int

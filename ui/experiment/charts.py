@@ -10,8 +10,8 @@ from html import escape
 from typing import Final
 
 from diffserve.experiments.estimates import Measure
-from ui.grid_curves import Chart, Dot, Line
-from ui.grid_scales import Scale, apart, linear_scale, linear_ticks, log_scale, log_ticks
+from ui.experiment.curves import Chart, Dot, Line
+from ui.experiment.scales import Scale, apart, linear_scale, linear_ticks, log_scale, log_ticks
 
 WIDTH, HEIGHT = 420, 270
 LEFT, RIGHT, TOP, BOTTOM = 50, 406, 22, 228

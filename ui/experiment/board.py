@@ -12,8 +12,8 @@ from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.intervals import bootstrap_interval, share_of
 from diffserve.experiments.plan import Cell, Job
 from diffserve.experiments.summary import CellSummary
-from ui.grid_pace import Timing
-from ui.grid_plan import GridPlan, Place
+from ui.experiment.pace import Timing
+from ui.experiment.plan import GridPlan, Place
 
 SHOWN: Final[Place] = (0, 0)
 """The picture that stands in the grid: of the first prompt and the first seed."""

@@ -36,7 +36,7 @@ from diffserve.world.checker import EDITION, SceneSpec
 
 if TYPE_CHECKING:
     from diffserve.engine import Engine
-    from diffserve.experiments.examining import Examiner
+    from diffserve.experiments.measure import PictureMeasures
 
 EMBEDDED_FAMILY = "embedded"
 RECORD_VERSION = 1
@@ -118,16 +118,16 @@ def run_plan(engine: Engine, plan: SweepPlan, folder: Path, on_progress: OnProgr
     begun = machine()
     setup = _setup(engine, plan, is_checked=wishes is not None)
     with Store(folder, setup, results=RESULTS) as store:
-        conductor = _Conductor(engine, plan, store, wishes, on_progress or (lambda _: None))
-        conductor.paint()
-        times = conductor.time()
-        conductor.tell("reporting")
+        running = _SweepRun(engine, plan, store, wishes, on_progress or (lambda _: None))
+        running.paint()
+        times = running.time()
+        running.tell("reporting")
         return write_report(
             engine=engine, plan=plan, store=store, times=times, wishes=wishes, why_not=why_not, begun=begun
         )
 
 
-class _Conductor:
+class _SweepRun:
     """The parts of a sweep that take long, and the account of how far they are."""
 
     def __init__(
@@ -152,10 +152,10 @@ class _Conductor:
         """Paint and measure what is missing; every picture is on disk before the next tick."""
         if not self._jobs:
             return
-        from diffserve.experiments.examining import Examiner
+        from diffserve.experiments.measure import PictureMeasures
         from diffserve.experiments.painting import Painter
 
-        examiner = Examiner(self._wishes)
+        measures = PictureMeasures(self._wishes)
         self.engine.warm_up()  # so that no image is charged for it
         painter = Painter(self.engine, self.plan)
         try:
@@ -164,7 +164,7 @@ class _Conductor:
                     self._rows_done += step
                     self.tell("painting")
                 else:
-                    self._keep(examiner, *step)
+                    self._keep(measures, *step)
         finally:
             painter.close()
 
@@ -188,7 +188,7 @@ class _Conductor:
     def _can_start(self, job: Job) -> bool:
         return job.cell.is_reference or self.store.has_converged(self.plan.reference_of(job.cell), job.place)
 
-    def _keep(self, examiner: Examiner, job: Job, result: Any, engine_s: float) -> None:
+    def _keep(self, measures: PictureMeasures, job: Job, result: Any, engine_s: float) -> None:
         from diffserve.experiments.painting import PaintedJob
 
         painted, converged = PaintedJob(job, result, engine_s), None
@@ -196,7 +196,7 @@ class _Conductor:
             self.store.save_converged(job.cell, job.place, Converged(result.pixels, result.latents.array))
         else:
             converged = self.store.load_converged(self.plan.reference_of(job.cell), job.place)
-        self.store.add(job.cell, examiner.examine(painted, converged))
+        self.store.add(job.cell, measures.measure(painted, converged))
         if len(self.store.records(job.cell)) == len(self.plan.places):
             self.tell("painting", finished=job.cell)
 

@@ -1,0 +1,1 @@
+"""The Create tab: a wish, its picture, and how it is painted."""
