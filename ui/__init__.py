@@ -2,35 +2,23 @@
 
 The page is the roof of the house: it talks to a running server over HTTP through :mod:`diffserve.client`, like anybody
 else, and never imports the engine, the runtime or torch. ``diffserve serve`` mounts it at ``/``;
-``python -m ui --server URL`` shows it for a server elsewhere. It needs the extra ``ui``::
-
-    pip install "diffserve[ui]"
-
-Nothing heavy is imported before one of the functions below is called.
+``python -m ui --server URL`` shows it for a server elsewhere. Nothing heavy is imported before one of the functions below is called.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import gradio as gr
 
     from ui.server import Server
 
-HOW_TO_INSTALL: Final = 'the page needs gradio; install it with: pip install "diffserve[ui]"'
-
-__all__ = ["HOW_TO_INSTALL", "create_page", "is_installed", "mount_page"]
-
-
-def is_installed() -> bool:
-    """Whether the extra ``ui`` is there. Imports nothing."""
-    return importlib.util.find_spec("gradio") is not None
+__all__ = ["create_page", "mount_page"]
 
 
 def create_page(url: str, *, server: Server | None = None) -> gr.Blocks:
-    """The page of the diffserve server at ``url``, or of ``server``. Raises ImportError without the extra ``ui``.
+    """The page of the diffserve server at ``url``, or of ``server``.
 
     It imports gradio, which takes seconds: call it in a thread where somebody waits.
     """
@@ -44,7 +32,7 @@ def mount_page(app: Any, url: str) -> tuple[str, ...]:
 
     Returns the paths that the page needs (those that end in "/" or "=" stand for all below them), so that a caller can
     keep everything else away from it. ``app.router.lifespan_context`` has to be entered while it is served; leaving it
-    lets go of open pages. Raises ImportError without the extra ``ui``.
+    lets go of open pages.
     """
     from ui.mounting import mount_page
 

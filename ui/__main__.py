@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from diffserve.client import DEFAULT_URL
 from diffserve.client.calls import base_url
 from diffserve.errors import DiffserveError
-from ui import HOW_TO_INSTALL, is_installed
 
 EXIT_USER_ERROR = 2
 
@@ -17,8 +16,6 @@ EXIT_USER_ERROR = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve the page until interrupted; 0, or 2 after a mistake, which is one line on standard error."""
     options = _parser().parse_args(arguments)
-    if not is_installed():
-        return _refuse(HOW_TO_INSTALL)
     try:
         base_url(options.server)
         from ui.mounting import launch_page

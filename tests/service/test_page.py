@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import httpx
 import pytest
@@ -18,7 +16,7 @@ from diffserve.service.app import create_app
 from diffserve.service.drain import Gate
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.page import MountPage, Page
-from tests.service.server import ROOT, RunningServer, files_of, running_server
+from tests.service.server import RunningServer
 
 WITHOUT_GRADIO = """
 from importlib.machinery import PathFinder
@@ -149,16 +147,3 @@ def test_the_page_is_a_setting() -> None:
 
 def test_a_server_without_the_page_has_nothing_at_its_root(server: RunningServer) -> None:
     assert server.client.get("/").json()["error"]["code"] == "unknown_url"
-
-
-@pytest.mark.slow
-def test_without_its_extra_the_server_paints_and_says_how_to_get_the_page(
-    tiny_model: Callable[[str], Path], tmp_path: Path
-) -> None:
-    (tmp_path / "sitecustomize.py").write_text(WITHOUT_GRADIO)
-    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    with running_server(tiny_model("sd15"), tmp_path / "server", page=True, env=env) as server:
-        server.wait_until_ready()
-        assert len(files_of(server.paint())) == 1
-        assert server.status("/") == 404
-        assert 'pip install "diffserve[ui]"' in server.output.read_text()
