@@ -44,9 +44,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     content: str
 
 
-class TextRequest(
-    msgspec.Struct, Asks["TextEvent"], frozen=True, kw_only=True, forbid_unknown_fields=True, tag="text"
-):
+class TextRequest(msgspec.Struct, Asks["TextEvent"], frozen=True, kw_only=True, forbid_unknown_fields=True, tag="text"):
     """What somebody wants continued: ``prompt`` as a text, ``token_ids``, or ``messages`` for the model's chat
     template, one of the three.
 
@@ -93,9 +91,8 @@ class TextRequest(
             "string_above_max_length",
         )
         _check(
-            len(self.token_ids) <= MAX_PROMPT_TOKENS and all(
-                0 <= token_id <= MAX_TOKEN_ID for token_id in self.token_ids
-            ),
+            len(self.token_ids) <= MAX_PROMPT_TOKENS
+            and all(0 <= token_id <= MAX_TOKEN_ID for token_id in self.token_ids),
             f"token_ids are {len(self.token_ids)}; give at most {MAX_PROMPT_TOKENS}, each 0 to {MAX_TOKEN_ID}.",
             "prompt",
         )

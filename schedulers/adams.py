@@ -30,9 +30,7 @@ def _quadrature() -> tuple[FloatArray, FloatArray]:
     return points, weights
 
 
-def slope_row(
-    grid: Grid, step: int, moves: Sequence[float], *, back: Sequence[int] = (), again: bool = False
-) -> Row:
+def slope_row(grid: Grid, step: int, moves: Sequence[float], *, back: Sequence[int] = (), again: bool = False) -> Row:
     """x_next = x + moves[0] * slope + moves[1:] * (slopes in history), and the slope is pushed.
 
     ``moves`` are in units of sigma, newest first; ``back[j]`` is where in the history (1 = newest) slope j + 1 lies, by

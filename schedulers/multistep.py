@@ -82,5 +82,3 @@ def dpmpp_2m_sde_rows(grid: Grid, eta: float) -> list[Row]:
 def dpmpp_3m_sde_rows(grid: Grid, eta: float) -> list[Row]:
     """SDE-DPM-Solver++ of third order over three steps."""
     return _dpmpp_rows(grid, 3, 2.0)
-
-

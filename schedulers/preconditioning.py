@@ -1,7 +1,7 @@
 """How a network is asked and how its answer is read: the three factors and the number that stands for the noise level.
 
-    the network sees  c_in(sigma) * x  and  the timestep, or c_noise(sigma) = ln(sigma) / 4
-    denoised        = c_skip(sigma) * x + c_out(sigma) * output
+the network sees  c_in(sigma) * x  and  the timestep, or c_noise(sigma) = ln(sigma) / 4
+denoised        = c_skip(sigma) * x + c_out(sigma) * output
 """
 
 from __future__ import annotations

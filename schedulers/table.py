@@ -28,8 +28,8 @@ _CANCELLATION = 1e-12
 class Row(NamedTuple):
     """What a sampler writes for one evaluation; ``b`` may be shorter than ``HISTORY + 1``.
 
-        x_next = a * x + b[0] * denoised + b[1] * history[0] + b[2] * history[1] + ... + n * noise
-        pushed = hx * x + hd * denoised              (x as it was before this row)
+    x_next = a * x + b[0] * denoised + b[1] * history[0] + b[2] * history[1] + ... + n * noise
+    pushed = hx * x + hd * denoised              (x as it was before this row)
     """
 
     step: int

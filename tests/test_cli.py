@@ -169,9 +169,7 @@ class Stdin(io.TextIOWrapper):
         super().__init__(io.BytesIO(data))
 
 
-def test_prompt_comes_by_standard_input_and_the_picture_leaves_by_standard_output(
-    model: Path, tmp_path: Path
-) -> None:
+def test_prompt_comes_by_standard_input_and_the_picture_leaves_by_standard_output(model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "diffserve", "generate", "-", "--model", str(model), "--steps", "1", "--seed", "7"]
     done = subprocess.run(
         [*command, "-o", "-"], input="\ufeffa fox,\nat night\n".encode(), capture_output=True, timeout=300, cwd=tmp_path

@@ -1,8 +1,9 @@
 """The page in the browser: paint, have a wish rewritten, and see what a step buys.
 
-The page is the roof of the house: it talks to a running server over HTTP through :mod:`diffserve.client`, like anybody
+The page is the roof of the house: it paints on a running server over HTTP through :mod:`diffserve.client`, like anybody
 else, and never imports the engine, the runtime or torch. ``diffserve serve`` mounts it at ``/``;
-``python -m ui --server URL`` shows it for a server elsewhere. Nothing heavy is imported before one of the functions below is called.
+``python -m ui --server URL`` shows it for a server elsewhere. Nothing heavy is imported before one of the functions
+below is called.
 """
 
 from __future__ import annotations

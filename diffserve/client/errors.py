@@ -57,8 +57,7 @@ class _Body(msgspec.Struct, frozen=True):
 
 
 _OF_CODE: Final[dict[str, type[DiffserveError]]] = {
-    kind.default_code: kind
-    for kind in (DeadlineExceeded, ModelNotFound, RequestCancelled, DiffserveError)
+    kind.default_code: kind for kind in (DeadlineExceeded, ModelNotFound, RequestCancelled, DiffserveError)
 }
 
 

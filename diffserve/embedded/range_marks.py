@@ -51,7 +51,7 @@ def guidance_marks(engine: Engine, count: int) -> dict[str, int]:
 
 
 def canvas_marks(engine: Engine, count: int) -> dict[str, int]:
-    """"WIDTHxHEIGHT" -> exact matches among the first ``count`` held-out captions painted at it."""
+    """ "WIDTHxHEIGHT" -> exact matches among the first ``count`` held-out captions painted at it."""
     exact = {}
     for size in OTHER_CANVASES:
         painted = paint_held_out(engine, count, size=size)

@@ -35,9 +35,7 @@ def caption_words() -> frozenset[str]:
 
 def known_world() -> World:
     """What the embedded model can be asked for."""
-    return World(
-        objects=tuple(OBJECTS), places=PLACES, colors=tuple(COLORS), words=tuple(sorted(caption_words()))
-    )
+    return World(objects=tuple(OBJECTS), places=PLACES, colors=tuple(COLORS), words=tuple(sorted(caption_words())))
 
 
 def write_world(directory: Path) -> None:

@@ -56,9 +56,7 @@ def _tiles() -> dict[str, Image.Image]:
     with Image.open(ATLAS) as file:
         atlas = file.convert("RGBA")
     spots = ((i % COLUMNS * TILE_PX, i // COLUMNS * TILE_PX) for i in range(len(OBJECTS)))
-    return {
-        name: atlas.crop((x, y, x + TILE_PX, y + TILE_PX)) for name, (x, y) in zip(OBJECTS, spots, strict=True)
-    }
+    return {name: atlas.crop((x, y, x + TILE_PX, y + TILE_PX)) for name, (x, y) in zip(OBJECTS, spots, strict=True)}
 
 
 @lru_cache(maxsize=1024)

@@ -24,9 +24,7 @@ from diffserve.world.render import render
 from diffserve.world.scenes import scenes
 
 WEIGHTS = Path(diffserve.embedded.__file__).parent / "weights"
-MARKS, RANGE_MARKS, PART_MARKS = (
-    WEIGHTS.parent / f"{name}.json" for name in ("marks", "range-marks", "part-marks")
-)
+MARKS, RANGE_MARKS, PART_MARKS = (WEIGHTS.parent / f"{name}.json" for name in ("marks", "range-marks", "part-marks"))
 
 
 @pytest.fixture(scope="module")

@@ -34,9 +34,7 @@ def test_three_lines_paint_a_picture(tiny_model: Callable[[str], Path]) -> None:
 
 
 def test_importing_the_package_does_not_import_torch() -> None:
-    code = (
-        "import sys, diffserve, diffserve.engine, diffserve.engine.image.scheduler; sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys, diffserve, diffserve.engine, diffserve.engine.image.scheduler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 

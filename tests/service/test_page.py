@@ -18,16 +18,6 @@ from diffserve.service.engine.client import EngineClient
 from diffserve.service.page import MountPage, Page
 from tests.service.server import RunningServer
 
-WITHOUT_GRADIO = """
-from importlib.machinery import PathFinder
-
-found = PathFinder.find_spec.__func__
-
-def find_spec(cls, name, path=None, target=None):
-    return None if name.partition(".")[0] == "gradio" else found(cls, name, path, target)
-
-PathFinder.find_spec = classmethod(find_spec)
-"""
 PATHS = ("/", "/config", "/assets/", "/api/file=")
 Story = Callable[[httpx.AsyncClient, Page], Awaitable[None]]
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from diffserve.runtime.decoding import BeamSearch, Choice, DecodingRow, Fork, TextStream
     from diffserve.runtime.kv import PageTable
 
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """Tokens and the pages of those already computed.

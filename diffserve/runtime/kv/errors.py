@@ -1,12 +1,12 @@
 """What can go wrong with the page pool::
 
-    QueueFull
-      PoolBusy            the pages are not there now: wait for somebody to close a table, then ask again
-    InvalidRequest
-      PoolTooSmall        the pages will never be there: the pool itself is smaller
-    DiffserveError
-      PageTableError      a table, a layer or a tensor is used against the rules (a ValueError too)
-      PoolIntegrityError  the books do not balance: a bug, never the caller's fault
+QueueFull
+  PoolBusy            the pages are not there now: wait for somebody to close a table, then ask again
+InvalidRequest
+  PoolTooSmall        the pages will never be there: the pool itself is smaller
+DiffserveError
+  PageTableError      a table, a layer or a tensor is used against the rules (a ValueError too)
+  PoolIntegrityError  the books do not balance: a bug, never the caller's fault
 """
 
 from __future__ import annotations

@@ -255,9 +255,7 @@ def _diffusion(body: GenerateBody, quality_steps: int | None) -> DiffusionParams
 def _check_agree(one: str | None, name: str, other: str | None, told_by: str, param: str) -> None:
     """InvalidRequest where two fields name two sigma schedules."""
     if one is not None and other is not None and one != other:
-        raise InvalidRequest(
-            f"{name} is {show(one)} and {told_by} says {show(other)}; give one of them.", param=param
-        )
+        raise InvalidRequest(f"{name} is {show(one)} and {told_by} says {show(other)}; give one of them.", param=param)
 
 
 def _check_sampler(name: str) -> None:

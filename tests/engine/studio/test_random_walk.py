@@ -67,9 +67,7 @@ class Walk:
         prompt = self.dice.choice(("x" * 50, "x" * 50 + "y" * 30, "z" * 20))
         salt = self.dice.choice((b"", b"key"))
         texts = self.dice.randint(1, 3)
-        self.submit(
-            self.studio.submit, TextRequest(prompt=prompt, params=params, num_texts=texts, cache_salt=salt)
-        )
+        self.submit(self.studio.submit, TextRequest(prompt=prompt, params=params, num_texts=texts, cache_salt=salt))
 
     def rewrite(self) -> None:
         request = RewriteRequest(wish=self.dice.choice(PROMPTS), num_prompts=self.dice.randint(1, 3))
