@@ -30,10 +30,10 @@ from benchmarks.report import default_path, head, summary, write
 from benchmarks.workload import RUNGS, batches, shuffled
 from diffserve.config import EngineConfig
 from diffserve.engine import Engine
-from diffserve.engine.image.exactness import random_rows
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import choose_device
 from diffserve.runtime.model import EMBEDDED_DIRECTORY
+from diffserve.runtime.unet.random_rows import random_rows
 
 ARMS = ("serial", "static", "engine")
 

@@ -33,7 +33,6 @@ from benchmarks.cost_curve import seconds_of_call
 from benchmarks.random_models import NAMES, save_random_model
 from benchmarks.report import RESULTS, head, write
 from diffserve.config import EngineConfig
-from diffserve.engine.image.exactness import random_inputs
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel, choose_device, load_model
 from diffserve.runtime.kv import PagePlan
@@ -46,6 +45,7 @@ from diffserve.runtime.text.conditioning import (
     make_conditioner,
 )
 from diffserve.runtime.unet.cross_attention import Contexts
+from diffserve.runtime.unet.random_rows import random_inputs
 
 START = "a fox next to a cactus on the beach at night with two apples"
 """With the start mark at least one sheet of tokens."""

@@ -18,9 +18,9 @@ from diffserve.engine.text.engine import draft_tenant
 from diffserve.errors import ConfigError, DiffserveError, ModelNotFound
 from diffserve.rewriting import TextWindow, find_rewriter, style_for_family
 from diffserve.runtime import DiffusionModel, load_model
-from diffserve.runtime.kv import KVSpec, PagePlan, PagePool
+from diffserve.runtime.kv import PagePool
 from diffserve.runtime.language import LanguageModel, load_language_model
-from diffserve.runtime.text.conditioning import AUTO_WINDOWS, image_specs
+from diffserve.runtime.text.conditioning import image_specs, wanted_bytes
 from diffserve.sampling_params import SamplingParams
 from diffserve.text_types import TextRequest
 from diffserve.types import ModelProfile
@@ -30,8 +30,6 @@ EMBEDDED_ID: Final = "embedded-rewriter"
 """What the rewriter that ships inside is called; "embedded" is the image model."""
 
 TENANT: Final = "llm"
-AUTO_TEXT_TOKENS: Final = 256
-"""A pool of automatic size holds ``max_sequences`` texts of so many tokens."""
 
 WARM_TOKENS: Final = (64, 16, 1)
 """Lengths of the prompts that teach what a call costs."""
@@ -106,15 +104,6 @@ def make_pool(
     )
     num_bytes = config.kv_pool_bytes or wanted_bytes(images, texts, model.text.window_tokens, text.max_sequences)
     return PagePool.for_specs(num_bytes, [*images, *texts], device=model.device)
-
-
-def wanted_bytes(images: Sequence[KVSpec], texts: Sequence[KVSpec], window_tokens: int, max_sequences: int) -> int:
-    """Room for ``AUTO_WINDOWS`` prompts while one is being encoded, and for ``max_sequences`` texts."""
-    page_bytes = PagePlan.smallest_page_bytes([*images, *texts])
-    per_window = [PagePlan(spec, page_bytes).num_pages(window_tokens) for spec in images]
-    num_pages = AUTO_WINDOWS * per_window[0] + max(per_window[1:]) if per_window else 0
-    per_text = [PagePlan(spec, page_bytes).num_pages(AUTO_TEXT_TOKENS) for spec in texts]
-    return page_bytes * (num_pages + max_sequences * sum(per_text))
 
 
 def make_rewriter(texts: TextEngine, model: DiffusionModel, text: TextSettings) -> Rewriter | None:

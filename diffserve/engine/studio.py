@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 from diffserve.config import EngineConfig, Settings, TextSettings
 from diffserve.engine.delivery import Shell
-from diffserve.engine.device_health import raise_if_sticky
 from diffserve.engine.image.engine import Engine
 from diffserve.engine.pending_images import RewriteQueue
 from diffserve.engine.records import Failure
@@ -30,6 +29,7 @@ from diffserve.errors import DiffserveError, InvalidRequest
 from diffserve.ipc import AnyEvent, AnyRequest
 from diffserve.rewrite_types import REWRITE_TERMINAL, RewriteRequest
 from diffserve.runtime.kv import PagePool, PoolStats
+from diffserve.runtime.sticky_errors import raise_if_sticky
 from diffserve.text_types import TEXT_TERMINAL, LanguageModelInfo, TextEvent, TextRequest
 from diffserve.types import TERMINAL, Cancelled, Failed, GenerationRequest, ModelInfo, ModelProfile
 

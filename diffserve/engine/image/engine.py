@@ -14,7 +14,7 @@ from diffserve.disk_cache import DiskCache
 from diffserve.engine.core import Core
 from diffserve.engine.delivery import raise_if_failed
 from diffserve.engine.engine import CoreEngine
-from diffserve.engine.image.admission import Admission, Sized
+from diffserve.engine.image.admission import Admission
 from diffserve.engine.image.runner import ImageRunner
 from diffserve.engine.image.scheduler import RequestScheduler
 from diffserve.engine.image.task import GroupKey, LiveRequest, TickOutcome, TickPlan, TickTrace
@@ -23,6 +23,7 @@ from diffserve.engine_stats import ImageStats
 from diffserve.pace import Pace
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.kv import PagePool, PoolStats
+from diffserve.sizes import Sized
 from diffserve.types import (
     TERMINAL,
     Accepted,

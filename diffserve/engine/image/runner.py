@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diffserve.config import EngineConfig
-from diffserve.engine.device_health import failure_of, raise_if_sticky
+from diffserve.engine.device_health import failure_of
 from diffserve.engine.image.batch import ImageBatch, LanePool
 from diffserve.engine.image.buckets import RowCaps
 from diffserve.engine.image.preparer import Preparer
@@ -23,6 +23,7 @@ from diffserve.engine.records import Failure
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.kv import PagePool, PoolBusy
 from diffserve.runtime.memory import without_frames
+from diffserve.runtime.sticky_errors import raise_if_sticky
 from diffserve.runtime.text.conditioning import make_conditioner
 from diffserve.runtime.threads import make_threads
 from schedulers.update import advance, guide, renoise

@@ -11,7 +11,6 @@ import torch
 
 from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
-from diffserve.engine.device_health import raise_if_sticky
 from diffserve.engine.image.buckets import CostCurve, FactsOnDisk, GroupFacts
 from diffserve.engine.image.exactness import (
     SHARED,
@@ -20,7 +19,6 @@ from diffserve.engine.image.exactness import (
     Trial,
     Try,
     first_look,
-    random_rows,
     reference_in,
     sizes_to_check,
     study,
@@ -30,8 +28,10 @@ from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.memory import give_memory_back
 from diffserve.runtime.precision import hardware_name
+from diffserve.runtime.sticky_errors import raise_if_sticky
 from diffserve.runtime.text.conditioning import Conditioner
 from diffserve.runtime.threads import Threads
+from diffserve.runtime.unet.random_rows import random_rows
 
 MOST_ROWS_CPU = 16
 MOST_ROWS_DEVICE = 32

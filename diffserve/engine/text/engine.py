@@ -17,6 +17,7 @@ from diffserve.engine.text.runner import TextRunner
 from diffserve.engine.text.scheduler import TextScheduler
 from diffserve.engine.text.task import LiveText, TextOutcome, TextPlan, TextTick
 from diffserve.errors import ConfigError
+from diffserve.pace import TokenCost
 from diffserve.runtime.decoding import TokenConstraint
 from diffserve.runtime.kv import PagePool
 from diffserve.runtime.language import LanguageModel, LanguageRunner, load_language_model
@@ -33,8 +34,6 @@ from diffserve.text_types import (
 
 POOL_BYTES = 256 << 20
 LEAST_TOKENS: Final = 16
-MEMORY: Final = 0.97
-"""Weight of what was known of a call's cost, for each new call."""
 
 Order = tuple[TextRequest, TokenConstraint | None]
 
@@ -235,44 +234,6 @@ class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
             num_prompt_tokens=len(live.prompt_ids),
             queue_position=num_ahead,
         )
-
-
-class TokenCost:
-    """Seconds of a call as ``fixed_s + per_token_s * tokens``, by least squares that forgets slowly."""
-
-    def __init__(self) -> None:
-        self._weight = self._tokens = self._squares = self._seconds = self._products = 0.0
-
-    def learn(self, num_tokens: int, seconds: float) -> None:
-        """A call of ``num_tokens`` tokens took ``seconds``."""
-        for name, value in (
-            ("_weight", 1.0),
-            ("_tokens", num_tokens),
-            ("_squares", num_tokens**2),
-            ("_seconds", seconds),
-            ("_products", num_tokens * seconds),
-        ):
-            setattr(self, name, MEMORY * getattr(self, name) + value)
-
-    @property
-    def line(self) -> tuple[float, float]:
-        """(fixed_s, per_token_s), neither below 0; zeros when nothing is known."""
-        if not self._weight:
-            return 0.0, 0.0
-        mean_tokens, mean_s = self._tokens / self._weight, self._seconds / self._weight
-        variance = self._squares / self._weight - mean_tokens**2
-        if variance < 1e-9 * max(1.0, mean_tokens**2):
-            return 0.0, mean_s / max(mean_tokens, 1.0)
-        slope = (self._products / self._weight - mean_tokens * mean_s) / variance
-        slope = min(max(slope, 0.0), mean_s / max(mean_tokens, 1.0))
-        return mean_s - slope * mean_tokens, slope
-
-    def max_tokens(self, time_s: float) -> int | None:
-        """How many tokens should fit into ``time_s``, at least 1; None when it is not known, or without a limit."""
-        fixed_s, per_token_s = self.line
-        if per_token_s <= 0.0:
-            return None
-        return max(1, int((time_s - fixed_s) / per_token_s))
 
 
 def draft_tenant(tenant: str) -> str:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffserve.engine.device_health import failure_of, raise_if_sticky
+from diffserve.engine.device_health import failure_of
 from diffserve.engine.text.task import Piece, TextOutcome, TextPlan, TextTask
 from diffserve.runtime.decoding import DecodingRow, accept, draft_next
 from diffserve.runtime.language import Chunk, LanguageRunner
+from diffserve.runtime.sticky_errors import raise_if_sticky
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from diffserve.config import EngineConfig
 from diffserve.errors import ConfigError
 from diffserve.runtime import DiffusionModel
-from diffserve.runtime.kv import PagePool, PoolBusy
+from diffserve.runtime.kv import KVSpec, PagePlan, PagePool, PoolBusy
 from diffserve.runtime.text.encoding import Conditioning
 from diffserve.runtime.text.prompt_pages import PagedConditioning, PromptPages
 from diffserve.runtime.unet.cross_attention import Contexts
@@ -29,6 +29,9 @@ from diffserve.runtime.unet.image_specs import ImageSpecs
 
 AUTO_WINDOWS = 64
 """Different prompts of one window that a pool of automatic size holds at once."""
+
+AUTO_TEXT_TOKENS: Final = 256
+"""A pool of automatic size holds ``max_sequences`` texts of so many tokens."""
 
 AnyConditioning = Conditioning | PagedConditioning
 
@@ -162,3 +165,12 @@ def make_conditioner(
             f"the page pool is on {pool.arena.data.device}, the model on {model.device}; put both on one."
         )
     return PagedConditioner(model, pool, is_exact=is_exact)
+
+
+def wanted_bytes(images: Sequence[KVSpec], texts: Sequence[KVSpec], window_tokens: int, max_sequences: int) -> int:
+    """Room for ``AUTO_WINDOWS`` prompts while one is being encoded, and for ``max_sequences`` texts."""
+    page_bytes = PagePlan.smallest_page_bytes([*images, *texts])
+    per_window = [PagePlan(spec, page_bytes).num_pages(window_tokens) for spec in images]
+    num_pages = AUTO_WINDOWS * per_window[0] + max(per_window[1:]) if per_window else 0
+    per_text = [PagePlan(spec, page_bytes).num_pages(AUTO_TEXT_TOKENS) for spec in texts]
+    return page_bytes * (num_pages + max_sequences * sum(per_text))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from diffserve.engine.rewriter import Showing
 from diffserve.rewriting.cleaning import clean, without_thoughts
+from diffserve.rewriting.job import Showing
 
 PROMPT = "a red fox in the snow, warm light"
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from diffserve.config import load_settings
-from diffserve.engine.loading import AUTO_TEXT_TOKENS, wanted_bytes
 from diffserve.engine.studio import Studio
 from diffserve.errors import ConfigError, ModelNotFound
 from diffserve.rewriting import shipped
 from diffserve.runtime.kv import PagePlan
+from diffserve.runtime.text.conditioning import AUTO_TEXT_TOKENS, wanted_bytes
 from diffserve.text_types import TextRequest
 from diffserve.types import GenerationRequest, Painted
 from tests.engine.studio.conftest import SAYS

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from diffserve.engine.text import TickBudget
-from diffserve.engine.text.engine import TokenCost
+from diffserve.pace import TokenCost
 from tests.engine.text.asking import greedy
 from tests.engine.text.conftest import MakeEngine
 from tests.runtime.language import tiny
