@@ -48,7 +48,7 @@ from diffserve.runtime.unet.cross_attention import Contexts
 from diffserve.runtime.unet.random_rows import random_inputs
 
 START = "a fox next to a cactus on the beach at night with two apples"
-"""With the start mark at least one sheet of tokens."""
+"""With the start mark at least one logical page of tokens."""
 Arms = dict[str, Callable[[], object]]
 
 
@@ -168,7 +168,8 @@ def lengths(model: DiffusionModel, way: PagedConditioner, rows: int, rounds: int
 
 
 def prompts(model: DiffusionModel, rounds: int) -> dict[str, Any]:
-    """Encoding one prompt, by what is known of it already; pages exact (cut at sheets) and free (in one piece)."""
+    """Encoding one prompt, by what is known of it already; pages exact (cut at logical pages) and free (in one
+    piece)."""
     size = dict(zip(("width_px", "height_px"), model.info.good_sizes[0], strict=True))
     numbers = itertools.count(1000)
 

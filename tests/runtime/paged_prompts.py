@@ -13,7 +13,7 @@ from diffserve.runtime.text.prompt_pages import PagedConditioning, PromptPages
 from diffserve.runtime.unet.image_specs import ImageSpecs
 
 SIXTEEN = "cat " * 15
-"""With the start mark sixteen tokens: one sheet."""
+"""With the start mark sixteen tokens: one logical page."""
 
 
 def pages_of(

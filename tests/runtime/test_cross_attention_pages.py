@@ -213,7 +213,9 @@ def test_exact_pages_are_the_same_bytes_when_only_their_beginning_is_left(tiny: 
     tenant, pool = pages.specs.unet.tenant, pages.pool
     stats = pool.stats()
     others = stats.free_pages + stats.tenants[pages.specs.encoders[0].tenant].idle_pages
-    stranger, _ = pool.open(tenant, reserve=16 * (others // 3 + 2))  # the prompt's last two sheets, of 3 pages, go too
+    stranger, _ = pool.open(
+        tenant, reserve=16 * (others // 3 + 2)
+    )  # the prompt's last two logical pages, of 3 pages, go too
     pool.close(stranger)
     assert pool.num_cached(tenant, window.token_ids, window.salt) == 48
     assert same_bytes(found_in(pages, condition(pages, prompt, None)), expected)

@@ -32,26 +32,26 @@ def test_a_difference_in_either_encoder_makes_another_name() -> None:
     assert all(name[0] == (1 << 31) + 1 for name in names)
 
 
-def test_plain_windows_share_the_sheets_of_their_common_beginning() -> None:
-    names = [window(1, 2, 3, 4, last).sheet_names(2) for last in (5, 6)]
+def test_plain_windows_share_the_pages_of_their_common_beginning() -> None:
+    names = [window(1, 2, 3, 4, last).logical_page_names(2) for last in (5, 6)]
     assert len(names[0]) == 3
     assert len(names[0] & names[1]) == 2
 
 
-def test_weighted_windows_share_no_sheet_with_others() -> None:
+def test_weighted_windows_share_no_page_with_others() -> None:
     plain = window(1, 2, 3, 4)
     weighted = [
         window(1, 2, 3, 4, weights=(1.0, 1.0, 1.0, 1.5)),
         window(1, 2, 3, 4, weights=(1.0, 1.0, 1.0, 1.4)),
         window(1, 2, 3, 5, weights=(1.0, 1.0, 1.0, 1.5)),
     ]
-    names = [one.sheet_names(2) for one in (plain, *weighted)]
+    names = [one.logical_page_names(2) for one in (plain, *weighted)]
     assert len(set().union(*names)) == 8
-    assert window(1, 2, 3, 4, weights=(1.0, 1.0, 1.0, 1.5)).sheet_names(2) == names[1]
+    assert window(1, 2, 3, 4, weights=(1.0, 1.0, 1.0, 1.5)).logical_page_names(2) == names[1]
 
 
 def test_silence_is_not_the_text_that_stands_in_its_place() -> None:
     text = window(1, 2)
     silent = Window(text.chunks, is_silent=True)
-    assert not text.sheet_names(2) & silent.sheet_names(2)
+    assert not text.logical_page_names(2) & silent.logical_page_names(2)
     assert text.salt == b"" != silent.salt

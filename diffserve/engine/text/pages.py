@@ -26,7 +26,8 @@ class SequencePages:
         return self.pool.num_pages_for(self.tenant, num_tokens)
 
     def most_pages(self, num_prompt_tokens: int, num_tokens: int, num_beams: int) -> int:
-        """Pages that a text, or a search, of ``num_tokens`` tokens holds at most; beams share whole prompt sheets."""
+        """Pages that a text, or a search, of ``num_tokens`` tokens holds at most; beams share whole prompt logical
+        pages."""
         shared = self.num_pages(num_prompt_tokens // self._page_tokens * self._page_tokens)
         return shared + num_beams * (self.num_pages(num_tokens) - shared)
 
@@ -35,7 +36,8 @@ class SequencePages:
         return self.pool.num_cached(self.tenant, sequence.row.token_ids, salt)
 
     def shared_tokens(self, one: list[int], other: list[int]) -> int:
-        """Tokens on the leading full sheets that two sequences have in common and that the first may take over."""
+        """Tokens on the leading full logical pages that two sequences have in common and that the first may take
+        over."""
         count, step = 0, self._page_tokens
         most = min(len(one) - 1, len(other))
         while count + step <= most and one[count : count + step] == other[count : count + step]:
@@ -75,7 +77,7 @@ class SequencePages:
         return True
 
     def settle(self, sequence: Sequence) -> None:
-        """Drop what was written for drafts that were wrong, and let others find the sheets that are full."""
+        """Drop what was written for drafts that were wrong, and let others find the logical pages that are full."""
         ids, table = sequence.row.token_ids, sequence.table
         assert table is not None
         if table.num_tokens > sequence.num_tokens:
@@ -145,4 +147,4 @@ class SequencePages:
 
 
 def _num_pages(tables: Iterable[PageTable | None]) -> int:
-    return len({page for table in tables if table is not None for sheet in table.pages for page in sheet})
+    return len({page for table in tables if table is not None for logical in table.pages for page in logical})

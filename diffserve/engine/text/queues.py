@@ -116,7 +116,7 @@ class WaitingQueue:
                 yield task
 
     def may_enter(self, task: TextTask, running: Collection[TextTask]) -> bool:
-        """Whether, after ``task`` has its pages, everybody who runs could still take one more sheet.
+        """Whether, after ``task`` has its pages, everybody who runs could still take one more logical page.
 
         Without such room its coming in would soon push somebody out.
         """
@@ -132,7 +132,7 @@ class WaitingQueue:
         return need - found <= available
 
     def _is_being_computed(self, task: TextTask, running: Collection[TextTask]) -> bool:
-        """Whether a text that runs is about to file sheets that ``task`` would otherwise compute once more."""
+        """Whether a text that runs is about to file logical pages that ``task`` would otherwise compute once more."""
         sequence, salt = task.sequences[0], task.live.request.cache_salt
         ids = sequence.row.token_ids
         num_cached: int | None = None

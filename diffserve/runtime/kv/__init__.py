@@ -1,6 +1,6 @@
 """The paged key/value pool that the rewriter, the text encoder and the UNet's cross-attention share.
 
-Ten pages, and one tenant whose sheets of four tokens are two pages: one for each of its two layers.
+Ten pages, and one tenant whose logical pages of four tokens are two pages: one for each of its two layers.
 
 >>> import torch
 >>> llm = KVSpec("llm", layers=(LayerSpec(2, 8), LayerSpec(2, 8)), dtype=torch.float32, page_tokens=4)
@@ -8,11 +8,11 @@ Ten pages, and one tenant whose sheets of four tokens are two pages: one for eac
 >>> pool.register(llm).num_groups
 2
 
-Anna's ten tokens touch three sheets. Two are full: committed, they can be found by others. The pages are drawn with the
-number of tables that hold them::
+Anna's ten tokens touch three logical pages. Two are full: committed, they can be found by others. The pages are drawn
+with the number of tables that hold them::
 
     tokens   0  1  2  3 | 4  5  6  7 | 8  9
-    sheet      (0, 1)       (2, 3)     (4, 5)
+    logical page      (0, 1)       (2, 3)     (4, 5)
 
 >>> anna, num_cached = pool.open("llm", range(10), reserve=10)
 >>> num_cached, anna
@@ -33,7 +33,7 @@ Ben says the same eight tokens first, so only the rest has to be computed::
 >>> pool.draw()
 '2 2 2 2 1 1 1 1 . .'
 
-A second beam of Anna's takes no page until it goes on its own way: then the sheet that is still open is copied::
+A second beam of Anna's takes no page until it goes on its own way: then the logical page that is still open is copied::
 
     Anna     0  1  2  3 | 4  5  6  7 | 8  9               (4, 5)
     beam     0  1  2  3 | 4  5  6  7 | 8  9 | 60          (4, 5) -> copy (8, 9)
@@ -63,7 +63,7 @@ When all have left, what was committed stays, idle, for whoever says it again:
 >>> pool.draw()
 'o o o o . . . . . .'
 
-A stranger's sixteen tokens need eight pages: six are free, and the later sheet of the idle prefix goes first:
+A stranger's sixteen tokens need eight pages: six are free, and the later logical page of the idle prefix goes first:
 
 >>> stranger, num_cached = pool.open("llm", range(100, 116), reserve=16)
 >>> pool.draw()

@@ -11,7 +11,8 @@ from diffserve.runtime.kv.spec import PAGE_ALIGNMENT_BYTES, PagePlan
 
 
 class LayerView(NamedTuple):
-    """One layer of one tenant over all pages of the arena. A sheet's page for the layer is ``sheet.pages[group]``.
+    """One layer of one tenant over all pages of the arena. A logical page's page for the layer is
+    ``logical.pages[group]``.
 
     Only pages that belong to the tenant hold numbers of this layer; what other pages show is meaningless, NaN included.
     """

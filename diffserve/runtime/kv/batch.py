@@ -29,8 +29,8 @@ class PagedBatch:
     """``lengths[b]`` tokens of ``tables[b]``, of which those from ``starts[b]`` are new and will be written.
 
     Made by ``PagePool.batch`` once per forward, used by all layers, stale as soon as one of its tables gets other
-    sheets (PageTableError on use). ``N`` counts the new tokens of all rows, row after row; ``P`` the most sheets of a
-    row.
+    logical pages (PageTableError on use). ``N`` counts the new tokens of all rows, row after row; ``P`` the most
+    logical pages of a row.
 
     pages: int64 (num_groups, B, P), page ids by layer group, padded with 0: what paged attention kernels take.
     positions: int64 (N,), where each new token stands in its own sequence.
@@ -53,15 +53,15 @@ class PagedBatch:
         self.plan = tables[0].plan
         self.max_length = max(lengths)
         self.num_new = sum(lengths) - sum(starts)
-        self._row_sheets = self.plan.spec.num_sheets(self.max_length)
+        self._row_logical_pages = self.plan.spec.num_logical_pages(self.max_length)
         self._views = views
         self._versions = [table.version for table in tables]
         self._starts, self._lengths = starts, lengths
         page_tokens = self.plan.spec.page_tokens
         positions = [at for first, end in zip(starts, lengths, strict=True) for at in range(first, end)]
-        sheets = [at // page_tokens for at in positions]
+        logical_pages = [at // page_tokens for at in positions]
         pages = self._padded_pages()  # (B, P, num_groups)
-        written = pages[self._new_rows(), sheets] if positions else pages.new_zeros((0, pages.shape[2]))
+        written = pages[self._new_rows(), logical_pages] if positions else pages.new_zeros((0, pages.shape[2]))
         self._device = views[0].keys.device
         self._written_pages = written.T.contiguous().to(self._device)  # (num_groups, N)
         self._written_slots = self._index([at % page_tokens for at in positions])  # (N,)
@@ -109,11 +109,11 @@ class PagedBatch:
         tokens = torch.index_select(source, 0, pages).flatten(0, 1)  # (B * P * page_tokens, heads, head_dim)
         if self._padding.numel():
             tokens.index_fill_(0, self._padding, 0)
-        shape = (len(self.tables), self._row_sheets * self.plan.spec.page_tokens)
+        shape = (len(self.tables), self._row_logical_pages * self.plan.spec.page_tokens)
         return tokens.view(*shape, *tokens.shape[1:])[:, : self.max_length]
 
     def _padded_pages(self) -> torch.Tensor:
-        ids = [table.page_ids()[: self._row_sheets] for table in self.tables]
+        ids = [table.page_ids()[: self._row_logical_pages] for table in self.tables]
         return ids[0][None] if len(ids) == 1 else pad_sequence(ids, batch_first=True)
 
     def _new_rows(self) -> list[int]:
@@ -126,7 +126,7 @@ class PagedBatch:
     @cached_property
     def _padding(self) -> torch.Tensor:
         """Flat indices into (B, P * page_tokens) of the places between a row's length and the longest."""
-        width = self._row_sheets * self.plan.spec.page_tokens
+        width = self._row_logical_pages * self.plan.spec.page_tokens
         return self._index(
             [row * width + at for row, end in enumerate(self._lengths) for at in range(end, self.max_length)]
         )

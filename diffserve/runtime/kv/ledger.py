@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 
 from diffserve.runtime.kv.errors import PoolBusy, PoolTooSmall
-from diffserve.runtime.kv.prefix_index import PrefixIndex, Sheet
+from diffserve.runtime.kv.prefix_index import LogicalPage, PrefixIndex
 
 
 class PageLedger:
@@ -57,60 +57,60 @@ class PageLedger:
                 "for fewer tokens or beams, or give the pool more bytes."
             )
 
-    def allocate(self, tenant: str, num_sheets: int, num_groups: int) -> list[Sheet]:
-        """``num_sheets`` new sheets of ``num_groups`` pages, each with one holder; all of them or none.
+    def allocate(self, tenant: str, num_logical_pages: int, num_groups: int) -> list[LogicalPage]:
+        """``num_logical_pages`` new logical pages of ``num_groups`` pages, each with one holder; all of them or none.
 
         Raises PoolBusy, with nothing evicted, when they cannot be had now.
         """
-        need = num_sheets * num_groups
+        need = num_logical_pages * num_groups
         self.require(need)
         while len(self.free) < need:
             self._evict()
         pages = [self.free.pop() for _ in range(need)]
         self.held[tenant] += need
-        return [Sheet(tenant, tuple(pages[at : at + num_groups])) for at in range(0, need, num_groups)]
+        return [LogicalPage(tenant, tuple(pages[at : at + num_groups])) for at in range(0, need, num_groups)]
 
-    def lock(self, sheet: Sheet) -> None:
+    def lock(self, logical: LogicalPage) -> None:
         """One holder more."""
-        if sheet.num_holders == 0:
-            self.index.wake(sheet)
-            self._move(sheet, self.idle, self.held)
-        sheet.num_holders += 1
+        if logical.num_holders == 0:
+            self.index.wake(logical)
+            self._move(logical, self.idle, self.held)
+        logical.num_holders += 1
 
-    def unlock(self, sheet: Sheet) -> None:
-        """One holder less; with the last one a filed sheet becomes idle and any other is free."""
-        sheet.num_holders -= 1
-        if sheet.num_holders:
+    def unlock(self, logical: LogicalPage) -> None:
+        """One holder less; with the last one a filed logical page becomes idle and any other is free."""
+        logical.num_holders -= 1
+        if logical.num_holders:
             return
-        if sheet.key is None:
-            self.held[sheet.tenant] -= len(sheet.pages)
-            self._free(sheet)
+        if logical.key is None:
+            self.held[logical.tenant] -= len(logical.pages)
+            self._free(logical)
         else:
-            self.index.rest(sheet)
-            self._move(sheet, self.held, self.idle)
+            self.index.rest(logical)
+            self._move(logical, self.held, self.idle)
 
     def forget(self, tenant: str) -> int:
-        """Withdraw every sheet of ``tenant``; idle ones become free. Returns the number of pages freed."""
+        """Withdraw every logical page of ``tenant``; idle ones become free. Returns the number of pages freed."""
         before = len(self.free)
-        for sheet in [sheet for _, sheet in self.index if sheet.tenant == tenant]:
-            self._drop(sheet)
+        for logical in [logical for _, logical in self.index if logical.tenant == tenant]:
+            self._drop(logical)
         return len(self.free) - before
 
     def _evict(self) -> None:
-        sheet = self.index.oldest_idle()
-        assert sheet is not None, "idle pages are counted, and no idle sheet is there"
-        self.evicted[sheet.tenant] += len(sheet.pages)
-        self._drop(sheet)
+        logical = self.index.oldest_idle()
+        assert logical is not None, "idle pages are counted, and no idle logical page is there"
+        self.evicted[logical.tenant] += len(logical.pages)
+        self._drop(logical)
 
-    def _drop(self, sheet: Sheet) -> None:
-        self.index.withdraw(sheet)
-        if not sheet.num_holders:
-            self.idle[sheet.tenant] -= len(sheet.pages)
-            self._free(sheet)
+    def _drop(self, logical: LogicalPage) -> None:
+        self.index.withdraw(logical)
+        if not logical.num_holders:
+            self.idle[logical.tenant] -= len(logical.pages)
+            self._free(logical)
 
-    def _free(self, sheet: Sheet) -> None:
-        self.free.extend(reversed(sheet.pages))
+    def _free(self, logical: LogicalPage) -> None:
+        self.free.extend(reversed(logical.pages))
 
-    def _move(self, sheet: Sheet, source: Counter[str], target: Counter[str]) -> None:
-        source[sheet.tenant] -= len(sheet.pages)
-        target[sheet.tenant] += len(sheet.pages)
+    def _move(self, logical: LogicalPage, source: Counter[str], target: Counter[str]) -> None:
+        source[logical.tenant] -= len(logical.pages)
+        target[logical.tenant] += len(logical.pages)

@@ -14,8 +14,8 @@ from diffserve.runtime.kv.errors import PageTableError
 from diffserve.runtime.kv.integrity import check_integrity, draw
 from diffserve.runtime.kv.ledger import PageLedger
 from diffserve.runtime.kv.page_table import PageTable
-from diffserve.runtime.kv.prefix_index import Sheet
-from diffserve.runtime.kv.sharing import Match, check_row, file_tokens, find_prefix, make_writable, num_sheets_wanted
+from diffserve.runtime.kv.prefix_index import LogicalPage
+from diffserve.runtime.kv.sharing import Match, check_row, file_tokens, find_prefix, make_writable, num_logical_wanted
 from diffserve.runtime.kv.spec import KVSpec, PagePlan
 from diffserve.runtime.kv.stats import PoolStats
 from diffserve.runtime.kv.tenant import Tenant
@@ -25,7 +25,7 @@ class PagePool:
     """``num_pages`` pages of ``page_bytes`` on ``device``, shared by every registered tenant. For one thread.
 
     The life of a sequence: ``open`` finds what is there already, ``reserve`` makes room for the next tokens, a
-    ``batch`` writes and gathers them layer by layer, ``commit`` files full sheets for others, ``close`` gives
+    ``batch`` writes and gathers them layer by layer, ``commit`` files full logical pages for others, ``close`` gives
     everything back.
 
     Raises ConfigError when the pages cannot be.
@@ -85,7 +85,7 @@ class PagePool:
         return self._ledger.forget(tenant)
 
     def plan(self, tenant: str) -> PagePlan:
-        """How the tenant's sheets are folded into pages."""
+        """How the tenant's logical pages are folded into pages."""
         return self._tenant(tenant).plan
 
     # Admission
@@ -123,9 +123,9 @@ class PagePool:
     ) -> tuple[PageTable, int]:
         """A table for a new sequence that starts with ``token_ids``, and how many leading tokens the pool has already.
 
-        Their sheets are locked in the table, so ``table.num_tokens`` equals that number; the caller computes from
-        there. Found are whole sheets, and never the last token (it must be computed to go on), unless the tenant files
-        ``whole_sequences``: then the answer may be ``len(token_ids)``, and there is nothing to compute.
+        Their logical pages are locked in the table, so ``table.num_tokens`` equals that number; the caller computes
+        from there. Found are whole logical pages, and never the last token (it must be computed to go on), unless the
+        tenant files ``whole_sequences``: then the answer may be ``len(token_ids)``, and there is nothing to compute.
 
         salt: only sequences opened with the same salt are found (``salt_of(api_key_secret, adapter_digest, ...)``);
             empty is shared by all.
@@ -146,8 +146,8 @@ class PagePool:
     def reserve(self, table: PageTable, num_tokens: int, *, start: int | None = None) -> None:
         """Make room for ``num_tokens`` tokens in all, and let positions ``start .. num_tokens - 1`` be written.
 
-        start: the first position to be written, by default the first new one. Sheets from there on that others hold
-        too are copied first (copy on write); filed ones held by this table alone are taken out of the index. When
+        start: the first position to be written, by default the first new one. Logical pages from there on that others
+        hold too are copied first (copy on write); filed ones held by this table alone are taken out of the index. When
         ``start`` is not below ``num_tokens`` nothing happens. All or nothing; idle pages are evicted as needed.
 
         Raises PoolBusy (wait, or close something), PoolTooSmall (never), PageTableError (``start`` leaves a gap).
@@ -159,7 +159,7 @@ class PagePool:
         if first >= num_tokens:
             return
         self._ledger.require_ever(table.plan.num_pages(num_tokens))
-        wanted = num_sheets_wanted(table.plan, table.sheets, first, num_tokens, joining=False)
+        wanted = num_logical_wanted(table.plan, table.logical_pages, first, num_tokens, joining=False)
         fresh = self._ledger.allocate(table.tenant, wanted, table.plan.num_groups)
         make_writable(self._ledger, self.arena, table, first, num_tokens, fresh)
         table.num_tokens = max(table.num_tokens, num_tokens)
@@ -167,53 +167,56 @@ class PagePool:
     def commit(self, table: PageTable, token_ids: Sequence[int]) -> None:
         """The keys and values of ``token_ids``, the sequence from its first token, are written: let others find them.
 
-        Newly full sheets are filed (with ``whole_sequences`` the last partial one too, when ``token_ids`` reach the end
-        of the table). A sheet that somebody else filed meanwhile is taken instead of the table's own, which is given
-        back: what is read from then on may differ by the rounding of another batch. Cheap when nothing is newly full.
-        The numbers are not looked at: whoever finds them not finite closes the table without committing.
+        Newly full logical pages are filed (with ``whole_sequences`` the last partial one too, when ``token_ids`` reach
+        the end of the table). A logical page that somebody else filed meanwhile is taken instead of the table's own,
+        which is given back: what is read from then on may differ by the rounding of another batch. Cheap when nothing
+        is newly full. The numbers are not looked at: whoever finds them not finite closes the table without committing.
 
-        Raises PageTableError for more tokens than the table holds, or a shared sheet filed as other tokens.
+        Raises PageTableError for more tokens than the table holds, or a shared logical page filed as other tokens.
         """
         self._check_open(table)
         if len(token_ids) > table.num_tokens:
             raise PageTableError(f"{len(token_ids)} tokens are committed, {table} has fewer: reserve and write first.")
-        self._tenant(table.tenant).merged_sheets += file_tokens(self._ledger, table, token_ids)
+        self._tenant(table.tenant).merged_pages += file_tokens(self._ledger, table, token_ids)
 
     def truncate(self, table: PageTable, num_tokens: int) -> None:
-        """Drop the tokens from position ``num_tokens`` on, and the sheets that only they touch.
+        """Drop the tokens from position ``num_tokens`` on, and the logical pages that only they touch.
 
         Raises PageTableError for more tokens than there are.
         """
         self._check_open(table)
         if not 0 <= num_tokens <= table.num_tokens:
             raise PageTableError(f"{table} cannot be cut to {num_tokens} tokens.")
-        num_sheets = table.plan.spec.num_sheets(num_tokens)
-        self._unlock(table.sheets[num_sheets:])
-        if num_sheets < len(table.sheets):
-            del table.sheets[num_sheets:]
+        num_logical_pages = table.plan.spec.num_logical_pages(num_tokens)
+        self._unlock(table.logical_pages[num_logical_pages:])
+        if num_logical_pages < len(table.logical_pages):
+            del table.logical_pages[num_logical_pages:]
             table.version += 1
         del table.keys[num_tokens // table.plan.spec.page_tokens :]
         table.num_tokens = num_tokens
 
     def fork(self, table: PageTable, num_tokens: int | None = None) -> PageTable:
-        """A second table over the same sheets, for the first ``num_tokens`` tokens (default all). Takes no page.
+        """A second table over the same logical pages, for the first ``num_tokens`` tokens (default all). Takes no page.
 
-        Both may go on differently: whoever writes first to the shared last sheet copies it, in ``reserve``.
+        Both may go on differently: whoever writes first to the shared last logical page copies it, in ``reserve``.
         """
         self._check_open(table)
         length = table.num_tokens if num_tokens is None else num_tokens
         if not 0 <= length <= table.num_tokens:
             raise PageTableError(f"{table} has no {length} tokens to fork.")
         spec = table.plan.spec
-        prefix = Match(table.sheets[: spec.num_sheets(length)], table.keys[: length // spec.page_tokens], length)
+        prefix = Match(
+            table.logical_pages[: spec.num_logical_pages(length)], table.keys[: length // spec.page_tokens], length
+        )
         return self._hold(PageTable(table.plan, table.root), prefix)
 
     def close(self, table: PageTable) -> None:
-        """Give everything back; filed sheets that nobody else holds stay idle in the pool. A table never reopens."""
+        """Give everything back; filed logical pages that nobody else holds stay idle in the pool. A table never
+        reopens."""
         self._check_open(table)
         self._tables.remove(table)
-        self._unlock(table.sheets)
-        table.sheets, table.keys, table.num_tokens = [], [], 0
+        self._unlock(table.logical_pages)
+        table.logical_pages, table.keys, table.num_tokens = [], [], 0
         table.is_open = False
 
     # Keys and values
@@ -286,20 +289,20 @@ class PagePool:
 
     def _require(self, plan: PagePlan, match: Match, num_tokens: int) -> None:
         self._ledger.require_ever(plan.num_pages(num_tokens))
-        wanted = num_sheets_wanted(plan, match.sheets, match.num_tokens, num_tokens, joining=True)
-        woken = sum(len(sheet.pages) for sheet in match.sheets if not sheet.num_holders)
+        wanted = num_logical_wanted(plan, match.logical_pages, match.num_tokens, num_tokens, joining=True)
+        woken = sum(len(logical.pages) for logical in match.logical_pages if not logical.num_holders)
         self._ledger.require(wanted * plan.num_groups, spoken_for=woken)
 
     def _hold(self, table: PageTable, match: Match) -> PageTable:
-        table.sheets, table.keys, table.num_tokens = match
-        for sheet in table.sheets:
-            self._ledger.lock(sheet)
+        table.logical_pages, table.keys, table.num_tokens = match
+        for logical in table.logical_pages:
+            self._ledger.lock(logical)
         self._tables.add(table)
         return table
 
-    def _unlock(self, sheets: Sequence[Sheet]) -> None:
-        for sheet in reversed(sheets):  # the last goes first when pages are wanted: what stays is a prefix
-            self._ledger.unlock(sheet)
+    def _unlock(self, logical_pages: Sequence[LogicalPage]) -> None:
+        for logical in reversed(logical_pages):  # the last goes first when pages are wanted: what stays is a prefix
+            self._ledger.unlock(logical)
 
     def _tenant(self, name: str) -> Tenant:
         if name not in self._tenants:

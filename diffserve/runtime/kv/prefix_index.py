@@ -1,13 +1,13 @@
-"""Sheets found by what they hold, and the order in which forgotten ones go. No torch.
+"""Logical pages found by what they hold, and the order in which forgotten ones go. No torch.
 
-The key of a sheet is a hash chain::
+The key of a logical page is a hash chain::
 
     root   = H(tenant digest, epoch, salt)
     key[0] = H(root,   tokens  0..15)
     key[1] = H(key[0], tokens 16..31)        so equal keys mean equal tokens all the way back to the first
 
-A sheet that nobody holds stays in the index, idle, until its pages are wanted: least recently used first, and of one
-sequence the last sheet first, so that what is left is always a usable prefix.
+A logical page that nobody holds stays in the index, idle, until its pages are wanted: least recently used first, and of
+one sequence the last logical page first, so that what is left is always a usable prefix.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ KEY_BYTES = 32
 
 
 @dataclass(eq=False, slots=True)
-class Sheet:
+class LogicalPage:
     """``page_tokens`` tokens of one sequence in all layers of a tenant: one page for each group of layers.
 
-    num_holders: open tables whose sequence runs through this sheet.
-    key: what it is filed under; None while it is still written. A filed sheet is never written.
+    num_holders: open tables whose sequence runs through this logical page.
+    key: what it is filed under; None while it is still written. A filed logical page is never written.
     is_full: whether that key stands for all of its tokens, not only for the first ones (the end of a whole sequence).
     """
 
@@ -56,55 +56,55 @@ def root_key(tenant_digest: bytes, epoch: int, salt: bytes) -> bytes:
 
 
 def next_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The key of a sheet holding ``token_ids``, after the sheet of key ``parent``."""
+    """The key of a logical page holding ``token_ids``, after the logical page of key ``parent``."""
     return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=KEY_BYTES).digest()
 
 
 class PrefixIndex:
-    """Key -> sheet, and the idle ones in order of last use."""
+    """Key -> logical page, and the idle ones in order of last use."""
 
     def __init__(self) -> None:
-        self._by_key: dict[bytes, Sheet] = {}
-        self._idle: OrderedDict[bytes, Sheet] = OrderedDict()
+        self._by_key: dict[bytes, LogicalPage] = {}
+        self._idle: OrderedDict[bytes, LogicalPage] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def __iter__(self) -> Iterator[tuple[bytes, Sheet]]:
+    def __iter__(self) -> Iterator[tuple[bytes, LogicalPage]]:
         return iter(self._by_key.items())
 
     @property
-    def idle(self) -> tuple[Sheet, ...]:
-        """Filed sheets that nobody holds, the next to go first."""
+    def idle(self) -> tuple[LogicalPage, ...]:
+        """Filed logical pages that nobody holds, the next to go first."""
         return tuple(self._idle.values())
 
-    def find(self, key: bytes) -> Sheet | None:
-        """The sheet filed under ``key``."""
+    def find(self, key: bytes) -> LogicalPage | None:
+        """The logical page filed under ``key``."""
         return self._by_key.get(key)
 
-    def file(self, key: bytes, sheet: Sheet, *, is_full: bool = True) -> None:
-        """File ``sheet``, which is held, under ``key``, which must be free; an older key of it is free then."""
-        self.withdraw(sheet)
-        self._by_key[key] = sheet
-        sheet.key, sheet.is_full = key, is_full
+    def file(self, key: bytes, logical: LogicalPage, *, is_full: bool = True) -> None:
+        """File ``logical``, which is held, under ``key``, which must be free; an older key of it is free then."""
+        self.withdraw(logical)
+        self._by_key[key] = logical
+        logical.key, logical.is_full = key, is_full
 
-    def withdraw(self, sheet: Sheet) -> None:
-        """Take ``sheet`` out: it is found no more, and may be written by a sole holder."""
-        if sheet.key is not None:
-            self._idle.pop(sheet.key, None)
-            del self._by_key[sheet.key]
-            sheet.key = None
+    def withdraw(self, logical: LogicalPage) -> None:
+        """Take ``logical`` out: it is found no more, and may be written by a sole holder."""
+        if logical.key is not None:
+            self._idle.pop(logical.key, None)
+            del self._by_key[logical.key]
+            logical.key = None
 
-    def rest(self, sheet: Sheet) -> None:
-        """Nobody holds the filed ``sheet`` now: it is the last that would go."""
-        if sheet.key is not None:
-            self._idle[sheet.key] = sheet
+    def rest(self, logical: LogicalPage) -> None:
+        """Nobody holds the filed ``logical`` now: it is the last that would go."""
+        if logical.key is not None:
+            self._idle[logical.key] = logical
 
-    def wake(self, sheet: Sheet) -> None:
-        """Somebody holds the filed ``sheet`` again: it cannot go."""
-        if sheet.key is not None:
-            del self._idle[sheet.key]
+    def wake(self, logical: LogicalPage) -> None:
+        """Somebody holds the filed ``logical`` again: it cannot go."""
+        if logical.key is not None:
+            del self._idle[logical.key]
 
-    def oldest_idle(self) -> Sheet | None:
-        """The idle sheet whose turn it is to go."""
+    def oldest_idle(self) -> LogicalPage | None:
+        """The idle logical page whose turn it is to go."""
         return next(iter(self._idle.values()), None)

@@ -1,4 +1,4 @@
-"""How sequences come to share sheets, and how they come apart again: find, copy on write, file, merge."""
+"""How sequences come to share logical pages, and how they come apart again: find, copy on write, file, merge."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from diffserve.runtime.kv.arena import Arena
 from diffserve.runtime.kv.errors import PageTableError
 from diffserve.runtime.kv.ledger import PageLedger
 from diffserve.runtime.kv.page_table import PageTable
-from diffserve.runtime.kv.prefix_index import PrefixIndex, Sheet, next_key
+from diffserve.runtime.kv.prefix_index import LogicalPage, PrefixIndex, next_key
 from diffserve.runtime.kv.spec import KVSpec, PagePlan
 
 
 class Match(NamedTuple):
-    """What the index holds of a sequence: leading sheets, the keys of the full ones, and the tokens on them."""
+    """What the index holds of a sequence: leading logical pages, the keys of the full ones, and the tokens on them."""
 
-    sheets: list[Sheet]
+    logical_pages: list[LogicalPage]
     keys: list[bytes]
     num_tokens: int
 
@@ -24,10 +24,10 @@ class Match(NamedTuple):
 def find_prefix(
     index: PrefixIndex, spec: KVSpec, root: bytes, token_ids: Sequence[int], most_cached: int | None
 ) -> Match:
-    """The longest filed prefix of ``token_ids``. Hashes no further than the first sheet that is not there."""
+    """The longest filed prefix of ``token_ids``. Hashes no further than the first logical page that is not there."""
     limit = len(token_ids) if spec.whole_sequences else max(0, len(token_ids) - 1)
     limit = limit if most_cached is None else min(limit, most_cached)
-    sheets: list[Sheet] = []
+    logical_pages: list[LogicalPage] = []
     keys: list[bytes] = []
     num_tokens, key = 0, root
     for first in range(0, limit, spec.page_tokens):
@@ -35,45 +35,49 @@ def find_prefix(
         if first + len(ids) > limit:
             break
         key = next_key(key, ids)
-        sheet = index.find(key)
-        if sheet is None:
+        logical = index.find(key)
+        if logical is None:
             break
-        sheets.append(sheet)
+        logical_pages.append(logical)
         num_tokens += len(ids)
         if len(ids) == spec.page_tokens:
             keys.append(key)
-    return Match(sheets, keys, num_tokens)
+    return Match(logical_pages, keys, num_tokens)
 
 
-def num_sheets_wanted(plan: PagePlan, sheets: Sequence[Sheet], start: int, num_tokens: int, *, joining: bool) -> int:
-    """New sheets it takes to write tokens ``start .. num_tokens - 1``: those beyond ``sheets``, copies of shared ones.
+def num_logical_wanted(
+    plan: PagePlan, logical_pages: Sequence[LogicalPage], start: int, num_tokens: int, *, joining: bool
+) -> int:
+    """New logical pages it takes to write tokens ``start .. num_tokens - 1``: those beyond ``logical_pages``, copies of
+    shared ones.
 
-    joining: the sequence is not yet counted among the holders of ``sheets``.
+    joining: the sequence is not yet counted among the holders of ``logical_pages``.
     """
-    total = plan.spec.num_sheets(num_tokens)
-    touched = sheets[start // plan.spec.page_tokens : total]
-    return max(0, total - len(sheets)) + sum(sheet.num_holders + joining > 1 for sheet in touched)
+    total = plan.spec.num_logical_pages(num_tokens)
+    touched = logical_pages[start // plan.spec.page_tokens : total]
+    return max(0, total - len(logical_pages)) + sum(logical.num_holders + joining > 1 for logical in touched)
 
 
 def make_writable(
-    ledger: PageLedger, arena: Arena, table: PageTable, start: int, num_tokens: int, fresh: list[Sheet]
+    ledger: PageLedger, arena: Arena, table: PageTable, start: int, num_tokens: int, fresh: list[LogicalPage]
 ) -> None:
-    """Give ``table`` sheets of its own under tokens ``start .. num_tokens - 1``; ``fresh`` are exactly those wanted."""
+    """Give ``table`` logical pages of its own under tokens ``start .. num_tokens - 1``; ``fresh`` are exactly those
+    wanted."""
     unused = iter(fresh)
     first = start // table.plan.spec.page_tokens
     sources: list[int] = []
     targets: list[int] = []
-    for at in range(first, min(len(table.sheets), table.plan.spec.num_sheets(num_tokens))):
-        sheet = table.sheets[at]
-        if sheet.num_holders == 1:
-            ledger.index.withdraw(sheet)
+    for at in range(first, min(len(table.logical_pages), table.plan.spec.num_logical_pages(num_tokens))):
+        logical = table.logical_pages[at]
+        if logical.num_holders == 1:
+            ledger.index.withdraw(logical)
             continue
-        table.sheets[at] = next(unused)
-        sources += sheet.pages
-        targets += table.sheets[at].pages
-        ledger.unlock(sheet)
+        table.logical_pages[at] = next(unused)
+        sources += logical.pages
+        targets += table.logical_pages[at].pages
+        ledger.unlock(logical)
     arena.copy(sources, targets)
-    table.sheets.extend(unused)
+    table.logical_pages.extend(unused)
     table.version += bool(fresh)
     del table.keys[first:]
 
@@ -81,7 +85,7 @@ def make_writable(
 def file_tokens(ledger: PageLedger, table: PageTable, token_ids: Sequence[int]) -> int:
     """File what is newly full of ``table``, whose first tokens are ``token_ids``; see ``PagePool.commit``.
 
-    Returns how many sheets were given back because the same was filed already.
+    Returns how many logical pages were given back because the same was filed already.
     """
     spec = table.plan.spec
     num_full, num_rest = divmod(len(token_ids), spec.page_tokens)
@@ -97,21 +101,23 @@ def file_tokens(ledger: PageLedger, table: PageTable, token_ids: Sequence[int]) 
 
 
 def _file(ledger: PageLedger, table: PageTable, at: int, key: bytes, *, is_full: bool) -> bool:
-    """File sheet ``at`` under ``key``, or take the one that is filed there and give this one back: then True."""
-    sheet, twin = table.sheets[at], ledger.index.find(key)
-    if twin is sheet:
+    """File logical page ``at`` under ``key``, or take the one that is filed there and give this one back: then True."""
+    logical, twin = table.logical_pages[at], ledger.index.find(key)
+    if twin is logical:
         return False
-    if sheet.key is not None and sheet.is_full:
+    if logical.key is not None and logical.is_full:
         if is_full:
-            raise PageTableError(f"sheet {at} of {table} is filed as other tokens: commit the tokens it was given.")
+            raise PageTableError(
+                f"logical page {at} of {table} is filed as other tokens: commit the tokens it was given."
+            )
         return False
     if twin is None:
-        if sheet.key is None or is_full:  # a fork that ends earlier may have filed it by its first tokens
-            ledger.index.file(key, sheet, is_full=is_full)
+        if logical.key is None or is_full:  # a fork that ends earlier may have filed it by its first tokens
+            ledger.index.file(key, logical, is_full=is_full)
         return False
     ledger.lock(twin)
-    ledger.unlock(sheet)
-    table.sheets[at] = twin
+    ledger.unlock(logical)
+    table.logical_pages[at] = twin
     table.version += 1
     return True
 
@@ -121,9 +127,9 @@ def check_row(table: PageTable, start: int, length: int) -> None:
     if not 0 <= start <= length <= table.num_tokens:
         raise PageTableError(f"tokens {start} to {length} are asked of {table}: reserve them first.")
     page_tokens = table.plan.spec.page_tokens
-    for at in range(start // page_tokens, table.plan.spec.num_sheets(length) if start < length else 0):
-        sheet = table.sheets[at]
-        if sheet.num_holders > 1 or sheet.key is not None:
+    for at in range(start // page_tokens, table.plan.spec.num_logical_pages(length) if start < length else 0):
+        logical = table.logical_pages[at]
+        if logical.num_holders > 1 or logical.key is not None:
             raise PageTableError(
                 f"token {max(start, at * page_tokens)} of {table} lies on a page that others see: call "
                 f"reserve(table, {length}, start={start}) before writing."

@@ -1,8 +1,8 @@
 """What a tenant keeps for each token, and where in its pages each layer lies.
 
-A *sheet* is the unit of sharing: ``page_tokens`` consecutive tokens of one sequence in all layers of a tenant. It is
-folded into ``num_groups`` pages of equal bytes. Layers are put, in order, into the first page of the sheet that still
-has room, and stay at that (group, offset) for good::
+A *logical page* is the unit of sharing: ``page_tokens`` consecutive tokens of one sequence in all layers of a tenant.
+It is folded into ``num_groups`` pages of equal bytes. Layers are put, in order, into the first page of the logical page
+that still has room, and stay at that (group, offset) for good::
 
     SD 1.5's first five layers, 320 to 1280 channels, pages as large as 16 tokens of 1280 channels
 
@@ -44,9 +44,10 @@ class KVSpec:
     tenant: its name in errors, counters and calls ("llm", "text_encoder", "unet").
     layers: in the order in which callers number them.
     dtype: float32, bfloat16 or float16; tensors written must have it.
-    page_tokens: tokens on a sheet. 16 wastes 4 % of a prompt of 77 tokens; 256 would waste 70 %.
+    page_tokens: tokens on a logical page. 16 wastes 4 % of a prompt of 77 tokens; 256 would waste 70 %.
     model_digest: identity of the weights (and of a fused adapter): pages of other weights are never found.
-    whole_sequences: ``commit`` also files the last, partly filled sheet, and ``open`` may find all of a sequence. For
+    whole_sequences: ``commit`` also files the last, partly filled logical page, and ``open`` may find all of a
+    sequence. For
         padded prompts whose keys and values are read and never computed again (UNet); an LLM must compute at least its
         last token, so it leaves this off.
 
@@ -83,17 +84,18 @@ class KVSpec:
         return hashlib.blake2b(words.encode(), digest_size=32).digest()
 
     def layer_bytes(self, layer: int) -> int:
-        """Bytes of one sheet's keys and values in ``layer``."""
+        """Bytes of one logical page's keys and values in ``layer``."""
         spec = self.layers[layer]
         return 2 * self.page_tokens * spec.num_heads * spec.head_dim * self.dtype.itemsize
 
-    def num_sheets(self, num_tokens: int) -> int:
-        """Sheets that ``num_tokens`` tokens touch."""
+    def num_logical_pages(self, num_tokens: int) -> int:
+        """Logical pages that ``num_tokens`` tokens touch."""
         return -(-num_tokens // self.page_tokens)
 
 
 class LayerPlace(NamedTuple):
-    """Where a layer lies on every sheet: page ``group`` of the sheet, ``offset_bytes`` from the start of that page."""
+    """Where a layer lies on every logical page: page ``group`` of the logical page, ``offset_bytes`` from the start of
+    that page."""
 
     group: int
     offset_bytes: int
@@ -101,9 +103,10 @@ class LayerPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class PagePlan:
-    """How a tenant's sheet is folded into pages of ``page_bytes``: ``places`` by layer, ``num_groups`` pages a sheet.
+    """How a tenant's logical page is folded into pages of ``page_bytes``: ``places`` by layer, ``num_groups`` pages a
+    logical page.
 
-    Raises ValueError, naming both sizes, when one layer's part of a sheet is larger than a page.
+    Raises ValueError, naming both sizes, when one layer's part of a logical page is larger than a page.
     """
 
     spec: KVSpec
@@ -138,9 +141,9 @@ class PagePlan:
 
     def num_pages(self, num_tokens: int) -> int:
         """Pages that a sequence of ``num_tokens`` tokens takes, sharing nothing."""
-        return self.spec.num_sheets(num_tokens) * self.num_groups
+        return self.spec.num_logical_pages(num_tokens) * self.num_groups
 
     @property
     def used_share(self) -> float:
-        """Share of a full sheet's bytes that hold keys and values; the rest is what packing could not use."""
+        """Share of a full logical page's bytes that hold keys and values; the rest is what packing could not use."""
         return self.spec.bytes_per_token * self.spec.page_tokens / (self.num_groups * self.page_bytes)

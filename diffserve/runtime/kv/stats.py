@@ -20,8 +20,8 @@ class TenantStats:
     """Tokens of the sequences opened."""
     found_tokens: int
     """Of them, tokens whose keys and values were there already."""
-    merged_sheets: int
-    """Sheets computed twice at the same time, one of which was given back at commit."""
+    merged_pages: int
+    """Logical pages computed twice at the same time, one of which was given back at commit."""
 
     @property
     def hit_rate(self) -> float:

@@ -22,7 +22,7 @@ class Tenant:
     opened: int = 0
     asked_tokens: int = 0
     found_tokens: int = 0
-    merged_sheets: int = 0
+    merged_pages: int = 0
     digest: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -48,5 +48,5 @@ class Tenant:
             opened=self.opened,
             asked_tokens=self.asked_tokens,
             found_tokens=self.found_tokens,
-            merged_sheets=self.merged_sheets,
+            merged_pages=self.merged_pages,
         )

@@ -74,9 +74,9 @@ class RowGroup:
         self.tokens = slice(first_token, first_token + self.num_tokens)
         self.is_fresh = self.num_rows == 1 and self.num_queries == self.num_keys
         device = pages.device
-        num_sheets = -(-self.num_keys // page_tokens)
-        self.pages = [layers.reshape(-1) for layers in pages[:, :, :num_sheets].contiguous()]  # (B * P,) each
-        self.pages_shape = (self.num_rows, num_sheets * page_tokens)
+        num_logical_pages = -(-self.num_keys // page_tokens)
+        self.pages = [layers.reshape(-1) for layers in pages[:, :, :num_logical_pages].contiguous()]  # (B * P,) each
+        self.pages_shape = (self.num_rows, num_logical_pages * page_tokens)
         self.is_ragged = self.num_tokens < self.num_rows * self.num_queries
         self.padding = _padding(spans, self.num_keys, self.pages_shape[1]).to(device)
         if self.is_ragged:

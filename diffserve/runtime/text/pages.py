@@ -4,10 +4,10 @@ The modules are transformers' own, weights, merged adapters and int8 layers incl
 (Radford et al. 2021, section 2.4: a pre-norm transformer under a causal mask), because a continued text needs positions
 and keys that start in its middle.
 
-Where bytes must not depend on what happened to be cached, tokens are computed in *segments* cut at sheet boundaries, by
-place and never by what is missing: segment [16, 32) always sees 16 rows in every product and 32 keys in its attention,
-after a hit as after a miss, so the numbers that go in and the kernels they meet are the same. Otherwise the rest is one
-segment.
+Where bytes must not depend on what happened to be cached, tokens are computed in *segments* cut at logical page
+boundaries, by place and never by what is missing: segment [16, 32) always sees 16 rows in every product and 32 keys in
+its attention, after a hit as after a miss, so the numbers that go in and the kernels they meet are the same. Otherwise
+the rest is one segment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from diffserve.runtime.kv import KVSpec, LayerSpec, PagedBatch, PagePool, PageTa
 
 
 def segments(first: int, stop: int, page_tokens: int, *, is_exact: bool) -> list[tuple[int, int]]:
-    """Cuts of tokens ``first .. stop - 1``: at every sheet boundary where ``is_exact``, else none.
+    """Cuts of tokens ``first .. stop - 1``: at every logical page boundary where ``is_exact``, else none.
 
     With ``is_exact``, ``first`` must lie on a boundary.
     """

@@ -149,7 +149,7 @@ class PromptPages:
     def num_pages(self, windows: Sequence[Window]) -> int:
         """Pages that it takes at most to encode ``windows`` and hold them, shared among themselves and with nobody."""
         plan = self.pool.plan(self.specs.unet.tenant)
-        names = {name for window in windows for name in window.sheet_names(plan.spec.page_tokens)}
+        names = {name for window in windows for name in window.logical_page_names(plan.spec.page_tokens)}
         return len(names) * plan.num_groups + self._encoding_pages
 
     @property

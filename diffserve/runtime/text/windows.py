@@ -6,7 +6,7 @@ token becomes depends on the tokens before it in its window, so windows that beg
 
 Three things decide what a window's pages are filed under:
 
-plain     the tokens, of both encoders for SDXL. A common beginning is shared, sheet by sheet.
+plain     the tokens, of both encoders for SDXL. A common beginning is shared, logical page by logical page.
 weighted  ``(fox:1.3)`` multiplies token rows and then rescales all of them to the mean of the whole window, so a
           token's values depend on every other token: tokens and weights together are one name, shared whole or not
           at all.
@@ -63,7 +63,8 @@ class Window:
         weights = array("d", itertools.chain.from_iterable(chunk.weights for chunk in self.chunks))
         return salt_of(b"weighted", weights.tobytes(), array("q", self.token_ids).tobytes())
 
-    def sheet_names(self, page_tokens: int) -> set[tuple[bytes, tuple[int, ...]]]:
-        """One name for each sheet that the window takes; windows share the sheets whose names they share."""
+    def logical_page_names(self, page_tokens: int) -> set[tuple[bytes, tuple[int, ...]]]:
+        """One name for each logical page that the window takes; windows share the logical pages whose names they
+        share."""
         ends = [*range(page_tokens, self.num_tokens, page_tokens), self.num_tokens]
         return {(self.salt, self.token_ids[:end]) for end in ends}

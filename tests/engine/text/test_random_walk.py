@@ -121,7 +121,7 @@ class Walk:
 
     def check(self) -> None:
         """The pool balances, and the engine's pages and the stranger's are all that is held."""
-        stranger = {page for table in self.stranger for sheet in table.pages for page in sheet}
+        stranger = {page for table in self.stranger for logical in table.pages for page in logical}
         self.engine.core.scheduler.check_integrity(other_pages=len(stranger))
 
     def finish(self) -> None:

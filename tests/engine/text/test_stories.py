@@ -13,7 +13,7 @@ from tests.runtime.language import tiny
 def pages_of(engine: TextEngine, request_id: str) -> list[int]:
     """The pages of a request's first sequence, in order."""
     table = engine.core.scheduler.live[request_id].tasks[0].sequences[0].table
-    return [] if table is None else [page for sheet in table.pages for page in sheet]
+    return [] if table is None else [page for logical in table.pages for page in logical]
 
 
 def ids_of(engine: TextEngine) -> list[set[str]]:

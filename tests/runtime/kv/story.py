@@ -10,10 +10,10 @@ from diffserve.runtime.kv import KVSpec, LayerSpec, PagePool, PageTable
 
 NUM_PAGES, PAGE_BYTES = 10, 512
 LLM = KVSpec("llm", (LayerSpec(2, 8), LayerSpec(2, 8)), torch.float32, page_tokens=4)
-"""Two pages a sheet: five sheets fill the pool."""
+"""Two pages a logical page: five logical pages fill the pool."""
 
 UNET = KVSpec("unet", (LayerSpec(2, 4), LayerSpec(4, 2)), torch.float32, page_tokens=4, whole_sequences=True)
-"""One page a sheet, two layers on it; whole prompts may be found."""
+"""One page a logical page, two layers on it; whole prompts may be found."""
 
 
 def ten_pages(*specs: KVSpec) -> PagePool:

@@ -13,7 +13,7 @@ from tests.runtime.kv.story import LLM, UNET, ten_pages, told
 
 def state_of(pool: PagePool) -> tuple[Any, ...]:
     """Everything a refusal must leave alone, the order of eviction included."""
-    return pool.draw(), pool.stats(), [sheet.pages for sheet in pool._ledger.index.idle], list(pool._ledger.free)
+    return pool.draw(), pool.stats(), [logical.pages for logical in pool._ledger.index.idle], list(pool._ledger.free)
 
 
 def test_busy_and_too_small_are_told_apart() -> None:
@@ -62,7 +62,7 @@ def test_a_refused_reserve_changes_nothing() -> None:
     pool.open("llm", reserve=4)
     before, pages = state_of(pool), fork.pages
     with pytest.raises(PoolBusy):
-        pool.reserve(fork, 13)  # a copy of the last sheet and one more
+        pool.reserve(fork, 13)  # a copy of the last logical page and one more
     assert (state_of(pool), fork.pages, fork.num_tokens) == (before, pages, 10)
     pool.reserve(fork, 12)
     pool.check_integrity()

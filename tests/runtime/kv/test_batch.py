@@ -88,7 +88,7 @@ def test_a_batch_tells_where_its_new_tokens_stand() -> None:
     assert (batch.num_new, batch.max_length) == (3, 18)
     assert (batch.positions.tolist(), batch.rows.tolist()) == ([15, 16, 17], [0, 0, 0])
     assert batch.pages.shape == (pool.plan("t").num_groups, 2, 2)
-    assert batch.pages[0].tolist() == [[0, 2], [4, 0]]  # two pages a sheet
+    assert batch.pages[0].tolist() == [[0, 2], [4, 0]]  # two pages a logical page
 
 
 def test_rows_of_no_tokens_gather_as_nothing() -> None:
@@ -105,7 +105,7 @@ def test_paged_views_show_the_same_numbers() -> None:
     ((keys, values),) = numbers(pool, WIDTHS[1], [32], 0)
     pool.write(table, 1, 0, keys, values)
     view = pool.keys_values("t", 1)
-    pages = [sheet[view.group] for sheet in table.pages]
+    pages = [logical[view.group] for logical in table.pages]
     assert torch.equal(view.keys[pages].flatten(0, 1), keys)
     assert torch.equal(view.values[pages].flatten(0, 1), values)
 

@@ -1,8 +1,8 @@
-"""Keys, and the order in which idle sheets go."""
+"""Keys, and the order in which idle logical pages go."""
 
 from __future__ import annotations
 
-from diffserve.runtime.kv.prefix_index import PrefixIndex, Sheet, next_key, root_key, salt_of
+from diffserve.runtime.kv.prefix_index import LogicalPage, PrefixIndex, next_key, root_key, salt_of
 
 
 def test_equal_keys_need_equal_tokens_all_the_way_back() -> None:
@@ -12,7 +12,7 @@ def test_equal_keys_need_equal_tokens_all_the_way_back() -> None:
     assert next_key(first, (4, 5)) == next_key(next_key(root, range(1, 3)), [4, 5])
 
 
-def test_part_of_a_sheet_has_another_key_than_the_sheet() -> None:
+def test_part_of_a_page_has_another_key_than_the_page() -> None:
     root = root_key(b"model", 0, b"")
     assert next_key(root, [1]) != next_key(root, [1, 0])
 
@@ -31,22 +31,22 @@ def test_no_parts_are_the_shared_salt() -> None:
     assert salt_of() == salt_of(b"", b"") == b""
 
 
-def test_the_longest_idle_sheet_goes_first_and_use_renews() -> None:
+def test_the_longest_idle_page_goes_first_and_use_renews() -> None:
     index = PrefixIndex()
-    sheets = [Sheet("llm", (page,)) for page in range(3)]
-    for sheet in sheets:
-        index.file(bytes(sheet.pages), sheet)
-        index.rest(sheet)
-    index.wake(sheets[0])
-    assert index.oldest_idle() is sheets[1]
-    index.rest(sheets[0])
-    assert [sheet.pages for sheet in index.idle] == [(1,), (2,), (0,)]
+    logical_pages = [LogicalPage("llm", (page,)) for page in range(3)]
+    for logical in logical_pages:
+        index.file(bytes(logical.pages), logical)
+        index.rest(logical)
+    index.wake(logical_pages[0])
+    assert index.oldest_idle() is logical_pages[1]
+    index.rest(logical_pages[0])
+    assert [logical.pages for logical in index.idle] == [(1,), (2,), (0,)]
 
 
-def test_a_withdrawn_sheet_is_found_no_more() -> None:
+def test_a_withdrawn_page_is_found_no_more() -> None:
     index = PrefixIndex()
-    sheet = Sheet("llm", (0,))
-    index.file(b"key", sheet)
-    assert index.find(b"key") is sheet
-    index.withdraw(sheet)
-    assert (index.find(b"key"), sheet.key, len(index)) == (None, None, 0)
+    logical = LogicalPage("llm", (0,))
+    index.file(b"key", logical)
+    assert index.find(b"key") is logical
+    index.withdraw(logical)
+    assert (index.find(b"key"), logical.key, len(index)) == (None, None, 0)

@@ -132,7 +132,7 @@ def test_a_walk_of_5000_operations_over_ten_pages_leaks_nothing() -> None:
         walk.check()
     tenants = walk.pool.stats().tenants
     walk.seen["evicted"] = sum(tenant.evicted_pages for tenant in tenants.values())
-    walk.seen["merged"] = sum(tenant.merged_sheets for tenant in tenants.values())
+    walk.seen["merged"] = sum(tenant.merged_pages for tenant in tenants.values())
     rare = [what for what in EVERYTHING if walk.seen[what] < EVERYTHING[what]]
     assert not rare, f"the walk saw too little of {rare}: {walk.seen}"
     walk.end()

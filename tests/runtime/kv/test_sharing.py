@@ -1,4 +1,5 @@
-"""Stories of sequences that share pages and come apart again, with exact page ids. Sheets hold four tokens here."""
+"""Stories of sequences that share pages and come apart again, with exact page ids. Logical pages hold four tokens
+here."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ def test_a_fork_shares_all_pages_and_the_first_to_write_copies_the_last(pool: Pa
     assert_holds(pool, table, [*PROMPT, 70])
 
 
-def test_a_fork_at_a_sheet_boundary_copies_nothing(pool: PagePool) -> None:
+def test_a_fork_at_a_page_boundary_copies_nothing(pool: PagePool) -> None:
     table = told(pool, "llm", PROMPT[:8])
     beam = pool.fork(table)
     pool.reserve(beam, 9)
@@ -105,7 +106,7 @@ def test_a_shorter_fork_may_rewrite_what_it_left_out(pool: PagePool) -> None:
     assert_holds(pool, table, PROMPT)
 
 
-def test_truncation_gives_back_sheets_and_keeps_the_rest(pool: PagePool) -> None:
+def test_truncation_gives_back_pages_and_keeps_the_rest(pool: PagePool) -> None:
     table = told(pool, "llm", PROMPT)
     pool.truncate(table, 8)
     assert (table.pages, table.num_tokens) == (((0, 1), (2, 3)), 8)
@@ -125,7 +126,7 @@ def test_rejected_tokens_are_written_again_in_place(pool: PagePool) -> None:
     assert pool.num_cached("llm", range(13)) == 12
 
 
-def test_going_on_differently_from_a_filed_sheet_withdraws_it(pool: PagePool) -> None:
+def test_going_on_differently_from_a_filed_page_withdraws_it(pool: PagePool) -> None:
     table = told(pool, "llm", PROMPT)
     pool.truncate(table, 6)
     pool.reserve(table, 7)
@@ -134,7 +135,7 @@ def test_going_on_differently_from_a_filed_sheet_withdraws_it(pool: PagePool) ->
     assert pool.num_cached("llm", PROMPT) == 4
 
 
-def test_going_on_differently_from_a_filed_sheet_that_others_hold_copies_it(pool: PagePool) -> None:
+def test_going_on_differently_from_a_filed_page_that_others_hold_copies_it(pool: PagePool) -> None:
     table = told(pool, "llm", PROMPT[:8])
     other, _ = pool.open("llm", PROMPT[:9])
     pool.truncate(table, 6)
@@ -171,7 +172,7 @@ def test_the_same_prompt_computed_twice_at_once_is_kept_once(pool: PagePool) -> 
         pool.commit(table, PROMPT)
     assert second.pages == first.pages == ((0,), (1,), (2,))
     assert pool.draw() == "2 2 2 . . . . . . ."
-    assert pool.stats().tenants["unet"].merged_sheets == 3
+    assert pool.stats().tenants["unet"].merged_pages == 3
     assert_holds(pool, second, PROMPT)
 
 
@@ -198,7 +199,7 @@ def test_committing_chunk_by_chunk_files_what_is_full(pool: PagePool) -> None:
         assert pool.num_cached("llm", PROMPT) == found
 
 
-def test_a_sheet_filed_as_other_tokens_cannot_be_filed_again(pool: PagePool) -> None:
+def test_a_page_filed_as_other_tokens_cannot_be_filed_again(pool: PagePool) -> None:
     table, _ = pool.open("llm", PROMPT, reserve=4)
     fork = pool.fork(table)
     pool.commit(table, [1, 2, 3, 4])
@@ -207,7 +208,7 @@ def test_a_sheet_filed_as_other_tokens_cannot_be_filed_again(pool: PagePool) -> 
     pool.commit(fork, [1, 2, 3, 4])
 
 
-def test_a_full_sheet_takes_the_place_of_its_own_beginning_in_the_index(pool: PagePool) -> None:
+def test_a_full_page_takes_the_place_of_its_own_beginning_in_the_index(pool: PagePool) -> None:
     table, _ = pool.open("unet", range(4), reserve=4)
     write_tokens(pool, table, range(4), 0)
     pool.commit(pool.fork(table, 3), range(3))
