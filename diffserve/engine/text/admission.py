@@ -17,7 +17,7 @@ from diffserve.engine.records import Stage
 from diffserve.engine.text.pages import SequencePages
 from diffserve.engine.text.task import LiveText, Sequence, TextTask
 from diffserve.errors import InvalidRequest
-from diffserve.runtime.decoding import BeamSearch, DecodingRow, TextStream, TokenConstraint
+from diffserve.runtime.decoding import BeamSearch, SamplingState, TextStream, TokenConstraint
 from diffserve.runtime.kv import PoolTooSmall
 from diffserve.runtime.language import LanguageModel
 from diffserve.runtime.language.chat import render
@@ -108,7 +108,7 @@ class TextAdmission:
 
     def _task(self, live: LiveText, index: int, constraint: TokenConstraint | None) -> TextTask:
         params = live.request.params
-        row = DecodingRow(
+        row = SamplingState(
             params, live.prompt_ids, end_ids=self.model.end_ids, constraint=constraint, seed=live.seed + index
         )
         task = TextTask(live, index, [Sequence(row)], draft_limit=self.config.num_draft_tokens)

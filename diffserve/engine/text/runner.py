@@ -11,7 +11,7 @@ from torch import Tensor
 
 from diffserve.engine.device_health import failure_of
 from diffserve.engine.text.task import Piece, TextOutcome, TextPlan, TextTask
-from diffserve.runtime.decoding import DecodingRow, accept, draft_next
+from diffserve.runtime.decoding import SamplingState, accept, draft_next
 from diffserve.runtime.language import Chunk, LanguageRunner
 from diffserve.runtime.sticky_errors import raise_if_sticky
 
@@ -115,7 +115,7 @@ class TextRunner:
         return {piece: torch.stack(probs[piece][: len(piece.draft)]) for piece in pieces if piece.draft}
 
 
-def _draft_chunk(piece: Piece, fork: DecodingRow, start: int) -> Chunk:
+def _draft_chunk(piece: Piece, fork: SamplingState, start: int) -> Chunk:
     table = piece.sequence.draft_table
     assert table is not None
     return Chunk(table, start, fork.token_ids[start:])
@@ -135,7 +135,7 @@ class TextBatch:
 
     chunks: tuple[Chunk, ...]
     tasks: tuple[TextTask, ...]
-    rows: tuple[DecodingRow, ...]
+    rows: tuple[SamplingState, ...]
     drafts: tuple[Sequence[int], ...]
     draft_probs: tuple[Tensor | None, ...]
     lines: tuple[int, ...] | None
@@ -146,7 +146,7 @@ class TextBatch:
         """The batch of ``pieces``, whose drafts are final."""
         chunks: list[Chunk] = []
         tasks: list[TextTask] = []
-        members: list[tuple[DecodingRow, Sequence[int], Tensor | None]] = []
+        members: list[tuple[SamplingState, Sequence[int], Tensor | None]] = []
         lines: list[int] = []
         searches: dict[TextTask, list[int]] = {}
         num_lines = 0

@@ -10,7 +10,7 @@ from diffserve.engine.records import Failure, Live, Stage
 from diffserve.text_types import TextRequest, TextResult
 
 if TYPE_CHECKING:
-    from diffserve.runtime.decoding import BeamSearch, Choice, DecodingRow, Fork, TextStream
+    from diffserve.runtime.decoding import BeamSearch, Choice, Fork, SamplingState, TextStream
     from diffserve.runtime.kv import PageTable
 
 
@@ -22,7 +22,7 @@ class Sequence:
     num_draft_computed  the same of the draft model and ``draft_table``
     """
 
-    row: DecodingRow
+    row: SamplingState
     table: PageTable | None = None
     num_computed: int = 0
     draft_table: PageTable | None = None

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from diffserve.runtime.decoding.beam_search import BeamSearch, Fork, Hypothesis
-from diffserve.runtime.decoding.choice import Choice
-from diffserve.runtime.decoding.choose import accept, choose, draft_next
 from diffserve.runtime.decoding.constraint import TokenConstraint
 from diffserve.runtime.decoding.grammar import Phrase, allowed_sentences, allowed_words, one_of
 from diffserve.runtime.decoding.prompt_lookup import PromptLookup
-from diffserve.runtime.decoding.row import DecodingRow, FinishReason
+from diffserve.runtime.decoding.sampling import Choice, accept, choose, draft_next
+from diffserve.runtime.decoding.sampling_state import FinishReason, SamplingState
 from diffserve.runtime.decoding.text_stream import TextStream
 
 __all__ = [
     "BeamSearch",
     "Choice",
-    "DecodingRow",
     "FinishReason",
     "Fork",
     "Hypothesis",
     "Phrase",
     "PromptLookup",
+    "SamplingState",
     "TextStream",
     "TokenConstraint",
     "accept",

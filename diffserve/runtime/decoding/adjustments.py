@@ -12,17 +12,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from diffserve.runtime.decoding.row import DecodingRow
+from diffserve.runtime.decoding.sampling_state import SamplingState
 
 
-def adjust(scores: Tensor, rows: Sequence[DecodingRow]) -> Tensor:
+def adjust(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
     """``scores`` (B, V) float32 with penalties and masks; the same tensor when no row asks for any, else a new one."""
     scores = _penalise(scores, rows)
     scores = _hide_stops(scores, rows)
     return _constrain(scores, rows)
 
 
-def _penalise(scores: Tensor, rows: Sequence[DecodingRow]) -> Tensor:
+def _penalise(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
     lines = [line for line, row in enumerate(rows) if row.counts is not None]
     if not lines:
         return scores
@@ -39,14 +39,14 @@ def _penalise(scores: Tensor, rows: Sequence[DecodingRow]) -> Tensor:
     return scores.index_put(where, found - frequency[known] * count - presence[known] * (count > 0))
 
 
-def _settings(scores: Tensor, rows: Sequence[DecodingRow]) -> Tensor:
+def _settings(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
     """(3, rows): repetition, frequency and presence penalty."""
     params = [row.params for row in rows]
     columns = [[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in params]
     return scores.new_tensor(columns).T
 
 
-def _hide_stops(scores: Tensor, rows: Sequence[DecodingRow]) -> Tensor:
+def _hide_stops(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
     hidden = [
         (line, token_id)
         for line, row in enumerate(rows)
@@ -60,7 +60,7 @@ def _hide_stops(scores: Tensor, rows: Sequence[DecodingRow]) -> Tensor:
     return scores.index_put((_on(scores, lines), _on(scores, tokens)), scores.new_tensor(-math.inf))
 
 
-def _constrain(scores: Tensor, rows: Sequence[DecodingRow]) -> Tensor:
+def _constrain(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
     lines = [line for line, row in enumerate(rows) if row.constraint is not None]
     if not lines:
         return scores

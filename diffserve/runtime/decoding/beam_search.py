@@ -18,8 +18,8 @@ from torch import Tensor
 
 from diffserve.errors import InvalidRequest, NumericalError
 from diffserve.runtime.decoding.adjustments import adjust
-from diffserve.runtime.decoding.choice import Choice, entropy_of
-from diffserve.runtime.decoding.row import DecodingRow
+from diffserve.runtime.decoding.sampling import Choice, entropy_of
+from diffserve.runtime.decoding.sampling_state import SamplingState
 
 HOPELESS: Final = -1e9  # transformers' score of what must not win
 
@@ -67,7 +67,7 @@ class BeamSearch:
 
     def __init__(
         self,
-        row: DecodingRow,
+        row: SamplingState,
         *,
         max_tokens: int | None = None,
         is_stopped: Callable[[Sequence[int]], bool] | None = None,

@@ -16,7 +16,7 @@ class PageTable:
     and filed ones are read-only, see ``PagePool.reserve``.
     """
 
-    __slots__ = ("_page_ids", "is_open", "keys", "logical pages", "num_tokens", "plan", "root", "version")
+    __slots__ = ("_page_ids", "is_open", "keys", "logical_pages", "num_tokens", "plan", "root", "version")
 
     def __init__(self, plan: PagePlan, root: bytes) -> None:
         self.plan = plan

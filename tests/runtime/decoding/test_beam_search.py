@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from diffserve.errors import InvalidRequest, NumericalError
-from diffserve.runtime.decoding import BeamSearch, DecodingRow, Hypothesis, TokenConstraint
+from diffserve.runtime.decoding import BeamSearch, Hypothesis, SamplingState, TokenConstraint
 from diffserve.sampling_params import SamplingParams
 from tests.runtime.decoding.tiny_lms import END, KINDS, VOCAB, next_logits, tiny_lm
 
@@ -20,7 +20,7 @@ ENDS = [END, 17]
 
 def search(model: Any, prompt: list[int], params: SamplingParams, count: int = 1, **extra: Any) -> list[Hypothesis]:
     """Run a beam search to its end, checking on the way that every beam is its parent and one token."""
-    row = DecodingRow(params, prompt, end_ids=extra.pop("end_ids", ENDS), constraint=extra.pop("constraint", None))
+    row = SamplingState(params, prompt, end_ids=extra.pop("end_ids", ENDS), constraint=extra.pop("constraint", None))
     beams = BeamSearch(row, **extra)
     for _ in range(params.max_tokens):
         before = [row.token_ids for row in beams.rows]
@@ -97,7 +97,7 @@ def test_never_waits_for_texts_that_length_could_still_make_better() -> None:
 
     def num_steps(early_stopping: Any) -> int:
         params = SamplingParams(temperature=0, num_beams=2, max_tokens=30, early_stopping=early_stopping)
-        beams = BeamSearch(DecodingRow(params, [1], end_ids=[END]))
+        beams = BeamSearch(SamplingState(params, [1], end_ids=[END]))
         while not beams.is_done:
             beams.step(probs.log().expand(len(beams.rows), -1))
         assert beams.best(2)[0].token_ids == [END]
@@ -176,18 +176,18 @@ def test_a_hypothesis_carries_logprobs_and_entropies_of_the_model() -> None:
 
 
 def test_bad_logits_end_the_search_with_an_error() -> None:
-    beams = BeamSearch(DecodingRow(SamplingParams(temperature=0, num_beams=2), [1], end_ids=[END]))
+    beams = BeamSearch(SamplingState(SamplingParams(temperature=0, num_beams=2), [1], end_ids=[END]))
     with pytest.raises(NumericalError, match="not finite"):
         beams.step(torch.full((1, VOCAB), float("nan")))
 
 
 def test_more_beams_than_a_vocabulary_has_room_for_are_refused() -> None:
-    row = DecodingRow(SamplingParams(temperature=0, num_beams=2), [1], end_ids=range(9))
+    row = SamplingState(SamplingParams(temperature=0, num_beams=2), [1], end_ids=range(9))
     with pytest.raises(InvalidRequest, match="a vocabulary of 8 is too small"):
         BeamSearch(row).step(torch.zeros(1, 8))
 
 
 def test_lines_and_beams_must_be_as_many() -> None:
-    beams = BeamSearch(DecodingRow(SamplingParams(temperature=0, num_beams=2), [1], end_ids=[END]))
+    beams = BeamSearch(SamplingState(SamplingParams(temperature=0, num_beams=2), [1], end_ids=[END]))
     with pytest.raises(ValueError, match=r"1 beams, done: False, take no logits \(2, 48\)"):
         beams.step(torch.zeros(2, VOCAB))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diffserve.errors import InvalidRequest, NumericalError
-from diffserve.runtime.decoding import Choice, DecodingRow, TokenConstraint, choose
+from diffserve.runtime.decoding import Choice, SamplingState, TokenConstraint, choose
 from diffserve.runtime.decoding.adjustments import adjust
 from diffserve.runtime.decoding.filters import _nucleus, filtered
 from diffserve.runtime.decoding.uniforms import Uniforms, draw
@@ -38,7 +38,7 @@ def numbers(*shape: int, seed: int = 0, scale: float = 3.0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def chosen(logits: Tensor, rows: list[DecodingRow]) -> list[Choice]:
+def chosen(logits: Tensor, rows: list[SamplingState]) -> list[Choice]:
     choices = choose(logits, rows)
     assert all(isinstance(choice, Choice) for choice in choices)
     return [choice for choice in choices if isinstance(choice, Choice)]
@@ -62,7 +62,7 @@ def their_run(settings: dict[str, float]) -> Any:
 
 def test_scores_of_a_mixed_batch_are_transformers_row_by_row() -> None:
     runs = [their_run(settings) for settings in SETTINGS]
-    rows = [DecodingRow(SamplingParams(**settings), PROMPT, end_ids=[END]) for settings in SETTINGS]  # type: ignore[arg-type]
+    rows = [SamplingState(SamplingParams(**settings), PROMPT, end_ids=[END]) for settings in SETTINGS]  # type: ignore[arg-type]
     alive = list(range(len(rows)))
     for step in range(12):
         alive = [index for index in alive if step < len(runs[index].scores)]
@@ -110,7 +110,7 @@ def test_greedy_rows_say_what_generate_says(kind: str) -> None:
     prompts = [[1, 5, 6], [1, 40, 41, 42, 43], [7]]
     settings: list[dict[str, float]] = [{}, {"repetition_penalty": 1.4}, {"min_tokens": 16}]
     rows = [
-        DecodingRow(SamplingParams(temperature=0, max_tokens=20, **own), ids, end_ids=[END])  # type: ignore[arg-type]
+        SamplingState(SamplingParams(temperature=0, max_tokens=20, **own), ids, end_ids=[END])  # type: ignore[arg-type]
         for ids, own in zip(prompts, settings, strict=True)
     ]
     while alive := [row for row in rows if row.finish_reason is None]:
@@ -124,7 +124,7 @@ def test_greedy_rows_say_what_generate_says(kind: str) -> None:
 
 
 def test_presence_and_frequency_penalties_count_the_output_only() -> None:
-    row = DecodingRow(SamplingParams(presence_penalty=0.5, frequency_penalty=0.25), [1, 2])
+    row = SamplingState(SamplingParams(presence_penalty=0.5, frequency_penalty=0.25), [1, 2])
     for token_id in (4, 4, 5):
         row.append(token_id)
     logits = numbers(1, 8)
@@ -135,7 +135,7 @@ def test_presence_and_frequency_penalties_count_the_output_only() -> None:
 
 
 def test_penalised_tokens_beyond_the_output_vocabulary_are_left_alone() -> None:
-    row = DecodingRow(SamplingParams(repetition_penalty=2.0), [1, 99])
+    row = SamplingState(SamplingParams(repetition_penalty=2.0), [1, 99])
     assert adjust(torch.ones(1, 8), [row]).tolist() == [[1, 0.5, 1, 1, 1, 1, 1, 1]]
 
 
@@ -143,11 +143,11 @@ def test_logits_are_not_changed_by_choosing() -> None:
     logits = numbers(3, VOCAB)
     before = logits.clone()
     params = SamplingParams(repetition_penalty=1.5, top_k=4, top_p=0.5, min_p=0.1, min_tokens=2, seed=1)
-    chosen(logits, [DecodingRow(params, [1, 2], end_ids=[END])] * 3)
+    chosen(logits, [SamplingState(params, [1, 2], end_ids=[END])] * 3)
     assert torch.equal(logits, before)
 
 
-def draws(rows: list[DecodingRow], steps: int = 40) -> list[list[int]]:
+def draws(rows: list[SamplingState], steps: int = 40) -> list[list[int]]:
     """What ``rows`` say when each row's logits depend on its own tokens alone."""
     for step in range(steps):
         logits = torch.stack([numbers(VOCAB, seed=1000 * row.token_ids[0] + step) for row in rows])
@@ -156,7 +156,7 @@ def draws(rows: list[DecodingRow], steps: int = 40) -> list[list[int]]:
     return [row.output_ids for row in rows]
 
 
-def drawing_rows() -> list[DecodingRow]:
+def drawing_rows() -> list[SamplingState]:
     settings: list[dict[str, Any]] = [
         {"temperature": 0.8, "top_p": 0.9},
         {"temperature": 0},
@@ -165,7 +165,7 @@ def drawing_rows() -> list[DecodingRow]:
         {},
     ]
     return [
-        DecodingRow(SamplingParams(**own, seed=index, max_tokens=99), [index]) for index, own in enumerate(settings)
+        SamplingState(SamplingParams(**own, seed=index, max_tokens=99), [index]) for index, own in enumerate(settings)
     ]
 
 
@@ -178,13 +178,13 @@ def test_draws_do_not_depend_on_neighbours_or_place() -> None:
 
 def test_another_seed_draws_otherwise_and_the_same_seed_alike() -> None:
     def run(seed: int | None) -> list[int]:
-        return draws([DecodingRow(SamplingParams(seed=4), [1], seed=seed)])[0]
+        return draws([SamplingState(SamplingParams(seed=4), [1], seed=seed)])[0]
 
     assert run(None) == run(4) != run(5)
 
 
 def test_without_a_seed_two_rows_differ() -> None:
-    first, second = (DecodingRow(SamplingParams(), [1]) for _ in range(2))
+    first, second = (SamplingState(SamplingParams(), [1]) for _ in range(2))
     assert first.uniforms.seed != second.uniforms.seed
     assert draws([first]) != draws([second])
 
@@ -195,7 +195,7 @@ def test_draws_follow_the_distribution(own: dict[str, float]) -> None:
 
     params = SamplingParams(**own)  # type: ignore[arg-type]
     logits = numbers(1, 12, scale=1.5)
-    rows = [DecodingRow(params, [1], seed=seed) for seed in range(6000)]
+    rows = [SamplingState(params, [1], seed=seed) for seed in range(6000)]
     found = chosen(logits.expand(6000, -1), rows)
     probs = filtered(logits, [params]).softmax(-1)[0].double()
     counts = torch.bincount(torch.tensor([choice.token_id for choice in found]), minlength=12)
@@ -227,7 +227,7 @@ def test_random_numbers_are_used_up_one_by_one_however_they_are_looked_at() -> N
 def test_logprobs_and_entropy_are_those_of_the_models_own_distribution() -> None:
     logits = numbers(2, VOCAB).bfloat16()
     params = [SamplingParams(temperature=0, repetition_penalty=5.0, logprobs=3), SamplingParams(top_k=2, logprobs=0)]
-    rows = [DecodingRow(own, list(range(VOCAB))) for own in params]
+    rows = [SamplingState(own, list(range(VOCAB))) for own in params]
     model = torch.distributions.Categorical(logits=logits.float())
     for line, choice in enumerate(chosen(logits, rows)):
         assert choice.logprob == pytest.approx(float(model.logits[line, choice.token_id]), abs=1e-5)
@@ -242,7 +242,7 @@ def test_logprobs_and_entropy_are_those_of_the_models_own_distribution() -> None
 def test_entropy_is_nought_when_certain_and_the_logarithm_when_clueless() -> None:
     certain = torch.full((1, 10), -math.inf)
     certain[0, 4] = 0.0
-    row = DecodingRow(SamplingParams(temperature=0), [1])
+    row = SamplingState(SamplingParams(temperature=0), [1])
     assert chosen(certain, [row])[0] == Choice(4, 0.0, 0.0)
     assert chosen(torch.zeros(1, 10), [row])[0].entropy == pytest.approx(math.log(10))
 
@@ -252,9 +252,9 @@ def test_entropy_is_nought_when_certain_and_the_logarithm_when_clueless() -> Non
 def test_bad_logits_cost_one_row_only(bad: float, temperature: float) -> None:
     logits = numbers(3, VOCAB)
     params = SamplingParams(temperature=temperature, seed=0)
-    expected = chosen(logits, [DecodingRow(params, [1]) for _ in range(3)])
+    expected = chosen(logits, [SamplingState(params, [1]) for _ in range(3)])
     logits[1, 5] = bad
-    first, second, third = choose(logits, [DecodingRow(params, [1]) for _ in range(3)])
+    first, second, third = choose(logits, [SamplingState(params, [1]) for _ in range(3)])
     assert isinstance(second, NumericalError)
     assert "not finite" in second.message
     assert (first, third) == (expected[0], expected[2])
@@ -265,7 +265,9 @@ def test_a_row_that_may_say_nothing_is_an_error() -> None:
     logits[0, 7] = -math.inf
     constraint = TokenConstraint([[7]], end_ids=[END])
     for temperature in (0.0, 1.0):
-        rows = [DecodingRow(SamplingParams(temperature=temperature), [1], constraint=own) for own in (constraint, None)]
+        rows = [
+            SamplingState(SamplingParams(temperature=temperature), [1], constraint=own) for own in (constraint, None)
+        ]
         stuck, free = choose(logits, rows)
         assert isinstance(stuck, NumericalError)
         assert isinstance(free, Choice)
@@ -273,7 +275,7 @@ def test_a_row_that_may_say_nothing_is_an_error() -> None:
 
 def test_lines_and_rows_must_be_as_many() -> None:
     with pytest.raises(ValueError, match=r"1 rows with 1 drafts take 1 lines of logits, not \(2, 48\)"):
-        choose(numbers(2, VOCAB), [DecodingRow(SamplingParams(), [1])])
+        choose(numbers(2, VOCAB), [SamplingState(SamplingParams(), [1])])
 
 
 def test_no_rows_are_no_choices() -> None:
@@ -282,14 +284,14 @@ def test_no_rows_are_no_choices() -> None:
 
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="the prompt has no tokens"):
-        DecodingRow(SamplingParams(), [])
+        SamplingState(SamplingParams(), [])
 
 
 def test_a_row_says_why_it_is_finished() -> None:
     params = SamplingParams(max_tokens=3, stop_token_ids=(9,))
 
     def after(*said: int) -> str | None:
-        row = DecodingRow(params, [9], end_ids=[END])
+        row = SamplingState(params, [9], end_ids=[END])
         for token_id in said:
             row.append(token_id)
         return row.finish_reason
@@ -305,7 +307,7 @@ def test_a_row_says_why_it_is_finished() -> None:
 
 
 def test_a_fork_goes_its_own_way() -> None:
-    row = DecodingRow(SamplingParams(repetition_penalty=2.0), [1, 2])
+    row = SamplingState(SamplingParams(repetition_penalty=2.0), [1, 2])
     fork = row.fork()
     fork.append(5)
     assert (row.token_ids, fork.token_ids) == ([1, 2], [1, 2, 5])

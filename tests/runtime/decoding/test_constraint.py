@@ -13,8 +13,8 @@ import torch
 from diffserve.errors import ConfigError
 from diffserve.runtime.decoding import (
     Choice,
-    DecodingRow,
     Phrase,
+    SamplingState,
     TokenConstraint,
     allowed_sentences,
     allowed_words,
@@ -96,7 +96,7 @@ def test_whatever_is_said_under_the_constraint_is_made_of_the_words(kind: str) -
     tokenizer, constraint = tiny_tokenizer(kind), words_of(kind)
     vocab_size, seen = len(tokenizer), set()
     rows = [
-        DecodingRow(
+        SamplingState(
             SamplingParams(temperature=temperature, seed=seed, max_tokens=30),
             [1],
             end_ids=[tokenizer.eos_token_id],
@@ -124,7 +124,7 @@ def test_one_of_several_answers_is_said_in_full(kind: str) -> None:
     answers = ("the cat", "the dog sat", "a fox")
     constraint = one_of(tokenizer, answers, end_ids=[tokenizer.eos_token_id])
     for answer in answers:
-        row = DecodingRow(SamplingParams(temperature=0), [1], constraint=constraint, end_ids=[tokenizer.eos_token_id])
+        row = SamplingState(SamplingParams(temperature=0), [1], constraint=constraint, end_ids=[tokenizer.eos_token_id])
         logits = torch.zeros(1, len(tokenizer))
         logits[0, spell(tokenizer, answer)] = 5.0
         while row.finish_reason is None:
@@ -146,7 +146,7 @@ def test_tokens_without_an_alternative_are_forced() -> None:
 
 def test_a_draft_is_cut_where_it_leaves_the_words() -> None:
     constraint = TokenConstraint([[1, 2], [5]], [[1, 2], [5]], end_ids=[END])
-    row = DecodingRow(SamplingParams(), [7], end_ids=[END], constraint=constraint)
+    row = SamplingState(SamplingParams(), [7], end_ids=[END], constraint=constraint)
     assert row.crop([1, 2, 5, 6, 1]) == [1, 2, 5]
     assert row.crop([2, 5]) == []
     assert row.crop([5, END, 5]) == [5, END]
@@ -154,7 +154,7 @@ def test_a_draft_is_cut_where_it_leaves_the_words() -> None:
 
 def test_the_least_length_gives_way_when_only_the_end_is_allowed() -> None:
     constraint = TokenConstraint([[1]], end_ids=[END])
-    row = DecodingRow(SamplingParams(temperature=0, min_tokens=5), [7], end_ids=[END], constraint=constraint)
+    row = SamplingState(SamplingParams(temperature=0, min_tokens=5), [7], end_ids=[END], constraint=constraint)
     said = []
     while row.finish_reason is None:
         (choice,) = choose(torch.zeros(1, 10), [row])
@@ -166,7 +166,7 @@ def test_the_least_length_gives_way_when_only_the_end_is_allowed() -> None:
 
 def test_the_least_length_holds_where_there_is_more_to_say() -> None:
     constraint = TokenConstraint([[1]], [[1]], end_ids=[END])
-    row = DecodingRow(SamplingParams(temperature=0, min_tokens=2), [7], end_ids=[END], constraint=constraint)
+    row = SamplingState(SamplingParams(temperature=0, min_tokens=2), [7], end_ids=[END], constraint=constraint)
     assert row.allowed(10).nonzero().flatten().tolist() == [1]
     row.append(1)
     assert row.allowed(10).nonzero().flatten().tolist() == [1]

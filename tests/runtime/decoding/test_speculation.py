@@ -15,7 +15,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from diffserve.errors import ConfigError, NumericalError
-from diffserve.runtime.decoding import Choice, DecodingRow, PromptLookup, TokenConstraint, accept, choose, draft_next
+from diffserve.runtime.decoding import Choice, PromptLookup, SamplingState, TokenConstraint, accept, choose, draft_next
 from diffserve.runtime.decoding.filters import distribution
 from diffserve.sampling_params import SamplingParams
 from tests.runtime.decoding.tiny_lms import END, KINDS, all_logits, next_logits, tiny_lm
@@ -33,35 +33,35 @@ def table(seed: int) -> Tensor:
 MODEL, DRAFTER = table(0), table(1)
 
 
-def accepted(logits: Tensor, rows: Sequence[DecodingRow], *args: Any) -> list[list[Choice]]:
+def accepted(logits: Tensor, rows: Sequence[SamplingState], *args: Any) -> list[list[Choice]]:
     found = accept(logits, rows, *args)
     assert not any(isinstance(said, NumericalError) for said in found)
     return [said for said in found if isinstance(said, list)]
 
 
-def take(row: DecodingRow, said: list[Choice]) -> None:
+def take(row: SamplingState, said: list[Choice]) -> None:
     for choice in said:
         if row.finish_reason is None:
             row.append(choice.token_id)
 
 
-def new_rows(params: SamplingParams, first_seed: int = 0) -> list[DecodingRow]:
-    return [DecodingRow(params, [index % SIZE], seed=first_seed + index) for index in range(TEXTS)]
+def new_rows(params: SamplingParams, first_seed: int = 0) -> list[SamplingState]:
+    return [SamplingState(params, [index % SIZE], seed=first_seed + index) for index in range(TEXTS)]
 
 
-def model_lines(rows: Sequence[DecodingRow], drafts: Sequence[Sequence[int]]) -> Tensor:
+def model_lines(rows: Sequence[SamplingState], drafts: Sequence[Sequence[int]]) -> Tensor:
     lasts = [token_id for row, draft in zip(rows, drafts, strict=True) for token_id in (row.token_ids[-1], *draft)]
     return MODEL[lasts]
 
 
-def looked_up(rows: list[DecodingRow]) -> None:
+def looked_up(rows: list[SamplingState]) -> None:
     """Drafts that have nothing to do with the model: always 1, 2."""
     drafts = [row.crop([1, 2]) for row in rows]
     for row, said in zip(rows, accepted(model_lines(rows, drafts), rows, drafts), strict=True):
         take(row, said)
 
 
-def drafted(rows: list[DecodingRow]) -> None:
+def drafted(rows: list[SamplingState]) -> None:
     """Drafts of two tokens drawn from another model."""
     ahead = [row.fork() for row in rows]
     drafts: list[list[int]] = [[] for _ in rows]
@@ -79,7 +79,7 @@ def drafted(rows: list[DecodingRow]) -> None:
         take(row, said)
 
 
-def plain(rows: list[DecodingRow]) -> None:
+def plain(rows: list[SamplingState]) -> None:
     for row, choice in zip(rows, choose(MODEL[[row.token_ids[-1] for row in rows]], rows), strict=True):
         assert isinstance(choice, Choice)
         row.append(choice.token_id)
@@ -101,7 +101,7 @@ def expected_share(params: SamplingParams) -> dict[tuple[int, ...], float]:
 @pytest.mark.parametrize("advance", [plain, looked_up, drafted])
 @pytest.mark.parametrize("own", [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 3}])
 def test_texts_are_distributed_as_the_model_says(
-    advance: Callable[[list[DecodingRow]], None], own: dict[str, float]
+    advance: Callable[[list[SamplingState]], None], own: dict[str, float]
 ) -> None:
     params = SamplingParams(max_tokens=TOKENS, **own)  # type: ignore[arg-type]
     rows = new_rows(params, first_seed=10_000)
@@ -137,7 +137,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 )
 
 
-def finished_without_drafts(model: Any, rows: list[DecodingRow]) -> list[list[int]]:
+def finished_without_drafts(model: Any, rows: list[SamplingState]) -> list[list[int]]:
     while alive := [row for row in rows if row.finish_reason is None]:
         for row, choice in zip(alive, choose(next_logits(model, [row.token_ids for row in alive]), alive), strict=True):
             assert isinstance(choice, Choice)
@@ -146,7 +146,7 @@ def finished_without_drafts(model: Any, rows: list[DecodingRow]) -> list[list[in
 
 
 def finished_with_drafts(
-    model: Any, rows: list[DecodingRow], propose: Callable[[DecodingRow], list[int]]
+    model: Any, rows: list[SamplingState], propose: Callable[[SamplingState], list[int]]
 ) -> tuple[list[list[int]], int]:
     """The outputs, and how many times the model was asked."""
     num_calls = 0
@@ -163,9 +163,9 @@ def finished_with_drafts(
     return [row.output_ids for row in rows], num_calls
 
 
-def lm_rows(constraint: TokenConstraint | None = None) -> list[DecodingRow]:
+def lm_rows(constraint: TokenConstraint | None = None) -> list[SamplingState]:
     return [
-        DecodingRow(SamplingParams(max_tokens=24, **own), [1, 5 + index, 6], end_ids=[END], constraint=constraint)
+        SamplingState(SamplingParams(max_tokens=24, **own), [1, 5 + index, 6], end_ids=[END], constraint=constraint)
         for index, own in enumerate(SETTINGS)
     ]
 
@@ -176,7 +176,7 @@ def test_a_looked_up_draft_changes_no_token_of_a_mixed_batch(kind: str) -> None:
     expected = finished_without_drafts(model, lm_rows())
     right = {tuple(row.token_ids): said for row, said in zip(lm_rows(), expected, strict=True)}
 
-    def half_right(row: DecodingRow) -> list[int]:
+    def half_right(row: SamplingState) -> list[int]:
         said = right[tuple(row.token_ids[: row.num_prompt_tokens])]
         ahead = said[row.num_output_tokens : row.num_output_tokens + 5]
         return [*ahead[:3], *((token_id + 1) % 40 for token_id in ahead[3:])]
@@ -194,7 +194,7 @@ def test_a_looked_up_draft_changes_no_token_of_a_mixed_batch(kind: str) -> None:
 def test_greedy_with_lookup_is_generate_and_takes_fewer_calls_where_text_repeats() -> None:
     model = tiny_lm("llama", 1)
     params = SamplingParams(temperature=0, max_tokens=60)
-    rows = [DecodingRow(params, [1, first, 6], end_ids=[END]) for first in (5, 9, 30)]
+    rows = [SamplingState(params, [1, first, 6], end_ids=[END]) for first in (5, 9, 30)]
     lookup = PromptLookup()
     found, num_calls = finished_with_drafts(model, rows, lambda row: lookup.propose(row.token_ids))
     for row in rows:
@@ -219,19 +219,19 @@ def test_nothing_is_said_after_a_stop_token() -> None:
     logits = torch.full((4, 8), -5.0)
     logits[:, 4] = 5.0
     for temperature in (0.0, 1.0):
-        row = DecodingRow(SamplingParams(temperature=temperature, seed=0), [1], end_ids=[4])
+        row = SamplingState(SamplingParams(temperature=temperature, seed=0), [1], end_ids=[4])
         (said,) = accepted(logits, [row], [[4, 4, 4]])
         assert [choice.token_id for choice in said] == [4]
     q = torch.zeros(3, 8)
     q[:, 4] = 1.0
-    (said,) = accepted(logits, [DecodingRow(SamplingParams(top_k=1), [1], end_ids=[4])], [[4, 4, 4]], [q])
+    (said,) = accepted(logits, [SamplingState(SamplingParams(top_k=1), [1], end_ids=[4])], [[4, 4, 4]], [q])
     assert [choice.token_id for choice in said] == [4]
 
 
 def test_each_choice_of_a_draft_tells_of_its_own_line() -> None:
     logits = table(7)[:3]
     greedy = logits.argmax(-1).tolist()
-    row = DecodingRow(SamplingParams(temperature=0, logprobs=2), [1])
+    row = SamplingState(SamplingParams(temperature=0, logprobs=2), [1])
     (said,) = accepted(logits, [row], [greedy[:2]])
     assert [choice.token_id for choice in said] == greedy
     for line, choice in enumerate(said):
@@ -244,7 +244,7 @@ def test_bad_logits_after_a_refused_token_do_no_harm() -> None:
     logits = table(7)[:3].clone()
     wrong = (int(logits[0].argmax()) + 1) % SIZE
     logits[1:] = float("nan")
-    row = DecodingRow(SamplingParams(temperature=0), [1])
+    row = SamplingState(SamplingParams(temperature=0), [1])
     (said,) = accepted(logits, [row], [[wrong, 0]])
     assert len(said) == 1
     (spoilt,) = accept(logits, [row], [[int(logits[0].argmax()), 0]])
@@ -252,13 +252,13 @@ def test_bad_logits_after_a_refused_token_do_no_harm() -> None:
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused() -> None:
-    row = DecodingRow(SamplingParams(), [1])
+    row = SamplingState(SamplingParams(), [1])
     with pytest.raises(ConfigError, match="must share the model's vocabulary"):
         accept(MODEL[:2], [row], [[1]], [torch.ones(1, SIZE + 1) / SIZE])
 
 
 def test_a_greedy_drafter_puts_everything_on_one_token() -> None:
-    rows = [DecodingRow(SamplingParams(temperature=0), [1]), DecodingRow(SamplingParams(seed=1), [1])]
+    rows = [SamplingState(SamplingParams(temperature=0), [1]), SamplingState(SamplingParams(seed=1), [1])]
     tokens, probs = draft_next(DRAFTER[:2], rows)
     assert tokens[0] == int(DRAFTER[0].argmax())
     assert probs[0].tolist() == [float(token_id == tokens[0]) for token_id in range(SIZE)]
@@ -266,7 +266,7 @@ def test_a_greedy_drafter_puts_everything_on_one_token() -> None:
 
 
 def test_a_draft_is_no_longer_than_what_may_still_be_said() -> None:
-    row = DecodingRow(SamplingParams(max_tokens=4), [1], end_ids=[END])
+    row = SamplingState(SamplingParams(max_tokens=4), [1], end_ids=[END])
     assert row.crop([5, 6, 7, 8, 9]) == [5, 6, 7]
     assert row.crop([5, END, 7]) == [5, END]
     row.append(5)

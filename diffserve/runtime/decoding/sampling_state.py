@@ -1,4 +1,4 @@
-"""DecodingRow: one sequence, as far as choosing its tokens is concerned."""
+"""SamplingState: one sequence, as far as choosing its tokens is concerned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from diffserve.sampling_params import SamplingParams
 FinishReason = Literal["stop", "length"]
 
 
-class DecodingRow:
+class SamplingState:
     """Parameters, tokens so far, random numbers and the state of the constraint, of one sequence.
 
     prompt_ids  token ids of the prompt, at least one

@@ -1,4 +1,4 @@
-"""Lines: a batch of logits, whose they are, and what each row would say by itself."""
+"""SamplingBatch: a batch of logits, whose they are, and what each row would say by itself."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from diffserve.errors import ConfigError
 from diffserve.runtime.decoding.acceptance import accept_or_resample, matching
 from diffserve.runtime.decoding.adjustments import adjust
 from diffserve.runtime.decoding.filters import distribution
-from diffserve.runtime.decoding.row import DecodingRow
+from diffserve.runtime.decoding.sampling_state import SamplingState
 from diffserve.runtime.decoding.uniforms import draw
 
 Draft = Sequence[int]
 
 
-class Lines:
+class SamplingBatch:
     """Logits (N, V) of rows and of their drafts: ``len(draft) + 1`` lines for each row, one row after another.
 
     logits     (N, V) float32
@@ -31,7 +31,7 @@ class Lines:
     Raises ValueError when the number of lines is not what rows and drafts take.
     """
 
-    def __init__(self, logits: Tensor, rows: Sequence[DecodingRow], drafts: Sequence[Draft]) -> None:
+    def __init__(self, logits: Tensor, rows: Sequence[SamplingState], drafts: Sequence[Draft]) -> None:
         ends = list(accumulate(len(draft) + 1 for draft in drafts))
         if len(drafts) != len(rows) or logits.ndim != 2 or len(logits) != (ends[-1] if ends else 0):
             raise ValueError(
@@ -47,7 +47,7 @@ class Lines:
         self.probs = distribution(_some(self.scores, self.drawn), [self.positions[line].params for line in self.drawn])
 
     def say(self, draft_probs: Sequence[Tensor | None]) -> list[list[int]]:
-        """The tokens that each row says; see :func:`diffserve.runtime.decoding.choose.accept`."""
+        """The tokens that each row says; see :func:`diffserve.runtime.decoding.sampling.accept`."""
         tokens = self._own_tokens()
         said: list[list[int]] = []
         for row, draft, span, q in zip(self.rows, self.drafts, self.spans, draft_probs, strict=True):
@@ -75,7 +75,7 @@ class Lines:
         pairs = zip(self.rows, self.spans, strict=True)
         return [number for row, span in pairs if not row.params.is_greedy for number in row.uniforms.peek(len(span))]
 
-    def _resampled(self, row: DecodingRow, draft: Draft, span: range, q: Tensor) -> list[int]:
+    def _resampled(self, row: SamplingState, draft: Draft, span: range, q: Tensor) -> list[int]:
         vocab_size = self.logits.shape[-1]
         if q.shape != (len(draft), vocab_size):
             raise ConfigError(
@@ -86,7 +86,7 @@ class Lines:
         return accept_or_resample(self.probs[first : first + len(span)], draft, q, row.uniforms, row.stop_ids)
 
 
-def _places(row: DecodingRow, draft: Draft) -> list[DecodingRow]:
+def _places(row: SamplingState, draft: Draft) -> list[SamplingState]:
     """The row before each token of ``draft`` and after the last; itself each time when history changes nothing."""
     if not draft or not row.depends_on_history:
         return [row] * (len(draft) + 1)
