@@ -210,12 +210,7 @@ def import_libraries() -> None:
     from diffserve.runtime.lean_imports import import_lean
 
     import_lean()  # the process is the engine's own
-    import torch
-
     import diffserve.engine.studio_parts  # noqa: F401  # with all that it stands on
-    from diffserve.runtime.filling import build_on_meta
-
-    build_on_meta(lambda: torch.nn.Linear(torch.arange(2).numel(), 1))  # the meta device has imports of its own
 
 
 def open_studio(load: ipc.Load, pulse: Pulse) -> Studio:
