@@ -6,8 +6,9 @@ checkpoint. CUDA is used where there is some. ``--start`` goes on from exported
 weights instead of from nothing.
 
 The shipped weights came about in legs (``training.json`` bills each), the settings being mended in between. What stands
-here is one run as long as all of them but the last two together, with the shares and the schedule at which they ended,
-and then these as they were, ``finish`` and ``tune``. To tune the shipped weights on, and ship the outcome:
+here is one run as long as all of them but the last ones together, with the shares and the schedule at which they ended,
+and then these as they were, ``finish`` and ``tune`` (run twice, at last with single objects in the middle). To tune the
+shipped weights on, and ship the outcome:
 
     train tune --work DIR --start diffserve/embedded/weights --minutes 60
     train student --work DIR

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COUNT_EVERY_S = 0.2
+TIDY_EVERY_S = 10.0
 EXIT_DEVICE_LOST = 75  # EX_TEMPFAIL: try again
 UNEXPECTED = (DiffserveError.default_code, NumericalError.default_code)
 
@@ -64,7 +65,7 @@ class EngineProcess:
         self._studio: Studio | None = None
         self._stats: EngineStats | None = None
         self._pulse = Pulse(least_s=1.0)  # replaced by what Load says
-        self._counted_s = 0.0
+        self._counted_s = self._tidied_s = 0.0
         self._num_arrived = 0  # the listener's count of requests, against the main thread's
         self._num_taken = 0
 
@@ -142,10 +143,16 @@ class EngineProcess:
         return num_live + self._num_arrived - self._num_taken
 
     def _count(self, studio: Studio) -> None:
-        """Have numbers ready for whoever asks in the middle of a tick; fresh ones when all is quiet."""
+        """Have numbers ready for whoever asks in the middle of a tick, fresh ones when all is quiet; and keep the heap
+        from growing by its gaps."""
         now_s = time.monotonic()
         if now_s - self._counted_s >= COUNT_EVERY_S or not studio.has_work:
             self._stats, self._counted_s = studio.stats(), now_s
+        if now_s - self._tidied_s >= TIDY_EVERY_S:
+            from diffserve.runtime.memory import give_heap_back
+
+            give_heap_back()
+            self._tidied_s = now_s
 
     def _take_commands(self, studio: Studio) -> None:
         """Obey everything that has arrived; measure, or wait for something, where there is nothing to do."""
@@ -196,12 +203,7 @@ def import_libraries() -> None:
     from diffserve.runtime.loading.lean_imports import import_lean
 
     import_lean()  # the process is the engine's own
-    import torch
-
     import diffserve.engine.loading  # noqa: F401  # with all that it stands on
-    from diffserve.runtime.loading.weight_loading import build_on_meta
-
-    build_on_meta(lambda: torch.nn.Linear(torch.arange(2).numel(), 1))  # the meta device has imports of its own
 
 
 def open_studio(load: ipc.Load, pulse: Pulse) -> Studio:

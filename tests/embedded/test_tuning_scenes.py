@@ -32,14 +32,15 @@ def test_they_are_drawn_in_their_shares_and_none_is_held_out(drawn: list[Scene])
     assert drawn == list(islice(tuning_scenes(7), len(drawn)))
 
 
-def test_single_objects_of_plain_size_stand_near_the_middle(drawn: list[Scene]) -> None:
+def test_single_objects_stand_in_the_middle_as_near_as_the_grid_lets_their_size(drawn: list[Scene]) -> None:
     spots = {
-        (one.x_px, one.y_px)
+        (scene.size, one.x_px, one.y_px)
         for scene in drawn
-        if scene.kind == "one object" and scene.size == "plain" and not scene.is_high
+        if scene.kind == "one object" and not scene.is_high
         for one in scene.objects
     }
-    assert spots == {(x, y) for x in (52, 60, 68, 76) for y in (60, 68)}
+    beside = {(size, x, 68) for size in ("small", "plain") for x in (60, 68)}
+    assert spots == beside | {("large", 64, 64)}
 
 
 def test_what_is_named_in_a_row_stands_in_it_from_left_to_right(drawn: list[Scene]) -> None:

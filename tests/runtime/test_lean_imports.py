@@ -60,6 +60,20 @@ def test_process_with_the_libraries_in_it_is_left_alone() -> None:
     assert all(sys.modules.get(name) is before[name] for name in (*UNUSED, "diffusers") if name in before)
 
 
+def test_classes_of_transformers_are_all_found_where_they_are() -> None:
+    code = """
+from diffserve.runtime import lean_imports
+assert lean_imports.import_lean()
+from transformers import models
+from transformers.utils import import_utils
+scanned = import_utils._LazyModule("again", models.__file__, import_utils.define_import_structure(models.__file__))
+assert scanned._class_to_module == models._class_to_module
+assert scanned._import_structure == models._import_structure
+print(len(models._class_to_module) > 1000)
+"""
+    assert said_by(code) == "True\n"
+
+
 def test_libraries_that_do_not_bear_it_are_imported_whole(tmp_path: Path) -> None:
     code = """
 import sys

@@ -41,5 +41,5 @@ def test_each_preview_is_a_clearer_picture_of_what_is_completed(page_server: Run
     side_px = int(events[0].size.partition("x")[0])  # a preview is small: the picture is made as small
     *previews, picture = [pixels_of(event, side_px) for event in events]
     clearness = [psnr_db(preview, picture) for preview in previews]
-    assert all(earlier + 0.5 < later for earlier, later in pairwise(clearness)), clearness
-    assert clearness[-1] > 15, clearness
+    assert all(earlier < later for earlier, later in pairwise(clearness)), clearness
+    assert clearness[0] + 2 < clearness[-1] > 15, clearness  # the preview decoder's own blur is some 26 dB

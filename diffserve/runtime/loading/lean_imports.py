@@ -15,6 +15,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
@@ -51,6 +52,8 @@ def _import_lean() -> bool:
     before = set(sys.modules)
     try:
         with _standing_in():
+            with _one_scan():
+                import transformers.models  # noqa: F401
             for module, name in WANTED:
                 getattr(__import__(module), name)
     except Exception as error:
@@ -75,6 +78,31 @@ def _uncollected() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def _one_scan() -> Iterator[None]:
+    """To find its classes transformers reads its 3 300 files, for itself and again for ``models``: once will do."""
+    from transformers.utils import import_utils
+
+    scan = import_utils.define_import_structure
+    models = Path(import_utils.__file__).parents[1] / "models"
+
+    def find(module_path: Any, prefix: str | None = None) -> Any:
+        if prefix is not None or Path(module_path) != models / "__init__.py":
+            return scan(module_path, prefix)
+        found = scan(models, prefix="models")  # as transformers itself has asked: remembered
+        start = "models."
+        return {
+            backends: {name.removeprefix(start): names for name, names in modules.items() if name.startswith(start)}
+            for backends, modules in found.items()
+        }
+
+    import_utils.define_import_structure = find
+    try:
+        yield
+    finally:
+        import_utils.define_import_structure = scan
 
 
 @contextmanager

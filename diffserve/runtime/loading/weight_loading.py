@@ -63,15 +63,21 @@ class TensorSource:
 
 
 class WithoutInit(TorchFunctionMode):
-    """Leaves parameters on the meta device as they are: there is nothing to initialise, and trying it would have torch
-    import all of its compiler first."""
+    """Leaves parameters on the meta device as they are, and gives counted buffers their values at once.
+
+    There is nothing to initialise there, and trying it, or counting there, would have torch import all of its compiler
+    or sympy first.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if getattr(func, "__module__", "") == "torch.nn.init":
-            tensor = args[0] if args else (kwargs or {})["tensor"]
+            tensor = args[0] if args else kwargs["tensor"]
             if tensor.is_meta:
                 return tensor
-        return func(*args, **(kwargs or {}))
+        if func is torch.arange:
+            kwargs = {"device": "cpu", **kwargs}
+        return func(*args, **kwargs)
 
 
 def build_on_meta(make: Callable[[], ModuleT]) -> ModuleT:
@@ -98,7 +104,7 @@ def fill(module: nn.Module, source: TensorSource, choice: DeviceChoice, *, quant
         _assign(module, name, tensor)
         if quantise and name in linears:
             quantise_linear(module.get_submodule(name.rpartition(".")[0]))
-    _fill_computed_buffers(module, choice.device)
+    _place_computed_buffers(module, choice.device)
     module.eval().requires_grad_(False)
 
 
@@ -141,14 +147,14 @@ def _assign(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
         owner._buffers[leaf] = tensor
 
 
-def _fill_computed_buffers(module: nn.Module, device: torch.device) -> None:
+def _place_computed_buffers(module: nn.Module, device: torch.device) -> None:
     for path, part in module.named_modules():
         for name, buffer in list(part._buffers.items()):
-            if buffer is None or not buffer.is_meta:
+            if buffer is None:
                 continue
-            if name != "position_ids":
+            if buffer.is_meta:
                 raise ModelLoadError(f"{type(module).__name__}: buffer {path}.{name} has no value on disk.")
-            part._buffers[name] = torch.arange(buffer.shape[-1], device=device).expand(buffer.shape)
+            part._buffers[name] = buffer.to(device)
 
 
 @dataclass(frozen=True)

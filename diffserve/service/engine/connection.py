@@ -30,6 +30,9 @@ from diffserve.wait_policy import bound_spinning
 
 ENGINE_MODULE = "diffserve.engine.process"
 LAST = (*TERMINAL, *TEXT_TERMINAL, *REWRITE_TERMINAL)
+MALLOC_ARENAS = "2"
+"""Heaps of glibc in an engine; it would make eight for every core, and none gives the others what it has free."""
+
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DIFFUSERS_DISABLE_REMOTE_CODE": "1"}
 E = TypeVar("E")
 Answer = ipc.Pong | ipc.Trace | ipc.Stats
@@ -128,6 +131,7 @@ class EngineConnection:
         """Start a process. OSError where there is none to be had."""
         environment = os.environ | _OFFLINE
         bound_spinning(environment)
+        environment.setdefault("MALLOC_ARENA_MAX", MALLOC_ARENAS)
         ours, theirs = socket.socketpair()
         with theirs, EngineOutput() as output:
             process = await asyncio.create_subprocess_exec(

@@ -1,0 +1,36 @@
+"""Memory that nobody uses goes back to the system."""
+
+from __future__ import annotations
+
+import platform
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diffserve.runtime.memory import give_heap_back
+
+ROLLUP = Path("/proc/self/smaps_rollup")
+PIECE_BYTES = 10_000
+MANY = 8_000
+
+
+def anonymous_bytes() -> int:
+    found = re.search(r"^Anonymous:\s+(\d+) kB", ROLLUP.read_text(encoding="utf-8"), re.MULTILINE)
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or not ROLLUP.exists(), reason="asks glibc and Linux")
+def test_gaps_in_the_heap_are_given_back() -> None:
+    pieces, kept = [], []
+    for number in range(MANY):
+        pieces.append(np.ones(PIECE_BYTES, dtype=np.uint8))
+        if number % 50 == 0:
+            kept.append(np.ones(100, dtype=np.uint8))  # holds on to its place, and so to all before it
+    del pieces
+    before = anonymous_bytes()
+    give_heap_back()
+    assert before - anonymous_bytes() > 0.8 * MANY * PIECE_BYTES
+    assert all(one.all() for one in kept)
