@@ -39,11 +39,12 @@ from diffserve.embedded.rewriter_model import build_rewriter, build_tokenizer, e
 from diffserve.embedded.wishes import LooseWish, wishes
 from diffserve.engine.loading import load_parts
 from diffserve.engine.rewriter import Rewriter
-from diffserve.engine.studio import LAST, AnyEvent, Studio
+from diffserve.engine.studio import Studio
 from diffserve.engine.text import TextEngine
 from diffserve.engine.time_share import TimeShare
 from diffserve.engine_stats import EngineStats
 from diffserve.errors import ModelNotFound
+from diffserve.ipc import AnyEvent
 from diffserve.rewrite_types import RewriteEvent, RewriteFinished, RewriteRequest
 from diffserve.rewriting import TextWindow, find_rewriter
 from diffserve.runtime import choose_device
@@ -210,7 +211,7 @@ class Load:
                 window.tpot_s.append(event.timings.tpot_s)
         if isinstance(event, Failed):
             raise RuntimeError(f"{event.request_id} failed: {event.message}")
-        if isinstance(event, LAST):
+        if isinstance(event, Studio.terminal):
             self.live.pop(event.request_id, None)
 
 

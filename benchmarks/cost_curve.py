@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from diffserve.embedded.part_marks import giga_operations
-from diffserve.engine.image.exactness import Predict
 from diffserve.runtime import DiffusionModel
+from diffserve.runtime.unet.batch_invariance import Predict
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 

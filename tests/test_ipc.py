@@ -93,7 +93,7 @@ def test_every_event_is_a_report() -> None:
 
 
 def test_a_request_is_checked_again_on_the_other_side(ends: tuple[socket.socket, socket.socket]) -> None:
-    body = msgspec.msgpack.encode({"type": "Submit", "request": {"prompt": "a", "num_images": 10**9}})
+    body = msgspec.msgpack.encode({"type": "Submit", "request": {"type": "image", "prompt": "a", "num_images": 10**9}})
     ours, theirs = ends
     with ours, theirs:
         ours.sendall(ipc.HEADER.pack(len(body)) + body)

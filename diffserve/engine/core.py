@@ -8,8 +8,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
-from diffserve.engine.device_health import failure_of
+import torch
+
 from diffserve.engine.records import NO_LIMIT, Failure, Live, Scheduler, TickBudget
+from diffserve.errors import DiffserveError
+from diffserve.runtime.sticky_errors import raise_if_sticky
 
 logger = logging.getLogger(__name__)
 
@@ -70,3 +73,16 @@ class Core(ABC, Generic[L, Plan, Outcome, E]):
     def _cancel(self, request_ids: list[str]) -> list[E]:
         cancelled: list[Any] = [event for request_id in request_ids for event in self.scheduler.cancel(request_id)]
         return cancelled
+
+
+def failure_of(error: Exception, doing: str) -> Failure:
+    """An exception as a reason to fail; what is not ours is named by its type, and logged with its trace.
+
+    doing: "painting this image". Raises DeviceLost where it is the end of everybody.
+    """
+    raise_if_sticky(error)
+    if isinstance(error, DiffserveError):
+        return Failure(error.code, error.message, error.param)
+    if not isinstance(error, torch.OutOfMemoryError):
+        logger.error("%s failed", doing, exc_info=error)
+    return Failure(DiffserveError.default_code, f"{doing} raised {type(error).__name__}: {error}")

@@ -33,9 +33,9 @@ from diffserve.runtime import faults
 from diffserve.types import DiffusionParams, Failed, GenerationRequest, ImageFailed, ModelInfo, Picture
 
 if TYPE_CHECKING:
-    from diffserve.engine.device_health import DeviceProbe
     from diffserve.engine.image.engine import Engine
     from diffserve.engine.studio import Studio
+    from diffserve.runtime.device_health import DeviceProbe
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ def open_studio(load: ipc.Load, pulse: Pulse) -> Studio:
 
 def open_probe(studio: Studio) -> DeviceProbe:
     """What tells whether the device still computes; the faults of tests come after it has been seen to."""
-    from diffserve.engine.device_health import DeviceProbe
+    from diffserve.runtime.device_health import DeviceProbe
 
     probe = DeviceProbe(studio.engine.model)
     faults.install(studio.engine.model.unet)

@@ -6,8 +6,18 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from diffserve.engine.image.buckets import GroupFacts
-from diffserve.engine.image.exactness import SHARED, SOLO, Predict, Trial, end_of, first_look, study, timed
+from diffserve.engine.image.buckets import CostCurve
+from diffserve.runtime.unet.batch_invariance import (
+    SHARED,
+    SOLO,
+    GroupFacts,
+    Predict,
+    Trial,
+    end_of,
+    first_look,
+    study,
+    timed,
+)
 from diffserve.types import GenerationRequest, ImageResult, Painted
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked
@@ -146,7 +156,7 @@ def test_rows_run_one_by_one_where_no_two_sizes_agree_and_where_even_the_referen
     assert outcome(predict, SOLO).buckets == (SOLO,)
     minded = outcome(predict, SHARED)
     assert minded.is_alone
-    assert minded.curve(is_exact=True).calls(3) == [(0, 1, 4), (1, 2, 4), (2, 3, 4)]
+    assert CostCurve.of(minded, is_exact=True).calls(3) == [(0, 1, 4), (1, 2, 4), (2, 3, 4)]
 
 
 def test_a_study_makes_one_call_a_slice_and_leaves_out_what_would_take_too_long() -> None:
@@ -189,7 +199,7 @@ def test_pictures_keep_their_bytes_when_their_shape_is_measured(
         buckets=(reference,), counts=(torch.get_num_threads(),), seconds={reference: 0.1}, is_complete=False
     )
     monkeypatch.setattr("diffserve.engine.image.shape_groups.first_look", lambda *_: look)
-    monkeypatch.setattr("diffserve.engine.image.exactness.LONGEST_CALL_S", 1e9)
+    monkeypatch.setattr("diffserve.runtime.unet.batch_invariance.LONGEST_CALL_S", 1e9)
     engine = make_engine(cache_dir="")
 
     def requests() -> list[GenerationRequest]:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from diffserve.config import EngineConfig
-from diffserve.engine.device_health import DeviceProbe
 from diffserve.engine.image.engine import Engine
 from diffserve.errors import ConfigError, DeviceLost, DiffserveError
 from diffserve.runtime import faults, load_model
+from diffserve.runtime.device_health import DeviceProbe
 from diffserve.runtime.sticky_errors import is_sticky
 from diffserve.types import DiffusionParams, GenerationRequest
 

@@ -136,7 +136,7 @@ def test_one_id_is_painted_once_at_a_time(make_engine: MakeEngine) -> None:
     engine = make_engine()
     request = asked("sd15", "ddim", seed=1, num_steps=1)
     engine.submit(request)
-    with pytest.raises(InvalidRequest, match="already being painted"):
+    with pytest.raises(InvalidRequest, match="already in use"):
         engine.submit(request)
     list(engine.events())
     assert len(engine.generate(request)) == 1

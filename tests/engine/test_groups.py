@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from diffserve.engine import Engine
-from diffserve.engine.image.exactness import SHARED
 from diffserve.engine.image.shape_groups import GROUPS_KEPT, MOST_TRIALS
 from diffserve.engine.image.task import GroupKey
+from diffserve.runtime.unet.batch_invariance import SHARED
 from diffserve.types import GenerationRequest, Painted
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked
@@ -25,7 +25,7 @@ MEASURING_ROWS = 62
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a call may take a second; all sizes are measured all the same."""
-    monkeypatch.setattr("diffserve.engine.image.exactness.LONGEST_CALL_S", 1e9)
+    monkeypatch.setattr("diffserve.runtime.unet.batch_invariance.LONGEST_CALL_S", 1e9)
 
 
 @contextmanager

@@ -231,7 +231,7 @@ def test_a_newcomer_that_fails_after_its_pages_were_made_gives_them_back(
 ) -> None:
     engine = make_engine()
     with monkeypatch.context() as broken:
-        broken.setattr("diffserve.engine.image.state.Preparer._draw", None)
+        broken.setattr("diffserve.engine.image.preparer.Preparer._draw", None)
         engine.submit(quick())
         assert any(isinstance(event, Failed) for event in engine.events())
     assert held_pages(engine) == 0

@@ -11,10 +11,19 @@ import torch
 
 from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
-from diffserve.engine.image.buckets import CostCurve, FactsOnDisk, GroupFacts
-from diffserve.engine.image.exactness import (
+from diffserve.engine.image.buckets import CostCurve
+from diffserve.engine.image.task import GroupKey
+from diffserve.runtime import DiffusionModel
+from diffserve.runtime.memory import give_memory_back
+from diffserve.runtime.precision import hardware_name
+from diffserve.runtime.sticky_errors import raise_if_sticky
+from diffserve.runtime.text.conditioning import Conditioner
+from diffserve.runtime.threads import Threads
+from diffserve.runtime.unet.batch_invariance import (
     SHARED,
     SOLO,
+    FactsOnDisk,
+    GroupFacts,
     Study,
     Trial,
     Try,
@@ -24,13 +33,6 @@ from diffserve.engine.image.exactness import (
     study,
     timed,
 )
-from diffserve.engine.image.task import GroupKey
-from diffserve.runtime import DiffusionModel
-from diffserve.runtime.memory import give_memory_back
-from diffserve.runtime.precision import hardware_name
-from diffserve.runtime.sticky_errors import raise_if_sticky
-from diffserve.runtime.text.conditioning import Conditioner
-from diffserve.runtime.threads import Threads
 from diffserve.runtime.unet.random_rows import random_rows
 
 MOST_ROWS_CPU = 16
@@ -177,7 +179,7 @@ class Groups:
         facts = self._facts(repr(tuple(group)))
         if facts is None or (self.is_deterministic and self._reference_of(group) not in facts.buckets):
             return None
-        return Known(facts.curve(is_exact=self.is_deterministic), facts.counts)
+        return Known(CostCurve.of(facts, is_exact=self.is_deterministic), facts.counts)
 
     def _facts(self, name: str) -> GroupFacts | None:
         """What is on disk, as far as it can be used with the numbers of threads there are."""
@@ -192,7 +194,7 @@ class Groups:
             return Known(CostCurve(sizes, is_exact=False), self._free_counts())
         reference = self._reference_of(group)
         if group == self._native and self._first is not None:
-            return Known(self._first.curve(is_exact=True), self._first.counts)
+            return Known(CostCurve.of(self._first, is_exact=True), self._first.counts)
         return Known(CostCurve((reference,), is_alone=True), self._free_counts())
 
     def _free_counts(self) -> tuple[int, ...]:
@@ -206,7 +208,7 @@ class Groups:
 
     def _settle(self, group: GroupKey, facts: GroupFacts) -> None:
         del self._wanted[group]
-        self._known[group] = Known(facts.curve(is_exact=self.is_deterministic), facts.counts)
+        self._known[group] = Known(CostCurve.of(facts, is_exact=self.is_deterministic), facts.counts)
         if facts.is_complete:
             self._disk.write(repr(tuple(group)), facts)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffserve.engine.device_health import failure_of
+from diffserve.engine.core import failure_of
 from diffserve.engine.text.task import Piece, TextOutcome, TextPlan, TextTask
 from diffserve.runtime.decoding import SamplingState, accept, draft_next
 from diffserve.runtime.language import Chunk, LanguageRunner

@@ -250,7 +250,7 @@ def test_an_id_in_use_is_refused_and_the_first_goes_on(make_rewriter: MakeRewrit
     rewriter = make_rewriter()
     request = RewriteRequest(wish="winter")
     rewriter.submit(request)
-    with pytest.raises(InvalidRequest, match="already being rewritten"):
+    with pytest.raises(InvalidRequest, match="already in use"):
         rewriter.submit(request)
     assert finished(drive(rewriter)[0], request.request_id).rewrites[0].prompt == FOX
 

@@ -12,7 +12,7 @@ import pytest
 from diffserve.config import load_settings
 from diffserve.engine.studio import Studio
 from diffserve.errors import ConfigError, ModelNotFound
-from diffserve.rewriting import shipped
+from diffserve.rewriting import style
 from diffserve.runtime.kv import PagePlan
 from diffserve.runtime.text.conditioning import AUTO_TEXT_TOKENS, wanted_bytes
 from diffserve.text_types import TextRequest
@@ -81,7 +81,7 @@ def test_a_draft_model_is_a_tenant_of_the_same_pool(tiny_model: Model, talker_di
 def test_a_rewriter_that_was_not_shipped_is_said_and_images_are_painted(
     tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shipped, "DIRECTORY", tmp_path / "nowhere")
+    monkeypatch.setattr(style, "DIRECTORY", tmp_path / "nowhere")
     with caplog.at_level(logging.WARNING):
         studio = load(tiny_model, text_model="embedded")
     assert (studio.texts, studio.rewriter, studio.text_info) == (None, None, None)
@@ -93,7 +93,7 @@ def test_a_rewriter_that_was_not_shipped_is_said_and_images_are_painted(
 def test_the_rewriter_that_was_shipped_has_a_name_of_its_own(
     tiny_model: Model, talker_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shipped, "DIRECTORY", talker_directory)
+    monkeypatch.setattr(style, "DIRECTORY", talker_directory)
     studio = load(tiny_model, text_model="embedded")
     assert studio.text_info is not None
     assert studio.text_info.model_id == "embedded-rewriter"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from diffserve.engine.studio import LAST, Studio
+from diffserve.engine.studio import Studio
 from diffserve.errors import InvalidRequest, QueueFull
 from diffserve.rewrite_types import RewriteRequest
 from diffserve.runtime import DiffusionModel
@@ -84,7 +84,7 @@ class Walk:
         for event in self.studio.tick():
             assert event.request_id in self.submitted, "news of a request that nobody made"
             assert event.request_id not in self.ends, "news of a request that is over"
-            if isinstance(event, LAST):
+            if isinstance(event, Studio.terminal):
                 self.ends[event.request_id] = type(event).__name__
 
     def cancel(self) -> None:

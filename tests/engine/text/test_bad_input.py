@@ -142,10 +142,10 @@ def test_an_id_that_is_in_use_is_refused(make_engine: MakeEngine) -> None:
     engine = make_engine()
     request = greedy(IDS, 2)
     engine.submit(request)
-    with pytest.raises(InvalidRequest, match="already being answered"):
+    with pytest.raises(InvalidRequest, match="already in use"):
         engine.submit(request)
     engine.tick()
-    with pytest.raises(InvalidRequest, match="already being answered"):
+    with pytest.raises(InvalidRequest, match="already in use"):
         engine.submit(request)
     engine.drain()
 

@@ -1,4 +1,4 @@
-"""Does the device still compute? Some errors say that it does not (``runtime.sticky_errors``); any other that nobody
+"""Does the device still compute? Some errors say that it does not (``sticky_errors``); any other that nobody
 expected is a reason to ask: a small call of the UNet, which was seen to work when the process began.
 """
 
@@ -9,11 +9,9 @@ from typing import Final
 
 import torch
 
-from diffserve.engine.image.task import GroupKey
-from diffserve.engine.records import Failure
-from diffserve.errors import DeviceLost, DiffserveError
+from diffserve.errors import DeviceLost
 from diffserve.runtime import DiffusionModel
-from diffserve.runtime.sticky_errors import first_line, raise_if_sticky
+from diffserve.runtime.sticky_errors import first_line
 from diffserve.runtime.unet.random_rows import random_rows
 
 PROBE_CELLS: Final = 8
@@ -21,25 +19,12 @@ PROBE_CELLS: Final = 8
 logger = logging.getLogger(__name__)
 
 
-def failure_of(error: Exception, doing: str) -> Failure:
-    """An exception as a reason to fail; what is not ours is named by its type, and logged with its trace.
-
-    doing: "painting this image". Raises DeviceLost where it is the end of everybody.
-    """
-    raise_if_sticky(error)
-    if isinstance(error, DiffserveError):
-        return Failure(error.code, error.message, error.param)
-    if not isinstance(error, torch.OutOfMemoryError):
-        logger.error("%s failed", doing, exc_info=error)
-    return Failure(DiffserveError.default_code, f"{doing} raised {type(error).__name__}: {error}")
-
-
 class DeviceProbe:
     """One row of the smallest size through the UNet of ``model``; of use where that works at the beginning."""
 
     def __init__(self, model: DiffusionModel) -> None:
         side_px = PROBE_CELLS * model.info.vae_factor
-        self._predict = random_rows(model, GroupKey(side_px, side_px, model.text.window_tokens), 1)
+        self._predict = random_rows(model, (side_px, side_px, model.text.window_tokens), 1)
         self.is_of_use = self._trouble() is None
         if not self.is_of_use:
             logger.warning("the UNet takes no picture of %d pixels: a lost device is known by its words only", side_px)
