@@ -282,7 +282,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
 
 
-class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+class DenoisingRecipe(msgspec.Struct, frozen=True, kw_only=True):
     """How a picture is denoised, every default resolved: :class:`DiffusionParams` with no question left open.
 
     The engine paints by it, and result, metadata and answers tell it.
@@ -301,10 +301,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     def recipe(self) -> dict[str, Any]:
         """The fields of a recipe alone, by name."""
-        return {name: getattr(self, name) for name in Recipe.__struct_fields__}
+        return {name: getattr(self, name) for name in DenoisingRecipe.__struct_fields__}
 
 
-class ImageResult(Recipe, frozen=True, kw_only=True):
+class ImageResult(DenoisingRecipe, frozen=True, kw_only=True):
     """One finished image and what it was painted with (an init image and its mask are the caller's).
 
     ``num_evaluations`` counts UNet rows (two a step under guidance); ``latents`` only when asked for. ``prompt`` is

@@ -6,7 +6,7 @@ import html
 import math
 from collections.abc import Sequence
 
-from ui.create.painting import Painting, Picture
+from ui.create.painting import FinishedPicture, Painting
 
 READY = "Say what to paint and press Enter."
 WAITING = "waiting for a free place"
@@ -55,7 +55,7 @@ def seconds_text(seconds: float) -> str:
     return f"{minutes} min {rest} s" if rest else f"{minutes} min"
 
 
-def picture_caption(picture: Picture) -> str:
+def picture_caption(picture: FinishedPicture) -> str:
     """How a finished picture was painted, as HTML."""
     return status(picture.facts, notes=picture.warnings)
 
@@ -68,7 +68,7 @@ def status(text: str, *, notes: tuple[str, ...] = (), is_error: bool = False, sh
     return f"<div{kind}>{bar}<p>{html.escape(text)}</p>{lines}</div>"
 
 
-def painted_from(picture: Picture) -> str:
+def painted_from(picture: FinishedPicture) -> str:
     """Under a picture whose wish was to be rewritten first: the very words it was painted from, as HTML."""
     if not picture.rewrites:
         return ""
@@ -77,7 +77,7 @@ def painted_from(picture: Picture) -> str:
     return f"<p>Painted from: <q>{html.escape(picture.prompt)}</q></p>"
 
 
-def batch_facts(pictures: Sequence[Picture]) -> str:
+def batch_facts(pictures: Sequence[FinishedPicture]) -> str:
     """Of several pictures of one request: what they have in common, and their seeds."""
     seeds = [picture.seed for picture in pictures]
     in_a_row = seeds == list(range(seeds[0], seeds[0] + len(seeds)))

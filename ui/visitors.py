@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from ui.create.galleries import Galleries, owner_named
-from ui.create.painting import Painting, Picture
-from ui.create.parameters import Form, Order
+from ui.create.painting import FinishedPicture, Painting
+from ui.create.parameters import CheckedForm, Form
 from ui.files import Files
 from ui.server import Server
 
@@ -47,13 +47,13 @@ class Visitor:
     keep     is told of every picture
     """
 
-    def __init__(self, grace_s: float = 0.0, pictures: Sequence[Picture] = ()) -> None:
+    def __init__(self, grace_s: float = 0.0, pictures: Sequence[FinishedPicture] = ()) -> None:
         self.pictures = list(pictures[:MAX_PICTURES])
-        self.batch: list[Picture] = []
+        self.batch: list[FinishedPicture] = []
         self.news = 0
         self.trouble: str | None = None
         self.grace_s = grace_s
-        self.keep: Callable[[Picture], None] | None = None
+        self.keep: Callable[[FinishedPicture], None] | None = None
         self._paintings: list[Painting] = []
         self._latest: Painting | None = None
         self._changed = asyncio.Event()
@@ -82,11 +82,11 @@ class Visitor:
         return self._paintings
 
     @property
-    def latest(self) -> list[Picture]:
+    def latest(self) -> list[FinishedPicture]:
         """What the last request has brought."""
         return self._latest.pictures if self._latest is not None else []
 
-    def paint(self, server: Server, asked: Order | Form) -> Painting:
+    def paint(self, server: Server, asked: CheckedForm | Form) -> Painting:
         """Begin to paint what is ``asked`` for."""
         self.trouble = None
         painting = Painting(server, asked, self._take)
@@ -135,7 +135,7 @@ class Visitor:
             self._end.cancel()
             self._end = None
 
-    def _take(self, picture: Picture | None) -> None:
+    def _take(self, picture: FinishedPicture | None) -> None:
         if picture is not None:
             self.pictures = [picture, *self.pictures][:MAX_PICTURES]
             if self.keep is not None:

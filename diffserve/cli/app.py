@@ -153,10 +153,10 @@ def generate(
     dtype: DtypeOption = None,
 ) -> int:
     """Paint PROMPT into a file and say its seed, the time of a step and where it lies."""
-    from diffserve.cli.generate import Order, run
+    from diffserve.cli.generate import GenerateArguments, run
     from diffserve.cli.prompts import one_text
 
-    order = Order(
+    order = GenerateArguments(
         prompt=one_text(prompt, command="generate"), output=output, overwrite=overwrite, negative=negative, size=size,
         num_images=num_images, seed=seed, quality=quality, sampler=sampler, num_steps=steps, guidance_scale=guidance,
         further={"eta": eta, "guidance_interval": guidance_interval}, init=init, strength=strength, mask=mask,
@@ -189,9 +189,9 @@ def rewrite(
 ) -> int:
     """Rewrite WISH into prompts that an image model understands, one line each."""
     from diffserve.cli.prompts import one_text
-    from diffserve.cli.rewrite import Order, run
+    from diffserve.cli.rewrite import RewriteArguments, run
 
-    order = Order(
+    order = RewriteArguments(
         wish=one_text(wish, command="rewrite", name="wish"), num_prompts=num_prompts, model=model, style=style,
         seed=seed, is_streamed=stream, is_json=as_json,
     )  # fmt: skip

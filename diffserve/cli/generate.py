@@ -35,7 +35,7 @@ ANY_SEED = -1
 
 
 @dataclass(frozen=True)
-class Order:
+class GenerateArguments:
     """What the command line asked for; ``None`` means: as the model's profile says.
 
     further  what ``DiffusionParams`` takes beside, by its names
@@ -58,7 +58,9 @@ class Order:
     mask: Path | None
 
 
-def run(order: Order, *, model: str | None, config: str | None, device: str | None, dtype: str | None) -> int:
+def run(
+    order: GenerateArguments, *, model: str | None, config: str | None, device: str | None, dtype: str | None
+) -> int:
     """Paint ``order``; the exit code (0, or 1 when an image failed). User errors are raised as DiffserveError."""
     flags = {
         "model.device": Flag("--device", device),
@@ -103,7 +105,7 @@ def open_engine(settings: Settings) -> Engine:
     )
 
 
-def _check_quality(order: Order) -> None:
+def _check_quality(order: GenerateArguments) -> None:
     if order.quality is None:
         return
     if not is_quality(order.quality):
@@ -117,7 +119,7 @@ def _check_quality(order: Order) -> None:
         )
 
 
-def _plan(order: Order, engine: Engine, init: types.Picture | None) -> SizePlan:
+def _plan(order: GenerateArguments, engine: Engine, init: types.Picture | None) -> SizePlan:
     size = parse_size(order.size)
     if init is None:
         return plan_size(engine.info, size)
@@ -129,7 +131,7 @@ def _plan(order: Order, engine: Engine, init: types.Picture | None) -> SizePlan:
         raise InvalidRequest(f"of --init, the {error.message} Give --size.", param="--init") from None
 
 
-def _read_pictures(order: Order) -> tuple[types.Picture | None, types.Picture | None]:
+def _read_pictures(order: GenerateArguments) -> tuple[types.Picture | None, types.Picture | None]:
     init = mask = None
     if order.init is not None:
         init = decode_image(_read(order.init, "--init"), name=f"--init {str(order.init)!r}")
@@ -159,7 +161,7 @@ def _read(path: Path, option: str) -> bytes:
 
 
 def _request(
-    order: Order,
+    order: GenerateArguments,
     settings: Settings,
     pictures: tuple[types.Picture | None, types.Picture | None],
     plan: SizePlan | None,

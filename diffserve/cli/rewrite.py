@@ -26,7 +26,7 @@ CLIP_PAD: Final = "!"
 
 
 @dataclass(frozen=True)
-class Order:
+class RewriteArguments:
     """What the command line asked for; ``None`` means: as suits the model."""
 
     wish: str
@@ -38,7 +38,7 @@ class Order:
     is_json: bool
 
 
-def run(order: Order, *, device: str, dtype: str) -> int:
+def run(order: RewriteArguments, *, device: str, dtype: str) -> int:
     """Rewrite ``order``; the exit code. Mistakes, and a model that is not there, are raised as DiffserveError."""
     request = RewriteRequest(
         wish=order.wish,

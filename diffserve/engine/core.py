@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from diffserve.engine.records import NO_LIMIT, Failure, Live, Scheduler, TickBudget
+from diffserve.engine.records import NO_LIMIT, FailureReason, Live, Scheduler, TickBudget
 from diffserve.errors import DiffserveError
 from diffserve.runtime.sticky_errors import raise_if_sticky
 
@@ -65,7 +65,7 @@ class Core(ABC, Generic[L, Plan, Outcome, E]):
     def _run(self, plan: Plan) -> Outcome: ...
 
     @abstractmethod
-    def _all_failed(self, plan: Plan, failure: Failure) -> Outcome: ...
+    def _all_failed(self, plan: Plan, failure: FailureReason) -> Outcome: ...
 
     @abstractmethod
     def _apply(self, plan: Plan, outcome: Outcome, started_s: float) -> list[E]: ...
@@ -75,14 +75,14 @@ class Core(ABC, Generic[L, Plan, Outcome, E]):
         return cancelled
 
 
-def failure_of(error: Exception, doing: str) -> Failure:
+def failure_of(error: Exception, doing: str) -> FailureReason:
     """An exception as a reason to fail; what is not ours is named by its type, and logged with its trace.
 
     doing: "painting this image". Raises DeviceLost where it is the end of everybody.
     """
     raise_if_sticky(error)
     if isinstance(error, DiffserveError):
-        return Failure(error.code, error.message, error.param)
+        return FailureReason(error.code, error.message, error.param)
     if not isinstance(error, torch.OutOfMemoryError):
         logger.error("%s failed", doing, exc_info=error)
-    return Failure(DiffserveError.default_code, f"{doing} raised {type(error).__name__}: {error}")
+    return FailureReason(DiffserveError.default_code, f"{doing} raised {type(error).__name__}: {error}")

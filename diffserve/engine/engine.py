@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from diffserve.engine.core import Core
 from diffserve.engine.delivery import AboutRequest, Shell
-from diffserve.engine.records import NO_LIMIT, Failure, Live, TickBudget
+from diffserve.engine.records import NO_LIMIT, FailureReason, Live, TickBudget
 from diffserve.errors import InvalidRequest, QueueFull
 from diffserve.types import Cancelled
 
@@ -82,7 +82,7 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
             self._tick_once(budget)
         return self._mail.take()
 
-    def fail_all(self, failure: Failure) -> None:
+    def fail_all(self, failure: FailureReason) -> None:
         """Give up everything, after a tick that raised; the next tick tells. Raises when not even that can be done."""
         with self._ticking:
             self._take_inbox()

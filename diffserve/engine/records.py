@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar
 from diffserve.types import Cancelled
 
 
-class Failure(NamedTuple):
+class FailureReason(NamedTuple):
     """Why something was given up: a stable ``code``, a sentence, and the request field to blame, if one is."""
 
     code: str
@@ -121,7 +121,7 @@ class Scheduler(ABC, Generic[L, E]):
         """Let a checked request wait."""
 
     @abstractmethod
-    def give_up(self, live: L, failure: Failure) -> list[E]:
+    def give_up(self, live: L, failure: FailureReason) -> list[E]:
         """A request has failed; its neighbours go on."""
 
     @abstractmethod
@@ -146,5 +146,5 @@ class Scheduler(ABC, Generic[L, E]):
         for live in [one for one in self.live.values() if (one.deadline_at_s or now_s) < now_s]:
             deadline_s = live.request.deadline_s
             message = f"the deadline of {deadline_s:g} s passed before the {self.product} was finished."
-            events += self.give_up(live, Failure("deadline_exceeded", message, "deadline_s"))
+            events += self.give_up(live, FailureReason("deadline_exceeded", message, "deadline_s"))
         return events

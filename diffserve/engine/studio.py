@@ -21,7 +21,7 @@ from diffserve.config import EngineConfig, Settings, TextSettings
 from diffserve.engine.delivery import Shell
 from diffserve.engine.image.engine import Engine
 from diffserve.engine.pending_images import RewriteQueue
-from diffserve.engine.records import Failure
+from diffserve.engine.records import FailureReason
 from diffserve.engine.text import TextEngine, TickBudget
 from diffserve.engine.time_share import TimeShare
 from diffserve.engine_stats import EngineStats, PageStats, TenantPages
@@ -255,9 +255,11 @@ class Studio(Shell[AnyRequest, AnyEvent]):
         except Exception as error:
             raise_if_sticky(error)
             logger.error("a tick of the %s failed as a whole", side.value, exc_info=error)
-            self._give_up(side, Failure(DiffserveError.default_code, f"a tick raised {type(error).__name__}: {error}"))
+            self._give_up(
+                side, FailureReason(DiffserveError.default_code, f"a tick raised {type(error).__name__}: {error}")
+            )
 
-    def _give_up(self, side: Side, failure: Failure) -> None:
+    def _give_up(self, side: Side, failure: FailureReason) -> None:
         """Everybody of ``side`` has failed. Raises when the books do not balance after that."""
         code, message, param = failure
         lost = [request_id for request_id, owner in list(self._live.items()) if owner is side]

@@ -29,7 +29,7 @@ from diffserve.service.models import is_alias, model_entry, model_list, model_na
 from diffserve.service.page import PageRoute
 from diffserve.service.texts.completions import chat_completions, text_completions
 from diffserve.service.texts.rewriter_choice import RewriterMode
-from diffserve.service.texts.rewrites import Rewrites
+from diffserve.service.texts.rewrites import RewriteEndpoint
 from diffserve.service.texts.schemas import ChatBody, CompletionBody, RewriteBody
 from diffserve.types import ModelInfo
 from diffserve.version import __version__
@@ -67,7 +67,7 @@ def create_app(
     texts = text_completions(engine, config, gate, admission)
     _post(app, "/v1/chat/completions", chat, ChatBody, "Answer a conversation")
     _post(app, "/v1/completions", texts, CompletionBody, "Continue texts")
-    rewrites = Rewrites(engine, config, gate, admission)
+    rewrites = RewriteEndpoint(engine, config, gate, admission)
     _post(app, "/v1/prompts/rewrite", rewrites, RewriteBody, "Turn a wish into prompts that the image model reads well")
     if pictures is not None:
         _add_pictures(app, pictures)

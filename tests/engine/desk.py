@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from diffserve.config import EngineConfig
-from diffserve.engine.image.admission import Admission
+from diffserve.engine.image.admission import ImageAdmission
 from diffserve.engine.image.scheduler import RequestScheduler
 from diffserve.engine.image.task import GroupKey, ImageTask, LiveRequest, TickOutcome, TickPlan
-from diffserve.engine.records import Failure
+from diffserve.engine.records import FailureReason
 from diffserve.types import DiffusionParams, Event, GenerationRequest, ModelInfo
 from schedulers import NoiseSchedule
 
@@ -40,9 +40,9 @@ SCHEDULE = NoiseSchedule(np.linspace(0.999, 0.005, 1000))
 PIXELS = np.zeros((8, 8, 3), dtype=np.uint8)
 
 
-def admission(info: ModelInfo = INFO, **config: Any) -> Admission:
+def admission(info: ModelInfo = INFO, **config: Any) -> ImageAdmission:
     """The door of a model that is only described."""
-    return Admission(info, SCHEDULE, config)
+    return ImageAdmission(info, SCHEDULE, config)
 
 
 def request(*, num_steps: int = 10, guidance_scale: float = 5.0, **fields: Any) -> GenerationRequest:
@@ -72,7 +72,7 @@ class Desk:
         """What the next tick would do."""
         return self.scheduler.plan(lambda _group: self.row_cap)
 
-    def apply(self, plan: TickPlan, failures: dict[ImageTask, Failure] | None = None) -> list[Event]:
+    def apply(self, plan: TickPlan, failures: dict[ImageTask, FailureReason] | None = None) -> list[Event]:
         """As if the tick had gone well, but for ``failures``."""
         outcome = TickOutcome(failures=failures or {}, rows_started_s=self.now_s, rows_ended_s=self.now_s + 1.0)
         self.now_s += 1.0

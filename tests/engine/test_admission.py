@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from diffserve.engine.image.admission import Admission, guided_rows
+from diffserve.engine.image.admission import ImageAdmission, guided_rows
 from diffserve.errors import InvalidRequest
 from diffserve.types import DiffusionParams, Picture
 from schedulers import compile_table
@@ -57,7 +57,7 @@ def test_what_is_not_said_is_filled_in_from_the_model() -> None:
 
 def test_a_profile_s_sigma_schedule_belongs_to_its_sampler_only() -> None:
     profile = DiffusionParams(sampler="euler", sigma_schedule="karras", eta=0.0)
-    door = Admission(msgspec.structs.replace(INFO, default_sampler="euler"), SCHEDULE, {}, profile)
+    door = ImageAdmission(msgspec.structs.replace(INFO, default_sampler="euler"), SCHEDULE, {}, profile)
     assert door.admit(request(), 0.0).settings.sigma_schedule == "karras"
     assert door.admit(request(sampler="heun"), 0.0).settings.sigma_schedule is None
     assert door.admit(request(sampler="DPM++ 2M Exponential"), 0.0).settings.sigma_schedule == "exponential"

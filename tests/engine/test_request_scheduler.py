@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from diffserve.engine.image.queues import LaneTable
-from diffserve.engine.records import Failure, Stage
+from diffserve.engine.records import FailureReason, Stage
 from diffserve.types import Failed, Finished, ImageFailed, Painted, Preview, Progress, Queued
 from tests.engine.desk import Desk
 
@@ -210,7 +210,7 @@ def test_the_last_failure_of_a_request_ends_it_with_the_first_reason() -> None:
     live = desk.submit(num_steps=2, num_images=2)
     desk.tick()
     plan = desk.plan()
-    reasons = {task: Failure("numerical_error", f"image {task.image_index} is bad") for task in plan.rows}
+    reasons = {task: FailureReason("numerical_error", f"image {task.image_index} is bad") for task in plan.rows}
     events = desk.apply(plan, reasons)
     assert [type(event) for event in events] == [ImageFailed, ImageFailed, Failed]
     assert events[-1] == Failed(request_id=live.request_id, code="numerical_error", message="image 0 is bad")
@@ -221,7 +221,7 @@ def test_a_newcomer_that_cannot_be_prepared_gives_its_lane_back() -> None:
     desk = Desk(max_lanes=1)
     desk.submit()
     plan = desk.plan()
-    events = desk.apply(plan, {plan.prepare[0]: Failure("invalid_value", "the prompt is too long", "prompt")})
+    events = desk.apply(plan, {plan.prepare[0]: FailureReason("invalid_value", "the prompt is too long", "prompt")})
     assert isinstance(events[-1], Failed)
     assert events[-1].param == "prompt"
     assert desk.scheduler.lanes.num_free == 1
@@ -258,7 +258,7 @@ def test_a_random_walk_over_few_lanes_loses_nothing(seed: int) -> None:
         else:
             events = desk.scheduler.expire(desk.now_s)
             plan = desk.plan()
-            bad = {task: Failure("numerical_error", "bad") for task in plan.tasks if walk.random() < 0.05}
+            bad = {task: FailureReason("numerical_error", "bad") for task in plan.tasks if walk.random() < 0.05}
             for event in [*events, *desk.apply(plan, bad)]:
                 seen[event.request_id] += isinstance(event, Finished | Failed)
         desk.scheduler.check_integrity()

@@ -21,7 +21,7 @@ from diffserve.errors import (
 )
 from diffserve.service.http.errors import HttpError, error_of, reply_to
 from diffserve.service.http.hosts import is_loopback
-from diffserve.service.images.painting import Painting, plan_painting
+from diffserve.service.images.painting import CheckedImages, plan_painting
 from diffserve.service.images.schemas import parse_body
 from diffserve.service.lifecycle import header_text
 from diffserve.service.models import ALIASES, check_model, model_list
@@ -53,7 +53,7 @@ INFO = ModelInfo(
 )
 
 
-def plan(**fields: Any) -> Painting:
+def plan(**fields: Any) -> CheckedImages:
     return plan_painting(parse_body(json.dumps({"prompt": "a fox", **fields}).encode()), INFO, CONFIG, "img-1")
 
 

@@ -9,16 +9,16 @@ from diffserve.client import Failure, LostImage, StreamedImageFields
 from tests.service.server import SOON_S, RunningServer, files_of, wait_for
 from ui.captions import SHUT_OUT, caption_of, painted_from, progress_text
 from ui.create.painting import Painting
-from ui.create.parameters import Order
+from ui.create.parameters import CheckedForm
 from ui.server import Server
 from ui.visitors import MAX_PICTURES, MAX_VISITORS, Visitor, Visitors
 
 LONG = 1000
 
 
-def order(prompt: str = "a red fox", *, rewrites: bool = False, **fields: object) -> Order:
+def order(prompt: str = "a red fox", *, rewrites: bool = False, **fields: object) -> CheckedForm:
     asked: StreamedImageFields = {"num_inference_steps": 4, "seed": 3, "partial_images": 2, **fields}  # type: ignore[typeddict-item]
-    return Order(prompt=prompt, fields=asked, rewrites=rewrites)
+    return CheckedForm(prompt=prompt, fields=asked, rewrites=rewrites)
 
 
 def tell(url: str, story: Callable[[Server], Awaitable[None]]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.service.server import SOON_S, RunningServer
 from tests.ui.test_painting import LONG, order, until_step
 from ui.create.galleries import Galleries, owner_named
-from ui.create.painting import Picture
+from ui.create.painting import FinishedPicture
 from ui.create.view import PARTS, Screen, follow, resume
 from ui.files import Files
 from ui.server import Server
@@ -23,7 +23,7 @@ from ui.visitors import MAX_EMPTY, MAX_TOKENS, Visitor, Visitors
 TOKEN, OTHER = "0" * 32, "1" * 32
 GRACE_S = 0.5
 NEVER_S = 10_000.0
-PICTURE = Picture(
+PICTURE = FinishedPicture(
     path=Path("a.png"), seed=1, prompt="a fox", wish="a fox", rewrites=False, infotext="", warnings=(), settings=""
 )
 

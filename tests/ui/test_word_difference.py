@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ui.create.word_difference import MAX_CHARS, MAX_WORDS, Piece, _words, difference, difference_html, is_marked
+from ui.create.word_difference import MAX_CHARS, MAX_WORDS, WordRun, _words, difference, difference_html, is_marked
 
 TEXTS = st.text(alphabet=st.sampled_from("ab ,.<&é'-\n"), max_size=40)
 
 
-def words(pieces: tuple[Piece, ...], without: str) -> str:
+def words(pieces: tuple[WordRun, ...], without: str) -> str:
     return "".join("".join(piece.text for piece in pieces if piece.kind != without).split())
 
 
@@ -68,14 +68,14 @@ def test_markup_in_a_text_stays_text() -> None:
 
 def test_texts_of_a_novel_are_not_compared_word_by_word() -> None:
     old, new = "a " * (MAX_WORDS + 1), "b " * (MAX_WORDS + 1)
-    assert difference(old, new) == (Piece("removed", old), Piece("added", new))
+    assert difference(old, new) == (WordRun("removed", old), WordRun("added", new))
 
 
 @pytest.mark.parametrize("text", ["a " * MAX_CHARS, "x" * 10 * MAX_CHARS])
 def test_a_text_that_is_too_long_is_not_even_read(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ui.create.word_difference._WORDS", None)
-    assert difference("a fox", text) == (Piece("removed", "a fox"), Piece("added", text))
-    assert difference(text, text) == (Piece("same", text),)
+    assert difference("a fox", text) == (WordRun("removed", "a fox"), WordRun("added", text))
+    assert difference(text, text) == (WordRun("same", text),)
 
 
 def test_no_more_words_are_looked_for_than_would_be_compared() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from ui.create.painting import Picture
+from ui.create.painting import FinishedPicture
 from ui.files import Files, owner_of
 
 
@@ -19,7 +19,7 @@ class Galleries:
         self._files = files
         self._left = _found(files.left)
 
-    def keep(self, owner: str, picture: Picture) -> None:
+    def keep(self, owner: str, picture: FinishedPicture) -> None:
         """Note whose ``picture`` it is. Where the disk is full it is merely not found again."""
         data = msgspec.json.encode({**picture._asdict(), "path": picture.path.name})
         try:
@@ -27,7 +27,7 @@ class Galleries:
         except OSError:
             return
 
-    def take(self, owner: str) -> list[Picture]:
+    def take(self, owner: str) -> list[FinishedPicture]:
         """Pictures of ``owner`` from the process before this one, the newest first; once."""
         return [picture for picture in self._left.pop(owner, []) if picture.path.is_file()]
 
@@ -37,9 +37,9 @@ def owner_named(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def _found(folders: Iterable[Path]) -> dict[str, list[Picture]]:
+def _found(folders: Iterable[Path]) -> dict[str, list[FinishedPicture]]:
     """What notes in ``folders`` tell of, the oldest folder first; what cannot be read is passed over."""
-    found: dict[str, list[Picture]] = {}
+    found: dict[str, list[FinishedPicture]] = {}
     for folder in folders:
         for note in folder.glob("*.json"):
             try:
@@ -47,13 +47,13 @@ def _found(folders: Iterable[Path]) -> dict[str, list[Picture]]:
             except (OSError, msgspec.MsgspecError):
                 continue
             path = folder / Path(told.path).name
-            picture = Picture(**{**msgspec.structs.asdict(told), "path": path})
+            picture = FinishedPicture(**{**msgspec.structs.asdict(told), "path": path})
             found.setdefault(owner_of(note), []).insert(0, picture)
     return found
 
 
 class _Note(msgspec.Struct, frozen=True):
-    """A picture; see :class:`ui.create.painting.Picture`."""
+    """A picture; see :class:`ui.create.painting.FinishedPicture`."""
 
     path: str
     seed: int

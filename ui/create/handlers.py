@@ -13,8 +13,8 @@ from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest
 from ui import captions
 from ui.askers import ask_for_visitor
 from ui.create.layout import CreateTab
-from ui.create.painting import Picture
-from ui.create.parameters import Form, Order, check_lengths, doubts, form_of, infotext_of, order_of
+from ui.create.painting import FinishedPicture
+from ui.create.parameters import CheckedForm, Form, check_lengths, doubts, form_of, infotext_of, order_of
 from ui.create.view import Screen, Update, follow, resume, shown
 from ui.events import PRIVATE, SILENT
 from ui.fields import Fields
@@ -129,7 +129,7 @@ class Creating:
         except InvalidRequest:
             return gr.skip(), gr.skip()
 
-    async def _asked(self, form: Form) -> Order | Form:
+    async def _asked(self, form: Form) -> CheckedForm | Form:
         """The order that ``form`` is, or the form itself while nobody knows what the models can do."""
         try:
             return order_of(form, (await self._server.models()).image)
@@ -163,7 +163,7 @@ def _agree(fields: Fields) -> None:
         )
 
 
-def _alone(pictures: Sequence[Picture], index: object) -> list[Update]:
+def _alone(pictures: Sequence[FinishedPicture], index: object) -> list[Update]:
     """The one with the number ``index``; nothing new where there is none."""
     if not isinstance(index, int) or not 0 <= index < len(pictures):
         return Screen().draw()

@@ -37,7 +37,7 @@ class Wording(NamedTuple):
     note: gr.HTML
 
 
-class Showing(NamedTuple):
+class CreateOutputs(NamedTuple):
     """What a painting changes, in the order in which ``creating`` fills it."""
 
     picture: gr.Image
@@ -58,7 +58,7 @@ class CreateTab(NamedTuple):
 
     fields: Fields
     wording: Wording
-    showing: Showing
+    showing: CreateOutputs
     palette: Palette
     token: gr.Textbox
     was_lost: gr.Checkbox
@@ -96,7 +96,7 @@ def lay_out() -> CreateTab:
         prompt, negative, quality, aspect, count, rewrite_mode, steps, sampler, guidance, size, seed, eta, spacing,
         interval,
     )  # fmt: skip
-    showing = Showing(
+    showing = CreateOutputs(
         picture,
         batch,
         caption,

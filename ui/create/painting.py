@@ -12,13 +12,13 @@ from typing import NamedTuple
 from diffserve.client import CompletedImage, ImageEvent, LostImage, PartialImage, Progress
 from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, QueueFull
 from diffserve.images import read_infotext
-from ui.create.parameters import Form, Order, order_of, sampler_of
+from ui.create.parameters import CheckedForm, Form, order_of, sampler_of
 from ui.server import LONGEST_WAIT_S, LOOK_AGAIN_S, PATIENCE_S, Server, sentence
 
 log = logging.getLogger("diffserve.page")
 
 
-class Picture(NamedTuple):
+class FinishedPicture(NamedTuple):
     """A finished picture: the server's own file, and what it says of itself.
 
     prompt    what it was painted from
@@ -56,10 +56,12 @@ class Painting:
     error      why it ended, for a person
     """
 
-    def __init__(self, server: Server, asked: Order | Form, changed: Callable[[Picture | None], None]) -> None:
+    def __init__(
+        self, server: Server, asked: CheckedForm | Form, changed: Callable[[FinishedPicture | None], None]
+    ) -> None:
         self.asked = asked
         self.is_early = self.is_shut_out = False
-        self.pictures: list[Picture] = []
+        self.pictures: list[FinishedPicture] = []
         self.preview: Path | None = None
         self.error: str | None = None
         self.was_stopped = False
@@ -166,14 +168,14 @@ class Painting:
                 self._lost.setdefault(event.failure.message, []).append(event.image_index)
         self._changed(None)
 
-    async def _picture(self, event: CompletedImage) -> Picture:
-        assert isinstance(self.asked, Order), "only an order is painted"
+    async def _picture(self, event: CompletedImage) -> FinishedPicture:
+        assert isinstance(self.asked, CheckedForm), "only an order is painted"
         prompt = event.revised_prompt or self.asked.prompt
         infotext, sampler = await asyncio.to_thread(_own_words, event.file)
         path = await self._file(event.file, f"{prompt[:40]}-{event.seed}.{event.output_format}")
         sampler = sampler or event.sampler
         steps = f"{event.num_inference_steps} step{'s' if event.num_inference_steps != 1 else ''}"
-        return Picture(
+        return FinishedPicture(
             path=path,
             seed=event.seed,
             prompt=prompt,

@@ -55,7 +55,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     guidance_interval: str | None = None
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class CheckedForm(msgspec.Struct, frozen=True, kw_only=True):
     """A checked form: what is asked of the server."""
 
     prompt: str
@@ -76,7 +76,7 @@ def check_lengths(form: Form) -> None:
         check_text(getattr(form, name), name.replace("_", " "), MAX_FIELD_CHARS)
 
 
-def order_of(form: Form, image: ImageCapabilities) -> Order:
+def order_of(form: Form, image: ImageCapabilities) -> CheckedForm:
     """The request that ``form`` stands for. InvalidRequest names the field, the value and the way out."""
     prompt, negative = form.prompt or "", form.negative_prompt or ""
     if not prompt.strip():
@@ -108,7 +108,7 @@ def order_of(form: Form, image: ImageCapabilities) -> Order:
     seed = read_seed(form.seed)
     if seed is not None:
         fields["seed"] = seed
-    return Order(prompt=prompt, fields=fields, rewrites=form.rewrite_mode == "Auto")
+    return CheckedForm(prompt=prompt, fields=fields, rewrites=form.rewrite_mode == "Auto")
 
 
 def size_of(aspect: str, image: ImageCapabilities) -> tuple[int, int]:

@@ -10,15 +10,15 @@ from typing import Any, Final
 import gradio as gr
 
 from ui import captions
-from ui.create.layout import Showing
-from ui.create.painting import Painting, Picture
+from ui.create.layout import CreateOutputs
+from ui.create.painting import FinishedPicture, Painting
 from ui.visitors import Visitor
 
 UPDATE_EVERY_S: Final = 0.25
 LOOK_EVERY_S: Final = 1.0
 """A page is told at least so often, so that one that is gone is noticed."""
 
-PARTS: Final = Showing._fields
+PARTS: Final = CreateOutputs._fields
 OF_PICTURE: Final = frozenset(
     {"picture", "batch", "painted_from", "parameters", "reuse_seed", "copy_parameters", "download"}
 )
@@ -34,7 +34,7 @@ class Screen:
         self._sent: dict[str, Update] = {}
 
     def draw(self, **values: Update) -> list[Update]:
-        """Updates for all parts of :class:`ui.create.layout.Showing`, in order; those not named stay as they are.
+        """Updates for all parts of :class:`ui.create.layout.CreateOutputs`, in order; those not named stay as they are.
 
         A new picture brings along all that speaks of it: somebody may have looked back at another one meanwhile.
         """
@@ -45,7 +45,7 @@ class Screen:
         return [values[name] if name in new else gr.skip() for name in PARTS]
 
 
-def shown(picture: Picture) -> dict[str, Update]:
+def shown(picture: FinishedPicture) -> dict[str, Update]:
     """A finished ``picture``, and what can be done with it."""
     return {
         "picture": str(picture.path),
@@ -72,7 +72,7 @@ def shown_unfinished(preview: Path | None) -> dict[str, Update]:
     }
 
 
-def shown_together(visitor: Visitor, pictures: Sequence[Picture]) -> dict[str, Update]:
+def shown_together(visitor: Visitor, pictures: Sequence[FinishedPicture]) -> dict[str, Update]:
     """All ``pictures`` of one request in place of a single one; where there is but one, that."""
     if len(pictures) == 1:
         return shown(pictures[0])

@@ -17,19 +17,19 @@ MAX_CHARS: Final = 32 * MAX_WORDS
 _WORDS = re.compile(r"\w+(?:['’-]\w+)*\s*|[^\w\s]\s*|\s+")
 
 
-class Piece(NamedTuple):
+class WordRun(NamedTuple):
     """A run of words that is in both texts, only in the new one, or only in the old one."""
 
     kind: Kind
     text: str
 
 
-def difference(old: str, new: str) -> tuple[Piece, ...]:
+def difference(old: str, new: str) -> tuple[WordRun, ...]:
     """Pieces in order: without the "added" ones they have the words of ``old``, without the "removed" those of ``new``.
 
     Blanks are not compared; those between words that are in both texts come from ``new``.
     """
-    whole = (Piece("same", new),) if old == new else (Piece("removed", old), Piece("added", new))
+    whole = (WordRun("same", new),) if old == new else (WordRun("removed", old), WordRun("added", new))
     if max(len(old), len(new)) > MAX_CHARS:
         return whole
     before, after = _words(old), _words(new)
@@ -54,14 +54,14 @@ def _words(text: str) -> list[str]:
     return [found[0] for found in islice(_WORDS.finditer(text), MAX_WORDS + 1)]
 
 
-def _compared(before: list[str], after: list[str]) -> Iterator[Piece]:
+def _compared(before: list[str], after: list[str]) -> Iterator[WordRun]:
     matcher = difflib.SequenceMatcher(None, _bare(before), _bare(after), autojunk=False)
     for tag, start, end, new_start, new_end in matcher.get_opcodes():
         if tag == "equal":
-            yield Piece("same", "".join(after[new_start:new_end]))
+            yield WordRun("same", "".join(after[new_start:new_end]))
             continue
-        yield Piece("removed", _apart("".join(before[start:end]), new_end > new_start))
-        yield Piece("added", _apart("".join(after[new_start:new_end]), new_end < len(after)))
+        yield WordRun("removed", _apart("".join(before[start:end]), new_end > new_start))
+        yield WordRun("added", _apart("".join(after[new_start:new_end]), new_end < len(after)))
 
 
 def _bare(words: Iterable[str]) -> list[str]:
@@ -73,14 +73,14 @@ def _apart(text: str, goes_on: bool) -> str:
     return f"{text} " if text and goes_on and text[-1].isalnum() else text
 
 
-def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def _joined(pieces: Iterable[WordRun]) -> Iterator[WordRun]:
     """Without empty ones, and neighbours of one kind as one."""
-    last: Piece | None = None
+    last: WordRun | None = None
     for piece in pieces:
         if not piece.text:
             continue
         if last is not None and last.kind == piece.kind:
-            last = Piece(last.kind, last.text + piece.text)
+            last = WordRun(last.kind, last.text + piece.text)
             continue
         if last is not None:
             yield last

@@ -49,7 +49,7 @@ BLAME: dict[type[ScheduleError], tuple[str, str]] = {
 """The request field and the code for each way a table cannot be compiled."""
 
 
-class Admission:
+class ImageAdmission:
     """Turns a :class:`GenerationRequest` into a :class:`LiveRequest`, or raises :class:`InvalidRequest`.
 
     ``defaults``: the profile's sigma schedule and eta, which belong to its sampler; a sampler given by the caller

@@ -14,11 +14,11 @@ from diffserve.disk_cache import DiskCache
 from diffserve.engine.core import Core
 from diffserve.engine.delivery import raise_if_failed
 from diffserve.engine.engine import CoreEngine
-from diffserve.engine.image.admission import Admission
+from diffserve.engine.image.admission import ImageAdmission
 from diffserve.engine.image.runner import ImageRunner
 from diffserve.engine.image.scheduler import RequestScheduler
 from diffserve.engine.image.task import GroupKey, LiveRequest, TickOutcome, TickPlan, TickTrace
-from diffserve.engine.records import Failure, TickBudget
+from diffserve.engine.records import FailureReason, TickBudget
 from diffserve.engine_stats import ImageStats
 from diffserve.pace import Pace
 from diffserve.runtime import DiffusionModel, load_model
@@ -91,7 +91,7 @@ class ImageCore(Core[LiveRequest, TickPlan, TickOutcome, Event]):
     def _run(self, plan: TickPlan) -> TickOutcome:
         return self.runners.run(plan)
 
-    def _all_failed(self, plan: TickPlan, failure: Failure) -> TickOutcome:
+    def _all_failed(self, plan: TickPlan, failure: FailureReason) -> TickOutcome:
         return TickOutcome(failures=dict.fromkeys(plan.tasks, failure))
 
     def _apply(self, plan: TickPlan, outcome: TickOutcome, started_s: float) -> list[Event]:
@@ -161,7 +161,7 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
         self.config = config or EngineConfig()
         super().__init__(self.config.max_waiting)
         defaults = None if profile is None else profile.diffusion
-        self._admission = Admission(model.info, model.schedule, model.scheduler_config, defaults)
+        self._admission = ImageAdmission(model.info, model.schedule, model.scheduler_config, defaults)
         self.core: ImageCore = ImageCore(model, self.config, clock, pages=pool)
 
     @classmethod

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diffserve.engine.image.task import PAINT_FROM, ImageTask, LiveRequest, TickOutcome
-from diffserve.engine.records import Failure
+from diffserve.engine.records import FailureReason
 from diffserve.types import (
     Event,
     Failed,
@@ -64,7 +64,7 @@ class ImageOutputs:
         return Painted(request_id=task.live.request_id, result=self._result(task, outcome))
 
     @staticmethod
-    def image_failed(task: ImageTask, failure: Failure) -> ImageFailed:
+    def image_failed(task: ImageTask, failure: FailureReason) -> ImageFailed:
         """One image is given up."""
         return ImageFailed(
             request_id=task.live.request_id,

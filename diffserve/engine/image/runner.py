@@ -19,7 +19,7 @@ from diffserve.engine.image.preparer import Preparer
 from diffserve.engine.image.shape_groups import Groups, is_deterministic
 from diffserve.engine.image.task import GroupKey, ImageTask, TickOutcome, TickPlan
 from diffserve.engine.image.unet_calls import UNetCaller
-from diffserve.engine.records import Failure
+from diffserve.engine.records import FailureReason
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.kv import PagePool, PoolBusy
 from diffserve.runtime.memory import without_frames
@@ -243,9 +243,9 @@ def keep_outside(task: ImageTask, x: Tensor, row: Tensor) -> Tensor:
     return blended
 
 
-def not_finite(task: ImageTask) -> Failure:
+def not_finite(task: ImageTask) -> FailureReason:
     """The network gave infinities or NaN for this image."""
-    return Failure(
+    return FailureReason(
         "numerical_error",
         f"the latents are not finite after step {task.step_index + 1} of {task.table.num_steps}; "
         "try another seed, a lower guidance_scale or a wider dtype.",

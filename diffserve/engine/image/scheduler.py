@@ -20,7 +20,7 @@ from diffserve.config import EngineConfig
 from diffserve.engine.image.outputs import ImageOutputs
 from diffserve.engine.image.queues import LANES_PER_LANE_LEFT, FairShare, ImageQueue, LaneTable
 from diffserve.engine.image.task import GroupKey, ImageTask, LiveRequest, TickOutcome, TickPlan
-from diffserve.engine.records import Failure, Scheduler, Stage
+from diffserve.engine.records import FailureReason, Scheduler, Stage
 from diffserve.types import Event, ModelInfo
 
 PLACES_EVERY_S = 0.5
@@ -107,7 +107,7 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
                 events += self._leave(task)
         return events
 
-    def give_up(self, live: LiveRequest, failure: Failure) -> list[Event]:
+    def give_up(self, live: LiveRequest, failure: FailureReason) -> list[Event]:
         """All images of a request that are not painted yet are given up."""
         return [event for task in live.tasks for event in self.fail(task, failure)]
 
@@ -125,7 +125,7 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
                 events.append(self._report.queued(live))
         return events
 
-    def fail(self, task: ImageTask, failure: Failure) -> list[Event]:
+    def fail(self, task: ImageTask, failure: FailureReason) -> list[Event]:
         """Give up one image; its neighbours and siblings go on."""
         if task.stage is Stage.DONE:
             return []

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from diffserve.engine.records import Failure, Live, Stage
-from diffserve.types import GenerationRequest, Recipe
+from diffserve.engine.records import FailureReason, Live, Stage
+from diffserve.types import DenoisingRecipe, GenerationRequest
 from schedulers import StepTable
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class GroupKey(NamedTuple):
     num_tokens: int
 
 
-class PaintSettings(Recipe, frozen=True, kw_only=True, eq=False, dict=True):
+class PaintSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, dict=True):
     """A request's recipe and its sampler, compiled.
 
     guided   bool (num_rows,): whether table row i also runs the unconditional row
@@ -70,7 +70,7 @@ class LiveRequest(Live):
     tasks: list[ImageTask] = field(default_factory=list)
     num_painted: int = 0
     num_failed: int = 0
-    first_failure: Failure | None = None
+    first_failure: FailureReason | None = None
 
     def __post_init__(self) -> None:
         self.tasks = [ImageTask(self, index) for index in range(self.request.num_images)]
@@ -256,7 +256,7 @@ class TickOutcome:
     """
 
     groups: dict[ImageTask, GroupKey] = field(default_factory=dict)
-    failures: dict[ImageTask, Failure] = field(default_factory=dict)
+    failures: dict[ImageTask, FailureReason] = field(default_factory=dict)
     postponed: list[ImageTask] = field(default_factory=list)
     previews: dict[ImageTask, NDArray[np.uint8]] = field(default_factory=dict)
     pictures: dict[ImageTask, NDArray[np.uint8]] = field(default_factory=dict)

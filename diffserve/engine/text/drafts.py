@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diffserve.engine.text.pages import SequencePages
-from diffserve.engine.text.task import Piece, TextTask
+from diffserve.engine.text.task import ScheduledTokens, TextTask
 from diffserve.errors import InvalidRequest
 from diffserve.runtime.decoding import PromptLookup
 from diffserve.runtime.language import LanguageModel
@@ -45,7 +45,7 @@ class DraftPolicy:
             return "draft"
         return "prompt_lookup" if self.config.prompt_lookup else "off"
 
-    def extend(self, piece: Piece, num_left: int) -> int:
+    def extend(self, piece: ScheduledTokens, num_left: int) -> int:
         """Give ``piece`` a draft of at most ``num_left`` tokens; returns how many tokens that adds to the tick.
 
         None for beams, nor while other texts wait to go on from the same prompt.
@@ -73,7 +73,7 @@ class DraftPolicy:
         elif num_right < (num_drafted + 1) // 2:
             task.draft_limit = max(1, task.draft_limit // 2)
 
-    def _look(self, piece: Piece, lookup: PromptLookup) -> int:
+    def _look(self, piece: ScheduledTokens, lookup: PromptLookup) -> int:
         row = piece.sequence.row
         if row.constraint is None:
             found = lookup.propose(row.token_ids)
@@ -81,13 +81,13 @@ class DraftPolicy:
             found = lookup.propose_allowed(row.token_ids, row.constraint, row.state)
         return self._take(piece, row.crop(found))
 
-    def _take(self, piece: Piece, draft: list[int]) -> int:
+    def _take(self, piece: ScheduledTokens, draft: list[int]) -> int:
         if not draft or not self.pages.reserve(piece.sequence, piece.end + len(draft)):
             return 0
         piece.draft = draft
         return len(draft)
 
-    def _ask(self, piece: Piece, limit: int, num_left: int) -> int:
+    def _ask(self, piece: ScheduledTokens, limit: int, num_left: int) -> int:
         """Let the draft model propose. It may first have to read what was said: that counts as well."""
         sequence = piece.sequence
         room = sequence.row.params.max_tokens - sequence.row.num_output_tokens - 1

@@ -10,7 +10,7 @@ from typing import Final
 from diffserve.engine.core import Core
 from diffserve.engine.delivery import raise_if_failed
 from diffserve.engine.engine import CoreEngine
-from diffserve.engine.records import Failure, TickBudget
+from diffserve.engine.records import FailureReason, TickBudget
 from diffserve.engine.text.admission import TextAdmission
 from diffserve.engine.text.pages import SequencePages
 from diffserve.engine.text.runner import TextRunner
@@ -112,7 +112,7 @@ class TextCore(Core[LiveText, TextPlan, TextOutcome, TextEvent]):
     def _run(self, plan: TextPlan) -> TextOutcome:
         return self.runners.run(plan)
 
-    def _all_failed(self, plan: TextPlan, failure: Failure) -> TextOutcome:
+    def _all_failed(self, plan: TextPlan, failure: FailureReason) -> TextOutcome:
         return TextOutcome(failures=dict.fromkeys(plan.tasks, failure))
 
     def _apply(self, plan: TextPlan, outcome: TextOutcome, started_s: float) -> list[TextEvent]:

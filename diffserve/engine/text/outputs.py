@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from diffserve.engine.records import Stage
 from diffserve.engine.text.drafts import DraftPolicy
 from diffserve.engine.text.pages import SequencePages
-from diffserve.engine.text.task import LiveText, Piece, TextOutcome, TextTask
+from diffserve.engine.text.task import LiveText, ScheduledTokens, TextOutcome, TextTask
 from diffserve.runtime.decoding import Choice, Hypothesis, TextStream
 from diffserve.runtime.language import LanguageModel
 from diffserve.text_types import (
@@ -32,7 +32,7 @@ class TextOutputs:
         self.num_said = 0
         self.entropy_sum = 0.0
 
-    def computed(self, piece: Piece, now_s: float) -> None:
+    def computed(self, piece: ScheduledTokens, now_s: float) -> None:
         """The piece's keys and values are written; those of a draft are not believed yet."""
         piece.sequence.num_computed = piece.end
         live = piece.task.live

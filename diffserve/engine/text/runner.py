@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diffserve.engine.core import failure_of
-from diffserve.engine.text.task import Piece, TextOutcome, TextPlan, TextTask
+from diffserve.engine.text.task import ScheduledTokens, TextOutcome, TextPlan, TextTask
 from diffserve.runtime.decoding import SamplingState, accept, draft_next
 from diffserve.runtime.language import Chunk, LanguageRunner
 from diffserve.runtime.sticky_errors import raise_if_sticky
@@ -37,7 +37,9 @@ class TextRunner:
         outcome.forward_s = self.clock() - started_s
         return outcome
 
-    def _compute(self, pieces: Sequence[Piece], draft_probs: dict[Piece, Tensor], outcome: TextOutcome) -> None:
+    def _compute(
+        self, pieces: Sequence[ScheduledTokens], draft_probs: dict[ScheduledTokens, Tensor], outcome: TextOutcome
+    ) -> None:
         """All in one call; when that fails, each text in a call of its own, to find out whose fault it was."""
         tasks = list(dict.fromkeys(piece.task for piece in pieces))
         try:
@@ -76,7 +78,7 @@ class TextRunner:
 
     # Drafts --------------------------------------------------------------------------------------------------------
 
-    def _draft(self, pieces: Sequence[Piece]) -> dict[Piece, Tensor]:
+    def _draft(self, pieces: Sequence[ScheduledTokens]) -> dict[ScheduledTokens, Tensor]:
         """Let the draft model fill ``draft`` of each piece; returns the distributions (len(draft), V) it drew from.
 
         A draft is a convenience: when it fails the texts go on without.
@@ -93,10 +95,10 @@ class TextRunner:
             for piece in pieces:
                 piece.num_draft = 0
 
-    def _propose(self, pieces: Sequence[Piece]) -> dict[Piece, Tensor]:
+    def _propose(self, pieces: Sequence[ScheduledTokens]) -> dict[ScheduledTokens, Tensor]:
         assert self.draft_runner is not None
         forks = {piece: piece.sequence.row.fork() for piece in pieces}
-        probs: dict[Piece, list[Tensor]] = {piece: [] for piece in pieces}
+        probs: dict[ScheduledTokens, list[Tensor]] = {piece: [] for piece in pieces}
         computed = {piece: piece.sequence.num_draft_computed for piece in pieces}
         for step in range(max(piece.num_draft for piece in pieces)):
             active = [piece for piece in pieces if piece.num_draft > step]
@@ -115,7 +117,7 @@ class TextRunner:
         return {piece: torch.stack(probs[piece][: len(piece.draft)]) for piece in pieces if piece.draft}
 
 
-def _draft_chunk(piece: Piece, fork: SamplingState, start: int) -> Chunk:
+def _draft_chunk(piece: ScheduledTokens, fork: SamplingState, start: int) -> Chunk:
     table = piece.sequence.draft_table
     assert table is not None
     return Chunk(table, start, fork.token_ids[start:])
@@ -142,7 +144,7 @@ class TextBatch:
     searches: dict[TextTask, list[int]]
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece], draft_probs: dict[Piece, Tensor]) -> TextBatch:
+    def of(cls, pieces: Sequence[ScheduledTokens], draft_probs: dict[ScheduledTokens, Tensor]) -> TextBatch:
         """The batch of ``pieces``, whose drafts are final."""
         chunks: list[Chunk] = []
         tasks: list[TextTask] = []

@@ -16,12 +16,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from diffserve.engine.records import Failure, Scheduler, Stage
+from diffserve.engine.records import FailureReason, Scheduler, Stage
 from diffserve.engine.text.drafts import DraftPolicy
 from diffserve.engine.text.outputs import TextOutputs
 from diffserve.engine.text.pages import SequencePages
 from diffserve.engine.text.queues import RunningQueue, WaitingQueue
-from diffserve.engine.text.task import LiveText, Piece, TextOutcome, TextPlan, TextTask
+from diffserve.engine.text.task import LiveText, ScheduledTokens, TextOutcome, TextPlan, TextTask
 from diffserve.runtime.language import LanguageModel
 from diffserve.text_types import TextConfig, TextEvent
 from diffserve.types import Failed
@@ -81,7 +81,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         admits  see ``TickBudget``
         """
         self.num_ticks += 1
-        pieces: dict[TextTask, list[Piece]] = {}
+        pieces: dict[TextTask, list[ScheduledTokens]] = {}
         wants_prefill = bool(self._waiting) or any(not task.is_decoding for task in self._running)
         kept = max_tokens // PREFILL_SHARE if wants_prefill else 0
         left = kept + self._plan_decoding(max_tokens - kept, pieces)
@@ -111,7 +111,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
                 events += self._leave_if_done(task, now_s)
         return events
 
-    def give_up(self, live: LiveText, failure: Failure) -> list[TextEvent]:
+    def give_up(self, live: LiveText, failure: FailureReason) -> list[TextEvent]:
         """A request has failed; nothing happens when it is over already."""
         if live.request_id not in self.live:
             return []
@@ -134,26 +134,27 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
 
     # The parts of a plan ------------------------------------------------------------------------------------------
 
-    def _plan_decoding(self, max_tokens: int, pieces: dict[TextTask, list[Piece]]) -> int:
+    def _plan_decoding(self, max_tokens: int, pieces: dict[TextTask, list[ScheduledTokens]]) -> int:
         """One token for each sequence that decodes; returns the tokens left. Somebody always gets a turn."""
         left = max_tokens
         for task in sorted(self._running, key=lambda task: (task.last_tick, task.order)):
             fits = len(task.sequences) <= left or not pieces
             if task.stage is Stage.RUNNING and task.is_decoding and fits and self._running.grow(task, pieces):
                 pieces[task] = [
-                    Piece(task, sequence, sequence.num_computed, sequence.num_tokens) for sequence in task.sequences
+                    ScheduledTokens(task, sequence, sequence.num_computed, sequence.num_tokens)
+                    for sequence in task.sequences
                 ]
                 left -= len(task.sequences)
         return max(left, 0)
 
-    def _plan_prefill(self, max_tokens: int, pieces: dict[TextTask, list[Piece]]) -> int:
+    def _plan_prefill(self, max_tokens: int, pieces: dict[TextTask, list[ScheduledTokens]]) -> int:
         left = max_tokens
         for task in sorted(self._running, key=lambda task: task.order):
             if left > 0 and task.stage is Stage.RUNNING and not task.is_decoding:
                 left -= self._plan_chunks(task, left, pieces)
         return left
 
-    def _plan_newcomers(self, max_tokens: int, pieces: dict[TextTask, list[Piece]]) -> int:
+    def _plan_newcomers(self, max_tokens: int, pieces: dict[TextTask, list[ScheduledTokens]]) -> int:
         left = max_tokens
         for task in self._waiting.candidates(self._running):
             room = self.config.max_sequences - self.num_running
@@ -164,7 +165,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
             left -= self._plan_chunks(task, left, pieces)
         return left
 
-    def _plan_chunks(self, task: TextTask, max_tokens: int, pieces: dict[TextTask, list[Piece]]) -> int:
+    def _plan_chunks(self, task: TextTask, max_tokens: int, pieces: dict[TextTask, list[ScheduledTokens]]) -> int:
         """A piece of what ``task`` has pending, of at most ``max_tokens`` tokens; returns how many that are.
 
         Beams that come back after a preemption are computed one after another, so that each finds what those before
@@ -178,7 +179,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
             if end > sequence.num_computed:
                 if not self._running.make_room(task, sequence, end, pieces):
                     return 0
-                pieces[task] = [Piece(task, sequence, sequence.num_computed, end)]
+                pieces[task] = [ScheduledTokens(task, sequence, sequence.num_computed, end)]
                 return end - sequence.num_computed
         return 0
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from diffserve.engine.records import Failure, Live, Stage
+from diffserve.engine.records import FailureReason, Live, Stage
 from diffserve.text_types import TextRequest, TextResult
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class LiveText(Live):
 
 
 @dataclass(eq=False, slots=True)
-class Piece:
+class ScheduledTokens:
     """What a sequence brings to the tick's call: tokens ``start`` to ``end`` of its row, then ``draft``.
 
     num_draft  tokens that a draft model shall propose, in place of ``draft``
@@ -138,7 +138,7 @@ class Piece:
 class TextPlan:
     """The work of one tick; every piece has its pages."""
 
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[ScheduledTokens, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -163,7 +163,7 @@ class TextOutcome:
     said: dict[TextTask, list[Choice]] = field(default_factory=dict)
     drafted: dict[TextTask, int] = field(default_factory=dict)
     forks: dict[TextTask, Fork] = field(default_factory=dict)
-    failures: dict[TextTask, Failure] = field(default_factory=dict)
+    failures: dict[TextTask, FailureReason] = field(default_factory=dict)
     forward_s: float = 0.0
 
 

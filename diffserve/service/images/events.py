@@ -17,7 +17,7 @@ from diffserve.images import encode_image
 from diffserve.service.http.errors import told
 from diffserve.service.http.streams import event
 from diffserve.service.images.kept_pictures import PictureUrls
-from diffserve.service.images.painting import Painting, delivery, image_entry, recipe, usage
+from diffserve.service.images.painting import CheckedImages, delivery, image_entry, recipe, usage
 from diffserve.types import Accepted, ImageFailed, ImageResult, Preview, Progress, Queued
 
 PARTIAL: Final = "image_generation.partial_image"
@@ -31,7 +31,7 @@ PROGRESS_EVERY_S: Final = 0.1
 class ImageEvents:
     """Writes the events of one request as bytes. Those with pictures take a while: call them in a thread."""
 
-    def __init__(self, painting: Painting, urls: PictureUrls | None = None) -> None:
+    def __init__(self, painting: CheckedImages, urls: PictureUrls | None = None) -> None:
         self._painting = painting
         self._urls = urls
         self._num_partials: Counter[int] = Counter()

@@ -23,7 +23,7 @@ from diffserve.service.http.errors import HttpError, error_of, told
 from diffserve.service.http.streams import Events, EventStreamResponse
 from diffserve.service.images.events import ImageEvents
 from diffserve.service.images.kept_pictures import KeptPictures, PictureUrls, base_url_of
-from diffserve.service.images.painting import Painting, answer, image_entry, plan_painting
+from diffserve.service.images.painting import CheckedImages, answer, image_entry, plan_painting
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.lifecycle import PATIENCE_S, InFlight, interruption, read_body, warning_headers, work_until
 from diffserve.service.models import check_model
@@ -97,12 +97,12 @@ class Generations:
             )
         return JSONResponse({"id": request_id, "object": "image.generation", "status": "cancelled"})
 
-    def _urls(self, painting: Painting, request: Request) -> PictureUrls | None:
+    def _urls(self, painting: CheckedImages, request: Request) -> PictureUrls | None:
         if self._pictures is None or not painting.has_urls:
             return None
         return PictureUrls(self._pictures, base_url_of(request, self._config.public_url))
 
-    async def _answer(self, painting: Painting, urls: PictureUrls | None, ticket: Ticket) -> Response:
+    async def _answer(self, painting: CheckedImages, urls: PictureUrls | None, ticket: Ticket) -> Response:
         warnings = list(painting.warnings)
         results: list[ImageResult] = []
         entries: dict[int, dict[str, Any]] = {}
@@ -129,7 +129,7 @@ class Generations:
         content = await asyncio.to_thread(answer, painting, results, data, warnings)
         return Response(content, headers=warning_headers(warnings), media_type="application/json")
 
-    async def _events(self, painting: Painting, urls: PictureUrls | None, ticket: Ticket) -> Events:
+    async def _events(self, painting: CheckedImages, urls: PictureUrls | None, ticket: Ticket) -> Events:
         events, warnings = ImageEvents(painting, urls), list(painting.warnings)
         async with self._engine.submit(painting.request).watched(ticket.watch) as job:
             async for event in job:

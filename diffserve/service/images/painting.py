@@ -45,7 +45,7 @@ SAME_BY_NAME: Final = {*DiffusionParams.__struct_fields__} & {*GenerateBody.mode
 """Fields of a body that need no more than to be handed on."""
 
 
-class Painting(msgspec.Struct, frozen=True, kw_only=True):
+class CheckedImages(msgspec.Struct, frozen=True, kw_only=True):
     """A checked body: the engine's request, and how its pictures are to be delivered."""
 
     request: GenerationRequest
@@ -68,7 +68,7 @@ def plan_painting(
     *,
     client: str = "",
     rewriter: RewriterMode = "off",
-) -> Painting:
+) -> CheckedImages:
     """What ``body`` asks for, in the terms of the loaded model; ``rewriter`` where it says nothing of one.
 
     Raises InvalidRequest for what it cannot have.
@@ -83,7 +83,7 @@ def plan_painting(
         warnings.append("partial_images changes nothing without stream.")
     warnings += body.warnings
     diffusion = _diffusion(body, None if quality == AUTO else steps_of(quality, info))
-    return Painting(
+    return CheckedImages(
         request=GenerationRequest(
             request_id=request_id,
             prompt=body.prompt,
@@ -110,7 +110,7 @@ def plan_painting(
     )
 
 
-def image_entry(painting: Painting, result: ImageResult, urls: PictureUrls | None = None) -> dict[str, Any]:
+def image_entry(painting: CheckedImages, result: ImageResult, urls: PictureUrls | None = None) -> dict[str, Any]:
     """One element of ``data``: resized, encoded, in base64, and with ``urls`` also at one. Takes a while: call it in a
     thread.
 
@@ -131,7 +131,9 @@ def image_entry(painting: Painting, result: ImageResult, urls: PictureUrls | Non
     }
 
 
-def answer(painting: Painting, results: list[ImageResult], entries: list[dict[str, Any]], warnings: list[str]) -> bytes:
+def answer(
+    painting: CheckedImages, results: list[ImageResult], entries: list[dict[str, Any]], warnings: list[str]
+) -> bytes:
     """The whole body of a 200 answer. Takes a while with large pictures: call it in a thread."""
     return msgspec.json.encode(
         {
@@ -145,7 +147,7 @@ def answer(painting: Painting, results: list[ImageResult], entries: list[dict[st
     )
 
 
-def delivery(painting: Painting) -> dict[str, Any]:
+def delivery(painting: CheckedImages) -> dict[str, Any]:
     """How the pictures are delivered, in OpenAI's words."""
     return {
         "background": "opaque",
@@ -156,7 +158,7 @@ def delivery(painting: Painting) -> dict[str, Any]:
     }
 
 
-def recipe(painting: Painting, result: ImageResult) -> dict[str, Any]:
+def recipe(painting: CheckedImages, result: ImageResult) -> dict[str, Any]:
     """How ``result``, and every other picture of the request, was painted."""
     return {
         "id": painting.request.request_id,
@@ -295,7 +297,7 @@ def _quality(body: GenerateBody, warnings: list[str]) -> str:
     return AUTO
 
 
-def usage(painting: Painting, results: list[ImageResult]) -> dict[str, Any]:
+def usage(painting: CheckedImages, results: list[ImageResult]) -> dict[str, Any]:
     """Token counts as OpenAI's clients expect them: an image token is one cell of the painted latents' 8x8 grid."""
     image_tokens = sum(result.picture.width_px * result.picture.height_px // 64 for result in results)
     text_tokens = len(results[0].prompt.split())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from diffserve.service.texts.texts import TextPlan
+from diffserve.service.texts.texts import CheckedTexts
 from diffserve.text_types import FinishReason, TextDelta, TextFinished, TextResult, TextUsage, TokenInfo
 
 Json = dict[str, Any]
@@ -17,22 +17,22 @@ class Dialect(Protocol):
 
     chunk_kind: str
 
-    def answer(self, plan: TextPlan, finished: Sequence[TextFinished]) -> Json:
+    def answer(self, plan: CheckedTexts, finished: Sequence[TextFinished]) -> Json:
         """The whole answer."""
 
-    def opening(self, plan: TextPlan, first_index: int, num_texts: int) -> Iterator[Json]:
+    def opening(self, plan: CheckedTexts, first_index: int, num_texts: int) -> Iterator[Json]:
         """What is sent before a prompt's first word."""
 
-    def delta(self, plan: TextPlan, first_index: int, delta: TextDelta) -> Iterator[Json]:
+    def delta(self, plan: CheckedTexts, first_index: int, delta: TextDelta) -> Iterator[Json]:
         """What is new."""
 
 
-class Chat:
+class ChatAnswers:
     """``/v1/chat/completions``."""
 
     chunk_kind = "chat.completion.chunk"
 
-    def answer(self, plan: TextPlan, finished: Sequence[TextFinished]) -> Json:
+    def answer(self, plan: CheckedTexts, finished: Sequence[TextFinished]) -> Json:
         """An object "chat.completion"."""
         choices = [
             {
@@ -45,12 +45,12 @@ class Chat:
         ]
         return _answer(plan, "chat.completion", choices, finished)
 
-    def opening(self, plan: TextPlan, first_index: int, num_texts: int) -> Iterator[Json]:
+    def opening(self, plan: CheckedTexts, first_index: int, num_texts: int) -> Iterator[Json]:
         """Who speaks, for each text."""
         for index in range(first_index, first_index + num_texts):
             yield self._chunk(plan, index, {"role": "assistant", "content": "", "refusal": None}, None, None)
 
-    def delta(self, plan: TextPlan, first_index: int, delta: TextDelta) -> Iterator[Json]:
+    def delta(self, plan: CheckedTexts, first_index: int, delta: TextDelta) -> Iterator[Json]:
         """The new words, where there are any; the end of a text is a chunk of its own."""
         index = first_index + delta.text_index
         logprobs = self._logprobs(plan, delta.tokens, delta.finish_reason)
@@ -60,12 +60,12 @@ class Chat:
             yield self._chunk(plan, index, {}, None, delta.finish_reason)
 
     @staticmethod
-    def _chunk(plan: TextPlan, index: int, delta: Json, logprobs: Json | None, reason: FinishReason | None) -> Json:
+    def _chunk(plan: CheckedTexts, index: int, delta: Json, logprobs: Json | None, reason: FinishReason | None) -> Json:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return chunk(plan, Chat.chunk_kind, [choice])
+        return chunk(plan, ChatAnswers.chunk_kind, [choice])
 
     @staticmethod
-    def _logprobs(plan: TextPlan, tokens: Sequence[TokenInfo], reason: FinishReason | None) -> Json | None:
+    def _logprobs(plan: CheckedTexts, tokens: Sequence[TokenInfo], reason: FinishReason | None) -> Json | None:
         if plan.requests[0].params.logprobs is None:
             return None
         content = [
@@ -78,7 +78,7 @@ class Chat:
         return {"content": content, "refusal": None}
 
 
-class Completion:
+class CompletionAnswers:
     """``/v1/completions``. Whole answers and chunks have one shape, and offsets go on where the last chunk ended."""
 
     chunk_kind = "text_completion"
@@ -86,7 +86,7 @@ class Completion:
     def __init__(self) -> None:
         self._offsets: dict[int, int] = {}
 
-    def answer(self, plan: TextPlan, finished: Sequence[TextFinished]) -> Json:
+    def answer(self, plan: CheckedTexts, finished: Sequence[TextFinished]) -> Json:
         """An object "text_completion"."""
         choices = [
             self._choice(plan, index, result.text, result.tokens, result.finish_reason)
@@ -94,18 +94,18 @@ class Completion:
         ]
         return _answer(plan, "text_completion", choices, finished)
 
-    def opening(self, plan: TextPlan, first_index: int, num_texts: int) -> Iterator[Json]:
+    def opening(self, plan: CheckedTexts, first_index: int, num_texts: int) -> Iterator[Json]:
         """Nothing."""
         yield from ()
 
-    def delta(self, plan: TextPlan, first_index: int, delta: TextDelta) -> Iterator[Json]:
+    def delta(self, plan: CheckedTexts, first_index: int, delta: TextDelta) -> Iterator[Json]:
         """The new words, and with the last of them why it is over."""
         choice = self._choice(plan, first_index + delta.text_index, delta.text, delta.tokens, delta.finish_reason)
         if delta.text or delta.finish_reason is not None or (choice["logprobs"] and choice["logprobs"]["tokens"]):
             yield chunk(plan, self.chunk_kind, [choice])
 
     def _choice(
-        self, plan: TextPlan, index: int, text: str, tokens: Sequence[TokenInfo], reason: FinishReason | None
+        self, plan: CheckedTexts, index: int, text: str, tokens: Sequence[TokenInfo], reason: FinishReason | None
     ) -> Json:
         return {
             "index": index,
@@ -115,7 +115,7 @@ class Completion:
         }
 
     def _logprobs(
-        self, plan: TextPlan, index: int, tokens: Sequence[TokenInfo], reason: FinishReason | None
+        self, plan: CheckedTexts, index: int, tokens: Sequence[TokenInfo], reason: FinishReason | None
     ) -> Json | None:
         if plan.requests[0].params.logprobs is None:
             return None
@@ -133,7 +133,7 @@ class Completion:
         }
 
 
-def chunk(plan: TextPlan, kind: str, choices: list[Json], usage: Json | None = None) -> Json:
+def chunk(plan: CheckedTexts, kind: str, choices: list[Json], usage: Json | None = None) -> Json:
     """One chunk of a streamed answer; ``usage`` is null until the last where it was asked for, else left out."""
     head = {"id": plan.answer_id, "object": kind, "created": plan.created, "model": plan.model}
     told = {"usage": usage} if plan.has_usage_chunk else {}
@@ -152,13 +152,13 @@ def usage(used: Sequence[TextUsage]) -> Json:
     }
 
 
-def spoken(plan: TextPlan, tokens: Sequence[TokenInfo], reason: FinishReason | None) -> Sequence[TokenInfo]:
+def spoken(plan: CheckedTexts, tokens: Sequence[TokenInfo], reason: FinishReason | None) -> Sequence[TokenInfo]:
     """``tokens`` without the one that only ended the text."""
     ends = reason == "stop" and bool(tokens) and tokens[-1].token_id in plan.end_ids
     return tokens[:-1] if ends else tokens
 
 
-def _answer(plan: TextPlan, kind: str, choices: list[Json], finished: Sequence[TextFinished]) -> Json:
+def _answer(plan: CheckedTexts, kind: str, choices: list[Json], finished: Sequence[TextFinished]) -> Json:
     return {
         "id": plan.answer_id,
         "object": kind,

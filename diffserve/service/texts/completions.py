@@ -21,16 +21,16 @@ from diffserve.service.http.errors import error_of
 from diffserve.service.http.streams import DONE, Events, EventStreamResponse, event
 from diffserve.service.lifecycle import PATIENCE_S, interruption, read_body, warning_headers, work_until
 from diffserve.service.models import check_language_model
-from diffserve.service.texts.answers import Chat, Completion, Dialect, chunk, usage
+from diffserve.service.texts.answers import ChatAnswers, CompletionAnswers, Dialect, chunk, usage
 from diffserve.service.texts.schemas import ChatBody, CompletionBody, SamplingBody
-from diffserve.service.texts.texts import TextPlan, plan_chat, plan_completion
+from diffserve.service.texts.texts import CheckedTexts, plan_chat, plan_completion
 from diffserve.text_types import LanguageModelInfo, TextAccepted, TextDelta, TextFinished, TextRequest, TextUsage
 from diffserve.types import Cancelled, Failed
 
 SamplingT = TypeVar("SamplingT", bound=SamplingBody)
 Told = TextAccepted | TextDelta | TextFinished
 Said = asyncio.Queue[tuple[int, Told | Exception]]
-Plan = Callable[[SamplingT, LanguageModelInfo, ServeConfig, str], TextPlan]
+Plan = Callable[[SamplingT, LanguageModelInfo, ServeConfig, str], CheckedTexts]
 
 
 class Completions(Generic[SamplingT]):
@@ -78,7 +78,7 @@ class Completions(Generic[SamplingT]):
             answer = await work_until(interrupted, self._answer(plan, self._dialect(), ticket), limit_s=limit_s)
             return Response(answer, headers=headers, media_type="application/json")
 
-    async def _answer(self, plan: TextPlan, dialect: Dialect, ticket: Ticket) -> bytes:
+    async def _answer(self, plan: CheckedTexts, dialect: Dialect, ticket: Ticket) -> bytes:
         finished: dict[int, TextFinished] = {}
         async for index, told in self._told(plan, ticket):
             if isinstance(told, TextFinished):
@@ -86,7 +86,7 @@ class Completions(Generic[SamplingT]):
         in_order = [finished[index] for index in range(len(plan.requests))]
         return msgspec.json.encode(dialect.answer(plan, in_order))
 
-    async def _events(self, plan: TextPlan, dialect: Dialect, ticket: Ticket) -> Events:
+    async def _events(self, plan: CheckedTexts, dialect: Dialect, ticket: Ticket) -> Events:
         used: list[TextUsage] = []
         async for index, told in self._told(plan, ticket):
             first_index = index * plan.requests[0].num_texts
@@ -102,7 +102,7 @@ class Completions(Generic[SamplingT]):
         if plan.has_usage_chunk:
             yield event(chunk(plan, dialect.chunk_kind, [], usage(used)))
 
-    async def _told(self, plan: TextPlan, ticket: Ticket) -> AsyncGenerator[tuple[int, Told], None]:
+    async def _told(self, plan: CheckedTexts, ticket: Ticket) -> AsyncGenerator[tuple[int, Told], None]:
         """What is said to every prompt, as it comes, each with the prompt's number; raises where one fails."""
         said: Said = asyncio.Queue()
         listening = [
@@ -147,11 +147,13 @@ def chat_completions(
     engine: EngineClient, config: ServeConfig, gate: Gate, admission: Admission
 ) -> Completions[ChatBody]:
     """The endpoint of conversations."""
-    return Completions(engine, config, gate, admission, kind=ChatBody, plan=plan_chat, dialect=Chat)
+    return Completions(engine, config, gate, admission, kind=ChatBody, plan=plan_chat, dialect=ChatAnswers)
 
 
 def text_completions(
     engine: EngineClient, config: ServeConfig, gate: Gate, admission: Admission
 ) -> Completions[CompletionBody]:
     """The endpoint of plain texts."""
-    return Completions(engine, config, gate, admission, kind=CompletionBody, plan=plan_completion, dialect=Completion)
+    return Completions(
+        engine, config, gate, admission, kind=CompletionBody, plan=plan_completion, dialect=CompletionAnswers
+    )

@@ -37,7 +37,7 @@ class RewritePlan(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...]
 
 
-class Rewrites:
+class RewriteEndpoint:
     """The endpoint with what it stands on."""
 
     def __init__(self, engine: EngineClient, config: ServeConfig, gate: Gate, admission: Admission) -> None:

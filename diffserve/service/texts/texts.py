@@ -28,7 +28,7 @@ SAME_NAMES: Final = (
 """Fields that the body and :class:`SamplingParams` call the same."""
 
 
-class TextPlan(msgspec.Struct, frozen=True, kw_only=True):
+class CheckedTexts(msgspec.Struct, frozen=True, kw_only=True):
     """A checked body: one request for each prompt, and how the answer is to look.
 
     ``created`` in seconds since 1970; ``end_ids``: the tokens that end a text, which are not part of it.
@@ -45,7 +45,7 @@ class TextPlan(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...]
 
 
-def plan_chat(body: ChatBody, info: LanguageModelInfo, config: ServeConfig, request_id: str) -> TextPlan:
+def plan_chat(body: ChatBody, info: LanguageModelInfo, config: ServeConfig, request_id: str) -> CheckedTexts:
     """What ``body`` asks for. InvalidRequest for what it cannot have."""
     _refuse_unsupported(body)
     if body.top_logprobs is not None and not body.logprobs:
@@ -68,7 +68,9 @@ def plan_chat(body: ChatBody, info: LanguageModelInfo, config: ServeConfig, requ
     return _plan(body, info, f"chatcmpl-{_suffix(request_id)}", (request,))
 
 
-def plan_completion(body: CompletionBody, info: LanguageModelInfo, config: ServeConfig, request_id: str) -> TextPlan:
+def plan_completion(
+    body: CompletionBody, info: LanguageModelInfo, config: ServeConfig, request_id: str
+) -> CheckedTexts:
     """What ``body`` asks for. InvalidRequest for what it cannot have."""
     _refuse_unsupported(body)
     params = _params(body, body.max_tokens or DEFAULT_COMPLETION_TOKENS, body.logprobs)
@@ -96,8 +98,10 @@ def plan_completion(body: CompletionBody, info: LanguageModelInfo, config: Serve
     return _plan(body, info, f"cmpl-{_suffix(request_id)}", requests)
 
 
-def _plan(body: SamplingBody, info: LanguageModelInfo, answer_id: str, requests: tuple[TextRequest, ...]) -> TextPlan:
-    return TextPlan(
+def _plan(
+    body: SamplingBody, info: LanguageModelInfo, answer_id: str, requests: tuple[TextRequest, ...]
+) -> CheckedTexts:
+    return CheckedTexts(
         answer_id=answer_id,
         created=int(time.time()),
         model=info.model_id,
