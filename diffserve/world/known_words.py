@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from diffserve.vocabulary import WORLD_FILE, World
+from diffserve.vocabulary import WORLD_FILE, Vocabulary
 from diffserve.world.captions import (
     ABOVE_WORDS,
     COLOR_SYNONYMS,
@@ -33,9 +33,9 @@ def caption_words() -> frozenset[str]:
     return frozenset(word for phrase in _phrases() for word in re.findall(r"[\w-]+", phrase.lower()))
 
 
-def known_world() -> World:
+def known_world() -> Vocabulary:
     """What the embedded model can be asked for."""
-    return World(objects=tuple(OBJECTS), places=PLACES, colors=tuple(COLORS), words=tuple(sorted(caption_words())))
+    return Vocabulary(objects=tuple(OBJECTS), places=PLACES, colors=tuple(COLORS), words=tuple(sorted(caption_words())))
 
 
 def write_world(directory: Path) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from diffserve.errors import InvalidRequest
+from diffserve.world.canonical import Said, sentence
 from diffserve.world.captions import (
     ABOVE_WORDS,
     COLOR_SYNONYMS,
@@ -48,12 +49,27 @@ def parse_prompt(prompt: str) -> SceneSpec:
             param="prompt",
         )
     words = " ".join(prompt.lower().split()).rstrip(" .!")
+    if (spec := _parse(words)) is None:
+        raise InvalidRequest(_what_is_wrong(prompt, words), param="prompt")
+    return spec
+
+
+def parse_sentence(words: str) -> Said | None:
+    """What a canonical :func:`~diffserve.world.canonical.sentence` says; None for any other text."""
+    spec = _parse(words)
+    if spec is None or not spec.names or spec.background is None:
+        return None
+    said = Said(spec.names, spec.relation, spec.size or "plain", spec.background)
+    return said if sentence(said) == words else None
+
+
+def _parse(words: str) -> SceneSpec | None:
     for what, background in _without_background(words):
         if not what and background is not None:
             return SceneSpec((), background=background)
         if (objects := _parse_objects(what)) is not None:
             return SceneSpec(*objects, background)
-    raise InvalidRequest(_what_is_wrong(prompt, words), param="prompt")
+    return None
 
 
 def _without_background(words: str) -> Iterator[tuple[str, str | None]]:
