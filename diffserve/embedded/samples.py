@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +57,7 @@ def to_pixels(painted: Tensor) -> NDArray[np.uint8]:
     return unit.byte().permute(0, 2, 3, 1).cpu().numpy()
 
 
-def sheet(pictures: Sequence[NDArray[np.uint8]], columns: int, path: Path, **options: int) -> Path:
+def sheet(pictures: Sequence[NDArray[np.uint8]], columns: int, path: Path, **options: Any) -> Path:
     """Save pictures of one shape (H, W, 3) as one grid; ``options`` are the image format's own."""
     rows = [np.concatenate(pictures[i : i + columns], axis=1) for i in range(0, len(pictures), columns)]
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,8 @@ import random
 import re
 from functools import lru_cache
 
+import msgspec
+
 from diffserve.embedded.wishes.words import IRREGULAR, sentences, words
 from diffserve.world import captions
 
@@ -30,7 +32,8 @@ MIN_LETTERS = 4
 @lru_cache(maxsize=1)
 def known_words() -> frozenset[str]:
     """Every word of the captions and of clean wishes: a slip that lands on one of them would change the meaning."""
-    known = [IRREGULAR, sentences(), words(), *(value for name, value in vars(captions).items() if name.isupper())]
+    tables = (*msgspec.structs.astuple(sentences()), *msgspec.structs.astuple(words()), IRREGULAR)
+    known = [*tables, *(value for name, value in vars(captions).items() if name.isupper())]
     return frozenset(re.findall(r"[a-z]+", str(known).lower()))
 
 
