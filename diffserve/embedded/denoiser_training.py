@@ -27,6 +27,11 @@ from diffserve.world.scenes import Scene
 
 TEXT_WIDTH = 192
 FINISH_SHARE, FINISH_PLAIN = 0.7, 2.5
+CONTINUED: dict[str, Callable[[Scene], float]] = {
+    "finish": partial(emphasis, plain=FINISH_PLAIN),
+    "tune": tuning_emphasis,
+}
+"""How often each scene is drawn in the stages that train a denoiser on."""
 
 
 def build_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
@@ -158,28 +163,8 @@ def train_denoiser(
     return _train(Run("denoiser", denoiser, settings, work, made_from=made_from), data, tokenizer, look, look_every)
 
 
-def finish_denoiser(
-    long: Denoiser,
-    settings: TrainSettings,
-    work: Path,
-    data: list[LatentScenes],
-    tokenizer: CLIPTokenizer,
-    look: Look[Denoiser] | None = None,
-    look_every: int = 500,
-) -> Denoiser:
-    """Train ``long`` on at a rate that rises and falls once more, with single objects of plain size drawn more often,
-    resuming from ``work/finish.pt``; the weights returned lie ``FINISH_SHARE`` of the way there.
-
-    Between the weights before and after a tuning lie some that are better than either (Wortsman et al., 2022, "Robust
-    fine-tuning of zero-shot models", arXiv 2109.01903).
-    """
-    last = copy.deepcopy(long).requires_grad_(True)
-    run = Run("finish", last, settings, work, made_from=fingerprint(long))
-    last = _train(run, data, tokenizer, look, look_every, weigh=partial(emphasis, plain=FINISH_PLAIN))
-    return interpolate(long, last, FINISH_SHARE)
-
-
-def tune_denoiser(
+def continue_denoiser(
+    stage: str,
     start: Denoiser,
     settings: TrainSettings,
     work: Path,
@@ -188,10 +173,17 @@ def tune_denoiser(
     look: Look[Denoiser] | None = None,
     look_every: int = 500,
 ) -> Denoiser:
-    """Train ``start`` on with the scenes that people ask for first, resuming from ``work/tune.pt``."""
+    """Train ``start`` on at a rate that rises and falls once more, resuming from ``work/<stage>.pt``.
+
+    finish  with single objects of plain size drawn more often; the weights returned lie ``FINISH_SHARE`` of the way
+            there. Between the weights before and after a tuning lie some that are better than either (Wortsman et al.,
+            2022, "Robust fine-tuning of zero-shot models", arXiv 2109.01903).
+    tune    with the scenes that people ask for first
+    """
     last = copy.deepcopy(start).requires_grad_(True)
-    run = Run("tune", last, settings, work, made_from=fingerprint(start))
-    return _train(run, data, tokenizer, look, look_every, weigh=tuning_emphasis)
+    run = Run(stage, last, settings, work, made_from=fingerprint(start))
+    last = _train(run, data, tokenizer, look, look_every, weigh=CONTINUED[stage])
+    return interpolate(start, last, FINISH_SHARE) if stage == "finish" else last
 
 
 @torch.no_grad()

@@ -47,7 +47,7 @@ def batches(data: list[LatentScenes], batch_size: int, seed: int) -> Iterator[tu
 
 def like_estimates(latents: Tensor, pictures: Tensor) -> tuple[Tensor, Tensor]:
     """Latents as the middle of denoising gives them, and the pictures to show for them; shapes stay."""
-    mixed, stretched = _rows_of(latents, MIXED_SHARE), _rows_of(latents, STRETCHED_SHARE)
+    mixed, stretched = _uniform(latents) < MIXED_SHARE, _uniform(latents) < STRETCHED_SHARE
     weight = torch.where(mixed, _uniform(latents), 1.0)
     stretch = torch.where(stretched, 1 + (MOST_STRETCH - 1) * _uniform(latents), 1.0)
     noise = MOST_NOISE * _uniform(latents) * torch.randn_like(latents)
@@ -61,10 +61,6 @@ def _mix(rows: Tensor, weight: Tensor) -> Tensor:
 
 def _uniform(rows: Tensor) -> Tensor:
     return torch.rand(len(rows), 1, 1, 1, device=rows.device)
-
-
-def _rows_of(rows: Tensor, share: float) -> Tensor:
-    return _uniform(rows) < share
 
 
 def train_preview(

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from transformers import CLIPTokenizer
 
 from diffserve.embedded.denoiser_training import Denoiser, build_scheduler
-from diffserve.embedded.vae_training import to_unit
-from diffserve.world.captions import held_out
+from diffserve.embedded.vae_training import held_out_pictures
+from diffserve.world.captions import HELD_OUT_SEED
 from diffserve.world.checker import check
-from diffserve.world.render import render
 from diffserve.world.scenes import Scene
 
 
@@ -68,7 +67,7 @@ def sheet(pictures: Sequence[NDArray[np.uint8]], columns: int, path: Path, **opt
 @torch.inference_mode()
 def round_trip_sheet(vae: AutoencoderKL, path: Path) -> Path:
     """Held-out scenes, and below each what comes back from the autoencoder."""
-    truth = _held_out_pixels(vae)
+    truth = next(held_out_pictures(HELD_OUT_SEED, 8, vae.device))
     back = vae.decode(vae.encode(truth).latent_dist.mode()).sample
     return sheet([*to_pixels(torch.cat([truth, back]))], len(truth), path)
 
@@ -76,13 +75,8 @@ def round_trip_sheet(vae: AutoencoderKL, path: Path) -> Path:
 @torch.inference_mode()
 def preview_sheet(net: nn.Module, vae: AutoencoderKL, path: Path) -> Path:
     """Held-out scenes as the autoencoder decodes them, and below each its preview."""
-    latents = vae.encode(_held_out_pixels(vae)).latent_dist.mode()
+    latents = vae.encode(next(held_out_pictures(HELD_OUT_SEED, 8, vae.device))).latent_dist.mode()
     return sheet([*to_pixels(torch.cat([vae.decode(latents).sample, net(latents)]))], len(latents), path)
-
-
-def _held_out_pixels(vae: AutoencoderKL, count: int = 8) -> Tensor:
-    pixels = to_unit(np.stack([render(scene) for scene, _ in held_out(count)]))
-    return pixels.to(next(vae.parameters()).device)
 
 
 def quick_score(pictures: NDArray[np.uint8], truth: list[Scene]) -> str:

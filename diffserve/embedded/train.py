@@ -29,7 +29,7 @@ from transformers import CLIPTokenizer
 
 from diffserve.embedded import card as model_card
 from diffserve.embedded import distillation, samples
-from diffserve.embedded.denoiser_training import Denoiser, finish_denoiser, train_denoiser, tune_denoiser
+from diffserve.embedded.denoiser_training import Denoiser, continue_denoiser, train_denoiser
 from diffserve.embedded.eval.painting import BEST_GUIDANCE
 from diffserve.embedded.export import export, fold_normalisation
 from diffserve.embedded.latents import LatentScenes, channel_statistics, encode_scenes, normalise
@@ -154,7 +154,7 @@ def denoiser(
     if finish:
         settings = replace(settings, iterations=finish, warmup=80, decay_share=0.7)
         later = look_at_samples("denoiser", made, work, done=iterations)
-        trained = finish_denoiser(trained, settings, work, made.data, made.tokenizer, later, look_every)
+        trained = continue_denoiser("finish", trained, settings, work, made.data, made.tokenizer, later, look_every)
     print(export(work / "weights", made.vae, trained, made.tokenizer))
 
 
@@ -192,7 +192,7 @@ def tune(
     torch.manual_seed(settings.seed)  # what is not exported, the layout head, is made the same again
     first = exported_denoiser(begin, made.tokenizer, device)
     look = look_at_samples("tune", made, work)
-    trained = tune_denoiser(first, settings, work, made.data, made.tokenizer, look, look_every)
+    trained = continue_denoiser("tune", first, settings, work, made.data, made.tokenizer, look, look_every)
     if (begin / "preview").is_dir():
         shutil.copytree(begin / "preview", work / "weights" / "preview", dirs_exist_ok=True)
     print(export(work / "weights", made.vae, trained, made.tokenizer))

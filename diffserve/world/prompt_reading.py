@@ -29,9 +29,9 @@ from diffserve.world.captions import (
     plural,
 )
 from diffserve.world.checker import SceneSpec
-from diffserve.world.known_words import ARTICLES, caption_words
 from diffserve.world.scenes import COLORS, OBJECTS
 
+ARTICLES = ("a", "an", "the", "one")
 EXAMPLE = "a fox next to a cactus on the beach"
 MAX_PROMPT_CHARS = 300
 """Longer than any caption; to understand a text takes time that grows faster than its length."""
@@ -52,6 +52,14 @@ def parse_prompt(prompt: str) -> SceneSpec:
     if (spec := _parse(words)) is None:
         raise InvalidRequest(_what_is_wrong(prompt, words), param="prompt")
     return spec
+
+
+@lru_cache(maxsize=1)
+def caption_words() -> frozenset[str]:
+    """Every word that a caption of the picture world can hold, in lower case."""
+    patterns = (re.sub(r"{\w*}", "", pattern) for part in (TOGETHER, *RELATION_WORDS.values()) for pattern in part)
+    phrases = (*ARTICLES, *OPENINGS, *_nouns(), *_counts(), *_backgrounds(), *patterns)
+    return frozenset(word for phrase in phrases for word in re.findall(r"[\w-]+", phrase.lower()))
 
 
 def parse_sentence(words: str) -> Said | None:

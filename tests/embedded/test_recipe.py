@@ -21,7 +21,7 @@ from diffserve.embedded import train
 from diffserve.embedded.denoiser_training import (
     FINISH_SHARE,
     Denoiser,
-    finish_denoiser,
+    continue_denoiser,
     interpolate,
     stratified_timesteps,
     train_denoiser,
@@ -243,16 +243,16 @@ def test_a_few_iterations_of_the_denoiser_lower_the_loss(tokenizer: CLIPTokenize
     long = train_denoiser(settings, tmp_path, data, tokenizer, None, look, look_every=1)
     assert losses[-1] < losses[0]
     assert (tmp_path / "denoiser.pt").is_file()
-    finished = finish_denoiser(long, settings, tmp_path, data, tokenizer, look, 8)
+    finished = continue_denoiser("finish", long, settings, tmp_path, data, tokenizer, look, 8)
     last = torch.load(tmp_path / "finish.pt", weights_only=True)["average"]
     name = "unet.conv_in.weight"
     start = long.state_dict()[name]
     assert torch.allclose(finished.state_dict()[name], start + FINISH_SHARE * (last[name] - start), atol=1e-6)
     assert not torch.equal(last[name], start)
-    again = finish_denoiser(long, settings, tmp_path, data, tokenizer)
+    again = continue_denoiser("finish", long, settings, tmp_path, data, tokenizer)
     assert fingerprint(again) == fingerprint(finished)
     with pytest.raises(ConfigError, match=r"finish\.pt was made from other weights"):
-        finish_denoiser(finished, settings, tmp_path, data, tokenizer)
+        continue_denoiser("finish", finished, settings, tmp_path, data, tokenizer)
 
 
 @pytest.mark.slow
