@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import RESULTS, head, summary, write
-from diffserve.embedded.part_marks import giga_operations, preview_db
+from diffserve.embedded.eval.parts import giga_operations, preview_db
 from diffserve.runtime import DiffusionModel, load_model
 
 BATCHES = (1, 8)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffserve.embedded.part_marks import giga_operations
+from diffserve.embedded.eval.parts import giga_operations
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.unet.batch_invariance import Predict
 

@@ -18,7 +18,7 @@ from diffserve.embedded.wishes import wishes
 from diffserve.engine.text import TextEngine
 from diffserve.rewrite_types import RewriteRequest
 from diffserve.rewriting import Style, TextWindow
-from diffserve.rewriting.asking import Asker
+from diffserve.rewriting.asking import PromptBuilder
 from diffserve.rewriting.grammar import caption_constraint
 from diffserve.runtime.decoding import TokenConstraint
 from diffserve.runtime.loading.quiet import hushed, import_quietly
@@ -96,7 +96,7 @@ class Desk:
         self.style = style
         self.system = system
         model = texts.core.model
-        self._asker = Asker(model.tokenizer, texts.info.model_id)
+        self._asker = PromptBuilder(model.tokenizer, texts.info.model_id)
         self._wishes = (wish.text for wish in wishes(WISHES_SEED, held_out=False))
         is_embedded = style.answer.language == "captions"
         self.constraint = caption_constraint(model.tokenizer, model.end_ids) if is_embedded else None

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from diffserve.errors import InvalidRequest
 from diffserve.fewest_steps import FewestSteps
-from diffserve.vocabulary import World
+from diffserve.vocabulary import Vocabulary
 
 MAX_PROMPT_CHARS = 32_000
 MAX_IMAGES = 10
@@ -447,7 +447,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     choice_reason: str
     num_parameters: int
     weights_bytes: int
-    world: World | None = None
+    world: Vocabulary | None = None
     other_aspects: OtherAspects = "paint"
     fewest_steps: FewestSteps | None = None
 

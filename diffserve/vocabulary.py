@@ -21,7 +21,7 @@ _WORD = re.compile(r"\w+(?:['’-]\w+)*|[^\w\s\x00-\x7f]")
 _PICTOGRAM = "So"  # the Unicode category of what is neither letter nor punctuation: emoji and the like
 
 
-class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Vocabulary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What can be asked for.
 
     objects, places, colors   as a caption names them, in the order in which people may be shown them
@@ -51,18 +51,18 @@ def unknown_words(prompt: str, words: Iterable[str]) -> tuple[str, ...]:
     )
 
 
-def read_world(directory: Path) -> World | None:
+def read_vocabulary(directory: Path) -> Vocabulary | None:
     """What ``world.json`` in ``directory`` says; ``None`` where there is none. Raises ModelLoadError."""
     file = directory / WORLD_FILE
     try:
-        return msgspec.json.decode(file.read_bytes(), type=World)
+        return msgspec.json.decode(file.read_bytes(), type=Vocabulary)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, msgspec.DecodeError) as error:
         raise ModelLoadError(f"{file} cannot be read: {error}; mend or remove the file.") from None
 
 
-def told(model_id: str, words: tuple[str, ...], *, negative: bool = False) -> str:
+def warn_of_unknown(model_id: str, words: tuple[str, ...], *, negative: bool = False) -> str:
     """The warning about ``words`` of the prompt, or of the ``negative`` one, that ``model_id`` does not know."""
     named = ", ".join(repr(word[:40]) for word in words[:MOST_NAMED])
     more = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""

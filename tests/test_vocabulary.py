@@ -10,7 +10,7 @@ import pytest
 
 from diffserve.errors import ModelLoadError
 from diffserve.runtime.loading.family import BUILT_IN
-from diffserve.vocabulary import MOST_NAMED, WORLD_FILE, World, read_world, told
+from diffserve.vocabulary import MOST_NAMED, WORLD_FILE, Vocabulary, read_vocabulary, warn_of_unknown
 from diffserve.world.captions import caption
 from diffserve.world.known_words import known_world, write_world
 from diffserve.world.scenes import scenes
@@ -43,27 +43,27 @@ def test_no_caption_holds_an_unknown_word() -> None:
 
 
 def test_the_shipped_weights_say_what_the_captions_say() -> None:
-    shipped = read_world(BUILT_IN["embedded"])
+    shipped = read_vocabulary(BUILT_IN["embedded"])
     assert shipped == WORLD, "run diffserve.world.known_words.write_world on the weights"
     assert (len(WORLD.objects), len(WORLD.places), len(WORLD.colors)) == (60, 8, 12)
 
 
 def test_file_that_is_no_world_is_named(tmp_path: Path) -> None:
-    assert read_world(tmp_path) is None
+    assert read_vocabulary(tmp_path) is None
     write_world(tmp_path)
-    assert read_world(tmp_path) == WORLD
+    assert read_vocabulary(tmp_path) == WORLD
     (tmp_path / WORLD_FILE).write_text('{"objects": 1}')
     with pytest.raises(ModelLoadError, match=r"world\.json"):
-        read_world(tmp_path)
+        read_vocabulary(tmp_path)
 
 
 def test_warning_names_a_few_and_counts_the_rest() -> None:
     words = tuple(f"word{number}" for number in range(MOST_NAMED + 2))
-    assert "'word0'" in told("embedded", words)
-    assert "and 2 more" in told("embedded", words)
-    assert len(told("embedded", ("x" * 30_000,))) < 200
+    assert "'word0'" in warn_of_unknown("embedded", words)
+    assert "and 2 more" in warn_of_unknown("embedded", words)
+    assert len(warn_of_unknown("embedded", ("x" * 30_000,))) < 200
 
 
 def test_every_word_is_lower_case_and_each_stands_once() -> None:
     assert list(WORLD.words) == sorted({word.lower() for word in WORLD.words})
-    assert isinstance(WORLD, World)
+    assert isinstance(WORLD, Vocabulary)

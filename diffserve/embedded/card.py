@@ -1,7 +1,7 @@
-"""The last stage: put what was trained into the package, mark it, paint the sample sheets and write the model card.
+"""The last stage: put what was trained into the package, evaluate it, paint the sample sheets and write the model card.
 
-The card is ``card_template.md`` with tables filled in from ``marks.json``, ``turbo-marks.json``, ``range-marks.json``
-and ``part-marks.json``, and from ``training.json``, the bills of all training so far.
+The card is ``card_template.md`` with tables filled in from the documents of ``eval/results`` and from
+``training.json``, the bills of all training so far.
 """
 
 from __future__ import annotations
@@ -12,25 +12,22 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image
-
-from diffserve.embedded.marks import STUDENT, TEACHER, document, judged, paint_held_out
-from diffserve.embedded.part_marks import document as part_document
-from diffserve.embedded.range_marks import document as range_document
-from diffserve.embedded.samples import held_out
+from diffserve.embedded.eval import captions, parts, ranges
+from diffserve.embedded.eval.painting import DISTILLED, paint
+from diffserve.embedded.samples import sheet
 from diffserve.engine import Engine
 from diffserve.errors import ConfigError
 from diffserve.runtime.loading.manifest import write_manifest
-from diffserve.types import GenerationRequest
+from diffserve.world.captions import held_out
 from diffserve.world.checker import EDITION
 from diffserve.world.scenes import CAMOUFLAGED, COLORS, OBJECTS
 
 ROOM = Path(__file__).parent
 TEMPLATE, CARD = ROOM / "card_template.md", ROOM / "MODEL_CARD.md"
+RESULTS = ROOM / "eval" / "results"
 SHEETS = ROOM.parent.parent / ".assets"
 SHIPPED = {"weights": ROOM / "weights", "turbo": ROOM / "turbo", "rewriter": ROOM / "rewriter"}
-STAGES = ("vae", "denoiser", "finish", "tune", "preview", "student", "rewriter")
+STAGES = ("vae", "denoiser", "finish", "tune", "preview", "distill", "rewriter")
 TOLD = ("stage", "begun", "iterations_done", "batch_size", "learning_rate", "device")
 BILLED = (*TOLD, "seconds", "flops")
 WORST_SHOWN = 12
@@ -49,51 +46,51 @@ def install(work: Path) -> None:
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(work / name, place)
         write_manifest(place)
-    bills = {(bill["stage"], bill["begun"]): bill for bill in [*_kept("training"), *new]}
-    _keep(sorted(bills.values(), key=lambda bill: bill["begun"]), "training")
+    log = ROOM / "training.json"
+    bills = {(bill["stage"], bill["begun"]): bill for bill in [*_read(log), *new]}
+    _write(sorted(bills.values(), key=lambda bill: bill["begun"]), log)
 
 
 def _bill(path: Path) -> dict[str, Any]:
-    bill: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    bill: dict[str, Any] = _read(path)
     if missing := set(BILLED) - set(bill):
         raise ConfigError(f"{path} is no bill of a training stage: it lacks {', '.join(sorted(missing))}.")
     return bill
 
 
 def measure(*, count: int = 300, range_count: int = 60) -> None:
-    """Mark the shipped models with ``count`` held-out captions each (``range_count`` for every guidance scale and
+    """Evaluate the shipped models on ``count`` held-out captions each (``range_count`` for every guidance scale and
     negative prompt), and paint the sheets."""
     engine = Engine.from_pretrained("embedded")
-    _keep(document(engine, judged(paint_held_out(engine, count, TEACHER)), TEACHER), "marks")
-    _keep(range_document(engine, range_count), "range-marks")
+    _write(captions.evaluate(engine, count), RESULTS / "captions.json")
+    _write(ranges.evaluate(engine, range_count), RESULTS / "ranges.json")
     paint_sheets(engine)
-    _keep(part_document(engine), "part-marks")
+    _write(parts.evaluate(engine), RESULTS / "parts.json")
     if SHIPPED["turbo"].is_dir():
         turbo = Engine.from_pretrained("embedded-turbo")
-        _keep(document(turbo, judged(paint_held_out(turbo, count, STUDENT)), STUDENT), "turbo-marks")
+        _write(captions.evaluate(turbo, count, DISTILLED), RESULTS / "turbo-captions.json")
 
 
 def write() -> Path:
     """Write the card from what :func:`measure` has kept."""
-    teacher, ranged, parts = _kept("marks"), _kept("range-marks"), _kept("part-marks")
+    teacher, ranged, part = (_read(RESULTS / f"{name}.json") for name in ("captions", "ranges", "parts"))
+    turbo = _read(RESULTS / "turbo-captions.json") if SHIPPED["turbo"].is_dir() else None
     tables = {
-        "marks": marks_table(teacher),
+        "scores": score_table(teacher),
         "confusions": confusion_table(teacher),
         "guidance": guidance_table(ranged),
         "negatives": negatives_table(ranged),
         "canvases": canvases_sentence(ranged),
-        "round_trip": f"{parts['round_trip_db']:.1f} dB",
-        "preview": preview_sentence(parts["preview"]),
-        "checker": f"{parts['checker_ms']:.0f} ms",
-        "edition": edition_sentence(teacher, ranged, _kept("turbo-marks") if SHIPPED["turbo"].is_dir() else teacher),
-        "times": times_table(parts["seconds"]),
-        "machine": f"{parts['cores']} cores of a {parts['device']} in {parts['dtype']}",
-        "bills": bill_table(_kept("training")),
+        "round_trip": f"{part['round_trip_db']:.1f} dB",
+        "preview": preview_sentence(part["preview"]),
+        "checker": f"{part['checker_ms']:.0f} ms",
+        "edition": edition_sentence(teacher, ranged, turbo or teacher),
+        "times": _table([["one picture on its own", *part["seconds"]], ["seconds", *part["seconds"].values()]]),
+        "machine": f"{part['cores']} cores of a {part['device']} in {part['dtype']}",
+        "bills": bill_table(_read(ROOM / "training.json")),
         "objects": ", ".join(OBJECTS),
-        "student_marks": "The student of these weights has not been trained yet.",
+        "turbo_scores": score_table(turbo) if turbo else "No model has been distilled from these weights yet.",
     }
-    if SHIPPED["turbo"].is_dir():
-        tables["student_marks"] = marks_table(_kept("turbo-marks"))
     text = TEMPLATE.read_text(encoding="utf-8")
     for name, table in tables.items():
         text = text.replace(f"{{{{{name}}}}}", table)
@@ -101,18 +98,18 @@ def write() -> Path:
     return CARD
 
 
-def marks_table(marks: dict[str, Any]) -> str:
+def score_table(evaluated: dict[str, Any]) -> str:
     """One row a category: pictures, exact, and each part."""
     rows = [["held-out captions", "pictures", "exact", "background", "objects", "relation too", "size too"]]
-    for name, row in marks["marks"].items():
-        parts = [f"{row[part]}" for part in ("background", "objects", "relation", "size")]
-        rows.append([name, f"{row['count']}", f"{row['exact']} ({row['exact_share']:.0%})", *parts])
+    for name, row in evaluated["scores"].items():
+        shares = [row[part] for part in ("background", "objects", "relation", "size")]
+        rows.append([name, row["count"], f"{row['exact']} ({row['exact_share']:.0%})", *shares])
     return _table(rows)
 
 
-def confusion_table(marks: dict[str, Any]) -> str:
+def confusion_table(evaluated: dict[str, Any]) -> str:
     """The objects missed most often, and what was painted in their place."""
-    missed = {name: row for name, row in marks["confusions"].items() if row["found"] < row["asked"]}
+    missed = {name: row for name, row in evaluated["confusions"].items() if row["found"] < row["asked"]}
     worst = sorted(missed.items(), key=lambda item: item[1]["found"] / item[1]["asked"])[:WORST_SHOWN]
     rows = [["asked for", "found", "instead"]]
     for name, row in worst:
@@ -123,18 +120,16 @@ def confusion_table(marks: dict[str, Any]) -> str:
 
 def guidance_table(ranged: dict[str, Any]) -> str:
     """Exact matches by guidance scale."""
-    marks = ranged["guidance"]
-    shares = [f"{exact / ranged['count']:.0%}" for exact in marks.values()]
-    return _table([["guidance scale", *marks], [f"exact, of {ranged['count']}", *shares]])
+    shares = [f"{exact / ranged['count']:.0%}" for exact in ranged["guidance"].values()]
+    return _table([["guidance scale", *ranged["guidance"]], [f"exact, of {ranged['count']}", *shares]])
 
 
 def negatives_table(ranged: dict[str, Any]) -> str:
     """What naming an unasked background or object in the negative prompt does."""
     rows = [["the negative prompt names", "pictures", "it is gone", "and the rest is as asked"]]
-    for name in ("background", "objects"):
+    for name, words in (("background", "the background"), ("objects", "an object")):
         row = ranged[f"{name}_kept_away"]
-        words = "the background that came unasked" if name == "background" else "an object that came unasked"
-        rows.append([words, f"{row['count']}", f"{row['avoided']}", f"{row['right']}"])
+        rows.append([f"{words} that came unasked", row["count"], row["avoided"], row["right"]])
     return _table(rows)
 
 
@@ -144,13 +139,13 @@ def canvases_sentence(ranged: dict[str, Any]) -> str:
     return f"Of the first {ranged['count']} held-out captions it paints {' and '.join(told)} exactly."
 
 
-def edition_sentence(*marks: dict[str, Any]) -> str:
-    """Nothing where all marks were read by the checker as it is, else a warning."""
-    if all(one.get("checker") == EDITION for one in marks):
+def edition_sentence(*evaluated: dict[str, Any]) -> str:
+    """Nothing where all pictures were read by the checker as it is, else a warning."""
+    if all(one.get("checker") == EDITION for one in evaluated):
         return ""
     return (
-        " **It has been tightened since these marks were taken: smeared faces that it passed then it refuses now, and "
-        "marks taken anew will be lower.**"
+        " **It has been tightened since these pictures were read: smeared faces that it passed then it refuses now, "
+        "and scores taken anew will be lower.**"
     )
 
 
@@ -158,38 +153,33 @@ def bill_table(bills: Iterable[dict[str, Any]]) -> str:
     """What each leg of the training took."""
     rows = [["stage", "begun", "iterations", "batch", "learning rate", "device", "hours", "10^15 operations"]]
     for bill in bills:
-        told = [f"{bill[part]}" for part in TOLD]
+        told = [bill[part] for part in TOLD]
         rows.append([*told, f"{bill['seconds'] / 3600:.2f}", f"{bill['flops'] / 1e15:.2f}"])
     return _table(rows)
 
 
-def times_table(seconds: dict[str, float]) -> str:
-    """Seconds a picture, each painted on its own."""
-    return _table([["one picture on its own", *seconds], ["seconds", *map(str, seconds.values())]])
-
-
-def preview_sentence(marks: dict[str, Any] | None) -> str:
+def preview_sentence(preview: dict[str, Any] | None) -> str:
     """What the preview decoder costs and how close it comes."""
-    if marks is None:
+    if preview is None:
         return "These weights have no preview decoder yet."
-    cheaper, fidelity = f"{marks['times_cheaper']:.0f}", f"{marks['psnr_db']:.1f} dB"
+    cheaper, fidelity = f"{preview['times_cheaper']:.0f}", f"{preview['psnr_db']:.1f} dB"
     return f"A preview takes {cheaper} times fewer operations than a decode, and comes to {fidelity} PSNR against it."
 
 
-def _table(rows: list[list[str]]) -> str:
-    head, *body = (f"| {' | '.join(row)} |" for row in rows)
+def _table(rows: list[list[Any]]) -> str:
+    head, *body = (f"| {' | '.join(map(str, row))} |" for row in rows)
     return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
 
 
 def paint_sheets(engine: Engine) -> list[Path]:
     """Sample sheets as WebP: held-out captions, every object once, and the two other canvases."""
-    captions = [words for _, words in held_out(32)]
+    prompts = [words for _, words in held_out(32)]
     singles = [_plain_prompt(name, index) for index, name in enumerate(OBJECTS)]
     return [
-        _sheet(engine, captions, 8, SHEETS / "embedded-held-out.webp"),
-        _sheet(engine, singles, 12, SHEETS / "embedded-objects.webp"),
-        _sheet(engine, captions[:8], 8, SHEETS / "embedded-tall.webp", (128, 192)),
-        _sheet(engine, captions[8:14], 6, SHEETS / "embedded-wide.webp", (192, 128)),
+        _sheet(engine, prompts, 8, "held-out"),
+        _sheet(engine, singles, 12, "objects"),
+        _sheet(engine, prompts[:8], 8, "tall", (128, 192)),
+        _sheet(engine, prompts[8:14], 6, "wide", (192, 128)),
     ]
 
 
@@ -198,22 +188,13 @@ def _plain_prompt(name: str, index: int) -> str:
     return f"a {name} on a {colors[index * 5 % len(colors)]} background"
 
 
-def _sheet(engine: Engine, prompts: list[str], columns: int, path: Path, size: tuple[int, int] = (128, 128)) -> Path:
-    width, height = size
-    requests = [
-        GenerationRequest(prompt=words, seed=index, width_px=width, height_px=height, diffusion=TEACHER)
-        for index, words in enumerate(prompts)
-    ]
-    pictures = [result.pixels for result in engine.generate(requests)]
-    rows = [np.concatenate(pictures[i : i + columns], axis=1) for i in range(0, len(pictures), columns)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.concatenate(rows)).save(path, quality=90, method=6)
-    return path
+def _sheet(engine: Engine, prompts: list[str], columns: int, name: str, size: tuple[int, int] = (128, 128)) -> Path:
+    return sheet(paint(engine, prompts, size=size), columns, SHEETS / f"embedded-{name}.webp", quality=90, method=6)
 
 
-def _keep(marks: object, name: str) -> None:
-    (ROOM / f"{name}.json").write_text(json.dumps(marks, indent=2) + "\n", encoding="utf-8")
+def _write(document: object, path: Path) -> None:
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
-def _kept(name: str) -> Any:
-    return json.loads((ROOM / f"{name}.json").read_text(encoding="utf-8"))
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))

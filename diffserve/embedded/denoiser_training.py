@@ -17,16 +17,21 @@ from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from diffserve.embedded.latents import Batches, LatentScenes, emphasis, tuning_emphasis
+from diffserve.embedded.latents import LatentScenes, batches, emphasis, tuning_emphasis
 from diffserve.embedded.layouts import WEIGHT as LAYOUT_WEIGHT
 from diffserve.embedded.layouts import LayoutHead
 from diffserve.embedded.tokenizer import MAX_TOKENS
-from diffserve.embedded.training import Run, TrainSettings, fingerprint
+from diffserve.embedded.training import Look, Run, TrainSettings, fingerprint
 from diffserve.embedded.vae_training import LATENT_CHANNELS
 from diffserve.world.scenes import Scene
 
 TEXT_WIDTH = 192
 FINISH_SHARE, FINISH_PLAIN = 0.7, 2.5
+CONTINUED: dict[str, Callable[[Scene], float]] = {
+    "finish": partial(emphasis, plain=FINISH_PLAIN),
+    "tune": tuning_emphasis,
+}
+"""How often each scene is drawn in the stages that train a denoiser on."""
 
 
 def build_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
@@ -120,9 +125,6 @@ class Denoiser(nn.Module):
         return self.velocity(noisy, timesteps, self.context(token_ids))
 
 
-Look = Callable[[Denoiser, int], None]
-
-
 def velocity_loss(denoiser: Denoiser, latents: Tensor, context: Tensor, alphas_cumprod: Tensor) -> Tensor:
     """Mean squared error of the velocity v = sqrt(a) noise - sqrt(1 - a) latents (Salimans & Ho, 2022, eq. 12)."""
     timesteps = stratified_timesteps(len(latents), len(alphas_cumprod)).to(latents.device)
@@ -146,85 +148,71 @@ def train_denoiser(
     data: list[LatentScenes],
     tokenizer: CLIPTokenizer,
     start: Path | None = None,
-    look: Look | None = None,
+    look: Look[Denoiser] | None = None,
     look_every: int = 500,
     *,
     made_from: str = "",
 ) -> Denoiser:
     """Train on normalised ``data`` of the autoencoder ``made_from``, resuming from ``work/denoiser.pt``, or else from
-    the weights in ``start``, or else from nothing; ``look`` is called now and then to paint."""
+    the weights in ``start``, or else from nothing."""
     torch.manual_seed(settings.seed)
     denoiser = Denoiser(tokenizer)
     if start is not None:
         denoiser.load(start, tokenizer)
     denoiser.to(settings.device)
-    return _trained(Run("denoiser", denoiser, settings, work, made_from=made_from), data, tokenizer, look, look_every)
+    return _train(Run("denoiser", denoiser, settings, work, made_from=made_from), data, tokenizer, look, look_every)
 
 
-def finish_denoiser(
-    long: Denoiser,
-    settings: TrainSettings,
-    work: Path,
-    data: list[LatentScenes],
-    tokenizer: CLIPTokenizer,
-    look: Look | None = None,
-    look_every: int = 500,
-) -> Denoiser:
-    """Train ``long`` on at a rate that rises and falls once more, with single objects of plain size drawn more often,
-    resuming from ``work/finish.pt``; the weights returned lie ``FINISH_SHARE`` of the way there.
-
-    Between the weights before and after a tuning lie some that are better than either (Wortsman et al., 2022, "Robust
-    fine-tuning of zero-shot models", arXiv 2109.01903).
-    """
-    last = copy.deepcopy(long).requires_grad_(True)
-    run = Run("finish", last, settings, work, made_from=fingerprint(long))
-    last = _trained(run, data, tokenizer, look, look_every, weigh=partial(emphasis, plain=FINISH_PLAIN))
-    return between(long, last, FINISH_SHARE)
-
-
-def tune_denoiser(
+def continue_denoiser(
+    stage: str,
     start: Denoiser,
     settings: TrainSettings,
     work: Path,
     data: list[LatentScenes],
     tokenizer: CLIPTokenizer,
-    look: Look | None = None,
+    look: Look[Denoiser] | None = None,
     look_every: int = 500,
 ) -> Denoiser:
-    """Train ``start`` on with the scenes that people ask for first, resuming from ``work/tune.pt``."""
+    """Train ``start`` on at a rate that rises and falls once more, resuming from ``work/<stage>.pt``.
+
+    finish  with single objects of plain size drawn more often; the weights returned lie ``FINISH_SHARE`` of the way
+            there. Between the weights before and after a tuning lie some that are better than either (Wortsman et al.,
+            2022, "Robust fine-tuning of zero-shot models", arXiv 2109.01903).
+    tune    with the scenes that people ask for first
+    """
     last = copy.deepcopy(start).requires_grad_(True)
-    run = Run("tune", last, settings, work, made_from=fingerprint(start))
-    return _trained(run, data, tokenizer, look, look_every, weigh=tuning_emphasis)
+    run = Run(stage, last, settings, work, made_from=fingerprint(start))
+    last = _train(run, data, tokenizer, look, look_every, weigh=CONTINUED[stage])
+    return interpolate(start, last, FINISH_SHARE) if stage == "finish" else last
 
 
 @torch.no_grad()
-def between(start: Denoiser, end: Denoiser, share: float) -> Denoiser:
+def interpolate(start: Denoiser, end: Denoiser, share: float) -> Denoiser:
     """The weights that lie ``share`` of the way from ``start`` to ``end``, 0 to 1."""
     net = copy.deepcopy(start)
     torch._foreach_lerp_(list(net.parameters()), list(end.parameters()), share)
     return net
 
 
-def _trained(
+def _train(
     run: Run[Denoiser],
     data: list[LatentScenes],
     tokenizer: CLIPTokenizer,
-    look: Look | None,
+    look: Look[Denoiser] | None,
     look_every: int,
     *,
     weigh: Callable[[Scene], float] = emphasis,
 ) -> Denoiser:
     settings, denoiser = run.settings, run.net.train()
     torch.manual_seed(settings.seed + 1 + run.iteration)
-    batches = Batches(data, tokenizer, settings, settings.seed + run.iteration, weigh)
+    source = batches(data, tokenizer, settings, settings.seed + run.iteration, weigh)
     alphas = build_scheduler().alphas_cumprod.to(settings.device)
-    for iteration in run.iterations():
-        latents, token_ids, layouts = batches.next()
+
+    def losses() -> list[Tensor]:
+        latents, token_ids, layouts = next(source)
         with run.autocast():
             context = denoiser.context(token_ids)
             loss = velocity_loss(denoiser, latents, context, alphas)
-            layout_loss = denoiser.layout_head.loss(context, layouts)
-        run.step(loss, aside=LAYOUT_WEIGHT * layout_loss)
-        if look is not None and (iteration + 1) % look_every == 0:
-            look(run.averaged(), iteration + 1)
-    return run.averaged()
+            return [loss, LAYOUT_WEIGHT * denoiser.layout_head.loss(context, layouts)]
+
+    return run.train(losses, look, look_every)

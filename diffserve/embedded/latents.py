@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
@@ -27,19 +27,10 @@ CAPTION_DROPOUT = 0.1
 CANVASES: dict[tuple[int, int], float] = {(CANVAS_PX, CANVAS_PX): 0.84, (128, 192): 0.08, (192, 128): 0.08}
 # how much more often a scene is drawn for what is learnt last: fine lines, several things at once, large ones
 FINE_LINES = {
-    "bicycle": 6.0,
-    "basketball": 2.5,
-    "palm tree": 2.0,
-    "crab": 2.0,
-    "rocket": 2.0,
-    "fish": 2.0,
-    "sun": 2.0,
-    "duck": 1.5,
-    "octopus": 1.5,
-    "banana": 1.5,
-    "donut": 1.5,
-    "grapes": 1.5,
-}
+    "bicycle": 6.0, "basketball": 2.5, "palm tree": 2.0, "crab": 2.0, "rocket": 2.0, "fish": 2.0, "sun": 2.0,
+    "duck": 1.5, "octopus": 1.5, "banana": 1.5, "donut": 1.5, "grapes": 1.5,
+}  # fmt: skip
+FAVOURITES = {"cat": 2.5, "dog": 2.5, "house": 1.5, "car": 1.5, "pine tree": 1.5, "bear": 1.5, "panda": 1.5}
 CROWDS = {"three objects": 2.2, "between": 2.2}
 DIRECTED = 1.6
 LARGE, PLAIN = 2.0, 1.0
@@ -101,9 +92,6 @@ def normalise(latents: Tensor, mean: list[float], std: list[float]) -> Tensor:
     return (latents.float() - torch.tensor(mean).view(shape)) / torch.tensor(std).view(shape)
 
 
-FAVOURITES = {"cat": 2.5, "dog": 2.5, "house": 1.5, "car": 1.5, "pine tree": 1.5, "bear": 1.5, "panda": 1.5}
-
-
 def tuning_emphasis(scene: Scene) -> float:
     """:func:`emphasis` in the last leg: fine lines, and what people ask for first."""
     return max(max(FINE_LINES.get(name, 1.0), FAVOURITES.get(name, 1.0)) for name in scene.names)
@@ -116,38 +104,45 @@ def emphasis(scene: Scene, plain: float = PLAIN) -> float:
     return size * relation * CROWDS.get(scene.kind, 1.0) * max(FINE_LINES.get(name, 1.0) for name in scene.names)
 
 
-class Batches:
-    """Random training batches of one canvas each: latents with a caption worded anew, a tenth of them empty.
+def draw_rows(
+    rng: random.Random,
+    canvases: Sequence[Tensor],
+    batch_size: int,
+    cum_weights: Sequence[Sequence[float]] | None = None,
+    *,
+    least: int = 1,
+) -> tuple[int, list[int]]:
+    """One of the ``canvases``, each (N, ...), and ``least`` rows of it or more for a batch, by weights summed up along
+    each; without any all rows are alike.
 
-    A larger canvas comes in smaller batches, so that every iteration costs about the same. ``weigh``: how
-    often each scene is drawn.
+    A larger canvas comes in smaller batches, so that every iteration costs about the same.
     """
+    sums = cum_weights or [range(1, len(rows) + 1) for rows in canvases]
+    canvas = rng.choices(range(len(canvases)), weights=[of[-1] for of in sums])[0]
+    smallest = min(rows[0].numel() for rows in canvases)
+    count = max(least, batch_size * smallest // canvases[canvas][0].numel())
+    return canvas, rng.choices(range(len(canvases[canvas])), cum_weights=sums[canvas], k=count)
 
-    def __init__(
-        self,
-        data: list[LatentScenes],
-        tokenizer: CLIPTokenizer,
-        settings: TrainSettings,
-        seed: int,
-        weigh: Callable[[Scene], float] = emphasis,
-    ) -> None:
-        self._data, self._tokenizer, self._settings = data, tokenizer, settings
-        self._rng = random.Random(seed)
-        self._emphases = [list(accumulate(weigh(scene) for scene in shelf.scenes)) for shelf in data]
 
-    def next(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, 8, h, w) float32 latents, (B, MAX_TOKENS) token ids and (B, 2) layouts on the training device."""
-        totals = [sums[-1] for sums in self._emphases]
-        shelf, sums = self._rng.choices(list(zip(self._data, self._emphases, strict=True)), weights=totals)[0]
-        smallest = min(one.latents[0].numel() for one in self._data)
-        count = max(1, self._settings.batch_size * smallest // shelf.latents[0].numel())
-        chosen = self._rng.choices(range(len(shelf.scenes)), cum_weights=sums, k=count)
-        words = [
-            "" if self._rng.random() < CAPTION_DROPOUT else loose_caption(shelf.scenes[index], self._rng)
-            for index in chosen
-        ]
-        ids = self._tokenizer(words, padding="max_length", truncation=True, return_tensors="pt").input_ids
-        layouts = [layout(shelf.scenes[index]) if text else UNSAID for index, text in zip(chosen, words, strict=True)]
-        latents = shelf.latents[torch.tensor(chosen)].float()
-        device = self._settings.device
-        return latents.to(device), ids.to(device), torch.tensor(layouts, device=device)
+def batches(
+    data: list[LatentScenes],
+    tokenizer: CLIPTokenizer,
+    settings: TrainSettings,
+    seed: int,
+    weigh: Callable[[Scene], float] = emphasis,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Endless training batches of one canvas each, on the training device: (B, 8, h, w) float32 latents, token ids
+    (B, MAX_TOKENS) of captions worded anew, a tenth of them empty, and (B, 2) layouts.
+
+    ``weigh``: how often each scene is drawn.
+    """
+    rng, canvases = random.Random(seed), [shelf.latents for shelf in data]
+    sums = [list(accumulate(weigh(scene) for scene in shelf.scenes)) for shelf in data]
+    while True:
+        canvas, rows = draw_rows(rng, canvases, settings.batch_size, sums)
+        chosen = [data[canvas].scenes[row] for row in rows]
+        words = ["" if rng.random() < CAPTION_DROPOUT else loose_caption(scene, rng) for scene in chosen]
+        ids = tokenizer(words, padding="max_length", truncation=True, return_tensors="pt").input_ids
+        layouts = [layout(scene) if text else UNSAID for scene, text in zip(chosen, words, strict=True)]
+        latents = canvases[canvas][torch.tensor(rows)].float()
+        yield latents.to(settings.device), ids.to(settings.device), torch.tensor(layouts, device=settings.device)

@@ -17,7 +17,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 
 
-def orthogonalised(matrix: Tensor) -> Tensor:
+def orthogonalise(matrix: Tensor) -> Tensor:
     """The nearest matrix (rows, columns) with singular values around one, in bf16 products."""
     a, b, c = NEWTON_SCHULZ
     x = matrix.bfloat16()
@@ -46,7 +46,7 @@ class Muon(torch.optim.Optimizer):
                 trace = state.setdefault("trace", torch.zeros_like(parameter))
                 trace.lerp_(parameter.grad, 1 - group["momentum"])
                 looking_ahead = parameter.grad.lerp(trace, group["momentum"])
-                update = orthogonalised(looking_ahead.flatten(1))
+                update = orthogonalise(looking_ahead.flatten(1))
                 scale = 0.2 * max(update.shape) ** 0.5
                 parameter.add_(update.view_as(parameter), alpha=-group["lr"] * scale)
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +19,14 @@ from diffusers import AutoencoderKL
 from safetensors.torch import save
 from torch import Tensor
 
-from diffserve.embedded.latents import LatentScenes
-from diffserve.embedded.training import Run, TrainSettings
-from diffserve.embedded.vae_training import LATENT_CHANNELS, reconstruction_loss, to_unit
+from diffserve.embedded.latents import LatentScenes, draw_rows
+from diffserve.embedded.training import Look, Run, TrainSettings
+from diffserve.embedded.vae_training import LATENT_CHANNELS, held_out_pictures, psnr_db, reconstruction_loss, to_unit
 from diffserve.runtime.loading.directory import DIFFUSERS_STEM
 from diffserve.runtime.vae.preview import OWN_CLASS
 from diffserve.runtime.vae.preview_decoder import PreviewConfig, PreviewDecoder
 from diffserve.world.render import render
-from diffserve.world.scenes import GRID_PX, scenes
+from diffserve.world.scenes import GRID_PX
 
 CONFIG = PreviewConfig(LATENT_CHANNELS, widths=(64, 32, 16), num_blocks=(2, 1, 1), factor=GRID_PX)
 MIXED_SHARE = 0.3
@@ -37,23 +36,18 @@ MOST_NOISE = 0.2
 
 
 def batches(data: list[LatentScenes], batch_size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless training batches of one canvas each: normalised latents (B, 8, h, w), pictures (B, 3, 8 h, 8 w) in -1..1.
-
-    A larger canvas comes in smaller batches, so that every iteration costs about the same.
-    """
-    rng = random.Random(seed)
-    smallest = min(shelf.latents[0].numel() for shelf in data)
+    """Endless batches of one canvas each: normalised latents (B, 8, h, w), pictures (B, 3, 8 h, 8 w) in -1..1."""
+    rng, latents = random.Random(seed), [shelf.latents for shelf in data]
     while True:
-        shelf = rng.choices(data, weights=[len(one.scenes) for one in data])[0]
-        height_px, width_px = (GRID_PX * cells for cells in shelf.latents.shape[-2:])
-        chosen = rng.choices(range(len(shelf.scenes)), k=max(1, batch_size * smallest // shelf.latents[0].numel()))
-        pictures = np.stack([render(shelf.scenes[index], width_px, height_px) for index in chosen])
-        yield shelf.latents[torch.tensor(chosen)].float(), to_unit(pictures)
+        canvas, chosen = draw_rows(rng, latents, batch_size)
+        height_px, width_px = (GRID_PX * cells for cells in latents[canvas].shape[-2:])
+        pictures = np.stack([render(data[canvas].scenes[index], width_px, height_px) for index in chosen])
+        yield latents[canvas][torch.tensor(chosen)].float(), to_unit(pictures)
 
 
 def like_estimates(latents: Tensor, pictures: Tensor) -> tuple[Tensor, Tensor]:
     """Latents as the middle of denoising gives them, and the pictures to show for them; shapes stay."""
-    mixed, stretched = _rows_of(latents, MIXED_SHARE), _rows_of(latents, STRETCHED_SHARE)
+    mixed, stretched = _uniform(latents) < MIXED_SHARE, _uniform(latents) < STRETCHED_SHARE
     weight = torch.where(mixed, _uniform(latents), 1.0)
     stretch = torch.where(stretched, 1 + (MOST_STRETCH - 1) * _uniform(latents), 1.0)
     noise = MOST_NOISE * _uniform(latents) * torch.randn_like(latents)
@@ -69,35 +63,30 @@ def _uniform(rows: Tensor) -> Tensor:
     return torch.rand(len(rows), 1, 1, 1, device=rows.device)
 
 
-def _rows_of(rows: Tensor, share: float) -> Tensor:
-    return _uniform(rows) < share
-
-
 def train_preview(
     settings: TrainSettings,
     work: Path,
     data: list[LatentScenes],
-    look: Callable[[PreviewDecoder, int], None] | None = None,
+    look: Look[PreviewDecoder] | None = None,
     look_every: int = 300,
     *,
     made_from: str = "",
 ) -> PreviewDecoder:
     """Train on normalised ``data`` of the autoencoder ``made_from``, resuming from ``work/preview.pt``; returns the
-    averaged decoder. ``look`` is called now and then."""
+    averaged decoder."""
     torch.manual_seed(settings.seed)
     net = PreviewDecoder(CONFIG).train().to(settings.device)
     run = Run("preview", net, settings, work, made_from=made_from)
     torch.manual_seed(settings.seed + 1 + run.iteration)
     source = batches(data, settings.batch_size, settings.seed + run.iteration)
-    for iteration in run.iterations():
-        clean, pictures = (part.to(settings.device) for part in next(source))
-        latents, truth = like_estimates(clean, pictures)
+
+    def losses() -> list[Tensor]:
+        latents, truth = like_estimates(*(part.to(settings.device) for part in next(source)))
         with run.autocast():
             painted = net(latents)
-        run.step(reconstruction_loss(painted.float(), truth))
-        if look is not None and (iteration + 1) % look_every == 0:
-            look(run.averaged(), iteration + 1)
-    return run.averaged()
+        return [reconstruction_loss(painted.float(), truth)]
+
+    return run.train(losses, look, look_every)
 
 
 def save_preview(net: PreviewDecoder, directory: Path) -> Path:
@@ -113,11 +102,8 @@ def save_preview(net: PreviewDecoder, directory: Path) -> Path:
 @torch.inference_mode()
 def fidelity_db(net: PreviewDecoder, vae: AutoencoderKL, seed: int, num_scenes: int = 64) -> float:
     """Mean PSNR in dB of previews against the decodes of ``vae``, already normalised, of held-out scenes' latents."""
-    device = next(net.parameters()).device
-    pixels = np.stack([render(scene) for scene in islice(scenes(seed, held_out=True), num_scenes)])
     total = 0.0
-    for batch in to_unit(pixels).to(device).split(8):
-        latents = vae.encode(batch).latent_dist.mode()
-        error = net(latents).clamp(-1, 1) - vae.decode(latents).sample.clamp(-1, 1)
-        total += float((-10 * (error.square().mean(dim=(1, 2, 3)) / 4).log10()).sum())
+    for truth in held_out_pictures(seed, num_scenes, vae.device):
+        latents = vae.encode(truth).latent_dist.mode()
+        total += float(psnr_db(net(latents).clamp(-1, 1), vae.decode(latents).sample.clamp(-1, 1)).sum())
     return total / num_scenes

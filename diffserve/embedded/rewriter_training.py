@@ -1,4 +1,4 @@
-"""Train the embedded prompt rewriter on synthetic wishes, and mark it on held-out ones.
+"""Train the embedded prompt rewriter on synthetic wishes, and evaluate what it says of held-out ones.
 
 The loss counts the caption alone, not the wish before it. A part of the batches carries a system text, so that one in
 front of the wish changes nothing.
@@ -7,7 +7,7 @@ front of the wish changes nothing.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -26,10 +26,10 @@ from diffserve.embedded.rewriter_model import (
     prompt,
     system_prompt,
 )
-from diffserve.embedded.samples import held_out
-from diffserve.embedded.training import Run, TrainSettings, adamw
-from diffserve.embedded.wishes import LooseWish, held_out_wishes, wishes, wishes_by_hand
-from diffserve.world.canonical import parse
+from diffserve.embedded.training import Look, Run, TrainSettings, adamw
+from diffserve.embedded.wishes import LooseWish, held_out_wishes, in_groups, wishes
+from diffserve.world.captions import held_out
+from diffserve.world.prompt_reading import parse_sentence
 
 SHIPPED = TrainSettings(iterations=4000, batch_size=64, learning_rate=3e-3, ema=0.998)
 """The settings of the shipped weights."""
@@ -55,51 +55,40 @@ class Pairs:
     labels: Tensor
 
 
-class WishBatches:
-    """Training batches of wishes of about the same length, so that little of a batch is padding."""
+def batches(tokenizer: PreTrainedTokenizerFast, settings: TrainSettings, seed: int) -> Iterator[Pairs]:
+    """Endless batches on the training device, of wishes of about the same length, so that little of a batch is padding;
+    that stands on the right, where causal attention never looks."""
+    rng, source, size = random.Random(seed), wishes(seed, held_out=False), settings.batch_size
+    with_system = round(POOL_BATCHES * SYSTEM_SHARE)
+    while True:
+        drawn = [([*islice(source, max(1, size // 4))], _system(rng)) for _ in range(with_system)]
+        others = sorted(islice(source, (POOL_BATCHES - with_system) * size), key=lambda one: len(one.text))
+        drawn += [(others[start : start + size], "") for start in range(0, len(others), size)]
+        rng.shuffle(drawn)
+        while drawn:
+            yield _pairs(tokenizer, *drawn.pop(), settings.device)
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, settings: TrainSettings, seed: int) -> None:
-        self._tokenizer, self._settings = tokenizer, settings
-        self._rng = random.Random(seed)
-        self._wishes = wishes(seed, held_out=False)
-        self._pool: list[Pairs] = []
-        self._card = system_prompt()
 
-    def next(self) -> Pairs:
-        """The next batch, on the training device; it is padded on the right, where causal attention never looks."""
-        if not self._pool:
-            self._pool = [*self._draw()]
-            self._rng.shuffle(self._pool)
-        return self._pool.pop()
+def _system(rng: random.Random) -> str:
+    style, whole = rng.random(), system_prompt()
+    if style < 0.5:
+        return whole
+    if style < 0.75:
+        shown = whole.split("; ")
+        return "; ".join(rng.sample(shown, rng.randint(1, len(shown))))
+    return rng.choice(INSTRUCTIONS)
 
-    def _draw(self) -> Iterator[Pairs]:
-        size = self._settings.batch_size
-        with_system = round(POOL_BATCHES * SYSTEM_SHARE)
-        for _ in range(with_system):
-            yield self._pairs([*islice(self._wishes, max(1, size // 4))], self._system())
-        drawn = sorted(islice(self._wishes, (POOL_BATCHES - with_system) * size), key=lambda one: len(one.text))
-        for start in range(0, len(drawn), size):
-            yield self._pairs(drawn[start : start + size], "")
 
-    def _system(self) -> str:
-        style = self._rng.random()
-        if style < 0.5:
-            return self._card
-        if style < 0.75:
-            shown = self._card.split("; ")
-            return "; ".join(self._rng.sample(shown, self._rng.randint(1, len(shown))))
-        return self._rng.choice(INSTRUCTIONS)
-
-    def _pairs(self, batch: Sequence[LooseWish], system: str) -> Pairs:
-        prompts = self._tokenizer([prompt(one.text, system) for one in batch]).input_ids
-        answers = self._tokenizer([answer(one.caption) for one in batch]).input_ids
-        length = max(len(before) + len(after) for before, after in zip(prompts, answers, strict=True))
-        token_ids = torch.full((len(batch), -(-length // 4) * 4), self._tokenizer.pad_token_id)
-        labels = torch.full_like(token_ids, IGNORED)
-        for row, (before, after) in enumerate(zip(prompts, answers, strict=True)):
-            token_ids[row, : len(before) + len(after)] = torch.tensor(before + after)
-            labels[row, len(before) : len(before) + len(after)] = torch.tensor(after)
-        return Pairs(token_ids.to(self._settings.device), labels.to(self._settings.device))
+def _pairs(tokenizer: PreTrainedTokenizerFast, batch: Sequence[LooseWish], system: str, device: str) -> Pairs:
+    prompts = tokenizer([prompt(one.text, system) for one in batch]).input_ids
+    answers = tokenizer([answer(one.caption) for one in batch]).input_ids
+    length = max(len(before) + len(after) for before, after in zip(prompts, answers, strict=True))
+    token_ids = torch.full((len(batch), -(-length // 4) * 4), tokenizer.pad_token_id)
+    labels = torch.full_like(token_ids, IGNORED)
+    for row, (before, after) in enumerate(zip(prompts, answers, strict=True)):
+        token_ids[row, : len(before) + len(after)] = torch.tensor(before + after)
+        labels[row, len(before) : len(before) + len(after)] = torch.tensor(after)
+    return Pairs(token_ids.to(device), labels.to(device))
 
 
 def caption_loss(model: LlamaForCausalLM, pairs: Pairs) -> Tensor:
@@ -121,10 +110,10 @@ def optimizers_for(model: LlamaForCausalLM, settings: TrainSettings) -> list[tor
 def train_rewriter(
     settings: TrainSettings,
     work: Path,
-    look: Callable[[LlamaForCausalLM, int], None] | None = None,
+    look: Look[LlamaForCausalLM] | None = None,
     look_every: int = 500,
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Train, resuming from ``work/rewriter.pt``; ``look`` is called now and then with the averaged weights.
+    """Train, resuming from ``work/rewriter.pt``.
 
     The tokenizer is made once, on the first call, and kept in ``work/rewriter-tokenizer``.
     """
@@ -133,15 +122,14 @@ def train_rewriter(
     model = build_rewriter(tokenizer).to(settings.device).train()
     model.set_attn_implementation("eager")  # for so few tokens the fused kernel's backward pass on a CPU is slower
     run = Run("rewriter", model, settings, work, optimizers_for(model, settings))
-    batches = WishBatches(tokenizer, settings, settings.seed + run.iteration)
-    for iteration in run.iterations():
-        pairs = batches.next()
+    source = batches(tokenizer, settings, settings.seed + run.iteration)
+
+    def losses() -> list[Tensor]:
+        pairs = next(source)
         with run.autocast():
-            loss = caption_loss(model, pairs)
-        run.step(loss)
-        if look is not None and (iteration + 1) % look_every == 0:
-            look(run.averaged(), iteration + 1)
-    return run.averaged(), tokenizer
+            return [caption_loss(model, pairs)]
+
+    return run.train(losses, look, look_every), tokenizer
 
 
 def _tokenizer(directory: Path) -> PreTrainedTokenizerFast:
@@ -151,7 +139,7 @@ def _tokenizer(directory: Path) -> PreTrainedTokenizerFast:
 
 
 @dataclass(frozen=True)
-class RewriterMark:
+class TextScore:
     """Of ``count`` rewritten wishes: how many came out in the canonical style, how many grant all that was asked."""
 
     count: int
@@ -185,30 +173,22 @@ def rewrite(
     return rewritten
 
 
-def mark(asked: Sequence[LooseWish], rewritten: Sequence[str]) -> RewriterMark:
+def score(asked: Sequence[LooseWish], rewritten: Sequence[str]) -> TextScore:
     """Compare rewritten wishes with what was asked: objects, counts, sizes, relation and background, all together."""
-    said = [parse(caption) for caption in rewritten]
-    granted = [one is not None and wish.asked.allows(one) for wish, one in zip(asked, said, strict=True)]
-    return RewriterMark(len(said), sum(one is not None for one in said), sum(granted))
+    spoken = sum(parse_sentence(caption) is not None for caption in rewritten)
+    granted = sum(wish.is_granted_by(caption) for wish, caption in zip(asked, rewritten, strict=True))
+    return TextScore(len(rewritten), spoken, granted)
 
 
-def mark_rewriter(
+def score_rewriter(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, count: int = 200
-) -> dict[str, RewriterMark]:
-    """Marks on ``count`` held-out wishes (all, complete, vague, by hand) and on ``count`` held-out captions."""
-    loose = held_out_wishes(count)
+) -> dict[str, TextScore]:
+    """Scores on ``count`` held-out wishes (all, complete, vague, by hand) and on ``count`` held-out captions."""
+    asked = held_out_wishes(count)
     captions = [LooseWish.complete(words, scene) for scene, words in held_out(count)]
-    pairs = list(zip(loose, rewrite(model, tokenizer, [one.text for one in loose]), strict=True))
-    by_hand = {one.text for one in wishes_by_hand()}
-    groups: dict[str, Callable[[LooseWish], bool]] = {
-        "all": lambda wish: True,
-        "complete": lambda wish: wish.asked.complete,
-        "vague": lambda wish: not wish.asked.complete,
-        "by hand": lambda wish: wish.text in by_hand,
+    rewritten, recaptioned = (rewrite(model, tokenizer, [one.text for one in part]) for part in (asked, captions))
+    scores = {
+        name: score([asked[at] for at in rows], [rewritten[at] for at in rows])
+        for name, rows in in_groups(asked).items()
     }
-    marks = {}
-    for name, belongs in groups.items():
-        chosen = [(wish, words) for wish, words in pairs if belongs(wish)]
-        marks[name] = mark([wish for wish, _ in chosen], [words for _, words in chosen])
-    words = rewrite(model, tokenizer, [one.text for one in captions])
-    return marks | {"captions": mark(captions, words)}
+    return scores | {"captions": score(captions, recaptioned)}

@@ -1,11 +1,11 @@
-"""Paint samples while training: a sheet to look at and a quick mark, straight from the nets in memory."""
+"""Paint samples while training: a sheet to look at and a quick score, straight from the nets in memory."""
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from itertools import islice
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,19 +16,10 @@ from torch import Tensor, nn
 from transformers import CLIPTokenizer
 
 from diffserve.embedded.denoiser_training import Denoiser, build_scheduler
-from diffserve.embedded.vae_training import to_unit
-from diffserve.world.captions import caption
+from diffserve.embedded.vae_training import held_out_pictures
+from diffserve.world.captions import HELD_OUT_SEED
 from diffserve.world.checker import check
-from diffserve.world.render import render
-from diffserve.world.scenes import Scene, scenes
-
-HELD_OUT_SEED = 20_260
-
-
-def held_out(count: int) -> list[tuple[Scene, str]]:
-    """The fixed list of held-out scenes and their captions; a longer list begins with the shorter one."""
-    rng = random.Random(HELD_OUT_SEED)
-    return [(scene, caption(scene, rng)) for scene in islice(scenes(HELD_OUT_SEED, held_out=True), count)]
+from diffserve.world.scenes import Scene
 
 
 @torch.inference_mode()
@@ -65,34 +56,30 @@ def to_pixels(painted: Tensor) -> NDArray[np.uint8]:
     return unit.byte().permute(0, 2, 3, 1).cpu().numpy()
 
 
-def sheet(pictures: NDArray[np.uint8], columns: int, path: Path) -> Path:
-    """Save (N, H, W, 3) pictures as one grid."""
-    rows = [np.concatenate(list(pictures[i : i + columns]), axis=1) for i in range(0, len(pictures), columns)]
-    Image.fromarray(np.concatenate(rows, axis=0)).save(path)
+def sheet(pictures: Sequence[NDArray[np.uint8]], columns: int, path: Path, **options: Any) -> Path:
+    """Save pictures of one shape (H, W, 3) as one grid; ``options`` are the image format's own."""
+    rows = [np.concatenate(pictures[i : i + columns], axis=1) for i in range(0, len(pictures), columns)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.concatenate(rows)).save(path, **options)
     return path
 
 
 @torch.inference_mode()
 def round_trip_sheet(vae: AutoencoderKL, path: Path) -> Path:
     """Held-out scenes, and below each what comes back from the autoencoder."""
-    truth = _held_out_pixels(vae)
+    truth = next(held_out_pictures(HELD_OUT_SEED, 8, vae.device))
     back = vae.decode(vae.encode(truth).latent_dist.mode()).sample
-    return sheet(to_pixels(torch.cat([truth, back])), len(truth), path)
+    return sheet([*to_pixels(torch.cat([truth, back]))], len(truth), path)
 
 
 @torch.inference_mode()
 def preview_sheet(net: nn.Module, vae: AutoencoderKL, path: Path) -> Path:
     """Held-out scenes as the autoencoder decodes them, and below each its preview."""
-    latents = vae.encode(_held_out_pixels(vae)).latent_dist.mode()
-    return sheet(to_pixels(torch.cat([vae.decode(latents).sample, net(latents)])), len(latents), path)
+    latents = vae.encode(next(held_out_pictures(HELD_OUT_SEED, 8, vae.device))).latent_dist.mode()
+    return sheet([*to_pixels(torch.cat([vae.decode(latents).sample, net(latents)]))], len(latents), path)
 
 
-def _held_out_pixels(vae: AutoencoderKL, count: int = 8) -> Tensor:
-    pixels = to_unit(np.stack([render(scene) for scene, _ in held_out(count)]))
-    return pixels.to(next(vae.parameters()).device)
-
-
-def quick_mark(pictures: NDArray[np.uint8], truth: list[Scene]) -> str:
+def quick_score(pictures: NDArray[np.uint8], truth: list[Scene]) -> str:
     """One line: exact matches, right backgrounds, objects found among those asked for."""
     verdicts = [check(pixels, scene) for pixels, scene in zip(pictures, truth, strict=True)]
     wanted = sum(len(scene.objects) for scene in truth)

@@ -1,9 +1,8 @@
 """The whole recipe of the embedded model: ``python -m diffserve.embedded.train all``.
 
 Stages, each resumable from its checkpoint in ``--work``: atlas (needs the emoji font; the result ships), vae, denoiser
-(with its tokenizer), tune, preview, student, rewriter, card. Each leaves a bill of its time and operations beside its
-checkpoint. CUDA is used where there is some. ``--start`` goes on from exported
-weights instead of from nothing.
+(with its tokenizer), tune, preview, distill, rewriter, card. Each leaves a bill of its time and operations beside its
+checkpoint. CUDA is used where there is some. ``--start`` goes on from exported weights instead of from nothing.
 
 The shipped weights came about in legs (``training.json`` bills each), the settings being mended in between. What stands
 here is one run as long as all of them but the last ones together, with the shares and the schedule at which they ended,
@@ -11,7 +10,7 @@ and then these as they were, ``finish`` and ``tune`` (run twice, at last with si
 shipped weights on, and ship the outcome:
 
     train tune --work DIR --start diffserve/embedded/weights --minutes 60
-    train student --work DIR
+    train distill --work DIR
     train card --work DIR
 """
 
@@ -20,9 +19,8 @@ from __future__ import annotations
 import shutil
 import sys
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -30,23 +28,24 @@ from diffusers import AutoencoderKL
 from transformers import CLIPTokenizer
 
 from diffserve.embedded import card as model_card
-from diffserve.embedded import samples, sprites
-from diffserve.embedded.denoiser_training import Denoiser, finish_denoiser, train_denoiser, tune_denoiser
+from diffserve.embedded import distillation, samples
+from diffserve.embedded.denoiser_training import Denoiser, continue_denoiser, train_denoiser
+from diffserve.embedded.eval.painting import BEST_GUIDANCE
 from diffserve.embedded.export import export, fold_normalisation
 from diffserve.embedded.latents import LatentScenes, channel_statistics, encode_scenes, normalise
-from diffserve.embedded.marks import BEST_GUIDANCE
 from diffserve.embedded.preview_training import fidelity_db, save_preview, train_preview
 from diffserve.embedded.rewriter_model import export_rewriter
 from diffserve.embedded.rewriter_training import SHIPPED as REWRITER
-from diffserve.embedded.rewriter_training import mark_rewriter, train_rewriter
-from diffserve.embedded.student_training import StudentSettings, save_adapter, train_student
+from diffserve.embedded.rewriter_training import score_rewriter, train_rewriter
 from diffserve.embedded.tokenizer import train_tokenizer
-from diffserve.embedded.training import TrainSettings, fingerprint
+from diffserve.embedded.training import Look, TrainSettings, fingerprint
 from diffserve.embedded.tuning_scenes import tuning_scenes
-from diffserve.embedded.vae_training import psnr_db, train_vae
+from diffserve.embedded.vae_training import round_trip_db, train_vae
 from diffserve.errors import DiffserveError
 from diffserve.runtime.precision import choose_device
 from diffserve.runtime.vae.preview_decoder import PreviewDecoder
+from diffserve.world import sprites
+from diffserve.world.captions import held_out
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 Work = Annotated[Path, typer.Option(help="where checkpoints, latents and sample sheets are kept")]
@@ -81,8 +80,8 @@ def materials(work: Path, device: str, *, num_scenes: int = 48_000, start: Path 
 
 
 def tuning_materials(work: Path, device: str, *, num_scenes: int = TUNING_SCENES) -> Materials:
-    """What ``tune`` and its student work on: tokenizer and autoencoder of ``work/untuned``, and the scenes of the last
-    leg."""
+    """What ``tune`` and ``distill`` after it work on: tokenizer and autoencoder of ``work/untuned``, and the scenes of
+    the last leg."""
     begin = work / "untuned"
     tokenizer = CLIPTokenizer.from_pretrained(begin / "tokenizer")
     kept = AutoencoderKL.from_pretrained(begin / "vae", torch_dtype=torch.float32).to(device).eval()
@@ -95,6 +94,20 @@ def exported_denoiser(weights: Path, tokenizer: CLIPTokenizer, device: str) -> D
     net = Denoiser(tokenizer)
     net.load(weights, tokenizer)
     return net.to(device).eval()
+
+
+def look_at_samples(stage: str, made: Materials, work: Path, *, done: int = 0, **how: Any) -> Look[Denoiser]:
+    """Paints a sheet of held-out captions, ``how`` as :func:`samples.paint` takes it, and prints how many came out
+    right; ``done`` iterations were before."""
+    truth = held_out(48)
+
+    def look(net: Denoiser, iteration: int) -> None:
+        words = [words for _, words in truth]
+        pictures = samples.paint(net, made.vae, made.tokenizer, words, **how)
+        samples.sheet([*pictures], 8, work / f"{stage}-{done + iteration:06d}.png")
+        print(f"{stage} {done + iteration}: {samples.quick_score(pictures, [scene for scene, _ in truth])}", flush=True)
+
+    return look
 
 
 @app.command()
@@ -115,7 +128,7 @@ def vae(
         samples.round_trip_sheet(net, work / f"vae-{iteration:06d}.png")
 
     trained = train_vae(settings, work, start and start / "vae", look)
-    print(f"round trip {psnr_db(trained, seed=5):.1f} dB on held-out scenes", flush=True)
+    print(f"round trip {round_trip_db(trained, seed=5):.1f} dB on held-out scenes", flush=True)
     return trained
 
 
@@ -133,21 +146,15 @@ def denoiser(
     """Train tokenizer, text encoder and UNet on the trained autoencoder's latents, ``finish`` iterations of them as a
     second run from the first one's weights, then export."""
     made = materials(work, device, num_scenes=num_scenes, start=start)
-    truth = samples.held_out(48)
-
-    def look(net: Denoiser, iteration: int, done: int = 0) -> None:
-        pictures = samples.paint(net, made.vae, made.tokenizer, [words for _, words in truth])
-        samples.sheet(pictures, 8, work / f"sheet-{done + iteration:06d}.png")
-        print(f"denoiser {done + iteration}: {samples.quick_mark(pictures, [scene for scene, _ in truth])}", flush=True)
-
     settings = TrainSettings(iterations, batch, learning_rate=1e-3, device=device, decay_share=0.6)
+    look = look_at_samples("denoiser", made, work)
     trained = train_denoiser(
         settings, work, made.data, made.tokenizer, start, look, look_every, made_from=made.made_from
     )
     if finish:
         settings = replace(settings, iterations=finish, warmup=80, decay_share=0.7)
-        later = partial(look, done=iterations)
-        trained = finish_denoiser(trained, settings, work, made.data, made.tokenizer, later, look_every)
+        later = look_at_samples("denoiser", made, work, done=iterations)
+        trained = continue_denoiser("finish", trained, settings, work, made.data, made.tokenizer, later, look_every)
     print(export(work / "weights", made.vae, trained, made.tokenizer))
 
 
@@ -171,13 +178,6 @@ def tune(
         shutil.copytree(start or work / "weights", part)
         part.rename(begin)
     made = tuning_materials(work, device, num_scenes=num_scenes)
-    truth = samples.held_out(48)
-
-    def look(net: Denoiser, iteration: int) -> None:
-        pictures = samples.paint(net, made.vae, made.tokenizer, [words for _, words in truth])
-        samples.sheet(pictures, 8, work / f"tuned-{iteration:06d}.png")
-        print(f"tune {iteration}: {samples.quick_mark(pictures, [scene for scene, _ in truth])}", flush=True)
-
     settings = TrainSettings(
         iterations,
         batch,
@@ -191,7 +191,8 @@ def tune(
     )
     torch.manual_seed(settings.seed)  # what is not exported, the layout head, is made the same again
     first = exported_denoiser(begin, made.tokenizer, device)
-    trained = tune_denoiser(first, settings, work, made.data, made.tokenizer, look, look_every)
+    look = look_at_samples("tune", made, work)
+    trained = continue_denoiser("tune", first, settings, work, made.data, made.tokenizer, look, look_every)
     if (begin / "preview").is_dir():
         shutil.copytree(begin / "preview", work / "weights" / "preview", dirs_exist_ok=True)
     print(export(work / "weights", made.vae, trained, made.tokenizer))
@@ -212,37 +213,32 @@ def preview(work: Work = WORK, device: Device = DEVICE, iterations: int = 1200, 
 
 
 @app.command()
-def student(
+def distill(
     work: Work = WORK, device: Device = DEVICE, iterations: int = 900, batch: int = 64, look_every: int = 300
 ) -> None:
     """Distil the exported denoiser into four steps without guidance."""
     made = tuning_materials(work, device) if (work / "untuned").is_dir() else materials(work, device)
-    truth = samples.held_out(48)
-
-    def look(net: Denoiser, iteration: int) -> None:
-        words = [words for _, words in truth]
-        pictures = samples.paint(net, made.vae, made.tokenizer, words, num_steps=4, guidance_scale=1.0)
-        samples.sheet(pictures, 8, work / f"student-{iteration:06d}.png")
-        print(f"student {iteration}: {samples.quick_mark(pictures, [scene for scene, _ in truth])}", flush=True)
-
-    settings = StudentSettings(iterations, batch, learning_rate=1e-3, device=device, guidance_scale=BEST_GUIDANCE)
+    settings = distillation.DistillSettings(
+        iterations, batch, learning_rate=1e-3, device=device, guidance_scale=BEST_GUIDANCE
+    )
     teacher = exported_denoiser(work / "weights", made.tokenizer, device)
-    change = train_student(settings, work, teacher, made.data, made.tokenizer, look, look_every)
-    print(save_adapter(work / "turbo", change))
+    look = look_at_samples("distill", made, work, num_steps=4, guidance_scale=1.0)
+    change = distillation.distill(settings, work, teacher, made.data, made.tokenizer, look, look_every)
+    print(distillation.save_adapter(work / "turbo", change))
 
 
 @app.command()
 def rewriter(work: Work = WORK, device: Device = DEVICE) -> None:
-    """Train the prompt rewriter on wishes, mark it and export."""
+    """Train the prompt rewriter on wishes, evaluate it and export."""
     work.mkdir(parents=True, exist_ok=True)
     model, tokenizer = train_rewriter(replace(REWRITER, device=device), work)
-    print(mark_rewriter(model, tokenizer))
+    print(score_rewriter(model, tokenizer))
     print(export_rewriter(work / "rewriter", model, tokenizer))
 
 
 @app.command()
 def card(work: Work = WORK) -> None:
-    """Put what was trained into the package, mark it and write the model card."""
+    """Put what was trained into the package, evaluate it and write the model card."""
     model_card.install(work)
     model_card.measure()
     model_card.write()
@@ -255,7 +251,7 @@ def everything(work: Work = WORK, device: Device = DEVICE, start: Start = None) 
     denoiser(work, device, start=start)
     tune(work, device, iterations=1_550)
     preview(work, device)
-    student(work, device)
+    distill(work, device)
     rewriter(work, device)
     card(work)
 

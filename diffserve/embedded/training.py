@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +24,8 @@ from diffserve.embedded.muon import Muon, hidden_matrices
 from diffserve.errors import ConfigError
 
 Net = TypeVar("Net", bound=nn.Module)
+Look = Callable[[Net, int], None]
+"""Called now and then with the averaged weights and the number of iterations done."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ def keep(what: object, path: Path) -> None:
 class Run(Generic[Net]):
     """One resumable stage: owns the averaged weights and the checkpoint ``work/<name>.pt``, and paces the optimisers.
 
+    ``average`` holds the exponential moving average of the weights, ready for inference.
+
     Beside the checkpoint stands ``work/<name>.json``, the bill: settings, iterations, seconds, and floating-point
     operations, counted on the first iteration of a process and multiplied.
 
@@ -157,7 +161,18 @@ class Run(Generic[Net]):
         """Whether its iterations or its seconds are spent."""
         return share_done(self.iteration, self.seconds, self.settings) >= 1
 
-    def step(self, loss: Tensor, *, aside: Tensor | None = None) -> None:
+    def train(
+        self, losses_of: Callable[[], Sequence[Tensor]], look: Look[Net] | None = None, look_every: int = 500
+    ) -> Net:
+        """Go through the iterations that are left, each a :meth:`step` on new losses; returns the averaged weights, at
+        which ``look`` looks every so many iterations."""
+        for iteration in self.iterations():
+            self.step(*losses_of())
+            if look is not None and (iteration + 1) % look_every == 0:
+                look(self.average, iteration + 1)
+        return self.average
+
+    def step(self, loss: Tensor, aside: Tensor | None = None) -> None:
         """One optimiser step on ``loss``, which is reported, and what is learnt ``aside``. One that is not finite is
         skipped rather than learnt."""
         value = float(loss.detach())
@@ -172,13 +187,9 @@ class Run(Generic[Net]):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor
             optimizer.step()
-        keep = min(self.settings.ema, (1 + self.iteration) / (10 + self.iteration))
-        torch._foreach_lerp_(list(self.average.parameters()), list(self.net.parameters()), 1 - keep)
+        kept = min(self.settings.ema, (1 + self.iteration) / (10 + self.iteration))
+        torch._foreach_lerp_(list(self.average.parameters()), list(self.net.parameters()), 1 - kept)
         self.smooth_loss = value if math.isnan(self.smooth_loss) else 0.98 * self.smooth_loss + 0.02 * value
-
-    def averaged(self) -> Net:
-        """The exponential moving average of the weights, ready for inference."""
-        return self.average
 
     def save(self) -> None:
         """Write the checkpoint and the bill."""

@@ -2,7 +2,7 @@
 
 A caption that leaves open where things stand is a mean of many pictures to the denoiser, and what it paints of it now
 and then is two of them at once. So single objects stand near the middle, and what is named in a row stands in that row,
-from left to right. A scene that says less of where is still true of both, so all marks stay as they are.
+from left to right. A scene that says less of where is still true of both, so all scores stay as they are.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ penalty on their size. A KL term with unit noise would collapse the posterior at
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 
-from diffserve.embedded.training import Run, TrainSettings
+from diffserve.embedded.training import Look, Run, TrainSettings
 from diffserve.world.render import render
 from diffserve.world.scenes import CANVAS_PX, GRID_PX, Scene, scenes
 
@@ -76,38 +77,44 @@ def train_vae(
     settings: TrainSettings,
     work: Path,
     start: Path | None = None,
-    look: Callable[[AutoencoderKL, int], None] | None = None,
+    look: Look[AutoencoderKL] | None = None,
     look_every: int = 500,
 ) -> AutoencoderKL:
     """Train the autoencoder, resuming from ``work/vae.pt``, or else from the weights in the directory ``start``, or
-    else from nothing; returns it with normalisation not yet set. ``look`` is called now and then."""
+    else from nothing; returns it with normalisation not yet set."""
     torch.manual_seed(settings.seed)
     vae = build_vae() if start is None else AutoencoderKL.from_pretrained(start, torch_dtype=torch.float32)
     vae.to(settings.device, memory_format=torch.channels_last)
     run = Run("vae", vae.train(), settings, work)
     data = crops(settings.seed + run.iteration, settings.batch_size)
-    for iteration in run.iterations():
+
+    def losses() -> list[Tensor]:
         truth = next(data).to(settings.device)
         with run.autocast():
             latents = vae.quant_conv(vae.encoder(truth))[:, :LATENT_CHANNELS]
             noisy = latents + LATENT_NOISE * torch.randn_like(latents)
             painted = vae.decoder(vae.post_quant_conv(noisy))
-        loss = reconstruction_loss(painted.float(), truth) + 1e-3 * latents.float().square().mean()
-        run.step(loss)
-        if look is not None and (iteration + 1) % look_every == 0:
-            look(run.averaged(), iteration + 1)
-    return run.averaged()
+        return [reconstruction_loss(painted.float(), truth) + 1e-3 * latents.float().square().mean()]
+
+    return run.train(losses, look, look_every)
+
+
+def held_out_pictures(seed: int, num_scenes: int, device: torch.device) -> Iterator[Tensor]:
+    """Held-out scenes in batches of at most eight, (B, 3, 128, 128) in -1..1."""
+    pixels = np.stack([render(scene) for scene in islice(scenes(seed, held_out=True), num_scenes)])
+    yield from to_unit(pixels).to(device).split(8)
+
+
+def psnr_db(painted: Tensor, truth: Tensor) -> Tensor:
+    """PSNR in dB of each picture of (B, 3, H, W) in -1..1 against its truth: (B,)."""
+    return -10 * ((painted - truth).square().mean(dim=(1, 2, 3)) / 4).log10()
 
 
 @torch.inference_mode()
-def psnr_db(vae: AutoencoderKL, seed: int, num_scenes: int = 64) -> float:
+def round_trip_db(vae: AutoencoderKL, seed: int, num_scenes: int = 64) -> float:
     """Mean round-trip PSNR in dB on held-out scenes."""
-    source = scenes(seed, held_out=True)
-    truth = to_unit(np.stack([render(next(source)) for _ in range(num_scenes)]))
-    device = next(vae.parameters()).device
     total = 0.0
-    for batch in truth.to(device).split(8):
-        painted = vae.decode(vae.encode(batch).latent_dist.mode()).sample.clamp(-1, 1)
-        mse = (painted - batch).square().mean(dim=(1, 2, 3)) / 4
-        total += float((-10 * mse.log10()).sum())
+    for truth in held_out_pictures(seed, num_scenes, vae.device):
+        painted = vae.decode(vae.encode(truth).latent_dist.mode()).sample.clamp(-1, 1)
+        total += float(psnr_db(painted, truth).sum())
     return total / num_scenes

@@ -20,9 +20,9 @@ from diffserve.rewrite_types import (
     RewriteFinished,
     RewriteRequest,
 )
-from diffserve.rewriting.asking import Asker, Question
+from diffserve.rewriting.asking import PromptBuilder, Question
 from diffserve.rewriting.grammar import caption_constraint
-from diffserve.rewriting.job import Job
+from diffserve.rewriting.job import RewriteJob
 from diffserve.rewriting.judging import Judge
 from diffserve.rewriting.style import Style, load_style
 from diffserve.rewriting.window import TextWindow
@@ -52,12 +52,12 @@ class Rewriter(Shell[RewriteRequest, RewriteEvent]):
         self._max_entropy = max_entropy
         self._styles: dict[str, Style] = {}
         self._constraint: TokenConstraint | None = None
-        self._asker = Asker(texts.core.model.tokenizer, texts.info.model_id)
+        self._asker = PromptBuilder(texts.core.model.tokenizer, texts.info.model_id)
         self.style = self._style(style)
         if self.style.answer.language == "captions":
             self._caption_constraint()
-        self._jobs: dict[str, Job] = {}  # these three guarded by the lock of the mail
-        self._job_of_text: dict[str, Job | None] = {}  # None: nobody waits for it any more
+        self._jobs: dict[str, RewriteJob] = {}  # these three guarded by the lock of the mail
+        self._job_of_text: dict[str, RewriteJob | None] = {}  # None: nobody waits for it any more
         self._others: list[TextEvent] = []
 
     # The verbs ----------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class Rewriter(Shell[RewriteRequest, RewriteEvent]):
         questions = list(self._asker.questions(request, style, self.window))
         constraint = self._caption_constraint() if style.answer.language == "captions" else None
         first_of = {question.request.request_id: question.first_index for question in questions}
-        job = Job(request, self._judge(style), self.texts.info.model_id, first_of)
+        job = RewriteJob(request, self._judge(style), self.texts.info.model_id, first_of)
         with self._mail.lock:
             if request.request_id in self._jobs:
                 raise InvalidRequest(f"request_id {request.request_id!r} is already in use.", param="request_id")
@@ -155,7 +155,7 @@ class Rewriter(Shell[RewriteRequest, RewriteEvent]):
                 raise
         return request.request_id
 
-    def _leave(self, job: Job, unasked: Sequence[Question] = ()) -> None:
+    def _leave(self, job: RewriteJob, unasked: Sequence[Question] = ()) -> None:
         """Forget ``job``: its texts are cancelled, and what they still say is dropped."""
         with self._mail.lock:
             del self._jobs[job.request.request_id]
@@ -183,15 +183,15 @@ class Rewriter(Shell[RewriteRequest, RewriteEvent]):
             if job is not None:
                 self._mail.post(self._told(job, event))
 
-    def _told(self, job: Job, event: TextEvent) -> Iterator[RewriteEvent]:
+    def _told(self, job: RewriteJob, event: TextEvent) -> Iterator[RewriteEvent]:
         match event:
             case TextDelta():
-                yield from job.shown(event)
+                yield from job.show(event)
             case TextFinished():
                 job.answers[event.request_id] = event
                 if job.is_over:
                     self._leave(job)
-                    yield job.finished()
+                    yield job.finish()
             case Failed(code=code, message=message, param=param):
                 self._leave(job)
                 yield Failed(request_id=job.request.request_id, code=code, message=message, param=param)

@@ -1,29 +1,25 @@
 """The prompts of a sweep, and the scenes that they ask for, drawn exactly.
 
-The embedded model's held-out captions come from the fixed list that the marks use. Prompts of its picture world have a
-truth that can be drawn: ``drawn_pictures`` gives, for each prompt, pictures that show exactly what it says, placed
-anew each time. They are what painted pictures are held against in a feature network.
+The embedded model's held-out captions come from the fixed list that its evaluation uses. Prompts of its picture world
+have a truth that can be drawn: ``drawn_pictures`` gives, for each prompt, pictures that show exactly what it says,
+placed anew each time. They are what painted pictures are held against in a feature network.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from diffserve.errors import InvalidRequest
-from diffserve.world.captions import caption
+from diffserve.world.captions import held_out
 from diffserve.world.checker import SceneSpec
 from diffserve.world.prompt_reading import parse_prompt
 from diffserve.world.render import render
-from diffserve.world.scenes import BACKGROUNDS, OBJECTS, Scene, is_legible, place_one, place_three, place_two, scenes
-
-HELD_OUT_SEED = 20_260
-"""The list of ``diffserve.embedded.samples.held_out``, which loads torch."""
+from diffserve.world.scenes import BACKGROUNDS, OBJECTS, Scene, is_legible, place_one, place_three, place_two
 
 DRAWN_PER_PROMPT = 32
 MAX_DRAWN = 4_096
@@ -33,8 +29,7 @@ MAX_PROMPT_FILE_BYTES = 4_000_000
 
 def held_out_prompts(count: int) -> tuple[str, ...]:
     """The first ``count`` held-out captions of the picture world."""
-    rng = random.Random(HELD_OUT_SEED)
-    return tuple(caption(scene, rng) for scene in islice(scenes(HELD_OUT_SEED, held_out=True), count))
+    return tuple(words for _, words in held_out(count))
 
 
 def read_prompts(file: Path) -> tuple[str, ...]:

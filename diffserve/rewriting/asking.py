@@ -1,4 +1,4 @@
-"""Asker: from a wish to what the language model is asked, in the words of its own chat template."""
+"""PromptBuilder: from a wish to what the language model is asked, in the words of its own chat template."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Question(NamedTuple):
     request: TextRequest
 
 
-class Asker:
-    """Asks the model whose ``tokenizer`` it is, called ``model_id`` in errors.
+class PromptBuilder:
+    """Builds what the model is asked whose ``tokenizer`` it is; it is called ``model_id`` in errors.
 
     Nothing that a person writes becomes one of the model's own marks: those are taken out of wishes and system texts.
     Models that think aloud are asked not to. Where a template knows no system text, it stands before the first wish.

@@ -94,13 +94,13 @@ SMALL_WORDS: Final = frozenset(
 )  # fmt: skip
 
 
-def quoted(wish: str) -> tuple[str, ...]:
+def find_quotes(wish: str) -> tuple[str, ...]:
     """Every text in quotation marks, of whatever kind, without them and without a closing comma or full stop."""
     found = ("".join(match.groups("")) for match in _QUOTED.finditer(wish))
     return tuple(dict.fromkeys(text for one in found if (text := _plain(one).rstrip(".,"))))
 
 
-def named(wish: str) -> tuple[str, ...]:
+def find_names(wish: str) -> tuple[str, ...]:
     """Every name: a capitalised word, not all in capitals, that does not begin a sentence; none in title case."""
     unquoted = _QUOTED.sub(" , ", wish)
     words = [word for sentence in _SENTENCE_END.split(unquoted) for word in _WORD.findall(sentence)[1:]]
@@ -110,7 +110,7 @@ def named(wish: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def lost(prompt: str, quotes: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
+def find_lost(prompt: str, quotes: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
     """Those of ``quotes`` and ``names`` that ``prompt`` does not hold; capitals matter in quotes alone."""
     exact, folded = _plain(prompt), _plain(prompt).casefold()
     missing = [text for text in quotes if text not in exact]

@@ -16,8 +16,8 @@ from itertools import islice
 from typing import Any, Final
 
 from diffserve.runtime.decoding import Phrase, TokenConstraint, allowed_sentences
-from diffserve.world.canonical import INVERSE, Said, noun, place_phrase, sentence
-from diffserve.world.captions import NUMBER_WORDS, RELATION_WORDS, plural
+from diffserve.world.canonical import INVERSE, Said, noun, sentence
+from diffserve.world.captions import NUMBER_WORDS, RELATION_WORDS, plural, words_of_background
 from diffserve.world.scenes import BACKGROUNDS, OBJECTS, SIZES_PX, scenes
 
 START, THING, OTHER, PAIR, AND, ALL, CAPTION = "start", "thing", "other", "pair", "and", "all", "caption"
@@ -38,7 +38,7 @@ def caption_phrases() -> Iterator[Phrase]:
         yield Phrase(THING, RELATION_WORDS[relation][0].removeprefix("{a} ").removesuffix(" {b}"), OTHER)
     yield from (Phrase(THING, together, PAIR) for together in ("between", ","))
     yield Phrase(AND, "and", OTHER)
-    yield from (Phrase(node, place_phrase(place), CAPTION) for place in BACKGROUNDS for node in (THING, ALL))
+    yield from (Phrase(node, words_of_background(place), CAPTION) for place in BACKGROUNDS for node in (THING, ALL))
 
 
 def caption_constraint(tokenizer: Any, end_ids: Collection[int]) -> TokenConstraint:

@@ -1,4 +1,4 @@
-"""Job: a wish on its way, from the first text request to the last answer. No torch."""
+"""RewriteJob: a wish on its way, from the first text request to the last answer. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diffserve.rewriting.judging import Judge
 from diffserve.text_types import TextDelta, TextFinished, TextTimings, TextUsage
 
 
-class Showing:
+class VisibleText:
     """The part of an answer that may be shown while it is still being said: thoughts are not."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Showing:
 
 
 @dataclass(eq=False)
-class Job:
+class RewriteJob:
     """A live rewrite.
 
     questions  text request id -> index of the first prompt that its texts are
@@ -42,21 +42,21 @@ class Job:
     model_id: str
     questions: dict[str, int]
     answers: dict[str, TextFinished] = field(default_factory=dict)
-    showing: dict[int, Showing] = field(default_factory=dict)
+    showing: dict[int, VisibleText] = field(default_factory=dict)
 
     @property
     def is_over(self) -> bool:
         """Whether every question is answered."""
         return len(self.answers) == len(self.questions)
 
-    def shown(self, delta: TextDelta) -> Iterator[RewriteDelta]:
+    def show(self, delta: TextDelta) -> Iterator[RewriteDelta]:
         """What is new to see, if anything is."""
         index = self.questions[delta.request_id] + delta.text_index
-        text = self.showing.setdefault(index, Showing()).push(delta.text)
+        text = self.showing.setdefault(index, VisibleText()).push(delta.text)
         if text and self.request.deltas:
             yield RewriteDelta(request_id=self.request.request_id, index=index, text=text)
 
-    def finished(self) -> RewriteFinished:
+    def finish(self) -> RewriteFinished:
         """The end: every answer, judged."""
         answers = [self.answers[text_id] for text_id in self.questions]
         results = [result for answer in answers for result in answer.results]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from diffserve.rewrite_types import FallbackReason, Rewrite
-from diffserve.rewriting.cleaning import clean, lost, named, quoted
+from diffserve.rewriting.cleaning import clean, find_lost, find_names, find_quotes
 from diffserve.rewriting.style import Parts, Style
 from diffserve.rewriting.window import TextWindow
 from diffserve.text_types import TextResult
@@ -44,8 +44,8 @@ class Judge:
 
         force: take an answer of which the model was unsure; nothing else is forgiven.
         """
-        quotes = quoted(wish) if self.style.answer.keep_quotes else ()
-        names = named(wish) if self.style.answer.keep_names else ()
+        quotes = find_quotes(wish) if self.style.answer.keep_quotes else ()
+        names = find_names(wish) if self.style.answer.keep_names else ()
         cleaned = clean(result.text, self.style.answer.parts)
         doubt = self._doubt(cleaned, result) or self._loss(cleaned, quotes, names)
         fitted = None if doubt else fit(cleaned, self.style.answer.parts, self.window, (*quotes, *names))
@@ -74,7 +74,7 @@ class Judge:
         return None
 
     def _loss(self, cleaned: str, quotes: Sequence[str], names: Sequence[str]) -> Doubt | None:
-        missing = lost(cleaned, quotes, names)
+        missing = find_lost(cleaned, quotes, names)
         if not missing:
             return None
         shown = ", ".join(f'"{text}"' for text in missing[:MOST_SHOWN])
@@ -162,4 +162,4 @@ def _shorten(parts: list[str], glue: str, window: TextWindow, kept: Sequence[str
 
 
 def _holds_any(part: str, kept: Sequence[str]) -> bool:
-    return any(not lost(part, (), (text,)) for text in kept)
+    return any(not find_lost(part, (), (text,)) for text in kept)

@@ -5,15 +5,14 @@ A style says what the model is told, what an answer looks like and when it is no
 
 from __future__ import annotations
 
-import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 import msgspec
 
-from diffserve.config import configs_dir
+from diffserve.config import configs_dir, nearest
 from diffserve.errors import ConfigError, InvalidRequest, ModelNotFound
 from diffserve.sampling_params import SamplingParams
 
@@ -137,11 +136,11 @@ def _check_keys(file: str, tables: Mapping[str, Any]) -> None:
     known = {field.name: field.type for field in msgspec.structs.fields(Style) if field.name != "name"}
     for table, entries in tables.items():
         if table not in known:
-            raise ConfigError(f"{file}: unknown table [{table}]; {_nearest(table, known)}.", param="style")
+            raise ConfigError(f"{file}: unknown table [{table}]; {nearest(table, known)}.", param="style")
         keys = [field.name for field in msgspec.structs.fields(known[table])]
         for key in entries if isinstance(entries, dict) else ():
             if key not in keys:
-                raise ConfigError(f"{file}: unknown key {table}.{key}; {_nearest(key, keys)}.", param="style")
+                raise ConfigError(f"{file}: unknown key {table}.{key}; {nearest(key, keys)}.", param="style")
 
 
 def _check_values(file: str, style: Style) -> None:
@@ -160,12 +159,6 @@ def _check_values(file: str, style: Style) -> None:
             raise ConfigError(f"{file}: {table}.{error.message}", param="style") from None
     if any(phrase != phrase.lower().strip() or not phrase for phrase in answer.refusals):
         raise ConfigError(f"{file}: answer.refusals must be in lower case, without blanks around.", param="style")
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    names = list(known)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"
 
 
 EMBEDDED: Final = "embedded"

@@ -31,7 +31,7 @@ from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.preview import PREVIEW_DIRECTORY, PreviewRunner, load_preview
 from diffserve.runtime.vae.vae import VAERunner
 from diffserve.types import ModelInfo, ModelProfile
-from diffserve.vocabulary import World, read_world
+from diffserve.vocabulary import Vocabulary, read_vocabulary
 from schedulers import NoiseSchedule
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class DiffusionModel:
     choice: DeviceChoice
     digest: str
     previewer: PreviewRunner | None = None
-    world: World | None = None
+    world: Vocabulary | None = None
     fewest_steps: FewestSteps | None = None
     plausibility: Plausibility | None = None
 
@@ -195,7 +195,7 @@ def load_model(
         choice=choice,
         digest=digest,
         previewer=previewer,
-        world=read_world(home),
+        world=read_vocabulary(home),
         fewest_steps=read_fewest_steps(location if adapter else home),
         plausibility=plausibility,
     )

@@ -1,4 +1,4 @@
-"""One sentence for everything a scene can say, its exact inverse, and what a wish settles of it.
+"""One sentence for everything a scene can say, and what a wish settles of it.
 
 The rewriter answers in this one style, which the image model's captions contain: "a cat to the left of a dog on a red
 background", "two bunches of grapes in the snow", "the moon between a fox and an owl in the night sky".
@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import permutations
 
 from diffserve.world.captions import (
     MASSES,
     NUMBER_WORDS,
-    PLACE_WORDS,
     PLURALS,
     RELATION_WORDS,
     UNIQUE,
     article_for,
     plural,
+    words_of_background,
 )
-from diffserve.world.scenes import BACKGROUNDS, COLORS, OBJECTS, SIZES_PX, Scene, place_one, place_three, place_two
+from diffserve.world.scenes import Scene, place_one, place_three, place_two
 
 INVERSE: dict[str, str] = {
     "left of": "right of", "right of": "left of", "above": "below", "below": "above", "next to": "next to",
@@ -106,16 +105,9 @@ def noun(name: str, size: str = "plain") -> str:
     return words if name in PLURALS or name in MASSES else f"{article_for(words)} {words}"
 
 
-def place_phrase(background: str) -> str:
-    """Where it is: "on an orange background", "in the snow"."""
-    if background in COLORS:
-        return f"on {article_for(background)} {background} background"
-    return PLACE_WORDS[background][0]
-
-
 def sentence(said: Said) -> str:
     """The one sentence that says it."""
-    return f"{_objects(said)} {place_phrase(said.background)}"
+    return f"{_objects(said)} {words_of_background(said.background)}"
 
 
 def _objects(said: Said) -> str:
@@ -126,43 +118,3 @@ def _objects(said: Said) -> str:
         return noun(names[0], said.size)
     pattern = "{a}, {b} and {c}" if said.relation is None else RELATION_WORDS[said.relation][0]
     return pattern.format(**dict(zip("abc", map(noun, names), strict=False)))
-
-
-@lru_cache(maxsize=1)
-def _nouns() -> dict[str, tuple[str, str]]:
-    return {noun(name, size): (name, size) for name in OBJECTS for size in SIZES_PX}
-
-
-@lru_cache(maxsize=1)
-def _counts() -> dict[str, tuple[str, ...]]:
-    return {f"{words[0]} {plural(name)}": (name,) * n for n, words in NUMBER_WORDS.items() for name in OBJECTS}
-
-
-def parse(words: str) -> Said | None:
-    """What a :func:`sentence` says; None for any other text."""
-    for background in BACKGROUNDS:
-        where = f" {place_phrase(background)}"
-        if words.endswith(where):
-            said = _parse_objects(words.removesuffix(where), background)
-            return said if said is not None and sentence(said) == words else None
-    return None
-
-
-def _parse_objects(words: str, background: str) -> Said | None:
-    if words in _counts():
-        return Said(_counts()[words], None, "plain", background)
-    if words in _nouns():
-        name, size = _nouns()[words]
-        return Said((name,), None, size, background)
-    for relation in (*INVERSE, "between", None):
-        glue = {"between": " between ", None: ", "}.get(relation, f" {_glue(relation)} ")
-        first, found, rest = words.partition(glue)
-        parts = [first, *(rest.split(" and ") if relation in ("between", None) else [rest])]
-        if found and all(part in _nouns() for part in parts):
-            return Said(tuple(_nouns()[part][0] for part in parts), relation, "plain", background)
-    return None
-
-
-def _glue(relation: str | None) -> str:
-    pattern = RELATION_WORDS[relation][0] if relation else ""
-    return pattern.removeprefix("{a} ").removesuffix(" {b}")

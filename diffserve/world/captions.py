@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from itertools import islice
 
-from diffserve.world.scenes import COLORS, Scene
+from diffserve.world.scenes import COLORS, Scene, scenes
 
 SIZE_WORDS: dict[str, tuple[str, ...]] = {
     "small": ("small", "small", "tiny", "little"),
@@ -90,6 +91,7 @@ BACKWARD = "on its"
 """The first object is placed by the second: the same words as in "on the right of", and the opposite meant."""
 BACKWARD_EXTRA = 3
 
+HELD_OUT_SEED = 20_260
 BACKGROUND_ONLY_SHARE = 0.02
 OBJECTS_ONLY_SHARE = 0.08
 ALONE_SHARE = 0.2  # of a single object's lessons name nothing else, as most first prompts do
@@ -167,6 +169,12 @@ def caption(scene: Scene, rng: random.Random, *, is_lesson: bool = False) -> str
     if style < 0.28:
         return f"{rng.choice(OPENINGS)} {what} {where}"
     return f"{what} {where}"
+
+
+def held_out(count: int) -> list[tuple[Scene, str]]:
+    """The fixed list of held-out scenes and their captions; a longer list begins with the shorter one."""
+    rng = random.Random(HELD_OUT_SEED)
+    return [(scene, caption(scene, rng)) for scene in islice(scenes(HELD_OUT_SEED, held_out=True), count)]
 
 
 def loose_caption(scene: Scene, rng: random.Random) -> str:

@@ -18,8 +18,8 @@ from diffserve.world.scenes import BACKGROUNDS, OBJECTS, RELATIONS, SIZES_PX, Sc
 __all__ = ["EDITION", "Found", "Reading", "SceneSpec", "Verdict", "check", "judge", "read_picture"]
 
 EDITION = 2
-"""Raised whenever a verdict may change, so that marks read by another edition are known: 1 had no look at single spots,
-and passed foxes without an eye."""
+"""Raised whenever a verdict may change, so that scores by another edition are known: 1 had no look at single spots, and
+passed foxes without an eye."""
 
 BETWEEN_MARGIN = 0.15  # the first must lie this share of the way inside the two that it stands between
 BETWEEN_DRIFT = 0.4  # and at most this share of their distance beside the line that joins them
@@ -104,25 +104,25 @@ def _is_between(middle: Found, one: Found, two: Found) -> bool:
     return BETWEEN_MARGIN <= along <= 1 - BETWEEN_MARGIN and beside <= BETWEEN_DRIFT
 
 
-def _stands_as_asked(wish: SceneSpec, objects: tuple[Found, ...]) -> bool:
+def _stands_as_asked(spec: SceneSpec, objects: tuple[Found, ...]) -> bool:
     """Whether the relation holds, whichever of several alike is which."""
-    if wish.relation is None:
+    if spec.relation is None:
         return True
-    orders = (order for order in permutations(objects) if tuple(one.name for one in order) == wish.names)
-    if wish.relation == "between":
+    orders = (order for order in permutations(objects) if tuple(one.name for one in order) == spec.names)
+    if spec.relation == "between":
         return any(_is_between(*order) for order in orders)
-    return any(_relation_holds(wish.relation, *order) for order in orders)
+    return any(_relation_holds(spec.relation, *order) for order in orders)
 
 
-def judge(reading: Reading, wish: SceneSpec) -> Verdict:
+def judge(reading: Reading, spec: SceneSpec) -> Verdict:
     """Hold what a picture shows against what it was asked to show."""
     seen = reading.objects
-    objects = not wish.names or (reading.is_clear and sorted(found.name for found in seen) == sorted(wish.names))
+    objects = not spec.names or (reading.is_clear and sorted(found.name for found in seen) == sorted(spec.names))
     return Verdict(
-        background=reading.has_background and wish.background in (None, reading.background),
+        background=reading.has_background and spec.background in (None, reading.background),
         objects=objects,
-        relation=objects and _stands_as_asked(wish, seen),
-        size=objects and (wish.size is None or seen[0].size_px == SIZES_PX[wish.size]),
+        relation=objects and _stands_as_asked(spec, seen),
+        size=objects and (spec.size is None or seen[0].size_px == SIZES_PX[spec.size]),
         reading=reading,
     )
 

@@ -22,11 +22,11 @@ from diffserve.errors import InvalidRequest
 from diffserve.world.scenes import BACKGROUNDS, COLORS, GRID_PX, SPRITE_SIZES_PX
 from diffserve.world.sprite_matching import (
     SCALE,
-    Match,
+    Placement,
     Plane,
     ScoreMaps,
     box_sums,
-    coarser,
+    downsample,
     empty_picture,
     small_sprite,
 )
@@ -141,12 +141,12 @@ def _worst_spot(error: Plane) -> float:
     return float(box_sums(error, side).max() / side**2)
 
 
-def _look_closer(match: Match, picture: Plane, empty: Plane) -> Found:
+def _look_closer(match: Placement, picture: Plane, empty: Plane) -> Found:
     spot = (slice(match.top, match.top + match.side), slice(match.left, match.left + match.side))
     drawn = small_sprite(match.name, match.side)
     expected = drawn[..., :3] + (1 - drawn[..., 3:]) * empty[spot]
     factor = round(match.side / DETAIL_CELLS)
-    coarse, own = _edges(coarser(picture[spot], factor)), _edges(coarser(expected, factor))
+    coarse, own = _edges(downsample(picture[spot], factor)), _edges(downsample(expected, factor))
     fine, own_fine = _edges(picture[spot]), _edges(expected)
     covered = drawn[..., 3] > 0.5
     error = np.where(covered, _color_error(picture[spot], expected), np.float32(0))
@@ -165,7 +165,7 @@ def _look_closer(match: Match, picture: Plane, empty: Plane) -> Found:
 
 def _far_errors(change: Plane, found: Sequence[Found]) -> Plane:
     """How far each cell of the grid is from the background (by ``change``) that is half a cell away from any find."""
-    errors = np.abs(coarser(change, GRID_PX // SCALE)).max(axis=2)
+    errors = np.abs(downsample(change, GRID_PX // SCALE)).max(axis=2)
     far = np.ones(errors.shape, dtype=bool)
     for one in found:
         left, top = ((at - one.size_px / 2) / GRID_PX - 0.5 for at in (one.x_px, one.y_px))
@@ -189,7 +189,7 @@ def read_picture(pixels: NDArray[np.uint8]) -> Reading:
             f"a picture of {pixels.shape[1]}x{pixels.shape[0]} cannot be read: sides go from {min(SPRITE_SIZES_PX)} to "
             f"{MAX_SIDE_PX} pixels. Ask the embedded model for its own sizes, 128x128, 192x128 or 128x192."
         )
-    picture = coarser(pixels.astype(np.float32) / np.float32(255))
+    picture = downsample(pixels.astype(np.float32) / np.float32(255))
     ground, error, shade = _read_background(picture)
     empty = empty_picture(ground, *picture.shape[:2]) if shade is None else np.broadcast_to(shade, picture.shape)
     found = [_look_closer(match, picture, empty) for match in _matches(ScoreMaps(picture, ground, shade))]
@@ -198,7 +198,7 @@ def read_picture(pixels: NDArray[np.uint8]) -> Reading:
     return Reading(ground, error, tuple(found), int((errors > MIN_LEFTOVER).sum()), dirt)
 
 
-def _matches(maps: ScoreMaps) -> Iterator[Match]:
+def _matches(maps: ScoreMaps) -> Iterator[Placement]:
     for _ in range(MAX_OBJECTS):
         match = maps.best()
         if match.r2 < MIN_R2:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from diffserve.errors import InvalidRequest
+from diffserve.world.canonical import Said, sentence
 from diffserve.world.captions import (
     ABOVE_WORDS,
     COLOR_SYNONYMS,
@@ -28,9 +29,9 @@ from diffserve.world.captions import (
     plural,
 )
 from diffserve.world.checker import SceneSpec
-from diffserve.world.known_words import ARTICLES, caption_words
 from diffserve.world.scenes import COLORS, OBJECTS
 
+ARTICLES = ("a", "an", "the", "one")
 EXAMPLE = "a fox next to a cactus on the beach"
 MAX_PROMPT_CHARS = 300
 """Longer than any caption; to understand a text takes time that grows faster than its length."""
@@ -48,12 +49,35 @@ def parse_prompt(prompt: str) -> SceneSpec:
             param="prompt",
         )
     words = " ".join(prompt.lower().split()).rstrip(" .!")
+    if (spec := _parse(words)) is None:
+        raise InvalidRequest(_what_is_wrong(prompt, words), param="prompt")
+    return spec
+
+
+@lru_cache(maxsize=1)
+def caption_words() -> frozenset[str]:
+    """Every word that a caption of the picture world can hold, in lower case."""
+    patterns = (re.sub(r"{\w*}", "", pattern) for part in (TOGETHER, *RELATION_WORDS.values()) for pattern in part)
+    phrases = (*ARTICLES, *OPENINGS, *_nouns(), *_counts(), *_backgrounds(), *patterns)
+    return frozenset(word for phrase in phrases for word in re.findall(r"[\w-]+", phrase.lower()))
+
+
+def parse_sentence(words: str) -> Said | None:
+    """What a canonical :func:`~diffserve.world.canonical.sentence` says; None for any other text."""
+    spec = _parse(words)
+    if spec is None or not spec.names or spec.background is None:
+        return None
+    said = Said(spec.names, spec.relation, spec.size or "plain", spec.background)
+    return said if sentence(said) == words else None
+
+
+def _parse(words: str) -> SceneSpec | None:
     for what, background in _without_background(words):
         if not what and background is not None:
             return SceneSpec((), background=background)
         if (objects := _parse_objects(what)) is not None:
             return SceneSpec(*objects, background)
-    raise InvalidRequest(_what_is_wrong(prompt, words), param="prompt")
+    return None
 
 
 def _without_background(words: str) -> Iterator[tuple[str, str | None]]:

@@ -33,7 +33,7 @@ Spectrum = NDArray[np.complex64]
 
 
 @dataclass(frozen=True)
-class Match:
+class Placement:
     """One placement: a sprite's name, its side, the left and top edge of its square, all at 1 / SCALE, and its R2."""
 
     name: str
@@ -43,7 +43,7 @@ class Match:
     r2: float
 
 
-def coarser(pixels: NDArray[np.float32], factor: int = SCALE) -> Plane:
+def downsample(pixels: NDArray[np.float32], factor: int = SCALE) -> Plane:
     """(H, W, C) averaged over ``factor`` x ``factor`` cells; a last row or column that fills no cell is left out."""
     h, w, channels = pixels.shape[0] // factor, pixels.shape[1] // factor, pixels.shape[2]
     cells = pixels[: h * factor, : w * factor].reshape(h, factor, w, factor, channels)
@@ -53,13 +53,13 @@ def coarser(pixels: NDArray[np.float32], factor: int = SCALE) -> Plane:
 @lru_cache(maxsize=512)
 def small_sprite(name: str, side: int) -> Plane:
     """A sprite of ``side`` cells at 1 / SCALE: (side, side, 4), colours multiplied by alpha, then alpha."""
-    return coarser(sprite(name, side * SCALE))
+    return downsample(sprite(name, side * SCALE))
 
 
 @lru_cache(maxsize=128)
 def empty_picture(name: str, height: int, width: int) -> Plane:
     """A bare background at 1 / SCALE: (height, width, 3) in 0..1."""
-    return coarser(background(name, width * SCALE, height * SCALE).astype(np.float32) / np.float32(255))
+    return downsample(background(name, width * SCALE, height * SCALE).astype(np.float32) / np.float32(255))
 
 
 def _spectra(planes: NDArray[np.float32]) -> Spectrum:
@@ -154,15 +154,15 @@ class ScoreMaps:
             gain = 2 * _correlate(planes, _bank(side, height, width), side) - box_sums(square, side)
             self._maps[side] = gain / energy
 
-    def best(self) -> Match:
+    def best(self) -> Placement:
         """The placement that explains most."""
         matches = []
         for side, scores in self._maps.items():
             index, top, left = (int(i) for i in np.unravel_index(int(scores.argmax()), scores.shape))
-            matches.append(Match(NAMES[index], side, left, top, float(scores[index, top, left])))
+            matches.append(Placement(NAMES[index], side, left, top, float(scores[index, top, left])))
         return max(matches, key=lambda match: match.r2)
 
-    def rule_out_around(self, taken: Match) -> None:
+    def rule_out_around(self, taken: Placement) -> None:
         """Forget every placement whose square would overlap ``taken`` by more than ``OVERLAP``."""
         for side, scores in self._maps.items():
             reach = (1 - OVERLAP) * (taken.side + side) / 2

@@ -49,7 +49,7 @@ def bills(package: Path) -> Any:
 
 
 def test_a_new_model_replaces_the_old_one_wholly_and_its_bill_joins_the_log_once(package: Path, work: Path) -> None:
-    (work / "marks.json").write_text("[]")  # other files of the folder are no bills
+    (work / "notes.json").write_text("[]")  # other files of the folder are no bills
     for _ in range(2):
         card.install(work)
         files = [path.relative_to(package).as_posix() for path in sorted(package.rglob("*.*")) if path.is_file()]
@@ -73,14 +73,14 @@ def test_the_bill_is_told_leg_by_leg() -> None:
     assert row == "| denoiser | 2026-01-02T00:00+00:00 | 7 | 16 | 0.001 | cpu | 0.50 | 2.00 |"
 
 
-def test_the_card_is_what_the_kept_marks_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_card_is_what_the_kept_results_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(card, "CARD", tmp_path / "card.md")
     written = card.write().read_text(encoding="utf-8")
     assert written == (card.ROOM / "MODEL_CARD.md").read_text(encoding="utf-8")
     assert not re.search(r"\{\{|\}\}", written)
 
 
-STAGES = ("denoiser", "tune", "preview", "student", "rewriter", "card")
+STAGES = ("denoiser", "tune", "preview", "distill", "rewriter", "card")
 
 
 def test_all_runs_every_stage_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_all_runs_every_stage_in_order(tmp_path: Path, monkeypatch: pytest.Monke
     assert ran == [(name, tmp_path) for name in STAGES]
 
 
-def test_marks_that_another_edition_of_the_checker_read_are_said_to_be_so() -> None:
+def test_scores_that_another_edition_of_the_checker_read_are_said_to_be_so() -> None:
     now, before = {"checker": EDITION}, {"checker": EDITION - 1}
     assert card.edition_sentence(now, now) == ""
     assert "tightened since" in card.edition_sentence(now, before)

@@ -21,16 +21,16 @@ from diffserve.embedded import train
 from diffserve.embedded.denoiser_training import (
     FINISH_SHARE,
     Denoiser,
-    between,
-    finish_denoiser,
+    continue_denoiser,
+    interpolate,
     stratified_timesteps,
     train_denoiser,
 )
 from diffserve.embedded.export import POSTERIOR_STD, export, fold_normalisation
-from diffserve.embedded.latents import Batches, LatentScenes, channel_statistics, emphasis, encode_scenes, normalise
+from diffserve.embedded.latents import LatentScenes, batches, channel_statistics, emphasis, encode_scenes, normalise
 from diffserve.embedded.layouts import DIRECTIONS, READ_TOKENS, UNSAID, LayoutHead, layout
 from diffserve.embedded.preview_training import CONFIG
-from diffserve.embedded.samples import held_out, preview_sheet, round_trip_sheet
+from diffserve.embedded.samples import preview_sheet, round_trip_sheet
 from diffserve.embedded.tokenizer import MAX_TOKENS, train_tokenizer
 from diffserve.embedded.training import Run, TrainSettings, adamw, fingerprint, rate_factor
 from diffserve.embedded.vae_training import LATENT_CHANNELS, build_vae, train_vae
@@ -38,7 +38,7 @@ from diffserve.errors import ConfigError
 from diffserve.images import decode_image
 from diffserve.runtime.loading.manifest import NOT_COVERED
 from diffserve.runtime.vae.preview_decoder import PreviewDecoder
-from diffserve.world.captions import caption, loose_caption
+from diffserve.world.captions import caption, held_out, loose_caption
 from diffserve.world.render import render
 from diffserve.world.scenes import OBJECTS, scenes
 
@@ -114,7 +114,7 @@ def test_an_interrupted_run_resumes_where_it_stopped(tmp_path: Path) -> None:
     again = Run("tiny", torch.nn.Linear(3, 3), TrainSettings(5, 1, 1e-2), tmp_path)
     assert again.iteration == 3
     assert torch.equal(again.net.weight, net.weight)
-    assert torch.equal(again.averaged().weight, first.averaged().weight)
+    assert torch.equal(again.average.weight, first.average.weight)
 
 
 def test_a_run_does_not_go_on_from_what_was_made_of_other_weights(tmp_path: Path) -> None:
@@ -206,9 +206,9 @@ def test_what_is_learnt_aside_moves_the_weights_and_is_not_reported(tmp_path: Pa
 
 def test_the_way_between_two_denoisers_ends_at_each(tokenizer: CLIPTokenizer) -> None:
     start, end = Denoiser(tokenizer), Denoiser(tokenizer)
-    assert fingerprint(between(start, end, 0.0)) == fingerprint(start)
-    assert fingerprint(between(start, end, 1.0)) == fingerprint(end)
-    half = between(start, end, 0.5).unet.conv_in.weight
+    assert fingerprint(interpolate(start, end, 0.0)) == fingerprint(start)
+    assert fingerprint(interpolate(start, end, 1.0)) == fingerprint(end)
+    half = interpolate(start, end, 0.5).unet.conv_in.weight
     assert torch.allclose(half, (start.unet.conv_in.weight + end.unet.conv_in.weight) / 2, atol=1e-6)
 
 
@@ -231,7 +231,7 @@ def test_a_few_iterations_of_the_denoiser_lower_the_loss(tokenizer: CLIPTokenize
     torch.manual_seed(0)
     data = [LatentScenes(list(islice(scenes(0, held_out=False), 8)), torch.randn(8, LATENT_CHANNELS, 16, 16).half())]
     settings = TrainSettings(8, 8, 1e-3, warmup=1, decay_share=0.1)
-    batch, ids, layouts = Batches(data, tokenizer, settings, 0).next()
+    batch, ids, layouts = next(batches(data, tokenizer, settings, 0))
     assert batch.shape == (8, LATENT_CHANNELS, 16, 16)
     assert ids.shape == (8, MAX_TOKENS)
     assert layouts.shape == (8, 2)
@@ -243,16 +243,16 @@ def test_a_few_iterations_of_the_denoiser_lower_the_loss(tokenizer: CLIPTokenize
     long = train_denoiser(settings, tmp_path, data, tokenizer, None, look, look_every=1)
     assert losses[-1] < losses[0]
     assert (tmp_path / "denoiser.pt").is_file()
-    finished = finish_denoiser(long, settings, tmp_path, data, tokenizer, look, 8)
+    finished = continue_denoiser("finish", long, settings, tmp_path, data, tokenizer, look, 8)
     last = torch.load(tmp_path / "finish.pt", weights_only=True)["average"]
     name = "unet.conv_in.weight"
     start = long.state_dict()[name]
     assert torch.allclose(finished.state_dict()[name], start + FINISH_SHARE * (last[name] - start), atol=1e-6)
     assert not torch.equal(last[name], start)
-    again = finish_denoiser(long, settings, tmp_path, data, tokenizer)
+    again = continue_denoiser("finish", long, settings, tmp_path, data, tokenizer)
     assert fingerprint(again) == fingerprint(finished)
     with pytest.raises(ConfigError, match=r"finish\.pt was made from other weights"):
-        finish_denoiser(finished, settings, tmp_path, data, tokenizer)
+        continue_denoiser("finish", finished, settings, tmp_path, data, tokenizer)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The prompt rewriter's training stage: tokenizer, prompt, batches, loss, export, marks."""
+"""The prompt rewriter's training stage: tokenizer, prompt, batches, loss, export, scores."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from diffserve.embedded.rewriter_model import (
 from diffserve.embedded.rewriter_training import (
     IGNORED,
     POOL_BATCHES,
-    WishBatches,
+    batches,
     caption_loss,
-    mark,
-    mark_rewriter,
     optimizers_for,
     rewrite,
+    score,
+    score_rewriter,
     train_rewriter,
 )
 from diffserve.embedded.training import TrainSettings
@@ -113,9 +113,8 @@ def test_a_chat_and_a_prompt_are_the_same_text_and_nobody_writes_a_special_token
 def test_the_loss_counts_the_caption_and_its_end_alone(
     tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM
 ) -> None:
-    batches = WishBatches(tokenizer, TrainSettings(1, 8, 1e-3), seed=0)
-    for _ in range(POOL_BATCHES):
-        pairs = batches.next()
+    source = batches(tokenizer, TrainSettings(1, 8, 1e-3), seed=0)
+    for pairs in islice(source, POOL_BATCHES):
         for ids, labels in zip(pairs.token_ids, pairs.labels, strict=True):
             counted = labels != IGNORED
             assert torch.equal(ids[counted], labels[counted])
@@ -132,10 +131,10 @@ def test_some_batches_carry_a_system_text_and_batches_depend_on_the_seed_alone(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     settings = TrainSettings(1, 4, 1e-3)
-    one, two = (WishBatches(tokenizer, settings, seed=5) for _ in range(2))
+    one, two = (batches(tokenizer, settings, seed=5) for _ in range(2))
     system = tokenizer.convert_tokens_to_ids("<system>")
-    drawn = [one.next().token_ids for _ in range(POOL_BATCHES)]
-    assert all(torch.equal(ids, two.next().token_ids) for ids in drawn)
+    drawn = [pairs.token_ids for pairs in islice(one, POOL_BATCHES)]
+    assert all(torch.equal(ids, next(two).token_ids) for ids in drawn)
     assert 0 < sum(bool((ids == system).any()) for ids in drawn) < POOL_BATCHES / 2
 
 
@@ -171,15 +170,15 @@ def test_a_wish_rewritten_alone_or_in_a_batch_comes_out_the_same(
     assert rewrite(model, tokenizer, texts, batch_size=1) == rewrite(model, tokenizer, texts, batch_size=3)
 
 
-def test_marks_count_what_grants_the_wish() -> None:
+def test_scores_count_what_grants_the_wish() -> None:
     asked = held_out_wishes(20)
-    perfect = mark(asked, [one.caption for one in asked])
+    perfect = score(asked, [one.caption for one in asked])
     assert (perfect.count, perfect.spoken, perfect.granted) == (20, 20, 20)
-    shifted = mark(asked, [one.caption for one in [*asked[1:], asked[0]]])
+    shifted = score(asked, [one.caption for one in [*asked[1:], asked[0]]])
     assert shifted.spoken == 20
     assert shifted.granted_share < 0.2
-    assert mark(asked, ["no caption"] * 20).spoken == 0
-    assert mark([], []).granted_share == 0.0
+    assert score(asked, ["no caption"] * 20).spoken == 0
+    assert score([], []).granted_share == 0.0
 
 
 @pytest.mark.slow
@@ -187,7 +186,7 @@ def test_a_few_iterations_lower_the_loss_and_an_interrupted_training_goes_on(tmp
     build_tokenizer(num_wishes=2500).save_pretrained(tmp_path / "rewriter-tokenizer")
     losses: list[float] = []
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "rewriter-tokenizer")
-    pairs = WishBatches(tokenizer, TrainSettings(1, 16, 1e-3), seed=99).next()
+    pairs = next(batches(tokenizer, TrainSettings(1, 16, 1e-3), seed=99))
 
     @torch.inference_mode()
     def look(model: LlamaForCausalLM, iteration: int) -> None:
@@ -205,14 +204,14 @@ def test_a_few_iterations_lower_the_loss_and_an_interrupted_training_goes_on(tmp
 
 
 @pytest.mark.slow
-def test_marks_tell_complete_from_vague_and_wishes_from_captions(
+def test_scores_tell_complete_from_vague_and_wishes_from_captions(
     tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM
 ) -> None:
-    marks = mark_rewriter(model, tokenizer, count=10)
-    assert set(marks) == {"all", "complete", "vague", "by hand", "captions"}
-    assert marks["all"].count == marks["captions"].count == 10
-    assert marks["complete"].count + marks["vague"].count == 10
-    assert marks["by hand"].count == 4
+    scores = score_rewriter(model, tokenizer, count=10)
+    assert set(scores) == {"all", "complete", "vague", "by hand", "captions"}
+    assert scores["all"].count == scores["captions"].count == 10
+    assert scores["complete"].count + scores["vague"].count == 10
+    assert scores["by hand"].count == 4
 
 
 def test_captions_of_the_image_model_are_known_to_the_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:

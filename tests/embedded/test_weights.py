@@ -14,9 +14,9 @@ import torch
 from safetensors import safe_open
 
 import diffserve.embedded
-from diffserve.embedded.marks import mark, paint_held_out
-from diffserve.embedded.part_marks import preview_db, round_trip_db, times_cheaper
-from diffserve.embedded.range_marks import background_kept_away
+from diffserve.embedded.eval.captions import judge_held_out, score
+from diffserve.embedded.eval.parts import preview_db, round_trip_db, times_cheaper
+from diffserve.embedded.eval.ranges import background_kept_away
 from diffserve.engine import Engine
 from diffserve.types import GenerationRequest
 from diffserve.world.checker import check, read_picture
@@ -24,7 +24,8 @@ from diffserve.world.render import render
 from diffserve.world.scenes import scenes
 
 WEIGHTS = Path(diffserve.embedded.__file__).parent / "weights"
-MARKS, RANGE_MARKS, PART_MARKS = (WEIGHTS.parent / f"{name}.json" for name in ("marks", "range-marks", "part-marks"))
+RESULTS = WEIGHTS.parent / "eval" / "results"
+CAPTIONS, RANGES, PARTS = (RESULTS / f"{name}.json" for name in ("captions", "ranges", "parts"))
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +48,13 @@ def test_no_shipped_file_names_a_place_on_the_machine_it_was_made_on() -> None:
         assert "_name_or_path" not in path.read_text(encoding="utf-8"), path
 
 
-def test_the_published_marks_belong_to_these_weights_and_reach_their_mark(engine: Engine) -> None:
-    published = json.loads(MARKS.read_text(encoding="utf-8"))
+def test_the_published_scores_are_of_these_weights_and_high_enough(engine: Engine) -> None:
+    published = json.loads(CAPTIONS.read_text(encoding="utf-8"))
     assert published["digest"] == engine.info.digest
     info = engine.info
     assert (published["sampler"], published["num_steps"]) == (info.default_sampler, info.default_num_steps)
-    assert published["marks"]["all"]["count"] == 300
-    assert published["marks"]["all"]["exact_share"] >= 0.95
+    assert published["scores"]["all"]["count"] == 300
+    assert published["scores"]["all"]["exact_share"] >= 0.95
 
 
 @pytest.mark.parametrize(
@@ -63,18 +64,18 @@ def test_the_published_marks_belong_to_these_weights_and_reach_their_mark(engine
         ("between", "exact", 0.90), ("all", "background", 0.98), ("two objects", "relation", 0.90),
     ],
 )  # fmt: skip
-def test_the_published_marks_reach_theirs_in_every_part(category: str, part: str, share: float) -> None:
-    row = json.loads(MARKS.read_text(encoding="utf-8"))["marks"][category]
+def test_the_published_scores_are_high_enough_in_every_part(category: str, part: str, share: float) -> None:
+    row = json.loads(CAPTIONS.read_text(encoding="utf-8"))["scores"][category]
     assert row[part] / row["count"] >= share
 
 
 def test_unseen_pairs_are_painted_nearly_as_well_as_seen_ones() -> None:
-    marks = json.loads(MARKS.read_text(encoding="utf-8"))["marks"]
-    assert marks["unseen pairs"]["exact_share"] >= marks["seen pairs"]["exact_share"] - 0.08
+    scores = json.loads(CAPTIONS.read_text(encoding="utf-8"))["scores"]
+    assert scores["unseen pairs"]["exact_share"] >= scores["seen pairs"]["exact_share"] - 0.08
 
 
-def test_the_parts_reach_their_marks(engine: Engine) -> None:
-    published = json.loads(PART_MARKS.read_text(encoding="utf-8"))
+def test_the_parts_are_good_enough(engine: Engine) -> None:
+    published = json.loads(PARTS.read_text(encoding="utf-8"))
     assert published["digest"] == engine.info.digest
     assert published["round_trip_db"] >= 30
     assert published["preview"]["times_cheaper"] >= 10
@@ -83,14 +84,14 @@ def test_the_parts_reach_their_marks(engine: Engine) -> None:
 
 
 def test_the_other_canvases_give_sensible_pictures() -> None:
-    published = json.loads(RANGE_MARKS.read_text(encoding="utf-8"))
+    published = json.loads(RANGES.read_text(encoding="utf-8"))
     assert set(published["canvases"]) == {"128x192", "192x128"}
     assert min(published["canvases"].values()) >= 0.5 * published["count"]
 
 
 @pytest.mark.slow
 def test_a_sample_confirms_what_is_published_of_the_parts(engine: Engine) -> None:
-    published = json.loads(PART_MARKS.read_text(encoding="utf-8"))
+    published = json.loads(PARTS.read_text(encoding="utf-8"))
     model = engine.model
     assert statistics.mean(round_trip_db(model, 16)) == pytest.approx(published["round_trip_db"], abs=1)
     assert statistics.mean(preview_db(model, 16)) == pytest.approx(published["preview"]["psnr_db"], abs=1)
@@ -112,12 +113,11 @@ def test_what_the_autoencoder_gives_back_is_exact_and_what_it_decodes_with_noise
 
 
 @pytest.mark.slow
-def test_a_sample_of_the_held_out_captions_confirms_the_published_marks(engine: Engine) -> None:
-    published = json.loads(MARKS.read_text(encoding="utf-8"))
-    painted = paint_held_out(engine, 60)
-    share = mark(painted)["all"].exact_share
+def test_a_sample_of_the_held_out_captions_confirms_the_published_scores(engine: Engine) -> None:
+    published = json.loads(CAPTIONS.read_text(encoding="utf-8"))
+    share = score(judge_held_out(engine, 60)).exact_share
     # three standard errors of a sample of sixty
-    expected = published["marks"]["all"]["exact_share"]
+    expected = published["scores"]["all"]["exact_share"]
     assert abs(share - expected) <= 3 * (expected * (1 - expected) / 60) ** 0.5
 
 
@@ -130,7 +130,7 @@ def test_the_background_follows_the_prompt(engine: Engine) -> None:
 
 
 def test_guidance_works_from_one_and_a_half_to_nine(engine: Engine) -> None:
-    published = json.loads(RANGE_MARKS.read_text(encoding="utf-8"))
+    published = json.loads(RANGES.read_text(encoding="utf-8"))
     assert published["digest"] == engine.info.digest
     exact = {float(scale): count for scale, count in published["guidance"].items()}
     assert {1.5, 3.0, 5.0, 7.0, 9.0} <= set(exact)
@@ -138,7 +138,7 @@ def test_guidance_works_from_one_and_a_half_to_nine(engine: Engine) -> None:
 
 
 def test_negative_prompts_keep_away_what_they_name() -> None:
-    published = json.loads(RANGE_MARKS.read_text(encoding="utf-8"))
+    published = json.loads(RANGES.read_text(encoding="utf-8"))
     for what in ("background_kept_away", "objects_kept_away"):
         row = published[what]
         assert row["avoided"] >= 0.9 * row["count"] > 0

@@ -6,23 +6,24 @@ import random
 from dataclasses import replace
 from itertools import chain, islice
 
+import msgspec
 import pytest
 
-from diffserve.embedded import wish_phrases, wish_words
 from diffserve.embedded.wishes import BY_HAND_SHARE, held_out_wishes, shows, wishes, wishes_by_hand
 from diffserve.embedded.wishes.noise import MIN_LETTERS, as_typed, known_words, misspell, slip
-from diffserve.embedded.wishes.phrases import Phrases, split
+from diffserve.embedded.wishes.words import Phrases, colors_for, languages, many, names_for, sentences, words
 from diffserve.embedded.wishes.writer import Writer, is_kept_combination
-from diffserve.world.canonical import Asked, Said, parse, sentence
+from diffserve.world.canonical import Asked, Said, sentence
 from diffserve.world.captions import caption
+from diffserve.world.prompt_reading import parse_sentence
 from diffserve.world.render import render
 from diffserve.world.scenes import COLORS, OBJECTS, PLACES, RELATIONS, SIZES_PX, is_held_out, is_legible, scenes
 
 
-def phrases_of_the_module() -> dict[str, Phrases]:
-    found = {name: value for name, value in vars(wish_phrases).items() if isinstance(value, Phrases)}
-    found |= {f"relation {name}": value for name, value in wish_phrases.RELATIONS.items()}
-    return found | {f"count {count}": value for count, value in wish_phrases.COUNTS.items()}
+def all_phrases() -> dict[str, Phrases]:
+    found = {name: value for name, value in msgspec.structs.asdict(sentences()).items() if isinstance(value, Phrases)}
+    found |= {f"relation {name}": value for name, value in sentences().relations.items()}
+    return found | {f"count {count}": value for count, value in sentences().counts.items()}
 
 
 def edit_distance(one: str, two: str) -> int:
@@ -40,7 +41,7 @@ def edit_distance(one: str, two: str) -> int:
 def test_a_sentence_is_read_back_as_what_it_says() -> None:
     for scene in chain(islice(scenes(1, held_out=False), 1500), islice(scenes(1, held_out=True), 300)):
         said = Said.by(scene)
-        assert parse(sentence(said)) == said
+        assert parse_sentence(sentence(said)) == said
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_sentences_read_well(
     ["", "a cat", "on the beach", "a tiger on the beach", "a cat in the snow in the snow", "A cat in the snow"],
 )
 def test_other_text_is_not_read(words: str) -> None:
-    assert parse(words) is None
+    assert parse_sentence(words) is None
 
 
 def test_the_captions_of_the_image_model_contain_the_sentence() -> None:
@@ -112,25 +113,35 @@ def test_what_is_left_open_may_be_chosen_and_nothing_added() -> None:
 
 
 def test_every_word_of_the_world_has_loose_ones() -> None:
-    assert set(wish_words.LOOSE_NAMES) == set(OBJECTS)
-    assert set(wish_words.LOOSE_COLORS) == set(wish_words.COLOR_ASSOCIATIONS) == set(COLORS)
-    assert set(wish_words.LOOSE_PLACES) == set(wish_words.TAGS) == set(PLACES)
-    assert all(len(wish_words.names_for(name)) >= 5 for name in OBJECTS)
-    members = chain(*wish_words.CATEGORIES.values(), *(split(names) for names, _ in wish_words.MOODS.values()))
+    known = words()
+    assert set(known.names) == set(OBJECTS)
+    assert set(known.colors) == set(known.color_associations) == set(COLORS)
+    assert set(known.places) == set(known.tags) == set(PLACES)
+    assert all(len(names_for(name)) >= 5 for name in OBJECTS)
+    members = chain(*known.categories.values(), *(names for names, _ in known.moods.values()))
     assert set(members) <= set(OBJECTS)
 
 
+def test_every_language_has_all_words_of_the_others() -> None:
+    known = languages()
+    tables = (known.objects, known.backgrounds, known.relations)
+    assert {len(wordings) for table in tables for wordings in table.values()} == {len(known.openings)}
+    assert set(known.objects) <= set(OBJECTS)
+    assert set(known.backgrounds) <= {*COLORS, *PLACES}
+    assert set(known.relations) == set(RELATIONS)
+
+
 def test_no_wording_means_two_things() -> None:
-    names = [word.removeprefix("*") for name in OBJECTS for word in wish_words.names_for(name)]
+    names = [word.removeprefix("*") for name in OBJECTS for word in names_for(name)]
     assert sorted(names) == sorted(set(names))
-    colors = [word for color in COLORS for word in wish_words.colors_for(color)]
+    colors = [word for color in COLORS for word in colors_for(color)]
     assert sorted(colors) == sorted(set(colors))
-    places = [word for place in PLACES for word in split(wish_words.LOOSE_PLACES[place])]
+    places = [word for place in PLACES for word in words().places[place]]
     assert sorted(places) == sorted(set(places))
 
 
 def test_training_and_held_out_phrases_share_nothing() -> None:
-    for name, pool in phrases_of_the_module().items():
+    for name, pool in all_phrases().items():
         training, kept = set(pool.side(held_out=False)), set(pool.side(held_out=True))
         assert training, name
         assert kept, name
@@ -140,7 +151,7 @@ def test_training_and_held_out_phrases_share_nothing() -> None:
 def test_relations_name_the_objects_in_the_order_of_the_answer_unless_a_preposition_comes_first() -> None:
     for relation in ("left of", "right of", "above", "below", "next to"):
         for held_out in (False, True):
-            for pattern in wish_phrases.RELATIONS[relation].side(held_out=held_out):
+            for pattern in sentences().relations[relation].side(held_out=held_out):
                 fronted = pattern.startswith(("to the", "left of", "right of", "above", "on top", "under", "below"))
                 assert (pattern.index("{a}") < pattern.index("{b}")) != fronted, pattern
 
@@ -199,15 +210,15 @@ def test_a_complete_wish_names_all_it_asks_for() -> None:
     for scene in islice(scenes(5, held_out=False), 400):
         text = writer.free(Said.by(scene))
         for name in scene.names:
-            singular = [word.removeprefix("*") for word in wish_words.names_for(name)]
-            assert any(word in text for word in (*singular, *map(wish_words.many, singular))), (name, text)
+            singular = [word.removeprefix("*") for word in names_for(name)]
+            assert any(word in text for word in (*singular, *map(many, singular))), (name, text)
         if scene.size != "plain":
-            assert any(word in text for word in split(wish_words.SIZES[scene.size])), text
+            assert any(word in text for word in words().sizes[scene.size]), text
 
 
 def test_the_answer_grants_the_wish_and_its_scene_says_so() -> None:
     for one in islice(wishes(6, held_out=False), 600):
-        said = parse(one.caption)
+        said = parse_sentence(one.caption)
         assert said is not None
         assert one.asked.allows(said), one
         assert Said.by(one.scene) == said
@@ -263,7 +274,7 @@ def test_held_out_wishes_by_hand_ask_for_things_of_the_world() -> None:
     written = wishes_by_hand()
     assert len(written) == round(200 * BY_HAND_SHARE)
     for one in written:
-        said = parse(one.caption)
+        said = parse_sentence(one.caption)
         assert said is not None
         assert one.asked.allows(said), one
         assert set(chain(*one.asked.names)) <= set(OBJECTS), one

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diffserve.embedded.samples import held_out
 from diffserve.errors import InvalidRequest
 from diffserve.experiments.prompts import (
     MAX_DRAWN,
@@ -20,11 +19,12 @@ from diffserve.experiments.prompts import (
     read_wishes,
     scene_like,
 )
+from diffserve.world.captions import held_out
 from diffserve.world.checker import SceneSpec, judge, read_picture
 from diffserve.world.scenes import BACKGROUNDS, scenes
 
 
-def test_the_prompts_are_the_held_out_captions_of_the_marks() -> None:
+def test_the_prompts_are_the_held_out_captions_of_the_evaluation() -> None:
     assert list(held_out_prompts(40)) == [words for _, words in held_out(40)]
     assert held_out_prompts(5) == held_out_prompts(40)[:5]
 

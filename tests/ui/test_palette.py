@@ -7,7 +7,7 @@ from html import unescape
 from pathlib import Path
 
 from diffserve.client import World
-from diffserve.vocabulary import read_world
+from diffserve.vocabulary import read_vocabulary
 from ui.create.palette import said_of, shown, unknown_in
 
 WEIGHTS = Path(__file__).resolve().parents[2] / "diffserve" / "embedded" / "weights"
@@ -15,7 +15,7 @@ SMALL = World(objects=("fox", "owl", "grapes"), places=("beach", "snow"), colors
 
 
 def embedded() -> World:
-    told = read_world(WEIGHTS)
+    told = read_vocabulary(WEIGHTS)
     assert told is not None
     return World(objects=told.objects, places=told.places, colors=told.colors, words=told.words)
 

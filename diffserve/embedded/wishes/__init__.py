@@ -1,7 +1,7 @@
 """Wishes as people type them, each with the one caption that grants it: what the prompt rewriter learns from.
 
 Three things keep held-out wishes apart from training: their scenes (:func:`~diffserve.world.scenes.is_held_out`),
-their sentences (the second part of every :class:`~diffserve.embedded.wishes.phrases.Phrases`) and their combinations of
+their sentences (the second part of every :class:`~diffserve.embedded.wishes.words.Phrases`) and their combinations of
 words (:func:`~diffserve.embedded.wishes.writer.is_kept_combination`). Single words are shared: nobody can know a word
 never met. A part of the held-out wishes is written by hand, not by the generator.
 """
@@ -9,7 +9,7 @@ never met. A part of the held-out wishes is written by hand, not by the generato
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, permutations, product
 from pathlib import Path
@@ -23,6 +23,7 @@ from diffserve.embedded.wishes.writer import Writer
 from diffserve.world.canonical import Asked, Said, sentence
 from diffserve.world.captions import caption
 from diffserve.world.checker import SceneSpec, judge, read_picture
+from diffserve.world.prompt_reading import parse_sentence
 from diffserve.world.scenes import BACKGROUNDS, RELATIONS, SIZES_PX, Scene, is_held_out, scenes
 
 HELD_OUT_SEED = 41_970
@@ -52,6 +53,11 @@ class LooseWish:
         """A wish that says all of ``scene``."""
         said = Said.by(scene)
         return cls(text, sentence(said), Asked.exactly(said), scene)
+
+    def is_granted_by(self, prompt: str) -> bool:
+        """Whether ``prompt`` says all that the wish settles, in a canonical sentence."""
+        said = parse_sentence(prompt)
+        return said is not None and self.asked.allows(said)
 
 
 def wishes(seed: int, *, held_out: bool, shares: Mapping[str, float] | None = None) -> Iterator[LooseWish]:
@@ -116,6 +122,18 @@ def _by_hand(line: str) -> LooseWish:
     picks = tuple(min(choices) for choices in names)
     said = Said(picks, relations[0], "plain" if size == "*" else size, backgrounds[0])
     return LooseWish(text, sentence(said), asked, said.stage(random.Random(0)))
+
+
+def in_groups(wishes: Sequence[LooseWish]) -> dict[str, list[int]]:
+    """Where in ``wishes`` stand all, those that leave nothing open, the others, and those that no generator made."""
+    by_hand = {wish.text for wish in wishes_by_hand()}
+    belongs: dict[str, Callable[[LooseWish], bool]] = {
+        "all": lambda wish: True,
+        "complete": lambda wish: wish.asked.complete,
+        "vague": lambda wish: not wish.asked.complete,
+        "by hand": lambda wish: wish.text in by_hand,
+    }
+    return {name: [at for at, wish in enumerate(wishes) if test(wish)] for name, test in belongs.items()}
 
 
 def shows(pixels: NDArray[np.uint8], asked: Asked) -> bool:

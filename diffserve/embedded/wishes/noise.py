@@ -6,7 +6,10 @@ import random
 import re
 from functools import lru_cache
 
-from diffserve.embedded import captions, wish_phrases, wish_words
+import msgspec
+
+from diffserve.embedded.wishes.words import IRREGULAR, sentences, words
+from diffserve.world import captions
 
 NEIGHBOURS: dict[str, str] = {
     "q": "wa", "w": "qes", "e": "wrd", "r": "etf", "t": "ryg", "y": "tuh", "u": "yij", "i": "uok", "o": "ipl",
@@ -29,13 +32,9 @@ MIN_LETTERS = 4
 @lru_cache(maxsize=1)
 def known_words() -> frozenset[str]:
     """Every word of the captions and of clean wishes: a slip that lands on one of them would change the meaning."""
-    text = " ".join(
-        str(value)
-        for module in (captions, wish_phrases, wish_words)
-        for name, value in vars(module).items()
-        if name.isupper() or isinstance(value, wish_phrases.Phrases)
-    )
-    return frozenset(re.findall(r"[a-z]+", text.lower()))
+    tables = (*msgspec.structs.astuple(sentences()), *msgspec.structs.astuple(words()), IRREGULAR)
+    known = [*tables, *(value for name, value in vars(captions).items() if name.isupper())]
+    return frozenset(re.findall(r"[a-z]+", str(known).lower()))
 
 
 def slip(word: str, rng: random.Random) -> str:

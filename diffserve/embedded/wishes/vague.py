@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from diffserve.embedded.wishes import phrases as phrases
-from diffserve.embedded.wishes import words as words
-from diffserve.embedded.wishes.phrases import split
+from diffserve.embedded.wishes.words import homes_of, sentences, split, words
 from diffserve.embedded.wishes.writer import Writer
 from diffserve.world.canonical import Asked, Said
 from diffserve.world.scenes import (
@@ -58,14 +56,14 @@ def vague_wish(writer: Writer) -> tuple[str, Asked, Said]:
     if form == "place":
         return _placed(writer)
     if form == "mood":
-        return _settled(writer, writer.pick(phrases.VAGUE_MOODS).format(mood=mood.text), [Slot(mood.names, "")], mood)
-    return _settled(writer, writer.pick(phrases.VAGUE_ANYTHINGS), [Slot(tuple(OBJECTS), "")], mood)
+        text = writer.pick(sentences().vague_moods).format(mood=mood.text)
+        return _settled(writer, text, [Slot(mood.names, "")], mood)
+    return _settled(writer, writer.pick(sentences().vague_anythings), [Slot(tuple(OBJECTS), "")], mood)
 
 
 def _mood(writer: Writer) -> Mood:
-    feelings = writer.rng.choice(list(words.MOODS))
-    names, backgrounds = words.MOODS[feelings]
-    return Mood(writer.rng.choice(split(feelings)), split(names), split(backgrounds))
+    feelings = writer.rng.choice(list(words().moods))
+    return Mood(writer.rng.choice(split(feelings)), *words().moods[feelings])
 
 
 def _named(writer: Writer) -> tuple[str, Asked, Said]:
@@ -73,7 +71,7 @@ def _named(writer: Writer) -> tuple[str, Asked, Said]:
     kind = writer.rng.choices(list(KIND_SHARES), weights=list(KIND_SHARES.values()))[0]
     said = Said.by(draw_scene(kind, writer.rng))
     text = writer.around(writer.uncommon(lambda: writer.objects(said)))
-    homes = [home for name in said.names for home in words.homes_of(name)[:3]]
+    homes = [home for name in said.names for home in homes_of(name)[:3]]
     said = _with_background(said, sorted(homes, key=homes.index), writer)
     return text, replace(Asked.exactly(said), backgrounds=frozenset(BACKGROUNDS)), said
 
@@ -83,7 +81,7 @@ def _described(writer: Writer, mood: Mood, count: int) -> tuple[str, Asked, Said
     slots = [_slot(writer) for _ in range(count)]
     while count == 2 and {*slots[0].names} & {*slots[1].names}:
         slots = [_slot(writer) for _ in range(count)]
-    pattern = writer.pick(phrases.VAGUE_PAIRS if count == 2 else phrases.VAGUE_SINGLES)
+    pattern = writer.pick(sentences().vague_pairs if count == 2 else sentences().vague_singles)
     text = pattern.format(mood=mood.text, **dict(zip("xy", (slot.text for slot in slots), strict=False)))
     background = writer.rng.choice(BACKGROUNDS) if writer.chance(0.4) else None
     text = f"{text} {writer.where(background)}" if background else text
@@ -94,16 +92,16 @@ def _slot(writer: Writer) -> Slot:
     if writer.chance(0.4):
         name = writer.rng.choice(list(OBJECTS))
         return Slot((name,), writer.noun(name, writer.name(name)))
-    wordings = writer.rng.choice(list(words.CATEGORIES))
-    return Slot(words.CATEGORIES[wordings], writer.rng.choice(split(wordings)))
+    wordings = writer.rng.choice(list(words().categories))
+    return Slot(words().categories[wordings], writer.rng.choice(split(wordings)))
 
 
 def _placed(writer: Writer) -> tuple[str, Asked, Said]:
     """A background and nothing else."""
     background = writer.rng.choice(PLACES if writer.chance(0.7) else BACKGROUNDS)
-    text = writer.pick(phrases.VAGUE_PLACES).format(where=writer.where(background))
-    settlers = split(words.HOMES[background]) if background in words.HOMES else ()
-    return _settled(writer, text, [Slot(tuple(OBJECTS), "")], Mood("", settlers), background)
+    text = writer.pick(sentences().vague_places).format(where=writer.where(background))
+    mood = Mood(names=words().homes.get(background, ()))
+    return _settled(writer, text, [Slot(tuple(OBJECTS), "")], mood, background)
 
 
 def _settled(
@@ -126,7 +124,7 @@ def _settled(
         relation = "above" if names[0] in SKY else "below"
     said = Said(tuple(names), relation, "plain", background or "")
     if background is None:
-        homes = [*mood.backgrounds, *(home for name in reversed(names) for home in words.homes_of(name))]
+        homes = [*mood.backgrounds, *(home for name in reversed(names) for home in homes_of(name))]
         said = _with_background(said, homes, writer)
     return text, asked, said
 

@@ -7,10 +7,16 @@ import re
 import zlib
 from collections.abc import Callable, Sequence
 
-from diffserve.embedded.wishes import phrases as phrases
-from diffserve.embedded.wishes import words as words
-from diffserve.embedded.wishes.foreign import LANGUAGES
-from diffserve.embedded.wishes.phrases import Phrases, split
+from diffserve.embedded.wishes.words import (
+    Phrases,
+    colors_for,
+    countable_names,
+    languages,
+    many,
+    names_for,
+    sentences,
+    words,
+)
 from diffserve.world.canonical import Said
 from diffserve.world.captions import COLOR_WORDS, MASSES, PLACE_WORDS, PLURALS, UNIQUE, article_for, plural
 from diffserve.world.scenes import COLORS
@@ -41,14 +47,14 @@ class Writer:
 
     def name(self, name: str, options: tuple[str, ...] | None = None) -> str:
         """A wording of an object: in a third of all cases its own name. "*" before it: no article."""
-        options = options or words.names_for(name)
+        options = options or names_for(name)
         return options[0] if self.chance(0.3) else self.rng.choice(options)
 
     def noun(self, name: str, wording: str, size: str = "plain") -> str:
         """An object with article, size and what a caption drops: "my cute little kitty-cat"."""
-        own = split(words.NATURAL_COLORS[name]) if name in words.NATURAL_COLORS else ()
-        parts = [self.rng.choice(split(words.ADJECTIVES))] if self.chance(0.18) else []
-        parts += [self.rng.choice(split(words.SIZES[size]))] if size in words.SIZES else []
+        own = words().natural_colors.get(name, ())
+        parts = [self.rng.choice(words().adjectives)] if self.chance(0.18) else []
+        parts += [self.rng.choice(words().sizes[size])] if size in words().sizes else []
         parts += [self.rng.choice(own)] if own and self.chance(0.05) else []
         self.rng.shuffle(parts)
         return self._with_article(name, " ".join([*parts, wording.removeprefix("*")]), bare=wording.startswith("*"))
@@ -67,12 +73,12 @@ class Writer:
         """A phrase for the background."""
         if background not in COLORS:
             known = PLACE_WORDS[background]
-            return self.rng.choice(known if self.chance(0.35) else split(words.LOOSE_PLACES[background]))
+            return self.rng.choice(known if self.chance(0.35) else words().places[background])
         if self.chance(0.12):
-            return self.rng.choice(split(words.COLOR_ASSOCIATIONS[background]))
-        colors = words.colors_for(background)
+            return self.rng.choice(words().color_associations[background])
+        colors = colors_for(background)
         color = background if self.chance(0.4) else self.rng.choice(colors)
-        pattern = self.rng.choice(COLOR_WORDS if self.chance(0.25) else split(words.COLOR_PHRASES))
+        pattern = self.rng.choice(COLOR_WORDS if self.chance(0.25) else words().color_phrases)
         return re.sub(r"\ba (?=[aeiou])", "an ", pattern.format(color))
 
     def objects(self, said: Said) -> tuple[str, list[str]]:
@@ -83,16 +89,16 @@ class Writer:
         nouns = [self.noun(*pair, said.size) for pair in zip(said.names, bare, strict=True)]
         if len(nouns) == 1:
             return nouns[0], bare
-        pattern = self.pick(phrases.TOGETHER if said.relation is None else phrases.RELATIONS[said.relation])
+        pattern = self.pick(sentences().together if said.relation is None else sentences().relations[said.relation])
         return pattern.format(**dict(zip("abc", nouns, strict=False))), bare
 
     def _count(self, name: str, count: int) -> tuple[str, list[str]]:
-        word = self.name(name, words.countable_names(name))
-        pattern = self.pick(phrases.COUNTS[count])
+        word = self.name(name, countable_names(name))
+        pattern = self.pick(sentences().counts[count])
         while name in PLURALS and "bunch" in pattern:
-            pattern = self.pick(phrases.COUNTS[count])
-        adjective = f"{self.rng.choice(split(words.ADJECTIVES))} " if self.chance(0.12) else ""
-        plurals = f"{adjective}{plural(name) if word == name else words.many(word)}"
+            pattern = self.pick(sentences().counts[count])
+        adjective = f"{self.rng.choice(words().adjectives)} " if self.chance(0.12) else ""
+        plurals = f"{adjective}{plural(name) if word == name else many(word)}"
         one = f"{article_for(adjective or word)} {adjective}{word}"
         return pattern.format(n=plurals, a=one, w=word), [word]
 
@@ -112,21 +118,21 @@ class Writer:
     def _free(self, said: Said) -> tuple[str, list[str]]:
         what, bare = self.objects(said)
         where = self.where(said.background)
-        verb = self.rng.choice(split(phrases.VERBS))
-        text = self.pick(phrases.FRAMES).format(what=what, where=where, verb=verb)
+        verb = self.rng.choice(sentences().verbs)
+        text = self.pick(sentences().frames).format(what=what, where=where, verb=verb)
         return self.around(text), [*bare, where]
 
     def around(self, text: str, *, always: bool = False) -> str:
         """``text`` with an opening, a closing and quality words, some of the time; a held-out writer opens always."""
         if always or self.held_out or self.chance(0.42):
-            text = f"{self.pick(phrases.OPENINGS)} {text}"
+            text = f"{self.pick(sentences().openings)} {text}"
         if self.chance(0.25):
-            text = self.boosted(text)
-        return f"{text} {self.pick(phrases.CLOSINGS)}" if self.chance(0.18) else text
+            text = self.boost(text)
+        return f"{text} {self.pick(sentences().closings)}" if self.chance(0.18) else text
 
-    def boosted(self, text: str) -> str:
+    def boost(self, text: str) -> str:
         """``text`` with one to four quality words before or after it."""
-        boosters = ", ".join(self.pick(phrases.BOOSTERS) for _ in range(self.rng.randint(1, 4)))
+        boosters = ", ".join(self.pick(sentences().boosters) for _ in range(self.rng.randint(1, 4)))
         return f"{boosters}, {text}" if self.chance(0.25) else f"{text}, {boosters}"
 
     def tags(self, said: Said) -> str:
@@ -138,20 +144,22 @@ class Writer:
             things, bare = self._count(said.names[0], len(said.names))
         else:
             bare = [self.name(name).removeprefix("*") for name in said.names]
-            size = f"{self.rng.choice(split(words.SIZES[said.size]))} " if said.size in words.SIZES else ""
+            size = f"{self.rng.choice(words().sizes[said.size])} " if said.size in words().sizes else ""
             things = ", ".join(f"{size}{word}" for word in bare)
         tag = self.where(said.background)
         if said.background not in COLORS:
-            tag = self.rng.choice(split(words.TAGS[said.background]))
-        text = self.pick(phrases.TAG_FRAMES).format(things=things, tag=tag)
-        return self.boosted(text) if self.chance(0.6) else text, [*bare, tag]
+            tag = self.rng.choice(words().tags[said.background])
+        text = self.pick(sentences().tag_frames).format(things=things, tag=tag)
+        return self.boost(text) if self.chance(0.6) else text, [*bare, tag]
 
     def foreign(self, said: Said) -> str | None:
         """The wish in another language, or None where its words are missing here."""
-        language = self.rng.choice(LANGUAGES)
-        known = said.size == "plain" and len(set(said.names)) == len(said.names) < 3
-        if not known or not {*said.names} <= {*language.objects} or said.background not in language.backgrounds:
+        known = languages()
+        one = self.rng.choice(range(len(known.openings)))
+        is_sayable = said.size == "plain" and len(set(said.names)) == len(said.names) < 3
+        if not is_sayable or not {*said.names} <= {*known.objects} or said.background not in known.backgrounds:
             return None
-        pattern = language.relations[said.relation] if said.relation else "{a}"
-        what = pattern.format(**dict(zip("ab", (language.objects[name] for name in said.names), strict=False)))
-        return f"{self.rng.choice(language.openings)} {what} {language.backgrounds[said.background]}".strip()
+        pattern = known.relations[said.relation][one] if said.relation else "{a}"
+        what = pattern.format(**dict(zip("ab", (known.objects[name][one] for name in said.names), strict=False)))
+        opening = self.rng.choice([*known.openings.values()][one])
+        return f"{opening} {what} {known.backgrounds[said.background][one]}".strip()

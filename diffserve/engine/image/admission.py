@@ -20,7 +20,7 @@ from diffserve.engine.image.task import LiveRequest, PaintSettings
 from diffserve.errors import InvalidRequest
 from diffserve.sizes import row_cost
 from diffserve.types import DiffusionParams, GenerationRequest, ModelInfo, Picture
-from diffserve.vocabulary import told
+from diffserve.vocabulary import warn_of_unknown
 from schedulers import (
     BadEta,
     BadNumSteps,
@@ -130,7 +130,9 @@ class ImageAdmission:
             return ()
         prompts = {False: request.prompt, True: request.negative_prompt}
         unknown = {negative: world.unknown_words(prompt) for negative, prompt in prompts.items()}
-        return tuple(told(model_id, words, negative=negative) for negative, words in unknown.items() if words)
+        return tuple(
+            warn_of_unknown(model_id, words, negative=negative) for negative, words in unknown.items() if words
+        )
 
     def _few_steps(self, table: StepTable, strength: float) -> tuple[str, ...]:
         """A warning where the model's own measurements say that these steps are too few to begin from noise with."""

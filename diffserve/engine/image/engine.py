@@ -174,8 +174,8 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
         config: EngineConfig | None = None,
         profile: ModelProfile | None = None,
     ) -> Engine:
-        """Load "embedded", its student "embedded-turbo", a diffusers directory or a single safetensors file, and put an
-        engine on it.
+        """Load "embedded", "embedded-turbo" (distilled from it), a diffusers directory or a single safetensors file,
+        and put an engine on it.
 
         ``profile`` gives the defaults, ``config`` says how to batch; where both are left out, the built-in file that
         fits the model gives them. Raises ModelNotFound, ModelLoadError or ConfigError.

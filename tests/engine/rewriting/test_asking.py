@@ -8,7 +8,7 @@ import pytest
 
 from diffserve.errors import ConfigError
 from diffserve.rewrite_types import RewriteRequest
-from diffserve.rewriting.asking import Asker
+from diffserve.rewriting.asking import PromptBuilder
 from diffserve.rewriting.style import load_style
 from diffserve.rewriting.window import TextWindow
 from diffserve.types import MAX_SEED, RewriteOptions
@@ -22,8 +22,8 @@ THINKING = (
 )
 
 
-def asker(*, knows_system: bool = True) -> Asker:
-    return Asker(make_tokenizer({"cat": "a cat"}, knows_system=knows_system), "scripted")
+def asker(*, knows_system: bool = True) -> PromptBuilder:
+    return PromptBuilder(make_tokenizer({"cat": "a cat"}, knows_system=knows_system), "scripted")
 
 
 def test_system_text_examples_and_wish_follow_one_another() -> None:
@@ -62,7 +62,7 @@ def test_nobody_writes_a_mark_of_the_model() -> None:
 def test_models_that_think_aloud_are_asked_not_to() -> None:
     tokenizer = tiny.make_tokenizer()
     tokenizer.chat_template = THINKING
-    text = Asker(tokenizer, "thinker").prompt(RewriteRequest(wish="a cat"), load_style("embedded"), WINDOW)
+    text = PromptBuilder(tokenizer, "thinker").prompt(RewriteRequest(wish="a cat"), load_style("embedded"), WINDOW)
     assert text == "<user>a cat<think>\n\n</think>"
 
 
@@ -74,7 +74,7 @@ def test_a_model_that_cannot_be_asked_is_refused(template: str | None, message: 
     tokenizer: Any = tiny.make_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(ConfigError, match=message):
-        Asker(tokenizer, "plain")
+        PromptBuilder(tokenizer, "plain")
 
 
 def test_the_first_prompt_is_asked_for_by_itself_and_seeds_count_up() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diffserve.rewriting.cleaning import clean, without_thoughts
-from diffserve.rewriting.job import Showing
+from diffserve.rewriting.job import VisibleText
 
 PROMPT = "a red fox in the snow, warm light"
 
@@ -82,7 +82,7 @@ def test_thoughts_are_what_stands_before_the_last_end_of_one() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_a_watcher_sees_the_answer_without_thoughts_however_it_is_cut(size: int) -> None:
     def watched(text: str) -> str:
-        showing = Showing()
+        showing = VisibleText()
         return "".join(showing.push(text[at : at + size]) for at in range(0, len(text), size))
 
     assert watched("<think>hm</think>\n\na fox") == "a fox"

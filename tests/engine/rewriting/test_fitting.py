@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffserve.rewriting.cleaning import lost
+from diffserve.rewriting.cleaning import find_lost
 from diffserve.rewriting.judging import fit
 from diffserve.rewriting.style import Parts
 from diffserve.rewriting.window import TextWindow
@@ -60,11 +60,11 @@ def test_a_caption_is_whole_or_not_at_all() -> None:
 def test_what_comes_out_fits_and_has_lost_nothing_that_was_to_stay(
     parts: Parts, text: str, num_tokens: int, kept: str
 ) -> None:
-    wanted = [kept] if kept and not lost(text, (), [kept]) else []
+    wanted = [kept] if kept and not find_lost(text, (), [kept]) else []
     found = fit(text, parts, window(num_tokens), wanted)
     if found is None:
         assert not window(num_tokens).fits(text) or parts == "tags"
     else:
         assert window(num_tokens).fits(found)
-        assert not lost(found, (), wanted)
+        assert not find_lost(found, (), wanted)
         assert set(found.casefold()) <= set(text.casefold()) | {",", " "}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diffserve.rewriting.cleaning import lost, named, quoted
+from diffserve.rewriting.cleaning import find_lost, find_names, find_quotes
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from diffserve.rewriting.cleaning import lost, named, quoted
     ],
 )
 def test_texts_in_quotation_marks_are_found(wish: str, texts: tuple[str, ...]) -> None:
-    assert quoted(wish) == texts
+    assert find_quotes(wish) == texts
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_texts_in_quotation_marks_are_found(wish: str, texts: tuple[str, ...]) -
     ],
 )
 def test_names_are_capitalised_inside_a_sentence_of_small_words(wish: str, names: tuple[str, ...]) -> None:
-    assert named(wish) == names
+    assert find_names(wish) == names
 
 
 @pytest.mark.parametrize(
@@ -61,13 +61,13 @@ def test_names_are_capitalised_inside_a_sentence_of_small_words(wish: str, names
     ],
 )
 def test_quotes_are_kept_to_the_letter_and_names_as_whole_words(prompt: str, missing: tuple[str, ...]) -> None:
-    assert lost(prompt, ("Open",), ("Ada", "Lovelace")) == missing
+    assert find_lost(prompt, ("Open",), ("Ada", "Lovelace")) == missing
 
 
 def test_apostrophes_and_blanks_of_any_kind_are_the_same() -> None:
-    assert lost("a sign: don’t  panic", quoted('"don\'t panic"'), ()) == ()
+    assert find_lost("a sign: don’t  panic", find_quotes('"don\'t panic"'), ()) == ()
 
 
 def test_a_wish_of_a_million_characters_is_read_in_one_go() -> None:
-    assert named("a Cat " * 200_000) == ("Cat",)
-    assert quoted("'" * 100_000) == quoted('"' * 100_001) == quoted("“" * 100_000) == ()
+    assert find_names("a Cat " * 200_000) == ("Cat",)
+    assert find_quotes("'" * 100_000) == find_quotes('"' * 100_001) == find_quotes("“" * 100_000) == ()

@@ -15,7 +15,8 @@ from diffserve.runtime.decoding import TokenConstraint
 from diffserve.runtime.decoding.constraint import DEAD
 from diffserve.runtime.loading.components import load_tokenizer
 from diffserve.runtime.loading.family import BUILT_IN
-from diffserve.world.canonical import Said, noun, parse, sentence
+from diffserve.world.canonical import Said, noun, sentence
+from diffserve.world.prompt_reading import parse_sentence
 from diffserve.world.scenes import OBJECTS, scenes
 from tests.runtime.language import tiny
 
@@ -57,7 +58,7 @@ def test_whatever_is_said_at_random_is_a_caption(tokenizer: Any) -> None:
         while tokenizer.eos_token_id not in ids:
             ids.append(chance.choice(sorted(constraint.moves(end_state(constraint, ids)))))
         text = tokenizer.decode(ids, skip_special_tokens=True).replace(" ,", ",").strip()
-        said = parse(text)
+        said = parse_sentence(text)
         twice = any(len(re.findall(rf"\b{noun(name)}\b", text)) > 1 for name in OBJECTS)
         assert said is not None or twice, text  # "a cat above a cat" is said as "two cats" by those who can choose
         kinds.add(None if said is None else (len(said.names), said.relation, len(set(said.names)) > 1))

@@ -8,7 +8,7 @@ import pytest
 
 from diffserve.config import configs_dir
 from diffserve.errors import ConfigError, InvalidRequest
-from diffserve.rewriting.cleaning import lost, named, quoted
+from diffserve.rewriting.cleaning import find_lost, find_names, find_quotes
 from diffserve.rewriting.style import Style, load_style, style_for_family, style_names
 from diffserve.rewriting.window import TextWindow
 from diffserve.runtime.text.clip_vocabulary import WINDOW_TOKENS, clip_tokenizer
@@ -46,7 +46,7 @@ def test_examples_do_themselves_what_they_ask_of_the_model(name: str, clip: Text
     assert style.prompt.examples
     for example in style.prompt.examples:
         assert clip.fits(example.prompt)
-        assert not lost(example.prompt, quoted(example.wish), named(example.wish))
+        assert not find_lost(example.prompt, find_quotes(example.wish), find_names(example.wish))
         words = len(example.prompt.split())
         assert words < clip.num_tokens * style.prompt.words_per_token
 

@@ -1,6 +1,4 @@
-"""Marks over the range that people move in: guidance scales, canvases, and what a negative prompt keeps away.
-
-``python -m diffserve.embedded.range_marks`` prints them as one JSON document; the model card quotes it.
+"""The range that people move in: guidance scales, canvases, and what a negative prompt keeps away.
 
 A negative prompt is put to the test where it matters, on what a prompt leaves open: "a fox" says nothing of the
 background, "on the beach" nothing of the objects. The picture is painted, what it shows unasked is named in the
@@ -9,19 +7,16 @@ negative prompt, and the same seed is painted again: it should show something el
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import cycle, islice
-from pathlib import Path
-from typing import Annotated, Any
+from itertools import cycle, islice, repeat
+from typing import Any
 
 import msgspec
-import typer
 
-from diffserve.embedded.marks import TEACHER, judged, paint_held_out, tally
+from diffserve.embedded.eval.captions import judge_held_out, score
+from diffserve.embedded.eval.painting import TEACHER, paint, painter
 from diffserve.engine import Engine
-from diffserve.types import GenerationRequest
 from diffserve.world.captions import article_for, words_of_background
 from diffserve.world.checker import EDITION, Reading, SceneSpec, judge, read_picture
 from diffserve.world.scenes import BACKGROUNDS, OBJECTS
@@ -41,29 +36,23 @@ class KeptAway:
     right: int
 
 
-def guidance_marks(engine: Engine, count: int) -> dict[str, int]:
+def exact_by_guidance(engine: Engine, count: int) -> dict[str, int]:
     """Guidance scale -> exact matches among the first ``count`` held-out captions."""
-    exact = {}
-    for scale in GUIDANCE_SCALES:
-        how = msgspec.structs.replace(TEACHER, guidance_scale=scale)
-        exact[f"{scale:g}"] = tally([verdict for _, verdict in judged(paint_held_out(engine, count, how))]).exact
-    return exact
+    ways = {f"{scale:g}": msgspec.structs.replace(TEACHER, guidance_scale=scale) for scale in GUIDANCE_SCALES}
+    return {scale: score(judge_held_out(engine, count, how)).exact for scale, how in ways.items()}
 
 
-def canvas_marks(engine: Engine, count: int) -> dict[str, int]:
+def exact_by_canvas(engine: Engine, count: int) -> dict[str, int]:
     """ "WIDTHxHEIGHT" -> exact matches among the first ``count`` held-out captions painted at it."""
-    exact = {}
-    for size in OTHER_CANVASES:
-        painted = paint_held_out(engine, count, size=size)
-        exact["{}x{}".format(*size)] = tally([verdict for _, verdict in judged(painted)]).exact
-    return exact
+    sizes = {"{}x{}".format(*size): size for size in OTHER_CANVASES}
+    return {name: score(judge_held_out(engine, count, size=size)).exact for name, size in sizes.items()}
 
 
 def background_kept_away(engine: Engine, count: int) -> KeptAway:
     """Prompts of an object alone; the negative prompt is the background that came unasked."""
     names = list(islice(cycle(OBJECTS), count))
     prompts = [f"{article_for(name)} {name}" for name in names]
-    before = _read(engine, prompts, [""] * count)
+    before = _read(engine, prompts)
     after = _read(engine, prompts, [words_of_background(reading.background) for reading in before])
     avoided = [now.background != then.background for now, then in zip(after, before, strict=True)]
     right = [judge(now, SceneSpec((name,))).objects for now, name in zip(after, names, strict=True)]
@@ -75,10 +64,10 @@ def objects_kept_away(engine: Engine, count: int) -> KeptAway:
     are left out."""
     grounds = list(islice(cycle(BACKGROUNDS), count))
     prompts = [words_of_background(ground) for ground in grounds]
-    before = _read(engine, prompts, [""] * count)
+    before = _read(engine, prompts)
     unasked = {index: reading.objects[0].name for index, reading in enumerate(before) if reading.objects}
     negatives = [f"{article_for(name)} {name}" for name in unasked.values()]
-    after = _read(engine, [prompts[index] for index in unasked], negatives, list(unasked))
+    after = _read(engine, [prompts[index] for index in unasked], negatives, unasked)
     avoided = [
         name not in {found.name for found in now.objects} for now, name in zip(after, unasked.values(), strict=True)
     ]
@@ -91,40 +80,23 @@ def _kept_away(avoided: Sequence[bool], right: Sequence[bool]) -> KeptAway:
 
 
 def _read(
-    engine: Engine, prompts: Sequence[str], negatives: Sequence[str], seeds: Sequence[int] | None = None
+    engine: Engine,
+    prompts: Sequence[str],
+    negatives: Iterable[str] = repeat(""),
+    seeds: Iterable[int] | None = None,
 ) -> list[Reading]:
-    requests = [
-        GenerationRequest(prompt=prompt, negative_prompt=negative, seed=SEED + seed, diffusion=TEACHER)
-        for prompt, negative, seed in zip(prompts, negatives, seeds or range(len(prompts)), strict=True)
-    ]
-    return [read_picture(result.pixels) for result in engine.generate(requests)]
+    pictures = paint(engine, prompts, first_seed=SEED, seeds=seeds, negatives=negatives)
+    return [read_picture(picture) for picture in pictures]
 
 
-def document(engine: Engine, count: int) -> dict[str, Any]:
-    """All of it as one JSON document, ``count`` pictures a mark."""
+def evaluate(engine: Engine, count: int = 60) -> dict[str, Any]:
+    """All of it as one JSON document, ``count`` pictures a row."""
     return {
-        "model": engine.info.model_id,
-        "digest": engine.info.digest,
+        **painter(engine),
         "checker": EDITION,
         "count": count,
-        "guidance": guidance_marks(engine, count),
-        "canvases": canvas_marks(engine, count),
+        "guidance": exact_by_guidance(engine, count),
+        "canvases": exact_by_canvas(engine, count),
         "background_kept_away": asdict(background_kept_away(engine, count)),
         "objects_kept_away": asdict(objects_kept_away(engine, count)),
     }
-
-
-def main(
-    model: Annotated[str, typer.Option(help="embedded, or a directory")] = "embedded",
-    count: int = 60,
-    out: Annotated[Path | None, typer.Option(help="also write the JSON here")] = None,
-) -> None:
-    """Paint and print the marks."""
-    text = json.dumps(document(Engine.from_pretrained(model), count), indent=2)
-    if out is not None:
-        out.write_text(text + "\n", encoding="utf-8")
-    print(text)
-
-
-if __name__ == "__main__":
-    typer.run(main)

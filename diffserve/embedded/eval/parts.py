@@ -1,28 +1,24 @@
-"""Marks of what paints no prompt by itself: the autoencoder, the preview decoder, the checker, and the time that a
-picture takes. ``python -m diffserve.embedded.part_marks`` prints them as one JSON document; the model card quotes it.
-"""
+"""What paints no prompt by itself: the autoencoder, the preview decoder, the checker, and the time a picture takes."""
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-import typer
 from numpy.typing import NDArray
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffserve.embedded.marks import STUDENT, TEACHER
+from diffserve.embedded.eval.painting import DISTILLED, TEACHER, paint, painter
 from diffserve.engine import Engine
 from diffserve.runtime import DiffusionModel
-from diffserve.types import GenerationRequest
 from diffserve.world.checker import check
 from diffserve.world.render import render
 from diffserve.world.scenes import scenes
@@ -30,8 +26,9 @@ from diffserve.world.scenes import scenes
 SEED = 5
 NUM_SCENES = 64
 TIMED = 5
+PROMPT = "a fox in the snow"
 TIMED_WAYS = {
-    "4 steps without guidance": STUDENT,
+    "4 steps without guidance": DISTILLED,
     "12 steps": msgspec.structs.replace(TEACHER, num_steps=12),
     "25 steps": TEACHER,
 }
@@ -72,41 +69,39 @@ def times_cheaper(model: DiffusionModel) -> float:
     return giga_operations(lambda: model.vae.decode(latents)) / giga_operations(lambda: model.preview(latents))
 
 
+def median_s(calls: Iterable[Callable[[], Any]]) -> float:
+    """Median seconds of ``calls``, after a first one."""
+    taken = []
+    for call in calls:
+        started_s = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - started_s)
+    return statistics.median(taken[1:])
+
+
 def checker_ms(num_scenes: int = 20) -> float:
     """Median milliseconds in which the checker reads a clean rendering, after a first one."""
-    chosen = list(islice(scenes(SEED, held_out=True), num_scenes + 1))
-    taken = []
-    for scene in chosen:
-        picture = render(scene)
-        started_s = time.perf_counter()
-        check(picture, scene)
-        taken.append(1e3 * (time.perf_counter() - started_s))
-    return statistics.median(taken[1:])
+    chosen = islice(scenes(SEED, held_out=True), num_scenes + 1)
+    return 1e3 * median_s(partial(check, render(scene), scene) for scene in chosen)
 
 
 def painting_seconds(engine: Engine) -> dict[str, float]:
     """Seconds that a picture takes on its own, from request to pixels: the median of TIMED after a first one."""
-    seconds = {}
-    for name, how in TIMED_WAYS.items():
-        taken = []
-        for seed in range(TIMED + 1):
-            started_s = time.perf_counter()
-            engine.generate(GenerationRequest(prompt="a fox in the snow", seed=seed, diffusion=how))
-            taken.append(time.perf_counter() - started_s)
-        seconds[name] = round(statistics.median(taken[1:]), 3)
-    return seconds
+    return {
+        name: round(median_s(partial(paint, engine, [PROMPT], how, first_seed=i) for i in range(TIMED + 1)), 3)
+        for name, how in TIMED_WAYS.items()
+    }
 
 
-def document(engine: Engine) -> dict[str, Any]:
-    """All of it as one JSON document, with where it was measured. No preview decoder, no marks of it."""
+def evaluate(engine: Engine) -> dict[str, Any]:
+    """All of it as one JSON document, with where it was measured. No preview decoder, nothing of it."""
     model = engine.model
     preview = None
     if model.previewer is not None:
         fidelity = statistics.mean(preview_db(model))
         preview = {"psnr_db": round(fidelity, 2), "times_cheaper": round(times_cheaper(model), 1)}
     return {
-        "model": engine.info.model_id,
-        "digest": engine.info.digest,
+        **painter(engine),
         "device": engine.info.device,
         "dtype": engine.info.dtype,
         "cores": os.cpu_count(),
@@ -115,12 +110,3 @@ def document(engine: Engine) -> dict[str, Any]:
         "checker_ms": round(checker_ms(), 1),
         "seconds": painting_seconds(engine),
     }
-
-
-def main(model: str = "embedded") -> None:
-    """Measure and print the marks."""
-    print(json.dumps(document(Engine.from_pretrained(model)), indent=2))
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -1,14 +1,14 @@
-"""Stage four: the few-step student, a LoRA over the trained UNet that paints in four steps without guidance.
+"""Stage four, distillation: a LoRA over the trained UNet that paints in four steps without guidance.
 
 Progressive distillation (Salimans & Ho, 2022, arXiv 2202.00512, section 3) straight to four steps, with the guidance
 distilled along (Meng et al., 2023, arXiv 2210.03142), into low-rank changes of the weights as in LCM-LoRA (Luo et al.,
-2023, arXiv 2311.05556). The student visits four timesteps and no others: the trailing ones, 999, 749, 499 and 249. From
-each point x that it visits, the teacher takes several guided DDIM steps to the next of them, x'; the student learns the
-one velocity that takes it there in a single step. An error of that velocity moves the next point by sin(d) times as
-much, d being the angle of the step (see ``student_lessons``): the loss is weighted with the square of that.
+2023, arXiv 2311.05556). The distilled model visits four timesteps and no others: the trailing ones, 999, 749, 499 and
+249. From each point x that it visits, the teacher takes several guided DDIM steps to the next of them, x'; learnt is
+the one velocity that takes it there in a single step. An error of that velocity moves the next point by sin(d) times as
+much, d being the angle of the step (see ``trajectories``): the loss is weighted with the square of that.
 
 Points come from whole trajectories that begin in pure noise, since that is where painting begins: first the teacher's
-own, later the student's, whose mistakes the teacher thus shows how to mend (Ross et al., 2011, "DAgger").
+own, later the distilled model's, whose mistakes the teacher thus shows how to mend (Ross et al., 2011, "DAgger").
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,9 +29,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTokenizer
 
 from diffserve.embedded.denoiser_training import Denoiser, build_scheduler
-from diffserve.embedded.latents import LatentScenes
-from diffserve.embedded.student_lessons import NUM_STEPS, Ladder, Lessons, collect
-from diffserve.embedded.training import Run, TrainSettings, adamw, fingerprint, keep
+from diffserve.embedded.latents import LatentScenes, draw_rows
+from diffserve.embedded.training import Look, Run, TrainSettings, adamw, fingerprint, keep
+from diffserve.embedded.trajectories import NUM_STEPS, Ladder, Trajectories, collect
 from diffserve.world.captions import loose_caption
 
 OUTER = ("conv_in", "conv_out", "time_embedding")  # small layers that LCM-LoRA leaves alone too
@@ -40,16 +39,16 @@ COLLECT_ROWS = 32
 
 
 @dataclass(frozen=True)
-class StudentSettings(TrainSettings):
-    """How the student is trained. 900 iterations of 64 points are laid out for 20 minutes on two CPU cores, a third of
+class DistillSettings(TrainSettings):
+    """How a model is distilled. 900 iterations of 64 points are laid out for 20 minutes on two CPU cores, a third of
     them for the trajectories.
 
     rank            of every low-rank change
     guidance_scale  the teacher's
-    substeps        DDIM steps that the teacher takes for one of the student's
-    trajectories    how many the student learns from, in all
+    substeps        DDIM steps that the teacher takes for one of the distilled model's
+    trajectories    how many are learnt from, in all
     rounds          they are collected in as many equal parts: the first along the teacher's path, at the beginning, the
-                    others along the student's, evenly over the first half of the iterations
+                    others along the distilled model's, evenly over the first half of the iterations
     """
 
     warmup: int = 50
@@ -94,23 +93,23 @@ class LowRankChange(nn.Module):
         return velocity
 
     @torch.no_grad()
-    def merged(self, teacher: Denoiser) -> Denoiser:
+    def merge_into(self, teacher: Denoiser) -> Denoiser:
         """A copy of the teacher with the change in its weights."""
-        student = copy.deepcopy(teacher)
-        student.unet.load_state_dict(self.weights(teacher.unet), strict=False)
-        return student
+        distilled = copy.deepcopy(teacher)
+        distilled.unet.load_state_dict(self.weights(teacher.unet), strict=False)
+        return distilled
 
 
 def _is_changed(name: str, weight: Tensor) -> bool:
     return weight.ndim in (2, 4) and not name.startswith(OUTER)
 
 
-class School:
-    """The lessons collected so far, one shelf a round and canvas, kept as ``work/lessons-<round>-<canvas>.pt``."""
+class TrajectoryStore:
+    """The trajectories collected so far, those of a round and canvas in ``work/trajectories-<round>-<canvas>.pt``."""
 
     def __init__(
         self,
-        settings: StudentSettings,
+        settings: DistillSettings,
         work: Path,
         teacher: Denoiser,
         data: list[LatentScenes],
@@ -119,13 +118,13 @@ class School:
         self.settings, self._work = settings, work
         self._teacher, self._data, self._tokenizer = teacher, data, tokenizer
         self.made_from = fingerprint(teacher.unet)
-        self._shelves: list[Lessons] = []
+        self._kept: list[Trajectories] = []
         self.ladder = Ladder(settings.substeps)
 
     @property
     def num_rounds(self) -> int:
         """Rounds collected so far."""
-        return len(self._shelves) // len(self._data)
+        return len(self._kept) // len(self._data)
 
     def rounds_due(self, iteration: int) -> int:
         """How many rounds should be there before an iteration."""
@@ -133,34 +132,34 @@ class School:
         each = max(1, settings.iterations // (2 * settings.rounds))
         return min(settings.rounds, 1 + iteration // each)
 
-    def collect_round(self, student: Denoiser) -> None:
+    def collect_round(self, distilled: Denoiser) -> None:
         """Collect the next round of every canvas, or read it where an earlier process has kept it."""
         number = self.num_rounds
         total = sum(len(shelf.scenes) for shelf in self._data)
         for canvas, shelf in enumerate(self._data):
-            path = self._work / f"lessons-{number}-{canvas}.pt"
+            path = self._work / f"trajectories-{number}-{canvas}.pt"
             count = math.ceil(self.settings.trajectories / self.settings.rounds * len(shelf.scenes) / total)
             kept = torch.load(path, weights_only=True) if path.is_file() else {}
             if kept.pop("made_from", None) == self.made_from and len(kept["token_ids"]) == count:
-                lessons = Lessons(**kept)
+                found = Trajectories(**kept)
             else:
-                lessons = self._collect(shelf, count, seed=1000 * number + canvas, student=student if number else None)
-                keep({"made_from": self.made_from, **vars(lessons)}, path)
-            self._shelves.append(lessons)
+                found = self._collect(shelf, count, 1000 * number + canvas, distilled if number else None)
+                keep({"made_from": self.made_from, **vars(found)}, path)
+            self._kept.append(found)
 
-    def _collect(self, shelf: LatentScenes, count: int, seed: int, student: Denoiser | None) -> Lessons:
-        rng = random.Random(self.settings.seed * 1_000_003 + seed)
+    def _collect(self, shelf: LatentScenes, count: int, seed: int, distilled: Denoiser | None) -> Trajectories:
+        settings = self.settings
+        rng = random.Random(settings.seed * 1_000_003 + seed)
         generator = torch.Generator().manual_seed(rng.getrandbits(40))
-        device = self.settings.device
         parts = []
         for start in range(0, count, COLLECT_ROWS):
             chosen = rng.choices(shelf.scenes, k=min(COLLECT_ROWS, count - start))
             ids = self._token_ids([loose_caption(scene, rng) for scene in chosen])
-            noise = torch.randn((len(chosen), *shelf.latents.shape[1:]), generator=generator).to(device)
-            scale = self.settings.guidance_scale
-            parts.append(collect(self._teacher, student, noise, ids, self._token_ids([""]), self.ladder, scale))
+            noise = torch.randn((len(chosen), *shelf.latents.shape[1:]), generator=generator).to(settings.device)
+            empty_ids, scale = self._token_ids([""]), settings.guidance_scale
+            parts.append(collect(self._teacher, distilled, noise, ids, empty_ids, self.ladder, scale))
         columns = [torch.cat(column) for column in zip(*(vars(part).values() for part in parts), strict=True)]
-        return Lessons(*columns)
+        return Trajectories(*columns)
 
     def _token_ids(self, words: list[str]) -> Tensor:
         padded = self._tokenizer(words, padding="max_length", truncation=True, return_tensors="pt")
@@ -169,65 +168,62 @@ class School:
 
     def batch(self, rng: random.Random) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Points, velocities (B, 8, h, w), step indices (B,) and token ids of one canvas, every step alike often."""
-        shelf = rng.choices(self._shelves, weights=[len(one.token_ids) for one in self._shelves])[0]
-        smallest = min(one.points[0].numel() for one in self._shelves)
-        count = max(NUM_STEPS, self.settings.batch_size * smallest // shelf.points[0].numel())
-        rows = torch.tensor(rng.choices(range(len(shelf.token_ids)), k=count))
-        steps = torch.arange(count) % NUM_STEPS
-        device = self.settings.device
-        taken = (shelf.points[rows, steps].float(), shelf.velocities[rows, steps].float(), steps, shelf.token_ids[rows])
-        points, velocities, steps, ids = (tensor.to(device) for tensor in taken)
+        canvases = [one.points for one in self._kept]
+        canvas, chosen = draw_rows(rng, canvases, self.settings.batch_size, least=NUM_STEPS)
+        kept, rows, steps = self._kept[canvas], torch.tensor(chosen), torch.arange(len(chosen)) % NUM_STEPS
+        taken = (kept.points[rows, steps].float(), kept.velocities[rows, steps].float(), steps, kept.token_ids[rows])
+        points, velocities, steps, ids = (tensor.to(self.settings.device) for tensor in taken)
         return points, velocities, steps, ids
 
 
-def train_student(
-    settings: StudentSettings,
+def distill(
+    settings: DistillSettings,
     work: Path,
     teacher: Denoiser,
     data: list[LatentScenes],
     tokenizer: CLIPTokenizer,
-    look: Callable[[Denoiser, int], None] | None = None,
+    look: Look[Denoiser] | None = None,
     look_every: int = 200,
 ) -> LowRankChange:
-    """Train the student, resuming from ``work/student.pt``; of ``data`` the scenes and the canvases are used.
+    """Train the change, resuming from ``work/distill.pt``; of ``data`` the scenes and the canvases are used.
 
-    ``look`` is called now and then with the merged student, to paint.
+    ``look`` looks at the teacher with the change merged in.
     """
     torch.manual_seed(settings.seed)
     teacher = copy.deepcopy(teacher).to(settings.device).eval().requires_grad_(False)
     change = LowRankChange(teacher.unet, settings.rank).to(settings.device)
-    school = School(settings, work, teacher, data, tokenizer)
-    optimizers = [adamw(change.parameters(), settings)]
-    run = Run("student", change, settings, work, optimizers, made_from=school.made_from)
-    _fill_school(school, run, teacher, run.iteration)
+    store = TrajectoryStore(settings, work, teacher, data, tokenizer)
+    run = Run("distill", change, settings, work, [adamw(change.parameters(), settings)], made_from=store.made_from)
+    started = time.perf_counter()
+    _collect_due(store, run, teacher)
+    run.seconds += time.perf_counter() - started
     rng = random.Random(settings.seed + run.iteration)
-    timesteps = torch.tensor(school.ladder.timesteps, device=settings.device)
-    weights = torch.tensor(school.ladder.turns(), device=settings.device).sin().square()
-    for iteration in run.iterations():
-        points, velocities, steps, ids = school.batch(rng)
+    timesteps = torch.tensor(store.ladder.timesteps, device=settings.device)
+    weights = torch.tensor(store.ladder.turns(), device=settings.device).sin().square()
+
+    def losses() -> list[Tensor]:
+        _collect_due(store, run, teacher)
+        points, velocities, steps, ids = store.batch(rng)
         with run.autocast():
             with torch.no_grad():
                 context = teacher.text_encoder(ids).last_hidden_state
             guess = change.velocity(teacher.unet, points, timesteps[steps], context).float()
         error = (guess - velocities).square().mean(dim=(1, 2, 3))
-        run.step((error * weights[steps] / weights.mean()).mean())
-        if iteration + 1 < settings.iterations:
-            _fill_school(school, run, teacher, iteration + 1, is_timed=True)
-        if look is not None and (iteration + 1) % look_every == 0:
-            look(run.averaged().merged(teacher), iteration + 1)
-    return run.averaged()
+        return [(error * weights[steps] / weights.mean()).mean()]
+
+    def look_merged(average: LowRankChange, iteration: int) -> None:
+        if look is not None:
+            look(average.merge_into(teacher), iteration)
+
+    return run.train(losses, look_merged, look_every)
 
 
-def _fill_school(
-    school: School, run: Run[LowRankChange], teacher: Denoiser, iteration: int, *, is_timed: bool = False
-) -> None:
-    """Collect what is due before ``iteration``, and put its operations (and its time) on the bill."""
-    while school.num_rounds < school.rounds_due(iteration):
-        started = time.perf_counter()
+def _collect_due(store: TrajectoryStore, run: Run[LowRankChange], teacher: Denoiser) -> None:
+    """Collect what is due by now, and put its operations on the bill."""
+    while store.num_rounds < store.rounds_due(run.iteration):
         with FlopCounterMode(display=False) as counter:
-            school.collect_round(run.averaged().merged(teacher))
+            store.collect_round(run.average.merge_into(teacher))
         run.flops += counter.get_total_flops()
-        run.seconds += 0.0 if is_timed else time.perf_counter() - started
 
 
 def save_adapter(directory: Path, change: LowRankChange, base: str = "embedded") -> Path:

@@ -1,4 +1,4 @@
-"""Marks: which rows a scene counts in, and what is found where an object is missing."""
+"""Held-out captions: which rows a scene counts in, and what is found where an object is missing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import islice
 import numpy as np
 from PIL import Image, ImageFilter
 
-from diffserve.embedded.marks import (
+from diffserve.embedded.eval.captions import (
     CATEGORIES,
     NOTHING,
     SMEAR,
@@ -17,11 +17,11 @@ from diffserve.embedded.marks import (
     Judged,
     categories,
     confusions,
-    mark_judged,
-    tally,
+    score,
+    scores,
 )
-from diffserve.embedded.samples import held_out
 from diffserve.world.backgrounds import background
+from diffserve.world.captions import held_out
 from diffserve.world.checker import check
 from diffserve.world.render import render
 from diffserve.world.scenes import KIND_SHARES, PAIR_PX, Placed, Scene, has_unseen_pair, scenes
@@ -34,7 +34,7 @@ def judged(asked: Scene, shown: Scene) -> Judged:
     return asked, check(render(shown), asked)
 
 
-def test_the_held_out_list_is_the_one_that_all_published_marks_are_of() -> None:
+def test_the_held_out_list_is_the_one_that_all_published_scores_are_of() -> None:
     digest = hashlib.sha256(repr(held_out(300)).encode()).hexdigest()
     assert digest == "a04b621676ede0fd3014b119438c770a79c9fa8cc8518582af637f68d7c5c2e7"
 
@@ -57,10 +57,10 @@ def test_pairs_and_directions_are_counted_over_two_different_objects_alone() -> 
         assert ("small or large" in words) == (scene.size != "plain")
 
 
-def test_marks_add_up_over_the_kinds() -> None:
+def test_scores_add_up_over_the_kinds() -> None:
     right = [judged(scene, scene) for scene in islice(scenes(8, held_out=True), 10)]
     wrong = [judged(PAIR, replace(PAIR, objects=PAIR.objects[:1])), judged(PAIR, replace(PAIR, background="red"))]
-    table = mark_judged([*right, *wrong])
+    table = scores([*right, *wrong])
     assert (table["all"].count, table["all"].exact, table["all"].background, table["all"].objects) == (12, 10, 11, 11)
     assert sum(table[kind].count for kind in KIND_SHARES) == 12
     assert sum(table[kind].exact for kind in KIND_SHARES) == 10
@@ -68,7 +68,7 @@ def test_marks_add_up_over_the_kinds() -> None:
 
 
 def test_no_pictures_have_no_share() -> None:
-    assert tally([]).exact_share == 0
+    assert score([]).exact_share == 0
 
 
 def test_an_object_taken_for_another_is_named() -> None:

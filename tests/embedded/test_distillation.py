@@ -1,4 +1,4 @@
-"""The few-step student: its ladder of timesteps, its lessons, its low-rank change, and the weights that ship."""
+"""Distillation: the ladder of timesteps, trajectories, the low-rank change, and the distilled weights that ship."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from transformers import CLIPTokenizer
 import diffserve.embedded
 from diffserve.config import load_settings
 from diffserve.embedded.denoiser_training import Denoiser, build_scheduler
+from diffserve.embedded.distillation import DistillSettings, LowRankChange, TrajectoryStore, distill, save_adapter
+from diffserve.embedded.eval.captions import judge_held_out, score
+from diffserve.embedded.eval.painting import DISTILLED
 from diffserve.embedded.export import export
 from diffserve.embedded.latents import LatentScenes
-from diffserve.embedded.marks import STUDENT, mark, paint_held_out
-from diffserve.embedded.student_lessons import NUM_STEPS, Ladder, collect, turned, velocity_to
-from diffserve.embedded.student_training import LowRankChange, School, StudentSettings, save_adapter, train_student
 from diffserve.embedded.tokenizer import train_tokenizer
+from diffserve.embedded.trajectories import NUM_STEPS, Ladder, collect, ddim_step, velocity_to
 from diffserve.embedded.vae_training import LATENT_CHANNELS, build_vae
 from diffserve.engine import Engine
 from diffserve.runtime import load_model
@@ -31,6 +32,7 @@ from diffserve.world.scenes import scenes
 
 EMBEDDED = Path(diffserve.embedded.__file__).parent
 TURBO = EMBEDDED / "turbo"
+RESULTS = EMBEDDED / "eval" / "results"
 RANK = 4
 
 
@@ -56,9 +58,9 @@ def change(teacher: Denoiser) -> LowRankChange:
     return change.requires_grad_(False)
 
 
-def settings(iterations: int = 4, **others: int) -> StudentSettings:
+def settings(iterations: int = 4, **others: int) -> DistillSettings:
     options = {"rank": RANK, "substeps": 1, "trajectories": 6, "rounds": 2, "warmup": 1} | others
-    return StudentSettings(iterations, 4, 1e-3, checkpoint_every=2, **options)  # type: ignore[arg-type]
+    return DistillSettings(iterations, 4, 1e-3, checkpoint_every=2, **options)  # type: ignore[arg-type]
 
 
 def canvases() -> list[LatentScenes]:
@@ -70,7 +72,7 @@ def canvases() -> list[LatentScenes]:
     ]
 
 
-def test_the_student_visits_the_trailing_timesteps_and_the_teacher_those_between() -> None:
+def test_the_distilled_model_visits_the_trailing_timesteps_and_the_teacher_those_between() -> None:
     ladder = Ladder(substeps=3)
     assert ladder.timesteps == [999, 749, 499, 249]
     assert [timestep for timestep, _ in ladder.steps(1)] == [749, 666, 582]
@@ -86,7 +88,7 @@ def test_turning_by_the_angles_is_ddim() -> None:
     ours = theirs = torch.randn(2, 8, 4, 4)
     for timestep, angle in zip(scheduler.timesteps, Ladder(substeps=2).turns(), strict=True):
         velocity = torch.randn(2, 8, 4, 4)
-        ours = turned(ours, velocity, angle)
+        ours = ddim_step(ours, velocity, angle)
         theirs = scheduler.step(velocity, timestep, theirs).prev_sample
         assert torch.allclose(ours, theirs, atol=1e-4)
 
@@ -94,47 +96,47 @@ def test_turning_by_the_angles_is_ddim() -> None:
 def test_the_wanted_velocity_leads_to_the_goal_in_one_turn() -> None:
     torch.manual_seed(0)
     points, goal = torch.randn(2, 3, 8, 4, 4).unbind()
-    assert torch.allclose(turned(points, velocity_to(points, goal, 0.3), 0.3), goal, atol=1e-5)
+    assert torch.allclose(ddim_step(points, velocity_to(points, goal, 0.3), 0.3), goal, atol=1e-5)
 
 
 def test_a_teacher_of_one_substep_and_no_guidance_teaches_what_it_says(teacher: Denoiser) -> None:
     torch.manual_seed(0)
     noise, ids, empty = torch.randn(2, LATENT_CHANNELS, 8, 8), torch.randint(3, 50, (2, 32)), torch.full((1, 32), 2)
-    lessons = collect(teacher, None, noise, ids, empty, Ladder(substeps=1), guidance_scale=1.0)
-    assert torch.equal(lessons.points[:, 0], noise.half())
+    found = collect(teacher, None, noise, ids, empty, Ladder(substeps=1), guidance_scale=1.0)
+    assert torch.equal(found.points[:, 0], noise.half())
     context = teacher.text_encoder(ids).last_hidden_state
     for index, timestep in enumerate(Ladder(substeps=1).timesteps):
-        own = teacher.unet(lessons.points[:, index].float(), timestep, context).sample
-        assert torch.allclose(lessons.velocities[:, index].float(), own, atol=0.05 * float(own.abs().max()))
+        own = teacher.unet(found.points[:, index].float(), timestep, context).sample
+        assert torch.allclose(found.velocities[:, index].float(), own, atol=0.05 * float(own.abs().max()))
 
 
-def test_a_student_on_its_own_path_is_led_by_its_own_velocity(teacher: Denoiser, change: LowRankChange) -> None:
+def test_a_distilled_model_on_its_own_path_is_led_by_its_own_velocity(teacher: Denoiser, change: LowRankChange) -> None:
     torch.manual_seed(0)
     noise, ids, empty = torch.randn(2, LATENT_CHANNELS, 8, 8), torch.randint(3, 50, (2, 32)), torch.full((1, 32), 2)
-    student = change.merged(teacher)
-    taught, own = (collect(teacher, who, noise, ids, empty, Ladder(2), guidance_scale=3.0) for who in (None, student))
+    distilled = change.merge_into(teacher)
+    taught, own = (collect(teacher, who, noise, ids, empty, Ladder(2), guidance_scale=3.0) for who in (None, distilled))
     assert torch.equal(taught.velocities[:, 0], own.velocities[:, 0])
     angle = Ladder(2).turns()[0]
-    goal = turned(taught.points[:, 0].float(), taught.velocities[:, 0].float(), angle)
+    goal = ddim_step(taught.points[:, 0].float(), taught.velocities[:, 0].float(), angle)
     assert torch.allclose(taught.points[:, 1].float(), goal, atol=1e-2)
     assert not torch.allclose(own.points[:, 1].float(), goal, atol=1e-2)
 
 
 def test_a_fresh_change_changes_nothing_and_leaves_the_outer_layers_alone(teacher: Denoiser) -> None:
     fresh = LowRankChange(teacher.unet, RANK)
-    merged = fresh.merged(teacher).unet.state_dict()
+    merged = fresh.merge_into(teacher).unet.state_dict()
     assert all(torch.equal(merged[name], part) for name, part in teacher.unet.state_dict().items())
     assert "mid_block.resnets.0.conv1" in fresh.layers
     assert not {"conv_in", "conv_out", "time_embedding.linear_1"} & set(fresh.layers)
 
 
-def test_the_merged_student_answers_as_the_change_does_in_training(teacher: Denoiser, change: LowRankChange) -> None:
+def test_the_merged_model_answers_as_the_change_does_in_training(teacher: Denoiser, change: LowRankChange) -> None:
     torch.manual_seed(0)
     points, context = torch.randn(2, LATENT_CHANNELS, 8, 8), torch.randn(2, 32, 192)
     timesteps = torch.tensor([999, 249])
     with torch.no_grad():
         trained = change.velocity(teacher.unet, points, timesteps, context)
-        merged = change.merged(teacher).unet(points, timesteps, encoder_hidden_states=context).sample
+        merged = change.merge_into(teacher).unet(points, timesteps, encoder_hidden_states=context).sample
         before = teacher.unet(points, timesteps, encoder_hidden_states=context).sample
     assert torch.allclose(trained, merged, atol=1e-5)
     assert not torch.allclose(merged, before, atol=1e-2)
@@ -143,54 +145,54 @@ def test_the_merged_student_answers_as_the_change_does_in_training(teacher: Deno
 def test_rounds_fall_due_over_the_first_half_of_the_iterations(
     teacher: Denoiser, tokenizer: CLIPTokenizer, tmp_path: Path
 ) -> None:
-    school = School(settings(iterations=80, rounds=4), tmp_path, teacher, canvases(), tokenizer)
-    assert [school.rounds_due(iteration) for iteration in (0, 9, 10, 20, 30, 79)] == [1, 1, 2, 3, 4, 4]
+    store = TrajectoryStore(settings(iterations=80, rounds=4), tmp_path, teacher, canvases(), tokenizer)
+    assert [store.rounds_due(iteration) for iteration in (0, 9, 10, 20, 30, 79)] == [1, 1, 2, 3, 4, 4]
 
 
-def test_lessons_of_every_canvas_are_kept_and_read_again(
+def test_trajectories_of_every_canvas_are_kept_and_read_again(
     teacher: Denoiser, tokenizer: CLIPTokenizer, tmp_path: Path
 ) -> None:
-    first, again = (School(settings(), tmp_path, teacher, canvases(), tokenizer) for _ in range(2))
+    first, again = (TrajectoryStore(settings(), tmp_path, teacher, canvases(), tokenizer) for _ in range(2))
     first.collect_round(teacher)
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     again.collect_round(teacher)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == kept
-    batches = [[part.clone() for part in school.batch(random.Random(0))] for school in (first, again)]
+    batches = [[part.clone() for part in store.batch(random.Random(0))] for store in (first, again)]
     assert all(torch.equal(one, two) for one, two in zip(*batches, strict=True))
     shapes = {tuple(first.batch(random.Random(seed))[0].shape) for seed in range(20)}
     assert shapes == {(4, LATENT_CHANNELS, 8, 8), (4, LATENT_CHANNELS, 8, 16)}
 
 
 @pytest.mark.slow
-def test_an_interrupted_student_resumes_and_its_bill_names_every_setting(
+def test_an_interrupted_distillation_resumes_and_its_bill_names_every_setting(
     teacher: Denoiser, tokenizer: CLIPTokenizer, tmp_path: Path
 ) -> None:
-    first = train_student(settings(iterations=2), tmp_path, teacher, canvases(), tokenizer)
+    first = distill(settings(iterations=2), tmp_path, teacher, canvases(), tokenizer)
     seen: list[int] = []
-    again = train_student(
+    again = distill(
         settings(iterations=4), tmp_path, teacher, canvases(), tokenizer, lambda _, iteration: seen.append(iteration), 1
     )
     assert seen == [3, 4]
     assert any(up.abs().max() > 0 for up in first.up)
     assert not torch.equal(first.up[0], again.up[0])
-    bill = json.loads((tmp_path / "student.json").read_text(encoding="utf-8"))
+    bill = json.loads((tmp_path / "distill.json").read_text(encoding="utf-8"))
     assert (bill["iterations_done"], bill["substeps"], bill["rank"]) == (4, 1, RANK)
     assert bill["flops"] > 0
 
 
 @pytest.mark.slow
-def test_training_brings_the_student_nearer_to_its_teacher(
+def test_training_brings_the_distilled_model_nearer_to_its_teacher(
     teacher: Denoiser, tokenizer: CLIPTokenizer, tmp_path: Path
 ) -> None:
     chosen = settings(iterations=12, rounds=1)
-    trained = train_student(chosen, tmp_path, teacher, canvases(), tokenizer)
-    school = School(chosen, tmp_path, teacher, canvases(), tokenizer)
-    school.collect_round(teacher)
-    points, velocities, steps, ids = school.batch(random.Random(0))
-    timesteps = torch.tensor(school.ladder.timesteps)[steps]
+    trained = distill(chosen, tmp_path, teacher, canvases(), tokenizer)
+    store = TrajectoryStore(chosen, tmp_path, teacher, canvases(), tokenizer)
+    store.collect_round(teacher)
+    points, velocities, steps, ids = store.batch(random.Random(0))
+    timesteps = torch.tensor(store.ladder.timesteps)[steps]
     errors = []
     with torch.no_grad():
-        for unet in (teacher.unet, trained.merged(teacher).unet):
+        for unet in (teacher.unet, trained.merge_into(teacher).unet):
             context = teacher.text_encoder(ids).last_hidden_state
             guess = unet(points, timesteps, encoder_hidden_states=context).sample
             errors.append(float((guess - velocities).square().mean()))
@@ -198,13 +200,13 @@ def test_training_brings_the_student_nearer_to_its_teacher(
 
 
 @pytest.mark.slow
-def test_a_saved_student_is_loaded_and_paints_four_steps_by_itself(
+def test_a_saved_change_is_loaded_and_paints_four_steps_by_itself(
     teacher: Denoiser, change: LowRankChange, tokenizer: CLIPTokenizer, tmp_path: Path
 ) -> None:
     export(tmp_path / "weights", build_vae(), teacher, tokenizer)
     path = save_adapter(tmp_path / "turbo", change, base="../weights")
     model = load_model(path, dtype="float32", device="cpu")
-    merged = change.merged(teacher).unet.state_dict()
+    merged = change.merge_into(teacher).unet.state_dict()
     for name, part in model.unet.network.state_dict().items():
         assert torch.allclose(part, merged[name], atol=2e-3), name
     result = Engine.from_pretrained(path, dtype="float32", device="cpu").generate(
@@ -213,7 +215,7 @@ def test_a_saved_student_is_loaded_and_paints_four_steps_by_itself(
     assert (result.sampler, result.num_evaluations, result.guidance_scale) == ("ddim", NUM_STEPS, 1.0)
 
 
-def test_the_settings_of_the_shipped_student_say_what_its_adapter_says(change: LowRankChange, tmp_path: Path) -> None:
+def test_the_settings_of_the_shipped_model_say_what_its_adapter_says(change: LowRankChange, tmp_path: Path) -> None:
     model = load_settings(model="embedded-turbo", env={}).model
     spec = json.loads((save_adapter(tmp_path, change) / "adapter.json").read_text(encoding="utf-8"))
     assert spec.pop("base") == "embedded"
@@ -222,9 +224,9 @@ def test_the_settings_of_the_shipped_student_say_what_its_adapter_says(change: L
     assert (model.spacing, model.good_sizes) == (teachers.spacing, teachers.good_sizes)
 
 
-# The student that ships ---------------------------------------------------------------------------------------------
+# The distilled model that ships -------------------------------------------------------------------------------------
 
-ships = pytest.mark.skipif(not TURBO.is_dir(), reason="no student ships with these weights yet")
+ships = pytest.mark.skipif(not TURBO.is_dir(), reason="no distilled model ships with these weights yet")
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +235,7 @@ def turbo() -> Engine:
 
 
 @ships
-def test_the_shipped_student_is_a_sixteen_bit_lora_of_at_most_twelve_megabytes() -> None:
+def test_the_shipped_change_is_a_sixteen_bit_lora_of_at_most_twelve_megabytes() -> None:
     files = sorted(path.relative_to(TURBO).as_posix() for path in TURBO.rglob("*") if path.is_file())
     weights = "pytorch_lora_weights.safetensors"
     assert files == ["adapter.json", MANIFEST_FILE, weights, "scheduler/scheduler_config.json"]
@@ -243,28 +245,27 @@ def test_the_shipped_student_is_a_sixteen_bit_lora_of_at_most_twelve_megabytes()
 
 
 @ships
-def test_a_bare_prompt_takes_the_shipped_student_four_evaluations(turbo: Engine) -> None:
+def test_a_bare_prompt_takes_the_distilled_model_four_evaluations(turbo: Engine) -> None:
     result = turbo.generate("a fox on a blue background")[0]
     assert (turbo.info.model_id, turbo.info.family) == ("embedded-turbo", "embedded")
     assert (result.sampler, result.num_evaluations) == ("ddim", NUM_STEPS)
 
 
 @ships
-def test_the_published_marks_of_the_student_reach_most_of_its_teachers(turbo: Engine) -> None:
+def test_the_published_scores_of_the_distilled_model_reach_most_of_its_teachers(turbo: Engine) -> None:
     teachers, own = (
-        json.loads((EMBEDDED / name).read_text(encoding="utf-8")) for name in ("marks.json", "turbo-marks.json")
+        json.loads((RESULTS / name).read_text(encoding="utf-8")) for name in ("captions.json", "turbo-captions.json")
     )
     assert (own["digest"], own["num_steps"], own["guidance_scale"]) == (turbo.info.digest, NUM_STEPS, 1.0)
-    assert own["marks"]["all"]["count"] == 300
-    assert own["marks"]["all"]["exact_share"] >= 0.85 * teachers["marks"]["all"]["exact_share"]
+    assert own["scores"]["all"]["count"] == 300
+    assert own["scores"]["all"]["exact_share"] >= 0.85 * teachers["scores"]["all"]["exact_share"]
 
 
 @ships
 @pytest.mark.slow
-def test_a_sample_of_the_held_out_captions_confirms_the_students_marks(turbo: Engine) -> None:
-    published = json.loads((EMBEDDED / "turbo-marks.json").read_text(encoding="utf-8"))
-    painted = paint_held_out(turbo, 60, STUDENT)
-    share = mark(painted)["all"].exact_share
+def test_a_sample_of_the_held_out_captions_confirms_the_distilled_models_scores(turbo: Engine) -> None:
+    published = json.loads((RESULTS / "turbo-captions.json").read_text(encoding="utf-8"))
+    share = score(judge_held_out(turbo, 60, DISTILLED)).exact_share
     # three standard errors of a sample of sixty
-    expected = published["marks"]["all"]["exact_share"]
+    expected = published["scores"]["all"]["exact_share"]
     assert abs(share - expected) <= 3 * (expected * (1 - expected) / 60) ** 0.5
