@@ -264,10 +264,6 @@ def _load_failed(error: BaseException) -> ipc.LoadFailed:
     return ipc.LoadFailed(code=ModelLoadError.default_code, message=f"{type(error).__name__}: {error}")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 TICKS_KEPT: Final = 1000
 TIMES_USUAL: Final = 10.0
 USUAL_SHARE: Final = 0.99
@@ -322,3 +318,7 @@ class Pulse:
         started_s = self._clock()
         yield
         self._trial_s = self._clock() - started_s
+
+
+if __name__ == "__main__":
+    sys.exit(main())
