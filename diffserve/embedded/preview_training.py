@@ -22,7 +22,7 @@ from torch import Tensor
 
 from diffserve.embedded.latents import LatentScenes
 from diffserve.embedded.training import Run, TrainSettings
-from diffserve.embedded.vae_training import LATENT_CHANNELS, reconstruction_loss, to_unit
+from diffserve.embedded.vae_training import LATENT_CHANNELS, reconstruction_loss, sum_psnr_db, to_unit
 from diffserve.runtime.loading.directory import DIFFUSERS_STEM
 from diffserve.runtime.vae.preview import OWN_CLASS
 from diffserve.runtime.vae.preview_decoder import PreviewConfig, PreviewDecoder
@@ -118,6 +118,5 @@ def fidelity_db(net: PreviewDecoder, vae: AutoencoderKL, seed: int, num_scenes: 
     total = 0.0
     for batch in to_unit(pixels).to(device).split(8):
         latents = vae.encode(batch).latent_dist.mode()
-        error = net(latents).clamp(-1, 1) - vae.decode(latents).sample.clamp(-1, 1)
-        total += float((-10 * (error.square().mean(dim=(1, 2, 3)) / 4).log10()).sum())
+        total += sum_psnr_db(net(latents).clamp(-1, 1), vae.decode(latents).sample.clamp(-1, 1))
     return total / num_scenes

@@ -43,7 +43,7 @@ from diffserve.embedded.student_training import StudentSettings, save_adapter, t
 from diffserve.embedded.tokenizer import train_tokenizer
 from diffserve.embedded.training import TrainSettings, fingerprint
 from diffserve.embedded.tuning_scenes import tuning_scenes
-from diffserve.embedded.vae_training import psnr_db, train_vae
+from diffserve.embedded.vae_training import round_trip_db, train_vae
 from diffserve.errors import DiffserveError
 from diffserve.runtime.precision import choose_device
 from diffserve.runtime.vae.preview_decoder import PreviewDecoder
@@ -115,7 +115,7 @@ def vae(
         samples.round_trip_sheet(net, work / f"vae-{iteration:06d}.png")
 
     trained = train_vae(settings, work, start and start / "vae", look)
-    print(f"round trip {psnr_db(trained, seed=5):.1f} dB on held-out scenes", flush=True)
+    print(f"round trip {round_trip_db(trained, seed=5):.1f} dB on held-out scenes", flush=True)
     return trained
 
 

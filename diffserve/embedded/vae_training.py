@@ -16,6 +16,7 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 
 from diffserve.embedded.training import Run, TrainSettings
+from diffserve.experiments.metrics.fidelity import psnr_db
 from diffserve.world.render import render
 from diffserve.world.scenes import CANVAS_PX, GRID_PX, Scene, scenes
 
@@ -100,7 +101,7 @@ def train_vae(
 
 
 @torch.inference_mode()
-def psnr_db(vae: AutoencoderKL, seed: int, num_scenes: int = 64) -> float:
+def round_trip_db(vae: AutoencoderKL, seed: int, num_scenes: int = 64) -> float:
     """Mean round-trip PSNR in dB on held-out scenes."""
     source = scenes(seed, held_out=True)
     truth = to_unit(np.stack([render(next(source)) for _ in range(num_scenes)]))
@@ -108,6 +109,11 @@ def psnr_db(vae: AutoencoderKL, seed: int, num_scenes: int = 64) -> float:
     total = 0.0
     for batch in truth.to(device).split(8):
         painted = vae.decode(vae.encode(batch).latent_dist.mode()).sample.clamp(-1, 1)
-        mse = (painted - batch).square().mean(dim=(1, 2, 3)) / 4
-        total += float((-10 * mse.log10()).sum())
+        total += sum_psnr_db(painted, batch)
     return total / num_scenes
+
+
+def sum_psnr_db(painted: Tensor, truth: Tensor) -> float:
+    """PSNR in dB of each of (B, 3, H, W) in -1..1, summed."""
+    pairs = zip(painted.cpu().numpy(), truth.cpu().numpy(), strict=True)
+    return sum(psnr_db(one, other, peak=2.0) for one, other in pairs)

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from diffserve.experiments.charts import measured
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.findings import Finding
-from diffserve.experiments.series import measured
 from diffserve.experiments.summary import CellSummary
 
 COLUMNS = (
