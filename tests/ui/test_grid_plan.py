@@ -74,7 +74,7 @@ def test_the_time_counts_every_row_and_the_few_pictures_that_are_timed() -> None
     timed = TIMED_PICTURES * (TIMED_STEPS * 1.0 + 0.01)
     assert speed.seconds(plan) == pytest.approx(28 * 0.1 + 8 * 0.01 + timed)
     guided = plan_of(guidance_scale=2, has_converged=False)
-    assert guided.rows_together == 2 * plan.num_painted_rows
+    assert guided.num_painted_rows == 2 * plan.num_painted_rows
 
 
 @pytest.mark.parametrize(

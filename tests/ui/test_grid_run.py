@@ -153,6 +153,7 @@ def test_whoever_leaves_in_the_middle_frees_the_lanes(server: RunningServer, tmp
             async for _ in moments:
                 if server.num_requests():
                     await moments.aclose()
+            assert not run.is_timing, "nobody waits for that any more"
 
     asyncio.run(paint())
     server.wait_until_idle()

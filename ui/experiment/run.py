@@ -63,7 +63,8 @@ class GridRun:
                 await asyncio.wait([task], timeout=LOOK_EVERY_S)
                 yield
         finally:
-            self._painter.close()
+            if not task.done():
+                self.stop()
             await asyncio.wait([task])
             if not task.cancelled() and (error := task.exception()) is not None:
                 log.error("an experiment failed inside the page", exc_info=error)
