@@ -95,7 +95,7 @@ def over_seconds(
     return tuple(chart for chart in charts if chart.lines)
 
 
-def measured(summaries: Sequence[CellSummary]) -> tuple[Measure, ...]:
+def common_measures(summaries: Sequence[CellSummary]) -> tuple[Measure, ...]:
     """The measures that every cell has; converged cells, which have no distance to themselves, do not count."""
     cells = [one for one in summaries if not one.cell.is_reference]
     return tuple(measure for measure in Measure if all(one.value(measure) for one in cells))
@@ -104,7 +104,7 @@ def measured(summaries: Sequence[CellSummary]) -> tuple[Measure, ...]:
 def time_measures(summaries: Sequence[CellSummary]) -> tuple[Measure, ...]:
     """The measures of quality that are drawn against time: at most two, of the pictures themselves if that is known."""
     wanted = (Measure.EXACT, Measure.FRECHET, Measure.PSNR_DB, Measure.FRECHET_CONVERGED)
-    return tuple(measure for measure in wanted if measure in measured(summaries))[:2]
+    return tuple(measure for measure in wanted if measure in common_measures(summaries))[:2]
 
 
 def line_names(cells: Iterable[Cell], names: Names = NO_NAMES) -> dict[CellLine, str]:

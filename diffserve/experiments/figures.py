@@ -8,7 +8,7 @@ from io import BytesIO
 from PIL import Image
 
 from diffserve.experiments.analysis import Analysis
-from diffserve.experiments.charts import Chart, ChartDot, measured, over_seconds, over_steps, time_measures
+from diffserve.experiments.charts import Chart, ChartDot, common_measures, over_seconds, over_steps, time_measures
 from diffserve.experiments.plan import Cell
 from diffserve.experiments.report_page import Section, Strip
 from diffserve.experiments.strip_grid import strip_grid
@@ -23,7 +23,7 @@ def files_of(analysis: Analysis, summaries: Sequence[CellSummary]) -> dict[str, 
     from diffserve.experiments import plots
 
     prompts = analysis.plan.prompts
-    shown = _shown(analysis)
+    shown = _thumbnails(analysis)
     overview = plots.overview(summaries, prompts[0], shown[0] if shown else {})
     figures = {OVERVIEW: overview, CURVES: plots.curves(summaries), TIME: plots.quality_against_time(summaries)}
     strips = {STRIP.format(index + 1): plots.strip(prompts[index], pictures) for index, pictures in enumerate(shown)}
@@ -35,7 +35,7 @@ def sections_of(analysis: Analysis, summaries: Sequence[CellSummary]) -> Iterato
     yield Section(
         "Over steps",
         ("Steps are on a logarithmic axis. Upright lines: 95 % intervals. Dotted: the converged pictures themselves.",),
-        charts=over_steps(summaries, measured(summaries)),
+        charts=over_steps(summaries, common_measures(summaries)),
     )
     charts = over_seconds(summaries, time_measures(summaries))
     yield Section(
@@ -60,12 +60,12 @@ def _describe_front(chart: Chart) -> str:
 
 def _strips(analysis: Analysis) -> Iterator[Strip]:
     plan = analysis.plan
-    for prompt, pictures in enumerate(_shown(analysis)):
+    for prompt, pictures in enumerate(_thumbnails(analysis)):
         small = {cell: _webp(png) for cell, png in pictures.items()}
         yield Strip(f"“{plan.prompts[prompt]}”, seed {plan.seed_of((prompt, 0))}", strip_grid(small))
 
 
-def _shown(analysis: Analysis) -> list[dict[Cell, bytes]]:
+def _thumbnails(analysis: Analysis) -> list[dict[Cell, bytes]]:
     """For the first prompts the pictures that were kept, as PNG."""
     shown = []
     for prompt in range(len(analysis.plan.prompts)):

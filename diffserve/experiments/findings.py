@@ -13,7 +13,7 @@ import msgspec
 from diffserve.experiments.analysis import Analysis
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.plan import Cell
-from diffserve.experiments.wording import Outcome, interval, listed, said, said_of_gains
+from diffserve.experiments.wording import Outcome, describe_difference, describe_gains, interval, join_numbers
 
 AS_EXPECTED = "as expected"
 IN_PART = "in part"
@@ -89,7 +89,7 @@ class _Judge:
         found = []
         for measure, difference, outcome in self.contrasts({one: 1, other: -1}):
             both = f"{names[0]} {self.write(one, measure)}, {names[1]} {self.write(other, measure)}"
-            words = said(names[0].split()[0], measure, difference, outcome)
+            words = describe_difference(names[0].split()[0], measure, difference, outcome)
             found.append((f"{lead}{measure.title}: {both}; {words}.", outcome))
         return found
 
@@ -107,7 +107,7 @@ def _ahead_at_few_steps(judge: _Judge, ddim: Mapping[int, Cell], ddpm: Mapping[i
         return None
     evidence = tuple(line for part in parts for line, _ in part)
     verdict = _verdict_of_all([[outcome for _, outcome in part] for part in parts])
-    return Finding(f"DDIM is ahead of DDPM at {listed(steps)} steps", verdict, evidence)
+    return Finding(f"DDIM is ahead of DDPM at {join_numbers(steps)} steps", verdict, evidence)
 
 
 def _gains_more(judge: _Judge, ddpm: Mapping[int, Cell], ddim: Mapping[int, Cell]) -> Finding | None:
@@ -124,7 +124,7 @@ def _gains_more(judge: _Judge, ddpm: Mapping[int, Cell], ddim: Mapping[int, Cell
             f"{name} from {judge.write(cells[few], measure)} to {judge.write(cells[many], measure)}"
             for name, cells in (("ddpm", ddpm), ("ddim", ddim))
         )
-        gains = said_of_gains(measure, found, outcome, is_far_more=far_more[measure])
+        gains = describe_gains(measure, found, outcome, is_far_more=far_more[measure])
         evidence.append(f"{measure.title}: {' and '.join(ways)}; {gains}.")
     if not outcomes:
         return None
@@ -140,7 +140,7 @@ def _ten_are_enough(judge: _Judge, dpm: Mapping[int, Cell], ddim: Mapping[int, C
         return None
     pairs = ((ddim[n], ("dpmpp_2m with 10 steps", f"ddim with {n}")) for n in steps)
     found = [one for other, names in pairs for one in judge.compare(dpm[10], other, names)]
-    claim = f"DPM++ 2M with 10 steps is within noise of DDIM with {listed(steps)}, or ahead of it"
+    claim = f"DPM++ 2M with 10 steps is within noise of DDIM with {join_numbers(steps)}, or ahead of it"
     return _not_behind(claim, found)
 
 

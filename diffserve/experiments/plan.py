@@ -13,7 +13,7 @@ from itertools import product
 import msgspec
 
 from diffserve.errors import InvalidRequest
-from diffserve.experiments.axes import shown
+from diffserve.experiments.axes import quote
 from diffserve.types import MAX_SEED, DiffusionParams, GenerationRequest, ModelInfo
 from schedulers import SAMPLERS, ScheduleError, resolve_sampler
 
@@ -203,7 +203,7 @@ def canonical_sampler(text: str) -> str:
     """The name of a sampler as cells write it. Raises :class:`InvalidRequest` with the nearest known name."""
     if len(text) > MAX_SAMPLER_CHARS:  # the nearest of a long one would take seconds
         raise InvalidRequest(
-            f"sampler is {shown(text)}, which is not known; names have at most {MAX_SAMPLER_CHARS} characters.",
+            f"sampler is {quote(text)}, which is not known; names have at most {MAX_SAMPLER_CHARS} characters.",
             param="samplers",
             code="unknown_sampler",
         )

@@ -22,7 +22,7 @@ from diffserve.experiments.folder import write_whole
 from diffserve.experiments.measure import PromptCheck
 from diffserve.experiments.metrics.fidelity import latent_rmse
 from diffserve.experiments.plan import TIMED_ROUNDS, Cell, SweepPlan
-from diffserve.experiments.prompts import drawn_per_prompt, drawn_pictures
+from diffserve.experiments.prompts import draw_pictures, num_drawn_per_prompt
 from diffserve.experiments.records import SoloTime
 from diffserve.experiments.report_page import write_page
 from diffserve.experiments.report_text import write_markdown
@@ -119,8 +119,8 @@ def draw(wishes: Sequence[SceneSpec], width_px: int, height_px: int) -> PictureS
     """The features of drawn scenes of every prompt."""
     from diffserve.experiments.metrics.feature_network import FeatureNetwork
 
-    network, each = FeatureNetwork(), drawn_per_prompt(len(wishes))
-    features = [network.features(pixels) for pixels in drawn_pictures(wishes, width_px, height_px, each=each)]
+    network, each = FeatureNetwork(), num_drawn_per_prompt(len(wishes))
+    features = [network.features(pixels) for pixels in draw_pictures(wishes, width_px, height_px, each=each)]
     return PictureSet(np.stack(features), [index for index in range(len(wishes)) for _ in range(each)], len(wishes))
 
 

@@ -25,7 +25,7 @@ from diffserve.experiments.folder import (
     DIGEST_DIGITS,
     PARTS,
     SETUP,
-    guarded,
+    guard,
     refuse_folder,
     refuse_other_sweep,
     take_lock,
@@ -53,7 +53,7 @@ class Store:
         self._records: dict[Cell, dict[Place, ImageRecord]] = {}
         self._journals: dict[Cell, IO[bytes]] = {}
         self._lock: IO[bytes] | None = None
-        guarded(folder, lambda: self.parts.mkdir(parents=True, exist_ok=True))
+        guard(folder, lambda: self.parts.mkdir(parents=True, exist_ok=True))
         if not (self.parts / SETUP).exists():
             self.write_json(SETUP, self._setup)
 

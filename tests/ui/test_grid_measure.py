@@ -10,7 +10,7 @@ from diffserve.experiments.measure import ImageMeasures, PromptCheck
 from diffserve.experiments.metrics.fidelity import psnr_db
 from diffserve.experiments.painter import FinishedImage
 from diffserve.experiments.plan import Cell, PlannedImage
-from diffserve.experiments.prompts import drawn_pictures, read_wishes
+from diffserve.experiments.prompts import draw_pictures, read_wishes
 from diffserve.experiments.records import Distance, StoredImage
 from ui.create.layout import EXAMPLES
 from ui.experiment.layout import DEFAULT_PROMPTS
@@ -21,7 +21,7 @@ FOX = "a fox next to a cactus on the beach"
 @pytest.fixture(scope="module")
 def drawn() -> NDArray[np.uint8]:
     """A picture that shows exactly what FOX says."""
-    (pixels,) = drawn_pictures(read_wishes([FOX]), 128, 128, each=1)
+    (pixels,) = draw_pictures(read_wishes([FOX]), 128, 128, each=1)
     return pixels
 
 

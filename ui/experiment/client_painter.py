@@ -104,7 +104,7 @@ class ClientPainter:
                     case PartialImage():
                         tell(PreviewImage(image, event.file, event.partial_image_index))
                     case CompletedImage():
-                        tell(_finished(image, event))
+                        tell(_to_finished(image, event))
                     case LostImage():
                         self._refuse(image, event.failure.message, tell)
 
@@ -125,7 +125,7 @@ class ClientPainter:
         tell(RefusedImage(image, reason))
 
 
-def _finished(image: PlannedImage, event: CompletedImage) -> FinishedImage:
+def _to_finished(image: PlannedImage, event: CompletedImage) -> FinishedImage:
     return FinishedImage(
         image=image,
         pixels=decode_image(event.file).array,

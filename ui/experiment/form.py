@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from diffserve.client import ImageCapabilities
 from diffserve.errors import InvalidRequest
-from diffserve.experiments.axes import numbers, shown, whole_numbers
+from diffserve.experiments.axes import numbers, quote, whole_numbers
 from diffserve.experiments.plan import MAX_SAMPLER_CHARS, REFERENCE_STEPS, SweepPlan
 
 MAX_PICTURES: Final = 400
@@ -110,7 +110,7 @@ def _guidance(value: str | float | None, default: float) -> float:
     scales = numbers(text, "guidance")
     if len(scales) > 1:
         raise InvalidRequest(
-            f"guidance is {shown(text)}; the page compares at one scale, give one number.", param="guidance"
+            f"guidance is {quote(text)}; the page compares at one scale, give one number.", param="guidance"
         )
     return scales[0]
 

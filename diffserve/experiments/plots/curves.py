@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
-from diffserve.experiments.charts import Chart, ChartLine, measured, over_seconds, over_steps, time_measures
+from diffserve.experiments.charts import Chart, ChartLine, common_measures, over_seconds, over_steps, time_measures
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.plots.drawing import COLORS, FAINT, INK, MARKERS, name_lines, png, style
 from diffserve.experiments.summary import CellSummary
@@ -16,7 +16,7 @@ from diffserve.experiments.summary import CellSummary
 
 def curves(summaries: Sequence[CellSummary]) -> bytes:
     """All measures over steps on a logarithmic axis with 95 % intervals; two panels in a row."""
-    return panels(over_steps(summaries, measured(summaries)), height_inches=3.1)
+    return panels(over_steps(summaries, common_measures(summaries)), height_inches=3.1)
 
 
 def quality_against_time(summaries: Sequence[CellSummary]) -> bytes:

@@ -7,7 +7,7 @@ from io import BytesIO
 
 from PIL import Image
 
-from diffserve.experiments.charts import measured, over_steps
+from diffserve.experiments.charts import common_measures, over_steps
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.plan import Cell
 from diffserve.experiments.plots.curves import curves, panels, quality_against_time
@@ -23,7 +23,7 @@ NUM_COLORS = 256
 def overview(summaries: Sequence[CellSummary], prompt: str, thumbnails: Mapping[Cell, bytes]) -> bytes:
     """Up to three measures over steps, the strip of one prompt below where there are ``thumbnails``; small enough to be
     kept with sources, a PNG of 256 colours."""
-    shown = [measure for measure in WANTED if measure in measured(summaries)][:MOST_PANELS]
+    shown = [measure for measure in WANTED if measure in common_measures(summaries)][:MOST_PANELS]
     width_inches = 10.5 / max(1, len(shown))
     parts = [panels(over_steps(summaries, shown), height_inches=3.1, width_inches=width_inches, num_columns=3)]
     parts += [strip(f"“{prompt}”, the same seed", thumbnails)] if thumbnails else []
@@ -33,7 +33,7 @@ def overview(summaries: Sequence[CellSummary], prompt: str, thumbnails: Mapping[
 def contact_sheet(summaries: Sequence[CellSummary], prompt: str, thumbnails: Mapping[Cell, bytes]) -> bytes:
     """The strip of one prompt, and all charts below it where anything is measured; a PNG in all its colours."""
     parts = [strip(prompt, thumbnails)]
-    if measured(summaries):
+    if common_measures(summaries):
         parts += [curves(summaries), quality_against_time(summaries)]
     file = BytesIO()
     _stack(parts).save(file, "PNG")
