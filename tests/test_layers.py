@@ -85,9 +85,15 @@ WITHOUT_TORCH = (
 
 WITHOUT_ENGINE = tuple(
     f"diffserve.experiments.{name}"
-    for name in ("axes", "plan", "estimates", "summary", "front", "prompts", "series", "wording")
-)
+    for name in (
+        "analysis", "axes", "charts", "estimates", "experiment", "front", "intervals", "measure", "painter", "plan",
+        "prompts", "records", "scales", "set_bootstrap", "strip_grid", "summary", "svg", "wording",
+    )
+)  # fmt: skip
 """What a page needs of an experiment: it asks a server to paint."""
+
+SEEN_BY_UI = ("diffserve.client", "diffserve.experiments.plots", "diffserve.world", *WITHOUT_ENGINE)
+"""Beside the words that every floor speaks."""
 
 NEVER = {
     "diffserve.service": ("diffserve.engine", "diffserve.runtime", "diffserve.embedded"),
@@ -218,6 +224,16 @@ def test_what_a_page_needs_of_an_experiment_needs_no_engine() -> None:
     heavy = ("torch", "diffserve.engine", "diffserve.runtime")
     at_runtime = [a for a in ARROWS if within(a.module, *WITHOUT_ENGINE) and within(a.target, *heavy)]
     assert not list(map(str, at_runtime))
+
+
+def test_a_page_paints_through_the_client_and_sees_of_the_rest_what_needs_no_engine() -> None:
+    allowed = (*SEEN_BY_UI, *(f"diffserve.{name}" for name in MORTAR))
+    wrong = [
+        str(arrow)
+        for arrow in ARROWS
+        if within(arrow.module, "ui") and within(arrow.target, FACADE) and not within(arrow.target, *allowed)
+    ]
+    assert not wrong
 
 
 def test_schedulers_need_numpy_alone() -> None:

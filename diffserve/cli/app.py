@@ -275,13 +275,13 @@ def sweep(
 
     A small one: diffserve sweep --samplers ddim,dpmpp_2m --steps 5,10,20 --prompts 8 --seeds 1 -o report
     """
-    from diffserve.cli.sweep import Order, run
+    from diffserve.cli.sweep import SweepOptions, run
 
-    order = Order(
+    options = SweepOptions(
         samplers=samplers, steps=steps, guidance=guidance, prompts=prompts, num_seeds=seeds, first_seed=seed,
         reference_steps=reference_steps, output=output,
     )  # fmt: skip
-    return run(order, model=model, config=config, device=device, dtype=dtype)
+    return run(options, model=model, config=config, device=device, dtype=dtype)
 
 
 @app.command()

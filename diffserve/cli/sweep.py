@@ -26,7 +26,7 @@ from diffserve.experiments.run import SweepProgress, refuse_early, run_plan
 
 
 @dataclass(frozen=True)
-class Order:
+class SweepOptions:
     """What the command line asked for, axes as they were written; ``None`` means: as the model's profile says."""
 
     samplers: str
@@ -39,12 +39,12 @@ class Order:
     output: Path
 
 
-def run(order: Order, *, model: str | None, config: str | None, device: str | None, dtype: str | None) -> int:
+def run(options: SweepOptions, *, model: str | None, config: str | None, device: str | None, dtype: str | None) -> int:
     """Run the sweep; the exit code. User errors are raised as DiffserveError before anything is painted or made."""
     flags = {"model.device": Flag("--device", device), "model.dtype": Flag("--dtype", dtype)}
     settings = load_settings(model=model, config=config, flags=flags)
-    plan = _plan(order, settings)
-    refuse_early(plan, order.output)
+    plan = _plan(options, settings)
+    refuse_early(plan, options.output)
     console = Console(stderr=True, highlight=False)
     with console.status(f"loading {settings.model.path}"):
         engine = open_engine(settings)
@@ -57,13 +57,13 @@ def run(order: Order, *, model: str | None, config: str | None, device: str | No
     try:
         with _progress(console, plan) as show, lasting_interrupt() as check:
 
-            def told(now: SweepProgress) -> None:
+            def report_progress(now: SweepProgress) -> None:
                 check()
                 show(now)
 
-            report = run_plan(engine, plan, order.output, told)
+            report = run_plan(engine, plan, options.output, report_progress)
     except KeyboardInterrupt:
-        kept = f"stopped; what is painted is kept in {order.output}, and the same command goes on"
+        kept = f"stopped; what is painted is kept in {options.output}, and the same command goes on"
         console.print(kept, markup=False, soft_wrap=True)
         raise
     for line in _lines(report):
@@ -92,26 +92,26 @@ def lasting_interrupt() -> Iterator[Callable[[], None]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _plan(order: Order, settings: Settings) -> SweepPlan:
-    prompts = order.prompts.strip()
+def _plan(options: SweepOptions, settings: Settings) -> SweepPlan:
+    prompts = options.prompts.strip()
     is_count = prompts.removeprefix("-").isdecimal()
     (count,) = whole_numbers(prompts, "--prompts") if is_count else (0,)
     if count > MAX_PROMPTS:
         raise InvalidRequest(f"--prompts is {count}; at most {MAX_PROMPTS} are painted.", param="prompts")
     default = (settings.model.guidance_scale,)
     return SweepPlan(
-        samplers=split_axis(order.samplers, "--samplers"),
-        steps=whole_numbers(order.steps, "--steps"),
-        guidance=default if order.guidance is None else numbers(order.guidance, "--guidance"),
+        samplers=split_axis(options.samplers, "--samplers"),
+        steps=whole_numbers(options.steps, "--steps"),
+        guidance=default if options.guidance is None else numbers(options.guidance, "--guidance"),
         prompts=held_out_prompts(max(0, count)) if is_count else read_prompts(Path(prompts)),
-        num_seeds=order.num_seeds,
-        first_seed=order.first_seed,
-        reference_steps=order.reference_steps,
+        num_seeds=options.num_seeds,
+        first_seed=options.first_seed,
+        reference_steps=options.reference_steps,
     )
 
 
 @contextmanager
-def _progress(console: Console, plan: SweepPlan) -> Iterator[_Show]:
+def _progress(console: Console, plan: SweepPlan) -> Iterator[_ProgressBar]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -123,10 +123,10 @@ def _progress(console: Console, plan: SweepPlan) -> Iterator[_Show]:
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal, speed_estimate_period=120
     ) as progress:
-        yield _Show(progress, plan)
+        yield _ProgressBar(progress, plan)
 
 
-class _Show:
+class _ProgressBar:
     """Moves the bar and says each cell that is complete; where there is no bar, with the time left."""
 
     def __init__(self, progress: Progress, plan: SweepPlan) -> None:

@@ -21,7 +21,13 @@ from torch import Tensor
 
 from diffserve.embedded.latents import LatentScenes, draw_rows
 from diffserve.embedded.training import Look, Run, TrainSettings
-from diffserve.embedded.vae_training import LATENT_CHANNELS, held_out_pictures, psnr_db, reconstruction_loss, to_unit
+from diffserve.embedded.vae_training import (
+    LATENT_CHANNELS,
+    held_out_pictures,
+    reconstruction_loss,
+    sum_psnr_db,
+    to_unit,
+)
 from diffserve.runtime.loading.directory import DIFFUSERS_STEM
 from diffserve.runtime.vae.preview import OWN_CLASS
 from diffserve.runtime.vae.preview_decoder import PreviewConfig, PreviewDecoder
@@ -105,5 +111,5 @@ def fidelity_db(net: PreviewDecoder, vae: AutoencoderKL, seed: int, num_scenes: 
     total = 0.0
     for truth in held_out_pictures(seed, num_scenes, vae.device):
         latents = vae.encode(truth).latent_dist.mode()
-        total += float(psnr_db(net(latents).clamp(-1, 1), vae.decode(latents).sample.clamp(-1, 1)).sum())
+        total += sum_psnr_db(net(latents).clamp(-1, 1), vae.decode(latents).sample.clamp(-1, 1))
     return total / num_scenes

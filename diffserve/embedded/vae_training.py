@@ -17,6 +17,7 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 
 from diffserve.embedded.training import Look, Run, TrainSettings
+from diffserve.experiments.metrics.fidelity import psnr_db
 from diffserve.world.render import render
 from diffserve.world.scenes import CANVAS_PX, GRID_PX, Scene, scenes
 
@@ -105,16 +106,17 @@ def held_out_pictures(seed: int, num_scenes: int, device: torch.device) -> Itera
     yield from to_unit(pixels).to(device).split(8)
 
 
-def psnr_db(painted: Tensor, truth: Tensor) -> Tensor:
-    """PSNR in dB of each picture of (B, 3, H, W) in -1..1 against its truth: (B,)."""
-    return -10 * ((painted - truth).square().mean(dim=(1, 2, 3)) / 4).log10()
-
-
 @torch.inference_mode()
 def round_trip_db(vae: AutoencoderKL, seed: int, num_scenes: int = 64) -> float:
     """Mean round-trip PSNR in dB on held-out scenes."""
     total = 0.0
     for truth in held_out_pictures(seed, num_scenes, vae.device):
         painted = vae.decode(vae.encode(truth).latent_dist.mode()).sample.clamp(-1, 1)
-        total += float(psnr_db(painted, truth).sum())
+        total += sum_psnr_db(painted, truth)
     return total / num_scenes
+
+
+def sum_psnr_db(painted: Tensor, truth: Tensor) -> float:
+    """PSNR in dB of each of (B, 3, H, W) in -1..1, summed."""
+    pairs = zip(painted.cpu().numpy(), truth.cpu().numpy(), strict=True)
+    return sum(psnr_db(one, other, peak=2.0) for one, other in pairs)

@@ -1,10 +1,12 @@
 """Experiments: what a picture is worth, measured without a download, and what a step buys.
 
     prompt_match   share of pictures that show exactly what their prompts ask for, in the embedded model's picture world
-    wish           from a prompt of that world to what it asks for
     intervals      bootstrap intervals
     plan           samplers x steps x guidance on the same prompts and seeds; also how long that takes
-    run            do such a plan through the engine, resumably, and write its report
+    painter        whoever paints such a plan: an engine for ``diffserve sweep``, a server for the page
+    experiment     what both have in common: every picture is measured, and its record kept
+    charts         measures over steps and over time, drawn as SVG (``svg``) and as PNG (``plots``)
+    run            do a plan through the engine, resumably, and write its report
     summary        the table that comes out, as CSV
 
 >>> from diffserve import Engine

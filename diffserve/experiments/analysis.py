@@ -6,7 +6,7 @@ paired and their intervals are as narrow as pairing makes them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.intervals import bootstrap_interval, share_of
-from diffserve.experiments.plan import Cell, SweepPlan
+from diffserve.experiments.plan import Cell, Place, SweepPlan
 from diffserve.experiments.records import ImageRecord, features_of
 from diffserve.experiments.set_bootstrap import (
     Floats,
@@ -29,7 +29,6 @@ from diffserve.experiments.set_bootstrap import (
 LEAST_PROMPTS = 8
 """With fewer, resampled sets of pictures say nothing of the spread, and distances between sets have no interval."""
 
-Place = tuple[int, int]
 SetValues = Mapping[tuple[Cell, Measure], float]
 """The distances themselves, by the metrics library; see :mod:`diffserve.experiments.metrics.set_distance`."""
 
@@ -56,52 +55,59 @@ class PictureSet:
 
 
 class Analysis:
-    """All records of a sweep, cell by cell and place by place, every cell complete.
+    """Records of a sweep, cell by cell and place by place, every cell complete.
 
-    drawn       features of the drawn scenes of every prompt, ``None`` where prompts cannot be drawn
-    set_values  the distances between sets, from the metrics library
+    drawn         features of the drawn scenes of every prompt, ``None`` where prompts cannot be drawn
+    set_values    the distances between sets, from the metrics library
     seed_spread   by guidance, how far apart converged pictures of one prompt and two seeds are (latent RMSE)
+    places        what is looked at, all of the plan's unless said otherwise
+    least_groups  of fewer prompts, or seeds of an only one, means have no interval
     """
 
     def __init__(
         self,
         plan: SweepPlan,
         records: Mapping[Cell, Mapping[Place, ImageRecord]],
-        drawn: PictureSet | None,
-        set_values: SetValues,
+        drawn: PictureSet | None = None,
+        set_values: SetValues | None = None,
         seed_spread: Mapping[float, float] | None = None,
+        *,
+        places: Sequence[Place] | None = None,
+        least_groups: int = 1,
     ) -> None:
+        places = plan.places if places is None else places
         self.plan = plan
         self.seed_spread = dict(seed_spread or {})
-        self._records = {cell: [known[place] for place in plan.places] for cell, known in records.items()}
+        self._records = {cell: [known[place] for place in places] for cell, known in records.items()}
         self._drawn = drawn
-        self._set_values = dict(set_values)
-        self._prompts = [place[0] for place in plan.places]
+        self._set_values = dict(set_values or {})
+        self._prompts = [place[0] for place in places]
+        self._groups = self._prompts if len(set(self._prompts)) > 1 else None
+        self._has_intervals = len(set(self._groups or places)) >= least_groups
         self._times = resamples(len(plan.prompts))
         self._replicates: dict[tuple[Cell, Measure], Floats] = {}
         self._roots: dict[int, list[tuple[Floats, Floats]]] = {}
         self._sets: dict[Cell, PictureSet] = {}
 
     def records(self, cell: Cell) -> list[ImageRecord]:
-        """The cell's records, in the order of the plan's places."""
+        """The cell's records, in the order of the places."""
         return self._records[cell]
 
     def values(self, cell: Cell, measure: Measure) -> Floats | None:
-        """A measure of each picture, (N,), in the order of the plan's places; ``None`` where it was not measured."""
+        """A measure of each picture, (N,), in the order of the places; ``None`` where it was not measured."""
         records = self._records[cell]
         if measure is Measure.EXACT:
-            hits = [record.parts.exact for record in records if record.parts is not None]
-            found = np.array(hits, dtype=np.float64)
+            known = [record.parts.exact if record.parts else None for record in records]
         else:
-            distances = [record.distance for record in records if record.distance is not None]
-            found = np.array([getattr(distance, measure.value) for distance in distances], dtype=np.float64)
-        return found if len(found) == len(records) else None
+            known = [getattr(record.distance, measure.value) if record.distance else None for record in records]
+        found = [value for value in known if value is not None]
+        return np.array(found, dtype=np.float64) if len(found) == len(records) else None
 
     def estimate(self, cell: Cell, measure: Measure) -> Estimate | None:
         """The measure of a cell; ``None`` where it was not measured."""
         if measure is Measure.EXACT and (hits := self.values(cell, measure)) is not None:
             share = share_of([bool(hit) for hit in hits], self._groups)
-            return Estimate(share.share, share.low, share.high)
+            return Estimate(share.share, share.low, share.high) if self._has_intervals else Estimate(share.share)
         return self.contrast({cell: 1}, measure)
 
     def contrast(self, weights: Mapping[Cell, float], measure: Measure) -> Estimate | None:
@@ -115,6 +121,8 @@ class Analysis:
         if any(values is None for _, values in parts):
             return None
         summed: Floats = np.sum([weight * values for weight, values in parts if values is not None], axis=0)
+        if not self._has_intervals:
+            return Estimate(float(summed.mean()))
         return Estimate(float(summed.mean()), *bootstrap_interval(summed.tolist(), self._groups))
 
     def picture_set(self, cell: Cell) -> PictureSet:
@@ -134,11 +142,8 @@ class Analysis:
             return self._drawn
         if measure is Measure.KID_CONVERGED and self._drawn is not None:
             return None
-        return None if cell.is_reference else self.picture_set(self.plan.reference_of(cell))
-
-    @property
-    def _groups(self) -> list[int] | None:
-        return self._prompts if len(self.plan.prompts) > 1 else None
+        converged = None if cell.is_reference else self.plan.reference_of(cell)
+        return None if converged is None else self.picture_set(converged)
 
     def _set_contrast(self, weights: Mapping[Cell, float], measure: Measure) -> Estimate | None:
         if any((cell, measure) not in self._set_values for cell in weights):

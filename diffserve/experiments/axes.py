@@ -16,7 +16,7 @@ def split_axis(text: str, name: str) -> tuple[str, ...]:
         raise InvalidRequest(f"{name} has {len(text)} characters; at most {MAX_AXIS_CHARS} are read.", param=name)
     values = tuple(part.strip() for part in text.split(","))
     if not all(values):
-        what = "is empty" if not any(values) else f"is {shown(text)}, which leaves a value out"
+        what = "is empty" if not any(values) else f"is {quote(text)}, which leaves a value out"
         raise InvalidRequest(f"{name} {what}; write values with commas between them.", param=name)
     return values
 
@@ -28,10 +28,10 @@ def whole_numbers(text: str, name: str) -> tuple[int, ...]:
     for value in values:
         digits = value.removeprefix("-")
         if not digits.isdecimal():
-            raise InvalidRequest(f"{name} has {shown(value)}, which is not a whole number.", param=name)
+            raise InvalidRequest(f"{name} has {quote(value)}, which is not a whole number.", param=name)
         if len(digits) > MAX_DIGITS:
             raise InvalidRequest(
-                f"{name} has {shown(value)} of {len(digits)} digits; at most {MAX_DIGITS} are read.", param=name
+                f"{name} has {quote(value)} of {len(digits)} digits; at most {MAX_DIGITS} are read.", param=name
             )
     return tuple(int(value) for value in values)
 
@@ -45,9 +45,9 @@ def _number(value: str, name: str) -> float:
     try:
         return float(value)
     except ValueError:
-        raise InvalidRequest(f"{name} has {shown(value)}, which is not a number.", param=name) from None
+        raise InvalidRequest(f"{name} has {quote(value)}, which is not a number.", param=name) from None
 
 
-def shown(text: str) -> str:
+def quote(text: str) -> str:
     """The beginning of ``text`` in quotes."""
     return repr(text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}…")

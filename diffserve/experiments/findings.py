@@ -13,7 +13,7 @@ import msgspec
 from diffserve.experiments.analysis import Analysis
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.plan import Cell
-from diffserve.experiments.wording import Outcome, interval, listed, said, said_of_gains
+from diffserve.experiments.wording import Outcome, describe_difference, describe_gains, interval, join_numbers
 
 AS_EXPECTED = "as expected"
 IN_PART = "in part"
@@ -83,6 +83,16 @@ class _Judge:
             if found is not None:
                 yield measure, found, found.sign * (1 if measure.more_is_better else -1)
 
+    def compare(self, one: Cell, other: Cell, names: tuple[str, str], lead: str = "") -> list[tuple[str, Outcome]]:
+        """For each measure both cells and their difference in a sentence, and the outcome for ``one``. The first word
+        of a name is what is said to be better or worse."""
+        found = []
+        for measure, difference, outcome in self.contrasts({one: 1, other: -1}):
+            both = f"{names[0]} {self.write(one, measure)}, {names[1]} {self.write(other, measure)}"
+            words = describe_difference(names[0].split()[0], measure, difference, outcome)
+            found.append((f"{lead}{measure.title}: {both}; {words}.", outcome))
+        return found
+
     def write(self, cell: Cell, measure: Measure) -> str:
         """A cell's measure."""
         found = self.analysis.estimate(cell, measure)
@@ -92,18 +102,12 @@ class _Judge:
 
 def _ahead_at_few_steps(judge: _Judge, ddim: Mapping[int, Cell], ddpm: Mapping[int, Cell]) -> Finding | None:
     steps = [n for n in ddim if n in ddpm and n <= FEW_STEPS]
-    evidence: list[str] = []
-    outcomes: list[list[Outcome]] = []
-    for n in steps:
-        outcomes.append([])
-        for measure, found, outcome in judge.contrasts({ddim[n]: 1, ddpm[n]: -1}):
-            outcomes[-1].append(outcome)
-            evidence.append(
-                f"{n} steps, {measure.title}: ddim {judge.write(ddim[n], measure)}, ddpm "
-                f"{judge.write(ddpm[n], measure)}; {said('ddim', measure, found, outcome)}."
-            )
-    claim = f"DDIM is ahead of DDPM at {listed(steps)} steps"
-    return Finding(claim, _verdict_of_all(outcomes), tuple(evidence)) if evidence else None
+    parts = [judge.compare(ddim[n], ddpm[n], ("ddim", "ddpm"), f"{n} steps, ") for n in steps]
+    if not any(parts):
+        return None
+    evidence = tuple(line for part in parts for line, _ in part)
+    verdict = _verdict_of_all([[outcome for _, outcome in part] for part in parts])
+    return Finding(f"DDIM is ahead of DDPM at {join_numbers(steps)} steps", verdict, evidence)
 
 
 def _gains_more(judge: _Judge, ddpm: Mapping[int, Cell], ddim: Mapping[int, Cell]) -> Finding | None:
@@ -120,7 +124,7 @@ def _gains_more(judge: _Judge, ddpm: Mapping[int, Cell], ddim: Mapping[int, Cell
             f"{name} from {judge.write(cells[few], measure)} to {judge.write(cells[many], measure)}"
             for name, cells in (("ddpm", ddpm), ("ddim", ddim))
         )
-        gains = said_of_gains(measure, found, outcome, is_far_more=far_more[measure])
+        gains = describe_gains(measure, found, outcome, is_far_more=far_more[measure])
         evidence.append(f"{measure.title}: {' and '.join(ways)}; {gains}.")
     if not outcomes:
         return None
@@ -134,16 +138,10 @@ def _ten_are_enough(judge: _Judge, dpm: Mapping[int, Cell], ddim: Mapping[int, C
     steps = [n for n in ddim if n >= FEW_STEPS]
     if 10 not in dpm or not steps:
         return None
-    evidence, outcomes = [], []
-    for n in steps:
-        for measure, found, outcome in judge.contrasts({dpm[10]: 1, ddim[n]: -1}):
-            outcomes.append(1 if outcome >= 0 else -1)
-            evidence.append(
-                f"{measure.title}: dpmpp_2m with 10 steps {judge.write(dpm[10], measure)}, ddim with {n} "
-                f"{judge.write(ddim[n], measure)}; {said('dpmpp_2m', measure, found, outcome)}."
-            )
-    claim = f"DPM++ 2M with 10 steps is within noise of DDIM with {listed(steps)}, or ahead of it"
-    return Finding(claim, _verdict(outcomes), tuple(evidence)) if outcomes else None
+    pairs = ((ddim[n], ("dpmpp_2m with 10 steps", f"ddim with {n}")) for n in steps)
+    found = [one for other, names in pairs for one in judge.compare(dpm[10], other, names)]
+    claim = f"DPM++ 2M with 10 steps is within noise of DDIM with {join_numbers(steps)}, or ahead of it"
+    return _not_behind(claim, found)
 
 
 def _same_picture(judge: _Judge, ddim: Mapping[int, Cell], ddpm: Mapping[int, Cell]) -> Finding | None:
@@ -165,18 +163,18 @@ def _good_limit(judge: _Judge, ddpm: Mapping[int, Cell]) -> Finding | None:
         return None
     many = ddpm[max(ddpm)]
     limit = judge.analysis.plan.reference_of(many)
-    evidence, outcomes = [], []
-    for measure, found, outcome in judge.contrasts({limit: 1, many: -1}):
-        outcomes.append(1 if outcome >= 0 else -1)
-        evidence.append(
-            f"{measure.title}: converged {judge.write(limit, measure)}, ddpm with {many.num_steps} steps "
-            f"{judge.write(many, measure)}; {said('converged', measure, found, outcome)}."
-        )
-    if not outcomes:
-        return None
-    if min(outcomes) < 0:
-        evidence.append(REPAIR)
+    assert limit is not None, "a sweep has converged pictures"
+    found = judge.compare(limit, many, ("converged", f"ddpm with {many.num_steps} steps"))
     claim = f"The pictures that DDIM converges to are as good as those of DDPM with {many.num_steps} steps"
+    return _not_behind(claim, found, otherwise=REPAIR)
+
+
+def _not_behind(claim: str, found: Sequence[tuple[str, Outcome]], otherwise: str = "") -> Finding | None:
+    """Of a claim that holds where nothing is behind; ``otherwise`` is added where something is."""
+    if not found:
+        return None
+    evidence, outcomes = [line for line, _ in found], [1 if outcome >= 0 else -1 for _, outcome in found]
+    evidence += [otherwise] if otherwise and min(outcomes) < 0 else []
     return Finding(claim, _verdict(outcomes), tuple(evidence))
 
 

@@ -49,7 +49,7 @@ def refuse_folder(folder: Path, results: Iterable[str]) -> None:
         with tempfile.TemporaryFile(dir=existing):
             pass
 
-    guarded(folder, try_it)
+    guard(folder, try_it)
 
 
 def refuse_other_sweep(folder: Path, setup: Mapping[str, Any]) -> None:
@@ -69,14 +69,14 @@ def refuse_other_sweep(folder: Path, setup: Mapping[str, Any]) -> None:
         raise _other(folder, "that another version began")
     now = msgspec.json.decode(msgspec.json.encode(dict(setup)))
     for name in [name for name in now if name in known and known[name] != now[name]]:
-        raise _other(folder, f"with other {_said(name, known[name], now[name])}")
+        raise _other(folder, f"with other {_describe(name, known[name], now[name])}")
 
 
 def _other(folder: Path, which: str) -> InvalidRequest:
     return InvalidRequest(f"{str(folder)!r} holds a sweep {which}; choose another folder.", param="output")
 
 
-def _said(name: str, known: Any, now: Any) -> str:
+def _describe(name: str, known: Any, now: Any) -> str:
     """The name of a difference, and both values where they are short; of a digest its first digits."""
     title, values = NAMES.get(name, name), [str(value) for value in (known, now)]
     if name == "weights":
@@ -115,10 +115,10 @@ def write_whole(file: Path, data: bytes) -> None:
             temporary.unlink(missing_ok=True)
             raise
 
-    guarded(file, write)
+    guard(file, write)
 
 
-def guarded(path: Path, action: Callable[[], None]) -> None:
+def guard(path: Path, action: Callable[[], None]) -> None:
     """Run ``action``; what the system says against it is raised as :class:`InvalidRequest` about ``path``."""
     try:
         action()

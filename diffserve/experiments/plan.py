@@ -7,13 +7,13 @@ same pictures by DDIM with ``reference_steps`` steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 
 import msgspec
 
 from diffserve.errors import InvalidRequest
-from diffserve.experiments.axes import shown
+from diffserve.experiments.axes import quote
 from diffserve.types import MAX_SEED, DiffusionParams, GenerationRequest, ModelInfo
 from schedulers import SAMPLERS, ScheduleError, resolve_sampler
 
@@ -27,6 +27,9 @@ MAX_PROMPTS = 2_000
 MAX_PICTURES = 10_000
 MAX_AXIS_VALUES = 100
 """Of samplers, of steps and of guidance, each counted once."""
+
+Place = tuple[int, int]
+"""(prompt, seed) by their numbers: what pairs an image with those of other cells."""
 
 MAX_SAMPLER_CHARS = 100
 TIMED_ROUNDS = 3
@@ -59,16 +62,16 @@ class Cell(msgspec.Struct, frozen=True, order=True):
         return self.num_steps * sampler.evaluations_per_step * (2 if self.guidance_scale > 1 else 1)
 
 
-class Job(msgspec.Struct, frozen=True):
-    """One picture to paint: of ``cell``, with prompt and seed by their numbers in the plan."""
+class PlannedImage(msgspec.Struct, frozen=True):
+    """One image to paint: of ``cell``, with prompt and seed by their numbers in the plan."""
 
     cell: Cell
     prompt_index: int
     seed_index: int
 
     @property
-    def place(self) -> tuple[int, int]:
-        """(prompt, seed): what pairs this picture with those of other cells."""
+    def place(self) -> Place:
+        """What pairs this image with those of other cells."""
         return self.prompt_index, self.seed_index
 
 
@@ -81,7 +84,7 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     prompts          one text for each prompt
     num_seeds        pictures of each prompt
     first_seed       picture s of prompt p has the seed first_seed + p * num_seeds + s, whatever the cell
-    reference_steps  DDIM steps of the converged picture
+    reference_steps  DDIM steps of the converged picture; ``None``: nothing is compared with one
 
     Raises :class:`InvalidRequest` for an axis that is empty or too long, a value out of range, and a sampler that is
     not known.
@@ -93,7 +96,7 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     prompts: tuple[str, ...]
     num_seeds: int = DEFAULT_SEEDS
     first_seed: int = 0
-    reference_steps: int = REFERENCE_STEPS
+    reference_steps: int | None = REFERENCE_STEPS
 
     def __post_init__(self) -> None:
         for name in ("samplers", "steps", "guidance", "prompts"):
@@ -106,7 +109,8 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         _check_range("prompts", len(self.prompts), 1, MAX_PROMPTS)
         _check_range("seeds", self.num_seeds, 1, MAX_PICTURES // len(self.prompts))
         _check_range("seed", self.first_seed, 0, MAX_SEED - len(self.prompts) * self.num_seeds)
-        _check_range("reference_steps", self.reference_steps, 1, None)
+        if self.reference_steps is not None:
+            _check_range("reference_steps", self.reference_steps, 1, None)
         for text in sorted(samplers):
             canonical_sampler(text)
         for num_steps, scale in product(sorted(steps), sorted(guidance)):
@@ -123,55 +127,70 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def references(self) -> tuple[Cell, ...]:
-        """The converged cell of each guidance."""
-        scales = dict.fromkeys(float(scale) for scale in self.guidance)
-        return tuple(self._reference(scale) for scale in scales)
+        """The converged cell of each guidance, if there are any."""
+        return tuple(cell for cell in dict.fromkeys(map(self.reference_of, self.cells)) if cell is not None)
 
     @property
-    def places(self) -> tuple[tuple[int, int], ...]:
-        """(prompt, seed) of every picture of a cell."""
+    def all_cells(self) -> tuple[Cell, ...]:
+        """What is compared, and the converged cells behind it."""
+        return *self.cells, *self.references
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Every image of a cell."""
         return tuple(product(range(len(self.prompts)), range(self.num_seeds)))
 
     @property
     def num_images(self) -> int:
-        """Pictures in all, references included."""
-        return len(self.places) * (len(self.cells) + len(self.references))
+        """Images in all, references included."""
+        return len(self.places) * len(self.all_cells)
+
+    @property
+    def num_painted_rows(self) -> int:
+        """UNet rows of all these images."""
+        return len(self.places) * sum(cell.rows for cell in self.all_cells)
 
     @property
     def num_rows(self) -> int:
-        """UNet rows in all, references and the timed images included."""
-        once = sum(cell.rows for cell in (*self.cells, *self.references))
-        return (len(self.places) + TIMED_ROUNDS) * once
+        """UNet rows in all, the images included that are timed alone."""
+        return self.num_painted_rows + TIMED_ROUNDS * sum(cell.rows for cell in self.all_cells)
 
     def seconds(self, *, row_s: float, image_s: float = 0.0) -> float:
         """How long it takes at ``row_s`` seconds a UNet row, and ``image_s`` to decode and measure an image."""
         return self.num_rows * row_s + self.num_images * image_s
 
-    def reference_of(self, cell: Cell) -> Cell:
+    def reference_of(self, cell: Cell) -> Cell | None:
         """The converged cell that ``cell`` is held against."""
-        return self._reference(cell.guidance_scale)
+        if self.reference_steps is None:
+            return None
+        return Cell(REFERENCE_SAMPLER, self.reference_steps, cell.guidance_scale, is_reference=True)
 
-    def _reference(self, scale: float) -> Cell:
-        return Cell(REFERENCE_SAMPLER, self.reference_steps, scale, is_reference=True)
-
-    def seed_of(self, place: tuple[int, int]) -> int:
+    def seed_of(self, place: Place) -> int:
         """The seed of a picture, the same in every cell; another one for every prompt."""
         return self.first_seed + place[0] * self.num_seeds + place[1]
 
-    def jobs(self) -> Iterator[Job]:
+    def images(self) -> Iterator[PlannedImage]:
         """Everything to paint: references first, then the cells by steps, all samplers of one step count interleaved.
 
         So a wave of cells batches together, neighbouring waves overlap, and whoever interrupts keeps whole cells.
         """
-        waves = [self.references, *([cell for cell in self.cells if cell.num_steps == n] for n in _ascending(self))]
+        waves = [
+            self.references,
+            *([cell for cell in self.cells if cell.num_steps == n] for n in sorted(set(self.steps))),
+        ]
         for wave in waves:
             for place in self.places:
-                yield from (Job(cell, *place) for cell in wave)
+                yield from (PlannedImage(cell, *place) for cell in wave)
+
+    def images_by_place(self) -> Iterator[PlannedImage]:
+        """The same, place by place: whoever watches sees images that are compared come about together."""
+        return (PlannedImage(cell, *place) for place in self.places for cell in self.all_cells)
 
     def check(self, info: ModelInfo) -> None:
-        """Raise :class:`InvalidRequest` where ``info``'s model cannot take as many steps."""
-        named = [("steps", max(self.steps)), ("reference_steps", self.reference_steps)]
-        for name, steps in named:
+        """Raise :class:`InvalidRequest` without converged images, and for more steps than ``info``'s model can take."""
+        if self.reference_steps is None:
+            raise InvalidRequest("reference_steps is missing; a sweep is held against converged images.")
+        for name, steps in (("steps", max(self.steps)), ("reference_steps", self.reference_steps)):
             if steps > info.train_timesteps:
                 raise InvalidRequest(
                     f"{name} has {steps}; {info.model_id} was trained with {info.train_timesteps} timesteps, so "
@@ -184,7 +203,7 @@ def canonical_sampler(text: str) -> str:
     """The name of a sampler as cells write it. Raises :class:`InvalidRequest` with the nearest known name."""
     if len(text) > MAX_SAMPLER_CHARS:  # the nearest of a long one would take seconds
         raise InvalidRequest(
-            f"sampler is {shown(text)}, which is not known; names have at most {MAX_SAMPLER_CHARS} characters.",
+            f"sampler is {quote(text)}, which is not known; names have at most {MAX_SAMPLER_CHARS} characters.",
             param="samplers",
             code="unknown_sampler",
         )
@@ -199,7 +218,3 @@ def _check_range(name: str, value: int, least: int, most: int | None) -> None:
     if value < least or (most is not None and value > most):
         reach = f"{least} or more" if most is None else f"between {least} and {most}"
         raise InvalidRequest(f"{name} is {str(value)[:40]}; it must be {reach}.", param=name)
-
-
-def _ascending(plan: SweepPlan) -> Sequence[int]:
-    return sorted(set(plan.steps))

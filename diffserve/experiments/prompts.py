@@ -1,7 +1,7 @@
 """The prompts of a sweep, and the scenes that they ask for, drawn exactly.
 
 The embedded model's held-out captions come from the fixed list that its evaluation uses. Prompts of its picture world
-have a truth that can be drawn: ``drawn_pictures`` gives, for each prompt, pictures that show exactly what it says,
+have a truth that can be drawn: ``draw_pictures`` gives, for each prompt, pictures that show exactly what it says,
 placed anew each time. They are what painted pictures are held against in a feature network.
 """
 
@@ -52,7 +52,7 @@ def read_wishes(prompts: Sequence[str]) -> tuple[SceneSpec, ...]:
     return tuple(parse_prompt(prompt) for prompt in prompts)
 
 
-def drawn_pictures(
+def draw_pictures(
     wishes: Sequence[SceneSpec], width_px: int, height_px: int, *, each: int
 ) -> Iterator[NDArray[np.uint8]]:
     """For every wish ``each`` pictures (height, width, 3) that show exactly it; the same ones every time."""
@@ -61,7 +61,7 @@ def drawn_pictures(
         yield from (render(scene_like(wish, rng), width_px, height_px) for _ in range(each))
 
 
-def drawn_per_prompt(num_prompts: int) -> int:
+def num_drawn_per_prompt(num_prompts: int) -> int:
     """How many pictures to draw of each prompt."""
     return max(2, min(DRAWN_PER_PROMPT, MAX_DRAWN // num_prompts))
 

@@ -14,17 +14,18 @@ import numpy as np
 
 from diffserve.experiments import provenance
 from diffserve.experiments.analysis import Analysis, PictureSet
+from diffserve.experiments.charts import over_seconds, time_measures
 from diffserve.experiments.estimates import SET_MEASURES, Measure
 from diffserve.experiments.figures import CURVES, OVERVIEW, TIME, files_of, sections_of
 from diffserve.experiments.findings import Finding, find
 from diffserve.experiments.folder import write_whole
-from diffserve.experiments.front import knee, pareto_front
+from diffserve.experiments.measure import PromptCheck
+from diffserve.experiments.metrics.fidelity import latent_rmse
 from diffserve.experiments.plan import TIMED_ROUNDS, Cell, SweepPlan
-from diffserve.experiments.prompts import drawn_per_prompt, drawn_pictures
+from diffserve.experiments.prompts import draw_pictures, num_drawn_per_prompt
+from diffserve.experiments.records import SoloTime
 from diffserve.experiments.report_page import write_page
 from diffserve.experiments.report_text import write_markdown
-from diffserve.experiments.series import points_of, time_measures
-from diffserve.experiments.solo_timing import SoloTime
 from diffserve.experiments.store import Store
 from diffserve.experiments.summary import CellSummary, summarise, write_csv
 from diffserve.world.checker import SceneSpec
@@ -61,17 +62,13 @@ def write_report(
     plan: SweepPlan,
     store: Store,
     times: Mapping[Cell, SoloTime],
-    wishes: Sequence[SceneSpec] | None,
-    why_not: str | None,
+    check: PromptCheck,
     begun: Mapping[str, Any],
 ) -> SweepReport:
-    """Analyse a complete sweep and write its files, the page last.
-
-    ``why_not``: why prompts could not be checked. ``begun``: the machine when the sweep began.
-    """
-    drawn = None if wishes is None else draw(wishes, *engine.info.good_sizes[0])
+    """Analyse a complete sweep and write its files, the page last. ``begun``: the machine when the sweep began."""
+    drawn = None if check.wishes is None else draw(check.wishes, *engine.info.good_sizes[0])
     analysis = analyse(plan, store, drawn)
-    summaries = tuple(summarise(analysis, cell, times[cell]) for cell in (*plan.cells, *plan.references))
+    summaries = tuple(summarise(analysis, cell, times[cell]) for cell in plan.all_cells)
     findings = find(analysis)
     document: dict[str, Any] = {
         "date": provenance.now(),
@@ -79,9 +76,9 @@ def write_report(
         "machine": begun,
         "model": provenance.model(engine.info, is_deterministic=engine.is_deterministic),
         "plan": plan,
-        "notes": _notes(plan, engine, drawn, why_not, begun),
+        "notes": _notes(plan, engine, drawn, check.why_not, begun),
         "findings": findings,
-        "fronts": {measure.value: _front(summaries, measure) for measure in time_measures(summaries)},
+        "fronts": _fronts(summaries),
         "cells": summaries,
     }
     outputs = _outputs(document, plan, analysis, summaries)
@@ -92,8 +89,8 @@ def write_report(
 
 def analyse(plan: SweepPlan, store: Store, drawn: PictureSet | None) -> Analysis:
     """All that the records say, with the distances between sets."""
-    records = {cell: store.records(cell) for cell in (*plan.cells, *plan.references)}
-    bare = Analysis(plan, records, drawn, {})
+    records = {cell: store.records(cell) for cell in plan.all_cells}
+    bare = Analysis(plan, records, drawn)
     values = {
         (cell, measure): value
         for cell, measure in product(records, SET_MEASURES)
@@ -120,16 +117,16 @@ def _outputs(
 
 def draw(wishes: Sequence[SceneSpec], width_px: int, height_px: int) -> PictureSet:
     """The features of drawn scenes of every prompt."""
-    from diffserve.experiments.metrics import FeatureNetwork
+    from diffserve.experiments.metrics.feature_network import FeatureNetwork
 
-    network, each = FeatureNetwork(), drawn_per_prompt(len(wishes))
-    features = [network.features(pixels) for pixels in drawn_pictures(wishes, width_px, height_px, each=each)]
+    network, each = FeatureNetwork(), num_drawn_per_prompt(len(wishes))
+    features = [network.features(pixels) for pixels in draw_pictures(wishes, width_px, height_px, each=each)]
     return PictureSet(np.stack(features), [index for index in range(len(wishes)) for _ in range(each)], len(wishes))
 
 
 def set_value(analysis: Analysis, cell: Cell, measure: Measure) -> float | None:
     """A distance between sets by the metrics library; ``None`` where there is no reference, or one picture alone."""
-    from diffserve.experiments.metrics import frechet_distance, kernel_distance
+    from diffserve.experiments.metrics.set_distance import frechet_distance, kernel_distance
 
     reference = analysis.reference_set(cell, measure)
     painted = analysis.picture_set(cell)
@@ -145,18 +142,23 @@ def seed_spread(plan: SweepPlan, store: Store) -> dict[float, float]:
     for cell in plan.references:
         distances = []
         for prompt in range(len(plan.prompts)):
-            kept = [store.load_converged(cell, (prompt, seed)) for seed in range(plan.num_seeds)]
-            latents = [one.latents.astype(np.float64) for one in kept if one is not None]
-            distances += [float(np.sqrt(np.mean(np.square(a - b)))) for a, b in pairwise(latents)]
+            kept = [store.load(cell, (prompt, seed)) for seed in range(plan.num_seeds)]
+            latents = [one.latents for one in kept if one is not None and one.latents is not None]
+            distances += [latent_rmse(a, b) for a, b in pairwise(latents)]
         if distances:
             found[cell.guidance_scale] = fmean(distances)
     return found
 
 
-def _front(summaries: Sequence[CellSummary], measure: Measure) -> dict[str, Any]:
-    front = pareto_front(points_of(summaries, measure))
-    best = knee(front)
-    return {"front": [point.name for point in front], "knee": None if best is None else best.name}
+def _fronts(summaries: Sequence[CellSummary]) -> dict[str, Any]:
+    """By measure the cells on the front, and the one at its knee."""
+    return {
+        chart.measure.value: {
+            "front": [dot.summary.cell.slug for dot in chart.front],
+            "knee": None if chart.knee is None else chart.knee.summary.cell.slug,
+        }
+        for chart in over_seconds(summaries, time_measures(summaries))
+    }
 
 
 def _facts(document: Mapping[str, Any], plan: SweepPlan) -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""The report as one HTML page that needs nothing else: pictures are inside, nothing is loaded, all text is escaped."""
+"""The report as one HTML page that needs nothing else: pictures and charts are inside, nothing is
+loaded, all text is escaped."""
 
 from __future__ import annotations
 
@@ -9,16 +10,20 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from diffserve.experiments.charts import Chart
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.findings import AS_EXPECTED, IN_PART, OTHERWISE, Finding
-from diffserve.experiments.series import StripGrid
+from diffserve.experiments.strip_grid import StripGrid
 from diffserve.experiments.summary import CellSummary
+from diffserve.experiments.svg import STYLE, figure
 
 CSS = """
 :root { color-scheme: light dark; --ground: #fff; --ink: #1b1d21; --faint: #5c6169; --line: #d9dce1; --soft: #f4f5f7; }
 @media (prefers-color-scheme: dark) {
   :root { --ground: #16181c; --ink: #e4e6ea; --faint: #9aa0a9; --line: #33373e; --soft: #1f2227; }
 }
+:root { --text-sm: .9rem; --border-color-primary: var(--line); --body-text-color: var(--ink);
+  --body-text-color-subdued: var(--faint); --body-background-fill: var(--ground); }
 body { font: 16px/1.55 system-ui, sans-serif; max-width: 76rem; margin: 0 auto; padding: 1.5rem 1rem 4rem;
   background: var(--ground); color: var(--ink); }
 h1 { font-size: 1.7rem; line-height: 1.2; margin: .5rem 0 1rem; }
@@ -28,8 +33,7 @@ p, ul { margin: .3rem 0 .8rem; max-width: 48rem; } ul { padding-left: 1.2rem; } 
 .note, figcaption, dt { color: var(--faint); font-size: .9rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: 0; font-size: .9rem; }
 dd { margin: 0; overflow-wrap: anywhere; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.5rem 1rem; }
-figure { margin: 0 0 1.2rem; min-width: 0; } .charts figure { margin: 0; }
+figure { margin: 0 0 1.2rem; min-width: 0; }
 img { display: block; max-width: 100%; height: auto; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .8rem; font-variant-numeric: tabular-nums; }
@@ -52,15 +56,6 @@ table { border-collapse: collapse; font-size: .8rem; font-variant-numeric: tabul
 
 UNIT = re.compile(r"(?<=\d) (?=%|dB\b|points\b)")
 LOOKS = {AS_EXPECTED: "yes", IN_PART: "part", OTHERWISE: "no"}
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A drawing and what it shows: PNG for a light page and for a dark one."""
-
-    caption: str
-    light: bytes
-    dark: bytes
 
 
 @dataclass(frozen=True)
@@ -104,7 +99,7 @@ def write_page(
             '<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title>",
-            f"<style>{CSS}</style></head><body>",
+            f"<style>{CSS}{STYLE}</style></head><body>",
             *body,
             "</body></html>\n",
         ]
@@ -138,17 +133,8 @@ def _unbroken(line: str) -> str:
 def _section(section: Section) -> Iterator[str]:
     yield f"<h2>{escape(section.heading)}</h2>"
     yield from (f'<p class="note">{_unbroken(note)}</p>' for note in section.notes)
-    if section.charts:
-        yield '<div class="charts">'
-        yield from (_chart(chart) for chart in section.charts)
-        yield "</div>"
+    yield figure(section.charts)
     yield from (_strip(strip) for strip in section.strips)
-
-
-def _chart(chart: Chart) -> str:
-    dark = f'<source media="(prefers-color-scheme: dark)" srcset="{_data("png", chart.dark)}">'
-    light = f'<img alt="{escape(chart.caption)}" src="{_data("png", chart.light)}">'
-    return f"<figure><picture>{dark}{light}</picture></figure>"
 
 
 def _strip(strip: Strip) -> str:

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from diffserve.experiments.charts import common_measures
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.findings import Finding
-from diffserve.experiments.series import measured
 from diffserve.experiments.summary import CellSummary
 
 COLUMNS = (
@@ -53,7 +53,7 @@ def _finding(finding: Finding) -> Iterator[str]:
 
 
 def _table(summaries: Sequence[CellSummary]) -> Iterator[str]:
-    measures = [measure for measure in COLUMNS if measure in measured(summaries)][:MOST_COLUMNS]
+    measures = [measure for measure in COLUMNS if measure in common_measures(summaries)][:MOST_COLUMNS]
     heads = ["cell", *(measure.short_title for measure in measures), "ms a step", "s an image", "images/s"]
     yield _line(heads)
     yield _line(["---", *["---:"] * (len(heads) - 1)])

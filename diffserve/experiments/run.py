@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from diffserve.errors import InvalidRequest
 from diffserve.experiments import prompts as prompt_lists
+from diffserve.experiments.engine_painter import EnginePainter, merge_rounds, request_for, time_alone
+from diffserve.experiments.experiment import Experiment, complete
 from diffserve.experiments.folder import refuse_folder, refuse_other_sweep
+from diffserve.experiments.measure import ImageMeasures, PromptCheck
+from diffserve.experiments.painter import FinishedImage, PaintEvent, RowsDone
 from diffserve.experiments.plan import (
     DEFAULT_PROMPTS,
     DEFAULT_SAMPLERS,
@@ -24,21 +27,19 @@ from diffserve.experiments.plan import (
     REFERENCE_STEPS,
     TIMED_ROUNDS,
     Cell,
-    Job,
+    PlannedImage,
     SweepPlan,
 )
 from diffserve.experiments.provenance import machine, versions
+from diffserve.experiments.records import SoloTime
 from diffserve.experiments.report import RESULTS, SweepReport, write_report
-from diffserve.experiments.solo_timing import SoloTime, time_alone, together
-from diffserve.experiments.store import Converged, Store
+from diffserve.experiments.store import Store
 from diffserve.version import __version__
-from diffserve.world.checker import EDITION, SceneSpec
+from diffserve.world.checker import EDITION
 
 if TYPE_CHECKING:
     from diffserve.engine import Engine
-    from diffserve.experiments.measure import PictureMeasures
 
-EMBEDDED_FAMILY = "embedded"
 RECORD_VERSION = 1
 
 
@@ -109,102 +110,83 @@ def refuse_early(plan: SweepPlan, folder: Path) -> None:
 
 def run_plan(engine: Engine, plan: SweepPlan, folder: Path, on_progress: OnProgress | None = None) -> SweepReport:
     """Do ``plan`` with ``engine``; see :func:`sweep`."""
-    from diffserve.experiments.painting import request_for
-
     plan.check(engine.info)
     for cell in (*plan.references, *plan.cells):
         engine.check(request_for(plan, cell, plan.places[0]))
-    wishes, why_not = _wishes(engine, plan)
+    check = PromptCheck(engine.info.family, plan.prompts)
     begun = machine()
-    setup = _setup(engine, plan, is_checked=wishes is not None)
+    setup = _setup(engine, plan, is_checked=check.wishes is not None)
     with Store(folder, setup, results=RESULTS) as store:
-        running = _SweepRun(engine, plan, store, wishes, on_progress or (lambda _: None))
+        running = _SweepRun(engine, plan, store, check, on_progress or (lambda _: None))
         running.paint()
         times = running.time()
         running.tell("reporting")
-        return write_report(
-            engine=engine, plan=plan, store=store, times=times, wishes=wishes, why_not=why_not, begun=begun
-        )
+        return write_report(engine=engine, plan=plan, store=store, times=times, check=check, begun=begun)
 
 
 class _SweepRun:
     """The parts of a sweep that take long, and the account of how far they are."""
 
     def __init__(
-        self, engine: Engine, plan: SweepPlan, store: Store, wishes: Sequence[SceneSpec] | None, on_progress: OnProgress
+        self, engine: Engine, plan: SweepPlan, store: Store, check: PromptCheck, on_progress: OnProgress
     ) -> None:
         self.engine, self.plan, self.store = engine, plan, store
-        self._wishes = wishes
+        self._check = check
         self._on_progress = on_progress
-        self._cells = (*plan.cells, *plan.references)
-        self._times_name = f"times-{store.digest(plan.references[0], {'cells': self._cells})}.json"
-        self._jobs = [job for job in plan.jobs() if not self._is_done(job)]
+        self._times_name = f"times-{store.digest(plan.references[0], {'cells': plan.all_cells})}.json"
+        self._images = [image for image in plan.images() if not self._is_done(image)]
         self._known_times = self._read_times()
-        timed_rows = 0 if self._known_times else TIMED_ROUNDS * sum(cell.rows for cell in self._cells)
-        self._num_rows = sum(job.cell.rows for job in self._jobs) + timed_rows
-        self._rows_done = 0
+        timed_rows = 0 if self._known_times else TIMED_ROUNDS * sum(cell.rows for cell in plan.all_cells)
+        self._num_rows = sum(image.cell.rows for image in self._images) + timed_rows
+        self._rows_done = 0.0
 
     def tell(self, phase: str, finished: Cell | None = None) -> None:
         """Report how far the sweep is."""
-        self._on_progress(SweepProgress(phase, min(self._rows_done, self._num_rows), self._num_rows, finished))
+        rows_done = min(int(self._rows_done), self._num_rows)
+        self._on_progress(SweepProgress(phase, rows_done, self._num_rows, finished))
 
     def paint(self) -> None:
         """Paint and measure what is missing; every picture is on disk before the next tick."""
-        if not self._jobs:
+        if not self._images:
             return
-        from diffserve.experiments.measure import PictureMeasures
-        from diffserve.experiments.painting import Painter
+        from diffserve.experiments.metrics.feature_network import FeatureNetwork
 
-        measures = PictureMeasures(self._wishes)
+        measures = ImageMeasures(self._check, FeatureNetwork())
         self.engine.warm_up()  # so that no image is charged for it
-        painter = Painter(self.engine, self.plan)
-        try:
-            for step in painter.paint(self._jobs, self._can_start):
-                if isinstance(step, int):
-                    self._rows_done += step
-                    self.tell("painting")
-                else:
-                    self._keep(measures, *step)
-        finally:
-            painter.close()
+        painter = EnginePainter(self.engine, self.plan)
+        complete(Experiment(self.plan, painter, measures, self.store, self._count).paint(self._images))
 
     def time(self) -> dict[Cell, SoloTime]:
         """Paint one picture of each cell alone, unless that was done before."""
         if self._known_times:
             return self._known_times
-        rounds: dict[Cell, list[SoloTime]] = {cell: [] for cell in self._cells}
-        for cell, found in time_alone(self.engine, self.plan, self._cells):
+        rounds: dict[Cell, list[SoloTime]] = {cell: [] for cell in self.plan.all_cells}
+        for cell, found in time_alone(self.engine, self.plan):
             rounds[cell].append(found)
             self._rows_done += cell.rows
             self.tell("timing")
-        times = {cell: together(found) for cell, found in rounds.items()}
+        times = {cell: merge_rounds(found) for cell, found in rounds.items()}
         self.store.write_json(self._times_name, {cell.slug: time for cell, time in times.items()})
         return times
 
-    def _is_done(self, job: Job) -> bool:
-        is_kept = not job.cell.is_reference or self.store.has_converged(job.cell, job.place)
-        return is_kept and job.place in self.store.records(job.cell)
+    def _is_done(self, image: PlannedImage) -> bool:
+        is_kept = not image.cell.is_reference or self.store.has_converged(image.cell, image.place)
+        return is_kept and image.place in self.store.records(image.cell)
 
-    def _can_start(self, job: Job) -> bool:
-        return job.cell.is_reference or self.store.has_converged(self.plan.reference_of(job.cell), job.place)
-
-    def _keep(self, measures: PictureMeasures, job: Job, result: Any, engine_s: float) -> None:
-        from diffserve.experiments.painting import PaintedJob
-
-        painted, converged = PaintedJob(job, result, engine_s), None
-        if job.cell.is_reference:
-            self.store.save_converged(job.cell, job.place, Converged(result.pixels, result.latents.array))
-        else:
-            converged = self.store.load_converged(self.plan.reference_of(job.cell), job.place)
-        self.store.add(job.cell, measures.measure(painted, converged))
-        if len(self.store.records(job.cell)) == len(self.plan.places):
-            self.tell("painting", finished=job.cell)
+    def _count(self, event: PaintEvent) -> None:
+        if isinstance(event, RowsDone):
+            self._rows_done += sum(event.rows.values())
+            self.tell("painting")
+        elif isinstance(event, FinishedImage):
+            cell = event.image.cell
+            if len(self.store.records(cell)) == len(self.plan.places):
+                self.tell("painting", finished=cell)
 
     def _read_times(self) -> dict[Cell, SoloTime] | None:
         known = self.store.read_json(self._times_name)
         try:
             found = msgspec.convert(known, dict[str, SoloTime])
-            return {cell: found[cell.slug] for cell in self._cells}
+            return {cell: found[cell.slug] for cell in self.plan.all_cells}
         except (msgspec.ValidationError, KeyError):
             return None
 
@@ -241,13 +223,3 @@ def _planned(plan: SweepPlan) -> dict[str, Any]:
         "first_seed": plan.first_seed,
         "reference_steps": plan.reference_steps,
     }
-
-
-def _wishes(engine: Engine, plan: SweepPlan) -> tuple[tuple[SceneSpec, ...] | None, str | None]:
-    """What the prompts ask for; or why that cannot be checked."""
-    if engine.info.family != EMBEDDED_FAMILY:
-        return None, "only pictures of the embedded model can be checked against their prompts."
-    try:
-        return prompt_lists.read_wishes(plan.prompts), None
-    except InvalidRequest as error:
-        return None, error.message

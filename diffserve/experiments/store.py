@@ -15,34 +15,25 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NamedTuple, Self
+from typing import IO, Any, Self
 from zipfile import BadZipFile
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from diffserve.experiments.folder import (
     DIGEST_DIGITS,
     PARTS,
     SETUP,
-    guarded,
+    guard,
     refuse_folder,
     refuse_other_sweep,
     take_lock,
     write_whole,
 )
-from diffserve.experiments.plan import Cell
-from diffserve.experiments.records import ImageRecord
-
-Place = tuple[int, int]
-
-
-class Converged(NamedTuple):
-    """A reference picture: pixels (H, W, 3) uint8 and latents (C, h, w) float32."""
-
-    pixels: NDArray[np.uint8]
-    latents: NDArray[np.float32]
+from diffserve.experiments.painter import FinishedImage
+from diffserve.experiments.plan import Cell, Place
+from diffserve.experiments.records import ImageRecord, StoredImage
 
 
 class Store:
@@ -62,7 +53,7 @@ class Store:
         self._records: dict[Cell, dict[Place, ImageRecord]] = {}
         self._journals: dict[Cell, IO[bytes]] = {}
         self._lock: IO[bytes] | None = None
-        guarded(folder, lambda: self.parts.mkdir(parents=True, exist_ok=True))
+        guard(folder, lambda: self.parts.mkdir(parents=True, exist_ok=True))
         if not (self.parts / SETUP).exists():
             self.write_json(SETUP, self._setup)
 
@@ -99,24 +90,27 @@ class Store:
         self._journals[cell].write(msgspec.json.encode(record) + b"\n")
         known[record.place] = record
 
-    def save_converged(self, cell: Cell, place: Place, converged: Converged) -> None:
-        """Keep a reference picture, whole or not at all."""
-        path = self._converged_path(cell, place)
+    def save(self, finished: FinishedImage) -> None:
+        """Keep a reference picture, whole or not at all; others are not kept."""
+        if not finished.image.cell.is_reference:
+            return
+        assert finished.latents is not None, "a sweep asks for latents"
+        path = self._converged_path(finished.image.cell, finished.image.place)
         path.parent.mkdir(exist_ok=True)
         temporary = path.with_suffix(".part")
         with temporary.open("wb") as file:
-            np.savez(file, pixels=converged.pixels, latents=converged.latents)
+            np.savez(file, pixels=finished.pixels, latents=finished.latents)
         temporary.replace(path)
 
     def has_converged(self, cell: Cell, place: Place) -> bool:
         """Whether a reference picture is kept."""
         return self._converged_path(cell, place).is_file()
 
-    def load_converged(self, cell: Cell, place: Place) -> Converged | None:
+    def load(self, cell: Cell, place: Place) -> StoredImage | None:
         """A reference picture, or ``None`` where it is not kept or cannot be read."""
         try:
             with self._converged_path(cell, place).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-                return Converged(arrays["pixels"], arrays["latents"])
+                return StoredImage(arrays["pixels"], arrays["latents"])
         except (OSError, ValueError, KeyError, EOFError, BadZipFile):
             return None
 

@@ -15,7 +15,7 @@ from diffserve.experiments.plan import Cell
 
 if TYPE_CHECKING:
     from diffserve.experiments.analysis import Analysis
-    from diffserve.experiments.solo_timing import SoloTime
+    from diffserve.experiments.records import SoloTime
 
 PART_NAMES = ("background", "objects", "relation", "size")
 
@@ -29,7 +29,7 @@ class CellSummary(msgspec.Struct, frozen=True, kw_only=True):
     evaluations   UNet rows an image took, two a step under guidance
     step_ms       a step of one image alone: median, least and most of the timed rounds
     alone_s       the whole image alone, steps and decoding, median
-    engine_s      mean share of an image in the engine's time while all cells shared it
+    engine_s      mean share of an image in the engine's time while all cells shared it, 0 where that is not known
     """
 
     cell: Cell
@@ -55,6 +55,7 @@ class CellSummary(msgspec.Struct, frozen=True, kw_only=True):
 def summarise(analysis: Analysis, cell: Cell, time: SoloTime) -> CellSummary:
     """The row of one complete cell."""
     records = analysis.records(cell)
+    rounds = (min(time.step_ms), max(time.step_ms)) if len(time.step_ms) > 1 else ()
     measures = {measure.value: found for measure in Measure if (found := analysis.estimate(cell, measure)) is not None}
     verdicts = [record.parts for record in records if record.parts is not None]
     return CellSummary(
@@ -64,16 +65,21 @@ def summarise(analysis: Analysis, cell: Cell, time: SoloTime) -> CellSummary:
         parts={name: statistics.fmean(getattr(one, name) for one in verdicts) for name in PART_NAMES if verdicts},
         spacing=records[0].spacing,
         evaluations=statistics.fmean(record.evaluations for record in records),
-        step_ms=Estimate(statistics.median(time.step_ms), min(time.step_ms), max(time.step_ms)),
+        step_ms=Estimate(statistics.median(time.step_ms), *rounds),
         alone_s=statistics.median(time.image_s),
         engine_s=statistics.fmean(record.engine_s for record in records),
     )
 
 
-def write_csv(summaries: Sequence[CellSummary]) -> str:
-    """The table as CSV, one line a cell; a measure that is missing is an empty field."""
+def write_csv(summaries: Sequence[CellSummary], *, seconds_are: str | None = None) -> str:
+    """The table as CSV, one line a cell; a measure that is missing is an empty field.
+
+    Where the engine's own time is not known its columns are missing. ``seconds_are`` says on every line where seconds
+    come from.
+    """
     measures = [measure for measure in Measure if any(one.value(measure) for one in summaries)]
-    rows = [dict(_fields(one, measures)) for one in summaries]
+    more = {} if seconds_are is None else {"seconds_are": seconds_are}
+    rows = [dict(_fields(one, measures)) | more for one in summaries]
     file = io.StringIO()
     writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()
@@ -91,8 +97,9 @@ def _fields(one: CellSummary, measures: Iterable[Measure]) -> Iterator[tuple[str
     yield from ((f"{name}_right", f"{share:.6g}") for name, share in one.parts.items())
     yield from _with_interval("ms_per_step_alone", one.step_ms)
     yield "seconds_alone", f"{one.alone_s:.6g}"
-    yield "engine_seconds", f"{one.engine_s:.6g}"
-    yield "images_per_s", f"{one.images_per_s:.6g}"
+    if one.engine_s:
+        yield "engine_seconds", f"{one.engine_s:.6g}"
+        yield "images_per_s", f"{one.images_per_s:.6g}"
 
 
 def _with_interval(name: str, found: Estimate | None) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ Outcome = int
 """1 ahead, 0 not distinguishable, -1 behind."""
 
 
-def said(who: str, measure: Measure, found: Estimate, outcome: Outcome) -> str:
+def describe_difference(who: str, measure: Measure, found: Estimate, outcome: Outcome) -> str:
     """A difference in words; its interval is written the way the words count, so that "better by" is above zero."""
     by = measure.write_difference(found.value)
     if outcome:
@@ -19,7 +19,7 @@ def said(who: str, measure: Measure, found: Estimate, outcome: Outcome) -> str:
     return f"{who} is {more}, {_within_noise(found, measure)}"
 
 
-def said_of_gains(measure: Measure, found: Estimate, outcome: Outcome, *, is_far_more: bool) -> str:
+def describe_gains(measure: Measure, found: Estimate, outcome: Outcome, *, is_far_more: bool) -> str:
     """What ddpm gains beyond ddim, in words."""
     by = measure.write_difference(found.value)
     if not outcome:
@@ -52,7 +52,7 @@ def interval(found: Estimate, measure: Measure | None = None) -> str:
     return f" (95 % interval {low} to {high})"
 
 
-def listed(steps: Sequence[int]) -> str:
+def join_numbers(steps: Sequence[int]) -> str:
     """Numbers as people say them: "5, 10 and 20"."""
     words = [str(n) for n in sorted(steps)]
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)

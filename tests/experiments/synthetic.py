@@ -8,8 +8,7 @@ import numpy as np
 
 from diffserve.experiments.analysis import Analysis
 from diffserve.experiments.plan import Cell, SweepPlan
-from diffserve.experiments.records import Distance, ImageRecord, Parts
-from diffserve.experiments.solo_timing import SoloTime
+from diffserve.experiments.records import Distance, ImageRecord, Parts, SoloTime
 
 NUM_FEATURES = 4
 Quality = Callable[[Cell], float]
@@ -24,7 +23,7 @@ def plan_of(samplers: tuple[str, ...] = ("ddpm", "ddim"), steps: tuple[int, ...]
 def records_of(plan: SweepPlan, exact: Quality, rmse: Quality) -> dict[Cell, dict[tuple[int, int], ImageRecord]]:
     """Records whose share of exact pictures is ``exact(cell)`` and whose latent RMSE is about ``rmse(cell)``."""
     known = {}
-    for number, cell in enumerate((*plan.cells, *plan.references)):
+    for number, cell in enumerate(plan.all_cells):
         rng = np.random.default_rng(number)
         hits = rng.permutation(np.arange(len(plan.places)) < round(exact(cell) * len(plan.places)))
         noise, features = rng.normal(size=len(plan.places)), rng.normal(size=(len(plan.places), NUM_FEATURES))
@@ -49,7 +48,7 @@ def analysis_of(
     plan: SweepPlan, exact: Quality, rmse: Quality = lambda _: 0.3, seed_spread: Mapping[float, float] | None = None
 ) -> Analysis:
     """An analysis without distances between sets."""
-    return Analysis(plan, records_of(plan, exact, rmse), None, {}, seed_spread)
+    return Analysis(plan, records_of(plan, exact, rmse), seed_spread=seed_spread)
 
 
 def time_of(cell: Cell) -> SoloTime:

@@ -7,7 +7,7 @@ import pytest
 
 from diffserve.experiments.analysis import Analysis, PictureSet
 from diffserve.experiments.estimates import Estimate, Measure
-from diffserve.experiments.metrics import frechet_distance, kernel_distance
+from diffserve.experiments.metrics.set_distance import frechet_distance, kernel_distance
 from diffserve.experiments.plan import SweepPlan
 from diffserve.experiments.records import features_of
 from diffserve.experiments.report import set_value
@@ -35,7 +35,7 @@ def test_a_cell_has_the_share_and_the_mean_of_its_records() -> None:
     exact, rmse = analysis.estimate(DDPM, Measure.EXACT), analysis.estimate(DDPM, Measure.LATENT_RMSE)
     assert exact is not None
     assert rmse is not None
-    distances = [record.distance.latent_rmse for record in analysis.records(DDPM) if record.distance]
+    distances = [record.distance.latent_rmse or 0.0 for record in analysis.records(DDPM) if record.distance]
     assert exact.value == 0.25
     assert rmse.value == pytest.approx(np.mean(distances))
     assert exact.low is not None

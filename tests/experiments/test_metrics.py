@@ -12,20 +12,14 @@ from PIL import Image, ImageFilter
 from scipy.linalg import sqrtm
 from scipy.ndimage import gaussian_filter
 
-from diffserve.experiments.metrics import (
-    NUM_FEATURES,
-    FeatureNetwork,
-    fidelity,
-    frechet_distance,
-    kernel_distance,
-)
-from diffserve.experiments.metrics.fidelity import BEST_PSNR_DB
+from diffserve.experiments.metrics.feature_network import NUM_FEATURES, FeatureNetwork
+from diffserve.experiments.metrics.fidelity import BEST_PSNR_DB, latent_rmse, psnr_db, ssim
+from diffserve.experiments.metrics.set_distance import frechet_distance, kernel_distance
 from diffserve.world.render import render
 from diffserve.world.scenes import scenes
 
 PICTURES = [render(scene) for scene in islice(scenes(77, held_out=True), 96)]
 GOLDEN = (-4.40558, -1.85689, 1.27304, 0.28443, -0.29413, -0.41435, -1.00560, -1.05506)
-LATENTS = np.zeros((8, 16, 16), dtype=np.float32)
 
 
 def blurred(picture: NDArray[np.uint8], radius: float) -> NDArray[np.uint8]:
@@ -54,7 +48,7 @@ def wang_ssim(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> float:
 @pytest.mark.parametrize("index", range(4))
 def test_ssim_is_that_of_wang_and_others(index: int) -> None:
     for other in (blurred(PICTURES[index], 1.5), noisy(PICTURES[index], 12), PICTURES[index + 10]):
-        found = fidelity(PICTURES[index], LATENTS, other, LATENTS).ssim
+        found = ssim(PICTURES[index], other)
         assert found == pytest.approx(wang_ssim(PICTURES[index], other), abs=5e-4)
 
 
@@ -62,28 +56,28 @@ def test_psnr_and_latent_rmse_are_their_formulas() -> None:
     picture, other = PICTURES[0], noisy(PICTURES[0], 9)
     squares = np.square(picture.astype(np.float64) - other)
     latents = np.random.default_rng(1).normal(size=(8, 16, 16)).astype(np.float32)
-    found = fidelity(picture, latents, other, latents + np.float32(0.25))
-    assert found.psnr_db == pytest.approx(10 * np.log10(255**2 / squares.mean()), abs=1e-4)
-    assert found.latent_rmse == pytest.approx(0.25, rel=1e-6)
+    assert psnr_db(picture, other) == pytest.approx(10 * np.log10(255**2 / squares.mean()))
+    assert psnr_db(picture / 255, other / 255, peak=1.0) == pytest.approx(psnr_db(picture, other))
+    assert latent_rmse(latents, latents + np.float32(0.25)) == pytest.approx(0.25, rel=1e-6)
 
 
 def test_a_difference_of_one_grey_level_everywhere_is_48_decibels() -> None:
     grey = np.full((16, 16, 3), 100, dtype=np.uint8)
-    assert fidelity(grey, LATENTS, grey + np.uint8(1), LATENTS).psnr_db == pytest.approx(48.1308, abs=1e-3)
+    assert psnr_db(grey, grey + np.uint8(1)) == pytest.approx(48.1308, abs=1e-3)
 
 
 def test_equal_pictures_are_as_near_as_can_be_written() -> None:
-    found = fidelity(PICTURES[0], LATENTS, PICTURES[0], LATENTS)
-    assert (found.latent_rmse, found.psnr_db) == (0.0, BEST_PSNR_DB)
-    assert found.ssim == pytest.approx(1.0, abs=1e-3)
+    assert psnr_db(PICTURES[0], PICTURES[0]) == BEST_PSNR_DB
+    assert ssim(PICTURES[0], PICTURES[0]) == pytest.approx(1.0, abs=1e-3)
 
 
 def test_pictures_that_cannot_be_compared_are_refused() -> None:
-    with pytest.raises(ValueError, match="cannot be held against"):
-        fidelity(PICTURES[0], LATENTS, PICTURES[0][:64], LATENTS)
+    for measure in (psnr_db, ssim):
+        with pytest.raises(ValueError, match="cannot be held against"):
+            measure(PICTURES[0], PICTURES[0][:64])
     small = PICTURES[0][:8, :8]
     with pytest.raises(ValueError, match="11 pixels"):
-        fidelity(small, LATENTS, small, LATENTS)
+        ssim(small, small)
 
 
 def with_moments(

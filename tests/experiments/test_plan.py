@@ -46,15 +46,15 @@ def test_cells_are_every_combination_once_with_canonical_names_and_few_steps_fir
 
 def test_every_cell_paints_the_same_prompts_and_seeds_and_no_two_prompts_share_a_seed() -> None:
     plan = plan_of(first_seed=100)
-    jobs = list(plan.jobs())
-    places = {cell: [job.place for job in jobs if job.cell == cell] for cell in (*plan.references, *plan.cells)}
+    images = list(plan.images())
+    places = {cell: [image.place for image in images if image.cell == cell] for cell in plan.all_cells}
     assert set(map(tuple, places.values())) == {plan.places}
     assert [plan.seed_of(place) for place in plan.places] == [100, 101, 102, 103, 104, 105]
 
 
 def test_references_come_first_and_cells_of_one_step_count_take_turns() -> None:
     plan = plan_of()
-    cells = [job.cell for job in plan.jobs()]
+    cells = [image.cell for image in plan.images()]
     assert all(cell.is_reference for cell in cells[:6])
     assert cells[6:10] == [Cell("ddpm", 5, 3.0), Cell("ddim", 5, 3.0)] * 2
     assert {cell.num_steps for cell in cells[6:18]} == {5}
@@ -155,7 +155,7 @@ def test_an_axis_that_cannot_be_read_is_named(text: str, named: str) -> None:
 
 
 def test_what_a_page_needs_of_a_sweep_loads_neither_torch_nor_the_engine() -> None:
-    modules = ("plan", "estimates", "summary", "front", "prompts")
+    modules = ("experiment", "analysis", "svg", "front")
     heavy = ("torch", "diffusers", "matplotlib", "diffserve.engine", "diffserve.runtime")
     imports = "; ".join(f"import diffserve.experiments.{module}" for module in modules)
     code = f"import sys; {imports}; print([name for name in {heavy} if name in sys.modules])"

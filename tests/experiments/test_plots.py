@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from diffserve.experiments import plots
+from diffserve.experiments.charts import over_seconds, time_measures
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.plan import Cell
-from diffserve.experiments.plots.drawing import DARK, LIGHT
-from diffserve.experiments.series import strip_grid
+from diffserve.experiments.strip_grid import strip_grid
 from diffserve.experiments.summary import CellSummary, summarise
 from tests.experiments.synthetic import analysis_of, plan_of, time_of
 
@@ -63,15 +63,6 @@ def test_a_plot_of_one_cell_or_without_some_measures_can_be_drawn(summaries: tup
     assert pixels(plots.strip("a fox", {PLAN.cells[0]: png(3)})).size
 
 
-def test_a_dark_plot_has_a_dark_ground_and_light_words(summaries: tuple[CellSummary, ...]) -> None:
-    for draw in (plots.curves, plots.quality_against_time):
-        for is_dark, look in ((False, LIGHT), (True, DARK)):
-            found = pixels(draw(summaries, [Measure.EXACT], is_dark=is_dark))
-            ground, ink = (np.array([int(color[at : at + 2], 16) for at in (1, 3, 5)]) for color in look[:2])
-            assert np.abs(found[0, 0] - ground).max() < 12
-            assert (np.abs(found - ink).max(axis=2) < 40).any()
-
-
 def test_the_overview_is_small_enough_to_be_kept_with_sources(summaries: tuple[CellSummary, ...]) -> None:
     rng = np.random.default_rng(0)
     smooth = [np.kron(rng.integers(0, 256, (8, 8, 3), np.uint8), np.ones((16, 16, 1), np.uint8)) for _ in CELLS]
@@ -86,10 +77,11 @@ def test_the_overview_is_small_enough_to_be_kept_with_sources(summaries: tuple[C
 
 
 def test_the_front_is_drawn_over_the_seconds_of_one_image(summaries: tuple[CellSummary, ...]) -> None:
-    points = plots.points_of(summaries, Measure.EXACT)
-    assert len(points) == len(PLAN.cells)
-    assert [point.seconds for point in points] == [one.alone_s for one in summaries[:-1]]
-    assert plots.time_measures(summaries) == (Measure.EXACT, Measure.PSNR_DB)
+    assert time_measures(summaries) == (Measure.EXACT, Measure.PSNR_DB)
+    for chart in over_seconds(summaries, time_measures(summaries)):
+        assert [dot.summary.cell.num_steps for dot in chart.dots] == [5, 20, 100] * 2
+        assert all(dot.x == dot.summary.alone_s for dot in chart.dots)
+        assert [dot.summary.cell.num_steps for dot in chart.front] == [5, 20, 100]
 
 
 def test_a_strip_has_a_row_for_each_sampler_and_ends_in_the_converged_picture() -> None:

@@ -12,9 +12,9 @@ import pytest
 from diffserve.errors import InvalidRequest
 from diffserve.experiments.prompts import (
     MAX_DRAWN,
-    drawn_per_prompt,
-    drawn_pictures,
+    draw_pictures,
     held_out_prompts,
+    num_drawn_per_prompt,
     read_prompts,
     read_wishes,
     scene_like,
@@ -49,18 +49,18 @@ def test_what_a_wish_leaves_open_is_drawn() -> None:
 
 def test_drawn_pictures_pass_the_exact_checker_and_are_placed_anew() -> None:
     wishes = read_wishes(["a fox next to a cactus on the beach", "three apples on blue", "a small owl in the snow"])
-    pictures = list(drawn_pictures(wishes, 128, 128, each=3))
+    pictures = list(draw_pictures(wishes, 128, 128, each=3))
     verdicts = [judge(read_picture(picture), wishes[index // 3]).exact for index, picture in enumerate(pictures)]
     assert verdicts == [True] * 9
     assert len({picture.tobytes() for picture in pictures}) > 6
-    again = list(drawn_pictures(wishes, 128, 128, each=3))
+    again = list(draw_pictures(wishes, 128, 128, each=3))
     assert all(np.array_equal(one, other) for one, other in zip(pictures, again, strict=True))
 
 
 def test_many_prompts_are_drawn_less_often_each() -> None:
-    assert drawn_per_prompt(1) == drawn_per_prompt(64) == 32
-    assert drawn_per_prompt(1000) * 1000 <= MAX_DRAWN
-    assert drawn_per_prompt(4000) == 2
+    assert num_drawn_per_prompt(1) == num_drawn_per_prompt(64) == 32
+    assert num_drawn_per_prompt(1000) * 1000 <= MAX_DRAWN
+    assert num_drawn_per_prompt(4000) == 2
 
 
 def test_prompts_are_read_from_a_file_one_a_line(tmp_path: Path) -> None:

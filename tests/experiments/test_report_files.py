@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from diffserve.experiments.charts import over_seconds, over_steps
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.findings import AS_EXPECTED, OTHERWISE, Finding
 from diffserve.experiments.plan import Cell
-from diffserve.experiments.report_page import Chart, Section, Strip, write_page
+from diffserve.experiments.report_page import Section, Strip, write_page
 from diffserve.experiments.report_text import write_markdown
-from diffserve.experiments.series import StripGrid
+from diffserve.experiments.strip_grid import StripGrid
 from diffserve.experiments.summary import CellSummary, summarise, write_csv
 from tests.experiments.synthetic import analysis_of, plan_of, time_of
 
@@ -90,19 +91,21 @@ class Page(HTMLParser):
 def test_the_page_loads_nothing_runs_nothing_and_says_everything(summaries: tuple[CellSummary, ...]) -> None:
     strip = Strip(NASTY, StripGrid((NASTY, "converged"), (NASTY,), ((png(3), None),)))
     sections = [
-        Section(NASTY, (NASTY,), charts=(Chart(NASTY, png(9), png(10)), Chart("second", png(11), png(12)))),
+        Section(NASTY, (NASTY,), charts=over_steps(summaries, Measure, {"ddim": NASTY})),
+        Section("seconds", (), charts=over_seconds(summaries, [Measure.SSIM])),
         Section("strips", (), strips=(strip,)),
     ]
     text = write_page(NASTY, {"model": NASTY, NASTY: 3}, FINDINGS, sections, summaries, [NASTY])
     page = Page(text)
-    assert len(page.addresses) == 5
-    assert all(address.startswith(("data:image/png;base64,", "data:image/webp;base64,")) for address in page.addresses)
+    assert len(page.addresses) == 1
+    assert all(address.startswith("data:image/webp;base64,") for address in page.addresses)
     assert "script" not in page.tags
     assert "link" not in page.tags
     assert not re.search(r"url\(|@import|https?://", text)
+    assert page.tags.count("svg") == 4 + 1 + 2 * 2, "a chart for each measure, and two markers in each legend"
     assert sum(NASTY in words for words in page.words) >= 10
     assert page.tags.count("tr") == 1 + len(summaries) + 2
-    assert {"h1", "h2", "table", "figcaption", "picture"} <= set(page.tags)
+    assert {"h1", "h2", "table", "figcaption", "svg"} <= set(page.tags)
 
 
 def test_a_page_without_findings_says_so(summaries: tuple[CellSummary, ...]) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from diffserve.experiments.metrics import frechet_distance, kernel_distance
+from diffserve.experiments.metrics.set_distance import frechet_distance, kernel_distance
 from diffserve.experiments.set_bootstrap import (
     Floats,
     KernelSums,

@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 
 from diffserve.experiments.folder import PARTS
-from diffserve.experiments.plan import Cell
+from diffserve.experiments.painter import FinishedImage
+from diffserve.experiments.plan import Cell, Place, PlannedImage
 from diffserve.experiments.records import ImageRecord
-from diffserve.experiments.store import Converged, Store
+from diffserve.experiments.store import Store
 from tests.experiments.synthetic import plan_of, records_of
 
 PLAN = plan_of(num_prompts=3)
 CELL, OTHER = PLAN.cells[:2]
+REFERENCE = PLAN.references[0]
 RECORDS = list(records_of(PLAN, lambda _: 0.5, lambda _: 0.2)[CELL].values())
 RESULTS = ("cells.csv", "report.html")
 
@@ -32,6 +34,13 @@ def keep(folder: Path, records: list[ImageRecord], cell: Cell = CELL, **setup: A
     with store_at(folder, **setup) as store:
         for record in records:
             store.add(cell, record)
+
+
+def finished(cell: Cell, place: Place, size: int = 8) -> FinishedImage:
+    """An image of noise."""
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (size, size, 3), np.uint8)
+    return FinishedImage(PlannedImage(cell, *place), pixels, 0, "trailing", 8, rng.random((4, 2, 2), np.float32))
 
 
 def test_records_come_back_as_they_went(tmp_path: Path) -> None:
@@ -68,27 +77,28 @@ def test_the_first_of_two_records_of_one_picture_counts(tmp_path: Path) -> None:
         assert store.records(CELL)[RECORDS[0].place].spacing == "trailing"
 
 
-def test_converged_pictures_are_kept_bit_by_bit(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    converged = Converged(rng.integers(0, 256, (8, 8, 3), np.uint8), rng.normal(size=(4, 2, 2)).astype(np.float32))
+def test_converged_pictures_are_kept_bit_by_bit_and_no_others(tmp_path: Path) -> None:
+    converged = finished(REFERENCE, (0, 1))
     with store_at(tmp_path) as store:
-        assert not store.has_converged(CELL, (0, 1))
-        store.save_converged(CELL, (0, 1), converged)
-        assert store.has_converged(CELL, (0, 1))
-        found = store.load_converged(CELL, (0, 1))
+        assert not store.has_converged(REFERENCE, (0, 1))
+        store.save(converged)
+        store.save(finished(CELL, (0, 1)))
+        assert store.has_converged(REFERENCE, (0, 1))
+        found = store.load(REFERENCE, (0, 1))
         assert found is not None
+        assert found.latents is not None
         assert np.array_equal(found.pixels, converged.pixels)
-        assert np.array_equal(found.latents, converged.latents)
-        assert store.load_converged(CELL, (1, 0)) is None
+        assert np.array_equal(found.latents, converged.latents)  # type: ignore[arg-type]
+        assert store.load(REFERENCE, (1, 0)) is store.load(CELL, (0, 1)) is None
         assert not list(store.parts.rglob("*.part"))
 
 
 def test_a_converged_picture_that_cannot_be_read_is_not_there(tmp_path: Path) -> None:
     with store_at(tmp_path) as store:
-        store.save_converged(CELL, (0, 0), Converged(np.zeros((1, 1, 3), np.uint8), np.zeros((1, 1, 1), np.float32)))
+        store.save(finished(REFERENCE, (0, 0), size=1))
         (file,) = store.parts.rglob("*.npz")
         file.write_bytes(file.read_bytes()[:40])
-        assert store.load_converged(CELL, (0, 0)) is None
+        assert store.load(REFERENCE, (0, 0)) is None
 
 
 def test_documents_are_replaced_whole(tmp_path: Path) -> None:

@@ -25,9 +25,12 @@ from diffserve.cli.sweep import lasting_interrupt
 from diffserve.engine import Engine
 from diffserve.errors import InvalidRequest
 from diffserve.experiments import run
+from diffserve.experiments.engine_painter import EnginePainter, request_for
+from diffserve.experiments.experiment import complete
 from diffserve.experiments.folder import PARTS
-from diffserve.experiments.metrics import FeatureNetwork, fidelity
-from diffserve.experiments.painting import PaintedJob, Painter, request_for
+from diffserve.experiments.metrics.feature_network import FeatureNetwork
+from diffserve.experiments.metrics.fidelity import latent_rmse, psnr_db, ssim
+from diffserve.experiments.painter import FinishedImage, RowsDone
 from diffserve.experiments.plan import SweepPlan
 from diffserve.experiments.records import ImageRecord
 from diffserve.experiments.report import RESULTS
@@ -119,16 +122,16 @@ def test_prompts_of_no_picture_world_are_not_matched_and_the_report_says_why(who
 def test_records_hold_what_the_engine_paints_for_the_same_request(tiny: Engine, whole: Path) -> None:
     place, cell = (1, 1), PLAN.cells[4]
     painted, converged = tiny.generate(
-        [request_for(PLAN, one, place, return_latents=True) for one in (cell, PLAN.reference_of(cell))]
+        [request_for(PLAN, one, place, return_latents=True) for one in (cell, PLAN.references[0])]
     )
     lines = next(data for name, data in journals(whole).items() if name.startswith(f"{cell.slug}-")).splitlines()
     (record,) = [one for line in lines if (one := decode(line)).place == place]
     assert painted.latents is not None
     assert converged.latents is not None
-    expected = fidelity(painted.pixels, painted.latents.array, converged.pixels, converged.latents.array)
     assert record.distance is not None
-    assert record.distance.latent_rmse == pytest.approx(expected.latent_rmse, rel=1e-6)
-    assert record.distance.psnr_db == pytest.approx(expected.psnr_db)
+    assert record.distance.latent_rmse == latent_rmse(painted.latents.array, converged.latents.array)
+    assert record.distance.psnr_db == psnr_db(painted.pixels, converged.pixels)
+    assert record.distance.ssim == ssim(painted.pixels, converged.pixels)
     assert record.features == pytest.approx(FeatureNetwork().features(painted.pixels).tolist())
     assert (record.seed, record.evaluations, record.spacing) == (3, 8, painted.spacing)
 
@@ -138,15 +141,20 @@ def decode(line: bytes) -> ImageRecord:
 
 
 def test_cells_share_calls_and_their_engine_time_adds_up(tiny: Engine) -> None:
-    painter = Painter(tiny, PLAN)
-    mixed, num_rows, charged_s = 0, 0, 0.0
+    painter = EnginePainter(tiny, PLAN)
+    mixed, num_rows, charged_s = 0, 0.0, 0.0
     started_s = time.perf_counter()
-    for step in painter.paint([job for job in PLAN.jobs() if not job.cell.is_reference], lambda _: True):
-        mixed += len({job.cell for job in painter.in_flight}) > 1
-        if isinstance(step, PaintedJob):
-            charged_s += step.engine_s
-        else:
-            num_rows += step
+
+    async def paint() -> None:
+        nonlocal mixed, num_rows, charged_s
+        async for event in painter.paint([image for image in PLAN.images() if not image.cell.is_reference]):
+            mixed += len({image.cell for image in painter.in_flight}) > 1
+            if isinstance(event, FinishedImage):
+                charged_s += event.engine_s
+            elif isinstance(event, RowsDone):
+                num_rows += sum(event.rows.values())
+
+    complete(paint())
     assert mixed > 0
     assert num_rows == sum(cell.rows for cell in PLAN.cells) * 4
     assert 0 < charged_s <= time.perf_counter() - started_s

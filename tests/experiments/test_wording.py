@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diffserve.experiments.estimates import Estimate, Measure
-from diffserve.experiments.wording import listed, said, said_of_gains
+from diffserve.experiments.wording import describe_difference, describe_gains, join_numbers
 
 
 @pytest.mark.parametrize(
@@ -20,16 +20,16 @@ from diffserve.experiments.wording import listed, said, said_of_gains
     ],
 )
 def test_a_difference_is_said_as_it_is(measure: Measure, found: Estimate, outcome: int, sentence: str) -> None:
-    assert said("a", measure, found, outcome) == sentence
+    assert describe_difference("a", measure, found, outcome) == sentence
 
 
 def test_a_larger_gain_says_whether_it_is_far_larger() -> None:
     gain = Estimate(0.3, 0.2, 0.4)
     surely = "ddpm gains more by 30.0 points (95 % interval 20 to 40), surely more than twice as much"
-    assert said_of_gains(Measure.EXACT, gain, 1, is_far_more=True) == surely
-    assert ", but not surely more" in said_of_gains(Measure.EXACT, gain, 1, is_far_more=False)
-    assert said_of_gains(Measure.EXACT, gain, -1, is_far_more=False).startswith("ddpm gains less by 30.0 points")
+    assert describe_gains(Measure.EXACT, gain, 1, is_far_more=True) == surely
+    assert ", but not surely more" in describe_gains(Measure.EXACT, gain, 1, is_far_more=False)
+    assert describe_gains(Measure.EXACT, gain, -1, is_far_more=False).startswith("ddpm gains less by 30.0 points")
 
 
 def test_numbers_are_listed_as_people_say_them() -> None:
-    assert [listed(steps) for steps in ([], [5], [10, 5], [20, 5, 10])] == ["", "5", "5 and 10", "5, 10 and 20"]
+    assert [join_numbers(steps) for steps in ([], [5], [10, 5], [20, 5, 10])] == ["", "5", "5 and 10", "5, 10 and 20"]

@@ -9,22 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from diffserve.client import ImageCapabilities, SamplerChoice
 from diffserve.errors import EngineUnavailable
+from diffserve.experiments.measure import PromptCheck
 from diffserve.experiments.plan import SweepPlan
 from tests.browser.cable import Cable, cable_to
 from tests.service.server import RunningServer
 from tests.ui.asking import Request
+from tests.ui.painted import paint
 from ui.captions import EARLY
 from ui.experiment import view
-from ui.experiment.board import Painted
 from ui.experiment.handlers import NOT_YET, Experimenting
-from ui.experiment.measure import PromptCheck
-from ui.experiment.pace import Pace, Timing
-from ui.experiment.plan import GridPlan
 from ui.experiment.run import GridRun
+from ui.experiment.speed import ServerSpeed, Timing
 from ui.experiment.view import Shown, View, names_of, work_text
 from ui.server import Server
 
@@ -146,15 +144,13 @@ def test_a_server_lost_in_mid_paint_is_one_sentence_and_what_is_painted_stays(se
 
 def test_curves_that_are_still_to_come_are_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(view, "CURVES_EVERY_S", 0.0)
-    file = tmp_path / "picture.png"
-    Image.new("RGB", (8, 8)).save(file)
-    plan = GridPlan(SweepPlan(samplers=("ddim",), steps=(2, 4), guidance=(1.0,), prompts=("a",), num_seeds=1), True)
+    plan = SweepPlan(samplers=("ddim",), steps=(2, 4), guidance=(1.0,), prompts=("a",), num_seeds=1)
 
     async def look() -> tuple[Shown | None, Shown]:
         server = Server(NOBODY)
-        run = GridRun(server.client, plan, PromptCheck("sd15", plan.sweep.prompts), tmp_path)
-        view = View(run, Pace(Timing(row_s=0.1, rest_s=0.1), together_row_s=0.1), {"ddim": "DDIM"})
-        run.board.paint(next(plan.jobs()), Painted(file, evaluations=2, spacing="leading", is_exact=None))
+        run = GridRun(server.client, plan, PromptCheck("sd15", plan.prompts), tmp_path)
+        view = View(run, ServerSpeed(Timing(row_s=0.1, rest_s=0.1), together_row_s=0.1), {"ddim": "DDIM"})
+        paint(run.board, next(plan.images_by_place()))
         both = await view.news(), await view.ending(server.files)
         await server.close()
         return both
@@ -194,9 +190,7 @@ def test_an_estimate_waits_for_the_models_without_alarm_and_a_run_begins_with_th
 
 
 def test_samplers_are_called_by_their_labels() -> None:
-    plan = GridPlan(
-        SweepPlan(samplers=("DPM++ 2M Karras", "ddim"), steps=(2,), guidance=(1.0,), prompts=("a",), num_seeds=2), True
-    )
+    plan = SweepPlan(samplers=("DPM++ 2M Karras", "ddim"), steps=(2,), guidance=(1.0,), prompts=("a",), num_seeds=2)
     image = ImageCapabilities(
         family="sd15", digest="0", device="cpu", dtype="float32", sizes=((64, 64),), min_side_px=64, max_side_px=64,
         samplers=(SamplerChoice(name="dpmpp_2m", label="DPM++ 2M"), SamplerChoice(name="ddim", label="DDIM")),

@@ -2,42 +2,43 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from PIL import Image
 
-from diffserve.experiments.prompts import drawn_pictures, read_wishes
+from diffserve.experiments.measure import ImageMeasures, PromptCheck
+from diffserve.experiments.metrics.fidelity import psnr_db
+from diffserve.experiments.painter import FinishedImage
+from diffserve.experiments.plan import Cell, PlannedImage
+from diffserve.experiments.prompts import draw_pictures, read_wishes
+from diffserve.experiments.records import Distance, StoredImage
 from ui.create.layout import EXAMPLES
 from ui.experiment.layout import DEFAULT_PROMPTS
-from ui.experiment.measure import BEST_PSNR_DB, PromptCheck, psnr_db
 
 FOX = "a fox next to a cactus on the beach"
 
 
-def save(file: Path, pixels: NDArray[np.uint8]) -> Path:
-    Image.fromarray(pixels).save(file)
-    return file
-
-
-@pytest.fixture
-def drawn(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def drawn() -> NDArray[np.uint8]:
     """A picture that shows exactly what FOX says."""
-    (pixels,) = drawn_pictures(read_wishes([FOX]), 128, 128, each=1)
-    return save(tmp_path / "drawn.png", pixels)
+    (pixels,) = draw_pictures(read_wishes([FOX]), 128, 128, each=1)
+    return pixels
 
 
-def test_a_picture_that_shows_its_prompt_is_exact_and_of_another_prompt_it_is_not(drawn: Path) -> None:
+def is_exact(check: PromptCheck, pixels: NDArray[np.uint8], prompt_index: int = 0) -> bool | None:
+    parts = check.parts(prompt_index, pixels)
+    return None if parts is None else parts.exact
+
+
+def test_a_picture_that_shows_its_prompt_is_exact_and_of_another_prompt_it_is_not(drawn: NDArray[np.uint8]) -> None:
     check = PromptCheck("embedded", [FOX, "two apples"])
     assert check.why_not is None
-    assert (check.is_exact(drawn, 0), check.is_exact(drawn, 1)) == (True, False)
+    assert (is_exact(check, drawn, 0), is_exact(check, drawn, 1)) == (True, False)
 
 
-def test_prompts_that_cannot_be_checked_say_why(drawn: Path) -> None:
+def test_prompts_that_cannot_be_checked_say_why(drawn: NDArray[np.uint8]) -> None:
     other, strange = PromptCheck("sd15", [FOX]), PromptCheck("embedded", ["a zebra"])
-    assert (other.is_exact(drawn, 0), strange.is_exact(drawn, 0)) == (None, None)
+    assert (is_exact(other, drawn), is_exact(strange, drawn)) == (None, None)
     assert "embedded model" in (other.why_not or "")
     assert "zebra" in (strange.why_not or "")
 
@@ -48,14 +49,15 @@ def test_every_example_of_the_page_can_be_checked() -> None:
     assert PromptCheck("embedded", examples).why_not is None
 
 
-def test_a_picture_of_another_scale_cannot_be_checked(tmp_path: Path) -> None:
-    small = save(tmp_path / "small.png", np.zeros((16, 16, 3), np.uint8))
-    assert PromptCheck("embedded", [FOX]).is_exact(small, 0) is None
+def test_a_picture_of_another_scale_cannot_be_checked() -> None:
+    assert is_exact(PromptCheck("embedded", [FOX]), np.zeros((16, 16, 3), np.uint8)) is None
 
 
-def test_psnr_is_that_of_the_formula_and_bounded_for_equal_pictures(tmp_path: Path) -> None:
-    dark = save(tmp_path / "dark.png", np.zeros((8, 8, 3), np.uint8))
-    grey = save(tmp_path / "grey.png", np.full((8, 8, 3), 10, np.uint8))
-    assert psnr_db(grey, dark) == pytest.approx(10 * np.log10(255**2 / 100))
-    assert psnr_db(dark, dark) == BEST_PSNR_DB
-    assert psnr_db(dark, save(tmp_path / "wide.png", np.zeros((8, 9, 3), np.uint8))) is None
+def test_without_a_network_pictures_of_one_size_are_measured_as_far_as_that_goes() -> None:
+    measures, image = ImageMeasures(PromptCheck("sd15", [FOX])), PlannedImage(Cell("ddim", 2, 1.0), 0, 0)
+    grey, dark = np.full((8, 8, 3), 10, np.uint8), np.zeros((8, 8, 3), np.uint8)
+    record = measures.measure(FinishedImage(image, grey, 0, "leading", 2), StoredImage(dark, None))
+    assert record.distance == Distance(psnr_db=psnr_db(grey, dark))
+    assert (record.features, record.parts, record.thumbnail) == ((), None, None)
+    wide = StoredImage(np.zeros((8, 9, 3), np.uint8), None)
+    assert measures.measure(FinishedImage(image, grey, 0, "leading", 2), wide).distance is None

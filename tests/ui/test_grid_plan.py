@@ -8,9 +8,9 @@ import pytest
 
 from diffserve.client import ImageCapabilities, SamplerChoice
 from diffserve.errors import InvalidRequest
-from diffserve.experiments.plan import Cell
-from ui.experiment.pace import TIMED_PICTURES, TIMED_STEPS, Pace, Timing
-from ui.experiment.plan import MAX_PICTURES, Form, GridPlan, read_form
+from diffserve.experiments.plan import Cell, SweepPlan
+from ui.experiment.form import MAX_PICTURES, ExperimentForm, read_form
+from ui.experiment.speed import TIMED_PICTURES, TIMED_STEPS, ServerSpeed, Timing
 
 MODEL = ImageCapabilities(
     family="embedded",
@@ -31,50 +31,50 @@ MODEL = ImageCapabilities(
 )
 
 
-def plan_of(**fields: Any) -> GridPlan:
+def plan_of(**fields: Any) -> SweepPlan:
     chosen: dict[str, Any] = {"samplers": ["DDIM", "dpmpp_2m"], "steps": "5, 2", "prompts": "a fox\n\n two apples \n"}
-    return read_form(Form(**chosen | fields), MODEL)
+    return read_form(ExperimentForm(**chosen | fields), MODEL)
 
 
 def test_a_form_becomes_paired_cells() -> None:
     plan = plan_of(num_seeds=3.0, first_seed=7.0)
-    assert plan.samplers == ("ddim", "dpmpp_2m")
-    assert plan.steps == (2, 5)
-    assert plan.sweep.prompts == ("a fox", "two apples")
-    assert [plan.sweep.seed_of(place) for place in plan.sweep.places] == [7, 8, 9, 10, 11, 12]
+    names = ("ddim", "dpmpp_2m")
+    assert [(cell.sampler, cell.num_steps) for cell in plan.cells] == [(name, n) for n in (2, 5) for name in names]
+    assert plan.prompts == ("a fox", "two apples")
+    assert [plan.seed_of(place) for place in plan.places] == [7, 8, 9, 10, 11, 12]
     assert {cell.guidance_scale for cell in plan.all_cells} == {3.0}, "the model's own where nothing is said"
 
 
 def test_pictures_that_are_compared_are_painted_one_after_another() -> None:
     plan = plan_of()
-    first = [job.cell for job in plan.jobs()][:5]
-    assert first == [*plan.cells, plan.reference]
-    assert len(list(plan.jobs())) == plan.num_pictures == 2 * 5
+    first = [image.cell for image in plan.images_by_place()][:5]
+    assert first == [*plan.cells, *plan.references]
+    assert len(list(plan.images_by_place())) == plan.num_images == 2 * 5
 
 
 def test_without_a_converged_picture_only_the_cells_are_painted() -> None:
     plan = plan_of(has_converged=False)
-    assert plan.reference is None
+    assert plan.references == ()
     assert plan.all_cells == plan.cells
-    assert not any(job.cell.is_reference for job in plan.jobs())
+    assert not any(image.cell.is_reference for image in plan.images_by_place())
 
 
 def test_the_converged_picture_takes_no_more_steps_than_the_model_was_trained_with() -> None:
     short = MODEL.__class__(
         **{name: getattr(MODEL, name) for name in MODEL.__struct_fields__} | {"train_timesteps": 50}
     )
-    plan = read_form(Form(["ddim"], "5", "a fox"), short)
-    assert plan.reference == Cell("ddim", 50, 3.0, is_reference=True)
+    plan = read_form(ExperimentForm(["ddim"], "5", "a fox"), short)
+    assert plan.references == (Cell("ddim", 50, 3.0, is_reference=True),)
 
 
 def test_the_time_counts_every_row_and_the_few_pictures_that_are_timed() -> None:
     plan = plan_of(guidance_scale="1", has_converged=False)
-    assert (plan.rows_together, plan.num_pictures) == (2 * (2 + 5) * 2, 8)
-    pace = Pace(Timing(row_s=1.0, rest_s=0.01), together_row_s=0.1)
+    assert (plan.num_painted_rows, plan.num_images) == (2 * (2 + 5) * 2, 8)
+    speed = ServerSpeed(Timing(row_s=1.0, rest_s=0.01), together_row_s=0.1)
     timed = TIMED_PICTURES * (TIMED_STEPS * 1.0 + 0.01)
-    assert pace.seconds(plan) == pytest.approx(28 * 0.1 + 8 * 0.01 + timed)
+    assert speed.seconds(plan) == pytest.approx(28 * 0.1 + 8 * 0.01 + timed)
     guided = plan_of(guidance_scale=2, has_converged=False)
-    assert guided.rows_together == 2 * plan.rows_together
+    assert guided.num_painted_rows == 2 * plan.num_painted_rows
 
 
 @pytest.mark.parametrize(

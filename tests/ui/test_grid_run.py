@@ -7,37 +7,35 @@ import threading
 from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from diffserve.client import AsyncClient, ServerUnreachable
+from diffserve.experiments import measure
 from diffserve.experiments.estimates import Measure
+from diffserve.experiments.measure import PromptCheck
+from diffserve.experiments.metrics.fidelity import BEST_PSNR_DB, psnr_db
 from diffserve.experiments.plan import SweepPlan
 from diffserve.images import read_infotext
 from diffserve.infotext import parse_infotext
 from tests.service.server import SOON_S, RunningServer, running_server
-from ui.experiment import run as grid_run
-from ui.experiment.measure import BEST_PSNR_DB, PromptCheck, psnr_db
-from ui.experiment.pace import Pacer
-from ui.experiment.plan import GridPlan
 from ui.experiment.run import GridRun
+from ui.experiment.speed import SpeedProbe
 
 pytestmark = pytest.mark.slow
 PROMPTS = ("a red fox", "a castle")
 
 
-def plan_of(
-    *, steps: tuple[int, ...] = (2, 6), num_seeds: int = 1, reference_steps: int = 6, has_converged: bool = True
-) -> GridPlan:
-    sweep = SweepPlan(
+def plan_of(*, steps: tuple[int, ...] = (2, 6), num_seeds: int = 1, reference_steps: int | None = 6) -> SweepPlan:
+    return SweepPlan(
         samplers=("ddim", "euler"), steps=steps, guidance=(3.0,), prompts=PROMPTS, num_seeds=num_seeds, first_seed=5,
         reference_steps=reference_steps,
     )  # fmt: skip
-    return GridPlan(sweep, has_converged)
 
 
-def run_of(client: AsyncClient, plan: GridPlan, folder: Path) -> GridRun:
-    return GridRun(client, plan, PromptCheck("sd15", plan.sweep.prompts), folder)
+def run_of(client: AsyncClient, plan: SweepPlan, folder: Path) -> GridRun:
+    return GridRun(client, plan, PromptCheck("sd15", plan.prompts), folder)
 
 
 async def finish(run: GridRun) -> None:
@@ -49,12 +47,12 @@ async def finish(run: GridRun) -> None:
 def test_every_square_is_painted_measured_and_a_picture_alone_is_timed(server: RunningServer, tmp_path: Path) -> None:
     async def paint() -> GridRun:
         async with AsyncClient(server.url) as client:
-            pace = await Pacer().pace(client)
-            assert min(*pace.alone, pace.together_row_s) > 0
+            speed = await SpeedProbe().speed(client)
+            assert min(*speed.alone, speed.together_row_s) > 0
             run = run_of(client, plan_of(num_seeds=2), tmp_path)
             await finish(run)
             assert run.error is None
-            *cells, reference = run.board.summaries(pace.alone)
+            *cells, reference = run.board.summaries(speed.alone)
             assert reference.cell.is_reference
             rows = {(one.cell.sampler, one.cell.num_steps): one for one in cells}
             assert rows["euler", 6].evaluations == 12
@@ -68,7 +66,7 @@ def test_every_square_is_painted_measured_and_a_picture_alone_is_timed(server: R
 
     board = asyncio.run(paint()).board
     assert board.num_painted == 4 * (4 + 1)
-    assert board.rows_done == board.plan.rows_together
+    assert board.rows_done == board.plan.num_painted_rows
     assert board.timing is not None
     server.wait_until_idle()
 
@@ -76,15 +74,15 @@ def test_every_square_is_painted_measured_and_a_picture_alone_is_timed(server: R
 def test_pictures_are_paired_and_kept_as_the_server_made_them(server: RunningServer, tmp_path: Path) -> None:
     async def paint() -> GridRun:
         async with AsyncClient(server.url) as client:
-            run = run_of(client, plan_of(has_converged=False, num_seeds=2), tmp_path)
+            run = run_of(client, plan_of(reference_steps=None, num_seeds=2), tmp_path)
             await finish(run)
             return run
 
     run = asyncio.run(paint())
     said: dict[tuple[int, int], set[tuple[str, str]]] = {}
     for cell, square in run.board.squares.items():
-        for place, painted in square.painted.items():
-            text = read_infotext(painted.file.read_bytes())
+        for place in square.records:
+            text = read_infotext(run.board.file_of(cell, place).read_bytes())
             assert text is not None
             read = parse_infotext(text)
             assert int(read.fields["Steps"]) == cell.num_steps
@@ -93,7 +91,7 @@ def test_pictures_are_paired_and_kept_as_the_server_made_them(server: RunningSer
         (0, 0): {(PROMPTS[0], "5")}, (0, 1): {(PROMPTS[0], "6")},
         (1, 0): {(PROMPTS[1], "7")}, (1, 1): {(PROMPTS[1], "8")},
     }  # fmt: skip
-    run.tidy()
+    run.board.tidy()
     assert {file.name for file in tmp_path.iterdir()} == {
         square.look.name for square in run.board.squares.values() if square.look is not None
     }
@@ -112,8 +110,9 @@ def test_stop_keeps_what_is_painted_and_frees_the_lanes(server: RunningServer, t
     run = asyncio.run(paint())
     server.wait_until_idle()
     assert (run.is_stopped, run.error) == (True, None)
-    assert 2 <= run.board.num_painted < run.plan.num_pictures
-    assert all(painted.file.is_file() for square in run.board.squares.values() for painted in square.painted.values())
+    assert 2 <= run.board.num_painted < run.plan.num_images
+    squares = run.board.squares.values()
+    assert all(run.board.file_of(square.cell, place).is_file() for square in squares for place in square.records)
 
 
 def test_stop_in_the_middle_of_measuring_loses_no_measure(
@@ -121,12 +120,12 @@ def test_stop_in_the_middle_of_measuring_loses_no_measure(
 ) -> None:
     is_comparing, go_on = threading.Event(), threading.Event()
 
-    def compare_slowly(file: Path, converged: Path) -> float | None:
+    def compare_slowly(one: Any, converged: Any) -> float:
         is_comparing.set()
         go_on.wait(SOON_S)
-        return psnr_db(file, converged)
+        return psnr_db(one, converged)
 
-    monkeypatch.setattr(grid_run, "psnr_db", compare_slowly)
+    monkeypatch.setattr(measure, "psnr_db", compare_slowly)
 
     async def paint() -> GridRun:
         async with AsyncClient(server.url) as client:
@@ -140,11 +139,10 @@ def test_stop_in_the_middle_of_measuring_loses_no_measure(
 
     run = asyncio.run(paint())
     assert run.is_stopped
-    assert run.plan.reference is not None
-    converged = set(run.board.squares[run.plan.reference].painted)
+    converged = set(run.board.squares[run.plan.references[0]].records)
     squares = [run.board.squares[cell] for cell in run.plan.cells]
-    assert any(square.psnr_db for square in squares)
-    assert all(set(square.psnr_db) == set(square.painted) & converged for square in squares)
+    assert any(square.measured_places for square in squares)
+    assert all(square.measured_places == set(square.records) & converged for square in squares)
 
 
 def test_whoever_leaves_in_the_middle_frees_the_lanes(server: RunningServer, tmp_path: Path) -> None:
@@ -155,6 +153,7 @@ def test_whoever_leaves_in_the_middle_frees_the_lanes(server: RunningServer, tmp
             async for _ in moments:
                 if server.num_requests():
                     await moments.aclose()
+            assert not run.is_timing, "nobody waits for that any more"
 
     asyncio.run(paint())
     server.wait_until_idle()
@@ -174,7 +173,7 @@ def test_an_experiment_that_is_stopped_before_it_begins_paints_nothing(server: R
 def test_a_cell_that_the_server_refuses_costs_no_other(server: RunningServer, tmp_path: Path) -> None:
     async def paint() -> GridRun:
         async with AsyncClient(server.url) as client:
-            run = run_of(client, plan_of(steps=(2, 5000), has_converged=False), tmp_path)
+            run = run_of(client, plan_of(steps=(2, 5000), reference_steps=None), tmp_path)
             await finish(run)
             return run
 
@@ -192,7 +191,7 @@ def test_a_full_queue_is_waited_for(tiny_model: Callable[[str], Path], tmp_path:
 
     async def paint(url: str) -> tuple[GridRun, bool]:
         async with AsyncClient(url) as client:
-            run, had_to_wait = run_of(client, plan_of(steps=(40,), has_converged=False), tmp_path / "files"), False
+            run, had_to_wait = run_of(client, plan_of(steps=(40,), reference_steps=None), tmp_path / "files"), False
             async with aclosing(run.watch()) as moments:
                 async for _ in moments:
                     had_to_wait |= run.is_waiting

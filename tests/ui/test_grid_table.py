@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
-from diffserve.experiments.plan import Job, SweepPlan
-from ui.experiment.board import Board, Painted
-from ui.experiment.plan import GridPlan
+import pytest
+
+from diffserve.experiments.painter import PreviewImage, RefusedImage, RowsDone
+from diffserve.experiments.plan import PlannedImage, SweepPlan
+from tests.ui.painted import paint
+from ui.experiment.board import Board
 from ui.experiment.table import grid
 
 BAD = "<img src=x onerror=alert(1)>\"'&"
+MakeBoard = Callable[..., Board]
 
 
-def board_of(prompt: str = "a fox", num_seeds: int = 1) -> Board:
-    sweep = SweepPlan(
-        samplers=("ddpm", "ddim"), steps=(4, 8), guidance=(3.0,), prompts=(prompt,), num_seeds=num_seeds,
-        reference_steps=20,
-    )  # fmt: skip
-    return Board(GridPlan(sweep, has_converged=True))
+@pytest.fixture
+def board_of(tmp_path: Path) -> MakeBoard:
+    def make(prompt: str = "a fox", num_seeds: int = 1) -> Board:
+        plan = SweepPlan(
+            samplers=("ddpm", "ddim"), steps=(4, 8), guidance=(3.0,), prompts=(prompt,), num_seeds=num_seeds,
+            reference_steps=20,
+        )  # fmt: skip
+        return Board(plan, tmp_path)
+
+    return make
 
 
 def squares(board: Board) -> list[list[ElementTree.Element]]:
-    markup = grid(board, {}, lambda file: f"files/{file}").replace("&nbsp;", " ")
+    markup = grid(board, {}, lambda file: f"files/{file.name}").replace("&nbsp;", " ")
     rows = ElementTree.fromstring(_closed(markup)).findall(".//tbody/tr")
     return [row.findall("td") for row in rows]
 
@@ -33,50 +42,50 @@ def _closed(markup: str) -> str:
     return parts[0] + "".join(f"<img {part.replace('>', '/>', 1)}" for part in parts[1:])
 
 
-def test_samplers_are_rows_and_steps_are_columns() -> None:
+def test_samplers_are_rows_and_steps_are_columns(board_of: MakeBoard) -> None:
     board = board_of()
     cell = next(one for one in board.plan.cells if (one.sampler, one.num_steps) == ("ddim", 8))
-    board.paint(Job(cell, 0, 0), Painted(Path("fox.png"), 16, "trailing", is_exact=True))
+    paint(board, PlannedImage(cell, 0, 0), is_exact=True)
     rows = squares(board)
     assert [len(row) for row in rows] == [3, 3], "two steps and the converged picture"
     painted = [[square.find(".//img") is not None for square in row] for row in rows]
     assert painted == [[False, False, False], [False, True, False]]
     image = rows[1][1].find("a/img")
     assert image is not None
-    assert (image.get("src"), image.get("alt")) == ("files/fox.png", "ddim, 8 steps")
+    assert (image.get("src"), image.get("alt")) == ("files/ddim-8-g3-p1-s1-picture.png", "ddim, 8 steps")
     assert (rows[1][1].findtext("small") or "").strip() == "✓"
 
 
-def test_a_preview_is_marked_and_is_no_link() -> None:
+def test_a_preview_is_marked_and_is_no_link(board_of: MakeBoard) -> None:
     board = board_of()
     cell = board.plan.cells[0]
-    board.look(Job(cell, 0, 0), Path("early.png"))
-    board.progress(Job(cell, 0, 0), 0.25)
+    image = PlannedImage(cell, 0, 0)
+    board.handle(PreviewImage(image, b"", 0))
+    board.handle(RowsDone({image: cell.rows / 4}))
     square = squares(board)[0][0]
-    image, bar = square.find("img"), square.find(".//i")
-    assert image is not None
+    preview, bar = square.find("img"), square.find(".//i")
+    assert preview is not None
     assert bar is not None
-    assert (image.get("class"), bar.get("style")) == ("preview", "width:25%")
+    assert (preview.get("class"), bar.get("style")) == ("preview", "width:25%")
 
 
-def test_a_set_is_summed_up_in_its_square() -> None:
+def test_a_set_is_summed_up_in_its_square(board_of: MakeBoard) -> None:
     board = board_of(num_seeds=2)
     cell = board.plan.cells[0]
     for seed, hit in enumerate((True, False)):
-        board.paint(Job(cell, 0, seed), Painted(Path("x.png"), 8, "trailing", is_exact=hit))
-        board.measure(cell, (0, seed), 20.0 + 2 * seed)
+        paint(board, PlannedImage(cell, 0, seed), is_exact=hit, psnr_db=20.0 + 2 * seed)
     assert squares(board)[0][0].findtext("small") == "1/2 ✓ · 21.0 dB"
     assert "1 more for each, not shown" in grid(board, {}, str)
 
 
-def test_a_refused_square_says_why() -> None:
+def test_a_refused_square_says_why(board_of: MakeBoard) -> None:
     board = board_of()
-    board.refuse(board.plan.cells[0], f"no {BAD}")
+    board.handle(RefusedImage(PlannedImage(board.plan.cells[0], 0, 0), f"no {BAD}"))
     square = squares(board)[0][0]
     assert (square.get("class"), square.get("title")) == ("trouble", f"no {BAD}")
 
 
-def test_prompts_and_names_stay_texts() -> None:
+def test_prompts_and_names_stay_texts(board_of: MakeBoard) -> None:
     board = board_of(prompt=BAD)
     markup = grid(board, {"ddim": BAD}, str)
     assert "<img" not in markup

@@ -11,12 +11,13 @@ import gradio as gr
 
 from diffserve.client import ImageCapabilities
 from diffserve.errors import DiffserveError, EngineUnavailable
+from diffserve.experiments.measure import PromptCheck
+from diffserve.experiments.plan import SweepPlan
 from ui.askers import ask_for_visitor
 from ui.captions import EARLY, seconds_text, status
-from ui.experiment.measure import PromptCheck
-from ui.experiment.pace import Pacer
-from ui.experiment.plan import Form, GridPlan, read_form
+from ui.experiment.form import ExperimentForm, read_form
 from ui.experiment.run import GridRun
+from ui.experiment.speed import SpeedProbe
 from ui.experiment.view import Shown, View, names_of, work_text
 from ui.server import Server, sentence
 
@@ -28,7 +29,7 @@ class Experimenting:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._pacer = Pacer()
+        self._probe = SpeedProbe()
         self._runs: dict[str, set[GridRun]] = {}
 
     async def estimate(
@@ -42,16 +43,16 @@ class Experimenting:
         has_converged: bool,
     ) -> str:
         """How much will be painted, and how long that takes, as HTML; or why it cannot be."""
-        form = Form(samplers, steps, prompts, num_seeds, first_seed, guidance, has_converged)
+        form = ExperimentForm(samplers, steps, prompts, num_seeds, first_seed, guidance, has_converged)
         try:
             plan, check = await asyncio.to_thread(_read, form, await self._image())
-            pace = await self._pacer.pace(self._server.client)
+            speed = await self._probe.speed(self._server.client)
         except EngineUnavailable:
             return status(NOT_YET)
         except DiffserveError as error:
             return status(sentence(error), is_error=True)
         notes = () if check.why_not is None else (f"Prompt match will not be measured: {check.why_not}",)
-        return status(f"{work_text(plan)}: about {seconds_text(pace.seconds(plan))}.", notes=notes)
+        return status(f"{work_text(plan)}: about {seconds_text(speed.seconds(plan))}.", notes=notes)
 
     async def run(
         self,
@@ -65,7 +66,7 @@ class Experimenting:
         request: gr.Request,
     ) -> AsyncIterator[Shown]:
         """Paint, and show the grid as it fills; at the end curves and files. Whoever leaves early ends it."""
-        form = Form(samplers, steps, prompts, num_seeds, first_seed, guidance, has_converged)
+        form = ExperimentForm(samplers, steps, prompts, num_seeds, first_seed, guidance, has_converged)
         try:
             if not await self._server.is_ready():
                 yield Shown(status=status(EARLY), run=gr.update(interactive=False))
@@ -73,13 +74,13 @@ class Experimenting:
             image = await self._image()
             plan, check = await asyncio.to_thread(_read, form, image)
             yield Shown(status=status("Measuring how fast this server paints."), run=gr.update(interactive=False))
-            pace = await self._pacer.pace(self._server.client)
+            speed = await self._probe.speed(self._server.client)
             folder = self._server.files.new_folder()
         except (DiffserveError, OSError) as error:
             yield Shown(status=status(sentence(error), is_error=True), run=gr.update(interactive=True))
             return
         run = GridRun(self._server.client, plan, check, folder)
-        view = View(run, pace, names_of(plan, image))
+        view = View(run, speed, names_of(plan, image))
         session = request.session_hash or ""
         mine = self._runs.setdefault(session, set())
         mine.add(run)
@@ -95,7 +96,7 @@ class Experimenting:
             mine.discard(run)
             if not mine and self._runs.get(session) is mine:
                 del self._runs[session]
-            run.tidy()
+            run.board.tidy()
             self._server.files.keep(folder)
 
     def stop(self, request: gr.Request) -> None:
@@ -112,7 +113,7 @@ class Experimenting:
         return (await self._server.models()).image
 
 
-def _read(form: Form, image: ImageCapabilities) -> tuple[GridPlan, PromptCheck]:
+def _read(form: ExperimentForm, image: ImageCapabilities) -> tuple[SweepPlan, PromptCheck]:
     """The plan of ``form``, and what checks its pictures. InvalidRequest where it cannot be painted."""
     plan = read_form(form, image)
-    return plan, PromptCheck(image.family, plan.sweep.prompts)
+    return plan, PromptCheck(image.family, plan.prompts)

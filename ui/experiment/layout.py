@@ -1,4 +1,4 @@
-"""The tab Experiment: what to compare, the grid, the curves. Layout here, what happens in ``experimenting``."""
+"""The tab Experiment: what to compare, the grid, the curves. Layout here, what happens in ``handlers``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from gradio.context import Context
 
 from diffserve.client import ImageCapabilities
 from diffserve.errors import DiffserveError
+from diffserve.experiments.measure import CHECKED_FAMILY
 from diffserve.experiments.prompts import held_out_prompts
 from ui.captions import status
 from ui.events import PRIVATE, SILENT
 from ui.experiment.handlers import NOT_YET, Experimenting
-from ui.experiment.measure import CHECKED_FAMILY
 from ui.experiment.style import CURVES, GRID, SAID
 from ui.memory import keep_form
 from ui.server import Server, sentence
@@ -32,8 +32,8 @@ ASK_AGAIN_S: Final = 2.0
 NOTHING_YET: Final = "Pictures appear here as they are painted, then curves: what a step buys, and what a second buys."
 
 
-class Fields(NamedTuple):
-    """What to compare, in the order of :class:`ui.experiment.plan.Form`."""
+class ExperimentFields(NamedTuple):
+    """What to compare, in the order of :class:`ui.experiment.form.ExperimentForm`."""
 
     samplers: gr.Dropdown
     steps: gr.Textbox
@@ -44,7 +44,7 @@ class Fields(NamedTuple):
     has_converged: gr.Checkbox
 
 
-class Showing(NamedTuple):
+class ExperimentOutputs(NamedTuple):
     """What an experiment changes, in the order of :class:`ui.experiment.view.Shown`."""
 
     status: gr.HTML
@@ -67,11 +67,11 @@ def add_experiment(server: Server) -> None:
                 run = gr.Button("Run", variant="primary", elem_id="exp-run")
                 stop = gr.Button("Stop", variant="stop", elem_id="exp-stop", visible=False)
         with gr.Column(scale=5, min_width=300, elem_id="exp-results"):
-            showing = _showing(run, stop)
-    _connect(server, Experimenting(server), fields, held_out, estimate, showing)
+            outputs = _outputs(run, stop)
+    _connect(server, Experimenting(server), fields, held_out, estimate, outputs)
 
 
-def _fields() -> tuple[Fields, gr.Button]:
+def _fields() -> tuple[ExperimentFields, gr.Button]:
     samplers = gr.Dropdown(
         list(DEFAULT_SAMPLERS),
         value=[name for _, name in DEFAULT_SAMPLERS],
@@ -109,10 +109,10 @@ def _fields() -> tuple[Fields, gr.Button]:
         info="The same seed painted by DDIM in 200 steps. It takes as long as several of the others.",
         elem_id="exp-converged",
     )
-    return Fields(samplers, steps, prompts, num_seeds, first_seed, guidance, has_converged), held_out
+    return ExperimentFields(samplers, steps, prompts, num_seeds, first_seed, guidance, has_converged), held_out
 
 
-def _showing(run: gr.Button, stop: gr.Button) -> Showing:
+def _outputs(run: gr.Button, stop: gr.Button) -> ExperimentOutputs:
     said = _html("exp-status", SAID, status(NOTHING_YET))
     grid = _html("exp-grid", GRID)
     over_steps = _html("exp-curves-steps", CURVES)
@@ -120,7 +120,7 @@ def _showing(run: gr.Button, stop: gr.Button) -> Showing:
     with gr.Row(elem_id="exp-files"):
         csv = gr.DownloadButton("Download CSV", size="sm", scale=0, min_width=140, visible=False, elem_id="exp-csv")
         png = gr.DownloadButton("Download PNG", size="sm", scale=0, min_width=140, visible=False, elem_id="exp-png")
-    return Showing(said, grid, over_steps, over_seconds, csv, png, run, stop)
+    return ExperimentOutputs(said, grid, over_steps, over_seconds, csv, png, run, stop)
 
 
 def _html(name: str, looks: str, value: str = "") -> gr.HTML:
@@ -131,21 +131,21 @@ def _html(name: str, looks: str, value: str = "") -> gr.HTML:
 def _connect(
     server: Server,
     events: Experimenting,
-    fields: Fields,
+    fields: ExperimentFields,
     held_out: gr.Button,
     estimate: gr.HTML,
-    showing: Showing,
+    outputs: ExperimentOutputs,
 ) -> None:
     page, tab = _surroundings()
-    showing.run.click(
+    outputs.run.click(
         events.run,
         list(fields),
-        list(showing),
+        list(outputs),
         api_name="experiment",
         show_progress="hidden",
         concurrency_limit=None,
     )
-    showing.stop.click(events.stop, **PRIVATE)
+    outputs.stop.click(events.stop, **PRIVATE)
     estimated = gr.on(
         [*(field.change for field in fields), *([tab.select] if tab else [])],
         events.estimate,
@@ -172,8 +172,8 @@ def _connect(
     keep_form(page, "experiment", fields)
     page.load(
         js=f"(said) => diffserve.wasLost('experiment') ? {json.dumps(status(LOST, is_error=True))} : said",
-        inputs=showing.status,
-        outputs=showing.status,
+        inputs=outputs.status,
+        outputs=outputs.status,
         **SILENT,
     )
     page.load(greet, None, [fields.samplers, held_out, estimate], **PRIVATE)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from diffserve.experiments.svg import STYLE
+
 SAID: Final = """
 p { margin: 0; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 .note { margin-top: 4px; font-size: var(--text-sm); color: var(--body-text-color-subdued); }
@@ -37,24 +39,6 @@ td small { font-size: var(--text-xs); color: var(--body-text-color-subdued); lin
 .bar i { display: block; height: 100%; background: var(--color-accent); }
 """
 
-CURVES: Final = """
-.legend { display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 0 0 4px; padding: 0; list-style: none;
-  font-size: var(--text-sm); }
-.legend li { display: flex; align-items: center; gap: 6px; margin: 0; }
-.legend svg { width: 12px; height: 12px; }
-.charts { display: flex; flex-wrap: wrap; gap: 12px 24px; }
-figure { flex: 1 1 300px; max-width: 460px; min-width: 0; margin: 0; }
-figcaption { font-size: var(--text-sm); font-weight: 500; margin-bottom: 2px; }
-figcaption small { font-weight: 400; color: var(--body-text-color-subdued); }
-figure svg { display: block; width: 100%; height: auto; overflow: visible; }
-.grid { stroke: var(--border-color-primary); stroke-width: 1; opacity: 0.6; }
-.tick, .axis { fill: var(--body-text-color-subdued); font-size: 12px; }
-@media (max-width: 600px) { .tick, .axis { font-size: 15px; } }
-.level { stroke: var(--body-text-color-subdued); stroke-width: 1.2; stroke-dasharray: 2 4; }
-.front { fill: none; stroke: var(--body-text-color-subdued); stroke-width: 1.2; stroke-dasharray: 6 4; }
-.knee { fill: none; stroke: var(--body-text-color); stroke-width: 1.4; }
-.curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
-.reach { fill: none; stroke-width: 2; opacity: 0.45; }
-.dot { stroke: var(--body-background-fill); stroke-width: 1; }
-.note { font-size: var(--text-sm); color: var(--body-text-color-subdued); margin: 4px 0; max-width: 70ch; }
+CURVES: Final = f"""{STYLE}
+.note {{ font-size: var(--text-sm); color: var(--body-text-color-subdued); margin: 4px 0; max-width: 70ch; }}
 """

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from html import escape
 from pathlib import Path
 
+from diffserve.experiments.charts import line_names
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.plan import Cell
 from ui.experiment.board import SHOWN, Board, Square
@@ -20,17 +21,15 @@ Address = Callable[[Path], str]
 def grid(board: Board, names: Mapping[str, str], address: Address) -> str:
     """The table; ``names`` says how samplers are called."""
     plan = board.plan
-    heads = "".join(f'<th scope="col">{steps}</th>' for steps in plan.steps)
-    if plan.reference is not None:
-        heads += f'<th scope="col" class="converged">converged<small>DDIM {plan.reference.num_steps}</small></th>'
-    scale = plan.sweep.guidance[0]
+    steps = dict.fromkeys(cell.num_steps for cell in plan.cells)
+    heads = "".join(f'<th scope="col">{n}</th>' for n in steps)
+    for reference in plan.references:
+        heads += f'<th scope="col" class="converged">converged<small>DDIM {reference.num_steps}</small></th>'
     rows = []
-    for sampler in plan.samplers:
-        cells = [_square(board, Cell(sampler, steps, scale), names, address) for steps in plan.steps]
-        if plan.reference is not None:
-            cells.append(_square(board, plan.reference, names, address))
-        name = escape(names.get(sampler, sampler))
-        rows.append(f'<tr><th scope="row">{name}</th>{"".join(cells)}</tr>')
+    for (sampler, scale), name in line_names(plan.cells, names).items():
+        cells = (*(Cell(sampler, n, scale) for n in steps), *plan.references)
+        squares = "".join(_square(board, cell, names, address) for cell in cells)
+        rows.append(f'<tr><th scope="row">{escape(name)}</th>{squares}</tr>')
     return (
         f'<div class="exp-scroll" tabindex="0" role="region" aria-label="pictures by sampler and steps"><table>'
         f"<caption>{_caption(board)}</caption>"
@@ -40,10 +39,10 @@ def grid(board: Board, names: Mapping[str, str], address: Address) -> str:
 
 
 def _caption(board: Board) -> str:
-    sweep = board.plan.sweep
-    more = len(sweep.places) - 1
+    plan = board.plan
+    more = len(plan.places) - 1
     rest = f"; {more} more for each, not shown" if more else ""
-    return f"“{escape(sweep.prompts[SHOWN[0]])}”, seed {sweep.seed_of(SHOWN)}{rest}"
+    return f"“{escape(plan.prompts[SHOWN[0]])}”, seed {plan.seed_of(SHOWN)}{rest}"
 
 
 def _square(board: Board, cell: Cell, names: Mapping[str, str], address: Address) -> str:
@@ -65,17 +64,19 @@ def _look(square: Square, name: str, address: Address) -> str:
 
 def _bar(board: Board, square: Square) -> str:
     """How far all pictures of the square are."""
-    share = sum(square.fractions.values()) / len(board.plan.sweep.places)
+    share = sum(square.fractions.values()) / len(board.plan.places)
     return f'<div class="bar"><i style="width:{100 * share:.0f}%"></i></div>'
 
 
 def _worth(board: Board, square: Square) -> str:
     """What is known of its pictures, in a few characters."""
-    hits = [picture.is_exact for picture in square.painted.values() if picture.is_exact is not None]
-    if len(hits) == 1 and len(board.plan.sweep.places) == 1:
+    records = list(square.records.values())
+    hits = [record.parts.exact for record in records if record.parts is not None]
+    if len(hits) == 1 and len(board.plan.places) == 1:
         parts = ["✓" if hits[0] else "✗"]
     else:
         parts = [f"{sum(hits)}/{len(hits)} ✓"] if hits else []
-    near = list(square.psnr_db.values())
+    distances = [record.distance for record in records if record.distance is not None]
+    near = [distance.psnr_db for distance in distances if distance.psnr_db is not None]
     parts += [Measure.PSNR_DB.write(sum(near) / len(near))] if near else []
     return " · ".join(parts) or "&nbsp;"

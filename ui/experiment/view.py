@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import html
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.parse import quote
@@ -12,13 +13,15 @@ from urllib.parse import quote
 import gradio as gr
 
 from diffserve.client import ImageCapabilities
-from diffserve.experiments.plan import canonical_sampler
+from diffserve.experiments import svg
+from diffserve.experiments.charts import Chart, Names, over_seconds, over_steps
+from diffserve.experiments.estimates import Measure
+from diffserve.experiments.plan import SweepPlan, canonical_sampler
 from diffserve.experiments.summary import CellSummary
 from ui.captions import seconds_text, status
-from ui.experiment import charts, curves, export, table
-from ui.experiment.pace import TIMED_PICTURES, Pace
-from ui.experiment.plan import GridPlan
+from ui.experiment import export, table
 from ui.experiment.run import GridRun
+from ui.experiment.speed import TIMED_PICTURES, ServerSpeed
 from ui.files import Files
 from ui.server import sentence
 
@@ -26,6 +29,7 @@ TELL_EVERY_S: Final = 1.0
 """A page is told at least so often, so that one that is gone is noticed."""
 
 CURVES_EVERY_S: Final = 1.5
+MEASURES: Final = (Measure.EXACT, Measure.PSNR_DB)
 UNMEASURED: Final = (
     "There is nothing to draw a curve from: compare with the converged picture, or write prompts that the checker of "
     "the embedded model knows."
@@ -41,7 +45,7 @@ PENDING: Final = (
 
 
 class Shown(NamedTuple):
-    """New values of what an experiment changes, in the order of :class:`ui.experiment.layout.Showing`."""
+    """New values of what an experiment changes, in the order of :class:`ui.experiment.layout.ExperimentOutputs`."""
 
     status: Any = gr.skip()
     grid: Any = gr.skip()
@@ -56,9 +60,9 @@ class Shown(NamedTuple):
 class View:
     """What a page shows of a run; only what is new."""
 
-    def __init__(self, run: GridRun, pace: Pace, names: dict[str, str]) -> None:
+    def __init__(self, run: GridRun, speed: ServerSpeed, names: dict[str, str]) -> None:
         self._run = run
-        self._pace = pace
+        self._speed = speed
         self._names = names
         self._seen = -1
         self._num_drawn = 0
@@ -102,26 +106,25 @@ class View:
         return table.grid(self._run.board, self._names, address)
 
     def _summaries(self) -> tuple[CellSummary, ...]:
-        return self._run.board.summaries(self._pace.alone)
+        return self._run.board.summaries(self._speed.alone)
 
     def _curves(self, pending: str = "") -> tuple[str, str]:
         """Both figures as HTML, with what must be known to read them; where there are none yet, ``pending`` or why."""
         summaries = self._summaries()
         if not summaries:
             return "", ""
-        over_steps = curves.over_steps(summaries, self._names)
-        over_seconds = curves.over_seconds(summaries, self._names)
-        if not over_steps:
-            why = (pending or UNPAIRED) if self._run.plan.has_converged else UNMEASURED
+        steps = over_steps(summaries, MEASURES, self._names)
+        seconds = over_seconds(summaries, MEASURES, self._names)
+        if not steps:
+            why = (pending or UNPAIRED) if self._run.plan.references else UNMEASURED
             return f"<p class='note'>{why}</p>", ""
-        lines = [self._names.get(name, name) for name in curves.samplers_of(summaries)]
-        knee = curves.knee_sentence(summaries, self._names)
-        notes = "".join(f"<p class='note'>{html.escape(text)}</p>" for text in (knee, self._seconds_text()) if text)
-        return charts.figure(over_steps, lines), charts.figure(over_seconds, lines) + notes
+        sentences = (knee_sentence(seconds, self._names), self._seconds_text())
+        notes = "".join(f"<p class='note'>{html.escape(text)}</p>" for text in sentences if text)
+        return svg.figure(steps), svg.figure(seconds) + notes
 
     def _seconds_text(self) -> str:
         """Where the seconds of a picture come from."""
-        timing = self._run.board.timing or self._pace.alone
+        timing = self._run.board.timing or self._speed.alone
         when = (
             f"medians of {TIMED_PICTURES} pictures painted alone after all others"
             if self._run.board.timing
@@ -144,15 +147,15 @@ class View:
         if run.is_timing:
             return status("measuring how long one picture takes alone", share=1.0)
         text = (
-            f"picture {run.board.num_painted} of {plan.num_pictures}, {seconds_text(run.seconds_left(self._pace))} left"
+            f"picture {run.board.num_painted} of {plan.num_images}, {seconds_text(run.seconds_left(self._speed))} left"
         )
         if run.is_waiting:
             text += "; the server's queue is full, the rest waits for room"
-        return status(text, share=min(1.0, run.board.rows_done / plan.rows_together))
+        return status(text, share=min(1.0, run.board.rows_done / plan.num_painted_rows))
 
     def _end_status(self) -> str:
         run, board = self._run, self._run.board
-        kept = f"{board.num_painted} of {run.plan.num_pictures} pictures are painted"
+        kept = f"{board.num_painted} of {run.plan.num_images} pictures are painted"
         notes = tuple(_troubles(run, self._names))
         if run.error is not None:
             return status(f"{sentence(run.error)} {kept} and kept.", notes=notes, is_error=True)
@@ -169,16 +172,30 @@ def _troubles(run: GridRun, names: dict[str, str]) -> list[str]:
         for cell, square in run.board.squares.items()
         if square.trouble is not None
     ]
-    return found if run.why_not_exact is None else [*found, f"Prompt match is not measured: {run.why_not_exact}"]
+    why_not = run.check.why_not
+    return found if why_not is None else [*found, f"Prompt match is not measured: {why_not}"]
 
 
-def work_text(plan: GridPlan) -> str:
+def knee_sentence(charts: Sequence[Chart], names: Names) -> str:
+    """Beyond which cell time buys little, by the first measure whose front has a knee; empty where none has."""
+    for chart in charts:
+        if (best := chart.knee) is not None:
+            cell, measure = best.summary.cell, chart.measure
+            return (
+                f"Dashed: what cannot be had both better and faster. Ringed, its knee: "
+                f"{names.get(cell.sampler, cell.sampler)} with {cell.num_steps} steps; beyond {best.x:.2g} s and "
+                f"{measure.write(best.value.value)} ({measure.title}) time buys less."
+            )
+    return ""
+
+
+def work_text(plan: SweepPlan) -> str:
     """ "12 combinations of sampler and steps, 4 pictures each, and 4 converged ones"."""
-    each = len(plan.sweep.places)
+    each = len(plan.places)
     pictures = "1 picture" if each == 1 else f"{each} pictures each"
     if len(plan.cells) > 1:
         pictures = f"{len(plan.cells)} combinations of sampler and steps, {pictures.removesuffix(' each')} each"
-    converged = f", and {each} converged {'one' if each == 1 else 'ones'}" if plan.has_converged else ""
+    converged = f", and {each} converged {'one' if each == 1 else 'ones'}" if plan.references else ""
     return f"{pictures}{converged}"
 
 
@@ -187,11 +204,11 @@ def _short_text(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.2g} s"
 
 
-def names_of(plan: GridPlan, image: ImageCapabilities) -> dict[str, str]:
+def names_of(plan: SweepPlan, image: ImageCapabilities) -> dict[str, str]:
     """From samplers as cells write them to their labels; a sigma schedule follows as it is."""
     labels = {choice.name: choice.label for choice in image.samplers}
     names = {}
-    for text in plan.samplers:
+    for text in dict.fromkeys(cell.sampler for cell in plan.cells):
         name, _, schedule = canonical_sampler(text).partition(" ")
         names[text] = f"{labels.get(name, name)} {schedule}".strip()
     return names

@@ -11,13 +11,12 @@ from itertools import islice
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffserve.embedded.eval.painting import DISTILLED, TEACHER, paint, painter
 from diffserve.engine import Engine
+from diffserve.experiments.metrics.fidelity import psnr_db
 from diffserve.runtime import DiffusionModel
 from diffserve.world.checker import check
 from diffserve.world.render import render
@@ -47,11 +46,6 @@ def preview_db(model: DiffusionModel, num_scenes: int = NUM_SCENES) -> list[floa
         latents = model.vae.encode(render(scene)[None])
         found.append(psnr_db(model.preview(latents), model.vae.decode(latents)))
     return found
-
-
-def psnr_db(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> float:
-    """Peak signal-to-noise ratio in dB of two pictures of one shape."""
-    return float(20 * np.log10(255 / np.sqrt(np.square(one.astype(np.float64) - other).mean())))
 
 
 def giga_operations(call: Callable[[], Any]) -> float:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from diffserve.runtime.loading.quiet import hushed
 
 with hushed("transformers"):
-    from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
+    from torchmetrics.functional.image import structural_similarity_index_measure
     from torchmetrics.image.fid import FrechetInceptionDistance
     from torchmetrics.image.kid import KernelInceptionDistance
 
 __all__ = [
     "FrechetInceptionDistance",
     "KernelInceptionDistance",
-    "peak_signal_noise_ratio",
     "structural_similarity_index_measure",
 ]

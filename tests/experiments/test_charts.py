@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 
+from diffserve.experiments.charts import over_seconds, over_steps
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.plan import Cell
+from diffserve.experiments.scales import Scale, apart, linear_scale, linear_ticks, log_scale, log_ticks
 from diffserve.experiments.summary import CellSummary
-from ui.experiment import charts as grid_charts
-from ui.experiment import curves as grid_curves
-from ui.experiment.scales import Scale, apart, linear_scale, linear_ticks, log_scale, log_ticks
+from diffserve.experiments.svg import COLORS, figure
+from ui.experiment.view import knee_sentence
 
+MEASURES = (Measure.EXACT, Measure.PSNR_DB)
 NAMES = {"ddim": "DDIM", "ddpm": "DDPM"}
 BAD = "<b onclick=alert(1)>\"'&"
 
@@ -41,6 +44,25 @@ SWEEP = (
 )  # fmt: skip
 
 
+def test_a_measure_of_which_less_is_better_has_its_front_below() -> None:
+    cells = [
+        msgspec.structs.replace(one, measures={Measure.FRECHET.value: Estimate(100 / one.cell.num_steps)})
+        for one in SWEEP
+        if not one.cell.is_reference
+    ]
+    (chart,) = over_seconds(cells, [Measure.FRECHET])
+    assert [dot.value.value for dot in chart.front] == [20.0, 10.0, 2.0]
+    assert "(lower is better)" in figure([chart])
+
+
+def test_several_guidance_scales_are_several_lines() -> None:
+    other = [msgspec.structs.replace(one, cell=msgspec.structs.replace(one.cell, guidance_scale=1.0)) for one in SWEEP]
+    (chart,) = over_steps((*SWEEP, *other), [Measure.PSNR_DB], NAMES)
+    assert [line.name for line in chart.lines] == [
+        "DDIM, guidance 3", "DDPM, guidance 3", "DDIM, guidance 1", "DDPM, guidance 1"
+    ]  # fmt: skip
+
+
 def svgs(html: str) -> list[ElementTree.Element]:
     """The charts of a figure, without its legend."""
     tree = ElementTree.fromstring(f"<all>{html}</all>")
@@ -54,52 +76,52 @@ def places(svg: ElementTree.Element, color: str) -> list[tuple[float, float]]:
 
 
 def test_every_cell_is_a_dot_on_a_logarithmic_axis_and_better_is_higher() -> None:
-    exact, psnr = svgs(grid_charts.figure(grid_curves.over_steps(SWEEP, NAMES), ["DDIM", "DDPM"]))
-    (a, b, c), worse = places(psnr, grid_charts.COLORS[0]), places(psnr, grid_charts.COLORS[1])
+    exact, psnr = svgs(figure(over_steps(SWEEP, MEASURES, NAMES)))
+    (a, b, c), worse = places(psnr, COLORS[0]), places(psnr, COLORS[1])
     assert (b[0] - a[0]) / (c[0] - a[0]) == pytest.approx(math.log(2) / math.log(10), abs=0.01)
     assert a[1] > b[1] > c[1], "y grows downwards"
     assert all(dot[1] > better[1] for dot, better in zip(worse, (a, b, c), strict=True))
-    assert len(places(exact, grid_charts.COLORS[0])) == 3
+    assert len(places(exact, COLORS[0])) == 3
     assert [line.get("class") for line in exact.iter("line")].count("level") == 1, "where the converged pictures stand"
     assert [text.text for text in psnr.iter("text")][-4:] == ["5", "10", "50", "steps"]
 
 
 def test_seconds_have_a_front_and_its_knee_is_named() -> None:
-    charts = grid_curves.over_seconds(SWEEP, NAMES)
-    assert charts[1].front == ((0.05, 20.0), (0.1, 28.0), (0.5, 30.0))
-    assert charts[1].knee == (0.1, 28.0)
-    assert "its knee: DDIM with 10 steps" in grid_curves.knee_sentence(SWEEP, NAMES)
-    (_, psnr) = svgs(grid_charts.figure(charts, ["DDIM", "DDPM"]))
+    charts = over_seconds(SWEEP, MEASURES, NAMES)
+    assert [(dot.x, dot.value.value) for dot in charts[1].front] == [(0.05, 20.0), (0.1, 28.0), (0.5, 30.0)]
+    assert charts[1].knee == charts[1].front[1]
+    assert "its knee: DDIM with 10 steps" in knee_sentence(charts, NAMES)
+    (_, psnr) = svgs(figure(charts))
     assert len(list(psnr.iter("circle"))) == 1
     assert not list(psnr.iter("polyline")), "dots that are not an order of anything are not joined"
 
 
 def test_numbers_beside_dots_do_not_run_into_each_other() -> None:
     crowd = tuple(summary("ddim", 5 + number, 20.0, seconds=1 + number / 1000) for number in range(8))
-    (exact, _) = svgs(grid_charts.figure(grid_curves.over_seconds(crowd, NAMES), ["DDIM"]))
+    (exact, _) = svgs(figure(over_seconds(crowd, MEASURES, NAMES)))
     plain = [text for text in exact.iter("text") if text.get("dy") is None and text.get("text-anchor") == "start"]
     assert len(plain) < 8
 
 
 def test_what_comes_from_outside_stays_text() -> None:
     cells = (summary(BAD, 5, 20.0), summary(BAD, 10, 22.0))
-    for charts in (grid_curves.over_steps(cells, {}), grid_curves.over_seconds(cells, {})):
-        html = grid_charts.figure(charts, [BAD])
+    for charts in (over_steps(cells, MEASURES), over_seconds(cells, MEASURES)):
+        html = figure(charts)
         assert "<b" not in html
         assert any(BAD in (title.text or "") for svg in svgs(html) for title in svg.iter("title"))
 
 
 def test_one_cell_and_equal_values_make_a_chart_too() -> None:
     for cells in ((summary("ddim", 5, 20.0),), (summary("ddim", 5, 20.0), summary("ddim", 10, 20.0))):
-        for charts in (grid_curves.over_steps(cells, NAMES), grid_curves.over_seconds(cells, NAMES)):
-            html = grid_charts.figure(charts, ["DDIM"])
+        for charts in (over_steps(cells, MEASURES, NAMES), over_seconds(cells, MEASURES, NAMES)):
+            html = figure(charts)
             assert "nan" not in html
             assert len(svgs(html)) == 2
 
 
 def test_nothing_measured_is_no_chart() -> None:
-    assert grid_curves.over_steps((), NAMES) == ()
-    assert grid_charts.figure((), []) == ""
+    assert over_steps((), MEASURES) == ()
+    assert figure(()) == ""
 
 
 def test_ticks_are_round_and_within_the_scale() -> None:

@@ -1,4 +1,4 @@
-"""What an experiment of the page paints: from what stands in its form to a plan. No gradio, no server."""
+"""From what stands in the form of an experiment to its plan. No gradio, no server."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 
 from diffserve.client import ImageCapabilities
 from diffserve.errors import InvalidRequest
-from diffserve.experiments.axes import numbers, shown, whole_numbers
-from diffserve.experiments.plan import MAX_SAMPLER_CHARS, REFERENCE_STEPS, Cell, Job, SweepPlan
+from diffserve.experiments.axes import numbers, quote, whole_numbers
+from diffserve.experiments.plan import MAX_SAMPLER_CHARS, REFERENCE_STEPS, SweepPlan
 
 MAX_PICTURES: Final = 400
 """A page that is left open should not paint for a night; ``diffserve sweep`` may."""
@@ -20,11 +20,8 @@ MAX_FORM_CHARS: Final = 100_000
 FORM_WORDS: Final = {"num_steps": "steps", "guidance_scale": "guidance"}
 """From names of fields, as messages begin with them, to the form's own."""
 
-Place = tuple[int, int]
-"""(prompt, seed) by their numbers: what pairs a picture with those of other cells."""
 
-
-class Form(NamedTuple):
+class ExperimentForm(NamedTuple):
     """What somebody chose, as the form has it.
 
     steps, prompts  text: counts with commas between them, a prompt on each line
@@ -42,70 +39,29 @@ class Form(NamedTuple):
     has_converged: bool = True
 
 
-class GridPlan(NamedTuple):
-    """A sweep with one guidance scale, small enough to be watched."""
-
-    sweep: SweepPlan
-    has_converged: bool
-
-    @property
-    def cells(self) -> tuple[Cell, ...]:
-        """What is compared, the few steps first."""
-        return self.sweep.cells
-
-    @property
-    def reference(self) -> Cell | None:
-        """The converged cell, where there is one."""
-        return self.sweep.references[0] if self.has_converged else None
-
-    @property
-    def all_cells(self) -> tuple[Cell, ...]:
-        """What is compared, and the converged cell behind it."""
-        return self.cells if self.reference is None else (*self.cells, self.reference)
-
-    @property
-    def samplers(self) -> tuple[str, ...]:
-        """The rows of the grid, as they were chosen."""
-        return tuple(dict.fromkeys(cell.sampler for cell in self.cells))
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """The columns of the grid."""
-        return tuple(dict.fromkeys(cell.num_steps for cell in self.cells))
-
-    @property
-    def num_pictures(self) -> int:
-        """Pictures that are painted together, the converged ones included."""
-        return len(self.sweep.places) * len(self.all_cells)
-
-    @property
-    def rows_together(self) -> int:
-        """UNet rows of all these pictures."""
-        return len(self.sweep.places) * sum(cell.rows for cell in self.all_cells)
-
-    def jobs(self) -> Iterator[Job]:
-        """Everything to paint: place by place, so that pictures which are compared come about together."""
-        for place in self.sweep.places:
-            yield from (Job(cell, *place) for cell in self.all_cells)
-
-
-def read_form(form: Form, image: ImageCapabilities) -> GridPlan:
+def read_form(form: ExperimentForm, image: ImageCapabilities) -> SweepPlan:
     """The plan of ``form`` for the model ``image``, which takes a while: call it in a thread. InvalidRequest for
     anything that could not be painted."""
     steps = tuple(dict.fromkeys(whole_numbers(form.steps, "steps")))
     _check_steps(steps, image.train_timesteps)
     prompts = _prompts(form.prompts)
     with _in_words_of_the_form():
-        sweep = SweepPlan(
+        plan = SweepPlan(
             samplers=_samplers(form.samplers),
             steps=steps,
             guidance=(_guidance(form.guidance_scale, image.default_guidance_scale),),
             prompts=prompts,
             num_seeds=_whole(form.num_seeds, "pictures of each prompt", 1),
             first_seed=_whole(form.first_seed, "first seed", 0),
-            reference_steps=min(REFERENCE_STEPS, image.train_timesteps),
+            reference_steps=min(REFERENCE_STEPS, image.train_timesteps) if form.has_converged else None,
         )
-    return _bounded(GridPlan(sweep, form.has_converged))
+    if plan.num_images > MAX_PICTURES:
+        raise InvalidRequest(
+            f"that is {plan.num_images} pictures, and the page paints at most {MAX_PICTURES}; choose fewer prompts, "
+            "seeds, samplers or step counts, or use diffserve sweep, which can be interrupted.",
+            param="prompts",
+        )
+    return plan
 
 
 @contextmanager
@@ -154,7 +110,7 @@ def _guidance(value: str | float | None, default: float) -> float:
     scales = numbers(text, "guidance")
     if len(scales) > 1:
         raise InvalidRequest(
-            f"guidance is {shown(text)}; the page compares at one scale, give one number.", param="guidance"
+            f"guidance is {quote(text)}; the page compares at one scale, give one number.", param="guidance"
         )
     return scales[0]
 
@@ -165,16 +121,6 @@ def _check_steps(steps: Sequence[int], most: int) -> None:
             f"steps has {max(steps)}; the model was trained with {most} timesteps, so {most} steps is the most.",
             param="steps",
         )
-
-
-def _bounded(plan: GridPlan) -> GridPlan:
-    if plan.num_pictures > MAX_PICTURES:
-        raise InvalidRequest(
-            f"that is {plan.num_pictures} pictures, and the page paints at most {MAX_PICTURES}; choose fewer prompts, "
-            "seeds, samplers or step counts, or use diffserve sweep, which can be interrupted.",
-            param="prompts",
-        )
-    return plan
 
 
 def _whole(value: float | None, name: str, default: int) -> int:

@@ -6,12 +6,13 @@ import asyncio
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 from typing import Final, NamedTuple
 
 from diffserve.client import AsyncClient, CompletedImage, LostImage, Progress, StreamedImageFields
 from diffserve.errors import DiffserveError
-from ui.experiment.plan import GridPlan
+from diffserve.experiments.plan import Cell, SweepPlan
+from diffserve.experiments.records import ImageRecord, SoloTime
 
 PROBE_PROMPT: Final = "a star"
 PROBE_SAMPLER: Final = "ddim"
@@ -32,21 +33,26 @@ class Timing(NamedTuple):
         """Of a picture of so many UNet rows."""
         return evaluations * self.row_s + self.rest_s
 
+    def of_cell(self, records: Sequence[ImageRecord], cell: Cell) -> SoloTime:
+        """Of a picture such as ``records`` of ``cell``."""
+        evaluations = fmean(record.evaluations for record in records)
+        return SoloTime((1000 * self.row_s * evaluations / cell.num_steps,), (self.seconds(evaluations),))
 
-class Pace(NamedTuple):
+
+class ServerSpeed(NamedTuple):
     """How a server paints one picture alone, and seconds of a UNet row of several together."""
 
     alone: Timing
     together_row_s: float
 
-    def seconds(self, plan: GridPlan) -> float:
+    def seconds(self, plan: SweepPlan) -> float:
         """How long the whole of ``plan`` takes, the timing at its end included."""
-        together = plan.rows_together * self.together_row_s + plan.num_pictures * self.alone.rest_s
+        together = plan.num_painted_rows * self.together_row_s + plan.num_images * self.alone.rest_s
         rows = TIMED_STEPS * plan.cells[0].rows / plan.cells[0].num_steps
         return together + TIMED_PICTURES * self.alone.seconds(rows)
 
 
-class Watched(NamedTuple):
+class TimedRequest(NamedTuple):
     """A request that was watched.
 
     steps_s      seconds of every step but the first, which nobody saw begin
@@ -61,46 +67,46 @@ class Watched(NamedTuple):
     num_steps: int
 
 
-async def paint_watched(
+async def paint_timed(
     client: AsyncClient, prompt: str, *, sampler: str, steps: int, seed: int, n: int = 1, guidance: float | None = None
-) -> Watched:
+) -> TimedRequest:
     """Paint and look at the clock. Raises what the client raises, and DiffserveError where a picture is lost."""
     fields = StreamedImageFields(
         sampler=sampler, num_inference_steps=steps, seed=seed, n=n, prompt_rewriter="off", partial_images=0
     )
     if guidance is not None:
         fields["guidance_scale"] = guidance
-    told: list[Told] = [Told(time.perf_counter(), 0)]
+    moments: list[StepTime] = [StepTime(time.perf_counter(), 0)]
     num_steps, evaluations = steps, 0
     async with client.generate_stream(prompt, **fields) as events:
         async for event in events:
             match event:
                 case Progress(image_index=0, step=int(step), steps=int(num_steps)):
-                    told.append(Told(time.perf_counter(), step))
+                    moments.append(StepTime(time.perf_counter(), step))
                 case CompletedImage():
                     evaluations += event.usage.num_evaluations
                 case LostImage():
                     raise DiffserveError(event.failure.message, code=event.failure.code)
-    return _watched(told, time.perf_counter(), num_steps, evaluations)
+    return _timed_request(moments, time.perf_counter(), num_steps, evaluations)
 
 
-class Told(NamedTuple):
+class StepTime(NamedTuple):
     """A clock in seconds, and steps that are done by then."""
 
     clock_s: float
     step: int
 
 
-def _watched(told: Sequence[Told], end_s: float, num_steps: int, evaluations: int) -> Watched:
+def _timed_request(told: Sequence[StepTime], end_s: float, num_steps: int, evaluations: int) -> TimedRequest:
     """From what was told, the start first, to the times."""
     if len(told) < 3:  # too few steps to be told of each: what lies between is spread evenly
-        return Watched(((end_s - told[0].clock_s) / num_steps,) * num_steps, 0.0, evaluations, num_steps)
+        return TimedRequest(((end_s - told[0].clock_s) / num_steps,) * num_steps, 0.0, evaluations, num_steps)
     steps_s = each_step_s(told[1:])
     around_s = told[1].clock_s - told[0].clock_s + end_s - told[-1].clock_s
-    return Watched(steps_s, max(0.0, around_s - told[1].step * median(steps_s)), evaluations, num_steps)
+    return TimedRequest(steps_s, max(0.0, around_s - told[1].step * median(steps_s)), evaluations, num_steps)
 
 
-def each_step_s(told: Sequence[Told]) -> tuple[float, ...]:
+def each_step_s(told: Sequence[StepTime]) -> tuple[float, ...]:
     """Seconds of every step after the first that was told; steps that were told at once share the time evenly."""
     each: list[float] = []
     for before, after in pairwise(told):
@@ -109,51 +115,51 @@ def each_step_s(told: Sequence[Told]) -> tuple[float, ...]:
     return tuple(each)
 
 
-def timing_of(watched: Sequence[Watched]) -> Timing:
+def timing_of(requests: Sequence[TimedRequest]) -> Timing:
     """Medians over all steps of pictures that were painted alike, so that a moment in which the machine did something
     else, or other people's pictures, weighs no more than the steps that it lasted."""
-    step_s = median(second for one in watched for second in one.steps_s)
-    rows_a_step = watched[0].evaluations / watched[0].num_steps
-    return Timing(step_s / rows_a_step, median(one.rest_s for one in watched))
+    step_s = median(second for one in requests for second in one.steps_s)
+    rows_a_step = requests[0].evaluations / requests[0].num_steps
+    return Timing(step_s / rows_a_step, median(one.rest_s for one in requests))
 
 
-async def measure(client: AsyncClient) -> Pace:
+async def measure(client: AsyncClient) -> ServerSpeed:
     """A short picture alone, a few times, then several together. Raises what the client raises."""
 
-    async def probe(n: int) -> Watched:
-        return await paint_watched(client, PROBE_PROMPT, sampler=PROBE_SAMPLER, steps=PROBE_STEPS, seed=0, n=n)
+    async def probe(n: int) -> TimedRequest:
+        return await paint_timed(client, PROBE_PROMPT, sampler=PROBE_SAMPLER, steps=PROBE_STEPS, seed=0, n=n)
 
     alone = timing_of([await probe(1) for _ in range(TIMED_PICTURES)])
-    return Pace(alone, timing_of([await probe(PROBE_PICTURES)]).row_s)
+    return ServerSpeed(alone, timing_of([await probe(PROBE_PICTURES)]).row_s)
 
 
-async def time_alone(client: AsyncClient, plan: GridPlan) -> Timing:
+async def time_alone(client: AsyncClient, plan: SweepPlan) -> Timing:
     """Paint a picture of ``plan`` a few times, alone and with its guidance. Raises what the client raises."""
 
-    async def paint() -> Watched:
-        return await paint_watched(
+    async def paint() -> TimedRequest:
+        return await paint_timed(
             client,
-            plan.sweep.prompts[0],
+            plan.prompts[0],
             sampler=PROBE_SAMPLER,
-            steps=min(TIMED_STEPS, plan.sweep.reference_steps),
-            seed=plan.sweep.first_seed,
-            guidance=plan.sweep.guidance[0],
+            steps=min(TIMED_STEPS, plan.reference_steps or TIMED_STEPS),
+            seed=plan.first_seed,
+            guidance=plan.guidance[0],
         )
 
     return timing_of([await paint() for _ in range(TIMED_PICTURES)])
 
 
-class Pacer:
-    """Knows the pace of one server; measures it once, and again when that is long ago."""
+class SpeedProbe:
+    """Knows the speed of one server; measures it once, and again when that is long ago."""
 
     def __init__(self) -> None:
-        self._pace: Pace | None = None
+        self._speed: ServerSpeed | None = None
         self._measured_s = 0.0
         self._lock = asyncio.Lock()
 
-    async def pace(self, client: AsyncClient) -> Pace:
-        """The pace, measured now where it is not known. Raises what the client raises."""
+    async def speed(self, client: AsyncClient) -> ServerSpeed:
+        """The speed, measured now where it is not known. Raises what the client raises."""
         async with self._lock:
-            if self._pace is None or time.monotonic() - self._measured_s > FRESH_S:
-                self._pace, self._measured_s = await measure(client), time.monotonic()
-            return self._pace
+            if self._speed is None or time.monotonic() - self._measured_s > FRESH_S:
+                self._speed, self._measured_s = await measure(client), time.monotonic()
+            return self._speed

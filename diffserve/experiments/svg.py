@@ -1,0 +1,158 @@
+"""Charts as SVG within HTML: they follow a page's colours, light and dark, and need no script.
+
+Everything that comes from outside is escaped. A page gives the colours that ``STYLE`` names, and takes it in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Final
+
+from diffserve.experiments.charts import Chart, ChartDot, ChartLine
+from diffserve.experiments.estimates import Measure
+from diffserve.experiments.scales import Scale, apart, linear_scale, linear_ticks, log_scale, log_ticks
+
+WIDTH, HEIGHT = 420, 270
+LEFT, RIGHT, TOP, BOTTOM = 50, 406, 22, 228
+COLORS: Final = ("#3a86c8", "#e0662a", "#1b9e77", "#c2579a", "#d09a00", "#7d67c9", "#4bb3c7", "#8a8a8a")
+"""Told apart by the colour-blind too, on white and on black; every line has its own marker as well."""
+
+MARKERS: Final = (
+    "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0", "M-3.6,-3.6h7.2v7.2h-7.2z", "M0,-4.6L4.4,3.4L-4.4,3.4z",
+    "M0,-4.9L4.9,0L0,4.9L-4.9,0z", "M0,4.6L4.4,-3.4L-4.4,-3.4z", "M-1.5,-4.5h3v3h3v3h-3v3h-3v-3h-3v-3h3z",
+)  # fmt: skip
+LABEL_PX: Final = (22.0, 12.0)
+"""Width and height that the number beside a dot, or at an axis, takes at most."""
+
+STYLE: Final = """
+.legend { display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 0 0 4px; padding: 0; list-style: none;
+  font-size: var(--text-sm); }
+.legend li { display: flex; align-items: center; gap: 6px; margin: 0; }
+.legend svg { width: 12px; height: 12px; }
+.charts { display: flex; flex-wrap: wrap; gap: 12px 24px; }
+.charts figure { flex: 1 1 300px; max-width: 460px; min-width: 0; margin: 0; }
+.charts figcaption { font-size: var(--text-sm); font-weight: 500; margin-bottom: 2px; }
+.charts figcaption small { font-weight: 400; color: var(--body-text-color-subdued); }
+.charts figure svg { display: block; width: 100%; height: auto; overflow: visible; }
+.grid { stroke: var(--border-color-primary); stroke-width: 1; opacity: 0.6; }
+.tick, .axis { fill: var(--body-text-color-subdued); font-size: 12px; }
+@media (max-width: 600px) { .tick, .axis { font-size: 15px; } }
+.level { stroke: var(--body-text-color-subdued); stroke-width: 1.2; stroke-dasharray: 2 4; }
+.front { fill: none; stroke: var(--body-text-color-subdued); stroke-width: 1.2; stroke-dasharray: 6 4; }
+.knee { fill: none; stroke: var(--body-text-color); stroke-width: 1.4; }
+.curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
+.reach { fill: none; stroke-width: 2; opacity: 0.45; }
+.dot { stroke: var(--body-background-fill); stroke-width: 1; }
+"""
+
+
+def figure(charts: Sequence[Chart]) -> str:
+    """All charts side by side where there is room, under one legend."""
+    if not charts:
+        return ""
+    names = dict(sorted((line.number, line.name) for chart in charts for line in chart.lines))
+    legend = "".join(
+        f'<li><svg viewBox="-6 -6 12 12" aria-hidden="true"><path d="{_marker(number)}" fill="{_color(number)}"/></svg>'
+        f"{escape(name)}</li>"
+        for number, name in names.items()
+    )
+    return f'<ul class="legend">{legend}</ul><div class="charts">{"".join(map(_svg, charts))}</div>'
+
+
+def _svg(chart: Chart) -> str:
+    x, y = log_scale([dot.x for dot in chart.dots], LEFT, RIGHT), _y_scale(chart)
+    title = f"{chart.measure.title[0].upper()}{chart.measure.title[1:]}"
+    parts = [*_axes(chart, x, y), *_background(chart, x, y)]
+    for line in chart.lines:
+        parts += _draw(line, chart, x, y)
+    parts += _labels(chart, x, y)
+    better = "higher" if chart.measure.more_is_better else "lower"
+    return (
+        f"<figure><figcaption>{escape(title)} <small>({better} is better)</small></figcaption>"
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)} over {escape(chart.x_title)}">'
+        f"{''.join(parts)}</svg></figure>"
+    )
+
+
+def _y_scale(chart: Chart) -> Scale:
+    if chart.measure is Measure.EXACT:
+        return Scale(0.0, 1.0, BOTTOM, TOP)
+    found = [value for dot in chart.dots for value in (dot.value.low, dot.value.value, dot.value.high)]
+    return linear_scale([value for value in [*found, chart.level] if value is not None], BOTTOM, TOP)
+
+
+def _axes(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
+    for value in linear_ticks(y):
+        at = f"{y.place(value):.1f}"
+        yield f'<line class="grid" x1="{LEFT}" x2="{RIGHT}" y1="{at}" y2="{at}"/>'
+        number = f"{100 * value:.0f} %" if chart.measure is Measure.EXACT else f"{value:g}"
+        yield f'<text class="tick" x="{LEFT - 6}" y="{at}" dy="0.35em" text-anchor="end">{number}</text>'
+    ticks = sorted({dot.x for dot in chart.dots}) if chart.is_joined else log_ticks(x)
+    for value in apart(ticks, x, LABEL_PX[0]):
+        at = f"{x.place(value):.1f}"
+        yield f'<line class="grid" x1="{at}" x2="{at}" y1="{TOP}" y2="{BOTTOM}"/>'
+        yield f'<text class="tick" x="{at}" y="{BOTTOM + 16}" text-anchor="middle">{value:g}</text>'
+    middle = (LEFT + RIGHT) / 2
+    yield f'<text class="axis" x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(chart.x_title)}</text>'
+
+
+def _background(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
+    """The level of converged pictures, the front and its knee."""
+    if chart.level is not None:
+        at = f"{y.place(chart.level):.1f}"
+        yield f'<line class="level" x1="{LEFT}" x2="{RIGHT}" y1="{at}" y2="{at}"><title>converged</title></line>'
+    stair = ""
+    for index, dot in enumerate(chart.front):
+        at_x, at_y = f"{x.place(dot.x):.1f}", f"{y.place(dot.value.value):.1f}"
+        stair += f"M{at_x},{at_y}" if index == 0 else f"H{at_x}V{at_y}"
+    if stair:
+        yield f'<path class="front" d="{stair}"><title>Pareto front</title></path>'
+    if chart.knee is not None:
+        knee_x, knee_y = x.place(chart.knee.x), y.place(chart.knee.value.value)
+        yield f'<circle class="knee" cx="{knee_x:.1f}" cy="{knee_y:.1f}" r="10"/>'
+
+
+def _draw(line: ChartLine, chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
+    color, marker = _color(line.number), _marker(line.number)
+    for dot in line.dots:
+        if dot.value.low is not None and dot.value.high is not None:
+            at, low, high = x.place(dot.x), y.place(dot.value.low), y.place(dot.value.high)
+            yield f'<path class="reach" d="M{at:.1f},{low:.1f}V{high:.1f}" stroke="{color}"/>'
+    if chart.is_joined:
+        places = " ".join(f"{x.place(dot.x):.1f},{y.place(dot.value.value):.1f}" for dot in line.dots)
+        yield f'<polyline class="curve" points="{places}" stroke="{color}"/>'
+    for dot in line.dots:
+        at_x, at_y = x.place(dot.x), y.place(dot.value.value)
+        yield f'<path class="dot" d="{marker}" transform="translate({at_x:.1f},{at_y:.1f})" fill="{color}">'
+        yield f"<title>{escape(_hint(line.name, dot, chart.measure))}</title></path>"
+
+
+def _hint(name: str, dot: ChartDot, measure: Measure) -> str:
+    """What is told of a dot when it is pointed at."""
+    interval, value = "", dot.value
+    if value.low is not None and value.high is not None:
+        interval = f" (95 % interval {measure.write_range(value.low, value.high)})"
+    steps, seconds = dot.summary.cell.num_steps, dot.summary.alone_s
+    return f"{name}, {steps} steps: {measure.write(value.value)}{interval}, {seconds:.2g} s"
+
+
+def _labels(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
+    """Steps beside dots over seconds: those of the front first, and then every one that runs into no other."""
+    dots = [] if chart.is_joined else sorted(chart.dots, key=lambda dot: dot not in chart.front)
+    taken: list[tuple[float, float]] = []
+    for dot in dots:
+        at_x, at_y = x.place(dot.x), y.place(dot.value.value)
+        if all(abs(at_x - left) >= LABEL_PX[0] or abs(at_y - top) >= LABEL_PX[1] for left, top in taken):
+            taken.append((at_x, at_y))
+            anchor, shift = ("start", 6) if at_x < RIGHT - LABEL_PX[0] else ("end", -6)
+            place = f'x="{at_x + shift:.1f}" y="{at_y - 6:.1f}" text-anchor="{anchor}"'
+            yield f'<text class="tick" {place}>{dot.summary.cell.num_steps}</text>'
+
+
+def _color(number: int) -> str:
+    return COLORS[number % len(COLORS)]
+
+
+def _marker(number: int) -> str:
+    return MARKERS[number % len(MARKERS)]
