@@ -25,7 +25,7 @@ from diffserve.runtime.loading.single_file import load_single_file
 from diffserve.runtime.loading.weight_loading import LoadedParts
 from diffserve.runtime.precision import DeviceChoice, choose_device
 from diffserve.runtime.quantisation import tensor_bytes
-from diffserve.runtime.text.encoding import TextRunner
+from diffserve.runtime.text.encoding import TextEncoderRunner
 from diffserve.runtime.unet.prediction import predicts_velocity
 from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.preview import PREVIEW_DIRECTORY, PreviewRunner, load_preview
@@ -67,7 +67,7 @@ class DiffusionModel:
     native_size: tuple[int, int]
     schedule: NoiseSchedule
     scheduler_config: dict[str, Any]
-    text: TextRunner
+    text: TextEncoderRunner
     unet: UNetRunner
     vae: VAERunner
     choice: DeviceChoice
@@ -159,7 +159,7 @@ def load_model(
     unet = UNetRunner(parts.unet, device=choice.device, dtype=choice.compute_dtype)
     vae = VAERunner(parts.vae, device=choice.device, dtype=parts.vae_dtype)
     digest = _digest(parts, adapter, cache)
-    text = TextRunner(
+    text = TextEncoderRunner(
         parts.encoders, device=choice.device, digest=digest, zero_empty_negative=parts.zero_empty_negative
     )
     home = _home(location, adapter)
@@ -239,7 +239,7 @@ def _settle_prediction(parts: LoadedParts, unet: UNetRunner, location: Path) -> 
 
 
 def _check_fit(
-    text: TextRunner, unet: UNetRunner, vae: VAERunner, previewer: PreviewRunner | None, location: Path
+    text: TextEncoderRunner, unet: UNetRunner, vae: VAERunner, previewer: PreviewRunner | None, location: Path
 ) -> None:
     """Components that were not trained together are found out here rather than in the middle of a request."""
     config = unet.network.config

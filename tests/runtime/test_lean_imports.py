@@ -62,7 +62,7 @@ def test_process_with_the_libraries_in_it_is_left_alone() -> None:
 
 def test_classes_of_transformers_are_all_found_where_they_are() -> None:
     code = """
-from diffserve.runtime import lean_imports
+from diffserve.runtime.loading import lean_imports
 assert lean_imports.import_lean()
 from transformers import models
 from transformers.utils import import_utils

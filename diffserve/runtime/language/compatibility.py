@@ -15,7 +15,7 @@ from torch import Tensor
 from diffserve.errors import ModelLoadError
 from diffserve.runtime.kv import PagePlan, PagePool
 from diffserve.runtime.language.model import LanguageModel, LayerShape, run_network
-from diffserve.runtime.language.runner import Chunk, LanguageRunner
+from diffserve.runtime.language.runner import LanguageRunner, TokenChunk
 
 LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 LENGTH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
@@ -133,7 +133,7 @@ def _paged_logits(model: LanguageModel, token_ids: list[int]) -> Tensor:
     runner = LanguageRunner(model, pool, tenant="probe")
     table, _ = pool.open("probe", (), reserve=len(token_ids))
     pieces = [
-        runner.forward([Chunk(table, start, token_ids[start:end], num_logits=len(token_ids[start:end]))])
+        runner.forward([TokenChunk(table, start, token_ids[start:end], num_logits=len(token_ids[start:end]))])
         for start, end in PROBE_CUTS
         if start < len(token_ids)
     ]
