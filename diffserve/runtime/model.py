@@ -140,6 +140,7 @@ def load_model(
     *,
     dtype: str = "auto",
     device: str = "auto",
+    offload: str = "none",
     model_id: str | None = None,
     profile: ModelProfile | None = None,
     cache: DiskCache | None = None,
@@ -147,12 +148,13 @@ def load_model(
     """Load ``path``: "embedded", "embedded-turbo", a diffusers directory, a directory with an adapter (see
     ``runtime.adapter``), or a single safetensors file of SD 1.x, SD 2.x or SDXL.
 
+    ``offload`` says where weights rest while their layer does not run: none (on the device), auto, cpu or disk.
     ``profile`` gives the defaults and good sizes (its own path, device and dtype are not read); without it the family's
     own are taken. ``cache`` keeps digests of large files, and what the probe found, for the next start. Nothing is
     fetched from anywhere. Raises ModelNotFound when nothing is there, ModelLoadError when it cannot be used or answers
     as another kind than its files say, ConfigError for a wrong dtype or device.
     """
-    choice = choose_device(device, dtype)
+    choice = choose_device(device, dtype, offload)
     location = BUILT_IN.get(str(path)) or Path(path).expanduser()
     adapter = read_adapter(location)
     parts = load_adapted(adapter, choice) if adapter else _load_parts(location, choice)

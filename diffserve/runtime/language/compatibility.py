@@ -74,11 +74,11 @@ class ShapeProbe:
 
 
 @torch.inference_mode()
-def find_layers(network: Any, where: str) -> tuple[LayerShape, ...]:
+def find_layers(network: Any, where: str, device: torch.device) -> tuple[LayerShape, ...]:
     """The attention layers, asked by running one token. Raises ModelLoadError when they are not as pages need them."""
     probe = ShapeProbe()
     name = type(network).__name__
-    one = torch.zeros(1, dtype=torch.long, device=network.device)
+    one = torch.zeros(1, dtype=torch.long, device=device)
     try:
         run_network(network, one, one, one, paged=probe)
     except Exception as error:  # a class that does not know the interface may fail in any way
