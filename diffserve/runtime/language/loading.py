@@ -118,7 +118,8 @@ def _load_tokenizer(directory: Path) -> Any:
 def _describe(
     directory: Path, model_id: str, network: Any, tokenizer: Any, choice: DeviceChoice, digest: str
 ) -> LanguageModelInfo:
-    parameters = list(network.parameters())
+    tied = getattr(network, "all_tied_weights_keys", {})  # counted once, also where accelerate's hooks told them apart
+    parameters = [parameter for name, parameter in network.named_parameters() if name not in tied]
     text_config = network.config.get_text_config(decoder=True)
     vocab_size = int(network.get_output_embeddings().weight.shape[0])
     return LanguageModelInfo(
