@@ -98,6 +98,7 @@ def use_all(model: DiffusionModel) -> None:
     model.vae.decode(latents)
 
 
+@pytest.mark.slow
 def test_on_disk_nothing_is_held_between_calls_and_one_layer_during_them() -> None:
     profile = msgspec.structs.replace(load_settings(model="embedded", env={}).model, probe=False)
     model = load_model("embedded", device="cpu", dtype="float32", offload="disk", profile=profile)
@@ -106,7 +107,7 @@ def test_on_disk_nothing_is_held_between_calls_and_one_layer_during_them() -> No
     parts = [part for network in networks(model).values() for part in network.modules()]
     largest = max(sum(tensor.nbytes for tensor in part.parameters(recurse=False)) for part in parts)
     whole = sum(entry.weights_bytes for entry in model.memory_report())
-    assert len(watch.held) > 200
+    assert len(watch.held) > 100
     assert 0 < min(watch.held) <= max(watch.held) <= largest < whole / 10
     assert sum(map(held_bytes, networks(model).values())) == 0
 
@@ -115,7 +116,8 @@ PEAK = """
 import sys, threading
 from pathlib import Path
 def held():
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in line)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if "RssAnon" in line)
 from diffserve.runtime import load_model
 from tests.runtime.test_offload import use_all
 before, seen, is_over = held(), [], threading.Event()
