@@ -34,6 +34,7 @@ from schedulers import SPACINGS, resolve_sampler
 PROFILES = ("embedded", "embedded-turbo", "sd15", "sdxl")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 TEXT_DTYPES = (*DTYPES, "int4")
+OFFLOADS = ("none", "auto", "cpu", "disk")
 AUTO_STYLE = "auto"
 ENV_PREFIX = "DIFFSERVE_"
 _PUBLIC_URL = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+(?:/[A-Za-z0-9._~\-/]*)?")
@@ -76,6 +77,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                            of one window, and for what the language model wants
     threads                of the processor that a UNet call runs on; ``None``: what proves fastest, again and again, of
                            torch's own number and fewer
+    offload                where the weights of every model rest while their layer does not run: "none": on the device;
+                           "cpu": in main memory; "disk": in their files; "auto": on the device as far as it has room
     cache_dir              where costs and digests are kept between two starts (see :mod:`diffserve.disk_cache`);
                            "auto": the user's cache folder; "": nowhere
     """
@@ -91,10 +94,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cross_attention: Literal["paged", "plain"] = "paged"
     kv_pool_bytes: int | None = None
     threads: int | None = None
+    offload: str = "none"
     cache_dir: str = "auto"
 
     def __post_init__(self) -> None:
         check_bounds(self, ENGINE_BOUNDS)
+        if self.offload not in OFFLOADS:
+            raise ConfigError(f"offload is {self.offload!r}; choose one of {', '.join(OFFLOADS)}.", param="offload")
 
 
 class TextSettings(TextConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from diffserve.cli.start import end_soon, own_process
 from diffserve.errors import DiffserveError
 from diffserve.version import __version__
+
+if TYPE_CHECKING:
+    from diffserve.config import Flag
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -63,6 +66,9 @@ ConfigOption = Annotated[
 ]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:0 or mps.")]
 DtypeOption = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16, float16 or int8.")]
+OffloadOption = Annotated[
+    str | None, typer.Option("--offload", help="Where weights rest between uses: none, auto, cpu or disk.")
+]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -151,6 +157,7 @@ def generate(
     config: ConfigOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
+    offload: OffloadOption = None,
 ) -> int:
     """Paint PROMPT into a file and say its seed, the time of a step and where it lies."""
     from diffserve.cli.generate import GenerateArguments, run
@@ -161,7 +168,7 @@ def generate(
         num_images=num_images, seed=seed, quality=quality, sampler=sampler, num_steps=steps, guidance_scale=guidance,
         further={"eta": eta, "guidance_interval": guidance_interval}, init=init, strength=strength, mask=mask,
     )  # fmt: skip
-    return run(order, model=model, config=config, device=device, dtype=dtype)
+    return run(order, model=model, config=config, flags=_placement(device, dtype, offload))
 
 
 @app.command()
@@ -211,6 +218,7 @@ def serve(
     page: Annotated[bool | None, typer.Option("--page/--no-page", help="A page for browsers at /, or none.")] = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
+    offload: OffloadOption = None,
 ) -> int:
     """Serve the model over HTTP (OpenAI's image endpoints, and a page for browsers) until stopped."""
     from diffserve.cli.serve import run
@@ -222,10 +230,8 @@ def serve(
         "serve.allow_open": Flag("--allow-open", allow_open),
         "serve.data_dir": Flag("--data-dir", data_dir),
         "serve.page": Flag("--page/--no-page", page),
-        "model.device": Flag("--device", device),
-        "model.dtype": Flag("--dtype", dtype),
     }
-    return run(load_settings(model=model, config=config, flags=flags))
+    return run(load_settings(model=model, config=config, flags=flags | _placement(device, dtype, offload)))
 
 
 @app.command()
@@ -263,6 +269,7 @@ def sweep(
     config: ConfigOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
+    offload: OffloadOption = None,
 ) -> int:
     """Paint the same pictures with every sampler and step count, and report what a step buys.
 
@@ -281,16 +288,30 @@ def sweep(
         samplers=samplers, steps=steps, guidance=guidance, prompts=prompts, num_seeds=seeds, first_seed=seed,
         reference_steps=reference_steps, output=output,
     )  # fmt: skip
-    return run(options, model=model, config=config, device=device, dtype=dtype)
+    return run(options, model=model, config=config, flags=_placement(device, dtype, offload))
 
 
 @app.command()
 def doctor(
-    model: ModelOption = None, config: ConfigOption = None, device: DeviceOption = None, dtype: DtypeOption = None
+    model: ModelOption = None,
+    config: ConfigOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    offload: OffloadOption = None,
 ) -> int:
     """Say what was found: device, precision, model, the memory each part needs, and where each setting comes from."""
     from diffserve.cli.doctor import run
-    from diffserve.config import Flag, load_settings
+    from diffserve.config import load_settings
 
-    flags = {"model.device": Flag("--device", device), "model.dtype": Flag("--dtype", dtype)}
-    return run(load_settings(model=model, config=config, flags=flags))
+    return run(load_settings(model=model, config=config, flags=_placement(device, dtype, offload)))
+
+
+def _placement(device: str | None, dtype: str | None, offload: str | None) -> dict[str, Flag]:
+    """Where a model runs, how precisely, and where its weights rest, as options of the command line."""
+    from diffserve.config import Flag
+
+    return {
+        "model.device": Flag("--device", device),
+        "model.dtype": Flag("--dtype", dtype),
+        "engine.offload": Flag("--offload", offload),
+    }

@@ -33,10 +33,10 @@ def run(settings: Settings) -> int:
     from diffserve.runtime.loading.quiet import hushed
 
     folders = list(_folders(settings))
-    _section(console, "device", _device(choose_device(settings.model.device, settings.model.dtype)))
-    profile = settings.model
+    profile, offload = settings.model, settings.engine.offload
+    _section(console, "device", _device(choose_device(profile.device, profile.dtype, offload)))
     with hushed("diffserve"):  # what it would warn of is in the report
-        model = load_model(profile.path, device=profile.device, dtype=profile.dtype, profile=profile)
+        model = load_model(profile.path, device=profile.device, dtype=profile.dtype, offload=offload, profile=profile)
     _section(console, "model", _model(model))
     _section(console, "memory", _memory(model), headings=("part", "parameters", "weights"))
     _section(console, "folders", ((name, said) for name, said, _ in folders))

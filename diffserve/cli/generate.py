@@ -58,18 +58,14 @@ class GenerateArguments:
     mask: Path | None
 
 
-def run(
-    order: GenerateArguments, *, model: str | None, config: str | None, device: str | None, dtype: str | None
-) -> int:
+def run(order: GenerateArguments, *, model: str | None, config: str | None, flags: Mapping[str, Flag]) -> int:
     """Paint ``order``; the exit code (0, or 1 when an image failed). User errors are raised as DiffserveError."""
-    flags = {
-        "model.device": Flag("--device", device),
-        "model.dtype": Flag("--dtype", dtype),
+    own = {
         "model.sampler": Flag("--sampler", order.sampler),
         "model.num_steps": Flag("--steps", order.num_steps),
         "model.guidance_scale": Flag("--guidance", order.guidance_scale),
     }
-    settings = load_settings(model=model, config=config, flags=flags)
+    settings = load_settings(model=model, config=config, flags={**flags, **own})
     _check_quality(order)
     pictures = _read_pictures(order)
     draft = _request(order, settings, pictures, plan=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +39,8 @@ class SweepOptions:
     output: Path
 
 
-def run(options: SweepOptions, *, model: str | None, config: str | None, device: str | None, dtype: str | None) -> int:
+def run(options: SweepOptions, *, model: str | None, config: str | None, flags: Mapping[str, Flag]) -> int:
     """Run the sweep; the exit code. User errors are raised as DiffserveError before anything is painted or made."""
-    flags = {"model.device": Flag("--device", device), "model.dtype": Flag("--dtype", dtype)}
     settings = load_settings(model=model, config=config, flags=flags)
     plan = _plan(options, settings)
     refuse_early(plan, options.output)

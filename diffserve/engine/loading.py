@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -51,8 +52,9 @@ def load_parts(
     Raises ModelNotFound, ModelLoadError or ConfigError.
     """
     cache = DiskCache.at(config.cache_dir)
-    model = load_model(profile.path, dtype=profile.dtype, device=profile.device, profile=profile, cache=cache)
-    languages = load_languages(text, str(model.device), cache)
+    device, offload = profile.device, config.offload
+    model = load_model(profile.path, dtype=profile.dtype, device=device, offload=offload, profile=profile, cache=cache)
+    languages = load_languages(text, str(model.device), cache, offload)
     if not languages:
         return Engine(model, config, profile=profile, clock=clock), None, None
     pool = make_pool(model, languages, config, text)
@@ -62,16 +64,18 @@ def load_parts(
     return engine, texts, make_rewriter(texts, model, text)
 
 
-def load_languages(text: TextSettings, device: str, cache: DiskCache | None = None) -> list[LanguageModel]:
+def load_languages(
+    text: TextSettings, device: str, cache: DiskCache | None = None, offload: str = "none"
+) -> list[LanguageModel]:
     """The language model and its draft model, as far as they are named; none where the embedded one is not shipped."""
     directory = find_language_model(text.model)
     if directory is None:
         return []
     model_id = EMBEDDED_ID if text.model == EMBEDDED else None
-    found = [load_language_model(directory, dtype=text.dtype, device=device, model_id=model_id, cache=cache)]
+    load = partial(load_language_model, dtype=text.dtype, device=device, offload=offload, cache=cache)
+    found = [load(directory, model_id=model_id)]
     if text.draft_model:
-        draft = find_rewriter(text.draft_model)
-        found.append(load_language_model(draft, dtype=text.dtype, device=device, cache=cache))
+        found.append(load(find_rewriter(text.draft_model)))
     return found
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 from diffserve.runtime.text.prompt import parse_prompt
 
 if TYPE_CHECKING:
-    from diffserve.runtime import TextRunner
+    from diffserve.runtime import TextEncoderRunner
 
 MARKS = 2
 """The start and the end mark stand in every window."""
@@ -23,7 +23,7 @@ class TextWindow:
     count: Callable[[str], int]
 
     @classmethod
-    def of(cls, text: TextRunner) -> Self:
+    def of(cls, text: TextEncoderRunner) -> Self:
         """The window of an image model, by its own text encoders; of two the one that counts more."""
         tokenizers = [encoder.tokenizer for encoder in text.encoders]
         return cls(text.window_tokens - MARKS, _Counter(tokenizers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diffserve.runtime.model import DiffusionModel, MemoryEntry, load_model
 from diffserve.runtime.precision import DTYPE_NAMES, DeviceChoice, choose_device
-from diffserve.runtime.text.encoding import Conditioning, TextRunner
+from diffserve.runtime.text.encoding import Conditioning, TextEncoderRunner
 from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.vae import VAERunner
 
@@ -14,7 +14,7 @@ __all__ = [
     "DeviceChoice",
     "DiffusionModel",
     "MemoryEntry",
-    "TextRunner",
+    "TextEncoderRunner",
     "UNetRunner",
     "VAERunner",
     "choose_device",

@@ -25,7 +25,7 @@ from diffserve.runtime.loading.single_file import load_single_file
 from diffserve.runtime.loading.weight_loading import LoadedParts
 from diffserve.runtime.precision import DeviceChoice, choose_device
 from diffserve.runtime.quantisation import tensor_bytes
-from diffserve.runtime.text.encoding import TextRunner
+from diffserve.runtime.text.encoding import TextEncoderRunner
 from diffserve.runtime.unet.prediction import predicts_velocity
 from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.preview import PREVIEW_DIRECTORY, PreviewRunner, load_preview
@@ -67,7 +67,7 @@ class DiffusionModel:
     native_size: tuple[int, int]
     schedule: NoiseSchedule
     scheduler_config: dict[str, Any]
-    text: TextRunner
+    text: TextEncoderRunner
     unet: UNetRunner
     vae: VAERunner
     choice: DeviceChoice
@@ -140,6 +140,7 @@ def load_model(
     *,
     dtype: str = "auto",
     device: str = "auto",
+    offload: str = "none",
     model_id: str | None = None,
     profile: ModelProfile | None = None,
     cache: DiskCache | None = None,
@@ -147,19 +148,20 @@ def load_model(
     """Load ``path``: "embedded", "embedded-turbo", a diffusers directory, a directory with an adapter (see
     ``runtime.adapter``), or a single safetensors file of SD 1.x, SD 2.x or SDXL.
 
+    ``offload`` says where weights rest while their layer does not run: none (on the device), auto, cpu or disk.
     ``profile`` gives the defaults and good sizes (its own path, device and dtype are not read); without it the family's
     own are taken. ``cache`` keeps digests of large files, and what the probe found, for the next start. Nothing is
     fetched from anywhere. Raises ModelNotFound when nothing is there, ModelLoadError when it cannot be used or answers
     as another kind than its files say, ConfigError for a wrong dtype or device.
     """
-    choice = choose_device(device, dtype)
+    choice = choose_device(device, dtype, offload)
     location = BUILT_IN.get(str(path)) or Path(path).expanduser()
     adapter = read_adapter(location)
     parts = load_adapted(adapter, choice) if adapter else _load_parts(location, choice)
     unet = UNetRunner(parts.unet, device=choice.device, dtype=choice.compute_dtype)
     vae = VAERunner(parts.vae, device=choice.device, dtype=parts.vae_dtype)
     digest = _digest(parts, adapter, cache)
-    text = TextRunner(
+    text = TextEncoderRunner(
         parts.encoders, device=choice.device, digest=digest, zero_empty_negative=parts.zero_empty_negative
     )
     home = _home(location, adapter)
@@ -239,7 +241,7 @@ def _settle_prediction(parts: LoadedParts, unet: UNetRunner, location: Path) -> 
 
 
 def _check_fit(
-    text: TextRunner, unet: UNetRunner, vae: VAERunner, previewer: PreviewRunner | None, location: Path
+    text: TextEncoderRunner, unet: UNetRunner, vae: VAERunner, previewer: PreviewRunner | None, location: Path
 ) -> None:
     """Components that were not trained together are found out here rather than in the middle of a request."""
     config = unet.network.config

@@ -11,12 +11,18 @@ from typing import Final
 
 import torch
 
+from diffserve.config import OFFLOADS
 from diffserve.errors import ConfigError
 
 #: Canonical dtype name -> the torch dtype the networks compute in. int8 computes in whatever the device likes best.
 TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPE_NAMES: Final = ("auto", *TORCH_DTYPES, "int8")
 ALIASES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+RESTS: Final = {
+    "auto": "weights for which it has no room rest in main memory or on disk",
+    "cpu": "weights rest in main memory until a layer runs",
+    "disk": "weights rest on disk until a layer runs",
+}
 CPU_BF16_FLAGS: Final = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX", "bf16": "Arm BF16"}
 
 
@@ -27,12 +33,24 @@ class DeviceChoice:
     dtype          canonical name: float32, bfloat16, float16 or int8
     compute_dtype  what activations are held in (for int8: the dtype that weights are expanded to)
     reason         one sentence for the log and for ``diffserve doctor``
+    offload        where weights rest while their layer does not run: none (on the device), auto, cpu or disk
+
+    Raises ConfigError for weights that are quantised at load and should rest elsewhere.
     """
 
     device: torch.device
     dtype: str
     compute_dtype: torch.dtype
     reason: str
+    offload: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.offload != "none" and self.dtype not in TORCH_DTYPES:
+            raise ConfigError(
+                f"offload is {self.offload!r} with dtype {self.dtype}, whose weights stay on the device; "
+                f"set offload to none, or choose a dtype of {', '.join(TORCH_DTYPES)}.",
+                param="offload",
+            )
 
     @property
     def is_int8(self) -> bool:
@@ -40,18 +58,21 @@ class DeviceChoice:
         return self.dtype == "int8"
 
 
-def choose_device(device: str = "auto", dtype: str = "auto") -> DeviceChoice:
+def choose_device(device: str = "auto", dtype: str = "auto", offload: str = "none") -> DeviceChoice:
     """Resolve ``auto`` and check what was asked for. Raises ConfigError for an unknown name or an absent device."""
+    if offload not in OFFLOADS:
+        raise ConfigError(f"offload is {offload!r}; choose one of {', '.join(OFFLOADS)}.", param="offload")
     chosen, device_reason = _choose_device(device)
     name = ALIASES.get(dtype, dtype)
     if name not in DTYPE_NAMES:
         raise ConfigError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPE_NAMES)}.")
     best, best_reason = _best_dtype(chosen)
+    rests = f"; {RESTS[offload]}." if offload in RESTS else "."
     if name == "auto":
-        return DeviceChoice(chosen, best, TORCH_DTYPES[best], f"{device_reason}; {best}, {best_reason}.")
+        return DeviceChoice(chosen, best, TORCH_DTYPES[best], f"{device_reason}; {best}, {best_reason}{rests}", offload)
     compute = TORCH_DTYPES[best if name == "int8" else name]
     detail = f" weights, {best} arithmetic, {best_reason}" if name == "int8" else ""
-    return DeviceChoice(chosen, name, compute, f"{device_reason}; {name}{detail}, as asked.")
+    return DeviceChoice(chosen, name, compute, f"{device_reason}; {name}{detail}, as asked{rests}", offload)
 
 
 def _choose_device(device: str) -> tuple[torch.device, str]:

@@ -17,9 +17,18 @@ import torch
 from diffserve.config import load_settings
 from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError
-from diffserve.runtime import DiffusionModel, load_model, plausibility
+from diffserve.runtime import DiffusionModel, load_model
+from diffserve.runtime.loading import plausibility
 from diffserve.runtime.loading.manifest import MANIFEST_FILE
-from diffserve.runtime.loading.plausibility import Flow, Plausibility, Preconditioned, Reading, judge, probe, readings
+from diffserve.runtime.loading.plausibility import (
+    Flow,
+    Formulation,
+    Plausibility,
+    Preconditioned,
+    judge,
+    probe,
+    readings,
+)
 from diffserve.runtime.model import EMBEDDED_DIRECTORY
 from schedulers import NoiseSchedule, Preconditioning
 from schedulers.arrays import FloatArray
@@ -38,7 +47,7 @@ class Dressed:
 
     extra_channels = 0
 
-    def __init__(self, model: DiffusionModel, front: Reading) -> None:
+    def __init__(self, model: DiffusionModel, front: Formulation) -> None:
         self.model, self.front = model, front
         self.train_sigmas = model.schedule.finite_sigmas()
         self.inside = Preconditioned(Preconditioning(VELOCITY), self.train_sigmas)

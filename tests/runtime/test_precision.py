@@ -127,7 +127,7 @@ def test_quantising_while_loading_never_holds_more_than_the_model_and_one_tensor
 ) -> None:
     path = tiny_model("sdxl") / "unet"
     checkpoint = Checkpoint.open([path / "diffusion_pytorch_model.safetensors"])
-    network = build_unet(read_json(path / "config.json"), "unet")
+    network = build_unet(read_json(path / "config.json"), "unet", choose_device("cpu", "int8"))
     held: list[int] = []
     read = Checkpoint.read
 

@@ -185,7 +185,7 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
             profile, config = settings.model, config or settings.engine
         config = config or EngineConfig()
         cache = DiskCache.at(config.cache_dir)
-        loaded = load_model(model, dtype=dtype, device=device, profile=profile, cache=cache)
+        loaded = load_model(model, dtype=dtype, device=device, offload=config.offload, profile=profile, cache=cache)
         return cls(loaded, config, profile=profile)
 
     # What it is ---------------------------------------------------------------------------------------------------

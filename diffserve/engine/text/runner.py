@@ -12,7 +12,7 @@ from torch import Tensor
 from diffserve.engine.core import failure_of
 from diffserve.engine.text.task import ScheduledTokens, TextOutcome, TextPlan, TextTask
 from diffserve.runtime.decoding import SamplingState, accept, draft_next
-from diffserve.runtime.language import Chunk, LanguageRunner
+from diffserve.runtime.language import LanguageRunner, TokenChunk
 from diffserve.runtime.sticky_errors import raise_if_sticky
 
 logger = logging.getLogger(__name__)
@@ -117,10 +117,10 @@ class TextRunner:
         return {piece: torch.stack(probs[piece][: len(piece.draft)]) for piece in pieces if piece.draft}
 
 
-def _draft_chunk(piece: ScheduledTokens, fork: SamplingState, start: int) -> Chunk:
+def _draft_chunk(piece: ScheduledTokens, fork: SamplingState, start: int) -> TokenChunk:
     table = piece.sequence.draft_table
     assert table is not None
-    return Chunk(table, start, fork.token_ids[start:])
+    return TokenChunk(table, start, fork.token_ids[start:])
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class TextBatch:
     searches     beam searches that step, with their lines
     """
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[TokenChunk, ...]
     tasks: tuple[TextTask, ...]
     rows: tuple[SamplingState, ...]
     drafts: tuple[Sequence[int], ...]
@@ -146,7 +146,7 @@ class TextBatch:
     @classmethod
     def of(cls, pieces: Sequence[ScheduledTokens], draft_probs: dict[ScheduledTokens, Tensor]) -> TextBatch:
         """The batch of ``pieces``, whose drafts are final."""
-        chunks: list[Chunk] = []
+        chunks: list[TokenChunk] = []
         tasks: list[TextTask] = []
         members: list[tuple[SamplingState, Sequence[int], Tensor | None]] = []
         lines: list[int] = []
@@ -156,7 +156,7 @@ class TextBatch:
             table = piece.sequence.table
             assert table is not None
             num_logits = len(piece.draft) + 1 if piece.is_last else 0
-            chunks.append(Chunk(table, piece.start, piece.token_ids, num_logits))
+            chunks.append(TokenChunk(table, piece.start, piece.token_ids, num_logits))
             own = range(num_lines, num_lines + num_logits)
             num_lines += num_logits
             if piece.task.search is not None:

@@ -4,7 +4,7 @@
 >>> pool = PagePool.for_specs(1 << 30, [model.spec("llm")], device=model.device)      # doctest: +SKIP
 >>> runner = LanguageRunner(model, pool, tenant="llm")                                # doctest: +SKIP
 >>> table, num_cached = pool.open("llm", token_ids, reserve=len(token_ids))           # doctest: +SKIP
->>> logits = runner.forward([Chunk(table, num_cached, token_ids[num_cached:])])       # doctest: +SKIP
+>>> logits = runner.forward([TokenChunk(table, num_cached, token_ids[num_cached:])])       # doctest: +SKIP
 
 row_groups      which rows attend together
 attention       the function that transformers calls in every layer
@@ -18,6 +18,6 @@ from __future__ import annotations
 
 from diffserve.runtime.language.loading import load_language_model
 from diffserve.runtime.language.model import LanguageModel, LayerShape
-from diffserve.runtime.language.runner import Chunk, LanguageRunner
+from diffserve.runtime.language.runner import LanguageRunner, TokenChunk
 
-__all__ = ["Chunk", "LanguageModel", "LanguageRunner", "LayerShape", "load_language_model"]
+__all__ = ["LanguageModel", "LanguageRunner", "LayerShape", "TokenChunk", "load_language_model"]

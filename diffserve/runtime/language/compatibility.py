@@ -15,7 +15,7 @@ from torch import Tensor
 from diffserve.errors import ModelLoadError
 from diffserve.runtime.kv import PagePlan, PagePool
 from diffserve.runtime.language.model import LanguageModel, LayerShape, run_network
-from diffserve.runtime.language.runner import Chunk, LanguageRunner
+from diffserve.runtime.language.runner import LanguageRunner, TokenChunk
 
 LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 LENGTH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
@@ -74,11 +74,11 @@ class ShapeProbe:
 
 
 @torch.inference_mode()
-def find_layers(network: Any, where: str) -> tuple[LayerShape, ...]:
+def find_layers(network: Any, where: str, device: torch.device) -> tuple[LayerShape, ...]:
     """The attention layers, asked by running one token. Raises ModelLoadError when they are not as pages need them."""
     probe = ShapeProbe()
     name = type(network).__name__
-    one = torch.zeros(1, dtype=torch.long, device=network.device)
+    one = torch.zeros(1, dtype=torch.long, device=device)
     try:
         run_network(network, one, one, one, paged=probe)
     except Exception as error:  # a class that does not know the interface may fail in any way
@@ -133,7 +133,7 @@ def _paged_logits(model: LanguageModel, token_ids: list[int]) -> Tensor:
     runner = LanguageRunner(model, pool, tenant="probe")
     table, _ = pool.open("probe", (), reserve=len(token_ids))
     pieces = [
-        runner.forward([Chunk(table, start, token_ids[start:end], num_logits=len(token_ids[start:end]))])
+        runner.forward([TokenChunk(table, start, token_ids[start:end], num_logits=len(token_ids[start:end]))])
         for start, end in PROBE_CUTS
         if start < len(token_ids)
     ]

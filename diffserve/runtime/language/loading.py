@@ -19,6 +19,7 @@ from diffserve.runtime.language.weight_only import compute_choice, quantise
 from diffserve.runtime.loading.checkpoint import digest_files, find_weights, read_json
 from diffserve.runtime.loading.lean_imports import without_compiler
 from diffserve.runtime.loading.manifest import check_manifest
+from diffserve.runtime.loading.offload import from_pretrained_places, run_on
 from diffserve.runtime.loading.quiet import hushed, import_quietly
 from diffserve.runtime.loading.weight_loading import WithoutInit
 from diffserve.runtime.precision import DeviceChoice
@@ -35,12 +36,14 @@ def load_language_model(
     *,
     dtype: str = "auto",
     device: str = "auto",
+    offload: str = "none",
     model_id: str | None = None,
     cache: DiskCache | None = None,
 ) -> LanguageModel:
     """Load the causal language model in the directory ``path``, as transformers writes it.
 
     dtype     auto, float32, bfloat16, float16, int8 or int4 (weights only; arithmetic in the device's best dtype)
+    offload   where weights rest while their layer does not run: none (on the device), auto, cpu or disk
     model_id  what it is called; by default the directory's name
     cache     keeps digests of large files for the next start
 
@@ -50,7 +53,7 @@ def load_language_model(
     directory = Path(path)
     if not directory.is_dir():
         raise ModelNotFound(f"no model directory at {directory}.")
-    choice = compute_choice(device, dtype)
+    choice = compute_choice(device, dtype, offload)
     check_manifest(directory)
     settings = read_json(directory / "config.json")
     files = find_weights(directory, "model", prefer_fp16=choice.compute_dtype == torch.float16)
@@ -60,8 +63,9 @@ def load_language_model(
         network = _load_network(directory, config, choice)
         tokenizer = _load_tokenizer(directory)
     quantise(network, choice)
-    network.to(choice.device)
-    layers = find_layers(network, str(directory))
+    if choice.offload == "none":
+        network.to(choice.device)
+    layers = find_layers(network, str(directory), choice.device)
     digest = digest_files(files, cache)
     info = _describe(directory, model_id or directory.name, network, tokenizer, choice, digest)
     model = LanguageModel(network, tokenizer, info, layers, choice.device, choice.compute_dtype)
@@ -90,8 +94,10 @@ def _load_network(directory: Path, config: Any, choice: DeviceChoice) -> Any:
                 attn_implementation=register(),
                 use_safetensors=True,
                 output_loading_info=True,
+                **from_pretrained_places(choice),
                 **OFFLINE,
             )
+            run_on(network, choice)
     except Exception as error:  # the same
         raise ModelLoadError(f"{directory} cannot be loaded as a causal language model ({error}).") from error
     for what in ("missing_keys", "mismatched_keys", "error_msgs"):
@@ -112,7 +118,8 @@ def _load_tokenizer(directory: Path) -> Any:
 def _describe(
     directory: Path, model_id: str, network: Any, tokenizer: Any, choice: DeviceChoice, digest: str
 ) -> LanguageModelInfo:
-    parameters = list(network.parameters())
+    tied = getattr(network, "all_tied_weights_keys", {})  # counted once, also where accelerate's hooks told them apart
+    parameters = [parameter for name, parameter in network.named_parameters() if name not in tied]
     text_config = network.config.get_text_config(decoder=True)
     vocab_size = int(network.get_output_embeddings().weight.shape[0])
     return LanguageModelInfo(
@@ -153,7 +160,7 @@ def _quietly() -> Iterator[None]:
     was_shown = control.is_progress_bar_enabled()
     control.disable_progress_bar()
     try:
-        with hushed("transformers"):
+        with hushed("transformers", "accelerate.big_modeling"):
             yield
     finally:
         if was_shown:

@@ -18,7 +18,7 @@ from diffserve.runtime.language.row_groups import Span
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class TokenChunk:
     """The next tokens of one sequence: a piece of its prompt, its last token, or a draft to be checked.
 
     table       holds the sequence so far; room for the new tokens is reserved
@@ -58,7 +58,7 @@ class LanguageRunner:
         self._workspace = Workspace()
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[Chunk]) -> Tensor:
+    def forward(self, chunks: Sequence[TokenChunk]) -> Tensor:
         """Write the chunks' keys and values; return logits (sum of ``num_logits``, vocabulary), chunk after chunk.
 
         All new tokens go through the network as one row (1, N), each at its own position, idle ones behind them. Raises
@@ -80,7 +80,7 @@ class LanguageRunner:
         """Tokens to add that nobody looks at. On a CPU oneDNN makes a kernel for every length and keeps a thousand."""
         return few_lengths(num_tokens) - num_tokens if self.model.device.type == "cpu" else 0
 
-    def _check(self, chunks: Sequence[Chunk]) -> None:
+    def _check(self, chunks: Sequence[TokenChunk]) -> None:
         most, vocab_size = self.model.info.context_tokens, self.model.info.vocab_size
         for chunk in chunks:
             if chunk.end > most:
@@ -98,7 +98,7 @@ def few_lengths(num_tokens: int) -> int:
     return -(-num_tokens // step) * step
 
 
-def _kept(chunks: Sequence[Chunk], order: Sequence[int]) -> list[int]:
+def _kept(chunks: Sequence[TokenChunk], order: Sequence[int]) -> list[int]:
     """Where, among the new tokens flattened in ``order``, the logits of each chunk are to be taken, chunk by chunk."""
     ends = accumulate(len(chunks[index].token_ids) for index in order)
     end_of = dict(zip(order, ends, strict=True))

@@ -24,11 +24,11 @@ CPU_ROWS: Final = 16
 """The CPU kernel packs output rows by so many."""
 
 
-def compute_choice(device: str, dtype: str) -> DeviceChoice:
+def compute_choice(device: str, dtype: str, offload: str = "none") -> DeviceChoice:
     """``choose_device``, which also knows int4. Raises ConfigError where the platform has no int4 kernel."""
     if dtype != INT4:
-        return choose_device(device, dtype)
-    choice = choose_device(device, "bfloat16")
+        return choose_device(device, dtype, offload)
+    choice = choose_device(device, "bfloat16", offload)
     problem = int4_problem(choice.device)
     if problem:
         raise ConfigError(f"dtype is int4, and {problem}; choose int8, bfloat16 or auto.", param="dtype")

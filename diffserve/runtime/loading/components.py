@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from diffserve.errors import ModelLoadError
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.quiet import hushed, import_quietly
 from diffserve.runtime.loading.weight_loading import TensorSource, build_on_meta, fill
 from diffserve.runtime.precision import DeviceChoice
+from diffserve.runtime.unet.pointwise import use_pointwise
 
 #: Component of a model_index.json -> class names that may stand there.
 ALLOWED_CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -36,23 +39,26 @@ KNOWN_CONDITIONS: Final[Mapping[str, tuple[Any, ...]]] = {
 PREFIX = "text_model."
 
 
-def build_unet(config: Mapping[str, Any], where: str) -> Any:
-    """``UNet2DConditionModel`` on the meta device. Raises ModelLoadError when it needs conditions we cannot give."""
+def build_unet(config: Mapping[str, Any], where: str, choice: DeviceChoice) -> Any:
+    """``UNet2DConditionModel``, empty. Raises ModelLoadError when it needs conditions we cannot give."""
     for name, known in KNOWN_CONDITIONS.items():
         if config.get(name, known[0]) not in known:
             raise ModelLoadError(
                 f"{where}: {name} is {config[name]!r}; diffserve serves text-to-image UNets without it."
             )
-    return _build("diffusers", "UNet2DConditionModel", config, where)
+    network = _build("diffusers", "UNet2DConditionModel", config, where)
+    if choice.device.type == "cpu" and choice.compute_dtype == torch.float32:
+        use_pointwise(network)
+    return network
 
 
 def build_vae(config: Mapping[str, Any], where: str) -> Any:
-    """``AutoencoderKL`` on the meta device."""
+    """``AutoencoderKL``, empty."""
     return _build("diffusers", "AutoencoderKL", config, where)
 
 
 def build_tiny_autoencoder(config: Mapping[str, Any], where: str) -> Any:
-    """``AutoencoderTiny`` on the meta device."""
+    """``AutoencoderTiny``, empty."""
     known = {key: value for key, value in config.items() if key != "block_out_channels"}  # written, but never read
     return _build("diffusers", "AutoencoderTiny", known, where)
 
@@ -67,7 +73,7 @@ def _build(module: str, name: str, config: Mapping[str, Any], where: str) -> Any
 
 
 def build_text_encoder(name: str, config: Mapping[str, Any], where: str) -> Any:
-    """``CLIPTextModel`` or ``CLIPTextModelWithProjection`` (``name``) on the meta device."""
+    """``CLIPTextModel`` or ``CLIPTextModelWithProjection`` (``name``), empty."""
     cls = import_quietly("transformers", name)
     config_cls = import_quietly("transformers", "CLIPTextConfig")
     dropped = {"architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path"}
@@ -86,13 +92,14 @@ def load_component(
     *,
     quantise: bool = False,
     adapt: Callable[[TensorSource], None] | None = None,
+    channels_last: bool = False,
 ) -> Any:
     """Fill ``network`` from a checkpoint in the layout diffusers and transformers write; ``adapt`` may change it."""
     names = {_own_name(key, network): key for key in checkpoint.entries}
     source = TensorSource.renamed(checkpoint, names)
     if adapt is not None:
         adapt(source)
-    fill(network, source, choice, quantise=quantise)
+    fill(network, source, choice, quantise=quantise, channels_last=channels_last)
     return network
 
 

@@ -59,12 +59,12 @@ def load_directory(path: Path, choice: DeviceChoice, *, adapt: Adapt | None = No
     suffixes = ("", "_2") if "text_encoder_2" in index else ("",)
     encoders = tuple(load_text(suffix) for suffix in suffixes)
     unet_config, vae_config = (read_json(path / part / "config.json") for part in ("unet", "vae"))
-    unet = build_unet(unet_config, str(path / "unet" / "config.json"))
+    unet = build_unet(unet_config, str(path / "unet" / "config.json"), choice)
     unet_weights = open_weights("unet", DIFFUSERS_STEM)
     load_component(unet, unet_weights, choice, quantise=choice.is_int8, adapt=adapt and partial(adapt, "unet"))
     vae = build_vae(vae_config, str(path / "vae" / "config.json"))
     vae_choice = vae_precision(choice, vae_config, is_sdxl=len(encoders) == 2)
-    load_component(vae, open_weights("vae", DIFFUSERS_STEM), vae_choice)
+    load_component(vae, open_weights("vae", DIFFUSERS_STEM), vae_choice, channels_last=True)
     return LoadedParts(
         unet=unet,
         vae=vae,

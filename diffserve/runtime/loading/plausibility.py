@@ -19,7 +19,7 @@ import torch
 
 from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError
-from diffserve.runtime.text.encoding import TextRunner
+from diffserve.runtime.text.encoding import TextEncoderRunner
 from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.vae import VAERunner
 from schedulers import NoiseSchedule, Preconditioning
@@ -43,7 +43,7 @@ USUAL_BETAS: Final = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "
 KEPT_AS: Final = "plausibility"
 
 
-class Reading(Protocol):
+class Formulation(Protocol):
     """One way to ask the network and to read its answer."""
 
     def ask(self, x: torch.Tensor, sigma: FloatArray) -> tuple[torch.Tensor, FloatArray]:
@@ -109,7 +109,7 @@ class Plausibility:
         return f"{said}; " + ", ".join(f"{name} {error:.2f}" for error, name in others)
 
 
-def readings(schedule: NoiseSchedule) -> tuple[str, dict[str, Reading]]:
+def readings(schedule: NoiseSchedule) -> tuple[str, dict[str, Formulation]]:
     """(name of the declared reading, every reading by name) for a model of ``schedule``."""
     betas = NoiseSchedule.from_config(USUAL_BETAS) if schedule.ramp else schedule
     train_sigmas = betas.finite_sigmas()
@@ -127,7 +127,7 @@ def readings(schedule: NoiseSchedule) -> tuple[str, dict[str, Reading]]:
 
 
 def probe(
-    unet: UNetRunner, vae: VAERunner, text: TextRunner, schedule: NoiseSchedule, native_px: tuple[int, int]
+    unet: UNetRunner, vae: VAERunner, text: TextEncoderRunner, schedule: NoiseSchedule, native_px: tuple[int, int]
 ) -> Plausibility:
     """Denoise the known picture in every reading; networks that are asked the same are asked once."""
     side_px = vae.factor * min(MOST_CELLS, min(native_px) // vae.factor)
@@ -150,7 +150,9 @@ def probe(
     return Plausibility(declared, errors)
 
 
-def _answer(unet: UNetRunner, text: TextRunner, shown: torch.Tensor, told: FloatArray, side_px: int) -> torch.Tensor:
+def _answer(
+    unet: UNetRunner, text: TextEncoderRunner, shown: torch.Tensor, told: FloatArray, side_px: int
+) -> torch.Tensor:
     """The network's output (3, C, h, w) for an empty prompt."""
     empty, rows = text.encode("", width_px=side_px, height_px=side_px), len(shown)
     extra = None

@@ -80,9 +80,12 @@ class SingleFile:
             ) from error
 
     def fill(
-        self, network: Any, add: Callable[[TensorSource, str], str], choice: DeviceChoice, *, quantise: bool = False
+        self, network: Any, add: Callable[[TensorSource, str], str], choice: DeviceChoice, **settings: bool
     ) -> Any:
-        """Fill ``network``; ``add`` gives the source one parameter by name and returns the key that it comes from."""
+        """Fill ``network``; ``add`` gives the source one parameter by name and returns the key that it comes from.
+
+        ``settings`` are those of ``weight_loading.fill``.
+        """
         source = TensorSource(self.checkpoint)
         for name in network.state_dict():
             try:
@@ -91,7 +94,7 @@ class SingleFile:
                 raise ModelLoadError(
                     f"{type(network).__name__}: tensor {missing.args[0]!r} (for {name}) is missing from {self.where}."
                 ) from missing
-        fill(network, source, choice, quantise=quantise)
+        fill(network, source, choice, **settings)
         return network
 
 
@@ -167,7 +170,7 @@ def _dropped(checkpoint: Checkpoint, prefix: str, num_layers: int) -> set[str]:
 def _load_unet(file: SingleFile, last_encoder: TextEncoder, choice: DeviceChoice) -> Any:
     pooled_width = int(last_encoder.network.config.projection_dim)
     config = file.config("unet", lambda: infer.infer_unet(file.checkpoint, file.family, pooled_width))
-    network = build_unet(config, file.where)
+    network = build_unet(config, file.where, choice)
     layers = network.config.layers_per_block
     with_attention = frozenset(
         level for level, name in enumerate(network.config.up_block_types) if name == "CrossAttnUpBlock2D"
@@ -190,7 +193,7 @@ def _load_vae(file: SingleFile, config: dict[str, Any], choice: DeviceChoice) ->
         keys.add_vae_tensor(source, file.checkpoint, name, key)
         return key
 
-    return file.fill(network, add, choice)
+    return file.fill(network, add, choice, channels_last=True)
 
 
 def _check_leftovers(file: SingleFile) -> None:

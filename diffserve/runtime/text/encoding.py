@@ -79,7 +79,7 @@ class TextEncoder(NamedTuple):
         return ids
 
 
-class TextRunner:
+class TextEncoderRunner:
     """Runs the text encoders of one model. ``encoders``: one (SD 1.x, 2.x) or two (SDXL).
 
     A single encoder gives its last hidden state, normalised; a pair gives both next-to-last hidden states side by

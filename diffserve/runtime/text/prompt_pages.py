@@ -22,7 +22,7 @@ from torch import Tensor
 
 from diffserve.errors import ConfigError
 from diffserve.runtime.kv import PagePool, PageTable, PoolTooSmall
-from diffserve.runtime.text.encoding import TextRunner, weigh
+from diffserve.runtime.text.encoding import TextEncoderRunner, weigh
 from diffserve.runtime.text.pages import PagedTextEncoder, segments
 from diffserve.runtime.text.windows import Window
 from diffserve.runtime.unet.cross_attention import KeysValues, Pair
@@ -69,7 +69,7 @@ class PromptPages:
     """
 
     def __init__(
-        self, pool: PagePool, text: TextRunner, unet: UNetRunner, specs: ImageSpecs, *, is_exact: bool
+        self, pool: PagePool, text: TextEncoderRunner, unet: UNetRunner, specs: ImageSpecs, *, is_exact: bool
     ) -> None:
         self.pool = pool
         self.text = text

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from diffserve.runtime.kv import KVSpec, PagePlan
-from diffserve.runtime.text.encoding import TextRunner
+from diffserve.runtime.text.encoding import TextEncoderRunner
 from diffserve.runtime.text.pages import text_spec
 from diffserve.runtime.unet.unet import UNetRunner
 
@@ -22,7 +22,7 @@ class ImageSpecs:
         return iter((self.unet, *self.encoders))
 
     @classmethod
-    def of(cls, text: TextRunner, unet: UNetRunner, identity: bytes) -> ImageSpecs:
+    def of(cls, text: TextEncoderRunner, unet: UNetRunner, identity: bytes) -> ImageSpecs:
         """``identity``: a hash of all that decides the numbers: weights, adapters, quantisation, the cut of segments.
 
         Raises ConfigError for a UNet whose cross-attention cannot be paged.

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from diffserve.runtime.unet.cross_attention import Contexts, CrossAttention
-from diffserve.runtime.unet.pointwise import use_pointwise
 
 
 class UNetRunner:
@@ -19,8 +18,6 @@ class UNetRunner:
     """
 
     def __init__(self, network: Any, *, device: torch.device, dtype: torch.dtype) -> None:
-        if device.type == "cpu" and dtype == torch.float32:
-            use_pointwise(network)
         self.network = network
         self.device = device
         self.dtype = dtype

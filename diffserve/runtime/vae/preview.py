@@ -48,8 +48,6 @@ class PreviewRunner:
         scaling_factor: float = 1.0,
         shift_factor: float = 0.0,
     ) -> None:
-        if device.type == "cpu":
-            network.to(memory_format=torch.channels_last)
         self.network = network
         self.latent_channels, self.factor = latent_channels, factor
         self.device, self.dtype = device, dtype
@@ -116,4 +114,4 @@ def _fill(network: nn.Module, directory: Path, prefix: str, choice: DeviceChoice
     """Fill ``network`` with the tensors whose names begin with ``prefix``; the others are never read."""
     checkpoint = Checkpoint.open(find_weights(directory, DIFFUSERS_STEM, prefer_fp16=choice.dtype == "float16"))
     names = {key.removeprefix(prefix): key for key in checkpoint.entries if key.startswith(prefix)}
-    fill(network, TensorSource.renamed(checkpoint, names), choice)
+    fill(network, TensorSource.renamed(checkpoint, names), choice, channels_last=True)
