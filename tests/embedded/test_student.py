@@ -263,8 +263,8 @@ def test_the_published_marks_of_the_student_reach_most_of_its_teachers(turbo: En
 @pytest.mark.slow
 def test_a_sample_of_the_held_out_captions_confirms_the_students_marks(turbo: Engine) -> None:
     published = json.loads((EMBEDDED / "turbo-marks.json").read_text(encoding="utf-8"))
-    painted = paint_held_out(turbo, 60, STUDENT)
+    painted = paint_held_out(turbo, 40, STUDENT)
     share = mark(painted)["all"].exact_share
-    # three standard errors of a sample of sixty
+    # three standard errors of a sample of forty
     expected = published["marks"]["all"]["exact_share"]
-    assert abs(share - expected) <= 3 * (expected * (1 - expected) / 60) ** 0.5
+    assert abs(share - expected) <= 3 * (expected * (1 - expected) / 40) ** 0.5

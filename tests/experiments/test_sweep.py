@@ -162,7 +162,8 @@ def test_a_finished_sweep_paints_nothing_again(tiny: Engine, whole: Path) -> Non
     assert numbers_of(whole) == numbers
 
 
-@pytest.mark.parametrize("after", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [1, 6])
 def test_a_sweep_that_was_interrupted_redoes_no_picture_and_ends_in_the_same_numbers(
     tiny: Engine, whole: Path, tmp_path: Path, after: int
 ) -> None:
