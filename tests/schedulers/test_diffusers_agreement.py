@@ -209,9 +209,9 @@ def test_late_start_equals_diffusers_on_the_remaining_timesteps(sampler: str) ->
 def test_trajectories_agree_up_to_the_training_length(sampler: str) -> None:
     cases = [
         Case(sampler, spacing, n, steps_offset=offset)
-        for n in (200, 501, 999, 1000)
+        for n in (501, 999, 1000)
         for spacing in SPACINGS
-        for offset in (0, 1)
+        for offset in ((0, 1) if spacing == "leading" else (0,))
     ]
     if sampler == "lcm":
         assert all(left_out(case) for case in cases)
