@@ -62,15 +62,14 @@ def exact_renderings(chosen: list[Scene], canvas: tuple[int, int]) -> int:
 @pytest.mark.parametrize("canvas", CANVASES)
 @pytest.mark.parametrize("kind", KIND_SHARES)
 def test_clean_renderings_of_every_kind_pass_on_every_canvas(kind: str, canvas: tuple[int, int]) -> None:
-    assert exact_renderings(of_kind(kind, 5, seed=7), canvas) == 5
+    assert exact_renderings(of_kind(kind, 3, seed=7), canvas) == 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("canvas", CANVASES)
 @pytest.mark.parametrize("held_out", [True, False])
-def test_ninety_nine_of_a_hundred_clean_renderings_pass(held_out: bool, canvas: tuple[int, int]) -> None:
-    chosen = list(islice(scenes(55, held_out=held_out), 100))
-    assert exact_renderings(chosen, canvas) >= 99
+def test_ninety_nine_of_a_hundred_clean_renderings_pass(held_out: bool) -> None:
+    chosen = list(islice(scenes(55, held_out=held_out), 102))
+    assert sum(exact_renderings(chosen[index::3], canvas) for index, canvas in enumerate(CANVASES)) >= 101
 
 
 def all_single_objects() -> Iterator[Scene]:

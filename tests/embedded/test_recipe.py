@@ -229,12 +229,12 @@ def test_lessons_say_more_often_what_is_hard_to_learn() -> None:
 @pytest.mark.slow
 def test_a_few_iterations_of_the_denoiser_lower_the_loss(tokenizer: CLIPTokenizer, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    data = [LatentScenes(list(islice(scenes(0, held_out=False), 8)), torch.randn(8, LATENT_CHANNELS, 16, 16).half())]
-    settings = TrainSettings(8, 8, 1e-3, warmup=1, decay_share=0.1)
+    data = [LatentScenes(list(islice(scenes(0, held_out=False), 4)), torch.randn(4, LATENT_CHANNELS, 16, 16).half())]
+    settings = TrainSettings(4, 4, 1e-3, warmup=1, decay_share=0.1)
     batch, ids, layouts = next(batches(data, tokenizer, settings, 0))
-    assert batch.shape == (8, LATENT_CHANNELS, 16, 16)
-    assert ids.shape == (8, MAX_TOKENS)
-    assert layouts.shape == (8, 2)
+    assert batch.shape == (4, LATENT_CHANNELS, 16, 16)
+    assert ids.shape == (4, MAX_TOKENS)
+    assert layouts.shape == (4, 2)
     losses: list[float] = []
 
     def look(net: Denoiser, iteration: int) -> None:
@@ -243,7 +243,7 @@ def test_a_few_iterations_of_the_denoiser_lower_the_loss(tokenizer: CLIPTokenize
     long = train_denoiser(settings, tmp_path, data, tokenizer, None, look, look_every=1)
     assert losses[-1] < losses[0]
     assert (tmp_path / "denoiser.pt").is_file()
-    finished = continue_denoiser("finish", long, settings, tmp_path, data, tokenizer, look, 8)
+    finished = continue_denoiser("finish", long, settings, tmp_path, data, tokenizer, look, 4)
     last = torch.load(tmp_path / "finish.pt", weights_only=True)["average"]
     name = "unet.conv_in.weight"
     start = long.state_dict()[name]
@@ -280,7 +280,7 @@ def test_a_leg_from_the_shipped_weights_keeps_their_autoencoder_and_goes_on_wher
 @torch.inference_mode()
 def _loss(net: Denoiser, data: LatentScenes, ids: torch.Tensor) -> float:
     latents = data.latents.float()
-    timesteps = torch.full((8,), 999)
+    timesteps = torch.full((4,), 999)
     return float((net(torch.zeros_like(latents), timesteps, ids) + latents).square().mean())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ SCHEDULERS = {
 SPACING = {"sd2": "trailing"}
 
 
+@cache
 def load_pipeline(name: str, directory: Path) -> Any:
-    """``name`` ("StableDiffusionPipeline", ...) on the model in ``directory``, float32, silent."""
+    """``name`` ("StableDiffusionPipeline", ...) on the model in ``directory``, float32, silent; loaded once."""
     optional = {} if "XL" in name else {"safety_checker": None, "requires_safety_checker": False}
     with hushed("transformers", "diffusers"):
         pipeline = import_quietly("diffusers", name).from_pretrained(str(directory), **optional)

@@ -80,7 +80,7 @@ def test_memory_that_runs_out_once_anywhere_costs_no_picture_and_no_byte(make_en
     expected = content(make_engine(max_rows=16).generate(pair()))
     with Shortage() as calm:
         run(make_engine(max_rows=16), pair())
-    for when in range(1, calm.num_operations, max(1, calm.num_operations // 25)):
+    for when in range(1, calm.num_operations, max(1, calm.num_operations // 12)):
         engine = make_engine(max_rows=16)
         with Shortage(when):
             pictures, failed = run(engine, pair())

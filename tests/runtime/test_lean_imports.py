@@ -74,6 +74,7 @@ print(len(models._class_to_module) > 1000)
     assert said_by(code) == "True\n"
 
 
+@pytest.mark.slow
 def test_libraries_that_do_not_bear_it_are_imported_whole(tmp_path: Path) -> None:
     code = """
 import sys

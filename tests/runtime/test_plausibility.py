@@ -87,6 +87,7 @@ def schedule_of(name: str) -> NoiseSchedule:
 NAMES = tuple(readings(schedule_of(VELOCITY))[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("truth", NAMES)
 def test_network_is_known_for_what_it_is_whatever_its_files_say(embedded: DiffusionModel, truth: str) -> None:
     network: Any = Dressed(embedded, readings(embedded.schedule)[1][truth])

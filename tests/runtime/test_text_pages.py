@@ -21,8 +21,8 @@ def paged(model: DiffusionModel, index: int = -1, *, is_exact: bool = False, num
     """One text encoder of ``model`` on a pool of its own that holds ``num_texts`` windows."""
     network = model.text.encoders[index].network
     spec = text_spec(network, tenant="text", dtype=torch.float32, identity=b"a test")
-    one = PagePool.for_specs(1 << 30, [spec]).num_pages_for("text", model.text.window_tokens)
-    pool = PagePool(one * num_texts, PagePool.for_specs(1 << 30, [spec]).page_bytes)
+    some = PagePool.for_specs(1 << 20, [spec])
+    pool = PagePool(some.num_pages_for("text", model.text.window_tokens) * num_texts, some.page_bytes)
     return PagedTextEncoder(pool, network, spec, stops_early=model.text.is_pair, is_exact=is_exact)
 
 

@@ -40,7 +40,7 @@ FLOAT64_BOUND = 1e-5
 LCM_BOUNDARY = 1e-4
 """diffusers mixes the input back into the denoised estimate by up to 7e-6; ours takes the estimate itself."""
 SPACINGS = ("leading", "trailing", "linspace")
-FEW_STEPS = (1, 2, 3, 7, 14, 15, 20, 30)
+FEW_STEPS = (1, 2, 3, 7, 14, 15, 20)
 
 
 def compare(
@@ -112,7 +112,7 @@ def test_trajectories_agree_for_every_spacing_step_count_and_prediction_type(sam
 def test_trajectories_agree_in_float64_on_every_beta_schedule(sampler: str, betas: dict[str, Any]) -> None:
     cases = [
         Case(sampler, spacing, n, prediction)
-        for n in (1, 2, 10, 40)
+        for n in (1, 2, 10, 20)
         for prediction in PREDICTION_TYPES
         for spacing in SPACINGS
     ]
@@ -127,9 +127,7 @@ def test_trajectories_agree_in_float64_on_every_beta_schedule(sampler: str, beta
 )
 def test_trajectories_agree_on_sigma_schedules(sampler: str, sigmas: str) -> None:
     extra = ((f"use_{sigmas}_sigmas", True),)
-    cases = [Case(sampler, spacing, n, extra=extra) for n in (1, 2, 3, 7, 15, 20, 40) for spacing in SPACINGS]
-    if sampler == "deis" and sigmas == "beta":
-        cases = [case for case in cases if case.num_steps <= 20]
+    cases = [Case(sampler, spacing, n, extra=extra) for n in (1, 2, 3, 7, 15, 20) for spacing in SPACINGS]
     check([case for case in cases if not needs_float64(case)], SD)
 
 
@@ -211,9 +209,9 @@ def test_late_start_equals_diffusers_on_the_remaining_timesteps(sampler: str) ->
 def test_trajectories_agree_up_to_the_training_length(sampler: str) -> None:
     cases = [
         Case(sampler, spacing, n, steps_offset=offset)
-        for n in (200, 501, 999, 1000)
+        for n in (501, 999, 1000)
         for spacing in SPACINGS
-        for offset in (0, 1)
+        for offset in ((0, 1) if spacing == "leading" else (0,))
     ]
     if sampler == "lcm":
         assert all(left_out(case) for case in cases)

@@ -64,7 +64,7 @@ def check(table: StepTable) -> None:
 def test_both_laws_hold_for_every_sampler_spacing_and_sigma_schedule(sampler: str, spacing: str) -> None:
     for sigma_schedule in (None, *SIGMA_SCHEDULES):
         for schedule in (SD, COSINE, ZERO_SNR):
-            for num_steps in (1, 2, 3, 10, 37):
+            for num_steps in (1, 2, 3, 17):
                 table = compile_table(sampler, schedule, num_steps, spacing=spacing, sigma_schedule=sigma_schedule)
                 check(table)
                 assert table.num_steps == num_steps

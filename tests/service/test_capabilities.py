@@ -102,6 +102,7 @@ def test_two_models_of_one_name_are_told_together() -> None:
     assert both.language is not None
 
 
+@pytest.mark.slow
 def test_a_server_tells_them_of_loaded_models_and_of_no_alias(text_server: RunningServer) -> None:
     with Client(text_server.url) as client:
         models = client.models()

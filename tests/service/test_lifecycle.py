@@ -9,14 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.service.server import ROOT, SOON_S, error_of, files_of, running_server, wait_for
+from tests.service.server import ROOT, SOON_S, RunningServer, error_of, files_of, running_server, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -33,39 +33,45 @@ print("loaded:", *sorted({name.partition(".")[0] for name in sys.modules}), flus
 Model = Callable[[str], Path]
 
 
-def test_a_lost_engine_is_503_at_once_and_comes_back_with_the_same_pictures(tiny_model: Model, tmp_path: Path) -> None:
-    with running_server(tiny_model("sd15"), tmp_path, config=FULL_PRECISION) as server, ThreadPoolExecutor(2) as pool:
-        server.wait_until_ready()
-        before = files_of(server.paint(seed=77))
-        waiting = [pool.submit(server.paint, **LONG) for _ in range(2)]  # type: ignore[arg-type]
-        wait_for(lambda: server.num_requests() == 2, SOON_S, "both to be taken")
-        lost = server.engine
+@pytest.fixture(scope="module")
+def lasting(tiny_model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server that outlives what happens to its engine."""
+    with running_server(tiny_model("sd15"), tmp_path_factory.mktemp("lasting"), config=FULL_PRECISION) as server:
+        yield server
+
+
+def test_a_lost_engine_is_503_at_once_and_comes_back_with_the_same_pictures(lasting: RunningServer) -> None:
+    lasting.wait_until_ready()
+    before = files_of(lasting.paint(seed=77))
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(lasting.paint, **LONG) for _ in range(2)]  # type: ignore[arg-type]
+        wait_for(lambda: lasting.num_requests() == 2, SOON_S, "both to be taken")
+        lost = lasting.engine
         lost.kill()
         for future in waiting:
             response = future.result(timeout=SOON_S)
             assert response.status_code == 503
             assert error_of(response)["code"] == "engine_unavailable"
             assert re.fullmatch(r"\d+", response.headers["retry-after"])
-        assert server.status("/livez") == 200
-        assert server.status("/readyz") == 503
-        assert server.paint().status_code == 503
-        server.wait_until_ready()
-        assert server.engine.pid != lost.pid
-        assert files_of(server.paint(seed=77)) == before
+    assert lasting.status("/livez") == 200
+    assert lasting.status("/readyz") == 503
+    assert lasting.paint().status_code == 503
+    lasting.wait_until_ready()
+    assert lasting.engine.pid != lost.pid
+    assert files_of(lasting.paint(seed=77)) == before
 
 
-def test_an_engine_that_hangs_is_not_ready_until_it_moves_again(tiny_model: Model, tmp_path: Path) -> None:
-    with running_server(tiny_model("sd15"), tmp_path, config=FULL_PRECISION) as server:
-        server.wait_until_ready()
-        engine = server.engine
-        engine.suspend()
-        try:
-            wait_for(lambda: server.status("/readyz") == 503, SOON_S, "readiness to end")
-            assert server.status("/livez") == 200
-        finally:
-            engine.resume()
-        wait_for(lambda: server.status("/readyz") == 200, SOON_S, "readiness")
-        assert len(files_of(server.paint())) == 1
+def test_an_engine_that_hangs_is_not_ready_until_it_moves_again(lasting: RunningServer) -> None:
+    lasting.wait_until_ready()
+    engine = lasting.engine
+    engine.suspend()
+    try:
+        wait_for(lambda: lasting.status("/readyz") == 503, SOON_S, "readiness to end")
+        assert lasting.status("/livez") == 200
+    finally:
+        engine.resume()
+    wait_for(lambda: lasting.status("/readyz") == 200, SOON_S, "readiness")
+    assert len(files_of(lasting.paint())) == 1
 
 
 def test_a_stopped_server_finishes_its_work_takes_no_more_and_exits_with_0(tiny_model: Model, tmp_path: Path) -> None:

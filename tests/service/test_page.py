@@ -135,5 +135,6 @@ def test_the_page_is_a_setting() -> None:
     assert not load_settings(env={}, flags={"serve.page": Flag("--page/--no-page", False)}).serve.page
 
 
+@pytest.mark.slow
 def test_a_server_without_the_page_has_nothing_at_its_root(server: RunningServer) -> None:
     assert server.client.get("/").json()["error"]["code"] == "unknown_url"

@@ -140,10 +140,10 @@ def test_a_short_walk_keeps_the_books(walk: Walk) -> None:
 
 
 @pytest.mark.slow
-def test_two_thousand_steps_keep_the_books(walk: Walk) -> None:
-    ends = go(walk, 2000)
-    assert min(ends[name] for name in ("Finished", "TextFinished", "RewriteFinished", "Failed", "Cancelled")) > 10
-    assert walk.counts["QueueFull"] > 5
+def test_a_thousand_steps_keep_the_books(walk: Walk) -> None:
+    ends = go(walk, 1000)
+    assert min(ends[name] for name in ("Finished", "TextFinished", "RewriteFinished", "Failed", "Cancelled")) > 5
+    assert walk.counts["QueueFull"] > 2
     assert walk.studio.pool is not None
     tenants = walk.studio.pool.stats().tenants
     assert all(tenant.evicted_pages > 10 for tenant in tenants.values())

@@ -173,10 +173,10 @@ def test_a_short_walk_keeps_the_books(has_draft: bool, smallest: LanguageModel) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_draft", [False, True])
-def test_five_thousand_steps_keep_the_books(has_draft: bool, smallest: LanguageModel) -> None:
-    walk = walk_for(smallest, 5000, seed=2, has_draft=has_draft)
-    assert check_answers(walk, smallest) > 100
-    assert walk.engine.stats().preemptions > 20
-    assert walk.pool.stats().tenants["llm"].evicted_pages > 100
+def test_two_thousand_steps_keep_the_books(has_draft: bool, smallest: LanguageModel) -> None:
+    walk = walk_for(smallest, 2000, seed=2, has_draft=has_draft)
+    assert check_answers(walk, smallest) > 50
+    assert walk.engine.stats().preemptions > 10
+    assert walk.pool.stats().tenants["llm"].evicted_pages > 50
     kinds = Counter(type(end).__name__ for end in walk.ends.values())
-    assert min(kinds[name] for name in ("TextFinished", "Failed", "Cancelled")) > 20
+    assert min(kinds[name] for name in ("TextFinished", "Failed", "Cancelled")) > 10

@@ -21,7 +21,7 @@ from diffserve.sampling_params import SamplingParams
 from tests.runtime.decoding.tiny_lms import END, KINDS, all_logits, next_logits, tiny_lm
 
 SIZE = 6  # tokens of the little language below: the next token depends on the last one alone
-TEXTS = 6000
+TEXTS = 3000
 TOKENS = 3
 
 
@@ -125,7 +125,7 @@ def test_a_drafted_token_is_accepted_as_often_as_the_models_agree() -> None:
     drafts = [[token_id] for token_id in tokens]
     said = accepted(model_lines(rows, drafts), rows, drafts, [line[None] for line in probs])
     overlap = torch.minimum(MODEL.softmax(-1), DRAFTER.softmax(-1)).sum(-1).mean()
-    assert sum(len(found) == 2 for found in said) / TEXTS == pytest.approx(float(overlap), abs=0.02)
+    assert sum(len(found) == 2 for found in said) / TEXTS == pytest.approx(float(overlap), abs=0.03)
 
 
 SETTINGS: tuple[dict[str, Any], ...] = (
