@@ -13,10 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from diffserve.config import load_settings
-from diffserve.service import guards, protocol
 from diffserve.service.app import create_app
 from diffserve.service.drain import Gate
 from diffserve.service.engine.client import EngineClient
+from diffserve.service.http import middleware, protocol
 from diffserve.service.lifecycle import read_json
 from diffserve.service.run import HttpServer, uvicorn_config
 
@@ -190,7 +190,7 @@ def test_a_body_that_nobody_reads_has_a_clock(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_body_that_does_not_come_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards, "BODY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(middleware, "BODY_TIMEOUT_S", 0.3)
 
     async def story(port: int) -> None:
         caller = await Caller.at(port)
