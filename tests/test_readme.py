@@ -103,8 +103,8 @@ def test_command_line_examples_work_in_their_order(tmp_path: Path) -> None:
 def test_benchmark_command_explains_itself() -> None:
     (line,) = [line for line in other_commands() if "benchmarks/" in line]
     output = run(here(line), ROOT)
-    for option in ("--device", "--dtype", "--model"):
-        assert option in output
+    for word in ("--device", "--dtype", "--model", "sdxl-random"):
+        assert word in output
 
 
 @pytest.mark.slow

@@ -309,17 +309,14 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing_behind(
 
 
 def test_a_sweep_that_another_edition_of_the_checker_read_is_not_gone_on_with(
-    tiny: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Engine, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = SweepPlan(
-        samplers=("ddim",), steps=(2,), guidance=(3.0,), prompts=("a fox",), num_seeds=1, reference_steps=3
-    )
-    run_plan(tiny, plan, tmp_path / "out")
     monkeypatch.setattr(run, "EDITION", EDITION + 1)
     with pytest.raises(InvalidRequest, match="holds a sweep with other versions"):
-        run_plan(tiny, plan, tmp_path / "out")
+        sweep(tiny, folder=small, **SMALL)
 
 
+@pytest.mark.slow
 def test_the_command_line_paints_and_ends_with_the_page(
     tiny_model: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
