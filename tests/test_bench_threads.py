@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,9 @@ def children() -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_small_run_writes_what_it_prints(tmp_path: Path) -> None:
+def test_a_small_run_writes_what_it_prints(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     script, out = ROOT / "benchmarks" / "bench_threads.py", tmp_path / "found.json"
-    options = ["--loads", "0", "--rounds", "1", "--steps", "2", "--out", str(out)]
+    options = ["--model", str(tiny_model("sd15")), "--loads", "0", "--rounds", "1", "--steps", "2", "--out", str(out)]
     done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     written = json.loads(out.read_text(encoding="utf-8"))
