@@ -156,7 +156,7 @@ def fetch(url: str, body: bytes | None = None) -> bytes:
 @pytest.mark.network
 @pytest.mark.timeout(2400)
 def test_every_floor_paints_and_serves(tmp_path: Path) -> None:
-    """Three and a half minutes on two cores that others use too. torch's own floor is not installed: on Linux its older wheels bring CUDA."""
+    """Three and a half minutes on two busy cores. torch's own floor is not installed: older wheels bring CUDA."""
     commands = fresh_environment(tmp_path / "venv")
     pins = {**floors(), "torch": constraints()["torch"]}
     file = tmp_path / "floors.txt"

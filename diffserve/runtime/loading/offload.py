@@ -103,7 +103,8 @@ def run_on(network: nn.Module, choice: DeviceChoice) -> None:
     if choice.offload != "disk":
         return
     for part in network.modules():
-        if hasattr(part, "_hf_hook"):
-            part._hf_hook.execution_device = choice.device
+        hook: Any = getattr(part, "_hf_hook", None)
+        if hook is not None:
+            hook.execution_device = choice.device
         for name, buffer in part.named_buffers(recurse=False):
             part._buffers[name] = buffer.to(choice.device)
