@@ -1,4 +1,4 @@
-"""Thousands of random submits, ticks, cancels, evictions, failures over ten pages: nothing is lost, nothing leaks."""
+"""Two thousand random submits, ticks, cancels, evictions, failures over ten pages: nothing is lost, nothing leaks."""
 
 from __future__ import annotations
 
