@@ -19,7 +19,7 @@ from diffserve.cli.outputs import name_after, plan_outputs
 from diffserve.errors import InvalidRequest
 from diffserve.images import read_infotext
 
-LAST_LINE = r"(\S+)  seed (\d+)  (\d+) steps of (\w+)(?: \w+)?, [\d.]+ ms a step, [\d.]+ s in all"
+LAST_LINE = r"(\S+)  seed (\d+)  (\d+) steps? of (\w+)(?: \w+)?, [\d.]+ ms a step, [\d.]+ s in all"
 
 
 class Outcome(NamedTuple):
