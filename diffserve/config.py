@@ -369,10 +369,10 @@ def _file_values(path: Path, origin: str) -> Iterator[tuple[str, _Value]]:
         raise ConfigError(f"{origin} is not valid TOML: it is nested too deeply.") from None
     for table, entries in tables.items():
         if table not in TABLES or not isinstance(entries, dict):
-            raise ConfigError(f"{origin}: unknown table [{table}]; {nearest(table, TABLES)}.")
+            raise ConfigError(f"{origin}: unknown table [{table}]; {nearest(table, TABLES)}")
         for key, raw in entries.items():
             if key not in _FIELDS[table]:
-                raise ConfigError(f"{origin}: unknown key {table}.{key}; {nearest(key, _FIELDS[table])}.")
+                raise ConfigError(f"{origin}: unknown key {table}.{key}; {nearest(key, _FIELDS[table])}")
             yield f"{table}.{key}", _Value(raw, origin)
 
 
@@ -382,13 +382,13 @@ def _env_layer(env: Mapping[str, str]) -> Iterator[tuple[str, _Value]]:
         if name in known:
             yield known[name], _Value(env[name], name, is_text=True)
         elif name.startswith(ENV_PREFIX) and name not in NOT_SETTINGS:
-            raise ConfigError(f"unknown environment variable {name}={env[name]!r}; {nearest(name, known)}.")
+            raise ConfigError(f"unknown environment variable {name}={env[name]!r}; {nearest(name, known)}")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """What to tell somebody who wrote ``word``: the nearest of ``known``, or all of them."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}."
 
 
 def _text(value: _Value | None) -> str | None:

@@ -37,7 +37,8 @@ class FewestSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if fewest is None:
             return f"{name} was not found to paint this model's pictures right, up to {self.most} steps; take another."
         if num_steps < fewest:
-            return f"{num_steps} steps of {name} are few for this model: its pictures come out right from {fewest} on."
+            count = f"1 step of {name} is" if num_steps == 1 else f"{num_steps} steps of {name} are"
+            return f"{count} few for this model: its pictures come out right from {fewest} on."
         return None
 
 

@@ -143,7 +143,7 @@ def _own_eta(sampler: str) -> float:
 
 def _number_text(value: float) -> str:
     """The shortest text that reads back as ``value``: "7" for 7.0, "7.5", "2.123456789"."""
-    return repr(float(value)).removesuffix(".0")
+    return repr(float(value) + 0.0).removesuffix(".0")  # + 0.0: -0.0 is "0"
 
 
 def _span(interval: tuple[float, float]) -> str:

@@ -10,7 +10,7 @@ import msgspec
 
 from diffserve.errors import InvalidRequest
 from diffserve.text_types import MAX_TEXT_CHARS, MAX_TEXTS, TextTimings, TextUsage
-from diffserve.types import Asks, Cancelled, Failed, RewriteOptions
+from diffserve.types import Asks, Cancelled, Failed, RewriteOptions, check_unicode
 
 FallbackReason = Literal["unsure", "refused", "empty", "runaway", "lost_words", "too_long"]
 
@@ -55,6 +55,7 @@ class RewriteRequest(
             "prompt",
             "string_above_max_length",
         )
+        check_unicode(self.wish, "prompt")
         _check(
             1 <= self.num_prompts <= MAX_TEXTS,
             f"n is {self.num_prompts}; ask for 1 to {MAX_TEXTS} prompts in one request.",

@@ -15,7 +15,7 @@ import msgspec
 from diffserve.bounds import Between, check_bounds
 from diffserve.errors import ConfigError, InvalidRequest
 from diffserve.sampling_params import SamplingParams
-from diffserve.types import Asks, Cancelled, Failed
+from diffserve.types import Asks, Cancelled, Failed, check_unicode
 
 MAX_TEXT_CHARS = 4_000_000
 MAX_PROMPT_TOKENS = 1_000_000
@@ -90,6 +90,9 @@ class TextRequest(msgspec.Struct, Asks["TextEvent"], frozen=True, kw_only=True, 
             "messages" if self.messages else "prompt",
             "string_above_max_length",
         )
+        check_unicode(self.prompt, "prompt")
+        for message in self.messages:
+            check_unicode(message.content, "messages")
         _check(
             len(self.token_ids) <= MAX_PROMPT_TOKENS
             and all(0 <= token_id <= MAX_TOKEN_ID for token_id in self.token_ids),

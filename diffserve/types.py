@@ -47,6 +47,15 @@ def is_unicode(text: str) -> bool:
     return True
 
 
+def check_unicode(text: str, name: str) -> None:
+    """InvalidRequest where ``text``, the field ``name``, is none that UTF-8 can hold."""
+    _check(
+        text.isascii() or is_unicode(text),
+        f"{name} holds half of a character (a lone surrogate); give text that UTF-8 can hold.",
+        name,
+    )
+
+
 def _check_number(value: float | None, name: str, low: float, high: float, hint: str = "") -> None:
     if value is not None:
         _check(
@@ -240,11 +249,7 @@ class GenerationRequest(
                 name,
                 "string_above_max_length",
             )
-            _check(
-                text.isascii() or is_unicode(text),
-                f"{name} holds half of a character (a lone surrogate); give text that UTF-8 can hold.",
-                name,
-            )
+            check_unicode(text, name)
         for name, size in (("width", self.width_px), ("height", self.height_px)):
             _check(size is None or size > 0, f"{name} is {size} px; it must be positive.", "size", "invalid_size")
         _check(

@@ -4,7 +4,7 @@ import sys
 
 from diffserve.client import Client, CompletedImage, Progress
 
-with Client(sys.argv[1]) as client, client.generate_stream("an owl in the forest", seed=7) as events:
+with Client(sys.argv[1]) as client, client.generate_stream("an owl above a castle", seed=7) as events:
     for event in events:
         match event:
             case Progress(step=step, steps=steps) if step is not None:

@@ -90,6 +90,7 @@ def test_json_tells_all(run: Run, model: Path) -> None:
     ("arguments", "message"),
     [
         ([""], "the prompt is empty; say what to paint."),
+        (["a \udcff"], "prompt holds half of a character"),  # bytes of the shell that are no UTF-8
         (["a fox", "-n", "0"], "n is 0; ask for 1 to 64 prompts"),
         (["a fox", "-n", "many"], "'-n'"),
         (["a fox", "--seed", "-1"], "seed is -1; it must lie between 0"),

@@ -143,6 +143,7 @@ def test_wrong_file_is_refused_with_its_name_its_key_and_its_value(tmp_path: Pat
         load_settings(config=file, env={})
     assert str(file) in caught.value.message
     assert "\n" not in caught.value.message
+    assert not caught.value.message.endswith("?.")
 
 
 def test_wrong_variable_is_refused_with_its_name() -> None:

@@ -28,6 +28,7 @@ def test_fewer_steps_than_the_sampler_was_measured_to_need_are_told() -> None:
     told = "7 steps of heun are few for this model: its pictures come out right from 8 on."
     assert warnings_of(sampler="Heun", num_steps=7) == (told,)
     assert warnings_of(sampler="heun", num_steps=8) == ()
+    assert "1 step of heun is few" in warnings_of(sampler="heun", num_steps=1)[0]
 
 
 def test_sampler_with_a_sigma_schedule_has_its_own_measure() -> None:

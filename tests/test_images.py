@@ -78,6 +78,11 @@ def test_infotext_follows_the_grammar_that_other_tools_read() -> None:
     )
 
 
+def test_guided_part_has_one_dash_also_where_zero_has_a_sign() -> None:
+    text = write_infotext(result(guidance_interval=(-0.0, 0.5)), width_px=24, height_px=16)
+    assert parse_infotext(text).fields["Guidance interval"] == "0-0.5"
+
+
 def test_how_much_of_a_picture_was_repainted_is_told_as_other_tools_do() -> None:
     fields = parse_infotext(write_infotext(result(strength=0.35), width_px=24, height_px=16)).fields
     assert fields["Denoising strength"] == "0.35"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Final, NamedTuple
 
 import gradio as gr
@@ -12,6 +13,9 @@ from diffserve.types import MAX_PROMPT_CHARS, MAX_SEED
 
 MAX_FIELD_CHARS: Final = 200
 """Of a field that holds a number or a name."""
+
+DASH: Final = re.compile(r"(?<![eE])-")
+"""Between two numbers, not in the exponent of one: "1e-05-0.5"."""
 
 MAX_SEED_DIGITS: Final = len(str(MAX_SEED))
 
@@ -65,7 +69,7 @@ def read_interval(text: str | None) -> tuple[float, float] | None:
     if not (text or "").strip():
         return None
     try:
-        first, last = map(float, (text or "").replace(",", ".").split("-"))
+        first, last = map(float, DASH.split((text or "").replace(",", ".")))
     except ValueError:
         first, last = math.nan, math.nan
     if not 0.0 <= first <= last <= 1.0:

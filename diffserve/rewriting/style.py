@@ -136,11 +136,11 @@ def _check_keys(file: str, tables: Mapping[str, Any]) -> None:
     known = {field.name: field.type for field in msgspec.structs.fields(Style) if field.name != "name"}
     for table, entries in tables.items():
         if table not in known:
-            raise ConfigError(f"{file}: unknown table [{table}]; {nearest(table, known)}.", param="style")
+            raise ConfigError(f"{file}: unknown table [{table}]; {nearest(table, known)}", param="style")
         keys = [field.name for field in msgspec.structs.fields(known[table])]
         for key in entries if isinstance(entries, dict) else ():
             if key not in keys:
-                raise ConfigError(f"{file}: unknown key {table}.{key}; {nearest(key, keys)}.", param="style")
+                raise ConfigError(f"{file}: unknown key {table}.{key}; {nearest(key, keys)}", param="style")
 
 
 def _check_values(file: str, style: Style) -> None:

@@ -180,6 +180,14 @@ def test_an_eta_of_zero_and_every_digit_reach_the_request() -> None:
     assert (fields["sampler"], fields["eta"], fields["guidance_scale"]) == ("Euler a", 0.0, 2.123456789)
 
 
+@pytest.mark.parametrize(
+    ("written", "interval"), [("0.2-0.8", (0.2, 0.8)), ("1e-05-0.5", (1e-5, 0.5)), ("0-2.5e-07", (0.0, 2.5e-7))]
+)
+def test_a_guided_part_reads_back_as_a_picture_tells_it(written: str, interval: tuple[float, float]) -> None:
+    fields = order_of(form_of(f"{TEXT}, Guidance interval: {written}", MODEL), MODEL).fields
+    assert fields["guidance_interval"] == interval
+
+
 def test_no_number_of_pictures_is_one() -> None:
     assert order_of(Form(prompt="a fox", num_images=None), MODEL).num_images == 1
 
