@@ -8,10 +8,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from schedulers.arrays import FloatArray
 from schedulers.grids import Grid
 from schedulers.multistep import order_at
-from schedulers.table import Row
+from schedulers.table import FloatArray, Row
 
 LMS_ORDER = 4
 PLMS_WEIGHTS: tuple[tuple[float, ...], ...] = (

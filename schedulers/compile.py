@@ -8,14 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from schedulers.arrays import FloatArray
 from schedulers.errors import BadEta, BadNumSteps, BadStrength, UnsupportedOption
 from schedulers.grids import Grid, make_grid
 from schedulers.names import resolve_sampler
 from schedulers.noise import ZERO_SNR_FLOOR, NoiseSchedule
 from schedulers.preconditioning import Preconditioning
 from schedulers.samplers import SAMPLERS, Sampler
-from schedulers.table import HISTORY, Row, StepTable
+from schedulers.table import HISTORY, FloatArray, Row, StepTable
 
 EXACT_ZERO_SNR_FLOOR = 2.0**-80
 """Floor where diffusers works with an alphas_cumprod of exactly 0: no different from it even in float64."""

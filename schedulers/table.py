@@ -8,8 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedulers.arrays import FloatArray
 from schedulers.errors import LawBroken
+
+FloatArray = NDArray[np.float64]
+"""The array that everything here is made of."""
+
 
 HISTORY = 4
 """How many earlier pushes a row can read."""

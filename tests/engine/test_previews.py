@@ -11,8 +11,7 @@ import torch
 from diffserve.config import EngineConfig
 from diffserve.engine import Engine
 from diffserve.runtime import DiffusionModel
-from diffserve.runtime.vae.preview import PreviewRunner
-from diffserve.runtime.vae.preview_decoder import PreviewConfig, PreviewDecoder
+from diffserve.runtime.vae.preview import PreviewConfig, PreviewDecoder, PreviewRunner
 from diffserve.types import GenerationRequest, Painted, Preview
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked

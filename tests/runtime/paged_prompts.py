@@ -9,8 +9,7 @@ import torch
 from diffserve.runtime import DiffusionModel, UNetRunner
 from diffserve.runtime.kv import PagePool
 from diffserve.runtime.text.encoding import Conditioning
-from diffserve.runtime.text.prompt_pages import PagedConditioning, PromptPages
-from diffserve.runtime.unet.image_specs import ImageSpecs
+from diffserve.runtime.text.prompt_pages import ImageSpecs, PagedConditioning, PromptPages
 
 SIXTEEN = "cat " * 15
 """With the start mark sixteen tokens: one logical page."""

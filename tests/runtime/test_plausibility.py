@@ -19,7 +19,7 @@ from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.loading import plausibility
-from diffserve.runtime.loading.manifest import MANIFEST_FILE
+from diffserve.runtime.loading.checkpoint import MANIFEST_FILE
 from diffserve.runtime.loading.plausibility import (
     Flow,
     Formulation,
@@ -31,7 +31,7 @@ from diffserve.runtime.loading.plausibility import (
 )
 from diffserve.runtime.model import EMBEDDED_DIRECTORY
 from schedulers import NoiseSchedule, Preconditioning
-from schedulers.arrays import FloatArray
+from schedulers.table import FloatArray
 
 VELOCITY = "v_prediction"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diffserve.runtime.text.chunks import Chunk
+from diffserve.runtime.text.prompt import Chunk
 from diffserve.runtime.text.windows import Window
 from tests.runtime.conftest import LoadTiny
 

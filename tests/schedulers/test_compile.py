@@ -17,9 +17,8 @@ from schedulers import (
     UnsupportedOption,
     compile_table,
 )  # fmt: skip
-from schedulers.grids import SPACINGS, pick_timesteps
+from schedulers.grids import SPACINGS, pick_timesteps, symmetric_beta_quantile
 from schedulers.noise import make_betas
-from schedulers.quantile import symmetric_beta_quantile
 
 SD = NoiseSchedule.from_betas(make_betas("scaled_linear", 1000, 0.00085, 0.012))
 

@@ -13,12 +13,18 @@ from diffserve.runtime.kv.batch import Gathered, PagedBatch
 from diffserve.runtime.kv.errors import PageTableError
 from diffserve.runtime.kv.integrity import check_integrity, draw
 from diffserve.runtime.kv.ledger import PageLedger
-from diffserve.runtime.kv.page_table import PageTable
 from diffserve.runtime.kv.prefix_index import LogicalPage
-from diffserve.runtime.kv.sharing import Match, check_row, file_tokens, find_prefix, make_writable, num_logical_wanted
+from diffserve.runtime.kv.sharing import (
+    Match,
+    PageTable,
+    check_row,
+    file_tokens,
+    find_prefix,
+    make_writable,
+    num_logical_wanted,
+)
 from diffserve.runtime.kv.spec import KVSpec, PagePlan
-from diffserve.runtime.kv.stats import PoolStats
-from diffserve.runtime.kv.tenant import Tenant
+from diffserve.runtime.kv.tenant import PoolStats, Tenant
 
 
 class PagePool:

@@ -16,9 +16,8 @@ from diffserve.runtime.language.attention import register
 from diffserve.runtime.language.compatibility import check_config, check_parity, find_layers
 from diffserve.runtime.language.model import LanguageModel
 from diffserve.runtime.language.weight_only import compute_choice, quantise
-from diffserve.runtime.loading.checkpoint import digest_files, find_weights, read_json
+from diffserve.runtime.loading.checkpoint import check_manifest, digest_files, find_weights, read_json
 from diffserve.runtime.loading.lean_imports import without_compiler
-from diffserve.runtime.loading.manifest import check_manifest
 from diffserve.runtime.loading.offload import from_pretrained_places, run_on
 from diffserve.runtime.loading.quiet import hushed, import_quietly
 from diffserve.runtime.loading.weight_loading import WithoutInit

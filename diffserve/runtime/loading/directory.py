@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from diffserve.errors import ModelLoadError
-from diffserve.runtime.loading.checkpoint import Checkpoint, find_weights, read_json, refuse_pickle
+from diffserve.runtime.loading.checkpoint import Checkpoint, check_manifest, find_weights, read_json, refuse_pickle
 from diffserve.runtime.loading.components import (
     ALLOWED_CLASSES,
     IGNORED_COMPONENTS,
@@ -19,7 +19,6 @@ from diffserve.runtime.loading.components import (
     load_tokenizer,
 )
 from diffserve.runtime.loading.formulation import read_scheduler
-from diffserve.runtime.loading.manifest import check_manifest
 from diffserve.runtime.loading.weight_loading import LoadedParts, TensorSource, vae_precision
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.text.encoding import TextEncoder

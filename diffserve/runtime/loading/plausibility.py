@@ -16,6 +16,7 @@ from typing import Final, Protocol
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError
@@ -23,8 +24,8 @@ from diffserve.runtime.text.encoding import TextEncoderRunner
 from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.vae import VAERunner
 from schedulers import NoiseSchedule, Preconditioning
-from schedulers.arrays import FloatArray
 from schedulers.grids import timesteps_of_sigmas
+from schedulers.table import FloatArray
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,9 @@ USUAL_BETAS: Final = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "
 """Stable Diffusion's, for asking a model of continuous noise whether it rather knows timesteps."""
 
 KEPT_AS: Final = "plausibility"
+LAST_TIMESTEP: Final = 999
+PROBE_CELLS: Final = 32
+WINDOW_TOKENS: Final = 77
 
 
 class Formulation(Protocol):
@@ -202,3 +206,17 @@ def kept_or_probed(cache: DiskCache | None, key: str, run: Callable[[], Plausibi
     if cache:
         cache.write(KEPT_AS, key, {"declared": found.declared, "errors": dict(found.errors)})
     return found
+
+
+def predicts_velocity(unet: UNetRunner, context_width: int) -> bool:
+    """Whether the UNet predicts velocity, from its answer to pure noise at the last timestep.
+
+    There the noise is nearly the whole input: a UNet that predicts noise gives its input back (cosine near 1), one that
+    predicts velocity gives minus the picture it imagines (cosine near 0).
+    """
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn((1, unet.latent_channels, PROBE_CELLS, PROBE_CELLS), generator=generator)
+    extra = torch.zeros((1, unet.extra_channels, PROBE_CELLS, PROBE_CELLS)) if unet.extra_channels else None
+    contexts = torch.zeros((1, WINDOW_TOKENS, context_width))
+    output = unet.predict(noise, torch.tensor([LAST_TIMESTEP]), contexts, extra=extra).cpu()
+    return bool(F.cosine_similarity(noise.flatten(), output.flatten(), dim=0) < 0.5)

@@ -23,9 +23,8 @@ from diffserve.errors import ConfigError
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.kv import KVSpec, PagePlan, PagePool, PoolBusy
 from diffserve.runtime.text.encoding import Conditioning
-from diffserve.runtime.text.prompt_pages import PagedConditioning, PromptPages
+from diffserve.runtime.text.prompt_pages import ImageSpecs, PagedConditioning, PromptPages
 from diffserve.runtime.unet.cross_attention import Contexts
-from diffserve.runtime.unet.image_specs import ImageSpecs
 
 AUTO_WINDOWS = 64
 """Different prompts of one window that a pool of automatic size holds at once."""

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diffserve.runtime.text.chunks import Chunk, SpecialTokens, chunk_prompt
-from diffserve.runtime.text.prompt import parse_prompt
+from diffserve.runtime.text.prompt import Chunk, SpecialTokens, chunk_prompt, parse_prompt
 from diffserve.runtime.text.windows import Window
 
 CACHED_TEXTS = 128

@@ -14,23 +14,55 @@ The pooled vector of SDXL's second encoder is small and kept beside the pool, by
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from diffserve.errors import ConfigError
-from diffserve.runtime.kv import PagePool, PageTable, PoolTooSmall
+from diffserve.runtime.kv import KVSpec, PagePlan, PagePool, PageTable, PoolTooSmall
 from diffserve.runtime.text.encoding import TextEncoderRunner, weigh
-from diffserve.runtime.text.pages import PagedTextEncoder, segments
+from diffserve.runtime.text.pages import PagedTextEncoder, segments, text_spec
 from diffserve.runtime.text.windows import Window
 from diffserve.runtime.unet.cross_attention import KeysValues, Pair
-from diffserve.runtime.unet.image_specs import ImageSpecs
 from diffserve.runtime.unet.unet import UNetRunner
 
 POOLED_KEPT = 1024
 """Pooled vectors of 1280 numbers: 5 MB in float32."""
+
+
+@dataclass(frozen=True)
+class ImageSpecs:
+    """The tenants of one image model: its UNet's cross-attention, and each text encoder's self-attention."""
+
+    unet: KVSpec
+    encoders: tuple[KVSpec, ...]
+
+    def __iter__(self) -> Iterator[KVSpec]:
+        return iter((self.unet, *self.encoders))
+
+    @classmethod
+    def of(cls, text: TextEncoderRunner, unet: UNetRunner, identity: bytes) -> ImageSpecs:
+        """``identity``: a hash of all that decides the numbers: weights, adapters, quantisation, the cut of segments.
+
+        Raises ConfigError for a UNet whose cross-attention cannot be paged.
+        """
+        name, dtype = identity.hex()[:12], unet.dtype
+        layers = unet.cross_attention.layers
+        return cls(
+            KVSpec(f"unet:{name}", layers, dtype, model_digest=identity, whole_sequences=True),
+            tuple(
+                text_spec(encoder.network, tenant=f"text{index}:{name}", dtype=dtype, identity=identity)
+                for index, encoder in enumerate(text.encoders, start=1)
+            ),
+        )
+
+    def pool_bytes(self, num_windows: int, window_tokens: int) -> int:
+        """Room for ``num_windows`` different windows of ``window_tokens`` while one of them is being encoded."""
+        page_bytes = PagePlan.smallest_page_bytes(self)
+        unet, *encoders = (PagePlan(spec, page_bytes).num_pages(window_tokens) for spec in self)
+        return page_bytes * (num_windows * unet + max(encoders))
 
 
 @dataclass(frozen=True, eq=False)

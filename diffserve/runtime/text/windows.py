@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from diffserve.runtime.kv import salt_of
-from diffserve.runtime.text.chunks import Chunk
+from diffserve.runtime.text.prompt import Chunk
 
 TOKEN_BITS = 31
 """A token id of one encoder; two fit into the 64 bits that the pool takes."""
