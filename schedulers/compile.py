@@ -14,7 +14,7 @@ from schedulers.names import resolve_sampler
 from schedulers.noise import ZERO_SNR_FLOOR, NoiseSchedule
 from schedulers.preconditioning import Preconditioning
 from schedulers.samplers import SAMPLERS, Sampler
-from schedulers.table import HISTORY, FloatArray, Row, StepTable
+from schedulers.table import HISTORY, FloatArray, StepTable
 
 EXACT_ZERO_SNR_FLOOR = 2.0**-80
 """Floor where diffusers works with an alphas_cumprod of exactly 0: no different from it even in float64."""
@@ -85,22 +85,6 @@ def _init_scale(sampler: Sampler, spacing: str, sigma: float) -> float:
     return math.hypot(1.0, sigma)
 
 
-def _columns(rows: list[Row]) -> dict[str, FloatArray]:
-    b = np.zeros((len(rows), HISTORY + 1))
-    for index, row in enumerate(rows):
-        b[index, : len(row.b)] = row.b
-    names = ("sigma", "timestep", "a", "n", "hx", "hd")
-    return {"b": b, **{name: np.array([getattr(row, name) for row in rows]) for name in names}}
-
-
-def _write(sampler: Sampler, grid: Grid, eta: float) -> list[Row]:
-    try:
-        return sampler.write_rows(grid, eta)
-    except ValueError as error:
-        message = f"eta is {eta}; a step of {sampler.name} would hold more fresh noise than noise in all."
-        raise BadEta(message) from error
-
-
 def compile_table(
     sampler: str,
     schedule: NoiseSchedule,
@@ -167,8 +151,14 @@ def table_on_grid(
     warnings: tuple[str, ...] = (),
 ) -> StepTable:
     """The table of ``sampler`` on a grid of one's own; :func:`compile_table` ends here."""
-    rows = _write(sampler, grid, eta)
-    columns = _columns(rows)
+    try:
+        rows = sampler.write_rows(grid, eta)
+    except ValueError as error:
+        message = f"eta is {eta}; a step of {sampler.name} would hold more fresh noise than noise in all."
+        raise BadEta(message) from error
+    names = ("sigma", "timestep", "a", "n", "hx", "hd")
+    columns: dict[str, FloatArray] = {name: np.array([getattr(row, name) for row in rows]) for name in names}
+    columns["b"] = np.array([row.b + (0.0,) * (HISTORY + 1 - len(row.b)) for row in rows])
     c_in, c_skip, c_out = preconditioning.factors(columns["sigma"])
     columns["timestep"] = preconditioning.told(columns["sigma"], columns["timestep"])
     sigma_end = float(grid.sigmas[-1])

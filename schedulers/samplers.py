@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
-from schedulers import adams, multistep, singlestep, unipc
+from schedulers import adams, singlestep, unipc
 from schedulers.grids import Grid
+from schedulers.multistep import dpmpp_rows
 from schedulers.table import Row
 
 RowWriter = Callable[[Grid, float], list[Row]]
@@ -62,7 +64,7 @@ class Sampler:
 def _all() -> tuple[Sampler, ...]:
     dpm = "DPMSolverMultistepScheduler"
     ancestral = "EulerAncestralDiscreteScheduler"
-    one, multi, slope = singlestep, multistep, adams
+    one, slope = singlestep, adams
     return (
         Sampler(
             "ddim", "DDIM", "deterministic and predictable; eta adds noise, up to that of ddpm",
@@ -90,15 +92,15 @@ def _all() -> tuple[Sampler, ...]:
         ),
         Sampler(
             "dpmpp_2m", "DPM++ 2M", "second order for one evaluation a step; a fine default at 15 to 30 steps",
-            dpm, "dpm", "sigma", multi.dpmpp_2m_rows, order=2,
+            dpm, "dpm", "sigma", partial(dpmpp_rows, highest=2, k=1.0), order=2,
         ),
         Sampler(
             "dpmpp_2m_sde", "DPM++ 2M SDE", "dpmpp_2m with fresh noise: more detail, a few more steps",
-            dpm, "dpm", "sigma", multi.dpmpp_2m_sde_rows, order=2, stochastic=True,
+            dpm, "dpm", "sigma", partial(dpmpp_rows, highest=2, k=2.0), order=2, stochastic=True,
         ),
         Sampler(
             "dpmpp_3m_sde", "DPM++ 3M SDE", "as dpmpp_2m_sde, looking back one step more; wants 30 steps or more",
-            dpm, "dpm", "sigma", multi.dpmpp_3m_sde_rows, order=2, stochastic=True,
+            dpm, "dpm", "sigma", partial(dpmpp_rows, highest=3, k=2.0), order=2, stochastic=True,
         ),
         Sampler(
             "lms", "LMS", "fourth order from remembered slopes; good at many steps",

@@ -132,11 +132,6 @@ class StepTable:
         return np.column_stack([*before_b, self.b, *after_b])
 
     @property
-    def noise_rows(self) -> NDArray[np.int64]:
-        """Indices of the rows that draw from the image's generator, in order."""
-        return np.flatnonzero(self.draws)
-
-    @property
     def ends_step(self) -> NDArray[np.bool_]:
         """(R,) bool: the row completes its step, so progress may be reported after it."""
         return np.append(self.step_of_row[1:] != self.step_of_row[:-1], True)

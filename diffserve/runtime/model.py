@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError, ModelNotFound
 from diffserve.fewest_steps import FewestSteps, read_fewest_steps
-from diffserve.runtime.loading.adapter import Adapter, load_adapted, read_adapter
+from diffserve.runtime.loading.adapter import load_adapted, read_adapter
 from diffserve.runtime.loading.checkpoint import digest_files, refuse_pickle
 from diffserve.runtime.loading.directory import load_directory
 from diffserve.runtime.loading.family import BUILT_IN, EMBEDDED, default_profile, detect_family, native_size
@@ -159,11 +159,13 @@ def load_model(
     parts = load_adapted(adapter, choice) if adapter else _load_parts(location, choice)
     unet = UNetRunner(parts.unet, device=choice.device, dtype=choice.compute_dtype)
     vae = VAERunner(parts.vae, device=choice.device, dtype=parts.vae_dtype)
-    digest = _digest(parts, adapter, cache)
+    digest = digest_files(parts.files, cache)
+    digest = adapter.digest(digest, cache) if adapter else digest
     text = TextEncoderRunner(
         parts.encoders, device=choice.device, digest=digest, zero_empty_negative=parts.zero_empty_negative
     )
-    home = _home(location, adapter)
+    # where things about the model lie: its directory, an adapter's base, or a directory named as the single file
+    home = adapter.base if adapter else location if location.is_dir() else location.with_suffix("")
     previewer = load_preview(home / PREVIEW_DIRECTORY, choice)
     _check_fit(text, unet, vae, previewer, location)
     scheduler_config = _settle_prediction(parts, unet, location)
@@ -211,16 +213,6 @@ def _load_parts(location: Path, choice: DeviceChoice) -> LoadedParts:
     if location.suffix != ".safetensors":
         raise ModelLoadError(f"{location} is neither a diffusers directory nor a .safetensors file.")
     return load_single_file(location, choice)
-
-
-def _digest(parts: LoadedParts, adapter: Adapter | None, cache: DiskCache | None) -> str:
-    base = digest_files(parts.files, cache)
-    return adapter.digest(base, cache) if adapter else base
-
-
-def _home(location: Path, adapter: Adapter | None) -> Path:
-    """Where things about the model lie: its directory, an adapter's base, or a directory named as the single file."""
-    return adapter.base if adapter else location if location.is_dir() else location.with_suffix("")
 
 
 def _settle_prediction(parts: LoadedParts, unet: UNetRunner, location: Path) -> dict[str, Any]:

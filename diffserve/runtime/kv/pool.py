@@ -145,7 +145,9 @@ class PagePool:
         if reserve > match.num_tokens:
             self._require(owner.plan, match, reserve)
         table = self._hold(PageTable(owner.plan, owner.root(salt)), match)
-        owner.count(len(token_ids), match.num_tokens)
+        owner.opened += 1
+        owner.asked_tokens += len(token_ids)
+        owner.found_tokens += match.num_tokens
         self.reserve(table, reserve)
         return table, match.num_tokens
 

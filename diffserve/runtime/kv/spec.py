@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -76,7 +77,7 @@ class KVSpec:
         """Keys and values of one token in all layers."""
         return sum(self.layer_bytes(layer) for layer in range(len(self.layers))) // self.page_tokens
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """32 bytes: which tenant, weights, shapes and dtype. Tenants that differ in any of them share nothing."""
         shapes = [(layer.num_heads, layer.head_dim) for layer in self.layers]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from diffserve.runtime.kv.arena import LayerView
 from diffserve.runtime.kv.ledger import PageLedger
@@ -60,20 +60,10 @@ class Tenant:
     asked_tokens: int = 0
     found_tokens: int = 0
     merged_pages: int = 0
-    digest: bytes = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.digest = self.plan.spec.digest
 
     def root(self, salt: bytes) -> bytes:
         """Where the key chain of sequences with ``salt`` begins."""
-        return root_key(self.digest, self.epoch, salt)
-
-    def count(self, asked_tokens: int, found_tokens: int) -> None:
-        """One more sequence was opened."""
-        self.opened += 1
-        self.asked_tokens += asked_tokens
-        self.found_tokens += found_tokens
+        return root_key(self.plan.spec.digest, self.epoch, salt)
 
     def stats(self, ledger: PageLedger) -> TenantStats:
         """Its counters together with its pages in ``ledger``."""

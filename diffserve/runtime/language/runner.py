@@ -13,7 +13,7 @@ from torch import Tensor
 from diffserve.errors import InvalidRequest
 from diffserve.runtime.kv import PagePool, PageTable
 from diffserve.runtime.language.attention import PagedCall, Workspace
-from diffserve.runtime.language.model import LanguageModel
+from diffserve.runtime.language.model import LanguageModel, run_network
 from diffserve.runtime.language.row_groups import Span
 
 
@@ -69,11 +69,12 @@ class LanguageRunner:
         call = PagedCall(self.pool, [chunk.table for chunk in chunks], spans, self._workspace)
         token_ids = [token_id for index in call.order for token_id in chunks[index].token_ids]
         num_idle = self._num_idle(len(token_ids))
-        return self.model.logits(
+        return run_network(
+            self.model.network,
             torch.tensor(token_ids + token_ids[-1:] * num_idle, device=self.model.device),
             F.pad(call.batch.positions, (0, num_idle)),
-            call,
-            keep=torch.tensor(_kept(chunks, call.order), dtype=torch.long, device=self.model.device),
+            torch.tensor(_kept(chunks, call.order), dtype=torch.long, device=self.model.device),
+            paged=call,
         )
 
     def _num_idle(self, num_tokens: int) -> int:

@@ -23,6 +23,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -82,7 +83,11 @@ class LoRA:
         for component, layers in lora.layers.items():
             alpha = _declared_alpha(lora.checkpoint, component)
             for change in layers.values():
-                lora._check_halves(change)
+                if not (change.down and change.up):
+                    raise ModelLoadError(
+                        f"tensor {change.down or change.up or change.alpha!r} of {lora.checkpoint.where()} has no "
+                        "partner: a change is a pair of matrices."
+                    )
                 change.declared_alpha = alpha
         return lora
 
@@ -97,7 +102,7 @@ class LoRA:
                 raise self._misfit(change, f"there is no such layer in the {component} of {source.checkpoint.where()}")
             key, shape, read = source.readers[weights[layer]]
             self._check_shapes(change, shape)
-            source.readers[weights[layer]] = (key, shape, self._merged(change, read))
+            source.readers[weights[layer]] = (key, shape, partial(self._read_merged, change, read))
         self._used.add(component)
 
     def check_all_used(self) -> None:
@@ -118,14 +123,6 @@ class LoRA:
         kind = {"A": "down", "B": "up", None: "alpha"}.get(match["half"], match["half"])
         setattr(change, kind, key)
 
-    def _check_halves(self, change: LowRank) -> None:
-        if change.down and change.up:
-            return
-        present = change.down or change.up or change.alpha
-        raise ModelLoadError(
-            f"tensor {present!r} of {self.checkpoint.where()} has no partner: a change is a pair of matrices."
-        )
-
     def _check_shapes(self, change: LowRank, shape: tuple[int, ...]) -> None:
         down, up = (self.checkpoint.entries[key].shape for key in (change.down, change.up))
         if len(shape) not in (2, 4):
@@ -143,13 +140,10 @@ class LoRA:
             f"tensor {change.down!r} of {self.checkpoint.where()}: {problem}; this adapter was made for another base."
         )
 
-    def _merged(self, change: LowRank, read: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        def read_merged() -> torch.Tensor:
-            down, up = (self.checkpoint.read(key).float().flatten(1) for key in (change.down, change.up))
-            weight = read().float()
-            return weight + (self._scale(change) * up @ down).view_as(weight)
-
-        return read_merged
+    def _read_merged(self, change: LowRank, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+        down, up = (self.checkpoint.read(key).float().flatten(1) for key in (change.down, change.up))
+        weight = read().float()
+        return weight + (self._scale(change) * up @ down).view_as(weight)
 
     def _scale(self, change: LowRank) -> float:
         rank = self.checkpoint.entries[change.down].shape[0]

@@ -46,25 +46,15 @@ def build_unet(config: Mapping[str, Any], where: str, choice: DeviceChoice) -> A
             raise ModelLoadError(
                 f"{where}: {name} is {config[name]!r}; diffserve serves text-to-image UNets without it."
             )
-    network = _build("diffusers", "UNet2DConditionModel", config, where)
+    network = build("UNet2DConditionModel", config, where)
     if choice.device.type == "cpu" and choice.compute_dtype == torch.float32:
         use_pointwise(network)
     return network
 
 
-def build_vae(config: Mapping[str, Any], where: str) -> Any:
-    """``AutoencoderKL``, empty."""
-    return _build("diffusers", "AutoencoderKL", config, where)
-
-
-def build_tiny_autoencoder(config: Mapping[str, Any], where: str) -> Any:
-    """``AutoencoderTiny``, empty."""
-    known = {key: value for key, value in config.items() if key != "block_out_channels"}  # written, but never read
-    return _build("diffusers", "AutoencoderTiny", known, where)
-
-
-def _build(module: str, name: str, config: Mapping[str, Any], where: str) -> Any:
-    cls = import_quietly(module, name)
+def build(name: str, config: Mapping[str, Any], where: str) -> Any:
+    """diffusers' class ``name``, empty."""
+    cls = import_quietly("diffusers", name)
     known = {key: value for key, value in config.items() if not key.startswith("_")}
     try:
         return build_on_meta(lambda: cls.from_config(known))

@@ -12,9 +12,9 @@ from diffserve.runtime.loading.checkpoint import Checkpoint, check_manifest, fin
 from diffserve.runtime.loading.components import (
     ALLOWED_CLASSES,
     IGNORED_COMPONENTS,
+    build,
     build_text_encoder,
     build_unet,
-    build_vae,
     load_component,
     load_tokenizer,
 )
@@ -61,7 +61,7 @@ def load_directory(path: Path, choice: DeviceChoice, *, adapt: Adapt | None = No
     unet = build_unet(unet_config, str(path / "unet" / "config.json"), choice)
     unet_weights = open_weights("unet", DIFFUSERS_STEM)
     load_component(unet, unet_weights, choice, quantise=choice.is_int8, adapt=adapt and partial(adapt, "unet"))
-    vae = build_vae(vae_config, str(path / "vae" / "config.json"))
+    vae = build("AutoencoderKL", vae_config, str(path / "vae" / "config.json"))
     vae_choice = vae_precision(choice, vae_config, is_sdxl=len(encoders) == 2)
     load_component(vae, open_weights("vae", DIFFUSERS_STEM), vae_choice, channels_last=True)
     return LoadedParts(

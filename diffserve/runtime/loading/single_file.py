@@ -16,7 +16,7 @@ from diffserve.errors import ModelLoadError
 from diffserve.runtime.loading import single_file_config as infer
 from diffserve.runtime.loading import single_file_keys as keys
 from diffserve.runtime.loading.checkpoint import Checkpoint, read_json
-from diffserve.runtime.loading.components import build_text_encoder, build_unet, build_vae, load_tokenizer
+from diffserve.runtime.loading.components import build, build_text_encoder, build_unet, load_tokenizer
 from diffserve.runtime.loading.directory import read_index
 from diffserve.runtime.loading.family import SD1, SD2, SDXL
 from diffserve.runtime.loading.formulation import SCHEDULER_FILE, edm_normalisation, edm_scheduler, read_scheduler
@@ -185,7 +185,7 @@ def _load_unet(file: SingleFile, last_encoder: TextEncoder, choice: DeviceChoice
 
 
 def _load_vae(file: SingleFile, config: dict[str, Any], choice: DeviceChoice) -> Any:
-    network = build_vae(config, file.where)
+    network = build("AutoencoderKL", config, file.where)
     num_levels = len(network.config.block_out_channels)
 
     def add(source: TensorSource, name: str) -> str:

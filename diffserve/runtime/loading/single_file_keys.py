@@ -8,7 +8,6 @@ differs but words.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 import torch
 
@@ -76,26 +75,19 @@ def unet_key(name: str, layers_per_block: int, attention_up: frozenset[int]) -> 
     part, kind, rest = found[1], found[3], found[5]
     level, index = int(found[2] or 0), int(found[4])
     if kind == "resnets":
-        rest = _swap_head(rest, _UNET_RESNET)
+        head, _, tail = rest.partition(".")
+        rest = f"{_UNET_RESNET.get(head, head)}.{tail}"
     if part == "mid_block":
         return f"{UNET_PREFIX}middle_block.{1 if kind == 'attentions' else 2 * index}.{rest}"
     place = 1 if kind == "attentions" else 0
     if part == "down_blocks":
+        rest = "op" + rest.removeprefix("conv") if kind == "downsamplers" else rest
         number = 1 + level * (layers_per_block + 1) + (layers_per_block if kind == "downsamplers" else index)
-        return f"{UNET_PREFIX}input_blocks.{number}.{place}.{_down_rest(kind, rest)}"
+        return f"{UNET_PREFIX}input_blocks.{number}.{place}.{rest}"
     number = level * (layers_per_block + 1) + (layers_per_block if kind == "upsamplers" else index)
     if kind == "upsamplers":
         place = 2 if level in attention_up else 1
     return f"{UNET_PREFIX}output_blocks.{number}.{place}.{rest}"
-
-
-def _down_rest(kind: str, rest: str) -> str:
-    return "op" + rest.removeprefix("conv") if kind == "downsamplers" else rest
-
-
-def _swap_head(rest: str, words: Mapping[str, str]) -> str:
-    head, _, tail = rest.partition(".")
-    return f"{words.get(head, head)}.{tail}"
 
 
 def vae_key(name: str, num_levels: int) -> str:

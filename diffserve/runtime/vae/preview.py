@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from diffserve.errors import ModelLoadError
 from diffserve.runtime.loading.checkpoint import Checkpoint, find_weights, read_json
-from diffserve.runtime.loading.components import ALLOWED_CLASSES, build_tiny_autoencoder
+from diffserve.runtime.loading.components import ALLOWED_CLASSES, build
 from diffserve.runtime.loading.directory import DIFFUSERS_STEM
 from diffserve.runtime.loading.weight_loading import TensorSource, build_on_meta, fill
 from diffserve.runtime.precision import DeviceChoice
@@ -130,6 +130,7 @@ class PreviewDecoder(nn.Module):
         return F.pixel_shuffle(self.conv_out(hidden), self.config.last_factor)
 
 
+@dataclass(frozen=True, kw_only=True)
 class PreviewRunner:
     """Runs a decoder that gives pictures in -1..1 of ``latents / scaling_factor + shift_factor``.
 
@@ -137,21 +138,13 @@ class PreviewRunner:
     factor           pixels of a preview to a cell
     """
 
-    def __init__(
-        self,
-        network: Any,
-        *,
-        latent_channels: int,
-        factor: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        scaling_factor: float = 1.0,
-        shift_factor: float = 0.0,
-    ) -> None:
-        self.network = network
-        self.latent_channels, self.factor = latent_channels, factor
-        self.device, self.dtype = device, dtype
-        self._scale, self._shift = scaling_factor, shift_factor
+    network: Any
+    latent_channels: int
+    factor: int
+    device: torch.device
+    dtype: torch.dtype
+    scaling_factor: float = 1.0
+    shift_factor: float = 0.0
 
     @torch.inference_mode()
     def preview(self, latents: Tensor) -> NDArray[np.uint8]:
@@ -159,7 +152,7 @@ class PreviewRunner:
 
         A preview never fails for its numbers: where they are not numbers it is gray.
         """
-        z = shrunk(latents).to(self.device, torch.float32) / self._scale + self._shift
+        z = shrunk(latents).to(self.device, torch.float32) / self.scaling_factor + self.shift_factor
         return to_pixels(self.network(z.to(self.dtype)).float().nan_to_num(nan=0.0))
 
 
@@ -187,7 +180,7 @@ def _load_own(directory: Path, config: Mapping[str, Any], choice: DeviceChoice) 
     network = build_on_meta(lambda: PreviewDecoder(shape))
     _fill(network, directory, "", choice)
     return PreviewRunner(
-        network,
+        network=network,
         latent_channels=shape.latent_channels,
         factor=shape.factor,
         device=choice.device,
@@ -196,11 +189,12 @@ def _load_own(directory: Path, config: Mapping[str, Any], choice: DeviceChoice) 
 
 
 def _load_tiny(directory: Path, config: Mapping[str, Any], choice: DeviceChoice) -> PreviewRunner:
-    whole = build_tiny_autoencoder(config, str(directory / "config.json"))
+    known = {key: value for key, value in config.items() if key != "block_out_channels"}  # written, but never read
+    whole = build("AutoencoderTiny", known, str(directory / "config.json"))
     _fill(whole.decoder, directory, TINY_PREFIX, choice)
     settings = whole.config
     return PreviewRunner(
-        whole.decoder,
+        network=whole.decoder,
         latent_channels=int(settings.latent_channels),
         factor=int(settings.upsampling_scaling_factor) ** (len(settings.num_decoder_blocks) - 1),
         device=choice.device,

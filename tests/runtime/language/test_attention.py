@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagePool, PageTable
-from diffserve.runtime.language.attention import PagedCall, Workspace, paged_attention
+from diffserve.runtime.language.attention import PagedCall, Scoring, Workspace, paged_attention
 from diffserve.runtime.language.row_groups import Span
 
 HEADS, KEY_HEADS, DIM = 6, 2, 8
@@ -49,14 +49,12 @@ def test_mixed_batch_attends_as_each_sequence_alone(window: int | None, softcap:
         tables.append(table)
     queries = [torch.randn(span.num_new, HEADS, DIM) for span in SPANS]
     call = PagedCall(pool, tables, SPANS, Workspace())
-    output = call.attend(
+    output = call(
         1,
         torch.cat([queries[index] for index in call.order]),
         torch.cat([keys[index][-SPANS[index].num_new :] for index in call.order]),
         torch.cat([values[index][-SPANS[index].num_new :] for index in call.order]),
-        scale=0.3,
-        window=window,
-        softcap=softcap,
+        Scoring(0.3, window, softcap),
     )
     pieces = output.split([SPANS[index].num_new for index in call.order])
     for index, piece in zip(call.order, pieces, strict=True):
@@ -69,7 +67,7 @@ def test_new_keys_and_values_are_kept_in_their_own_layer() -> None:
     table, _ = pool.open("llm", (), reserve=3)
     call = PagedCall(pool, [table], [Span(3, 3)], Workspace())
     keys, values = torch.randn(3, KEY_HEADS, DIM), torch.randn(3, KEY_HEADS, DIM)
-    call.attend(0, torch.randn(3, HEADS, DIM), keys, values, scale=None, window=None, softcap=None)
+    call(0, torch.randn(3, HEADS, DIM), keys, values, Scoring())
     found = pool.gather([table], 0)
     assert torch.equal(found.keys[0], keys)
     assert torch.equal(found.values[0], values)
