@@ -23,8 +23,7 @@ from diffserve.runtime.loading.formulation import noise_schedule
 from diffserve.runtime.loading.plausibility import Plausibility, judge, kept_or_probed, predicts_velocity, probe
 from diffserve.runtime.loading.single_file import load_single_file
 from diffserve.runtime.loading.weight_loading import LoadedParts
-from diffserve.runtime.precision import DeviceChoice, choose_device
-from diffserve.runtime.quantisation import tensor_bytes
+from diffserve.runtime.precision import DeviceChoice, choose_device, tensor_bytes
 from diffserve.runtime.text.encoding import TextEncoderRunner
 from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.preview import PREVIEW_DIRECTORY, PreviewRunner, load_preview

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from diffserve.runtime.kv import LayerView, PagedBatch, PagePool, PageTable
 from diffserve.runtime.language.row_groups import FEW_TOKENS, RowGroup, Span, arrange
-from diffserve.runtime.loading.quiet import import_quietly
+from diffserve.runtime.loading.library_imports import import_quietly
 
 PAGED: Final = "diffserve_paged"
 """The name under which transformers knows it."""

@@ -10,10 +10,10 @@ import torch
 
 from diffserve.errors import ModelLoadError
 from diffserve.runtime.loading.checkpoint import Checkpoint
-from diffserve.runtime.loading.quiet import hushed, import_quietly
+from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.loading.weight_loading import TensorSource, build_on_meta, fill
 from diffserve.runtime.precision import DeviceChoice
-from diffserve.runtime.unet.pointwise import use_pointwise
+from diffserve.runtime.unet.unet import use_pointwise
 
 #: Component of a model_index.json -> class names that may stand there.
 ALLOWED_CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -37,6 +37,7 @@ KNOWN_CONDITIONS: Final[Mapping[str, tuple[Any, ...]]] = {
     "addition_embed_type_num_heads": (64, None),
 }
 PREFIX = "text_model."
+OFFLINE: Final = {"local_files_only": True, "trust_remote_code": False}
 
 
 def build_unet(config: Mapping[str, Any], where: str, choice: DeviceChoice) -> Any:
@@ -109,8 +110,12 @@ def load_tokenizer(directory: Path) -> Any:
     has_pair = (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file()
     if not has_pair and not (directory / "tokenizer.json").is_file():
         raise ModelLoadError(f"{directory} holds neither vocab.json with merges.txt nor tokenizer.json.")
-    cls = import_quietly("transformers", "CLIPTokenizer")
+    return read_tokenizer("CLIPTokenizer", directory)
+
+
+def read_tokenizer(cls: str, directory: Path) -> Any:
+    """transformers' ``cls`` from the files in ``directory``."""
     try:
-        return cls.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        return import_quietly("transformers", cls).from_pretrained(str(directory), **OFFLINE)
     except Exception as error:  # tokenizers raises nothing more specific
         raise ModelLoadError(f"the tokenizer in {directory} cannot be read ({error}).") from error

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from diffserve.runtime.loading.quiet import hushed, import_quietly
+from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.precision import DeviceChoice
 
 WEIGHTS_SHARE: Final = 0.7

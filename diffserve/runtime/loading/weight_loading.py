@@ -19,10 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from diffserve.errors import ModelLoadError
 from diffserve.runtime.loading.checkpoint import Checkpoint
+from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.loading.offload import dispatch, make_device_map, place_of
-from diffserve.runtime.loading.quiet import import_quietly
-from diffserve.runtime.precision import DeviceChoice
-from diffserve.runtime.quantisation import quantise_linear
+from diffserve.runtime.precision import DeviceChoice, quantise_linear
 from diffserve.runtime.text.encoding import TextEncoder
 
 #: Buffers that old checkpoints carry and that are computed, not learned.

@@ -1,6 +1,6 @@
 """The image model's tenants of the page pool: keys and values of prompts, made once, held by the images that read them.
 
-For every window of a prompt (see ``runtime.windows``) there are pages of two kinds of tenant::
+For every window of a prompt (see ``Window``) there are pages of two kinds of tenant::
 
     tokens            0 .. 15 | 16 .. 31 | 32 .. 47 | 48 .. 63 | 64 .. 76
     UNet              held while an image that reads them is painted, then idle
@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from diffserve.errors import ConfigError
-from diffserve.runtime.kv import KVSpec, PagePlan, PagePool, PageTable, PoolTooSmall
-from diffserve.runtime.text.encoding import TextEncoderRunner, weigh
+from diffserve.runtime.kv import KVSpec, PagePool, PageTable, PoolTooSmall
+from diffserve.runtime.text.encoding import TextEncoderRunner, Window, weigh
 from diffserve.runtime.text.pages import PagedTextEncoder, segments, text_spec
-from diffserve.runtime.text.windows import Window
 from diffserve.runtime.unet.cross_attention import KeysValues, Pair
 from diffserve.runtime.unet.unet import UNetRunner
 
@@ -57,12 +56,6 @@ class ImageSpecs:
                 for index, encoder in enumerate(text.encoders, start=1)
             ),
         )
-
-    def pool_bytes(self, num_windows: int, window_tokens: int) -> int:
-        """Room for ``num_windows`` different windows of ``window_tokens`` while one of them is being encoded."""
-        page_bytes = PagePlan.smallest_page_bytes(self)
-        unet, *encoders = (PagePlan(spec, page_bytes).num_pages(window_tokens) for spec in self)
-        return page_bytes * (num_windows * unet + max(encoders))
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +108,13 @@ class PromptPages:
             for encoder, spec in zip(text.encoders, specs.encoders, strict=True)
         )
         self._pooled: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
-        self._check_pool()
+        least = 2 * pool.num_pages_for(specs.unet.tenant, text.window_tokens) + self._encoding_pages
+        if least > pool.num_pages:
+            raise ConfigError(
+                f"the page pool has {pool.num_pages * pool.page_bytes} bytes, and a prompt with its negative "
+                f"prompt takes {least * pool.page_bytes}: set engine.kv_pool_bytes to that or more.",
+                param="kv_pool_bytes",
+            )
 
     @torch.inference_mode()
     def condition(self, prompt: str, negative: str | None, *, width_px: int, height_px: int) -> PagedConditioning:
@@ -125,7 +124,13 @@ class PromptPages:
         never be held, and PoolBusy when they cannot be now; then nothing is held, and what was computed is idle.
         """
         cond, uncond = self.windows(prompt, negative)
-        self._check_fits((*cond, *uncond))
+        need = self.num_pages((*cond, *uncond))
+        if need > self.pool.num_pages:
+            raise PoolTooSmall(
+                f"the prompt and its negative prompt take {need} pages and the whole pool has {self.pool.num_pages}: "
+                f"shorten them, or set engine.kv_pool_bytes to {need * self.pool.page_bytes} or more.",
+                param="prompt",
+            )
         tables: list[PageTable] = []
         try:
             for window in (*cond, *uncond):
@@ -189,24 +194,6 @@ class PromptPages:
         """Pages of the window that is being encoded, by one encoder at a time."""
         tokens = self.text.window_tokens
         return max(self.pool.num_pages_for(spec.tenant, tokens) for spec in self.specs.encoders)
-
-    def _check_pool(self) -> None:
-        least = 2 * self.pool.num_pages_for(self.specs.unet.tenant, self.text.window_tokens) + self._encoding_pages
-        if least > self.pool.num_pages:
-            raise ConfigError(
-                f"the page pool has {self.pool.num_pages * self.pool.page_bytes} bytes, and a prompt with its negative "
-                f"prompt takes {least * self.pool.page_bytes}: set engine.kv_pool_bytes to that or more.",
-                param="kv_pool_bytes",
-            )
-
-    def _check_fits(self, windows: Sequence[Window]) -> None:
-        need = self.num_pages(windows)
-        if need > self.pool.num_pages:
-            raise PoolTooSmall(
-                f"the prompt and its negative prompt take {need} pages and the whole pool has {self.pool.num_pages}: "
-                f"shorten them, or set engine.kv_pool_bytes to {need * self.pool.page_bytes} or more.",
-                param="prompt",
-            )
 
     def _close(self, tables: Sequence[PageTable]) -> None:
         for table in tables:

@@ -58,7 +58,9 @@ class VAERunner:
             raise ValueError(f"{images.shape[0]} pictures need as many generators, not {len(generators)}")
         latents = []
         for index, image in enumerate(images.split(1)):
-            posterior = self._guarded(lambda part: self.network.encode(part).latent_dist, image, _moments)
+            posterior = self._guarded(
+                lambda part: self.network.encode(part).latent_dist, image, lambda it: it.parameters
+            )
             moments = posterior.mode() if generators is None else posterior.sample(generators[index])
             latents.append((moments.float() - self._mean) * self._scale)
         return torch.cat(latents)
@@ -124,11 +126,6 @@ class VAERunner:
         finally:
             self.network.half()
             self.dtype = torch.float16
-
-
-def _moments(posterior: Any) -> torch.Tensor:
-    parameters: torch.Tensor = posterior.parameters
-    return parameters
 
 
 def shrunk(latents: torch.Tensor) -> torch.Tensor:
