@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -177,7 +178,7 @@ def load_model(
         profile = default_profile(
             family, model_id=name, path=str(path), native=native, scheduler_config=scheduler_config
         )
-        profile = adapter.improve(profile) if adapter else profile
+        profile = msgspec.structs.replace(profile, **adapter.spec.defaults) if adapter else profile
     schedule = noise_schedule(scheduler_config, location)
     plausibility = None
     if profile.probe:

@@ -52,11 +52,6 @@ class PageTable:
         return len(self.logical_pages) * self.plan.num_groups
 
     @property
-    def capacity_tokens(self) -> int:
-        """Tokens that would fit on the logical pages held."""
-        return len(self.logical_pages) * self.plan.spec.page_tokens
-
-    @property
     def last_key(self) -> bytes:
         """Where the hash chain goes on."""
         return self.keys[-1] if self.keys else self.root

@@ -38,7 +38,6 @@ from diffserve.runtime.loading.directory import load_directory
 from diffserve.runtime.loading.family import BUILT_IN
 from diffserve.runtime.loading.weight_loading import LoadedParts, TensorSource
 from diffserve.runtime.precision import DeviceChoice
-from diffserve.types import ModelProfile
 
 #: How a tensor's name begins -> the component it changes: diffusers' names, and those of kohya's trainer.
 PREFIXES: Final = {
@@ -185,10 +184,6 @@ class Adapter:
         """sha256 over the digest of the base and that of the LoRA, 64 hexadecimal digits. ``cache``: as for files."""
         own = digest_files(find_weights(self.path, LORA_STEM, prefer_fp16=False), cache)
         return hashlib.sha256(bytes.fromhex(base_digest) + bytes.fromhex(own)).hexdigest()
-
-    def improve(self, profile: ModelProfile) -> ModelProfile:
-        """``profile`` with the defaults that adapter.json gives."""
-        return msgspec.structs.replace(profile, **self.spec.defaults)
 
 
 def read_adapter(path: Path) -> Adapter | None:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
@@ -47,41 +47,31 @@ PROBE_CELLS: Final = 32
 WINDOW_TOKENS: Final = 77
 
 
-class Formulation(Protocol):
-    """One way to ask the network and to read its answer."""
-
-    def ask(self, x: torch.Tensor, sigma: FloatArray) -> tuple[torch.Tensor, FloatArray]:
-        """(what the network sees, what it is told) of latents ``x`` (3, C, h, w) with noise ``sigma`` (3,)."""
-
-    def read(self, x: torch.Tensor, sigma: FloatArray, output: torch.Tensor) -> torch.Tensor:
-        """The estimate of the clean latents."""
-
-
 @dataclass(frozen=True)
-class Preconditioned:
-    """A formulation that tables serve, with the sigmas (T,) of its training timesteps."""
+class Formulation:
+    """One way to ask the network and to read its answer.
 
-    preconditioning: Preconditioning
+    preconditioning  one that tables serve; ``None``: flow matching, x = (1 - t) z + t noise, told 1000 t, predicting
+                     noise - z
+    train_sigmas     (T,) of its training timesteps
+    """
+
+    preconditioning: Preconditioning | None
     train_sigmas: FloatArray
 
     def ask(self, x: torch.Tensor, sigma: FloatArray) -> tuple[torch.Tensor, FloatArray]:
+        """(what the network sees, what it is told) of latents ``x`` (3, C, h, w) with noise ``sigma`` (3,)."""
+        if self.preconditioning is None:
+            return _over(1.0 / (1.0 + sigma)) * x, 1000.0 * sigma / (1.0 + sigma)
         timestep = timesteps_of_sigmas(sigma, self.train_sigmas)
         return _over(self.preconditioning.factors(sigma)[0]) * x, self.preconditioning.told(sigma, timestep)
 
     def read(self, x: torch.Tensor, sigma: FloatArray, output: torch.Tensor) -> torch.Tensor:
+        """The estimate of the clean latents."""
+        if self.preconditioning is None:
+            return _over(1.0 / (1.0 + sigma)) * x - _over(sigma / (1.0 + sigma)) * output
         _, c_skip, c_out = self.preconditioning.factors(sigma)
         return _over(c_skip) * x + _over(c_out) * output
-
-
-@dataclass(frozen=True)
-class Flow:
-    """Flow matching: x = (1 - t) z + t noise, told 1000 t, predicting noise - z."""
-
-    def ask(self, x: torch.Tensor, sigma: FloatArray) -> tuple[torch.Tensor, FloatArray]:
-        return _over(1.0 / (1.0 + sigma)) * x, 1000.0 * sigma / (1.0 + sigma)
-
-    def read(self, x: torch.Tensor, sigma: FloatArray, output: torch.Tensor) -> torch.Tensor:
-        return _over(1.0 / (1.0 + sigma)) * x - _over(sigma / (1.0 + sigma)) * output
 
 
 @dataclass(frozen=True)
@@ -126,8 +116,8 @@ def readings(schedule: NoiseSchedule) -> tuple[str, dict[str, Formulation]]:
     }
     own = schedule.preconditioning
     declared = next((name for name, how in known.items() if how == own), f"{own.prediction_type} {own.sigma_data:g}")
-    served = {name: Preconditioned(how, train_sigmas) for name, how in (known | {declared: own}).items()}
-    return declared, {**served, "flow matching": Flow()}
+    everything = {**known, declared: own, "flow matching": None}
+    return declared, {name: Formulation(how, train_sigmas) for name, how in everything.items()}
 
 
 def probe(

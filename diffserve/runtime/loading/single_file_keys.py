@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import re
 
-import torch
-
-from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.weight_loading import TensorSource
 
 UNET_PREFIX = "model.diffusion_model."
@@ -112,26 +109,20 @@ def open_clip_key(name: str) -> tuple[str, int | None]:
     return key, third
 
 
-def add_vae_tensor(source: TensorSource, checkpoint: Checkpoint, name: str, key: str) -> None:
+def add_vae_tensor(source: TensorSource, name: str, key: str) -> str:
     """Give VAE parameter ``name``; attention weights were 1x1 convolutions (C, C, 1, 1) and are matrices here."""
-    shape = checkpoint.entries[key].shape
+    shape = source.checkpoint.entries[key].shape
     if ".mid.attn_1." in key and shape[2:] == (1, 1):
-        source.add(name, key, shape[:2], lambda tensor: tensor.flatten(1))
-    else:
-        source.add(name, key)
+        return source.add(name, key, shape[:2], lambda tensor: tensor.flatten(1))
+    return source.add(name, key)
 
 
-def add_open_clip_tensor(source: TensorSource, checkpoint: Checkpoint, name: str, key: str, third: int | None) -> None:
+def add_open_clip_tensor(source: TensorSource, name: str, key: str, third: int | None) -> str:
     """Give text parameter ``name``: a third of the joint projection, the transposed text projection, or the tensor."""
-    shape = checkpoint.entries[key].shape
+    shape = source.checkpoint.entries[key].shape
     if third is not None:
         rows = shape[0] // 3
-
-        def cut(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[third * rows : (third + 1) * rows]
-
-        source.add(name, key, (rows, *shape[1:]), cut)
-    elif name == "text_projection.weight":
-        source.add(name, key, shape[::-1], lambda tensor: tensor.T)
-    else:
-        source.add(name, key)
+        return source.add(name, key, (rows, *shape[1:]), lambda tensor: tensor[third * rows : (third + 1) * rows])
+    if name == "text_projection.weight":
+        return source.add(name, key, shape[::-1], lambda tensor: tensor.T)
+    return source.add(name, key)

@@ -130,7 +130,7 @@ class PreviewDecoder(nn.Module):
         return F.pixel_shuffle(self.conv_out(hidden), self.config.last_factor)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PreviewRunner:
     """Runs a decoder that gives pictures in -1..1 of ``latents / scaling_factor + shift_factor``.
 
@@ -169,43 +169,33 @@ def load_preview(directory: Path, choice: DeviceChoice) -> PreviewRunner | None:
     if name not in ALLOWED_CLASSES["preview"]:
         known = " or ".join(ALLOWED_CLASSES["preview"])
         raise ModelLoadError(f"{file}: _class_name is {name!r}; diffserve builds {known} there and runs no other code.")
-    return (_load_own if name == OWN_CLASS else _load_tiny)(directory, config, choice)
+    runner = _own(file, config, choice) if name == OWN_CLASS else _tiny(file, config, choice)
+    prefix = "" if name == OWN_CLASS else TINY_PREFIX  # tensors of other names are never read
+    checkpoint = Checkpoint.open(find_weights(directory, DIFFUSERS_STEM, prefer_fp16=choice.dtype == "float16"))
+    names = {key.removeprefix(prefix): key for key in checkpoint.entries if key.startswith(prefix)}
+    fill(runner.network, TensorSource.renamed(checkpoint, names), choice, channels_last=True)
+    return runner
 
 
-def _load_own(directory: Path, config: Mapping[str, Any], choice: DeviceChoice) -> PreviewRunner:
+def _own(file: Path, config: Mapping[str, Any], choice: DeviceChoice) -> PreviewRunner:
     try:
         shape = PreviewConfig.from_dict(config)
     except ValueError as error:
-        raise ModelLoadError(f"{directory / 'config.json'} is not that of a {OWN_CLASS}: {error}.") from error
+        raise ModelLoadError(f"{file} is not that of a {OWN_CLASS}: {error}.") from error
     network = build_on_meta(lambda: PreviewDecoder(shape))
-    _fill(network, directory, "", choice)
-    return PreviewRunner(
-        network=network,
-        latent_channels=shape.latent_channels,
-        factor=shape.factor,
-        device=choice.device,
-        dtype=choice.compute_dtype,
-    )
+    return PreviewRunner(network, shape.latent_channels, shape.factor, choice.device, choice.compute_dtype)
 
 
-def _load_tiny(directory: Path, config: Mapping[str, Any], choice: DeviceChoice) -> PreviewRunner:
+def _tiny(file: Path, config: Mapping[str, Any], choice: DeviceChoice) -> PreviewRunner:
     known = {key: value for key, value in config.items() if key != "block_out_channels"}  # written, but never read
-    whole = build("AutoencoderTiny", known, str(directory / "config.json"))
-    _fill(whole.decoder, directory, TINY_PREFIX, choice)
+    whole = build("AutoencoderTiny", known, str(file))
     settings = whole.config
     return PreviewRunner(
-        network=whole.decoder,
-        latent_channels=int(settings.latent_channels),
-        factor=int(settings.upsampling_scaling_factor) ** (len(settings.num_decoder_blocks) - 1),
-        device=choice.device,
-        dtype=choice.compute_dtype,
+        whole.decoder,
+        int(settings.latent_channels),
+        int(settings.upsampling_scaling_factor) ** (len(settings.num_decoder_blocks) - 1),
+        choice.device,
+        choice.compute_dtype,
         scaling_factor=float(settings.scaling_factor),
         shift_factor=float(settings.shift_factor),
     )
-
-
-def _fill(network: nn.Module, directory: Path, prefix: str, choice: DeviceChoice) -> None:
-    """Fill ``network`` with the tensors whose names begin with ``prefix``; the others are never read."""
-    checkpoint = Checkpoint.open(find_weights(directory, DIFFUSERS_STEM, prefer_fp16=choice.dtype == "float16"))
-    names = {key.removeprefix(prefix): key for key in checkpoint.entries if key.startswith(prefix)}
-    fill(network, TensorSource.renamed(checkpoint, names), choice, channels_last=True)
