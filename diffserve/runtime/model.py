@@ -145,7 +145,7 @@ def load_model(
     cache: DiskCache | None = None,
 ) -> DiffusionModel:
     """Load ``path``: "embedded", "embedded-turbo", a diffusers directory, a directory with an adapter (see
-    ``runtime.adapter``), or a single safetensors file of SD 1.x, SD 2.x or SDXL.
+    ``loading.adapter``), or a single safetensors file of SD 1.x, SD 2.x or SDXL.
 
     ``offload`` says where weights rest while their layer does not run: none (on the device), auto, cpu or disk.
     ``profile`` gives the defaults and good sizes (its own path, device and dtype are not read); without it the family's

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from diffserve.runtime.kv.arena import LayerView
 from diffserve.runtime.kv.errors import PageTableError
-from diffserve.runtime.kv.sharing import PageTable
+from diffserve.runtime.kv.page_table import PageTable
 
 
 class Gathered(NamedTuple):

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from diffserve.runtime.kv.errors import PoolIntegrityError
 from diffserve.runtime.kv.ledger import PageLedger
+from diffserve.runtime.kv.page_table import PageTable
 from diffserve.runtime.kv.prefix_index import LogicalPage
-from diffserve.runtime.kv.sharing import PageTable
 
 
 def check_integrity(ledger: PageLedger, tables: Iterable[PageTable]) -> None:

@@ -13,8 +13,7 @@ from diffserve.runtime.kv.batch import PagedBatch
 from diffserve.runtime.kv.errors import PageTableError
 from diffserve.runtime.kv.integrity import check_integrity, draw
 from diffserve.runtime.kv.ledger import PageLedger
-from diffserve.runtime.kv.prefix_index import LogicalPage
-from diffserve.runtime.kv.sharing import (
+from diffserve.runtime.kv.page_table import (
     Match,
     PageTable,
     check_row,
@@ -23,6 +22,7 @@ from diffserve.runtime.kv.sharing import (
     make_writable,
     num_logical_wanted,
 )
+from diffserve.runtime.kv.prefix_index import LogicalPage
 from diffserve.runtime.kv.spec import KVSpec, PagePlan
 from diffserve.runtime.kv.tenant import PoolStats, Tenant
 

@@ -48,9 +48,8 @@ class KVSpec:
     page_tokens: tokens on a logical page. 16 wastes 4 % of a prompt of 77 tokens; 256 would waste 70 %.
     model_digest: identity of the weights (and of a fused adapter): pages of other weights are never found.
     whole_sequences: ``commit`` also files the last, partly filled logical page, and ``open`` may find all of a
-    sequence. For
-        padded prompts whose keys and values are read and never computed again (UNet); an LLM must compute at least its
-        last token, so it leaves this off.
+        sequence. For padded prompts whose keys and values are read and never computed again (UNet); an LLM must compute
+        at least its last token, so it leaves this off.
 
     Raises ValueError for anything that cannot be.
     """

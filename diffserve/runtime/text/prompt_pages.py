@@ -87,7 +87,7 @@ class PagedConditioning:
 class PromptPages:
     """Prompts of one model as pages of ``pool``. For one thread, as the pool is.
 
-    is_exact: keys and values are the same bytes whatever was cached when they were made (see ``runtime.text_pages``)
+    is_exact: keys and values are the same bytes whatever was cached when they were made (see ``text.pages``)
     num_open: conditionings that hold pages
 
     Raises ConfigError when the pool cannot hold a single guided image.
