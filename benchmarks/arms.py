@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from diffserve.engine import Engine
 from diffserve.runtime import DiffusionModel
-from diffserve.runtime.loading.quiet import hushed, import_quietly
+from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.types import GenerationRequest, Painted
 
 SCHEDULERS = {

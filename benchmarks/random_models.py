@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from tokenizers import pre_tokenizers
 
-from diffserve.runtime.loading.quiet import hushed, import_quietly
+from diffserve.runtime.loading.library_imports import hushed, import_quietly
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 SD_BETAS: Final = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}

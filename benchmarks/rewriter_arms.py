@@ -21,7 +21,7 @@ from diffserve.rewriting import Style, TextWindow
 from diffserve.rewriting.asking import PromptBuilder
 from diffserve.rewriting.grammar import caption_constraint
 from diffserve.runtime.decoding import TokenConstraint
-from diffserve.runtime.loading.quiet import hushed, import_quietly
+from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.text_types import Speculation, TextDelta, TextFinished, TextRequest
 from diffserve.types import RewriteOptions
 

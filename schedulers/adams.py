@@ -8,10 +8,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from schedulers.arrays import FloatArray
 from schedulers.grids import Grid
 from schedulers.multistep import order_at
-from schedulers.table import Row
+from schedulers.table import FloatArray, Row
 
 LMS_ORDER = 4
 PLMS_WEIGHTS: tuple[tuple[float, ...], ...] = (
@@ -22,12 +21,8 @@ PLMS_WEIGHTS: tuple[tuple[float, ...], ...] = (
 )
 """Adams-Bashforth weights for equal steps, newest slope first, by order."""
 
-
-@lru_cache(maxsize=1)
-def _quadrature() -> tuple[FloatArray, FloatArray]:
-    """Points and weights of Gauss-Legendre quadrature on (-1, 1)."""
-    points, weights = np.polynomial.legendre.leggauss(48)
-    return points, weights
+_quadrature = lru_cache(maxsize=1)(np.polynomial.legendre.leggauss)
+"""(points, weights) of Gauss-Legendre quadrature on (-1, 1), by their number."""
 
 
 def slope_row(grid: Grid, step: int, moves: Sequence[float], *, back: Sequence[int] = (), again: bool = False) -> Row:
@@ -56,7 +51,7 @@ def lagrange_moves(nodes: FloatArray, start: float, stop: float, *, logarithmic:
     """
     low, high = (math.log(start), math.log(stop)) if logarithmic else (start, stop)
     centres = np.log(nodes) if logarithmic else nodes
-    points, weights = _quadrature()
+    points, weights = _quadrature(48)
     at = 0.5 * (high - low) * points + 0.5 * (high + low)
     weights = 0.5 * (high - low) * weights * (np.exp(at) if logarithmic else 1.0)
     moves = []

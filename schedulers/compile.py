@@ -8,14 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from schedulers.arrays import FloatArray
 from schedulers.errors import BadEta, BadNumSteps, BadStrength, UnsupportedOption
 from schedulers.grids import Grid, make_grid
 from schedulers.names import resolve_sampler
 from schedulers.noise import ZERO_SNR_FLOOR, NoiseSchedule
 from schedulers.preconditioning import Preconditioning
 from schedulers.samplers import SAMPLERS, Sampler
-from schedulers.table import HISTORY, Row, StepTable
+from schedulers.table import HISTORY, FloatArray, StepTable
 
 EXACT_ZERO_SNR_FLOOR = 2.0**-80
 """Floor where diffusers works with an alphas_cumprod of exactly 0: no different from it even in float64."""
@@ -62,12 +61,6 @@ def check_eta(sampler: Sampler, eta: float | None) -> tuple[float, tuple[str, ..
     return (sampler.default_eta if eta is None else eta), ()
 
 
-def _floor(sampler: Sampler, schedule: NoiseSchedule) -> float:
-    """Samplers that only ever scale x lose no digits to a huge sigma; those that add slopes to it would."""
-    exact = sampler.family in ("ddim", "lcm") and sampler.order == 1 and schedule.prediction_type != "epsilon"
-    return EXACT_ZERO_SNR_FLOOR if exact else ZERO_SNR_FLOOR
-
-
 def _final_sigma(sampler: Sampler, smallest: float, set_alpha_to_one: bool, final_sigmas_type: str) -> float:
     if final_sigmas_type not in ("zero", "sigma_min"):
         raise UnsupportedOption(f"final_sigmas_type is {final_sigmas_type!r}; known are sigma_min, zero.")
@@ -78,28 +71,6 @@ def _final_sigma(sampler: Sampler, smallest: float, set_alpha_to_one: bool, fina
         "sigma_min": False,
     }[sampler.final]
     return 0.0 if ends_at_zero else smallest
-
-
-def _init_scale(sampler: Sampler, spacing: str, sigma: float) -> float:
-    if not sampler.variance_preserving and spacing in ("linspace", "trailing"):
-        return sigma
-    return math.hypot(1.0, sigma)
-
-
-def _columns(rows: list[Row]) -> dict[str, FloatArray]:
-    b = np.zeros((len(rows), HISTORY + 1))
-    for index, row in enumerate(rows):
-        b[index, : len(row.b)] = row.b
-    names = ("sigma", "timestep", "a", "n", "hx", "hd")
-    return {"b": b, **{name: np.array([getattr(row, name) for row in rows]) for name in names}}
-
-
-def _write(sampler: Sampler, grid: Grid, eta: float) -> list[Row]:
-    try:
-        return sampler.write_rows(grid, eta)
-    except ValueError as error:
-        message = f"eta is {eta}; a step of {sampler.name} would hold more fresh noise than noise in all."
-        raise BadEta(message) from error
 
 
 def compile_table(
@@ -143,7 +114,9 @@ def compile_table(
         sigma_schedule = sigma_schedule or (None if method.family == "lcm" else schedule.ramp)
     if name == "ddpm_large" and steps < min(LARGE_VARIANCE_STEPS, length):
         warnings += (f"ddpm_large at {steps} steps leaves much noise; take ddpm, or {LARGE_VARIANCE_STEPS} steps",)
-    train_sigmas = schedule.finite_sigmas(_floor(method, schedule))
+    # samplers that only ever scale x lose no digits to a huge sigma; those that add slopes to it would
+    exact = method.family in ("ddim", "lcm") and method.order == 1 and schedule.prediction_type != "epsilon"
+    train_sigmas = schedule.finite_sigmas(EXACT_ZERO_SNR_FLOOR if exact else ZERO_SNR_FLOOR)
     grid = make_grid(
         method.family,
         train_sigmas,
@@ -168,11 +141,18 @@ def table_on_grid(
     warnings: tuple[str, ...] = (),
 ) -> StepTable:
     """The table of ``sampler`` on a grid of one's own; :func:`compile_table` ends here."""
-    rows = _write(sampler, grid, eta)
-    columns = _columns(rows)
+    try:
+        rows = sampler.write_rows(grid, eta)
+    except ValueError as error:
+        message = f"eta is {eta}; a step of {sampler.name} would hold more fresh noise than noise in all."
+        raise BadEta(message) from error
+    names = ("sigma", "timestep", "a", "n", "hx", "hd")
+    columns: dict[str, FloatArray] = {name: np.array([getattr(row, name) for row in rows]) for name in names}
+    columns["b"] = np.array([row.b + (0.0,) * (HISTORY + 1 - len(row.b)) for row in rows])
     c_in, c_skip, c_out = preconditioning.factors(columns["sigma"])
     columns["timestep"] = preconditioning.told(columns["sigma"], columns["timestep"])
-    sigma_end = float(grid.sigmas[-1])
+    first, sigma_end = float(columns["sigma"][0]), float(grid.sigmas[-1])
+    starts_bare = not sampler.variance_preserving and spacing in ("linspace", "trailing")
     return StepTable(
         sampler=sampler.name,
         spacing="lcm" if sampler.family == "lcm" else spacing,
@@ -186,7 +166,7 @@ def table_on_grid(
         draws=np.array([row.draws for row in rows]),
         step_of_row=np.array([row.step - grid.start for row in rows], dtype=np.int64),
         sigma_end=sigma_end,
-        init_scale=_init_scale(sampler, spacing, float(columns["sigma"][0])),
+        init_scale=first if starts_bare else math.hypot(1.0, first),
         out_scale=1.0 / math.hypot(1.0, sigma_end) if sampler.variance_preserving else 1.0,
         keeps_noise=sampler.keeps_noise,
         warnings=warnings,

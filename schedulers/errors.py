@@ -1,16 +1,5 @@
 # ruff: noqa: N818 - the tree is named after what happened
-"""Errors of the ``schedulers`` package. Every one is a ``ValueError`` that quotes the value and says what would do.
-
-ScheduleError
-  UnknownSampler      no sampler of that name; lists the names and the nearest
-  UnknownSpacing      no timestep spacing or sigma schedule of that name
-  BadNumSteps         a step count that the schedule cannot give
-  BadStrength         image-to-image strength that leaves no step to run
-  BadEta              a share of fresh noise larger than the noise that is to remain
-  BadNoiseSchedule    betas or alphas_cumprod that are no noise schedule
-  UnsupportedOption   a scheduler option that is not a linear row (clipping, thresholding, ...)
-  LawBroken           a table that does not keep the image or the noise
-"""
+"""Errors of the ``schedulers`` package. Every one is a ``ValueError`` that quotes the value and says what would do."""
 
 from __future__ import annotations
 
@@ -20,7 +9,7 @@ class ScheduleError(ValueError):
 
 
 class UnknownSampler(ScheduleError):
-    """No sampler of that name."""
+    """No sampler of that name; lists the names and the nearest."""
 
 
 class UnknownSpacing(ScheduleError):
@@ -44,7 +33,7 @@ class BadNoiseSchedule(ScheduleError):
 
 
 class UnsupportedOption(ScheduleError):
-    """A scheduler configuration asks for something that rows of a table cannot do."""
+    """A scheduler configuration asks for something that rows of a table cannot do (clipping, thresholding, ...)."""
 
 
 class LawBroken(ScheduleError):

@@ -52,7 +52,12 @@ def _weights(order: int, h: float, before: list[float], k: float) -> tuple[float
     return (reach + newest, -newest - oldest, oldest)
 
 
-def _dpmpp_rows(grid: Grid, highest: int, k: float) -> list[Row]:
+def dpmpp_rows(grid: Grid, eta: float, *, highest: int, k: float) -> list[Row]:
+    """DPM-Solver++ of at most ``highest`` order (2: midpoint); ``k`` as in ``_weights``.
+
+    2, 1: DPM-Solver++(2M) (Lu et al. 2022b, algorithm 2). 2, 2: SDE-DPM-Solver++(2M) (section 5); diffusers draws at
+    every step. 3, 2: SDE-DPM-Solver++ of third order over three steps.
+    """
     rows = []
     for i in range(grid.start, grid.num_steps):
         sigma, target = float(grid.sigmas[i]), float(grid.sigmas[i + 1])
@@ -67,18 +72,3 @@ def _dpmpp_rows(grid: Grid, highest: int, k: float) -> list[Row]:
         n = target * math.sqrt(max(0.0, 1.0 - ratio * ratio)) if draws else 0.0
         rows.append(Row(i, sigma, float(grid.timesteps[i]), ratio**k, b, n, draws=draws))
     return rows
-
-
-def dpmpp_2m_rows(grid: Grid, eta: float) -> list[Row]:
-    """DPM-Solver++(2M), midpoint (Lu et al. 2022b, algorithm 2)."""
-    return _dpmpp_rows(grid, 2, 1.0)
-
-
-def dpmpp_2m_sde_rows(grid: Grid, eta: float) -> list[Row]:
-    """SDE-DPM-Solver++(2M), midpoint (Lu et al. 2022b, section 5); diffusers draws at every step."""
-    return _dpmpp_rows(grid, 2, 2.0)
-
-
-def dpmpp_3m_sde_rows(grid: Grid, eta: float) -> list[Row]:
-    """SDE-DPM-Solver++ of third order over three steps."""
-    return _dpmpp_rows(grid, 3, 2.0)

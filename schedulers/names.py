@@ -45,6 +45,9 @@ def _normal(name: str) -> str:
     return "_".join("".join(c if c.isalnum() else " " for c in lowered).split())
 
 
+_LABELS = {_normal(sampler.label): sampler.name for sampler in SAMPLERS.values()}
+
+
 def _look_up(key: str) -> str | None:
     for prefix in ("", "k_", "sample_"):
         for suffix in ("", "_gpu", "scheduler", "_scheduler"):
@@ -54,11 +57,7 @@ def _look_up(key: str) -> str | None:
                     return bare
                 if bare in _ALIASES:
                     return _ALIASES[bare]
-    return None
-
-
-def _by_label() -> dict[str, str]:
-    return {_normal(sampler.label): sampler.name for sampler in SAMPLERS.values()}
+    return _LABELS.get(key)
 
 
 def resolve_sampler(name: str) -> tuple[str, str | None]:
@@ -69,12 +68,12 @@ def resolve_sampler(name: str) -> tuple[str, str | None]:
     key = _normal(name)
     for suffix in ("", *_SUFFIXES):
         bare = key.removesuffix(f"_{suffix}") if suffix else key
-        found = _look_up(bare) or _by_label().get(bare)
+        found = _look_up(bare)
         if found and (not suffix or bare != key):
             return found, suffix or None
-    known = [*SAMPLERS, *_ALIASES, *_by_label()]
+    known = [*SAMPLERS, *_ALIASES, *_LABELS]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    nearest = _look_up(near[0]) or _by_label().get(near[0]) if near else None
+    nearest = _look_up(near[0]) if near else None
     hint = f" Did you mean {nearest!r}?" if nearest else ""
     raise UnknownSampler(
         f"sampler is {name!r}, which is not known.{hint} Known are {', '.join(SAMPLERS)}, "

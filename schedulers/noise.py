@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from schedulers.arrays import FloatArray
 from schedulers.errors import BadNoiseSchedule, UnsupportedOption
 from schedulers.formulations import check_formulation, edm_range, is_continuous, is_edm
 from schedulers.grids import RAMPS
 from schedulers.preconditioning import EDM, Preconditioning
+from schedulers.table import FloatArray
 
 BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")
 

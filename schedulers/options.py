@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from schedulers.compile import compile_table
@@ -116,15 +116,4 @@ class TableOptions:
         self, schedule: NoiseSchedule, num_steps: int, *, eta: float | None = None, strength: float = 1.0
     ) -> StepTable:
         """The table of these options; raises as :func:`schedulers.compile_table` does."""
-        return compile_table(
-            self.sampler,
-            schedule,
-            num_steps,
-            spacing=self.spacing,
-            sigma_schedule=self.sigma_schedule,
-            steps_offset=self.steps_offset,
-            set_alpha_to_one=self.set_alpha_to_one,
-            final_sigmas_type=self.final_sigmas_type,
-            eta=eta,
-            strength=strength,
-        )
+        return compile_table(schedule=schedule, num_steps=num_steps, eta=eta, strength=strength, **asdict(self))

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from schedulers.arrays import FloatArray
 from schedulers.errors import UnsupportedOption
+from schedulers.table import FloatArray
 
 PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
 """What a network of discrete timesteps may predict."""

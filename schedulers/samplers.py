@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
-from schedulers import adams, multistep, singlestep, unipc
+from schedulers import adams, singlestep, unipc
 from schedulers.grids import Grid
+from schedulers.multistep import dpmpp_rows
 from schedulers.table import Row
 
 RowWriter = Callable[[Grid, float], list[Row]]
@@ -59,73 +61,70 @@ class Sampler:
         return "leading" if self.family in ("ddim", "lcm") else "linspace"
 
 
-def _all() -> tuple[Sampler, ...]:
-    dpm = "DPMSolverMultistepScheduler"
-    ancestral = "EulerAncestralDiscreteScheduler"
-    one, multi, slope = singlestep, multistep, adams
-    return (
-        Sampler(
-            "ddim", "DDIM", "deterministic and predictable; eta adds noise, up to that of ddpm",
-            "DDIMScheduler", "ddim", "alpha", one.ddim_rows, default_eta=0.0,
-        ),
-        Sampler(
-            "ddpm", "DDPM", "the original random walk back; best with hundreds of steps",
-            "DDPMScheduler", "ddim", "zero", one.ddpm_rows, stochastic=True,
-        ),
-        Sampler(
-            "ddpm_large", "DDPM large variance", "ddpm with the forward variance; noise unless given hundreds of steps",
-            "DDPMScheduler", "ddim", "zero", one.ddpm_large_rows, stochastic=True, keeps_noise=False,
-        ),
-        Sampler(
-            "euler", "Euler", "simple, smooth and sturdy",
-            "EulerDiscreteScheduler", "k", "sigma", one.euler_rows,
-        ),
-        Sampler(
-            "euler_a", "Euler a", "Euler with fresh noise: lively, never quite settles as steps grow",
-            ancestral, "k", "zero", one.euler_a_rows, stochastic=True, default_eta=1.0,
-        ),
-        Sampler(
-            "heun", "Heun", "second order by a second look: twice the evaluations, careful",
-            "HeunDiscreteScheduler", "k", "zero", one.heun_rows, order=2, evaluations_per_step=2,
-        ),
-        Sampler(
-            "dpmpp_2m", "DPM++ 2M", "second order for one evaluation a step; a fine default at 15 to 30 steps",
-            dpm, "dpm", "sigma", multi.dpmpp_2m_rows, order=2,
-        ),
-        Sampler(
-            "dpmpp_2m_sde", "DPM++ 2M SDE", "dpmpp_2m with fresh noise: more detail, a few more steps",
-            dpm, "dpm", "sigma", multi.dpmpp_2m_sde_rows, order=2, stochastic=True,
-        ),
-        Sampler(
-            "dpmpp_3m_sde", "DPM++ 3M SDE", "as dpmpp_2m_sde, looking back one step more; wants 30 steps or more",
-            dpm, "dpm", "sigma", multi.dpmpp_3m_sde_rows, order=2, stochastic=True,
-        ),
-        Sampler(
-            "lms", "LMS", "fourth order from remembered slopes; good at many steps",
-            "LMSDiscreteScheduler", "k", "zero", slope.lms_rows, order=4,
-        ),
-        Sampler(
-            "plms", "PLMS", "the first fast sampler of Stable Diffusion; one evaluation more than steps",
-            "PNDMScheduler", "ddim", "alpha", slope.plms_rows, order=2,
-        ),
-        Sampler(
-            "deis", "DEIS", "second order, exact for slopes straight in log sigma; strong at few steps",
-            "DEISMultistepScheduler", "dpm", "sigma_min", slope.deis_rows, order=2,
-        ),
-        Sampler(
-            "unipc", "UniPC", "predicts, then corrects with the same evaluations; strong at 5 to 15 steps",
-            "UniPCMultistepScheduler", "dpm", "sigma", unipc.unipc_rows, order=3,
-        ),
-        Sampler(
-            "lcm", "LCM", "made for latent consistency models: 1 to 8 steps",
-            "LCMScheduler", "lcm", "zero", one.lcm_rows, stochastic=True,
-        ),
-        Sampler(
-            "pc", "Predictor-corrector", "score-based: a reverse step, then Langevin dynamics at the new noise level",
-            "ScoreSdeVeScheduler", "ddim", "zero", one.pc_rows, stochastic=True, evaluations_per_step=2,
-        ),
-    )  # fmt: skip
+_DPM = "DPMSolverMultistepScheduler"
 
+_ALL = (
+    Sampler(
+        "ddim", "DDIM", "deterministic and predictable; eta adds noise, up to that of ddpm",
+        "DDIMScheduler", "ddim", "alpha", singlestep.ddim_rows, default_eta=0.0,
+    ),
+    Sampler(
+        "ddpm", "DDPM", "the original random walk back; best with hundreds of steps",
+        "DDPMScheduler", "ddim", "zero", singlestep.ddpm_rows, stochastic=True,
+    ),
+    Sampler(
+        "ddpm_large", "DDPM large variance", "ddpm with the forward variance; noise unless given hundreds of steps",
+        "DDPMScheduler", "ddim", "zero", singlestep.ddpm_large_rows, stochastic=True, keeps_noise=False,
+    ),
+    Sampler(
+        "euler", "Euler", "simple, smooth and sturdy",
+        "EulerDiscreteScheduler", "k", "sigma", singlestep.euler_rows,
+    ),
+    Sampler(
+        "euler_a", "Euler a", "Euler with fresh noise: lively, never quite settles as steps grow",
+        "EulerAncestralDiscreteScheduler", "k", "zero", singlestep.euler_a_rows, stochastic=True, default_eta=1.0,
+    ),
+    Sampler(
+        "heun", "Heun", "second order by a second look: twice the evaluations, careful",
+        "HeunDiscreteScheduler", "k", "zero", singlestep.heun_rows, order=2, evaluations_per_step=2,
+    ),
+    Sampler(
+        "dpmpp_2m", "DPM++ 2M", "second order for one evaluation a step; a fine default at 15 to 30 steps",
+        _DPM, "dpm", "sigma", partial(dpmpp_rows, highest=2, k=1.0), order=2,
+    ),
+    Sampler(
+        "dpmpp_2m_sde", "DPM++ 2M SDE", "dpmpp_2m with fresh noise: more detail, a few more steps",
+        _DPM, "dpm", "sigma", partial(dpmpp_rows, highest=2, k=2.0), order=2, stochastic=True,
+    ),
+    Sampler(
+        "dpmpp_3m_sde", "DPM++ 3M SDE", "as dpmpp_2m_sde, looking back one step more; wants 30 steps or more",
+        _DPM, "dpm", "sigma", partial(dpmpp_rows, highest=3, k=2.0), order=2, stochastic=True,
+    ),
+    Sampler(
+        "lms", "LMS", "fourth order from remembered slopes; good at many steps",
+        "LMSDiscreteScheduler", "k", "zero", adams.lms_rows, order=4,
+    ),
+    Sampler(
+        "plms", "PLMS", "the first fast sampler of Stable Diffusion; one evaluation more than steps",
+        "PNDMScheduler", "ddim", "alpha", adams.plms_rows, order=2,
+    ),
+    Sampler(
+        "deis", "DEIS", "second order, exact for slopes straight in log sigma; strong at few steps",
+        "DEISMultistepScheduler", "dpm", "sigma_min", adams.deis_rows, order=2,
+    ),
+    Sampler(
+        "unipc", "UniPC", "predicts, then corrects with the same evaluations; strong at 5 to 15 steps",
+        "UniPCMultistepScheduler", "dpm", "sigma", unipc.unipc_rows, order=3,
+    ),
+    Sampler(
+        "lcm", "LCM", "made for latent consistency models: 1 to 8 steps",
+        "LCMScheduler", "lcm", "zero", singlestep.lcm_rows, stochastic=True,
+    ),
+    Sampler(
+        "pc", "Predictor-corrector", "score-based: a reverse step, then Langevin dynamics at the new noise level",
+        "ScoreSdeVeScheduler", "ddim", "zero", singlestep.pc_rows, stochastic=True, evaluations_per_step=2,
+    ),
+)  # fmt: skip
 
-SAMPLERS: dict[str, Sampler] = {sampler.name: sampler for sampler in _all()}
+SAMPLERS: dict[str, Sampler] = {sampler.name: sampler for sampler in _ALL}
 """Every sampler by canonical name."""

@@ -8,8 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedulers.arrays import FloatArray
 from schedulers.errors import LawBroken
+
+FloatArray = NDArray[np.float64]
+"""The array that everything here is made of."""
+
 
 HISTORY = 4
 """How many earlier pushes a row can read."""
@@ -127,11 +130,6 @@ class StepTable:
         before_b = [self.c_in, self.c_skip, self.c_out, self.timestep, self.a]
         after_b = [self.n, self.hx, self.hd, self.sigma, self.sigma_next]
         return np.column_stack([*before_b, self.b, *after_b])
-
-    @property
-    def noise_rows(self) -> NDArray[np.int64]:
-        """Indices of the rows that draw from the image's generator, in order."""
-        return np.flatnonzero(self.draws)
 
     @property
     def ends_step(self) -> NDArray[np.bool_]:

@@ -11,10 +11,9 @@ import math
 
 import numpy as np
 
-from schedulers.arrays import FloatArray
 from schedulers.grids import Grid
 from schedulers.multistep import log_ratio
-from schedulers.table import Row
+from schedulers.table import FloatArray, Row
 
 UNIPC_ORDER = 2
 

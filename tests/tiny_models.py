@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from tokenizers import pre_tokenizers
 
-from diffserve.runtime.loading.quiet import hushed, import_quietly
+from diffserve.runtime.loading.library_imports import hushed, import_quietly
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 MERGES: Final = (

@@ -30,7 +30,7 @@ def run(settings: Settings) -> int:
     _section(console, "settings", _settings(settings), headings=("key", "value", "from"))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from diffserve.runtime import choose_device, load_model
-    from diffserve.runtime.loading.quiet import hushed
+    from diffserve.runtime.loading.library_imports import hushed
 
     folders = list(_folders(settings))
     profile, offload = settings.model, settings.engine.offload

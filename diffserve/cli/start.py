@@ -45,6 +45,6 @@ def end_soon() -> None:
 def import_libraries() -> None:
     """Before a model is loaded: torch and its friends, without what nobody here uses."""
     if _owns_process:
-        from diffserve.runtime.loading.lean_imports import import_lean
+        from diffserve.runtime.loading.library_imports import import_lean
 
         import_lean()

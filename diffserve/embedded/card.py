@@ -17,7 +17,7 @@ from diffserve.embedded.eval.painting import DISTILLED, paint
 from diffserve.embedded.samples import sheet
 from diffserve.engine import Engine
 from diffserve.errors import ConfigError
-from diffserve.runtime.loading.manifest import write_manifest
+from diffserve.runtime.loading.checkpoint import write_manifest
 from diffserve.world.captions import held_out
 from diffserve.world.checker import EDITION
 from diffserve.world.scenes import CAMOUFLAGED, COLORS, OBJECTS

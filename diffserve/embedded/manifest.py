@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diffserve.embedded.card import SHIPPED
-from diffserve.runtime.loading.manifest import write_manifest
+from diffserve.runtime.loading.checkpoint import write_manifest
 
 
 def main() -> None:

@@ -29,8 +29,7 @@ from diffserve.embedded.vae_training import (
     to_unit,
 )
 from diffserve.runtime.loading.directory import DIFFUSERS_STEM
-from diffserve.runtime.vae.preview import OWN_CLASS
-from diffserve.runtime.vae.preview_decoder import PreviewConfig, PreviewDecoder
+from diffserve.runtime.vae.preview import OWN_CLASS, PreviewConfig, PreviewDecoder
 from diffserve.world.render import render
 from diffserve.world.scenes import GRID_PX
 

@@ -43,7 +43,7 @@ from diffserve.embedded.tuning_scenes import tuning_scenes
 from diffserve.embedded.vae_training import round_trip_db, train_vae
 from diffserve.errors import DiffserveError
 from diffserve.runtime.precision import choose_device
-from diffserve.runtime.vae.preview_decoder import PreviewDecoder
+from diffserve.runtime.vae.preview import PreviewDecoder
 from diffserve.world import sprites
 from diffserve.world.captions import held_out
 

@@ -12,7 +12,7 @@ import torch
 
 from diffserve.engine.records import NO_LIMIT, FailureReason, Live, Scheduler, TickBudget
 from diffserve.errors import DiffserveError
-from diffserve.runtime.sticky_errors import raise_if_sticky
+from diffserve.runtime.device_health import raise_if_sticky
 
 logger = logging.getLogger(__name__)
 

@@ -200,7 +200,7 @@ class EngineProcess:
 
 def import_libraries() -> None:
     """What takes longest and is the same for every model; a spare engine has done it before it is told what to load."""
-    from diffserve.runtime.loading.lean_imports import import_lean
+    from diffserve.runtime.loading.library_imports import import_lean
 
     import_lean()  # the process is the engine's own
     import diffserve.engine.loading  # noqa: F401  # with all that it stands on

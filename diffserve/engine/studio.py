@@ -28,8 +28,8 @@ from diffserve.engine_stats import EngineStats, PageStats, TenantPages
 from diffserve.errors import DiffserveError, InvalidRequest
 from diffserve.ipc import AnyEvent, AnyRequest
 from diffserve.rewrite_types import REWRITE_TERMINAL, RewriteRequest
+from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.kv import PagePool, PoolStats
-from diffserve.runtime.sticky_errors import raise_if_sticky
 from diffserve.text_types import TEXT_TERMINAL, LanguageModelInfo, TextEvent, TextRequest
 from diffserve.types import TERMINAL, Cancelled, Failed, GenerationRequest, ModelInfo, ModelProfile
 

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -15,18 +16,16 @@ from numpy.typing import NDArray
 from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError, ModelNotFound
 from diffserve.fewest_steps import FewestSteps, read_fewest_steps
-from diffserve.runtime.loading.adapter import Adapter, load_adapted, read_adapter
+from diffserve.runtime.loading.adapter import load_adapted, read_adapter
 from diffserve.runtime.loading.checkpoint import digest_files, refuse_pickle
 from diffserve.runtime.loading.directory import load_directory
 from diffserve.runtime.loading.family import BUILT_IN, EMBEDDED, default_profile, detect_family, native_size
 from diffserve.runtime.loading.formulation import noise_schedule
-from diffserve.runtime.loading.plausibility import Plausibility, judge, kept_or_probed, probe
+from diffserve.runtime.loading.plausibility import Plausibility, judge, kept_or_probed, predicts_velocity, probe
 from diffserve.runtime.loading.single_file import load_single_file
 from diffserve.runtime.loading.weight_loading import LoadedParts
-from diffserve.runtime.precision import DeviceChoice, choose_device
-from diffserve.runtime.quantisation import tensor_bytes
+from diffserve.runtime.precision import DeviceChoice, choose_device, tensor_bytes
 from diffserve.runtime.text.encoding import TextEncoderRunner
-from diffserve.runtime.unet.prediction import predicts_velocity
 from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.preview import PREVIEW_DIRECTORY, PreviewRunner, load_preview
 from diffserve.runtime.vae.vae import VAERunner
@@ -146,7 +145,7 @@ def load_model(
     cache: DiskCache | None = None,
 ) -> DiffusionModel:
     """Load ``path``: "embedded", "embedded-turbo", a diffusers directory, a directory with an adapter (see
-    ``runtime.adapter``), or a single safetensors file of SD 1.x, SD 2.x or SDXL.
+    ``loading.adapter``), or a single safetensors file of SD 1.x, SD 2.x or SDXL.
 
     ``offload`` says where weights rest while their layer does not run: none (on the device), auto, cpu or disk.
     ``profile`` gives the defaults and good sizes (its own path, device and dtype are not read); without it the family's
@@ -160,11 +159,13 @@ def load_model(
     parts = load_adapted(adapter, choice) if adapter else _load_parts(location, choice)
     unet = UNetRunner(parts.unet, device=choice.device, dtype=choice.compute_dtype)
     vae = VAERunner(parts.vae, device=choice.device, dtype=parts.vae_dtype)
-    digest = _digest(parts, adapter, cache)
+    digest = digest_files(parts.files, cache)
+    digest = adapter.digest(digest, cache) if adapter else digest
     text = TextEncoderRunner(
         parts.encoders, device=choice.device, digest=digest, zero_empty_negative=parts.zero_empty_negative
     )
-    home = _home(location, adapter)
+    # where things about the model lie: its directory, an adapter's base, or a directory named as the single file
+    home = adapter.base if adapter else location if location.is_dir() else location.with_suffix("")
     previewer = load_preview(home / PREVIEW_DIRECTORY, choice)
     _check_fit(text, unet, vae, previewer, location)
     scheduler_config = _settle_prediction(parts, unet, location)
@@ -177,7 +178,7 @@ def load_model(
         profile = default_profile(
             family, model_id=name, path=str(path), native=native, scheduler_config=scheduler_config
         )
-        profile = adapter.improve(profile) if adapter else profile
+        profile = msgspec.structs.replace(profile, **adapter.spec.defaults) if adapter else profile
     schedule = noise_schedule(scheduler_config, location)
     plausibility = None
     if profile.probe:
@@ -212,16 +213,6 @@ def _load_parts(location: Path, choice: DeviceChoice) -> LoadedParts:
     if location.suffix != ".safetensors":
         raise ModelLoadError(f"{location} is neither a diffusers directory nor a .safetensors file.")
     return load_single_file(location, choice)
-
-
-def _digest(parts: LoadedParts, adapter: Adapter | None, cache: DiskCache | None) -> str:
-    base = digest_files(parts.files, cache)
-    return adapter.digest(base, cache) if adapter else base
-
-
-def _home(location: Path, adapter: Adapter | None) -> Path:
-    """Where things about the model lie: its directory, an adapter's base, or a directory named as the single file."""
-    return adapter.base if adapter else location if location.is_dir() else location.with_suffix("")
 
 
 def _settle_prediction(parts: LoadedParts, unet: UNetRunner, location: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Device and precision: one decision, taken once, with a reason that is said at start."""
+"""Device and precision: one decision, taken once, with a reason that is said at start. And int8 weights, by torchao."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from torch import nn
 
 from diffserve.config import OFFLOADS
 from diffserve.errors import ConfigError
+from diffserve.runtime.loading.library_imports import import_quietly
 
 #: Canonical dtype name -> the torch dtype the networks compute in. int8 computes in whatever the device likes best.
 TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -137,3 +139,28 @@ def cpu_bf16_unit(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
     found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
     flags = set(found.group(1).split()) if found else set()
     return next((name for flag, name in CPU_BF16_FLAGS.items() if flag in flags), None)
+
+
+def quantise_linear(layer: nn.Module) -> None:
+    """Replace ``layer.weight`` (out, in) by int8 values and a scale per output row; arithmetic stays in its float
+    dtype.
+
+    Raises ConfigError when torchao is not installed.
+    """
+    try:
+        quantize = import_quietly("torchao.quantization", "quantize_")
+        config = import_quietly("torchao.quantization", "Int8WeightOnlyConfig")
+    except ImportError as error:
+        raise ConfigError(
+            "dtype is int8, which needs torchao: pip install torchao, or choose another dtype."
+        ) from error
+    quantize(layer, config(set_inductor_config=False))
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that ``tensor`` really holds; for a quantised weight the sum of its parts."""
+    names = getattr(tensor, "tensor_data_names", None)
+    if names is None:
+        return tensor.numel() * tensor.element_size()
+    parts = [getattr(tensor, name) for name in names]
+    return sum(tensor_bytes(part) for part in parts)

@@ -12,7 +12,7 @@ import torch
 
 from diffserve.embedded import card, train
 from diffserve.errors import ConfigError
-from diffserve.runtime.loading.manifest import check_manifest
+from diffserve.runtime.loading.checkpoint import check_manifest
 from diffserve.world.checker import EDITION
 
 OLD = {

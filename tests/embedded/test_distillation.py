@@ -26,7 +26,7 @@ from diffserve.embedded.trajectories import NUM_STEPS, Ladder, collect, ddim_ste
 from diffserve.embedded.vae_training import LATENT_CHANNELS, build_vae
 from diffserve.engine import Engine
 from diffserve.runtime import load_model
-from diffserve.runtime.loading.manifest import MANIFEST_FILE
+from diffserve.runtime.loading.checkpoint import MANIFEST_FILE
 from diffserve.types import GenerationRequest
 from diffserve.world.scenes import scenes
 

@@ -27,8 +27,7 @@ from diffserve.embedded.preview_training import (
 from diffserve.embedded.training import TrainSettings
 from diffserve.embedded.vae_training import build_vae, to_unit
 from diffserve.runtime import choose_device
-from diffserve.runtime.vae.preview import load_preview
-from diffserve.runtime.vae.preview_decoder import PreviewConfig, PreviewDecoder
+from diffserve.runtime.vae.preview import PreviewConfig, PreviewDecoder, load_preview
 from diffserve.world.render import render
 from diffserve.world.scenes import scenes
 

@@ -36,8 +36,8 @@ from diffserve.embedded.training import Run, TrainSettings, adamw, fingerprint, 
 from diffserve.embedded.vae_training import LATENT_CHANNELS, build_vae, train_vae
 from diffserve.errors import ConfigError
 from diffserve.images import decode_image
-from diffserve.runtime.loading.manifest import NOT_COVERED
-from diffserve.runtime.vae.preview_decoder import PreviewDecoder
+from diffserve.runtime.loading.checkpoint import NOT_COVERED
+from diffserve.runtime.vae.preview import PreviewDecoder
 from diffserve.world.captions import caption, held_out, loose_caption
 from diffserve.world.render import render
 from diffserve.world.scenes import OBJECTS, scenes

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from diffserve.runtime.loading.quiet import hushed, import_quietly
+from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.types import DiffusionParams, GenerationRequest
 
 SCHEDULERS = {

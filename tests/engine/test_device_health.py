@@ -12,8 +12,7 @@ from diffserve.config import EngineConfig
 from diffserve.engine.image.engine import Engine
 from diffserve.errors import ConfigError, DeviceLost, DiffserveError
 from diffserve.runtime import faults, load_model
-from diffserve.runtime.device_health import DeviceProbe
-from diffserve.runtime.sticky_errors import is_sticky
+from diffserve.runtime.device_health import DeviceProbe, is_sticky
 from diffserve.types import DiffusionParams, GenerationRequest
 
 STICKY = (

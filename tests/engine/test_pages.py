@@ -12,7 +12,7 @@ import torch
 from diffserve.engine import Engine
 from diffserve.errors import ConfigError, InvalidRequest
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagePlan, PagePool
-from diffserve.runtime.text.conditioning import image_specs
+from diffserve.runtime.text.conditioning import image_specs, wanted_bytes
 from diffserve.types import TERMINAL, Failed, GenerationRequest, ImageFailed, ImageResult, Painted
 from tests.engine.conftest import STRANGER, MakeEngine
 from tests.engine.pipelines import asked
@@ -22,7 +22,8 @@ SIXTEEN = "cat " * 15
 
 def pool_bytes(model: Any, num_windows: int) -> int:
     """A pool that holds so many different windows, one of them being encoded."""
-    return image_specs(model, is_exact=True).pool_bytes(num_windows, model.text.window_tokens)
+    specs = list(image_specs(model, is_exact=True))
+    return wanted_bytes(specs, (), model.text.window_tokens, num_windows=num_windows)
 
 
 def held_pages(engine: Engine) -> int:

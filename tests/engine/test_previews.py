@@ -11,8 +11,7 @@ import torch
 from diffserve.config import EngineConfig
 from diffserve.engine import Engine
 from diffserve.runtime import DiffusionModel
-from diffserve.runtime.vae.preview import PreviewRunner
-from diffserve.runtime.vae.preview_decoder import PreviewConfig, PreviewDecoder
+from diffserve.runtime.vae.preview import PreviewConfig, PreviewDecoder, PreviewRunner
 from diffserve.types import GenerationRequest, Painted, Preview
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked
@@ -23,7 +22,7 @@ SHAPE = PreviewConfig(latent_channels=4, widths=(8,), num_blocks=(1,), factor=8)
 def with_previewer(model: DiffusionModel) -> DiffusionModel:
     torch.manual_seed(0)
     network = PreviewDecoder(SHAPE).eval()
-    runner = PreviewRunner(network, latent_channels=4, factor=8, device=model.device, dtype=model.dtype)
+    runner = PreviewRunner(network=network, latent_channels=4, factor=8, device=model.device, dtype=model.dtype)
     return replace(model, previewer=runner)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diffserve.runtime import DiffusionModel, load_model
-from diffserve.runtime.loading.quiet import hushed, import_quietly
+from diffserve.runtime.loading.library_imports import hushed, import_quietly
 
 LoadTiny = Callable[[str], DiffusionModel]
 TinyPipeline = Callable[[str], Any]

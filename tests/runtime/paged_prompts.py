@@ -8,9 +8,9 @@ import torch
 
 from diffserve.runtime import DiffusionModel, UNetRunner
 from diffserve.runtime.kv import PagePool
+from diffserve.runtime.text.conditioning import wanted_bytes
 from diffserve.runtime.text.encoding import Conditioning
-from diffserve.runtime.text.prompt_pages import PagedConditioning, PromptPages
-from diffserve.runtime.unet.image_specs import ImageSpecs
+from diffserve.runtime.text.prompt_pages import ImageSpecs, PagedConditioning, PromptPages
 
 SIXTEEN = "cat " * 15
 """With the start mark sixteen tokens: one logical page."""
@@ -22,7 +22,8 @@ def pages_of(
     """Prompts of ``model`` on a pool of their own that holds ``num_windows`` windows."""
     unet = unet or model.unet
     specs = ImageSpecs.of(model.text, unet, b"a test")
-    pool = PagePool.for_specs(specs.pool_bytes(num_windows, model.text.window_tokens), list(specs))
+    num_bytes = wanted_bytes(list(specs), (), model.text.window_tokens, num_windows=num_windows)
+    pool = PagePool.for_specs(num_bytes, list(specs))
     return PromptPages(pool, model.text, unet, specs, is_exact=is_exact)
 
 

@@ -11,10 +11,10 @@ import torch
 
 from diffserve.errors import ConfigError
 from diffserve.runtime import UNetRunner, load_model
-from diffserve.runtime.loading.quiet import import_quietly
+from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.text.encoding import Conditioning
 from diffserve.runtime.text.prompt_pages import PagedConditioning
-from diffserve.runtime.unet.pointwise import use_pointwise
+from diffserve.runtime.unet.unet import use_pointwise
 from tests.runtime.conftest import LoadTiny, TinyPipeline
 from tests.runtime.paged_prompts import SIXTEEN, condition, embed, found_in, pages_of, same_bytes
 from tests.runtime.test_precision import UNET_TOLERANCE

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from diffserve.runtime.loading import lean_imports
+from diffserve.runtime.loading import library_imports
 
 UNUSED = ("torch._dynamo", "torch.distributed.tensor", "torchao", "scipy")
 PAINT = """
@@ -56,14 +56,14 @@ def test_process_with_the_libraries_in_it_is_left_alone() -> None:
 
     before = dict(sys.modules)
     assert diffusers.__name__ in before
-    assert not lean_imports.import_lean()
+    assert not library_imports.import_lean()
     assert all(sys.modules.get(name) is before[name] for name in (*UNUSED, "diffusers") if name in before)
 
 
 def test_classes_of_transformers_are_all_found_where_they_are() -> None:
     code = """
-from diffserve.runtime.loading import lean_imports
-assert lean_imports.import_lean()
+from diffserve.runtime.loading import library_imports
+assert library_imports.import_lean()
 from transformers import models
 from transformers.utils import import_utils
 scanned = import_utils._LazyModule("again", models.__file__, import_utils.define_import_structure(models.__file__))
@@ -78,10 +78,10 @@ print(len(models._class_to_module) > 1000)
 def test_libraries_that_do_not_bear_it_are_imported_whole(tmp_path: Path) -> None:
     code = """
 import sys
-from diffserve.runtime.loading import lean_imports
-lean_imports.WANTED = (*lean_imports.WANTED[:1], ("transformers", "NoSuchModel"))
-assert not lean_imports.import_lean()
-assert not [name for name in sys.modules if name.partition(".")[0] in lean_imports.LIBRARIES]
+from diffserve.runtime.loading import library_imports
+library_imports.WANTED = (*library_imports.WANTED[:1], ("transformers", "NoSuchModel"))
+assert not library_imports.import_lean()
+assert not [name for name in sys.modules if name.partition(".")[0] in library_imports.LIBRARIES]
 import torch
 from transformers import CLIPTextModel
 print(CLIPTextModel.__name__, torch._dynamo.__name__, torch.distributed.is_available())

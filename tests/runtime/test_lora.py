@@ -15,7 +15,7 @@ from diffserve.config import load_settings
 from diffserve.engine import Engine
 from diffserve.errors import DiffserveError
 from diffserve.runtime import DiffusionModel, load_model
-from diffserve.runtime.loading.quiet import hushed, import_quietly
+from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.types import GenerationRequest
 from tests.runtime.conftest import LoadTiny
 

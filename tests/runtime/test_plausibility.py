@@ -19,19 +19,17 @@ from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.loading import plausibility
-from diffserve.runtime.loading.manifest import MANIFEST_FILE
+from diffserve.runtime.loading.checkpoint import MANIFEST_FILE
 from diffserve.runtime.loading.plausibility import (
-    Flow,
     Formulation,
     Plausibility,
-    Preconditioned,
     judge,
     probe,
     readings,
 )
 from diffserve.runtime.model import EMBEDDED_DIRECTORY
 from schedulers import NoiseSchedule, Preconditioning
-from schedulers.arrays import FloatArray
+from schedulers.table import FloatArray
 
 VELOCITY = "v_prediction"
 
@@ -50,7 +48,7 @@ class Dressed:
     def __init__(self, model: DiffusionModel, front: Formulation) -> None:
         self.model, self.front = model, front
         self.train_sigmas = model.schedule.finite_sigmas()
-        self.inside = Preconditioned(Preconditioning(VELOCITY), self.train_sigmas)
+        self.inside = Formulation(Preconditioning(VELOCITY), self.train_sigmas)
 
     def predict(self, shown: torch.Tensor, told: torch.Tensor, contexts: torch.Tensor, **added: Any) -> torch.Tensor:
         sigma = self._sigma(told.double().numpy())
@@ -63,10 +61,9 @@ class Dressed:
 
     def _sigma(self, told: FloatArray) -> FloatArray:
         """The noise level that it believes is meant."""
-        if isinstance(self.front, Flow):
+        if self.front.preconditioning is None:
             time = np.clip(told / 1000, 1e-3, 1 - 1e-3)
             return np.asarray(time / (1 - time), dtype=np.float64)
-        assert isinstance(self.front, Preconditioned)
         if self.front.preconditioning.is_continuous:
             return np.asarray(np.exp(4 * np.clip(told, -2, 2)), dtype=np.float64)
         logs = np.interp(told, np.arange(self.train_sigmas.size), np.log(self.train_sigmas))

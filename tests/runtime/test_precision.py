@@ -14,8 +14,7 @@ from diffserve.runtime import DTYPE_NAMES, DiffusionModel, choose_device, load_m
 from diffserve.runtime.loading.checkpoint import Checkpoint, read_json
 from diffserve.runtime.loading.components import build_unet, load_component
 from diffserve.runtime.loading.weight_loading import vae_precision
-from diffserve.runtime.precision import cpu_bf16_unit
-from diffserve.runtime.quantisation import tensor_bytes
+from diffserve.runtime.precision import cpu_bf16_unit, tensor_bytes
 from tests.runtime.conftest import LoadTiny
 
 #: dtype -> largest relative error (in the norm) of a tiny random UNet's output against float32

@@ -18,9 +18,8 @@ from torch import nn
 from diffserve.embedded.preview_training import save_preview
 from diffserve.errors import ModelLoadError
 from diffserve.runtime import DiffusionModel, choose_device, load_model
-from diffserve.runtime.loading.quiet import import_quietly
-from diffserve.runtime.vae.preview import PreviewRunner, load_preview
-from diffserve.runtime.vae.preview_decoder import PreviewConfig, PreviewDecoder
+from diffserve.runtime.loading.library_imports import import_quietly
+from diffserve.runtime.vae.preview import PreviewConfig, PreviewDecoder, PreviewRunner, load_preview
 from tests.runtime.conftest import LoadTiny, TinyPipeline
 from tests.runtime.original_layout import save_single_file
 

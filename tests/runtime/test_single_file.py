@@ -15,9 +15,9 @@ from diffserve.runtime import load_model
 from diffserve.runtime.loading import single_file_config as infer
 from diffserve.runtime.loading.checkpoint import Checkpoint, TensorEntry
 from diffserve.runtime.loading.formulation import edm_normalisation, edm_scheduler
-from diffserve.runtime.loading.quiet import import_quietly
+from diffserve.runtime.loading.library_imports import import_quietly
+from diffserve.runtime.loading.plausibility import predicts_velocity
 from diffserve.runtime.text.clip_vocabulary import END, START, VOCABULARY_SIZE, clip_tokenizer, clip_vocabulary
-from diffserve.runtime.unet.prediction import predicts_velocity
 from diffserve.runtime.unet.unet import UNetRunner
 from schedulers import NoiseSchedule
 from tests.runtime.conftest import LoadTiny, TinyPipeline

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from diffserve.runtime.vae.tiles import SHARES, in_tiles, spans
+from diffserve.runtime.vae.vae import SHARES, in_tiles, spans
 
 
 def local(z: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from diffserve.runtime.text.chunks import Chunk
-from diffserve.runtime.text.windows import Window
+from diffserve.runtime.text.encoding import Window
+from diffserve.runtime.text.prompt import Chunk
 from tests.runtime.conftest import LoadTiny
 
 

@@ -21,9 +21,9 @@ from diffserve.engine.image.task import GroupKey, ImageTask, TickOutcome, TickPl
 from diffserve.engine.image.unet_calls import UNetCaller
 from diffserve.engine.records import FailureReason
 from diffserve.runtime import DiffusionModel
+from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.kv import PagePool, PoolBusy
 from diffserve.runtime.memory import without_frames
-from diffserve.runtime.sticky_errors import raise_if_sticky
 from diffserve.runtime.text.conditioning import make_conditioner
 from diffserve.runtime.threads import make_threads
 from schedulers.update import advance, guide, renoise

@@ -14,9 +14,9 @@ from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.buckets import CostCurve
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel
+from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.memory import give_memory_back
 from diffserve.runtime.precision import hardware_name
-from diffserve.runtime.sticky_errors import raise_if_sticky
 from diffserve.runtime.text.conditioning import Conditioner
 from diffserve.runtime.threads import Threads
 from diffserve.runtime.unet.batch_invariance import (

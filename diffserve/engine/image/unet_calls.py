@@ -15,8 +15,8 @@ from diffserve.engine.image.buckets import RowCaps
 from diffserve.engine.image.shape_groups import Groups
 from diffserve.engine.image.task import GroupKey, ImageTask, UNetCall
 from diffserve.runtime import DiffusionModel
+from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.memory import give_memory_back, without_frames
-from diffserve.runtime.sticky_errors import raise_if_sticky
 from diffserve.runtime.text.conditioning import Conditioner, ToldRow
 from diffserve.runtime.unet.cross_attention import Contexts, KeysValues
 from schedulers import COLUMNS

@@ -12,8 +12,8 @@ from torch import Tensor
 from diffserve.engine.core import failure_of
 from diffserve.engine.text.task import ScheduledTokens, TextOutcome, TextPlan, TextTask
 from diffserve.runtime.decoding import SamplingState, accept, draft_next
+from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.language import LanguageRunner, TokenChunk
-from diffserve.runtime.sticky_errors import raise_if_sticky
 
 logger = logging.getLogger(__name__)
 

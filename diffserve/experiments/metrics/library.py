@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diffserve.runtime.loading.quiet import hushed
+from diffserve.runtime.loading.library_imports import hushed
 
 with hushed("transformers"):
     from torchmetrics.functional.image import structural_similarity_index_measure

@@ -93,11 +93,6 @@ class TokenConstraint:
         self._habits: dict[int, Counter[int]] = {}
         self.start = self._state_of(frozenset({nodes[start]}))
 
-    @property
-    def num_states(self) -> int:
-        """States visited so far, or about to be."""
-        return len(self._sets)
-
     def advance(self, state: int, token_id: int) -> int:
         """The state after ``token_id``; ``DEAD`` when it was not allowed."""
         return self.moves(state).get(token_id, DEAD)

@@ -3,23 +3,37 @@
 ``choose`` takes one line of logits for each row. ``accept`` takes more: a row that brought a draft of k tokens has
 k + 1 lines, those after each token of the draft, and is told how many were right, and the token after them. Choosing
 moves no row on: ``SamplingState.append`` does.
+
+Drafts leave the output's distribution as it is. Leviathan et al. 2023 (algorithm 1) and Chen et al. 2023 (algorithm
+2): a token x drafted from q is accepted with probability min(1, p(x) / q(x)), where p is what the model itself would
+draw from; the first one refused is replaced by a draw from max(p - q, 0), normalised. A draft that was looked up has
+all of q on one token d. Then the rule reads: accept d with probability p(d), else draw from p without d. That is the
+same as drawing from p and seeing whether d came, which is how it is done here: it takes one random number for each
+token, so text and seed belong together, whether there was a draft or not.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffserve.errors import NumericalError
-from diffserve.runtime.decoding.sampling_batch import Draft, SamplingBatch
+from diffserve.errors import ConfigError, NumericalError
+from diffserve.runtime.decoding.adjustments import adjust, distribution
 from diffserve.runtime.decoding.sampling_state import SamplingState
+from diffserve.runtime.decoding.uniforms import Uniforms, draw
+
+Draft = Sequence[int]
+
+LEAST_LOGPROB: Final = -1e30
+"""Stands for -inf where it is multiplied by a probability of 0."""
 
 
 def choose(logits: Tensor, rows: Sequence[SamplingState]) -> list[Choice | NumericalError]:
@@ -54,7 +68,7 @@ def accept(
     kept = [line for span, tokens in zip(batch.spans, said, strict=True) for line in span[: len(tokens)]]
     tokens = [token_id for row_tokens in said for token_id in row_tokens]
     num_top = [batch.positions[line].params.logprobs or 0 for line in kept]
-    choices = iter(describe(*batch.some(kept), tokens, num_top))
+    choices = iter(describe(_some(batch.logits, kept), _some(batch.scores, kept), tokens, num_top))
     return [_whole(list(islice(choices, len(row_tokens)))) for row_tokens in said]
 
 
@@ -75,10 +89,6 @@ def draft_next(logits: Tensor, rows: Sequence[SamplingState]) -> tuple[list[int]
 def _whole(choices: list[Choice | NumericalError]) -> list[Choice] | NumericalError:
     errors = [choice for choice in choices if isinstance(choice, NumericalError)]
     return errors[0] if errors else [choice for choice in choices if isinstance(choice, Choice)]
-
-
-LEAST_LOGPROB: Final = -1e30
-"""Stands for -inf where it is multiplied by a probability of 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +147,108 @@ def _tops(logprobs: Tensor, num_top: Sequence[int]) -> list[tuple[tuple[int, flo
     for line, ids, values in zip(lines, found.indices.tolist(), found.values.tolist(), strict=True):
         tops[line] = tuple(zip(ids, values, strict=True))[: num_top[line]]
     return tops
+
+
+class SamplingBatch:
+    """Logits (N, V) of rows and of their drafts: ``len(draft) + 1`` lines for each row, one row after another.
+
+    logits     (N, V) float32
+    scores     (N, V) float32, adjusted
+    positions  N rows, each as it would be when the draft was right so far
+    spans      the lines of each row
+    drawn      the lines that are drawn at random, not greedily
+    probs      (len(drawn), V) what they are drawn from
+
+    Raises ValueError when the number of lines is not what rows and drafts take.
+    """
+
+    def __init__(self, logits: Tensor, rows: Sequence[SamplingState], drafts: Sequence[Draft]) -> None:
+        ends = list(accumulate(len(draft) + 1 for draft in drafts))
+        if len(drafts) != len(rows) or logits.ndim != 2 or len(logits) != (ends[-1] if ends else 0):
+            raise ValueError(
+                f"{len(rows)} rows with {len(drafts)} drafts take {ends[-1] if ends else 0} lines of logits, "
+                f"not {tuple(logits.shape)}."
+            )
+        self.rows, self.drafts = rows, drafts
+        self.spans = [range(end - len(draft) - 1, end) for end, draft in zip(ends, drafts, strict=True)]
+        self.positions = [place for row, draft in zip(rows, drafts, strict=True) for place in _places(row, draft)]
+        self.logits = logits.float()
+        self.scores = adjust(self.logits, self.positions)
+        self.drawn = [line for line, place in enumerate(self.positions) if not place.params.is_greedy]
+        self.probs = distribution(_some(self.scores, self.drawn), [self.positions[line].params for line in self.drawn])
+
+    def say(self, draft_probs: Sequence[Tensor | None]) -> list[list[int]]:
+        """The tokens that each row says; see :func:`accept`."""
+        tokens = self._own_tokens()
+        said: list[list[int]] = []
+        for row, draft, span, q in zip(self.rows, self.drafts, self.spans, draft_probs, strict=True):
+            if q is not None and draft and not row.params.is_greedy:
+                said.append(self._resampled(row, draft, span, q))
+                continue
+            said.append(matching(tokens[span.start : span.stop], draft, row.stop_ids))
+            if not row.params.is_greedy:
+                row.uniforms.take(len(said[-1]))
+        return said
+
+    def _own_tokens(self) -> list[int]:
+        """What the row would say at each line, with the numbers it would use, which are not used up yet."""
+        everything_is_drawn = len(self.drawn) == len(self.positions)
+        tokens: list[int] = [0] * len(self.drawn) if everything_is_drawn else self.scores.argmax(-1).tolist()
+        pairs = zip(self.rows, self.spans, strict=True)
+        numbers = [number for row, span in pairs if not row.params.is_greedy for number in row.uniforms.peek(len(span))]
+        for line, token_id in zip(self.drawn, draw(self.probs, numbers), strict=True):
+            tokens[line] = token_id
+        return tokens
+
+    def _resampled(self, row: SamplingState, draft: Draft, span: range, q: Tensor) -> list[int]:
+        vocab_size = self.logits.shape[-1]
+        if q.shape != (len(draft), vocab_size):
+            raise ConfigError(
+                f"the distributions of a draft of {len(draft)} tokens over {vocab_size} have the shape "
+                f"{tuple(q.shape)}: the draft model must share the model's vocabulary."
+            )
+        first = bisect_left(self.drawn, span.start)
+        return accept_or_resample(self.probs[first : first + len(span)], draft, q, row.uniforms, row.stop_ids)
+
+
+def _places(row: SamplingState, draft: Draft) -> list[SamplingState]:
+    """The row before each token of ``draft`` and after the last; itself each time when history changes nothing."""
+    if not draft or not row.depends_on_history:
+        return [row] * (len(draft) + 1)
+    places = [row]
+    for token_id in draft:
+        places.append(places[-1].fork())
+        places[-1].append(token_id)
+    return places
+
+
+def _some(tensor: Tensor, lines: Sequence[int]) -> Tensor:
+    """``lines`` of ``tensor``, in rising order."""
+    return tensor if len(lines) == len(tensor) else tensor[list(lines)]
+
+
+def matching(tokens: Sequence[int], draft: Sequence[int], stop_ids: Collection[int]) -> list[int]:
+    """What is said when the model's own ``tokens`` (k + 1) are held against a looked-up ``draft`` (k).
+
+    Its tokens up to and with the first that is not the draft's, or that ends the text.
+    """
+    said: list[int] = []
+    for index, token_id in enumerate(tokens):
+        said.append(token_id)
+        if index == len(draft) or token_id != draft[index] or token_id in stop_ids:
+            break
+    return said
+
+
+def accept_or_resample(
+    probs: Tensor, draft: Sequence[int], draft_probs: Tensor, uniforms: Uniforms, stop_ids: Collection[int]
+) -> list[int]:
+    """What is said when ``draft`` (k) was drawn from ``draft_probs`` (k, V); the model has ``probs`` (k + 1, V)."""
+    for index, token_id in enumerate(draft):
+        p, q = probs[index], draft_probs[index].to(probs)
+        if uniforms.take(1)[0] * float(q[token_id]) >= float(p[token_id]):
+            rest = (p - q).clamp_min(0)  # (V,); all zero only when p and q differ by rounding alone
+            return [*draft[:index], *draw((rest if bool(rest.any()) else p)[None], uniforms.take(1))]
+        if token_id in stop_ids:
+            return list(draft[: index + 1])
+    return [*draft, *draw(probs[-1:], uniforms.take(1))]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import islice
 from typing import Final
 
@@ -26,13 +27,12 @@ class Uniforms:
 
     def __init__(self, seed: int | None = None) -> None:
         self.seed = secrets.randbits(63) if seed is None else seed
-        self._generator: torch.Generator | None = None  # made when first needed: greedy rows need none
         self._waiting: deque[float] = deque()
 
     def peek(self, count: int) -> list[float]:
         """The next ``count`` numbers, which stay in the row."""
         while len(self._waiting) < count:
-            self._waiting.extend(torch.rand(BLOCK, generator=self._ready(), dtype=torch.float64).tolist())
+            self._waiting.extend(torch.rand(BLOCK, generator=self._generator, dtype=torch.float64).tolist())
         return list(islice(self._waiting, count))
 
     def take(self, count: int) -> list[float]:
@@ -42,10 +42,9 @@ class Uniforms:
             self._waiting.popleft()
         return numbers
 
-    def _ready(self) -> torch.Generator:
-        if self._generator is None:
-            self._generator = torch.Generator("cpu").manual_seed(self.seed)
-        return self._generator
+    @cached_property
+    def _generator(self) -> torch.Generator:  # made when first needed: greedy rows need none
+        return torch.Generator("cpu").manual_seed(self.seed)
 
 
 def draw(weights: Tensor, numbers: Sequence[float]) -> list[int]:

@@ -1,13 +1,4 @@
-"""What can go wrong with the page pool::
-
-QueueFull
-  PoolBusy            the pages are not there now: wait for somebody to close a table, then ask again
-InvalidRequest
-  PoolTooSmall        the pages will never be there: the pool itself is smaller
-DiffserveError
-  PageTableError      a table, a layer or a tensor is used against the rules (a ValueError too)
-  PoolIntegrityError  the books do not balance: a bug, never the caller's fault
-"""
+"""What can go wrong with the page pool."""
 
 from __future__ import annotations
 
@@ -33,6 +24,6 @@ class PageTableError(DiffserveError, ValueError):
 
 
 class PoolIntegrityError(DiffserveError):
-    """``check_integrity`` found pages that are lost, held twice or wrongly counted; the message lists all findings."""
+    """``check_integrity`` found pages that are lost, held twice or wrongly counted, all listed: a bug of ours."""
 
     default_code = "pool_corrupt"

@@ -1,11 +1,17 @@
-"""The pages of one sequence: a handle that the pool fills, and callers read."""
+"""The pages of one sequence, and how sequences come to share them and apart again: find, copy on write, file, merge."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 
-from diffserve.runtime.kv.prefix_index import LogicalPage
-from diffserve.runtime.kv.spec import PagePlan
+from diffserve.runtime.kv.arena import Arena
+from diffserve.runtime.kv.errors import PageTableError
+from diffserve.runtime.kv.ledger import PageLedger
+from diffserve.runtime.kv.prefix_index import LogicalPage, PrefixIndex, next_key
+from diffserve.runtime.kv.spec import KVSpec, PagePlan
 
 
 class PageTable:
@@ -46,11 +52,6 @@ class PageTable:
         return len(self.logical_pages) * self.plan.num_groups
 
     @property
-    def capacity_tokens(self) -> int:
-        """Tokens that would fit on the logical pages held."""
-        return len(self.logical_pages) * self.plan.spec.page_tokens
-
-    @property
     def last_key(self) -> bytes:
         """Where the hash chain goes on."""
         return self.keys[-1] if self.keys else self.root
@@ -65,3 +66,126 @@ class PageTable:
     def __repr__(self) -> str:
         state = f"{self.num_tokens} tokens on {list(self.pages)}" if self.is_open else "closed"
         return f"PageTable({self.tenant!r}, {state})"
+
+
+class Match(NamedTuple):
+    """What the index holds of a sequence: leading logical pages, the keys of the full ones, and the tokens on them."""
+
+    logical_pages: list[LogicalPage]
+    keys: list[bytes]
+    num_tokens: int
+
+
+def find_prefix(
+    index: PrefixIndex, spec: KVSpec, root: bytes, token_ids: Sequence[int], most_cached: int | None
+) -> Match:
+    """The longest filed prefix of ``token_ids``. Hashes no further than the first logical page that is not there."""
+    limit = len(token_ids) if spec.whole_sequences else max(0, len(token_ids) - 1)
+    limit = limit if most_cached is None else min(limit, most_cached)
+    logical_pages: list[LogicalPage] = []
+    keys: list[bytes] = []
+    num_tokens, key = 0, root
+    for first in range(0, limit, spec.page_tokens):
+        ids = token_ids[first : first + spec.page_tokens]
+        if first + len(ids) > limit:
+            break
+        key = next_key(key, ids)
+        logical = index.find(key)
+        if logical is None:
+            break
+        logical_pages.append(logical)
+        num_tokens += len(ids)
+        if len(ids) == spec.page_tokens:
+            keys.append(key)
+    return Match(logical_pages, keys, num_tokens)
+
+
+def num_logical_wanted(
+    plan: PagePlan, logical_pages: Sequence[LogicalPage], start: int, num_tokens: int, *, joining: bool
+) -> int:
+    """New logical pages it takes to write tokens ``start .. num_tokens - 1``: those beyond ``logical_pages``, copies of
+    shared ones.
+
+    joining: the sequence is not yet counted among the holders of ``logical_pages``.
+    """
+    total = plan.spec.num_logical_pages(num_tokens)
+    touched = logical_pages[start // plan.spec.page_tokens : total]
+    return max(0, total - len(logical_pages)) + sum(logical.num_holders + joining > 1 for logical in touched)
+
+
+def make_writable(
+    ledger: PageLedger, arena: Arena, table: PageTable, start: int, num_tokens: int, fresh: list[LogicalPage]
+) -> None:
+    """Give ``table`` logical pages of its own under tokens ``start .. num_tokens - 1``; ``fresh`` are exactly those
+    wanted."""
+    unused = iter(fresh)
+    first = start // table.plan.spec.page_tokens
+    sources: list[int] = []
+    targets: list[int] = []
+    for at in range(first, min(len(table.logical_pages), table.plan.spec.num_logical_pages(num_tokens))):
+        logical = table.logical_pages[at]
+        if logical.num_holders == 1:
+            ledger.index.withdraw(logical)
+            continue
+        table.logical_pages[at] = next(unused)
+        sources += logical.pages
+        targets += table.logical_pages[at].pages
+        ledger.unlock(logical)
+    arena.copy(sources, targets)
+    table.logical_pages.extend(unused)
+    table.version += bool(fresh)
+    del table.keys[first:]
+
+
+def file_tokens(ledger: PageLedger, table: PageTable, token_ids: Sequence[int]) -> int:
+    """File what is newly full of ``table``, whose first tokens are ``token_ids``; see ``PagePool.commit``.
+
+    Returns how many logical pages were given back because the same was filed already.
+    """
+    spec = table.plan.spec
+    num_full, num_rest = divmod(len(token_ids), spec.page_tokens)
+    num_merged = 0
+    for at in range(len(table.keys), num_full):
+        key = next_key(table.last_key, token_ids[at * spec.page_tokens : (at + 1) * spec.page_tokens])
+        num_merged += _file(ledger, table, at, key, is_full=True)
+        table.keys.append(key)
+    if num_rest and spec.whole_sequences and len(token_ids) == table.num_tokens:
+        key = next_key(table.last_key, token_ids[num_full * spec.page_tokens :])
+        num_merged += _file(ledger, table, num_full, key, is_full=False)
+    return num_merged
+
+
+def _file(ledger: PageLedger, table: PageTable, at: int, key: bytes, *, is_full: bool) -> bool:
+    """File logical page ``at`` under ``key``, or take the one that is filed there and give this one back: then True."""
+    logical, twin = table.logical_pages[at], ledger.index.find(key)
+    if twin is logical:
+        return False
+    if logical.key is not None and logical.is_full:
+        if is_full:
+            raise PageTableError(
+                f"logical page {at} of {table} is filed as other tokens: commit the tokens it was given."
+            )
+        return False
+    if twin is None:
+        if logical.key is None or is_full:  # a fork that ends earlier may have filed it by its first tokens
+            ledger.index.file(key, logical, is_full=is_full)
+        return False
+    ledger.lock(twin)
+    ledger.unlock(logical)
+    table.logical_pages[at] = twin
+    table.version += 1
+    return True
+
+
+def check_row(table: PageTable, start: int, length: int) -> None:
+    """Raises PageTableError when ``table`` has not ``length`` tokens, or others see one from ``start`` on."""
+    if not 0 <= start <= length <= table.num_tokens:
+        raise PageTableError(f"tokens {start} to {length} are asked of {table}: reserve them first.")
+    page_tokens = table.plan.spec.page_tokens
+    for at in range(start // page_tokens, table.plan.spec.num_logical_pages(length) if start < length else 0):
+        logical = table.logical_pages[at]
+        if logical.num_holders > 1 or logical.key is not None:
+            raise PageTableError(
+                f"token {max(start, at * page_tokens)} of {table} lies on a page that others see: call "
+                f"reserve(table, {length}, start={start}) before writing."
+            )

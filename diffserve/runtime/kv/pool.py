@@ -9,16 +9,22 @@ import torch
 
 from diffserve.errors import ConfigError
 from diffserve.runtime.kv.arena import Arena, LayerView
-from diffserve.runtime.kv.batch import Gathered, PagedBatch
+from diffserve.runtime.kv.batch import PagedBatch
 from diffserve.runtime.kv.errors import PageTableError
 from diffserve.runtime.kv.integrity import check_integrity, draw
 from diffserve.runtime.kv.ledger import PageLedger
-from diffserve.runtime.kv.page_table import PageTable
+from diffserve.runtime.kv.page_table import (
+    Match,
+    PageTable,
+    check_row,
+    file_tokens,
+    find_prefix,
+    make_writable,
+    num_logical_wanted,
+)
 from diffserve.runtime.kv.prefix_index import LogicalPage
-from diffserve.runtime.kv.sharing import Match, check_row, file_tokens, find_prefix, make_writable, num_logical_wanted
 from diffserve.runtime.kv.spec import KVSpec, PagePlan
-from diffserve.runtime.kv.stats import PoolStats
-from diffserve.runtime.kv.tenant import Tenant
+from diffserve.runtime.kv.tenant import PoolStats, Tenant
 
 
 class PagePool:
@@ -139,7 +145,9 @@ class PagePool:
         if reserve > match.num_tokens:
             self._require(owner.plan, match, reserve)
         table = self._hold(PageTable(owner.plan, owner.root(salt)), match)
-        owner.count(len(token_ids), match.num_tokens)
+        owner.opened += 1
+        owner.asked_tokens += len(token_ids)
+        owner.found_tokens += match.num_tokens
         self.reserve(table, reserve)
         return table, match.num_tokens
 
@@ -245,14 +253,6 @@ class PagePool:
                 raise PageTableError(f"{table} and {tables[0]} in one batch: their layers differ, make two.")
             check_row(table, begin, end)
         return PagedBatch(self._tenant(tables[0].tenant).views, tables, begins, ends)
-
-    def write(self, table: PageTable, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store keys and values (T, heads, head_dim) of tokens ``start`` onwards: ``batch`` and ``write`` at once."""
-        self.batch([table], [start], [start + len(keys)]).write(layer, keys, values)
-
-    def gather(self, tables: Sequence[PageTable], layer: int, lengths: Sequence[int] | None = None) -> Gathered:
-        """Keys and values (B, T, heads, head_dim), zero beyond each length: ``batch`` and ``gather`` at once."""
-        return self.batch(tables, lengths=lengths).gather(layer)
 
     def keys_values(self, tenant: str, layer: int) -> LayerView:
         """Views of one layer over all pages, (num_pages, page_tokens, heads, head_dim), for paged attention kernels."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -47,9 +48,8 @@ class KVSpec:
     page_tokens: tokens on a logical page. 16 wastes 4 % of a prompt of 77 tokens; 256 would waste 70 %.
     model_digest: identity of the weights (and of a fused adapter): pages of other weights are never found.
     whole_sequences: ``commit`` also files the last, partly filled logical page, and ``open`` may find all of a
-    sequence. For
-        padded prompts whose keys and values are read and never computed again (UNet); an LLM must compute at least its
-        last token, so it leaves this off.
+        sequence. For padded prompts whose keys and values are read and never computed again (UNet); an LLM must compute
+        at least its last token, so it leaves this off.
 
     Raises ValueError for anything that cannot be.
     """
@@ -76,7 +76,7 @@ class KVSpec:
         """Keys and values of one token in all layers."""
         return sum(self.layer_bytes(layer) for layer in range(len(self.layers))) // self.page_tokens
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """32 bytes: which tenant, weights, shapes and dtype. Tenants that differ in any of them share nothing."""
         shapes = [(layer.num_heads, layer.head_dim) for layer in self.layers]

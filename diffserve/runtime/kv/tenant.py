@@ -1,14 +1,51 @@
-"""What the pool keeps for each tenant."""
+"""What the pool keeps for each tenant, and tells the metrics: numbers only, never tokens."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from diffserve.runtime.kv.arena import LayerView
 from diffserve.runtime.kv.ledger import PageLedger
 from diffserve.runtime.kv.prefix_index import root_key
 from diffserve.runtime.kv.spec import PagePlan
-from diffserve.runtime.kv.stats import TenantStats
+
+
+@dataclass(frozen=True)
+class TenantStats:
+    """One tenant. Pages are as of now, the rest counts since birth."""
+
+    held_pages: int
+    """In the tables that are open; a shared page counts once."""
+    idle_pages: int
+    """Kept for whoever says the same again, evicted when wanted."""
+    evicted_pages: int
+    opened: int
+    """Sequences opened."""
+    asked_tokens: int
+    """Tokens of the sequences opened."""
+    found_tokens: int
+    """Of them, tokens whose keys and values were there already."""
+    merged_pages: int
+    """Logical pages computed twice at the same time, one of which was given back at commit."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of asked tokens that were found, 0 when none were asked."""
+        return self.found_tokens / self.asked_tokens if self.asked_tokens else 0.0
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """The whole pool: ``free + held + idle == num_pages``."""
+
+    num_pages: int
+    page_bytes: int
+    free_pages: int
+    held_pages: int
+    idle_pages: int
+    num_tables: int
+    """Tables open now."""
+    tenants: dict[str, TenantStats]
 
 
 @dataclass
@@ -23,20 +60,10 @@ class Tenant:
     asked_tokens: int = 0
     found_tokens: int = 0
     merged_pages: int = 0
-    digest: bytes = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.digest = self.plan.spec.digest
 
     def root(self, salt: bytes) -> bytes:
         """Where the key chain of sequences with ``salt`` begins."""
-        return root_key(self.digest, self.epoch, salt)
-
-    def count(self, asked_tokens: int, found_tokens: int) -> None:
-        """One more sequence was opened."""
-        self.opened += 1
-        self.asked_tokens += asked_tokens
-        self.found_tokens += found_tokens
+        return root_key(self.plan.spec.digest, self.epoch, salt)
 
     def stats(self, ledger: PageLedger) -> TenantStats:
         """Its counters together with its pages in ``ledger``."""

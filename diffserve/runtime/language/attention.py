@@ -8,8 +8,8 @@ whom is decided here, per group of rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,30 +17,23 @@ from torch import Tensor
 
 from diffserve.runtime.kv import LayerView, PagedBatch, PagePool, PageTable
 from diffserve.runtime.language.row_groups import FEW_TOKENS, RowGroup, Span, arrange
-from diffserve.runtime.loading.quiet import import_quietly
+from diffserve.runtime.loading.library_imports import import_quietly
 
 PAGED: Final = "diffserve_paged"
 """The name under which transformers knows it."""
 
 
-class LayerCall(Protocol):
-    """What a forward does in each layer."""
+class Scoring(NamedTuple):
+    """How a layer weighs keys: factor of the products, how many tokens back a query sees, and the bound of scores."""
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        """(N, H, D) from queries (N, H, D), keys and values (N, key heads, D) of the forward's N new tokens.
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
 
-        Idle ones may stand behind them: they leave no keys and values, and what they are given is zero.
-        """
+
+LayerCall = Callable[[int, Tensor, Tensor, Tensor, Scoring], Tensor]
+"""What a forward does in each layer: (N, H, D) from its number, queries (N, H, D), keys and values (N, key heads, D) of
+the forward's N new tokens. Idle ones may stand behind them: they leave no keys and values, and are given zero."""
 
 
 def paged_attention(
@@ -59,16 +52,8 @@ def paged_attention(
     """transformers' attention interface: query (1, H, N, D), key and value (1, key heads, N, D) -> (1, N, H, D)."""
     if paged is None or attention_mask is not None:
         raise RuntimeError("this attention runs over pages only: call the network through LanguageRunner.")
-    output = paged.attend(
-        module.layer_idx,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        scale=scaling,
-        window=sliding_window,
-        softcap=softcap,
-    )
-    return output[None], None
+    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return paged(module.layer_idx, queries, keys, values, Scoring(scaling, sliding_window, softcap))[None], None
 
 
 def register() -> str:
@@ -120,17 +105,7 @@ class PagedCall:
             self._groups.append(made)
             row, token = row + len(group), token + made.num_tokens
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """See ``LayerCall``: keys and values are written to the pages first."""
         num_tokens = self._groups[-1].tokens.stop
         self.batch.write(layer, key[:num_tokens], value[:num_tokens])
@@ -141,7 +116,7 @@ class PagedCall:
             else:
                 keys, values = self._gather(layer, group)
             queries = group.take(query[group.tokens])
-            outputs.append(group.give(_attend(group, queries, keys, values, scale, window, softcap)))
+            outputs.append(group.give(_attend(group, queries, keys, values, scoring)))
         if len(query) > num_tokens:
             outputs.append(torch.zeros_like(query[num_tokens:]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -159,16 +134,9 @@ class PagedCall:
         return found[0], found[1]
 
 
-def _attend(
-    group: RowGroup,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def _attend(group: RowGroup, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
     """(B, Q, H, D) from query (B, Q, H, D), keys and values (B, G, T, D)."""
+    scale, window, softcap = scoring
     B, Q, H, D = query.shape
     G = keys.shape[1]
     repeats = H // G

@@ -32,16 +32,17 @@ def render(tokenizer: Any, messages: Sequence[ChatMessage], model_id: str) -> st
         {"role": "system" if message.role == "developer" else message.role, "content": message.content}
         for message in messages
     ]
-    folded = fold_system(turns)
-    try:
-        return _apply(tokenizer, turns)
-    except Exception as error:  # a template raises what it likes
-        if folded is None:
-            raise _refusal(error) from error
-    try:
-        return _apply(tokenizer, folded)
-    except Exception as error:
-        raise _refusal(error) from error
+    refused: Exception | None = None
+    for said in filter(None, (turns, fold_system(turns))):
+        try:
+            text: str = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+            return text
+        except Exception as error:  # a template raises what it likes
+            refused = error
+    reason = (str(refused).splitlines() or [type(refused).__name__])[0][:MOST_REASON_CHARS]
+    raise InvalidRequest(
+        f"the model's chat template does not take these messages: {reason.rstrip('.')}.", param="messages"
+    ) from refused
 
 
 def fold_system(turns: Turns) -> Turns | None:
@@ -57,15 +58,3 @@ def fold_system(turns: Turns) -> Turns | None:
         return None
     head = {"role": "user", "content": "\n\n".join([*system, others[first]["content"]])}
     return [*others[:first], head, *others[first + 1 :]]
-
-
-def _apply(tokenizer: Any, turns: Turns) -> str:
-    text: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    return text
-
-
-def _refusal(error: Exception) -> InvalidRequest:
-    reason = (str(error).splitlines() or [type(error).__name__])[0][:MOST_REASON_CHARS]
-    return InvalidRequest(
-        f"the model's chat template does not take these messages: {reason.rstrip('.')}.", param="messages"
-    )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from diffserve.errors import ModelLoadError
 from diffserve.runtime.kv import PagePlan, PagePool
+from diffserve.runtime.language.attention import Scoring
 from diffserve.runtime.language.model import LanguageModel, LayerShape, run_network
 from diffserve.runtime.language.runner import LanguageRunner, TokenChunk
 
@@ -49,27 +50,16 @@ def _rope_types(parameters: Any) -> set[str]:
 
 
 class ShapeProbe:
-    """A ``LayerCall`` that attends to nothing and writes down how each layer called."""
+    """A ``LayerCall`` that attends to nothing, gives zeros, and writes down how each layer called."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
         self.num_calls = 0
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        """Zeros of the right shape."""
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         self.num_calls += 1
         if key.shape == value.shape and query.shape[-1] == key.shape[-1] and query.shape[1] % key.shape[1] == 0:
-            self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], window, softcap)
+            self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], scoring.window, scoring.softcap)
         return torch.zeros_like(query)
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -16,17 +16,13 @@ from diffserve.runtime.language.attention import register
 from diffserve.runtime.language.compatibility import check_config, check_parity, find_layers
 from diffserve.runtime.language.model import LanguageModel
 from diffserve.runtime.language.weight_only import compute_choice, quantise
-from diffserve.runtime.loading.checkpoint import digest_files, find_weights, read_json
-from diffserve.runtime.loading.lean_imports import without_compiler
-from diffserve.runtime.loading.manifest import check_manifest
+from diffserve.runtime.loading.checkpoint import check_manifest, digest_files, find_weights, read_json
+from diffserve.runtime.loading.components import OFFLINE, read_tokenizer
+from diffserve.runtime.loading.library_imports import hushed, import_quietly, without_compiler
 from diffserve.runtime.loading.offload import from_pretrained_places, run_on
-from diffserve.runtime.loading.quiet import hushed, import_quietly
 from diffserve.runtime.loading.weight_loading import WithoutInit
-from diffserve.runtime.precision import DeviceChoice
-from diffserve.runtime.quantisation import tensor_bytes
+from diffserve.runtime.precision import DeviceChoice, tensor_bytes
 from diffserve.text_types import LanguageModelInfo
-
-OFFLINE: Final = {"local_files_only": True, "trust_remote_code": False}
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +57,7 @@ def load_language_model(
         config = _load_config(directory, settings)
         check_config(config, str(directory))
         network = _load_network(directory, config, choice)
-        tokenizer = _load_tokenizer(directory)
+        tokenizer = read_tokenizer("AutoTokenizer", directory)
     quantise(network, choice)
     if choice.offload == "none":
         network.to(choice.device)
@@ -106,13 +102,6 @@ def _load_network(directory: Path, config: Any, choice: DeviceChoice) -> Any:
             raise ModelLoadError(f"{directory}: {what.replace('_', ' ')} of {type(network).__name__}: {found[:5]}.")
     network.eval().requires_grad_(False)
     return network
-
-
-def _load_tokenizer(directory: Path) -> Any:
-    try:
-        return import_quietly("transformers", "AutoTokenizer").from_pretrained(str(directory), **OFFLINE)
-    except Exception as error:  # tokenizers raises nothing more specific
-        raise ModelLoadError(f"the tokenizer in {directory} cannot be read ({error}).") from error
 
 
 def _describe(

@@ -56,10 +56,6 @@ class LanguageModel:
             model_digest=f"{self.info.digest} {self.info.dtype}".encode(),
         )
 
-    def logits(self, token_ids: Tensor, positions: Tensor, call: LayerCall, *, keep: Tensor) -> Tensor:
-        """(len(keep), V) of the flattened batch ``token_ids`` (N,) at ``positions`` (N,), in the model's dtype."""
-        return run_network(self.network, token_ids, positions, keep, paged=call)
-
     @torch.inference_mode()
     def plain_logits(self, token_ids: list[int]) -> Tensor:
         """(T, V) of one sequence, by transformers' own attention and without a pool: the path to compare with."""
@@ -73,10 +69,13 @@ class LanguageModel:
             self.network.set_attn_implementation(PAGED)
 
 
-def run_network(network: Any, token_ids: Tensor, positions: Tensor, keep: Tensor, **kwargs: Any) -> Tensor:
-    """One forward of a transformers causal LM without a cache of its own: logits (len(keep), V)."""
+def run_network(network: Any, token_ids: Tensor, positions: Tensor, keep: Tensor, **paged: LayerCall) -> Tensor:
+    """One forward of a transformers causal LM without a cache of its own, of ``token_ids`` (N,) at ``positions`` (N,).
+
+    Logits (len(keep), V) in the model's dtype.
+    """
     output = network(
-        input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=keep, **kwargs
+        input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=keep, **paged
     )
     logits: Tensor = output.logits[0]
     return logits

@@ -13,7 +13,7 @@ from torch import Tensor
 from diffserve.errors import InvalidRequest
 from diffserve.runtime.kv import PagePool, PageTable
 from diffserve.runtime.language.attention import PagedCall, Workspace
-from diffserve.runtime.language.model import LanguageModel
+from diffserve.runtime.language.model import LanguageModel, run_network
 from diffserve.runtime.language.row_groups import Span
 
 
@@ -68,17 +68,15 @@ class LanguageRunner:
         spans = [Span(len(chunk.token_ids), chunk.end) for chunk in chunks]
         call = PagedCall(self.pool, [chunk.table for chunk in chunks], spans, self._workspace)
         token_ids = [token_id for index in call.order for token_id in chunks[index].token_ids]
-        num_idle = self._num_idle(len(token_ids))
-        return self.model.logits(
+        # tokens that nobody looks at: on a CPU oneDNN makes a kernel for every length and keeps a thousand
+        num_idle = few_lengths(len(token_ids)) - len(token_ids) if self.model.device.type == "cpu" else 0
+        return run_network(
+            self.model.network,
             torch.tensor(token_ids + token_ids[-1:] * num_idle, device=self.model.device),
             F.pad(call.batch.positions, (0, num_idle)),
-            call,
-            keep=torch.tensor(_kept(chunks, call.order), dtype=torch.long, device=self.model.device),
+            torch.tensor(_kept(chunks, call.order), dtype=torch.long, device=self.model.device),
+            paged=call,
         )
-
-    def _num_idle(self, num_tokens: int) -> int:
-        """Tokens to add that nobody looks at. On a CPU oneDNN makes a kernel for every length and keeps a thousand."""
-        return few_lengths(num_tokens) - num_tokens if self.model.device.type == "cpu" else 0
 
     def _check(self, chunks: Sequence[TokenChunk]) -> None:
         most, vocab_size = self.model.info.context_tokens, self.model.info.vocab_size

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from diffserve.errors import ConfigError
-from diffserve.runtime.loading.quiet import import_quietly
-from diffserve.runtime.precision import DeviceChoice, choose_device
-from diffserve.runtime.quantisation import quantise_linear
+from diffserve.runtime.loading.library_imports import import_quietly
+from diffserve.runtime.precision import DeviceChoice, choose_device, quantise_linear
 
 INT4: Final = "int4"
 GROUP_WEIGHTS: Final = 32

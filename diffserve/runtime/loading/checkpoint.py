@@ -2,6 +2,10 @@
 
 Pickle files are refused by name: reading one can run code. A tensor is read when it is asked for and not before, so
 that a loader which converts tensor by tensor never holds the checkpoint twice.
+
+``manifest-sha256.json`` in a directory of shipped weights maps files, by their path below it, to the sha256 of their
+bytes, so that a flipped bit is found at load and not in pictures. Directories without one, as people have them, are
+taken as they are. ``python -m diffserve.embedded.manifest`` writes them anew.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,6 +32,12 @@ KEEP_FROM_BYTES = 1 << 26
 """Half a second to read and hash; what ships is smaller."""
 
 SETTLED_NS = 2_000_000_000
+MANIFEST_FILE: Final = "manifest-sha256.json"
+NOT_COVERED: Final = frozenset({MANIFEST_FILE, "fewest_steps.json", "world.json"})
+"""The manifest itself, and what is told of the weights later: no network is made of it."""
+
+OUR_OWN: Final = Path(__file__).resolve().parents[2]
+"""The installed package."""
 
 
 @dataclass(frozen=True)
@@ -163,12 +173,16 @@ def _digest_file(file: Path, cache: DiskCache) -> str:
     kept = cache.read(DIGESTS, key) if is_kept else None
     if isinstance(kept, dict) and kept.get("file") == known and DIGEST.fullmatch(str(kept.get("sha256"))):
         return str(kept["sha256"])
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    digest = _sha256(file)
     is_settled = time.time_ns() - known["mtime_ns"] > SETTLED_NS  # else it may change without a later time of change
     if is_kept and is_settled and _identity(file) == known:
         cache.write(DIGESTS, key, {"file": known, "sha256": digest})
     return digest
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _identity(file: Path) -> dict[str, int]:
@@ -180,3 +194,40 @@ def _identity(file: Path) -> dict[str, int]:
         "ctime_ns": found.st_ctime_ns,
         "inode": found.st_ino,
     }
+
+
+def write_manifest(directory: Path) -> Path:
+    """Write the manifest over all files below ``directory`` that a network is made of."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name not in NOT_COVERED)
+    listed = {path.relative_to(directory).as_posix(): _sha256(path) for path in files}
+    manifest = directory / MANIFEST_FILE
+    manifest.write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
+    return manifest
+
+
+def check_manifest(directory: Path) -> None:
+    """Hash what the manifest of ``directory`` lists; nothing is done where there is none.
+
+    Raises ModelLoadError naming the first file that is missing or is not the one that was shipped.
+    """
+    manifest = directory / MANIFEST_FILE
+    if not manifest.is_file():
+        return
+    for name, expected in read_json(manifest).items():
+        file = directory / name
+        try:
+            found = _sha256(file)
+        except OSError as error:
+            raise ModelLoadError(f"{file} cannot be read ({error.strerror}); {_way_out(directory)}.") from error
+        if found != expected:
+            raise ModelLoadError(
+                f"{file} is damaged: its sha256 begins with {found[:12]}, that of the file that was shipped with "
+                f"{str(expected)[:12]}; {_way_out(directory)}."
+            )
+
+
+def _way_out(directory: Path) -> str:
+    if not directory.resolve().is_relative_to(OUR_OWN):
+        return f"copy it anew, or, if it was changed on purpose, remove {directory / MANIFEST_FILE}"
+    again = "install diffserve again (pip install --force-reinstall --no-deps diffserve)"
+    return f"{again}, or, if it was changed on purpose, run python -m diffserve.embedded.manifest"

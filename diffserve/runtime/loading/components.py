@@ -10,10 +10,10 @@ import torch
 
 from diffserve.errors import ModelLoadError
 from diffserve.runtime.loading.checkpoint import Checkpoint
-from diffserve.runtime.loading.quiet import hushed, import_quietly
+from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.loading.weight_loading import TensorSource, build_on_meta, fill
 from diffserve.runtime.precision import DeviceChoice
-from diffserve.runtime.unet.pointwise import use_pointwise
+from diffserve.runtime.unet.unet import use_pointwise
 
 #: Component of a model_index.json -> class names that may stand there.
 ALLOWED_CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -37,6 +37,7 @@ KNOWN_CONDITIONS: Final[Mapping[str, tuple[Any, ...]]] = {
     "addition_embed_type_num_heads": (64, None),
 }
 PREFIX = "text_model."
+OFFLINE: Final = {"local_files_only": True, "trust_remote_code": False}
 
 
 def build_unet(config: Mapping[str, Any], where: str, choice: DeviceChoice) -> Any:
@@ -46,25 +47,15 @@ def build_unet(config: Mapping[str, Any], where: str, choice: DeviceChoice) -> A
             raise ModelLoadError(
                 f"{where}: {name} is {config[name]!r}; diffserve serves text-to-image UNets without it."
             )
-    network = _build("diffusers", "UNet2DConditionModel", config, where)
+    network = build("UNet2DConditionModel", config, where)
     if choice.device.type == "cpu" and choice.compute_dtype == torch.float32:
         use_pointwise(network)
     return network
 
 
-def build_vae(config: Mapping[str, Any], where: str) -> Any:
-    """``AutoencoderKL``, empty."""
-    return _build("diffusers", "AutoencoderKL", config, where)
-
-
-def build_tiny_autoencoder(config: Mapping[str, Any], where: str) -> Any:
-    """``AutoencoderTiny``, empty."""
-    known = {key: value for key, value in config.items() if key != "block_out_channels"}  # written, but never read
-    return _build("diffusers", "AutoencoderTiny", known, where)
-
-
-def _build(module: str, name: str, config: Mapping[str, Any], where: str) -> Any:
-    cls = import_quietly(module, name)
+def build(name: str, config: Mapping[str, Any], where: str) -> Any:
+    """diffusers' class ``name``, empty."""
+    cls = import_quietly("diffusers", name)
     known = {key: value for key, value in config.items() if not key.startswith("_")}
     try:
         return build_on_meta(lambda: cls.from_config(known))
@@ -119,8 +110,12 @@ def load_tokenizer(directory: Path) -> Any:
     has_pair = (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file()
     if not has_pair and not (directory / "tokenizer.json").is_file():
         raise ModelLoadError(f"{directory} holds neither vocab.json with merges.txt nor tokenizer.json.")
-    cls = import_quietly("transformers", "CLIPTokenizer")
+    return read_tokenizer("CLIPTokenizer", directory)
+
+
+def read_tokenizer(cls: str, directory: Path) -> Any:
+    """transformers' ``cls`` from the files in ``directory``."""
     try:
-        return cls.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        return import_quietly("transformers", cls).from_pretrained(str(directory), **OFFLINE)
     except Exception as error:  # tokenizers raises nothing more specific
         raise ModelLoadError(f"the tokenizer in {directory} cannot be read ({error}).") from error

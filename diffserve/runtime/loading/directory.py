@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from diffserve.errors import ModelLoadError
-from diffserve.runtime.loading.checkpoint import Checkpoint, find_weights, read_json, refuse_pickle
+from diffserve.runtime.loading.checkpoint import Checkpoint, check_manifest, find_weights, read_json, refuse_pickle
 from diffserve.runtime.loading.components import (
     ALLOWED_CLASSES,
     IGNORED_COMPONENTS,
+    build,
     build_text_encoder,
     build_unet,
-    build_vae,
     load_component,
     load_tokenizer,
 )
 from diffserve.runtime.loading.formulation import read_scheduler
-from diffserve.runtime.loading.manifest import check_manifest
 from diffserve.runtime.loading.weight_loading import LoadedParts, TensorSource, vae_precision
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.text.encoding import TextEncoder
@@ -62,7 +61,7 @@ def load_directory(path: Path, choice: DeviceChoice, *, adapt: Adapt | None = No
     unet = build_unet(unet_config, str(path / "unet" / "config.json"), choice)
     unet_weights = open_weights("unet", DIFFUSERS_STEM)
     load_component(unet, unet_weights, choice, quantise=choice.is_int8, adapt=adapt and partial(adapt, "unet"))
-    vae = build_vae(vae_config, str(path / "vae" / "config.json"))
+    vae = build("AutoencoderKL", vae_config, str(path / "vae" / "config.json"))
     vae_choice = vae_precision(choice, vae_config, is_sdxl=len(encoders) == 2)
     load_component(vae, open_weights("vae", DIFFUSERS_STEM), vae_choice, channels_last=True)
     return LoadedParts(

@@ -7,13 +7,14 @@ go of them after it. What rests on disk is read from the checkpoint itself, noth
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from diffserve.runtime.loading.quiet import hushed, import_quietly
+from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.precision import DeviceChoice
 
 WEIGHTS_SHARE: Final = 0.7
@@ -25,23 +26,12 @@ Place = torch.device | int | str
 logger = logging.getLogger(__name__)
 
 
-class RestingWeights(Mapping[str, torch.Tensor]):
-    """Parameters by name, each made by its reader whenever it is asked for."""
-
-    def __init__(self, readers: Mapping[str, Callable[[], torch.Tensor]]) -> None:
-        self._readers = readers
+class RestingWeights(UserDict[str, Any]):
+    """Parameters by name, each made by the reader that was given for it whenever it is asked for."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._readers[name]()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._readers
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._readers)
-
-    def __len__(self) -> int:
-        return len(self._readers)
+        made: torch.Tensor = self.data[name]()
+        return made
 
 
 def max_memory(choice: DeviceChoice) -> dict[int | str, int]:

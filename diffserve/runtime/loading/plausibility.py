@@ -12,10 +12,11 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError
@@ -23,8 +24,8 @@ from diffserve.runtime.text.encoding import TextEncoderRunner
 from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.vae import VAERunner
 from schedulers import NoiseSchedule, Preconditioning
-from schedulers.arrays import FloatArray
 from schedulers.grids import timesteps_of_sigmas
+from schedulers.table import FloatArray
 
 logger = logging.getLogger(__name__)
 
@@ -41,43 +42,36 @@ USUAL_BETAS: Final = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "
 """Stable Diffusion's, for asking a model of continuous noise whether it rather knows timesteps."""
 
 KEPT_AS: Final = "plausibility"
-
-
-class Formulation(Protocol):
-    """One way to ask the network and to read its answer."""
-
-    def ask(self, x: torch.Tensor, sigma: FloatArray) -> tuple[torch.Tensor, FloatArray]:
-        """(what the network sees, what it is told) of latents ``x`` (3, C, h, w) with noise ``sigma`` (3,)."""
-
-    def read(self, x: torch.Tensor, sigma: FloatArray, output: torch.Tensor) -> torch.Tensor:
-        """The estimate of the clean latents."""
+LAST_TIMESTEP: Final = 999
+PROBE_CELLS: Final = 32
+WINDOW_TOKENS: Final = 77
 
 
 @dataclass(frozen=True)
-class Preconditioned:
-    """A formulation that tables serve, with the sigmas (T,) of its training timesteps."""
+class Formulation:
+    """One way to ask the network and to read its answer.
 
-    preconditioning: Preconditioning
+    preconditioning  one that tables serve; ``None``: flow matching, x = (1 - t) z + t noise, told 1000 t, predicting
+                     noise - z
+    train_sigmas     (T,) of its training timesteps
+    """
+
+    preconditioning: Preconditioning | None
     train_sigmas: FloatArray
 
     def ask(self, x: torch.Tensor, sigma: FloatArray) -> tuple[torch.Tensor, FloatArray]:
+        """(what the network sees, what it is told) of latents ``x`` (3, C, h, w) with noise ``sigma`` (3,)."""
+        if self.preconditioning is None:
+            return _over(1.0 / (1.0 + sigma)) * x, 1000.0 * sigma / (1.0 + sigma)
         timestep = timesteps_of_sigmas(sigma, self.train_sigmas)
         return _over(self.preconditioning.factors(sigma)[0]) * x, self.preconditioning.told(sigma, timestep)
 
     def read(self, x: torch.Tensor, sigma: FloatArray, output: torch.Tensor) -> torch.Tensor:
+        """The estimate of the clean latents."""
+        if self.preconditioning is None:
+            return _over(1.0 / (1.0 + sigma)) * x - _over(sigma / (1.0 + sigma)) * output
         _, c_skip, c_out = self.preconditioning.factors(sigma)
         return _over(c_skip) * x + _over(c_out) * output
-
-
-@dataclass(frozen=True)
-class Flow:
-    """Flow matching: x = (1 - t) z + t noise, told 1000 t, predicting noise - z."""
-
-    def ask(self, x: torch.Tensor, sigma: FloatArray) -> tuple[torch.Tensor, FloatArray]:
-        return _over(1.0 / (1.0 + sigma)) * x, 1000.0 * sigma / (1.0 + sigma)
-
-    def read(self, x: torch.Tensor, sigma: FloatArray, output: torch.Tensor) -> torch.Tensor:
-        return _over(1.0 / (1.0 + sigma)) * x - _over(sigma / (1.0 + sigma)) * output
 
 
 @dataclass(frozen=True)
@@ -122,8 +116,8 @@ def readings(schedule: NoiseSchedule) -> tuple[str, dict[str, Formulation]]:
     }
     own = schedule.preconditioning
     declared = next((name for name, how in known.items() if how == own), f"{own.prediction_type} {own.sigma_data:g}")
-    served = {name: Preconditioned(how, train_sigmas) for name, how in (known | {declared: own}).items()}
-    return declared, {**served, "flow matching": Flow()}
+    everything = {**known, declared: own, "flow matching": None}
+    return declared, {name: Formulation(how, train_sigmas) for name, how in everything.items()}
 
 
 def probe(
@@ -202,3 +196,17 @@ def kept_or_probed(cache: DiskCache | None, key: str, run: Callable[[], Plausibi
     if cache:
         cache.write(KEPT_AS, key, {"declared": found.declared, "errors": dict(found.errors)})
     return found
+
+
+def predicts_velocity(unet: UNetRunner, context_width: int) -> bool:
+    """Whether the UNet predicts velocity, from its answer to pure noise at the last timestep.
+
+    There the noise is nearly the whole input: a UNet that predicts noise gives its input back (cosine near 1), one that
+    predicts velocity gives minus the picture it imagines (cosine near 0).
+    """
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn((1, unet.latent_channels, PROBE_CELLS, PROBE_CELLS), generator=generator)
+    extra = torch.zeros((1, unet.extra_channels, PROBE_CELLS, PROBE_CELLS)) if unet.extra_channels else None
+    contexts = torch.zeros((1, WINDOW_TOKENS, context_width))
+    output = unet.predict(noise, torch.tensor([LAST_TIMESTEP]), contexts, extra=extra).cpu()
+    return bool(F.cosine_similarity(noise.flatten(), output.flatten(), dim=0) < 0.5)

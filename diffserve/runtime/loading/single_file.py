@@ -7,7 +7,7 @@ only its json and tokenizer files are read), or else from the shapes of the tens
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from diffserve.errors import ModelLoadError
 from diffserve.runtime.loading import single_file_config as infer
 from diffserve.runtime.loading import single_file_keys as keys
 from diffserve.runtime.loading.checkpoint import Checkpoint, read_json
-from diffserve.runtime.loading.components import build_text_encoder, build_unet, build_vae, load_tokenizer
+from diffserve.runtime.loading.components import build, build_text_encoder, build_unet, load_tokenizer
 from diffserve.runtime.loading.directory import read_index
 from diffserve.runtime.loading.family import SD1, SD2, SDXL
 from diffserve.runtime.loading.formulation import SCHEDULER_FILE, edm_normalisation, edm_scheduler, read_scheduler
@@ -110,7 +110,13 @@ def load_single_file(path: Path, choice: DeviceChoice) -> LoadedParts:
     unet = _load_unet(file, encoders[-1], choice)
     vae_config = file.config("vae", lambda: infer.infer_vae(checkpoint, file.family) | edm_normalisation(checkpoint))
     vae_choice = vae_precision(choice, vae_config, is_sdxl=file.family == SDXL)
-    vae = _load_vae(file, vae_config, vae_choice)
+    vae = build("AutoencoderKL", vae_config, file.where)
+    num_levels = len(vae.config.block_out_channels)
+
+    def add(source: TensorSource, name: str) -> str:
+        return keys.add_vae_tensor(source, name, keys.vae_key(name, num_levels))
+
+    file.fill(vae, add, vae_choice, channels_last=True)
     _check_leftovers(file)
     return LoadedParts(
         unet=unet,
@@ -137,12 +143,9 @@ def _load_encoder(file: SingleFile, number: int, spec: EncoderSpec, choice: Devi
 
     def add(source: TensorSource, name: str) -> str:
         if not spec.is_open_clip:
-            key = prefix + name.removeprefix("text_model.")
-            source.add(name, key)
-            return key
+            return source.add(name, prefix + name.removeprefix("text_model."))
         bare, third = keys.open_clip_key(name)
-        keys.add_open_clip_tensor(source, checkpoint, name, prefix + bare, third)
-        return prefix + bare
+        return keys.add_open_clip_tensor(source, name, prefix + bare, third)
 
     config = file.config(f"text_encoder{suffix}", inferred)
     network = build_text_encoder(spec.cls, config, file.where)
@@ -157,14 +160,10 @@ def _load_encoder(file: SingleFile, number: int, spec: EncoderSpec, choice: Devi
         )
     file.fill(network, add, choice, quantise=choice.is_int8)
     if spec.drop_last:
-        file.used |= _dropped(checkpoint, prefix, int(network.config.num_hidden_layers))
+        # OpenCLIP's last layer and projection, which SD 2 does not use
+        unused = (f"{prefix}transformer.resblocks.{network.config.num_hidden_layers}.", f"{prefix}text_projection")
+        file.used |= {key for key in checkpoint.entries if key.startswith(unused)}
     return TextEncoder.pair(tokenizer, network)
-
-
-def _dropped(checkpoint: Checkpoint, prefix: str, num_layers: int) -> set[str]:
-    """Keys of OpenCLIP's last layer and projection, which SD 2 does not use."""
-    unused = (f"{prefix}transformer.resblocks.{num_layers}.", f"{prefix}text_projection")
-    return {key for key in checkpoint.entries if key.startswith(unused)}
 
 
 def _load_unet(file: SingleFile, last_encoder: TextEncoder, choice: DeviceChoice) -> Any:
@@ -177,23 +176,9 @@ def _load_unet(file: SingleFile, last_encoder: TextEncoder, choice: DeviceChoice
     )
 
     def add(source: TensorSource, name: str) -> str:
-        key = keys.unet_key(name, layers, with_attention)
-        source.add(name, key)
-        return key
+        return source.add(name, keys.unet_key(name, layers, with_attention))
 
     return file.fill(network, add, choice, quantise=choice.is_int8)
-
-
-def _load_vae(file: SingleFile, config: dict[str, Any], choice: DeviceChoice) -> Any:
-    network = build_vae(config, file.where)
-    num_levels = len(network.config.block_out_channels)
-
-    def add(source: TensorSource, name: str) -> str:
-        key = keys.vae_key(name, num_levels)
-        keys.add_vae_tensor(source, file.checkpoint, name, key)
-        return key
-
-    return file.fill(network, add, choice, channels_last=True)
 
 
 def _check_leftovers(file: SingleFile) -> None:
@@ -229,8 +214,5 @@ def _declared_prediction(file: SingleFile) -> str | None:
     stated = file.checkpoint.metadata.get("modelspec.prediction_type", "")
     yaml = Path(file.where).with_suffix(".yaml")
     text = yaml.read_text(encoding="utf-8", errors="replace") if yaml.is_file() else ""
-    return _first(("v" if stated.startswith("v") else stated, *re.findall(r"parameterization:\s*\"?(v|eps)", text)))
-
-
-def _first(values: Iterable[str]) -> str | None:
-    return next((value for value in values if value), None)
+    said = ("v" if stated.startswith("v") else stated, *re.findall(r"parameterization:\s*\"?(v|eps)", text))
+    return next(filter(None, said), None)

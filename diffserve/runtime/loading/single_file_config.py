@@ -51,6 +51,7 @@ def infer_unet(checkpoint: Checkpoint, family: str, pooled_width: int) -> dict[s
     context = _shape(
         checkpoint, _first_match(checkpoint, r"input_blocks\.\d+\.1\.transformer_blocks\.0\.attn2\.to_k\.weight")
     )
+    mid_depth = _count(checkpoint, f"{UNET_PREFIX}middle_block.1.transformer_blocks.")
     config: dict[str, Any] = {
         "in_channels": _shape(checkpoint, f"{UNET_PREFIX}input_blocks.0.0.weight")[1],
         "out_channels": _shape(checkpoint, f"{UNET_PREFIX}out.2.weight")[0],
@@ -58,7 +59,7 @@ def infer_unet(checkpoint: Checkpoint, family: str, pooled_width: int) -> dict[s
         "layers_per_block": layers,
         "down_block_types": ["CrossAttnDownBlock2D" if depth else "DownBlock2D" for depth in depths],
         "up_block_types": ["CrossAttnUpBlock2D" if depth else "UpBlock2D" for depth in reversed(depths)],
-        "transformer_layers_per_block": [depth or 1 for depth in depths[:-1]] + [_mid_depth(checkpoint)],
+        "transformer_layers_per_block": [depth or 1 for depth in depths[:-1]] + [mid_depth or 1],
         "attention_head_dim": SD1_HEADS if family == SD1 else [max(1, width // HEAD_WIDTH) for width in channels],
         "cross_attention_dim": context[1],
         "use_linear_projection": len(projection) == 2,
@@ -93,10 +94,6 @@ def _read_levels(checkpoint: Checkpoint) -> tuple[list[int], list[int], int]:
         else:
             return channels, depths, counts[0]
         number += 1
-
-
-def _mid_depth(checkpoint: Checkpoint) -> int:
-    return _count(checkpoint, f"{UNET_PREFIX}middle_block.1.transformer_blocks.") or 1
 
 
 def infer_vae(checkpoint: Checkpoint, family: str) -> dict[str, Any]:

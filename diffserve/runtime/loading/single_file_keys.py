@@ -8,11 +8,7 @@ differs but words.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
-import torch
-
-from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.weight_loading import TensorSource
 
 UNET_PREFIX = "model.diffusion_model."
@@ -76,26 +72,19 @@ def unet_key(name: str, layers_per_block: int, attention_up: frozenset[int]) -> 
     part, kind, rest = found[1], found[3], found[5]
     level, index = int(found[2] or 0), int(found[4])
     if kind == "resnets":
-        rest = _swap_head(rest, _UNET_RESNET)
+        head, _, tail = rest.partition(".")
+        rest = f"{_UNET_RESNET.get(head, head)}.{tail}"
     if part == "mid_block":
         return f"{UNET_PREFIX}middle_block.{1 if kind == 'attentions' else 2 * index}.{rest}"
     place = 1 if kind == "attentions" else 0
     if part == "down_blocks":
+        rest = "op" + rest.removeprefix("conv") if kind == "downsamplers" else rest
         number = 1 + level * (layers_per_block + 1) + (layers_per_block if kind == "downsamplers" else index)
-        return f"{UNET_PREFIX}input_blocks.{number}.{place}.{_down_rest(kind, rest)}"
+        return f"{UNET_PREFIX}input_blocks.{number}.{place}.{rest}"
     number = level * (layers_per_block + 1) + (layers_per_block if kind == "upsamplers" else index)
     if kind == "upsamplers":
         place = 2 if level in attention_up else 1
     return f"{UNET_PREFIX}output_blocks.{number}.{place}.{rest}"
-
-
-def _down_rest(kind: str, rest: str) -> str:
-    return "op" + rest.removeprefix("conv") if kind == "downsamplers" else rest
-
-
-def _swap_head(rest: str, words: Mapping[str, str]) -> str:
-    head, _, tail = rest.partition(".")
-    return f"{words.get(head, head)}.{tail}"
 
 
 def vae_key(name: str, num_levels: int) -> str:
@@ -120,26 +109,20 @@ def open_clip_key(name: str) -> tuple[str, int | None]:
     return key, third
 
 
-def add_vae_tensor(source: TensorSource, checkpoint: Checkpoint, name: str, key: str) -> None:
+def add_vae_tensor(source: TensorSource, name: str, key: str) -> str:
     """Give VAE parameter ``name``; attention weights were 1x1 convolutions (C, C, 1, 1) and are matrices here."""
-    shape = checkpoint.entries[key].shape
+    shape = source.checkpoint.entries[key].shape
     if ".mid.attn_1." in key and shape[2:] == (1, 1):
-        source.add(name, key, shape[:2], lambda tensor: tensor.flatten(1))
-    else:
-        source.add(name, key)
+        return source.add(name, key, shape[:2], lambda tensor: tensor.flatten(1))
+    return source.add(name, key)
 
 
-def add_open_clip_tensor(source: TensorSource, checkpoint: Checkpoint, name: str, key: str, third: int | None) -> None:
+def add_open_clip_tensor(source: TensorSource, name: str, key: str, third: int | None) -> str:
     """Give text parameter ``name``: a third of the joint projection, the transposed text projection, or the tensor."""
-    shape = checkpoint.entries[key].shape
+    shape = source.checkpoint.entries[key].shape
     if third is not None:
         rows = shape[0] // 3
-
-        def cut(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[third * rows : (third + 1) * rows]
-
-        source.add(name, key, (rows, *shape[1:]), cut)
-    elif name == "text_projection.weight":
-        source.add(name, key, shape[::-1], lambda tensor: tensor.T)
-    else:
-        source.add(name, key)
+        return source.add(name, key, (rows, *shape[1:]), lambda tensor: tensor[third * rows : (third + 1) * rows])
+    if name == "text_projection.weight":
+        return source.add(name, key, shape[::-1], lambda tensor: tensor.T)
+    return source.add(name, key)

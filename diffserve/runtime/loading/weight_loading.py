@@ -19,10 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from diffserve.errors import ModelLoadError
 from diffserve.runtime.loading.checkpoint import Checkpoint
+from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.loading.offload import dispatch, make_device_map, place_of
-from diffserve.runtime.loading.quiet import import_quietly
-from diffserve.runtime.precision import DeviceChoice
-from diffserve.runtime.quantisation import quantise_linear
+from diffserve.runtime.precision import DeviceChoice, quantise_linear
 from diffserve.runtime.text.encoding import TextEncoder
 
 #: Buffers that old checkpoints carry and that are computed, not learned.
@@ -54,8 +53,8 @@ class TensorSource:
         key: str,
         shape: tuple[int, ...] | None = None,
         convert: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> None:
-        """Give parameter ``name`` from tensor ``key``, passed through ``convert`` which makes it ``shape``."""
+    ) -> str:
+        """Give parameter ``name`` from tensor ``key``, passed through ``convert`` which makes it ``shape``; the key."""
         stored = self.checkpoint.entries[key].shape
 
         def read() -> torch.Tensor:
@@ -63,6 +62,7 @@ class TensorSource:
             return tensor if convert is None else convert(tensor)
 
         self.readers[name] = (key, shape or stored, read)
+        return key
 
 
 class WithoutInit(TorchFunctionMode):
@@ -137,17 +137,11 @@ def _read(source: TensorSource, name: str, device: Any, choice: DeviceChoice, *,
     if not tensor.is_floating_point():
         raise ModelLoadError(f"tensor {key!r} of {source.checkpoint.where(key)} holds {tensor.dtype}, not floats.")
     tensor = tensor.to(device, choice.compute_dtype, copy=True)
-    return tensor.contiguous(memory_format=_memory_format(tensor, choice, channels_last))
-
-
-def _memory_format(tensor: torch.Tensor, choice: DeviceChoice, channels_last: bool) -> torch.memory_format:
-    """Channels last for a GPU's 16-bit convolutions; a UNet gains nothing on a CPU (-10 to +15 % of the time).
-
-    A decoder does: it takes 0.6 (bfloat16) to 0.75 (float32) of the time.
-    """
+    # channels last for a GPU's 16-bit convolutions; a UNet gains nothing on a CPU (-10 to +15 % of the time), a decoder
+    # does: it takes 0.6 (bfloat16) to 0.75 (float32) of the time
     is_gpu_kernel = choice.device.type == "cuda" and choice.compute_dtype != torch.float32
     is_last = tensor.ndim == 4 and (is_gpu_kernel or (channels_last and choice.device.type == "cpu"))
-    return torch.channels_last if is_last else torch.contiguous_format
+    return tensor.contiguous(memory_format=torch.channels_last if is_last else torch.contiguous_format)
 
 
 def _check_keys(owner: str, expected: Mapping[str, torch.Tensor], source: TensorSource) -> None:

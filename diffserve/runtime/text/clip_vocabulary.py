@@ -36,18 +36,14 @@ def clip_vocabulary() -> tuple[dict[str, int], list[str]]:
     return {token: index for index, token in enumerate(tokens)}, merges
 
 
-def write_clip_tokenizer(directory: Path, *, pad: str) -> Path:
-    """Write the files of CLIP's tokenizer; ``pad`` is the end mark for CLIP and ``!`` for OpenCLIP."""
+def clip_tokenizer(*, pad: str) -> Any:
+    """transformers' ``CLIPTokenizer`` with CLIP's vocabulary; ``pad``: the end mark for CLIP, ``!`` for OpenCLIP."""
     vocabulary, merges = clip_vocabulary()
-    (directory / "vocab.json").write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
-    (directory / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]), encoding="utf-8")
     marks = {"bos_token": START, "eos_token": END, "unk_token": END, "pad_token": pad}
     config = {"tokenizer_class": "CLIPTokenizer", "model_max_length": WINDOW_TOKENS, **marks}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-    return directory
-
-
-def clip_tokenizer(*, pad: str) -> Any:
-    """transformers' ``CLIPTokenizer`` with CLIP's vocabulary."""
-    with tempfile.TemporaryDirectory() as directory:
-        return load_tokenizer(write_clip_tokenizer(Path(directory), pad=pad))
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        (directory / "vocab.json").write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
+        (directory / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]), encoding="utf-8")
+        (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+        return load_tokenizer(directory)

@@ -11,7 +11,6 @@ They agree within rounding (``Engine.tolerance`` of the free mode).
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -23,9 +22,8 @@ from diffserve.errors import ConfigError
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.kv import KVSpec, PagePlan, PagePool, PoolBusy
 from diffserve.runtime.text.encoding import Conditioning
-from diffserve.runtime.text.prompt_pages import PagedConditioning, PromptPages
+from diffserve.runtime.text.prompt_pages import ImageSpecs, PagedConditioning, PromptPages
 from diffserve.runtime.unet.cross_attention import Contexts
-from diffserve.runtime.unet.image_specs import ImageSpecs
 
 AUTO_WINDOWS = 64
 """Different prompts of one window that a pool of automatic size holds at once."""
@@ -43,8 +41,8 @@ class ToldRow(NamedTuple):
     is_uncond: bool
 
 
-class Conditioner(ABC):
-    """From texts to what the UNet is told.
+class PlainConditioner:
+    """From texts to what the UNet is told: embeddings, projected by the UNet in every layer at every step.
 
     pool            where pages are, ``None`` where there are none
     mixes_lengths   whether rows of different token counts may share a call
@@ -53,51 +51,31 @@ class Conditioner(ABC):
     pool: PagePool | None = None
     mixes_lengths = False
 
-    @abstractmethod
-    def condition(self, prompt: str, negative: str | None, *, width_px: int, height_px: int) -> AnyConditioning:
-        """What one image is told, to be closed when it leaves. ``negative`` is None for images without guidance.
-
-        Raises InvalidRequest, and PoolBusy when the image has to wait for pages.
-        """
-
-    @abstractmethod
-    def contexts(self, rows: Sequence[ToldRow]) -> Contexts:
-        """What the rows of one call look at."""
-
-    @abstractmethod
-    def of_embeddings(self, embeddings: Tensor) -> Contexts:
-        """The same for embeddings (R, tokens, dim) that belong to no text."""
-
-    @abstractmethod
-    def check_integrity(self, num_held: int) -> None:
-        """Raises when pages are lost, or when other than ``num_held`` conditionings are open."""
-
-
-class PlainConditioner(Conditioner):
-    """Embeddings, projected by the UNet in every layer at every step."""
-
     def __init__(self, model: DiffusionModel) -> None:
         self.model = model
 
     def condition(self, prompt: str, negative: str | None, *, width_px: int, height_px: int) -> Conditioning:
-        """See ``Conditioner``; there is nothing to wait for."""
+        """What one image is told, to be closed when it leaves. ``negative`` is None for images without guidance.
+
+        Raises InvalidRequest, and PoolBusy when the image has to wait for pages.
+        """
         return self.model.text.encode(prompt, negative or "", width_px=width_px, height_px=height_px)
 
     def contexts(self, rows: Sequence[ToldRow]) -> Tensor:
-        """(R, tokens, dim)."""
+        """What the rows of one call look at, (R, tokens, dim)."""
         halves = [row.conditioning.uncond if row.is_uncond else row.conditioning.cond for row in rows]
         return torch.stack([half for half in halves if isinstance(half, Tensor)])
 
     def of_embeddings(self, embeddings: Tensor) -> Tensor:
-        """Themselves."""
+        """The same for embeddings (R, tokens, dim) that belong to no text: themselves."""
         return embeddings
 
     def check_integrity(self, num_held: int) -> None:
-        """Nothing is held."""
+        """Raises when pages are lost, or when other than ``num_held`` conditionings are open. Here nothing is held."""
 
 
-class PagedConditioner(Conditioner):
-    """Keys and values on the pages of ``pool``.
+class PagedConditioner:
+    """The same with keys and values on the pages of ``pool``.
 
     Texts of one and of several windows share calls in the free mode (a fifth less time than two calls, see
     ``benchmarks/LOG.md``); where bytes are promised they do not, for a longer call may round differently.
@@ -111,7 +89,7 @@ class PagedConditioner(Conditioner):
         self._waiting: tuple[tuple[str, str | None], int] | None = None
 
     def condition(self, prompt: str, negative: str | None, *, width_px: int, height_px: int) -> PagedConditioning:
-        """See ``Conditioner``. Who was refused is not tried again before more pages can be had than then."""
+        """See ``PlainConditioner``. Who was refused is not tried again before more pages can be had than then."""
         texts = (prompt, negative)
         if self._waiting is not None and self._waiting[0] == texts and self.pool.num_available <= self._waiting[1]:
             raise PoolBusy("no page came free since this prompt was last tried.")
@@ -137,6 +115,9 @@ class PagedConditioner(Conditioner):
         assert self.pages.num_open == num_held, f"{self.pages.num_open} conditionings are open for {num_held} images"
 
 
+Conditioner = PlainConditioner | PagedConditioner
+
+
 def image_specs(model: DiffusionModel, *, is_exact: bool) -> ImageSpecs:
     """What ``model`` asks of a page pool; for whoever makes one pool for several models.
 
@@ -157,9 +138,9 @@ def make_conditioner(
     if config.cross_attention == "plain":
         return PlainConditioner(model)
     if pool is None:
-        specs = image_specs(model, is_exact=is_exact)
-        num_bytes = config.kv_pool_bytes or specs.pool_bytes(AUTO_WINDOWS, model.text.window_tokens)
-        pool = PagePool.for_specs(num_bytes, list(specs), device=model.device)
+        specs = list(image_specs(model, is_exact=is_exact))
+        num_bytes = config.kv_pool_bytes or wanted_bytes(specs, (), model.text.window_tokens)
+        pool = PagePool.for_specs(num_bytes, specs, device=model.device)
     elif pool.arena.data.device.type != model.device.type:
         raise ConfigError(
             f"the page pool is on {pool.arena.data.device}, the model on {model.device}; put both on one."
@@ -167,10 +148,16 @@ def make_conditioner(
     return PagedConditioner(model, pool, is_exact=is_exact)
 
 
-def wanted_bytes(images: Sequence[KVSpec], texts: Sequence[KVSpec], window_tokens: int, max_sequences: int) -> int:
-    """Room for ``AUTO_WINDOWS`` prompts while one is being encoded, and for ``max_sequences`` texts."""
+def wanted_bytes(
+    images: Sequence[KVSpec],
+    texts: Sequence[KVSpec],
+    window_tokens: int,
+    max_sequences: int = 0,
+    num_windows: int = AUTO_WINDOWS,
+) -> int:
+    """Room for ``num_windows`` different windows while one is being encoded, and for ``max_sequences`` texts."""
     page_bytes = PagePlan.smallest_page_bytes([*images, *texts])
     per_window = [PagePlan(spec, page_bytes).num_pages(window_tokens) for spec in images]
-    num_pages = AUTO_WINDOWS * per_window[0] + max(per_window[1:]) if per_window else 0
+    num_pages = num_windows * per_window[0] + max(per_window[1:]) if per_window else 0
     per_text = [PagePlan(spec, page_bytes).num_pages(AUTO_TEXT_TOKENS) for spec in texts]
     return page_bytes * (num_pages + max_sequences * sum(per_text))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +13,67 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diffserve.runtime.text.chunks import Chunk, SpecialTokens, chunk_prompt
-from diffserve.runtime.text.prompt import parse_prompt
-from diffserve.runtime.text.windows import Window
+from diffserve.runtime.kv import salt_of
+from diffserve.runtime.text.prompt import Chunk, SpecialTokens, chunk_prompt, parse_prompt
 
 CACHED_TEXTS = 128
 CACHED_CHUNKS = 256  # of long prompts fewer are kept: a chunk of SDXL is 0.3 MB in 16 bits
 CUT_TEXTS = 64
 MEAN_FLOOR = 0.01
+TOKEN_BITS = 31
+"""A token id of one encoder; two fit into the 64 bits that the pool takes."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """What every encoder of the model reads in one window: one chunk each, of equally many tokens.
+
+    A text encoder reads each window of a prompt from its first token, so a window is a sequence of its own: a long
+    prompt is several, and the empty window that fills up a shorter negative prompt is the empty prompt's. CLIP is
+    causal: what a token becomes depends on the tokens before it, so windows that begin alike share their leading pages
+    of the pool. Three things decide what a window's pages are filed under:
+
+    plain     the tokens, of both encoders for SDXL. A common beginning is shared, logical page by logical page.
+    weighted  ``(fox:1.3)`` multiplies token rows and then rescales all of them to the mean of the whole window, so a
+              token's values depend on every other token: tokens and weights together are one name, shared whole or
+              not at all.
+    silent    SDXL's empty negative prompt, which is zeros and no text (no encoder runs): one name for everybody.
+    """
+
+    chunks: tuple[Chunk, ...]
+    is_silent: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, marks and padding included."""
+        return len(self.chunks[0].ids)
+
+    @cached_property
+    def is_weighted(self) -> bool:
+        """Whether any token counts more or less than 1."""
+        return any(weight != 1.0 for chunk in self.chunks for weight in chunk.weights)
+
+    @cached_property
+    def token_ids(self) -> tuple[int, ...]:
+        """One number for each place: the ids that the encoders read there."""
+        places = zip(*(chunk.ids for chunk in self.chunks), strict=True)
+        return tuple(sum(token << TOKEN_BITS * index for index, token in enumerate(place)) for place in places)
+
+    @cached_property
+    def salt(self) -> bytes:
+        """What must be equal besides the leading tokens; empty for plain windows."""
+        if self.is_silent:
+            return salt_of(b"silent")
+        if not self.is_weighted:
+            return b""
+        weights = array("d", itertools.chain.from_iterable(chunk.weights for chunk in self.chunks))
+        return salt_of(b"weighted", weights.tobytes(), array("q", self.token_ids).tobytes())
+
+    def logical_page_names(self, page_tokens: int) -> set[tuple[bytes, tuple[int, ...]]]:
+        """One name for each logical page that the window takes; windows share the logical pages whose names they
+        share."""
+        ends = [*range(page_tokens, self.num_tokens, page_tokens), self.num_tokens]
+        return {(self.salt, self.token_ids[:end]) for end in ends}
 
 
 @dataclass(frozen=True)
@@ -95,7 +150,7 @@ class TextEncoderRunner:
         self.digest = digest
         self.zero_empty_negative = zero_empty_negative and self.is_pair
         self._cache: OrderedDict[str, EncodedText] = OrderedDict()
-        self._cut_kept = lru_cache(maxsize=CUT_TEXTS)(self._cut)
+        self.windows = lru_cache(maxsize=CUT_TEXTS)(self._cut)
 
     @property
     def is_pair(self) -> bool:
@@ -124,10 +179,6 @@ class TextEncoderRunner:
         time_ids = self.time_ids(width_px, height_px)
         return Conditioning(key, cond, uncond, pooled_cond, pooled_uncond, time_ids)
 
-    def windows(self, text: str) -> tuple[Window, ...]:
-        """The encoder windows that ``text`` fills, at least one; raises InvalidRequest as :meth:`encode` does."""
-        return self._cut_kept(text)
-
     def count_chunks(self, text: str) -> int:
         """How many encoder windows ``text`` fills; raises InvalidRequest as :meth:`encode` does, at little cost."""
         cached = self._cache.get(text)
@@ -141,6 +192,7 @@ class TextEncoderRunner:
         return torch.tensor(values, dtype=torch.float32, device=self.device)
 
     def _cut(self, text: str) -> tuple[Window, ...]:
+        """The encoder windows that ``text`` fills, at least one; raises InvalidRequest as :meth:`encode` does."""
         per_encoder = [encoder.chunks(text) for encoder in self.encoders]
         num_windows = max(map(len, per_encoder))
         for encoder, chunks in zip(self.encoders, per_encoder, strict=True):

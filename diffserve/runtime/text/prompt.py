@@ -1,4 +1,4 @@
-"""Prompt weighting as A1111 users write it. No torch.
+"""Prompts as A1111 users write them: weights, and chunks that the text encoder can read. No torch.
 
     a (red) hat        weight 1.1        a (red:1.3) hat     weight 1.3
     a [red] hat        weight 1 / 1.1    a ((red)) hat       weights multiply
@@ -6,12 +6,16 @@
 
 Malformed input is never an error: a closing bracket with no partner and a ``:1.2`` outside brackets are text, an
 opening bracket with no partner weighs everything after it, as there.
+
+A chunk holds as many tokens as the encoder's window minus the start and end marks (75 for CLIP). Where a cut would fall
+inside a phrase, the cut moves back to the last comma if one is near.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,6 +27,9 @@ MAX_WEIGHT = 100.0
 
 _TOKEN = re.compile(r"\\[()\[\]\\]|[()\[\]]|:\s*[+-]?(?:\d+(?:\.\d*)?|\.\d+)\s*\)|[^\\()\[\]:]+|[\\:]")
 _BREAK = re.compile(r"\bBREAK\b")
+MAX_CHUNKS = 32
+COMMA_BACKTRACK = (20, 75)  # a comma at most 20 tokens back, in a chunk of 75
+Token = tuple[int, float]
 
 
 class Piece(NamedTuple):
@@ -111,3 +118,70 @@ def _read(prompt: str) -> tuple[list[tuple[str, int, int]], _Brackets, _Brackets
             text = token[1:] if len(token) == 2 and token[0] == "\\" else token
             runs.append((text, rounds.current, squares.current))
     return runs, rounds, squares
+
+
+class SpecialTokens(NamedTuple):
+    """Ids of the start and end marks, of padding, and of a comma (-1: none)."""
+
+    start: int
+    end: int
+    pad: int
+    comma: int
+
+
+class Chunk(NamedTuple):
+    """One window of the text encoder: token ids with marks and padding, and the weight of each."""
+
+    ids: tuple[int, ...]
+    weights: tuple[float, ...]
+
+
+def chunk_prompt(
+    sections: Sequence[Sequence[Piece]],
+    tokenize: Callable[[str], Sequence[int]],
+    special: SpecialTokens,
+    window_tokens: int,
+) -> list[Chunk]:
+    """Chunks of ``window_tokens`` ids each for the parsed prompt; at least one.
+
+    ``tokenize`` gives the ids of a text without marks. Raises InvalidRequest beyond MAX_CHUNKS chunks.
+    """
+    room = window_tokens - 2
+    bodies: list[list[Token]] = []
+    for index, section in enumerate(sections):
+        tokens = [(token, piece.weight) for piece in section for token in tokenize(piece.text)]
+        parts = _cut(tokens, room, special.comma)
+        is_trailing_break = index == len(sections) - 1 and index > 0 and not tokens
+        bodies.extend([] if is_trailing_break else parts)
+        if len(bodies) > MAX_CHUNKS:
+            raise InvalidRequest(
+                f"the prompt needs more than {MAX_CHUNKS} chunks of {room} tokens; shorten it.",
+                param="prompt",
+                code="string_above_max_length",
+            )
+    return [_seal(body, special, window_tokens) for body in bodies]
+
+
+def _cut(tokens: Sequence[Token], room: int, comma: int) -> list[list[Token]]:
+    backtrack = room * COMMA_BACKTRACK[0] // COMMA_BACKTRACK[1]
+    parts: list[list[Token]] = [[]]
+    after_comma = 0  # length of the current part up to and with its last comma
+    for token in tokens:
+        part = parts[-1]
+        if len(part) == room:
+            is_near = after_comma and token[0] != comma and room - after_comma < backtrack
+            keep = after_comma if is_near else room
+            parts.append(part[keep:])
+            del part[keep:]
+            after_comma = 0
+        parts[-1].append(token)
+        if token[0] == comma:
+            after_comma = len(parts[-1])
+    return parts
+
+
+def _seal(body: Sequence[Token], special: SpecialTokens, window_tokens: int) -> Chunk:
+    padding = window_tokens - 2 - len(body)
+    ids = (special.start, *(token for token, _ in body), special.end, *[special.pad] * padding)
+    weights = (1.0, *(weight for _, weight in body), 1.0, *[1.0] * padding)
+    return Chunk(ids, weights)

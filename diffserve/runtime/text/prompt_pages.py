@@ -1,6 +1,6 @@
 """The image model's tenants of the page pool: keys and values of prompts, made once, held by the images that read them.
 
-For every window of a prompt (see ``runtime.windows``) there are pages of two kinds of tenant::
+For every window of a prompt (see ``Window``) there are pages of two kinds of tenant::
 
     tokens            0 .. 15 | 16 .. 31 | 32 .. 47 | 48 .. 63 | 64 .. 76
     UNet              held while an image that reads them is painted, then idle
@@ -14,23 +14,48 @@ The pooled vector of SDXL's second encoder is small and kept beside the pool, by
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from diffserve.errors import ConfigError
-from diffserve.runtime.kv import PagePool, PageTable, PoolTooSmall
-from diffserve.runtime.text.encoding import TextEncoderRunner, weigh
-from diffserve.runtime.text.pages import PagedTextEncoder, segments
-from diffserve.runtime.text.windows import Window
+from diffserve.runtime.kv import KVSpec, PagePool, PageTable, PoolTooSmall
+from diffserve.runtime.text.encoding import TextEncoderRunner, Window, weigh
+from diffserve.runtime.text.pages import PagedTextEncoder, segments, text_spec
 from diffserve.runtime.unet.cross_attention import KeysValues, Pair
-from diffserve.runtime.unet.image_specs import ImageSpecs
 from diffserve.runtime.unet.unet import UNetRunner
 
 POOLED_KEPT = 1024
 """Pooled vectors of 1280 numbers: 5 MB in float32."""
+
+
+@dataclass(frozen=True)
+class ImageSpecs:
+    """The tenants of one image model: its UNet's cross-attention, and each text encoder's self-attention."""
+
+    unet: KVSpec
+    encoders: tuple[KVSpec, ...]
+
+    def __iter__(self) -> Iterator[KVSpec]:
+        return iter((self.unet, *self.encoders))
+
+    @classmethod
+    def of(cls, text: TextEncoderRunner, unet: UNetRunner, identity: bytes) -> ImageSpecs:
+        """``identity``: a hash of all that decides the numbers: weights, adapters, quantisation, the cut of segments.
+
+        Raises ConfigError for a UNet whose cross-attention cannot be paged.
+        """
+        name, dtype = identity.hex()[:12], unet.dtype
+        layers = unet.cross_attention.layers
+        return cls(
+            KVSpec(f"unet:{name}", layers, dtype, model_digest=identity, whole_sequences=True),
+            tuple(
+                text_spec(encoder.network, tenant=f"text{index}:{name}", dtype=dtype, identity=identity)
+                for index, encoder in enumerate(text.encoders, start=1)
+            ),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +87,7 @@ class PagedConditioning:
 class PromptPages:
     """Prompts of one model as pages of ``pool``. For one thread, as the pool is.
 
-    is_exact: keys and values are the same bytes whatever was cached when they were made (see ``runtime.text_pages``)
+    is_exact: keys and values are the same bytes whatever was cached when they were made (see ``text.pages``)
     num_open: conditionings that hold pages
 
     Raises ConfigError when the pool cannot hold a single guided image.
@@ -83,7 +108,13 @@ class PromptPages:
             for encoder, spec in zip(text.encoders, specs.encoders, strict=True)
         )
         self._pooled: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
-        self._check_pool()
+        least = 2 * pool.num_pages_for(specs.unet.tenant, text.window_tokens) + self._encoding_pages
+        if least > pool.num_pages:
+            raise ConfigError(
+                f"the page pool has {pool.num_pages * pool.page_bytes} bytes, and a prompt with its negative "
+                f"prompt takes {least * pool.page_bytes}: set engine.kv_pool_bytes to that or more.",
+                param="kv_pool_bytes",
+            )
 
     @torch.inference_mode()
     def condition(self, prompt: str, negative: str | None, *, width_px: int, height_px: int) -> PagedConditioning:
@@ -93,7 +124,13 @@ class PromptPages:
         never be held, and PoolBusy when they cannot be now; then nothing is held, and what was computed is idle.
         """
         cond, uncond = self.windows(prompt, negative)
-        self._check_fits((*cond, *uncond))
+        need = self.num_pages((*cond, *uncond))
+        if need > self.pool.num_pages:
+            raise PoolTooSmall(
+                f"the prompt and its negative prompt take {need} pages and the whole pool has {self.pool.num_pages}: "
+                f"shorten them, or set engine.kv_pool_bytes to {need * self.pool.page_bytes} or more.",
+                param="prompt",
+            )
         tables: list[PageTable] = []
         try:
             for window in (*cond, *uncond):
@@ -157,24 +194,6 @@ class PromptPages:
         """Pages of the window that is being encoded, by one encoder at a time."""
         tokens = self.text.window_tokens
         return max(self.pool.num_pages_for(spec.tenant, tokens) for spec in self.specs.encoders)
-
-    def _check_pool(self) -> None:
-        least = 2 * self.pool.num_pages_for(self.specs.unet.tenant, self.text.window_tokens) + self._encoding_pages
-        if least > self.pool.num_pages:
-            raise ConfigError(
-                f"the page pool has {self.pool.num_pages * self.pool.page_bytes} bytes, and a prompt with its negative "
-                f"prompt takes {least * self.pool.page_bytes}: set engine.kv_pool_bytes to that or more.",
-                param="kv_pool_bytes",
-            )
-
-    def _check_fits(self, windows: Sequence[Window]) -> None:
-        need = self.num_pages(windows)
-        if need > self.pool.num_pages:
-            raise PoolTooSmall(
-                f"the prompt and its negative prompt take {need} pages and the whole pool has {self.pool.num_pages}: "
-                f"shorten them, or set engine.kv_pool_bytes to {need * self.pool.page_bytes} or more.",
-                param="prompt",
-            )
 
     def _close(self, tables: Sequence[PageTable]) -> None:
         for table in tables:

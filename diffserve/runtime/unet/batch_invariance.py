@@ -71,16 +71,13 @@ class FactsOnDisk:
     def read(self, group: str) -> GroupFacts | None:
         """The facts of ``group``; ``None`` where none are kept, or none that make sense."""
         try:
-            return msgspec.convert(self._cache.read(KIND, self._key(group)), GroupFacts, str_keys=True)
+            return msgspec.convert(self._cache.read(KIND, f"{self._name} {group}"), GroupFacts, str_keys=True)
         except (msgspec.ValidationError, ValueError):
             return None
 
     def write(self, group: str, facts: GroupFacts) -> None:
         """Keep ``facts``."""
-        self._cache.write(KIND, self._key(group), msgspec.to_builtins(facts, str_keys=True))
-
-    def _key(self, what: str) -> str:
-        return f"{self._name} {what}"
+        self._cache.write(KIND, f"{self._name} {group}", msgspec.to_builtins(facts, str_keys=True))
 
 
 class Trial(NamedTuple):

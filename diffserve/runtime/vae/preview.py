@@ -8,6 +8,8 @@ which only the decoder is built. A model without one is previewed by its VAE.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,21 +17,120 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from diffserve.errors import ModelLoadError
 from diffserve.runtime.loading.checkpoint import Checkpoint, find_weights, read_json
-from diffserve.runtime.loading.components import ALLOWED_CLASSES, build_tiny_autoencoder
+from diffserve.runtime.loading.components import ALLOWED_CLASSES, build
 from diffserve.runtime.loading.directory import DIFFUSERS_STEM
 from diffserve.runtime.loading.weight_loading import TensorSource, build_on_meta, fill
 from diffserve.runtime.precision import DeviceChoice
-from diffserve.runtime.vae.preview_decoder import PreviewConfig, PreviewDecoder
 from diffserve.runtime.vae.vae import shrunk, to_pixels
 
+MAX_NUMBER: Final = 4096
 PREVIEW_DIRECTORY: Final = "preview"
 OWN_CLASS: Final = "PreviewDecoder"
 TINY_PREFIX: Final = "decoder."
 
 
+@dataclass(frozen=True)
+class PreviewConfig:
+    """The shape of a :class:`PreviewDecoder`, as its config.json gives it beside ``_class_name``.
+
+    latent_channels  of the model's latents
+    widths           channels at the latents' resolution, at twice that, and so on
+    num_blocks       residual blocks of two convolutions at each of these resolutions
+    factor           pixels of the preview to a latent cell; the VAE's own factor shows the picture in full size
+    """
+
+    latent_channels: int
+    widths: tuple[int, ...]
+    num_blocks: tuple[int, ...]
+    factor: int
+
+    def __post_init__(self) -> None:
+        for name, value in self.to_dict().items():
+            numbers = value if isinstance(value, list) else [value]
+            if not numbers or not all(type(number) is int and 1 <= number <= MAX_NUMBER for number in numbers):
+                raise ValueError(f"{name} is {value!r}; give whole numbers from 1 to {MAX_NUMBER}")
+        levels = len(self.widths)
+        if len(self.num_blocks) != levels:
+            raise ValueError(f"num_blocks has {len(self.num_blocks)} entries; give one for each of {levels} widths")
+        if self.factor % self._doublings:
+            raise ValueError(f"factor is {self.factor}; with {levels} widths, give a multiple of {self._doublings}")
+
+    @property
+    def last_factor(self) -> int:
+        """Pixels of the preview to a cell of the last, finest resolution."""
+        return self.factor // self._doublings
+
+    @property
+    def _doublings(self) -> int:
+        return 1 << (len(self.widths) - 1)
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> PreviewConfig:
+        """Read config.json's content. Raises ValueError for a key that is missing or unknown, or a wrong value."""
+        given = {name: value for name, value in config.items() if not name.startswith("_")}
+        names = [field.name for field in fields(cls)]
+        wrong = [f"no {name}" for name in names if name not in given]
+        wrong += [f"an unknown {name}" for name in given if name not in names]
+        if wrong:
+            raise ValueError(f"it has {' and '.join(wrong)}; its keys are {', '.join(names)}")
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its fields as JSON has them."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+
+class ResidualBlock(nn.Module):
+    """Two 3 x 3 convolutions beside a straight line: (B, width, h, w) to the same.
+
+    The line itself passes through no ReLU (He et al., 2016, arXiv 1603.05027): in so narrow a network a few steps of
+    training can otherwise switch every channel off for good.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(width, width, 3, padding=1)
+        self.second = nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x + second(relu(first(relu(x))))."""
+        inner: Tensor = self.second(F.relu(self.first(F.relu(x))))
+        return x + inner
+
+
+class PreviewDecoder(nn.Module):
+    """Plain convolutions, widest at the latents' resolution and narrower at each that is twice as fine.
+
+    A cell gives its square of finer cells, and at last of pixels, by a pixel shuffle (Shi et al., 2016,
+    arXiv 1609.05158): nothing is convolved at the picture's own resolution, where a VAE spends most of its time.
+    """
+
+    def __init__(self, config: PreviewConfig) -> None:
+        super().__init__()
+        self.config = config
+        widths = config.widths
+        self.conv_in = nn.Conv2d(config.latent_channels, widths[0], 3, padding=1)
+        self.levels = nn.ModuleList(
+            nn.Sequential(*(ResidualBlock(width) for _ in range(count)))
+            for width, count in zip(widths, config.num_blocks, strict=True)
+        )
+        self.finer = nn.ModuleList(nn.Conv2d(one, 4 * next_, 1) for one, next_ in pairwise(widths))
+        self.conv_out = nn.Conv2d(widths[-1], 3 * config.last_factor**2, 3, padding=1)
+
+    def forward(self, latents: Tensor) -> Tensor:
+        """(B, latent_channels, h, w) as the UNet sees them -> (B, 3, factor h, factor w), about -1..1."""
+        hidden: Tensor = self.levels[0](self.conv_in(latents))
+        for finer, level in zip(self.finer, self.levels[1:], strict=True):
+            hidden = level(F.pixel_shuffle(finer(hidden), 2))
+        return F.pixel_shuffle(self.conv_out(hidden), self.config.last_factor)
+
+
+@dataclass(frozen=True)
 class PreviewRunner:
     """Runs a decoder that gives pictures in -1..1 of ``latents / scaling_factor + shift_factor``.
 
@@ -37,21 +138,13 @@ class PreviewRunner:
     factor           pixels of a preview to a cell
     """
 
-    def __init__(
-        self,
-        network: Any,
-        *,
-        latent_channels: int,
-        factor: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        scaling_factor: float = 1.0,
-        shift_factor: float = 0.0,
-    ) -> None:
-        self.network = network
-        self.latent_channels, self.factor = latent_channels, factor
-        self.device, self.dtype = device, dtype
-        self._scale, self._shift = scaling_factor, shift_factor
+    network: Any
+    latent_channels: int
+    factor: int
+    device: torch.device
+    dtype: torch.dtype
+    scaling_factor: float = 1.0
+    shift_factor: float = 0.0
 
     @torch.inference_mode()
     def preview(self, latents: Tensor) -> NDArray[np.uint8]:
@@ -59,7 +152,7 @@ class PreviewRunner:
 
         A preview never fails for its numbers: where they are not numbers it is gray.
         """
-        z = shrunk(latents).to(self.device, torch.float32) / self._scale + self._shift
+        z = shrunk(latents).to(self.device, torch.float32) / self.scaling_factor + self.shift_factor
         return to_pixels(self.network(z.to(self.dtype)).float().nan_to_num(nan=0.0))
 
 
@@ -76,42 +169,33 @@ def load_preview(directory: Path, choice: DeviceChoice) -> PreviewRunner | None:
     if name not in ALLOWED_CLASSES["preview"]:
         known = " or ".join(ALLOWED_CLASSES["preview"])
         raise ModelLoadError(f"{file}: _class_name is {name!r}; diffserve builds {known} there and runs no other code.")
-    return (_load_own if name == OWN_CLASS else _load_tiny)(directory, config, choice)
+    runner = _own(file, config, choice) if name == OWN_CLASS else _tiny(file, config, choice)
+    prefix = "" if name == OWN_CLASS else TINY_PREFIX  # tensors of other names are never read
+    checkpoint = Checkpoint.open(find_weights(directory, DIFFUSERS_STEM, prefer_fp16=choice.dtype == "float16"))
+    names = {key.removeprefix(prefix): key for key in checkpoint.entries if key.startswith(prefix)}
+    fill(runner.network, TensorSource.renamed(checkpoint, names), choice, channels_last=True)
+    return runner
 
 
-def _load_own(directory: Path, config: Mapping[str, Any], choice: DeviceChoice) -> PreviewRunner:
+def _own(file: Path, config: Mapping[str, Any], choice: DeviceChoice) -> PreviewRunner:
     try:
         shape = PreviewConfig.from_dict(config)
     except ValueError as error:
-        raise ModelLoadError(f"{directory / 'config.json'} is not that of a {OWN_CLASS}: {error}.") from error
+        raise ModelLoadError(f"{file} is not that of a {OWN_CLASS}: {error}.") from error
     network = build_on_meta(lambda: PreviewDecoder(shape))
-    _fill(network, directory, "", choice)
-    return PreviewRunner(
-        network,
-        latent_channels=shape.latent_channels,
-        factor=shape.factor,
-        device=choice.device,
-        dtype=choice.compute_dtype,
-    )
+    return PreviewRunner(network, shape.latent_channels, shape.factor, choice.device, choice.compute_dtype)
 
 
-def _load_tiny(directory: Path, config: Mapping[str, Any], choice: DeviceChoice) -> PreviewRunner:
-    whole = build_tiny_autoencoder(config, str(directory / "config.json"))
-    _fill(whole.decoder, directory, TINY_PREFIX, choice)
+def _tiny(file: Path, config: Mapping[str, Any], choice: DeviceChoice) -> PreviewRunner:
+    known = {key: value for key, value in config.items() if key != "block_out_channels"}  # written, but never read
+    whole = build("AutoencoderTiny", known, str(file))
     settings = whole.config
     return PreviewRunner(
         whole.decoder,
-        latent_channels=int(settings.latent_channels),
-        factor=int(settings.upsampling_scaling_factor) ** (len(settings.num_decoder_blocks) - 1),
-        device=choice.device,
-        dtype=choice.compute_dtype,
+        int(settings.latent_channels),
+        int(settings.upsampling_scaling_factor) ** (len(settings.num_decoder_blocks) - 1),
+        choice.device,
+        choice.compute_dtype,
         scaling_factor=float(settings.scaling_factor),
         shift_factor=float(settings.shift_factor),
     )
-
-
-def _fill(network: nn.Module, directory: Path, prefix: str, choice: DeviceChoice) -> None:
-    """Fill ``network`` with the tensors whose names begin with ``prefix``; the others are never read."""
-    checkpoint = Checkpoint.open(find_weights(directory, DIFFUSERS_STEM, prefer_fp16=choice.dtype == "float16"))
-    names = {key.removeprefix(prefix): key for key in checkpoint.entries if key.startswith(prefix)}
-    fill(network, TensorSource.renamed(checkpoint, names), choice, channels_last=True)

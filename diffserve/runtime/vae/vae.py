@@ -1,24 +1,28 @@
-"""Pictures to latents and back, guarded against overflow in 16 bits."""
+"""Pictures to latents and back, guarded against overflow in 16 bits, and in tiles where memory is short."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.nn import functional as F
 
 from diffserve.errors import NumericalError
 from diffserve.runtime.memory import give_memory_back, without_frames
-from diffserve.runtime.vae.tiles import SHARES, in_tiles
 
 logger = logging.getLogger(__name__)
 
 PREVIEW_CELLS = 32
+SHARES = (5 / 8, 3 / 8, 1 / 4)
+"""Sides of a tile in shares of the whole: less than half of the memory at first, then a seventh, then a sixteenth."""
+
+LEAST_CELLS = 8
 
 
 class VAERunner:
@@ -54,7 +58,9 @@ class VAERunner:
             raise ValueError(f"{images.shape[0]} pictures need as many generators, not {len(generators)}")
         latents = []
         for index, image in enumerate(images.split(1)):
-            posterior = self._guarded(lambda part: self.network.encode(part).latent_dist, image, _moments)
+            posterior = self._guarded(
+                lambda part: self.network.encode(part).latent_dist, image, lambda it: it.parameters
+            )
             moments = posterior.mode() if generators is None else posterior.sample(generators[index])
             latents.append((moments.float() - self._mean) * self._scale)
         return torch.cat(latents)
@@ -122,11 +128,6 @@ class VAERunner:
             self.dtype = torch.float16
 
 
-def _moments(posterior: Any) -> torch.Tensor:
-    parameters: torch.Tensor = posterior.parameters
-    return parameters
-
-
 def shrunk(latents: torch.Tensor) -> torch.Tensor:
     """``latents`` (B, C, h, w) averaged over squares of cells, so that no side has more than ``PREVIEW_CELLS``."""
     side = -(-max(latents.shape[-2:]) // PREVIEW_CELLS)
@@ -146,3 +147,53 @@ def _to_images(pixels: NDArray[np.uint8] | torch.Tensor) -> torch.Tensor:
     if tensor.dtype == torch.uint8:
         tensor = 2.0 * (tensor.float() / 255.0) - 1.0
     return tensor.permute(0, 3, 1, 2)
+
+
+def in_tiles(run: Callable[[Tensor], Tensor], z: Tensor, factor: int, share: float) -> Tensor:
+    """(B, 3, h * factor, w * factor) float32 on the CPU from ``run`` on tiles of ``z`` (B, C, h, w).
+
+    Neighbours overlap by 2/5 of a tile and fade into each other. What ``run`` takes from all over the picture, as the
+    means of a group norm, is that of a tile: on the embedded model's pictures this makes 37 dB or more against the
+    whole with tiles of 5/8.
+    """
+    height, width = z.shape[-2:]
+    pixels: Tensor | None = None
+    weights = torch.zeros((1, 1, height * factor, width * factor))
+    for top, bottom in spans(height, share):
+        for left, right in spans(width, share):
+            tile = run(z[..., top:bottom, left:right]).float().cpu()
+            if pixels is None:
+                pixels = torch.zeros((*tile.shape[:2], height * factor, width * factor))
+            fade = _fade(top, bottom, height, share, factor)[:, None] * _fade(left, right, width, share, factor)
+            place = (..., slice(top * factor, bottom * factor), slice(left * factor, right * factor))
+            pixels[place] += fade * tile
+            weights[place] += fade
+    assert pixels is not None
+    return pixels / weights
+
+
+def spans(num_cells: int, share: float) -> list[tuple[int, int]]:
+    """Where tiles begin and end along a side; all have one length."""
+    length, overlap = _length(num_cells, share)
+    if length >= num_cells:
+        return [(0, num_cells)]
+    starts = list(range(0, num_cells - length, length - overlap))
+    return [(start, start + length) for start in (*starts, num_cells - length)]
+
+
+def _length(num_cells: int, share: float) -> tuple[int, int]:
+    """Cells along a tile's side, and how many of them it has in common with the next."""
+    length = max(LEAST_CELLS, -int(-num_cells * share // 1))
+    return length, 2 * length // 5
+
+
+def _fade(start: int, stop: int, num_cells: int, share: float, factor: int) -> Tensor:
+    """Weights ((stop - start) * factor,): 1, and 0 near edges that are not the picture's, where the view is cut off."""
+    weights = torch.ones((stop - start) * factor)
+    overlap = _length(num_cells, share)[1] * factor
+    rising = torch.linspace(-0.5, 1.5, overlap).clamp(0.0, 1.0)
+    if start > 0:
+        weights[:overlap] *= rising
+    if stop < num_cells:
+        weights[-overlap:] *= rising.flip(0)
+    return weights

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from diffserve.runtime.loading.quiet import hushed, import_quietly
+from diffserve.runtime.loading.library_imports import hushed, import_quietly
 
 END, PAD, OTHERWISE = "<end>", "<pad>", "<otherwise>"
 CONTEXT_TOKENS: Final = 2048

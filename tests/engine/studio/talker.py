@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from diffserve.runtime.loading.quiet import hushed
+from diffserve.runtime.loading.library_imports import hushed
 from tests.runtime.language import tiny
 
 TEMPLATE: Final = (

@@ -13,7 +13,7 @@ from diffserve.embedded.rewriter_model import MAX_NEW_TOKENS, prompt, system_pro
 from diffserve.embedded.wishes import held_out_wishes
 from diffserve.engine.text import TextCore, TextEngine
 from diffserve.runtime.language import LanguageModel, load_language_model
-from diffserve.runtime.loading.quiet import import_quietly
+from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.sampling_params import SamplingParams
 from diffserve.text_types import TextConfig, TextRequest
 from tests.engine.text.conftest import pages_of

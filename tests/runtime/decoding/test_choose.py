@@ -11,8 +11,7 @@ from torch import Tensor
 
 from diffserve.errors import InvalidRequest, NumericalError
 from diffserve.runtime.decoding import Choice, SamplingState, TokenConstraint, choose
-from diffserve.runtime.decoding.adjustments import adjust
-from diffserve.runtime.decoding.filters import _nucleus, filtered
+from diffserve.runtime.decoding.adjustments import _nucleus, adjust, filtered
 from diffserve.runtime.decoding.uniforms import Uniforms, draw
 from diffserve.sampling_params import SamplingParams
 from tests.runtime.decoding.tiny_lms import END, KINDS, VOCAB, next_logits, tiny_lm

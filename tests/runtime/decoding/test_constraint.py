@@ -66,9 +66,9 @@ def test_the_mask_is_the_set_of_tokens_that_continue_some_text() -> None:
         expected = {text[len(prefix)] for text in texts if text[: len(prefix)] == prefix and len(text) > len(prefix)}
         assert set(constraint.mask(state, 10).nonzero().flatten().tolist()) == expected
         assert constraint.may_end(state) == (END in expected)
-    visited = constraint.num_states
+    visited = len(constraint._sets)
     state_after(constraint, [1, 2, 1, 1, 3, 2, 1, 1, 2] * 20)
-    assert constraint.num_states == visited < len(prefixes)
+    assert len(constraint._sets) == visited < len(prefixes)
 
 
 def test_first_words_and_later_words_are_spelled_apart() -> None:

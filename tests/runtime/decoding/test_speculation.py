@@ -16,7 +16,7 @@ from torch import Tensor
 
 from diffserve.errors import ConfigError, NumericalError
 from diffserve.runtime.decoding import Choice, PromptLookup, SamplingState, TokenConstraint, accept, choose, draft_next
-from diffserve.runtime.decoding.filters import distribution
+from diffserve.runtime.decoding.adjustments import distribution
 from diffserve.sampling_params import SamplingParams
 from tests.runtime.decoding.tiny_lms import END, KINDS, all_logits, next_logits, tiny_lm
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffserve.runtime.decoding import TextStream
-from diffserve.runtime.decoding.stop_strings import StopStrings
-from diffserve.runtime.decoding.text_stream import PATIENCE_TOKENS, REPLACEMENT
+from diffserve.runtime.decoding.text_stream import PATIENCE_TOKENS, REPLACEMENT, StopStrings
 from tests.runtime.decoding.tiny_tokenizers import KINDS, say, spell, tiny_tokenizer
 
 TEXTS = (

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from diffserve.runtime.loading.quiet import import_quietly
+from diffserve.runtime.loading.library_imports import import_quietly
 
 VOCAB: Final = 48
 END: Final = 3

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from diffserve.runtime.loading.quiet import import_quietly
+from diffserve.runtime.loading.library_imports import import_quietly
 from tests.tiny_models import tokenizer as clip_tokenizer
 
 KINDS: Final = ("byte_level", "metaspace", "clip")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from diffserve.runtime.kv import KVSpec, LayerSpec, PagePool, PageTable
+from diffserve.runtime.kv import Gathered, KVSpec, LayerSpec, PagePool, PageTable
 
 NUM_PAGES, PAGE_BYTES = 10, 512
 LLM = KVSpec("llm", (LayerSpec(2, 8), LayerSpec(2, 8)), torch.float32, page_tokens=4)
@@ -41,6 +41,16 @@ def write_tokens(pool: PagePool, table: PageTable, token_ids: Sequence[int], sta
     for index, layer in enumerate(spec.layers):
         keys = (numbers + 0.5 * index)[:, None, None].expand(-1, layer.num_heads, layer.head_dim)
         batch.write(index, keys, -keys)
+
+
+def write(pool: PagePool, table: PageTable, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Store keys and values (T, heads, head_dim) of tokens ``start`` onwards: ``batch`` and ``write`` at once."""
+    pool.batch([table], [start], [start + len(keys)]).write(layer, keys, values)
+
+
+def gather(pool: PagePool, tables: Sequence[PageTable], layer: int, lengths: Sequence[int] | None = None) -> Gathered:
+    """Keys and values (B, T, heads, head_dim), zero beyond each length: ``batch`` and ``gather`` at once."""
+    return pool.batch(tables, lengths=lengths).gather(layer)
 
 
 def assert_holds(pool: PagePool, table: PageTable, token_ids: Sequence[int], salt: bytes = b"") -> None:

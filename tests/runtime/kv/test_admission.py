@@ -159,7 +159,7 @@ def test_reserving_what_is_there_already_does_nothing() -> None:
     table, _ = pool.open("llm", reserve=6)
     pool.reserve(table, 6)
     pool.reserve(table, 2)
-    assert (table.num_tokens, table.capacity_tokens, table.num_pages) == (6, 8, 4)
+    assert (table.num_tokens, len(table.logical_pages), table.num_pages) == (6, 2, 4)
 
 
 def test_a_tenant_is_registered_once_and_retired_when_idle() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffserve.runtime.kv import Gathered, KVSpec, LayerSpec, PagePlan, PagePool, PageTable, PageTableError
-from tests.runtime.kv.story import LLM, UNET, assert_holds, ten_pages, told, write_tokens
+from tests.runtime.kv.story import LLM, UNET, assert_holds, gather, ten_pages, told, write, write_tokens
 
 WIDTHS = (LayerSpec(2, 8), LayerSpec(1, 24), LayerSpec(4, 16), LayerSpec(3, 5))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -66,18 +66,18 @@ def test_a_pool_on_the_gpu_reads_back_what_was_written() -> None:
     pool = wide_pool(torch.bfloat16, "cuda")
     tables = [pool.open("t", reserve=length)[0] for length in (40, 7)]
     for at, rows in write_in_chunks(pool, tables, [40, 7], [3, 7]).items():
-        assert_rows(pool.gather(tables, at), rows, 40)
+        assert_rows(gather(pool, tables, at), rows, 40)
     fork = pool.fork(tables[0])
     pool.reserve(fork, 41)
-    assert torch.equal(pool.gather([fork], 0, [40]).keys, pool.gather([tables[0]], 0).keys)
+    assert torch.equal(gather(pool, [fork], 0, [40]).keys, gather(pool, [tables[0]], 0).keys)
 
 
 def test_one_table_may_fill_several_rows_and_lengths_may_be_shorter() -> None:
     pool = wide_pool(torch.float32)
     table, _ = pool.open("t", reserve=20)
     ((keys, values),) = numbers(pool, WIDTHS[2], [20], 0)
-    pool.write(table, 2, 0, keys, values)
-    got = pool.gather([table, table], 2, lengths=[20, 3])
+    write(pool, table, 2, 0, keys, values)
+    got = gather(pool, [table, table], 2, lengths=[20, 3])
     assert_rows(got, [(keys, values), (keys[:3], values[:3])], 20)
 
 
@@ -94,16 +94,16 @@ def test_a_batch_tells_where_its_new_tokens_stand() -> None:
 def test_rows_of_no_tokens_gather_as_nothing() -> None:
     pool = wide_pool(torch.float32)
     table, _ = pool.open("t")
-    got = pool.gather([table], 0)
+    got = gather(pool, [table], 0)
     assert (got.keys.shape, got.lengths.tolist()) == ((1, 0, 2, 8), [0])
-    assert pool.gather([table, pool.open("t", reserve=1)[0]], 0).keys.shape == (2, 1, 2, 8)
+    assert gather(pool, [table, pool.open("t", reserve=1)[0]], 0).keys.shape == (2, 1, 2, 8)
 
 
 def test_paged_views_show_the_same_numbers() -> None:
     pool = wide_pool(torch.float32)
     table, _ = pool.open("t", reserve=32)
     ((keys, values),) = numbers(pool, WIDTHS[1], [32], 0)
-    pool.write(table, 1, 0, keys, values)
+    write(pool, table, 1, 0, keys, values)
     view = pool.keys_values("t", 1)
     pages = [logical[view.group] for logical in table.pages]
     assert torch.equal(view.keys[pages].flatten(0, 1), keys)
@@ -114,8 +114,8 @@ def test_what_requires_gradients_leaves_none_in_the_pool() -> None:
     pool = wide_pool(torch.float32)
     table, _ = pool.open("t", reserve=2)
     keys = torch.ones((2, 2, 8), requires_grad=True)
-    pool.write(table, 0, 0, keys, keys)
-    assert not pool.gather([table], 0).keys.requires_grad
+    write(pool, table, 0, 0, keys, keys)
+    assert not gather(pool, [table], 0).keys.requires_grad
 
 
 def test_a_pool_made_in_inference_mode_can_be_written_outside_it() -> None:

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagePool, PageTable
-from diffserve.runtime.language.attention import PagedCall, Workspace, paged_attention
+from diffserve.runtime.language.attention import PagedCall, Scoring, Workspace, paged_attention
 from diffserve.runtime.language.row_groups import Span
+from tests.runtime.kv.story import gather, write
 
 HEADS, KEY_HEADS, DIM = 6, 2, 8
 SPEC = KVSpec("llm", (LayerSpec(KEY_HEADS, DIM),) * 2, torch.float32, page_tokens=4)
@@ -45,18 +46,16 @@ def test_mixed_batch_attends_as_each_sequence_alone(window: int | None, softcap:
     for span, key, value in zip(SPANS, keys, values, strict=True):
         table, _ = pool.open("llm", (), reserve=span.length)
         if span.length > span.num_new:
-            pool.write(table, 1, 0, key[: -span.num_new], value[: -span.num_new])
+            write(pool, table, 1, 0, key[: -span.num_new], value[: -span.num_new])
         tables.append(table)
     queries = [torch.randn(span.num_new, HEADS, DIM) for span in SPANS]
     call = PagedCall(pool, tables, SPANS, Workspace())
-    output = call.attend(
+    output = call(
         1,
         torch.cat([queries[index] for index in call.order]),
         torch.cat([keys[index][-SPANS[index].num_new :] for index in call.order]),
         torch.cat([values[index][-SPANS[index].num_new :] for index in call.order]),
-        scale=0.3,
-        window=window,
-        softcap=softcap,
+        Scoring(0.3, window, softcap),
     )
     pieces = output.split([SPANS[index].num_new for index in call.order])
     for index, piece in zip(call.order, pieces, strict=True):
@@ -69,11 +68,11 @@ def test_new_keys_and_values_are_kept_in_their_own_layer() -> None:
     table, _ = pool.open("llm", (), reserve=3)
     call = PagedCall(pool, [table], [Span(3, 3)], Workspace())
     keys, values = torch.randn(3, KEY_HEADS, DIM), torch.randn(3, KEY_HEADS, DIM)
-    call.attend(0, torch.randn(3, HEADS, DIM), keys, values, scale=None, window=None, softcap=None)
-    found = pool.gather([table], 0)
+    call(0, torch.randn(3, HEADS, DIM), keys, values, Scoring())
+    found = gather(pool, [table], 0)
     assert torch.equal(found.keys[0], keys)
     assert torch.equal(found.values[0], values)
-    assert bool(pool.gather([table], 1).keys.isnan().all())
+    assert bool(gather(pool, [table], 1).keys.isnan().all())
 
 
 def test_workspace_serves_small_forwards_after_large_ones() -> None:

@@ -176,7 +176,7 @@ def test_an_encoder_decoder_is_refused() -> None:
 
 def test_a_class_with_state_of_another_kind_is_refused(tmp_path: Path) -> None:
     """Mamba keeps a running state, no keys and values."""
-    from diffserve.runtime.loading.quiet import hushed, import_quietly
+    from diffserve.runtime.loading.library_imports import hushed, import_quietly
 
     config = import_quietly("transformers", "MambaConfig")(
         vocab_size=tiny.VOCAB_SIZE, hidden_size=16, num_hidden_layers=2, state_size=4, eos_token_id=tiny.END_ID

@@ -6,6 +6,11 @@ are stood in for; afterwards everything is as it was, and whoever asks for the r
 
 What the libraries found absent they keep for absent: so this is for the processes of our own commands, never for a
 program that imports diffserve beside other users of them.
+
+And without the noise they make about kernels and formats nobody asked for: diffusers imports torchao when it is
+installed; torchao then reports GPU kernels that it could not load, and registers two enums in a way that torch calls
+deprecated. None of it concerns int8 weights. Only these loggers are turned down, and only while the import runs: their
+later messages are heard.
 """
 
 from __future__ import annotations
@@ -15,10 +20,12 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
+NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer")
 HIDDEN: Final = ("torchao", "scipy")
 LIBRARIES: Final = ("diffusers", "transformers")
 WANTED: Final = (
@@ -33,6 +40,26 @@ TRACING: Final = f"{COMPILER}._trace_wrapped_higher_order_op"
 log = logging.getLogger(__name__)
 
 _was_lean = False
+
+
+@contextmanager
+def hushed(*names: str) -> Iterator[None]:
+    """Let the loggers called ``names`` say errors only, until the block ends."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def import_quietly(module: str, name: str) -> Any:
+    """Attribute ``name`` of ``module``, imported now if it has not been."""
+    with hushed(*NOISY_LOGGERS):
+        return getattr(import_module(module), name)
 
 
 def import_lean() -> bool:

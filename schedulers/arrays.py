@@ -1,8 +1,0 @@
-"""The array that everything here is made of."""
-
-from __future__ import annotations
-
-import numpy as np
-from numpy.typing import NDArray
-
-FloatArray = NDArray[np.float64]
