@@ -25,12 +25,12 @@ from diffserve.config import ServeConfig, Settings
 from diffserve.errors import ConfigError, EngineUnavailable
 from diffserve.logs import json_logs
 from diffserve.service.app import create_app
-from diffserve.service.drain import Gate
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.http.hosts import is_loopback
 from diffserve.service.http.loop_lag import keep_loop_nimble, watch_loop
 from diffserve.service.http.protocol import MAX_HEADER_BYTES, Http1
 from diffserve.service.images.kept_pictures import KeptPictures
+from diffserve.service.lifecycle import Gate
 from diffserve.service.page import MountPage, Page
 
 GOODBYE_S = 10  # for answers that are already being written

@@ -16,7 +16,6 @@ from typing import Any, Final
 from diffserve.images import encode_image
 from diffserve.service.http.errors import told
 from diffserve.service.http.streams import event
-from diffserve.service.images.kept_pictures import PictureUrls
 from diffserve.service.images.painting import CheckedImages, delivery, image_entry, recipe, usage
 from diffserve.types import Accepted, ImageFailed, ImageResult, Preview, Progress, Queued
 
@@ -31,9 +30,8 @@ PROGRESS_EVERY_S: Final = 0.1
 class ImageEvents:
     """Writes the events of one request as bytes. Those with pictures take a while: call them in a thread."""
 
-    def __init__(self, painting: CheckedImages, urls: PictureUrls | None = None) -> None:
+    def __init__(self, painting: CheckedImages) -> None:
         self._painting = painting
-        self._urls = urls
         self._num_partials: Counter[int] = Counter()
         self._told_s: dict[int, float] = {}
 
@@ -76,15 +74,14 @@ class ImageEvents:
 
     def completed(self, result: ImageResult, warnings: list[str]) -> bytes:
         """A finished picture, with all that is said of it in an answer that is not streamed."""
-        painting, urls = self._painting, self._urls
-        entry = image_entry(painting, result, urls)
+        painting, entry = self._painting, image_entry(self._painting, result)
         return self._event(
             COMPLETED,
             **entry,
             **delivery(painting),
             usage=usage(painting, [result]),
             image_index=result.image_index,
-            warnings=[*warnings, *(urls.warnings if urls else [])],
+            warnings=[*warnings, *painting.url_warnings],
             **recipe(painting, result),
         )
 

@@ -16,6 +16,7 @@ from diffserve.errors import InvalidRequest
 from diffserve.images import ImageFormat, encode_image
 from diffserve.infotext import write_infotext
 from diffserve.quality import AUTO, QUALITIES, is_quality, steps_of
+from diffserve.service.endpoint import Checked
 from diffserve.service.http.bodies import show
 from diffserve.service.images.kept_pictures import PictureUrls
 from diffserve.service.images.schemas import MAX_NAME_CHARS, GenerateBody
@@ -45,7 +46,7 @@ SAME_BY_NAME: Final = {*DiffusionParams.__struct_fields__} & {*GenerateBody.mode
 """Fields of a body that need no more than to be handed on."""
 
 
-class CheckedImages(msgspec.Struct, frozen=True, kw_only=True):
+class CheckedImages(Checked, frozen=True, kw_only=True):
     """A checked body: the engine's request, and how its pictures are to be delivered."""
 
     request: GenerationRequest
@@ -54,10 +55,14 @@ class CheckedImages(msgspec.Struct, frozen=True, kw_only=True):
     compression: int
     quality: str
     safety_identifier: str | None
-    warnings: tuple[str, ...]
-    is_stream: bool = False
     has_progress: bool = False
     has_urls: bool = False
+    urls: PictureUrls | None = None
+
+    @property
+    def url_warnings(self) -> list[str]:
+        """Of pictures that could not be kept for their URLs."""
+        return [] if self.urls is None else self.urls.warnings
 
 
 def plan_painting(
@@ -110,7 +115,7 @@ def plan_painting(
     )
 
 
-def image_entry(painting: CheckedImages, result: ImageResult, urls: PictureUrls | None = None) -> dict[str, Any]:
+def image_entry(painting: CheckedImages, result: ImageResult) -> dict[str, Any]:
     """One element of ``data``: resized, encoded, in base64, and with ``urls`` also at one. Takes a while: call it in a
     thread.
 
@@ -123,7 +128,7 @@ def image_entry(painting: CheckedImages, result: ImageResult, urls: PictureUrls 
         quality=painting.compression,
         infotext=write_infotext(result, width_px=width_px, height_px=height_px),
     )
-    url = {} if urls is None else {"url": urls.keep(file, painting.image_format)}
+    url = {} if painting.urls is None else {"url": painting.urls.keep(file, painting.image_format)}
     return url | {
         "b64_json": base64.b64encode(file).decode("ascii"),
         "revised_prompt": None if result.original_prompt is None else result.prompt,

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import ConfigDict, Field
 
-from diffserve.service.http.bodies import Body, parse
+from diffserve.service.http.bodies import Body
 from diffserve.service.texts.schemas import RewriterChoice
 from diffserve.types import MAX_GUIDANCE, MAX_IMAGES, MAX_PROMPT_CHARS, MAX_SEED
 
@@ -100,8 +100,3 @@ class GenerateBody(Body):
     ) = None
     width: Annotated[int, Field(description="With height, another way to give size.")] | None = None
     height: int | None = None
-
-
-def parse_body(data: bytes) -> GenerateBody:
-    """Read the JSON in ``data``. InvalidRequest names the field, the value and what is taken instead."""
-    return parse(GenerateBody, data)

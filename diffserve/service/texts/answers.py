@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from diffserve.service.texts.texts import CheckedTexts
 from diffserve.text_types import FinishReason, TextDelta, TextFinished, TextResult, TextUsage, TokenInfo
@@ -12,23 +12,8 @@ Json = dict[str, Any]
 IMPOSSIBLE = -9999.0
 
 
-class Dialect(Protocol):
-    """How an endpoint speaks. ``first_index``: the choice that is text 0 of the prompt in question."""
-
-    chunk_kind: str
-
-    def answer(self, plan: CheckedTexts, finished: Sequence[TextFinished]) -> Json:
-        """The whole answer."""
-
-    def opening(self, plan: CheckedTexts, first_index: int, num_texts: int) -> Iterator[Json]:
-        """What is sent before a prompt's first word."""
-
-    def delta(self, plan: CheckedTexts, first_index: int, delta: TextDelta) -> Iterator[Json]:
-        """What is new."""
-
-
 class ChatAnswers:
-    """``/v1/chat/completions``."""
+    """``/v1/chat/completions``. ``first_index``: the choice that is text 0 of the prompt in question."""
 
     chunk_kind = "chat.completion.chunk"
 
@@ -96,7 +81,7 @@ class CompletionAnswers:
 
     def opening(self, plan: CheckedTexts, first_index: int, num_texts: int) -> Iterator[Json]:
         """Nothing."""
-        yield from ()
+        return iter(())
 
     def delta(self, plan: CheckedTexts, first_index: int, delta: TextDelta) -> Iterator[Json]:
         """The new words, and with the last of them why it is over."""
@@ -131,6 +116,10 @@ class CompletionAnswers:
             "top_logprobs": [{text: bounded(logprob) for text, _, logprob in token.top} for token in said],
             "text_offset": offsets,
         }
+
+
+Dialect = ChatAnswers | CompletionAnswers
+"""How an endpoint speaks."""
 
 
 def chunk(plan: CheckedTexts, kind: str, choices: list[Json], usage: Json | None = None) -> Json:

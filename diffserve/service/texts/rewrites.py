@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -12,71 +11,42 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from diffserve.config import ServeConfig
-from diffserve.errors import DiffserveError, EngineUnavailable
+from diffserve.errors import DiffserveError
 from diffserve.rewrite_types import Rewrite, RewriteDelta, RewriteFinished, RewriteRequest
-from diffserve.service.admission import Admission, Ticket
-from diffserve.service.drain import Gate
-from diffserve.service.engine.client import EngineClient
-from diffserve.service.http.errors import error_of
-from diffserve.service.http.streams import DONE, Events, EventStreamResponse, event
-from diffserve.service.lifecycle import PATIENCE_S, interruption, read_body, warning_headers, work_until
+from diffserve.service.admission import Ticket
+from diffserve.service.endpoint import Checked, Endpoint, Place
+from diffserve.service.http.streams import Events, event
+from diffserve.service.lifecycle import json_response
 from diffserve.service.models import check_language_model
 from diffserve.service.texts.answers import usage
 from diffserve.service.texts.rewriter_choice import check_style
 from diffserve.service.texts.schemas import RewriteBody
-from diffserve.types import Cancelled, Failed, RewriteOptions
+from diffserve.types import RewriteOptions
 
 DELTA, COMPLETED = "prompt_rewrite.delta", "prompt_rewrite.completed"
 
 
-class RewritePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked body: the rewriter's request, and how the answer is to look."""
+class RewritePlan(Checked, frozen=True, kw_only=True):
+    """A checked body: the rewriter's request."""
 
     request: RewriteRequest
-    is_stream: bool
-    warnings: tuple[str, ...]
 
 
-class RewriteEndpoint:
-    """The endpoint with what it stands on."""
+class RewriteEndpoint(Endpoint[RewriteBody, RewritePlan]):
+    """The endpoint."""
 
-    def __init__(self, engine: EngineClient, config: ServeConfig, gate: Gate, admission: Admission) -> None:
-        self._engine = engine
-        self._config = config
-        self._gate = gate
-        self._admission = admission
+    body = RewriteBody
 
-    async def __call__(self, request: Request) -> Response:
-        """Answer one request; every error is a DiffserveError."""
-        with ExitStack() as stack:
-            stack.enter_context(self._gate.inside())
-            client = stack.enter_context(self._admission.clients.known(request))
-            self._admission.texts.check(client)
-            body = await read_body(request, RewriteBody)
-            check_language_model(body.model, self._engine.text_info, self._engine.info)
-            plan = plan_rewrite(body, self._config, request.state.request_id)
-            ticket = stack.enter_context(self._admission.texts.entered(client, plan.request.num_prompts))
-            interrupted = stack.enter_context(interruption(request))
-            limit_s = self._config.request_timeout_s + PATIENCE_S
-            headers = warning_headers(list(plan.warnings))
-            if plan.is_stream:
-                events = self._events(plan, ticket)
-                return await EventStreamResponse(
-                    events, interrupted, stack.pop_all(), limit_s=limit_s, ending=DONE, headers=headers
-                ).opened()
-            answer = await work_until(interrupted, self._answer(plan, ticket), limit_s=limit_s)
-            return Response(answer, headers=headers, media_type="application/json")
+    async def _check(self, body: RewriteBody, request: Request, client: str) -> tuple[RewritePlan, Place]:
+        check_language_model(body.model, self._engine.text_info, self._engine.info)
+        plan = plan_rewrite(body, self._config, request.state.request_id)
+        return plan, self._backlog.entered(client, plan.request.num_prompts)
 
-    async def _answer(self, plan: RewritePlan, ticket: Ticket) -> bytes:
+    async def _answer(self, plan: RewritePlan, ticket: Ticket) -> Response:
         async with self._engine.submit(plan.request).watched(partial(ticket.watch_texts, 0)) as job:
             async for told in job:
-                match told:
-                    case RewriteFinished():
-                        return msgspec.json.encode(answer_of(plan, told))
-                    case Failed():
-                        raise error_of(told)
-                    case Cancelled():
-                        raise EngineUnavailable("the request was cancelled by the server.")
+                if isinstance(told, RewriteFinished):
+                    return json_response(msgspec.json.encode(answer_of(plan, told)), plan.warnings)
         raise DiffserveError("the rewriter finished without an answer.")
 
     async def _events(self, plan: RewritePlan, ticket: Ticket) -> Events:
@@ -88,10 +58,6 @@ class RewriteEndpoint:
                         yield event(delta, DELTA)
                     case RewriteFinished():
                         yield event({"type": COMPLETED, **answer_of(plan, told)}, COMPLETED)
-                    case Failed():
-                        raise error_of(told)
-                    case Cancelled():
-                        raise EngineUnavailable("the request was cancelled by the server.")
 
 
 def plan_rewrite(body: RewriteBody, config: ServeConfig, request_id: str) -> RewritePlan:

@@ -93,9 +93,7 @@ class SamplingBody(Body):
     refused: ClassVar[Mapping[str, str]] = REFUSED
     ignored: ClassVar[frozenset[str]] = IGNORED
 
-    model: Annotated[str, Field(description="A name from /v1/models; omitted: the loaded language model.")] | None = (
-        None
-    )
+    model: ModelName | None = None
     n: Annotated[int, Field(ge=1, le=MAX_TEXTS, description="Text i is drawn with seed + i.")] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -165,9 +163,7 @@ class RewriteBody(Body):
     ignored: ClassVar[frozenset[str]] = frozenset({"user", "safety_identifier"})
 
     prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
-    model: Annotated[str, Field(description="A name from /v1/models; omitted: the loaded language model.")] | None = (
-        None
-    )
+    model: ModelName | None = None
     n: Annotated[int, Field(ge=1, le=MAX_TEXTS, description="The first is the likeliest.")] | None = None
     style: Annotated[str, Field(description="Omitted: what the image model reads best.")] | None = None
     seed: Seed | None = None
