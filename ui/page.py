@@ -15,9 +15,8 @@ from ui.create.handlers import Creating
 from ui.create.layout import CreateTab, lay_out
 from ui.create.parameters import quality_labels, sampler_labels
 from ui.create.rewriting import Rewriting
-from ui.events import PRIVATE, SILENT
+from ui.events import PRIVATE, SILENT, keep_form, keep_tab
 from ui.experiment.layout import add_experiment
-from ui.memory import keep_form, keep_tab
 from ui.server import Models, Server, sentence
 from ui.visitors import Visitors
 

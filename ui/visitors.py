@@ -14,6 +14,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+import gradio as gr
+
+from diffserve.client import Asker, ask_for
 from ui.create.galleries import Galleries, owner_named
 from ui.create.painting import FinishedPicture, Painting
 from ui.create.parameters import CheckedForm, Form
@@ -216,3 +219,14 @@ class Visitors:
             )
         while len(self._tokens) > MAX_TOKENS:
             self._tokens.popitem(last=False)
+
+
+MOST_CHARS = 500
+
+
+def ask_for_visitor(request: gr.Request) -> None:
+    """From now on what is asked in this context, and in tasks that begin in it, is asked for whoever sent
+    ``request``."""
+    told = ",".join(value for name, value in request.headers.items() if name.lower() == "x-forwarded-for")
+    host = request.client.host if request.client is not None else ""
+    ask_for(Asker(f"{told},{host}"[-MOST_CHARS:], request.session_hash or ""))

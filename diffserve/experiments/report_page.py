@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from diffserve.experiments.charts import Chart
+from diffserve.experiments.charts import Chart, StripGrid
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.findings import AS_EXPECTED, IN_PART, OTHERWISE, Finding
-from diffserve.experiments.strip_grid import StripGrid
 from diffserve.experiments.summary import CellSummary
 from diffserve.experiments.svg import STYLE, figure
 

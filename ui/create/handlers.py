@@ -11,7 +11,6 @@ import gradio as gr
 from diffserve.client import ImageCapabilities
 from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest
 from ui import captions
-from ui.askers import ask_for_visitor
 from ui.create.layout import CreateTab
 from ui.create.painting import FinishedPicture
 from ui.create.parameters import CheckedForm, Form, check_lengths, doubts, form_of, infotext_of, order_of
@@ -19,7 +18,7 @@ from ui.create.view import Screen, Update, follow, resume, shown
 from ui.events import PRIVATE, SILENT
 from ui.fields import Fields
 from ui.server import Server, sentence
-from ui.visitors import Visitors
+from ui.visitors import Visitors, ask_for_visitor
 
 
 class Creating:

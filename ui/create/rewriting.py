@@ -9,13 +9,13 @@ import gradio as gr
 
 from diffserve.client import RewriteDelta, Rewrites
 from diffserve.errors import DiffserveError, InvalidRequest
-from ui.askers import ask_for_visitor
 from ui.captions import status
 from ui.create.layout import CreateTab
 from ui.create.word_difference import difference_html, is_marked
 from ui.events import PRIVATE
 from ui.fields import check_text
 from ui.server import Server, sentence, whole
+from ui.visitors import ask_for_visitor
 
 NOTHING_TO_REWRITE: Final = "Say first what you would like to see; then it can be put into better words."
 NOTES: Final = {

@@ -13,10 +13,9 @@ from diffserve.errors import DiffserveError
 from diffserve.experiments.measure import CHECKED_FAMILY
 from diffserve.experiments.prompts import held_out_prompts
 from ui.captions import status
-from ui.events import PRIVATE, SILENT
+from ui.events import PRIVATE, SILENT, keep_form
 from ui.experiment.handlers import NOT_YET, Experimenting
 from ui.experiment.style import CURVES, GRID, SAID
-from ui.memory import keep_form
 from ui.server import Server, sentence
 
 DEFAULT_SAMPLERS: Final = (("DDPM", "ddpm"), ("DDIM", "ddim"), ("DPM++ 2M", "dpmpp_2m"))

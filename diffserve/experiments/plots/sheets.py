@@ -10,9 +10,7 @@ from PIL import Image
 from diffserve.experiments.charts import common_measures, over_steps
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.plan import Cell
-from diffserve.experiments.plots.curves import curves, panels, quality_against_time
-from diffserve.experiments.plots.drawing import to_palette
-from diffserve.experiments.plots.strips import strip
+from diffserve.experiments.plots.curves import curves, panels, quality_against_time, strip, to_palette
 from diffserve.experiments.summary import CellSummary
 
 WANTED = (Measure.EXACT, Measure.FRECHET, Measure.LATENT_RMSE, Measure.FRECHET_CONVERGED, Measure.PSNR_DB)
