@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,11 +22,9 @@ class Galleries:
 
     def keep(self, owner: str, picture: FinishedPicture) -> None:
         """Note whose ``picture`` it is. Where the disk is full it is merely not found again."""
-        data = msgspec.json.encode({**picture._asdict(), "path": picture.path.name})
-        try:
+        data = msgspec.json.encode(picture, enc_hook=lambda path: path.name)
+        with contextlib.suppress(OSError):
             self._files.note(picture.path, owner, data)
-        except OSError:
-            return
 
     def take(self, owner: str) -> list[FinishedPicture]:
         """Pictures of ``owner`` from the process before this one, the newest first; once."""
@@ -43,24 +42,9 @@ def _found(folders: Iterable[Path]) -> dict[str, list[FinishedPicture]]:
     for folder in folders:
         for note in folder.glob("*.json"):
             try:
-                told = msgspec.json.decode(note.read_bytes(), type=_Note)
-            except (OSError, msgspec.MsgspecError):
+                told = msgspec.json.decode(note.read_bytes(), type=FinishedPicture, dec_hook=lambda _, path: Path(path))
+            except (OSError, TypeError, msgspec.MsgspecError):
                 continue
-            path = folder / Path(told.path).name
-            picture = FinishedPicture(**{**msgspec.structs.asdict(told), "path": path})
+            picture = msgspec.structs.replace(told, path=folder / told.path.name)
             found.setdefault(owner_of(note), []).insert(0, picture)
     return found
-
-
-class _Note(msgspec.Struct, frozen=True):
-    """A picture; see :class:`ui.create.painting.FinishedPicture`."""
-
-    path: str
-    seed: int
-    prompt: str
-    wish: str
-    rewrites: bool
-    infotext: str
-    warnings: tuple[str, ...]
-    settings: str
-    number: int
