@@ -45,8 +45,8 @@ def build(server: Server) -> gr.Blocks:
                 creating.connect()
                 Rewriting(server, tab).connect()
                 palette.connect(server, tab.fields, tab.palette)
-            with gr.Tab("Experiment", id="experiment", elem_id="experiment-tab"):
-                add_experiment(server)
+            with gr.Tab("Experiment", id="experiment", elem_id="experiment-tab") as experiment:
+                add_experiment(server, page, experiment)
         keep_form(page, "create", tab.fields)
         keep_tab(page)
         _greet(page, server, visitors, creating, tab, about)

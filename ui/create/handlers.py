@@ -146,7 +146,7 @@ class Creating:
             said = captions.status(sentence(error), is_error=True)
             return [*[gr.skip()] * len(self._tab.fields), gr.skip(), said]
         said = captions.status("These are the settings of that picture; paint it again.", notes=notes)
-        return [*values_of(form), gr.update(open=True), said]
+        return [*(getattr(form, name) for name in Form.__struct_fields__), gr.update(open=True), said]
 
 
 def _agree(fields: Fields) -> None:
@@ -168,11 +168,6 @@ def _alone(pictures: Sequence[FinishedPicture], index: object) -> list[Update]:
         return Screen().draw()
     picture = pictures[index]
     return Screen().draw(**shown(picture), caption=captions.picture_caption(picture))
-
-
-def values_of(form: Form) -> list[Update]:
-    """What the fields get, in their order."""
-    return [getattr(form, name) for name in Form.__struct_fields__]
 
 
 def _read_once(file: Path, image: ImageCapabilities) -> tuple[Form, tuple[str, ...]]:

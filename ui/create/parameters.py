@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
 import msgspec
 
@@ -91,23 +91,16 @@ def order_of(form: Form, image: ImageCapabilities) -> CheckedForm:
         prompt_rewriter="auto" if form.rewrite_mode == "Auto" else "off",
         output_format="png",
     )
-    if negative.strip():
-        fields["negative_prompt"] = negative
-    if form.sampler and form.sampler.strip():
-        fields["sampler"] = form.sampler.strip()
-    guidance, eta = read_number(form.guidance, "guidance", MAX_GUIDANCE), read_number(form.eta, "eta", 1.0)
-    if guidance is not None:
-        fields["guidance_scale"] = guidance
-    if eta is not None:
-        fields["eta"] = eta
-    if form.spacing:
-        fields["spacing"] = form.spacing
-    interval = read_interval(form.guidance_interval)
-    if interval is not None:
-        fields["guidance_interval"] = interval
-    seed = read_seed(form.seed)
-    if seed is not None:
-        fields["seed"] = seed
+    own = {
+        "negative_prompt": negative if negative.strip() else None,
+        "sampler": (form.sampler or "").strip() or None,
+        "guidance_scale": read_number(form.guidance, "guidance", MAX_GUIDANCE),
+        "eta": read_number(form.eta, "eta", 1.0),
+        "spacing": form.spacing or None,
+        "guidance_interval": read_interval(form.guidance_interval),
+        "seed": read_seed(form.seed),
+    }
+    fields |= cast(StreamedImageFields, {name: value for name, value in own.items() if value is not None})
     return CheckedForm(prompt=prompt, fields=fields, rewrites=form.rewrite_mode == "Auto")
 
 

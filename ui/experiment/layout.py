@@ -6,9 +6,7 @@ import json
 from typing import Any, Final, NamedTuple
 
 import gradio as gr
-from gradio.context import Context
 
-from diffserve.client import ImageCapabilities
 from diffserve.errors import DiffserveError
 from diffserve.experiments.measure import CHECKED_FAMILY
 from diffserve.experiments.prompts import held_out_prompts
@@ -56,8 +54,8 @@ class ExperimentOutputs(NamedTuple):
     stop: gr.Button
 
 
-def add_experiment(server: Server) -> None:
-    """Lay out the tab in the current context and bind its events; its looks come with it."""
+def add_experiment(server: Server, page: gr.Blocks, tab: gr.Tab) -> None:
+    """Lay out the ``tab`` of the ``page`` in the current context and bind its events; its looks come with it."""
     with gr.Row(elem_id="exp"):
         with gr.Column(scale=2, min_width=300, elem_id="exp-form"):
             fields, held_out = _fields()
@@ -67,7 +65,7 @@ def add_experiment(server: Server) -> None:
                 stop = gr.Button("Stop", variant="stop", elem_id="exp-stop", visible=False)
         with gr.Column(scale=5, min_width=300, elem_id="exp-results"):
             outputs = _outputs(run, stop)
-    _connect(server, Experimenting(server), fields, held_out, estimate, outputs)
+    _connect(server, page, tab, fields, held_out, estimate, outputs)
 
 
 def _fields() -> tuple[ExperimentFields, gr.Button]:
@@ -129,13 +127,14 @@ def _html(name: str, looks: str, value: str = "") -> gr.HTML:
 
 def _connect(
     server: Server,
-    events: Experimenting,
+    page: gr.Blocks,
+    tab: gr.Tab,
     fields: ExperimentFields,
     held_out: gr.Button,
     estimate: gr.HTML,
     outputs: ExperimentOutputs,
 ) -> None:
-    page, tab = _surroundings()
+    events = Experimenting(server)
     outputs.run.click(
         events.run,
         list(fields),
@@ -146,7 +145,7 @@ def _connect(
     )
     outputs.stop.click(events.stop, **PRIVATE)
     estimated = gr.on(
-        [*(field.change for field in fields), *([tab.select] if tab else [])],
+        [*(field.change for field in fields), tab.select],
         events.estimate,
         list(fields),
         estimate,
@@ -166,7 +165,8 @@ def _connect(
             image = (await server.wait_for_models()).image
         except DiffserveError as error:
             return gr.skip(), gr.skip(), status(sentence(error), is_error=True)
-        return gr.update(choices=choices_of(image)), gr.update(visible=image.family == CHECKED_FAMILY), gr.skip()
+        choices = [(choice.label, choice.name) for choice in image.samplers]
+        return gr.update(choices=choices), gr.update(visible=image.family == CHECKED_FAMILY), gr.skip()
 
     keep_form(page, "experiment", fields)
     page.load(
@@ -177,18 +177,3 @@ def _connect(
     )
     page.load(greet, None, [fields.samplers, held_out, estimate], **PRIVATE)
     page.unload(events.leave)
-
-
-def choices_of(image: ImageCapabilities) -> list[tuple[str, str]]:
-    """(what is shown, name) of every sampler."""
-    return [(choice.label, choice.name) for choice in image.samplers]
-
-
-def _surroundings() -> tuple[gr.Blocks, gr.Tab | None]:
-    """The page that is being laid out, and the tab in it."""
-    block = Context.block
-    while block is not None and not isinstance(block, gr.Tab):
-        block = block.parent
-    page = Context.root_block
-    assert page is not None, "lay the tab out within a page"
-    return page, block
