@@ -86,7 +86,7 @@ WITHOUT_TORCH = (
 WITHOUT_ENGINE = tuple(
     f"diffserve.experiments.{name}"
     for name in (
-        "analysis", "axes", "charts", "estimates", "experiment", "intervals", "measure", "painter", "plan", "prompts",
+        "analysis", "charts", "estimates", "experiment", "intervals", "measure", "painter", "plan", "prompts",
         "records", "set_bootstrap", "summary", "svg",
     )
 )  # fmt: skip

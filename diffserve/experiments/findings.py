@@ -31,6 +31,9 @@ REPAIR = (
     "and noise added on the way lets a sampler correct them (Karras et al. 2022, section 4; Xu et al. 2023, Restart)."
 )
 
+Outcome = int
+"""1 ahead, 0 not distinguishable, -1 behind."""
+
 
 class Finding(msgspec.Struct, frozen=True):
     """A claim, whether the data bear it out, and the numbers behind it, a sentence each."""
@@ -221,10 +224,6 @@ def _verdict(outcomes: Sequence[Outcome]) -> str:
     if max(outcomes) > 0:
         return IN_PART
     return OTHERWISE if min(outcomes) < 0 else NOT_DISTINGUISHABLE
-
-
-Outcome = int
-"""1 ahead, 0 not distinguishable, -1 behind."""
 
 
 def describe_difference(who: str, measure: Measure, found: Estimate, outcome: Outcome) -> str:

@@ -46,6 +46,8 @@ STYLE: Final = """
 .dot { stroke: var(--body-background-fill); stroke-width: 1; }
 """
 
+NICE: Final = (1.0, 2.0, 5.0, 10.0)
+
 
 def figure(charts: Sequence[Chart]) -> str:
     """All charts side by side where there is room, under one legend."""
@@ -156,9 +158,6 @@ def _color(number: int) -> str:
 
 def _marker(number: int) -> str:
     return MARKERS[number % len(MARKERS)]
-
-
-NICE: Final = (1.0, 2.0, 5.0, 10.0)
 
 
 class Scale(NamedTuple):

@@ -88,8 +88,6 @@ class Ticket:
                 self.give_up(index)
             case Finished() | Failed() | Cancelled() | DiffserveError():
                 self.give_up()
-            case _:
-                pass
 
     def watch_texts(self, part: int, event: object) -> None:
         """The same for ``part`` of the texts, or for prompts."""
@@ -100,8 +98,6 @@ class Ticket:
                 self.advance(part, 1.0)
             case Failed() | Cancelled() | DiffserveError():
                 self.give_up(part)
-            case _:
-                pass
 
     def _sum_up(self, done: float) -> None:
         self.cost_left = sum(self._left.values())

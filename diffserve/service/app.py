@@ -14,7 +14,6 @@ from starlette.responses import JSONResponse, Response
 from diffserve.config import ServeConfig
 from diffserve.errors import DiffserveError, EngineUnavailable, ModelNotFound
 from diffserve.service.admission import Admission
-from diffserve.service.capabilities import capabilities_of
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.http.bodies import Body, show
 from diffserve.service.http.errors import HttpError, reply_to
@@ -25,12 +24,11 @@ from diffserve.service.images.kept_pictures import ROUTE, KeptPictures
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.lifecycle import Gate
 from diffserve.service.metrics import add_metrics
-from diffserve.service.models import is_alias, model_entry, model_list, model_names
+from diffserve.service.models import capabilities_of, is_alias, model_entry, model_list, model_names
 from diffserve.service.page import PageRoute
 from diffserve.service.texts.completions import ChatCompletions, TextCompletions
-from diffserve.service.texts.rewriter_choice import RewriterMode
 from diffserve.service.texts.rewrites import RewriteEndpoint
-from diffserve.service.texts.schemas import ChatBody, CompletionBody, RewriteBody
+from diffserve.service.texts.schemas import ChatBody, CompletionBody, RewriteBody, RewriterMode
 from diffserve.types import ModelInfo
 from diffserve.version import __version__
 

@@ -18,6 +18,7 @@ from typing import Final
 from starlette.requests import Request
 
 from diffserve.client.on_behalf import HEADER, Asker, asker_in
+from diffserve.service.http.hosts import address_of
 
 MOST_KEYS: Final = 8
 IPV6_NETWORK_BITS: Final = 64
@@ -67,12 +68,9 @@ class Clients:
 
 def _network(address: str) -> str:
     """An IPv4 address as it is, the network of an IPv6 one."""
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:
-        return address
-    if isinstance(parsed, ipaddress.IPv4Address):
-        return str(parsed)
+    parsed = address_of(address)
+    if not isinstance(parsed, ipaddress.IPv6Address):
+        return str(parsed or address)
     if parsed.ipv4_mapped is not None:
         return str(parsed.ipv4_mapped)
     return str(ipaddress.ip_network((parsed.packed, IPV6_NETWORK_BITS), strict=False))

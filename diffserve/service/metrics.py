@@ -62,8 +62,6 @@ class Metrics:
                         self._fallbacks.labels(one.fallback).inc()
             case Failed() | Cancelled():
                 self._requests.labels(kind, OUTCOMES[type(event)]).inc()
-            case _:
-                pass
 
     def observe_loop(self, late_s: float, blocked_s: float) -> None:
         """Take note of a look at the event loop (see ``loop_lag``)."""

@@ -17,8 +17,8 @@ from starlette.routing import BaseRoute, Match, NoMatchFound
 from starlette.types import Message, Receive, Scope, Send
 
 from diffserve.errors import DiffserveError, EngineUnavailable
+from diffserve.service.http.bodies import check_strict
 from diffserve.service.http.errors import OUR_MISTAKE, reply_to
-from diffserve.service.http.json_shape import check_strict
 from diffserve.service.lifecycle import hung_up, in_thread_if_long, read_json
 
 MountPage = Callable[[FastAPI, str], tuple[str, ...]]

@@ -77,10 +77,6 @@ def bind(config: ServeConfig) -> socket.socket:
         ) from None
 
 
-def _pictures(config: ServeConfig) -> KeptPictures:
-    return KeptPictures(Path(config.data_dir).expanduser() / "pictures", max_bytes=config.url_pictures_bytes)
-
-
 class _Server:
     def __init__(self, settings: Settings, listener: socket.socket, mount_page: MountPage | None) -> None:
         self._settings = settings
@@ -97,32 +93,31 @@ class _Server:
         engine, gate = EngineClient(self._settings), Gate()
         route = None if self._page is None else self._page.route
         rewriter = self._settings.text.prompt_rewriter
-        pictures = _pictures(self._settings.serve)
-        app = create_app(engine, self._settings.serve, gate, rewriter=rewriter, page=route, pictures=pictures)
-        http = HttpServer(uvicorn_config(app, _num_connections(self._settings.serve.max_connections)))
+        config = self._settings.serve
+        pictures = KeptPictures(Path(config.data_dir).expanduser() / "pictures", max_bytes=config.url_pictures_bytes)
+        app = create_app(engine, config, gate, rewriter=rewriter, page=route, pictures=pictures)
+        http = HttpServer(uvicorn_config(app, _num_connections(config.max_connections)))
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         engine.start()
         answering = asyncio.create_task(http.serve(sockets=[self._listener]))
         self._say(f"listening on {self._url()}, loading {self._settings.model.model_id}")
-        if not is_loopback(self._settings.serve.host):
+        if not is_loopback(config.host):
             self._say("anybody who reaches this address may paint: there are no keys yet")
-        announcing = asyncio.create_task(self._announce(engine))
         opening = asyncio.create_task(self._open_page())
-        sweeping = asyncio.create_task(pictures.sweep_for_ever())
-        watching = asyncio.create_task(watch_loop(engine.metrics.observe_loop))
+        besides = (self._announce(engine), pictures.sweep_for_ever(), watch_loop(engine.metrics.observe_loop))
+        beside = [asyncio.create_task(work) for work in besides]
         try:
             await self._until_over(engine, answering)
         finally:
-            announcing.cancel()
-            sweeping.cancel()
-            watching.cancel()
+            for task in beside:
+                task.cancel()
             gate.close()
             await self._drain(gate)
             await engine.stop()
             await self._close_page(opening)
             http.should_exit = True
-            await asyncio.gather(answering, announcing, sweeping, watching, return_exceptions=True)
+            await asyncio.gather(answering, *beside, return_exceptions=True)
         if not engine.failed.done():
             return 0
         if isinstance(engine.failed.result(), EngineUnavailable):

@@ -26,7 +26,7 @@ from diffserve.service.images.painting import CheckedImages, plan_painting
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.lifecycle import header_text
 from diffserve.service.models import ALIASES, check_model, model_list
-from diffserve.service.texts.rewriter_choice import RewriterMode
+from diffserve.service.texts.schemas import RewriterMode
 from diffserve.types import Failed, ModelInfo, RewriteOptions
 
 CONFIG: ServeConfig = load_settings(env={}).serve

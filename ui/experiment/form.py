@@ -8,8 +8,7 @@ from typing import Final, NamedTuple
 
 from diffserve.client import ImageCapabilities
 from diffserve.errors import InvalidRequest
-from diffserve.experiments.axes import numbers, quote, whole_numbers
-from diffserve.experiments.plan import MAX_SAMPLER_CHARS, REFERENCE_STEPS, SweepPlan
+from diffserve.experiments.plan import MAX_SAMPLER_CHARS, REFERENCE_STEPS, SweepPlan, numbers, quote, whole_numbers
 
 MAX_PICTURES: Final = 400
 """A page that is left open should not paint for a night; ``diffserve sweep`` may."""

@@ -1,4 +1,4 @@
-"""The tab Experiment: what to compare, the grid, the curves. Layout here, what happens in ``handlers``."""
+"""The tab Experiment: what to compare, the grid, the curves. Layout and looks here, what happens in ``handlers``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,49 @@ import gradio as gr
 from diffserve.errors import DiffserveError
 from diffserve.experiments.measure import CHECKED_FAMILY
 from diffserve.experiments.prompts import held_out_prompts
+from diffserve.experiments.svg import STYLE
 from ui.captions import status
 from ui.events import PRIVATE, SILENT, keep_form
 from ui.experiment.handlers import NOT_YET, Experimenting
-from ui.experiment.style import CURVES, GRID, SAID
 from ui.server import Server, sentence
+
+SAID: Final = """
+p { margin: 0; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+.note { margin-top: 4px; font-size: var(--text-sm); color: var(--body-text-color-subdued); }
+.error p:not(.note) { color: var(--error-text-color); }
+.bar { height: 3px; margin: 0 0 8px; border-radius: 2px; overflow: hidden; background: var(--border-color-primary); }
+.bar i { display: block; height: 100%; background: var(--color-accent); transition: width 0.25s linear; }
+"""
+
+GRID: Final = """
+.exp-scroll { --side: clamp(52px, 14vw, 116px); overflow-x: auto; width: 0; min-width: 100%; }
+table { border-collapse: separate; border-spacing: 6px; margin: 0 -6px; }
+table, th, td { border: 0; }
+caption { text-align: left; font-size: var(--text-sm); color: var(--body-text-color-subdued); padding: 0 6px 4px; }
+th { font-weight: 500; font-size: var(--text-sm); color: var(--body-text-color-subdued); white-space: nowrap; }
+thead th { text-align: center; padding-bottom: 2px; }
+thead th.corner { text-align: right; }
+th small { display: block; font-weight: 400; font-size: var(--text-xs); }
+tbody th { position: sticky; left: 0; z-index: 1; text-align: right; padding-right: 6px;
+  background: var(--body-background-fill); white-space: normal; max-width: 6em; }
+@media (max-width: 600px) { table { border-spacing: 4px; } th { font-size: var(--text-xs); } }
+td { width: var(--side); min-width: var(--side); vertical-align: top; text-align: center; padding: 0; }
+td.trouble { vertical-align: middle; font-size: var(--text-xs); color: var(--body-text-color-subdued); }
+td img, td .blank { display: block; width: var(--side); max-width: none; aspect-ratio: 1; margin: 0;
+  object-fit: contain; border-radius: 6px;
+  background: color-mix(in srgb, var(--border-color-primary) 40%, transparent); }
+td img.preview { opacity: 0.75; }
+td a { display: block; border-radius: 6px; }
+td a:focus-visible { outline: 2px solid var(--color-accent); outline-offset: 2px; }
+td small { font-size: var(--text-xs); color: var(--body-text-color-subdued); line-height: 1.3; display: block; }
+.bar { height: 3px; margin: 3px 0 0; border-radius: 2px; overflow: hidden; background: var(--border-color-primary); }
+.bar i { display: block; height: 100%; background: var(--color-accent); }
+"""
+
+CURVES: Final = f"""{STYLE}
+.note {{ font-size: var(--text-sm); color: var(--body-text-color-subdued); margin: 4px 0; max-width: 70ch; }}
+"""
+
 
 DEFAULT_SAMPLERS: Final = (("DDPM", "ddpm"), ("DDIM", "ddim"), ("DPM++ 2M", "dpmpp_2m"))
 DEFAULT_STEPS: Final = "5, 10, 20, 50"

@@ -36,6 +36,9 @@ _plotting = threading.Lock()  # matplotlib keeps its style for the whole process
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # of Okabe and Ito
 INK, FAINT = "#1b1d21", "#70757d"
 
+MAX_TITLE_CHARS = 90
+CELL_INCHES = 1.15
+
 
 @contextmanager
 def style() -> Iterator[None]:
@@ -168,10 +171,6 @@ def _scale_x(axes: Axes, chart: Chart) -> None:
         axes.xaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel(chart.x_title)
-
-
-MAX_TITLE_CHARS = 90
-CELL_INCHES = 1.15
 
 
 def strip(title: str, thumbnails: Mapping[Cell, bytes]) -> bytes:

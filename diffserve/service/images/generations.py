@@ -27,7 +27,7 @@ from diffserve.service.images.painting import CheckedImages, answer, image_entry
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.lifecycle import Gate, json_response
 from diffserve.service.models import check_model
-from diffserve.service.texts.rewriter_choice import RewriterMode
+from diffserve.service.texts.schemas import RewriterMode
 from diffserve.types import Accepted, ImageFailed, ImageResult, Painted, Preview, Progress, Queued
 
 P = ParamSpec("P")

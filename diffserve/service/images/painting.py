@@ -21,7 +21,8 @@ from diffserve.service.http.bodies import show
 from diffserve.service.images.kept_pictures import PictureUrls
 from diffserve.service.images.schemas import MAX_NAME_CHARS, GenerateBody
 from diffserve.service.models import URL_BY_DEFAULT
-from diffserve.service.texts.rewriter_choice import RewriterMode, rewriting_of
+from diffserve.service.texts.rewrites import rewriting_of
+from diffserve.service.texts.schemas import RewriterMode
 from diffserve.sizes import SizePlan, plan_size
 from diffserve.types import DiffusionParams, GenerationRequest, ImageResult, ModelInfo
 from schedulers import SIGMA_SCHEDULES, SPACINGS, UnknownSampler, resolve_sampler
@@ -179,21 +180,12 @@ def _wants_urls(body: GenerateBody) -> bool:
 
 
 def _refuse_unsupported(body: GenerateBody, config: ServeConfig) -> None:
-    refused = (
-        (
-            body.response_format == "url" and config.url_pictures_bytes == 0,
-            "response_format",
-            "response_format is 'url'; this server keeps no pictures, ask for 'b64_json'.",
-        ),
-        (
-            body.background == "transparent",
-            "background",
-            "background is 'transparent'; this model paints opaque pictures, ask for 'opaque' or 'auto'.",
-        ),
-    )
-    for is_refused, param, message in refused:
-        if is_refused:
-            raise InvalidRequest(message, param=param, code="unsupported_value")
+    if body.response_format == "url" and config.url_pictures_bytes == 0:
+        said = "response_format is 'url'; this server keeps no pictures, ask for 'b64_json'."
+        raise InvalidRequest(said, param="response_format", code="unsupported_value")
+    if body.background == "transparent":
+        said = "background is 'transparent'; this model paints opaque pictures, ask for 'opaque' or 'auto'."
+        raise InvalidRequest(said, param="background", code="unsupported_value")
 
 
 def _preview_every(body: GenerateBody, num_steps: int) -> int:

@@ -124,9 +124,8 @@ Dialect = ChatAnswers | CompletionAnswers
 
 def chunk(plan: CheckedTexts, kind: str, choices: list[Json], usage: Json | None = None) -> Json:
     """One chunk of a streamed answer; ``usage`` is null until the last where it was asked for, else left out."""
-    head = {"id": plan.answer_id, "object": kind, "created": plan.created, "model": plan.model}
     told = {"usage": usage} if plan.has_usage_chunk else {}
-    return {**head, "system_fingerprint": plan.fingerprint, "choices": choices, **told}
+    return {**_head(plan, kind), "choices": choices, **told}
 
 
 def usage(used: Sequence[TextUsage]) -> Json:
@@ -149,16 +148,17 @@ def spoken(plan: CheckedTexts, tokens: Sequence[TokenInfo], reason: FinishReason
 
 def _answer(plan: CheckedTexts, kind: str, choices: list[Json], finished: Sequence[TextFinished]) -> Json:
     return {
-        "id": plan.answer_id,
-        "object": kind,
-        "created": plan.created,
-        "model": plan.model,
-        "system_fingerprint": plan.fingerprint,
+        **_head(plan, kind),
         "choices": choices,
         "usage": usage([one.usage for one in finished]),
         "timings": timings_of(finished),
         "warnings": list(plan.warnings),
     }
+
+
+def _head(plan: CheckedTexts, kind: str) -> Json:
+    told = {"id": plan.answer_id, "object": kind, "created": plan.created, "model": plan.model}
+    return told | {"system_fingerprint": plan.fingerprint}
 
 
 def timings_of(finished: Sequence[TextFinished]) -> Json:

@@ -1,4 +1,4 @@
-"""``POST /v1/prompts/rewrite``: a wish in, prompts out, which nobody has painted yet."""
+"""``POST /v1/prompts/rewrite``: a wish in, prompts out, not painted yet; and an image's ``prompt_rewriter``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from diffserve.config import ServeConfig
-from diffserve.errors import DiffserveError
+from diffserve.errors import DiffserveError, InvalidRequest
 from diffserve.rewrite_types import Rewrite, RewriteDelta, RewriteFinished, RewriteRequest
 from diffserve.service.admission import Ticket
 from diffserve.service.endpoint import Checked, Endpoint, Place
+from diffserve.service.http.bodies import show
 from diffserve.service.http.streams import Events, event
 from diffserve.service.lifecycle import json_response
 from diffserve.service.models import check_language_model
 from diffserve.service.texts.answers import usage
-from diffserve.service.texts.rewriter_choice import check_style
-from diffserve.service.texts.schemas import RewriteBody
+from diffserve.service.texts.schemas import RewriteBody, RewriterChoice, RewriterMode, styles
 from diffserve.types import RewriteOptions
 
 DELTA, COMPLETED = "prompt_rewrite.delta", "prompt_rewrite.completed"
@@ -62,17 +62,10 @@ class RewriteEndpoint(Endpoint[RewriteBody, RewritePlan]):
 
 def plan_rewrite(body: RewriteBody, config: ServeConfig, request_id: str) -> RewritePlan:
     """What ``body`` asks for. InvalidRequest for what it cannot have."""
-    check_style(body.style, "style")
-    options = RewriteOptions(
-        style=body.style,
-        seed=None if body.seed in (None, -1) else body.seed,
-        system=body.system,
-        force=bool(body.force),
-    )
     request = RewriteRequest(
         wish=body.prompt,
         num_prompts=body.n or 1,
-        options=options,
+        options=options_of(body, "style"),
         deltas=bool(body.stream),
         deadline_s=config.request_timeout_s,
         request_id=f"rwt-{request_id.rpartition('-')[2]}",
@@ -104,3 +97,27 @@ def _entry(wish: str, rewrite: Rewrite) -> dict[str, Any]:
         "fallback": rewrite.fallback,
         "mean_entropy": rewrite.mean_entropy,
     }
+
+
+def rewriting_of(choice: RewriterMode | RewriterChoice | None, default: RewriterMode) -> RewriteOptions | None:
+    """How the prompt of an image is to be rewritten before it is painted; ``None``: not at all. InvalidRequest."""
+    if isinstance(choice, RewriterChoice):
+        return options_of(choice, "prompt_rewriter.style")
+    mode = choice or default
+    return None if mode == "off" else RewriteOptions(force=mode == "force")
+
+
+def options_of(asked: RewriteBody | RewriterChoice, param: str) -> RewriteOptions:
+    """What ``asked`` says of the rewriting. InvalidRequest about ``param`` where there is no style of that name."""
+    if asked.style is not None and asked.style not in styles():
+        raise InvalidRequest(
+            f"{param} is {show(asked.style)}; it must be one of {', '.join(styles())}, or left out.",
+            param=param,
+            code="unknown_style",
+        )
+    return RewriteOptions(
+        style=asked.style,
+        seed=None if asked.seed in (None, -1) else asked.seed,
+        system=asked.system,
+        force=bool(asked.force),
+    )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from diffserve.config import configs_dir
 from diffserve.sampling_params import MAX_LOGPROBS, MAX_STOPS, MAX_TOKENS
 from diffserve.service.http.bodies import Body
 from diffserve.text_types import MAX_MESSAGES, MAX_PROMPT_TOKENS, MAX_TEXT_CHARS, MAX_TEXTS, MAX_TOKEN_ID
@@ -44,6 +46,7 @@ REFUSED: Final[dict[str, str]] = {
     "suffix": "the model continues a text, it does not fill gaps.",
 }
 
+RewriterMode = Literal["off", "auto", "force"]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 Seed = Annotated[int, Field(ge=-1, le=MAX_SEED, description="-1 or null: random.")]
 ModelName = Annotated[str, Field(description="A name from /v1/models; omitted: the loaded language model.")]
@@ -181,3 +184,9 @@ class RewriterChoice(BaseModel):
     seed: Seed | None = None
     system: Annotated[str, Field(max_length=MAX_PROMPT_CHARS)] | None = None
     force: bool | None = None
+
+
+@cache
+def styles() -> tuple[str, ...]:
+    """The names of the files in ``configs/rewriter``."""
+    return tuple(sorted(path.stem for path in (configs_dir() / "rewriter").glob("*.toml")))
