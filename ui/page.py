@@ -73,7 +73,7 @@ def _greet(
     async def wait(request: gr.Request) -> Any:
         """Say so where the models are still being loaded."""
         try:
-            is_ready = await server.is_ready() or visitors.of(request.session_hash).has_something
+            is_ready = await server.client.is_ready() or visitors.of(request.session_hash).has_something
         except DiffserveError:
             return gr.skip()
         return gr.skip() if is_ready else status(LOADING)

@@ -7,6 +7,7 @@ paired and their intervals are as narrow as pairing makes them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -33,13 +34,13 @@ SetValues = Mapping[tuple[Cell, Measure], float]
 """The distances themselves, by the metrics library; see :mod:`diffserve.experiments.metrics.set_distance`."""
 
 
+@dataclass(eq=False)
 class PictureSet:
     """Features of a set of pictures by prompt, and what the bootstrap needs of them."""
 
-    def __init__(self, features: NDArray[np.float32], prompts: list[int], num_prompts: int) -> None:
-        self.features = features
-        self.prompts = prompts
-        self.num_prompts = num_prompts
+    features: NDArray[np.float32]
+    prompts: list[int]
+    num_prompts: int
 
     @cached_property
     def moments(self) -> Moments:

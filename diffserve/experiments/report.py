@@ -163,21 +163,17 @@ def _fronts(summaries: Sequence[CellSummary]) -> dict[str, Any]:
 
 def _facts(document: Mapping[str, Any], plan: SweepPlan) -> dict[str, str]:
     model, machine = document["model"], document["machine"]
+    load = f", load {machine['load_average'][0]:.1f} when it began" if machine["load_average"] else ""
     return {
         "model": f"{model['id']}, weights {model['digest']}, {model['dtype']} on {model['device']}",
         "cells": f"{len(plan.cells)}, {len(plan.places)} pictures each",
         "pictures": f"prompts {len(plan.prompts)}, seeds of each {plan.num_seeds}, the same in every cell",
         "converged": f"DDIM with {plan.reference_steps} steps from the same seeds",
         "guidance": ", ".join(f"{scale:g}" for scale in plan.guidance),
-        "machine": f"{machine['cpu']}, {machine['cores']} cores{_load(machine)}",
+        "machine": f"{machine['cpu']}, {machine['cores']} cores{load}",
         "versions": ", ".join(f"{name} {version}" for name, version in document["versions"].items()),
         "date": document["date"].replace("T", " ").replace("+00:00", " UTC"),
     }
-
-
-def _load(machine: Mapping[str, Any]) -> str:
-    load = machine["load_average"]
-    return f", load {load[0]:.1f} when it began" if load else ""
 
 
 def _notes(

@@ -147,11 +147,9 @@ def _strip(strip: Strip) -> str:
 
 
 def _picture(what: str, webp: bytes | None) -> str:
-    return "<td></td>" if webp is None else f'<td><img alt="{escape(what)}" src="{_data("webp", webp)}"></td>'
-
-
-def _data(kind: str, data: bytes) -> str:
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    if webp is None:
+        return "<td></td>"
+    return f'<td><img alt="{escape(what)}" src="data:image/webp;base64,{base64.b64encode(webp).decode()}"></td>'
 
 
 def _table(summaries: Sequence[CellSummary]) -> Iterator[str]:

@@ -55,9 +55,9 @@ def figure(charts: Sequence[Chart]) -> str:
         return ""
     names = dict(sorted((line.number, line.name) for chart in charts for line in chart.lines))
     legend = "".join(
-        f'<li><svg viewBox="-6 -6 12 12" aria-hidden="true"><path d="{_marker(number)}" fill="{_color(number)}"/></svg>'
+        f'<li><svg viewBox="-6 -6 12 12" aria-hidden="true"><path d="{marker}" fill="{color}"/></svg>'
         f"{escape(name)}</li>"
-        for number, name in names.items()
+        for (marker, color), name in ((_look(number), name) for number, name in names.items())
     )
     return f'<ul class="legend">{legend}</ul><div class="charts">{"".join(map(_svg, charts))}</div>'
 
@@ -116,7 +116,7 @@ def _background(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
 
 
 def _draw(line: ChartLine, chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
-    color, marker = _color(line.number), _marker(line.number)
+    marker, color = _look(line.number)
     for dot in line.dots:
         if dot.value.low is not None and dot.value.high is not None:
             at, low, high = x.place(dot.x), y.place(dot.value.low), y.place(dot.value.high)
@@ -152,12 +152,9 @@ def _labels(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
             yield f'<text class="tick" {place}>{dot.summary.cell.num_steps}</text>'
 
 
-def _color(number: int) -> str:
-    return COLORS[number % len(COLORS)]
-
-
-def _marker(number: int) -> str:
-    return MARKERS[number % len(MARKERS)]
+def _look(number: int) -> tuple[str, str]:
+    """Marker and colour of a line."""
+    return MARKERS[number % len(MARKERS)], COLORS[number % len(COLORS)]
 
 
 class Scale(NamedTuple):

@@ -95,7 +95,10 @@ class Creating:
         ask_for_visitor(request)
         try:
             check_lengths(form)
-            asked = await self._asked(form)
+            try:
+                asked: CheckedForm | Form = order_of(form, (await self._server.models()).image)
+            except EngineUnavailable:  # nobody knows yet what the models can do
+                asked = form
         except DiffserveError as error:
             trouble = self._visitors.of(request.session_hash).trouble = sentence(error)
             yield screen.draw(caption=captions.status(trouble, is_error=True))
@@ -127,13 +130,6 @@ class Creating:
             return form_of(parameters, None).seed or "", gr.update(open=True)
         except InvalidRequest:
             return gr.skip(), gr.skip()
-
-    async def _asked(self, form: Form) -> CheckedForm | Form:
-        """The order that ``form`` is, or the form itself while nobody knows what the models can do."""
-        try:
-            return order_of(form, (await self._server.models()).image)
-        except EngineUnavailable:
-            return form
 
     async def read_parameters(self, file: str | None) -> list[Update]:
         """How the picture in ``file`` was painted, into all fields. The upload is removed."""

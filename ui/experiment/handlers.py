@@ -68,7 +68,7 @@ class Experimenting:
         """Paint, and show the grid as it fills; at the end curves and files. Whoever leaves early ends it."""
         form = ExperimentForm(samplers, steps, prompts, num_seeds, first_seed, guidance, has_converged)
         try:
-            if not await self._server.is_ready():
+            if not await self._server.client.is_ready():
                 yield Shown(status=status(EARLY), run=gr.update(interactive=False))
                 await self._server.wait_for_models()
             image = await self._image()

@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
-from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar, cast
 
 from diffserve import ipc
@@ -86,9 +85,7 @@ class Job(Generic[E]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._connection.cancel(self.request_id)
 
 

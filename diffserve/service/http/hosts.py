@@ -9,6 +9,10 @@ from typing import Final
 from urllib.parse import urlsplit
 
 ANY: Final = "*"
+NOT_OURS: Final = (
+    "this server does not answer to that name; use its address, or have the name listed in "
+    "[serve] allowed_hosts of its configuration."
+)
 
 
 class HostNames:
@@ -33,14 +37,6 @@ class HostNames:
         if self._is_any or host in self._names or is_loopback(host):
             return True
         return self._takes_addresses and address_of(host) is not None
-
-    @property
-    def refusal(self) -> str:
-        """What is said to somebody who calls the server by another name."""
-        return (
-            "this server does not answer to that name; use its address, or have the name listed in "
-            "[serve] allowed_hosts of its configuration."
-        )
 
 
 def is_loopback(host: str) -> bool:

@@ -55,37 +55,35 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
 
 
-class Part(BaseModel):
-    """Of a content in parts: only text can be read."""
+class Strict(BaseModel):
+    """A part of a body: what is no text is none."""
 
     model_config = ConfigDict(strict=True)
+
+
+class Part(Strict):
+    """Of a content in parts: only text can be read."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
+class Message(Strict):
     """One turn of the conversation."""
-
-    model_config = ConfigDict(strict=True)
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[Part], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Strict):
     """``include_usage``: a last chunk with the counts of tokens."""
-
-    model_config = ConfigDict(strict=True)
 
     include_usage: bool | None = None
 
 
-class Format(BaseModel):
+class Format(Strict):
     """Only plain text."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["text"]
 
