@@ -204,9 +204,8 @@ class Visitors:
 
     def arrive(self, session: str | None, token: str | None) -> Visitor:
         """The page of ``session`` is open in the tab that has ``token``, perhaps once more: its visitor."""
-        if not session or not token or not TOKEN.fullmatch(token) or session in self._visitors:
-            return self.of(session)
-        self._tokens[session] = token
+        if session and token and TOKEN.fullmatch(token) and session not in self._visitors:
+            self._tokens[session] = token
         return self.of(session)
 
     def _new(self, session: str) -> Visitor:

@@ -86,11 +86,15 @@ def write_page(
     """The page. ``facts``: name and value, shown as they are."""
     body = [
         f"<h1>{escape(title)}</h1>",
-        *_facts(facts),
+        "<dl>",
+        *(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items()),
+        "</dl>",
         *_findings(findings),
         *(part for section in sections for part in _section(section)),
         *_table(summaries),
-        *_notes(notes),
+        "<h2>How it was measured</h2><ul>",
+        *(f"<li>{escape(note)}</li>" for note in notes),
+        "</ul>",
     ]
     return "\n".join(
         [
@@ -103,12 +107,6 @@ def write_page(
             "</body></html>\n",
         ]
     )
-
-
-def _facts(facts: Mapping[str, Any]) -> Iterator[str]:
-    yield "<dl>"
-    yield from (f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items())
-    yield "</dl>"
 
 
 def _findings(findings: Sequence[Finding]) -> Iterator[str]:
@@ -183,9 +181,3 @@ def _with_interval(found: Estimate, measure: Measure) -> str:
     if found.low is None or found.high is None:
         return value
     return f"{value}<small>{escape(measure.write_range(found.low, found.high))}</small>"
-
-
-def _notes(notes: Sequence[str]) -> Iterator[str]:
-    yield "<h2>How it was measured</h2><ul>"
-    yield from (f"<li>{escape(note)}</li>" for note in notes)
-    yield "</ul>"

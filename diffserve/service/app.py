@@ -56,7 +56,7 @@ def create_app(
     if config.debug:
         _add_debug(app, engine)
     _add_models(app, engine, config)
-    add_metrics(app, engine.metrics, engine.stats)
+    add_metrics(app, engine.metrics, lambda: engine.up().stats())
     admission = Admission(engine.settings, engine.metrics)
     images = Generations(engine, config, gate, admission, rewriter=rewriter, pictures=pictures)
     _post(app, "/v1/images/generations", images, GenerateBody, "Paint pictures from a text")
@@ -100,7 +100,8 @@ def _add_debug(app: FastAPI, engine: EngineClient) -> None:
     async def trace(request: Request) -> Response:
         if request.client is not None and not is_loopback(request.client.host):
             raise HttpError(403, "request ids are told on the server's own machine only.", code="local_only")
-        return JSONResponse({"num_requests": await engine.count(), "unet_calls": await engine.trace()})
+        num_requests = (await engine.up().ping()).num_requests
+        return JSONResponse({"num_requests": num_requests, "unet_calls": await engine.up().trace()})
 
 
 def _add_models(app: FastAPI, engine: EngineClient, config: ServeConfig) -> None:

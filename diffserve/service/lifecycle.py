@@ -118,8 +118,8 @@ class Gate:
     def __init__(self) -> None:
         self._num_inside = 0
         self.is_closed = False
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self.empty = asyncio.Event()
+        self.empty.set()
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -127,21 +127,17 @@ class Gate:
         if self.is_closed:
             raise EngineUnavailable("the server is shutting down; please try again in a moment.")
         self._num_inside += 1
-        self._empty.clear()
+        self.empty.clear()
         try:
             yield
         finally:
             self._num_inside -= 1
             if self._num_inside == 0:
-                self._empty.set()
+                self.empty.set()
 
     def close(self) -> None:
         """Let nobody else in."""
         self.is_closed = True
-
-    async def wait_until_empty(self) -> None:
-        """Return when nobody is inside."""
-        await self._empty.wait()
 
 
 class InFlight:

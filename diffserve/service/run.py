@@ -108,7 +108,10 @@ class _Server:
         besides = (self._announce(engine), pictures.sweep_for_ever(), watch_loop(engine.metrics.observe_loop))
         beside = [asyncio.create_task(work) for work in besides]
         try:
-            await self._until_over(engine, answering)
+            stop = asyncio.create_task(self._stop.wait())
+            ends: set[asyncio.Future[Any]] = {stop, engine.failed, answering}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            stop.cancel()
         finally:
             for task in beside:
                 task.cancel()
@@ -130,15 +133,9 @@ class _Server:
         log.info("told to stop", extra={"num_signals": self._num_signals})
         (self._stop if self._num_signals == 1 else self._hurry).set()
 
-    async def _until_over(self, engine: EngineClient, answering: asyncio.Task[None]) -> None:
-        stop = asyncio.create_task(self._stop.wait())
-        ends: list[asyncio.Future[Any]] = [stop, engine.failed, answering]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
-
     async def _drain(self, gate: Gate) -> None:
         """Wait for the work in progress, for as long as is allowed."""
-        waits = {asyncio.create_task(gate.wait_until_empty()), asyncio.create_task(self._hurry.wait())}
+        waits = {asyncio.create_task(gate.empty.wait()), asyncio.create_task(self._hurry.wait())}
         timeout_s = self._settings.serve.shutdown_timeout_s
         _, pending = await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         for task in pending:

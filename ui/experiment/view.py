@@ -39,14 +39,9 @@ UNMEASURED: Final = (
     "There is nothing to draw a curve from: compare with the converged picture, or write prompts that the checker of "
     "the embedded model knows."
 )
-UNPAIRED: Final = (
-    "There is nothing to draw a curve from: no prompt and seed has a picture of every sampler and step count, and a "
-    "converged one beside them."
-)
-PENDING: Final = (
-    "Curves appear once a prompt and seed has a picture of every sampler and step count, and a converged one beside "
-    "them."
-)
+PAIRED: Final = "prompt and seed has a picture of every sampler and step count, and a converged one beside them."
+UNPAIRED: Final = f"There is nothing to draw a curve from: no {PAIRED}"
+PENDING: Final = f"Curves appear once a {PAIRED}"
 
 
 class Shown(NamedTuple):

@@ -34,6 +34,7 @@ MALLOC_ARENAS = "2"
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DIFFUSERS_DISABLE_REMOTE_CODE": "1"}
 E = TypeVar("E")
+Watch = Callable[[object], None]
 Answer = ipc.Pong | ipc.Trace | ipc.Stats
 
 
@@ -49,19 +50,15 @@ class Job(Generic[E]):
 
     Iterating raises what the engine refuses it with (InvalidRequest, QueueFull), what it failed at, or that it was
     cancelled or the engine is lost (EngineUnavailable). Leaving its ``async with`` block early cancels the request.
+    ``watch`` is told of every event when it comes, however slowly they are read.
     """
 
-    def __init__(self, request: Asks[E], connection: EngineConnection) -> None:
+    def __init__(self, request: Asks[E], connection: EngineConnection, watch: Watch | None = None) -> None:
         self.request_id = request.request_id
         self.kind = request.kind
         self._connection = connection
         self._events: asyncio.Queue[E | DiffserveError] = asyncio.Queue()
-        self._watch: Callable[[E | DiffserveError], None] | None = None
-
-    def watched(self, watch: Callable[[E | DiffserveError], None]) -> Self:
-        """Itself; ``watch`` is told of every event when it comes, however slowly they are read."""
         self._watch = watch
-        return self
 
     def feed(self, event: E | DiffserveError) -> None:
         """Take the next event, or the error that ends the job."""
@@ -161,12 +158,12 @@ class EngineConnection:
         self._told_s = asyncio.get_running_loop().time()
         self._send(load)
 
-    def submit(self, request: Asks[E]) -> Job[E]:
+    def submit(self, request: Asks[E], watch: Watch | None = None) -> Job[E]:
         """Hand ``request`` over. EngineUnavailable where the process is gone."""
         if self.lost.done():
             raise self._gone()
         data = ipc.frame(ipc.Submit(request=cast(ipc.AnyRequest, request)))  # before it is in the books: may be refused
-        job = self._jobs[request.request_id] = Job(request, self)
+        job = self._jobs[request.request_id] = Job(request, self, watch)
         self._write(data)
         return job
 

@@ -91,7 +91,7 @@ class Generations(Endpoint[GenerateBody, CheckedImages]):
         warnings = list(painting.warnings)
         results: list[ImageResult] = []
         entries: dict[int, dict[str, Any]] = {}
-        async with self._engine.submit(painting.request).watched(ticket.watch) as job:
+        async with self._engine.submit(painting.request, ticket.watch) as job:
             async for event in job:
                 match event:
                     case Accepted():
@@ -112,17 +112,17 @@ class Generations(Endpoint[GenerateBody, CheckedImages]):
 
     async def _events(self, painting: CheckedImages, ticket: Ticket) -> Events:
         events, warnings = ImageEvents(painting), list(painting.warnings)
-        async with self._engine.submit(painting.request).watched(ticket.watch) as job:
+        async with self._engine.submit(painting.request, ticket.watch) as job:
             async for event in job:
                 chunk: bytes | None = None
                 match event:
-                    case Accepted():
+                    case Accepted():  # the first: with the id, by which the request can be cancelled
                         warnings += event.warnings
-                        chunk = events.accepted(event) if painting.has_progress else None
+                        chunk = events.progress(step=0, queue_position=event.queue_position, seed=event.seed)
                     case Queued():
-                        chunk = events.queued(event) if painting.has_progress else None
+                        chunk = events.progress(step=0, queue_position=event.queue_position)
                     case Progress():
-                        chunk = events.progressed(event) if painting.has_progress else None
+                        chunk = events.progressed(event)
                     case Preview():
                         chunk = await self._in_thread(events.partial, event)
                     case Painted():

@@ -74,10 +74,16 @@ class Completions(Endpoint[SamplingT, CheckedTexts]):
     async def _told(self, plan: CheckedTexts, ticket: Ticket) -> AsyncGenerator[tuple[int, TextEvent], None]:
         """What is said to every prompt, as it comes, each with the prompt's number; raises where one fails."""
         said: Said = asyncio.Queue()
-        listening = [
-            asyncio.create_task(self._listen(index, request, said, partial(ticket.watch_texts, index)))
-            for index, request in enumerate(plan.requests)
-        ]
+
+        async def listen(index: int, request: TextRequest) -> None:
+            try:
+                async with self._engine.submit(request, partial(ticket.watch_texts, index)) as job:
+                    async for told in job:
+                        said.put_nowait((index, told))
+            except Exception as error:
+                said.put_nowait((index, error))
+
+        listening = [asyncio.create_task(listen(index, request)) for index, request in enumerate(plan.requests)]
         try:
             num_left = len(listening)
             while num_left:
@@ -90,14 +96,6 @@ class Completions(Endpoint[SamplingT, CheckedTexts]):
             for task in listening:
                 task.cancel()
             await asyncio.gather(*listening, return_exceptions=True)
-
-    async def _listen(self, index: int, request: TextRequest, said: Said, watch: Callable[[object], None]) -> None:
-        try:
-            async with self._engine.submit(request).watched(watch) as job:
-                async for told in job:
-                    said.put_nowait((index, told))
-        except Exception as error:
-            said.put_nowait((index, error))
 
 
 class ChatCompletions(Completions[ChatBody]):

@@ -43,14 +43,14 @@ class RewriteEndpoint(Endpoint[RewriteBody, RewritePlan]):
         return plan, self._backlog.entered(client, plan.request.num_prompts)
 
     async def _answer(self, plan: RewritePlan, ticket: Ticket) -> Response:
-        async with self._engine.submit(plan.request).watched(partial(ticket.watch_texts, 0)) as job:
+        async with self._engine.submit(plan.request, partial(ticket.watch_texts, 0)) as job:
             async for told in job:
                 if isinstance(told, RewriteFinished):
                     return json_response(msgspec.json.encode(answer_of(plan, told)), plan.warnings)
         raise DiffserveError("the rewriter finished without an answer.")
 
     async def _events(self, plan: RewritePlan, ticket: Ticket) -> Events:
-        async with self._engine.submit(plan.request).watched(partial(ticket.watch_texts, 0)) as job:
+        async with self._engine.submit(plan.request, partial(ticket.watch_texts, 0)) as job:
             async for told in job:
                 match told:
                     case RewriteDelta():
