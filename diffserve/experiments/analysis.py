@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from diffserve.experiments.estimates import Estimate, Measure
+from diffserve.experiments.estimates import SET_MEASURES, Estimate, Measure
 from diffserve.experiments.intervals import bootstrap_interval, share_of
 from diffserve.experiments.plan import Cell, Place, SweepPlan
 from diffserve.experiments.records import ImageRecord, features_of
@@ -49,10 +49,6 @@ class PictureSet:
     @cached_property
     def kernel(self) -> KernelSums:
         return KernelSums.of(self.features, self.prompts, self.num_prompts)
-
-    def kernel_with(self, other: PictureSet) -> KernelSums:
-        """Kernel sums between this set and ``other``."""
-        return KernelSums.of(self.features, self.prompts, self.num_prompts, (other.features, other.prompts))
 
 
 class Analysis:
@@ -116,7 +112,7 @@ class Analysis:
 
         ``None`` where one of the cells lacks the measure.
         """
-        if measure.is_of_sets:
+        if measure in SET_MEASURES:
             return self._set_contrast(weights, measure)
         parts = [(weight, self.values(cell, measure)) for cell, weight in weights.items()]
         if any(values is None for _, values in parts):
@@ -165,7 +161,9 @@ class Analysis:
             if measure in (Measure.FRECHET, Measure.FRECHET_CONVERGED):
                 found = frechet_replicates(own.moments, self._roots_of(reference), self._times)
             else:
-                found = kernel_replicates(own.kernel, own.kernel_with(reference), reference.kernel, self._times)
+                other = (reference.features, reference.prompts)
+                between = KernelSums.of(own.features, own.prompts, own.num_prompts, other)
+                found = kernel_replicates(own.kernel, between, reference.kernel, self._times)
             self._replicates[cell, measure] = found
         return self._replicates[cell, measure]
 

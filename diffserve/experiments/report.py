@@ -24,8 +24,7 @@ from diffserve.experiments.metrics.fidelity import latent_rmse
 from diffserve.experiments.plan import TIMED_ROUNDS, Cell, SweepPlan
 from diffserve.experiments.prompts import draw_pictures, num_drawn_per_prompt
 from diffserve.experiments.records import SoloTime
-from diffserve.experiments.report_page import write_page
-from diffserve.experiments.report_text import write_markdown
+from diffserve.experiments.report_page import write_markdown, write_page
 from diffserve.experiments.store import Store
 from diffserve.experiments.summary import CellSummary, summarise, write_csv
 from diffserve.world.checker import SceneSpec

@@ -1,5 +1,7 @@
-"""The report as one HTML page that needs nothing else: pictures and charts are inside, nothing is
-loaded, all text is escaped."""
+"""The report as one HTML page that needs nothing else: pictures and charts are inside, nothing is loaded.
+
+And as Markdown: short, with one picture beside it, to be kept with a project's sources. All text is escaped.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,95 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from diffserve.experiments.charts import Chart, StripGrid
+from diffserve.experiments.charts import Chart, StripGrid, common_measures
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.findings import AS_EXPECTED, IN_PART, OTHERWISE, Finding
 from diffserve.experiments.summary import CellSummary
 from diffserve.experiments.svg import STYLE, figure
+
+COLUMNS = (
+    Measure.EXACT,
+    Measure.FRECHET,
+    Measure.FRECHET_CONVERGED,
+    Measure.LATENT_RMSE,
+    Measure.PSNR_DB,
+    Measure.SSIM,
+)
+MOST_COLUMNS = 5
+SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$&])")
+
+UNIT = re.compile(r"(?<=\d) (?=%|dB\b|points\b)")
+LOOKS = {AS_EXPECTED: "yes", IN_PART: "part", OTHERWISE: "no"}
+
+
+def write_markdown(
+    title: str,
+    facts: Mapping[str, Any],
+    findings: Sequence[Finding],
+    picture: str,
+    summaries: Sequence[CellSummary],
+    notes: Sequence[str],
+) -> str:
+    """The text; ``picture`` is the name of a file beside it. Text from users is escaped, links and all."""
+    parts = [
+        f"# {_plain(title)}",
+        *_list([f"**{_plain(name)}:** {_plain(str(value))}" for name, value in facts.items()]),
+        f"![quality over steps, and one seed with growing steps]({picture})",
+        "## What a step buys",
+        *(part for finding in findings for part in _finding(finding)),
+        "## Every cell",
+        "In brackets 95 % intervals. Times are of one image alone; images a second are of the full engine.",
+        "\n".join(_markdown_table(summaries)),
+        "## How it was measured",
+        *_list([_plain(note) for note in notes]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _finding(finding: Finding) -> Iterator[str]:
+    yield f"### {_plain(finding.claim)}: {finding.verdict}"
+    yield from _list([_plain(line) for line in finding.evidence])
+
+
+def _markdown_table(summaries: Sequence[CellSummary]) -> Iterator[str]:
+    measures = [measure for measure in COLUMNS if measure in common_measures(summaries)][:MOST_COLUMNS]
+    heads = ["cell", *(measure.short_title for measure in measures), "ms a step", "s an image", "images/s"]
+    yield _line(heads)
+    yield _line(["---", *["---:"] * (len(heads) - 1)])
+    for one, label in _labelled(summaries):
+        values = [_value(one, measure) for measure in measures]
+        yield _line(
+            [_plain(label), *values, f"{one.step_ms.value:.1f}", f"{one.alone_s:.2f}", f"{one.images_per_s:.2f}"]
+        )
+
+
+def _labelled(summaries: Sequence[CellSummary]) -> Iterator[tuple[CellSummary, str]]:
+    several = len({one.cell.guidance_scale for one in summaries}) > 1
+    for one in summaries:
+        yield one, f"{one.cell.label}, guidance {one.cell.guidance_scale:g}" if several else one.cell.label
+
+
+def _value(one: CellSummary, measure: Measure) -> str:
+    found = one.value(measure)
+    if found is None:
+        return ""
+    if found.low is None or found.high is None:
+        return measure.write(found.value)
+    return f"{measure.write(found.value)} ({measure.write_range(found.low, found.high)})"
+
+
+def _line(fields: Sequence[str]) -> str:
+    return f"| {' | '.join(fields)} |"
+
+
+def _list(lines: Sequence[str]) -> list[str]:
+    return ["\n".join(f"- {line}" for line in lines)] if lines else []
+
+
+def _plain(text: str) -> str:
+    """``text`` as it is, on one line, whatever Markdown would make of it."""
+    return SPECIAL.sub(r"\\\1", " ".join(text.split())).replace("://", ":\u200b//")
+
 
 CSS = """
 :root { color-scheme: light dark; --ground: #fff; --ink: #1b1d21; --faint: #5c6169; --line: #d9dce1; --soft: #f4f5f7; }
@@ -52,9 +138,6 @@ table { border-collapse: collapse; font-size: .8rem; font-variant-numeric: tabul
   background: #5a6069; white-space: nowrap; }
 .verdict.yes { background: #00704f; } .verdict.no { background: #a63d00; } .verdict.part { background: #80600a; }
 """
-
-UNIT = re.compile(r"(?<=\d) (?=%|dB\b|points\b)")
-LOOKS = {AS_EXPECTED: "yes", IN_PART: "part", OTHERWISE: "no"}
 
 
 @dataclass(frozen=True)
@@ -158,9 +241,7 @@ def _table(summaries: Sequence[CellSummary]) -> Iterator[str]:
     yield '<div class="wide"><table class="cells"><thead><tr>'
     yield "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
     yield "</tr></thead><tbody>"
-    several = len({one.cell.guidance_scale for one in summaries}) > 1
-    for one in summaries:
-        label = f"{one.cell.label}, guidance {one.cell.guidance_scale:g}" if several else one.cell.label
+    for one, label in _labelled(summaries):
         cells = "".join(f"<td>{cell}</td>" for cell in _row(one, measures))
         yield f'<tr><th scope="row">{escape(label)}</th>{cells}</tr>'
     yield "</tbody></table></div>"

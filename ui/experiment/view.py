@@ -156,24 +156,19 @@ class View:
     def _end_status(self) -> str:
         run, board = self._run, self._run.board
         kept = f"{board.num_painted} of {run.plan.num_images} pictures are painted"
-        notes = tuple(_troubles(run, self._names))
+        notes = [
+            f"{self._names.get(cell.sampler, cell.sampler)}, {cell.num_steps} steps: {square.trouble}"
+            for cell, square in board.squares.items()
+            if square.trouble is not None
+        ]
+        if run.check.why_not is not None:
+            notes.append(f"Prompt match is not measured: {run.check.why_not}")
         if run.error is not None:
             return status(f"{sentence(run.error)} {kept} and kept.", notes=notes, is_error=True)
         if run.is_stopped:
             return status(f"Stopped: {kept} and kept.", notes=notes)
         took = seconds_text(time.monotonic() - self._start_s)
         return status(f"Painted {board.num_painted} pictures in {took}.", notes=notes)
-
-
-def _troubles(run: GridRun, names: dict[str, str]) -> list[str]:
-    """Why squares are empty, and why a measure is missing."""
-    found = [
-        f"{names.get(cell.sampler, cell.sampler)}, {cell.num_steps} steps: {square.trouble}"
-        for cell, square in run.board.squares.items()
-        if square.trouble is not None
-    ]
-    why_not = run.check.why_not
-    return found if why_not is None else [*found, f"Prompt match is not measured: {why_not}"]
 
 
 def knee_sentence(charts: Sequence[Chart], names: Names) -> str:

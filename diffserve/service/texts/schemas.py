@@ -48,6 +48,9 @@ REFUSED: Final[dict[str, str]] = {
 
 RewriterMode = Literal["off", "auto", "force"]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+ChatTokens = Annotated[Tokens, Field(description=f"Omitted: {DEFAULT_CHAT_TOKENS}, or what the context has room for.")]
+SAME_SALT: Final = "Kept pages are shared with the same salt only."
+Salt = Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS, description=SAME_SALT)]
 Seed = Annotated[int, Field(ge=-1, le=MAX_SEED, description="-1 or null: random.")]
 ModelName = Annotated[str, Field(description="A name from /v1/models; omitted: the loaded language model.")]
 Prompt = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
@@ -114,12 +117,7 @@ class SamplingBody(Body):
     early_stopping: bool | Literal["never"] | None = None
     best_of: int | None = None
     response_format: Format | None = None
-    cache_salt: (
-        Annotated[
-            str, Field(max_length=MAX_CACHE_SALT_CHARS, description="Kept pages are shared with the same salt only.")
-        ]
-        | None
-    ) = None
+    cache_salt: Salt | None = None
 
 
 class ChatBody(SamplingBody):
@@ -129,10 +127,7 @@ class ChatBody(SamplingBody):
     hints: ClassVar[Mapping[str, str]] = {"messages": "give at least one message with role and content"}
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_completion_tokens: (
-        Annotated[Tokens, Field(description=f"Omitted: {DEFAULT_CHAT_TOKENS}, or what the context has room for.")]
-        | None
-    ) = None
+    max_completion_tokens: ChatTokens | None = None
     max_tokens: Annotated[Tokens, Field(description="An older name for max_completion_tokens.")] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
