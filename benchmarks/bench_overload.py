@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.open_loop import Answer, ask, flood, goodput, quantile, saturate
 from benchmarks.report import RESULTS, ROOT, hardware, versions, write
-from diffserve.service.clients import MOST_KEYS
+from diffserve.service.admission import MOST_KEYS
 
 LISTENING = re.compile(r"listening on (http://\S+),")
 START_S = 300.0

@@ -86,8 +86,8 @@ WITHOUT_TORCH = (
 WITHOUT_ENGINE = tuple(
     f"diffserve.experiments.{name}"
     for name in (
-        "analysis", "axes", "charts", "estimates", "experiment", "front", "intervals", "measure", "painter", "plan",
-        "prompts", "records", "scales", "set_bootstrap", "strip_grid", "summary", "svg", "wording",
+        "analysis", "charts", "estimates", "experiment", "intervals", "measure", "painter", "plan", "prompts",
+        "records", "set_bootstrap", "summary", "svg",
     )
 )  # fmt: skip
 """What a page needs of an experiment: it asks a server to paint."""

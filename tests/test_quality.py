@@ -9,16 +9,17 @@ import pytest
 
 from diffserve.config import load_settings
 from diffserve.quality import QUALITIES, is_quality, quality_steps, steps_of
-from diffserve.service.capabilities import image_capabilities
+from diffserve.service.http.bodies import parse
 from diffserve.service.images.painting import CheckedImages, plan_painting
-from diffserve.service.images.schemas import parse_body
+from diffserve.service.images.schemas import GenerateBody
+from diffserve.service.models import image_capabilities
 from tests.service.test_capabilities import INFO
 
 CONFIG = load_settings(env={}).serve
 
 
 def painting(**fields: Any) -> CheckedImages:
-    return plan_painting(parse_body(json.dumps({"prompt": "a fox", **fields}).encode()), INFO, CONFIG, "img-1")
+    return plan_painting(parse(GenerateBody, json.dumps({"prompt": "a fox", **fields}).encode()), INFO, CONFIG, "img-1")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ui.create.painting import FinishedPicture, Painting
 
@@ -60,7 +60,7 @@ def picture_caption(picture: FinishedPicture) -> str:
     return status(picture.facts, notes=picture.warnings)
 
 
-def status(text: str, *, notes: tuple[str, ...] = (), is_error: bool = False, share: float | None = None) -> str:
+def status(text: str, *, notes: Iterable[str] = (), is_error: bool = False, share: float | None = None) -> str:
     """A line, with notes below it and a bar of ``share`` (0 to 1), as HTML. Screen readers are told."""
     kind = ' class="error" role="alert"' if is_error else ' role="status"'
     bar = "" if share is None else f'<div class="bar"><i style="width:{100 * share:.0f}%"></i></div>'

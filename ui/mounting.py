@@ -48,8 +48,7 @@ def create_page(url: str, *, server: Server | None = None) -> gr.Blocks:
     server = server or Server(url)
     os.environ.update(QUIET, GRADIO_TEMP_DIR=str(server.files.folder))
     from ui.page import build
-    from ui.sessions import keep_sessions_lean
-    from ui.uploads import limit_uploads
+    from ui.uploads import keep_sessions_lean, limit_uploads
 
     keep_sessions_lean()
     page = _within_a_loop(lambda: build(server))

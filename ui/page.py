@@ -15,9 +15,8 @@ from ui.create.handlers import Creating
 from ui.create.layout import CreateTab, lay_out
 from ui.create.parameters import quality_labels, sampler_labels
 from ui.create.rewriting import Rewriting
-from ui.events import PRIVATE, SILENT
+from ui.events import PRIVATE, SILENT, keep_form, keep_tab
 from ui.experiment.layout import add_experiment
-from ui.memory import keep_form, keep_tab
 from ui.server import Models, Server, sentence
 from ui.visitors import Visitors
 
@@ -46,8 +45,8 @@ def build(server: Server) -> gr.Blocks:
                 creating.connect()
                 Rewriting(server, tab).connect()
                 palette.connect(server, tab.fields, tab.palette)
-            with gr.Tab("Experiment", id="experiment", elem_id="experiment-tab"):
-                add_experiment(server)
+            with gr.Tab("Experiment", id="experiment", elem_id="experiment-tab") as experiment:
+                add_experiment(server, page, experiment)
         keep_form(page, "create", tab.fields)
         keep_tab(page)
         _greet(page, server, visitors, creating, tab, about)
@@ -74,7 +73,7 @@ def _greet(
     async def wait(request: gr.Request) -> Any:
         """Say so where the models are still being loaded."""
         try:
-            is_ready = await server.is_ready() or visitors.of(request.session_hash).has_something
+            is_ready = await server.client.is_ready() or visitors.of(request.session_hash).has_something
         except DiffserveError:
             return gr.skip()
         return gr.skip() if is_ready else status(LOADING)

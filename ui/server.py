@@ -58,10 +58,6 @@ class Server:
             await self._client.close()
         await asyncio.to_thread(self.files.remove)
 
-    async def is_ready(self) -> bool:
-        """Whether a request would be worked on now. Raises ServerUnreachable."""
-        return await self.client.is_ready()
-
     async def wait_for_models(self, patience_s: float = PATIENCE_S) -> Models:
         """The same once they are loaded; EngineUnavailable after ``patience_s``."""
         clock = asyncio.get_running_loop().time

@@ -1,10 +1,11 @@
-"""Files that visitors send: one at a time, counted, and gone after some minutes if nobody reads them."""
+"""What gradio does with files that visitors send, and with their sessions: less, one at a time, and counted."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from ui.files import UPLOAD_S, Files
@@ -94,3 +95,24 @@ def _plain_parser() -> type:
 
     parser: type = route_utils.GradioMultiPartParser
     return parser if parser.__module__ == route_utils.__name__ else parser.__mro__[1]
+
+
+def keep_sessions_lean() -> None:
+    """From now on sessions of this process describe no components.
+
+    gradio does it for links to a visitor's state, which the page has none of: anew for every session, and again with
+    every update, within the event loop. A hundred visitors at once would stop everybody for seconds, and each would
+    stay in memory with a whole page's text.
+    """
+    from gradio.state_holder import SessionState
+
+    begin = SessionState.__init__
+    if getattr(begin, "is_lean", False):
+        return
+
+    def begin_lean(self: Any, blocks: Any) -> None:
+        begin(self, SimpleNamespace(default_config=blocks.default_config, blocks={}))  # type: ignore[arg-type]
+        self.blocks_config.config_for_block = lambda *_: {}
+
+    begin_lean.is_lean = True  # type: ignore[attr-defined]
+    SessionState.__init__ = begin_lean  # type: ignore[method-assign]

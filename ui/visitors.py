@@ -1,7 +1,8 @@
 """Who is at the page, and what is being painted for whom. Nobody stops anything but what is their own.
 
 A page that is reloaded is the same visitor: its tab keeps a token that nobody can guess, and hands it over when it
-comes back. What it had asked for goes on meanwhile, for as long as ``GRACE_S``.
+comes back. What it had asked for goes on meanwhile, for as long as ``GRACE_S``; its pictures are on disk, so that it
+finds them again when its server was started anew.
 """
 
 from __future__ import annotations
@@ -9,16 +10,59 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
-from ui.create.galleries import Galleries, owner_named
+import gradio as gr
+import msgspec
+
+from diffserve.client import Asker, ask_for
 from ui.create.painting import FinishedPicture, Painting
 from ui.create.parameters import CheckedForm, Form
-from ui.files import Files
+from ui.files import Files, owner_of
 from ui.server import Server
+
+
+class Galleries:
+    """Visitors' pictures in ``files``, by their owner: a digest of the visitor's token, which itself lies nowhere."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._left = _found(files.left)
+
+    def keep(self, owner: str, picture: FinishedPicture) -> None:
+        """Note whose ``picture`` it is. Where the disk is full it is merely not found again."""
+        data = msgspec.json.encode(picture, enc_hook=lambda path: path.name)
+        with contextlib.suppress(OSError):
+            self._files.note(picture.path, owner, data)
+
+    def take(self, owner: str) -> list[FinishedPicture]:
+        """Pictures of ``owner`` from the process before this one, the newest first; once."""
+        return [picture for picture in self._left.pop(owner, []) if picture.path.is_file()]
+
+
+def owner_named(token: str) -> str:
+    """How the visitor with ``token`` is called on disk."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def _found(folders: Iterable[Path]) -> dict[str, list[FinishedPicture]]:
+    """What notes in ``folders`` tell of, the oldest folder first; what cannot be read is passed over."""
+    found: dict[str, list[FinishedPicture]] = {}
+    for folder in folders:
+        for note in folder.glob("*.json"):
+            try:
+                told = msgspec.json.decode(note.read_bytes(), type=FinishedPicture, dec_hook=lambda _, path: Path(path))
+            except (OSError, TypeError, msgspec.MsgspecError):
+                continue
+            picture = msgspec.structs.replace(told, path=folder / told.path.name)
+            found.setdefault(owner_of(note), []).insert(0, picture)
+    return found
+
 
 MAX_PICTURES: Final = 24
 """In a gallery; the oldest go first."""
@@ -160,9 +204,8 @@ class Visitors:
 
     def arrive(self, session: str | None, token: str | None) -> Visitor:
         """The page of ``session`` is open in the tab that has ``token``, perhaps once more: its visitor."""
-        if not session or not token or not TOKEN.fullmatch(token) or session in self._visitors:
-            return self.of(session)
-        self._tokens[session] = token
+        if session and token and TOKEN.fullmatch(token) and session not in self._visitors:
+            self._tokens[session] = token
         return self.of(session)
 
     def _new(self, session: str) -> Visitor:
@@ -216,3 +259,14 @@ class Visitors:
             )
         while len(self._tokens) > MAX_TOKENS:
             self._tokens.popitem(last=False)
+
+
+MOST_CHARS = 500
+
+
+def ask_for_visitor(request: gr.Request) -> None:
+    """From now on what is asked in this context, and in tasks that begin in it, is asked for whoever sent
+    ``request``."""
+    told = ",".join(value for name, value in request.headers.items() if name.lower() == "x-forwarded-for")
+    host = request.client.host if request.client is not None else ""
+    ask_for(Asker(f"{told},{host}"[-MOST_CHARS:], request.session_hash or ""))

@@ -17,9 +17,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from diffserve.cli.generate import open_engine
 from diffserve.config import Flag, Settings, load_settings
 from diffserve.errors import InvalidRequest
-from diffserve.experiments.axes import numbers, split_axis, whole_numbers
 from diffserve.experiments.estimates import Measure
-from diffserve.experiments.plan import MAX_PROMPTS, SweepPlan
+from diffserve.experiments.plan import MAX_PROMPTS, SweepPlan, numbers, split_axis, whole_numbers
 from diffserve.experiments.prompts import held_out_prompts, read_prompts
 from diffserve.experiments.report import SweepReport
 from diffserve.experiments.run import SweepProgress, refuse_early, run_plan

@@ -7,12 +7,13 @@ paired and their intervals are as narrow as pairing makes them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from diffserve.experiments.estimates import Estimate, Measure
+from diffserve.experiments.estimates import SET_MEASURES, Estimate, Measure
 from diffserve.experiments.intervals import bootstrap_interval, share_of
 from diffserve.experiments.plan import Cell, Place, SweepPlan
 from diffserve.experiments.records import ImageRecord, features_of
@@ -33,13 +34,13 @@ SetValues = Mapping[tuple[Cell, Measure], float]
 """The distances themselves, by the metrics library; see :mod:`diffserve.experiments.metrics.set_distance`."""
 
 
+@dataclass(eq=False)
 class PictureSet:
     """Features of a set of pictures by prompt, and what the bootstrap needs of them."""
 
-    def __init__(self, features: NDArray[np.float32], prompts: list[int], num_prompts: int) -> None:
-        self.features = features
-        self.prompts = prompts
-        self.num_prompts = num_prompts
+    features: NDArray[np.float32]
+    prompts: list[int]
+    num_prompts: int
 
     @cached_property
     def moments(self) -> Moments:
@@ -48,10 +49,6 @@ class PictureSet:
     @cached_property
     def kernel(self) -> KernelSums:
         return KernelSums.of(self.features, self.prompts, self.num_prompts)
-
-    def kernel_with(self, other: PictureSet) -> KernelSums:
-        """Kernel sums between this set and ``other``."""
-        return KernelSums.of(self.features, self.prompts, self.num_prompts, (other.features, other.prompts))
 
 
 class Analysis:
@@ -115,7 +112,7 @@ class Analysis:
 
         ``None`` where one of the cells lacks the measure.
         """
-        if measure.is_of_sets:
+        if measure in SET_MEASURES:
             return self._set_contrast(weights, measure)
         parts = [(weight, self.values(cell, measure)) for cell, weight in weights.items()]
         if any(values is None for _, values in parts):
@@ -164,7 +161,9 @@ class Analysis:
             if measure in (Measure.FRECHET, Measure.FRECHET_CONVERGED):
                 found = frechet_replicates(own.moments, self._roots_of(reference), self._times)
             else:
-                found = kernel_replicates(own.kernel, own.kernel_with(reference), reference.kernel, self._times)
+                other = (reference.features, reference.prompts)
+                between = KernelSums.of(own.features, own.prompts, own.num_prompts, other)
+                found = kernel_replicates(own.kernel, between, reference.kernel, self._times)
             self._replicates[cell, measure] = found
         return self._replicates[cell, measure]
 

@@ -1,13 +1,16 @@
-"""The charts of an experiment as data, drawn as SVG by :mod:`diffserve.experiments.svg` and as PNG by ``plots``."""
+"""The charts of an experiment as data, the front of a chart and its knee, and its pictures in rows and columns.
+
+Drawn as SVG by :mod:`diffserve.experiments.svg` and as PNG by ``plots``.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 from diffserve.experiments.estimates import Estimate, Measure
-from diffserve.experiments.front import Point, knee, pareto_front
 from diffserve.experiments.plan import Cell
 from diffserve.experiments.summary import CellSummary
 
@@ -130,3 +133,66 @@ def _lines(
         if dots:
             lines.append(ChartLine(number, name, tuple(dots)))
     return tuple(lines)
+
+
+class Point(NamedTuple):
+    """Something with a time and a quality; more quality is better."""
+
+    name: str
+    seconds: float
+    quality: float
+
+
+def pareto_front(points: Sequence[Point]) -> tuple[Point, ...]:
+    """The points that no other beats in one and equals in the other, the fastest first.
+
+    Of points equal in both, the first is taken.
+    """
+    front: list[Point] = []
+    for point in sorted(points, key=lambda point: (point.seconds, -point.quality)):
+        if not front or point.quality > front[-1].quality:
+            front.append(point)
+    return tuple(front)
+
+
+def knee(front: Sequence[Point]) -> Point | None:
+    """The point of a front after which time buys least: farthest above the line between its ends.
+
+    Time is taken as its logarithm and both axes are scaled to 0..1 (the idea of Satopaa et al. 2011, "Finding a Kneedle
+    in a Haystack"). ``None`` for fewer than three points, or when none lies above the line.
+    """
+    if len(front) < 3:
+        return None
+    first, last = front[0], front[-1]
+    width = math.log(last.seconds / first.seconds)
+    height = last.quality - first.quality
+
+    def above(point: Point) -> float:
+        return (point.quality - first.quality) / height - math.log(point.seconds / first.seconds) / width
+
+    best = max(front[1:-1], key=above)
+    return best if above(best) > 0 else None
+
+
+class StripGrid(NamedTuple):
+    """Pictures of one prompt and seed: a row for each sampler and guidance, a column for each number of steps, and one
+    for the converged picture where there is any. ``None`` where a cell has no picture."""
+
+    heads: tuple[str, ...]
+    names: tuple[str, ...]
+    rows: tuple[tuple[bytes | None, ...], ...]
+
+
+def strip_grid(thumbnails: Mapping[Cell, bytes]) -> StripGrid:
+    """Lay ``thumbnails`` out with growing steps, the converged picture at the end of every row."""
+    lines = line_names(thumbnails)
+    steps = sorted({cell.num_steps for cell in thumbnails if not cell.is_reference})
+    converged = {cell.guidance_scale: cell for cell in thumbnails if cell.is_reference}
+    rows = []
+    for sampler, scale in lines:
+        own = (thumbnails.get(Cell(sampler, n, scale)) for n in steps)
+        end = converged.get(scale)
+        rows.append((*own, *([thumbnails[end] if end else None] if converged else [])))
+    heads = [f"{n} steps" if n > 1 else "1 step" for n in steps]
+    heads += [f"converged ({next(iter(converged.values())).num_steps})"] if converged else []
+    return StripGrid(tuple(heads), tuple(lines.values()), tuple(rows))

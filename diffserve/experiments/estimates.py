@@ -28,11 +28,6 @@ class Measure(Enum):
         return self in (Measure.EXACT, Measure.PSNR_DB, Measure.SSIM)
 
     @property
-    def is_of_sets(self) -> bool:
-        """Whether it is a distance between sets of pictures."""
-        return self in SET_MEASURES
-
-    @property
     def title(self) -> str:
         """For axes and headings."""
         return TITLES[self]
@@ -42,11 +37,6 @@ class Measure(Enum):
         """For columns."""
         return TITLES[self].replace(" to the converged picture", "").replace("distance to ", "to ")
 
-    @property
-    def unit(self) -> str:
-        """What :meth:`write` ends in, if anything."""
-        return {Measure.EXACT: "%", Measure.PSNR_DB: "dB"}.get(self, "")
-
     def write(self, value: float) -> str:
         """``value`` as people read it."""
         if self is Measure.EXACT:
@@ -55,7 +45,7 @@ class Measure(Enum):
 
     def write_range(self, low: float, high: float) -> str:
         """Two values, the unit once: "81.2 to 93.8 %"."""
-        unit = f" {self.unit}" if self.unit else ""
+        unit = {Measure.EXACT: " %", Measure.PSNR_DB: " dB"}.get(self, "")
         return f"{self.write(low).removesuffix(unit)} to {self.write(high)}"
 
     def write_difference(self, value: float) -> str:

@@ -8,10 +8,17 @@ from io import BytesIO
 from PIL import Image
 
 from diffserve.experiments.analysis import Analysis
-from diffserve.experiments.charts import Chart, ChartDot, common_measures, over_seconds, over_steps, time_measures
+from diffserve.experiments.charts import (
+    Chart,
+    ChartDot,
+    common_measures,
+    over_seconds,
+    over_steps,
+    strip_grid,
+    time_measures,
+)
 from diffserve.experiments.plan import Cell
 from diffserve.experiments.report_page import Section, Strip
-from diffserve.experiments.strip_grid import strip_grid
 from diffserve.experiments.summary import CellSummary
 
 CURVES, TIME, STRIP, OVERVIEW = "curves.png", "quality-against-time.png", "strip-{}.png", "overview.png"

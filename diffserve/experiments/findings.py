@@ -13,7 +13,6 @@ import msgspec
 from diffserve.experiments.analysis import Analysis
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.plan import Cell
-from diffserve.experiments.wording import Outcome, describe_difference, describe_gains, interval, join_numbers
 
 AS_EXPECTED = "as expected"
 IN_PART = "in part"
@@ -31,6 +30,9 @@ REPAIR = (
     "Where the limit itself is behind, more steps cannot help DDIM: it carries the network's errors along one path, "
     "and noise added on the way lets a sampler correct them (Karras et al. 2022, section 4; Xu et al. 2023, Restart)."
 )
+
+Outcome = int
+"""1 ahead, 0 not distinguishable, -1 behind."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -222,3 +224,51 @@ def _verdict(outcomes: Sequence[Outcome]) -> str:
     if max(outcomes) > 0:
         return IN_PART
     return OTHERWISE if min(outcomes) < 0 else NOT_DISTINGUISHABLE
+
+
+def describe_difference(who: str, measure: Measure, found: Estimate, outcome: Outcome) -> str:
+    """A difference in words; its interval is written the way the words count, so that "better by" is above zero."""
+    by = measure.write_difference(found.value)
+    if outcome:
+        return f"{who} is {'better' if outcome > 0 else 'worse'} by {by}{interval(_upright(found), measure)}"
+    more = "level" if found.value == 0 else f"{by} {'higher' if found.value > 0 else 'lower'}"
+    return f"{who} is {more}, {_within_noise(found, measure)}"
+
+
+def describe_gains(measure: Measure, found: Estimate, outcome: Outcome, *, is_far_more: bool) -> str:
+    """What ddpm gains beyond ddim, in words."""
+    by = measure.write_difference(found.value)
+    if not outcome:
+        return f"the gains differ by {by}, {_within_noise(found, measure)}"
+    size = f"{by}{interval(_upright(found), measure)}"
+    if outcome < 0:
+        return f"ddpm gains less by {size}"
+    return f"ddpm gains more by {size}, {'' if is_far_more else 'but not '}surely more than twice as much"
+
+
+def _within_noise(found: Estimate, measure: Measure) -> str:
+    if found.low is None or found.high is None:
+        return "with too few prompts to say how sure that is"
+    return f"within noise{interval(found, measure)}"
+
+
+def _upright(found: Estimate) -> Estimate:
+    """The difference taken the other way round where it is below zero."""
+    if found.value >= 0 or found.low is None or found.high is None:
+        return found
+    return Estimate(-found.value, -found.high, -found.low)
+
+
+def interval(found: Estimate, measure: Measure | None = None) -> str:
+    """The interval in brackets, of shares in points; nothing where there is none."""
+    if found.low is None or found.high is None:
+        return ""
+    factor = 100 if measure is Measure.EXACT else 1
+    low, high = (f"{factor * end + 0.0:.3g}" for end in (found.low, found.high))
+    return f" (95 % interval {low} to {high})"
+
+
+def join_numbers(steps: Sequence[int]) -> str:
+    """Numbers as people say them: "5, 10 and 20"."""
+    words = [str(n) for n in sorted(steps)]
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)

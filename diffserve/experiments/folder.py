@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -44,12 +44,8 @@ def refuse_folder(folder: Path, results: Iterable[str]) -> None:
                 message = f"{str(folder)!r} holds a {name} that no sweep wrote; choose another folder."
                 raise InvalidRequest(message, param="output")
     existing = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
-
-    def try_it() -> None:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-
-    guard(folder, try_it)
+    with guard(folder), tempfile.TemporaryFile(dir=existing):
+        pass
 
 
 def refuse_other_sweep(folder: Path, setup: Mapping[str, Any]) -> None:
@@ -106,8 +102,7 @@ def take_lock(folder: Path) -> IO[bytes]:
 def write_whole(file: Path, data: bytes) -> None:
     """Write ``data`` so that a reader sees the old file or the new one. Raises :class:`InvalidRequest`."""
     temporary = file.with_name(f".{file.name}.part")
-
-    def write() -> None:
+    with guard(file):
         try:
             temporary.write_bytes(data)
             temporary.replace(file)
@@ -115,12 +110,11 @@ def write_whole(file: Path, data: bytes) -> None:
             temporary.unlink(missing_ok=True)
             raise
 
-    guard(file, write)
 
-
-def guard(path: Path, action: Callable[[], None]) -> None:
-    """Run ``action``; what the system says against it is raised as :class:`InvalidRequest` about ``path``."""
+@contextlib.contextmanager
+def guard(path: Path) -> Iterator[None]:
+    """What the system says against the block is raised as :class:`InvalidRequest` about ``path``."""
     try:
-        action()
+        yield
     except OSError as error:
         raise InvalidRequest(f"cannot write to {str(path)!r}: {error.strerror}.", param="output") from None

@@ -6,7 +6,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from diffserve.errors import InvalidRequest
 
@@ -51,30 +50,15 @@ def bootstrap_interval(
         raise InvalidRequest(f"{len(groups)} groups for {len(values)} values; give one for each.")
     if not 0 < level < 1:
         raise InvalidRequest(f"the level {level} is not between 0 and 1; 0.95 is usual.")
-    sums, counts = _per_group(values, groups)
-    means = _resampled_means(sums, counts, np.random.default_rng(seed))
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
-
-
-def _per_group(
-    values: Sequence[float], groups: Sequence[Hashable] | None
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Sum and number of the values of each group, in the order in which the groups come."""
     numbers: dict[Hashable, int] = {}
     index = [numbers.setdefault(group, len(numbers)) for group in (range(len(values)) if groups is None else groups)]
-    sums: NDArray[np.float64] = np.bincount(index, weights=values).astype(np.float64)
-    return sums, np.bincount(index).astype(np.float64)
-
-
-def _resampled_means(
-    sums: NDArray[np.float64], counts: NDArray[np.float64], rng: np.random.Generator
-) -> NDArray[np.float64]:
-    parts = []
+    sums, counts = np.bincount(index, weights=values), np.bincount(index).astype(np.float64)  # of each group
+    rng, means = np.random.default_rng(seed), []
     for _ in range(0, NUM_RESAMPLES, CHUNK):
         times = rng.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=CHUNK)
-        parts.append((times @ sums) / (times @ counts))
-    return np.concatenate(parts)
+        means.append((times @ sums) / (times @ counts))
+    low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
 
 
 def share_of(hits: Sequence[bool], groups: Sequence[Hashable] | None = None, *, seed: int = 0) -> Share:

@@ -14,7 +14,6 @@ from PIL import Image
 from diffserve.errors import InvalidRequest
 from diffserve.experiments.metrics.fidelity import latent_rmse, psnr_db, ssim
 from diffserve.experiments.painter import FinishedImage
-from diffserve.experiments.plan import Place
 from diffserve.experiments.prompts import read_wishes
 from diffserve.experiments.records import Distance, ImageRecord, Parts, StoredImage
 from diffserve.world.checker import judge, read_picture
@@ -68,6 +67,7 @@ class ImageMeasures:
     def measure(self, finished: FinishedImage, converged: StoredImage | None) -> ImageRecord:
         """Measure one image; ``converged`` is that of the same seed, ``None`` for the converged one itself."""
         image, pixels, network = finished.image, finished.pixels, self._network
+        is_shown = network is not None and image.prompt_index < SHOWN_PROMPTS and image.seed_index == 0
         distance = None if converged is None else self.distance(StoredImage(pixels, finished.latents), converged)
         return ImageRecord(
             prompt_index=image.prompt_index,
@@ -79,7 +79,7 @@ class ImageMeasures:
             features=() if network is None else tuple(network.features(pixels).tolist()),
             parts=self._check.parts(image.prompt_index, pixels),
             distance=distance,
-            thumbnail=thumbnail(pixels, THUMBNAIL_PX) if network is not None and is_shown(image.place) else None,
+            thumbnail=thumbnail(pixels, THUMBNAIL_PX) if is_shown else None,
         )
 
     def distance(self, one: StoredImage, converged: StoredImage) -> Distance | None:
@@ -94,11 +94,6 @@ class ImageMeasures:
             psnr_db=psnr_db(one.pixels, converged.pixels),
             ssim=None if self._network is None else ssim(one.pixels, converged.pixels),
         )
-
-
-def is_shown(place: Place) -> bool:
-    """Whether the image of this prompt and seed is kept to be looked at."""
-    return place[0] < SHOWN_PROMPTS and place[1] == 0
 
 
 def thumbnail(pixels: NDArray[np.uint8], side_px: int) -> bytes:

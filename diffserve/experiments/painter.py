@@ -60,8 +60,6 @@ class Painter(Protocol):
 
     def paint(self, images: Iterable[PlannedImage]) -> AsyncGenerator[PaintEvent, None]:
         """What happens until all are painted. Raises what ends all painting."""
-        ...
 
     def close(self) -> None:
         """Give up what is being painted; what was finished before may still be told."""
-        ...

@@ -46,13 +46,16 @@ class PromptMatch:
     @property
     def parts(self) -> dict[str, Share]:
         """For every part of ``PARTS`` that is asked for at all, the share among the pictures that were asked for it."""
-        return {part: share for part, is_asked in PARTS.items() if (share := self._share(part, is_asked)) is not None}
-
-    def _share(self, part: str, is_asked: Callable[[SceneSpec], bool]) -> Share | None:
-        asked = [(wish, verdict) for wish, verdict in zip(self.wishes, self.verdicts, strict=True) if is_asked(wish)]
-        if not asked:
-            return None
-        return share_of([getattr(verdict, part) for _, verdict in asked], [wish for wish, _ in asked])
+        found = {}
+        for part, is_asked in PARTS.items():
+            asked = [
+                (wish, getattr(one, part))
+                for wish, one in zip(self.wishes, self.verdicts, strict=True)
+                if is_asked(wish)
+            ]
+            if asked:
+                found[part] = share_of([is_right for _, is_right in asked], [wish for wish, _ in asked])
+        return found
 
 
 def match_prompts(pictures: Sequence[Picture], prompts: Sequence[Asked]) -> PromptMatch:

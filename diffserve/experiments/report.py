@@ -24,8 +24,7 @@ from diffserve.experiments.metrics.fidelity import latent_rmse
 from diffserve.experiments.plan import TIMED_ROUNDS, Cell, SweepPlan
 from diffserve.experiments.prompts import draw_pictures, num_drawn_per_prompt
 from diffserve.experiments.records import SoloTime
-from diffserve.experiments.report_page import write_page
-from diffserve.experiments.report_text import write_markdown
+from diffserve.experiments.report_page import write_markdown, write_page
 from diffserve.experiments.store import Store
 from diffserve.experiments.summary import CellSummary, summarise, write_csv
 from diffserve.world.checker import SceneSpec
@@ -163,21 +162,17 @@ def _fronts(summaries: Sequence[CellSummary]) -> dict[str, Any]:
 
 def _facts(document: Mapping[str, Any], plan: SweepPlan) -> dict[str, str]:
     model, machine = document["model"], document["machine"]
+    load = f", load {machine['load_average'][0]:.1f} when it began" if machine["load_average"] else ""
     return {
         "model": f"{model['id']}, weights {model['digest']}, {model['dtype']} on {model['device']}",
         "cells": f"{len(plan.cells)}, {len(plan.places)} pictures each",
         "pictures": f"prompts {len(plan.prompts)}, seeds of each {plan.num_seeds}, the same in every cell",
         "converged": f"DDIM with {plan.reference_steps} steps from the same seeds",
         "guidance": ", ".join(f"{scale:g}" for scale in plan.guidance),
-        "machine": f"{machine['cpu']}, {machine['cores']} cores{_load(machine)}",
+        "machine": f"{machine['cpu']}, {machine['cores']} cores{load}",
         "versions": ", ".join(f"{name} {version}" for name, version in document["versions"].items()),
         "date": document["date"].replace("T", " ").replace("+00:00", " UTC"),
     }
-
-
-def _load(machine: Mapping[str, Any]) -> str:
-    load = machine["load_average"]
-    return f", load {load[0]:.1f} when it began" if load else ""
 
 
 def _notes(

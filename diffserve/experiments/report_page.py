@@ -1,5 +1,7 @@
-"""The report as one HTML page that needs nothing else: pictures and charts are inside, nothing is
-loaded, all text is escaped."""
+"""The report as one HTML page that needs nothing else: pictures and charts are inside, nothing is loaded.
+
+And as Markdown: short, with one picture beside it, to be kept with a project's sources. All text is escaped.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,95 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from diffserve.experiments.charts import Chart
+from diffserve.experiments.charts import Chart, StripGrid, common_measures
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.findings import AS_EXPECTED, IN_PART, OTHERWISE, Finding
-from diffserve.experiments.strip_grid import StripGrid
 from diffserve.experiments.summary import CellSummary
 from diffserve.experiments.svg import STYLE, figure
+
+COLUMNS = (
+    Measure.EXACT,
+    Measure.FRECHET,
+    Measure.FRECHET_CONVERGED,
+    Measure.LATENT_RMSE,
+    Measure.PSNR_DB,
+    Measure.SSIM,
+)
+MOST_COLUMNS = 5
+SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$&])")
+
+UNIT = re.compile(r"(?<=\d) (?=%|dB\b|points\b)")
+LOOKS = {AS_EXPECTED: "yes", IN_PART: "part", OTHERWISE: "no"}
+
+
+def write_markdown(
+    title: str,
+    facts: Mapping[str, Any],
+    findings: Sequence[Finding],
+    picture: str,
+    summaries: Sequence[CellSummary],
+    notes: Sequence[str],
+) -> str:
+    """The text; ``picture`` is the name of a file beside it. Text from users is escaped, links and all."""
+    parts = [
+        f"# {_plain(title)}",
+        *_list([f"**{_plain(name)}:** {_plain(str(value))}" for name, value in facts.items()]),
+        f"![quality over steps, and one seed with growing steps]({picture})",
+        "## What a step buys",
+        *(part for finding in findings for part in _finding(finding)),
+        "## Every cell",
+        "In brackets 95 % intervals. Times are of one image alone; images a second are of the full engine.",
+        "\n".join(_markdown_table(summaries)),
+        "## How it was measured",
+        *_list([_plain(note) for note in notes]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _finding(finding: Finding) -> Iterator[str]:
+    yield f"### {_plain(finding.claim)}: {finding.verdict}"
+    yield from _list([_plain(line) for line in finding.evidence])
+
+
+def _markdown_table(summaries: Sequence[CellSummary]) -> Iterator[str]:
+    measures = [measure for measure in COLUMNS if measure in common_measures(summaries)][:MOST_COLUMNS]
+    heads = ["cell", *(measure.short_title for measure in measures), "ms a step", "s an image", "images/s"]
+    yield _line(heads)
+    yield _line(["---", *["---:"] * (len(heads) - 1)])
+    for one, label in _labelled(summaries):
+        values = [_value(one, measure) for measure in measures]
+        yield _line(
+            [_plain(label), *values, f"{one.step_ms.value:.1f}", f"{one.alone_s:.2f}", f"{one.images_per_s:.2f}"]
+        )
+
+
+def _labelled(summaries: Sequence[CellSummary]) -> Iterator[tuple[CellSummary, str]]:
+    several = len({one.cell.guidance_scale for one in summaries}) > 1
+    for one in summaries:
+        yield one, f"{one.cell.label}, guidance {one.cell.guidance_scale:g}" if several else one.cell.label
+
+
+def _value(one: CellSummary, measure: Measure) -> str:
+    found = one.value(measure)
+    if found is None:
+        return ""
+    if found.low is None or found.high is None:
+        return measure.write(found.value)
+    return f"{measure.write(found.value)} ({measure.write_range(found.low, found.high)})"
+
+
+def _line(fields: Sequence[str]) -> str:
+    return f"| {' | '.join(fields)} |"
+
+
+def _list(lines: Sequence[str]) -> list[str]:
+    return ["\n".join(f"- {line}" for line in lines)] if lines else []
+
+
+def _plain(text: str) -> str:
+    """``text`` as it is, on one line, whatever Markdown would make of it."""
+    return SPECIAL.sub(r"\\\1", " ".join(text.split())).replace("://", ":\u200b//")
+
 
 CSS = """
 :root { color-scheme: light dark; --ground: #fff; --ink: #1b1d21; --faint: #5c6169; --line: #d9dce1; --soft: #f4f5f7; }
@@ -54,9 +139,6 @@ table { border-collapse: collapse; font-size: .8rem; font-variant-numeric: tabul
 .verdict.yes { background: #00704f; } .verdict.no { background: #a63d00; } .verdict.part { background: #80600a; }
 """
 
-UNIT = re.compile(r"(?<=\d) (?=%|dB\b|points\b)")
-LOOKS = {AS_EXPECTED: "yes", IN_PART: "part", OTHERWISE: "no"}
-
 
 @dataclass(frozen=True)
 class Strip:
@@ -87,11 +169,15 @@ def write_page(
     """The page. ``facts``: name and value, shown as they are."""
     body = [
         f"<h1>{escape(title)}</h1>",
-        *_facts(facts),
+        "<dl>",
+        *(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items()),
+        "</dl>",
         *_findings(findings),
         *(part for section in sections for part in _section(section)),
         *_table(summaries),
-        *_notes(notes),
+        "<h2>How it was measured</h2><ul>",
+        *(f"<li>{escape(note)}</li>" for note in notes),
+        "</ul>",
     ]
     return "\n".join(
         [
@@ -104,12 +190,6 @@ def write_page(
             "</body></html>\n",
         ]
     )
-
-
-def _facts(facts: Mapping[str, Any]) -> Iterator[str]:
-    yield "<dl>"
-    yield from (f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items())
-    yield "</dl>"
 
 
 def _findings(findings: Sequence[Finding]) -> Iterator[str]:
@@ -148,11 +228,9 @@ def _strip(strip: Strip) -> str:
 
 
 def _picture(what: str, webp: bytes | None) -> str:
-    return "<td></td>" if webp is None else f'<td><img alt="{escape(what)}" src="{_data("webp", webp)}"></td>'
-
-
-def _data(kind: str, data: bytes) -> str:
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    if webp is None:
+        return "<td></td>"
+    return f'<td><img alt="{escape(what)}" src="data:image/webp;base64,{base64.b64encode(webp).decode()}"></td>'
 
 
 def _table(summaries: Sequence[CellSummary]) -> Iterator[str]:
@@ -163,9 +241,7 @@ def _table(summaries: Sequence[CellSummary]) -> Iterator[str]:
     yield '<div class="wide"><table class="cells"><thead><tr>'
     yield "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
     yield "</tr></thead><tbody>"
-    several = len({one.cell.guidance_scale for one in summaries}) > 1
-    for one in summaries:
-        label = f"{one.cell.label}, guidance {one.cell.guidance_scale:g}" if several else one.cell.label
+    for one, label in _labelled(summaries):
         cells = "".join(f"<td>{cell}</td>" for cell in _row(one, measures))
         yield f'<tr><th scope="row">{escape(label)}</th>{cells}</tr>'
     yield "</tbody></table></div>"
@@ -186,9 +262,3 @@ def _with_interval(found: Estimate, measure: Measure) -> str:
     if found.low is None or found.high is None:
         return value
     return f"{value}<small>{escape(measure.write_range(found.low, found.high))}</small>"
-
-
-def _notes(notes: Sequence[str]) -> Iterator[str]:
-    yield "<h2>How it was measured</h2><ul>"
-    yield from (f"<li>{escape(note)}</li>" for note in notes)
-    yield "</ul>"

@@ -15,7 +15,7 @@ import msgspec
 
 from diffserve.experiments import prompts as prompt_lists
 from diffserve.experiments.engine_painter import EnginePainter, merge_rounds, request_for, time_alone
-from diffserve.experiments.experiment import Experiment, complete
+from diffserve.experiments.experiment import complete, paint_measured
 from diffserve.experiments.folder import refuse_folder, refuse_other_sweep
 from diffserve.experiments.measure import ImageMeasures, PromptCheck
 from diffserve.experiments.painter import FinishedImage, PaintEvent, RowsDone
@@ -154,7 +154,7 @@ class _SweepRun:
         measures = ImageMeasures(self._check, FeatureNetwork())
         self.engine.warm_up()  # so that no image is charged for it
         painter = EnginePainter(self.engine, self.plan)
-        complete(Experiment(self.plan, painter, measures, self.store, self._count).paint(self._images))
+        complete(paint_measured(self.plan, painter, measures, self.store, self._images, self._count))
 
     def time(self) -> dict[Cell, SoloTime]:
         """Paint one picture of each cell alone, unless that was done before."""

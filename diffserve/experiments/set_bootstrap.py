@@ -54,25 +54,23 @@ class Moments:
 
 
 def frechet_replicates(painted: Moments, references: Sequence[tuple[Floats, Floats]], times: Floats) -> Floats:
-    """(R,) squared Frechet distances; ``references`` are the means and covariance roots of :func:`reference_roots`."""
+    """(R,) squared Frechet distances; ``references`` are the means and covariance roots of :func:`reference_roots`.
+
+    |m - n|^2 + tr(A) + tr(B) - 2 tr((B^1/2 A B^1/2)^1/2) (Dowson and Landau 1982).
+    """
     found = []
-    for drawn, (mean, root) in zip(times, references, strict=True):
-        own_mean, covariance = painted.normal(drawn)
-        found.append(_frechet(own_mean, covariance, mean, root))
+    for drawn, (other_mean, other_root) in zip(times, references, strict=True):
+        mean, covariance = painted.normal(drawn)
+        inner = np.linalg.eigvalsh(other_root @ covariance @ other_root)
+        shared = float(np.sqrt(np.clip(inner, 0, None)).sum())
+        offset = float(np.square(mean - other_mean).sum())
+        found.append(offset + float(np.trace(covariance)) + float(np.square(other_root).sum()) - 2 * shared)
     return np.array(found)
 
 
 def reference_roots(reference: Moments, times: Floats) -> list[tuple[Floats, Floats]]:
     """For each resample the reference's mean and the square root of its covariance; shared by all cells."""
     return [(mean, _root(covariance)) for mean, covariance in (reference.normal(drawn) for drawn in times)]
-
-
-def _frechet(mean: Floats, covariance: Floats, other_mean: Floats, other_root: Floats) -> float:
-    """|m - n|^2 + tr(A) + tr(B) - 2 tr((B^1/2 A B^1/2)^1/2) (Dowson and Landau 1982)."""
-    inner = np.linalg.eigvalsh(other_root @ covariance @ other_root)
-    shared = float(np.sqrt(np.clip(inner, 0, None)).sum())
-    offset = float(np.square(mean - other_mean).sum())
-    return offset + float(np.trace(covariance)) + float(np.square(other_root).sum()) - 2 * shared
 
 
 def _root(covariance: Floats) -> Floats:
@@ -101,7 +99,8 @@ class KernelSums:
         other: tuple[NDArray[np.float32], Sequence[int]] | None = None,
     ) -> KernelSums:
         """Between two sets; of one set alone without ``other``."""
-        rows, columns = _one_hot(prompts, num_prompts), _one_hot(other[1] if other else prompts, num_prompts)
+        one_hot = np.eye(num_prompts)
+        rows, columns = one_hot[np.asarray(prompts)], one_hot[np.asarray(other[1] if other else prompts)]
         mine = features.astype(np.float64)
         theirs = other[0].astype(np.float64) if other else mine
         sums = np.zeros((num_prompts, num_prompts))
@@ -125,8 +124,3 @@ class KernelSums:
 def kernel_replicates(painted: KernelSums, between: KernelSums, reference: KernelSums, times: Floats) -> Floats:
     """(R,) unbiased squared MMD (Gretton et al. 2012, equation 3) over pairs of different prompts."""
     return painted.means(times) + reference.means(times) - 2 * between.means(times)
-
-
-def _one_hot(prompts: Sequence[int], num_prompts: int) -> Floats:
-    chosen: Floats = np.eye(num_prompts)[np.asarray(prompts)]
-    return chosen

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 from zipfile import BadZipFile
 
@@ -53,7 +52,8 @@ class Store:
         self._records: dict[Cell, dict[Place, ImageRecord]] = {}
         self._journals: dict[Cell, IO[bytes]] = {}
         self._lock: IO[bytes] | None = None
-        guard(folder, lambda: self.parts.mkdir(parents=True, exist_ok=True))
+        with guard(folder):
+            self.parts.mkdir(parents=True, exist_ok=True)
         if not (self.parts / SETUP).exists():
             self.write_json(SETUP, self._setup)
 
@@ -61,9 +61,7 @@ class Store:
         self._lock = take_lock(self.folder)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for journal in self._journals.values():
             journal.close()
         self._journals.clear()

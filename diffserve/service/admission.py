@@ -7,21 +7,33 @@ pictures, texts for texts. How long it takes is learnt from the events that pass
 
 Clients share. Of the places one client may take seven for each that is left, so that there is always one for another.
 And its time is reckoned as the engine will share it: with each other client for as long as that has work, too.
+
+Clients are told apart by address, and at one address by key; names are digests, made anew by every process. A key is
+not proof of anything here, so it divides the share of an address among at most ``MOST_KEYS`` at a time; nobody gets
+more by making some up. What proxies say of their clients counts only where they are named in the configuration; what
+the page says of its visitors, where it lives in this process.
 """
 
 from __future__ import annotations
 
+import hashlib
+import ipaddress
 import random
+import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+from starlette.requests import Request
+
+from diffserve.client.on_behalf import HEADER, Asker, asker_in
 from diffserve.config import Settings
 from diffserve.errors import DiffserveError, QueueFull
 from diffserve.pace import Pace
 from diffserve.rewrite_types import RewriteDelta, RewriteFinished
-from diffserve.service.clients import Clients
+from diffserve.service.http.hosts import address_of
 from diffserve.service.metrics import Metrics
 from diffserve.sizes import row_cost
 from diffserve.text_types import TextDelta, TextFinished
@@ -32,6 +44,10 @@ PLACES_PER_FREE_PLACE: Final = 7
 LONGEST_RETRY_S: Final = 50.0
 JITTER: Final = 0.2
 """Of the time after which to come back, up or down, so that those who were refused together do not return together."""
+
+MOST_KEYS: Final = 8
+IPV6_NETWORK_BITS: Final = 64
+"""What one customer of a provider has is one client."""
 
 
 class Admission:
@@ -88,8 +104,6 @@ class Ticket:
                 self.give_up(index)
             case Finished() | Failed() | Cancelled() | DiffserveError():
                 self.give_up()
-            case _:
-                pass
 
     def watch_texts(self, part: int, event: object) -> None:
         """The same for ``part`` of the texts, or for prompts."""
@@ -100,8 +114,6 @@ class Ticket:
                 self.advance(part, 1.0)
             case Failed() | Cancelled() | DiffserveError():
                 self.give_up(part)
-            case _:
-                pass
 
     def _sum_up(self, done: float) -> None:
         self.cost_left = sum(self._left.values())
@@ -206,3 +218,54 @@ def _full(said: str, seconds: float | None) -> QueueFull:
     share = random.uniform(1.0 - JITTER, 1.0 + JITTER)
     retry_after_s = max(1.0, min(seconds or 1.0, LONGEST_RETRY_S) * share)
     return QueueFull(f"{said}; try again in about {retry_after_s:.0f} s.", retry_after_s=retry_after_s)
+
+
+class Clients:
+    """Names of those whose requests are inside. ``trusted_proxies``: addresses whose X-Forwarded-For is believed."""
+
+    def __init__(self, trusted_proxies: Sequence[str] = ()) -> None:
+        self._trusted = frozenset(trusted_proxies)
+        self._salt = secrets.token_bytes(16)
+        self._keys: dict[str, Counter[str]] = {}
+
+    @contextmanager
+    def known(self, request: Request) -> Iterator[str]:
+        """The name of whoever sent ``request``, which is the same for as long as anything of theirs is inside."""
+        asker = asker_in(request.headers.get(HEADER))
+        address = self._digest(_network(self._address(request, asker)))
+        key = self._digest(asker.key if asker else request.headers.get("authorization", ""))
+        keys = self._keys.setdefault(address, Counter())
+        if key not in keys and len(keys) >= MOST_KEYS:
+            key = "others"
+        keys[key] += 1
+        try:
+            yield f"{address}/{key}"
+        finally:
+            keys[key] -= 1
+            if not keys[key]:
+                del keys[key]
+            if not keys and self._keys.get(address) is keys:
+                del self._keys[address]
+
+    def _address(self, request: Request, asker: Asker | None) -> str:
+        """The nearest address that is not one of ours."""
+        address = request.client.host if request.client is not None else ""
+        told = ",".join(request.headers.getlist("x-forwarded-for")).split(",")
+        if asker is not None:
+            *told, address = (one.strip() for one in asker.addresses.split(","))
+        while address in self._trusted and told and told[-1].strip():
+            address = told.pop().strip()[:64]
+        return address
+
+    def _digest(self, text: str) -> str:
+        return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8, key=self._salt).hexdigest()
+
+
+def _network(address: str) -> str:
+    """An IPv4 address as it is, the network of an IPv6 one."""
+    parsed = address_of(address)
+    if not isinstance(parsed, ipaddress.IPv6Address):
+        return str(parsed or address)
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.ip_network((parsed.packed, IPV6_NETWORK_BITS), strict=False))

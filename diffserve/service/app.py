@@ -14,8 +14,6 @@ from starlette.responses import JSONResponse, Response
 from diffserve.config import ServeConfig
 from diffserve.errors import DiffserveError, EngineUnavailable, ModelNotFound
 from diffserve.service.admission import Admission
-from diffserve.service.capabilities import capabilities_of
-from diffserve.service.drain import Gate
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.http.bodies import Body, show
 from diffserve.service.http.errors import HttpError, reply_to
@@ -24,13 +22,13 @@ from diffserve.service.http.middleware import BodyLimit, FramingGuard, OriginGua
 from diffserve.service.images.generations import Generations
 from diffserve.service.images.kept_pictures import ROUTE, KeptPictures
 from diffserve.service.images.schemas import GenerateBody
+from diffserve.service.lifecycle import Gate
 from diffserve.service.metrics import add_metrics
-from diffserve.service.models import is_alias, model_entry, model_list, model_names
+from diffserve.service.models import capabilities_of, is_alias, model_entry, model_list, model_names
 from diffserve.service.page import PageRoute
-from diffserve.service.texts.completions import chat_completions, text_completions
-from diffserve.service.texts.rewriter_choice import RewriterMode
+from diffserve.service.texts.completions import ChatCompletions, TextCompletions
 from diffserve.service.texts.rewrites import RewriteEndpoint
-from diffserve.service.texts.schemas import ChatBody, CompletionBody, RewriteBody
+from diffserve.service.texts.schemas import ChatBody, CompletionBody, RewriteBody, RewriterMode
 from diffserve.types import ModelInfo
 from diffserve.version import __version__
 
@@ -58,13 +56,13 @@ def create_app(
     if config.debug:
         _add_debug(app, engine)
     _add_models(app, engine, config)
-    add_metrics(app, engine)
+    add_metrics(app, engine.metrics, lambda: engine.up().stats())
     admission = Admission(engine.settings, engine.metrics)
     images = Generations(engine, config, gate, admission, rewriter=rewriter, pictures=pictures)
-    _post(app, "/v1/images/generations", images.create, GenerateBody, "Paint pictures from a text")
+    _post(app, "/v1/images/generations", images, GenerateBody, "Paint pictures from a text")
     _post(app, "/v1/images/generations/{request_id}/cancel", images.cancel, None, "Stop painting; the id is the secret")
-    chat = chat_completions(engine, config, gate, admission)
-    texts = text_completions(engine, config, gate, admission)
+    chat = ChatCompletions(engine, config, gate, admission)
+    texts = TextCompletions(engine, config, gate, admission)
     _post(app, "/v1/chat/completions", chat, ChatBody, "Answer a conversation")
     _post(app, "/v1/completions", texts, CompletionBody, "Continue texts")
     rewrites = RewriteEndpoint(engine, config, gate, admission)
@@ -102,7 +100,8 @@ def _add_debug(app: FastAPI, engine: EngineClient) -> None:
     async def trace(request: Request) -> Response:
         if request.client is not None and not is_loopback(request.client.host):
             raise HttpError(403, "request ids are told on the server's own machine only.", code="local_only")
-        return JSONResponse({"num_requests": await engine.count(), "unet_calls": await engine.trace()})
+        num_requests = (await engine.up().ping()).num_requests
+        return JSONResponse({"num_requests": num_requests, "unet_calls": await engine.up().trace()})
 
 
 def _add_models(app: FastAPI, engine: EngineClient, config: ServeConfig) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
-from diffserve.errors import DeadlineExceeded
+from diffserve.errors import DeadlineExceeded, EngineUnavailable
 from diffserve.service.http.bodies import BodyT, parse
 from diffserve.service.http.errors import HttpError
 
@@ -95,41 +96,71 @@ def hung_up() -> HttpError:
     return HttpError(CLIENT_CLOSED_REQUEST, "the client hung up.", code="client_closed_request")
 
 
-def header_text(warnings: list[str]) -> str:
+def header_text(warnings: Sequence[str]) -> str:
     """``warnings`` as one header value: printable ASCII, within 1000 characters."""
     text = " | ".join(warnings).encode("ascii", "backslashreplace").decode("ascii")
     return "".join(c if c.isprintable() else " " for c in text)[:1000]
 
 
-def warning_headers(warnings: list[str]) -> dict[str, str]:
+def json_response(data: bytes, warnings: Sequence[str]) -> Response:
+    """A whole answer."""
+    return Response(data, headers=warning_headers(warnings), media_type="application/json")
+
+
+def warning_headers(warnings: Sequence[str]) -> dict[str, str]:
     """The headers of an answer that comes with ``warnings``; none without."""
     return {"x-diffserve-warnings": header_text(warnings)} if warnings else {}
+
+
+class Gate:
+    """Counts the requests that are being worked on; once closed, it lets nobody in and says when the last is out."""
+
+    def __init__(self) -> None:
+        self._num_inside = 0
+        self.is_closed = False
+        self.empty = asyncio.Event()
+        self.empty.set()
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Be counted for the length of the block. EngineUnavailable once the gate is closed."""
+        if self.is_closed:
+            raise EngineUnavailable("the server is shutting down; please try again in a moment.")
+        self._num_inside += 1
+        self.empty.clear()
+        try:
+            yield
+        finally:
+            self._num_inside -= 1
+            if self._num_inside == 0:
+                self.empty.set()
+
+    def close(self) -> None:
+        """Let nobody else in."""
+        self.is_closed = True
 
 
 class InFlight:
     """Interruptions by request id, each for as long as its request is worked on."""
 
     def __init__(self) -> None:
-        self._interruptions: dict[str, Interruption] = {}
-        self._over: dict[str, asyncio.Event] = {}
+        self._inside: dict[str, tuple[Interruption, asyncio.Event]] = {}
 
     @contextmanager
     def listed(self, request_id: str, interrupted: Interruption) -> Iterator[None]:
         """For the length of the block ``request_id`` can be cancelled."""
-        over = self._over[request_id] = asyncio.Event()
-        self._interruptions[request_id] = interrupted
+        _, over = self._inside[request_id] = interrupted, asyncio.Event()
         try:
             yield
         finally:
-            del self._interruptions[request_id], self._over[request_id]
+            del self._inside[request_id]
             over.set()
 
     async def cancel(self, request_id: str) -> bool:
         """End a request, and return when it holds nothing any more. False where it is unknown, or over."""
-        interrupted = self._interruptions.get(request_id)
-        if interrupted is None:
+        if request_id not in self._inside:
             return False
-        over = self._over[request_id]
+        interrupted, over = self._inside[request_id]
         if not interrupted.done():
             interrupted.set_result(cancelled())
         await over.wait()

@@ -7,8 +7,8 @@ for at each scrape. An engine that does not answer within ``ASK_S`` is shown as 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from typing import Final, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Final, TypeVar
 
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
@@ -62,8 +62,6 @@ class Metrics:
                         self._fallbacks.labels(one.fallback).inc()
             case Failed() | Cancelled():
                 self._requests.labels(kind, OUTCOMES[type(event)]).inc()
-            case _:
-                pass
 
     def observe_loop(self, late_s: float, blocked_s: float) -> None:
         """Take note of a look at the event loop (see ``loop_lag``)."""
@@ -101,28 +99,17 @@ class Metrics:
         return Histogram(f"diffserve_{name}", text, ("kind",), buckets=buckets, registry=self._registry)
 
 
-class Watched(Protocol):
-    """An engine that can be asked."""
-
-    @property
-    def metrics(self) -> Metrics:
-        """Told of all that it answers."""
-
-    async def stats(self) -> EngineStats | None:
-        """Its numbers as of a moment ago; EngineUnavailable where it is gone."""
-
-
-def add_metrics(app: FastAPI, engine: Watched) -> None:
-    """Offer ``GET /metrics``."""
+def add_metrics(app: FastAPI, metrics: Metrics, ask: Callable[[], Awaitable[EngineStats | None]]) -> None:
+    """Offer ``GET /metrics``; ``ask`` raises EngineUnavailable where there is no engine."""
 
     @app.get("/metrics", summary="Numbers for Prometheus", include_in_schema=False)
-    async def metrics() -> Response:
+    async def answer() -> Response:
         try:
             async with asyncio.timeout(ASK_S):
-                stats = await engine.stats()
+                stats = await ask()
         except (TimeoutError, EngineUnavailable):
             stats = None
-        return Response(engine.metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
+        return Response(metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
 
 
 class _Snapshot(Collector):

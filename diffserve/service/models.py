@@ -1,4 +1,5 @@
-"""Model names: the loaded models under their own ids, and the names that clients have written into their code."""
+"""Model names: the loaded models under their own ids, and those that clients have written into their code; and what the
+models can do, for those who build a page or a tool on the API."""
 
 from __future__ import annotations
 
@@ -6,10 +7,16 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+import msgspec
+
+from diffserve.config import ServeConfig
 from diffserve.errors import EngineUnavailable, ModelNotFound
+from diffserve.quality import quality_steps
 from diffserve.service.http.bodies import show
+from diffserve.service.texts.schemas import styles
 from diffserve.text_types import LanguageModelInfo
-from diffserve.types import ModelInfo
+from diffserve.types import MAX_IMAGES, ModelInfo
+from schedulers import SAMPLERS, SIGMA_SCHEDULES, Sampler, resolve_sampler
 
 ALIASES: Final = (
     "dall-e-2",
@@ -88,3 +95,47 @@ def model_list(
     """Every name, as OpenAI lists models; ``capabilities`` by the name of the model that has them."""
     names = model_names(info, language)
     return {"object": "list", "data": [model_entry(name, created, capabilities.get(name)) for name in names]}
+
+
+def capabilities_of(
+    info: ModelInfo, language: LanguageModelInfo | None, config: ServeConfig
+) -> dict[str, dict[str, Any]]:
+    """By the name of each loaded model, ``{"image": ...}`` or ``{"language": ...}``."""
+    found = {info.model_id: {"image": image_capabilities(info, config)}}
+    if language is not None:
+        found.setdefault(language.model_id, {})["language"] = language_capabilities(language)
+    return found
+
+
+def image_capabilities(info: ModelInfo, config: ServeConfig) -> dict[str, Any]:
+    """Sizes are [width, height] in pixels, the native one first."""
+    sampler, sigma_schedule = resolve_sampler(info.default_sampler)
+    return {
+        **{name: getattr(info, name) for name in ("family", "digest", "device", "dtype")},
+        "samplers": [_sampler(choice) for choice in SAMPLERS.values()],
+        "sigma_schedules": list(SIGMA_SCHEDULES),
+        "sizes": [list(size) for size in info.good_sizes],
+        "min_side_px": config.min_size_px,
+        "max_side_px": config.max_size_px,
+        "quality_steps": quality_steps(info),
+        "default_sampler": sampler,
+        "default_sigma_schedule": sigma_schedule,
+        "default_num_steps": info.default_num_steps,
+        "default_guidance_scale": info.default_guidance_scale,
+        "default_spacing": info.default_spacing,
+        "train_timesteps": info.train_timesteps,
+        "max_images": MAX_IMAGES,
+        "world": msgspec.to_builtins(info.world),
+    }
+
+
+def language_capabilities(info: LanguageModelInfo) -> dict[str, Any]:
+    """A model without a chat template writes texts, but no prompts."""
+    own = ("architecture", "digest", "device", "dtype", "context_tokens")
+    told = {name: getattr(info, name) for name in own}
+    return told | {"styles": list(styles()), "can_rewrite": info.has_chat_template}
+
+
+def _sampler(sampler: Sampler) -> dict[str, Any]:
+    told = {name: getattr(sampler, name) for name in ("name", "label", "summary", "takes_eta")}
+    return told | {"is_stochastic": sampler.stochastic, "evaluations_per_step": sampler.evaluations_per_step}

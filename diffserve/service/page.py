@@ -17,8 +17,8 @@ from starlette.routing import BaseRoute, Match, NoMatchFound
 from starlette.types import Message, Receive, Scope, Send
 
 from diffserve.errors import DiffserveError, EngineUnavailable
+from diffserve.service.http.bodies import check_strict
 from diffserve.service.http.errors import OUR_MISTAKE, reply_to
-from diffserve.service.http.json_shape import check_strict
 from diffserve.service.lifecycle import hung_up, in_thread_if_long, read_json
 
 MountPage = Callable[[FastAPI, str], tuple[str, ...]]
@@ -127,19 +127,15 @@ class PageRoute(BaseRoute):
             held.error = hung_up()
         except Exception as raised:
             held.error = raised
-        if held.error is not None:
-            await _refuse(held.error, scope, receive, None if held.is_started else send)
-
-
-async def _refuse(error: Exception, scope: Scope, receive: Receive, send: Send | None) -> None:
-    """Log ``error`` where it is ours, and answer with it where an answer may still begin (``send``)."""
-    reply = reply_to(error)
-    if reply.status >= 500:
-        unknown = None if isinstance(error, DiffserveError) else error
-        facts = {"request_id": scope["state"].get("request_id", ""), "reason": type(error).__name__}
-        log.error("the page failed", exc_info=unknown, extra=facts)
-    if send is not None:
-        await reply.response(scope, receive, send)
+        if held.error is None:
+            return
+        reply = reply_to(held.error)
+        if reply.status >= 500:
+            unknown = None if isinstance(held.error, DiffserveError) else held.error
+            facts = {"request_id": scope["state"].get("request_id", ""), "reason": type(held.error).__name__}
+            log.error("the page failed", exc_info=unknown, extra=facts)
+        if not held.is_started:
+            await reply.response(scope, receive, send)
 
 
 class _Held:

@@ -25,12 +25,12 @@ from diffserve.config import ServeConfig, Settings
 from diffserve.errors import ConfigError, EngineUnavailable
 from diffserve.logs import json_logs
 from diffserve.service.app import create_app
-from diffserve.service.drain import Gate
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.http.hosts import is_loopback
 from diffserve.service.http.loop_lag import keep_loop_nimble, watch_loop
 from diffserve.service.http.protocol import MAX_HEADER_BYTES, Http1
 from diffserve.service.images.kept_pictures import KeptPictures
+from diffserve.service.lifecycle import Gate
 from diffserve.service.page import MountPage, Page
 
 GOODBYE_S = 10  # for answers that are already being written
@@ -77,10 +77,6 @@ def bind(config: ServeConfig) -> socket.socket:
         ) from None
 
 
-def _pictures(config: ServeConfig) -> KeptPictures:
-    return KeptPictures(Path(config.data_dir).expanduser() / "pictures", max_bytes=config.url_pictures_bytes)
-
-
 class _Server:
     def __init__(self, settings: Settings, listener: socket.socket, mount_page: MountPage | None) -> None:
         self._settings = settings
@@ -97,32 +93,34 @@ class _Server:
         engine, gate = EngineClient(self._settings), Gate()
         route = None if self._page is None else self._page.route
         rewriter = self._settings.text.prompt_rewriter
-        pictures = _pictures(self._settings.serve)
-        app = create_app(engine, self._settings.serve, gate, rewriter=rewriter, page=route, pictures=pictures)
-        http = HttpServer(uvicorn_config(app, _num_connections(self._settings.serve.max_connections)))
+        config = self._settings.serve
+        pictures = KeptPictures(Path(config.data_dir).expanduser() / "pictures", max_bytes=config.url_pictures_bytes)
+        app = create_app(engine, config, gate, rewriter=rewriter, page=route, pictures=pictures)
+        http = HttpServer(uvicorn_config(app, _num_connections(config.max_connections)))
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         engine.start()
         answering = asyncio.create_task(http.serve(sockets=[self._listener]))
         self._say(f"listening on {self._url()}, loading {self._settings.model.model_id}")
-        if not is_loopback(self._settings.serve.host):
+        if not is_loopback(config.host):
             self._say("anybody who reaches this address may paint: there are no keys yet")
-        announcing = asyncio.create_task(self._announce(engine))
         opening = asyncio.create_task(self._open_page())
-        sweeping = asyncio.create_task(pictures.sweep_for_ever())
-        watching = asyncio.create_task(watch_loop(engine.metrics.observe_loop))
+        besides = (self._announce(engine), pictures.sweep_for_ever(), watch_loop(engine.metrics.observe_loop))
+        beside = [asyncio.create_task(work) for work in besides]
         try:
-            await self._until_over(engine, answering)
+            stop = asyncio.create_task(self._stop.wait())
+            ends: set[asyncio.Future[Any]] = {stop, engine.failed, answering}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            stop.cancel()
         finally:
-            announcing.cancel()
-            sweeping.cancel()
-            watching.cancel()
+            for task in beside:
+                task.cancel()
             gate.close()
             await self._drain(gate)
             await engine.stop()
             await self._close_page(opening)
             http.should_exit = True
-            await asyncio.gather(answering, announcing, sweeping, watching, return_exceptions=True)
+            await asyncio.gather(answering, *beside, return_exceptions=True)
         if not engine.failed.done():
             return 0
         if isinstance(engine.failed.result(), EngineUnavailable):
@@ -135,15 +133,9 @@ class _Server:
         log.info("told to stop", extra={"num_signals": self._num_signals})
         (self._stop if self._num_signals == 1 else self._hurry).set()
 
-    async def _until_over(self, engine: EngineClient, answering: asyncio.Task[None]) -> None:
-        stop = asyncio.create_task(self._stop.wait())
-        ends: list[asyncio.Future[Any]] = [stop, engine.failed, answering]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
-
     async def _drain(self, gate: Gate) -> None:
         """Wait for the work in progress, for as long as is allowed."""
-        waits = {asyncio.create_task(gate.wait_until_empty()), asyncio.create_task(self._hurry.wait())}
+        waits = {asyncio.create_task(gate.empty.wait()), asyncio.create_task(self._hurry.wait())}
         timeout_s = self._settings.serve.shutdown_timeout_s
         _, pending = await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         for task in pending:

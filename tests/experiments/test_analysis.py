@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from diffserve.experiments.analysis import Analysis, PictureSet
-from diffserve.experiments.estimates import Estimate, Measure
+from diffserve.experiments.estimates import SET_MEASURES, Estimate, Measure
 from diffserve.experiments.metrics.set_distance import frechet_distance, kernel_distance
 from diffserve.experiments.plan import SweepPlan
 from diffserve.experiments.records import features_of
@@ -25,7 +25,7 @@ def with_sets(plan: SweepPlan = PLAN, shift: float = 0.0) -> Analysis:
     features = np.random.default_rng(99).normal(shift, 1, size=(len(prompts), NUM_FEATURES)).astype(np.float32)
     drawn = PictureSet(features, prompts, len(plan.prompts))
     first = Analysis(plan, records, drawn, {})
-    measures = [measure for measure in Measure if measure.is_of_sets]
+    measures = list(SET_MEASURES)
     found = {(cell, measure): set_value(first, cell, measure) for cell in records for measure in measures}
     return Analysis(plan, records, drawn, {key: value for key, value in found.items() if value is not None})
 

@@ -11,9 +11,8 @@ import pytest
 from diffserve.experiments.charts import over_seconds, over_steps
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.plan import Cell
-from diffserve.experiments.scales import Scale, apart, linear_scale, linear_ticks, log_scale, log_ticks
 from diffserve.experiments.summary import CellSummary
-from diffserve.experiments.svg import COLORS, figure
+from diffserve.experiments.svg import COLORS, Scale, apart, figure, linear_scale, linear_ticks, log_scale, log_ticks
 from ui.experiment.view import knee_sentence
 
 MEASURES = (Measure.EXACT, Measure.PSNR_DB)

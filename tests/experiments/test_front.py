@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from diffserve.experiments.front import Point, knee, pareto_front
+from diffserve.experiments.charts import Point, knee, pareto_front
 
 
 def points(*pairs: tuple[float, float]) -> list[Point]:

@@ -11,8 +11,7 @@ import pytest
 
 from diffserve.errors import InvalidRequest
 from diffserve.experiments import plan
-from diffserve.experiments.axes import numbers, split_axis, whole_numbers
-from diffserve.experiments.plan import TIMED_ROUNDS, Cell, SweepPlan
+from diffserve.experiments.plan import TIMED_ROUNDS, Cell, SweepPlan, numbers, split_axis, whole_numbers
 from tests.engine.desk import INFO
 
 PROMPTS = ("a fox", "two apples", "a cat above a dog")
@@ -155,7 +154,7 @@ def test_an_axis_that_cannot_be_read_is_named(text: str, named: str) -> None:
 
 
 def test_what_a_page_needs_of_a_sweep_loads_neither_torch_nor_the_engine() -> None:
-    modules = ("experiment", "analysis", "svg", "front")
+    modules = ("experiment", "analysis", "svg", "charts")
     heavy = ("torch", "diffusers", "matplotlib", "diffserve.engine", "diffserve.runtime")
     imports = "; ".join(f"import diffserve.experiments.{module}" for module in modules)
     code = f"import sys; {imports}; print([name for name in {heavy} if name in sys.modules])"

@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from diffserve.experiments import plots
-from diffserve.experiments.charts import over_seconds, time_measures
+from diffserve.experiments.charts import over_seconds, strip_grid, time_measures
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.plan import Cell
-from diffserve.experiments.strip_grid import strip_grid
 from diffserve.experiments.summary import CellSummary, summarise
 from tests.experiments.synthetic import analysis_of, plan_of, time_of
 

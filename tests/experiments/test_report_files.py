@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffserve.experiments.charts import over_seconds, over_steps
+from diffserve.experiments.charts import StripGrid, over_seconds, over_steps
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.findings import AS_EXPECTED, OTHERWISE, Finding
 from diffserve.experiments.plan import Cell
-from diffserve.experiments.report_page import Section, Strip, write_page
-from diffserve.experiments.report_text import write_markdown
-from diffserve.experiments.strip_grid import StripGrid
+from diffserve.experiments.report_page import Section, Strip, write_markdown, write_page
 from diffserve.experiments.summary import CellSummary, summarise, write_csv
 from tests.experiments.synthetic import analysis_of, plan_of, time_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diffserve.experiments.estimates import Estimate, Measure
-from diffserve.experiments.wording import describe_difference, describe_gains, join_numbers
+from diffserve.experiments.findings import describe_difference, describe_gains, join_numbers
 
 
 @pytest.mark.parametrize(

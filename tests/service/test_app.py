@@ -15,9 +15,9 @@ import pytest
 from diffserve.config import load_settings
 from diffserve.errors import ConfigError
 from diffserve.service.app import create_app
-from diffserve.service.drain import Gate
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.images.kept_pictures import KeptPictures
+from diffserve.service.lifecycle import Gate
 from diffserve.service.run import check_open
 
 POSTS = ("/v1/images/generations", "/v1/chat/completions", "/v1/completions", "/v1/prompts/rewrite")

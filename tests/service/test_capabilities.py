@@ -11,8 +11,7 @@ from diffserve.client import Capabilities, Client, ImageCapabilities
 from diffserve.config import ServeConfig, load_settings
 from diffserve.errors import ModelNotFound
 from diffserve.quality import quality_steps
-from diffserve.service.capabilities import capabilities_of
-from diffserve.service.models import ALIASES
+from diffserve.service.models import ALIASES, capabilities_of
 from diffserve.text_types import LanguageModelInfo
 from diffserve.types import ModelInfo
 from schedulers import SAMPLERS

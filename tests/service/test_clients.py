@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from diffserve.client import Asker, ask_for
 from diffserve.client.on_behalf import HEADER, headers
-from diffserve.service.clients import MOST_KEYS, Clients
+from diffserve.service.admission import MOST_KEYS, Clients
 
 
 def request(peer: str | None, **headers: str) -> Request:

@@ -45,7 +45,7 @@ class Engine:
 
     async def quiet(self) -> None:
         async with asyncio.timeout(SOON_S):
-            while await self.client.count():
+            while (await self.client.up().ping()).num_requests:
                 await asyncio.sleep(0.01)
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ def test_a_refused_text_raises_what_the_engine_says(engine: Engine) -> None:
 
 def test_prometheus_reads_what_happened(engine: Engine) -> None:
     app = FastAPI()
-    add_metrics(app, engine.client)
+    add_metrics(app, engine.client.metrics, lambda: engine.client.up().stats())
 
     async def scrape() -> str:
         await events_of(engine.client.submit(TextRequest(prompt="x", params=SamplingParams(max_tokens=3))))

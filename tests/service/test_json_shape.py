@@ -8,7 +8,7 @@ import time
 import pytest
 
 from diffserve.errors import InvalidRequest
-from diffserve.service.http.json_shape import MAX_JSON_DEPTH, MAX_KEYS, MAX_VALUES, check_shape, check_strict
+from diffserve.service.http.bodies import MAX_JSON_DEPTH, MAX_KEYS, MAX_VALUES, check_shape, check_strict
 
 MEGABYTE = 1 << 20
 

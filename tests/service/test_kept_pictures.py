@@ -17,10 +17,11 @@ from starlette.requests import Request
 
 from diffserve.config import Flag, load_settings
 from diffserve.errors import ConfigError, InvalidRequest
+from diffserve.service.http.bodies import parse
 from diffserve.service.http.errors import HttpError
 from diffserve.service.images.kept_pictures import KeptPictures, base_url_of
 from diffserve.service.images.painting import plan_painting
-from diffserve.service.images.schemas import parse_body
+from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.models import is_alias
 from tests.service.server import GENERATIONS, RunningServer, error_of, files_of
 from tests.service.test_painting import INFO
@@ -285,8 +286,10 @@ def test_models_are_found_by_these_names_too(server: RunningServer) -> None:
 def test_where_none_are_kept_a_url_is_refused_and_older_models_get_the_file() -> None:
     config = load_settings(env={"DIFFSERVE_SERVE_URL_PICTURES_BYTES": "0"}).serve
     with pytest.raises(InvalidRequest, match="b64_json"):
-        plan_painting(parse_body(b'{"prompt": "a", "response_format": "url"}'), INFO, config, "img-1")
-    assert not plan_painting(parse_body(b'{"prompt": "a", "model": "dall-e-3"}'), INFO, config, "img-1").has_urls
+        plan_painting(parse(GenerateBody, b'{"prompt": "a", "response_format": "url"}'), INFO, config, "img-1")
+    assert not plan_painting(
+        parse(GenerateBody, b'{"prompt": "a", "model": "dall-e-3"}'), INFO, config, "img-1"
+    ).has_urls
 
 
 def test_sweeping_goes_on_after_a_folder_that_cannot_be_read(

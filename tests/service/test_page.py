@@ -13,8 +13,8 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from diffserve.config import Flag, load_settings
 from diffserve.service.app import create_app
-from diffserve.service.drain import Gate
 from diffserve.service.engine.client import EngineClient
+from diffserve.service.lifecycle import Gate
 from diffserve.service.page import MountPage, Page
 from tests.service.server import RunningServer
 

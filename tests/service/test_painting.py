@@ -19,13 +19,14 @@ from diffserve.errors import (
     NumericalError,
     QueueFull,
 )
+from diffserve.service.http.bodies import parse
 from diffserve.service.http.errors import HttpError, error_of, reply_to
 from diffserve.service.http.hosts import is_loopback
 from diffserve.service.images.painting import CheckedImages, plan_painting
-from diffserve.service.images.schemas import parse_body
+from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.lifecycle import header_text
 from diffserve.service.models import ALIASES, check_model, model_list
-from diffserve.service.texts.rewriter_choice import RewriterMode
+from diffserve.service.texts.schemas import RewriterMode
 from diffserve.types import Failed, ModelInfo, RewriteOptions
 
 CONFIG: ServeConfig = load_settings(env={}).serve
@@ -54,7 +55,7 @@ INFO = ModelInfo(
 
 
 def plan(**fields: Any) -> CheckedImages:
-    return plan_painting(parse_body(json.dumps({"prompt": "a fox", **fields}).encode()), INFO, CONFIG, "img-1")
+    return plan_painting(parse(GenerateBody, json.dumps({"prompt": "a fox", **fields}).encode()), INFO, CONFIG, "img-1")
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def plan(**fields: Any) -> CheckedImages:
 def test_the_rewriter_is_the_bodys_choice_and_else_the_servers(
     default: RewriterMode, said: object, expected: RewriteOptions | None
 ) -> None:
-    body = parse_body(json.dumps({"prompt": "a fox", "prompt_rewriter": said}).encode())
+    body = parse(GenerateBody, json.dumps({"prompt": "a fox", "prompt_rewriter": said}).encode())
     assert plan_painting(body, INFO, CONFIG, "img-1", rewriter=default).request.rewriting == expected
 
 

@@ -14,10 +14,9 @@ from starlette.responses import Response
 
 from diffserve.config import load_settings
 from diffserve.service.app import create_app
-from diffserve.service.drain import Gate
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.http import middleware, protocol
-from diffserve.service.lifecycle import read_json
+from diffserve.service.lifecycle import Gate, read_json
 from diffserve.service.run import HttpServer, uvicorn_config
 
 ALIVE = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"

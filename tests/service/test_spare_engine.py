@@ -16,9 +16,9 @@ from httpx import ASGITransport, AsyncClient
 
 from diffserve.config import load_settings
 from diffserve.service.app import create_app
-from diffserve.service.drain import Gate
 from diffserve.service.engine.client import USUAL_LOAD_S, EngineClient, LoadTimes
 from diffserve.service.engine.connection import EngineConnection
+from diffserve.service.lifecycle import Gate
 from tests.service.server import GENERATIONS, SOON_S, START_S, RunningServer, files_of, running_server, wait_for
 
 Model = Callable[[str], Path]

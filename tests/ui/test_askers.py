@@ -7,7 +7,7 @@ from contextvars import copy_context
 from starlette.datastructures import Address, Headers
 
 from diffserve.client.on_behalf import HEADER, Asker, asker_in, headers
-from ui.askers import MOST_CHARS, ask_for_visitor
+from ui.visitors import MOST_CHARS, ask_for_visitor
 
 
 class Request:

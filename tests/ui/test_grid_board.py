@@ -14,9 +14,9 @@ from diffserve.experiments.painter import PreviewImage, RefusedImage, RowsDone
 from diffserve.experiments.plan import Cell, PlannedImage, SweepPlan
 from diffserve.images import decode_image
 from tests.ui.painted import COLOR, paint
-from ui.experiment import export
 from ui.experiment.board import Board
 from ui.experiment.speed import Timing
+from ui.experiment.view import sheet_of, table_of
 
 GUESS = Timing(row_s=0.01, rest_s=0.1)
 MakeBoard = Callable[..., Board]
@@ -160,7 +160,7 @@ def test_a_measure_that_a_picture_lacks_is_no_measure_of_its_cell(board_of: Make
 def test_the_table_holds_a_line_for_each_square_and_says_where_seconds_come_from(board_of: MakeBoard) -> None:
     board = board_of()
     paint_all(board, is_exact=True)
-    rows = list(csv.DictReader(io.StringIO(export.table(board.summaries(GUESS)))))
+    rows = list(csv.DictReader(io.StringIO(table_of(board.summaries(GUESS)))))
     assert [(row["sampler"], row["steps"]) for row in rows] == [
         ("ddpm", "4"), ("ddim", "4"), ("ddpm", "8"), ("ddim", "8"),
     ]  # fmt: skip
@@ -174,10 +174,10 @@ def test_the_table_holds_a_line_for_each_square_and_says_where_seconds_come_from
 def test_the_picture_holds_grid_and_curves(board_of: MakeBoard) -> None:
     board = board_of()
     paint_all(board, is_exact=True)
-    sheet = decode_image(export.picture(board.summaries(GUESS), board))
+    sheet = decode_image(sheet_of(board.summaries(GUESS), board))
     assert (sheet.array == COLOR).all(axis=-1).any(), "the pictures themselves"
     unmeasured = board_of(has_converged=False)
     for image in unmeasured.plan.images():
         paint(unmeasured, image)
-    grid_alone = decode_image(export.picture(unmeasured.summaries(GUESS), unmeasured))
+    grid_alone = decode_image(sheet_of(unmeasured.summaries(GUESS), unmeasured))
     assert sheet.height_px > 2 * grid_alone.height_px, "two rows of curves below the grid"

@@ -57,7 +57,7 @@ def test_an_error_is_a_sentence_with_the_way_out(error: Exception, said: str) ->
 def test_a_real_server_is_asked_once(text_server: RunningServer) -> None:
     async def story() -> None:
         server = Server(text_server.url)
-        assert await server.is_ready()
+        assert await server.client.is_ready()
         found = await server.wait_for_models()
         assert found.language_id == talker.NAME
         assert await server.models() is found

@@ -10,7 +10,7 @@ from gradio.blocks import BlocksConfig
 from gradio.state_holder import SessionState
 
 from ui.mounting import _within_a_loop
-from ui.sessions import keep_sessions_lean
+from ui.uploads import keep_sessions_lean
 
 
 @pytest.fixture

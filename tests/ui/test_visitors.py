@@ -13,12 +13,11 @@ import pytest
 
 from tests.service.server import SOON_S, RunningServer
 from tests.ui.test_painting import LONG, order, until_step
-from ui.create.galleries import Galleries, owner_named
 from ui.create.painting import FinishedPicture
 from ui.create.view import PARTS, Screen, follow, resume
 from ui.files import Files
 from ui.server import Server
-from ui.visitors import MAX_EMPTY, MAX_TOKENS, Visitor, Visitors
+from ui.visitors import MAX_EMPTY, MAX_TOKENS, Galleries, Visitor, Visitors, owner_named
 
 TOKEN, OTHER = "0" * 32, "1" * 32
 GRACE_S = 0.5

@@ -11,7 +11,6 @@ import gradio as gr
 from diffserve.client import ImageCapabilities
 from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest
 from ui import captions
-from ui.askers import ask_for_visitor
 from ui.create.layout import CreateTab
 from ui.create.painting import FinishedPicture
 from ui.create.parameters import CheckedForm, Form, check_lengths, doubts, form_of, infotext_of, order_of
@@ -19,7 +18,7 @@ from ui.create.view import Screen, Update, follow, resume, shown
 from ui.events import PRIVATE, SILENT
 from ui.fields import Fields
 from ui.server import Server, sentence
-from ui.visitors import Visitors
+from ui.visitors import Visitors, ask_for_visitor
 
 
 class Creating:
@@ -96,7 +95,10 @@ class Creating:
         ask_for_visitor(request)
         try:
             check_lengths(form)
-            asked = await self._asked(form)
+            try:
+                asked: CheckedForm | Form = order_of(form, (await self._server.models()).image)
+            except EngineUnavailable:  # nobody knows yet what the models can do
+                asked = form
         except DiffserveError as error:
             trouble = self._visitors.of(request.session_hash).trouble = sentence(error)
             yield screen.draw(caption=captions.status(trouble, is_error=True))
@@ -129,13 +131,6 @@ class Creating:
         except InvalidRequest:
             return gr.skip(), gr.skip()
 
-    async def _asked(self, form: Form) -> CheckedForm | Form:
-        """The order that ``form`` is, or the form itself while nobody knows what the models can do."""
-        try:
-            return order_of(form, (await self._server.models()).image)
-        except EngineUnavailable:
-            return form
-
     async def read_parameters(self, file: str | None) -> list[Update]:
         """How the picture in ``file`` was painted, into all fields. The upload is removed."""
         try:
@@ -147,7 +142,7 @@ class Creating:
             said = captions.status(sentence(error), is_error=True)
             return [*[gr.skip()] * len(self._tab.fields), gr.skip(), said]
         said = captions.status("These are the settings of that picture; paint it again.", notes=notes)
-        return [*values_of(form), gr.update(open=True), said]
+        return [*(getattr(form, name) for name in Form.__struct_fields__), gr.update(open=True), said]
 
 
 def _agree(fields: Fields) -> None:
@@ -169,11 +164,6 @@ def _alone(pictures: Sequence[FinishedPicture], index: object) -> list[Update]:
         return Screen().draw()
     picture = pictures[index]
     return Screen().draw(**shown(picture), caption=captions.picture_caption(picture))
-
-
-def values_of(form: Form) -> list[Update]:
-    """What the fields get, in their order."""
-    return [getattr(form, name) for name in Form.__struct_fields__]
 
 
 def _read_once(file: Path, image: ImageCapabilities) -> tuple[Form, tuple[str, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import gradio as gr
 
@@ -75,7 +75,7 @@ def lay_out() -> CreateTab:
             known = palette.lay_out()
             rewrite_mode, wording = _wording()
         with gr.Column(elem_id="show"):
-            picture, batch, caption, painted_from, reuse_seed, copy_parameters, download, parameters, gallery = _show()
+            showing = _show(generate, stop)
         with gr.Column(elem_id="settings"):
             quality = gr.Radio(
                 [(name.capitalize(), name) for name in QUALITIES], value="standard", label="Quality", elem_id="quality"
@@ -84,7 +84,7 @@ def lay_out() -> CreateTab:
                 [(name.capitalize(), name) for name in ASPECTS], value="square", label="Aspect", elem_id="aspect"
             )
             count = gr.Slider(1, MAX_IMAGES, value=1, step=1, label="Pictures", elem_id="count", buttons=[])
-            advanced, negative, steps, sampler, guidance, size, spacing, seed, random_seed, eta, interval = _advanced()
+            advanced, random_seed, rest = _advanced()
             read_parameters = gr.UploadButton(
                 "Read the settings of a picture",
                 file_types=[".png", ".jpg", ".jpeg", ".webp"],
@@ -92,23 +92,7 @@ def lay_out() -> CreateTab:
                 elem_id="read-parameters",
             )
             keep_no_copies(read_parameters)
-    fields = Fields(
-        prompt, negative, quality, aspect, count, rewrite_mode, steps, sampler, guidance, size, seed, eta, spacing,
-        interval,
-    )  # fmt: skip
-    showing = CreateOutputs(
-        picture,
-        batch,
-        caption,
-        painted_from,
-        gallery,
-        parameters,
-        generate,
-        stop,
-        reuse_seed,
-        copy_parameters,
-        download,
-    )
+    fields = Fields(prompt=prompt, quality=quality, aspect=aspect, num_images=count, rewrite_mode=rewrite_mode, **rest)
     token, was_lost = gr.Textbox(visible=False), gr.Checkbox(visible=False)
     return CreateTab(fields, wording, showing, known, token, was_lost, random_seed, read_parameters, advanced)
 
@@ -155,9 +139,7 @@ def _wording() -> tuple[gr.Radio, Wording]:
     return mode, Wording(suggest, panel, suggestion, difference, accept, revert, note)
 
 
-def _show() -> tuple[
-    gr.Image, gr.Gallery, gr.HTML, gr.HTML, gr.Button, gr.Button, gr.DownloadButton, gr.Textbox, gr.Gallery
-]:
+def _show(generate: gr.Button, stop: gr.Button) -> CreateOutputs:
     picture = gr.Image(
         label="Picture",
         show_label=False,
@@ -177,7 +159,19 @@ def _show() -> tuple[
         download = gr.DownloadButton("Download PNG", size="sm", interactive=False, elem_id="download")
     parameters = gr.Textbox(label="Parameters", visible=False, elem_id="parameters")
     gallery = _thumbnails("Painted on this page", "gallery")
-    return picture, batch, caption, painted_from, reuse_seed, copy_parameters, download, parameters, gallery
+    return CreateOutputs(
+        picture,
+        batch,
+        caption,
+        painted_from,
+        gallery,
+        parameters,
+        generate,
+        stop,
+        reuse_seed,
+        copy_parameters,
+        download,
+    )
 
 
 def _thumbnails(label: str, elem_id: str) -> gr.Gallery:
@@ -197,19 +191,8 @@ def _thumbnails(label: str, elem_id: str) -> gr.Gallery:
     )
 
 
-def _advanced() -> tuple[
-    gr.Accordion,
-    gr.Textbox,
-    gr.Textbox,
-    gr.Dropdown,
-    gr.Textbox,
-    gr.Textbox,
-    gr.Dropdown,
-    gr.Textbox,
-    gr.Button,
-    gr.Textbox,
-    gr.Textbox,
-]:
+def _advanced() -> tuple[gr.Accordion, gr.Button, dict[str, Any]]:
+    """The panel, the button beside the seed, and the other fields by their names in ``Fields``."""
     with gr.Accordion("Advanced", open=False, elem_id="advanced") as advanced:
         negative = gr.Textbox("", label="Negative prompt", info="What should not be there.", elem_id="negative-prompt")
         with gr.Row():
@@ -239,7 +222,14 @@ def _advanced() -> tuple[
         with gr.Row(elem_id="seeds"):
             seed = _number("Seed", "random", "seed")
             random_seed = gr.Button("Random", size="sm", elem_id="random-seed")
-    return advanced, negative, steps, sampler, guidance, size, spacing, seed, random_seed, eta, interval
+    return (
+        advanced,
+        random_seed,
+        {
+            **{"negative_prompt": negative, "steps": steps, "sampler": sampler, "guidance": guidance, "size": size},
+            **{"seed": seed, "eta": eta, "spacing": spacing, "guidance_interval": interval},
+        },
+    )
 
 
 def _number(label: str, placeholder: str, elem_id: str, *, info: str | None = None) -> gr.Textbox:

@@ -7,7 +7,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+
+import msgspec
 
 from diffserve.client import CompletedImage, ImageEvent, LostImage, PartialImage, Progress
 from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, QueueFull
@@ -18,7 +19,7 @@ from ui.server import LONGEST_WAIT_S, LOOK_AGAIN_S, PATIENCE_S, Server, sentence
 log = logging.getLogger("diffserve.page")
 
 
-class FinishedPicture(NamedTuple):
+class FinishedPicture(msgspec.Struct, frozen=True):
     """A finished picture: the server's own file, and what it says of itself.
 
     prompt    what it was painted from

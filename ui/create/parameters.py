@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
 import msgspec
 
@@ -91,23 +91,16 @@ def order_of(form: Form, image: ImageCapabilities) -> CheckedForm:
         prompt_rewriter="auto" if form.rewrite_mode == "Auto" else "off",
         output_format="png",
     )
-    if negative.strip():
-        fields["negative_prompt"] = negative
-    if form.sampler and form.sampler.strip():
-        fields["sampler"] = form.sampler.strip()
-    guidance, eta = read_number(form.guidance, "guidance", MAX_GUIDANCE), read_number(form.eta, "eta", 1.0)
-    if guidance is not None:
-        fields["guidance_scale"] = guidance
-    if eta is not None:
-        fields["eta"] = eta
-    if form.spacing:
-        fields["spacing"] = form.spacing
-    interval = read_interval(form.guidance_interval)
-    if interval is not None:
-        fields["guidance_interval"] = interval
-    seed = read_seed(form.seed)
-    if seed is not None:
-        fields["seed"] = seed
+    own = {
+        "negative_prompt": negative if negative.strip() else None,
+        "sampler": (form.sampler or "").strip() or None,
+        "guidance_scale": read_number(form.guidance, "guidance", MAX_GUIDANCE),
+        "eta": read_number(form.eta, "eta", 1.0),
+        "spacing": form.spacing or None,
+        "guidance_interval": read_interval(form.guidance_interval),
+        "seed": read_seed(form.seed),
+    }
+    fields |= cast(StreamedImageFields, {name: value for name, value in own.items() if value is not None})
     return CheckedForm(prompt=prompt, fields=fields, rewrites=form.rewrite_mode == "Auto")
 
 
@@ -157,8 +150,10 @@ def form_of(infotext: str, image: ImageCapabilities | None) -> Form:
     spacing that nobody knows is left out."""
     read = parse_infotext(infotext)
     fields = read.fields
-    quality, steps = _quality(fields.get("Steps"), image)
-    aspect, size = _aspect(fields.get("Size"), image)
+    counts = {name: str(count) for name, count in image.quality_steps.items()} if image is not None else {}
+    sizes = {name: "{}x{}".format(*size_of(name, image)) for name in ASPECTS} if image is not None else {}
+    quality, steps = _named(fields.get("Steps"), Form(prompt=None).quality, counts)
+    aspect, size = _named(fields.get("Size"), Form(prompt=None).aspect, sizes)
     return Form(
         prompt=read.prompt,
         negative_prompt=read.negative_prompt,
@@ -203,22 +198,12 @@ def _spacing(fields: Mapping[str, str]) -> str | None:
     return spacing if spacing in SPACINGS else None
 
 
-def _quality(steps: str | None, image: ImageCapabilities | None) -> tuple[str | None, str | None]:
-    """(quality, None) where one means just these ``steps``, else (None, steps)."""
-    if steps is None:
-        return Form(prompt=None).quality, None
-    qualities = image.quality_steps if image is not None else {}
-    named = next((name for name, count in qualities.items() if str(count) == steps.strip()), None)
-    return named, None if named else steps
-
-
-def _aspect(size: str | None, image: ImageCapabilities | None) -> tuple[str | None, str | None]:
-    """(aspect, None) where one means just this ``size``, else (None, size)."""
-    if size is None:
-        return Form(prompt=None).aspect, None
-    sizes = {name: "{}x{}".format(*size_of(name, image)) for name in ASPECTS} if image is not None else {}
-    named = next((name for name, meant in sizes.items() if meant == size.strip()), None)
-    return named, None if named else size
+def _named(said: str | None, default: str | None, meant: Mapping[str, str]) -> tuple[str | None, str | None]:
+    """(name, None) where one means just what is ``said``, else (None, what is said)."""
+    if said is None:
+        return default, None
+    named = next((name for name, meaning in meant.items() if meaning == said.strip()), None)
+    return named, None if named else said
 
 
 def _steps(form: Form, image: ImageCapabilities) -> int:

@@ -9,13 +9,13 @@ import gradio as gr
 
 from diffserve.client import RewriteDelta, Rewrites
 from diffserve.errors import DiffserveError, InvalidRequest
-from ui.askers import ask_for_visitor
 from ui.captions import status
 from ui.create.layout import CreateTab
 from ui.create.word_difference import difference_html, is_marked
 from ui.events import PRIVATE
 from ui.fields import check_text
 from ui.server import Server, sentence, whole
+from ui.visitors import ask_for_visitor
 
 NOTHING_TO_REWRITE: Final = "Say first what you would like to see; then it can be put into better words."
 NOTES: Final = {
@@ -24,6 +24,7 @@ NOTES: Final = {
     "Auto": "The language model turns your words into a prompt before they are painted.",
 }
 Update = Any  # a value of a component, or what gr.update gives
+HIDDEN: Final[Update] = gr.update(visible=False)
 
 
 class Rewriting:
@@ -121,8 +122,7 @@ def accept(suggestion: str, prompt: str) -> tuple[str, Update, Update]:
 
 def revert(wish: str) -> tuple[str, str, str, Update, Update]:
     """The wish is the prompt again, and the suggestion is gone."""
-    off = gr.update(visible=False)
-    return wish, "", "", off, off
+    return wish, "", "", HIDDEN, HIDDEN
 
 
 def _is_new(wish: str, suggestion: str) -> bool:
@@ -131,19 +131,18 @@ def _is_new(wish: str, suggestion: str) -> bool:
 
 def _offered(wish: str, suggestion: str, *, is_done: bool) -> tuple[Update, ...]:
     """(suggestion, difference, accept, revert) of a suggestion; while it is being written it cannot be accepted."""
-    off, accept = gr.update(visible=False), gr.update(visible=is_done and _is_new(wish, suggestion))
-    return suggestion, difference_html(wish, suggestion), accept, off
+    accept = gr.update(visible=is_done and _is_new(wish, suggestion))
+    return suggestion, difference_html(wish, suggestion), accept, HIDDEN
 
 
 def _nothing(why: str, *, is_error: bool = False) -> tuple[Update, ...]:
     """(suggestion, difference, accept, revert) where nothing is suggested: there is nothing to be pressed."""
-    off = gr.update(visible=False)
-    return "", status(why, is_error=is_error), off, off
+    return "", status(why, is_error=is_error), HIDDEN, HIDDEN
 
 
 def _suggested(wish: str, answer: Rewrites) -> tuple[Update, ...]:
     """What the finished answer shows: the first prompt, or the wish and why it is better left as it is."""
-    first, off = answer.prompts[0], gr.update(visible=False)
+    first = answer.prompts[0]
     if first.revised_prompt is None:
-        return wish, status(whole(first.warning or "your own words are a good prompt already")), off, off
+        return wish, status(whole(first.warning or "your own words are a good prompt already")), HIDDEN, HIDDEN
     return _offered(wish, first.revised_prompt, is_done=True)

@@ -48,19 +48,16 @@ class Screen:
 def shown(picture: FinishedPicture) -> dict[str, Update]:
     """A finished ``picture``, and what can be done with it."""
     return {
-        "picture": str(picture.path),
-        "batch": gr.update(visible=False),
+        **shown_unfinished(picture.path, is_finished=True),
         "painted_from": captions.painted_from(picture),
         "parameters": picture.infotext,
-        "reuse_seed": gr.update(interactive=True),
-        "copy_parameters": gr.update(interactive=True),
         "download": gr.update(value=str(picture.path), interactive=True),
     }
 
 
-def shown_unfinished(preview: Path | None) -> dict[str, Update]:
+def shown_unfinished(preview: Path | None, *, is_finished: bool = False) -> dict[str, Update]:
     """A ``preview``, or no picture at all: nothing can be done with it."""
-    off = gr.update(interactive=False)
+    off = gr.update(interactive=is_finished)
     return {
         "picture": None if preview is None else str(preview),
         "batch": gr.update(visible=False),

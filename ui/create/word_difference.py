@@ -6,7 +6,7 @@ import difflib
 import html
 import re
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import groupby, islice
 from typing import Final, Literal, NamedTuple
 
 Kind = Literal["same", "added", "removed"]
@@ -55,17 +55,13 @@ def _words(text: str) -> list[str]:
 
 
 def _compared(before: list[str], after: list[str]) -> Iterator[WordRun]:
-    matcher = difflib.SequenceMatcher(None, _bare(before), _bare(after), autojunk=False)
+    matcher = difflib.SequenceMatcher(None, [*map(str.strip, before)], [*map(str.strip, after)], autojunk=False)
     for tag, start, end, new_start, new_end in matcher.get_opcodes():
         if tag == "equal":
             yield WordRun("same", "".join(after[new_start:new_end]))
             continue
         yield WordRun("removed", _apart("".join(before[start:end]), new_end > new_start))
         yield WordRun("added", _apart("".join(after[new_start:new_end]), new_end < len(after)))
-
-
-def _bare(words: Iterable[str]) -> list[str]:
-    return [word.strip() for word in words]
 
 
 def _apart(text: str, goes_on: bool) -> str:
@@ -75,15 +71,5 @@ def _apart(text: str, goes_on: bool) -> str:
 
 def _joined(pieces: Iterable[WordRun]) -> Iterator[WordRun]:
     """Without empty ones, and neighbours of one kind as one."""
-    last: WordRun | None = None
-    for piece in pieces:
-        if not piece.text:
-            continue
-        if last is not None and last.kind == piece.kind:
-            last = WordRun(last.kind, last.text + piece.text)
-            continue
-        if last is not None:
-            yield last
-        last = piece
-    if last is not None:
-        yield last
+    for kind, run in groupby((piece for piece in pieces if piece.text), key=lambda piece: piece.kind):
+        yield WordRun(kind, "".join(piece.text for piece in run))

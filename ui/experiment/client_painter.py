@@ -104,7 +104,8 @@ class ClientPainter:
                     case PartialImage():
                         tell(PreviewImage(image, event.file, event.partial_image_index))
                     case CompletedImage():
-                        tell(_to_finished(image, event))
+                        pixels, rows = decode_image(event.file).array, event.usage.num_evaluations
+                        tell(FinishedImage(image, pixels, event.seed, event.spacing, rows, file=event.file))
                     case LostImage():
                         self._refuse(image, event.failure.message, tell)
 
@@ -123,14 +124,3 @@ class ClientPainter:
     def _refuse(self, image: PlannedImage, reason: str, tell: Tell) -> None:
         self._refused.add(image.cell)
         tell(RefusedImage(image, reason))
-
-
-def _to_finished(image: PlannedImage, event: CompletedImage) -> FinishedImage:
-    return FinishedImage(
-        image=image,
-        pixels=decode_image(event.file).array,
-        seed=event.seed,
-        spacing=event.spacing,
-        evaluations=event.usage.num_evaluations,
-        file=event.file,
-    )

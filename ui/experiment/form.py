@@ -8,8 +8,7 @@ from typing import Final, NamedTuple
 
 from diffserve.client import ImageCapabilities
 from diffserve.errors import InvalidRequest
-from diffserve.experiments.axes import numbers, quote, whole_numbers
-from diffserve.experiments.plan import MAX_SAMPLER_CHARS, REFERENCE_STEPS, SweepPlan
+from diffserve.experiments.plan import MAX_SAMPLER_CHARS, REFERENCE_STEPS, SweepPlan, numbers, quote, whole_numbers
 
 MAX_PICTURES: Final = 400
 """A page that is left open should not paint for a night; ``diffserve sweep`` may."""
@@ -43,7 +42,12 @@ def read_form(form: ExperimentForm, image: ImageCapabilities) -> SweepPlan:
     """The plan of ``form`` for the model ``image``, which takes a while: call it in a thread. InvalidRequest for
     anything that could not be painted."""
     steps = tuple(dict.fromkeys(whole_numbers(form.steps, "steps")))
-    _check_steps(steps, image.train_timesteps)
+    most = image.train_timesteps
+    if max(steps) > most:
+        raise InvalidRequest(
+            f"steps has {max(steps)}; the model was trained with {most} timesteps, so {most} steps is the most.",
+            param="steps",
+        )
     prompts = _prompts(form.prompts)
     with _in_words_of_the_form():
         plan = SweepPlan(
@@ -53,7 +57,7 @@ def read_form(form: ExperimentForm, image: ImageCapabilities) -> SweepPlan:
             prompts=prompts,
             num_seeds=_whole(form.num_seeds, "pictures of each prompt", 1),
             first_seed=_whole(form.first_seed, "first seed", 0),
-            reference_steps=min(REFERENCE_STEPS, image.train_timesteps) if form.has_converged else None,
+            reference_steps=min(REFERENCE_STEPS, most) if form.has_converged else None,
         )
     if plan.num_images > MAX_PICTURES:
         raise InvalidRequest(
@@ -113,14 +117,6 @@ def _guidance(value: str | float | None, default: float) -> float:
             f"guidance is {quote(text)}; the page compares at one scale, give one number.", param="guidance"
         )
     return scales[0]
-
-
-def _check_steps(steps: Sequence[int], most: int) -> None:
-    if max(steps) > most:
-        raise InvalidRequest(
-            f"steps has {max(steps)}; the model was trained with {most} timesteps, so {most} steps is the most.",
-            param="steps",
-        )
 
 
 def _whole(value: float | None, name: str, default: int) -> int:

@@ -13,13 +13,13 @@ from diffserve.client import ImageCapabilities
 from diffserve.errors import DiffserveError, EngineUnavailable
 from diffserve.experiments.measure import PromptCheck
 from diffserve.experiments.plan import SweepPlan
-from ui.askers import ask_for_visitor
 from ui.captions import EARLY, seconds_text, status
 from ui.experiment.form import ExperimentForm, read_form
 from ui.experiment.run import GridRun
 from ui.experiment.speed import SpeedProbe
 from ui.experiment.view import Shown, View, names_of, work_text
 from ui.server import Server, sentence
+from ui.visitors import ask_for_visitor
 
 NOT_YET: Final = "How long this takes is known once the server has loaded its models."
 
@@ -68,7 +68,7 @@ class Experimenting:
         """Paint, and show the grid as it fills; at the end curves and files. Whoever leaves early ends it."""
         form = ExperimentForm(samplers, steps, prompts, num_seeds, first_seed, guidance, has_converged)
         try:
-            if not await self._server.is_ready():
+            if not await self._server.client.is_ready():
                 yield Shown(status=status(EARLY), run=gr.update(interactive=False))
                 await self._server.wait_for_models()
             image = await self._image()

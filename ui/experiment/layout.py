@@ -1,4 +1,4 @@
-"""The tab Experiment: what to compare, the grid, the curves. Layout here, what happens in ``handlers``."""
+"""The tab Experiment: what to compare, the grid, the curves. Layout and looks here, what happens in ``handlers``."""
 
 from __future__ import annotations
 
@@ -6,18 +6,53 @@ import json
 from typing import Any, Final, NamedTuple
 
 import gradio as gr
-from gradio.context import Context
 
-from diffserve.client import ImageCapabilities
 from diffserve.errors import DiffserveError
 from diffserve.experiments.measure import CHECKED_FAMILY
 from diffserve.experiments.prompts import held_out_prompts
+from diffserve.experiments.svg import STYLE
 from ui.captions import status
-from ui.events import PRIVATE, SILENT
+from ui.events import PRIVATE, SILENT, keep_form
 from ui.experiment.handlers import NOT_YET, Experimenting
-from ui.experiment.style import CURVES, GRID, SAID
-from ui.memory import keep_form
 from ui.server import Server, sentence
+
+SAID: Final = """
+p { margin: 0; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+.note { margin-top: 4px; font-size: var(--text-sm); color: var(--body-text-color-subdued); }
+.error p:not(.note) { color: var(--error-text-color); }
+.bar { height: 3px; margin: 0 0 8px; border-radius: 2px; overflow: hidden; background: var(--border-color-primary); }
+.bar i { display: block; height: 100%; background: var(--color-accent); transition: width 0.25s linear; }
+"""
+
+GRID: Final = """
+.exp-scroll { --side: clamp(52px, 14vw, 116px); overflow-x: auto; width: 0; min-width: 100%; }
+table { border-collapse: separate; border-spacing: 6px; margin: 0 -6px; }
+table, th, td { border: 0; }
+caption { text-align: left; font-size: var(--text-sm); color: var(--body-text-color-subdued); padding: 0 6px 4px; }
+th { font-weight: 500; font-size: var(--text-sm); color: var(--body-text-color-subdued); white-space: nowrap; }
+thead th { text-align: center; padding-bottom: 2px; }
+thead th.corner { text-align: right; }
+th small { display: block; font-weight: 400; font-size: var(--text-xs); }
+tbody th { position: sticky; left: 0; z-index: 1; text-align: right; padding-right: 6px;
+  background: var(--body-background-fill); white-space: normal; max-width: 6em; }
+@media (max-width: 600px) { table { border-spacing: 4px; } th { font-size: var(--text-xs); } }
+td { width: var(--side); min-width: var(--side); vertical-align: top; text-align: center; padding: 0; }
+td.trouble { vertical-align: middle; font-size: var(--text-xs); color: var(--body-text-color-subdued); }
+td img, td .blank { display: block; width: var(--side); max-width: none; aspect-ratio: 1; margin: 0;
+  object-fit: contain; border-radius: 6px;
+  background: color-mix(in srgb, var(--border-color-primary) 40%, transparent); }
+td img.preview { opacity: 0.75; }
+td a { display: block; border-radius: 6px; }
+td a:focus-visible { outline: 2px solid var(--color-accent); outline-offset: 2px; }
+td small { font-size: var(--text-xs); color: var(--body-text-color-subdued); line-height: 1.3; display: block; }
+.bar { height: 3px; margin: 3px 0 0; border-radius: 2px; overflow: hidden; background: var(--border-color-primary); }
+.bar i { display: block; height: 100%; background: var(--color-accent); }
+"""
+
+CURVES: Final = f"""{STYLE}
+.note {{ font-size: var(--text-sm); color: var(--body-text-color-subdued); margin: 4px 0; max-width: 70ch; }}
+"""
+
 
 DEFAULT_SAMPLERS: Final = (("DDPM", "ddpm"), ("DDIM", "ddim"), ("DPM++ 2M", "dpmpp_2m"))
 DEFAULT_STEPS: Final = "5, 10, 20, 50"
@@ -57,8 +92,8 @@ class ExperimentOutputs(NamedTuple):
     stop: gr.Button
 
 
-def add_experiment(server: Server) -> None:
-    """Lay out the tab in the current context and bind its events; its looks come with it."""
+def add_experiment(server: Server, page: gr.Blocks, tab: gr.Tab) -> None:
+    """Lay out the ``tab`` of the ``page`` in the current context and bind its events; its looks come with it."""
     with gr.Row(elem_id="exp"):
         with gr.Column(scale=2, min_width=300, elem_id="exp-form"):
             fields, held_out = _fields()
@@ -68,7 +103,7 @@ def add_experiment(server: Server) -> None:
                 stop = gr.Button("Stop", variant="stop", elem_id="exp-stop", visible=False)
         with gr.Column(scale=5, min_width=300, elem_id="exp-results"):
             outputs = _outputs(run, stop)
-    _connect(server, Experimenting(server), fields, held_out, estimate, outputs)
+    _connect(server, page, tab, fields, held_out, estimate, outputs)
 
 
 def _fields() -> tuple[ExperimentFields, gr.Button]:
@@ -130,13 +165,14 @@ def _html(name: str, looks: str, value: str = "") -> gr.HTML:
 
 def _connect(
     server: Server,
-    events: Experimenting,
+    page: gr.Blocks,
+    tab: gr.Tab,
     fields: ExperimentFields,
     held_out: gr.Button,
     estimate: gr.HTML,
     outputs: ExperimentOutputs,
 ) -> None:
-    page, tab = _surroundings()
+    events = Experimenting(server)
     outputs.run.click(
         events.run,
         list(fields),
@@ -147,7 +183,7 @@ def _connect(
     )
     outputs.stop.click(events.stop, **PRIVATE)
     estimated = gr.on(
-        [*(field.change for field in fields), *([tab.select] if tab else [])],
+        [*(field.change for field in fields), tab.select],
         events.estimate,
         list(fields),
         estimate,
@@ -167,7 +203,8 @@ def _connect(
             image = (await server.wait_for_models()).image
         except DiffserveError as error:
             return gr.skip(), gr.skip(), status(sentence(error), is_error=True)
-        return gr.update(choices=choices_of(image)), gr.update(visible=image.family == CHECKED_FAMILY), gr.skip()
+        choices = [(choice.label, choice.name) for choice in image.samplers]
+        return gr.update(choices=choices), gr.update(visible=image.family == CHECKED_FAMILY), gr.skip()
 
     keep_form(page, "experiment", fields)
     page.load(
@@ -178,18 +215,3 @@ def _connect(
     )
     page.load(greet, None, [fields.samplers, held_out, estimate], **PRIVATE)
     page.unload(events.leave)
-
-
-def choices_of(image: ImageCapabilities) -> list[tuple[str, str]]:
-    """(what is shown, name) of every sampler."""
-    return [(choice.label, choice.name) for choice in image.samplers]
-
-
-def _surroundings() -> tuple[gr.Blocks, gr.Tab | None]:
-    """The page that is being laid out, and the tab in it."""
-    block = Context.block
-    while block is not None and not isinstance(block, gr.Tab):
-        block = block.parent
-    page = Context.root_block
-    assert page is not None, "lay the tab out within a page"
-    return page, block

@@ -11,7 +11,7 @@ from typing import Final
 
 from diffserve.client import AsyncClient
 from diffserve.errors import DiffserveError
-from diffserve.experiments.experiment import Experiment
+from diffserve.experiments.experiment import paint_measured
 from diffserve.experiments.measure import ImageMeasures, PromptCheck
 from diffserve.experiments.plan import SweepPlan
 from ui.experiment.board import Board
@@ -85,10 +85,10 @@ class GridRun:
         return by_now * (1 - begun)
 
     async def _paint_all(self) -> None:
-        measures, board = ImageMeasures(self.check), self.board
-        experiment = Experiment(self.plan, self._painter, measures, board, board.handle, asyncio.to_thread)
+        plan, measures, board = self.plan, ImageMeasures(self.check), self.board
+        images = plan.images_by_place()
         try:
-            await experiment.paint(self.plan.images_by_place())
+            await paint_measured(plan, self._painter, measures, board, images, board.handle, asyncio.to_thread)
             if not self.is_stopped:
                 self.is_timing = True
                 board.set_timing(await self._painter.time_alone())

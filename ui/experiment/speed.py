@@ -135,18 +135,13 @@ async def measure(client: AsyncClient) -> ServerSpeed:
 
 async def time_alone(client: AsyncClient, plan: SweepPlan) -> Timing:
     """Paint a picture of ``plan`` a few times, alone and with its guidance. Raises what the client raises."""
-
-    async def paint() -> TimedRequest:
-        return await paint_timed(
-            client,
-            plan.prompts[0],
-            sampler=PROBE_SAMPLER,
-            steps=min(TIMED_STEPS, plan.reference_steps or TIMED_STEPS),
-            seed=plan.first_seed,
-            guidance=plan.guidance[0],
-        )
-
-    return timing_of([await paint() for _ in range(TIMED_PICTURES)])
+    steps, seed, scale = min(TIMED_STEPS, plan.reference_steps or TIMED_STEPS), plan.first_seed, plan.guidance[0]
+    return timing_of(
+        [
+            await paint_timed(client, plan.prompts[0], sampler=PROBE_SAMPLER, steps=steps, seed=seed, guidance=scale)
+            for _ in range(TIMED_PICTURES)
+        ]
+    )
 
 
 class SpeedProbe:

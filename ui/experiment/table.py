@@ -20,7 +20,9 @@ Address = Callable[[Path], str]
 
 def grid(board: Board, names: Mapping[str, str], address: Address) -> str:
     """The table; ``names`` says how samplers are called."""
-    plan = board.plan
+    plan, more = board.plan, len(board.plan.places) - 1
+    rest = f"; {more} more for each, not shown" if more else ""
+    caption = f"“{escape(plan.prompts[SHOWN[0]])}”, seed {plan.seed_of(SHOWN)}{rest}"
     steps = dict.fromkeys(cell.num_steps for cell in plan.cells)
     heads = "".join(f'<th scope="col">{n}</th>' for n in steps)
     for reference in plan.references:
@@ -32,17 +34,10 @@ def grid(board: Board, names: Mapping[str, str], address: Address) -> str:
         rows.append(f'<tr><th scope="row">{escape(name)}</th>{squares}</tr>')
     return (
         f'<div class="exp-scroll" tabindex="0" role="region" aria-label="pictures by sampler and steps"><table>'
-        f"<caption>{_caption(board)}</caption>"
+        f"<caption>{caption}</caption>"
         f'<thead><tr><th scope="col" class="corner">steps</th>{heads}</tr></thead><tbody>{"".join(rows)}</tbody>'
         "</table></div>"
     )
-
-
-def _caption(board: Board) -> str:
-    plan = board.plan
-    more = len(plan.places) - 1
-    rest = f"; {more} more for each, not shown" if more else ""
-    return f"“{escape(plan.prompts[SHOWN[0]])}”, seed {plan.seed_of(SHOWN)}{rest}"
 
 
 def _square(board: Board, cell: Cell, names: Mapping[str, str], address: Address) -> str:
@@ -50,7 +45,9 @@ def _square(board: Board, cell: Cell, names: Mapping[str, str], address: Address
     name = f"{names.get(cell.sampler, cell.sampler)}, {cell.num_steps} steps"
     if square.trouble is not None:
         return f'<td class="trouble" title="{escape(square.trouble)}">not painted</td>'
-    return f"<td>{_look(square, name, address)}{_bar(board, square)}<small>{_worth(board, square)}</small></td>"
+    share = sum(square.fractions.values()) / len(board.plan.places)
+    bar = f'<div class="bar"><i style="width:{100 * share:.0f}%"></i></div>'
+    return f"<td>{_look(square, name, address)}{bar}<small>{_worth(board, square)}</small></td>"
 
 
 def _look(square: Square, name: str, address: Address) -> str:
@@ -60,12 +57,6 @@ def _look(square: Square, name: str, address: Address) -> str:
     if not square.is_shown_whole:
         return f'<img class="preview" src="{source}" alt="{escape(name)}, being painted">'
     return f'<a href="{source}" target="_blank" rel="noopener"><img src="{source}" alt="{escape(name)}"></a>'
-
-
-def _bar(board: Board, square: Square) -> str:
-    """How far all pictures of the square are."""
-    share = sum(square.fractions.values()) / len(board.plan.places)
-    return f'<div class="bar"><i style="width:{100 * share:.0f}%"></i></div>'
 
 
 def _worth(board: Board, square: Square) -> str:

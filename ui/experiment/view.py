@@ -16,10 +16,13 @@ from diffserve.client import ImageCapabilities
 from diffserve.experiments import svg
 from diffserve.experiments.charts import Chart, Names, over_seconds, over_steps
 from diffserve.experiments.estimates import Measure
+from diffserve.experiments.measure import thumbnail
 from diffserve.experiments.plan import SweepPlan, canonical_sampler
-from diffserve.experiments.summary import CellSummary
+from diffserve.experiments.summary import CellSummary, write_csv
+from diffserve.images import decode_image
 from ui.captions import seconds_text, status
-from ui.experiment import export, table
+from ui.experiment import table
+from ui.experiment.board import Board
 from ui.experiment.run import GridRun
 from ui.experiment.speed import TIMED_PICTURES, ServerSpeed
 from ui.files import Files
@@ -29,19 +32,16 @@ TELL_EVERY_S: Final = 1.0
 """A page is told at least so often, so that one that is gone is noticed."""
 
 CURVES_EVERY_S: Final = 1.5
+SECONDS_ARE: Final = "evaluations times the measured time of one alone"
+THUMBNAIL_PX: Final = 256
 MEASURES: Final = (Measure.EXACT, Measure.PSNR_DB)
 UNMEASURED: Final = (
     "There is nothing to draw a curve from: compare with the converged picture, or write prompts that the checker of "
     "the embedded model knows."
 )
-UNPAIRED: Final = (
-    "There is nothing to draw a curve from: no prompt and seed has a picture of every sampler and step count, and a "
-    "converged one beside them."
-)
-PENDING: Final = (
-    "Curves appear once a prompt and seed has a picture of every sampler and step count, and a converged one beside "
-    "them."
-)
+PAIRED: Final = "prompt and seed has a picture of every sampler and step count, and a converged one beside them."
+UNPAIRED: Final = f"There is nothing to draw a curve from: no {PAIRED}"
+PENDING: Final = f"Curves appear once a {PAIRED}"
 
 
 class Shown(NamedTuple):
@@ -139,8 +139,8 @@ class View:
         summaries, board = self._summaries(), self._run.board
         if not summaries:
             return None, None
-        csv = files.write(export.table(summaries).encode(), "experiment.csv")
-        return csv, files.write(export.picture(summaries, board), "experiment.png")
+        csv = files.write(table_of(summaries).encode(), "experiment.csv")
+        return csv, files.write(sheet_of(summaries, board), "experiment.png")
 
     def _status(self) -> str:
         run, plan = self._run, self._run.plan
@@ -156,24 +156,19 @@ class View:
     def _end_status(self) -> str:
         run, board = self._run, self._run.board
         kept = f"{board.num_painted} of {run.plan.num_images} pictures are painted"
-        notes = tuple(_troubles(run, self._names))
+        notes = [
+            f"{self._names.get(cell.sampler, cell.sampler)}, {cell.num_steps} steps: {square.trouble}"
+            for cell, square in board.squares.items()
+            if square.trouble is not None
+        ]
+        if run.check.why_not is not None:
+            notes.append(f"Prompt match is not measured: {run.check.why_not}")
         if run.error is not None:
             return status(f"{sentence(run.error)} {kept} and kept.", notes=notes, is_error=True)
         if run.is_stopped:
             return status(f"Stopped: {kept} and kept.", notes=notes)
         took = seconds_text(time.monotonic() - self._start_s)
         return status(f"Painted {board.num_painted} pictures in {took}.", notes=notes)
-
-
-def _troubles(run: GridRun, names: dict[str, str]) -> list[str]:
-    """Why squares are empty, and why a measure is missing."""
-    found = [
-        f"{names.get(cell.sampler, cell.sampler)}, {cell.num_steps} steps: {square.trouble}"
-        for cell, square in run.board.squares.items()
-        if square.trouble is not None
-    ]
-    why_not = run.check.why_not
-    return found if why_not is None else [*found, f"Prompt match is not measured: {why_not}"]
 
 
 def knee_sentence(charts: Sequence[Chart], names: Names) -> str:
@@ -217,3 +212,17 @@ def names_of(plan: SweepPlan, image: ImageCapabilities) -> dict[str, str]:
 def address(file: Path) -> str:
     """Where a browser finds a file of this process, from the page."""
     return f"gradio_api/file={quote(str(file))}"
+
+
+def table_of(summaries: Sequence[CellSummary]) -> str:
+    """CSV, one line a square, with the names of ``diffserve sweep``; ``seconds_are`` says where seconds come from."""
+    return write_csv([one for one in summaries if not one.cell.is_reference], seconds_are=SECONDS_ARE)
+
+
+def sheet_of(summaries: Sequence[CellSummary], board: Board) -> bytes:
+    """The grid and the curves below it, as PNG. Takes a second or two: call it in a thread."""
+    from diffserve.experiments import plots
+
+    looks = {cell: square.look for cell, square in board.squares.items() if square.look is not None}
+    small = {cell: thumbnail(decode_image(look.read_bytes()).array, THUMBNAIL_PX) for cell, look in looks.items()}
+    return plots.contact_sheet(summaries, board.plan.prompts[0], small)

@@ -34,7 +34,10 @@ def ssim(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> float:
         raise ValueError(f"SSIM needs pictures of {MIN_SIDE_PX} pixels a side, not {one.shape[:2]}")
     import torch
 
-    from diffserve.experiments.metrics.library import structural_similarity_index_measure
+    from diffserve.runtime.loading.library_imports import hushed
+
+    with hushed("transformers"):
+        from torchmetrics.functional.image import structural_similarity_index_measure
 
     def to_image(pixels: NDArray[np.uint8]) -> torch.Tensor:
         """(1, 3, H, W) in float32: float64 moves SSIM by 3e-4 at most and takes ten times as long."""

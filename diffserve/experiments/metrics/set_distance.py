@@ -13,7 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from diffserve.experiments.metrics.library import FrechetInceptionDistance, KernelInceptionDistance
+from diffserve.runtime.loading.library_imports import hushed
+
+with hushed("transformers"):  # it has something to say about image processors that nobody asked for
+    from torchmetrics.image.fid import FrechetInceptionDistance
+    from torchmetrics.image.kid import KernelInceptionDistance
 
 MAX_SUBSET = 1000
 NUM_SUBSETS = 50

@@ -1,17 +1,91 @@
-"""Charts as PNG: one panel each, one line for each sampler and guidance, with intervals."""
+"""Charts as PNG: one panel each, one line for each sampler and guidance, with intervals; strips of pictures; sheets."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import BytesIO
 
+import matplotlib
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
+from PIL import Image
 
-from diffserve.experiments.charts import Chart, ChartLine, common_measures, over_seconds, over_steps, time_measures
+from diffserve.experiments.charts import (
+    Chart,
+    ChartLine,
+    common_measures,
+    over_seconds,
+    over_steps,
+    strip_grid,
+    time_measures,
+)
 from diffserve.experiments.estimates import Measure
-from diffserve.experiments.plots.drawing import COLORS, FAINT, INK, MARKERS, name_lines, png, style
+from diffserve.experiments.plan import Cell
 from diffserve.experiments.summary import CellSummary
+
+DPI = 110
+NUM_COLORS = 128  # of a PNG; lines on a plain ground lose nothing by it, and the file is a third
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_plotting = threading.Lock()  # matplotlib keeps its style for the whole process
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # of Okabe and Ito
+INK, FAINT = "#1b1d21", "#70757d"
+
+MAX_TITLE_CHARS = 90
+CELL_INCHES = 1.15
+
+WANTED = (Measure.EXACT, Measure.FRECHET, Measure.LATENT_RMSE, Measure.FRECHET_CONVERGED, Measure.PSNR_DB)
+MOST_PANELS = 3
+SHEET_COLORS = 256
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Our style and no other, in one thread at a time; characters that the font lacks are boxes without a word."""
+    with _plotting, matplotlib.rc_context(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        matplotlib.rcdefaults()
+        matplotlib.rc("font", size=9)
+        matplotlib.rc("axes", grid=True, edgecolor=FAINT, labelcolor=INK)
+        matplotlib.rc("axes.spines", top=False, right=False)
+        matplotlib.rc("grid", alpha=0.25, color=FAINT)
+        matplotlib.rc("text", parse_math=False, color=INK)  # a prompt may hold dollars
+        matplotlib.rc("xtick", color=FAINT, labelcolor=INK)
+        matplotlib.rc("ytick", color=FAINT, labelcolor=INK)
+        yield
+
+
+def name_lines(figure: Figure, axes: Iterable[Axes]) -> None:
+    """One legend above all axes, every name once."""
+    named: dict[str, Artist] = {}
+    for one in axes:
+        handles, labels = one.get_legend_handles_labels()
+        named |= dict(zip(labels, handles, strict=True))
+    figure.legend(
+        list(named.values()), list(named), loc="outside upper center", ncols=5, frameon=False, fontsize=8,
+        columnspacing=1.2, handletextpad=0.5,
+    )  # fmt: skip
+
+
+def png(figure: Figure, *, num_colors: int | None = NUM_COLORS) -> bytes:
+    """The figure as PNG; with ``num_colors`` of a palette, or all where that is ``None``."""
+    file = BytesIO()
+    figure.savefig(file, format="png", dpi=DPI, metadata={"Software": "diffserve"})
+    if num_colors is None:
+        return file.getvalue()
+    return to_palette(Image.open(file).convert("RGB"), num_colors)
+
+
+def to_palette(image: Image.Image, num_colors: int) -> bytes:
+    """A PNG of so many colours."""
+    file = BytesIO()
+    image.quantize(num_colors, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
+    return file.getvalue()
 
 
 def curves(summaries: Sequence[CellSummary]) -> bytes:
@@ -101,3 +175,62 @@ def _scale_x(axes: Axes, chart: Chart) -> None:
         axes.xaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel(chart.x_title)
+
+
+def strip(title: str, thumbnails: Mapping[Cell, bytes]) -> bytes:
+    """The pictures of ``thumbnails``, which are encoded themselves, as one PNG in all its colours."""
+    grid = strip_grid(thumbnails)
+    with style():
+        size = (CELL_INCHES * len(grid.heads) + 0.9, 1.2 * len(grid.rows) + 0.5)
+        figure = Figure(figsize=size, layout="constrained")
+        short = title if len(title) <= MAX_TITLE_CHARS else f"{title[: MAX_TITLE_CHARS - 3]}..."
+        figure.suptitle(short, fontsize=9)
+        places = figure.subplots(len(grid.rows), len(grid.heads), squeeze=False)
+        for axes, head in zip(places[0], grid.heads, strict=True):
+            axes.set_title(head, fontsize=8)
+        for row, name, pictures in zip(places, grid.names, grid.rows, strict=True):
+            row[0].set_ylabel(name, fontsize=8)
+            for axes, picture in zip(row, pictures, strict=True):
+                _show(axes, picture)
+        return png(figure, num_colors=None)
+
+
+def _show(axes: Axes, picture: bytes | None) -> None:
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.grid(visible=False)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    if picture is not None:
+        axes.imshow(Image.open(BytesIO(picture)).convert("RGB"), interpolation="lanczos")
+
+
+def overview(summaries: Sequence[CellSummary], prompt: str, thumbnails: Mapping[Cell, bytes]) -> bytes:
+    """Up to three measures over steps, the strip of one prompt below where there are ``thumbnails``; small enough to be
+    kept with sources, a PNG of 256 colours."""
+    shown = [measure for measure in WANTED if measure in common_measures(summaries)][:MOST_PANELS]
+    width_inches = 10.5 / max(1, len(shown))
+    parts = [panels(over_steps(summaries, shown), height_inches=3.1, width_inches=width_inches, num_columns=3)]
+    parts += [strip(f"“{prompt}”, the same seed", thumbnails)] if thumbnails else []
+    return to_palette(_stack(parts), SHEET_COLORS)
+
+
+def contact_sheet(summaries: Sequence[CellSummary], prompt: str, thumbnails: Mapping[Cell, bytes]) -> bytes:
+    """The strip of one prompt, and all charts below it where anything is measured; a PNG in all its colours."""
+    parts = [strip(prompt, thumbnails)]
+    if common_measures(summaries):
+        parts += [curves(summaries), quality_against_time(summaries)]
+    file = BytesIO()
+    _stack(parts).save(file, "PNG")
+    return file.getvalue()
+
+
+def _stack(parts: Sequence[bytes]) -> Image.Image:
+    """Pictures below each other on white."""
+    images = [Image.open(BytesIO(part)).convert("RGB") for part in parts]
+    sheet = Image.new("RGB", (max(image.width for image in images), sum(image.height for image in images)), "white")
+    top = 0
+    for image in images:
+        sheet.paste(image, ((sheet.width - image.width) // 2, top))
+        top += image.height
+    return sheet

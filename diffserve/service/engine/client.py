@@ -22,9 +22,8 @@ from typing import Any, TypeVar
 from diffserve import ipc
 from diffserve.config import Settings
 from diffserve.disk_cache import DiskCache
-from diffserve.engine_stats import EngineStats
 from diffserve.errors import DiffserveError, EngineUnavailable, ModelLoadError
-from diffserve.service.engine.connection import EngineConnection, Job, Loss
+from diffserve.service.engine.connection import EngineConnection, Job, Loss, Watch
 from diffserve.service.metrics import Metrics
 from diffserve.text_types import LanguageModelInfo
 from diffserve.types import Asks, ModelInfo
@@ -120,26 +119,15 @@ class EngineClient:
             await self._connection.stop(**({} if self._is_up else {"grace_s": 0.0}))
         self._is_up = False
 
-    def submit(self, request: Asks[E]) -> Job[E]:
+    def submit(self, request: Asks[E], watch: Watch | None = None) -> Job[E]:
         """Hand ``request`` to the engine. EngineUnavailable while there is none.
 
         Its job raises InvalidRequest where nothing is loaded that could do it.
         """
-        return self._up().submit(request)
+        return self.up().submit(request, watch)
 
-    async def count(self) -> int:
-        """How many requests the engine holds, waiting or being painted."""
-        return (await self._up().ping()).num_requests
-
-    async def trace(self) -> list[list[str]]:
-        """Per recent UNet call, the request id of every row."""
-        return await self._up().trace()
-
-    async def stats(self) -> EngineStats | None:
-        """The engine's numbers as of a moment ago; None before its first tick."""
-        return await self._up().stats()
-
-    def _up(self) -> EngineConnection:
+    def up(self) -> EngineConnection:
+        """The engine. EngineUnavailable while there is none."""
         self.require_ready()
         assert self._connection is not None
         return self._connection

@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
-from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar, cast
 
 from diffserve import ipc
@@ -22,10 +21,10 @@ from diffserve.engine_stats import EngineStats
 from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, ModelLoadError, QueueFull
 from diffserve.rewrite_types import REWRITE_TERMINAL
 from diffserve.service.engine.output import EngineOutput
-from diffserve.service.http.errors import OUR_MISTAKE
+from diffserve.service.http.errors import OUR_MISTAKE, error_of
 from diffserve.service.metrics import Metrics
 from diffserve.text_types import TEXT_TERMINAL
-from diffserve.types import TERMINAL, Asks
+from diffserve.types import TERMINAL, Asks, Cancelled, Failed
 from diffserve.wait_policy import bound_spinning
 
 ENGINE_MODULE = "diffserve.engine.process"
@@ -35,6 +34,7 @@ MALLOC_ARENAS = "2"
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DIFFUSERS_DISABLE_REMOTE_CODE": "1"}
 E = TypeVar("E")
+Watch = Callable[[object], None]
 Answer = ipc.Pong | ipc.Trace | ipc.Stats
 
 
@@ -48,21 +48,17 @@ class Loss(NamedTuple):
 class Job(Generic[E]):
     """A submitted request as an asynchronous iterator of its events, the terminal one last.
 
-    Iterating raises what the engine refuses it with (InvalidRequest, QueueFull), or EngineUnavailable when the engine
-    is lost. Leaving its ``async with`` block before the end cancels the request.
+    Iterating raises what the engine refuses it with (InvalidRequest, QueueFull), what it failed at, or that it was
+    cancelled or the engine is lost (EngineUnavailable). Leaving its ``async with`` block early cancels the request.
+    ``watch`` is told of every event when it comes, however slowly they are read.
     """
 
-    def __init__(self, request: Asks[E], connection: EngineConnection) -> None:
+    def __init__(self, request: Asks[E], connection: EngineConnection, watch: Watch | None = None) -> None:
         self.request_id = request.request_id
         self.kind = request.kind
         self._connection = connection
         self._events: asyncio.Queue[E | DiffserveError] = asyncio.Queue()
-        self._watch: Callable[[E | DiffserveError], None] | None = None
-
-    def watched(self, watch: Callable[[E | DiffserveError], None]) -> Self:
-        """Itself; ``watch`` is told of every event when it comes, however slowly they are read."""
         self._watch = watch
-        return self
 
     def feed(self, event: E | DiffserveError) -> None:
         """Take the next event, or the error that ends the job."""
@@ -75,6 +71,10 @@ class Job(Generic[E]):
             event = await self._events.get()
             if isinstance(event, DiffserveError):
                 raise event
+            if isinstance(event, Failed):
+                raise error_of(event)
+            if isinstance(event, Cancelled):
+                raise EngineUnavailable("the request was cancelled by the server.")
             yield event
             if isinstance(event, LAST):
                 return
@@ -82,9 +82,7 @@ class Job(Generic[E]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._connection.cancel(self.request_id)
 
 
@@ -160,12 +158,12 @@ class EngineConnection:
         self._told_s = asyncio.get_running_loop().time()
         self._send(load)
 
-    def submit(self, request: Asks[E]) -> Job[E]:
+    def submit(self, request: Asks[E], watch: Watch | None = None) -> Job[E]:
         """Hand ``request`` over. EngineUnavailable where the process is gone."""
         if self.lost.done():
             raise self._gone()
         data = ipc.frame(ipc.Submit(request=cast(ipc.AnyRequest, request)))  # before it is in the books: may be refused
-        job = self._jobs[request.request_id] = Job(request, self)
+        job = self._jobs[request.request_id] = Job(request, self, watch)
         self._write(data)
         return job
 
@@ -178,21 +176,18 @@ class EngineConnection:
 
     async def ping(self) -> ipc.Pong:
         """How the engine gets on. EngineUnavailable where it is gone; waits for ever while it is silent."""
-        number = next(self._numbers)
-        answer = await self._ask(ipc.Ping(number=number), number)
+        answer = await self._ask(ipc.Ping)
         assert isinstance(answer, ipc.Pong)
         return answer
 
     async def trace(self) -> list[list[str]]:
         """Per recent UNet call, the request id of every row."""
-        number = next(self._numbers)
-        answer = await self._ask(ipc.ReadTrace(number=number), number)
+        answer = await self._ask(ipc.ReadTrace)
         return answer.unet_calls if isinstance(answer, ipc.Trace) else []
 
     async def stats(self) -> EngineStats | None:
         """The engine's numbers as of a moment ago; None before its first tick."""
-        number = next(self._numbers)
-        answer = await self._ask(ipc.ReadStats(number=number), number)
+        answer = await self._ask(ipc.ReadStats)
         return answer.stats if isinstance(answer, ipc.Stats) else None
 
     async def stop(self, grace_s: float = 5.0) -> None:
@@ -225,13 +220,14 @@ class EngineConnection:
         if not self._writer.is_closing():
             self._writer.write(data)
 
-    async def _ask(self, command: ipc.Command, number: int) -> Answer:
+    async def _ask(self, kind: type[ipc.Ping | ipc.ReadTrace | ipc.ReadStats]) -> Answer:
         if self.lost.done():
             raise self._gone()
+        number = next(self._numbers)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
         try:
-            self._send(command)
+            self._send(kind(number=number))
             return await answer
         finally:
             self._answers.pop(number, None)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import sys
-from types import TracebackType
 from typing import Final, Self
 
 import msgspec
@@ -33,9 +32,7 @@ class EngineOutput:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """The process has its ``end``, or there is none: this one needs it no more."""
         os.close(self.end)
 

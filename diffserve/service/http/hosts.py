@@ -9,6 +9,10 @@ from typing import Final
 from urllib.parse import urlsplit
 
 ANY: Final = "*"
+NOT_OURS: Final = (
+    "this server does not answer to that name; use its address, or have the name listed in "
+    "[serve] allowed_hosts of its configuration."
+)
 
 
 class HostNames:
@@ -32,25 +36,13 @@ class HostNames:
             return False
         if self._is_any or host in self._names or is_loopback(host):
             return True
-        return self._takes_addresses and _is_address(host)
-
-    @property
-    def refusal(self) -> str:
-        """What is said to somebody who calls the server by another name."""
-        return (
-            "this server does not answer to that name; use its address, or have the name listed in "
-            "[serve] allowed_hosts of its configuration."
-        )
+        return self._takes_addresses and address_of(host) is not None
 
 
 def is_loopback(host: str) -> bool:
     """Whether ``host`` (a name, or an address without brackets) is this machine itself."""
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    address = address_of(host)
+    return host == "localhost" or host.endswith(".localhost") or (address is not None and address.is_loopback)
 
 
 def hostname(url: str) -> str | None:
@@ -63,9 +55,9 @@ def hostname(url: str) -> str | None:
         return None
 
 
-def _is_address(host: str) -> bool:
+def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that ``host`` is; ``None`` for a name."""
     try:
-        ipaddress.ip_address(host)
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
-    return True
+        return None

@@ -11,7 +11,8 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -29,12 +30,12 @@ _SCHEDSTAT: Final = Path("/proc/thread-self/schedstat")
 async def watch_loop(observe: Callable[[float, float], None]) -> None:
     """Tell ``observe`` for ever by how many seconds a timer was late, and how many of them this process computed."""
     loop = asyncio.get_running_loop()
-    with _WaitForCores() as cores:
+    with _waiting_for_cores() as waited_s:
         while True:
-            due_s, starved_s, computed_s = loop.time() + LOOK_EVERY_S, cores.waited_s(), time.process_time()
+            due_s, starved_s, computed_s = loop.time() + LOOK_EVERY_S, waited_s(), time.process_time()
             await asyncio.sleep(LOOK_EVERY_S)
             late_s = max(0.0, loop.time() - due_s)
-            starved_s, computed_s = cores.waited_s() - starved_s, time.process_time() - computed_s
+            starved_s, computed_s = waited_s() - starved_s, time.process_time() - computed_s
             observe(late_s, max(0.0, min(late_s - starved_s, computed_s)))
 
 
@@ -45,25 +46,15 @@ def keep_loop_nimble() -> None:
     anyio.to_thread.current_default_thread_limiter().total_tokens = MAX_PAGE_THREADS
 
 
-class _WaitForCores:
-    """How long this thread could have run and was not let; always 0 where the system does not say."""
-
-    def __init__(self) -> None:
-        try:
-            self._file: int | None = os.open(_SCHEDSTAT, os.O_RDONLY)
-        except OSError:
-            self._file = None
-
-    def __enter__(self) -> _WaitForCores:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            os.close(self._file)
-
-    def waited_s(self) -> float:
-        """Seconds so far."""
-        if self._file is None:
-            return 0.0
-        _, waited_ns, *_ = os.pread(self._file, 100, 0).split()
-        return int(waited_ns) / 1e9
+@contextmanager
+def _waiting_for_cores() -> Iterator[Callable[[], float]]:
+    """How many seconds so far this thread could have run and was not let; always 0 where the system does not say."""
+    try:
+        file = os.open(_SCHEDSTAT, os.O_RDONLY)
+    except OSError:
+        yield lambda: 0.0
+        return
+    try:
+        yield lambda: int(os.pread(file, 100, 0).split()[1]) / 1e9
+    finally:
+        os.close(file)

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diffserve.errors import DiffserveError
 from diffserve.service.http.errors import HttpError, reply_to, status_of
-from diffserve.service.http.hosts import HostNames, hostname, is_loopback
+from diffserve.service.http.hosts import NOT_OURS, HostNames, hostname, is_loopback
 from diffserve.service.lifecycle import hung_up
 from diffserve.types import new_request_id
 
@@ -117,7 +117,7 @@ class OriginGuard:
     def _refusal(self, method: str, headers: Headers, origin: str | None) -> HttpError | None:
         named = headers.get("host", "")
         if named and hostname(f"//{named}") not in self.hosts:
-            return HttpError(403, self.hosts.refusal, code="host_not_allowed")
+            return HttpError(403, NOT_OURS, code="host_not_allowed")
         if method in SAFE_METHODS - {"OPTIONS"}:
             return None
         if origin is not None and not self._is_ours(origin, headers):

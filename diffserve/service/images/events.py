@@ -16,9 +16,8 @@ from typing import Any, Final
 from diffserve.images import encode_image
 from diffserve.service.http.errors import told
 from diffserve.service.http.streams import event
-from diffserve.service.images.kept_pictures import PictureUrls
 from diffserve.service.images.painting import CheckedImages, delivery, image_entry, recipe, usage
-from diffserve.types import Accepted, ImageFailed, ImageResult, Preview, Progress, Queued
+from diffserve.types import ImageFailed, ImageResult, Preview, Progress
 
 PARTIAL: Final = "image_generation.partial_image"
 COMPLETED: Final = "image_generation.completed"
@@ -31,19 +30,10 @@ PROGRESS_EVERY_S: Final = 0.1
 class ImageEvents:
     """Writes the events of one request as bytes. Those with pictures take a while: call them in a thread."""
 
-    def __init__(self, painting: CheckedImages, urls: PictureUrls | None = None) -> None:
+    def __init__(self, painting: CheckedImages) -> None:
         self._painting = painting
-        self._urls = urls
         self._num_partials: Counter[int] = Counter()
         self._told_s: dict[int, float] = {}
-
-    def accepted(self, accepted: Accepted) -> bytes:
-        """The first event: the id, by which the request can be cancelled, and the place in the queue."""
-        return self._progress(step=0, queue_position=accepted.queue_position, seed=accepted.seed)
-
-    def queued(self, queued: Queued) -> bytes:
-        """Its place in the queue is another one now."""
-        return self._progress(step=0, queue_position=queued.queue_position)
 
     def progressed(self, progress: Progress) -> bytes | None:
         """Steps done and seconds left; ``None`` where the last such event is too fresh."""
@@ -52,7 +42,7 @@ class ImageEvents:
         if not is_last and now_s - self._told_s.get(index, 0.0) < PROGRESS_EVERY_S:
             return None
         self._told_s[index] = now_s
-        return self._progress(
+        return self.progress(
             image_index=index,
             step=progress.step_index,
             steps=progress.num_steps,
@@ -76,15 +66,14 @@ class ImageEvents:
 
     def completed(self, result: ImageResult, warnings: list[str]) -> bytes:
         """A finished picture, with all that is said of it in an answer that is not streamed."""
-        painting, urls = self._painting, self._urls
-        entry = image_entry(painting, result, urls)
+        painting, entry = self._painting, image_entry(self._painting, result)
         return self._event(
             COMPLETED,
             **entry,
             **delivery(painting),
             usage=usage(painting, [result]),
             image_index=result.image_index,
-            warnings=[*warnings, *(urls.warnings if urls else [])],
+            warnings=[*warnings, *painting.url_warnings],
             **recipe(painting, result),
         )
 
@@ -94,7 +83,10 @@ class ImageEvents:
             IMAGE_FAILED, image_index=failed.image_index, failure={"code": failed.code, "message": told(failed)}
         )
 
-    def _progress(self, **fields: Any) -> bytes:
+    def progress(self, **fields: Any) -> bytes | None:
+        """How far it is; ``None`` where nobody wants to know."""
+        if not self._painting.has_progress:
+            return None
         blank = dict.fromkeys(("image_index", "step", "steps", "seconds_left", "queue_position"))
         return self._event(PROGRESS, **blank | fields)
 

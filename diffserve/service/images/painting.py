@@ -16,11 +16,13 @@ from diffserve.errors import InvalidRequest
 from diffserve.images import ImageFormat, encode_image
 from diffserve.infotext import write_infotext
 from diffserve.quality import AUTO, QUALITIES, is_quality, steps_of
+from diffserve.service.endpoint import Checked
 from diffserve.service.http.bodies import show
 from diffserve.service.images.kept_pictures import PictureUrls
 from diffserve.service.images.schemas import MAX_NAME_CHARS, GenerateBody
 from diffserve.service.models import URL_BY_DEFAULT
-from diffserve.service.texts.rewriter_choice import RewriterMode, rewriting_of
+from diffserve.service.texts.rewrites import rewriting_of
+from diffserve.service.texts.schemas import RewriterMode
 from diffserve.sizes import SizePlan, plan_size
 from diffserve.types import DiffusionParams, GenerationRequest, ImageResult, ModelInfo
 from schedulers import SIGMA_SCHEDULES, SPACINGS, UnknownSampler, resolve_sampler
@@ -45,7 +47,7 @@ SAME_BY_NAME: Final = {*DiffusionParams.__struct_fields__} & {*GenerateBody.mode
 """Fields of a body that need no more than to be handed on."""
 
 
-class CheckedImages(msgspec.Struct, frozen=True, kw_only=True):
+class CheckedImages(Checked, frozen=True, kw_only=True):
     """A checked body: the engine's request, and how its pictures are to be delivered."""
 
     request: GenerationRequest
@@ -54,10 +56,14 @@ class CheckedImages(msgspec.Struct, frozen=True, kw_only=True):
     compression: int
     quality: str
     safety_identifier: str | None
-    warnings: tuple[str, ...]
-    is_stream: bool = False
     has_progress: bool = False
     has_urls: bool = False
+    urls: PictureUrls | None = None
+
+    @property
+    def url_warnings(self) -> list[str]:
+        """Of pictures that could not be kept for their URLs."""
+        return [] if self.urls is None else self.urls.warnings
 
 
 def plan_painting(
@@ -110,7 +116,7 @@ def plan_painting(
     )
 
 
-def image_entry(painting: CheckedImages, result: ImageResult, urls: PictureUrls | None = None) -> dict[str, Any]:
+def image_entry(painting: CheckedImages, result: ImageResult) -> dict[str, Any]:
     """One element of ``data``: resized, encoded, in base64, and with ``urls`` also at one. Takes a while: call it in a
     thread.
 
@@ -123,7 +129,7 @@ def image_entry(painting: CheckedImages, result: ImageResult, urls: PictureUrls 
         quality=painting.compression,
         infotext=write_infotext(result, width_px=width_px, height_px=height_px),
     )
-    url = {} if urls is None else {"url": urls.keep(file, painting.image_format)}
+    url = {} if painting.urls is None else {"url": painting.urls.keep(file, painting.image_format)}
     return url | {
         "b64_json": base64.b64encode(file).decode("ascii"),
         "revised_prompt": None if result.original_prompt is None else result.prompt,
@@ -174,21 +180,12 @@ def _wants_urls(body: GenerateBody) -> bool:
 
 
 def _refuse_unsupported(body: GenerateBody, config: ServeConfig) -> None:
-    refused = (
-        (
-            body.response_format == "url" and config.url_pictures_bytes == 0,
-            "response_format",
-            "response_format is 'url'; this server keeps no pictures, ask for 'b64_json'.",
-        ),
-        (
-            body.background == "transparent",
-            "background",
-            "background is 'transparent'; this model paints opaque pictures, ask for 'opaque' or 'auto'.",
-        ),
-    )
-    for is_refused, param, message in refused:
-        if is_refused:
-            raise InvalidRequest(message, param=param, code="unsupported_value")
+    if body.response_format == "url" and config.url_pictures_bytes == 0:
+        said = "response_format is 'url'; this server keeps no pictures, ask for 'b64_json'."
+        raise InvalidRequest(said, param="response_format", code="unsupported_value")
+    if body.background == "transparent":
+        said = "background is 'transparent'; this model paints opaque pictures, ask for 'opaque' or 'auto'."
+        raise InvalidRequest(said, param="background", code="unsupported_value")
 
 
 def _preview_every(body: GenerateBody, num_steps: int) -> int:

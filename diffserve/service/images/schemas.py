@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import ConfigDict, Field
 
-from diffserve.service.http.bodies import Body, parse
-from diffserve.service.texts.schemas import RewriterChoice
+from diffserve.service.http.bodies import Body
+from diffserve.service.texts.schemas import RewriterChoice, RewriterMode
 from diffserve.types import MAX_GUIDANCE, MAX_IMAGES, MAX_PROMPT_CHARS, MAX_SEED
 
 MAX_STEPS = 1000
@@ -29,6 +29,16 @@ REFUSED: Final[dict[str, str]] = {
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
 Guidance = Annotated[float, Field(ge=0.0, le=MAX_GUIDANCE)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Interval = Annotated[
+    tuple[Fraction, Fraction], Field(description="Part of the steps that is guided; omitted: all of it.")
+]
+Seed = Annotated[int, Field(ge=-1, le=MAX_SEED, description="-1 or null: random, and told in the answer.")]
+HOW_MANY: Final = "draft, standard or fine (low, medium, high): how many steps, where none are given."
+Quality = Annotated[str, Field(max_length=256, description=HOW_MANY)]
+FOR_AN_HOUR: Final = "url: also at a URL, for an hour; what dall-e-2 and dall-e-3 do where nothing is said."
+Delivery = Annotated[Literal["b64_json", "url"], Field(description=FOR_AN_HOUR)]
+FIRST: Final = "Whether the language model turns the wish into a prompt first."
+Rewriter = Annotated[RewriterMode | RewriterChoice, Field(description=FIRST)]
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 Label = Annotated[str, Field(max_length=512, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Ignored = Annotated[str, Field(max_length=256, description="Taken for compatibility; changes nothing.")]
@@ -45,23 +55,8 @@ class GenerateBody(Body):
     model: Annotated[str, Field(description="A name from /v1/models; omitted: the loaded model.")] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_IMAGES, description="Image i has seed + i.")] | None = None
     size: Annotated[str, Field(description="WIDTHxHEIGHT in pixels, or auto.")] | None = None
-    quality: (
-        Annotated[
-            str,
-            Field(
-                max_length=256,
-                description="draft, standard or fine (low, medium, high): how many steps, where none are given.",
-            ),
-        ]
-        | None
-    ) = None
-    response_format: (
-        Annotated[
-            Literal["b64_json", "url"],
-            Field(description="url: also at a URL, for an hour; what dall-e-2 and dall-e-3 do where nothing is said."),
-        ]
-        | None
-    ) = None
+    quality: Quality | None = None
+    response_format: Delivery | None = None
     output_format: Literal["png", "jpeg", "webp"] | None = None
     output_compression: Annotated[int, Field(ge=0, le=100, description="JPEG and WebP quality.")] | None = None
     background: Literal["transparent", "opaque", "auto"] | None = None
@@ -72,13 +67,7 @@ class GenerateBody(Body):
     stream: bool | None = None
     partial_images: Annotated[int, Field(ge=0, le=3, description="Previews on the way, with stream.")] | None = None
     progress: Annotated[bool, Field(description="With stream: an event for every step; omitted: yes.")] | None = None
-    prompt_rewriter: (
-        Annotated[
-            Literal["off", "auto", "force"] | RewriterChoice,
-            Field(description="Whether the language model turns the wish into a prompt first."),
-        ]
-        | None
-    ) = None
+    prompt_rewriter: Rewriter | None = None
 
     negative_prompt: Annotated[str, Field(max_length=MAX_PROMPT_CHARS)] | None = None
     num_inference_steps: Steps | None = None
@@ -90,18 +79,8 @@ class GenerateBody(Body):
     scheduler: Annotated[str, Field(description="A sampler by another name, or a schedule type.")] | None = None
     sigma_schedule: Name | None = None
     spacing: Name | None = None
-    seed: (
-        Annotated[int, Field(ge=-1, le=MAX_SEED, description="-1 or null: random, and told in the answer.")] | None
-    ) = None
+    seed: Seed | None = None
     eta: Fraction | None = None
-    guidance_interval: (
-        Annotated[tuple[Fraction, Fraction], Field(description="Part of the steps that is guided; omitted: all of it.")]
-        | None
-    ) = None
+    guidance_interval: Interval | None = None
     width: Annotated[int, Field(description="With height, another way to give size.")] | None = None
     height: int | None = None
-
-
-def parse_body(data: bytes) -> GenerateBody:
-    """Read the JSON in ``data``. InvalidRequest names the field, the value and what is taken instead."""
-    return parse(GenerateBody, data)

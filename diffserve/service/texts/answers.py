@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from diffserve.service.texts.texts import CheckedTexts
 from diffserve.text_types import FinishReason, TextDelta, TextFinished, TextResult, TextUsage, TokenInfo
@@ -12,23 +12,8 @@ Json = dict[str, Any]
 IMPOSSIBLE = -9999.0
 
 
-class Dialect(Protocol):
-    """How an endpoint speaks. ``first_index``: the choice that is text 0 of the prompt in question."""
-
-    chunk_kind: str
-
-    def answer(self, plan: CheckedTexts, finished: Sequence[TextFinished]) -> Json:
-        """The whole answer."""
-
-    def opening(self, plan: CheckedTexts, first_index: int, num_texts: int) -> Iterator[Json]:
-        """What is sent before a prompt's first word."""
-
-    def delta(self, plan: CheckedTexts, first_index: int, delta: TextDelta) -> Iterator[Json]:
-        """What is new."""
-
-
 class ChatAnswers:
-    """``/v1/chat/completions``."""
+    """``/v1/chat/completions``. ``first_index``: the choice that is text 0 of the prompt in question."""
 
     chunk_kind = "chat.completion.chunk"
 
@@ -96,7 +81,7 @@ class CompletionAnswers:
 
     def opening(self, plan: CheckedTexts, first_index: int, num_texts: int) -> Iterator[Json]:
         """Nothing."""
-        yield from ()
+        return iter(())
 
     def delta(self, plan: CheckedTexts, first_index: int, delta: TextDelta) -> Iterator[Json]:
         """The new words, and with the last of them why it is over."""
@@ -133,11 +118,14 @@ class CompletionAnswers:
         }
 
 
+Dialect = ChatAnswers | CompletionAnswers
+"""How an endpoint speaks."""
+
+
 def chunk(plan: CheckedTexts, kind: str, choices: list[Json], usage: Json | None = None) -> Json:
     """One chunk of a streamed answer; ``usage`` is null until the last where it was asked for, else left out."""
-    head = {"id": plan.answer_id, "object": kind, "created": plan.created, "model": plan.model}
     told = {"usage": usage} if plan.has_usage_chunk else {}
-    return {**head, "system_fingerprint": plan.fingerprint, "choices": choices, **told}
+    return {**_head(plan, kind), "choices": choices, **told}
 
 
 def usage(used: Sequence[TextUsage]) -> Json:
@@ -160,16 +148,17 @@ def spoken(plan: CheckedTexts, tokens: Sequence[TokenInfo], reason: FinishReason
 
 def _answer(plan: CheckedTexts, kind: str, choices: list[Json], finished: Sequence[TextFinished]) -> Json:
     return {
-        "id": plan.answer_id,
-        "object": kind,
-        "created": plan.created,
-        "model": plan.model,
-        "system_fingerprint": plan.fingerprint,
+        **_head(plan, kind),
         "choices": choices,
         "usage": usage([one.usage for one in finished]),
         "timings": timings_of(finished),
         "warnings": list(plan.warnings),
     }
+
+
+def _head(plan: CheckedTexts, kind: str) -> Json:
+    told = {"id": plan.answer_id, "object": kind, "created": plan.created, "model": plan.model}
+    return told | {"system_fingerprint": plan.fingerprint}
 
 
 def timings_of(finished: Sequence[TextFinished]) -> Json:

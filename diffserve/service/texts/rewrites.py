@@ -1,9 +1,8 @@
-"""``POST /v1/prompts/rewrite``: a wish in, prompts out, which nobody has painted yet."""
+"""``POST /v1/prompts/rewrite``: a wish in, prompts out, not painted yet; and an image's ``prompt_rewriter``."""
 
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -12,75 +11,46 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from diffserve.config import ServeConfig
-from diffserve.errors import DiffserveError, EngineUnavailable
+from diffserve.errors import DiffserveError, InvalidRequest
 from diffserve.rewrite_types import Rewrite, RewriteDelta, RewriteFinished, RewriteRequest
-from diffserve.service.admission import Admission, Ticket
-from diffserve.service.drain import Gate
-from diffserve.service.engine.client import EngineClient
-from diffserve.service.http.errors import error_of
-from diffserve.service.http.streams import DONE, Events, EventStreamResponse, event
-from diffserve.service.lifecycle import PATIENCE_S, interruption, read_body, warning_headers, work_until
+from diffserve.service.admission import Ticket
+from diffserve.service.endpoint import Checked, Endpoint, Place
+from diffserve.service.http.bodies import show
+from diffserve.service.http.streams import Events, event
+from diffserve.service.lifecycle import json_response
 from diffserve.service.models import check_language_model
 from diffserve.service.texts.answers import usage
-from diffserve.service.texts.rewriter_choice import check_style
-from diffserve.service.texts.schemas import RewriteBody
-from diffserve.types import Cancelled, Failed, RewriteOptions
+from diffserve.service.texts.schemas import RewriteBody, RewriterChoice, RewriterMode, styles
+from diffserve.types import RewriteOptions
 
 DELTA, COMPLETED = "prompt_rewrite.delta", "prompt_rewrite.completed"
 
 
-class RewritePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked body: the rewriter's request, and how the answer is to look."""
+class RewritePlan(Checked, frozen=True, kw_only=True):
+    """A checked body: the rewriter's request."""
 
     request: RewriteRequest
-    is_stream: bool
-    warnings: tuple[str, ...]
 
 
-class RewriteEndpoint:
-    """The endpoint with what it stands on."""
+class RewriteEndpoint(Endpoint[RewriteBody, RewritePlan]):
+    """The endpoint."""
 
-    def __init__(self, engine: EngineClient, config: ServeConfig, gate: Gate, admission: Admission) -> None:
-        self._engine = engine
-        self._config = config
-        self._gate = gate
-        self._admission = admission
+    body = RewriteBody
 
-    async def __call__(self, request: Request) -> Response:
-        """Answer one request; every error is a DiffserveError."""
-        with ExitStack() as stack:
-            stack.enter_context(self._gate.inside())
-            client = stack.enter_context(self._admission.clients.known(request))
-            self._admission.texts.check(client)
-            body = await read_body(request, RewriteBody)
-            check_language_model(body.model, self._engine.text_info, self._engine.info)
-            plan = plan_rewrite(body, self._config, request.state.request_id)
-            ticket = stack.enter_context(self._admission.texts.entered(client, plan.request.num_prompts))
-            interrupted = stack.enter_context(interruption(request))
-            limit_s = self._config.request_timeout_s + PATIENCE_S
-            headers = warning_headers(list(plan.warnings))
-            if plan.is_stream:
-                events = self._events(plan, ticket)
-                return await EventStreamResponse(
-                    events, interrupted, stack.pop_all(), limit_s=limit_s, ending=DONE, headers=headers
-                ).opened()
-            answer = await work_until(interrupted, self._answer(plan, ticket), limit_s=limit_s)
-            return Response(answer, headers=headers, media_type="application/json")
+    async def _check(self, body: RewriteBody, request: Request, client: str) -> tuple[RewritePlan, Place]:
+        check_language_model(body.model, self._engine.text_info, self._engine.info)
+        plan = plan_rewrite(body, self._config, request.state.request_id)
+        return plan, self._backlog.entered(client, plan.request.num_prompts)
 
-    async def _answer(self, plan: RewritePlan, ticket: Ticket) -> bytes:
-        async with self._engine.submit(plan.request).watched(partial(ticket.watch_texts, 0)) as job:
+    async def _answer(self, plan: RewritePlan, ticket: Ticket) -> Response:
+        async with self._engine.submit(plan.request, partial(ticket.watch_texts, 0)) as job:
             async for told in job:
-                match told:
-                    case RewriteFinished():
-                        return msgspec.json.encode(answer_of(plan, told))
-                    case Failed():
-                        raise error_of(told)
-                    case Cancelled():
-                        raise EngineUnavailable("the request was cancelled by the server.")
+                if isinstance(told, RewriteFinished):
+                    return json_response(msgspec.json.encode(answer_of(plan, told)), plan.warnings)
         raise DiffserveError("the rewriter finished without an answer.")
 
     async def _events(self, plan: RewritePlan, ticket: Ticket) -> Events:
-        async with self._engine.submit(plan.request).watched(partial(ticket.watch_texts, 0)) as job:
+        async with self._engine.submit(plan.request, partial(ticket.watch_texts, 0)) as job:
             async for told in job:
                 match told:
                     case RewriteDelta():
@@ -88,25 +58,14 @@ class RewriteEndpoint:
                         yield event(delta, DELTA)
                     case RewriteFinished():
                         yield event({"type": COMPLETED, **answer_of(plan, told)}, COMPLETED)
-                    case Failed():
-                        raise error_of(told)
-                    case Cancelled():
-                        raise EngineUnavailable("the request was cancelled by the server.")
 
 
 def plan_rewrite(body: RewriteBody, config: ServeConfig, request_id: str) -> RewritePlan:
     """What ``body`` asks for. InvalidRequest for what it cannot have."""
-    check_style(body.style, "style")
-    options = RewriteOptions(
-        style=body.style,
-        seed=None if body.seed in (None, -1) else body.seed,
-        system=body.system,
-        force=bool(body.force),
-    )
     request = RewriteRequest(
         wish=body.prompt,
         num_prompts=body.n or 1,
-        options=options,
+        options=options_of(body, "style"),
         deltas=bool(body.stream),
         deadline_s=config.request_timeout_s,
         request_id=f"rwt-{request_id.rpartition('-')[2]}",
@@ -138,3 +97,27 @@ def _entry(wish: str, rewrite: Rewrite) -> dict[str, Any]:
         "fallback": rewrite.fallback,
         "mean_entropy": rewrite.mean_entropy,
     }
+
+
+def rewriting_of(choice: RewriterMode | RewriterChoice | None, default: RewriterMode) -> RewriteOptions | None:
+    """How the prompt of an image is to be rewritten before it is painted; ``None``: not at all. InvalidRequest."""
+    if isinstance(choice, RewriterChoice):
+        return options_of(choice, "prompt_rewriter.style")
+    mode = choice or default
+    return None if mode == "off" else RewriteOptions(force=mode == "force")
+
+
+def options_of(asked: RewriteBody | RewriterChoice, param: str) -> RewriteOptions:
+    """What ``asked`` says of the rewriting. InvalidRequest about ``param`` where there is no style of that name."""
+    if asked.style is not None and asked.style not in styles():
+        raise InvalidRequest(
+            f"{param} is {show(asked.style)}; it must be one of {', '.join(styles())}, or left out.",
+            param=param,
+            code="unknown_style",
+        )
+    return RewriteOptions(
+        style=asked.style,
+        seed=None if asked.seed in (None, -1) else asked.seed,
+        system=asked.system,
+        force=bool(asked.force),
+    )

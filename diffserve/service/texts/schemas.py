@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from diffserve.config import configs_dir
 from diffserve.sampling_params import MAX_LOGPROBS, MAX_STOPS, MAX_TOKENS
 from diffserve.service.http.bodies import Body
 from diffserve.text_types import MAX_MESSAGES, MAX_PROMPT_TOKENS, MAX_TEXT_CHARS, MAX_TEXTS, MAX_TOKEN_ID
@@ -44,7 +46,11 @@ REFUSED: Final[dict[str, str]] = {
     "suffix": "the model continues a text, it does not fill gaps.",
 }
 
+RewriterMode = Literal["off", "auto", "force"]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+ChatTokens = Annotated[Tokens, Field(description=f"Omitted: {DEFAULT_CHAT_TOKENS}, or what the context has room for.")]
+SAME_SALT: Final = "Kept pages are shared with the same salt only."
+Salt = Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS, description=SAME_SALT)]
 Seed = Annotated[int, Field(ge=-1, le=MAX_SEED, description="-1 or null: random.")]
 ModelName = Annotated[str, Field(description="A name from /v1/models; omitted: the loaded language model.")]
 Prompt = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
@@ -52,37 +58,35 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
 
 
-class Part(BaseModel):
-    """Of a content in parts: only text can be read."""
+class Strict(BaseModel):
+    """A part of a body: what is no text is none."""
 
     model_config = ConfigDict(strict=True)
+
+
+class Part(Strict):
+    """Of a content in parts: only text can be read."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
+class Message(Strict):
     """One turn of the conversation."""
-
-    model_config = ConfigDict(strict=True)
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[Part], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Strict):
     """``include_usage``: a last chunk with the counts of tokens."""
-
-    model_config = ConfigDict(strict=True)
 
     include_usage: bool | None = None
 
 
-class Format(BaseModel):
+class Format(Strict):
     """Only plain text."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["text"]
 
@@ -93,9 +97,7 @@ class SamplingBody(Body):
     refused: ClassVar[Mapping[str, str]] = REFUSED
     ignored: ClassVar[frozenset[str]] = IGNORED
 
-    model: Annotated[str, Field(description="A name from /v1/models; omitted: the loaded language model.")] | None = (
-        None
-    )
+    model: ModelName | None = None
     n: Annotated[int, Field(ge=1, le=MAX_TEXTS, description="Text i is drawn with seed + i.")] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -115,12 +117,7 @@ class SamplingBody(Body):
     early_stopping: bool | Literal["never"] | None = None
     best_of: int | None = None
     response_format: Format | None = None
-    cache_salt: (
-        Annotated[
-            str, Field(max_length=MAX_CACHE_SALT_CHARS, description="Kept pages are shared with the same salt only.")
-        ]
-        | None
-    ) = None
+    cache_salt: Salt | None = None
 
 
 class ChatBody(SamplingBody):
@@ -130,10 +127,7 @@ class ChatBody(SamplingBody):
     hints: ClassVar[Mapping[str, str]] = {"messages": "give at least one message with role and content"}
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_completion_tokens: (
-        Annotated[Tokens, Field(description=f"Omitted: {DEFAULT_CHAT_TOKENS}, or what the context has room for.")]
-        | None
-    ) = None
+    max_completion_tokens: ChatTokens | None = None
     max_tokens: Annotated[Tokens, Field(description="An older name for max_completion_tokens.")] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -165,9 +159,7 @@ class RewriteBody(Body):
     ignored: ClassVar[frozenset[str]] = frozenset({"user", "safety_identifier"})
 
     prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
-    model: Annotated[str, Field(description="A name from /v1/models; omitted: the loaded language model.")] | None = (
-        None
-    )
+    model: ModelName | None = None
     n: Annotated[int, Field(ge=1, le=MAX_TEXTS, description="The first is the likeliest.")] | None = None
     style: Annotated[str, Field(description="Omitted: what the image model reads best.")] | None = None
     seed: Seed | None = None
@@ -185,3 +177,9 @@ class RewriterChoice(BaseModel):
     seed: Seed | None = None
     system: Annotated[str, Field(max_length=MAX_PROMPT_CHARS)] | None = None
     force: bool | None = None
+
+
+@cache
+def styles() -> tuple[str, ...]:
+    """The names of the files in ``configs/rewriter``."""
+    return tuple(sorted(path.stem for path in (configs_dir() / "rewriter").glob("*.toml")))

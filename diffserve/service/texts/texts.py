@@ -6,11 +6,10 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-import msgspec
-
 from diffserve.config import ServeConfig
 from diffserve.errors import InvalidRequest
 from diffserve.sampling_params import SamplingParams
+from diffserve.service.endpoint import Checked
 from diffserve.service.texts.schemas import (
     DEFAULT_CHAT_TOKENS,
     DEFAULT_COMPLETION_TOKENS,
@@ -28,7 +27,7 @@ SAME_NAMES: Final = (
 """Fields that the body and :class:`SamplingParams` call the same."""
 
 
-class CheckedTexts(msgspec.Struct, frozen=True, kw_only=True):
+class CheckedTexts(Checked, frozen=True, kw_only=True):
     """A checked body: one request for each prompt, and how the answer is to look.
 
     ``created`` in seconds since 1970; ``end_ids``: the tokens that end a text, which are not part of it.
@@ -39,10 +38,8 @@ class CheckedTexts(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     fingerprint: str
     requests: tuple[TextRequest, ...]
-    is_stream: bool
     has_usage_chunk: bool
     end_ids: frozenset[int]
-    warnings: tuple[str, ...]
 
 
 def plan_chat(body: ChatBody, info: LanguageModelInfo, config: ServeConfig, request_id: str) -> CheckedTexts:
