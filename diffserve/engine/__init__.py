@@ -1,7 +1,7 @@
 """Time: who advances now. ``Engine``, ``TextEngine``, ``Rewriter`` and ``Studio`` are the faces that others use.
 
     delivery      the shell of all four: who follows what, every event exactly once
-    records, core, engine   one tick of pictures or texts: cancel, expire, plan, run, apply; and the counter before it
+    records, engine   one tick of pictures or texts: cancel, expire, plan, run, apply; and the counter before it
     image, text   what that means for either
     rewriter, pending_images   wishes that become prompts, and the pictures that wait for them
     time_share, studio, loading, process   both sides in one loop, on one pool, in a process of its own

@@ -14,7 +14,7 @@ from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.engine import Engine
 from diffserve.engine.image.shape_groups import is_deterministic
 from diffserve.engine.rewriter import Rewriter
-from diffserve.engine.text import TextCore, TextEngine
+from diffserve.engine.text import TextEngine
 from diffserve.engine.text.engine import draft_tenant
 from diffserve.errors import ConfigError, DiffserveError, ModelNotFound
 from diffserve.rewriting import TextWindow, find_rewriter, style_for_family
@@ -59,7 +59,7 @@ def load_parts(
         return Engine(model, config, profile=profile, clock=clock), None, None
     pool = make_pool(model, languages, config, text)
     draft = languages[1] if len(languages) > 1 else None
-    texts = TextEngine(TextCore(languages[0], pool, text, draft_model=draft, clock=clock, tenant=TENANT))
+    texts = TextEngine(languages[0], pool, text, draft_model=draft, clock=clock, tenant=TENANT)
     engine = Engine(model, config, profile=profile, pool=pool, clock=clock)
     return engine, texts, make_rewriter(texts, model, text)
 

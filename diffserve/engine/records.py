@@ -82,7 +82,7 @@ class TickBudget:
     """What one tick may take; None: no limit beside the engine's own.
 
     max_tokens  tokens in the call of the network
-    time_s      seconds that the call should take, by what earlier calls took; see ``TextCore.max_tokens``
+    time_s      seconds that the call should take, by what earlier calls took; see ``TextEngine.max_tokens``
     admits      whether texts that have no pages may be given some; not while others wait for pages longer already
     """
 

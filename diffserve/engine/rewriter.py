@@ -52,7 +52,7 @@ class Rewriter(Shell[RewriteRequest, RewriteEvent]):
         self._max_entropy = max_entropy
         self._styles: dict[str, Style] = {}
         self._constraint: TokenConstraint | None = None
-        self._asker = PromptBuilder(texts.core.model.tokenizer, texts.info.model_id)
+        self._asker = PromptBuilder(texts.model.tokenizer, texts.info.model_id)
         self.style = self._style(style)
         if self.style.answer.language == "captions":
             self._caption_constraint()
@@ -127,7 +127,7 @@ class Rewriter(Shell[RewriteRequest, RewriteEvent]):
 
     def _caption_constraint(self) -> TokenConstraint:
         if self._constraint is None:
-            model = self.texts.core.model
+            model = self.texts.model
             self._constraint = caption_constraint(model.tokenizer, model.end_ids)
         return self._constraint
 

@@ -108,7 +108,7 @@ class Studio(Shell[AnyRequest, AnyEvent]):
     @property
     def pool(self) -> PagePool | None:
         """The pages of both sides, None where there are none."""
-        return self.engine.pool if self.texts is None else self.texts.core.pool
+        return self.engine.pool if self.texts is None else self.texts.pool
 
     @property
     def has_work(self) -> bool:

@@ -35,7 +35,7 @@ def test_a_growing_pool_keeps_what_it_holds() -> None:
 
 def test_storage_of_shapes_nobody_paints_is_given_back(make_engine: MakeEngine) -> None:
     engine = make_engine(max_rows=2)
-    pool = engine.core.runners.pool
+    pool = engine.runners.pool
     for cells in range(2, 13):
         engine.generate(asked("sd15", "ddim", seed=1, num_steps=1, width_px=8 * cells, guidance_scale=1.0))
     assert pool.num_shapes <= 8

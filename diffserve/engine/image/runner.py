@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diffserve.config import EngineConfig
-from diffserve.engine.core import failure_of
+from diffserve.engine.engine import failure_of
 from diffserve.engine.image.batch import ImageBatch, LanePool
 from diffserve.engine.image.buckets import RowCaps
 from diffserve.engine.image.preparer import Preparer
