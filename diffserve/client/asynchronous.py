@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from types import TracebackType
 from typing import Generic, Self, TypeVar, Unpack
 
 import httpx
@@ -16,7 +15,6 @@ from diffserve.client.connection import DEFAULT_URL, JSON, TIMEOUT_S, settings, 
 from diffserve.client.errors import ServerLost, error_of_answer, raise_for_transport, unexpected
 from diffserve.client.events import EventParser, Reader
 from diffserve.client.recipe import ImageFields, StreamedImageFields
-from diffserve.errors import EngineUnavailable, InvalidRequest
 
 AnswerT = TypeVar("AnswerT")
 EventT = TypeVar("EventT")
@@ -51,9 +49,7 @@ class AsyncStream(Generic[EventT]):
         self.request_id = response.headers.get("x-request-id", "")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def __aiter__(self) -> AsyncIterator[EventT]:
@@ -93,9 +89,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -112,13 +106,7 @@ class AsyncClient:
 
     async def cancel(self, request_id: str) -> bool:
         """End a request for pictures; False where it is over already, or was never there."""
-        try:
-            await self._send(calls.cancel(request_id))
-        except InvalidRequest as error:
-            if error.code == "request_not_found":
-                return False
-            raise
-        return True
+        return await self._send(calls.cancel(request_id))
 
     async def rewrite(self, prompt: str, **fields: Unpack[RewriteFields]) -> Rewrites:
         """Turn the wish ``prompt`` into prompts that the image model reads well."""
@@ -148,11 +136,7 @@ class AsyncClient:
 
     async def is_ready(self) -> bool:
         """Whether a request would be worked on now; False while the server loads its models."""
-        try:
-            await self._send(calls.ready())
-        except EngineUnavailable:
-            return False
-        return True
+        return await self._send(calls.ready())
 
     async def _send(self, call: Call[AnswerT]) -> AnswerT:
         headers = on_behalf.headers() | (JSON if call.body else {})
@@ -160,12 +144,7 @@ class AsyncClient:
             response = await self._http.request(call.method, call.path, content=call.body, headers=headers)
         except httpx.HTTPError as error:
             raise_for_transport(self.url, error)
-        if response.status_code != httpx.codes.OK:
-            raise error_of_answer(self.url, response)
-        try:
-            return call.decode(response.content)
-        except msgspec.MsgspecError as error:
-            raise unexpected(self.url) from error
+        return calls.read(call, self.url, response)
 
     def _open(self, call: StreamCall[EventT]) -> AsyncStream[EventT]:
         timeout = stream_timeout(self._timeout_s)

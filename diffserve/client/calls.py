@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, Generic, NamedTuple, TypedDict, TypeVar
 from urllib.parse import quote, urlsplit
 
+import httpx
 import msgspec
 
 from diffserve.client.answers import Chat, ChatDelta, ChatMessage, ImageEvent, Images, Model, RewriteEvent, Rewrites
+from diffserve.client.errors import error_of_answer, unexpected
 from diffserve.client.events import ChatReader, Reader, image_reader, rewrite_reader
 from diffserve.client.recipe import ImageFields, RewriterFields, StreamedImageFields
-from diffserve.errors import ConfigError
+from diffserve.errors import ConfigError, EngineUnavailable
 
 GENERATIONS: Final = "/v1/images/generations"
 REWRITE: Final = "/v1/prompts/rewrite"
@@ -45,12 +48,13 @@ class ChatFields(TypedDict, total=False):
 
 
 class Call(NamedTuple, Generic[AnswerT]):
-    """A request with one answer."""
+    """A request with one answer. ``otherwise``: what errors mean that are answers too, by their codes."""
 
     method: str
     path: str
     body: bytes | None
     decode: Callable[[bytes], AnswerT]
+    otherwise: Mapping[str, AnswerT] = MappingProxyType({})
 
 
 class StreamCall(NamedTuple, Generic[EventT]):
@@ -72,9 +76,10 @@ def generate_stream(prompt: str, fields: StreamedImageFields) -> StreamCall[Imag
     return StreamCall(GENERATIONS, msgspec.json.encode(body), image_reader(fields.get("n", 1)))
 
 
-def cancel(request_id: str) -> Call[None]:
-    """End a request for pictures."""
-    return Call("POST", f"{GENERATIONS}/{quote(request_id, safe='')}/cancel", None, lambda _: None)
+def cancel(request_id: str) -> Call[bool]:
+    """End a request for pictures; False where it is over already, or was never there."""
+    path = f"{GENERATIONS}/{quote(request_id, safe='')}/cancel"
+    return Call("POST", path, None, lambda _: True, {"request_not_found": False})
 
 
 def rewrite(prompt: str, fields: RewriteFields) -> Call[Rewrites]:
@@ -108,9 +113,22 @@ def model(name: str) -> Call[Model]:
     return Call("GET", f"/v1/models/{quote(name)}", None, lambda data: msgspec.json.decode(data, type=Model))
 
 
-def ready() -> Call[None]:
-    """Whether a request would be worked on now; raises EngineUnavailable where not."""
-    return Call("GET", "/readyz", None, lambda _: None)
+def ready() -> Call[bool]:
+    """Whether a request would be worked on now."""
+    return Call("GET", "/readyz", None, lambda _: True, {EngineUnavailable.default_code: False})
+
+
+def read(call: Call[AnswerT], url: str, response: httpx.Response) -> AnswerT:
+    """What the ``response`` of the server at ``url`` says. Raises what it says went wrong."""
+    if response.status_code != httpx.codes.OK:
+        error = error_of_answer(url, response)
+        if error.code not in call.otherwise:
+            raise error
+        return call.otherwise[error.code]
+    try:
+        return call.decode(response.content)
+    except msgspec.MsgspecError as error:
+        raise unexpected(url) from error
 
 
 def base_url(url: str) -> str:

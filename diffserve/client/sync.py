@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Generic, Self, TypeVar, Unpack
 
 import httpx
@@ -16,7 +15,6 @@ from diffserve.client.connection import DEFAULT_URL, JSON, TIMEOUT_S, settings, 
 from diffserve.client.errors import ServerLost, error_of_answer, raise_for_transport, unexpected
 from diffserve.client.events import EventParser, Reader
 from diffserve.client.recipe import ImageFields, StreamedImageFields
-from diffserve.errors import EngineUnavailable, InvalidRequest
 
 AnswerT = TypeVar("AnswerT")
 EventT = TypeVar("EventT")
@@ -47,9 +45,7 @@ class Stream(Generic[EventT]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -93,9 +89,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -112,13 +106,7 @@ class Client:
 
     def cancel(self, request_id: str) -> bool:
         """End a request for pictures; False where it is over already, or was never there."""
-        try:
-            self._send(calls.cancel(request_id))
-        except InvalidRequest as error:
-            if error.code == "request_not_found":
-                return False
-            raise
-        return True
+        return self._send(calls.cancel(request_id))
 
     def rewrite(self, prompt: str, **fields: Unpack[RewriteFields]) -> Rewrites:
         """Turn the wish ``prompt`` into prompts that the image model reads well."""
@@ -146,11 +134,7 @@ class Client:
 
     def is_ready(self) -> bool:
         """Whether a request would be worked on now; False while the server loads its models."""
-        try:
-            self._send(calls.ready())
-        except EngineUnavailable:
-            return False
-        return True
+        return self._send(calls.ready())
 
     def _send(self, call: Call[AnswerT]) -> AnswerT:
         try:
@@ -159,12 +143,7 @@ class Client:
             )
         except httpx.HTTPError as error:
             raise_for_transport(self.url, error)
-        if response.status_code != httpx.codes.OK:
-            raise error_of_answer(self.url, response)
-        try:
-            return call.decode(response.content)
-        except msgspec.MsgspecError as error:
-            raise unexpected(self.url) from error
+        return calls.read(call, self.url, response)
 
     def _open(self, call: StreamCall[EventT]) -> Stream[EventT]:
         timeout = stream_timeout(self._timeout_s)
