@@ -22,21 +22,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "Rewriter", "RowLabel", "Studio", "TextEngine", "TickTrace", "UNetCall"]
 
-_HOME = {
-    "Engine": "diffserve.engine.image.engine",
-    "Rewriter": "diffserve.engine.rewriter",
-    "RowLabel": "diffserve.engine.image.task",
-    "Studio": "diffserve.engine.studio",
-    "TextEngine": "diffserve.engine.text",
-    "TickTrace": "diffserve.engine.image.task",
-    "UNetCall": "diffserve.engine.image.task",
-}
+_HOMES = ("image.task", "image.engine", "text", "rewriter", "studio")  # the first needs no torch
 
 
 def __getattr__(name: str) -> Any:
     """Import the home of ``name`` when it is first asked for."""
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'diffserve.engine' has no attribute {name!r}; it offers {', '.join(__all__)}")
     from importlib import import_module
 
-    return getattr(import_module(_HOME[name]), name)
+    homes = (import_module(f"{__name__}.{home}") for home in _HOMES)
+    return next(getattr(home, name) for home in homes if hasattr(home, name))

@@ -75,25 +75,25 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
     @property
     def has_work(self) -> bool:
         """Whether a tick would do or deliver something."""
-        with self._mail.lock:
-            queued = bool(self._inbox or self._cancelled or self._mail)
+        with self._lock:
+            queued = bool(self._inbox or self._cancelled or self._outbox)
         return queued or self.scheduler.has_work
 
     @property
     def num_live(self) -> int:
         """Requests accepted and not yet over."""
-        with self._mail.lock:
+        with self._lock:
             return len(self._inbox) + len(self.scheduler.live)
 
     def check(self, order: Order, *, num_ahead: int = 0) -> None:
         """Raise what submitting would raise, and queue nothing. ``num_ahead``: others that will come first."""
         live = self._admit(order)
-        with self._mail.lock:
+        with self._lock:
             self._refuse_if_full(live.request_id, num_ahead)
 
     def cancel(self, request_id: str) -> bool:
         """Give a request up; what it holds is free before the next step runs. False when it is not (any more) live."""
-        with self._mail.lock:
+        with self._lock:
             if self._inbox.pop(request_id, None) is not None:
                 self._post_cancelled(request_id)
                 return True
@@ -106,14 +106,14 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
         """Run one iteration and return what happened; cheap when there is nothing to do."""
         with self._ticking:
             self._tick_once(budget)
-        return self._mail.take()
+        return self._take_mail()
 
     def fail_all(self, failure: FailureReason) -> None:
         """Give up everything, after a tick that raised; the next tick tells. Raises when not even that can be done."""
         with self._ticking:
             self._take_inbox()
             for live in tuple(self.scheduler.live.values()):
-                self._mail.post(self.scheduler.give_up(live, failure))
+                self._deliver(self.scheduler.give_up(live, failure))
 
     def check_integrity(self) -> None:
         """Nothing and nobody is lost; AssertionError or PoolIntegrityError says what is wrong."""
@@ -125,12 +125,12 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
     def _enter(self, order: Order, *, is_followed: bool) -> str:
         live = self._admit(order)
         request_id = live.request_id
-        with self._mail.lock:
+        with self._lock:
             num_ahead = self._refuse_if_full(request_id)
             if is_followed:
-                self._mail.open_mailbox(request_id)
+                self._mailboxes[request_id] = deque()
             self._inbox[request_id] = live
-            self._mail.post([self._accepted(live, num_ahead)])
+            self._deliver([self._accepted(live, num_ahead)])
         return request_id
 
     def _refuse_if_full(self, request_id: str, num_ahead: int = 0) -> int:
@@ -159,23 +159,23 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
             logger.error("a tick failed as a whole")
             outcome = self.outcome(failures=dict.fromkeys(plan.tasks, failure_of(error, self.doing)))
         events += self._cancel_asked()  # also what was cancelled while it ran
-        self._mail.post(events + self._apply(plan, outcome, started_s))
+        self._deliver(events + self._apply(plan, outcome, started_s))
 
     def _take_inbox(self) -> None:
-        with self._mail.lock:  # a request is always in one of the two places
+        with self._lock:  # a request is always in one of the two places
             for live in self._inbox.values():
                 self.scheduler.add(live)
             self._inbox = {}
 
     def _cancel_asked(self) -> list[E]:
-        with self._mail.lock:
+        with self._lock:
             asked, self._cancelled = self._cancelled, {}
         cancelled: list[Any] = [event for request_id in asked for event in self.scheduler.cancel(request_id)]
         return cancelled
 
     def _post_cancelled(self, request_id: str) -> None:
         event: Any = Cancelled(request_id=request_id)
-        self._mail.post([event])
+        self._deliver([event])
 
 
 def failure_of(error: Exception, doing: str) -> FailureReason:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
+from diffserve.engine.engine import failure_of
 from diffserve.engine.image.engine import Engine
 from diffserve.errors import DeadlineExceeded, DiffserveError, InvalidRequest, QueueFull
 from diffserve.rewrite_types import RewriteEvent, RewriteFinished, RewriteRequest
@@ -30,8 +30,6 @@ REWRITING_PART: Final = 0.5
 
 NO_MODEL: Final = "no language model is loaded, so the prompt was painted as it is."
 FAILED: Final = "the prompt could not be rewritten, so it was painted as it is."
-logger = logging.getLogger(__name__)
-
 BUSY: Final = "the rewriter is busy, so the prompt was painted as it is."
 
 
@@ -127,7 +125,8 @@ class RewriteQueue:
                 except QueueFull:
                     break
                 except Exception as error:
-                    refused.append(_failed(self._ready[0].request.request_id, error))
+                    failure = failure_of(error, "taking this request")
+                    refused.append(failure.of(self._ready[0].request.request_id))
                 self._ready.popleft()
         return refused
 
@@ -226,12 +225,3 @@ class RewriteQueue:
     def _find(self, request_id: str) -> PendingImage | None:
         images = (*self._asked.values(), *self._ready)
         return next((image for image in images if image.request.request_id == request_id), None)
-
-
-def _failed(request_id: str, error: Exception) -> Failed:
-    """A request that the engine refuses after all; what is not ours is a mistake of ours, and logged."""
-    if isinstance(error, DiffserveError):
-        return Failed(request_id=request_id, code=error.code, message=error.message, param=error.param)
-    logger.error("a rewritten request could not be submitted", exc_info=error)
-    message = f"taking this request raised {type(error).__name__}: {error}"
-    return Failed(request_id=request_id, code=DiffserveError.default_code, message=message)

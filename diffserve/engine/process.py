@@ -33,7 +33,6 @@ from diffserve.runtime import faults
 from diffserve.types import DiffusionParams, Failed, GenerationRequest, ImageFailed, ModelInfo, Picture
 
 if TYPE_CHECKING:
-    from diffserve.engine.image.engine import Engine
     from diffserve.engine.studio import Studio
     from diffserve.runtime.device_health import DeviceProbe
 
@@ -166,7 +165,9 @@ class EngineProcess:
                 case ipc.Cancel():
                     studio.cancel(command.request_id)
                 case ipc.ReadTrace():
-                    self._end.send(ipc.Trace(number=command.number, unet_calls=unet_calls_of(studio.engine)))
+                    ticks = studio.engine.trace
+                    calls = [[row.request_id for row in call.rows] for tick in ticks for call in tick.calls]
+                    self._end.send(ipc.Trace(number=command.number, unet_calls=calls))
                 case _:
                     raise TypeError(f"{type(command).__name__} is not a command for a running engine.")
 
@@ -178,21 +179,19 @@ class EngineProcess:
     def _submit(self, studio: Studio, request: ipc.AnyRequest) -> None:
         try:
             studio.submit(request)
-        except DiffserveError as error:
+        except Exception as error:
+            refusal = error
+            if not isinstance(refusal, DiffserveError):  # a mistake of ours costs this request, not everybody's engine
+                logger.exception("taking a request failed", extra={"request_id": request.request_id})
+                refusal = DiffserveError(f"taking this request raised {type(error).__name__}: {error}")
             self._end.send(
                 ipc.Rejected(
                     request_id=request.request_id,
-                    code=error.code,
-                    message=error.message,
-                    param=error.param,
-                    retry_after_s=error.retry_after_s if isinstance(error, QueueFull) else None,
+                    code=refusal.code,
+                    message=refusal.message,
+                    param=refusal.param,
+                    retry_after_s=refusal.retry_after_s if isinstance(refusal, QueueFull) else None,
                 )
-            )
-        except Exception as error:  # a mistake of ours costs this request, not everybody's engine
-            logger.exception("taking a request failed", extra={"request_id": request.request_id})
-            message = f"taking this request raised {type(error).__name__}: {error}"
-            self._end.send(
-                ipc.Rejected(request_id=request.request_id, code=DiffserveError.default_code, message=message)
             )
         finally:
             self._num_taken += 1
@@ -250,11 +249,6 @@ def trial(info: ModelInfo) -> GenerationRequest:
         if info.is_inpainting
         else None,
     )
-
-
-def unet_calls_of(engine: Engine) -> list[list[str]]:
-    """Per recent UNet call, the request id of every row."""
-    return [[row.request_id for row in call.rows] for tick in engine.trace for call in tick.calls]
 
 
 def _load_failed(error: BaseException) -> ipc.LoadFailed:

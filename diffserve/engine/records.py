@@ -6,9 +6,9 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
-from diffserve.types import Cancelled
+from diffserve.types import Cancelled, Failed
 
 
 class FailureReason(NamedTuple):
@@ -17,6 +17,10 @@ class FailureReason(NamedTuple):
     code: str
     message: str
     param: str | None = None
+
+    def of(self, request_id: str) -> Failed:
+        """The terminal event that says so."""
+        return Failed(request_id=request_id, code=self.code, message=self.message, param=self.param)
 
 
 class Stage(enum.Enum):
@@ -39,12 +43,6 @@ class Stage(enum.Enum):
     DONE = "done"
 
 
-class HasStage(Protocol):
-    """An image or a text."""
-
-    stage: Stage
-
-
 class Live:
     """A request from submit to its terminal event. ``submitted_s`` is a reading of the engine's clock."""
 
@@ -52,7 +50,7 @@ class Live:
 
     request: Any
     submitted_s: float
-    tasks: Sequence[HasStage]
+    tasks: Sequence[Any]
 
     @property
     def request_id(self) -> str:

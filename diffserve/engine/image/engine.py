@@ -127,7 +127,7 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
 
     def stats(self) -> ImageStats:
         """Counters for the metrics; requests that no tick has seen yet are waiting too."""
-        with self._ticking, self._mail.lock:
+        with self._ticking, self._lock:
             waiting = sum(not live.has_started for live in self.scheduler.live.values())
             return ImageStats(
                 num_running=len(self.scheduler.in_flight),

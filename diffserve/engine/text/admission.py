@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Sequence as Tokens
+from functools import partial
 
 import msgspec
 
@@ -113,30 +114,17 @@ class TextAdmission:
         )
         task = TextTask(live, index, [Sequence(row)], draft_limit=self.config.num_draft_tokens)
         if params.num_beams > 1:
-            task.search = BeamSearch(row, is_stopped=self._stop_finder(params.stop))
+            task.search = BeamSearch(row, is_stopped=partial(self._has_any, params.stop) if params.stop else None)
             task.sequences = [Sequence(task.search.rows[0])]
         else:
-            task.stream = self.stream(live)
+            task.stream = TextStream(self.model.tokenizer, stop=params.stop, context_ids=live.prompt_ids)
         task.stage = Stage.FOLLOWING if index else Stage.WAITING
         return task
 
-    def stream(self, live: LiveText) -> TextStream:
-        """What turns the tokens of one text of ``live`` into text."""
-        return TextStream(self.model.tokenizer, stop=live.request.params.stop, context_ids=live.prompt_ids)
-
-    def _stop_finder(self, stop: tuple[str, ...]) -> _StopFinder | None:
-        return _StopFinder(self.model, stop) if stop else None
-
-
-class _StopFinder:
-    """Whether a stop text is in what some tokens say."""
-
-    def __init__(self, model: LanguageModel, stop: tuple[str, ...]) -> None:
-        self.model, self.stop = model, stop
-
-    def __call__(self, token_ids: Tokens[int]) -> bool:
+    def _has_any(self, stop: tuple[str, ...], token_ids: Tokens[int]) -> bool:
+        """Whether one of the texts ``stop`` is in what some tokens say."""
         text: str = self.model.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return any(stop in text for stop in self.stop)
+        return any(one in text for one in stop)
 
 
 def too_long(what: str, most: int, param: str = "prompt") -> InvalidRequest:

@@ -24,7 +24,6 @@ from diffserve.engine.text.queues import RunningQueue, WaitingQueue
 from diffserve.engine.text.task import LiveText, ScheduledTokens, TextOutcome, TextPlan, TextTask
 from diffserve.runtime.language import LanguageModel
 from diffserve.text_types import TextConfig, TextEvent
-from diffserve.types import Failed
 
 PREFILL_SHARE = 4
 """One token in so many of a tick is kept for prompts when any are pending."""
@@ -116,8 +115,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         if live.request_id not in self.live:
             return []
         self._drop(live)
-        code, message, param = failure
-        return [Failed(request_id=live.request_id, code=code, message=message, param=param)]
+        return [failure.of(live.request_id)]
 
     def check_integrity(self, *, other_pages: int = 0) -> None:
         """Every page is owned by a running text, and every live text is in exactly one place.
