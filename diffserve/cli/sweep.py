@@ -54,7 +54,8 @@ def run(options: SweepOptions, *, model: str | None, config: str | None, flags: 
         soft_wrap=True,
     )
     try:
-        with _progress(console, plan) as show, lasting_interrupt() as check:
+        with _progress(console) as progress, lasting_interrupt() as check:
+            show = _ProgressBar(progress, plan)
 
             def report_progress(now: SweepProgress) -> None:
                 check()
@@ -109,8 +110,7 @@ def _plan(options: SweepOptions, settings: Settings) -> SweepPlan:
     )
 
 
-@contextmanager
-def _progress(console: Console, plan: SweepPlan) -> Iterator[_ProgressBar]:
+def _progress(console: Console) -> Progress:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -119,10 +119,8 @@ def _progress(console: Console, plan: SweepPlan) -> Iterator[_ProgressBar]:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal, speed_estimate_period=120
-    ) as progress:
-        yield _ProgressBar(progress, plan)
+    is_hidden = not console.is_terminal
+    return Progress(*columns, console=console, transient=True, disable=is_hidden, speed_estimate_period=120)
 
 
 class _ProgressBar:
@@ -160,7 +158,8 @@ class _ProgressBar:
 
 def _lines(report: SweepReport) -> Iterator[str]:
     """The table in short, what a step buys, and where the rest is."""
-    measures = [measure for measure in (Measure.EXACT, Measure.PSNR_DB, Measure.FRECHET) if _has(report, measure)]
+    known = (Measure.EXACT, Measure.PSNR_DB, Measure.FRECHET)
+    measures = [measure for measure in known if any(one.value(measure) for one in report.cells)]
     heads = ["cell", "guidance", *(measure.value for measure in measures), "ms a step", "images/s"]
     rows = [heads]
     for one in report.cells:
@@ -173,7 +172,3 @@ def _lines(report: SweepReport) -> Iterator[str]:
         yield "  ".join(f"{text:>{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
     yield from (f"{finding.claim}: {finding.verdict}" for finding in report.findings)
     yield str(report.page)
-
-
-def _has(report: SweepReport, measure: Measure) -> bool:
-    return any(one.value(measure) for one in report.cells)

@@ -14,7 +14,7 @@ from transformers import CLIPTokenizer
 from diffserve.embedded.denoiser_training import Denoiser, build_scheduler
 from diffserve.embedded.vae_training import LATENT_CHANNELS
 from diffserve.runtime.loading.manifest import MANIFEST_FILE
-from diffserve.world.known_words import write_world
+from diffserve.world.prompt_reading import write_world
 
 POSTERIOR_STD = 0.05
 

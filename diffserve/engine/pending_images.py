@@ -51,11 +51,6 @@ class PendingImage:
     prompt: str = ""
     warnings: tuple[str, ...] = ()
 
-    def left_s(self, now_s: float) -> float | None:
-        """Seconds until its deadline, if it has one."""
-        deadline_s = self.request.deadline_s
-        return None if deadline_s is None else deadline_s - (now_s - self.submitted_s)
-
 
 class RewriteQueue:
     """Stands before ``engine``; ``rewriter`` is None where there is no language model. Safe from any thread."""
@@ -212,15 +207,15 @@ class RewriteQueue:
             self._submit(image)
 
     def _submit(self, image: PendingImage) -> None:
-        now_s, request = self._clock(), image.request
-        left_s = image.left_s(now_s)
+        request, waited_s = image.request, self._clock() - image.submitted_s
+        left_s = None if request.deadline_s is None else request.deadline_s - waited_s
         if left_s is not None and left_s <= 0.0:
             raise DeadlineExceeded(
                 f"the deadline of {request.deadline_s:g} s passed before the picture was finished.", param="deadline_s"
             )
         self._engine.submit(msgspec.structs.replace(request, prompt=image.prompt, rewriting=None, deadline_s=left_s))
         original = None if image.prompt == request.prompt else request.prompt
-        self._notes[request.request_id] = Note(now_s - image.submitted_s, image.warnings, original)
+        self._notes[request.request_id] = Note(waited_s, image.warnings, original)
 
     def _find(self, request_id: str) -> PendingImage | None:
         images = (*self._asked.values(), *self._ready)

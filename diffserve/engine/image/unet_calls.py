@@ -61,7 +61,7 @@ class UNetCaller:
         """
         output = torch.zeros((batch.num_rows, *batch.x.shape[1:]), device=batch.x.device)
         failed: dict[int, Exception] = {}
-        curve = self.groups.curve(group)
+        curve = self.groups.known(group).curve
         pending = [range(start, stop) for start, stop, _ in curve.calls(batch.num_rows, self.caps.cap(group))]
         has_eased = False
         while pending:
@@ -98,7 +98,8 @@ class UNetCaller:
         """One UNet call of exactly ``bucket`` rows; the last row is repeated to fill it."""
         padded = [*rows, *[rows[-1]] * (bucket - len(rows))]
         threads = self.groups.threads
-        num_threads = threads.choice.next_count((group, bucket), self.groups.counts(group))
+        curve, counts = self.groups.known(group)
+        num_threads = threads.choice.next_count((group, bucket), counts)
         started_s = time.perf_counter()
         index = torch.tensor([batch.image_of_row[row] for row in padded], device=batch.x.device)
         told = self._stack(tuple((batch.tasks[batch.image_of_row[row]], batch.is_uncond(row)) for row in padded))
@@ -114,7 +115,7 @@ class UNetCaller:
             )
             ended_s = time.perf_counter()
         if batch.x.device.type == "cpu":
-            self.groups.curve(group).observe(bucket, ended_s - started_s)
+            curve.observe(bucket, ended_s - started_s)
             threads.choice.observe((group, bucket), num_threads, ended_s - called_s)
         calls.append(UNetCall(tuple(batch.label(row) for row in rows), bucket - len(rows), ended_s - started_s))
         return output[: len(rows)]
