@@ -44,14 +44,9 @@ class SizePlan(msgspec.Struct, frozen=True, kw_only=True):
     is_padded: bool = False
 
     @property
-    def is_resized(self) -> bool:
-        """Whether the painted picture has to be resized."""
-        return (self.paint_width_px, self.paint_height_px) != (self.width_px, self.height_px)
-
-    @property
     def warning(self) -> str | None:
         """One sentence for the caller when the picture is resized."""
-        if not self.is_resized:
+        if (self.paint_width_px, self.paint_height_px) == (self.width_px, self.height_px):
             return None
         well = ", which this model does well," if self.is_trained else ""
         sides = "padded at its edges and " if self.is_padded else ""

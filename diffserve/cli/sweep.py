@@ -135,15 +135,12 @@ class _ProgressBar:
     def __call__(self, now: SweepProgress) -> None:
         if self._started_s is None:
             self._started_s = time.monotonic()
-            self._say_what_is_there(now)
+            done = self._plan.num_rows - now.num_rows
+            if done:
+                self._say(f"{100 * done / self._plan.num_rows:.0f} % of it is there already and is not painted again")
         self._progress.update(self._bar, description=now.phase, completed=now.rows_done, total=now.num_rows or 1)
         if now.finished is not None:
             self._say(f"{now.finished.label}, guidance {now.finished.guidance_scale:g}: painted{self._left(now)}")
-
-    def _say_what_is_there(self, now: SweepProgress) -> None:
-        done = self._plan.num_rows - now.num_rows
-        if done:
-            self._say(f"{100 * done / self._plan.num_rows:.0f} % of it is there already and is not painted again")
 
     def _left(self, now: SweepProgress) -> str:
         if self._progress.console.is_terminal or not now.rows_done or self._started_s is None:

@@ -10,8 +10,7 @@ import msgspec
 
 from diffserve.client import calls, on_behalf
 from diffserve.client.answers import Chat, ChatDelta, ChatMessage, ImageEvent, Images, Model, RewriteEvent, Rewrites
-from diffserve.client.calls import Call, ChatFields, RewriteFields, StreamCall
-from diffserve.client.connection import DEFAULT_URL, JSON, TIMEOUT_S, settings, stream_timeout
+from diffserve.client.calls import DEFAULT_URL, JSON, TIMEOUT_S, Call, ChatFields, RewriteFields, StreamCall
 from diffserve.client.errors import ServerLost, error_of_answer, raise_for_transport, unexpected
 from diffserve.client.events import EventParser, Reader
 from diffserve.client.recipe import ImageFields, StreamedImageFields
@@ -84,7 +83,7 @@ class AsyncClient:
     def __init__(self, url: str = DEFAULT_URL, *, timeout_s: float = TIMEOUT_S) -> None:
         self.url = calls.base_url(url)
         self._timeout_s = timeout_s
-        self._http = httpx.AsyncClient(**settings(self.url, timeout_s))
+        self._http = httpx.AsyncClient(**calls.settings(self.url, timeout_s))
 
     async def __aenter__(self) -> Self:
         return self
@@ -147,7 +146,7 @@ class AsyncClient:
         return calls.read(call, self.url, response)
 
     def _open(self, call: StreamCall[EventT]) -> AsyncStream[EventT]:
-        timeout = stream_timeout(self._timeout_s)
+        timeout = calls.stream_timeout(self._timeout_s)
         headers = on_behalf.headers() | JSON
         request = self._http.build_request("POST", call.path, content=call.body, headers=headers, timeout=timeout)
         return AsyncStream(self._http, request, call.reader, self.url)

@@ -1,7 +1,9 @@
-"""Every call that can be made: its address, its body, and how its answer is read. Nothing is sent from here."""
+"""What both clients share: every call that can be made, its address, its body, and how its answer is read; and what is
+set up for it. Nothing is sent from here."""
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, Generic, NamedTuple, TypedDict, TypeVar
@@ -15,6 +17,17 @@ from diffserve.client.errors import error_of_answer, unexpected
 from diffserve.client.events import ChatReader, Reader, image_reader, rewrite_reader
 from diffserve.client.recipe import ImageFields, RewriterFields, StreamedImageFields
 from diffserve.errors import ConfigError, EngineUnavailable
+
+DEFAULT_URL: Final = "http://127.0.0.1:8000"
+TIMEOUT_S: Final = 660.0
+"""A little more than a server takes before it gives a request up itself."""
+
+CONNECT_S: Final = 5.0
+SILENCE_S: Final = 60.0
+"""A stream is never silent for so long: the server sends comments."""
+
+KEEP_ALIVE_S: Final = 2.0  # a server hangs up after five
+JSON: Final = {"Content-Type": "application/json"}
 
 GENERATIONS: Final = "/v1/images/generations"
 REWRITE: Final = "/v1/prompts/rewrite"
@@ -131,6 +144,21 @@ def read(call: Call[AnswerT], url: str, response: httpx.Response) -> AnswerT:
         raise unexpected(url) from error
 
 
+def settings(url: str, timeout_s: float) -> dict[str, Any]:
+    """For httpx' clients. A server on this machine is never looked for behind a proxy."""
+    return {
+        "base_url": url,
+        "timeout": httpx.Timeout(timeout_s, connect=CONNECT_S),
+        "limits": httpx.Limits(max_connections=None, keepalive_expiry=KEEP_ALIVE_S),
+        "trust_env": not _is_here(urlsplit(url).hostname or ""),
+    }
+
+
+def stream_timeout(timeout_s: float) -> httpx.Timeout:
+    """Of an answer in pieces: how long it may be silent."""
+    return httpx.Timeout(min(timeout_s, SILENCE_S), connect=CONNECT_S)
+
+
 def base_url(url: str) -> str:
     """``url`` without what the paths begin with; ConfigError where it is no address."""
     try:
@@ -153,3 +181,10 @@ def _post(path: str, body: dict[str, Any], kind: type[AnswerT]) -> Call[AnswerT]
 
 def _turns(messages: str | Sequence[ChatMessage]) -> Sequence[ChatMessage]:
     return (ChatMessage(role="user", content=messages),) if isinstance(messages, str) else messages
+
+
+def _is_here(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")

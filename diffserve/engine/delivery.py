@@ -60,6 +60,14 @@ class Shell(ABC, Generic[Order, E]):
         self._ticking = threading.Lock()  # one tick at a time
         self._is_draining = False
 
+    def submit(self, order: Order) -> str:
+        """Queue ``order`` and return its request's id.
+
+        Raises InvalidRequest, also where nobody is loaded who could do it; QueueFull, EngineUnavailable (draining);
+        then nothing is left behind.
+        """
+        return self._enter(order, is_followed=False)
+
     @abstractmethod
     def _enter(self, order: Order, *, is_followed: bool) -> str:
         """Take ``order``, with a mailbox where it ``is_followed``; the request's id. Raises where it is refused."""

@@ -95,7 +95,8 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
         """Give a request up; what it holds is free before the next step runs. False when it is not (any more) live."""
         with self._lock:
             if self._inbox.pop(request_id, None) is not None:
-                self._post_cancelled(request_id)
+                event: Any = Cancelled(request_id=request_id)
+                self._deliver([event])
                 return True
             if request_id not in self.scheduler.live or request_id in self._cancelled:
                 return False
@@ -172,10 +173,6 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
             asked, self._cancelled = self._cancelled, {}
         cancelled: list[Any] = [event for request_id in asked for event in self.scheduler.cancel(request_id)]
         return cancelled
-
-    def _post_cancelled(self, request_id: str) -> None:
-        event: Any = Cancelled(request_id=request_id)
-        self._deliver([event])
 
 
 def failure_of(error: Exception, doing: str) -> FailureReason:

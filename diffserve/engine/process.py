@@ -42,6 +42,7 @@ COUNT_EVERY_S = 0.2
 TIDY_EVERY_S = 10.0
 EXIT_DEVICE_LOST = 75  # EX_TEMPFAIL: try again
 UNEXPECTED = (DiffserveError.default_code, NumericalError.default_code)
+"""Codes of failures that a device which is gone may be behind."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,7 +104,7 @@ class EngineProcess:
             self._take_commands(studio)
             with self._pulse.ticking(scale_of(studio)):
                 events = studio.tick()
-            if any(is_unexpected(event) for event in events):
+            if any(isinstance(event, (ImageFailed, Failed)) and event.code in UNEXPECTED for event in events):
                 probe.check()
             for event in events:
                 self._end.send(event)
@@ -127,19 +128,14 @@ class EngineProcess:
         os._exit(0)
 
     def _pong(self, number: int) -> ipc.Pong:
-        pulse = self._pulse
+        pulse, num_live = self._pulse, 0 if self._studio is None else self._studio.num_live
         return ipc.Pong(
             number=number,
-            num_requests=self._num_requests(),
+            num_requests=num_live + self._num_arrived - self._num_taken,  # with those that wait for the tick to end
             num_ticks=pulse.num_ticks,
             tick_s=pulse.running_s,
             patience_s=pulse.patience_s,
         )
-
-    def _num_requests(self) -> int:
-        """How many requests are here, those included that wait for the end of the tick to be taken."""
-        num_live = 0 if self._studio is None else self._studio.num_live
-        return num_live + self._num_arrived - self._num_taken
 
     def _count(self, studio: Studio) -> None:
         """Have numbers ready for whoever asks in the middle of a tick, fresh ones when all is quiet; and keep the heap
@@ -229,11 +225,6 @@ def scale_of(studio: Studio) -> float:
     """How much longer a tick may take than one at the native size: attention grows with the square of the pixels."""
     width_px, height_px = studio.info.good_sizes[0]
     return (studio.engine.most_pixels / (width_px * height_px)) ** 2
-
-
-def is_unexpected(event: ipc.AnyEvent) -> bool:
-    """Whether a device that is gone may be behind ``event``."""
-    return isinstance(event, (ImageFailed, Failed)) and event.code in UNEXPECTED
 
 
 def trial(info: ModelInfo) -> GenerationRequest:

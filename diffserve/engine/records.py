@@ -68,12 +68,6 @@ class Live:
         """Whether it waits no more."""
         raise NotImplementedError
 
-    @property
-    def deadline_at_s(self) -> float | None:
-        """The clock reading at which the work is given up."""
-        deadline_s: float | None = self.request.deadline_s
-        return None if deadline_s is None else self.submitted_s + deadline_s
-
 
 @dataclass(frozen=True, slots=True)
 class TickBudget:
@@ -141,8 +135,10 @@ class Scheduler(ABC, Generic[L, E]):
     def expire(self, now_s: float) -> list[E]:
         """Give up the requests whose deadline has passed."""
         events: list[E] = []
-        for live in [one for one in self.live.values() if (one.deadline_at_s or now_s) < now_s]:
+        for live in list(self.live.values()):
             deadline_s = live.request.deadline_s
+            if deadline_s is None or live.submitted_s + deadline_s >= now_s:
+                continue
             message = f"the deadline of {deadline_s:g} s passed before the {self.product} was finished."
             events += self.give_up(live, FailureReason("deadline_exceeded", message, "deadline_s"))
         return events

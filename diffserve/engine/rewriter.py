@@ -72,14 +72,6 @@ class Rewriter(Shell[RewriteRequest, RewriteEvent]):
         """Whether a tick would do or deliver something."""
         return bool(self._jobs or self._outbox)
 
-    def submit(self, request: RewriteRequest) -> str:
-        """Ask for a rewrite and return its id.
-
-        Raises InvalidRequest (a style that is not there, a wish too long for the model, an id in use), QueueFull,
-        EngineUnavailable; then nothing is left behind.
-        """
-        return self._enter(request, is_followed=False)
-
     def cancel(self, request_id: str) -> bool:
         """Give a rewrite up; a later ``feed`` tells so. False when it is not (or no longer) live."""
         job = self._jobs.get(request_id)

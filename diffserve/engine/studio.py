@@ -136,13 +136,6 @@ class Studio(Shell[AnyRequest, AnyEvent]):
 
     # The verbs ----------------------------------------------------------------------------------------------------
 
-    def submit(self, request: AnyRequest) -> str:
-        """Queue pictures (with ``rewriting`` after their prompt was rewritten), texts or a rewrite; the request's id.
-
-        Raises InvalidRequest, also where nobody is loaded who could do it; QueueFull, EngineUnavailable (draining).
-        """
-        return self._enter(request, is_followed=False)
-
     def _enter(self, request: AnyRequest, *, is_followed: bool) -> str:
         side = Side.IMAGES if isinstance(request, GenerationRequest) else Side.TEXTS
         with self._entering(request.request_id, side, is_followed=is_followed):

@@ -169,10 +169,6 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
 
     # The verbs ----------------------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerationRequest) -> str:
-        """Queue ``request`` and return its id. Raises InvalidRequest, QueueFull, EngineUnavailable (draining)."""
-        return self._enter(request, is_followed=False)
-
     def generate(self, request: str | GenerationRequest | Sequence[GenerationRequest]) -> list[ImageResult]:
         """Paint and wait: the images in order of request and image index. A list may be longer than the waiting room.
 

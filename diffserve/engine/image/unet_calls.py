@@ -125,15 +125,11 @@ class UNetCaller:
         if key not in self._stacks:
             self._stacks[key] = stack_conditioning(key, self.conditioner)
         self._stacks.move_to_end(key)
-        while len(self._stacks) > 1 and not self._may_keep_all():
-            self._stacks.popitem(last=False)
+        num_bytes = sum(stack.num_bytes for stack in self._stacks.values())
+        while len(self._stacks) > 1 and (len(self._stacks) > STACKS_KEPT or num_bytes > STACK_BYTES_KEPT):
+            _, dropped = self._stacks.popitem(last=False)
+            num_bytes -= dropped.num_bytes
         return self._stacks[key]
-
-    def _may_keep_all(self) -> bool:
-        return (
-            len(self._stacks) <= STACKS_KEPT
-            and sum(stack.num_bytes for stack in self._stacks.values()) <= STACK_BYTES_KEPT
-        )
 
     def trim(self) -> None:
         """Drop the stacks of images that have left."""

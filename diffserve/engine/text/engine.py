@@ -122,19 +122,21 @@ class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
             scheduler, drafts = self.scheduler, self.scheduler.drafts
             return TextStats(
                 num_running=scheduler.num_running,
-                num_waiting=scheduler.num_waiting,
+                num_waiting=len(scheduler.waiting),
                 prompt_tokens=scheduler.num_prompt_tokens,
                 cached_tokens=scheduler.num_cached_tokens,
                 output_tokens=scheduler.progress.num_said,
                 computed_tokens=self._num_computed,
                 draft_tokens=drafts.num_drafted,
                 accepted_tokens=drafts.num_right,
-                preemptions=scheduler.num_preempted,
+                preemptions=scheduler.running.num_preempted,
                 entropy_sum=scheduler.progress.entropy_sum,
                 busy_s=self._busy_s,
             )
 
-    def submit(self, request: TextRequest, *, constraint: TokenConstraint | None = None) -> str:
+    def submit(  # type: ignore[override]  # an order is both
+        self, request: TextRequest, *, constraint: TokenConstraint | None = None
+    ) -> str:
         """Queue ``request`` and return its id. ``constraint``: which tokens may be said.
 
         Raises InvalidRequest (PoolTooSmall among them), QueueFull, EngineUnavailable (draining).
