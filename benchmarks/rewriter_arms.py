@@ -95,7 +95,7 @@ class Desk:
         self.texts = texts
         self.style = style
         self.system = system
-        model = texts.core.model
+        model = texts.model
         self._asker = PromptBuilder(model.tokenizer, texts.info.model_id)
         self._wishes = (wish.text for wish in wishes(WISHES_SEED, held_out=False))
         is_embedded = style.answer.language == "captions"
@@ -156,7 +156,7 @@ class Peer:
     """transformers' ``generate_batch`` on the same weights, kept alive between calls."""
 
     def __init__(self, directory: Path, texts: TextEngine, max_tokens: int) -> None:
-        model = texts.core.model
+        model = texts.model
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
         with hushed("transformers"):
             self._network = import_quietly("transformers", "AutoModelForCausalLM").from_pretrained(
@@ -174,7 +174,7 @@ class Peer:
         self._batching = cls(
             page_size=PEER_PAGE_TOKENS,
             num_blocks=PEER_TOKENS // PEER_PAGE_TOKENS,
-            max_batch_tokens=texts.core.config.max_batch_tokens,
+            max_batch_tokens=texts.config.max_batch_tokens,
         )
 
     def generate(self, prompts: Sequence[str]) -> list[list[int]]:

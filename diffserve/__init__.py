@@ -42,42 +42,7 @@ if TYPE_CHECKING:
         RewriteOptions,
     )
 
-_HOME = {
-    "Accepted": "diffserve.types",
-    "Cancelled": "diffserve.types",
-    "ChatMessage": "diffserve.text_types",
-    "DiffserveError": "diffserve.errors",
-    "DiffusionParams": "diffserve.types",
-    "Engine": "diffserve.engine",
-    "EngineConfig": "diffserve.config",
-    "Event": "diffserve.types",
-    "Failed": "diffserve.types",
-    "Finished": "diffserve.types",
-    "GenerationRequest": "diffserve.types",
-    "ImageFailed": "diffserve.types",
-    "ImageResult": "diffserve.types",
-    "ModelInfo": "diffserve.types",
-    "Painted": "diffserve.types",
-    "Picture": "diffserve.types",
-    "Preview": "diffserve.types",
-    "Progress": "diffserve.types",
-    "Queued": "diffserve.types",
-    "Rewrite": "diffserve.rewrite_types",
-    "RewriteDelta": "diffserve.rewrite_types",
-    "RewriteFinished": "diffserve.rewrite_types",
-    "RewriteOptions": "diffserve.types",
-    "RewriteRequest": "diffserve.rewrite_types",
-    "Rewriter": "diffserve.engine",
-    "SamplingParams": "diffserve.sampling_params",
-    "Settings": "diffserve.config",
-    "Studio": "diffserve.engine",
-    "TextDelta": "diffserve.text_types",
-    "TextEngine": "diffserve.engine",
-    "TextFinished": "diffserve.text_types",
-    "TextRequest": "diffserve.text_types",
-    "TextSettings": "diffserve.config",
-    "load_settings": "diffserve.config",
-}
+_HOMES = ("errors", "types", "sampling_params", "text_types", "rewrite_types", "config", "engine")  # torch comes last
 
 __all__ = [
     "Accepted",
@@ -119,11 +84,12 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import the home of ``name`` when it is first asked for."""
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'diffserve' has no attribute {name!r}; it offers {', '.join(__all__)}")
     from importlib import import_module
 
-    return getattr(import_module(_HOME[name]), name)
+    homes = (import_module(f"diffserve.{home}") for home in _HOMES)
+    return next(getattr(home, name) for home in homes if hasattr(home, name))
 
 
 def __dir__() -> list[str]:

@@ -257,7 +257,7 @@ def load_settings(
     ``config``: a built-in profile name or a TOML file. ``env``: the process environment when ``None``.
     ``flags``: {"serve.port": Flag("--port", 9000), ...}. Raises ConfigError.
     """
-    user = _user_layer(config)
+    user = {} if config is None or str(config) in PROFILES else dict(_file_values(Path(config), str(config)))
     environment = dict(_env_layer(os.environ if env is None else env))
     named = str(config) if str(config) in PROFILES else None
     path = model or _text(environment.get("model.path")) or _text(user.get("model.path")) or named or "embedded"
@@ -347,12 +347,6 @@ def _builtin_layer(name: str, tables: tuple[str, ...]) -> dict[str, _Value]:
     if missing:
         raise ConfigError(f"the built-in file {path} lacks {', '.join(missing)}; reinstall diffserve.")
     return values
-
-
-def _user_layer(config: str | Path | None) -> dict[str, _Value]:
-    if config is None or str(config) in PROFILES:
-        return {}
-    return dict(_file_values(Path(config), str(config)))
 
 
 def _file_values(path: Path, origin: str) -> Iterator[tuple[str, _Value]]:

@@ -77,13 +77,6 @@ class DiskCache:
                 self._has_complained = True
                 log.warning("nothing is kept on disk", extra={"reason": f"{error.strerror}: {self.folder}"})
 
-    def forget(self, kind: str, key: str) -> None:
-        """Drop what was written for ``key``."""
-        path = self._path(kind, key)
-        if path is not None:
-            with contextlib.suppress(OSError):
-                path.unlink()
-
     def _path(self, kind: str, key: str) -> Path | None:
         name = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
         return None if self.folder is None else self.folder / kind / f"{name}.json"

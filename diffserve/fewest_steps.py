@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from diffserve.errors import ModelLoadError
+from diffserve.vocabulary import read_beside
 
 FEWEST_STEPS_FILE = "fewest_steps.json"
 
@@ -44,10 +44,4 @@ class FewestSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 def read_fewest_steps(directory: Path) -> FewestSteps | None:
     """What ``fewest_steps.json`` in ``directory`` says; ``None`` where there is none. Raises ModelLoadError."""
-    file = directory / FEWEST_STEPS_FILE
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=FewestSteps)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, msgspec.DecodeError) as error:
-        raise ModelLoadError(f"{file} cannot be read: {error}; mend or remove the file.") from None
+    return read_beside(directory / FEWEST_STEPS_FILE, FewestSteps)

@@ -55,7 +55,7 @@ class Infotext(msgspec.Struct, frozen=True, kw_only=True):
 
 def write_infotext(result: ImageResult, *, width_px: int, height_px: int) -> str:
     """The text for ``result`` delivered at ``width_px`` x ``height_px`` (it may have been painted at another size)."""
-    painted = result.picture
+    painted, interval = result.picture, result.guidance_interval
     resized = (painted.width_px, painted.height_px) != (width_px, height_px)
     fields: dict[str, object] = {
         "Steps": result.num_steps,
@@ -68,7 +68,7 @@ def write_infotext(result: ImageResult, *, width_px: int, height_px: int) -> str
         "Model": result.model,
         "Denoising strength": None if result.strength is None else _number_text(result.strength),
         "Eta": None if result.eta == _own_eta(result.sampler) else _number_text(result.eta),
-        "Guidance interval": None if result.guidance_interval == FULL_INTERVAL else _span(result.guidance_interval),
+        "Guidance interval": None if interval == FULL_INTERVAL else _number_text(*interval),
         "RNG": "CPU",
         "Spacing": result.spacing,
         ORIGINAL: None if result.original_prompt is None else _plain(result.original_prompt),
@@ -141,14 +141,9 @@ def _own_eta(sampler: str) -> float:
     return (SAMPLERS[sampler].default_eta or 0.0) if sampler in SAMPLERS else 0.0
 
 
-def _number_text(value: float) -> str:
-    """The shortest text that reads back as ``value``: "7" for 7.0, "7.5", "2.123456789"."""
-    return repr(float(value) + 0.0).removesuffix(".0")  # + 0.0: -0.0 is "0"
-
-
-def _span(interval: tuple[float, float]) -> str:
-    """As people write it: "0.2-0.8"."""
-    return "-".join(map(_number_text, interval))
+def _number_text(*values: float) -> str:
+    """The shortest text that reads back as the value: "7" for 7.0, "7.5", "2.123456789"; of an interval "0.2-0.8"."""
+    return "-".join(repr(float(value) + 0.0).removesuffix(".0") for value in values)  # + 0.0: -0.0 is "0"
 
 
 def _plain(text: str) -> str:

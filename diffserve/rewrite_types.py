@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import uuid
+from functools import partial
 from typing import Literal
 
 import msgspec
 
-from diffserve.errors import InvalidRequest
+from diffserve.bounds import check, check_chars, check_deadline, check_num
 from diffserve.text_types import MAX_TEXT_CHARS, MAX_TEXTS, TextTimings, TextUsage
-from diffserve.types import Asks, Cancelled, Failed, RewriteOptions, check_unicode
+from diffserve.types import Asks, Cancelled, Failed, RewriteOptions, new_request_id
 
 FallbackReason = Literal["unsure", "refused", "empty", "runaway", "lost_words", "too_long"]
-
-
-def new_rewrite_id() -> str:
-    """A fresh request id, ``rwt-`` and 24 hexadecimal digits."""
-    return f"rwt-{uuid.uuid4().hex[:24]}"
-
-
-def _check(ok: bool, message: str, param: str, code: str = "invalid_value") -> None:
-    if not ok:
-        raise InvalidRequest(message, param=param, code=code)
 
 
 class RewriteRequest(
@@ -45,27 +34,13 @@ class RewriteRequest(
     deltas: bool = False
     cache_salt: bytes = b""
     deadline_s: float | None = None
-    request_id: str = msgspec.field(default_factory=new_rewrite_id)
+    request_id: str = msgspec.field(default_factory=partial(new_request_id, "rwt"))
 
     def __post_init__(self) -> None:
-        _check(bool(self.wish.strip()), "the prompt is empty; say what to paint.", "prompt", "empty_prompt")
-        _check(
-            len(self.wish) <= MAX_TEXT_CHARS,
-            f"the prompt has {len(self.wish)} characters; at most {MAX_TEXT_CHARS} are taken.",
-            "prompt",
-            "string_above_max_length",
-        )
-        check_unicode(self.wish, "prompt")
-        _check(
-            1 <= self.num_prompts <= MAX_TEXTS,
-            f"n is {self.num_prompts}; ask for 1 to {MAX_TEXTS} prompts in one request.",
-            "n",
-        )
-        _check(
-            self.deadline_s is None or (math.isfinite(self.deadline_s) and self.deadline_s > 0),
-            f"deadline_s is {self.deadline_s}; it must be a positive number of seconds.",
-            "deadline_s",
-        )
+        check(bool(self.wish.strip()), "the prompt is empty; say what to paint.", "prompt", "empty_prompt")
+        check_chars(self.wish, MAX_TEXT_CHARS, "prompt", "the prompt")
+        check_num(self.num_prompts, MAX_TEXTS, "prompts")
+        check_deadline(self.deadline_s)
 
 
 class Rewrite(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from diffserve.errors import InvalidRequest
+from diffserve.bounds import check
 from diffserve.types import MAX_SEED
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 100.0
@@ -22,9 +22,24 @@ MAX_STOPS, MAX_STOP_CHARS = 16, 256
 MAX_STOP_TOKEN_IDS = 256
 
 
-def _check(ok: bool, message: str, param: str) -> None:
-    if not ok:
-        raise InvalidRequest(message, param=param)
+NUMBERS = {
+    "temperature": (0.0, MAX_TEMPERATURE, "; 0 takes the most likely token"),
+    "top_p": (0.0, 1.0, "; 1 keeps every token"),
+    "min_p": (0.0, 1.0, "; 0 keeps every token"),
+    "repetition_penalty": (0.01, 100.0, "; 1 is no penalty"),
+    "presence_penalty": (-2.0, 2.0, "; 0 is no penalty"),
+    "frequency_penalty": (-2.0, 2.0, "; 0 is no penalty"),
+    "length_penalty": (-10.0, 10.0, ""),
+}
+COUNTS = {
+    "top_k": (0, MAX_TOP_K, "; 0 keeps every token"),
+    "seed": (0, MAX_SEED, ""),
+    "logprobs": (0, MAX_LOGPROBS, ""),
+    "max_tokens": (1, MAX_TOKENS, ""),
+    "min_tokens": (0, MAX_TOKENS, ""),
+    "num_beams": (1, MAX_BEAMS, "; 1 is no beam search"),
+}
+"""Least, most, and what to say beside."""
 
 
 def _shown(value: object) -> str:
@@ -32,18 +47,9 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-def _check_number(value: object, param: str, low: float, high: float, hint: str = "") -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    _check(
-        number and low <= value <= high,  # type: ignore[operator] # a number by then; NaN lies between nothing
-        f"{param} is {_shown(value)}; give a number between {low:g} and {high:g}{hint}.",
-        param,
-    )
-
-
 def _check_count(value: object, param: str, low: int, high: int, hint: str = "") -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
-    _check(
+    check(
         whole and low <= value <= high,  # type: ignore[operator] # an int by then
         f"{param} is {_shown(value)}; give a whole number between {low} and {high}{hint}.",
         param,
@@ -93,11 +99,37 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
-        self._check_distribution()
-        self._check_penalties()
-        self._check_lengths()
+        for name, (low, high, hint) in NUMBERS.items():
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            message = f"{name} is {_shown(value)}; give a number between {low:g} and {high:g}{hint}."
+            check(number and low <= value <= high, message, name)  # NaN lies between nothing
+        for name, bounds in COUNTS.items():
+            if getattr(self, name) is not None or name not in ("seed", "logprobs"):
+                _check_count(getattr(self, name), name, *bounds)
+        check(
+            self.temperature == 0.0 or self.temperature >= MIN_TEMPERATURE,
+            f"temperature is {self.temperature!r}; below {MIN_TEMPERATURE:g} only 0 is taken, "
+            "which takes the most likely token.",
+            "temperature",
+        )
+        check(
+            self.min_tokens <= self.max_tokens,
+            f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}; raise max_tokens or lower min_tokens.",
+            "min_tokens",
+        )
         self._check_stops()
-        self._check_beams()
+        check(
+            isinstance(self.early_stopping, bool) or self.early_stopping == "never",
+            f'early_stopping is {self.early_stopping!r}; choose true, false or "never".',
+            "early_stopping",
+        )
+        check(
+            self.num_beams == 1 or self.is_greedy,
+            f"num_beams is {self.num_beams} and temperature {self.temperature:g}; beam search draws nothing at random: "
+            "set temperature to 0, or num_beams to 1.",
+            "num_beams",
+        )
 
     @property
     def is_greedy(self) -> bool:
@@ -109,68 +141,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Whether earlier tokens change the logits of later ones."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
-    def _check_distribution(self) -> None:
-        _check_number(self.temperature, "temperature", 0.0, MAX_TEMPERATURE, "; 0 takes the most likely token")
-        _check(
-            self.temperature == 0.0 or self.temperature >= MIN_TEMPERATURE,
-            f"temperature is {self.temperature!r}; below {MIN_TEMPERATURE:g} only 0 is taken, "
-            "which takes the most likely token.",
-            "temperature",
-        )
-        _check_number(self.top_p, "top_p", 0.0, 1.0, "; 1 keeps every token")
-        _check_count(self.top_k, "top_k", 0, MAX_TOP_K, "; 0 keeps every token")
-        _check_number(self.min_p, "min_p", 0.0, 1.0, "; 0 keeps every token")
-        if self.seed is not None:
-            _check_count(self.seed, "seed", 0, MAX_SEED)
-        if self.logprobs is not None:
-            _check_count(self.logprobs, "logprobs", 0, MAX_LOGPROBS)
-
-    def _check_penalties(self) -> None:
-        _check_number(self.repetition_penalty, "repetition_penalty", 0.01, 100.0, "; 1 is no penalty")
-        _check_number(self.presence_penalty, "presence_penalty", -2.0, 2.0, "; 0 is no penalty")
-        _check_number(self.frequency_penalty, "frequency_penalty", -2.0, 2.0, "; 0 is no penalty")
-
-    def _check_lengths(self) -> None:
-        _check_count(self.max_tokens, "max_tokens", 1, MAX_TOKENS)
-        _check_count(self.min_tokens, "min_tokens", 0, MAX_TOKENS)
-        _check(
-            self.min_tokens <= self.max_tokens,
-            f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}; raise max_tokens or lower min_tokens.",
-            "min_tokens",
-        )
-
     def _check_stops(self) -> None:
-        _check(isinstance(self.stop, tuple), f"stop is {_shown(self.stop)}; give a tuple of texts.", "stop")
-        _check(
+        check(isinstance(self.stop, tuple), f"stop is {_shown(self.stop)}; give a tuple of texts.", "stop")
+        check(
             len(self.stop) <= MAX_STOPS, f"stop has {len(self.stop)} texts; at most {MAX_STOPS} are looked for.", "stop"
         )
         for text in self.stop:
-            _check(
+            check(
                 isinstance(text, str) and 1 <= len(text) <= MAX_STOP_CHARS,
                 f"stop contains {_shown(text)}; each must be a text of 1 to {MAX_STOP_CHARS} characters.",
                 "stop",
             )
         ids = self.stop_token_ids
-        _check(isinstance(ids, tuple), f"stop_token_ids is {_shown(ids)}; give a tuple of token ids.", "stop_token_ids")
-        _check(
+        check(isinstance(ids, tuple), f"stop_token_ids is {_shown(ids)}; give a tuple of token ids.", "stop_token_ids")
+        check(
             len(ids) <= MAX_STOP_TOKEN_IDS,
             f"stop_token_ids has {len(ids)} ids; at most {MAX_STOP_TOKEN_IDS} are taken.",
             "stop_token_ids",
         )
         for token_id in ids:
             _check_count(token_id, "stop_token_ids", 0, MAX_TOP_K)
-
-    def _check_beams(self) -> None:
-        _check_count(self.num_beams, "num_beams", 1, MAX_BEAMS, "; 1 is no beam search")
-        _check_number(self.length_penalty, "length_penalty", -10.0, 10.0)
-        _check(
-            isinstance(self.early_stopping, bool) or self.early_stopping == "never",
-            f'early_stopping is {self.early_stopping!r}; choose true, false or "never".',
-            "early_stopping",
-        )
-        _check(
-            self.num_beams == 1 or self.is_greedy,
-            f"num_beams is {self.num_beams} and temperature {self.temperature:g}; beam search draws nothing at random: "
-            "set temperature to 0, or num_beams to 1.",
-            "num_beams",
-        )

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from diffserve.bounds import check
 from diffserve.errors import InvalidRequest
 from diffserve.images import resize
 from diffserve.types import Accepted, Event, GenerationRequest, ModelInfo, Painted, Picture
@@ -43,14 +44,9 @@ class SizePlan(msgspec.Struct, frozen=True, kw_only=True):
     is_padded: bool = False
 
     @property
-    def is_resized(self) -> bool:
-        """Whether the painted picture has to be resized."""
-        return (self.paint_width_px, self.paint_height_px) != (self.width_px, self.height_px)
-
-    @property
     def warning(self) -> str | None:
         """One sentence for the caller when the picture is resized."""
-        if not self.is_resized:
+        if (self.paint_width_px, self.paint_height_px) == (self.width_px, self.height_px):
             return None
         well = ", which this model does well," if self.is_trained else ""
         sides = "padded at its edges and " if self.is_padded else ""
@@ -100,12 +96,12 @@ def plan_size(
     taken.
     """
     width, height = info.good_sizes[0] if size is None else size
-    if (width, height) not in info.good_sizes and not all(min_side_px <= s <= max_side_px for s in (width, height)):
-        raise InvalidRequest(
-            f"size is {width}x{height}; each side must lie between {min_side_px} and {max_side_px} px.",
-            param="size",
-            code="invalid_size",
-        )
+    check(
+        (width, height) in info.good_sizes or all(min_side_px <= side <= max_side_px for side in (width, height)),
+        f"size is {width}x{height}; each side must lie between {min_side_px} and {max_side_px} px.",
+        "size",
+        "invalid_size",
+    )
     pads = may_pad and info.other_aspects == "pad"
     if (width, height) in info.good_sizes or (not pads and _does_well(info, width, height)):
         paint_width, paint_height = width, height

@@ -6,16 +6,15 @@ As in ``diffserve.types``: no torch, every type a frozen ``msgspec.Struct``, and
 
 from __future__ import annotations
 
-import math
-import uuid
+from functools import partial
 from typing import Literal
 
 import msgspec
 
-from diffserve.bounds import Between, check_bounds
-from diffserve.errors import ConfigError, InvalidRequest
+from diffserve.bounds import Between, check, check_bounds, check_chars, check_deadline, check_num
+from diffserve.errors import ConfigError
 from diffserve.sampling_params import SamplingParams
-from diffserve.types import Asks, Cancelled, Failed, check_unicode
+from diffserve.types import Asks, Cancelled, Failed, new_request_id
 
 MAX_TEXT_CHARS = 4_000_000
 MAX_PROMPT_TOKENS = 1_000_000
@@ -25,16 +24,6 @@ MAX_MESSAGES = 4096
 
 FinishReason = Literal["stop", "length"]
 Speculation = Literal["auto", "off", "prompt_lookup", "draft"]
-
-
-def _check(ok: bool, message: str, param: str, code: str = "invalid_value") -> None:
-    if not ok:
-        raise InvalidRequest(message, param=param, code=code)
-
-
-def new_text_id() -> str:
-    """A fresh request id, ``txt-`` and 24 hexadecimal digits."""
-    return f"txt-{uuid.uuid4().hex[:24]}"
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,52 +57,36 @@ class TextRequest(msgspec.Struct, Asks["TextEvent"], frozen=True, kw_only=True, 
     deltas: bool = True
     cache_salt: bytes = b""
     deadline_s: float | None = None
-    request_id: str = msgspec.field(default_factory=new_text_id)
+    request_id: str = msgspec.field(default_factory=partial(new_request_id, "txt"))
 
     def __post_init__(self) -> None:
-        _check(
+        check(
             sum(map(bool, (self.prompt, self.token_ids, self.messages))) == 1,
             "give a prompt, token_ids or messages, one of them, and not an empty one.",
             "prompt",
             "invalid_value" if self.prompt or self.token_ids else "empty_prompt",
         )
-        num_chars = len(self.prompt) + sum(len(message.content) for message in self.messages)
-        _check(
+        check(
             len(self.messages) <= MAX_MESSAGES,
             f"messages are {len(self.messages)}; at most {MAX_MESSAGES} are taken.",
             "messages",
             "array_above_max_length",
         )
-        _check(
-            num_chars <= MAX_TEXT_CHARS,
-            f"the prompt has {num_chars} characters; at most {MAX_TEXT_CHARS} are taken.",
-            "messages" if self.messages else "prompt",
-            "string_above_max_length",
-        )
-        check_unicode(self.prompt, "prompt")
-        for message in self.messages:
-            check_unicode(message.content, "messages")
-        _check(
+        said = "".join([self.prompt, *(message.content for message in self.messages)])
+        check_chars(said, MAX_TEXT_CHARS, "messages" if self.messages else "prompt", "the prompt")
+        check(
             len(self.token_ids) <= MAX_PROMPT_TOKENS
             and all(0 <= token_id <= MAX_TOKEN_ID for token_id in self.token_ids),
             f"token_ids are {len(self.token_ids)}; give at most {MAX_PROMPT_TOKENS}, each 0 to {MAX_TOKEN_ID}.",
             "prompt",
         )
-        _check(
-            1 <= self.num_texts <= MAX_TEXTS,
-            f"n is {self.num_texts}; ask for 1 to {MAX_TEXTS} texts in one request.",
-            "n",
-        )
-        _check(
+        check_num(self.num_texts, MAX_TEXTS, "texts")
+        check(
             self.params.num_beams == 1 or self.num_texts <= self.params.num_beams,
             f"n is {self.num_texts} and num_beams {self.params.num_beams}; a search gives at most as many as beams.",
             "n",
         )
-        _check(
-            self.deadline_s is None or (math.isfinite(self.deadline_s) and self.deadline_s > 0),
-            f"deadline_s is {self.deadline_s}; it must be a positive number of seconds.",
-            "deadline_s",
-        )
+        check_deadline(self.deadline_s)
 
 
 class TokenInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from diffserve.errors import InvalidRequest
+from diffserve.bounds import check, check_chars, check_deadline, check_num
 from diffserve.fewest_steps import FewestSteps
 from diffserve.vocabulary import Vocabulary
 
@@ -33,32 +33,9 @@ FULL_INTERVAL = (0.0, 1.0)
 OtherAspects = Literal["paint", "pad"]
 
 
-def _check(ok: bool, message: str, param: str, code: str = "invalid_value") -> None:
-    if not ok:
-        raise InvalidRequest(message, param=param, code=code)
-
-
-def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can hold ``text``: not where bytes that are none were read as text."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def check_unicode(text: str, name: str) -> None:
-    """InvalidRequest where ``text``, the field ``name``, is none that UTF-8 can hold."""
-    _check(
-        text.isascii() or is_unicode(text),
-        f"{name} holds half of a character (a lone surrogate); give text that UTF-8 can hold.",
-        name,
-    )
-
-
 def _check_number(value: float | None, name: str, low: float, high: float, hint: str = "") -> None:
     if value is not None:
-        _check(
+        check(
             math.isfinite(value) and low <= value <= high,
             f"{name} is {value}; it must lie between {low:g} and {high:g}{hint}.",
             name,
@@ -78,7 +55,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         expected = self.width_px * self.height_px * self.channels
-        _check(
+        check(
             self.width_px > 0 and self.height_px > 0 and self.channels in (1, 3) and len(self.data) == expected,
             f"a picture of {self.width_px}x{self.height_px} with {self.channels} channel(s) needs {expected} bytes, "
             f"not {len(self.data)}.",
@@ -141,12 +118,12 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     strength: float = 0.75
 
     def __post_init__(self) -> None:
-        _check(
+        check(
             self.num_steps is None or self.num_steps >= 1,
             f"num_steps is {self.num_steps}; ask for at least 1 step.",
             "num_inference_steps",
         )
-        _check(
+        check(
             self.num_steps is None or self.num_steps <= MAX_STEPS,
             f"num_steps is {str(self.num_steps)[:40]}; no model takes more than {MAX_STEPS} steps.",
             "num_inference_steps",
@@ -155,7 +132,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         _check_number(self.guidance_scale, "guidance_scale", 0.0, MAX_GUIDANCE)
         _check_number(self.strength, "strength", 0.0, 1.0)
         start, stop = self.guidance_interval
-        _check(
+        check(
             0.0 <= start <= stop <= 1.0,
             f"guidance_interval is ({start}, {stop}); give two fractions with 0 <= from <= to <= 1.",
             "guidance_interval",
@@ -177,22 +154,17 @@ class RewriteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     force: bool = False
 
     def __post_init__(self) -> None:
-        _check(
+        check(
             self.seed is None or 0 <= self.seed <= MAX_SEED,
             f"seed is {self.seed}; it must lie between 0 and {MAX_SEED}.",
             "seed",
         )
-        _check(
-            self.system is None or len(self.system) <= MAX_PROMPT_CHARS,
-            f"system has {len(self.system or '')} characters; at most {MAX_PROMPT_CHARS} are taken.",
-            "system",
-            "string_above_max_length",
-        )
+        check_chars(self.system or "", MAX_PROMPT_CHARS, "system")
 
 
-def new_request_id() -> str:
-    """A fresh request id, ``img-`` and 24 hexadecimal digits."""
-    return f"img-{uuid.uuid4().hex[:24]}"
+def new_request_id(kind: str = "img") -> str:
+    """A fresh request id: ``kind``, which is img, txt or rwt, and 24 hexadecimal digits."""
+    return f"{kind}-{uuid.uuid4().hex[:24]}"
 
 
 class Asks(Generic[E]):
@@ -241,40 +213,26 @@ class GenerationRequest(
     request_id: str = msgspec.field(default_factory=new_request_id)
 
     def __post_init__(self) -> None:
-        _check(bool(self.prompt.strip()), "the prompt is empty; say what to paint.", "prompt", "empty_prompt")
+        check(bool(self.prompt.strip()), "the prompt is empty; say what to paint.", "prompt", "empty_prompt")
         for name, text in (("prompt", self.prompt), ("negative_prompt", self.negative_prompt)):
-            _check(
-                len(text) <= MAX_PROMPT_CHARS,
-                f"{name} has {len(text)} characters; at most {MAX_PROMPT_CHARS} are taken.",
-                name,
-                "string_above_max_length",
-            )
-            check_unicode(text, name)
+            check_chars(text, MAX_PROMPT_CHARS, name)
         for name, size in (("width", self.width_px), ("height", self.height_px)):
-            _check(size is None or size > 0, f"{name} is {size} px; it must be positive.", "size", "invalid_size")
-        _check(
-            1 <= self.num_images <= MAX_IMAGES,
-            f"n is {self.num_images}; ask for 1 to {MAX_IMAGES} images in one request.",
-            "n",
-        )
+            check(size is None or size > 0, f"{name} is {size} px; it must be positive.", "size", "invalid_size")
+        check_num(self.num_images, MAX_IMAGES, "images")
         most = MAX_SEED + 1 - self.num_images
-        _check(
+        check(
             self.seed is None or 0 <= self.seed <= most,
             f"seed is {self.seed}; it must lie between 0 and {most}"
             f"{f', for the last of {self.num_images} images has {self.num_images - 1} more' * (self.num_images > 1)}.",
             "seed",
         )
-        _check(self.preview_every >= 0, f"preview_every is {self.preview_every}; 0 or more.", "preview_every")
-        _check(
+        check(self.preview_every >= 0, f"preview_every is {self.preview_every}; 0 or more.", "preview_every")
+        check(
             self.mask_image is None or self.init_image is not None,
             "a mask was given without an image to repaint; give init_image too.",
             "mask",
         )
-        _check(
-            self.deadline_s is None or (math.isfinite(self.deadline_s) and self.deadline_s > 0),
-            f"deadline_s is {self.deadline_s}; it must be a positive number of seconds.",
-            "deadline_s",
-        )
+        check_deadline(self.deadline_s)
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):

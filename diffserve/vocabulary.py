@@ -9,10 +9,13 @@ import re
 import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from diffserve.errors import ModelLoadError
+
+Told = TypeVar("Told")
 
 WORLD_FILE = "world.json"
 MOST_NAMED = 6
@@ -53,9 +56,13 @@ def unknown_words(prompt: str, words: Iterable[str]) -> tuple[str, ...]:
 
 def read_vocabulary(directory: Path) -> Vocabulary | None:
     """What ``world.json`` in ``directory`` says; ``None`` where there is none. Raises ModelLoadError."""
-    file = directory / WORLD_FILE
+    return read_beside(directory / WORLD_FILE, Vocabulary)
+
+
+def read_beside(file: Path, kind: type[Told]) -> Told | None:
+    """What a ``file`` beside the weights says; ``None`` where there is none. Raises ModelLoadError."""
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Vocabulary)
+        return msgspec.json.decode(file.read_bytes(), type=kind)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, msgspec.DecodeError) as error:

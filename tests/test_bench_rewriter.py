@@ -44,7 +44,7 @@ def test_no_wish_comes_twice_and_cold_shares_nothing(tmp_path: Path) -> None:
     prompts = [*desk.prompts(20, with_system=True), *desk.prompts(20, with_system=False)]
     assert len(set(prompts)) == 40
     assert all(prompt.startswith("system: be brief, ") for prompt in prompts[:20])
-    cached = desk.texts.core.scheduler
+    cached = desk.texts.scheduler
     for is_warm in (True, False, True):
         before = cached.num_cached_tokens
         assert desk.first_tokens(3, is_warm=is_warm).tokens == 3

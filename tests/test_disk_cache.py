@@ -39,14 +39,6 @@ def test_file_that_says_something_else_counts_as_absent(tmp_path: Path, content:
     assert cache.read("costs", "a") == 2
 
 
-def test_forgotten_is_gone(tmp_path: Path) -> None:
-    cache = DiskCache(tmp_path)
-    cache.write("costs", "a", 1)
-    cache.forget("costs", "a")
-    cache.forget("costs", "a")
-    assert cache.read("costs", "a") is None
-
-
 def test_the_longest_unused_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_cache, "MOST_ENTRIES", 2)
     cache = DiskCache(tmp_path)

@@ -12,7 +12,7 @@ from diffserve.errors import ModelLoadError
 from diffserve.runtime.loading.family import BUILT_IN
 from diffserve.vocabulary import MOST_NAMED, WORLD_FILE, Vocabulary, read_vocabulary, warn_of_unknown
 from diffserve.world.captions import caption
-from diffserve.world.known_words import known_world, write_world
+from diffserve.world.prompt_reading import known_world, write_world
 from diffserve.world.scenes import scenes
 
 WORLD = known_world()
@@ -44,7 +44,7 @@ def test_no_caption_holds_an_unknown_word() -> None:
 
 def test_the_shipped_weights_say_what_the_captions_say() -> None:
     shipped = read_vocabulary(BUILT_IN["embedded"])
-    assert shipped == WORLD, "run diffserve.world.known_words.write_world on the weights"
+    assert shipped == WORLD, "run diffserve.world.prompt_reading.write_world on the weights"
     assert (len(WORLD.objects), len(WORLD.places), len(WORLD.colors)) == (60, 8, 12)
 
 

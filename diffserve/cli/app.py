@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,28 +31,18 @@ app = typer.Typer(
 )
 
 
-def _completion(choices: Iterable[str], typed: str) -> list[str]:
-    return [choice for choice in choices if choice.lower().startswith(typed.lower())]
+def _names_in(module: str, table: str) -> Callable[[str], list[str]]:
+    """Completes to the names in a ``table`` of a ``module``."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in getattr(import_module(module), table) if name.lower().startswith(incomplete.lower())]
+
+    return complete
 
 
-def _models(incomplete: str) -> list[str]:
-    from diffserve.config import PROFILES
-
-    return _completion(PROFILES, incomplete)
-
-
-def _samplers(incomplete: str) -> list[str]:
-    from schedulers import SAMPLERS
-
-    return _completion(SAMPLERS, incomplete)
-
-
-def _qualities(incomplete: str) -> list[str]:
-    from diffserve.quality import QUALITIES
-
-    return _completion(QUALITIES, incomplete)
-
-
+_models = _names_in("diffserve.config", "PROFILES")
+_samplers = _names_in("schedulers", "SAMPLERS")
+_qualities = _names_in("diffserve.quality", "QUALITIES")
 ModelOption = Annotated[
     str | None,
     typer.Option(
@@ -196,13 +187,13 @@ def rewrite(
 ) -> int:
     """Rewrite WISH into prompts that an image model understands, one line each."""
     from diffserve.cli.prompts import one_text
-    from diffserve.cli.rewrite import RewriteArguments, run
+    from diffserve.cli.rewrite import run
+    from diffserve.rewrite_types import RewriteRequest
+    from diffserve.types import RewriteOptions
 
-    order = RewriteArguments(
-        wish=one_text(wish, command="rewrite", name="wish"), num_prompts=num_prompts, model=model, style=style,
-        seed=seed, is_streamed=stream, is_json=as_json,
-    )  # fmt: skip
-    return run(order, device=device or "auto", dtype=dtype or "auto")
+    text = one_text(wish, command="rewrite", name="wish")
+    request = RewriteRequest(wish=text, num_prompts=num_prompts, options=RewriteOptions(seed=seed), deltas=stream)
+    return run(request, model, style, device=device or "auto", dtype=dtype or "auto", is_json=as_json)
 
 
 @app.command()
@@ -221,8 +212,9 @@ def serve(
     offload: OffloadOption = None,
 ) -> int:
     """Serve the model over HTTP (OpenAI's image endpoints, and a page for browsers) until stopped."""
-    from diffserve.cli.serve import run
     from diffserve.config import Flag, load_settings
+    from diffserve.service.run import serve as run
+    from ui import mount_page
 
     flags = {
         "serve.host": Flag("--host", host),
@@ -231,7 +223,8 @@ def serve(
         "serve.data_dir": Flag("--data-dir", data_dir),
         "serve.page": Flag("--page/--no-page", page),
     }
-    return run(load_settings(model=model, config=config, flags=flags | _placement(device, dtype, offload)))
+    settings = load_settings(model=model, config=config, flags=flags | _placement(device, dtype, offload))
+    return run(settings, mount_page=mount_page if settings.serve.page else None)
 
 
 @app.command()

@@ -6,8 +6,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +15,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from diffserve import types
-from diffserve.cli.outputs import STDOUT, format_of, plan_outputs, write_output
+from diffserve.bounds import check
+from diffserve.cli.outputs import STDOUT, plan_outputs, write_output
 from diffserve.cli.start import import_libraries
 from diffserve.config import Flag, Settings, load_settings
 from diffserve.errors import InvalidRequest
-from diffserve.images import decode_image, decode_mask, encode_image, resize
+from diffserve.images import decode_image, decode_mask, encode_image, image_format_of, resize
 from diffserve.infotext import write_infotext
 from diffserve.quality import QUALITIES, is_quality, steps_of
 from diffserve.sizes import SizePlan, parse_size, plan_size
@@ -104,15 +104,10 @@ def open_engine(settings: Settings) -> Engine:
 def _check_quality(order: GenerateArguments) -> None:
     if order.quality is None:
         return
-    if not is_quality(order.quality):
-        raise InvalidRequest(
-            f"--quality is {order.quality!r}; choose one of {', '.join(QUALITIES)}.", param="--quality"
-        )
-    if order.num_steps is not None:
-        raise InvalidRequest(
-            f"--quality is {order.quality} and --steps {order.num_steps}; they say the same, give one of them.",
-            param="--quality",
-        )
+    unknown = f"--quality is {order.quality!r}; choose one of {', '.join(QUALITIES)}."
+    check(is_quality(order.quality), unknown, "--quality")
+    twice = f"--quality is {order.quality} and --steps {order.num_steps}; they say the same, give one of them."
+    check(order.num_steps is None, twice, "--quality")
 
 
 def _plan(order: GenerateArguments, engine: Engine, init: types.Picture | None) -> SizePlan:
@@ -194,8 +189,7 @@ def _request(
     )
 
 
-@contextmanager
-def _progress(console: Console) -> Iterator[Progress]:
+def _progress(console: Console) -> Progress:
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -204,8 +198,7 @@ def _progress(console: Console) -> Iterator[Progress]:
         TextColumn("steps {task.fields[speed]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield progress
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _paint(
@@ -252,7 +245,12 @@ def _write(result: types.ImageResult, plan: SizePlan, file: Path) -> str:
     """Write one image, with how it was painted inside; the line to print about it."""
     picture = plan.deliver(result.picture)
     infotext = write_infotext(result, width_px=plan.width_px, height_px=plan.height_px)
-    data = encode_image(picture, image_format=format_of(file), quality=JPEG_QUALITY, infotext=infotext)
+    data = encode_image(
+        picture,
+        image_format="png" if file == STDOUT else image_format_of(file),
+        quality=JPEG_QUALITY,
+        infotext=infotext,
+    )
     write_output(file, data)
     timings = result.timings
     sampler = f"{result.sampler} {result.sigma_schedule}" if result.sigma_schedule else result.sampler

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from diffserve.errors import InvalidRequest
-from diffserve.images import ImageFormat, image_format_of
+from diffserve.images import image_format_of
 
 MAX_NAME_CHARS = 48
 STDOUT = Path("-")
@@ -44,11 +44,6 @@ def name_after(prompt: str) -> str:
     """A file name from a prompt: its words in lower case, joined by hyphens, as a PNG."""
     words = re.sub(r"\W+", "-", prompt.lower()).strip("-_")[:MAX_NAME_CHARS].strip("-_")
     return f"{words or 'picture'}.png"
-
-
-def format_of(file: Path) -> ImageFormat:
-    """What is written into ``file``."""
-    return "png" if file == STDOUT else image_format_of(file)
 
 
 def write_output(file: Path, data: bytes) -> None:

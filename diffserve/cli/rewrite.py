@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 from rich.console import Console
 
 from diffserve.rewrite_types import Rewrite, RewriteDelta, RewriteEvent, RewriteFinished, RewriteRequest
-from diffserve.types import RewriteOptions
 
 if TYPE_CHECKING:
     from diffserve.engine.rewriter import Rewriter
@@ -25,31 +23,13 @@ EMBEDDED_MARKS: Final = ("<wish>", "<caption>")
 CLIP_PAD: Final = "!"
 
 
-@dataclass(frozen=True)
-class RewriteArguments:
-    """What the command line asked for; ``None`` means: as suits the model."""
-
-    wish: str
-    num_prompts: int
-    model: str
-    style: str | None
-    seed: int | None
-    is_streamed: bool
-    is_json: bool
-
-
-def run(order: RewriteArguments, *, device: str, dtype: str) -> int:
-    """Rewrite ``order``; the exit code. Mistakes, and a model that is not there, are raised as DiffserveError."""
-    request = RewriteRequest(
-        wish=order.wish,
-        num_prompts=order.num_prompts,
-        options=RewriteOptions(seed=order.seed),
-        deltas=order.is_streamed,
-    )
+def run(request: RewriteRequest, model: str, style: str | None, *, device: str, dtype: str, is_json: bool) -> int:
+    """Rewrite by ``model``, in the ``style`` that suits it unless one is named; the exit code. Mistakes, and a model
+    that is not there, are raised as DiffserveError."""
     console = Console(stderr=True, highlight=False)
-    with console.status(f"loading {order.model}"):
-        rewriter = open_rewriter(order.model, order.style, device=device, dtype=dtype)
-    end = _show(rewriter, request, is_json=order.is_json)
+    with console.status(f"loading {model}"):
+        rewriter = open_rewriter(model, style, device=device, dtype=dtype)
+    end = _show(rewriter, request, is_json=is_json)
     for one in dict.fromkeys(filter(None, (one.warning for one in end.rewrites))):
         console.print(f"note: {one}", style="yellow", markup=False, soft_wrap=True)
     return 0

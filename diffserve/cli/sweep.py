@@ -53,7 +53,8 @@ def run(options: SweepOptions, *, model: str | None, config: str | None, flags: 
         soft_wrap=True,
     )
     try:
-        with _progress(console, plan) as show, lasting_interrupt() as check:
+        with _progress(console) as progress, lasting_interrupt() as check:
+            show = _ProgressBar(progress, plan)
 
             def report_progress(now: SweepProgress) -> None:
                 check()
@@ -108,8 +109,7 @@ def _plan(options: SweepOptions, settings: Settings) -> SweepPlan:
     )
 
 
-@contextmanager
-def _progress(console: Console, plan: SweepPlan) -> Iterator[_ProgressBar]:
+def _progress(console: Console) -> Progress:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -118,10 +118,8 @@ def _progress(console: Console, plan: SweepPlan) -> Iterator[_ProgressBar]:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal, speed_estimate_period=120
-    ) as progress:
-        yield _ProgressBar(progress, plan)
+    is_hidden = not console.is_terminal
+    return Progress(*columns, console=console, transient=True, disable=is_hidden, speed_estimate_period=120)
 
 
 class _ProgressBar:
@@ -136,15 +134,12 @@ class _ProgressBar:
     def __call__(self, now: SweepProgress) -> None:
         if self._started_s is None:
             self._started_s = time.monotonic()
-            self._say_what_is_there(now)
+            done = self._plan.num_rows - now.num_rows
+            if done:
+                self._say(f"{100 * done / self._plan.num_rows:.0f} % of it is there already and is not painted again")
         self._progress.update(self._bar, description=now.phase, completed=now.rows_done, total=now.num_rows or 1)
         if now.finished is not None:
             self._say(f"{now.finished.label}, guidance {now.finished.guidance_scale:g}: painted{self._left(now)}")
-
-    def _say_what_is_there(self, now: SweepProgress) -> None:
-        done = self._plan.num_rows - now.num_rows
-        if done:
-            self._say(f"{100 * done / self._plan.num_rows:.0f} % of it is there already and is not painted again")
 
     def _left(self, now: SweepProgress) -> str:
         if self._progress.console.is_terminal or not now.rows_done or self._started_s is None:
@@ -159,7 +154,8 @@ class _ProgressBar:
 
 def _lines(report: SweepReport) -> Iterator[str]:
     """The table in short, what a step buys, and where the rest is."""
-    measures = [measure for measure in (Measure.EXACT, Measure.PSNR_DB, Measure.FRECHET) if _has(report, measure)]
+    known = (Measure.EXACT, Measure.PSNR_DB, Measure.FRECHET)
+    measures = [measure for measure in known if any(one.value(measure) for one in report.cells)]
     heads = ["cell", "guidance", *(measure.value for measure in measures), "ms a step", "images/s"]
     rows = [heads]
     for one in report.cells:
@@ -172,7 +168,3 @@ def _lines(report: SweepReport) -> Iterator[str]:
         yield "  ".join(f"{text:>{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
     yield from (f"{finding.claim}: {finding.verdict}" for finding in report.findings)
     yield str(report.page)
-
-
-def _has(report: SweepReport, measure: Measure) -> bool:
-    return any(one.value(measure) for one in report.cells)

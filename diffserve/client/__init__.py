@@ -30,9 +30,8 @@ from diffserve.client.answers import (
     TextUsage,
 )
 from diffserve.client.asynchronous import AsyncClient, AsyncStream
-from diffserve.client.calls import ChatFields, RewriteFields
+from diffserve.client.calls import DEFAULT_URL, ChatFields, RewriteFields
 from diffserve.client.capabilities import Capabilities, ImageCapabilities, LanguageCapabilities, SamplerChoice, World
-from diffserve.client.connection import DEFAULT_URL
 from diffserve.client.errors import RequestCancelled, ServerLost, ServerUnreachable
 from diffserve.client.on_behalf import Asker, ask_for
 from diffserve.client.recipe import ImageFields, ImageUsage, RewriterFields, StreamedImageFields

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from types import TracebackType
 from typing import Generic, Self, TypeVar, Unpack
 
 import httpx
@@ -11,12 +10,10 @@ import msgspec
 
 from diffserve.client import calls, on_behalf
 from diffserve.client.answers import Chat, ChatDelta, ChatMessage, ImageEvent, Images, Model, RewriteEvent, Rewrites
-from diffserve.client.calls import Call, ChatFields, RewriteFields, StreamCall
-from diffserve.client.connection import DEFAULT_URL, JSON, TIMEOUT_S, settings, stream_timeout
+from diffserve.client.calls import DEFAULT_URL, JSON, TIMEOUT_S, Call, ChatFields, RewriteFields, StreamCall
 from diffserve.client.errors import ServerLost, error_of_answer, raise_for_transport, unexpected
 from diffserve.client.events import EventParser, Reader
 from diffserve.client.recipe import ImageFields, StreamedImageFields
-from diffserve.errors import EngineUnavailable, InvalidRequest
 
 AnswerT = TypeVar("AnswerT")
 EventT = TypeVar("EventT")
@@ -51,9 +48,7 @@ class AsyncStream(Generic[EventT]):
         self.request_id = response.headers.get("x-request-id", "")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def __aiter__(self) -> AsyncIterator[EventT]:
@@ -88,14 +83,12 @@ class AsyncClient:
     def __init__(self, url: str = DEFAULT_URL, *, timeout_s: float = TIMEOUT_S) -> None:
         self.url = calls.base_url(url)
         self._timeout_s = timeout_s
-        self._http = httpx.AsyncClient(**settings(self.url, timeout_s))
+        self._http = httpx.AsyncClient(**calls.settings(self.url, timeout_s))
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -112,13 +105,7 @@ class AsyncClient:
 
     async def cancel(self, request_id: str) -> bool:
         """End a request for pictures; False where it is over already, or was never there."""
-        try:
-            await self._send(calls.cancel(request_id))
-        except InvalidRequest as error:
-            if error.code == "request_not_found":
-                return False
-            raise
-        return True
+        return await self._send(calls.cancel(request_id))
 
     async def rewrite(self, prompt: str, **fields: Unpack[RewriteFields]) -> Rewrites:
         """Turn the wish ``prompt`` into prompts that the image model reads well."""
@@ -148,11 +135,7 @@ class AsyncClient:
 
     async def is_ready(self) -> bool:
         """Whether a request would be worked on now; False while the server loads its models."""
-        try:
-            await self._send(calls.ready())
-        except EngineUnavailable:
-            return False
-        return True
+        return await self._send(calls.ready())
 
     async def _send(self, call: Call[AnswerT]) -> AnswerT:
         headers = on_behalf.headers() | (JSON if call.body else {})
@@ -160,15 +143,10 @@ class AsyncClient:
             response = await self._http.request(call.method, call.path, content=call.body, headers=headers)
         except httpx.HTTPError as error:
             raise_for_transport(self.url, error)
-        if response.status_code != httpx.codes.OK:
-            raise error_of_answer(self.url, response)
-        try:
-            return call.decode(response.content)
-        except msgspec.MsgspecError as error:
-            raise unexpected(self.url) from error
+        return calls.read(call, self.url, response)
 
     def _open(self, call: StreamCall[EventT]) -> AsyncStream[EventT]:
-        timeout = stream_timeout(self._timeout_s)
+        timeout = calls.stream_timeout(self._timeout_s)
         headers = on_behalf.headers() | JSON
         request = self._http.build_request("POST", call.path, content=call.body, headers=headers, timeout=timeout)
         return AsyncStream(self._http, request, call.reader, self.url)

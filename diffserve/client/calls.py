@@ -1,17 +1,33 @@
-"""Every call that can be made: its address, its body, and how its answer is read. Nothing is sent from here."""
+"""What both clients share: every call that can be made, its address, its body, and how its answer is read; and what is
+set up for it. Nothing is sent from here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ipaddress
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, Generic, NamedTuple, TypedDict, TypeVar
 from urllib.parse import quote, urlsplit
 
+import httpx
 import msgspec
 
 from diffserve.client.answers import Chat, ChatDelta, ChatMessage, ImageEvent, Images, Model, RewriteEvent, Rewrites
+from diffserve.client.errors import error_of_answer, unexpected
 from diffserve.client.events import ChatReader, Reader, image_reader, rewrite_reader
 from diffserve.client.recipe import ImageFields, RewriterFields, StreamedImageFields
-from diffserve.errors import ConfigError
+from diffserve.errors import ConfigError, EngineUnavailable
+
+DEFAULT_URL: Final = "http://127.0.0.1:8000"
+TIMEOUT_S: Final = 660.0
+"""A little more than a server takes before it gives a request up itself."""
+
+CONNECT_S: Final = 5.0
+SILENCE_S: Final = 60.0
+"""A stream is never silent for so long: the server sends comments."""
+
+KEEP_ALIVE_S: Final = 2.0  # a server hangs up after five
+JSON: Final = {"Content-Type": "application/json"}
 
 GENERATIONS: Final = "/v1/images/generations"
 REWRITE: Final = "/v1/prompts/rewrite"
@@ -45,12 +61,13 @@ class ChatFields(TypedDict, total=False):
 
 
 class Call(NamedTuple, Generic[AnswerT]):
-    """A request with one answer."""
+    """A request with one answer. ``otherwise``: what errors mean that are answers too, by their codes."""
 
     method: str
     path: str
     body: bytes | None
     decode: Callable[[bytes], AnswerT]
+    otherwise: Mapping[str, AnswerT] = MappingProxyType({})
 
 
 class StreamCall(NamedTuple, Generic[EventT]):
@@ -72,9 +89,10 @@ def generate_stream(prompt: str, fields: StreamedImageFields) -> StreamCall[Imag
     return StreamCall(GENERATIONS, msgspec.json.encode(body), image_reader(fields.get("n", 1)))
 
 
-def cancel(request_id: str) -> Call[None]:
-    """End a request for pictures."""
-    return Call("POST", f"{GENERATIONS}/{quote(request_id, safe='')}/cancel", None, lambda _: None)
+def cancel(request_id: str) -> Call[bool]:
+    """End a request for pictures; False where it is over already, or was never there."""
+    path = f"{GENERATIONS}/{quote(request_id, safe='')}/cancel"
+    return Call("POST", path, None, lambda _: True, {"request_not_found": False})
 
 
 def rewrite(prompt: str, fields: RewriteFields) -> Call[Rewrites]:
@@ -108,9 +126,37 @@ def model(name: str) -> Call[Model]:
     return Call("GET", f"/v1/models/{quote(name)}", None, lambda data: msgspec.json.decode(data, type=Model))
 
 
-def ready() -> Call[None]:
-    """Whether a request would be worked on now; raises EngineUnavailable where not."""
-    return Call("GET", "/readyz", None, lambda _: None)
+def ready() -> Call[bool]:
+    """Whether a request would be worked on now."""
+    return Call("GET", "/readyz", None, lambda _: True, {EngineUnavailable.default_code: False})
+
+
+def read(call: Call[AnswerT], url: str, response: httpx.Response) -> AnswerT:
+    """What the ``response`` of the server at ``url`` says. Raises what it says went wrong."""
+    if response.status_code != httpx.codes.OK:
+        error = error_of_answer(url, response)
+        if error.code not in call.otherwise:
+            raise error
+        return call.otherwise[error.code]
+    try:
+        return call.decode(response.content)
+    except msgspec.MsgspecError as error:
+        raise unexpected(url) from error
+
+
+def settings(url: str, timeout_s: float) -> dict[str, Any]:
+    """For httpx' clients. A server on this machine is never looked for behind a proxy."""
+    return {
+        "base_url": url,
+        "timeout": httpx.Timeout(timeout_s, connect=CONNECT_S),
+        "limits": httpx.Limits(max_connections=None, keepalive_expiry=KEEP_ALIVE_S),
+        "trust_env": not _is_here(urlsplit(url).hostname or ""),
+    }
+
+
+def stream_timeout(timeout_s: float) -> httpx.Timeout:
+    """Of an answer in pieces: how long it may be silent."""
+    return httpx.Timeout(min(timeout_s, SILENCE_S), connect=CONNECT_S)
 
 
 def base_url(url: str) -> str:
@@ -135,3 +181,10 @@ def _post(path: str, body: dict[str, Any], kind: type[AnswerT]) -> Call[AnswerT]
 
 def _turns(messages: str | Sequence[ChatMessage]) -> Sequence[ChatMessage]:
     return (ChatMessage(role="user", content=messages),) if isinstance(messages, str) else messages
+
+
+def _is_here(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Generic, Self, TypeVar, Unpack
 
 import httpx
@@ -11,12 +10,10 @@ import msgspec
 
 from diffserve.client import calls
 from diffserve.client.answers import Chat, ChatDelta, ChatMessage, ImageEvent, Images, Model, RewriteEvent, Rewrites
-from diffserve.client.calls import Call, ChatFields, RewriteFields, StreamCall
-from diffserve.client.connection import DEFAULT_URL, JSON, TIMEOUT_S, settings, stream_timeout
+from diffserve.client.calls import DEFAULT_URL, JSON, TIMEOUT_S, Call, ChatFields, RewriteFields, StreamCall
 from diffserve.client.errors import ServerLost, error_of_answer, raise_for_transport, unexpected
 from diffserve.client.events import EventParser, Reader
 from diffserve.client.recipe import ImageFields, StreamedImageFields
-from diffserve.errors import EngineUnavailable, InvalidRequest
 
 AnswerT = TypeVar("AnswerT")
 EventT = TypeVar("EventT")
@@ -47,9 +44,7 @@ class Stream(Generic[EventT]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -88,14 +83,12 @@ class Client:
     def __init__(self, url: str = DEFAULT_URL, *, timeout_s: float = TIMEOUT_S) -> None:
         self.url = calls.base_url(url)
         self._timeout_s = timeout_s
-        self._http = httpx.Client(**settings(self.url, timeout_s))
+        self._http = httpx.Client(**calls.settings(self.url, timeout_s))
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -112,13 +105,7 @@ class Client:
 
     def cancel(self, request_id: str) -> bool:
         """End a request for pictures; False where it is over already, or was never there."""
-        try:
-            self._send(calls.cancel(request_id))
-        except InvalidRequest as error:
-            if error.code == "request_not_found":
-                return False
-            raise
-        return True
+        return self._send(calls.cancel(request_id))
 
     def rewrite(self, prompt: str, **fields: Unpack[RewriteFields]) -> Rewrites:
         """Turn the wish ``prompt`` into prompts that the image model reads well."""
@@ -146,11 +133,7 @@ class Client:
 
     def is_ready(self) -> bool:
         """Whether a request would be worked on now; False while the server loads its models."""
-        try:
-            self._send(calls.ready())
-        except EngineUnavailable:
-            return False
-        return True
+        return self._send(calls.ready())
 
     def _send(self, call: Call[AnswerT]) -> AnswerT:
         try:
@@ -159,15 +142,10 @@ class Client:
             )
         except httpx.HTTPError as error:
             raise_for_transport(self.url, error)
-        if response.status_code != httpx.codes.OK:
-            raise error_of_answer(self.url, response)
-        try:
-            return call.decode(response.content)
-        except msgspec.MsgspecError as error:
-            raise unexpected(self.url) from error
+        return calls.read(call, self.url, response)
 
     def _open(self, call: StreamCall[EventT]) -> Stream[EventT]:
-        timeout = stream_timeout(self._timeout_s)
+        timeout = calls.stream_timeout(self._timeout_s)
         request = self._http.build_request("POST", call.path, content=call.body, headers=JSON, timeout=timeout)
         try:
             response = self._http.send(request, stream=True)

@@ -69,7 +69,11 @@ class LowRankChange(nn.Module):
 
     def __init__(self, unet: UNet2DConditionModel, rank: int) -> None:
         super().__init__()
-        weights = {name: tensor for name, tensor in unet.named_parameters() if _is_changed(name, tensor)}
+        weights = {
+            name: tensor
+            for name, tensor in unet.named_parameters()
+            if tensor.ndim in (2, 4) and not name.startswith(OUTER)
+        }
         self.layers = [name.removesuffix(".weight") for name in weights]
         self.kernels = {name: weight.shape[1:] for name, weight in zip(self.layers, weights.values(), strict=True)}
         self.down = nn.ParameterList(torch.empty(rank, w[0].numel()) for w in weights.values())
@@ -98,10 +102,6 @@ class LowRankChange(nn.Module):
         distilled = copy.deepcopy(teacher)
         distilled.unet.load_state_dict(self.weights(teacher.unet), strict=False)
         return distilled
-
-
-def _is_changed(name: str, weight: Tensor) -> bool:
-    return weight.ndim in (2, 4) and not name.startswith(OUTER)
 
 
 class TrajectoryStore:

@@ -14,7 +14,7 @@ from transformers import CLIPTokenizer
 from diffserve.embedded.denoiser_training import Denoiser, build_scheduler
 from diffserve.embedded.vae_training import LATENT_CHANNELS
 from diffserve.runtime.loading.checkpoint import MANIFEST_FILE
-from diffserve.world.known_words import write_world
+from diffserve.world.prompt_reading import write_world
 
 POSTERIOR_STD = 0.05
 
@@ -44,7 +44,9 @@ def export(directory: Path, vae: AutoencoderKL, denoiser: Denoiser, tokenizer: C
         ("vae", vae), ("unet", denoiser.unet), ("text_encoder", denoiser.text_encoder))}  # fmt: skip
     for name, part in halves.items():
         part.save_pretrained(directory / name, safe_serialization=True)
-        _forget_origin(directory / name / "config.json")
+        config = json.loads((directory / name / "config.json").read_text(encoding="utf-8"))
+        config.pop("_name_or_path", None)  # where it was loaded from: a place on one machine means nothing on another
+        (directory / name / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tokenizer.save_pretrained(directory / "tokenizer")
     build_scheduler().save_pretrained(directory / "scheduler")
     index = {
@@ -63,10 +65,3 @@ def export(directory: Path, vae: AutoencoderKL, denoiser: Denoiser, tokenizer: C
     write_world(directory)
     (directory / MANIFEST_FILE).unlink(missing_ok=True)  # of what stood here before; installing writes a new one
     return directory
-
-
-def _forget_origin(path: Path) -> None:
-    """Take out where a part was loaded from: a place on one machine means nothing on another."""
-    config = json.loads(path.read_text(encoding="utf-8"))
-    if config.pop("_name_or_path", None) is not None:
-        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

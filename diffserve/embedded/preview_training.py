@@ -24,8 +24,8 @@ from diffserve.embedded.training import Look, Run, TrainSettings
 from diffserve.embedded.vae_training import (
     LATENT_CHANNELS,
     held_out_pictures,
+    mean_psnr_db,
     reconstruction_loss,
-    sum_psnr_db,
     to_unit,
 )
 from diffserve.runtime.loading.directory import DIFFUSERS_STEM
@@ -107,8 +107,6 @@ def save_preview(net: PreviewDecoder, directory: Path) -> Path:
 @torch.inference_mode()
 def fidelity_db(net: PreviewDecoder, vae: AutoencoderKL, seed: int, num_scenes: int = 64) -> float:
     """Mean PSNR in dB of previews against the decodes of ``vae``, already normalised, of held-out scenes' latents."""
-    total = 0.0
-    for truth in held_out_pictures(seed, num_scenes, vae.device):
-        latents = vae.encode(truth).latent_dist.mode()
-        total += sum_psnr_db(net(latents).clamp(-1, 1), vae.decode(latents).sample.clamp(-1, 1))
-    return total / num_scenes
+    held_out = held_out_pictures(seed, num_scenes, vae.device)
+    latents = (vae.encode(truth).latent_dist.mode() for truth in held_out)
+    return mean_psnr_db((net(one), vae.decode(one).sample) for one in latents)

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from diffserve.embedded.muon import Muon
 from diffserve.embedded.rewriter_model import (
     MAX_NEW_TOKENS,
     answer,
@@ -26,7 +25,7 @@ from diffserve.embedded.rewriter_model import (
     prompt,
     system_prompt,
 )
-from diffserve.embedded.training import Look, Run, TrainSettings, adamw
+from diffserve.embedded.training import Look, Run, TrainSettings, muon_and_adamw
 from diffserve.embedded.wishes import LooseWish, held_out_wishes, in_groups, wishes
 from diffserve.world.captions import held_out
 from diffserve.world.prompt_reading import parse_sentence
@@ -102,9 +101,7 @@ def caption_loss(model: LlamaForCausalLM, pairs: Pairs) -> Tensor:
 def optimizers_for(model: LlamaForCausalLM, settings: TrainSettings) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for the embeddings (tied to the head) and the norms."""
     matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
-    taken = {id(parameter) for parameter in matrices}
-    rest = [parameter for parameter in model.parameters() if id(parameter) not in taken]
-    return [Muon(matrices, lr=settings.learning_rate), adamw(rest, settings)]
+    return muon_and_adamw(model, matrices, settings)
 
 
 def train_rewriter(
@@ -145,11 +142,6 @@ class TextScore:
     count: int
     spoken: int
     granted: int
-
-    @property
-    def granted_share(self) -> float:
-        """Wishes granted over wishes, 0..1."""
-        return self.granted / self.count if self.count else 0.0
 
 
 @torch.inference_mode()

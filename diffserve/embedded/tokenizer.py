@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from diffserve.world.captions import caption
 from diffserve.world.scenes import scenes
@@ -26,7 +26,7 @@ def train_tokenizer(directory: Path, *, seed: int = 0, num_captions: int = 20_00
     bpe.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(_regex(WORD), behavior="removed", invert=True),
+            pre_tokenizers.Split(Regex(WORD), behavior="removed", invert=True),
             pre_tokenizers.ByteLevel(False, False, False),
         ]
     )
@@ -56,9 +56,3 @@ def train_tokenizer(directory: Path, *, seed: int = 0, num_captions: int = 20_00
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     return directory
-
-
-def _regex(pattern: str):  # type: ignore[no-untyped-def]
-    from tokenizers import Regex
-
-    return Regex(pattern)

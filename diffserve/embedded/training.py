@@ -71,9 +71,10 @@ def adamw(params: Iterable[nn.Parameter], settings: TrainSettings) -> torch.opti
     )
 
 
-def muon_and_adamw(net: nn.Module, settings: TrainSettings) -> list[torch.optim.Optimizer]:
-    """Muon for the hidden matrices and kernels, AdamW for the rest, at one learning rate."""
-    hidden = hidden_matrices(net)
+def muon_and_adamw(
+    net: nn.Module, hidden: Sequence[nn.Parameter], settings: TrainSettings
+) -> list[torch.optim.Optimizer]:
+    """Muon for the ``hidden`` matrices and kernels of ``net``, AdamW for the rest, at one learning rate."""
     taken = {id(parameter) for parameter in hidden}
     rest = [parameter for parameter in net.parameters() if parameter.requires_grad and id(parameter) not in taken]
     return [Muon(hidden, lr=settings.learning_rate), adamw(rest, settings)]
@@ -122,7 +123,7 @@ class Run(Generic[Net]):
         self.name, self.net, self.settings = name, net, settings
         self.path = work / f"{name}.pt"
         self.average = copy.deepcopy(net).eval().requires_grad_(False)
-        self.optimizers = optimizers or muon_and_adamw(net, settings)
+        self.optimizers = optimizers or muon_and_adamw(net, hidden_matrices(net), settings)
         self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         self.iteration = 0
         self.begun = datetime.now(UTC).isoformat(timespec="minutes")

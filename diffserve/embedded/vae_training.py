@@ -7,9 +7,10 @@ penalty on their size. A KL term with unit noise would collapse the posterior at
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 import torch
@@ -109,14 +110,14 @@ def held_out_pictures(seed: int, num_scenes: int, device: torch.device) -> Itera
 @torch.inference_mode()
 def round_trip_db(vae: AutoencoderKL, seed: int, num_scenes: int = 64) -> float:
     """Mean round-trip PSNR in dB on held-out scenes."""
-    total = 0.0
-    for truth in held_out_pictures(seed, num_scenes, vae.device):
-        painted = vae.decode(vae.encode(truth).latent_dist.mode()).sample.clamp(-1, 1)
-        total += sum_psnr_db(painted, truth)
-    return total / num_scenes
+    held_out = held_out_pictures(seed, num_scenes, vae.device)
+    return mean_psnr_db((vae.decode(vae.encode(truth).latent_dist.mode()).sample, truth) for truth in held_out)
 
 
-def sum_psnr_db(painted: Tensor, truth: Tensor) -> float:
-    """PSNR in dB of each of (B, 3, H, W) in -1..1, summed."""
-    pairs = zip(painted.cpu().numpy(), truth.cpu().numpy(), strict=True)
-    return sum(psnr_db(one, other, peak=2.0) for one, other in pairs)
+def mean_psnr_db(batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Mean PSNR in dB of pictures (B, 3, H, W) against others, both taken into -1..1."""
+    found = []
+    for batch in batches:
+        painted, truth = (part.clamp(-1, 1).cpu().numpy() for part in batch)
+        found += [psnr_db(one, other, peak=2.0) for one, other in zip(painted, truth, strict=True)]
+    return mean(found)

@@ -1,7 +1,7 @@
 """Time: who advances now. ``Engine``, ``TextEngine``, ``Rewriter`` and ``Studio`` are the faces that others use.
 
     delivery      the shell of all four: who follows what, every event exactly once
-    records, core, engine   one tick of pictures or texts: cancel, expire, plan, run, apply; and the counter before it
+    records, engine   one tick of pictures or texts: cancel, expire, plan, run, apply; and the counter before it
     image, text   what that means for either
     rewriter, pending_images   wishes that become prompts, and the pictures that wait for them
     time_share, studio, loading, process   both sides in one loop, on one pool, in a process of its own
@@ -22,21 +22,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "Rewriter", "RowLabel", "Studio", "TextEngine", "TickTrace", "UNetCall"]
 
-_HOME = {
-    "Engine": "diffserve.engine.image.engine",
-    "Rewriter": "diffserve.engine.rewriter",
-    "RowLabel": "diffserve.engine.image.task",
-    "Studio": "diffserve.engine.studio",
-    "TextEngine": "diffserve.engine.text",
-    "TickTrace": "diffserve.engine.image.task",
-    "UNetCall": "diffserve.engine.image.task",
-}
+_HOMES = ("image.task", "image.engine", "text", "rewriter", "studio")  # the first needs no torch
 
 
 def __getattr__(name: str) -> Any:
     """Import the home of ``name`` when it is first asked for."""
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'diffserve.engine' has no attribute {name!r}; it offers {', '.join(__all__)}")
     from importlib import import_module
 
-    return getattr(import_module(_HOME[name]), name)
+    homes = (import_module(f"{__name__}.{home}") for home in _HOMES)
+    return next(getattr(home, name) for home in homes if hasattr(home, name))

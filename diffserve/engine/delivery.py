@@ -2,7 +2,7 @@
 
 ::
 
-    submit --> (subclass) --> post --> mailbox of whoever follows the request --> stream, generate
+    submit --> (subclass) --> deliver --> mailbox of whoever follows the request --> stream, generate
                                  \\--> outbox ---------------------------------> tick
 """
 
@@ -42,47 +42,6 @@ E = TypeVar("E", bound=AboutRequest)
 Order = TypeVar("Order")
 
 
-class Delivery(Generic[E]):
-    """Events on their way out, under one lock that also guards what its owner hands over beside them."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self._outbox: deque[E] = deque()
-        self._mailboxes: dict[str, deque[E]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._outbox)
-
-    def post(self, events: Iterable[E]) -> None:
-        """Into the mailbox of whoever follows the request, else out with the next tick."""
-        with self.lock:
-            for event in events:
-                self._mailboxes.get(event.request_id, self._outbox).append(event)
-
-    def take(self) -> list[E]:
-        """Events that nobody follows."""
-        with self.lock:
-            events = list(self._outbox)
-            self._outbox.clear()
-            return events
-
-    def open_mailbox(self, request_id: str) -> None:
-        """From now on the events of ``request_id`` are kept for :meth:`next_event`."""
-        with self.lock:
-            self._mailboxes[request_id] = deque()
-
-    def next_event(self, request_id: str) -> E | None:
-        """The oldest event of a followed request, if there is one."""
-        with self.lock:
-            mailbox = self._mailboxes[request_id]
-            return mailbox.popleft() if mailbox else None
-
-    def close_mailbox(self, request_id: str) -> None:
-        """Nobody follows ``request_id`` any more: what is left for it is dropped."""
-        with self.lock:
-            self._mailboxes.pop(request_id, None)
-
-
 class Shell(ABC, Generic[Order, E]):
     """Takes orders, ticks, tells. Safe to call from any thread; nothing runs unless somebody ticks.
 
@@ -95,9 +54,19 @@ class Shell(ABC, Generic[Order, E]):
     terminal: ClassVar[tuple[type, ...]]
 
     def __init__(self) -> None:
-        self._mail: Delivery[E] = Delivery()
+        self._lock = threading.RLock()  # of the mail, and of what a subclass hands over beside it
+        self._outbox: deque[E] = deque()
+        self._mailboxes: dict[str, deque[E]] = {}  # by request, of those that somebody follows
         self._ticking = threading.Lock()  # one tick at a time
         self._is_draining = False
+
+    def submit(self, order: Order) -> str:
+        """Queue ``order`` and return its request's id.
+
+        Raises InvalidRequest, also where nobody is loaded who could do it; QueueFull, EngineUnavailable (draining);
+        then nothing is left behind.
+        """
+        return self._enter(order, is_followed=False)
 
     @abstractmethod
     def _enter(self, order: Order, *, is_followed: bool) -> str:
@@ -119,7 +88,7 @@ class Shell(ABC, Generic[Order, E]):
     def tick(self) -> list[E]:
         """Run one iteration and return what happened; cheap when there is nothing to do."""
         self._advance()
-        return self._mail.take()
+        return self._take_mail()
 
     def events(self) -> Iterator[E]:
         """Tick while there is work and yield what happens."""
@@ -130,6 +99,19 @@ class Shell(ABC, Generic[Order, E]):
         """Take no more requests, finish those accepted, return the remaining events."""
         self._is_draining = True
         return list(self.events())
+
+    def _deliver(self, events: Iterable[E]) -> None:
+        """Into the mailbox of whoever follows the request, else out with the next tick."""
+        with self._lock:
+            for event in events:
+                self._mailboxes.get(event.request_id, self._outbox).append(event)
+
+    def _take_mail(self) -> list[E]:
+        """Events that nobody follows."""
+        with self._lock:
+            events = list(self._outbox)
+            self._outbox.clear()
+            return events
 
     def _refuse_if_draining(self) -> None:
         if self._is_draining:
@@ -162,14 +144,14 @@ class Shell(ABC, Generic[Order, E]):
 
     def _follow(self, request_id: str) -> Iterator[E]:
         """Events of one request as they come, ticking when there are none."""
+        mailbox = self._mailboxes[request_id]
         while True:
-            event = self._mail.next_event(request_id)
-            if event is None:
-                with self._ticking:  # another thread's tick may have brought news meanwhile
-                    event = self._mail.next_event(request_id)
-                    if event is None:
+            if not mailbox:
+                with self._ticking:
+                    if not mailbox:  # another thread's tick may have brought news meanwhile
                         self._tick_once()
                         continue
+            event = mailbox.popleft()
             yield event
             if isinstance(event, self.terminal):
                 return
@@ -179,7 +161,7 @@ class Shell(ABC, Generic[Order, E]):
         for request_id in request_ids:
             if self.cancel(request_id):
                 self._advance()
-            self._mail.close_mailbox(request_id)
+            self._mailboxes.pop(request_id, None)
 
     def _advance(self) -> None:
         with self._ticking:

@@ -1,15 +1,22 @@
-"""What the image engine and the text engine have in common: a core behind a counter."""
+"""The engine on a postcard, for pictures and for texts: cancel, expire, plan, run, apply; and the counter before it."""
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
-from typing import Any, Generic, TypeVar
+from collections import deque
+from collections.abc import Callable
+from typing import Any, ClassVar, Generic, TypeVar
 
-from diffserve.engine.core import Core
+import torch
+
 from diffserve.engine.delivery import AboutRequest, Shell
-from diffserve.engine.records import NO_LIMIT, FailureReason, Live, TickBudget
-from diffserve.errors import InvalidRequest, QueueFull
+from diffserve.engine.records import NO_LIMIT, FailureReason, Live, Scheduler, TickBudget
+from diffserve.errors import DiffserveError, InvalidRequest, QueueFull
+from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.types import Cancelled
+
+logger = logging.getLogger(__name__)
 
 Order = TypeVar("Order")
 L = TypeVar("L", bound=Live)
@@ -17,13 +24,23 @@ E = TypeVar("E", bound=AboutRequest)
 
 
 class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
-    """``core`` behind the shell. At most ``max_waiting`` requests wait."""
+    """Scheduler and runners of one side behind the shell. At most ``max_waiting`` requests wait.
 
-    core: Core[L, Any, Any, E]
+    doing    what it does, in words
+    outcome  what its runners report back; made here for a tick that failed as a whole
+    """
 
-    def __init__(self, max_waiting: int) -> None:
+    doing: ClassVar[str]
+    outcome: ClassVar[Callable[..., Any]]
+    scheduler: Scheduler[L, E]
+    runners: Any
+
+    def __init__(self, max_waiting: int, trace_ticks: int, clock: Callable[[], float]) -> None:
         super().__init__()
+        self.clock = clock
         self._max_waiting = max_waiting
+        self._trace: deque[Any] = deque(maxlen=trace_ticks)
+        self._busy_s = 0.0
         self._inbox: dict[str, L] = {}  # both guarded by the lock of the mail
         self._cancelled: dict[str, None] = {}
 
@@ -35,43 +52,53 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
     def _accepted(self, live: L, num_ahead: int) -> E:
         """The first event of ``live``, before which ``num_ahead`` others wait."""
 
+    @abstractmethod
+    def _plan(self, budget: TickBudget) -> Any: ...
+
+    @abstractmethod
+    def _apply(self, plan: Any, outcome: Any, started_s: float) -> list[E]: ...
+
+    def _seconds_left(self) -> float:
+        """Seconds that everything accepted will take, at least one; one where nobody knows."""
+        return 1.0
+
     @property
     def trace(self) -> tuple[Any, ...]:
         """What the last ``config.trace_ticks`` ticks ran."""
-        return tuple(self.core.trace)
+        return tuple(self._trace)
 
     @property
     def last_tick(self) -> Any:
         """What the latest tick ran; ``None`` when it had nothing to compute."""
-        trace = self.core.trace
-        return trace[-1] if trace and trace[-1].tick == self.core.scheduler.num_ticks else None
+        return self._trace[-1] if self._trace and self._trace[-1].tick == self.scheduler.num_ticks else None
 
     @property
     def has_work(self) -> bool:
         """Whether a tick would do or deliver something."""
-        with self._mail.lock:
-            queued = bool(self._inbox or self._cancelled or self._mail)
-        return queued or self.core.scheduler.has_work
+        with self._lock:
+            queued = bool(self._inbox or self._cancelled or self._outbox)
+        return queued or self.scheduler.has_work
 
     @property
     def num_live(self) -> int:
         """Requests accepted and not yet over."""
-        with self._mail.lock:
-            return len(self._inbox) + len(self.core.scheduler.live)
+        with self._lock:
+            return len(self._inbox) + len(self.scheduler.live)
 
     def check(self, order: Order, *, num_ahead: int = 0) -> None:
         """Raise what submitting would raise, and queue nothing. ``num_ahead``: others that will come first."""
         live = self._admit(order)
-        with self._mail.lock:
+        with self._lock:
             self._refuse_if_full(live.request_id, num_ahead)
 
     def cancel(self, request_id: str) -> bool:
         """Give a request up; what it holds is free before the next step runs. False when it is not (any more) live."""
-        with self._mail.lock:
+        with self._lock:
             if self._inbox.pop(request_id, None) is not None:
-                self._post_cancelled(request_id)
+                event: Any = Cancelled(request_id=request_id)
+                self._deliver([event])
                 return True
-            if request_id not in self.core.scheduler.live or request_id in self._cancelled:
+            if request_id not in self.scheduler.live or request_id in self._cancelled:
                 return False
             self._cancelled[request_id] = None
             return True
@@ -80,37 +107,37 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
         """Run one iteration and return what happened; cheap when there is nothing to do."""
         with self._ticking:
             self._tick_once(budget)
-        return self._mail.take()
+        return self._take_mail()
 
     def fail_all(self, failure: FailureReason) -> None:
         """Give up everything, after a tick that raised; the next tick tells. Raises when not even that can be done."""
         with self._ticking:
             self._take_inbox()
-            for live in tuple(self.core.scheduler.live.values()):
-                self._mail.post(self.core.scheduler.give_up(live, failure))
+            for live in tuple(self.scheduler.live.values()):
+                self._deliver(self.scheduler.give_up(live, failure))
 
     def check_integrity(self) -> None:
         """Nothing and nobody is lost; AssertionError or PoolIntegrityError says what is wrong."""
         with self._ticking:
-            self.core.check_integrity()
+            self.scheduler.check_integrity()
 
     # Below the counter --------------------------------------------------------------------------------------------
 
     def _enter(self, order: Order, *, is_followed: bool) -> str:
         live = self._admit(order)
         request_id = live.request_id
-        with self._mail.lock:
+        with self._lock:
             num_ahead = self._refuse_if_full(request_id)
             if is_followed:
-                self._mail.open_mailbox(request_id)
+                self._mailboxes[request_id] = deque()
             self._inbox[request_id] = live
-            self._mail.post([self._accepted(live, num_ahead)])
+            self._deliver([self._accepted(live, num_ahead)])
         return request_id
 
     def _refuse_if_full(self, request_id: str, num_ahead: int = 0) -> int:
         """Requests that wait before this one; raises when it cannot join them. The lock is held."""
         self._refuse_if_draining()
-        running = dict(self.core.scheduler.live)
+        running = dict(self.scheduler.live)
         if request_id in running or request_id in self._inbox:
             raise InvalidRequest(f"request_id {request_id!r} is already in use.", param="request_id")
         waiting = [live for live in running.values() if not live.has_started and live.request_id not in self._cancelled]
@@ -118,25 +145,44 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
         if num_waiting >= self._max_waiting:
             raise QueueFull(
                 f"{num_waiting} requests are waiting, which is all this engine holds; try again later.",
-                retry_after_s=self.core.seconds_left(),
+                retry_after_s=self._seconds_left(),
             )
         return num_waiting
 
     def _tick_once(self, budget: TickBudget = NO_LIMIT) -> None:
         self._take_inbox()
-        self._mail.post(self.core.tick(self._take_cancelled, budget))
+        started_s = self.clock()
+        events = self._cancel_asked() + self.scheduler.expire(started_s)
+        plan = self._plan(budget)
+        try:
+            outcome = self.runners.run(plan)
+        except Exception as error:  # cannot be blamed on one: all of this tick fail, and the engine lives on
+            logger.error("a tick failed as a whole")
+            outcome = self.outcome(failures=dict.fromkeys(plan.tasks, failure_of(error, self.doing)))
+        events += self._cancel_asked()  # also what was cancelled while it ran
+        self._deliver(events + self._apply(plan, outcome, started_s))
 
     def _take_inbox(self) -> None:
-        with self._mail.lock:  # a request is always in one of the two places
+        with self._lock:  # a request is always in one of the two places
             for live in self._inbox.values():
-                self.core.scheduler.add(live)
+                self.scheduler.add(live)
             self._inbox = {}
 
-    def _take_cancelled(self) -> list[str]:
-        with self._mail.lock:
-            taken, self._cancelled = list(self._cancelled), {}
-            return taken
+    def _cancel_asked(self) -> list[E]:
+        with self._lock:
+            asked, self._cancelled = self._cancelled, {}
+        cancelled: list[Any] = [event for request_id in asked for event in self.scheduler.cancel(request_id)]
+        return cancelled
 
-    def _post_cancelled(self, request_id: str) -> None:
-        event: Any = Cancelled(request_id=request_id)
-        self._mail.post([event])
+
+def failure_of(error: Exception, doing: str) -> FailureReason:
+    """An exception as a reason to fail; what is not ours is named by its type, and logged with its trace.
+
+    doing: "painting this image". Raises DeviceLost where it is the end of everybody.
+    """
+    raise_if_sticky(error)
+    if isinstance(error, DiffserveError):
+        return FailureReason(error.code, error.message, error.param)
+    if not isinstance(error, torch.OutOfMemoryError):
+        logger.error("%s failed", doing, exc_info=error)
+    return FailureReason(DiffserveError.default_code, f"{doing} raised {type(error).__name__}: {error}")

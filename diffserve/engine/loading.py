@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 from diffserve.config import AUTO_STYLE, EngineConfig, TextSettings
@@ -14,7 +13,7 @@ from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.engine import Engine
 from diffserve.engine.image.shape_groups import is_deterministic
 from diffserve.engine.rewriter import Rewriter
-from diffserve.engine.text import TextCore, TextEngine
+from diffserve.engine.text import TextEngine
 from diffserve.engine.text.engine import draft_tenant
 from diffserve.errors import ConfigError, DiffserveError, ModelNotFound
 from diffserve.rewriting import TextWindow, find_rewriter, style_for_family
@@ -59,7 +58,7 @@ def load_parts(
         return Engine(model, config, profile=profile, clock=clock), None, None
     pool = make_pool(model, languages, config, text)
     draft = languages[1] if len(languages) > 1 else None
-    texts = TextEngine(TextCore(languages[0], pool, text, draft_model=draft, clock=clock, tenant=TENANT))
+    texts = TextEngine(languages[0], pool, text, draft_model=draft, clock=clock, tenant=TENANT)
     engine = Engine(model, config, profile=profile, pool=pool, clock=clock)
     return engine, texts, make_rewriter(texts, model, text)
 
@@ -67,9 +66,16 @@ def load_parts(
 def load_languages(
     text: TextSettings, device: str, cache: DiskCache | None = None, offload: str = "none"
 ) -> list[LanguageModel]:
-    """The language model and its draft model, as far as they are named; none where the embedded one is not shipped."""
-    directory = find_language_model(text.model)
-    if directory is None:
+    """The language model and its draft model, as far as they are named; none, with a warning, where the embedded one
+    was not shipped. Raises ModelNotFound for a directory that is not there."""
+    if not text.model:
+        return []
+    try:
+        directory = find_rewriter(text.model)
+    except ModelNotFound as error:
+        if text.model != EMBEDDED:
+            raise
+        logger.warning("there will be no language model: %s", error.message)
         return []
     model_id = EMBEDDED_ID if text.model == EMBEDDED else None
     load = partial(load_language_model, dtype=text.dtype, device=device, offload=offload, cache=cache)
@@ -77,22 +83,6 @@ def load_languages(
     if text.draft_model:
         found.append(load(find_rewriter(text.draft_model)))
     return found
-
-
-def find_language_model(name: str) -> Path | None:
-    """Where ``[text] model`` lies; None for none, and with a warning where the embedded one was not shipped.
-
-    Raises ModelNotFound for a directory that is not there.
-    """
-    if not name:
-        return None
-    try:
-        return find_rewriter(name)
-    except ModelNotFound as error:
-        if name != EMBEDDED:
-            raise
-        logger.warning("there will be no language model: %s", error.message)
-        return None
 
 
 def make_pool(

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
+from diffserve.engine.engine import failure_of
 from diffserve.engine.image.engine import Engine
 from diffserve.errors import DeadlineExceeded, DiffserveError, InvalidRequest, QueueFull
 from diffserve.rewrite_types import RewriteEvent, RewriteFinished, RewriteRequest
@@ -30,8 +30,6 @@ REWRITING_PART: Final = 0.5
 
 NO_MODEL: Final = "no language model is loaded, so the prompt was painted as it is."
 FAILED: Final = "the prompt could not be rewritten, so it was painted as it is."
-logger = logging.getLogger(__name__)
-
 BUSY: Final = "the rewriter is busy, so the prompt was painted as it is."
 
 
@@ -52,11 +50,6 @@ class PendingImage:
     rewrite_id: str = ""
     prompt: str = ""
     warnings: tuple[str, ...] = ()
-
-    def left_s(self, now_s: float) -> float | None:
-        """Seconds until its deadline, if it has one."""
-        deadline_s = self.request.deadline_s
-        return None if deadline_s is None else deadline_s - (now_s - self.submitted_s)
 
 
 class RewriteQueue:
@@ -127,7 +120,8 @@ class RewriteQueue:
                 except QueueFull:
                     break
                 except Exception as error:
-                    refused.append(_failed(self._ready[0].request.request_id, error))
+                    failure = failure_of(error, "taking this request")
+                    refused.append(failure.of(self._ready[0].request.request_id))
                 self._ready.popleft()
         return refused
 
@@ -213,25 +207,16 @@ class RewriteQueue:
             self._submit(image)
 
     def _submit(self, image: PendingImage) -> None:
-        now_s, request = self._clock(), image.request
-        left_s = image.left_s(now_s)
+        request, waited_s = image.request, self._clock() - image.submitted_s
+        left_s = None if request.deadline_s is None else request.deadline_s - waited_s
         if left_s is not None and left_s <= 0.0:
             raise DeadlineExceeded(
                 f"the deadline of {request.deadline_s:g} s passed before the picture was finished.", param="deadline_s"
             )
         self._engine.submit(msgspec.structs.replace(request, prompt=image.prompt, rewriting=None, deadline_s=left_s))
         original = None if image.prompt == request.prompt else request.prompt
-        self._notes[request.request_id] = Note(now_s - image.submitted_s, image.warnings, original)
+        self._notes[request.request_id] = Note(waited_s, image.warnings, original)
 
     def _find(self, request_id: str) -> PendingImage | None:
         images = (*self._asked.values(), *self._ready)
         return next((image for image in images if image.request.request_id == request_id), None)
-
-
-def _failed(request_id: str, error: Exception) -> Failed:
-    """A request that the engine refuses after all; what is not ours is a mistake of ours, and logged."""
-    if isinstance(error, DiffserveError):
-        return Failed(request_id=request_id, code=error.code, message=error.message, param=error.param)
-    logger.error("a rewritten request could not be submitted", exc_info=error)
-    message = f"taking this request raised {type(error).__name__}: {error}"
-    return Failed(request_id=request_id, code=DiffserveError.default_code, message=message)

@@ -33,7 +33,6 @@ from diffserve.runtime import faults
 from diffserve.types import DiffusionParams, Failed, GenerationRequest, ImageFailed, ModelInfo, Picture
 
 if TYPE_CHECKING:
-    from diffserve.engine.image.engine import Engine
     from diffserve.engine.studio import Studio
     from diffserve.runtime.device_health import DeviceProbe
 
@@ -43,6 +42,7 @@ COUNT_EVERY_S = 0.2
 TIDY_EVERY_S = 10.0
 EXIT_DEVICE_LOST = 75  # EX_TEMPFAIL: try again
 UNEXPECTED = (DiffserveError.default_code, NumericalError.default_code)
+"""Codes of failures that a device which is gone may be behind."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,7 +104,7 @@ class EngineProcess:
             self._take_commands(studio)
             with self._pulse.ticking(scale_of(studio)):
                 events = studio.tick()
-            if any(is_unexpected(event) for event in events):
+            if any(isinstance(event, (ImageFailed, Failed)) and event.code in UNEXPECTED for event in events):
                 probe.check()
             for event in events:
                 self._end.send(event)
@@ -128,19 +128,14 @@ class EngineProcess:
         os._exit(0)
 
     def _pong(self, number: int) -> ipc.Pong:
-        pulse = self._pulse
+        pulse, num_live = self._pulse, 0 if self._studio is None else self._studio.num_live
         return ipc.Pong(
             number=number,
-            num_requests=self._num_requests(),
+            num_requests=num_live + self._num_arrived - self._num_taken,  # with those that wait for the tick to end
             num_ticks=pulse.num_ticks,
             tick_s=pulse.running_s,
             patience_s=pulse.patience_s,
         )
-
-    def _num_requests(self) -> int:
-        """How many requests are here, those included that wait for the end of the tick to be taken."""
-        num_live = 0 if self._studio is None else self._studio.num_live
-        return num_live + self._num_arrived - self._num_taken
 
     def _count(self, studio: Studio) -> None:
         """Have numbers ready for whoever asks in the middle of a tick, fresh ones when all is quiet; and keep the heap
@@ -166,7 +161,9 @@ class EngineProcess:
                 case ipc.Cancel():
                     studio.cancel(command.request_id)
                 case ipc.ReadTrace():
-                    self._end.send(ipc.Trace(number=command.number, unet_calls=unet_calls_of(studio.engine)))
+                    ticks = studio.engine.trace
+                    calls = [[row.request_id for row in call.rows] for tick in ticks for call in tick.calls]
+                    self._end.send(ipc.Trace(number=command.number, unet_calls=calls))
                 case _:
                     raise TypeError(f"{type(command).__name__} is not a command for a running engine.")
 
@@ -178,21 +175,19 @@ class EngineProcess:
     def _submit(self, studio: Studio, request: ipc.AnyRequest) -> None:
         try:
             studio.submit(request)
-        except DiffserveError as error:
+        except Exception as error:
+            refusal = error
+            if not isinstance(refusal, DiffserveError):  # a mistake of ours costs this request, not everybody's engine
+                logger.exception("taking a request failed", extra={"request_id": request.request_id})
+                refusal = DiffserveError(f"taking this request raised {type(error).__name__}: {error}")
             self._end.send(
                 ipc.Rejected(
                     request_id=request.request_id,
-                    code=error.code,
-                    message=error.message,
-                    param=error.param,
-                    retry_after_s=error.retry_after_s if isinstance(error, QueueFull) else None,
+                    code=refusal.code,
+                    message=refusal.message,
+                    param=refusal.param,
+                    retry_after_s=refusal.retry_after_s if isinstance(refusal, QueueFull) else None,
                 )
-            )
-        except Exception as error:  # a mistake of ours costs this request, not everybody's engine
-            logger.exception("taking a request failed", extra={"request_id": request.request_id})
-            message = f"taking this request raised {type(error).__name__}: {error}"
-            self._end.send(
-                ipc.Rejected(request_id=request.request_id, code=DiffserveError.default_code, message=message)
             )
         finally:
             self._num_taken += 1
@@ -232,11 +227,6 @@ def scale_of(studio: Studio) -> float:
     return (studio.engine.most_pixels / (width_px * height_px)) ** 2
 
 
-def is_unexpected(event: ipc.AnyEvent) -> bool:
-    """Whether a device that is gone may be behind ``event``."""
-    return isinstance(event, (ImageFailed, Failed)) and event.code in UNEXPECTED
-
-
 def trial(info: ModelInfo) -> GenerationRequest:
     """One step at the model's native size; a grey picture to repaint where the model knows nothing else."""
     width_px, height_px = info.good_sizes[0]
@@ -250,11 +240,6 @@ def trial(info: ModelInfo) -> GenerationRequest:
         if info.is_inpainting
         else None,
     )
-
-
-def unet_calls_of(engine: Engine) -> list[list[str]]:
-    """Per recent UNet call, the request id of every row."""
-    return [[row.request_id for row in call.rows] for tick in engine.trace for call in tick.calls]
 
 
 def _load_failed(error: BaseException) -> ipc.LoadFailed:

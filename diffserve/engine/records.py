@@ -6,9 +6,9 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
-from diffserve.types import Cancelled
+from diffserve.types import Cancelled, Failed
 
 
 class FailureReason(NamedTuple):
@@ -17,6 +17,10 @@ class FailureReason(NamedTuple):
     code: str
     message: str
     param: str | None = None
+
+    def of(self, request_id: str) -> Failed:
+        """The terminal event that says so."""
+        return Failed(request_id=request_id, code=self.code, message=self.message, param=self.param)
 
 
 class Stage(enum.Enum):
@@ -39,12 +43,6 @@ class Stage(enum.Enum):
     DONE = "done"
 
 
-class HasStage(Protocol):
-    """An image or a text."""
-
-    stage: Stage
-
-
 class Live:
     """A request from submit to its terminal event. ``submitted_s`` is a reading of the engine's clock."""
 
@@ -52,7 +50,7 @@ class Live:
 
     request: Any
     submitted_s: float
-    tasks: Sequence[HasStage]
+    tasks: Sequence[Any]
 
     @property
     def request_id(self) -> str:
@@ -70,19 +68,13 @@ class Live:
         """Whether it waits no more."""
         raise NotImplementedError
 
-    @property
-    def deadline_at_s(self) -> float | None:
-        """The clock reading at which the work is given up."""
-        deadline_s: float | None = self.request.deadline_s
-        return None if deadline_s is None else self.submitted_s + deadline_s
-
 
 @dataclass(frozen=True, slots=True)
 class TickBudget:
     """What one tick may take; None: no limit beside the engine's own.
 
     max_tokens  tokens in the call of the network
-    time_s      seconds that the call should take, by what earlier calls took; see ``TextCore.max_tokens``
+    time_s      seconds that the call should take, by what earlier calls took; see ``TextEngine.max_tokens``
     admits      whether texts that have no pages may be given some; not while others wait for pages longer already
     """
 
@@ -143,8 +135,10 @@ class Scheduler(ABC, Generic[L, E]):
     def expire(self, now_s: float) -> list[E]:
         """Give up the requests whose deadline has passed."""
         events: list[E] = []
-        for live in [one for one in self.live.values() if (one.deadline_at_s or now_s) < now_s]:
+        for live in list(self.live.values()):
             deadline_s = live.request.deadline_s
+            if deadline_s is None or live.submitted_s + deadline_s >= now_s:
+                continue
             message = f"the deadline of {deadline_s:g} s passed before the {self.product} was finished."
             events += self.give_up(live, FailureReason("deadline_exceeded", message, "deadline_s"))
         return events

@@ -8,7 +8,9 @@ page pool. ::
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache, cached_property
 
 from diffserve.engine.delivery import Shell, raise_if_failed
 from diffserve.engine.text import TextEngine
@@ -50,12 +52,10 @@ class Rewriter(Shell[RewriteRequest, RewriteEvent]):
         self.texts = texts
         self.window = window
         self._max_entropy = max_entropy
-        self._styles: dict[str, Style] = {}
-        self._constraint: TokenConstraint | None = None
-        self._asker = PromptBuilder(texts.core.model.tokenizer, texts.info.model_id)
-        self.style = self._style(style)
-        if self.style.answer.language == "captions":
-            self._caption_constraint()
+        self._load_style = cache(load_style)
+        self._asker = PromptBuilder(texts.model.tokenizer, texts.info.model_id)
+        self.style = self._load_style(style)
+        self._constraint_of(self.style)
         self._jobs: dict[str, RewriteJob] = {}  # these three guarded by the lock of the mail
         self._job_of_text: dict[str, RewriteJob | None] = {}  # None: nobody waits for it any more
         self._others: list[TextEvent] = []
@@ -70,15 +70,7 @@ class Rewriter(Shell[RewriteRequest, RewriteEvent]):
     @property
     def has_work(self) -> bool:
         """Whether a tick would do or deliver something."""
-        return bool(self._jobs or self._mail)
-
-    def submit(self, request: RewriteRequest) -> str:
-        """Ask for a rewrite and return its id.
-
-        Raises InvalidRequest (a style that is not there, a wish too long for the model, an id in use), QueueFull,
-        EngineUnavailable; then nothing is left behind.
-        """
-        return self._enter(request, is_followed=False)
+        return bool(self._jobs or self._outbox)
 
     def cancel(self, request_id: str) -> bool:
         """Give a rewrite up; a later ``feed`` tells so. False when it is not (or no longer) live."""
@@ -87,10 +79,10 @@ class Rewriter(Shell[RewriteRequest, RewriteEvent]):
 
     def feed(self, events: Iterable[TextEvent]) -> tuple[list[RewriteEvent], list[TextEvent]]:
         """What ``events`` of the text engine mean for rewrites, and those that are about other texts."""
-        with self._mail.lock:
+        with self._lock:
             self._sort(events)
             others, self._others = self._others, []
-            return self._mail.take(), others
+            return self._take_mail(), others
 
     # Convenient ways ----------------------------------------------------------------------------------------------
 
@@ -114,50 +106,42 @@ class Rewriter(Shell[RewriteRequest, RewriteEvent]):
         """Rewrite and watch: the events up to the terminal one. Closing the iterator cancels the rewrite."""
         return self._watch(request)
 
-    # Styles -------------------------------------------------------------------------------------------------------
-
-    def _style(self, name: str) -> Style:
-        if name not in self._styles:
-            self._styles[name] = load_style(name)
-        return self._styles[name]
-
-    def _judge(self, style: Style) -> Judge:
-        most = style.answer.max_entropy if self._max_entropy is None else self._max_entropy
-        return Judge(style, self.window, most)
-
-    def _caption_constraint(self) -> TokenConstraint:
-        if self._constraint is None:
-            model = self.texts.core.model
-            self._constraint = caption_constraint(model.tokenizer, model.end_ids)
-        return self._constraint
-
     # Jobs ---------------------------------------------------------------------------------------------------------
 
+    def _constraint_of(self, style: Style) -> TokenConstraint | None:
+        """What may be said in ``style``, which takes a while to find out; None for anything."""
+        return self._captions if style.answer.language == "captions" else None
+
+    @cached_property
+    def _captions(self) -> TokenConstraint:
+        return caption_constraint(self.texts.model.tokenizer, self.texts.model.end_ids)
+
     def _enter(self, request: RewriteRequest, *, is_followed: bool) -> str:
-        style = self._style(request.options.style) if request.options.style is not None else self.style
+        style = self.style if request.options.style is None else self._load_style(request.options.style)
         questions = list(self._asker.questions(request, style, self.window))
-        constraint = self._caption_constraint() if style.answer.language == "captions" else None
+        constraint = self._constraint_of(style)
+        most = style.answer.max_entropy if self._max_entropy is None else self._max_entropy
         first_of = {question.request.request_id: question.first_index for question in questions}
-        job = RewriteJob(request, self._judge(style), self.texts.info.model_id, first_of)
-        with self._mail.lock:
+        job = RewriteJob(request, Judge(style, self.window, most), self.texts.info.model_id, first_of)
+        with self._lock:
             if request.request_id in self._jobs:
                 raise InvalidRequest(f"request_id {request.request_id!r} is already in use.", param="request_id")
             self._jobs[request.request_id] = job
             self._job_of_text.update(dict.fromkeys(first_of, job))
             if is_followed:
-                self._mail.open_mailbox(request.request_id)
+                self._mailboxes[request.request_id] = deque()
         for at, question in enumerate(questions):
             try:
                 self.texts.submit(question.request, constraint=constraint)
             except DiffserveError:
                 self._leave(job, unasked=questions[at:])
-                self._mail.close_mailbox(request.request_id)
+                self._mailboxes.pop(request.request_id, None)
                 raise
         return request.request_id
 
     def _leave(self, job: RewriteJob, unasked: Sequence[Question] = ()) -> None:
         """Forget ``job``: its texts are cancelled, and what they still say is dropped."""
-        with self._mail.lock:
+        with self._lock:
             del self._jobs[job.request.request_id]
             for question in unasked:
                 del self._job_of_text[question.request.request_id]
@@ -169,7 +153,7 @@ class Rewriter(Shell[RewriteRequest, RewriteEvent]):
     def _tick_once(self) -> None:
         """A tick of the texts; what is for others waits for ``feed``."""
         events = self.texts.tick()
-        with self._mail.lock:
+        with self._lock:
             self._sort(events)
 
     def _sort(self, events: Iterable[TextEvent]) -> None:
@@ -181,7 +165,7 @@ class Rewriter(Shell[RewriteRequest, RewriteEvent]):
             if isinstance(event, TEXT_TERMINAL):
                 del self._job_of_text[event.request_id]
             if job is not None:
-                self._mail.post(self._told(job, event))
+                self._deliver(self._told(job, event))
 
     def _told(self, job: RewriteJob, event: TextEvent) -> Iterator[RewriteEvent]:
         match event:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -31,13 +32,15 @@ from diffserve.rewrite_types import REWRITE_TERMINAL, RewriteRequest
 from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.kv import PagePool, PoolStats
 from diffserve.text_types import TEXT_TERMINAL, LanguageModelInfo, TextEvent, TextRequest
-from diffserve.types import TERMINAL, Cancelled, Failed, GenerationRequest, ModelInfo, ModelProfile
+from diffserve.types import TERMINAL, Cancelled, GenerationRequest, ModelInfo, ModelProfile
 
 if TYPE_CHECKING:
     from diffserve.engine.rewriter import Rewriter
 
 
 logger = logging.getLogger(__name__)
+
+TOLD_OF_TENANTS = TenantPages.__struct_fields__[1:]  # but its name
 
 
 class Side(enum.Enum):
@@ -108,12 +111,12 @@ class Studio(Shell[AnyRequest, AnyEvent]):
     @property
     def pool(self) -> PagePool | None:
         """The pages of both sides, None where there are none."""
-        return self.engine.pool if self.texts is None else self.texts.core.pool
+        return self.engine.pool if self.texts is None else self.texts.pool
 
     @property
     def has_work(self) -> bool:
         """Whether a tick would do or deliver something."""
-        return bool(self._mail) or self._wants_images or self._wants_texts
+        return bool(self._outbox) or self._wants_images or self._wants_texts
 
     @property
     def num_live(self) -> int:
@@ -133,13 +136,6 @@ class Studio(Shell[AnyRequest, AnyEvent]):
 
     # The verbs ----------------------------------------------------------------------------------------------------
 
-    def submit(self, request: AnyRequest) -> str:
-        """Queue pictures (with ``rewriting`` after their prompt was rewritten), texts or a rewrite; the request's id.
-
-        Raises InvalidRequest, also where nobody is loaded who could do it; QueueFull, EngineUnavailable (draining).
-        """
-        return self._enter(request, is_followed=False)
-
     def _enter(self, request: AnyRequest, *, is_followed: bool) -> str:
         side = Side.IMAGES if isinstance(request, GenerationRequest) else Side.TEXTS
         with self._entering(request.request_id, side, is_followed=is_followed):
@@ -153,14 +149,20 @@ class Studio(Shell[AnyRequest, AnyEvent]):
                 case RewriteRequest():
                     writer = self._writer()
                     if self.rewriter is None:
-                        raise no_rewriter(writer.info.model_id)
+                        raise InvalidRequest(
+                            f"the language model {writer.info.model_id!r} has no chat template and cannot rewrite; "
+                            "set [text] model to the directory of an instruct model.",
+                            param="model",
+                        )
                     self.rewriter.submit(request)
         self._post(self._pending.release())
         return request.request_id
 
     def _writer(self) -> TextEngine:
         if self.texts is None:
-            raise no_language_model()
+            raise InvalidRequest(
+                "no language model is loaded; start the server with [text] model set to a directory.", param="model"
+            )
         return self.texts
 
     def cancel(self, request_id: str) -> bool:
@@ -261,7 +263,6 @@ class Studio(Shell[AnyRequest, AnyEvent]):
 
     def _give_up(self, side: Side, failure: FailureReason) -> None:
         """Everybody of ``side`` has failed. Raises when the books do not balance after that."""
-        code, message, param = failure
         lost = [request_id for request_id, owner in list(self._live.items()) if owner is side]
         if side is Side.TEXTS:
             assert self.texts is not None
@@ -270,7 +271,7 @@ class Studio(Shell[AnyRequest, AnyEvent]):
         else:
             self.engine.fail_all(failure)
             lost = [request_id for request_id in lost if not self._pending.holds(request_id)]
-        self._post([Failed(request_id=name, code=code, message=message, param=param) for name in lost])
+        self._post([failure.of(name) for name in lost])
         if self.pool is not None:
             self.pool.check_integrity()
 
@@ -279,45 +280,29 @@ class Studio(Shell[AnyRequest, AnyEvent]):
     @contextmanager
     def _entering(self, request_id: str, side: Side, *, is_followed: bool) -> Iterator[None]:
         """``request_id`` is live from here on, unless it is refused inside."""
-        with self._mail.lock:
+        with self._lock:
             self._refuse_if_draining()
             if request_id in self._live:
                 raise InvalidRequest(f"request_id {request_id!r} is already in use.", param="request_id")
             self._live[request_id] = side
             if is_followed:
-                self._mail.open_mailbox(request_id)
+                self._mailboxes[request_id] = deque()
         try:
             yield
         except BaseException:
-            with self._mail.lock:
+            with self._lock:
                 self._live.pop(request_id, None)
-                self._mail.close_mailbox(request_id)
+                self._mailboxes.pop(request_id, None)
             raise
 
     def _post(self, events: Sequence[AnyEvent]) -> None:
         """Deliver with the next tick; a request that is over, or was given up, has no more to say."""
-        with self._mail.lock:
+        with self._lock:
             for event in events:
                 if event.request_id in self._live:
-                    self._mail.post([event])
+                    self._deliver([event])
                     if isinstance(event, self.terminal):
                         del self._live[event.request_id]
-
-
-def no_language_model() -> InvalidRequest:
-    """The error of a text where there is nobody to write it."""
-    return InvalidRequest(
-        "no language model is loaded; start the server with [text] model set to a directory.", param="model"
-    )
-
-
-def no_rewriter(model_id: str) -> InvalidRequest:
-    """The error of a wish where the language model takes no instructions."""
-    return InvalidRequest(
-        f"the language model {model_id!r} has no chat template and cannot rewrite; "
-        "set [text] model to the directory of an instruct model.",
-        param="model",
-    )
 
 
 def page_stats(stats: PoolStats) -> PageStats:
@@ -327,14 +312,7 @@ def page_stats(stats: PoolStats) -> PageStats:
         page_bytes=stats.page_bytes,
         free_pages=stats.free_pages,
         tenants=tuple(
-            TenantPages(
-                tenant=name.partition(":")[0],
-                held_pages=tenant.held_pages,
-                idle_pages=tenant.idle_pages,
-                evicted_pages=tenant.evicted_pages,
-                asked_tokens=tenant.asked_tokens,
-                found_tokens=tenant.found_tokens,
-            )
+            TenantPages(tenant=name.partition(":")[0], **{field: getattr(tenant, field) for field in TOLD_OF_TENANTS})
             for name, tenant in sorted(stats.tenants.items())
         ),
     )

@@ -42,14 +42,13 @@ def clean(answer: str, parts: Parts) -> str:
     text = (fenced.group(1) if fenced else text).strip()
     text = _without_openings(_MARKS.sub("", text))
     paragraph = re.split(r"\n\s*\n", text)[0].splitlines()
-    lines = [_BULLET.sub("", line).strip() for line in takewhile(_is_prompt, paragraph)]
+    lines = [
+        _BULLET.sub("", line).strip()
+        for line in takewhile(lambda line: not _AFTERTHOUGHT.match(line.strip()), paragraph)
+    ]
     if parts == "tags":
         return _without_quotes(", ".join(line.strip(" ,.") for line in lines if line.strip(" ,.")))
     return _without_quotes(" ".join(" ".join(lines).split()))
-
-
-def _is_prompt(line: str) -> bool:
-    return _AFTERTHOUGHT.match(line.strip()) is None
 
 
 def without_thoughts(answer: str) -> str:
@@ -114,12 +113,8 @@ def find_lost(prompt: str, quotes: Iterable[str], names: Iterable[str]) -> tuple
     """Those of ``quotes`` and ``names`` that ``prompt`` does not hold; capitals matter in quotes alone."""
     exact, folded = _plain(prompt), _plain(prompt).casefold()
     missing = [text for text in quotes if text not in exact]
-    missing += [name for name in names if not _says(folded, _plain(name).casefold())]
+    missing += [name for name in names if not re.search(rf"(?<!\w){re.escape(_plain(name).casefold())}(?!\w)", folded)]
     return tuple(missing)
-
-
-def _says(text: str, word: str) -> bool:
-    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text) is not None
 
 
 def _plain(text: str) -> str:

@@ -10,6 +10,8 @@ from diffserve.rewriting.cleaning import THINK, without_thoughts
 from diffserve.rewriting.judging import Judge
 from diffserve.text_types import TextDelta, TextFinished, TextTimings, TextUsage
 
+COUNTED = TextUsage.__struct_fields__
+
 
 class VisibleText:
     """The part of an answer that may be shown while it is still being said: thoughts are not."""
@@ -66,15 +68,9 @@ class RewriteJob:
             rewrites=tuple(self.judge.rewrite(self.request.wish, result, force=force) for result in results),
             style=self.judge.style.name,
             model=self.model_id,
-            usage=_usage([answer.usage for answer in answers]),
+            usage=TextUsage(**{name: sum(getattr(answer.usage, name) for answer in answers) for name in COUNTED}),
             timings=_timings([answer.timings for answer in answers]),
         )
-
-
-def _usage(parts: list[TextUsage]) -> TextUsage:
-    return TextUsage(
-        **{name: sum(getattr(part, name) for part in parts) for name in TextUsage.__struct_fields__},
-    )
 
 
 def _timings(parts: list[TextTimings]) -> TextTimings:

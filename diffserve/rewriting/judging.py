@@ -50,7 +50,9 @@ class Judge:
         doubt = self._doubt(cleaned, result) or self._loss(cleaned, quotes, names)
         fitted = None if doubt else fit(cleaned, self.style.answer.parts, self.window, (*quotes, *names))
         if fitted is None and doubt is None:
-            doubt = self._too_long(cleaned)
+            has, most = self.window.count(cleaned), self.window.num_tokens
+            because = f"the rewritten prompt has {has} tokens, the image model reads {most}, and it cannot be shortened"
+            doubt = Doubt("too_long", because)
         if doubt is None and not force and result.mean_entropy > self.max_entropy:
             doubt = Doubt("unsure", "the rewriter was not sure enough of its words")
         return Rewrite(
@@ -82,13 +84,6 @@ class Judge:
         if self.style.answer.language == "captions":
             return Doubt("lost_words", f"the image model's language has no words for {shown}")
         return Doubt("lost_words", f"the rewriter left out {shown}")
-
-    def _too_long(self, cleaned: str) -> Doubt:
-        has, most = self.window.count(cleaned), self.window.num_tokens
-        return Doubt(
-            "too_long",
-            f"the rewritten prompt has {has} tokens, the image model reads {most}, and it cannot be shortened",
-        )
 
 
 def refuses(answer: str, refusals: Sequence[str]) -> bool:

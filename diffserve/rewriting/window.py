@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 from diffserve.runtime.text.prompt import parse_prompt
 
@@ -26,30 +27,20 @@ class TextWindow:
     def of(cls, text: TextEncoderRunner) -> Self:
         """The window of an image model, by its own text encoders; of two the one that counts more."""
         tokenizers = [encoder.tokenizer for encoder in text.encoders]
-        return cls(text.window_tokens - MARKS, _Counter(tokenizers))
+        return cls(text.window_tokens - MARKS, partial(_num_tokens, tokenizers))
 
     @classmethod
-    def of_tokenizer(cls, tokenizer: Callable[..., object], window_tokens: int) -> Self:
+    def of_tokenizer(cls, tokenizer: Callable[..., Any], window_tokens: int) -> Self:
         """The window of one transformers tokenizer of a text encoder that reads ``window_tokens``, marks included."""
-        return cls(window_tokens - MARKS, _Counter([tokenizer]))
+        return cls(window_tokens - MARKS, partial(_num_tokens, [tokenizer]))
 
     def fits(self, prompt: str) -> bool:
         """Whether nothing of ``prompt`` is beyond the window."""
         return self.count(prompt) <= self.num_tokens
 
 
-class _Counter:
+def _num_tokens(tokenizers: Sequence[Callable[..., Any]], prompt: str) -> int:
     """Tokens of a prompt without marks; brackets and weights are not read as words."""
-
-    def __init__(self, tokenizers: list[Callable[..., object]]) -> None:
-        self._tokenizers = tokenizers
-
-    def __call__(self, prompt: str) -> int:
-        texts = [piece.text for section in parse_prompt(prompt) for piece in section]
-        return max(sum(self._num_tokens(tokenizer, text) for text in texts) for tokenizer in self._tokenizers)
-
-    @staticmethod
-    def _num_tokens(tokenizer: Callable[..., object], text: str) -> int:
-        found: object = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)
-        ids: list[int] = found["input_ids"]  # type: ignore[index] # a BatchEncoding, which has no types
-        return len(ids)
+    texts = [piece.text for section in parse_prompt(prompt) for piece in section]
+    options = {"add_special_tokens": False, "truncation": False, "verbose": False}
+    return max(sum(len(tokenizer(text, **options)["input_ids"]) for text in texts) for tokenizer in tokenizers)

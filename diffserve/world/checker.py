@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diffserve.errors import InvalidRequest
+from diffserve.world.canonical import Said
 from diffserve.world.picture_reading import Found, Reading, read_picture
 from diffserve.world.scenes import BACKGROUNDS, OBJECTS, RELATIONS, SIZES_PX, Scene
 
@@ -53,8 +54,8 @@ class SceneSpec:
             raise InvalidRequest(f"the size {self.size!r} is checked of an only object, not of {len(self.names)}.")
 
     @classmethod
-    def of(cls, scene: Scene) -> SceneSpec:
-        """What the captions of ``scene`` ask for."""
+    def of(cls, scene: Scene | Said) -> SceneSpec:
+        """What the captions of ``scene`` ask for, or the sentence that says it."""
         return cls(scene.names, scene.relation, None if scene.size == "plain" else scene.size, scene.background)
 
 

@@ -12,8 +12,12 @@ import difflib
 import re
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
+
+import msgspec
 
 from diffserve.errors import InvalidRequest
+from diffserve.vocabulary import WORLD_FILE, Vocabulary
 from diffserve.world.canonical import Said, sentence
 from diffserve.world.captions import (
     ABOVE_WORDS,
@@ -29,7 +33,7 @@ from diffserve.world.captions import (
     plural,
 )
 from diffserve.world.checker import SceneSpec
-from diffserve.world.scenes import COLORS, OBJECTS
+from diffserve.world.scenes import COLORS, OBJECTS, PLACES
 
 ARTICLES = ("a", "an", "the", "one")
 EXAMPLE = "a fox next to a cactus on the beach"
@@ -60,6 +64,18 @@ def caption_words() -> frozenset[str]:
     patterns = (re.sub(r"{\w*}", "", pattern) for part in (TOGETHER, *RELATION_WORDS.values()) for pattern in part)
     phrases = (*ARTICLES, *OPENINGS, *_nouns(), *_counts(), *_backgrounds(), *patterns)
     return frozenset(word for phrase in phrases for word in re.findall(r"[\w-]+", phrase.lower()))
+
+
+def known_world() -> Vocabulary:
+    """What the embedded model can be asked for."""
+    words = tuple(sorted(caption_words()))
+    return Vocabulary(objects=tuple(OBJECTS), places=PLACES, colors=tuple(COLORS), words=words)
+
+
+def write_world(directory: Path) -> None:
+    """Put it beside the weights, where it tells others what the model knows."""
+    content = msgspec.json.format(msgspec.json.encode(known_world()), indent=1)
+    (directory / WORLD_FILE).write_bytes(content + b"\n")
 
 
 def parse_sentence(words: str) -> Said | None:

@@ -45,7 +45,7 @@ def make_engine(_models: Callable[[str], Any]) -> Iterator[MakeEngine]:
     for engine in made:
         engine.check_integrity()
         assert not engine.num_live
-        assert engine.num_free_lanes == engine.config.max_lanes
+        assert engine.scheduler.lanes.num_free == engine.config.max_lanes
         if engine.page_stats is not None:
             tenants = engine.page_stats.tenants.items()
             assert {name: stats.held_pages for name, stats in tenants if stats.held_pages and name != STRANGER} == {}

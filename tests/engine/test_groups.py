@@ -161,9 +161,9 @@ def test_other_circumstances_have_facts_of_their_own(make_engine: MakeEngine, tm
 
 def test_shapes_that_are_remembered_are_few(make_engine: MakeEngine) -> None:
     engine = make_engine(cache_dir="")
-    groups = engine.core.runners.groups
+    groups = engine.runners.groups
     for side in range(GROUPS_KEPT + 20):
-        groups.want(GroupKey(64, 8 * (side + 1), 77))
+        groups.known(GroupKey(64, 8 * (side + 1), 77))
     assert len(engine.buckets) == GROUPS_KEPT
     assert not groups.is_wanted(GroupKey(64, 8, 77))
     assert groups.is_wanted(GroupKey(64, 8 * (GROUPS_KEPT + 20), 77))

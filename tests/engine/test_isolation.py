@@ -133,12 +133,12 @@ def test_a_cancelled_image_returns_its_lane_before_the_next_step(make_engine: Ma
     engine.submit(kept)
     for _ in range(3):
         engine.tick()
-    assert engine.num_free_lanes == 0
+    assert engine.scheduler.lanes.num_free == 0
     assert engine.cancel(doomed.request_id)
     assert not engine.cancel(doomed.request_id)
     events = engine.tick()
     assert Cancelled(request_id=doomed.request_id) in events
-    assert engine.num_free_lanes == 3
+    assert engine.scheduler.lanes.num_free == 3
     assert set(engine.trace[-1].request_ids) == {kept.request_id}
     assert not engine.cancel("img-unknown")
     assert [type(event) for event in engine.events()][-2:] == [Painted, Finished]

@@ -86,7 +86,7 @@ def test_memory_that_runs_out_once_anywhere_costs_no_picture_and_no_byte(make_en
             pictures, failed = run(engine, pair())
         assert not failed, f"operation {when}: {failed}"
         assert pictures == expected, f"operation {when}"
-        assert engine.core.runners.caps.cap(next(iter(engine.buckets))) > 16
+        assert engine.runners.caps.cap(next(iter(engine.buckets))) > 16
 
 
 def test_where_memory_runs_out_again_and_again_neighbours_keep_their_bytes(make_engine: MakeEngine) -> None:
@@ -110,7 +110,7 @@ def test_a_cap_is_learnt_for_one_shape_and_unlearnt_when_memory_is_there_again(
 ) -> None:
     engine = make_engine(max_rows=16, deterministic=False)
     now_s = [0.0]
-    monkeypatch.setattr(engine.core.runners.caps, "_clock", lambda: now_s[0])
+    monkeypatch.setattr(engine.runners.caps, "_clock", lambda: now_s[0])
     four = [asked("sd15", "ddim", seed=seed, num_steps=4) for seed in range(4)]
     with small_device(engine, lambda rows: rows > 4):
         assert len(run(engine, list(four))[0]) == 4

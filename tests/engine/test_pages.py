@@ -167,7 +167,7 @@ def test_a_pool_too_small_for_one_image_is_a_mistake_in_the_configuration(make_e
 
 def test_what_was_gathered_for_images_goes_with_them(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(max_rows=8)
-    stacks = engine.core.runners.caller._stacks
+    stacks = engine.runners.caller._stacks
     for seed, num_steps in enumerate((2, 4, 6)):
         engine.submit(quick(seed, num_steps=num_steps))
     kept = []
@@ -249,7 +249,7 @@ def test_a_pool_made_outside_is_shared_with_strangers(make_engine: MakeEngine) -
     engine.submit(quick())
     for _ in range(3):
         assert not any(isinstance(event, Painted | Failed) for event in engine.tick())
-    assert engine.num_free_lanes == engine.config.max_lanes
+    assert engine.scheduler.lanes.num_free == engine.config.max_lanes
     pool.close(table)
     assert sum(isinstance(event, Painted) for event in engine.events()) == 1
     assert engine.page_stats is not None

@@ -34,7 +34,7 @@ def test_a_request_walks_from_waiting_to_painted() -> None:
     assert [type(event) for event in events] == [Progress, Painted, Finished]
     assert isinstance(events[1], Painted)
     assert events[1].result.num_evaluations == 4
-    assert (task.stage, task.lane, desk.scheduler.lanes.num_used) == (Stage.DONE, None, 0)
+    assert (task.stage, task.lane, desk.scheduler.lanes.owners) == (Stage.DONE, None, {})
 
 
 def test_times_add_up_and_waiting_counts_as_queueing() -> None:

@@ -143,8 +143,4 @@ def shows(pixels: NDArray[np.uint8], asked: Asked) -> bool:
     orders = set(permutations(names)) if len(names) == len(asked.names) else set()
     sizes = asked.sizes if len(names) == 1 else asked.sizes & {"plain"}  # a size is said of an only object
     options = (Said(*parts, reading.background) for parts in product(orders, asked.relations, sizes))
-    return any(judge(reading, _checked(said)).exact for said in options if asked.allows(said))
-
-
-def _checked(said: Said) -> SceneSpec:
-    return SceneSpec(said.names, said.relation, None if said.size == "plain" else said.size, said.background)
+    return any(judge(reading, SceneSpec.of(said)).exact for said in options if asked.allows(said))

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from diffserve.bounds import check
 from diffserve.engine.image.task import LiveRequest, PaintSettings
 from diffserve.errors import InvalidRequest
 from diffserve.sizes import row_cost
@@ -92,11 +93,8 @@ class ImageAdmission:
         strength = 1.0 if request.init_image is None else params.strength
         num_steps = info.default_num_steps if params.num_steps is None else params.num_steps
         scale = info.default_guidance_scale if params.guidance_scale is None else params.guidance_scale
-        if num_steps > info.train_timesteps:
-            raise InvalidRequest(
-                f"num_steps is {num_steps}; this model takes at most {info.train_timesteps}.",
-                param="num_inference_steps",
-            )
+        most = f"num_steps is {num_steps}; this model takes at most {info.train_timesteps}."
+        check(num_steps <= info.train_timesteps, most, "num_inference_steps")
         warnings: tuple[str, ...] = ()
         if scale < 1.0:
             warnings += (f"guidance_scale {scale:g} is painted as 1, which is no guidance.",)
@@ -174,20 +172,12 @@ class ImageAdmission:
 
     def _check_side(self, name: str, side_px: int) -> None:
         multiple, most = self.info.size_multiple_px, self.info.max_side_px
-        if side_px > most:
-            raise InvalidRequest(
-                f"{name} is {side_px} px; this model paints at most {most} px a side.",
-                param="size",
-                code="invalid_size",
-            )
-        if side_px % multiple:
-            below = side_px // multiple * multiple
-            tries = " or ".join(str(side) for side in (below, below + multiple) if 0 < side <= most)
-            raise InvalidRequest(
-                f"{name} is {side_px} px; it must be a multiple of {multiple}: try {tries}.",
-                param="size",
-                code="invalid_size",
-            )
+        too_long = f"{name} is {side_px} px; this model paints at most {most} px a side."
+        check(side_px <= most, too_long, "size", "invalid_size")
+        below = side_px // multiple * multiple
+        tries = " or ".join(str(side) for side in (below, below + multiple) if 0 < side <= most)
+        off_grid = f"{name} is {side_px} px; it must be a multiple of {multiple}: try {tries}."
+        check(side_px == below, off_grid, "size", "invalid_size")
 
     def _kind(self, request: GenerationRequest, width_px: int, height_px: int) -> str:
         init, mask = request.init_image, request.mask_image
@@ -213,14 +203,12 @@ def guided_rows(table: StepTable, scale: float, interval: tuple[float, float]) -
 
 
 def _check_picture(name: str, picture: Picture, channels: int, width_px: int, height_px: int) -> None:
-    if (picture.width_px, picture.height_px) != (width_px, height_px):
-        raise InvalidRequest(
-            f"the {name} is {picture.width_px}x{picture.height_px} px, the picture {width_px}x{height_px}; "
-            f"resize the {name} first.",
-            param=name,
-            code="invalid_image",
-        )
-    if picture.channels != channels:
-        raise InvalidRequest(
-            f"the {name} has {picture.channels} channel(s); it must have {channels}.", param=name, code="invalid_image"
-        )
+    check(
+        (picture.width_px, picture.height_px) == (width_px, height_px),
+        f"the {name} is {picture.width_px}x{picture.height_px} px, the picture {width_px}x{height_px}; "
+        f"resize the {name} first.",
+        name,
+        "invalid_image",
+    )
+    wrong = f"the {name} has {picture.channels} channel(s); it must have {channels}."
+    check(picture.channels == channels, wrong, name, "invalid_image")

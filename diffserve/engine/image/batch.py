@@ -98,11 +98,6 @@ class LanePool:
         self._latents: dict[LatentShape, torch.Tensor] = {}
         self._history: dict[LatentShape, torch.Tensor] = {}
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held now."""
-        return sum(pool.nbytes for pool in (*self._latents.values(), *self._history.values()))
-
     def open(self, lane: int, start: torch.Tensor) -> None:
         """Write the start latent (C, h, w) into ``lane`` and zero its history: nothing of the last holder is left."""
         shape = (start.shape[0], start.shape[1], start.shape[2])

@@ -43,11 +43,6 @@ class CostCurve:
                 made.observe(size, wall_s)
         return made
 
-    @property
-    def known(self) -> dict[int, float]:
-        """Seconds of the sizes that were measured."""
-        return dict(self._seconds)
-
     def observe(self, num_rows: int, wall_s: float) -> None:
         """Record that a call of ``num_rows`` rows took ``wall_s``.
 

@@ -1,4 +1,4 @@
-"""Pictures: ``ImageCore`` says what a tick is, ``Engine`` is its public face."""
+"""Pictures: ``Engine``, what a tick of them is, and its public face."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import msgspec
-
 from diffserve.config import EngineConfig, load_settings
 from diffserve.disk_cache import DiskCache
-from diffserve.engine.core import Core
 from diffserve.engine.delivery import raise_if_failed
 from diffserve.engine.engine import CoreEngine
 from diffserve.engine.image.admission import ImageAdmission
 from diffserve.engine.image.runner import ImageRunner
 from diffserve.engine.image.scheduler import RequestScheduler
 from diffserve.engine.image.task import GroupKey, LiveRequest, TickOutcome, TickPlan, TickTrace
-from diffserve.engine.records import FailureReason, TickBudget
+from diffserve.engine.records import TickBudget
 from diffserve.engine_stats import ImageStats
 from diffserve.pace import Pace
 from diffserve.runtime import DiffusionModel, load_model
@@ -39,102 +36,6 @@ STUDY_SHARE = 0.125
 MOST_CREDIT_S = 1.0
 
 
-class ImageCore(Core[LiveRequest, TickPlan, TickOutcome, Event]):
-    """Scheduler and runner of pictures. ``pages``: see ``ImageRunner``.
-
-    num_postponed  images that the latest tick would have let in, had there been pages
-    """
-
-    doing = "painting this image"
-
-    def __init__(
-        self,
-        model: DiffusionModel,
-        config: EngineConfig,
-        clock: Callable[[], float] = time.perf_counter,
-        *,
-        pages: PagePool | None = None,
-    ) -> None:
-        super().__init__(clock, config.trace_ticks)
-        self.scheduler: RequestScheduler = RequestScheduler(config, model.info)
-        self.runners = ImageRunner(model, config, clock, pages)
-        self.num_postponed = 0
-        self._counts = Counter[str]()
-        self._pace = Pace(clock)
-        self._study_credit_s = 0.0
-
-    def seconds_left(self) -> float:
-        """Seconds that everything accepted will take at the recent pace, at least one; one where no pace is known."""
-        return max(1.0, self._pace.seconds(self.scheduler.cost_left) or 1.0)
-
-    def stats(self) -> ImageStats:
-        """Counters for the metrics."""
-        return ImageStats(
-            num_running=len(self.scheduler.in_flight),
-            num_waiting=sum(not live.has_started for live in self.scheduler.live.values()),
-            num_steps=self._counts["steps"],
-            num_rows=self._counts["rows"],
-            num_painted=self._counts["painted"],
-            num_failed=self._counts["failed"],
-            busy_s=self._busy_s,
-        )
-
-    def check_integrity(self) -> None:
-        """Raises ``AssertionError`` or ``PoolIntegrityError`` when a lane, an image or a page has been lost."""
-        super().check_integrity()
-        self.runners.check_integrity(self.scheduler.in_flight)
-
-    def _plan(self, budget: TickBudget) -> TickPlan:
-        self._pace.begin()
-        return self.scheduler.plan(self.runners.row_cap)
-
-    def _run(self, plan: TickPlan) -> TickOutcome:
-        return self.runners.run(plan)
-
-    def _all_failed(self, plan: TickPlan, failure: FailureReason) -> TickOutcome:
-        return TickOutcome(failures=dict.fromkeys(plan.tasks, failure))
-
-    def _apply(self, plan: TickPlan, outcome: TickOutcome, started_s: float) -> list[Event]:
-        self.num_postponed = len(outcome.postponed)
-        events = self.scheduler.apply(plan, outcome) + self.scheduler.moved_up(self.clock())
-        self.runners.trim(self.scheduler.in_flight)
-        self._remember(plan, outcome, started_s)
-        self._pace.did(plan.cost)
-        self._study(plan)
-        if not self.scheduler.has_work:
-            self._pace.rest()
-        return events
-
-    def _study(self, plan: TickPlan) -> None:
-        """While images of a group that is not measured wait for each other, measure it: an eighth of the time."""
-        group = plan.group
-        if group is None or not self.runners.groups.is_wanted(group):
-            return
-        if sum(task.group == group for task in self.scheduler.in_flight) <= len(plan.rows):
-            return
-        self._study_credit_s = min(self._study_credit_s + STUDY_SHARE * self.trace[-1].wall_s, MOST_CREDIT_S)
-        if self._study_credit_s >= 0.0:
-            started_s = self.clock()
-            self.runners.study(group)
-            self._study_credit_s -= self.clock() - started_s
-
-    def _remember(self, plan: TickPlan, outcome: TickOutcome, started_s: float) -> None:
-        if not plan.tasks:
-            return
-        tick = TickTrace(
-            tick=self.scheduler.num_ticks,
-            calls=tuple(outcome.calls),
-            num_prepared=len(plan.prepare),
-            num_decoded=len(outcome.pictures),
-            wall_s=self.clock() - started_s,
-        )
-        self.trace.append(tick)
-        self._busy_s += tick.wall_s
-        self._counts.update(
-            steps=bool(tick.calls), rows=tick.num_rows, painted=tick.num_decoded, failed=len(outcome.failures)
-        )
-
-
 class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
     """Paints requests in mixed batches. Safe to call from any thread; nothing runs unless somebody ticks.
 
@@ -146,6 +47,8 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
     Without one the engine makes its own, of ``config.kv_pool_bytes``. ``clock``: in seconds.
     """
 
+    doing = "painting this image"
+    outcome = TickOutcome
     terminal = TERMINAL
 
     def __init__(
@@ -159,10 +62,15 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
     ) -> None:
         self.model = model
         self.config = config or EngineConfig()
-        super().__init__(self.config.max_waiting)
+        super().__init__(self.config.max_waiting, self.config.trace_ticks, clock)
         defaults = None if profile is None else profile.diffusion
         self._admission = ImageAdmission(model.info, model.schedule, model.scheduler_config, defaults)
-        self.core: ImageCore = ImageCore(model, self.config, clock, pages=pool)
+        self.scheduler: RequestScheduler = RequestScheduler(self.config, model.info)
+        self.runners: ImageRunner = ImageRunner(model, self.config, clock, pool)
+        self._num_postponed = 0  # images that the latest tick would have let in, had there been pages
+        self._counts = Counter[str]()
+        self._pace = Pace(clock)
+        self._study_credit_s = 0.0
 
     @classmethod
     def from_pretrained(
@@ -198,7 +106,7 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
     @property
     def is_deterministic(self) -> bool:
         """Whether an image's bytes are independent of its neighbours."""
-        return self.core.runners.groups.is_deterministic
+        return self.runners.groups.is_deterministic
 
     @property
     def tolerance(self) -> float:
@@ -210,28 +118,42 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
     @property
     def buckets(self) -> dict[GroupKey, tuple[int, ...]]:
         """The UNet batch sizes in use for each group seen so far."""
-        return self.core.runners.groups.describe()
+        return self.runners.groups.describe()
 
     @property
     def num_threads(self) -> int:
         """Threads that UNet calls run on now, where several numbers may be tried (``config.threads``)."""
-        return self.core.runners.groups.threads.choice.current
+        return self.runners.groups.threads.choice.current
 
     def stats(self) -> ImageStats:
         """Counters for the metrics; requests that no tick has seen yet are waiting too."""
-        with self._ticking, self._mail.lock:
-            stats = self.core.stats()
-            return msgspec.structs.replace(stats, num_waiting=stats.num_waiting + len(self._inbox))
+        with self._ticking, self._lock:
+            waiting = sum(not live.has_started for live in self.scheduler.live.values())
+            return ImageStats(
+                num_running=len(self.scheduler.in_flight),
+                num_waiting=waiting + len(self._inbox),
+                num_steps=self._counts["steps"],
+                num_rows=self._counts["rows"],
+                num_painted=self._counts["painted"],
+                num_failed=self._counts["failed"],
+                busy_s=self._busy_s,
+            )
+
+    def check_integrity(self) -> None:
+        """No lane, image or page is lost; AssertionError or PoolIntegrityError says what is wrong."""
+        with self._ticking:
+            self.scheduler.check_integrity()
+            self.runners.check_integrity(self.scheduler.in_flight)
 
     @property
     def waits_for_pages(self) -> bool:
         """Whether an image would have been let in by the latest tick, had there been pages."""
-        return self.core.num_postponed > 0 and self.core.scheduler.has_work
+        return self._num_postponed > 0 and self.scheduler.has_work
 
     @property
     def pool(self) -> PagePool | None:
         """Where the pages of prompts are; ``None`` where ``config.cross_attention`` is "plain"."""
-        return self.core.runners.conditioner.pool
+        return self.runners.conditioner.pool
 
     @property
     def page_stats(self) -> PoolStats | None:
@@ -242,19 +164,10 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
     @property
     def most_pixels(self) -> int:
         """Pixels of the largest picture among the requests that are live, 0 when there is none."""
-        live = (*self._inbox.copy().values(), *self.core.scheduler.live.copy().values())
+        live = (*self._inbox.copy().values(), *self.scheduler.live.copy().values())
         return max((one.settings.width_px * one.settings.height_px for one in live), default=0)
 
-    @property
-    def num_free_lanes(self) -> int:
-        """Lanes no image holds; all ``config.max_lanes`` of them when idle."""
-        return self.core.scheduler.lanes.num_free
-
     # The verbs ----------------------------------------------------------------------------------------------------
-
-    def submit(self, request: GenerationRequest) -> str:
-        """Queue ``request`` and return its id. Raises InvalidRequest, QueueFull, EngineUnavailable (draining)."""
-        return self._enter(request, is_followed=False)
 
     def generate(self, request: str | GenerationRequest | Sequence[GenerationRequest]) -> list[ImageResult]:
         """Paint and wait: the images in order of request and image index. A list may be longer than the waiting room.
@@ -291,7 +204,7 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
     def warm_up(self) -> None:
         """Know the buckets of the native size and touch every network, so that the first request pays for neither."""
         with self._ticking:
-            self.core.runners.warm_up(self.info.good_sizes)
+            self.runners.warm_up(self.info.good_sizes)
 
     def study(self) -> bool:
         """Measure a little of what is painted cautiously for now, for whoever is idle; one UNet call.
@@ -299,12 +212,12 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
         False where there is nothing to measure.
         """
         with self._ticking:
-            return self.core.runners.study()
+            return self.runners.study()
 
     # Below the counter --------------------------------------------------------------------------------------------
 
     def _admit(self, request: GenerationRequest) -> LiveRequest:
-        return self._admission.admit(request, self.core.clock())
+        return self._admission.admit(request, self.clock())
 
     def _accepted(self, live: LiveRequest, num_ahead: int) -> Event:
         live.queue_position = num_ahead
@@ -314,4 +227,52 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
             num_images=live.request.num_images,
             queue_position=num_ahead,
             warnings=live.warnings,
+        )
+
+    def _seconds_left(self) -> float:
+        """Seconds that everything accepted will take at the recent pace, at least one; one where no pace is known."""
+        return max(1.0, self._pace.seconds(self.scheduler.cost_left) or 1.0)
+
+    def _plan(self, budget: TickBudget) -> TickPlan:
+        self._pace.begin()
+        return self.scheduler.plan(self.runners.row_cap)
+
+    def _apply(self, plan: TickPlan, outcome: TickOutcome, started_s: float) -> list[Event]:
+        self._num_postponed = len(outcome.postponed)
+        events = self.scheduler.apply(plan, outcome) + self.scheduler.moved_up(self.clock())
+        self.runners.trim(self.scheduler.in_flight)
+        self._remember(plan, outcome, started_s)
+        self._pace.did(plan.cost)
+        self._study(plan)
+        if not self.scheduler.has_work:
+            self._pace.rest()
+        return events
+
+    def _study(self, plan: TickPlan) -> None:
+        """While images of a group that is not measured wait for each other, measure it: an eighth of the time."""
+        group = plan.group
+        if group is None or not self.runners.groups.is_wanted(group):
+            return
+        if sum(task.group == group for task in self.scheduler.in_flight) <= len(plan.rows):
+            return
+        self._study_credit_s = min(self._study_credit_s + STUDY_SHARE * self._trace[-1].wall_s, MOST_CREDIT_S)
+        if self._study_credit_s >= 0.0:
+            started_s = self.clock()
+            self.runners.study(group)
+            self._study_credit_s -= self.clock() - started_s
+
+    def _remember(self, plan: TickPlan, outcome: TickOutcome, started_s: float) -> None:
+        if not plan.tasks:
+            return
+        tick = TickTrace(
+            tick=self.scheduler.num_ticks,
+            calls=tuple(outcome.calls),
+            num_prepared=len(plan.prepare),
+            num_decoded=len(outcome.pictures),
+            wall_s=self.clock() - started_s,
+        )
+        self._trace.append(tick)
+        self._busy_s += tick.wall_s
+        self._counts.update(
+            steps=bool(tick.calls), rows=tick.num_rows, painted=tick.num_decoded, failed=len(outcome.failures)
         )

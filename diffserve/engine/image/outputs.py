@@ -8,13 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diffserve.engine.image.task import PAINT_FROM, ImageTask, LiveRequest, TickOutcome
-from diffserve.engine.records import FailureReason
 from diffserve.types import (
     Event,
-    Failed,
     Finished,
     GenerationRequest,
-    ImageFailed,
     ImageResult,
     LatentArray,
     ModelInfo,
@@ -22,7 +19,6 @@ from diffserve.types import (
     Picture,
     Preview,
     Progress,
-    Queued,
     Timings,
 )
 
@@ -33,11 +29,6 @@ class ImageOutputs:
     def __init__(self, info: ModelInfo) -> None:
         self.info = info
         self.decode_s = 0.0
-
-    @staticmethod
-    def queued(live: LiveRequest) -> Queued:
-        """Its place among those that wait has changed."""
-        return Queued(request_id=live.request_id, queue_position=live.queue_position)
 
     def stepped(self, task: ImageTask, outcome: TickOutcome) -> Iterator[Event]:
         """A step of ``task`` is done: Progress, and Preview when one was rendered."""
@@ -64,22 +55,11 @@ class ImageOutputs:
         return Painted(request_id=task.live.request_id, result=self._result(task, outcome))
 
     @staticmethod
-    def image_failed(task: ImageTask, failure: FailureReason) -> ImageFailed:
-        """One image is given up."""
-        return ImageFailed(
-            request_id=task.live.request_id,
-            image_index=task.image_index,
-            code=failure.code,
-            message=failure.message,
-        )
-
-    @staticmethod
     def terminal(live: LiveRequest) -> Event:
         """The request is over: Finished when at least one image is painted, else Failed with the first reason."""
         if live.num_painted or live.first_failure is None:
             return Finished(request_id=live.request_id, num_painted=live.num_painted, num_failed=live.num_failed)
-        code, message, param = live.first_failure
-        return Failed(request_id=live.request_id, code=code, message=message, param=param)
+        return live.first_failure.of(live.request_id)
 
     def _seconds_left(self, task: ImageTask) -> float | None:
         clock = task.clock

@@ -164,11 +164,6 @@ class LaneTable:
         return len(self._free)
 
     @property
-    def num_used(self) -> int:
-        """Lanes held by an image."""
-        return len(self._owners)
-
-    @property
     def owners(self) -> dict[int, Hashable]:
         """A copy of lane -> owner."""
         return dict(self._owners)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diffserve.config import EngineConfig
-from diffserve.engine.core import failure_of
+from diffserve.engine.engine import failure_of
 from diffserve.engine.image.batch import ImageBatch, LanePool
 from diffserve.engine.image.buckets import RowCaps
 from diffserve.engine.image.preparer import Preparer
@@ -92,7 +92,7 @@ class ImageRunner:
         self.groups.learn(native)
         self.groups.choose_threads(native)
         for group in others:
-            self.groups.want(group)
+            self.groups.known(group)  # else it is measured when there is time
         info = self.model.info
         cells = (height_px // info.vae_factor, width_px // info.vae_factor)
         self._picture(torch.zeros((info.latent_channels, *cells)))
@@ -119,7 +119,7 @@ class ImageRunner:
         try:
             group = self._with_room(lambda: self._preparer.prepare(task))
             outcome.prepare_s[task] = self.clock() - started_s
-            self.groups.want(group)
+            self.groups.known(group)  # else it is measured when there is time
             outcome.groups[task] = group
         except PoolBusy:
             outcome.postponed.append(task)

@@ -21,7 +21,7 @@ from diffserve.engine.image.outputs import ImageOutputs
 from diffserve.engine.image.queues import LANES_PER_LANE_LEFT, FairShare, ImageQueue, LaneTable
 from diffserve.engine.image.task import GroupKey, ImageTask, LiveRequest, TickOutcome, TickPlan
 from diffserve.engine.records import FailureReason, Scheduler, Stage
-from diffserve.types import Event, ModelInfo
+from diffserve.types import Event, ImageFailed, ModelInfo, Queued
 
 PLACES_EVERY_S = 0.5
 """Places in the queue are told no more often, however fast it moves."""
@@ -122,7 +122,7 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         for place, live in enumerate(waiting[task] for task in order if task in waiting):
             if live.queue_position != place:
                 live.queue_position = place
-                events.append(self._report.queued(live))
+                events.append(Queued(request_id=live.request_id, queue_position=place))
         return events
 
     def fail(self, task: ImageTask, failure: FailureReason) -> list[Event]:
@@ -132,7 +132,9 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         live = task.live
         live.num_failed += 1
         live.first_failure = live.first_failure or failure
-        return [self._report.image_failed(task, failure), *self._leave(task)]
+        code, message, _ = failure
+        told = ImageFailed(request_id=live.request_id, image_index=task.image_index, code=code, message=message)
+        return [told, *self._leave(task)]
 
     def check_integrity(self) -> None:
         """Lanes free + used = total, every used lane has one living holder, nobody finished is still queued."""

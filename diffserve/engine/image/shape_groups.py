@@ -62,7 +62,8 @@ def is_deterministic(model: DiffusionModel, config: EngineConfig) -> bool:
 
 
 class Known(NamedTuple):
-    """What calls of a group are made with: its curve, and the numbers of threads that give the same bytes."""
+    """What calls of a group are made with: its curve, and the numbers of threads that give the same bytes, the
+    reference first."""
 
     curve: CostCurve
     counts: tuple[int, ...]
@@ -94,21 +95,9 @@ class Groups:
 
     def learn(self, group: GroupKey) -> None:
         """Measure all of ``group`` now, unless it is known."""
-        self.curve(group)
+        self.known(group)
         while group in self._wanted:
             self.study(group)
-
-    def want(self, group: GroupKey) -> None:
-        """Have ``group`` measured when there is time, unless it is known."""
-        self._recall(group)
-
-    def curve(self, group: GroupKey) -> CostCurve:
-        """The buckets and costs of ``group``."""
-        return self._recall(group).curve
-
-    def counts(self, group: GroupKey) -> tuple[int, ...]:
-        """Numbers of threads that a call of ``group`` may run on, the reference first."""
-        return self._recall(group).counts
 
     def is_wanted(self, group: GroupKey) -> bool:
         """Whether ``group`` is still to be measured."""
@@ -135,10 +124,10 @@ class Groups:
 
     def choose_threads(self, group: GroupKey) -> None:
         """Find out with calls of ``group`` on how many threads to begin; a few calls on a CPU, else none."""
-        counts = self.counts(group)
+        curve, counts = self.known(group)
         if len(counts) < 2:
             return
-        choice, size = self.threads.choice, self.curve(group).buckets[0]
+        choice, size = self.threads.choice, curve.buckets[0]
         attempt = self._try(group)
         choice.begin_trial()
         for _ in range(MOST_TRIALS):
@@ -154,8 +143,7 @@ class Groups:
         """
         if self.has_fixed_cap:
             return self.most_rows
-        curve = self.curve(group)
-        knee = curve.knee(self.most_rows)
+        knee = self.known(group).curve.knee(self.most_rows)
         is_probe = not self.is_wanted(group) and next(self._calls) % PROBE_EVERY == 0
         return min(2 * knee, self.most_rows) if is_probe else knee
 
@@ -163,7 +151,8 @@ class Groups:
         """Bucket sizes in use, by group."""
         return {group: known.curve.buckets for group, known in tuple(self._known.items())}
 
-    def _recall(self, group: GroupKey) -> Known:
+    def known(self, group: GroupKey) -> Known:
+        """What is known of ``group``; a new one is measured when there is time."""
         if group not in self._known:
             self._known[group] = self._read(group) or self._guess(group)
             if len(self._known) > GROUPS_KEPT:

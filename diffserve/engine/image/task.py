@@ -152,11 +152,6 @@ class ImageTask:
         return 2 if self.is_guided_now else 1
 
     @property
-    def rows_left(self) -> int:
-        """UNet rows up to the finished latent."""
-        return int(self.settings.rows_left[self.row_index])
-
-    @property
     def cost_now(self) -> float:
         """Work of the next tick of this image, in UNet rows of the native size."""
         return self.rows_now * self.settings.row_cost
@@ -164,7 +159,7 @@ class ImageTask:
     @property
     def cost_left(self) -> float:
         """Work up to the finished latent, in UNet rows of the native size."""
-        return self.rows_left * self.settings.row_cost
+        return int(self.settings.rows_left[self.row_index]) * self.settings.row_cost
 
     @property
     def is_last_row(self) -> bool:

@@ -61,7 +61,7 @@ class UNetCaller:
         """
         output = torch.zeros((batch.num_rows, *batch.x.shape[1:]), device=batch.x.device)
         failed: dict[int, Exception] = {}
-        curve = self.groups.curve(group)
+        curve = self.groups.known(group).curve
         pending = [range(start, stop) for start, stop, _ in curve.calls(batch.num_rows, self.caps.cap(group))]
         has_eased = False
         while pending:
@@ -98,7 +98,8 @@ class UNetCaller:
         """One UNet call of exactly ``bucket`` rows; the last row is repeated to fill it."""
         padded = [*rows, *[rows[-1]] * (bucket - len(rows))]
         threads = self.groups.threads
-        num_threads = threads.choice.next_count((group, bucket), self.groups.counts(group))
+        curve, counts = self.groups.known(group)
+        num_threads = threads.choice.next_count((group, bucket), counts)
         started_s = time.perf_counter()
         index = torch.tensor([batch.image_of_row[row] for row in padded], device=batch.x.device)
         told = self._stack(tuple((batch.tasks[batch.image_of_row[row]], batch.is_uncond(row)) for row in padded))
@@ -114,7 +115,7 @@ class UNetCaller:
             )
             ended_s = time.perf_counter()
         if batch.x.device.type == "cpu":
-            self.groups.curve(group).observe(bucket, ended_s - started_s)
+            curve.observe(bucket, ended_s - started_s)
             threads.choice.observe((group, bucket), num_threads, ended_s - called_s)
         calls.append(UNetCall(tuple(batch.label(row) for row in rows), bucket - len(rows), ended_s - started_s))
         return output[: len(rows)]
@@ -124,15 +125,11 @@ class UNetCaller:
         if key not in self._stacks:
             self._stacks[key] = stack_conditioning(key, self.conditioner)
         self._stacks.move_to_end(key)
-        while len(self._stacks) > 1 and not self._may_keep_all():
-            self._stacks.popitem(last=False)
+        num_bytes = sum(stack.num_bytes for stack in self._stacks.values())
+        while len(self._stacks) > 1 and (len(self._stacks) > STACKS_KEPT or num_bytes > STACK_BYTES_KEPT):
+            _, dropped = self._stacks.popitem(last=False)
+            num_bytes -= dropped.num_bytes
         return self._stacks[key]
-
-    def _may_keep_all(self) -> bool:
-        return (
-            len(self._stacks) <= STACKS_KEPT
-            and sum(stack.num_bytes for stack in self._stacks.values()) <= STACK_BYTES_KEPT
-        )
 
     def trim(self) -> None:
         """Drop the stacks of images that have left."""

@@ -8,13 +8,13 @@
 task, plan                         records, no torch
 admission, queues, drafts, pages, scheduler   policy
 runner, outputs                    tensors in, tokens and events out
-engine                             the core and its face
+engine                             its face
 """
 
 from __future__ import annotations
 
 from diffserve.engine.records import TickBudget
-from diffserve.engine.text.engine import TextCore, TextEngine
+from diffserve.engine.text.engine import TextEngine
 from diffserve.engine.text.task import TextTick
 
-__all__ = ["TextCore", "TextEngine", "TextTick", "TickBudget"]
+__all__ = ["TextEngine", "TextTick", "TickBudget"]

@@ -10,9 +10,11 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Sequence as Tokens
+from functools import partial
 
 import msgspec
 
+from diffserve.bounds import check
 from diffserve.engine.records import Stage
 from diffserve.engine.text.pages import SequencePages
 from diffserve.engine.text.task import LiveText, Sequence, TextTask
@@ -57,14 +59,11 @@ class TextAdmission:
         if num_chars > most * MOST_CHARS_PER_TOKEN:
             raise too_long(f"{num_chars} characters", most, param)
         ids = list(request.token_ids) or self._tokenise(request)
-        if not ids:
-            raise InvalidRequest("the prompt has no tokens; give at least one.", param=param, code="empty_prompt")
+        check(bool(ids), "the prompt has no tokens; give at least one.", param, "empty_prompt")
         if len(ids) >= most:
             raise too_long(f"{len(ids)} tokens", most, param)
-        if max(ids) >= self.model.info.vocab_size:
-            raise InvalidRequest(
-                f"token id {max(ids)} is not in the model's vocabulary of {self.model.info.vocab_size}.", param="prompt"
-            )
+        size = self.model.info.vocab_size
+        check(max(ids) < size, f"token id {max(ids)} is not in the model's vocabulary of {size}.", "prompt")
         return ids
 
     def _tokenise(self, request: TextRequest) -> list[int]:
@@ -86,16 +85,16 @@ class TextAdmission:
 
     def _check_fit(self, request: TextRequest, params: SamplingParams, num_prompt_tokens: int) -> None:
         width = params.num_beams if params.num_beams > 1 else request.num_texts
-        if width > self.config.max_sequences:
-            raise InvalidRequest(
-                f"{width} texts or beams are asked for; this engine runs at most {self.config.max_sequences} at once.",
-                param="num_beams" if params.num_beams > 1 else "n",
-            )
-        if width > 1 and params.num_beams > 1 and width > self.config.max_batch_tokens:
-            raise InvalidRequest(
-                f"num_beams is {width}; a call of this engine takes at most {self.config.max_batch_tokens} tokens.",
-                param="num_beams",
-            )
+        check(
+            width <= self.config.max_sequences,
+            f"{width} texts or beams are asked for; this engine runs at most {self.config.max_sequences} at once.",
+            "num_beams" if params.num_beams > 1 else "n",
+        )
+        check(
+            params.num_beams == 1 or width <= self.config.max_batch_tokens,
+            f"num_beams is {width}; a call of this engine takes at most {self.config.max_batch_tokens} tokens.",
+            "num_beams",
+        )
         num_tokens = num_prompt_tokens + params.max_tokens - 1  # the last one is said and never computed
         need, has = self.pages.most_pages(num_prompt_tokens, num_tokens, params.num_beams), self.pages.pool.num_pages
         if need > has:
@@ -113,30 +112,17 @@ class TextAdmission:
         )
         task = TextTask(live, index, [Sequence(row)], draft_limit=self.config.num_draft_tokens)
         if params.num_beams > 1:
-            task.search = BeamSearch(row, is_stopped=self._stop_finder(params.stop))
+            task.search = BeamSearch(row, is_stopped=partial(self._has_any, params.stop) if params.stop else None)
             task.sequences = [Sequence(task.search.rows[0])]
         else:
-            task.stream = self.stream(live)
+            task.stream = TextStream(self.model.tokenizer, stop=params.stop, context_ids=live.prompt_ids)
         task.stage = Stage.FOLLOWING if index else Stage.WAITING
         return task
 
-    def stream(self, live: LiveText) -> TextStream:
-        """What turns the tokens of one text of ``live`` into text."""
-        return TextStream(self.model.tokenizer, stop=live.request.params.stop, context_ids=live.prompt_ids)
-
-    def _stop_finder(self, stop: tuple[str, ...]) -> _StopFinder | None:
-        return _StopFinder(self.model, stop) if stop else None
-
-
-class _StopFinder:
-    """Whether a stop text is in what some tokens say."""
-
-    def __init__(self, model: LanguageModel, stop: tuple[str, ...]) -> None:
-        self.model, self.stop = model, stop
-
-    def __call__(self, token_ids: Tokens[int]) -> bool:
+    def _has_any(self, stop: tuple[str, ...], token_ids: Tokens[int]) -> bool:
+        """Whether one of the texts ``stop`` is in what some tokens say."""
         text: str = self.model.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return any(stop in text for stop in self.stop)
+        return any(one in text for one in stop)
 
 
 def too_long(what: str, most: int, param: str = "prompt") -> InvalidRequest:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from diffserve.bounds import check
 from diffserve.engine.text.pages import SequencePages
 from diffserve.engine.text.task import ScheduledTokens, TextTask
-from diffserve.errors import InvalidRequest
 from diffserve.runtime.decoding import PromptLookup
 from diffserve.runtime.language import LanguageModel
 from diffserve.text_types import Speculation, TextConfig, TextRequest
@@ -29,11 +29,11 @@ class DraftPolicy:
 
     def check(self, request: TextRequest) -> None:
         """Raises InvalidRequest when the request asks for a kind of speculation that is not there."""
-        if request.speculation == "draft" and self.pages.draft_tenant is None:
-            raise InvalidRequest(
-                'speculation is "draft", and this engine has no draft model; choose "auto", "prompt_lookup" or "off".',
-                param="speculation",
-            )
+        check(
+            request.speculation != "draft" or self.pages.draft_tenant is not None,
+            'speculation is "draft", and this engine has no draft model; choose "auto", "prompt_lookup" or "off".',
+            "speculation",
+        )
 
     def kind(self, request: TextRequest) -> Speculation:
         """What ``request`` gets: "draft", "prompt_lookup" or "off"."""

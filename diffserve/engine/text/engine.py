@@ -1,4 +1,4 @@
-"""Texts: ``TextCore`` says what a tick is, ``TextEngine`` is its public face."""
+"""Texts: ``TextEngine``, what a tick of them is, and its public face."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from diffserve.engine.core import Core
 from diffserve.engine.delivery import raise_if_failed
 from diffserve.engine.engine import CoreEngine
-from diffserve.engine.records import FailureReason, TickBudget
+from diffserve.engine.records import TickBudget
 from diffserve.engine.text.admission import TextAdmission
 from diffserve.engine.text.pages import SequencePages
 from diffserve.engine.text.runner import TextRunner
@@ -38,9 +37,10 @@ LEAST_TOKENS: Final = 16
 Order = tuple[TextRequest, TokenConstraint | None]
 
 
-class TextCore(Core[LiveText, TextPlan, TextOutcome, TextEvent]):
-    """Scheduler and runner of one language model on ``pool``.
+class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
+    """Continues texts in mixed batches; the life of a request is as with ``Engine``.
 
+    pool         where the pages of the model and of its draft model are
     draft_model  proposes what ``model`` checks; it must share its vocabulary. Its pages are a tenant of their own.
     tenant       the name under which the model's pages are in the pool; the draft's is ``tenant`` + "_draft"
 
@@ -48,6 +48,8 @@ class TextCore(Core[LiveText, TextPlan, TextOutcome, TextEvent]):
     """
 
     doing = "computing this text"
+    outcome = TextOutcome
+    terminal = TEXT_TERMINAL
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class TextCore(Core[LiveText, TextPlan, TextOutcome, TextEvent]):
     ) -> None:
         self.model = model
         self.config = config or TextConfig()
-        super().__init__(clock, self.config.trace_ticks)
+        super().__init__(self.config.max_waiting, self.config.trace_ticks, clock)
         self.pool = pool
         page_tokens = self.config.page_tokens
         runner = LanguageRunner(model, pool, tenant=tenant, page_tokens=page_tokens)
@@ -71,83 +73,10 @@ class TextCore(Core[LiveText, TextPlan, TextOutcome, TextEvent]):
             draft_runner = LanguageRunner(draft_model, pool, tenant=draft_tenant(tenant), page_tokens=page_tokens)
         self.pages = SequencePages(pool, tenant, draft_runner.tenant if draft_runner else None)
         self.scheduler: TextScheduler = TextScheduler(self.config, self.pages, model, draft_model)
-        self.runners = TextRunner(runner, draft_runner, clock)
+        self.runners: TextRunner = TextRunner(runner, draft_runner, clock)
         self.cost = TokenCost()
         self._num_computed = 0
-
-    def max_tokens(self, budget: TickBudget) -> int:
-        """Tokens that a call may take under ``budget``, at least 1.
-
-        The time limits prompts and drafts, never below ``LEAST_TOKENS``; sequences that decode get their token anyhow,
-        because one row more in a call is nearly free.
-        """
-        limits = [self.config.max_batch_tokens]
-        if budget.max_tokens is not None:
-            limits.append(budget.max_tokens)
-        if budget.time_s is not None:
-            affordable = self.cost.max_tokens(budget.time_s) or self.config.max_batch_tokens
-            limits.append(max(affordable, LEAST_TOKENS, self.scheduler.num_decoding))
-        return max(1, min(limits))
-
-    def stats(self) -> TextStats:
-        """Counters for the metrics."""
-        scheduler, drafts = self.scheduler, self.scheduler.drafts
-        return TextStats(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            prompt_tokens=scheduler.num_prompt_tokens,
-            cached_tokens=scheduler.num_cached_tokens,
-            output_tokens=scheduler.progress.num_said,
-            computed_tokens=self._num_computed,
-            draft_tokens=drafts.num_drafted,
-            accepted_tokens=drafts.num_right,
-            preemptions=scheduler.num_preempted,
-            entropy_sum=scheduler.progress.entropy_sum,
-            busy_s=self._busy_s,
-        )
-
-    def _plan(self, budget: TickBudget) -> TextPlan:
-        return self.scheduler.plan(self.max_tokens(budget), admits=budget.admits)
-
-    def _run(self, plan: TextPlan) -> TextOutcome:
-        return self.runners.run(plan)
-
-    def _all_failed(self, plan: TextPlan, failure: FailureReason) -> TextOutcome:
-        return TextOutcome(failures=dict.fromkeys(plan.tasks, failure))
-
-    def _apply(self, plan: TextPlan, outcome: TextOutcome, started_s: float) -> list[TextEvent]:
-        now_s = self.clock()
-        events = self.scheduler.apply(plan, outcome, now_s)
-        self._remember(plan, outcome, now_s - started_s)
-        return events
-
-    def _remember(self, plan: TextPlan, outcome: TextOutcome, wall_s: float) -> None:
-        if not plan.pieces:
-            return
-        self._busy_s += wall_s
-        self._num_computed += plan.num_tokens
-        self.cost.learn(plan.num_tokens, outcome.forward_s)
-        self.trace.append(
-            TextTick(
-                tick=self.scheduler.num_ticks,
-                rows=tuple(
-                    (piece.task.live.request_id, piece.task.text_index, piece.num_tokens, len(piece.draft))
-                    for piece in plan.pieces
-                ),
-                wall_s=wall_s,
-            )
-        )
-
-
-class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
-    """Continues texts in mixed batches; the life of a request is as with ``Engine``."""
-
-    terminal = TEXT_TERMINAL
-
-    def __init__(self, core: TextCore) -> None:
-        super().__init__(core.config.max_waiting)
-        self.core: TextCore = core
-        self._admission = TextAdmission(core.model, core.pages, core.config)
+        self._admission = TextAdmission(model, self.pages, self.config)
 
     @classmethod
     def from_model(
@@ -164,7 +93,7 @@ class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
         if draft_model is not None:
             specs.append(draft_model.spec(draft_tenant("llm"), page_tokens=page_tokens))
         pool = PagePool.for_specs(pool_bytes, specs, device=model.device)
-        return cls(TextCore(model, pool, config, draft_model=draft_model))
+        return cls(model, pool, config, draft_model=draft_model)
 
     @classmethod
     def from_pretrained(
@@ -185,14 +114,29 @@ class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
     @property
     def info(self) -> LanguageModelInfo:
         """What the model can do and where it runs."""
-        return self.core.model.info
+        return self.model.info
 
     def stats(self) -> TextStats:
         """Counters for the metrics."""
         with self._ticking:
-            return self.core.stats()
+            scheduler, drafts = self.scheduler, self.scheduler.drafts
+            return TextStats(
+                num_running=scheduler.num_running,
+                num_waiting=len(scheduler.waiting),
+                prompt_tokens=scheduler.num_prompt_tokens,
+                cached_tokens=scheduler.num_cached_tokens,
+                output_tokens=scheduler.progress.num_said,
+                computed_tokens=self._num_computed,
+                draft_tokens=drafts.num_drafted,
+                accepted_tokens=drafts.num_right,
+                preemptions=scheduler.running.num_preempted,
+                entropy_sum=scheduler.progress.entropy_sum,
+                busy_s=self._busy_s,
+            )
 
-    def submit(self, request: TextRequest, *, constraint: TokenConstraint | None = None) -> str:
+    def submit(  # type: ignore[override]  # an order is both
+        self, request: TextRequest, *, constraint: TokenConstraint | None = None
+    ) -> str:
         """Queue ``request`` and return its id. ``constraint``: which tokens may be said.
 
         Raises InvalidRequest (PoolTooSmall among them), QueueFull, EngineUnavailable (draining).
@@ -221,10 +165,24 @@ class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
             request = TextRequest(prompt=request)
         return self._watch((request, constraint))
 
+    def max_tokens(self, budget: TickBudget) -> int:
+        """Tokens that a call may take under ``budget``, at least 1.
+
+        The time limits prompts and drafts, never below ``LEAST_TOKENS``; sequences that decode get their token anyhow,
+        because one row more in a call is nearly free.
+        """
+        limits = [self.config.max_batch_tokens]
+        if budget.max_tokens is not None:
+            limits.append(budget.max_tokens)
+        if budget.time_s is not None:
+            affordable = self.cost.max_tokens(budget.time_s) or self.config.max_batch_tokens
+            limits.append(max(affordable, LEAST_TOKENS, self.scheduler.num_decoding))
+        return max(1, min(limits))
+
     def _admit(self, order: Order) -> LiveText:
         request, constraint = order
-        self.core.scheduler.drafts.check(request)
-        return self._admission.admit(request, self.core.clock(), constraint)
+        self.scheduler.drafts.check(request)
+        return self._admission.admit(request, self.clock(), constraint)
 
     def _accepted(self, live: LiveText, num_ahead: int) -> TextEvent:
         return TextAccepted(
@@ -233,6 +191,32 @@ class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
             num_texts=live.request.num_texts,
             num_prompt_tokens=len(live.prompt_ids),
             queue_position=num_ahead,
+        )
+
+    def _plan(self, budget: TickBudget) -> TextPlan:
+        return self.scheduler.plan(self.max_tokens(budget), admits=budget.admits)
+
+    def _apply(self, plan: TextPlan, outcome: TextOutcome, started_s: float) -> list[TextEvent]:
+        now_s = self.clock()
+        events = self.scheduler.apply(plan, outcome, now_s)
+        self._remember(plan, outcome, now_s - started_s)
+        return events
+
+    def _remember(self, plan: TextPlan, outcome: TextOutcome, wall_s: float) -> None:
+        if not plan.pieces:
+            return
+        self._busy_s += wall_s
+        self._num_computed += plan.num_tokens
+        self.cost.learn(plan.num_tokens, outcome.forward_s)
+        self._trace.append(
+            TextTick(
+                tick=self.scheduler.num_ticks,
+                rows=tuple(
+                    (piece.task.live.request_id, piece.task.text_index, piece.num_tokens, len(piece.draft))
+                    for piece in plan.pieces
+                ),
+                wall_s=wall_s,
+            )
         )
 
 

@@ -71,7 +71,13 @@ class TextOutputs:
         return TextFinished(
             request_id=live.request_id,
             results=results,
-            usage=usage(live, results),
+            usage=TextUsage(
+                prompt_tokens=len(live.prompt_ids),
+                output_tokens=sum(len(result.token_ids) for result in results),
+                cached_tokens=live.cached_tokens or 0,
+                draft_tokens=live.draft_tokens,
+                accepted_tokens=live.accepted_tokens,
+            ),
             timings=timings(live, results, now_s),
         )
 
@@ -166,17 +172,6 @@ class TextOutputs:
     def _spell(self, token_id: int) -> str:
         text: str = self.model.tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
         return text
-
-
-def usage(live: LiveText, results: Sequence[TextResult]) -> TextUsage:
-    """The tokens of a finished request."""
-    return TextUsage(
-        prompt_tokens=len(live.prompt_ids),
-        output_tokens=sum(len(result.token_ids) for result in results),
-        cached_tokens=live.cached_tokens or 0,
-        draft_tokens=live.draft_tokens,
-        accepted_tokens=live.accepted_tokens,
-    )
 
 
 def timings(live: LiveText, results: Sequence[TextResult], now_s: float) -> TextTimings:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Container, Iterator
+from typing import ClassVar
 
 from diffserve.engine.records import Stage
 from diffserve.engine.text.pages import SequencePages
@@ -17,13 +18,13 @@ from diffserve.engine.text.task import Sequence, TextTask
 Planned = Container[TextTask]
 
 
-class RunningQueue:
-    """In the order in which they were let in. ``num_preempted`` counts since birth."""
+class TaskQueue(Collection[TextTask]):
+    """Texts in the order in which they came in, each marked with ``stage``."""
 
-    def __init__(self, pages: SequencePages, waiting: WaitingQueue) -> None:
+    stage: ClassVar[Stage]
+
+    def __init__(self, pages: SequencePages) -> None:
         self.pages = pages
-        self.num_preempted = 0
-        self._waiting = waiting
         self._tasks: dict[TextTask, None] = {}
 
     def __len__(self) -> int:
@@ -36,13 +37,24 @@ class RunningQueue:
         return iter(tuple(self._tasks))
 
     def add(self, task: TextTask) -> None:
-        """``task`` has pages and runs."""
-        task.stage = Stage.RUNNING
+        """``task`` is in this queue."""
+        task.stage = self.stage
         self._tasks[task] = None
 
     def remove(self, task: TextTask) -> None:
-        """``task`` runs no more; nothing happens when it did not."""
+        """``task`` leaves; nothing happens when it was not here."""
         self._tasks.pop(task, None)
+
+
+class RunningQueue(TaskQueue):
+    """Those that have pages. ``num_preempted`` counts since birth."""
+
+    stage = Stage.RUNNING
+
+    def __init__(self, pages: SequencePages, waiting: WaitingQueue) -> None:
+        super().__init__(pages)
+        self.num_preempted = 0
+        self._waiting = waiting
 
     def grow(self, task: TextTask, planned: Planned) -> bool:
         """Room for the last token of each sequence of ``task``; False when it cannot be had now."""
@@ -79,7 +91,6 @@ class RunningQueue:
     def _preempt(self, task: TextTask) -> None:
         self.pages.close(task)
         self.remove(task)
-        task.stage = Stage.WAITING
         self._waiting.add(task)
         self.num_preempted += 1
 
@@ -88,26 +99,10 @@ MAX_LOOKED_AT = 32
 """Of those that could profit from waiting, so many are passed over for others in one tick."""
 
 
-class WaitingQueue:
-    """In order of arrival, which a preemption does not change."""
+class WaitingQueue(TaskQueue):
+    """Those that have none; a preemption does not change who came first."""
 
-    def __init__(self, pages: SequencePages) -> None:
-        self.pages = pages
-        self._tasks: dict[TextTask, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def __iter__(self) -> Iterator[TextTask]:
-        return iter(self._tasks)
-
-    def add(self, task: TextTask) -> None:
-        """Let ``task`` wait."""
-        self._tasks[task] = None
-
-    def remove(self, task: TextTask) -> None:
-        """``task`` waits no more; nothing happens when it did not."""
-        self._tasks.pop(task, None)
+    stage = Stage.WAITING
 
     def candidates(self, running: Collection[TextTask]) -> Iterator[TextTask]:
         """Those to be let in now, the next first; without those whose prompt somebody is just computing."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffserve.engine.core import failure_of
+from diffserve.engine.engine import failure_of
 from diffserve.engine.text.task import ScheduledTokens, TextOutcome, TextPlan, TextTask
 from diffserve.runtime.decoding import SamplingState, accept, draft_next
 from diffserve.runtime.device_health import raise_if_sticky

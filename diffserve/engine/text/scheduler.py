@@ -24,14 +24,13 @@ from diffserve.engine.text.queues import RunningQueue, WaitingQueue
 from diffserve.engine.text.task import LiveText, ScheduledTokens, TextOutcome, TextPlan, TextTask
 from diffserve.runtime.language import LanguageModel
 from diffserve.text_types import TextConfig, TextEvent
-from diffserve.types import Failed
 
 PREFILL_SHARE = 4
 """One token in so many of a tick is kept for prompts when any are pending."""
 
 
 class TextScheduler(Scheduler[LiveText, TextEvent]):
-    """Owns the waiting room and the texts that run."""
+    """Owns those that wait, who have no pages, and the texts that run."""
 
     product = "text"
 
@@ -45,35 +44,25 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         self.progress = TextOutputs(pages, self.drafts, model)
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
-        self._waiting = WaitingQueue(pages)
-        self._running = RunningQueue(pages, self._waiting)
+        self.waiting = WaitingQueue(pages)
+        self.running = RunningQueue(pages, self.waiting)
         self._arrivals = itertools.count()
 
     @property
     def num_running(self) -> int:
         """Sequences that hold pages, or will as soon as their prompt is computed."""
-        return sum(width_of(task) for task in self._running)
-
-    @property
-    def num_preempted(self) -> int:
-        """Times that a text gave its pages back for an older one."""
-        return self._running.num_preempted
+        return sum(width_of(task) for task in self.running)
 
     @property
     def num_decoding(self) -> int:
         """Sequences that need one token computed to say the next."""
-        return sum(len(task.sequences) for task in self._running if task.is_decoding)
-
-    @property
-    def num_waiting(self) -> int:
-        """Texts that have no pages."""
-        return len(self._waiting)
+        return sum(len(task.sequences) for task in self.running if task.is_decoding)
 
     def add(self, live: LiveText) -> None:
         """Let a checked request into the waiting room."""
         live.arrival = next(self._arrivals)
         self.live[live.request_id] = live
-        self._waiting.add(live.tasks[0])
+        self.waiting.add(live.tasks[0])
 
     def plan(self, max_tokens: int, *, admits: bool = True) -> TextPlan:
         """Choose this tick's work, of at most ``max_tokens`` tokens; everything in it has its pages.
@@ -82,7 +71,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         """
         self.num_ticks += 1
         pieces: dict[TextTask, list[ScheduledTokens]] = {}
-        wants_prefill = bool(self._waiting) or any(not task.is_decoding for task in self._running)
+        wants_prefill = bool(self.waiting) or any(not task.is_decoding for task in self.running)
         kept = max_tokens // PREFILL_SHARE if wants_prefill else 0
         left = kept + self._plan_decoding(max_tokens - kept, pieces)
         left = self._plan_prefill(left, pieces)
@@ -116,16 +105,15 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         if live.request_id not in self.live:
             return []
         self._drop(live)
-        code, message, param = failure
-        return [Failed(request_id=live.request_id, code=code, message=message, param=param)]
+        return [failure.of(live.request_id)]
 
     def check_integrity(self, *, other_pages: int = 0) -> None:
         """Every page is owned by a running text, and every live text is in exactly one place.
 
         other_pages: pages of the model's tenant that somebody else holds.
         """
-        self.pages.check_integrity(list(self._running), other_pages=other_pages)
-        places = [*self._running, *self._waiting]
+        self.pages.check_integrity(list(self.running), other_pages=other_pages)
+        places = [*self.running, *self.waiting]
         assert len(set(places)) == len(places), "a text runs and waits"
         living = {task for live in self.live.values() for task in live.tasks if task.stage is not Stage.DONE}
         following = {task for task in living if task.stage is Stage.FOLLOWING}
@@ -137,9 +125,9 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
     def _plan_decoding(self, max_tokens: int, pieces: dict[TextTask, list[ScheduledTokens]]) -> int:
         """One token for each sequence that decodes; returns the tokens left. Somebody always gets a turn."""
         left = max_tokens
-        for task in sorted(self._running, key=lambda task: (task.last_tick, task.order)):
+        for task in sorted(self.running, key=lambda task: (task.last_tick, task.order)):
             fits = len(task.sequences) <= left or not pieces
-            if task.stage is Stage.RUNNING and task.is_decoding and fits and self._running.grow(task, pieces):
+            if task.stage is Stage.RUNNING and task.is_decoding and fits and self.running.grow(task, pieces):
                 pieces[task] = [
                     ScheduledTokens(task, sequence, sequence.num_computed, sequence.num_tokens)
                     for sequence in task.sequences
@@ -149,14 +137,14 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
 
     def _plan_prefill(self, max_tokens: int, pieces: dict[TextTask, list[ScheduledTokens]]) -> int:
         left = max_tokens
-        for task in sorted(self._running, key=lambda task: task.order):
+        for task in sorted(self.running, key=lambda task: task.order):
             if left > 0 and task.stage is Stage.RUNNING and not task.is_decoding:
                 left -= self._plan_chunks(task, left, pieces)
         return left
 
     def _plan_newcomers(self, max_tokens: int, pieces: dict[TextTask, list[ScheduledTokens]]) -> int:
         left = max_tokens
-        for task in self._waiting.candidates(self._running):
+        for task in self.waiting.candidates(self.running):
             room = self.config.max_sequences - self.num_running
             if left < 1 or width_of(task) > room:
                 break
@@ -173,11 +161,11 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         """
         withheld = 1 if len(task.sequences) > 1 else 0
         for sequence in task.sequences:
-            if sequence.table is None and not self._running.open(task, sequence, pieces):
+            if sequence.table is None and not self.running.open(task, sequence, pieces):
                 return 0
             end = min(sequence.num_computed + max_tokens, sequence.num_tokens - withheld)
             if end > sequence.num_computed:
-                if not self._running.make_room(task, sequence, end, pieces):
+                if not self.running.make_room(task, sequence, end, pieces):
                     return 0
                 pieces[task] = [ScheduledTokens(task, sequence, sequence.num_computed, end)]
                 return end - sequence.num_computed
@@ -186,15 +174,15 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
     def _let_in(self, task: TextTask) -> bool:
         """Pages for the first sequence of ``task``; further beams follow."""
         sequence, salt = task.sequences[0], task.live.request.cache_salt
-        if not self._waiting.may_enter(task, self._running):
+        if not self.waiting.may_enter(task, self.running):
             return False
         has_pages = self.pages.open(sequence, salt)
-        if not has_pages and self._running.close_drafts():
+        if not has_pages and self.running.close_drafts():
             has_pages = self.pages.open(sequence, salt)
         if not has_pages:
             return False
-        self._waiting.remove(task)
-        self._running.add(task)
+        self.waiting.remove(task)
+        self.running.add(task)
         if task.live.cached_tokens is None:
             task.live.cached_tokens = sequence.num_computed
             self.num_cached_tokens += sequence.num_computed
@@ -210,7 +198,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         for follower in task.live.followers:
             if follower in outcome.said:
                 self.pages.follow(follower.sequences[0], task.sequences[0])
-                self._running.add(follower)
+                self.running.add(follower)
 
     def _leave_if_done(self, task: TextTask, now_s: float) -> Iterator[TextEvent]:
         if task.stage is not Stage.DONE:
@@ -228,11 +216,12 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
     def _release(self, task: TextTask) -> None:
         """The one exit: whatever the reason, pages are given back here."""
         self.pages.close(task)
-        self._waiting.remove(task)
-        self._running.remove(task)
+        self.waiting.remove(task)
+        self.running.remove(task)
         task.stage = Stage.DONE
 
 
 def width_of(task: TextTask) -> int:
     """Sequences that ``task`` runs side by side, those that follow it included."""
-    return max(task.width, 1 + len(list(task.live.followers)) if task.text_index == 0 else 1)
+    following = len(task.live.followers) if task.text_index == 0 else 0
+    return max(task.live.request.params.num_beams, 1 + following)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -65,11 +64,6 @@ class TextTask:
         return self.live.arrival, self.text_index
 
     @property
-    def width(self) -> int:
-        """Sequences it will run side by side."""
-        return self.live.request.params.num_beams
-
-    @property
     def is_decoding(self) -> bool:
         """Whether one more token of each sequence is all that the next choice needs."""
         return all(sequence.num_pending == 1 for sequence in self.sequences)
@@ -94,7 +88,7 @@ class LiveText(Live):
     accepted_tokens: int = 0
 
     @property
-    def followers(self) -> Iterable[TextTask]:
+    def followers(self) -> list[TextTask]:
         """Texts that wait for the prompt to be computed."""
         return [task for task in self.tasks if task.stage is Stage.FOLLOWING]
 

@@ -62,4 +62,4 @@ def make_rewriter(scripted_model: LanguageModel) -> Iterator[MakeRewriter]:
         rewriter.texts.check_integrity()
         if not rewriter.texts.has_work:
             assert rewriter.num_live == 0
-            assert rewriter.texts.core.pool.stats().held_pages == 0
+            assert rewriter.texts.pool.stats().held_pages == 0

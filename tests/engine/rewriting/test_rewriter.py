@@ -116,7 +116,7 @@ def test_an_answer_that_does_not_end_is_not_taken(make_rewriter: MakeRewriter) -
 def test_the_embedded_style_says_only_captions_of_its_language(make_rewriter: MakeRewriter) -> None:
     rewriter = make_rewriter("embedded")
     drawn = rewriter.rewrite("something for winter", 12)[1:]  # random letters, but for the language
-    model = rewriter.texts.core.model
+    model = rewriter.texts.model
     constraint = caption_constraint(model.tokenizer, model.end_ids)
     for one in drawn:
         state = constraint.start

@@ -13,7 +13,7 @@ from diffserve.engine.image.engine import Engine
 from diffserve.engine.image.shape_groups import is_deterministic
 from diffserve.engine.rewriter import Rewriter
 from diffserve.engine.studio import Studio
-from diffserve.engine.text import TextCore, TextEngine
+from diffserve.engine.text import TextEngine
 from diffserve.rewriting import TextWindow
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.kv import PagePool
@@ -65,8 +65,7 @@ def make_studio(painter: DiffusionModel, talker: LanguageModel) -> Iterator[Make
             return made[-1]
         specs = [*image_specs(painter, is_exact=is_deterministic(painter, config)), talker.spec("llm")]
         pool = PagePool.for_specs(pool_bytes, specs)
-        core = TextCore(talker, pool, TextConfig(**{"num_draft_tokens": 0, **(text or {})}), **timed)
-        texts = TextEngine(core)
+        texts = TextEngine(talker, pool, TextConfig(**{"num_draft_tokens": 0, **(text or {})}), **timed)
         rewriter = Rewriter(texts, style="tags", window=TextWindow.of(painter.text))
         made.append(Studio(Engine(painter, config, pool=pool), texts, rewriter, time_share=time_share, **timed))
         return made[-1]

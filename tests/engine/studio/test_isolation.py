@@ -60,7 +60,7 @@ def test_a_tick_of_the_texts_that_raises_costs_the_texts_only(
     studio = start(make_studio)
     assert studio.texts is not None
     events = [event for _ in range(3) for event in studio.tick()]
-    break_once(monkeypatch, studio.texts.core.scheduler, place)
+    break_once(monkeypatch, studio.texts.scheduler, place)
     events += list(studio.events())
     assert kinds(events) == {"picture": "Finished", "wish": "Finished", "text": "Failed", "rewrite": "Failed"}
     (painted,) = [event for event in events if isinstance(event, Painted) and event.request_id == "wish"]
@@ -77,7 +77,7 @@ def test_a_tick_of_the_images_that_raises_costs_the_images_only(
     place: str, make_studio: MakeStudio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     studio = start(make_studio)
-    break_once(monkeypatch, studio.engine.core.scheduler, place)
+    break_once(monkeypatch, studio.engine.scheduler, place)
     events = list(studio.events())
     ended = kinds(events)
     assert ended.pop("wish") in ("Finished", "Failed")  # it may not have been with the engine yet

@@ -38,11 +38,11 @@ def test_settings_name_both_models_and_they_share_one_pool(tiny_model: Model, ta
     assert studio.rewriter.style.name == "tags", "what Stable Diffusion 1.x reads best"
     assert studio.share.share == 0.4
     assert studio.texts is not None
-    assert studio.pool is studio.texts.core.pool is studio.engine.pool
+    assert studio.pool is studio.texts.pool is studio.engine.pool
     assert studio.pool.num_pages * studio.pool.page_bytes <= 1 << 23
     studio.warm_up()
     assert not studio.has_work
-    assert studio.texts.core.cost.line != (0.0, 0.0)
+    assert studio.texts.cost.line != (0.0, 0.0)
     assert studio.rewriter.rewrite("anything")[0].prompt == SAYS
     studio.check_integrity()
 

@@ -100,7 +100,7 @@ class Walk:
     def break_a_tick(self) -> None:
         """A scheduler that raises once, before it changes anything."""
         assert self.studio.texts is not None
-        scheduler: Any = self.dice.choice([self.studio.texts.core.scheduler, self.studio.engine.core.scheduler])
+        scheduler: Any = self.dice.choice([self.studio.texts.scheduler, self.studio.engine.scheduler])
         scheduler.expire = self.maybe_fail
         self.fail()
         del scheduler.expire

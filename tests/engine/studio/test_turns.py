@@ -133,7 +133,7 @@ def test_a_long_prompt_is_computed_in_pieces_that_the_images_can_afford(
     assert studio.texts is not None
     time.token_s = 0.002
     for num_tokens in (10, 50):
-        studio.texts.core.cost.learn(num_tokens, TEXT_S + 0.002 * num_tokens)
+        studio.texts.cost.learn(num_tokens, TEXT_S + 0.002 * num_tokens)
     for _ in range(4):
         studio.tick()
     studio.submit(TextRequest(prompt="x" * 300, params=LONG, deltas=False))

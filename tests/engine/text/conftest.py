@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from diffserve.engine.text import TextCore, TextEngine
+from diffserve.engine.text import TextEngine
 from diffserve.runtime.kv import PagePlan, PagePool
 from diffserve.runtime.language import LanguageModel, load_language_model
 from diffserve.text_types import TextConfig
@@ -59,14 +59,14 @@ def make_engine(language: Load) -> Iterator[MakeEngine]:
         model = language(kind)
         pool = pages_of(*([model] if draft is None else [model, draft]), num_pages=num_pages)
         extra = {} if clock is None else {"clock": clock}
-        core = TextCore(
+        engine = TextEngine(
             model, pool, TextConfig(**{"num_draft_tokens": 0, "page_tokens": 4, **config}), draft_model=draft, **extra
         )
-        made.append(TextEngine(core))
+        made.append(engine)
         return made[-1]
 
     yield make
     for engine in made:
         engine.check_integrity()
         if not engine.has_work:
-            assert engine.core.pool.stats().held_pages == 0
+            assert engine.pool.stats().held_pages == 0

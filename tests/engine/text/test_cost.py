@@ -54,16 +54,15 @@ def test_a_call_that_costs_less_for_more_tokens_is_noise() -> None:
 
 def test_a_time_budget_cuts_prompts_and_not_decoding(make_engine: MakeEngine) -> None:
     engine = make_engine(max_batch_tokens=100)
-    core = engine.core
     for num_tokens in (1, 50) * 5:
-        core.cost.learn(num_tokens, 0.001 * num_tokens)
-    assert core.max_tokens(TickBudget(time_s=0.03)) == 30
-    assert core.max_tokens(TickBudget(time_s=0.0001)) == 16
-    assert core.max_tokens(TickBudget(time_s=0.0001, max_tokens=4)) == 4
-    assert core.max_tokens(TickBudget(time_s=10.0)) == core.max_tokens(TickBudget()) == 100
+        engine.cost.learn(num_tokens, 0.001 * num_tokens)
+    assert engine.max_tokens(TickBudget(time_s=0.03)) == 30
+    assert engine.max_tokens(TickBudget(time_s=0.0001)) == 16
+    assert engine.max_tokens(TickBudget(time_s=0.0001, max_tokens=4)) == 4
+    assert engine.max_tokens(TickBudget(time_s=10.0)) == engine.max_tokens(TickBudget()) == 100
     for seed in range(20):
         engine.submit(greedy(tiny.random_ids(2, seed=seed), 3))
     engine.tick()
-    assert core.scheduler.num_decoding == 20
-    assert core.max_tokens(TickBudget(time_s=0.0001)) == 20
+    assert engine.scheduler.num_decoding == 20
+    assert engine.max_tokens(TickBudget(time_s=0.0001)) == 20
     engine.drain()

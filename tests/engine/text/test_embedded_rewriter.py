@@ -11,7 +11,7 @@ import torch
 import diffserve.embedded
 from diffserve.embedded.rewriter_model import MAX_NEW_TOKENS, prompt, system_prompt
 from diffserve.embedded.wishes import held_out_wishes
-from diffserve.engine.text import TextCore, TextEngine
+from diffserve.engine.text import TextEngine
 from diffserve.runtime.language import LanguageModel, load_language_model
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.sampling_params import SamplingParams
@@ -47,7 +47,7 @@ def expected() -> list[list[int]]:
 
 def engine_of(model: LanguageModel, *, num_pages: int = 400, **config: Any) -> TextEngine:
     config = {"num_draft_tokens": 0, **config}
-    return TextEngine(TextCore(model, pages_of(model, num_pages=num_pages, page_tokens=16), TextConfig(**config)))
+    return TextEngine(model, pages_of(model, num_pages=num_pages, page_tokens=16), TextConfig(**config))
 
 
 def said(engine: TextEngine, prompts: list[str] = PROMPTS) -> list[list[int]]:
@@ -79,7 +79,7 @@ def test_after_eviction_and_computing_again(model: LanguageModel, expected: list
     engine = engine_of(model, num_pages=26)
     assert said(engine) == expected
     assert said(engine) == expected
-    assert engine.core.pool.stats().tenants["llm"].evicted_pages > 0
+    assert engine.pool.stats().tenants["llm"].evicted_pages > 0
 
 
 def test_with_drafts_looked_up_in_the_prompt(model: LanguageModel, expected: list[list[int]]) -> None:

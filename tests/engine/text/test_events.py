@@ -163,7 +163,7 @@ def test_closing_a_stream_cancels_its_request(make_engine: MakeEngine) -> None:
         next(stream)
     stream.close()  # type: ignore[attr-defined] # a generator
     assert engine.num_live == 0
-    assert engine.core.pool.stats().held_pages == 0
+    assert engine.pool.stats().held_pages == 0
 
 
 def test_a_cancelled_request_is_an_error_for_whoever_waits(make_engine: MakeEngine) -> None:

@@ -56,7 +56,7 @@ def run_beside_poison(engine: TextEngine, **settings: Any) -> Failed:
     }
     (failed,) = of_type(events, Failed)
     assert failed.request_id == requests[2].request_id
-    assert engine.core.pool.stats().held_pages == 0
+    assert engine.pool.stats().held_pages == 0
     return failed  # type: ignore[no-any-return] # of_type gave only these
 
 

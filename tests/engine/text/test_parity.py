@@ -58,7 +58,7 @@ def test_after_eviction_and_computing_again(kind: str, make_engine: MakeEngine) 
     engine = make_engine(kind, num_pages=24)
     check(engine, kind, [PROMPTS[3]])
     check(engine, kind, [PROMPTS[4]])
-    assert engine.core.pool.stats().tenants["llm"].evicted_pages > 0
+    assert engine.pool.stats().tenants["llm"].evicted_pages > 0
     check(engine, kind, [PROMPTS[3]])
     check(engine, kind, [PROMPTS[3]])
 

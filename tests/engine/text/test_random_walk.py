@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from diffserve.engine.text import TextCore, TextEngine, TickBudget
+from diffserve.engine.text import TextEngine, TickBudget
 from diffserve.errors import InvalidRequest, QueueFull
 from diffserve.runtime.kv import PageTable, PoolBusy
 from diffserve.runtime.language import LanguageModel, load_language_model
@@ -40,8 +40,9 @@ class Walk:
         config = TextConfig(
             page_tokens=4, max_batch_tokens=24, max_sequences=6, max_waiting=12, num_draft_tokens=3, min_ngram=1
         )
-        core = TextCore(model, pool, config, draft_model=model if has_draft else None, clock=lambda: self.now_s)
-        self.engine = TextEngine(core)
+        self.engine = TextEngine(
+            model, pool, config, draft_model=model if has_draft else None, clock=lambda: self.now_s
+        )
         self.pool = pool
         self.now_s = 0.0
         self.stranger: list[PageTable] = []
@@ -122,7 +123,7 @@ class Walk:
     def check(self) -> None:
         """The pool balances, and the engine's pages and the stranger's are all that is held."""
         stranger = {page for table in self.stranger for logical in table.pages for page in logical}
-        self.engine.core.scheduler.check_integrity(other_pages=len(stranger))
+        self.engine.scheduler.check_integrity(other_pages=len(stranger))
 
     def finish(self) -> None:
         """Everybody leaves, and every page comes back."""

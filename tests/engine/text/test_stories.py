@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from diffserve.engine.text import TextEngine
 from diffserve.text_types import TextFinished
 from diffserve.types import Cancelled
@@ -12,7 +14,7 @@ from tests.runtime.language import tiny
 
 def pages_of(engine: TextEngine, request_id: str) -> list[int]:
     """The pages of a request's first sequence, in order."""
-    table = engine.core.scheduler.live[request_id].tasks[0].sequences[0].table
+    table = engine.scheduler.live[request_id].tasks[0].sequences[0].table
     return [] if table is None else [page for logical in table.pages for page in logical]
 
 
@@ -25,11 +27,11 @@ def test_a_text_grows_page_by_page_and_gives_all_of_them_back(make_engine: MakeE
     engine = make_engine(num_pages=10)
     anna = engine.submit(greedy(tiny.random_ids(7, seed=0), 6))
     seen: list[list[int] | None] = []
-    while engine.core.scheduler.live or not seen:
+    while engine.scheduler.live or not seen:
         engine.tick()
-        seen.append(pages_of(engine, anna) if anna in engine.core.scheduler.live else None)
+        seen.append(pages_of(engine, anna) if anna in engine.scheduler.live else None)
     assert seen == [[0, 1], [0, 1], [0, 1, 2], [0, 1, 2], [0, 1, 2], None]
-    assert engine.core.pool.draw() == "o o o . . . . . . ."  # twelve tokens were computed: three full pages are kept
+    assert engine.pool.draw() == "o o o . . . . . . ."  # twelve tokens were computed: three full pages are kept
 
 
 def test_whoever_does_not_fit_waits_and_comes_next(make_engine: MakeEngine) -> None:
@@ -58,9 +60,9 @@ def test_the_youngest_gives_way_when_the_oldest_must_grow(make_engine: MakeEngin
     names = [engine.submit(greedy(prompt, 24)) for prompt in prompts]
     gone: list[str] = []
     while engine.has_work:
-        before = {name for name in names if name in engine.core.scheduler.live and pages_of(engine, name)}
+        before = {name for name in names if name in engine.scheduler.live and pages_of(engine, name)}
         engine.tick()
-        live = engine.core.scheduler.live
+        live = engine.scheduler.live
         gone += [name for name in names if name in before and name in live and not pages_of(engine, name)]
         engine.check_integrity()
     assert gone[0] == names[2]
@@ -101,14 +103,17 @@ def test_a_cancelled_text_has_no_pages_after_the_next_tick_and_takes_no_part_in_
     engine.drain()
 
 
-def test_a_text_cancelled_while_it_is_computed_says_nothing_more(make_engine: MakeEngine) -> None:
+def test_a_text_cancelled_while_it_is_computed_says_nothing_more(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine(num_pages=10)
     anna = engine.submit(greedy(tiny.random_ids(8, seed=1), 20, num_texts=2))
     engine.tick()
-    letters = iter([[], [anna]])
-    events = engine.core.tick(lambda: next(letters))
+    run = engine.runners.run
+    monkeypatch.setattr(engine.runners, "run", lambda plan: (engine.cancel(anna), run(plan))[1])
+    events = engine.tick()
     assert [type(event) for event in events] == [Cancelled]
-    assert engine.core.pool.stats().held_pages == 0
+    assert engine.pool.stats().held_pages == 0
 
 
 def test_a_request_cancelled_before_its_first_tick_never_runs(make_engine: MakeEngine) -> None:
@@ -121,13 +126,13 @@ def test_a_request_cancelled_before_its_first_tick_never_runs(make_engine: MakeE
 
 def test_pages_of_another_tenant_make_texts_wait_and_not_fail(make_engine: MakeEngine) -> None:
     engine = make_engine(num_pages=10)
-    pool = engine.core.pool
+    pool = engine.pool
     stranger, _ = pool.open("llm", range(100, 132), b"stranger", reserve=32)
     ids = tiny.random_ids(7, seed=1)
     anna = engine.submit(greedy(ids, 12))
     for _ in range(4):
         engine.tick()
-    assert len(engine.core.scheduler.live[anna].tasks[0].choices) == 2  # two pages: eight tokens
+    assert len(engine.scheduler.live[anna].tasks[0].choices) == 2  # two pages: eight tokens
     pool.close(stranger)
     (answer,) = of_type(list(engine.events()), TextFinished)
     assert said(answer) == expected("llama", ids, 12)
@@ -137,8 +142,8 @@ def test_other_texts_of_a_request_start_from_the_pages_of_the_first(make_engine:
     engine = make_engine(num_pages=20)
     anna = engine.submit(greedy(tiny.random_ids(10, seed=1), 4, num_texts=3))
     engine.tick()
-    tables = [task.sequences[0].table for task in engine.core.scheduler.live[anna].tasks]
+    tables = [task.sequences[0].table for task in engine.scheduler.live[anna].tasks]
     assert [None if table is None else table.pages for table in tables] == [((0,), (1,), (2,))] * 3
     engine.tick()
-    assert engine.core.pool.draw().startswith("3 3 1 1 1")  # the open page was copied for all but one
+    assert engine.pool.draw().startswith("3 3 1 1 1")  # the open page was copied for all but one
     engine.drain()
