@@ -13,6 +13,7 @@ import torch
 from tokenizers import pre_tokenizers
 
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
+from diffserve.runtime.loading.weight_loading import build_on_meta
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 SD_BETAS: Final = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
@@ -70,24 +71,62 @@ BIG_G: Final = {
 }
 TINY_TEXT: Final = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 NAMES: Final = tuple(UNETS)
+NETWORKS: Final = ("text_encoder", "text_encoder_2", "unet", "vae")
 
 
 def save_random_model(name: str, directory: Path, *, dtype: torch.dtype, seed: int = 0) -> Path:
     """Write the model ``name`` in ``dtype`` as a diffusers directory; the same seed gives the same weights."""
     torch.manual_seed(seed)
     with hushed("transformers", "diffusers"):
-        parts = _text_parts(name, directory / "parts")
-        parts["unet"] = import_quietly("diffusers", "UNet2DConditionModel")(**UNETS[name])
-        parts["vae"] = _vae(name)
-        parts["scheduler"] = import_quietly("diffusers", "DDIMScheduler")(
-            **SD_BETAS, clip_sample=False, set_alpha_to_one=False, steps_offset=1
-        )
-        for key in ("text_encoder", "text_encoder_2", "unet", "vae"):
+        parts = _parts(name, directory)
+        for key in NETWORKS:
             if key in parts:
                 parts[key].to(dtype)
-        pipeline = make_pipeline(parts)
-        pipeline.save_pretrained(str(directory / "model"))
+        make_pipeline(parts).save_pretrained(str(directory / "model"))
     return directory / "model"
+
+
+def save_hollow_model(name: str, directory: Path, *, dtype: torch.dtype) -> Path:
+    """The same directory with holes for weights: files of the right names and lengths that read as zeros.
+
+    They take no room where the file system knows sparse files, and no time; for the meta device.
+    """
+    target = directory / "model"
+    with hushed("transformers", "diffusers"):
+        parts = build_on_meta(lambda: _parts(name, directory))
+        make_pipeline(parts).save_config(str(target))
+        for key, part in parts.items():
+            if key not in NETWORKS:
+                part.save_pretrained(str(target / key))
+                continue
+            is_text = key.startswith("text_encoder")
+            (part.config.save_pretrained if is_text else part.save_config)(str(target / key))
+            stem = "model" if is_text else "diffusion_pytorch_model"
+            _save_hollow(part, target / key / f"{stem}.safetensors", dtype)
+    return target
+
+
+def _save_hollow(network: Any, file: Path, dtype: torch.dtype) -> None:
+    """A safetensors file of ``network``'s tensors in ``dtype``: eight bytes of length, the header, and a hole."""
+    header, end = {}, 0
+    code = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}[dtype]
+    for key, tensor in network.state_dict().items():
+        start, end = end, end + tensor.numel() * dtype.itemsize
+        header[key] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        out.truncate(8 + len(text) + end)
+
+
+def _parts(name: str, directory: Path) -> dict[str, Any]:
+    parts = _text_parts(name, directory / "parts")
+    parts["unet"] = import_quietly("diffusers", "UNet2DConditionModel")(**UNETS[name])
+    parts["vae"] = _vae(name)
+    parts["scheduler"] = import_quietly("diffusers", "DDIMScheduler")(
+        **SD_BETAS, clip_sample=False, set_alpha_to_one=False, steps_offset=1
+    )
+    return parts
 
 
 def make_pipeline(parts: dict[str, Any]) -> Any:

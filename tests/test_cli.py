@@ -117,6 +117,7 @@ def test_nothing_to_do_is_answered_with_the_help(run: Run) -> None:
         (["paint", "a fox"], "No such command 'paint'"),
         (["serve", "--port", "70000"], "--port: port is 70000; it must lie between 0"),
         (["doctor", "--config", "/no/such.toml"], "cannot read the configuration"),
+        (["doctor", "--gpu", "h1000"], "gpu is 'h1000'; choose one of h200, h100,"),
     ],
 )
 def test_mistake_is_one_line_with_its_value_and_nothing_is_painted(
@@ -314,13 +315,15 @@ def test_large_init_picture_is_refused_with_the_way_out(run: Run, model: Path, t
 
 def test_doctor_tells_device_model_memory_and_origins(run: Run, model: Path, tmp_path: Path) -> None:
     (tmp_path / "my.toml").write_text("[serve]\nport = 9999\n", encoding="utf-8")
-    outcome = run("doctor", "--model", model, "--config", "my.toml", "--device", "cpu")
+    outcome = run("doctor", "--model", model, "--config", "my.toml", "--device", "cpu", "--gpu", "L4")
     assert (outcome.code, outcome.err) == (0, "")
     squeezed = re.sub(r" +", " ", outcome.out)
     assert "serve.port 9999 my.toml\n" in squeezed
     assert "model.device cpu --device\n" in squeezed
     assert re.search(r"^device cpu$", squeezed, flags=re.MULTILINE)
     assert re.search(r"^unet [\d,]+ [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
+    assert re.search(r"^at the most, 8 rows [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
+    assert re.search(r"^ ?2 0\.\d+ \d+ [\d.]+ MiB [\d.]+ ms on l4$", squeezed, flags=re.MULTILINE)
     assert outcome.out.endswith("all is well.\n")
 
 

@@ -291,12 +291,16 @@ def doctor(
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     offload: OffloadOption = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="Work out the least time of a step on this GPU, here or not: h100, l4, rtx4090..."),
+    ] = None,
 ) -> int:
     """Say what was found: device, precision, model, the memory each part needs, and where each setting comes from."""
     from diffserve.cli.doctor import run
     from diffserve.config import load_settings
 
-    return run(load_settings(model=model, config=config, flags=_placement(device, dtype, offload)))
+    return run(load_settings(model=model, config=config, flags=_placement(device, dtype, offload)), gpu)
 
 
 def _placement(device: str | None, dtype: str | None, offload: str | None) -> dict[str, Flag]:

@@ -18,27 +18,41 @@ from diffserve.version import __version__
 
 if TYPE_CHECKING:
     from diffserve.runtime import DeviceChoice, DiffusionModel
+    from diffserve.runtime.needs import Needs
+    from diffserve.runtime.roofline import GPU
 
 PROBE_BYTES = 1 << 16
+ROWS = (1, 2, 8)
+STEP_HEADINGS = ("rows", "TFLOP", "kernels", "activations", "at least")
 LIBRARIES = ("torch", "diffusers", "transformers", "torchao", "numpy")
 
 
-def run(settings: Settings) -> int:
-    """Print the report on standard output; a model that cannot be loaded is raised after everything else was said."""
+def run(settings: Settings, gpu: str | None = None) -> int:
+    """Print the report on standard output; a model that cannot be loaded is raised after everything else was said.
+
+    ``gpu`` names one of ``runtime.roofline`` for which the least time of a step is worked out, here or not.
+    """
+    from diffserve.runtime.roofline import find_gpu
+
+    roof = find_gpu(gpu) if gpu else None
     console = Console(highlight=False)
     _section(console, "diffserve", _versions())
     _section(console, "settings", _settings(settings), headings=("key", "value", "from"))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from diffserve.runtime import choose_device, load_model
     from diffserve.runtime.loading.library_imports import hushed
+    from diffserve.runtime.needs import needs_of
 
     folders = list(_folders(settings))
     profile, offload = settings.model, settings.engine.offload
-    _section(console, "device", _device(choose_device(profile.device, profile.dtype, offload)))
+    choice = choose_device(profile.device, profile.dtype, offload)
+    _section(console, "device", _device(choice))
     with hushed("diffserve"):  # what it would warn of is in the report
+        needs = needs_of(profile.path, dtype=choice.dtype, config=settings.engine, profile=profile, rows=ROWS)
+        _section(console, "memory", _memory(needs), headings=("part", "parameters", "weights"))
+        _section(console, f"one step at {_size(needs)}", _steps(needs, roof), headings=STEP_HEADINGS)
         model = load_model(profile.path, device=profile.device, dtype=profile.dtype, offload=offload, profile=profile)
     _section(console, "model", _model(model))
-    _section(console, "memory", _memory(model), headings=("part", "parameters", "weights"))
     _section(console, "folders", ((name, said) for name, said, _ in folders))
     ailing = [f"{name}: {said}" for name, said, is_well in folders if not is_well]
     console.print(f"\n{'; '.join(ailing) or 'all is well'}.", markup=False, soft_wrap=True)
@@ -100,15 +114,33 @@ def _folders(settings: Settings) -> Iterable[tuple[str, str, bool]]:
             yield name, f"{folder} cannot be written: {error.strerror}", False
 
 
-def _memory(model: DiffusionModel) -> Iterable[tuple[str, str, str]]:
-    entries = model.memory_report()
+def _memory(needs: Needs) -> Iterable[tuple[str, str, str]]:
+    """Known before anything is loaded."""
+    entries = needs.model.memory_report()
     for entry in entries:
         yield entry.component, f"{entry.num_parameters:,}", _mebibytes(entry.weights_bytes)
-    yield (
-        "together",
-        f"{sum(entry.num_parameters for entry in entries):,}",
-        _mebibytes(sum(entry.weights_bytes for entry in entries)),
-    )
+    yield "together", f"{sum(entry.num_parameters for entry in entries):,}", _mebibytes(needs.weights_bytes)
+    yield "page pool", "", _mebibytes(needs.page_pool_bytes)
+    yield "decoding a picture", "", _mebibytes(needs.decode.peak_bytes)
+    yield f"at the most, {max(needs.steps)} rows", "", _mebibytes(needs.peak_bytes)
+
+
+def _size(needs: Needs) -> str:
+    width_px, height_px = needs.model.info.good_sizes[0]
+    return f"{width_px}x{height_px}"
+
+
+def _steps(needs: Needs, roof: GPU | None) -> Iterable[tuple[str, str, str, str, str]]:
+    """What a UNet call of so many rows asks of the device; two rows are one picture with guidance."""
+    for rows, work in needs.steps.items():
+        least = f"{1e3 * roof.seconds(work, needs.model.dtype):.2f} ms on {roof.name}" if roof else "see --gpu"
+        yield (
+            str(rows),
+            f"{work.flops / 1e12:.3f}",
+            str(len(work.kernels)),
+            _mebibytes(work.peak_bytes),
+            least,
+        )
 
 
 def _mebibytes(num_bytes: int) -> str:
@@ -119,7 +151,7 @@ def _section(console: Console, title: str, rows: Iterable[tuple[str, ...]], head
     """A title and aligned columns; numbers of parameters and bytes stand to the right."""
     lines = [headings, *rows] if headings else list(rows)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = [">" if heading in ("parameters", "weights") else "<" for heading in headings or lines[0]]
+    aligned = [">" if heading in ("parameters", "weights", *STEP_HEADINGS) else "<" for heading in headings or lines[0]]
     console.print(f"\n[bold]{title}[/bold]")
     for line in lines:
         cells = (f"{cell:{side}{width}}" for cell, side, width in zip(line, aligned, widths, strict=True))

@@ -150,8 +150,10 @@ def load_model(
     ``offload`` says where weights rest while their layer does not run: none (on the device), auto, cpu or disk.
     ``profile`` gives the defaults and good sizes (its own path, device and dtype are not read); without it the family's
     own are taken. ``cache`` keeps digests of large files, and what the probe found, for the next start. Nothing is
-    fetched from anywhere. Raises ModelNotFound when nothing is there, ModelLoadError when it cannot be used or answers
-    as another kind than its files say, ConfigError for a wrong dtype or device.
+    fetched from anywhere. On the device "meta" a model has shapes and no numbers (``runtime.dry_run``).
+
+    Raises ModelNotFound when nothing is there, ModelLoadError when it cannot be used or answers as another kind than
+    its files say, ConfigError for a wrong dtype or device.
     """
     choice = choose_device(device, dtype, offload)
     location = BUILT_IN.get(str(path)) or Path(path).expanduser()
@@ -159,8 +161,9 @@ def load_model(
     parts = load_adapted(adapter, choice) if adapter else _load_parts(location, choice)
     unet = UNetRunner(parts.unet, device=choice.device, dtype=choice.compute_dtype)
     vae = VAERunner(parts.vae, device=choice.device, dtype=parts.vae_dtype)
-    digest = digest_files(parts.files, cache)
-    digest = adapter.digest(digest, cache) if adapter else digest
+    is_hollow = choice.device.type == "meta"
+    digest = "" if is_hollow else digest_files(parts.files, cache)
+    digest = adapter.digest(digest, cache) if adapter and not is_hollow else digest
     text = TextEncoderRunner(
         parts.encoders, device=choice.device, digest=digest, zero_empty_negative=parts.zero_empty_negative
     )
@@ -181,7 +184,7 @@ def load_model(
         profile = msgspec.structs.replace(profile, **adapter.spec.defaults) if adapter else profile
     schedule = noise_schedule(scheduler_config, location)
     plausibility = None
-    if profile.probe:
+    if profile.probe and not is_hollow:
         key = f"{digest} {schedule.preconditioning} {choice.dtype} {choice.device.type}"
         plausibility = kept_or_probed(cache, key, partial(probe, unet, vae, text, schedule, native))
         judge(plausibility, location)
@@ -218,7 +221,7 @@ def _load_parts(location: Path, choice: DeviceChoice) -> LoadedParts:
 def _settle_prediction(parts: LoadedParts, unet: UNetRunner, location: Path) -> dict[str, Any]:
     """The scheduler's configuration, its prediction type found out from the UNet where nothing on disk states it."""
     config = dict(parts.scheduler_config)
-    if parts.guess_prediction:
+    if parts.guess_prediction and unet.device.type != "meta":
         velocity = predicts_velocity(unet, unet.network.config.cross_attention_dim)
         config["prediction_type"] = "v_prediction" if velocity else "epsilon"
         if velocity:

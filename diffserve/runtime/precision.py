@@ -88,7 +88,7 @@ def _choose_device(device: str) -> tuple[torch.device, str]:
 
 
 def _given_device(device: str) -> torch.device:
-    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", device):
+    if not re.fullmatch(r"cpu|mps|meta|cuda(:\d+)?", device):
         raise ConfigError(f"device is {device!r}; choose auto, cpu, mps, cuda or cuda:N.")
     kind, _, index = device.partition(":")
     if kind == "mps" and not torch.backends.mps.is_available():

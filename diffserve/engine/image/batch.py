@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from diffserve.engine.image.task import ImageTask, RowLabel
-from schedulers.update import HISTORY, scale_input
+from diffserve.runtime.transfer import send
+from schedulers.update import HISTORY, NUM_COLUMNS, scale_input
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,10 @@ class ImageBatch:
     x         (B, C, h, w) float32 latents in sigma coordinates
     history   (B, HISTORY, C, h, w) float32
     rows      (B, K) float32 table rows
+    guidance  (B,) float32 guidance scales
     guided    positions of the images that also run an unconditional row
+    owners    (num_rows,) int64, the image that each UNet row belongs to: every image's conditional row, then the
+              unconditional rows of the guided
     """
 
     tasks: tuple[ImageTask, ...]
@@ -30,17 +34,24 @@ class ImageBatch:
     x: Tensor
     history: Tensor
     rows: Tensor
+    guidance: Tensor
     guided: tuple[int, ...]
+    owners: Tensor
 
     @classmethod
     def gather(cls, tasks: Sequence[ImageTask], pool: LanePool) -> ImageBatch:
-        """Copy the latents and histories of ``tasks`` out of their lanes."""
-        lanes = torch.tensor([task.lane for task in tasks], device=pool.device)
-        x, history = pool.gather(tasks[0].held.shape, lanes)
-        packed = np.stack([task.table.packed[task.row_index] for task in tasks])
-        rows = torch.from_numpy(packed).to(pool.device)
+        """Copy the latents and histories of ``tasks`` out of their lanes; two transfers bring all that says how."""
         guided = tuple(index for index, task in enumerate(tasks) if task.is_guided_now)
-        return cls(tuple(tasks), lanes, x, history, rows, guided)
+        whole = [*(task.lane for task in tasks), *range(len(tasks)), *guided]
+        packed = np.empty((len(tasks), NUM_COLUMNS + 1), np.float32)  # (B, K + 1)
+        for row, task in zip(packed, tasks, strict=True):
+            row[:NUM_COLUMNS], row[NUM_COLUMNS] = task.table.packed[task.row_index], task.settings.guidance_scale
+        lanes, owners = send(torch.tensor(whole), pool.device).split([len(tasks), len(whole) - len(tasks)])
+        rows = send(torch.from_numpy(packed), pool.device)
+        x, history = pool.gather(tasks[0].held.shape, lanes)
+        return cls(
+            tuple(tasks), lanes, x, history, rows[:, :NUM_COLUMNS], rows[:, NUM_COLUMNS], guided=guided, owners=owners
+        )
 
     @property
     def num_rows(self) -> int:
@@ -58,18 +69,15 @@ class ImageBatch:
         return scale_input(self.x, self.rows)
 
     @cached_property
-    def guidance(self) -> Tensor:
-        """(B,) guidance scales."""
-        return torch.tensor([task.settings.guidance_scale for task in self.tasks], device=self.x.device)
-
-    @cached_property
     def noise(self) -> Tensor:
         """(B, C, h, w): a fresh draw from the generator of every image whose row draws, zeros elsewhere."""
-        drawing = [index for index, task in enumerate(self.tasks) if task.table.draws[task.row_index]]
-        noise = torch.zeros_like(self.x)
-        for index in drawing:
-            noise[index] = self.tasks[index].held.draw()
-        return noise
+        if not any(task.table.draws[task.row_index] for task in self.tasks):
+            return torch.zeros_like(self.x)
+        noise = torch.zeros(self.x.shape)
+        for place, task in zip(noise, self.tasks, strict=True):
+            if task.table.draws[task.row_index]:
+                place.copy_(task.held.draw())
+        return send(noise, self.x.device)
 
     def is_uncond(self, row: int) -> bool:
         """Whether ``row`` is an unconditional one."""

@@ -17,6 +17,7 @@ from diffserve.engine.image.batch import ImageBatch, LanePool
 from diffserve.engine.image.buckets import RowCaps
 from diffserve.engine.image.preparer import Preparer
 from diffserve.engine.image.shape_groups import Groups, is_deterministic
+from diffserve.engine.image.state import Health
 from diffserve.engine.image.task import GroupKey, ImageTask, TickOutcome, TickPlan
 from diffserve.engine.image.unet_calls import UNetCaller
 from diffserve.engine.records import FailureReason
@@ -26,6 +27,7 @@ from diffserve.runtime.kv import PagePool, PoolBusy
 from diffserve.runtime.memory import without_frames
 from diffserve.runtime.text.conditioning import make_conditioner
 from diffserve.runtime.threads import make_threads
+from diffserve.runtime.transfer import fetch, send
 from schedulers.update import advance, guide, renoise
 
 SHAPES_KEPT = 8
@@ -160,7 +162,7 @@ class ImageRunner:
             for index, task in enumerate(tasks):
                 if task.held.repaint is not None:
                     x_next[index] = keep_outside(task, x_next[index], batch.rows[index])
-            finite = torch.isfinite(x_next).flatten(1).all(dim=1).tolist()
+            finite = fetch(torch.isfinite(x_next).flatten(1).all(dim=1))
             self.pool.scatter(batch.lanes, x_next, history)
         except torch.OutOfMemoryError:
             for rng, state in draws:
@@ -170,11 +172,15 @@ class ImageRunner:
         for row, error in errors.items():
             outcome.failures.setdefault(tasks[batch.image_of_row[row]], failure_of(error, "painting this image"))
         for index, task in enumerate(tasks):
-            if not finite[index]:
-                outcome.failures.setdefault(task, not_finite(task))
+            latest = Health(finite, index, task.step_index)
+            known = latest if finite.is_here else task.held.health
+            task.held.health = latest
+            if known is not None and not known.is_finite:
+                outcome.failures.setdefault(task, not_finite(task, known.step_index))
         shown = [task for task in tasks if task in plan.previews and task not in outcome.failures]
         if shown:
-            self._preview(shown, denoised[[tasks.index(task) for task in shown]], outcome)
+            places = send(torch.tensor([tasks.index(task) for task in shown]), denoised.device)
+            self._preview(shown, denoised.index_select(0, places), outcome)
 
     def _preview(self, tasks: list[ImageTask], denoised: Tensor, outcome: TickOutcome) -> None:
         """Previews of ``denoised`` (len(tasks), C, h, w) in one call; where it fails, the images go on unseen."""
@@ -227,7 +233,7 @@ def guided_output(batch: ImageBatch, output: Tensor) -> Tensor:
     if not batch.guided:
         return cond
     uncond = cond.clone()
-    uncond[list(batch.guided)] = output[len(batch.tasks) :]
+    uncond.index_copy_(0, batch.owners[len(batch.tasks) :], output[len(batch.tasks) :])
     return guide(uncond, cond, batch.guidance)
 
 
@@ -243,10 +249,10 @@ def keep_outside(task: ImageTask, x: Tensor, row: Tensor) -> Tensor:
     return blended
 
 
-def not_finite(task: ImageTask) -> FailureReason:
-    """The network gave infinities or NaN for this image."""
+def not_finite(task: ImageTask, step_index: int) -> FailureReason:
+    """The network gave infinities or NaN for this image in the step ``step_index`` (0-based)."""
     return FailureReason(
         "numerical_error",
-        f"the latents are not finite after step {task.step_index + 1} of {task.table.num_steps}; "
+        f"the latents are not finite after step {step_index + 1} of {task.table.num_steps}; "
         "try another seed, a lower guidance_scale or a wider dtype.",
     )

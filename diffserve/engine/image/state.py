@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from diffserve.runtime.text.conditioning import AnyConditioning
+from diffserve.runtime.transfer import Fetched
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,27 @@ class Repaint:
 
 
 @dataclass(frozen=True)
+class Health:
+    """Whether an image's latent was finite after a step (0-based): its place among a tick's answers."""
+
+    answers: Fetched
+    place: int
+    step_index: int
+
+    @property
+    def is_finite(self) -> bool:
+        """Waits for the answer."""
+        return bool(self.answers.read()[self.place])
+
+
+@dataclass
 class ImageState:
     """What one image holds, given back when it leaves.
 
     rng     the image's own CPU generator: start latent first, then each drawing row, in diffusers' order
     shape   (C, h, w) of its latent
     extra   (1 + C, h, w) mask and masked image latents, for 9-channel inpainting UNets
+    health  of its last step, once it made one
     """
 
     conditioning: AnyConditioning
@@ -37,6 +53,7 @@ class ImageState:
     shape: tuple[int, int, int]
     repaint: Repaint | None = None
     extra: Tensor | None = None
+    health: Health | None = None
 
     def draw(self) -> Tensor:
         """The next latent-shaped draw (C, h, w), float32 on the CPU."""

@@ -97,17 +97,19 @@ class UNetCaller:
     def _call(self, batch: ImageBatch, rows: range, bucket: int, group: GroupKey, calls: list[UNetCall]) -> Tensor:
         """One UNet call of exactly ``bucket`` rows; the last row is repeated to fill it."""
         padded = [*rows, *[rows[-1]] * (bucket - len(rows))]
+        owners = batch.owners[rows.start : rows.stop]
+        if len(padded) > len(rows):
+            owners = torch.cat([owners, owners[-1:].expand(len(padded) - len(rows))])
         threads = self.groups.threads
         curve, counts = self.groups.known(group)
         num_threads = threads.choice.next_count((group, bucket), counts)
         started_s = time.perf_counter()
-        index = torch.tensor([batch.image_of_row[row] for row in padded], device=batch.x.device)
         told = self._stack(tuple((batch.tasks[batch.image_of_row[row]], batch.is_uncond(row)) for row in padded))
         with threads.using(num_threads):
             called_s = time.perf_counter()
             output = self.model.unet.predict(
-                batch.scaled.index_select(0, index),
-                batch.rows.index_select(0, index)[:, TIMESTEP],
+                batch.scaled.index_select(0, owners),
+                batch.rows.index_select(0, owners)[:, TIMESTEP],
                 told.contexts,
                 pooled=told.pooled,
                 time_ids=told.time_ids,

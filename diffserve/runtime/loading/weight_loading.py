@@ -29,7 +29,7 @@ IGNORED_KEYS = re.compile(r"(^|\.)(position_ids|logit_scale)$")
 MAX_NAMED_KEYS = 5
 
 Read = Callable[[], torch.Tensor]
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
+Made = TypeVar("Made")
 
 
 class TensorSource:
@@ -83,7 +83,7 @@ class WithoutInit(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def build_on_meta(make: Callable[[], ModuleT]) -> ModuleT:
+def build_on_meta(make: Callable[[], Made]) -> Made:
     """Run ``make`` with no memory behind its parameters."""
     # without buffers it would move each parameter by itself, for which torch imports its compiler: a second
     with import_quietly("accelerate", "init_empty_weights")(include_buffers=True), WithoutInit():

@@ -1,0 +1,206 @@
+"""What a piece of work asks of a GPU, found out without one: the real code on tensors that have a shape and no numbers.
+
+On the meta device torch works out shapes and nothing else, so a tick of SDXL runs in seconds and takes no memory. While
+a ``DryRun`` is on, every operation is counted as a GPU would meet it: kernels launched, copies from main memory,
+arithmetic (torch's own counters), bytes read and written, and what is held at the most. What would make the CPU wait
+for the GPU raises ``HostSyncError``; what would mix the two devices in one kernel raises ``MixedDevicesError``.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from diffserve.runtime.loading.library_imports import import_quietly
+
+META: Final = torch.device("meta")
+ATEN: Final = torch.ops.aten
+ATTENTION: Final = ATEN.scaled_dot_product_attention.default
+COPIES: Final = (ATEN.to, ATEN._to_copy, ATEN.copy_)
+BROUGHT: Final = ATEN.detach_  # what ``torch.tensor(..., device=...)`` ends with
+WHOLE: Final = (*COPIES, BROUGHT, ATEN.linear)
+NO_KERNEL: Final = (ATEN.empty, ATEN.empty_strided, ATEN.empty_like, ATEN.new_empty, ATEN.lift_fresh)
+SYNCS: Final = (ATEN._local_scalar_dense, ATEN.item, ATEN.nonzero, ATEN.is_nonzero, ATEN.equal, ATEN.masked_select)
+
+
+class HostSyncError(RuntimeError):
+    """The CPU would have to wait for a number from the GPU."""
+
+
+class MixedDevicesError(RuntimeError):
+    """A kernel would be given a tensor of main memory beside the GPU's."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch: its operator, floating-point operations (a multiply-add is two), and bytes read and written."""
+
+    name: str
+    flops: float
+    moved_bytes: int
+
+
+@dataclass
+class Work:
+    """What was asked of the device.
+
+    kernels        launches in order; views and allocations launch nothing
+    copies         transfers from main memory to the device
+    fetches        transfers to main memory that nobody waited for
+    held_bytes     of tensors made meanwhile that still live
+    peak_bytes     the most that ``held_bytes`` has been
+    """
+
+    kernels: list[Kernel] = field(default_factory=list)
+    copies: int = 0
+    fetches: int = 0
+    held_bytes: int = 0
+    peak_bytes: int = 0
+
+    @property
+    def flops(self) -> float:
+        """Of all kernels."""
+        return sum(kernel.flops for kernel in self.kernels)
+
+    @property
+    def moved_bytes(self) -> int:
+        """By all kernels, each operand once."""
+        return sum(kernel.moved_bytes for kernel in self.kernels)
+
+
+class DryRun(TorchDispatchMode):
+    """Counts into ``work`` what runs on meta tensors while it is on; see the module. Use under ``inference_mode``."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.work = Work()
+        self._flops: dict[Any, Callable[..., int]] = import_quietly("torch.utils.flop_counter", "flop_registry")
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator, or what it is composed of, and count it."""
+        kwargs = kwargs or {}
+        packet = func.overloadpacket
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        _check(func, given, args, kwargs)
+        if func is ATTENTION:
+            return self._attend(*args, **kwargs)
+        if packet not in WHOLE and packet not in self._flops:
+            with self, torch._C.DisableTorchFunction():
+                composed = func.decompose(*args, **kwargs)
+            if composed is not NotImplemented:
+                return composed
+        if packet is ATEN.copy_ and not args[0].is_meta and given[1].is_meta:
+            self.work.fetches += 1
+            return args[0]
+        output = func(*args, **kwargs)
+        self._count(func, packet, given, output, args, kwargs)
+        return output
+
+    def _count(self, func: Any, packet: Any, given: list[Tensor], output: Any, args: Any, kwargs: Any) -> None:
+        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_meta]
+        if not made or _is_view(func, given, made):
+            return
+        self._hold(made)
+        is_copy = packet in COPIES and any(not tensor.is_meta for tensor in given)
+        if is_copy or packet is BROUGHT:
+            self.work.copies += 1
+        elif packet not in NO_KERNEL:
+            flops = 0.0
+            if packet is ATEN.linear:
+                flops = 2.0 * made[0].numel() * given[0].shape[-1]
+            elif packet in self._flops:
+                flops = float(self._flops[packet](*args, **kwargs, out_val=output))
+            self._launch(str(packet), flops, (*given, *made))
+
+    def _launch(self, name: str, flops: float, touched: Iterable[Tensor]) -> None:
+        self.work.kernels.append(Kernel(name.removeprefix("aten."), flops, sum(map(_own_bytes, touched))))
+
+    def _attend(self, query: Tensor, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> Tensor:
+        """One fused kernel that holds no scores, as on every GPU since 2017."""
+        output = query.new_empty((*query.shape[:-1], values.shape[-1]))
+        self._hold([output])
+        flops = 2.0 * math.prod(query.shape[:-1]) * keys.shape[-2] * (query.shape[-1] + values.shape[-1])
+        self._launch("scaled_dot_product_attention", flops, (query, keys, values, output))
+        return output
+
+    def _hold(self, made: Iterable[Tensor]) -> None:
+        """Count the memory behind ``made`` until nobody has it any more."""
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self._known:
+                self._known.add(key)
+                self.work.held_bytes += storage.nbytes()
+                weakref.finalize(storage, self._release, key, storage.nbytes())
+        self.work.peak_bytes = max(self.work.peak_bytes, self.work.held_bytes)
+
+    def _release(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.work.held_bytes -= num_bytes
+
+
+class ListIndices(TorchFunctionMode):
+    """``tensor[[0, 2]]`` brings the list to the device, out of sight of the dispatcher."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self._work = work
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.__getitem__, Tensor.__setitem__) and args[0].is_meta:
+            places = args[1] if isinstance(args[1], tuple) else (args[1],)
+            self._work.copies += sum(isinstance(place, list) for place in places)
+        return func(*args, **(kwargs or {}))
+
+
+def _check(func: Any, given: list[Tensor], args: Any, kwargs: Any) -> None:
+    """Raise for what a GPU would wait for, or refuse."""
+    packet = func.overloadpacket
+    if not any(tensor.is_meta for tensor in given):
+        return
+    if packet in SYNCS or _leaves(packet, args, kwargs):
+        raise HostSyncError(f"{func} waits for the device.")
+    strangers = [tensor for tensor in given if not tensor.is_meta and tensor.ndim]
+    if strangers and packet not in COPIES:
+        raise MixedDevicesError(f"{func} mixes the device's tensors with one of {strangers[0].device}.")
+
+
+def _leaves(packet: Any, args: Any, kwargs: Any) -> bool:
+    """Whether something goes to main memory while the CPU waits."""
+    if packet is ATEN.copy_ and not args[0].is_meta:
+        return not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+    places = [place for place in (*args, *kwargs.values()) if isinstance(place, torch.device)]
+    return packet in COPIES and any(place.type == "cpu" for place in places) and args[0].is_meta
+
+
+def _is_view(func: Any, given: list[Tensor], made: list[Tensor]) -> bool:
+    """Whether nothing was computed: the output lies where an input lies, and the operator writes nothing."""
+    if func._schema.is_mutable:
+        return False
+    places = {tensor.untyped_storage()._cdata for tensor in given if tensor.is_meta}
+    return all(tensor.untyped_storage()._cdata in places for tensor in made)
+
+
+def _own_bytes(tensor: Tensor) -> int:
+    """Bytes that really lie in memory behind ``tensor``: a dimension of stride 0 repeats them."""
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(sizes) * tensor.element_size()
+
+
+def dry_run(run: Callable[[], object]) -> Work:
+    """The work of ``run``. Raises ``HostSyncError`` and ``MixedDevicesError``."""
+    counted = DryRun()
+    with torch.inference_mode(), counted, ListIndices(counted.work):
+        kept = run()
+        del kept
+    return counted.work

@@ -1,0 +1,60 @@
+"""Between main memory and the device without waiting: page-locked memory and copies that run beside the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` of main memory on ``device``; a CUDA device gets it when its queue comes to it."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Fetched:
+    """Numbers on their way to main memory."""
+
+    _host: Tensor
+    _event: Any = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether reading them waits for nothing."""
+        return self._event is None or bool(self._event.query())
+
+    def read(self) -> Tensor:
+        """They themselves, waited for where they are not here yet."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
+def fetch(tensor: Tensor) -> Fetched:
+    """``tensor`` to main memory: at once, and from a CUDA device when its queue comes to it."""
+    if tensor.device.type not in ("cuda", "meta"):
+        return Fetched(tensor.cpu())
+    host = torch.ones(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    host.copy_(tensor, non_blocking=True)
+    event = torch.cuda.Event() if tensor.is_cuda else _Never()
+    event.record()
+    return Fetched(host, event)
+
+
+class _Never:
+    """The event of a device that never gets there: what it would send is all ones."""
+
+    def record(self) -> None:
+        """Nothing is queued."""
+
+    def query(self) -> bool:
+        """It is still on its way."""
+        return False
+
+    def synchronize(self) -> None:
+        """Nobody waits for it."""

@@ -1,0 +1,75 @@
+"""A tick as a GPU would meet it: the real engine on Stable Diffusion's shapes, on the meta device.
+
+Nothing may wait for the device between two UNet calls, nothing of main memory may meet a kernel, and transfers and
+launches are bounded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.random_models import save_hollow_model
+from diffserve.config import EngineConfig
+from diffserve.engine import Engine
+from diffserve.runtime.dry_run import DryRun, ListIndices, Work
+from diffserve.types import DiffusionParams, GenerationRequest
+
+STEPS = 6
+LARGE = pytest.param("sdxl-random", marks=pytest.mark.slow)
+
+
+def open_engine(name: str, directory: Path) -> Engine:
+    """An engine on ``name``'s shapes."""
+    path = save_hollow_model(name, directory, dtype=torch.float16)
+    return Engine.from_pretrained(
+        str(path), device="meta", dtype="float16", config=EngineConfig(max_rows=8, deterministic=False)
+    )
+
+
+def ticks(engine: Engine, count: int) -> list[Work]:
+    """The work of each of ``count`` ticks; raises for what waits or mixes."""
+    found = []
+    for _ in range(count):
+        with torch.inference_mode(), DryRun() as counted, ListIndices(counted.work):
+            engine.tick()
+        found.append(counted.work)
+    return found
+
+
+def submit(engine: Engine, sampler: str, seed: int, guidance_scale: float = 5.0) -> None:
+    """One picture of the model's own size."""
+    width_px, height_px = engine.info.good_sizes[0]
+    params = DiffusionParams(sampler=sampler, num_steps=STEPS, guidance_scale=guidance_scale)
+    engine.submit(
+        GenerationRequest(prompt=f"a fox {seed}", seed=seed, width_px=width_px, height_px=height_px, diffusion=params)
+    )
+
+
+@pytest.mark.parametrize("name", ["sd15-random", LARGE])
+def test_no_tick_waits_for_the_device_and_transfers_are_few(name: str, tmp_path: Path) -> None:
+    engine = open_engine(name, tmp_path)
+    submit(engine, "ddim", 1)
+    submit(engine, "dpmpp_2m", 2, guidance_scale=1.0)
+    submit(engine, "euler_a", 3, guidance_scale=7.5)
+    ticks(engine, 2)
+    calls = len(engine.last_tick.calls)
+    steady = ticks(engine, STEPS - 3)
+    assert engine.last_tick is not None
+    assert [len(engine.last_tick.calls), len(steady)] == [calls, STEPS - 3]
+    kernels = {"sd15-random": 800, "sdxl-random": 1960}[name]
+    for work in steady:
+        assert work.copies <= 3, "what the tick is told, in whole numbers and in fractions, and its noise"
+        assert work.fetches == 1, "whether the latents are finite"
+        assert work.flops > 0
+        assert len(work.kernels) <= calls * (kernels + 30) + 60
+
+
+def test_without_noise_two_transfers_are_enough(tmp_path: Path) -> None:
+    engine = open_engine("tiny-random", tmp_path)
+    submit(engine, "ddim", 1)
+    submit(engine, "dpmpp_2m", 2)
+    ticks(engine, 2)
+    assert {work.copies for work in ticks(engine, STEPS - 3)} == {2}
