@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -187,6 +188,8 @@ def test_a_stream_can_be_cancelled_by_its_id_and_its_neighbour_goes_on(server: R
         *_, last = leaving
         assert (last["error"]["code"], last["error"]["type"]) == ("cancelled", "invalid_request_error")
         assert kind(list(staying), COMPLETED)
+    logged = re.compile(rf'"request_id":"{request_id}".*"status":200.*"error":"cancelled"')
+    wait_for(lambda: logged.search(server.errors.read_text()) is not None, SOON_S, "the line in the log")
     server.wait_for_requests(0)
     again = server.client.post(f"{GENERATIONS}/{request_id}/cancel")
     assert (again.status_code, error_of(again)["code"]) == (404, "request_not_found")

@@ -83,6 +83,8 @@ class Outermost:
                 "status": status,
                 "duration_ms": round((time.perf_counter() - started_s) * 1000),
             }
+            if code := scope["state"].get("error_code"):
+                facts["error"] = code
             is_quiet = facts["endpoint"] in PROBES or (scope["state"].get("is_page", False) and status < 400)
             log.log(logging.DEBUG if is_quiet else logging.INFO, "request", extra=facts)
 

@@ -67,6 +67,7 @@ class EventStreamResponse(Response):
         self._limit_s = limit_s
         self._ending = ending
         self._keep_alive_s = keep_alive_s
+        self._error_code = ""
         self._next = asyncio.create_task(self._pull())
 
     async def opened(self) -> EventStreamResponse:
@@ -96,6 +97,8 @@ class EventStreamResponse(Response):
         finally:
             await _ended(writing)
             await self._close()
+            if self._error_code:
+                scope["state"]["error_code"] = self._error_code  # the status line was 200, long ago
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -103,10 +106,10 @@ class EventStreamResponse(Response):
             while (chunk := await self._chunk()) is not None:
                 await _send(send, chunk)
         except DiffserveError as error:
-            await _send(send, told(error))
+            await _send(send, self._told(error))
         except Exception as error:
             log.exception("stream failed")
-            await _send(send, told(error))
+            await _send(send, self._told(error))
         await _send(send, self._ending, is_last=True)
 
     async def _chunk(self) -> bytes | None:
@@ -131,19 +134,19 @@ class EventStreamResponse(Response):
             return
         try:
             async with asyncio.timeout(GOODBYE_S):
-                await _send(send, told(error) + self._ending, is_last=True)
+                await _send(send, self._told(error) + self._ending, is_last=True)
         except (TimeoutError, RuntimeError):  # nobody reads, or not even the status line was taken
             log.warning("the end of a stream was not read")
+
+    def _told(self, error: Exception) -> bytes:
+        """``error`` as an event: the same object as in the body of an error's answer."""
+        self._error_code = getattr(error, "code", "internal_error")
+        return b"data: " + reply_to(error).body + b"\n\n"
 
     async def _close(self) -> None:
         await _ended(self._next)
         await self._events.aclose()
         self._until.close()
-
-
-def told(error: Exception) -> bytes:
-    """``error`` as an event: the same object as in the body of an error's answer."""
-    return b"data: " + reply_to(error).body + b"\n\n"
 
 
 async def _send(send: Send, chunk: bytes, *, is_last: bool = False) -> None:
