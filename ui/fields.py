@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Final, NamedTuple
-
-import gradio as gr
+from typing import Final
 
 from diffserve.errors import InvalidRequest
 from diffserve.types import MAX_PROMPT_CHARS, MAX_SEED
@@ -18,25 +16,6 @@ DASH: Final = re.compile(r"(?<![eE])-")
 """Between two numbers, not in the exponent of one: "1e-05-0.5"."""
 
 MAX_SEED_DIGITS: Final = len(str(MAX_SEED))
-
-
-class Fields(NamedTuple):
-    """Everything that can be set, in the order of :class:`ui.create.parameters.Form`."""
-
-    prompt: gr.Textbox
-    negative_prompt: gr.Textbox
-    quality: gr.Radio
-    aspect: gr.Radio
-    num_images: gr.Slider
-    rewrite_mode: gr.Radio
-    steps: gr.Textbox
-    sampler: gr.Dropdown
-    guidance: gr.Textbox
-    size: gr.Textbox
-    seed: gr.Textbox
-    eta: gr.Textbox
-    spacing: gr.Dropdown
-    guidance_interval: gr.Textbox
 
 
 def check_text(text: object, name: str, most: int = MAX_PROMPT_CHARS) -> None:
@@ -64,7 +43,7 @@ def read_number(text: str | None, name: str, most: float = math.inf) -> float | 
     return value
 
 
-def read_interval(text: str | None) -> tuple[float, float] | None:
+def read_interval(text: str | None, name: str) -> tuple[float, float] | None:
     """The two numbers from 0 to 1 in ``text`` ("0.2-0.8"), ``None`` for an empty one. InvalidRequest for others."""
     if not (text or "").strip():
         return None
@@ -76,7 +55,7 @@ def read_interval(text: str | None) -> tuple[float, float] | None:
         raise InvalidRequest(
             f"The guided part is {(text or '')[:40]!r}; give two numbers from 0 to 1, such as 0.2-0.8, or nothing for "
             "all steps.",
-            param="guidance_interval",
+            param=name,
         )
     return first, last
 

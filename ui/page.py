@@ -44,7 +44,7 @@ def build(server: Server) -> gr.Blocks:
                 creating = Creating(server, visitors, tab)
                 creating.connect()
                 Rewriting(server, tab).connect()
-                palette.connect(server, tab.fields, tab.palette)
+                palette.connect(server, tab.fields.prompt, tab.fields.rewrite_mode, tab.palette)
             with gr.Tab("Experiment", id="experiment", elem_id="experiment-tab") as experiment:
                 add_experiment(server, page, experiment)
         keep_form(page, "create", tab.fields)

@@ -11,12 +11,11 @@ import gradio as gr
 from diffserve.client import ImageCapabilities
 from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest
 from ui import captions
-from ui.create.layout import CreateTab
+from ui.create.layout import CreateTab, Fields
 from ui.create.painting import FinishedPicture
 from ui.create.parameters import CheckedForm, Form, check_lengths, doubts, form_of, infotext_of, order_of
 from ui.create.view import Screen, Update, follow, resume, shown
 from ui.events import PRIVATE, SILENT
-from ui.fields import Fields
 from ui.server import Server, sentence
 from ui.visitors import Visitors, ask_for_visitor
 

@@ -10,7 +10,6 @@ from ui.captions import READY, status
 from ui.create import palette
 from ui.create.palette import Palette
 from ui.create.parameters import ASPECTS, REWRITE_MODES, SPACINGS
-from ui.fields import Fields
 from ui.uploads import keep_no_copies
 
 EXAMPLES: Final = (
@@ -23,6 +22,25 @@ EXAMPLES: Final = (
 QUALITIES: Final = ("draft", "standard", "fine")
 MAX_IMAGES: Final = 10
 GALLERY_COLUMNS: Final = 6
+
+
+class Fields(NamedTuple):
+    """Everything that can be set, in the order of :class:`ui.create.parameters.Form`."""
+
+    prompt: gr.Textbox
+    negative_prompt: gr.Textbox
+    quality: gr.Radio
+    aspect: gr.Radio
+    num_images: gr.Slider
+    rewrite_mode: gr.Radio
+    steps: gr.Textbox
+    sampler: gr.Dropdown
+    guidance: gr.Textbox
+    size: gr.Textbox
+    seed: gr.Textbox
+    eta: gr.Textbox
+    spacing: gr.Dropdown
+    guidance_interval: gr.Textbox
 
 
 class Wording(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import gradio as gr
 
@@ -15,9 +15,6 @@ from diffserve.vocabulary import MOST_NAMED, unknown_words
 from diffserve.world.captions import plural
 from ui.events import PRIVATE, SILENT
 from ui.server import Server
-
-if TYPE_CHECKING:
-    from ui.fields import Fields
 
 UNCOUNTED: Final = ("grapes", "cherries", "corn")
 """Objects that take no article."""
@@ -47,7 +44,7 @@ def lay_out() -> Palette:
     return Palette(unknown, rewrite, panel, things)
 
 
-def connect(server: Server, fields: Fields, palette: Palette) -> None:
+def connect(server: Server, prompt: gr.Textbox, rewrite_mode: gr.Radio, palette: Palette) -> None:
     """Name what the model does not know as it is written; the offer switches to suggestions."""
 
     async def look(prompt: str | None, mode: str) -> tuple[str, Update]:
@@ -59,14 +56,14 @@ def connect(server: Server, fields: Fields, palette: Palette) -> None:
         return said_of(words), gr.update(visible=bool(words) and models.language is not None)
 
     gr.on(
-        [fields.prompt.change, fields.rewrite_mode.change],
+        [prompt.change, rewrite_mode.change],
         look,
-        [fields.prompt, fields.rewrite_mode],
+        [prompt, rewrite_mode],
         [palette.unknown, palette.rewrite],
         trigger_mode="always_last",
         **PRIVATE,
     )
-    palette.rewrite.click(js="() => 'Suggest'", outputs=fields.rewrite_mode, **SILENT)
+    palette.rewrite.click(js="() => 'Suggest'", outputs=rewrite_mode, **SILENT)
 
 
 def shown(world: World | None) -> tuple[Update, Update]:

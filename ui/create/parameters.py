@@ -97,7 +97,7 @@ def order_of(form: Form, image: ImageCapabilities) -> CheckedForm:
         "guidance_scale": read_number(form.guidance, "guidance", MAX_GUIDANCE),
         "eta": read_number(form.eta, "eta", 1.0),
         "spacing": form.spacing or None,
-        "guidance_interval": read_interval(form.guidance_interval),
+        "guidance_interval": read_interval(form.guidance_interval, "guidance_interval"),
         "seed": read_seed(form.seed),
     }
     fields |= cast(StreamedImageFields, {name: value for name, value in own.items() if value is not None})
