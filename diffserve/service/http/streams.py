@@ -98,7 +98,7 @@ class EventStreamResponse(Response):
             await _ended(writing)
             await self._close()
             if self._error_code:
-                scope["state"]["error_code"] = self._error_code  # the status line was 200, long ago
+                scope.setdefault("state", {})["error_code"] = self._error_code  # the status line was 200, long ago
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
