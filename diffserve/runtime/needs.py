@@ -11,7 +11,7 @@ import torch
 from diffserve.config import EngineConfig
 from diffserve.runtime.dry_run import Work, dry_run
 from diffserve.runtime.model import DiffusionModel, load_model
-from diffserve.runtime.text.conditioning import make_conditioner
+from diffserve.runtime.text.conditioning import Conditioner, make_conditioner
 from diffserve.runtime.unet.random_rows import random_inputs
 from diffserve.types import ModelProfile
 
@@ -58,15 +58,15 @@ def needs_of(
     return Needs(
         model,
         page_pool_bytes=conditioner.pool.arena.data.nbytes if conditioner.pool else 0,
-        steps={count: _step(model, (height_px, width_px), count) for count in rows},
+        steps={count: _step(model, conditioner, (height_px, width_px), count) for count in rows},
         decode=dry_run(lambda: model.vae.network.decode(latents.to(model.vae.dtype), return_dict=False)),
     )
 
 
-def _step(model: DiffusionModel, size: tuple[int, int], num_rows: int) -> Work:
-    """One UNet call, keys and values made beforehand."""
+def _step(model: DiffusionModel, conditioner: Conditioner, size: tuple[int, int], num_rows: int) -> Work:
+    """One UNet call, told of its texts as in a tick."""
     inputs = random_inputs(model, (*size, model.text.window_tokens), num_rows)
     contexts = inputs.pop("contexts").to(model.dtype)
     with torch.inference_mode():
-        told = model.unet.cross_attention.keys_values(contexts)
+        told = conditioner.of_embeddings(contexts)
     return dry_run(lambda: model.unet.predict(contexts=told, **inputs))

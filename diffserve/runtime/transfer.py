@@ -36,25 +36,13 @@ class Fetched:
 
 
 def fetch(tensor: Tensor) -> Fetched:
-    """``tensor`` to main memory: at once, and from a CUDA device when its queue comes to it."""
+    """``tensor`` to main memory: at once, and from a CUDA device when its queue comes to it; ones from meta."""
     if tensor.device.type not in ("cuda", "meta"):
         return Fetched(tensor.cpu())
     host = torch.ones(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     host.copy_(tensor, non_blocking=True)
-    event = torch.cuda.Event() if tensor.is_cuda else _Never()
+    if not tensor.is_cuda:
+        return Fetched(host)
+    event = torch.cuda.Event()
     event.record()
     return Fetched(host, event)
-
-
-class _Never:
-    """The event of a device that never gets there: what it would send is all ones."""
-
-    def record(self) -> None:
-        """Nothing is queued."""
-
-    def query(self) -> bool:
-        """It is still on its way."""
-        return False
-
-    def synchronize(self) -> None:
-        """Nobody waits for it."""

@@ -12,6 +12,7 @@ import torch
 
 from diffserve.engine import Engine
 from diffserve.errors import DeadlineExceeded, DiffserveError, NumericalError
+from diffserve.runtime.transfer import Fetched
 from diffserve.types import Cancelled, Event, Failed, Finished, GenerationRequest, ImageFailed, Painted
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked
@@ -69,6 +70,30 @@ def test_a_poisoned_row_fails_alone_and_its_neighbours_keep_their_bytes(
     failed = [event for event in events if isinstance(event, ImageFailed | Failed)]
     assert [event.request_id for event in failed] == [guilty.request_id] * 2
     assert {event.code for event in failed} == {code}
+    painted = [event.result.picture for event in events if isinstance(event, Painted)]
+    assert painted == [result.picture for result in expected]
+
+
+class Late(Fetched):
+    """An answer that is never there when first asked for, as from a GPU that is behind."""
+
+    @property
+    def is_here(self) -> bool:
+        return False
+
+
+def test_latents_known_late_to_be_spoilt_fail_one_step_later_alone(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(max_rows=16)
+    expected = engine.generate(innocent())
+    monkeypatch.setattr("diffserve.engine.image.runner.fetch", lambda tensor: Late(tensor.cpu()))
+    guilty = asked("sd15", "ddim", seed=9, num_steps=4, prompt=POISON)
+    with unet_hook(engine, not_a_number):
+        events = run(engine, guilty, *innocent())
+    [failed] = [event for event in events if isinstance(event, Failed)]
+    assert (failed.request_id, failed.code) == (guilty.request_id, "numerical_error")
+    assert "after step 1 of 4" in failed.message
     painted = [event.result.picture for event in events if isinstance(event, Painted)]
     assert painted == [result.picture for result in expected]
 
