@@ -31,7 +31,7 @@ def build(server: Server) -> gr.Blocks:
     """The page of ``server``, to be mounted or launched. It shows what the models can do once they are loaded."""
     visitors = Visitors(server.files)
 
-    def leave(request: gr.Request) -> None:
+    async def leave(request: gr.Request) -> None:
         visitors.leave(request.session_hash)
 
     with gr.Blocks(title=TITLE, analytics_enabled=False, fill_width=True) as page:
@@ -65,7 +65,7 @@ def _greet(
     outputs: list[Block] = [about, tab.showing.caption, fields.quality, fields.sampler, fields.guidance]
     outputs += [fields.num_images, fields.rewrite_mode, tab.wording.note, tab.palette.panel, tab.palette.things]
 
-    def arrive(token: str | None, was_lost: bool | None, request: gr.Request) -> None:
+    async def arrive(token: str | None, was_lost: bool | None, request: gr.Request) -> None:
         visitor = visitors.arrive(request.session_hash, token)
         if was_lost and not visitor.is_busy:
             visitor.trouble = LOST

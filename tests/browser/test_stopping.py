@@ -50,18 +50,16 @@ def test_stop_frees_the_lane_half_way_and_the_page_paints_again(
     expect(here.gallery()).to_have_count(1)
 
 
-@pytest.mark.parametrize("way", ["close", "leave"])
-def test_a_closed_page_frees_the_lane_half_way(visit: Visitor, page_server: RunningServer, way: str) -> None:
+def test_a_page_that_is_closed_or_left_frees_its_lane_half_way(visit: Visitor, page_server: RunningServer) -> None:
     cancelled = ended(page_server, "cancelled")  # what finishes may be the probes of an estimate
-    here = visit()
-    start(here, LONG)
-    page_server.wait_for_requests(1)
-    if way == "close":
-        here.page.close()
-    else:
-        here.page.goto("about:blank")
-    wait_for(lambda: page_server.num_requests() == 0, SOON_S, "the lane, long before a thousand steps are done")
-    assert ended(page_server, "cancelled") == cancelled + 1
+    closed, left = visit(), visit()
+    start(closed, LONG, seed=1)
+    start(left, LONG, seed=2)
+    page_server.wait_for_requests(2)
+    closed.page.close()
+    left.page.goto("about:blank")
+    wait_for(lambda: page_server.num_requests() == 0, SOON_S, "the lanes, long before a thousand steps are done")
+    assert ended(page_server, "cancelled") == cancelled + 2
 
 
 def test_one_stops_and_the_other_finishes(visit: Visitor, page_server: RunningServer, screenshot: Screenshot) -> None:

@@ -49,10 +49,10 @@ class Page:
     def stop(self) -> None:
         self.visitors.of(Request.session_hash).stop()
 
-    def choose(self, index: int) -> None:
+    async def choose(self, index: int) -> None:
         """Click on one of the pictures of a request."""
         chosen = gr.SelectData(None, {"index": index, "value": None})
-        news = zip(PARTS, self._events.look_closer(chosen, Request()), strict=True)  # type: ignore[arg-type]
+        news = zip(PARTS, await self._events.look_closer(chosen, Request()), strict=True)  # type: ignore[arg-type]
         self.shown |= {name: value for name, value in news if value != gr.skip()}
 
     async def look(self, request: AsyncIterator[Sequence[Any]]) -> None:
@@ -209,7 +209,7 @@ def test_a_batch_shows_all_its_pictures_until_one_is_chosen(server: RunningServe
         assert "3 pictures" in page.caption
         assert "seeds 3 to 5" in page.caption
         assert not any(page.shown[name]["interactive"] for name in BUTTONS)
-        page.choose(1)
+        await page.choose(1)
         assert not page.shown["batch"]["visible"]
         assert "Seed: 4" in page.shown["parameters"]
         await page.rest(page.ask())

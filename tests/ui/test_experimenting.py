@@ -77,10 +77,10 @@ def test_a_stop_is_for_its_own_page_alone(here: Server, server: RunningServer) -
     async def paint() -> list[Shown]:
         events, shown = Experimenting(here), []
         async for one in events.run(**form(steps="2, 900"), request=Request()):  # type: ignore[arg-type]
-            events.stop(Other())  # type: ignore[arg-type]
+            await events.stop(Other())  # type: ignore[arg-type]
             shown.append(one)
             if "<img" in str(one.grid):
-                events.stop(Request())  # type: ignore[arg-type]
+                await events.stop(Request())  # type: ignore[arg-type]
         await here.client.close()
         return shown
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
 import subprocess
 import sys
@@ -63,6 +64,19 @@ def test_the_only_queue_is_the_engines() -> None:
     assert {event.concurrency_limit for event in page.fns.values() if event.queue} <= {None, "default"}
     assert page._queue.default_concurrency_limit is None
     assert page._queue.max_thread_count >= 1000
+
+
+@pytest.mark.slow
+def test_whatever_knows_its_visitor_runs_in_the_event_loop() -> None:
+    """Gradio runs other handlers in threads, where a painting can be neither ended nor given its grace."""
+    handlers = [event.fn for event in ui.create_page("http://127.0.0.1:9").fns.values() if callable(event.fn)]
+    theirs = [each for each in handlers if "request" in inspect.signature(each).parameters]
+    assert len(theirs) >= 9
+    assert [
+        each.__qualname__
+        for each in theirs
+        if not (inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each))
+    ] == []
 
 
 @pytest.mark.slow

@@ -111,15 +111,15 @@ class Creating:
         async for update in resume(self._visitors.of(request.session_hash)):
             yield update
 
-    def stop(self, request: gr.Request) -> None:
+    async def stop(self, request: gr.Request) -> None:
         """End everything of this visitor, and of nobody else."""
         self._visitors.of(request.session_hash).stop()
 
-    def look_back(self, chosen: gr.SelectData, request: gr.Request) -> list[Update]:
+    async def look_back(self, chosen: gr.SelectData, request: gr.Request) -> list[Update]:
         """Show a picture of the gallery again."""
         return _alone(self._visitors.of(request.session_hash).pictures, chosen.index)
 
-    def look_closer(self, chosen: gr.SelectData, request: gr.Request) -> list[Update]:
+    async def look_closer(self, chosen: gr.SelectData, request: gr.Request) -> list[Update]:
         """Show one of the pictures of a request alone."""
         return _alone(self._visitors.of(request.session_hash).batch, chosen.index)
 

@@ -99,12 +99,12 @@ class Experimenting:
             run.board.tidy()
             self._server.files.keep(folder)
 
-    def stop(self, request: gr.Request) -> None:
+    async def stop(self, request: gr.Request) -> None:
         """End what this page paints; what is painted stays."""
         for run in self._runs.get(request.session_hash or "", ()):
             run.stop()
 
-    def leave(self, request: gr.Request) -> None:
+    async def leave(self, request: gr.Request) -> None:
         """The page was closed."""
         for run in self._runs.pop(request.session_hash or "", ()):
             run.stop()

@@ -39,6 +39,7 @@ SILENT_AFTER_S = 10.0  # without a pong for so long it is not ready
 SPARE_AFTER_S = 10.0  # so long an engine has the machine for itself before a spare is made ready
 LOADING_ANSWERS_S = 30.0  # at least so long one that loads is given to answer: libraries keep it from that for seconds
 SPARE_ANSWERS_S = 2.0  # a spare that does not within this time is stuck itself
+SPARE_STARTS_S = 15.0  # unless it is as young as this: it imports its libraries, and nothing else comes sooner
 LINGER_S = 5.0  # so long a process that was killed is waited for: one that hangs in a driver never ends
 USUAL_LOAD_S = 10.0  # where none was measured
 LOAD_TIMES = "load-seconds"
@@ -73,6 +74,7 @@ class EngineClient:
         self._startup_timeout_s = settings.serve.startup_timeout_s
         self._connection: EngineConnection | None = None
         self._spare: EngineConnection | None = None
+        self._spare_since_s = 0.0
         self._has_spare = settings.serve.spare_engine
         self._is_up = False
         self._silent_s = 0.0  # counted while we listen: a loop that stood still heard nothing, and proves nothing
@@ -197,13 +199,14 @@ class EngineClient:
         stands_by = self._stands_by
         spare, self._spare = self._spare, None
         if spare is not None and stands_by:
+            patience_s = max(SPARE_ANSWERS_S, self._spare_since_s + SPARE_STARTS_S - self._now())
             try:
-                async with asyncio.timeout(SPARE_ANSWERS_S):
+                async with asyncio.timeout(patience_s):
                     await spare.ping()
                 return spare
             except (TimeoutError, EngineUnavailable):
                 log.warning("the spare engine does not answer", extra={"engine_pid": spare.pid})
-                spare.abandon(Loss("silence", f"no word for {SPARE_ANSWERS_S:g} s"))
+                spare.abandon(Loss("silence", f"no word for {patience_s:.0f} s"))
         return await EngineConnection.start(self.metrics)
 
     async def _keep_spare(self) -> None:
@@ -217,6 +220,7 @@ class EngineClient:
                 self._spare = None
             try:
                 self._spare = await EngineConnection.start(self.metrics)
+                self._spare_since_s = self._now()
             except OSError as error:
                 log.warning("no spare engine", extra={"reason": str(error)})
 
