@@ -157,7 +157,7 @@ def curve(engine: Engine, group: GroupKey, *, repeats: int, most_rows: int) -> d
     """The cost curve at the native size."""
     with torch.inference_mode():
         measured = measure_cost_curve(
-            engine.model, random_rows(engine.model, group, most_rows), repeats=repeats, most_rows=most_rows
+            engine.model, random_rows(engine.model, group.shape, most_rows), repeats=repeats, most_rows=most_rows
         )
     for point in measured["points"]:
         say(f"{point['rows']:3} rows {point['ms']:9.2f} ms {point['ms_per_row']:8.2f} ms/row")

@@ -33,7 +33,6 @@ from benchmarks.cost_curve import seconds_of_call
 from benchmarks.random_models import NAMES, save_random_model
 from benchmarks.report import RESULTS, head, write
 from diffserve.config import EngineConfig
-from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel, choose_device, load_model
 from diffserve.runtime.kv import PagePlan
 from diffserve.runtime.text.conditioning import (
@@ -100,7 +99,7 @@ def ratio(seconds: dict[str, list[float]], ours: str, theirs: str) -> dict[str, 
 def unet_steps(model: DiffusionModel, ways: dict[str, Conditioner], rows: int, rounds: int) -> dict[str, Any]:
     """One UNet call of ``rows`` rows at the native size, plain and paged; equal rows, told in two ways."""
     width_px, height_px = model.info.good_sizes[0]
-    inputs = random_inputs(model, GroupKey(height_px, width_px, model.text.window_tokens), rows)
+    inputs = random_inputs(model, (height_px, width_px, model.text.window_tokens), rows)
     embeddings = inputs.pop("contexts")
     told = {name: way.of_embeddings(embeddings) for name, way in ways.items()}
 
@@ -139,7 +138,7 @@ def lengths(model: DiffusionModel, way: PagedConditioner, rows: int, rounds: int
     """``rows`` rows of one window and as many of two: in one call behind a mask, and in a call for each length."""
     width_px, height_px = model.info.good_sizes[0]
     size = {"width_px": width_px, "height_px": height_px}
-    inputs = random_inputs(model, GroupKey(height_px, width_px, 1), 2 * rows)
+    inputs = random_inputs(model, (height_px, width_px, 1), 2 * rows)
     del inputs["contexts"]
     held = [way.condition(text, None, **size) for text in (START, f"{START} BREAK {START}")]
     rows_of = [[ToldRow(one, False)] * rows for one in held]

@@ -79,6 +79,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                            torch's own number and fewer
     offload                where the weights of every model rest while their layer does not run: "none": on the device;
                            "cpu": in main memory; "disk": in their files; "auto": on the device as far as it has room
+    compile                "off": the UNet as it is; "warm": compiled for shapes that ``diffserve warm`` was run for;
+                           "background": for every shape that is painted, by a process of low priority
     cache_dir              where costs and digests are kept between two starts (see :mod:`diffserve.disk_cache`);
                            "auto": the user's cache folder; "": nowhere
     """
@@ -95,6 +97,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_pool_bytes: int | None = None
     threads: int | None = None
     offload: str = "none"
+    compile: Literal["off", "warm", "background"] = "warm"
     cache_dir: str = "auto"
 
     def __post_init__(self) -> None:

@@ -303,6 +303,24 @@ def doctor(
     return run(load_settings(model=model, config=config, flags=_placement(device, dtype, offload)), gpu)
 
 
+@app.command()
+def warm(
+    model: ModelOption = None,
+    config: ConfigOption = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(help="WIDTHxHEIGHT to compile for, perhaps several times; else the model's own.", metavar="SIZE"),
+    ] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+) -> int:
+    """Compile the UNet ahead, a minute for each number of rows; kept on disk and used from then on where faster."""
+    from diffserve.cli.warm import run
+    from diffserve.config import load_settings
+
+    return run(load_settings(model=model, config=config, flags=_placement(device, dtype, None)), size or [])
+
+
 def _placement(device: str | None, dtype: str | None, offload: str | None) -> dict[str, Flag]:
     """Where a model runs, how precisely, and where its weights rest, as options of the command line."""
     from diffserve.config import Flag

@@ -21,7 +21,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def row_arguments(kind: str, num_rows: int, context: int) -> dict[str, torch.Tensor]:
+def row_arguments(kind: str, num_rows: int, context: int) -> dict[str, Any]:
     """Random conditions for ``num_rows`` rows of a UNet of ``kind``."""
     arguments = {"contexts": randn(num_rows, 77, context, seed=1)}
     if kind == "sdxl":

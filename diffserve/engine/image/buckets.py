@@ -64,6 +64,10 @@ class CostCurve:
         nearest = min(self._seconds, key=lambda size: abs(size - num_rows))
         return self._seconds[nearest] * (0.5 + 0.5 * num_rows / nearest)
 
+    def cost(self, num_rows: int) -> float:
+        """The estimate for all calls that ``num_rows`` rows take."""
+        return sum(self.seconds(bucket) for _, _, bucket in self.calls(num_rows))
+
     def cover(self, num_rows: int, most: int = NO_LIMIT) -> tuple[int, ...]:
         """Bucket sizes, largest first, that hold ``num_rows`` rows at the least cost (dynamic programme over rows).
 

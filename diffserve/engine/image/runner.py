@@ -81,22 +81,26 @@ class ImageRunner:
         self.conditioner.check_integrity(sum(task.state is not None for task in in_flight))
 
     @torch.inference_mode()
+    def group_of_short_prompts(self, width_px: int, height_px: int) -> GroupKey:
+        """Where most images of this size are painted."""
+        conditioning = self.conditioner.condition("a", "", width_px=width_px, height_px=height_px)
+        num_tokens = conditioning.num_tokens
+        conditioning.close()
+        return GroupKey(height_px, width_px, num_tokens)
+
+    @torch.inference_mode()
     def warm_up(self, sizes: Sequence[tuple[int, int]]) -> None:
         """Know the group of short prompts at the first of ``sizes`` (width, height), and want to know the others'.
 
         Encodes a text and decodes a latent once, and finds out on how many threads to begin.
         """
-        width_px, height_px = sizes[0]
-        conditioning = self.conditioner.condition("a", "", width_px=width_px, height_px=height_px)
-        num_tokens = conditioning.num_tokens
-        conditioning.close()
-        native, *others = (GroupKey(height_px, width_px, num_tokens) for width_px, height_px in sizes)
+        native, *others = (self.group_of_short_prompts(*size) for size in sizes)
         self.groups.learn(native)
-        self.groups.choose_threads(native)
+        self.groups.choose_threads(self.groups.best(native))
         for group in others:
             self.groups.known(group)  # else it is measured when there is time
         info = self.model.info
-        cells = (height_px // info.vae_factor, width_px // info.vae_factor)
+        cells = (native.height_px // info.vae_factor, native.width_px // info.vae_factor)
         self._picture(torch.zeros((info.latent_channels, *cells)))
 
     @torch.inference_mode()
@@ -119,7 +123,7 @@ class ImageRunner:
             return
         started_s = self.clock()
         try:
-            group = self._with_room(lambda: self._preparer.prepare(task))
+            group = self.groups.best(self._with_room(lambda: self._preparer.prepare(task)))
             outcome.prepare_s[task] = self.clock() - started_s
             self.groups.known(group)  # else it is measured when there is time
             outcome.groups[task] = group

@@ -12,6 +12,7 @@ import torch
 from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.buckets import CostCurve
+from diffserve.engine.image.compiled_groups import CLOSE, CompiledGroups, is_worth, prove
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.device_health import raise_if_sticky
@@ -33,7 +34,7 @@ from diffserve.runtime.unet.batch_invariance import (
     study,
     timed,
 )
-from diffserve.runtime.unet.random_rows import random_rows
+from diffserve.runtime.unet.random_rows import random_call, random_rows
 
 MOST_ROWS_CPU = 16
 MOST_ROWS_DEVICE = 32
@@ -86,6 +87,7 @@ class Groups:
         self.most_rows = config.max_rows or (MOST_ROWS_CPU if self.on_cpu else MOST_ROWS_DEVICE)
         self.has_fixed_cap = config.max_rows is not None
         self._disk = FactsOnDisk(DiskCache.at(config.cache_dir), self._circumstances(config))
+        self.compiled = CompiledGroups(model, config)
         self._known: OrderedDict[GroupKey, Known] = OrderedDict()
         self._wanted: OrderedDict[GroupKey, Study | None] = OrderedDict()
         width_px, height_px = model.info.good_sizes[0]
@@ -121,6 +123,22 @@ class Groups:
             logger.warning("a shape could not be measured: %s", type(error).__name__, exc_info=error)
             del self._wanted[group]
         return True
+
+    def best(self, group: GroupKey) -> GroupKey:
+        """Where newcomers to ``group`` are painted: by compiled calls once these are there, proven, and faster."""
+        compiled = group._replace(is_compiled=True)
+        if self.compiled.is_new(compiled):
+            found = self._load(compiled)
+            facts = self._facts(repr(tuple(compiled))) if found else None
+            if facts is not None and set(facts.buckets) <= set(found):
+                self._take(compiled, facts)
+            elif found:
+                self._wanted[compiled] = None
+        return compiled if self.compiled.is_proven(compiled) else group
+
+    def sizes_to_compile(self, group: GroupKey) -> tuple[int, ...]:
+        """Numbers of rows for which a package is worth its while."""
+        return (SOLO,) if self._is_large(group) else sizes_to_check(self.most_rows)
 
     def choose_threads(self, group: GroupKey) -> None:
         """Find out with calls of ``group`` on how many threads to begin; a few calls on a CPU, else none."""
@@ -158,8 +176,21 @@ class Groups:
             if len(self._known) > GROUPS_KEPT:
                 forgotten, _ = self._known.popitem(last=False)
                 self._wanted.pop(forgotten, None)
+                self.compiled.forget(forgotten)
         self._known.move_to_end(group)
         return self._known[group]
+
+    def _load(self, group: GroupKey) -> tuple[int, ...]:
+        """Sizes of compiled calls of ``group`` that there are."""
+        return self.compiled.load(
+            group,
+            lambda: random_call(self.model, group.shape, 1, self.conditioner).kind,
+            self.sizes_to_compile(group),
+        )
+
+    def _take(self, group: GroupKey, facts: GroupFacts) -> None:
+        self._known[group] = Known(CostCurve.of(facts, is_exact=True), facts.counts)
+        self.compiled.take(group)
 
     def _read(self, group: GroupKey) -> Known | None:
         """What the disk says, or what is settled without measuring."""
@@ -191,12 +222,29 @@ class Groups:
         return self.threads.counts[:1] if self.is_deterministic else self.threads.counts
 
     def _begin(self, group: GroupKey) -> Study:
+        if group.is_compiled:
+            plain = group._replace(is_compiled=False)
+            return prove(
+                self._try(plain),
+                self._try(group),
+                self._load(group),
+                counts=self.threads.counts,
+                closeness=CLOSE[self.model.dtype],
+                curve=self.known(plain).curve,
+                is_exact=self.is_deterministic,
+            )
         reference = self._reference_of(group) if self.is_deterministic else None
         sizes = sizes_to_check(self.most_rows)
         return study(self._try(group), sizes, reference=reference, counts=self.threads.counts)
 
     def _settle(self, group: GroupKey, facts: GroupFacts) -> None:
         del self._wanted[group]
+        if group.is_compiled:
+            network = self.known(group._replace(is_compiled=False)).curve
+            if is_worth(group, facts, network, self.sizes_to_compile(group)):
+                self._take(group, facts)
+                self._disk.write(repr(tuple(group)), facts)
+            return
         self._known[group] = Known(CostCurve.of(facts, is_exact=self.is_deterministic), facts.counts)
         if facts.is_complete:
             self._disk.write(repr(tuple(group)), facts)
@@ -206,7 +254,8 @@ class Groups:
         num_rows = max(self.most_rows, SHARED)
 
         def attempt(rows: range, num_threads: int) -> Trial:
-            predict = random_rows(self.model, group, num_rows, self.conditioner, rows)
+            compiled = self.compiled.of(group)
+            predict = random_rows(self.model, group.shape, num_rows, self.conditioner, rows, compiled)
             with self.threads.using(num_threads):
                 return timed(predict)(rows, num_threads)
 

@@ -21,14 +21,21 @@ PAINT_FROM = 128
 
 
 class GroupKey(NamedTuple):
-    """Rows that may share a UNet call: equal picture size and equal number of context tokens.
+    """Rows that may share a UNet call: equal picture size, equal number of context tokens, the same way of computing.
 
-    Where texts of different lengths share calls, ``num_tokens`` is that of one window for all of them.
+    Where texts of different lengths share calls, ``num_tokens`` is that of one window for all of them. A picture is
+    painted by compiled calls from its first step to its last, or by none: they round differently.
     """
 
     height_px: int
     width_px: int
     num_tokens: int
+    is_compiled: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Height and width of the picture in pixels, tokens of the text."""
+        return self[:3]
 
 
 class PaintSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, dict=True):

@@ -114,6 +114,7 @@ class UNetCaller:
                 pooled=told.pooled,
                 time_ids=told.time_ids,
                 extra=told.extra,
+                compiled=self.groups.compiled.of(group),
             )
             ended_s = time.perf_counter()
         if batch.x.device.type == "cpu":

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from diffserve.runtime.model import DiffusionModel
 from diffserve.runtime.text.conditioning import Conditioner, PlainConditioner
+from diffserve.runtime.unet.call import Call, Compiled
 from diffserve.runtime.unet.cross_attention import KeysValues
 
 Shape = tuple[int, int, int]
 """Height and width of the picture in pixels, tokens of the text."""
 
 
-def random_inputs(model: DiffusionModel, shape: Shape, num_rows: int, chosen: range | None = None) -> dict[str, Tensor]:
+def random_inputs(model: DiffusionModel, shape: Shape, num_rows: int, chosen: range | None = None) -> dict[str, Any]:
     """Arguments of ``UNetRunner.predict`` for random rows of ``shape``; the same numbers every time.
 
     ``contexts`` are embeddings (R, tokens, dim). ``chosen``: which of the rows are wanted on the device; all else.
@@ -48,11 +50,12 @@ def random_rows(
     num_rows: int,
     conditioner: Conditioner | None = None,
     chosen_rows: range | None = None,
+    compiled: Compiled | None = None,
 ) -> Callable[[range], Tensor]:
     """The real UNet of ``model`` on ``num_rows`` random rows of ``shape``.
 
     ``conditioner`` makes of their embeddings what the UNet is told; without one it is told the embeddings. With
-    ``chosen_rows`` only those are brought to the device, and may be asked for.
+    ``chosen_rows`` only those are brought to the device, and may be asked for. ``compiled`` makes the calls it can.
     """
     kept = chosen_rows or range(num_rows)
     place = {row: index for index, row in enumerate(kept)}
@@ -63,6 +66,13 @@ def random_rows(
         index = torch.tensor([place[row] for row in rows], device=model.device)
         chosen = {name: value.index_select(0, index) for name, value in inputs.items()}
         told = contexts.select(index) if isinstance(contexts, KeysValues) else contexts.index_select(0, index)
-        return model.unet.predict(contexts=told, **chosen).cpu()
+        return model.unet.predict(contexts=told, compiled=compiled, **chosen).cpu()
 
     return predict
+
+
+def random_call(model: DiffusionModel, shape: Shape, num_rows: int, conditioner: Conditioner | None = None) -> Call:
+    """A call of the UNet with ``num_rows`` random rows of ``shape``."""
+    inputs = random_inputs(model, shape, num_rows)
+    contexts = (conditioner or PlainConditioner(model)).of_embeddings(inputs.pop("contexts"))
+    return model.unet.call(contexts=contexts, **inputs)

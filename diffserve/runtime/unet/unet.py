@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diffserve.runtime.unet.call import Call, Compiled
 from diffserve.runtime.unet.cross_attention import Contexts, CrossAttention
 
 
@@ -72,6 +73,7 @@ class UNetRunner:
         pooled: torch.Tensor | None = None,
         time_ids: torch.Tensor | None = None,
         extra: torch.Tensor | None = None,
+        compiled: Compiled | None = None,
     ) -> torch.Tensor:
         """The network's output (R, C, h, w) in float32, in whatever prediction type it was trained for.
 
@@ -80,7 +82,32 @@ class UNetRunner:
         contexts     embeddings (R, tokens, dim), or the ``KeysValues`` that ``cross_attention`` made of them
         pooled       (R, P), time_ids (R, 6): SDXL only, and needed there
         extra        (R, extra_channels, h, w): inpainting UNets only, and needed there
+        compiled     makes the call where it can; the network itself does else
         """
+        call = self.call(model_input, timesteps, contexts, pooled=pooled, time_ids=time_ids, extra=extra)
+        output = compiled(call) if compiled else None
+        if output is None:
+            output = self.network(
+                call.sample,
+                call.timesteps,
+                encoder_hidden_states=call.contexts,
+                added_cond_kwargs=call.added,
+                return_dict=False,
+            )[0]
+        made: torch.Tensor = output.float()
+        return made
+
+    def call(
+        self,
+        model_input: torch.Tensor,
+        timesteps: torch.Tensor,
+        contexts: Contexts,
+        *,
+        pooled: torch.Tensor | None = None,
+        time_ids: torch.Tensor | None = None,
+        extra: torch.Tensor | None = None,
+    ) -> Call:
+        """The arguments of :meth:`predict` as the network takes them. ValueError where one is missing."""
         added = None
         if self.has_size_conditioning:
             if pooled is None or time_ids is None:
@@ -93,11 +120,4 @@ class UNetRunner:
         sample = model_input.to(self.device)
         if extra is not None:
             sample = torch.cat([sample, extra.to(self.device)], dim=1)
-        output: torch.Tensor = self.network(
-            sample.to(self.dtype),
-            timesteps.to(self.device, torch.float32),
-            encoder_hidden_states=contexts,
-            added_cond_kwargs=added,
-            return_dict=False,
-        )[0]
-        return output.float()
+        return Call(sample.to(self.dtype), timesteps.to(self.device, torch.float32), contexts, added)

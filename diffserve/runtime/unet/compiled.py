@@ -1,0 +1,230 @@
+"""UNet calls compiled ahead of time, one package for each shape: by AOTInductor, kept on disk, loaded within moments.
+
+A package is code for one number of rows, canvas and text length. Where the weights are small they are baked into it
+(Inductor packs them for the processor); otherwise it uses those of the loaded network, so that all packages of a model
+share one copy, and all models of one architecture share the packages. Nothing is traced, guarded or compiled while
+pictures are painted: a shape without a package goes the eager way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Any, Final
+
+import diffusers
+import torch
+from torch import Tensor, nn
+
+from diffserve.disk_cache import DiskCache
+from diffserve.errors import ConfigError
+from diffserve.runtime.device_health import raise_if_sticky
+from diffserve.runtime.precision import TORCH_DTYPES, hardware_name, tensor_bytes
+from diffserve.runtime.unet.call import Call, Kind
+from diffserve.runtime.unet.cross_attention import KeysValues, Pair
+
+if TYPE_CHECKING:
+    from diffserve.runtime.model import DiffusionModel
+
+FOLDER: Final = "compiled"
+FORMAT: Final = 1
+MOST_PACKAGES: Final = 256
+"""Of all models together; the longest unused go first."""
+
+MOST_BAKED_BYTES: Final = 1 << 27
+"""Of a network: every package of it holds its weights once more, on disk and in memory."""
+
+
+logger = logging.getLogger(__name__)
+
+
+class FlatUNet(nn.Module):
+    """``network`` with tensors for arguments: those of ``call`` by number and order, their values aside."""
+
+    def __init__(self, network: Any, call: Call) -> None:
+        super().__init__()
+        self.network = network
+        self._added = tuple(call.added or ())
+        self._is_paged = isinstance(call.contexts, KeysValues)
+
+    def forward(self, sample: Tensor, timesteps: Tensor, *rest: Tensor) -> Tensor:
+        """(R, C, h, w) in the network's dtype."""
+        added = dict(zip(self._added, rest, strict=False)) or None
+        texts = rest[len(self._added) :]
+        pairs = tuple(Pair(*texts[at : at + 2]) for at in range(0, len(texts), 2)) if self._is_paged else ()
+        output: Tensor = self.network(
+            sample,
+            timesteps,
+            encoder_hidden_states=KeysValues(pairs) if self._is_paged else texts[0],
+            added_cond_kwargs=added,
+            return_dict=False,
+        )[0]
+        return output
+
+
+class Packages:
+    """The packages of ``model``'s UNet on this machine, under ``cache``.
+
+    reason    why there can be none, ``None`` where there can
+    is_baked  whether a package holds the weights
+    """
+
+    def __init__(self, model: DiffusionModel, cache: DiskCache) -> None:
+        self._network = model.unet.network
+        self._device = model.device
+        self._folder = None if cache.folder is None else cache.folder / FOLDER
+        self.reason = _reason(model, self._folder)
+        num_bytes = sum(map(tensor_bytes, self._network.parameters()))
+        self.is_baked = model.device.type == "cpu" and num_bytes <= MOST_BAKED_BYTES
+        self._name = "" if self.reason else _circumstances(model, self.is_baked)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is none, of any model."""
+        return bool(self.reason) or self._folder is None or not self._folder.is_dir()
+
+    def path(self, kind: Kind | None, num_rows: int) -> Path | None:
+        """Where the package for ``num_rows`` rows lies or would lie; ``None`` where there can be none."""
+        if self.reason or self._folder is None or kind is None:
+            return None
+        key = f"{FORMAT} {self._name} {kind} {num_rows}"
+        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()}.pt2"
+
+    def compile(self, call: Call) -> Path:
+        """Compile for calls like ``call`` unless that is done. Takes a minute; needs a C++ compiler.
+
+        Raises what Inductor raises, ConfigError where there can be no package, and OSError of a full disk.
+        """
+        path = self.path(call.kind, len(call.sample))
+        if path is None or self._folder is None:
+            raise ConfigError(f"{self.reason or 'texts of different lengths share this call'}.", param="compile")
+        if path.is_file():
+            return path
+        from torch._inductor import aoti_compile_and_package
+
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        options: dict[str, Any] = {"cpp.dynamic_threads": True}  # as many as the engine sets when it calls
+        options |= {"freezing": True} if self.is_baked else {"aot_inductor.package_constants_in_so": False}
+        part = Path(mkdtemp(dir=self._folder, prefix=".")) / "part.pt2"
+        try:
+            with torch.no_grad():
+                program = torch.export.export(FlatUNet(self._network, call).eval(), tuple(_contiguous(call)))
+                aoti_compile_and_package(program, package_path=str(part), inductor_configs=options)
+            os.replace(part, path)
+        finally:
+            shutil.rmtree(part.parent, ignore_errors=True)
+        _forget_oldest(self._folder)
+        return path
+
+    def load(self, path: Path) -> Package:
+        """The package at ``path``, ready to be called. RuntimeError where it is damaged."""
+        package = Package(path, self._device)
+        if not self.is_baked:
+            package.use_weights(self._network)
+        os.utime(path)  # used: it is among the last to go
+        return package
+
+
+class Package:
+    """One compiled call. Its arguments must have the shapes that it was compiled for; nobody checks."""
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        from torch._C._aoti import AOTIModelPackageLoader  # past torch._inductor, whose import takes seconds
+
+        index = -1 if device.type == "cpu" else device.index or 0
+        self._loader = AOTIModelPackageLoader(str(path), "model", False, 1, index)
+
+    def use_weights(self, network: nn.Module) -> None:
+        """Compute with the weights of ``network``, where they are."""
+        held = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+        wanted = {name: held[name.removeprefix("network.")].data for name in self._loader.get_constant_fqns()}
+        self._loader.load_constants(wanted, False, True, True)
+
+    def __call__(self, call: Call) -> Tensor:
+        """(R, C, h, w) in the network's dtype."""
+        output: Tensor = self._loader.boxed_run(_contiguous(call))[0]
+        return output
+
+
+class CompiledUNet:
+    """The packages in use."""
+
+    def __init__(self, packages: Packages) -> None:
+        self.packages = packages
+        self._loaded: dict[tuple[Kind, int], Package] = {}
+
+    def load(self, kind: Kind | None, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Take the packages for ``kind`` into use; those of ``sizes`` for which there is one."""
+        found = []
+        for num_rows in sizes:
+            path = self.packages.path(kind, num_rows)
+            if kind is None or path is None:
+                break
+            if (kind, num_rows) not in self._loaded and path.is_file():
+                try:
+                    self._loaded[kind, num_rows] = self.packages.load(path)
+                except (OSError, RuntimeError) as error:
+                    self._distrust(error)
+                    path.unlink(missing_ok=True)
+            if (kind, num_rows) in self._loaded:
+                found.append(num_rows)
+        return tuple(found)
+
+    def run(self, call: Call) -> Tensor | None:
+        """(R, C, h, w) in the network's dtype; ``None`` where there is no package, or it failed: never again then."""
+        if not self._loaded or (kind := call.kind) is None:
+            return None
+        package = self._loaded.get((kind, len(call.sample)))
+        if package is None:
+            return None
+        try:
+            return package(call)
+        except RuntimeError as error:
+            raise_if_sticky(error)
+            self._distrust(error)
+            del self._loaded[kind, len(call.sample)]
+            return None
+
+    def _distrust(self, error: Exception) -> None:
+        logger.warning("a compiled call failed, so it is made without: %s", str(error).partition("\n")[0])
+
+
+def _contiguous(call: Call) -> list[Tensor]:
+    """What a package was compiled for, and does not check."""
+    return [tensor.contiguous() for tensor in call.tensors]
+
+
+def _reason(model: DiffusionModel, folder: Path | None) -> str | None:
+    if folder is None:
+        return "packages are kept in the cache folder, and engine.cache_dir is empty"
+    if model.choice.dtype not in TORCH_DTYPES:
+        return f"weights of {model.choice.dtype} are not compiled; choose one of {', '.join(TORCH_DTYPES)}"
+    if model.choice.offload != "none":
+        return f"weights that rest elsewhere (offload is {model.choice.offload}) are not compiled"
+    if model.device.type not in ("cpu", "cuda"):
+        return f"nothing is compiled for {model.device.type}"
+    return None
+
+
+def _circumstances(model: DiffusionModel, is_baked: bool) -> str:
+    """All that a package depends on, but the shapes."""
+    network = model.unet.network
+    config = json.dumps({key: value for key, value in network.config.items() if key[0] != "_"}, default=str)
+    weights = model.digest if is_baked else ""
+    made_of = sorted({type(module).__name__ for module in network.modules()})
+    machine = f"{hardware_name(model.device)} torch {torch.__version__} cuda {torch.version.cuda}"
+    machine += f" diffusers {diffusers.__version__}"
+    return f"{weights} {model.choice.dtype} {config} {made_of} {machine}"
+
+
+def _forget_oldest(folder: Path) -> None:
+    """Keep the ``MOST_PACKAGES`` last used; what another process removes meanwhile is gone all the same."""
+    found: Sequence[os.DirEntry[str]] = [entry for entry in os.scandir(folder) if entry.name.endswith(".pt2")]
+    for entry in sorted(found, key=lambda entry: entry.stat().st_mtime)[: max(0, len(found) - MOST_PACKAGES)]:
+        Path(entry.path).unlink(missing_ok=True)

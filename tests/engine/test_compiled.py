@@ -1,0 +1,269 @@
+"""Compiled calls: made ahead, proven before they are used, taken up between two pictures and never within one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from diffserve.config import EngineConfig
+from diffserve.disk_cache import DiskCache
+from diffserve.engine import Engine
+from diffserve.engine.image.buckets import CostCurve
+from diffserve.engine.image.compiled_groups import is_worth, prove
+from diffserve.engine.image.compiling import BackgroundCompiler
+from diffserve.engine.image.task import GroupKey
+from diffserve.runtime import DiffusionModel, load_model
+from diffserve.runtime.loading.library_imports import import_quietly
+from diffserve.runtime.unet.batch_invariance import GroupFacts, Trial, Try, end_of
+from diffserve.runtime.unet.compiled import CompiledUNet, Packages
+from diffserve.types import GenerationRequest, Painted
+from tests.engine.pipelines import asked
+from tests.service.server import START_S
+
+SIZES = (1, 2)
+PLAIN, COMPILED = GroupKey(64, 64, 77), GroupKey(64, 64, 77, is_compiled=True)
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def directory(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose UNet is as small as one with cross-attention can be, for it is compiled."""
+    made = tmp_path_factory.mktemp("compiled") / "model"
+    shutil.copytree(tiny_model("sd15"), made)
+    torch.manual_seed(0)
+    network = import_quietly("diffusers", "UNet2DConditionModel")(
+        layers_per_block=1,
+        sample_size=8,
+        cross_attention_dim=64,
+        norm_num_groups=32,
+        block_out_channels=(32,),
+        down_block_types=("CrossAttnDownBlock2D",),
+        up_block_types=("CrossAttnUpBlock2D",),
+        attention_head_dim=8,
+    )
+    shutil.rmtree(made / "unet")
+    network.eval().save_pretrained(str(made / "unet"))
+    return made
+
+
+@pytest.fixture(scope="module")
+def warmed(directory: Path) -> tuple[Path, str]:
+    """The cache folder after ``diffserve warm`` for one and two rows, and what that printed."""
+    cache = directory.parent / "cache"
+    config = directory.parent / "warm.toml"
+    config.write_text(
+        f'[model]\npath = "{directory}"\ndtype = "float32"\nprobe = false\n'
+        f'[engine]\nmax_rows = 2\ncache_dir = "{cache}"\n'
+    )
+    command = [sys.executable, "-m", "diffserve", "warm", "--config", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_S)
+    assert done.returncode in (0, 1), done.stderr
+    return cache, done.stdout
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> DiffusionModel:
+    return load_model(directory, dtype="float32", device="cpu")
+
+
+def engine_of(model: DiffusionModel, cache: Path | str, **config: Any) -> Engine:
+    return Engine(model, EngineConfig(**{"max_rows": 2, "cache_dir": str(cache), **config}))
+
+
+def study_all(engine: Engine) -> None:
+    while engine.study():
+        pass
+
+
+def picture(number: int, num_steps: int = 3, **fields: Any) -> GenerationRequest:
+    return asked("sd15", "ddim", seed=number, num_steps=num_steps, **fields)
+
+
+def pixels(engine: Engine, *requests: GenerationRequest) -> list[np.ndarray[Any, Any]]:
+    return [np.asarray(result.image) for result in engine.generate(list(requests))]
+
+
+@slow
+def test_warm_compiles_every_size_once_and_says_what_it_saves(warmed: tuple[Path, str]) -> None:
+    cache, told = warmed
+    assert len(list((cache / "compiled").iterdir())) == len(SIZES)
+    assert "64x64: " in told
+    assert [line.split()[0] for line in told.splitlines()[-2:]] == ["1", "2"]
+
+
+@slow
+def test_what_was_compiled_paints_the_same_pictures_alone_and_in_company_without_the_network(
+    model: DiffusionModel, warmed: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("diffserve.engine.image.compiled_groups.LEAST_SAVED", -math.inf)
+    engine = engine_of(model, shutil.copytree(warmed[0], tmp_path / "cache"))
+    engine.warm_up()
+    study_all(engine)
+    requests = [picture(number, num_steps=2 + number) for number in range(4)]
+    wanted = pixels(engine_of(model, "", compile="off"), *requests)
+    monkeypatch.setattr(type(model.unet.network), "forward", None)  # nobody asks the network
+    together = pixels(engine, *requests)
+    alone = [pixels(engine, request)[0] for request in requests]
+    for one, other, plain in zip(together, alone, wanted, strict=True):
+        assert np.array_equal(one, other)
+        assert np.abs(one.astype(int) - plain.astype(int)).max() <= 1
+    assert COMPILED in engine.buckets
+    assert "torch._dynamo" not in sys.modules or not torch._dynamo.utils.counters["frames"]
+    again = engine_of(model, tmp_path / "cache")  # proven is proven: no study
+    assert np.array_equal(pixels(again, requests[0])[0], together[0])
+
+
+@slow
+def test_a_picture_is_painted_one_way_from_its_first_step_to_its_last(
+    model: DiffusionModel, warmed: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("diffserve.engine.image.compiled_groups.LEAST_SAVED", -math.inf)
+    cache = shutil.copytree(warmed[0], tmp_path / "cache")
+    shutil.rmtree(cache / "shapes")  # where it says that they are proven
+    engine = engine_of(model, cache)
+    before, after = picture(1, num_steps=12), picture(2, num_steps=12)
+    engine.submit(before)
+    for _ in range(3):
+        engine.tick()
+    study_all(engine)
+    engine.submit(after)
+    painted: dict[str, Any] = {}
+    while engine.has_work:
+        painted |= {event.request_id: event.result.latents for event in engine.tick() if isinstance(event, Painted)}
+    network = engine_of(model, "", compile="off")
+    plain = {number: latents_of(network, picture(number, num_steps=12)) for number in (1, 2)}
+    assert np.array_equal(painted[before.request_id], plain[1])
+    assert not np.array_equal(painted[after.request_id], plain[2])
+    assert np.array_equal(painted[after.request_id], latents_of(engine, picture(2, num_steps=12)))
+
+
+def latents_of(engine: Engine, request: GenerationRequest) -> Any:
+    return engine.generate(request)[0].latents
+
+
+@slow
+def test_damaged_packages_and_those_that_compute_something_else_are_not_used(
+    model: DiffusionModel,
+    warmed: tuple[Path, str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("diffserve.engine.image.compiled_groups.LEAST_SAVED", -math.inf)
+    plain = pixels(engine_of(model, "", compile="off"), picture(1))[0]
+    other = shutil.copytree(warmed[0], tmp_path / "other")
+    shutil.rmtree(other / "shapes")
+    honest = CompiledUNet.run
+    monkeypatch.setattr(CompiledUNet, "run", lambda self, call: None if (o := honest(self, call)) is None else 1.1 * o)
+    engine = engine_of(model, other)
+    engine.warm_up()
+    study_all(engine)
+    assert np.array_equal(pixels(engine, picture(1))[0], plain)
+    assert COMPILED not in engine.buckets
+    monkeypatch.setattr(CompiledUNet, "run", honest)
+    for package in (other / "compiled").iterdir():
+        package.write_bytes(package.read_bytes()[: package.stat().st_size // 2])
+    with caplog.at_level(logging.WARNING):
+        engine = engine_of(model, other)
+        engine.warm_up()
+        study_all(engine)
+        assert np.array_equal(pixels(engine, picture(1))[0], plain)
+    assert "a compiled call failed" in caplog.text
+    assert not list((other / "compiled").iterdir())
+
+
+@slow
+def test_an_engine_finds_what_was_compiled_beside_it(
+    model: DiffusionModel, warmed: tuple[Path, str], tmp_path: Path
+) -> None:
+    cache = shutil.copytree(warmed[0], tmp_path / "cache")
+    compiler = BackgroundCompiler(model, EngineConfig(cache_dir=str(cache)))
+    compiler._order["path"] = str(warmed[0].parent / "model")
+    compiler.want((64, 64, 77), SIZES)
+    assert compiler.poll() is None
+    until_s = time.monotonic() + START_S
+    while (done := compiler.poll()) is None and time.monotonic() < until_s:
+        time.sleep(0.1)
+    assert done == (64, 64, 77)
+    compiler.close()
+
+
+@slow
+def test_the_compiler_beside_an_engine_ends_with_it(warmed: tuple[Path, str]) -> None:
+    order = {"path": str(warmed[0].parent / "model"), "dtype": "float32", "device": "cpu", "cross_attention": "paged"}
+    child = subprocess.Popen(
+        [sys.executable, "-m", "diffserve.engine.image.compiling"],
+        stdin=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert child.stdin is not None
+    child.stdin.write(json.dumps({**order, "cache_dir": "", "shape": [64, 64, 77], "sizes": [1]}) + "\n")
+    child.stdin.close()
+    assert child.wait(START_S) != 0
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"), [({"cache_dir": ""}, "cache_dir is empty"), ({"cache_dir": "x"}, "int8 are not compiled")]
+)
+def test_why_nothing_can_be_compiled_is_said(
+    make_engine: Callable[..., Engine], config: dict[str, str], reason: str
+) -> None:
+    loaded = make_engine(cache_dir="").model
+    in_int8 = replace(loaded, choice=replace(loaded.choice, dtype="int8"))
+    packages = Packages(in_int8 if "int8" in reason else loaded, DiskCache.at(config["cache_dir"]))
+    assert packages.reason is not None
+    assert reason in packages.reason
+    assert packages.path(((1,),), 1) is None
+
+
+def trial(scale: float, wall_s: float, odd_size: int = 0) -> Try:
+    """Calls whose rows are their numbers; in calls of ``odd_size`` rows they are another thing."""
+
+    def attempt(rows: range, _num_threads: int) -> Trial:
+        output = scale * (1.0 + torch.arange(max(rows) + 1)[list(rows)].float().view(-1, 1, 1, 1))
+        return Trial(output + 1e-4 * (len(rows) == odd_size), wall_s * len(rows))
+
+    return attempt
+
+
+def proven(compiled: Try, sizes: tuple[int, ...] = (1, 2, 4)) -> tuple[GroupFacts, CostCurve]:
+    curve = CostCurve(sizes)
+    going = prove(trial(1.0, 1.0), compiled, sizes, counts=(1,), closeness=1e-3, curve=curve, is_exact=True)
+    return end_of(going), curve
+
+
+def test_compiled_calls_are_timed_in_pairs_and_used_where_they_save_something() -> None:
+    facts, curve = proven(trial(1.0, 0.5))
+    assert facts.buckets == (1, 2, 4)
+    assert facts.seconds == {1: 0.5, 2: 1.0, 4: 2.0}
+    assert is_worth(COMPILED, facts, curve, (1, 2, 4))
+    slower, curve = proven(trial(1.0, 0.99))
+    assert not is_worth(COMPILED, slower, curve, (1, 2, 4))
+
+
+def test_a_size_whose_rows_differ_is_left_out() -> None:
+    facts, _ = proven(trial(1.0, 0.5, odd_size=2))
+    assert facts.buckets == (1, 4)
+    facts, _ = proven(trial(1.0, 0.5, odd_size=1))
+    assert facts.buckets == (2, 4)
+
+
+def test_what_computes_something_else_is_refused() -> None:
+    with pytest.raises(ArithmeticError, match=r"compiled call of 1 rows is 0\.1 off"):
+        proven(trial(1.1, 0.5))
+    with pytest.raises(ArithmeticError):
+        proven(trial(math.nan, 0.5))
