@@ -32,7 +32,7 @@ from diffserve.types import ModelProfile
 from schedulers import SPACINGS, resolve_sampler
 
 PROFILES = ("embedded", "embedded-turbo", "sd15", "sdxl")
-DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int8_dynamic", "float8")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int8_dynamic", "int8_static", "float8")
 TEXT_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4")
 DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp8": "float8"}
 OFFLOADS = ("none", "auto", "cpu", "disk")

@@ -57,7 +57,8 @@ ConfigOption = Annotated[
 ]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:0 or mps.")]
 DtypeOption = Annotated[
-    str | None, typer.Option("--dtype", help="auto, float32, bfloat16, float16, int8, int8_dynamic or float8.")
+    str | None,
+    typer.Option("--dtype", help="auto, float32, bfloat16, float16, int8, int8_dynamic, int8_static or float8."),
 ]
 OffloadOption = Annotated[
     str | None, typer.Option("--offload", help="Where weights rest between uses: none, auto, cpu or disk.")

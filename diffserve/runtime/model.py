@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError, ModelNotFound
 from diffserve.fewest_steps import FewestSteps, read_fewest_steps
+from diffserve.runtime.calibration import CALIBRATION_EDITION, kept_or_measured, measure_ranges, prompts_of
 from diffserve.runtime.loading.adapter import load_adapted, read_adapter
 from diffserve.runtime.loading.checkpoint import digest_files, refuse_pickle
 from diffserve.runtime.loading.directory import load_directory
@@ -24,8 +25,8 @@ from diffserve.runtime.loading.formulation import noise_schedule
 from diffserve.runtime.loading.plausibility import Plausibility, judge, kept_or_probed, predicts_velocity, probe
 from diffserve.runtime.loading.single_file import load_single_file
 from diffserve.runtime.loading.weight_loading import LoadedParts
-from diffserve.runtime.precision import DeviceChoice, choose_device, weights_bytes
-from diffserve.runtime.quantisation import ONCE_A_PROMPT, THE_PIXELS, describe_left
+from diffserve.runtime.precision import INT8_STATIC, DeviceChoice, choose_device, weights_bytes
+from diffserve.runtime.quantisation import ONCE_A_PROMPT, THE_PIXELS, convert_static, describe_left, schemes
 from diffserve.runtime.text.encoding import TextEncoderRunner
 from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.preview import PREVIEW_DIRECTORY, PreviewRunner, load_preview
@@ -203,6 +204,13 @@ def load_model(
         key = f"{digest} {schedule.preconditioning} {choice.dtype} {choice.device.type}"
         plausibility = kept_or_probed(cache, key, partial(probe, unet, vae, text, schedule, native))
         judge(plausibility, location)
+    world = read_vocabulary(home)
+    if choice.unet_scheme == INT8_STATIC and not is_hollow:
+        size_px = profile.good_sizes[0] if profile.good_sizes else native
+        names = [name for name, one in schemes(unet.network, INT8_STATIC).items() if one == INT8_STATIC]
+        measure = partial(measure_ranges, names, unet, text, schedule, prompts_of(world), size_px, vae.factor)
+        key = f"{CALIBRATION_EDITION} {digest} {schedule.preconditioning} {choice.compute_dtype} {size_px}"
+        convert_static(unet.network, kept_or_measured(cache, key, measure))
     model = DiffusionModel(
         model_id=name,
         family=family,
@@ -216,11 +224,11 @@ def load_model(
         choice=choice,
         digest=digest,
         previewer=previewer,
-        world=read_vocabulary(home),
+        world=world,
         fewest_steps=read_fewest_steps(location if adapter else home),
         plausibility=plausibility,
     )
-    for line in model.left_in_full():
+    for line in [] if is_hollow else model.left_in_full():
         logger.info("not in %s: %s", choice.dtype, line)
     return model
 

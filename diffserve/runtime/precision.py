@@ -19,7 +19,7 @@ from diffserve.config import DTYPE_ALIASES, DTYPES, OFFLOADS
 from diffserve.errors import ConfigError
 from diffserve.runtime.loading.library_imports import import_quietly
 
-INT8, INT8_DYNAMIC, FLOAT8 = "int8", "int8_dynamic", "float8"
+INT8, INT8_DYNAMIC, INT8_STATIC, FLOAT8 = "int8", "int8_dynamic", "int8_static", "float8"
 #: Canonical dtype name -> the torch dtype the networks compute in. What is quantised computes in whatever the device
 #: likes best, where it does not multiply in 8 bits.
 TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -27,6 +27,7 @@ TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fl
 QUANTISED: Final = {
     INT8: "int8 weights, {best} arithmetic",
     INT8_DYNAMIC: "int8_dynamic: linear layers of the UNet in int8, {best} elsewhere",
+    INT8_STATIC: "int8_static: linear layers and convolutions of the UNet in int8, {best} elsewhere",
     FLOAT8: "float8: linear layers of the UNet in float8, {best} elsewhere",
 }
 DTYPE_NAMES: Final = DTYPES
@@ -75,7 +76,7 @@ class DeviceChoice:
     @property
     def text_scheme(self) -> str | None:
         """The same of text encoders, which run once a prompt."""
-        return INT8 if self.dtype in (INT8, INT8_DYNAMIC) else None
+        return INT8 if self.dtype in (INT8, INT8_DYNAMIC, INT8_STATIC) else None
 
 
 def choose_device(device: str = "auto", dtype: str = "auto", offload: str = "none") -> DeviceChoice:
@@ -100,7 +101,7 @@ def choose_device(device: str = "auto", dtype: str = "auto", offload: str = "non
 
 def _refuse_absent_unit(device: torch.device, name: str) -> None:
     """Raise ConfigError where ``device`` cannot multiply as the quantised precision ``name`` asks."""
-    if name == INT8_DYNAMIC and device.type == "cpu" and cpu_int8_unit() is None:
+    if name in (INT8_DYNAMIC, INT8_STATIC) and device.type == "cpu" and cpu_int8_unit() is None:
         raise ConfigError(
             f"dtype is {name}, and this CPU does not multiply int8 in hardware ({', '.join(CPU_INT8_FLAGS)}); "
             "choose int8, which only holds it, or auto.",
@@ -108,6 +109,12 @@ def _refuse_absent_unit(device: torch.device, name: str) -> None:
         )
     if name == INT8_DYNAMIC and device.type == "mps":
         raise ConfigError(f"dtype is {name}, and torch has no int8 product on mps; choose int8 or auto.", param="dtype")
+    if name == INT8_STATIC and device.type not in ("cpu", "meta"):
+        raise ConfigError(
+            f"dtype is {name}, whose convolutions have a kernel on CPUs only, not on {device}; choose int8_dynamic, "
+            "int8 or auto.",
+            param="dtype",
+        )
     if name == FLOAT8 and device.type != "meta":
         found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         if found is None or found < FLOAT8_CAPABILITY:

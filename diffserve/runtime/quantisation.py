@@ -2,28 +2,32 @@
 
     int8          int8 weights of linear layers, arithmetic in the device's float dtype (torchao)
     int8_dynamic  linear layers of the UNet multiply in int8, activations with a scale for each token
+    int8_static   linear layers and convolutions of the UNet multiply in int8, activations in ranges that were measured
+                  before (``runtime.calibration``); loaded in full, then converted layer by layer; CPUs only
     float8        the same in float8 with row-wise scales, on GPUs of compute capability 9.0 and above
 
-Text encoders run once a prompt, so that int8 arithmetic has nothing to win there: with both int8 precisions they hold
-int8 weights, with float8 they are left as they are. VAEs always are: they make the pixels.
+Text encoders run once a prompt, so that int8 arithmetic has nothing to win there: with int8 precisions they hold int8
+weights, with float8 they are left as they are. VAEs always are: they make the pixels.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 
-from diffserve.runtime.precision import FLOAT8, INT8, INT8_DYNAMIC, quantise_linear
+from diffserve.runtime.precision import FLOAT8, INT8, INT8_DYNAMIC, INT8_STATIC, quantise_linear
 from diffserve.runtime.quantised_layers import (
     CUBLAS_MULTIPLE,
     SCALED_MULTIPLE,
     Float8Linear,
+    InputRange,
     Int8DynamicLinear,
     become,
+    become_static,
     to_float8,
     to_int8,
 )
@@ -32,6 +36,7 @@ OF_ROWS: Final = re.compile(r"(^|\.)(time_embedding|add_embedding|class_embeddin
 """Layers of a UNet that see one vector for each row, not tokens."""
 ONCE_A_PROMPT: Final = "every layer holds its float dtype: it runs once a prompt"
 THE_PIXELS: Final = "every layer holds its float dtype: it makes the pixels"
+ENDS: Final = ("conv_in", "conv_out")
 NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
 NARROW: Final = (torch.int8, torch.float8_e4m3fn)
 
@@ -54,6 +59,10 @@ class LeftLayers(NamedTuple):
 def scheme_for(name: str, layer: nn.Module, asked: str) -> tuple[str | None, str]:
     """What the layer ``name`` is to hold where ``asked`` is a precision of this module, ``None``: as it is; and where
     that is not what was asked for, why."""
+    if asked == INT8_STATIC and isinstance(layer, nn.Conv2d):
+        if name in ENDS:
+            return None, "is where pictures come in or go out, and every error there is theirs"
+        return asked, ""
     if not isinstance(layer, nn.Linear):
         what = "convolutions" if isinstance(layer, nn.Conv2d) else "tables, which are looked up and not multiplied,"
         return None, f"{asked} is for linear layers; {what} stay"
@@ -66,13 +75,24 @@ def scheme_for(name: str, layer: nn.Module, asked: str) -> tuple[str | None, str
         why = f"is {sides[0]} x {sides[1]}, and its kernel wants multiples of {multiple}"
     else:
         return asked, ""
-    return (INT8 if asked == INT8_DYNAMIC else None), why
+    return (None if asked == FLOAT8 else INT8), why
 
 
 def schemes(network: nn.Module, asked: str) -> dict[str, str]:
     """Layer names -> what each is to hold, of those that hold fewer bits."""
     found = ((name, scheme_for(name, layer, asked)[0]) for name, layer in network.named_modules())
     return {name: scheme for name, scheme in found if scheme is not None}
+
+
+def schemes_at_load(network: nn.Module, asked: str) -> dict[str, str]:
+    """``schemes`` of those layers that can be quantised as soon as they are read."""
+    return {name: scheme for name, scheme in schemes(network, asked).items() if scheme != INT8_STATIC}
+
+
+def convert_static(network: nn.Module, ranges: Mapping[str, InputRange]) -> None:
+    """Turn the layers that ``ranges`` names into ``Int8Static`` ones, one after the other."""
+    for name, known in ranges.items():
+        become_static(network.get_submodule(name), known)
 
 
 def quantise_layer(layer: nn.Module, scheme: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,18 +12,26 @@ from torch import nn
 
 from benchmarks.random_models import save_hollow_model
 from diffserve.config import EngineConfig
+from diffserve.disk_cache import DiskCache
 from diffserve.engine import Engine
 from diffserve.errors import ConfigError
 from diffserve.runtime import DiffusionModel, choose_device, load_model
 from diffserve.runtime.dry_run import DryRun, ListIndices
 from diffserve.runtime.loading.checkpoint import Checkpoint, read_json
 from diffserve.runtime.loading.components import build_unet, load_component
-from diffserve.runtime.precision import QUANTISED, tensor_bytes, weights_bytes
+from diffserve.runtime.precision import QUANTISED, _refuse_absent_unit, cpu_int8_unit, tensor_bytes, weights_bytes
 from diffserve.runtime.quantisation import layers_left, quantise_layer, scheme_for
-from diffserve.runtime.quantised_layers import Float8Linear, Int8DynamicLinear
+from diffserve.runtime.quantised_layers import (
+    Float8Linear,
+    InputRange,
+    Int8DynamicLinear,
+    Int8StaticConv2d,
+    become_static,
+)
 from diffserve.types import DiffusionParams, GenerationRequest, ImageResult
 from tests.runtime.conftest import LoadTiny
 
+needs_int8 = pytest.mark.skipif(cpu_int8_unit() is None, reason="this CPU does not multiply int8 in hardware")
 TOLERANCE = {"int8": 0.01, "int8_dynamic": 0.015, "float8": 0.06}
 """Scheme -> largest relative error (in the norm) of a layer's output for normal activations and weights."""
 
@@ -63,12 +72,82 @@ def test_a_token_has_the_same_bytes_alone_and_beside_any_others(scheme: str) -> 
     assert torch.equal(layer(given[2, 4]), together[2, 4])
 
 
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(64, 48),
+    "3x3": lambda: nn.Conv2d(16, 24, 3, padding=1),
+    "3x3 of stride 2, without bias": lambda: nn.Conv2d(16, 24, 3, stride=2, padding=1, bias=False),
+    "1x1": lambda: nn.Conv2d(16, 24, 1),
+}
+
+
+def static(kind: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module, torch.Tensor]:
+    """A layer, the same in int8, and activations as after SiLU, which lie on one side of 0."""
+    torch.manual_seed(3)
+    layer = LAYERS[kind]().to(dtype).requires_grad_(False)
+    given = nn.functional.silu(torch.randn((5, 9, 64) if kind == "linear" else (5, 16, 12, 12)) + 0.5).to(dtype)
+    narrow = copy.deepcopy(layer)
+    become_static(narrow, InputRange(float(given.min()), float(given.max())))
+    return layer, narrow, given
+
+
+@needs_int8
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_layer_of_measured_ranges_comes_near_the_exact_one_whoever_shares_the_call(
+    kind: str, dtype: torch.dtype
+) -> None:
+    layer, narrow, given = static(kind, dtype)
+    exact, found = layer(given).float(), narrow(given)
+    assert found.dtype == dtype
+    assert (found.float() - exact).norm() / exact.norm() < 0.02
+    assert torch.equal(torch.cat([narrow(given[row : row + 1]) for row in range(5)]), found)
+
+
+@needs_int8
+@pytest.mark.parametrize("kind", LAYERS)
+def test_zeros_stay_exact_and_what_is_out_of_range_is_cut_off(kind: str) -> None:
+    layer, narrow, given = static(kind)
+    zeros = torch.zeros_like(given)
+    torch.testing.assert_close(narrow(zeros), layer(zeros), atol=1e-5, rtol=0)
+    known = narrow.__dict__["range"]
+    torch.testing.assert_close(narrow(given * 100), narrow((given * 100).clamp(known.low, known.high)))
+
+
+@needs_int8
+def test_ranges_are_measured_over_whole_trajectories_once_and_kept(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = DiskCache(tmp_path)
+    first = load_model(tiny_model("sd15"), dtype="int8_static", device="cpu", cache=cache)
+    kinds = {name: type(part) for name, part in network_of(first).named_modules()}
+    assert {kind for name, kind in kinds.items() if name.endswith(("conv1", "conv2"))} == {Int8StaticConv2d}
+    assert (kinds["conv_in"], kinds["conv_out"]) == (nn.Conv2d, nn.Conv2d)
+    ranges = [part.__dict__["range"] for part in network_of(first).modules() if "range" in part.__dict__]
+    assert all(known.low <= 0 <= known.high for known in ranges)
+    assert len({known.high for known in ranges}) > 1
+
+    def measured_again(*_: object) -> None:
+        raise AssertionError("ranges that are kept were measured again")
+
+    monkeypatch.setattr("diffserve.runtime.model.measure_ranges", measured_again)
+    again = load_model(tiny_model("sd15"), dtype="int8_static", device="cpu", cache=cache)
+    assert [part.__dict__["range"] for part in network_of(again).modules() if "range" in part.__dict__] == ranges
+    left = "\n".join(again.left_in_full())
+    assert "conv_in (1), conv_out (1)" in left
+    assert "resnets.*.conv1" not in left
+
+
+def test_measured_ranges_are_refused_where_convolutions_have_no_kernel() -> None:
+    with pytest.raises(ConfigError, match="int8_static, whose convolutions have a kernel on CPUs only, not on cuda"):
+        _refuse_absent_unit(torch.device("cuda"), "int8_static")
+
+
 def painted(result: ImageResult) -> tuple[bytes, bytes]:
     assert result.latents is not None
     return result.latents.data, result.picture.data
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int8_dynamic"])
+@pytest.mark.parametrize("dtype", ["int8", "int8_dynamic", "int8_static"])
 def test_a_mixed_batch_is_neighbour_proof(tiny_model: Callable[[str], Path], dtype: str) -> None:
     model = load_model(tiny_model("sd15"), dtype=dtype, device="cpu")
     samplers = ("ddim", "euler_a", "heun", "dpmpp_2m")

@@ -23,7 +23,7 @@ from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.loading.offload import dispatch, make_device_map, place_of
 from diffserve.runtime.precision import DeviceChoice
-from diffserve.runtime.quantisation import quantise_layer, schemes
+from diffserve.runtime.quantisation import quantise_layer, schemes_at_load
 from diffserve.runtime.text.encoding import TextEncoder
 
 #: Buffers that old checkpoints carry and that are computed, not learned.
@@ -111,7 +111,7 @@ def fill(
     expected: dict[str, Any] = dict(module.state_dict(keep_vars=True))
     _check_keys(type(module).__name__, expected, source)
     parameters = dict(module.named_parameters())
-    narrow = schemes(module, quantise) if quantise else {}
+    narrow = schemes_at_load(module, quantise) if quantise else {}
     device_map = make_device_map(module, choice)
     resting: dict[str, Read] = {}
     for name in expected:
