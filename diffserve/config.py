@@ -32,8 +32,9 @@ from diffserve.types import ModelProfile
 from schedulers import SPACINGS, resolve_sampler
 
 PROFILES = ("embedded", "embedded-turbo", "sd15", "sdxl")
-DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
-TEXT_DTYPES = (*DTYPES, "int4")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int8_dynamic", "int8_static", "float8")
+TEXT_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4")
+DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp8": "float8"}
 OFFLOADS = ("none", "auto", "cpu", "disk")
 AUTO_STYLE = "auto"
 ENV_PREFIX = "DIFFSERVE_"
@@ -130,7 +131,7 @@ class TextSettings(TextConfig, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def __post_init__(self) -> None:
         TextConfig.__post_init__(self)
-        if self.dtype not in TEXT_DTYPES:
+        if DTYPE_ALIASES.get(self.dtype, self.dtype) not in TEXT_DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; choose one of {', '.join(TEXT_DTYPES)}.", param="dtype")
         if not self.rewriter_style.strip():
             raise ConfigError("rewriter_style is empty; give auto or a style's name.", param="rewriter_style")
@@ -325,7 +326,7 @@ def _check_model(model: ModelProfile, values: Mapping[str, _Value]) -> None:
 
     choices = {"spacing": SPACINGS, "dtype": DTYPES}
     for key, known in choices.items():
-        if getattr(model, key) not in known:
+        if DTYPE_ALIASES.get(getattr(model, key), getattr(model, key)) not in known:
             raise refuse(key, f"{key} is {getattr(model, key)!r}; choose one of {', '.join(known)}.")
     try:
         resolve_sampler(model.sampler)

@@ -419,7 +419,8 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Where a model lies and how it is best used: the ``[model]`` table of a file in ``configs/``.
 
     path             "embedded", "embedded-turbo", a diffusers directory, or a single safetensors file
-    device, dtype    "auto", or a torch device / one of float32, bfloat16, float16, int8
+    device, dtype    "auto", or a torch device / one of float32, bfloat16, float16, int8, int8_dynamic,
+                     int8_static, float8
     good_sizes       (width, height) in pixels that the model does well; the first is native; empty: the model's own
                      training size (``sample_size`` in its UNet's configuration)
     max_side_px      longest side that is painted directly

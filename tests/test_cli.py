@@ -99,7 +99,7 @@ def test_nothing_to_do_is_answered_with_the_help(run: Run) -> None:
         (["generate", "a fox", "--model", "/no/such/model"], "/no/such/model"),
         (["generate", "a fox", "--config", "/no/such.toml"], "cannot read the configuration '/no/such.toml'"),
         (["generate", "a fox", "--device", "toaster"], "'toaster'"),
-        (["generate", "a fox", "--dtype", "float8"], "--dtype: dtype is 'float8'; choose one of auto, float32,"),
+        (["generate", "a fox", "--dtype", "float6"], "--dtype: dtype is 'float6'; choose one of auto, float32,"),
         (["generate", "a fox", "-o", "fox.gif"], "'fox.gif' does not say what to write"),
         (["generate", "a fox", "-o", "no/folder/fox.png"], "the folder 'no/folder' does not exist"),
         (["generate", "a fox", "-o", "/proc/fox.png"], "the folder '/proc'"),

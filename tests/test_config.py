@@ -114,7 +114,7 @@ def test_auto_stays_auto_where_it_means_measure_it_and_is_none_for_a_number() ->
         ("[serve]\nrequest_timeout_s = inf\n", "request_timeout_s is inf"),
         ("[model]\nsampler = 'eular'\n", "'eular'"),
         ("[model]\nspacing = 'wide'\n", "spacing is 'wide'; choose one of leading, linspace, quadratic, trailing."),
-        ("[model]\ndtype = 'float8'\n", f"choose one of {', '.join(DTYPES)}."),
+        ("[model]\ndtype = 'float6'\n", f"choose one of {', '.join(DTYPES)}."),
         ("[model]\nnum_steps = 0\n", "model.num_steps: num_steps is 0; ask for at least 1 step."),
         ("[model]\ngood_sizes = [[128]]\n", "model.good_sizes is [[128]]"),
         ("[model]\ngood_sizes = [[0, 128]]\n", "every side must be 1 px or more"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from diffserve.cli.start import end_soon, own_process
-from diffserve.errors import DiffserveError
+from diffserve.errors import DiffserveError, InvalidRequest
 from diffserve.version import __version__
 
 if TYPE_CHECKING:
@@ -56,7 +56,10 @@ ConfigOption = Annotated[
     str | None, typer.Option("--config", help="A TOML file, or embedded, embedded-turbo, sd15, sdxl.", metavar="FILE")
 ]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:0 or mps.")]
-DtypeOption = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16, float16 or int8.")]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option("--dtype", help="auto, float32, bfloat16, float16, int8, int8_dynamic, int8_static or float8."),
+]
 OffloadOption = Annotated[
     str | None, typer.Option("--offload", help="Where weights rest between uses: none, auto, cpu or disk.")
 ]
@@ -234,11 +237,21 @@ def sweep(
         typer.Option("-o", "--output", help="Folder for the report; a sweep that is there goes on.", metavar="DIR"),
     ],
     samplers: Annotated[
-        str, typer.Option("--samplers", help="Names with commas between them.", metavar="NAMES")
-    ] = "ddpm,ddim,dpmpp_2m",
+        str | None,
+        typer.Option(
+            "--samplers",
+            help="Names with commas between them (ddpm,ddim,dpmpp_2m; of a gate the model's own).",
+            metavar="NAMES",
+        ),
+    ] = None,
     steps: Annotated[
-        str, typer.Option("--steps", help="Numbers with commas between them.", metavar="NUMBERS")
-    ] = "5,10,20,50,100",
+        str | None,
+        typer.Option(
+            "--steps",
+            help="Numbers with commas between them (5,10,20,50,100; of a gate the model's own).",
+            metavar="NUMBERS",
+        ),
+    ] = None,
     guidance: Annotated[
         str | None,
         typer.Option("--guidance", help="One scale or several with commas; the model's own else.", metavar="NUMBERS"),
@@ -251,13 +264,33 @@ def sweep(
             metavar="N|FILE",
         ),
     ] = "64",
-    seeds: Annotated[int, typer.Option("--seeds", help="Pictures of each prompt in each cell.", metavar="N")] = 4,
+    seeds: Annotated[
+        int | None, typer.Option("--seeds", help="Pictures of each prompt in each cell (4; of a gate 1).", metavar="N")
+    ] = None,
     seed: Annotated[
         int, typer.Option("--seed", help="Of the first picture; the next one has the next.", metavar="N")
     ] = 0,
     reference_steps: Annotated[
         int, typer.Option("--reference-steps", help="DDIM steps that count as converged.", metavar="N")
     ] = 200,
+    gate: Annotated[
+        str | None,
+        typer.Option(
+            "--gate",
+            help="Compare precisions instead, for example float32:bfloat16,int8; exit code 3 where one fails.",
+            metavar="REFERENCE:CANDIDATES",
+        ),
+    ] = None,
+    gate_exact: Annotated[
+        float | None,
+        typer.Option("--gate-exact", help="Points of exact prompt match that a precision may lose.", metavar="POINTS"),
+    ] = None,
+    gate_psnr: Annotated[
+        float | None, typer.Option("--gate-psnr", help="Mean PSNR that it must reach.", metavar="DB")
+    ] = None,
+    gate_frechet: Annotated[
+        float | None, typer.Option("--gate-frechet", help="Frechet distance that it may have.", metavar="NUMBER")
+    ] = None,
     model: ModelOption = None,
     config: ConfigOption = None,
     device: DeviceOption = None,
@@ -273,6 +306,10 @@ def sweep(
     Ctrl-C keeps what is painted, and the same command goes on; more samplers or steps add to what is there. The
     defaults are 4,096 pictures: about 35 minutes of the embedded model on two cores.
 
+    With --gate the cells are painted in every precision that it names, and held against the first one's pictures:
+    exact prompt match, PSNR and Frechet distance must keep to the limits. DIR gets gate.md, gate.json and gate.png;
+    the exit code is 0 where every candidate passes and 3 where one fails.
+
     A small one: diffserve sweep --samplers ddim,dpmpp_2m --steps 5,10,20 --prompts 8 --seeds 1 -o report
     """
     from diffserve.cli.sweep import SweepOptions, run
@@ -281,7 +318,16 @@ def sweep(
         samplers=samplers, steps=steps, guidance=guidance, prompts=prompts, num_seeds=seeds, first_seed=seed,
         reference_steps=reference_steps, output=output,
     )  # fmt: skip
-    return run(options, model=model, config=config, flags=_placement(device, dtype, offload))
+    flags = _placement(device, dtype, offload)
+    given = {"exact_points": gate_exact, "psnr_db": gate_psnr, "frechet": gate_frechet}
+    if gate is not None:
+        from diffserve.cli.gate import GateOptions
+        from diffserve.cli.gate import run as run_gate
+
+        return run_gate(GateOptions(gate, **given), options, model=model, config=config, flags=flags)
+    if any(value is not None for value in given.values()):
+        raise InvalidRequest("--gate-exact, --gate-psnr and --gate-frechet limit a gate; give --gate, too.")
+    return run(options, model=model, config=config, flags=flags)
 
 
 @app.command()

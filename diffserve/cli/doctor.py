@@ -53,6 +53,9 @@ def run(settings: Settings, gpu: str | None = None) -> int:
         _section(console, f"one step at {_size(needs)}", _steps(needs, roof), headings=STEP_HEADINGS)
         model = load_model(profile.path, device=profile.device, dtype=profile.dtype, offload=offload, profile=profile)
     _section(console, "model", _model(model))
+    left = model.left_in_full()
+    if left:
+        _section(console, f"not in {choice.dtype}", ((line,) for line in left))
     _section(console, "folders", ((name, said) for name, said, _ in folders))
     ailing = [f"{name}: {said}" for name, said, is_well in folders if not is_well]
     console.print(f"\n{'; '.join(ailing) or 'all is well'}.", markup=False, soft_wrap=True)

@@ -18,7 +18,16 @@ from diffserve.cli.generate import open_engine
 from diffserve.config import Flag, Settings, load_settings
 from diffserve.errors import InvalidRequest
 from diffserve.experiments.estimates import Measure
-from diffserve.experiments.plan import MAX_PROMPTS, SweepPlan, numbers, split_axis, whole_numbers
+from diffserve.experiments.plan import (
+    DEFAULT_SAMPLERS,
+    DEFAULT_SEEDS,
+    DEFAULT_STEPS,
+    MAX_PROMPTS,
+    SweepPlan,
+    numbers,
+    split_axis,
+    whole_numbers,
+)
 from diffserve.experiments.prompts import held_out_prompts, read_prompts
 from diffserve.experiments.report import SweepReport
 from diffserve.experiments.run import SweepProgress, refuse_early, run_plan
@@ -26,13 +35,14 @@ from diffserve.experiments.run import SweepProgress, refuse_early, run_plan
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """What the command line asked for, axes as they were written; ``None`` means: as the model's profile says."""
+    """What the command line asked for, axes as they were written; ``None`` means: as a sweep's defaults, a gate's, or
+    the model's profile say."""
 
-    samplers: str
-    steps: str
+    samplers: str | None
+    steps: str | None
     guidance: str | None
     prompts: str
-    num_seeds: int
+    num_seeds: int | None
     first_seed: int
     reference_steps: int
     output: Path
@@ -41,7 +51,7 @@ class SweepOptions:
 def run(options: SweepOptions, *, model: str | None, config: str | None, flags: Mapping[str, Flag]) -> int:
     """Run the sweep; the exit code. User errors are raised as DiffserveError before anything is painted or made."""
     settings = load_settings(model=model, config=config, flags=flags)
-    plan = _plan(options, settings)
+    plan = plan_of(options, settings)
     refuse_early(plan, options.output)
     console = Console(stderr=True, highlight=False)
     with console.status(f"loading {settings.model.path}"):
@@ -53,7 +63,7 @@ def run(options: SweepOptions, *, model: str | None, config: str | None, flags: 
         soft_wrap=True,
     )
     try:
-        with _progress(console) as progress, lasting_interrupt() as check:
+        with make_progress(console) as progress, lasting_interrupt() as check:
             show = _ProgressBar(progress, plan)
 
             def report_progress(now: SweepProgress) -> None:
@@ -91,25 +101,31 @@ def lasting_interrupt() -> Iterator[Callable[[], None]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _plan(options: SweepOptions, settings: Settings) -> SweepPlan:
+def plan_of(options: SweepOptions, settings: Settings, *, gated: bool = False) -> SweepPlan:
+    """What to paint. ``gated``: without converged pictures, and where nothing was said one cell, the model's own way to
+    paint, with one seed. Raises InvalidRequest."""
     prompts = options.prompts.strip()
     is_count = prompts.removeprefix("-").isdecimal()
     (count,) = whole_numbers(prompts, "--prompts") if is_count else (0,)
     if count > MAX_PROMPTS:
         raise InvalidRequest(f"--prompts is {count}; at most {MAX_PROMPTS} are painted.", param="prompts")
-    default = (settings.model.guidance_scale,)
+    profile = settings.model
+    samplers = (profile.sampler,) if gated else DEFAULT_SAMPLERS
+    steps = (profile.num_steps,) if gated else DEFAULT_STEPS
+    seeds = 1 if gated else DEFAULT_SEEDS
     return SweepPlan(
-        samplers=split_axis(options.samplers, "--samplers"),
-        steps=whole_numbers(options.steps, "--steps"),
-        guidance=default if options.guidance is None else numbers(options.guidance, "--guidance"),
+        samplers=samplers if options.samplers is None else split_axis(options.samplers, "--samplers"),
+        steps=steps if options.steps is None else whole_numbers(options.steps, "--steps"),
+        guidance=(profile.guidance_scale,) if options.guidance is None else numbers(options.guidance, "--guidance"),
         prompts=held_out_prompts(max(0, count)) if is_count else read_prompts(Path(prompts)),
-        num_seeds=options.num_seeds,
+        num_seeds=seeds if options.num_seeds is None else options.num_seeds,
         first_seed=options.first_seed,
-        reference_steps=options.reference_steps,
+        reference_steps=None if gated else options.reference_steps,
     )
 
 
-def _progress(console: Console) -> Progress:
+def make_progress(console: Console) -> Progress:
+    """A bar that goes away at the end, and is none where nobody watches."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

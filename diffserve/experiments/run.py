@@ -115,7 +115,7 @@ def run_plan(engine: Engine, plan: SweepPlan, folder: Path, on_progress: OnProgr
         engine.check(request_for(plan, cell, plan.places[0]))
     check = PromptCheck(engine.info.family, plan.prompts)
     begun = machine()
-    setup = _setup(engine, plan, is_checked=check.wishes is not None)
+    setup = setup_of(engine, plan, is_checked=check.wishes is not None)
     with Store(folder, setup, results=RESULTS) as store:
         running = _SweepRun(engine, plan, store, check, on_progress or (lambda _: None))
         running.paint()
@@ -170,7 +170,7 @@ class _SweepRun:
         return times
 
     def _is_done(self, image: PlannedImage) -> bool:
-        is_kept = not image.cell.is_reference or self.store.has_converged(image.cell, image.place)
+        is_kept = not image.cell.is_reference or self.store.has(image.cell, image.place)
         return is_kept and image.place in self.store.records(image.cell)
 
     def _count(self, event: PaintEvent) -> None:
@@ -191,7 +191,7 @@ class _SweepRun:
             return None
 
 
-def _setup(engine: Engine, plan: SweepPlan, *, is_checked: bool) -> Mapping[str, Any]:
+def setup_of(engine: Engine, plan: SweepPlan, *, is_checked: bool) -> Mapping[str, Any]:
     """Everything but the cell that a picture's numbers depend on."""
     from diffserve.experiments.metrics.feature_network import NETWORK_VERSION
 

@@ -88,26 +88,26 @@ class Store:
         self._journals[cell].write(msgspec.json.encode(record) + b"\n")
         known[record.place] = record
 
-    def save(self, finished: FinishedImage) -> None:
-        """Keep a reference picture, whole or not at all; others are not kept."""
-        if not finished.image.cell.is_reference:
+    def save(self, finished: FinishedImage, *, always: bool = False) -> None:
+        """Keep a reference picture, whole or not at all; others are kept only with ``always``."""
+        if not (always or finished.image.cell.is_reference):
             return
         assert finished.latents is not None, "a sweep asks for latents"
-        path = self._converged_path(finished.image.cell, finished.image.place)
+        path = self._picture_path(finished.image.cell, finished.image.place)
         path.parent.mkdir(exist_ok=True)
         temporary = path.with_suffix(".part")
         with temporary.open("wb") as file:
             np.savez(file, pixels=finished.pixels, latents=finished.latents)
         temporary.replace(path)
 
-    def has_converged(self, cell: Cell, place: Place) -> bool:
-        """Whether a reference picture is kept."""
-        return self._converged_path(cell, place).is_file()
+    def has(self, cell: Cell, place: Place) -> bool:
+        """Whether a picture is kept."""
+        return self._picture_path(cell, place).is_file()
 
     def load(self, cell: Cell, place: Place) -> StoredImage | None:
-        """A reference picture, or ``None`` where it is not kept or cannot be read."""
+        """A picture that is kept, or ``None`` where it is not or cannot be read."""
         try:
-            with self._converged_path(cell, place).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            with self._picture_path(cell, place).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 return StoredImage(arrays["pixels"], arrays["latents"])
         except (OSError, ValueError, KeyError, EOFError, BadZipFile):
             return None
@@ -126,7 +126,7 @@ class Store:
     def _journal_path(self, cell: Cell) -> Path:
         return self.parts / f"{self._name(cell)}.jsonl"
 
-    def _converged_path(self, cell: Cell, place: Place) -> Path:
+    def _picture_path(self, cell: Cell, place: Place) -> Path:
         return self.parts / self._name(cell) / f"{place[0]}-{place[1]}.npz"
 
     def _name(self, cell: Cell) -> str:

@@ -83,7 +83,8 @@ class DryRun(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.work = Work()
-        self._flops: dict[Any, Callable[..., int]] = import_quietly("torch.utils.flop_counter", "flop_registry")
+        known: dict[Any, Callable[..., int]] = import_quietly("torch.utils.flop_counter", "flop_registry")
+        self._flops = {**known, ATEN._int_mm: known[ATEN.mm]}  # whole numbers are left out there
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

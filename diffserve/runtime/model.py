@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError, ModelNotFound
 from diffserve.fewest_steps import FewestSteps, read_fewest_steps
+from diffserve.runtime.calibration import CALIBRATION_EDITION, kept_or_measured, measure_ranges, prompts_of
 from diffserve.runtime.loading.adapter import load_adapted, read_adapter
 from diffserve.runtime.loading.checkpoint import digest_files, refuse_pickle
 from diffserve.runtime.loading.directory import load_directory
@@ -24,7 +25,8 @@ from diffserve.runtime.loading.formulation import noise_schedule
 from diffserve.runtime.loading.plausibility import Plausibility, judge, kept_or_probed, predicts_velocity, probe
 from diffserve.runtime.loading.single_file import load_single_file
 from diffserve.runtime.loading.weight_loading import LoadedParts
-from diffserve.runtime.precision import DeviceChoice, choose_device, tensor_bytes
+from diffserve.runtime.precision import INT8_STATIC, DeviceChoice, choose_device, weights_bytes
+from diffserve.runtime.quantisation import ONCE_A_PROMPT, THE_PIXELS, convert_static, describe_left, schemes
 from diffserve.runtime.text.encoding import TextEncoderRunner
 from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.preview import PREVIEW_DIRECTORY, PreviewRunner, load_preview
@@ -98,10 +100,24 @@ class DiffusionModel:
         named += [("preview", self.previewer.network)] if self.previewer else []
         report = []
         for name, network in named:
-            parameters = list(network.parameters())
-            num_parameters = sum(parameter.numel() for parameter in parameters)
-            report.append(MemoryEntry(name, num_parameters, sum(map(tensor_bytes, parameters))))
+            num_parameters = sum(parameter.numel() for parameter in network.parameters())
+            report.append(MemoryEntry(name, num_parameters, weights_bytes(network)))
         return report
+
+    def left_in_full(self) -> list[str]:
+        """Sentences about the layers that do not hold what ``choice.dtype`` asks for; none where nothing was asked."""
+        asked = self.choice.unet_scheme
+        if asked is None:
+            return []
+        said = [f"unet: {line}" for line in describe_left(self.unet.network, asked)]
+        text = self.choice.text_scheme
+        for index, encoder in enumerate(self.text.encoders):
+            name = "text_encoder" if index == 0 else f"text_encoder_{index + 1}"
+            if text is None:
+                said.append(f"{name}: {ONCE_A_PROMPT}")
+            else:
+                said += [f"{name}: {line}" for line in describe_left(encoder.network, text)]
+        return [*said, f"vae: {THE_PIXELS}"]
 
     @cached_property
     def info(self) -> ModelInfo:
@@ -188,7 +204,14 @@ def load_model(
         key = f"{digest} {schedule.preconditioning} {choice.dtype} {choice.device.type}"
         plausibility = kept_or_probed(cache, key, partial(probe, unet, vae, text, schedule, native))
         judge(plausibility, location)
-    return DiffusionModel(
+    world = read_vocabulary(home)
+    if choice.unet_scheme == INT8_STATIC and not is_hollow:
+        size_px = profile.good_sizes[0] if profile.good_sizes else native
+        names = [name for name, one in schemes(unet.network, INT8_STATIC).items() if one == INT8_STATIC]
+        measure = partial(measure_ranges, names, unet, text, schedule, prompts_of(world), size_px, vae.factor)
+        key = f"{CALIBRATION_EDITION} {digest} {schedule.preconditioning} {choice.compute_dtype} {size_px}"
+        convert_static(unet.network, kept_or_measured(cache, key, measure))
+    model = DiffusionModel(
         model_id=name,
         family=family,
         profile=profile,
@@ -201,10 +224,13 @@ def load_model(
         choice=choice,
         digest=digest,
         previewer=previewer,
-        world=read_vocabulary(home),
+        world=world,
         fewest_steps=read_fewest_steps(location if adapter else home),
         plausibility=plausibility,
     )
+    for line in [] if is_hollow else model.left_in_full():
+        logger.info("not in %s: %s", choice.dtype, line)
+    return model
 
 
 def _load_parts(location: Path, choice: DeviceChoice) -> LoadedParts:

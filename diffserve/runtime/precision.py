@@ -1,4 +1,7 @@
-"""Device and precision: one decision, taken once, with a reason that is said at start. And int8 weights, by torchao."""
+"""Device and precision: one decision, taken once, with a reason that is said at start. And int8 weights, by torchao.
+
+Which layers a quantised precision is for is in ``runtime.quantisation``.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +15,38 @@ from typing import Final
 import torch
 from torch import nn
 
-from diffserve.config import OFFLOADS
+from diffserve.config import DTYPE_ALIASES, DTYPES, OFFLOADS
 from diffserve.errors import ConfigError
 from diffserve.runtime.loading.library_imports import import_quietly
 
-#: Canonical dtype name -> the torch dtype the networks compute in. int8 computes in whatever the device likes best.
+INT8, INT8_DYNAMIC, INT8_STATIC, FLOAT8 = "int8", "int8_dynamic", "int8_static", "float8"
+#: Canonical dtype name -> the torch dtype the networks compute in. What is quantised computes in whatever the device
+#: likes best, where it does not multiply in 8 bits.
 TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DTYPE_NAMES: Final = ("auto", *TORCH_DTYPES, "int8")
-ALIASES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+#: Canonical name of a precision with fewer bits -> what is said of it.
+QUANTISED: Final = {
+    INT8: "int8 weights, {best} arithmetic",
+    INT8_DYNAMIC: "int8_dynamic: linear layers of the UNet in int8, {best} elsewhere",
+    INT8_STATIC: "int8_static: linear layers and convolutions of the UNet in int8, {best} elsewhere",
+    FLOAT8: "float8: linear layers of the UNet in float8, {best} elsewhere",
+}
+DTYPE_NAMES: Final = DTYPES
 RESTS: Final = {
     "auto": "weights for which it has no room rest in main memory or on disk",
     "cpu": "weights rest in main memory until a layer runs",
     "disk": "weights rest on disk until a layer runs",
 }
 CPU_BF16_FLAGS: Final = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX", "bf16": "Arm BF16"}
+CPU_INT8_FLAGS: Final = {"avx512_vnni": "AVX512-VNNI", "avx_vnni": "AVX-VNNI", "amx_int8": "AMX", "i8mm": "Arm I8MM"}
+FLOAT8_CAPABILITY: Final = (9, 0)
+"""Of a GPU whose matrix units take float8 with a scale for each row."""
 
 
 @dataclass(frozen=True)
 class DeviceChoice:
     """Where and how precisely the networks run.
 
-    dtype          canonical name: float32, bfloat16, float16 or int8
+    dtype          canonical name: float32, bfloat16, float16, or one of ``QUANTISED``
     compute_dtype  what activations are held in (for int8: the dtype that weights are expanded to)
     reason         one sentence for the log and for ``diffserve doctor``
     offload        where weights rest while their layer does not run: none (on the device), auto, cpu or disk
@@ -55,9 +69,14 @@ class DeviceChoice:
             )
 
     @property
-    def is_int8(self) -> bool:
-        """Whether linear weights are held as int8."""
-        return self.dtype == "int8"
+    def unet_scheme(self) -> str | None:
+        """What layers of the UNet are to hold, a name of ``QUANTISED``; ``None``: ``compute_dtype``."""
+        return self.dtype if self.dtype in QUANTISED else None
+
+    @property
+    def text_scheme(self) -> str | None:
+        """The same of text encoders, which run once a prompt."""
+        return INT8 if self.dtype in (INT8, INT8_DYNAMIC, INT8_STATIC) else None
 
 
 def choose_device(device: str = "auto", dtype: str = "auto", offload: str = "none") -> DeviceChoice:
@@ -65,16 +84,46 @@ def choose_device(device: str = "auto", dtype: str = "auto", offload: str = "non
     if offload not in OFFLOADS:
         raise ConfigError(f"offload is {offload!r}; choose one of {', '.join(OFFLOADS)}.", param="offload")
     chosen, device_reason = _choose_device(device)
-    name = ALIASES.get(dtype, dtype)
+    name = DTYPE_ALIASES.get(dtype, dtype)
     if name not in DTYPE_NAMES:
         raise ConfigError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPE_NAMES)}.")
     best, best_reason = _best_dtype(chosen)
     rests = f"; {RESTS[offload]}." if offload in RESTS else "."
     if name == "auto":
         return DeviceChoice(chosen, best, TORCH_DTYPES[best], f"{device_reason}; {best}, {best_reason}{rests}", offload)
-    compute = TORCH_DTYPES[best if name == "int8" else name]
-    detail = f" weights, {best} arithmetic, {best_reason}" if name == "int8" else ""
-    return DeviceChoice(chosen, name, compute, f"{device_reason}; {name}{detail}, as asked{rests}", offload)
+    if name not in QUANTISED:
+        return DeviceChoice(chosen, name, TORCH_DTYPES[name], f"{device_reason}; {name}, as asked{rests}", offload)
+    _refuse_absent_unit(chosen, name)
+    best = "bfloat16" if name == FLOAT8 else best
+    said = f"{QUANTISED[name].format(best=best)}{'' if name == FLOAT8 else f', {best_reason}'}, as asked{rests}"
+    return DeviceChoice(chosen, name, TORCH_DTYPES[best], f"{device_reason}; {said}", offload)
+
+
+def _refuse_absent_unit(device: torch.device, name: str) -> None:
+    """Raise ConfigError where ``device`` cannot multiply as the quantised precision ``name`` asks."""
+    if name in (INT8_DYNAMIC, INT8_STATIC) and device.type == "cpu" and cpu_int8_unit() is None:
+        raise ConfigError(
+            f"dtype is {name}, and this CPU does not multiply int8 in hardware ({', '.join(CPU_INT8_FLAGS)}); "
+            "choose int8, which only holds it, or auto.",
+            param="dtype",
+        )
+    if name == INT8_DYNAMIC and device.type == "mps":
+        raise ConfigError(f"dtype is {name}, and torch has no int8 product on mps; choose int8 or auto.", param="dtype")
+    if name == INT8_STATIC and device.type not in ("cpu", "meta"):
+        raise ConfigError(
+            f"dtype is {name}, whose convolutions have a kernel on CPUs only, not on {device}; choose int8_dynamic, "
+            "int8 or auto.",
+            param="dtype",
+        )
+    if name == FLOAT8 and device.type != "meta":
+        found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        if found is None or found < FLOAT8_CAPABILITY:
+            has = f"{device}" if found is None else f"{device} with compute capability {found[0]}.{found[1]}"
+            raise ConfigError(
+                f"dtype is float8, which wants a GPU of compute capability 9.0 or more (H100, H200, B200), not {has}; "
+                "choose int8_dynamic, int8 or auto.",
+                param="dtype",
+            )
 
 
 def _choose_device(device: str) -> tuple[torch.device, str]:
@@ -131,14 +180,32 @@ def hardware_name(device: torch.device) -> str:
 @lru_cache(maxsize=1)
 def cpu_bf16_unit(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
     """Name of the CPU's bfloat16 matrix unit, or ``None``. Linux is asked, elsewhere torch."""
+    flags = _cpu_flags(cpuinfo)
+    if flags is None:
+        supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+        return "AVX512-BF16" if supported is not None and supported() else None
+    return next((name for flag, name in CPU_BF16_FLAGS.items() if flag in flags), None)
+
+
+@lru_cache(maxsize=1)
+def cpu_int8_unit(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
+    """Name of the unit with which the CPU sums products of int8 exactly, or ``None``. Linux is asked, elsewhere
+    torch."""
+    flags = _cpu_flags(cpuinfo)
+    if flags is None:
+        supported = getattr(torch.cpu, "_is_vnni_supported", None)
+        return "VNNI" if supported is not None and supported() else None
+    return next((name for flag, name in CPU_INT8_FLAGS.items() if flag in flags), None)
+
+
+def _cpu_flags(cpuinfo: Path) -> set[str] | None:
+    """What Linux says the CPU can; ``None`` where there is no Linux to ask."""
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-        return "AVX512-BF16" if supported is not None and supported() else None
+        return None
     found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    flags = set(found.group(1).split()) if found else set()
-    return next((name for flag, name in CPU_BF16_FLAGS.items() if flag in flags), None)
+    return set(found.group(1).split()) if found else set()
 
 
 def quantise_linear(layer: nn.Module) -> None:
@@ -162,5 +229,11 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     names = getattr(tensor, "tensor_data_names", None)
     if names is None:
         return tensor.numel() * tensor.element_size()
-    parts = [getattr(tensor, name) for name in names]
-    return sum(tensor_bytes(part) for part in parts)
+    parts = [getattr(tensor, name, None) for name in (*names, *getattr(tensor, "optional_tensor_data_names", ()))]
+    return sum(tensor_bytes(part) for part in parts if part is not None)
+
+
+def weights_bytes(network: nn.Module) -> int:
+    """Bytes of the weights of ``network``, scales of quantised ones included."""
+    scales = (buffer for name, buffer in network.named_buffers() if name.endswith("weight_scales"))
+    return sum(map(tensor_bytes, (*network.parameters(), *scales)))

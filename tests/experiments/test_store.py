@@ -80,10 +80,10 @@ def test_the_first_of_two_records_of_one_picture_counts(tmp_path: Path) -> None:
 def test_converged_pictures_are_kept_bit_by_bit_and_no_others(tmp_path: Path) -> None:
     converged = finished(REFERENCE, (0, 1))
     with store_at(tmp_path) as store:
-        assert not store.has_converged(REFERENCE, (0, 1))
+        assert not store.has(REFERENCE, (0, 1))
         store.save(converged)
         store.save(finished(CELL, (0, 1)))
-        assert store.has_converged(REFERENCE, (0, 1))
+        assert store.has(REFERENCE, (0, 1))
         found = store.load(REFERENCE, (0, 1))
         assert found is not None
         assert found.latents is not None

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diffserve.embedded.eval import captions, parts, ranges, rewriter
+from diffserve.embedded.eval import captions, parts, precisions, ranges, rewriter
 from diffserve.embedded.eval.painting import BEST_GUIDANCE
 from diffserve.engine import Engine
 from diffserve.engine.rewriter import Rewriter
@@ -24,6 +24,7 @@ Model = Annotated[str, typer.Option(help="the image model: embedded, embedded-tu
 Guidance = Annotated[float, typer.Option(help="guidance scale; 1 is none")]
 Out = Annotated[Path | None, typer.Option(help="also write the JSON here")]
 STYLE = "embedded"
+PRECISIONS = "float32,bfloat16,int8,int4"
 
 
 def _show(document: dict[str, Any], out: Path | None, *, indent: int = 2) -> None:
@@ -75,6 +76,21 @@ def evaluate_rewriter(
     writer = Rewriter(texts, style=STYLE, window=TextWindow.of(engine.model.text))
     how = DiffusionParams(sampler="ddim", num_steps=steps, guidance_scale=guidance)
     _show(rewriter.evaluate(engine, writer, how, num_wishes=count, num_captions=num_captions), out, indent=1)
+
+
+@app.command(name="precisions")
+def evaluate_precisions(
+    names: Annotated[
+        str, typer.Option(help="the reference, then what is held against it")
+    ] = "float32,bfloat16,int8,int4",
+    count: Annotated[int, typer.Option(help="held-out wishes")] = 200,
+    out: Out = None,
+) -> None:
+    """Measure the rewriter's perplexity in fewer bits; exit code 3 where it rises by more than is allowed."""
+    found = precisions.evaluate(names.split(","), count)
+    _show(found, out)
+    if not all(one["passes"] for one in found["precisions"].values()):
+        raise typer.Exit(3)
 
 
 if __name__ == "__main__":

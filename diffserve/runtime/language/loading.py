@@ -15,7 +15,7 @@ from diffserve.errors import ModelLoadError, ModelNotFound
 from diffserve.runtime.language.attention import register
 from diffserve.runtime.language.compatibility import check_config, check_parity, find_layers
 from diffserve.runtime.language.model import LanguageModel
-from diffserve.runtime.language.weight_only import compute_choice, quantise
+from diffserve.runtime.language.weight_only import CpuInt4Linear, compute_choice, quantise
 from diffserve.runtime.loading.checkpoint import check_manifest, digest_files, find_weights, read_json
 from diffserve.runtime.loading.components import OFFLINE, read_tokenizer
 from diffserve.runtime.loading.library_imports import hushed, import_quietly, without_compiler
@@ -109,6 +109,7 @@ def _describe(
 ) -> LanguageModelInfo:
     tied = getattr(network, "all_tied_weights_keys", {})  # counted once, also where accelerate's hooks told them apart
     parameters = [parameter for name, parameter in network.named_parameters() if name not in tied]
+    packed = [part for part in network.modules() if isinstance(part, CpuInt4Linear)]
     text_config = network.config.get_text_config(decoder=True)
     vocab_size = int(network.get_output_embeddings().weight.shape[0])
     return LanguageModelInfo(
@@ -122,8 +123,10 @@ def _describe(
         device=str(choice.device),
         dtype=choice.dtype,
         choice_reason=choice.reason,
-        num_parameters=sum(parameter.numel() for parameter in parameters),
-        weights_bytes=sum(tensor_bytes(parameter) for parameter in parameters),
+        num_parameters=sum(parameter.numel() for parameter in parameters)
+        + sum(part.in_features * part.out_features for part in packed),
+        weights_bytes=sum(tensor_bytes(parameter) for parameter in parameters)
+        + sum(part.packed.nbytes + part.scales.nbytes for part in packed),
     )
 
 

@@ -7,15 +7,19 @@ activations), which is used directly.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
+from diffserve.config import TEXT_DTYPES
 from diffserve.errors import ConfigError
 from diffserve.runtime.loading.library_imports import import_quietly
-from diffserve.runtime.precision import DeviceChoice, choose_device, quantise_linear
+from diffserve.runtime.precision import INT8, QUANTISED, DeviceChoice, choose_device, quantise_linear
+
+logger = logging.getLogger(__name__)
 
 INT4: Final = "int4"
 GROUP_WEIGHTS: Final = 32
@@ -26,7 +30,11 @@ CPU_ROWS: Final = 16
 def compute_choice(device: str, dtype: str, offload: str = "none") -> DeviceChoice:
     """``choose_device``, which also knows int4. Raises ConfigError where the platform has no int4 kernel."""
     if dtype != INT4:
-        return choose_device(device, dtype, offload)
+        choice = choose_device(device, dtype, offload)
+        if choice.dtype in QUANTISED and choice.dtype != INT8:
+            known = ", ".join(TEXT_DTYPES)
+            raise ConfigError(f"dtype is {dtype!r}, which is for image models; choose one of {known}.", param="dtype")
+        return choice
     choice = choose_device(device, "bfloat16", offload)
     problem = int4_problem(choice.device)
     if problem:
@@ -52,18 +60,28 @@ def quantise(network: nn.Module, choice: DeviceChoice) -> None:
 
     The head is often the embedding itself, and its error goes straight into the logits.
     """
-    if choice.dtype not in ("int8", INT4):
+    if choice.dtype not in (INT8, INT4):
         return
     head = network.get_output_embeddings()  # type: ignore[operator] # a PreTrainedModel
     _transpose_conv1d(network)
     network.to(choice.device)
+    left: list[str] = []
     for name, layer in list(network.named_modules()):
         if type(layer) is not nn.Linear or layer is head:
             continue
-        if choice.dtype == "int8":
+        if choice.dtype == INT8:
             quantise_linear(layer)
         elif layer.in_features % GROUP_WEIGHTS == 0 and layer.out_features % CPU_ROWS == 0:
             network.set_submodule(name, _int4_linear(layer))
+        else:
+            left.append(f"{name} ({layer.in_features} x {layer.out_features})")
+    if left:
+        logger.warning(
+            "not in int4, which wants inputs in multiples of %d and outputs of %d: %s",
+            GROUP_WEIGHTS,
+            CPU_ROWS,
+            ", ".join(left),
+        )
 
 
 def _transpose_conv1d(network: nn.Module) -> None:

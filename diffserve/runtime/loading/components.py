@@ -81,7 +81,7 @@ def load_component(
     checkpoint: Checkpoint,
     choice: DeviceChoice,
     *,
-    quantise: bool = False,
+    quantise: str | None = None,
     adapt: Callable[[TensorSource], None] | None = None,
     channels_last: bool = False,
 ) -> Any:

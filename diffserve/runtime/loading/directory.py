@@ -52,7 +52,7 @@ def load_directory(path: Path, choice: DeviceChoice, *, adapt: Adapt | None = No
         config_file = path / component / "config.json"
         network = build_text_encoder(index[component][1], read_json(config_file), str(config_file))
         weights = open_weights(component, TRANSFORMERS_STEM)
-        load_component(network, weights, choice, quantise=choice.is_int8, adapt=adapt and partial(adapt, component))
+        load_component(network, weights, choice, quantise=choice.text_scheme, adapt=adapt and partial(adapt, component))
         return TextEncoder.pair(load_tokenizer(path / f"tokenizer{suffix}"), network)
 
     suffixes = ("", "_2") if "text_encoder_2" in index else ("",)
@@ -60,7 +60,7 @@ def load_directory(path: Path, choice: DeviceChoice, *, adapt: Adapt | None = No
     unet_config, vae_config = (read_json(path / part / "config.json") for part in ("unet", "vae"))
     unet = build_unet(unet_config, str(path / "unet" / "config.json"), choice)
     unet_weights = open_weights("unet", DIFFUSERS_STEM)
-    load_component(unet, unet_weights, choice, quantise=choice.is_int8, adapt=adapt and partial(adapt, "unet"))
+    load_component(unet, unet_weights, choice, quantise=choice.unet_scheme, adapt=adapt and partial(adapt, "unet"))
     vae = build("AutoencoderKL", vae_config, str(path / "vae" / "config.json"))
     vae_choice = vae_precision(choice, vae_config, is_sdxl=len(encoders) == 2)
     load_component(vae, open_weights("vae", DIFFUSERS_STEM), vae_choice, channels_last=True)

@@ -79,9 +79,7 @@ class SingleFile:
                 f"{self.where}: the shapes of its tensors are not those of an {self.family} {component} ({error})."
             ) from error
 
-    def fill(
-        self, network: Any, add: Callable[[TensorSource, str], str], choice: DeviceChoice, **settings: bool
-    ) -> Any:
+    def fill(self, network: Any, add: Callable[[TensorSource, str], str], choice: DeviceChoice, **settings: Any) -> Any:
         """Fill ``network``; ``add`` gives the source one parameter by name and returns the key that it comes from.
 
         ``settings`` are those of ``weight_loading.fill``.
@@ -158,7 +156,7 @@ def _load_encoder(file: SingleFile, number: int, spec: EncoderSpec, choice: Devi
             f"{file.where}: its text encoder knows {network.config.vocab_size} tokens, CLIP's vocabulary has "
             f"{VOCABULARY_SIZE}; put its tokenizer and configurations in {Path(file.where).with_suffix('')}."
         )
-    file.fill(network, add, choice, quantise=choice.is_int8)
+    file.fill(network, add, choice, quantise=choice.text_scheme)
     if spec.drop_last:
         # OpenCLIP's last layer and projection, which SD 2 does not use
         unused = (f"{prefix}transformer.resblocks.{network.config.num_hidden_layers}.", f"{prefix}text_projection")
@@ -178,7 +176,7 @@ def _load_unet(file: SingleFile, last_encoder: TextEncoder, choice: DeviceChoice
     def add(source: TensorSource, name: str) -> str:
         return source.add(name, keys.unet_key(name, layers, with_attention))
 
-    return file.fill(network, add, choice, quantise=choice.is_int8)
+    return file.fill(network, add, choice, quantise=choice.unet_scheme)
 
 
 def _check_leftovers(file: SingleFile) -> None:

@@ -1,7 +1,8 @@
 """Build a network empty and fill it tensor by tensor: every key accounted for, every shape compared.
 
-With int8, each linear weight is quantised as soon as it has been read and before the next one is, so the most that is
-ever held is the finished model plus one tensor. Weights that rest elsewhere (``offload``) come when their layer runs.
+A weight that is to hold fewer bits is quantised as soon as it has been read and before the next one is, so the most
+that is ever held is the finished model plus one tensor. Weights that rest elsewhere (``offload``) come when their layer
+runs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from diffserve.errors import ModelLoadError
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.loading.offload import dispatch, make_device_map, place_of
-from diffserve.runtime.precision import DeviceChoice, quantise_linear
+from diffserve.runtime.precision import DeviceChoice
+from diffserve.runtime.quantisation import quantise_layer, schemes_at_load
 from diffserve.runtime.text.encoding import TextEncoder
 
 #: Buffers that old checkpoints carry and that are computed, not learned.
@@ -95,11 +97,12 @@ def fill(
     source: TensorSource,
     choice: DeviceChoice,
     *,
-    quantise: bool = False,
+    quantise: str | None = None,
     channels_last: bool = False,
 ) -> None:
     """Give every parameter of the empty ``module`` its tensor, in ``choice.compute_dtype``, where it is to rest.
 
+    quantise       what layers are to hold (``runtime.quantisation``); None: ``choice.compute_dtype``
     channels_last  convolutions gain by it on a CPU too
 
     Raises ModelLoadError naming the keys that are missing, unexpected or of the wrong shape, with file and both shapes.
@@ -108,7 +111,7 @@ def fill(
     expected: dict[str, Any] = dict(module.state_dict(keep_vars=True))
     _check_keys(type(module).__name__, expected, source)
     parameters = dict(module.named_parameters())
-    linears = {f"{name}.weight" for name, part in module.named_modules() if type(part) is nn.Linear}
+    narrow = schemes_at_load(module, quantise) if quantise else {}
     device_map = make_device_map(module, choice)
     resting: dict[str, Read] = {}
     for name in expected:
@@ -122,8 +125,9 @@ def fill(
         set_tensor(module, name, tensor.device, tensor, tensor.dtype, clear_cache=False)
         if tensor.device.type != choice.device.type:
             resting[name] = partial(torch.Tensor.detach, tensor)
-        if quantise and name in linears:
-            quantise_linear(module.get_submodule(name.rpartition(".")[0]))
+        owner, _, part = name.rpartition(".")
+        if part == "weight" and owner in narrow:
+            quantise_layer(module.get_submodule(owner), narrow[owner])
     _place_computed_buffers(module, choice.device)
     module.eval().requires_grad_(False)
     if resting:
@@ -173,7 +177,7 @@ def _place_computed_buffers(module: nn.Module, device: torch.device) -> None:
         for name, buffer in list(part._buffers.items()):
             if buffer is None:
                 continue
-            if buffer.is_meta:
+            if buffer.is_meta and device.type != "meta":
                 raise ModelLoadError(f"{type(module).__name__}: buffer {path}.{name} has no value on disk.")
             part._buffers[name] = buffer.to(device)
 

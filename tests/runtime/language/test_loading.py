@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from diffserve.errors import ConfigError, ModelLoadError, ModelNotFound
 from diffserve.runtime.language import LanguageModel, LayerShape, compatibility, load_language_model
 from diffserve.runtime.language.attention import register
+from diffserve.runtime.language.weight_only import compute_choice
 from tests.runtime.language import tiny
 from tests.runtime.language.conftest import Load
 
@@ -250,3 +251,8 @@ def test_the_int4_kernel_multiplies_what_its_codes_say() -> None:
 def test_an_unknown_dtype_names_the_known_ones(directory: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match="float32"):
         load(directory("llama"), dtype="int3")
+
+
+def test_precisions_of_image_models_are_refused_for_texts() -> None:
+    with pytest.raises(ConfigError, match="'int8_dynamic', which is for image models; choose one of auto"):
+        compute_choice("cpu", "int8_dynamic")

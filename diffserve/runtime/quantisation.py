@@ -1,0 +1,144 @@
+"""Which layers of a network hold fewer bits, in what way, and which do not and why: nothing is left out in silence.
+
+    int8          int8 weights of linear layers, arithmetic in the device's float dtype (torchao)
+    int8_dynamic  linear layers of the UNet multiply in int8, activations with a scale for each token
+    int8_static   linear layers and convolutions of the UNet multiply in int8, activations in ranges that were measured
+                  before (``runtime.calibration``); loaded in full, then converted layer by layer; CPUs only
+    float8        the same in float8 with row-wise scales, on GPUs of compute capability 9.0 and above
+
+Text encoders run once a prompt, so that int8 arithmetic has nothing to win there: with int8 precisions they hold int8
+weights, with float8 they are left as they are. VAEs always are: they make the pixels.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+from diffserve.runtime.precision import FLOAT8, INT8, INT8_DYNAMIC, INT8_STATIC, quantise_linear
+from diffserve.runtime.quantised_layers import (
+    CUBLAS_MULTIPLE,
+    SCALED_MULTIPLE,
+    Float8Linear,
+    InputRange,
+    Int8DynamicLinear,
+    become,
+    become_static,
+    to_float8,
+    to_int8,
+)
+
+OF_ROWS: Final = re.compile(r"(^|\.)(time_embedding|add_embedding|class_embedding|time_emb_proj)(\.|$)")
+"""Layers of a UNet that see one vector for each row, not tokens."""
+ONCE_A_PROMPT: Final = "every layer holds its float dtype: it runs once a prompt"
+THE_PIXELS: Final = "every layer holds its float dtype: it makes the pixels"
+ENDS: Final = ("conv_in", "conv_out")
+NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
+NARROW: Final = (torch.int8, torch.float8_e4m3fn)
+
+
+class LeftLayers(NamedTuple):
+    """Layers of one kind that do not hold or do not multiply what was asked for.
+
+    pattern         their name, ``*`` for numbers
+    num_parameters  of their weights
+    holds           what the weights are held in
+    """
+
+    pattern: str
+    num_layers: int
+    num_parameters: int
+    holds: str
+    reason: str
+
+
+def scheme_for(name: str, layer: nn.Module, asked: str) -> tuple[str | None, str]:
+    """What the layer ``name`` is to hold where ``asked`` is a precision of this module, ``None``: as it is; and where
+    that is not what was asked for, why."""
+    if asked == INT8_STATIC and isinstance(layer, nn.Conv2d):
+        if name in ENDS:
+            return None, "is where pictures come in or go out, and every error there is theirs"
+        return asked, ""
+    if not isinstance(layer, nn.Linear):
+        what = "convolutions" if isinstance(layer, nn.Conv2d) else "tables, which are looked up and not multiplied,"
+        return None, f"{asked} is for linear layers; {what} stay"
+    is_of_rows = OF_ROWS.search(name) is not None
+    multiple = {INT8_DYNAMIC: CUBLAS_MULTIPLE, FLOAT8: SCALED_MULTIPLE}.get(asked, 1)
+    sides = (layer.in_features, layer.out_features)
+    if asked != INT8 and is_of_rows:
+        why = "sees one vector for each row, too few for a product in 8 bits"
+    elif any(side % multiple for side in sides):
+        why = f"is {sides[0]} x {sides[1]}, and its kernel wants multiples of {multiple}"
+    else:
+        return asked, ""
+    return (None if asked == FLOAT8 else INT8), why
+
+
+def schemes(network: nn.Module, asked: str) -> dict[str, str]:
+    """Layer names -> what each is to hold, of those that hold fewer bits."""
+    found = ((name, scheme_for(name, layer, asked)[0]) for name, layer in network.named_modules())
+    return {name: scheme for name, scheme in found if scheme is not None}
+
+
+def schemes_at_load(network: nn.Module, asked: str) -> dict[str, str]:
+    """``schemes`` of those layers that can be quantised as soon as they are read."""
+    return {name: scheme for name, scheme in schemes(network, asked).items() if scheme != INT8_STATIC}
+
+
+def convert_static(network: nn.Module, ranges: Mapping[str, InputRange]) -> None:
+    """Turn the layers that ``ranges`` names into ``Int8Static`` ones, one after the other."""
+    for name, known in ranges.items():
+        become_static(network.get_submodule(name), known)
+
+
+def quantise_layer(layer: nn.Module, scheme: str) -> None:
+    """Give ``layer``, a linear one with its weight in a float dtype, the weight that ``scheme`` says."""
+    if scheme == INT8:
+        quantise_linear(layer)
+        return
+    weight = layer.get_parameter("weight").detach()
+    if scheme == INT8_DYNAMIC:
+        become(layer, Int8DynamicLinear, to_int8(weight))
+    else:
+        become(layer, Float8Linear, to_float8(weight))
+
+
+def layers_left(network: nn.Module, asked: str) -> list[LeftLayers]:
+    """Of a loaded network every layer with a matrix or filters that is not as ``asked``: kinds, the largest first."""
+    kinds: dict[tuple[str, str, str], list[int]] = {}
+    for name, layer, weight in _weighted(network):
+        scheme, reason = scheme_for(name, layer, asked)
+        is_narrow = _is_narrow(weight)
+        if is_narrow and scheme == asked:
+            continue
+        holds = INT8 if is_narrow else str(weight.dtype).removeprefix("torch.")
+        kinds.setdefault((NUMBER.sub(".*", name), holds, reason), []).append(weight.numel())
+    found = [LeftLayers(pattern, len(sizes), sum(sizes), *rest) for (pattern, *rest), sizes in kinds.items()]
+    return sorted(found, key=lambda one: -one.num_parameters)
+
+
+def describe_left(network: nn.Module, asked: str) -> Iterator[str]:
+    """A sentence for each reason, with the layers it is about and their share of the network's weights."""
+    left = layers_left(network, asked)
+    total = sum(weight.numel() for _, _, weight in _weighted(network))
+    for reason in dict.fromkeys(one.reason for one in left):
+        about = [one for one in left if one.reason == reason]
+        num_layers, share = sum(one.num_layers for one in about), sum(one.num_parameters for one in about) / total
+        holds = ", ".join(dict.fromkeys(one.holds for one in about))
+        names = ", ".join(f"{one.pattern} ({one.num_layers})" for one in about)
+        yield f"{num_layers} layers, {100 * share:.1f} % of the weights, hold {holds}: {reason}: {names}"
+
+
+def _weighted(network: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
+    for name, layer in network.named_modules():
+        weight: Any = layer._parameters.get("weight")
+        if weight is not None and weight.ndim > 1:
+            yield name, layer, weight
+
+
+def _is_narrow(weight: torch.Tensor) -> bool:
+    return weight.dtype in NARROW or hasattr(weight, "tensor_data_names")

@@ -1,0 +1,159 @@
+"""The gate for precisions: a good one passes, a bad one fails, with the exit code that says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from PIL import Image
+
+from diffserve.cli import main
+from diffserve.cli.gate import EXIT_GATE_FAILED
+from diffserve.engine import Engine
+from diffserve.errors import InvalidRequest
+from diffserve.experiments.estimates import Estimate
+from diffserve.experiments.gate import JSON, RESULTS, Gate, Limits, Row, broken
+from diffserve.experiments.gate_run import GateProgress, run_gate
+from diffserve.experiments.plan import Cell, SweepPlan
+
+PLAN = SweepPlan(
+    samplers=("ddim",), steps=(3,), guidance=(3.0,), prompts=("a fox", "an owl"), num_seeds=2, reference_steps=None
+)
+ROW = Row(precision="int8", cell=PLAN.cells[0], num_images=4, unet_bytes=1, engine_s=0.1)
+
+
+def coarse(layer: torch.nn.Module, levels: int = 3) -> None:
+    """Weights rounded to so few levels for each output row: what a broken quantiser does."""
+    weight = layer.get_parameter("weight").data
+    scale = weight.abs().amax(1, keepdim=True) / levels
+    weight.copy_((weight / scale).round() * scale)
+
+
+def opener(path: Path, damaged: str | None = None) -> Callable[[str], Engine]:
+    """Opens the model in a precision, ``damaged`` with coarse weights."""
+
+    def open_engine(precision: str) -> Engine:
+        engine = Engine.from_pretrained(path, dtype=precision, device="cpu")
+        if precision == damaged:
+            for part in engine.model.unet.network.modules():
+                if isinstance(part, torch.nn.Linear):
+                    coarse(part, levels=1)
+        return engine
+
+    return open_engine
+
+
+def test_the_same_pictures_pass_and_coarse_weights_fail(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    path = tiny_model("sd15")
+    good = run_gate(Gate("float32", ("bfloat16",)), PLAN, Limits(), tmp_path / "good", opener(path))
+    assert good.failed == ()
+    assert [row.precision for row in good.rows] == ["float32", "bfloat16"]
+    psnr = good.rows[1].psnr_db
+    assert psnr is not None
+    assert good.rows[1].worst_psnr_db is not None
+    assert 20 < good.rows[1].worst_psnr_db <= psnr.value < 99
+    assert good.rows[1].unet_bytes == good.rows[0].unet_bytes / 2
+    limits = Limits(psnr_db=psnr.value - 3)
+    bad = run_gate(Gate("float32", ("bfloat16",)), PLAN, limits, tmp_path / "bad", opener(path, "bfloat16"))
+    assert bad.failed == ("bfloat16",)
+    assert any(line.startswith("PSNR is") for line in bad.rows[1].failures)
+
+
+def test_a_gate_leaves_a_document_a_page_and_pictures_and_paints_nothing_twice(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    gate, seen = Gate("float32", ("bfloat16",)), list[GateProgress]()
+    first = run_gate(gate, PLAN, Limits(), tmp_path, opener(tiny_model("sd15")), seen.append)
+    assert [(one.precision, one.num_done) for one in seen] == [
+        (name, done) for name in gate.names for done in (1, 2, 3, 4)
+    ]
+    assert {file.name for file in tmp_path.iterdir()} == {*RESULTS, "parts"}
+    document = json.loads((tmp_path / JSON).read_bytes())
+    assert document["reference"] == "float32"
+    assert document["failed"] == []
+    assert document["models"]["bfloat16"]["dtype"] == "bfloat16"
+    assert msgspec.convert(document["rows"], tuple[Row, ...]) == first.rows
+    assert any("only pictures of the embedded model can be checked" in note for note in document["notes"])
+    with Image.open(tmp_path / "gate.png") as sheet:
+        assert sheet.size == (2 * 64 + 2, 2 * 64 + 2)  # two prompts, two precisions
+    seen.clear()
+    again = run_gate(gate, PLAN, Limits(), tmp_path, opener(tiny_model("sd15")), seen.append)
+    assert seen == []
+    assert again.rows == first.rows
+
+
+@pytest.mark.parametrize(
+    ("row", "failures"),
+    [
+        ({"exact_change": Estimate(-0.04), "psnr_db": Estimate(30.0), "frechet": 0.1}, []),
+        ({"exact_change": Estimate(-0.2)}, ["exact prompt match is 20.0 points lower, at most 5 are allowed"]),
+        ({"exact_change": Estimate(0.2)}, []),
+        ({"psnr_db": Estimate(9.0), "frechet": 3.0}, ["PSNR is 9.0 dB, at", "the Frechet distance is 3, at most 1"]),
+    ],
+)
+def test_every_limit_that_is_broken_is_told(row: dict[str, object], failures: list[str]) -> None:
+    limits = Limits(exact_points=5, psnr_db=20, frechet=1)
+    found = list(broken(msgspec.structs.replace(ROW, **row), limits))
+    assert [line[: len(start)] for line, start in zip(found, failures, strict=True)] == failures
+
+
+def test_short_names_are_known() -> None:
+    assert Gate.parse("fp32: bf16,int8") == Gate("float32", ("bfloat16", "int8"))
+
+
+@pytest.mark.parametrize("text", ["", "fp32", ":bf16", "fp32:", "fp32:bf16,", "fp32:bf16,fp32", "bf16:int8,int8"])
+def test_a_gate_that_is_not_written_as_one_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="--gate"):
+        Gate.parse(text)
+
+
+@pytest.mark.parametrize(("name", "value"), [("psnr_db", -1), ("exact_points", 101), ("frechet", float("nan"))])
+def test_a_limit_that_nobody_can_keep_or_break_is_refused(name: str, value: float) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name} is .*; it must lie between 0 and"):
+        Limits(**{name: value})
+
+
+def run_main(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main([str(argument) for argument in arguments])
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gate", "fp32"], "--gate is 'fp32'; write it as REFERENCE:CANDIDATE"),
+        (["--gate", "fp32:fp33"], "--gate: dtype is 'fp33'; choose one of auto, float32"),
+        (["--gate", "fp32:bf16", "--dtype", "int8"], "--dtype and --gate both name precisions; give --gate alone."),
+        (["--gate", "fp32:bf16", "--gate-psnr", "200"], "psnr_db is 200; it must lie between 0 and 99."),
+        (["--gate-psnr", "20"], "give --gate, too."),
+        (["--gate", "fp32:int8", "--offload", "cpu"], "--gate: offload is 'cpu' with dtype int8"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_nothing_is_painted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert run_main("sweep", "-o", tmp_path / "out", *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_int8_of_the_embedded_model_passes_and_a_broken_quantiser_ends_with_the_exit_code_of_a_failed_gate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["sweep", "--gate", "auto:int8", "--prompts", 4, "--steps", 10, "-o"]
+    assert run_main(*asked, tmp_path / "good") == 0
+    assert ", guidance 3: passes." in capsys.readouterr().out
+    monkeypatch.setattr("diffserve.runtime.quantisation.quantise_linear", coarse)
+    assert run_main(*asked, tmp_path / "bad") == EXIT_GATE_FAILED
+    output = capsys.readouterr().out
+    assert ", guidance 3: fails: " in output
+    document = json.loads((tmp_path / "bad" / JSON).read_bytes())
+    assert document["failed"] == ["int8"]
+    assert document["rows"][0]["cell"] == msgspec.to_builtins(Cell("dpmpp_2m_sde", 10, 3.0))

@@ -1,0 +1,293 @@
+"""Layers with fewer bits: near the exact ones, indifferent to neighbours, small as promised, and none left unnamed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.random_models import save_hollow_model
+from diffserve.config import EngineConfig
+from diffserve.disk_cache import DiskCache
+from diffserve.engine import Engine
+from diffserve.errors import ConfigError
+from diffserve.runtime import DiffusionModel, choose_device, load_model
+from diffserve.runtime.dry_run import DryRun, ListIndices
+from diffserve.runtime.loading.checkpoint import Checkpoint, read_json
+from diffserve.runtime.loading.components import build_unet, load_component
+from diffserve.runtime.precision import QUANTISED, _refuse_absent_unit, cpu_int8_unit, tensor_bytes, weights_bytes
+from diffserve.runtime.quantisation import layers_left, quantise_layer, scheme_for
+from diffserve.runtime.quantised_layers import (
+    Float8Linear,
+    InputRange,
+    Int8DynamicLinear,
+    Int8StaticConv2d,
+    become_static,
+)
+from diffserve.types import DiffusionParams, GenerationRequest, ImageResult
+from tests.runtime.conftest import LoadTiny
+
+needs_int8 = pytest.mark.skipif(cpu_int8_unit() is None, reason="this CPU does not multiply int8 in hardware")
+TOLERANCE = {"int8": 0.01, "int8_dynamic": 0.015, "float8": 0.06}
+"""Scheme -> largest relative error (in the norm) of a layer's output for normal activations and weights."""
+
+
+def linear(scheme: str | None = None, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    torch.manual_seed(1)
+    layer = nn.Linear(64, 48).requires_grad_(False).to(dtype)
+    if scheme is not None:
+        quantise_layer(layer, scheme)
+    return layer
+
+
+def tokens(rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """(rows, 9, 64), of which some are small and some large, and one token is zero."""
+    found = torch.randn(rows, 9, 64, generator=torch.Generator().manual_seed(2))
+    found *= torch.logspace(-3, 2, rows)[:, None, None]
+    found[0, 3] = 0
+    return found.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", TOLERANCE)
+def test_a_quantised_layer_comes_near_the_exact_one_for_every_token(scheme: str, dtype: torch.dtype) -> None:
+    given = tokens(5, dtype)
+    exact, found = linear(dtype=dtype)(given).float(), linear(scheme, dtype)(given)
+    assert found.dtype == dtype
+    assert found.isfinite().all()
+    error = (found.float() - exact).norm(dim=-1) / exact.norm(dim=-1)
+    assert float(error.max()) < TOLERANCE[scheme] + 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("scheme", ["int8_dynamic", "float8"])
+def test_a_token_has_the_same_bytes_alone_and_beside_any_others(scheme: str) -> None:
+    layer, given = linear(scheme), tokens(6)
+    together = layer(given)
+    assert torch.equal(torch.cat([layer(given[row : row + 1]) for row in range(6)]), together)
+    assert torch.equal(layer(given.flip(0)).flip(0), together)
+    assert torch.equal(layer(given[2, 4]), together[2, 4])
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(64, 48),
+    "3x3": lambda: nn.Conv2d(16, 24, 3, padding=1),
+    "3x3 of stride 2, without bias": lambda: nn.Conv2d(16, 24, 3, stride=2, padding=1, bias=False),
+    "1x1": lambda: nn.Conv2d(16, 24, 1),
+}
+
+
+def static(kind: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module, torch.Tensor]:
+    """A layer, the same in int8, and activations as after SiLU, which lie on one side of 0."""
+    torch.manual_seed(3)
+    layer = LAYERS[kind]().to(dtype).requires_grad_(False)
+    given = nn.functional.silu(torch.randn((5, 9, 64) if kind == "linear" else (5, 16, 12, 12)) + 0.5).to(dtype)
+    narrow = copy.deepcopy(layer)
+    become_static(narrow, InputRange(float(given.min()), float(given.max())))
+    return layer, narrow, given
+
+
+@needs_int8
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_layer_of_measured_ranges_comes_near_the_exact_one_whoever_shares_the_call(
+    kind: str, dtype: torch.dtype
+) -> None:
+    layer, narrow, given = static(kind, dtype)
+    exact, found = layer(given).float(), narrow(given)
+    assert found.dtype == dtype
+    assert (found.float() - exact).norm() / exact.norm() < 0.02
+    assert torch.equal(torch.cat([narrow(given[row : row + 1]) for row in range(5)]), found)
+
+
+@needs_int8
+@pytest.mark.parametrize("kind", LAYERS)
+def test_zeros_stay_exact_and_what_is_out_of_range_is_cut_off(kind: str) -> None:
+    layer, narrow, given = static(kind)
+    zeros = torch.zeros_like(given)
+    torch.testing.assert_close(narrow(zeros), layer(zeros), atol=1e-5, rtol=0)
+    known = narrow.__dict__["range"]
+    torch.testing.assert_close(narrow(given * 100), narrow((given * 100).clamp(known.low, known.high)))
+
+
+@needs_int8
+def test_ranges_are_measured_over_whole_trajectories_once_and_kept(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = DiskCache(tmp_path)
+    first = load_model(tiny_model("sd15"), dtype="int8_static", device="cpu", cache=cache)
+    kinds = {name: type(part) for name, part in network_of(first).named_modules()}
+    assert {kind for name, kind in kinds.items() if name.endswith(("conv1", "conv2"))} == {Int8StaticConv2d}
+    assert (kinds["conv_in"], kinds["conv_out"]) == (nn.Conv2d, nn.Conv2d)
+    ranges = [part.__dict__["range"] for part in network_of(first).modules() if "range" in part.__dict__]
+    assert all(known.low <= 0 <= known.high for known in ranges)
+    assert len({known.high for known in ranges}) > 1
+
+    def measured_again(*_: object) -> None:
+        raise AssertionError("ranges that are kept were measured again")
+
+    monkeypatch.setattr("diffserve.runtime.model.measure_ranges", measured_again)
+    again = load_model(tiny_model("sd15"), dtype="int8_static", device="cpu", cache=cache)
+    assert [part.__dict__["range"] for part in network_of(again).modules() if "range" in part.__dict__] == ranges
+    left = "\n".join(again.left_in_full())
+    assert "conv_in (1), conv_out (1)" in left
+    assert "resnets.*.conv1" not in left
+
+
+def test_measured_ranges_are_refused_where_convolutions_have_no_kernel() -> None:
+    with pytest.raises(ConfigError, match="int8_static, whose convolutions have a kernel on CPUs only, not on cuda"):
+        _refuse_absent_unit(torch.device("cuda"), "int8_static")
+
+
+def painted(result: ImageResult) -> tuple[bytes, bytes]:
+    assert result.latents is not None
+    return result.latents.data, result.picture.data
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int8_dynamic", "int8_static"])
+def test_a_mixed_batch_is_neighbour_proof(tiny_model: Callable[[str], Path], dtype: str) -> None:
+    model = load_model(tiny_model("sd15"), dtype=dtype, device="cpu")
+    samplers = ("ddim", "euler_a", "heun", "dpmpp_2m")
+
+    def requests() -> list[GenerationRequest]:
+        return [
+            GenerationRequest(
+                prompt=("cat", "the red fox", "dog on the cat")[place % 3],
+                seed=place,
+                width_px=64,
+                height_px=64,
+                diffusion=DiffusionParams(sampler=name, num_steps=3 + place, guidance_scale=1.0 + 4 * (place % 2)),
+                return_latents=True,
+            )
+            for place, name in enumerate(samplers)
+        ]
+
+    crowd = Engine(model, EngineConfig(max_rows=16))
+    together = crowd.generate(requests())
+    assert crowd.is_deterministic
+    assert max(len(set(tick.request_ids)) for tick in crowd.trace) == len(samplers)
+    solo = Engine(model, EngineConfig(max_rows=16))
+    for mixed, request in zip(together, requests(), strict=True):
+        [alone] = solo.generate(request)
+        assert painted(alone) == painted(mixed)
+
+
+def network_of(model: DiffusionModel) -> nn.Module:
+    network: nn.Module = model.unet.network
+    return network
+
+
+def test_int8_dynamic_multiplies_tokens_in_int8_and_holds_the_rest_as_it_says(
+    tiny_model: Callable[[str], Path], tiny: LoadTiny
+) -> None:
+    model = load_model(tiny_model("sdxl"), dtype="int8_dynamic", device="cpu")
+    kinds = {name: type(part) for name, part in network_of(model).named_modules() if isinstance(part, nn.Linear)}
+    dynamic = {name for name, kind in kinds.items() if kind is Int8DynamicLinear}
+    assert any(name.endswith("attn2.to_k") for name in dynamic)
+    assert {name.split(".")[-1] for name in set(kinds) - dynamic} == {"linear_1", "linear_2", "time_emb_proj"}
+    assert model.info.num_parameters == tiny("sdxl").info.num_parameters
+    assert weights_bytes(network_of(model)) < 0.45 * weights_bytes(tiny("sdxl").unet.network)
+    assert not any(isinstance(part, Int8DynamicLinear) for one in model.text.encoders for part in one.network.modules())
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int8_dynamic"])
+def test_every_layer_that_is_left_is_named_with_a_reason(tiny_model: Callable[[str], Path], dtype: str) -> None:
+    model = load_model(tiny_model("sd15"), dtype=dtype, device="cpu")
+    left = layers_left(network_of(model), dtype)
+    convolutions = [part for part in network_of(model).modules() if isinstance(part, nn.Conv2d)]
+    named = [one for one in left if one.reason == f"{dtype} is for linear layers; convolutions stay"]
+    assert sum(one.num_layers for one in named) == len(convolutions)
+    assert sum(one.num_parameters for one in named) == sum(part.weight.numel() for part in convolutions)
+    others = [one for one in left if one not in named]
+    assert bool(others) == (dtype == "int8_dynamic")
+    assert all(one.holds == "int8" and "one vector for each row" in one.reason for one in others)
+    said = "\n".join(model.left_in_full())
+    assert "down_blocks.*.resnets.*.conv1" in said
+    assert "vae: every layer holds its float dtype" in said
+    assert load_model(tiny_model("sd15"), dtype="float32", device="cpu").left_in_full() == []
+
+
+def test_an_odd_layer_falls_back_and_says_why() -> None:
+    assert scheme_for("to_q", nn.Linear(60, 64), "int8_dynamic") == (
+        "int8",
+        "is 60 x 64, and its kernel wants multiples of 8",
+    )
+    assert scheme_for("to_q", nn.Linear(64, 72), "float8")[0] is None
+
+
+def test_quantising_to_int8_dynamic_while_loading_never_holds_more_than_the_model_and_one_tensor(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, choice = tiny_model("sdxl") / "unet", choose_device("cpu", "int8_dynamic")
+    checkpoint = Checkpoint.open([path / "diffusion_pytorch_model.safetensors"])
+    network = build_unet(read_json(path / "config.json"), "unet", choice)
+    held: list[int] = []
+    read = Checkpoint.read
+
+    def watched(self: Checkpoint, key: str) -> torch.Tensor:
+        held.append(sum(tensor_bytes(part) for part in network.parameters() if not part.is_meta))
+        return read(self, key)
+
+    monkeypatch.setattr(Checkpoint, "read", watched)
+    load_component(network, checkpoint, choice, quantise=choice.unet_scheme)
+    assert max(held) <= weights_bytes(network)
+    assert len(held) == len(checkpoint.entries)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int8", "int8_dynamic"])
+def test_the_int8_unet_of_sdxl_takes_at_most_2_95_gb(tmp_path: Path, dtype: str) -> None:
+    path = save_hollow_model("sdxl-random", tmp_path, dtype=torch.float16)
+    model = load_model(path, device="meta", dtype=dtype)
+    if model.dtype == torch.float32:
+        pytest.skip("the convolutions of a CPU without bfloat16 are in float32")
+    (unet,) = [part for part in model.memory_report() if part.component == "unet"]
+    assert unet.num_parameters == pytest.approx(2.567e9, rel=1e-3)
+    assert unet.weights_bytes <= 2.95e9
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int8_dynamic", "float8"])
+def test_a_tick_of_a_quantised_model_waits_for_no_device(tmp_path: Path, dtype: str) -> None:
+    path = save_hollow_model("tiny-random", tmp_path, dtype=torch.float16)
+    config = EngineConfig(max_rows=8, deterministic=False)
+    engine = Engine.from_pretrained(str(path), device="meta", dtype=dtype, config=config)
+    engine.submit(GenerationRequest(prompt="a fox", seed=1, diffusion=DiffusionParams(sampler="ddim", num_steps=4)))
+    for _ in range(3):
+        with torch.inference_mode(), DryRun() as counted, ListIndices(counted.work):
+            engine.tick()
+    products = {"int8": "mm", "int8_dynamic": "_int_mm", "float8": "_scaled_mm"}
+    launched = [kernel for kernel in counted.work.kernels if kernel.name == products[dtype]]
+    kinds = {"int8_dynamic": Int8DynamicLinear, "float8": Float8Linear}
+    if dtype in kinds:
+        layers = [part for part in network_of(engine.model).modules() if type(part) is kinds[dtype]]
+        told = [
+            name for name, _ in network_of(engine.model).named_modules() if name.endswith(("attn2.to_k", "attn2.to_v"))
+        ]
+        assert len(launched) == len(layers) - len(told)  # keys and values of the text are made once, not in a tick
+    assert launched
+    assert all(kernel.flops > 0 for kernel in launched)
+
+
+def test_float8_is_refused_where_there_is_no_hopper() -> None:
+    with pytest.raises(
+        ConfigError, match=r"float8, which wants a GPU of compute capability 9\.0 .*not cpu; choose int8"
+    ):
+        choose_device("cpu", "fp8")
+
+
+def test_int8_dynamic_is_refused_where_the_cpu_has_no_int8_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diffserve.runtime.precision.cpu_int8_unit", lambda: None)
+    with pytest.raises(
+        ConfigError, match=r"int8_dynamic, and this CPU does not multiply int8 in hardware.*choose int8"
+    ):
+        choose_device("cpu", "int8_dynamic")
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_a_quantised_precision_says_what_is_in_it(dtype: str) -> None:
+    choice = choose_device("meta", dtype)
+    assert dtype in choice.reason
+    assert choice.unet_scheme == dtype
