@@ -65,6 +65,10 @@ class ImageRunner:
         """Rows that a tick of ``group`` may hold."""
         return min(self.groups.row_cap(group), max(LEAST_ROWS, self.caps.cap(group)))
 
+    def call_s(self, group: GroupKey, num_rows: int) -> float:
+        """Seconds that ``num_rows`` rows of ``group`` take; an estimate where the group was never seen."""
+        return self.groups.call_s(group, num_rows)
+
     @torch.inference_mode()
     def study(self, group: GroupKey | None = None) -> bool:
         """Make one UNet call for what is still to be measured; False where there is nothing."""

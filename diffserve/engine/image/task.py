@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -57,6 +58,8 @@ class PaintSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, dict=T
 class LiveRequest(Live):
     """A request from submit to its terminal event. ``submitted_tick`` is its place in the order of ageing.
 
+    solo_s          seconds that it would take alone, as was thought when it came
+    due_s           when it should be done, a reading of the engine's clock
     queue_position  others that begin before it, as its caller was last told
     """
 
@@ -66,6 +69,8 @@ class LiveRequest(Live):
     warnings: tuple[str, ...]
     submitted_s: float
     submitted_tick: int = 0
+    solo_s: float = 0.0
+    due_s: float = math.inf
     queue_position: int = 0
     tasks: list[ImageTask] = field(default_factory=list)
     num_painted: int = 0
@@ -160,6 +165,11 @@ class ImageTask:
     def cost_left(self) -> float:
         """Work up to the finished latent, in UNet rows of the native size."""
         return int(self.settings.rows_left[self.row_index]) * self.settings.row_cost
+
+    @property
+    def cost_whole(self) -> float:
+        """Work of the whole image, in UNet rows of the native size."""
+        return int(self.settings.rows_left[0]) * self.settings.row_cost
 
     @property
     def is_last_row(self) -> bool:
