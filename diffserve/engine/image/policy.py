@@ -77,9 +77,9 @@ class Policy(ABC):
         """As many of ``group`` as a tick may hold, in the order of ``ready``; who is too large leaves others room."""
         cap, chosen, num_rows = self.costs.row_cap(group), [], 0
         for task in ready:
-            if task.group == group and num_rows + task.rows_now <= cap:
+            if task.group == group and (rows := num_rows + task.rows_now) <= cap:
                 chosen.append(task)
-                num_rows += task.rows_now
+                num_rows = rows
         return chosen
 
 

@@ -58,7 +58,7 @@ class ImageRunner:
         self.conditioner = make_conditioner(model, config, is_exact=is_deterministic(model, config), pool=pages)
         self.groups = Groups(model, config, self.conditioner, make_threads(config, model.device))
         self.caps = RowCaps(clock)
-        self.caller = UNetCaller(model, self.conditioner, self.groups, self.caps)
+        self.caller = UNetCaller(model, self.conditioner, self.groups, self.caps, clock)
         self._preparer = Preparer(model, self.conditioner, self.pool)
 
     def row_cap(self, group: GroupKey) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -48,10 +49,14 @@ class PaintSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, dict=T
     row_cost: float = 1.0
 
     @cached_property
-    def rows_left(self) -> NDArray[np.int64]:
-        """UNet rows still to run before table row i, (num_rows + 1,); the last entry is 0."""
-        rows = 1 + self.guided.astype(np.int64)
-        return np.concatenate([np.cumsum(rows[::-1])[::-1], [0]])
+    def rows_at(self) -> tuple[int, ...]:
+        """UNet rows of table row i: 2 where it is guided, else 1."""
+        return tuple(1 + int(guided) for guided in self.guided)
+
+    @cached_property
+    def rows_left(self) -> tuple[int, ...]:
+        """UNet rows still to run before table row i; the last entry, behind the table, is 0."""
+        return tuple(itertools.accumulate(reversed(self.rows_at), initial=0))[::-1]
 
 
 @dataclass(eq=False, slots=True)
@@ -149,12 +154,12 @@ class ImageTask:
     @property
     def is_guided_now(self) -> bool:
         """Whether the next row also runs the unconditional row."""
-        return bool(self.settings.guided[self.row_index])
+        return self.rows_now == 2
 
     @property
     def rows_now(self) -> int:
         """UNet rows that the next tick of this image takes: 2 when guided, else 1."""
-        return 2 if self.is_guided_now else 1
+        return self.live.settings.rows_at[self.row_index]
 
     @property
     def cost_now(self) -> float:
@@ -164,12 +169,12 @@ class ImageTask:
     @property
     def cost_left(self) -> float:
         """Work up to the finished latent, in UNet rows of the native size."""
-        return int(self.settings.rows_left[self.row_index]) * self.settings.row_cost
+        return self.live.settings.rows_left[self.row_index] * self.live.settings.row_cost
 
     @property
     def cost_whole(self) -> float:
         """Work of the whole image, in UNet rows of the native size."""
-        return int(self.settings.rows_left[0]) * self.settings.row_cost
+        return self.live.settings.rows_left[0] * self.live.settings.row_cost
 
     @property
     def is_last_row(self) -> bool:
