@@ -36,6 +36,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int8_dynamic", "int
 TEXT_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4")
 DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp8": "float8"}
 OFFLOADS = ("none", "auto", "cpu", "disk")
+POLICIES = ("latency", "throughput", "goodput", "serial", "static", "same-key")
 AUTO_STYLE = "auto"
 ENV_PREFIX = "DIFFSERVE_"
 _PUBLIC_URL = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+(?:/[A-Za-z0-9._~\-/]*)?")
@@ -50,6 +51,8 @@ ENGINE_BOUNDS = {
     "max_prepares_per_tick": Between(1, 1024),
     "max_decodes_per_tick": Between(1, 1024),
     "ageing_rows_per_tick": Between(1e-6, 1e6, "without ageing long jobs starve"),
+    "slo_scale": Between(1.0, 1e6, "it counts in times of what a request takes alone"),
+    "max_batch_delay_s": Between(0.0, 3600.0),
     "trace_ticks": Between(1, 100_000),
     "kv_pool_bytes": Between(1, 1 << 42),
     "threads": Between(1, 1024),
@@ -71,6 +74,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ageing_rows_per_tick   how fast waiting earns precedence, in rows of the model's native size (a row of twice the
                            pixels counts as two): a job of N remaining rows is overtaken only by jobs of the same client
                            that came within N / ageing_rows_per_tick ticks after it
+    policy                 who runs next (see :mod:`diffserve.engine.image.policy`): "latency", "throughput", "goodput";
+                           to measure against, "serial", "static", "same-key"
+    slo_scale              a request should be done within so many times what it takes alone; "goodput" goes by it
+    max_batch_delay_s      how long a batch of "static" waits to be full
     trace_ticks            how many past ticks ``Engine.trace`` remembers
     cross_attention        "paged": the UNet's keys and values of every prompt are made once and kept in the page pool;
                            "plain": embeddings through diffusers' own attention at every step, and no pool
@@ -93,6 +100,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_prepares_per_tick: int = 8
     max_decodes_per_tick: int = 4
     ageing_rows_per_tick: float = 0.5
+    policy: str = "latency"
+    slo_scale: float = 3.0
+    max_batch_delay_s: float = 0.1
     trace_ticks: int = 256
     cross_attention: Literal["paged", "plain"] = "paged"
     kv_pool_bytes: int | None = None
@@ -105,6 +115,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         check_bounds(self, ENGINE_BOUNDS)
         if self.offload not in OFFLOADS:
             raise ConfigError(f"offload is {self.offload!r}; choose one of {', '.join(OFFLOADS)}.", param="offload")
+        if self.policy not in POLICIES:
+            raise ConfigError(f"policy is {self.policy!r}; choose one of {', '.join(POLICIES)}.", param="policy")
 
 
 class TextSettings(TextConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

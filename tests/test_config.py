@@ -123,6 +123,8 @@ def test_auto_stays_auto_where_it_means_measure_it_and_is_none_for_a_number() ->
         ("[engine]\nmax_rows = 1_000_000\n", "max_rows is 1000000; it must lie between 2 and 256"),
         ("[engine]\nmax_lanes = 1_000_000_000_000\n", "max_lanes is 1000000000000; it must lie between"),
         ("[engine]\nageing_rows_per_tick = inf\n", "ageing_rows_per_tick is inf; it must lie between"),
+        ("[engine]\npolicy = 'fair'\n", "engine.policy: policy is 'fair'; choose one of latency, throughput, goodput"),
+        ("[engine]\nslo_scale = 0.5\n", "slo_scale is 0.5; it must lie between 1"),
         ("[text]\nmax_batch_tokens = 1_000_000_000_000\n", "max_batch_tokens is 1000000000000; it must lie between"),
         ("[text]\nmax_ngram = 3\nmin_ngram = 4\n", "max_ngram is 3 and min_ngram 4; the longest is no shorter."),
         ("[engine]\ndeterministic = 'maybe'\n", "engine.deterministic is 'maybe'"),

@@ -77,7 +77,10 @@ ONLY_IN = {
     "marshal": (),
 }
 WITHOUT_TORCH = (
-    *(f"diffserve.engine.image.{name}" for name in ("admission", "buckets", "outputs", "queues", "scheduler", "task")),
+    *(
+        f"diffserve.engine.image.{name}"
+        for name in ("admission", "buckets", "outputs", "policy", "queues", "scheduler", "task")
+    ),
     "diffserve.engine.records",
     "diffserve.engine.time_share",
 )

@@ -86,8 +86,8 @@ def _table(groups: Groups, group: GroupKey, sizes: Sequence[int]) -> Table:
     network = groups.known(group).curve
     best = groups.best(group)
     for size in sizes:
-        before = network.cost(size) / size
-        after = groups.known(best).curve.cost(size) / size if best != group else float("nan")
+        before = network.total_s(size) / size
+        after = groups.known(best).curve.total_s(size) / size if best != group else float("nan")
         table.add_row(str(size), f"{1e3 * before:.1f}", f"{1e3 * after:.1f}", f"{before / after:.2f}")
     return table
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,16 @@ def _models(tiny_model: Callable[[str], Path]) -> Callable[[str], Any]:
 
 @pytest.fixture
 def make_engine(_models: Callable[[str], Any]) -> Iterator[MakeEngine]:
-    """``make_engine(kind, pool=None, **config)``: a fresh engine; afterwards its lanes and pages are counted."""
+    """``make_engine(kind, pool, clock, **config)``: a fresh engine; afterwards its lanes and pages are counted."""
     made: list[Engine] = []
 
-    def make(kind: str = "sd15", pool: PagePool | None = None, **config: Any) -> Engine:
-        made.append(Engine(_models(kind), EngineConfig(**config), pool=pool))
+    def make(
+        kind: str = "sd15",
+        pool: PagePool | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        **config: Any,
+    ) -> Engine:
+        made.append(Engine(_models(kind), EngineConfig(**config), pool=pool, clock=clock))
         return made[-1]
 
     yield make

@@ -8,6 +8,7 @@ import numpy as np
 
 from diffserve.config import EngineConfig
 from diffserve.engine.image.admission import ImageAdmission
+from diffserve.engine.image.policy import TickCosts
 from diffserve.engine.image.scheduler import RequestScheduler
 from diffserve.engine.image.task import GroupKey, ImageTask, LiveRequest, TickOutcome, TickPlan
 from diffserve.engine.records import FailureReason
@@ -53,12 +54,24 @@ def request(*, num_steps: int = 10, guidance_scale: float = 5.0, **fields: Any) 
     return GenerationRequest(prompt="a fox", diffusion=params, **fields)
 
 
+class DeskCosts:
+    """Every call takes a second."""
+
+    def __init__(self, row_cap: int) -> None:
+        self._row_cap = row_cap
+
+    def row_cap(self, group: GroupKey) -> int:
+        return self._row_cap
+
+    def call_s(self, group: GroupKey, num_rows: int) -> float:
+        return 1.0
+
+
 class Desk:
     """A scheduler and a clock that moves one second a tick."""
 
-    def __init__(self, row_cap: int = 8, **config: Any) -> None:
-        self.scheduler = RequestScheduler(EngineConfig(**config), INFO)
-        self.row_cap = row_cap
+    def __init__(self, row_cap: int = 8, costs: TickCosts | None = None, **config: Any) -> None:
+        self.scheduler = RequestScheduler(EngineConfig(**config), INFO, costs or DeskCosts(row_cap))
         self.now_s = 0.0
         self.door = admission()
 
@@ -70,7 +83,7 @@ class Desk:
 
     def plan(self) -> TickPlan:
         """What the next tick would do."""
-        return self.scheduler.plan(lambda _group: self.row_cap)
+        return self.scheduler.plan(self.now_s)
 
     def apply(self, plan: TickPlan, failures: dict[ImageTask, FailureReason] | None = None) -> list[Event]:
         """As if the tick had gone well, but for ``failures``."""

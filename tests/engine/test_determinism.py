@@ -6,6 +6,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from diffserve.config import POLICIES
 from diffserve.engine.image.buckets import CostCurve
 from diffserve.runtime.unet.batch_invariance import (
     SHARED,
@@ -74,6 +75,15 @@ def test_clients_decide_who_is_next_and_never_what_is_painted(make_engine: MakeE
         again = request or asked("sd15", "euler_a", seed=result.seed, num_steps=4)
         [alone] = solo.generate(replace(again, request_id="again"))
         assert content(alone) == content(result)
+
+
+def test_pictures_are_the_same_bytes_under_every_policy(make_engine: MakeEngine) -> None:
+    found: dict[str, list[tuple[bytes, bytes]]] = {}
+    for policy in POLICIES:
+        engine = make_engine(max_rows=8, policy=policy, max_batch_delay_s=0.01)
+        requests = [replace(one, request_id=f"{place}") for place, one in enumerate(sixteen()[:8:2] * 2)]
+        found[policy] = [content(result) for result in engine.generate(requests)]
+    assert all(pictures == found["latency"] for pictures in found.values())
 
 
 def test_deterministic_is_the_default_on_a_cpu(make_engine: MakeEngine) -> None:

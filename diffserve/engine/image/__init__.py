@@ -1,3 +1,3 @@
-"""Pictures by continuous batching at every denoising step. Policy in ``scheduler``, ``queues``, ``plan``, ``admission``
-and ``buckets``, which need no torch; tensors in the rest.
+"""Pictures by continuous batching at every denoising step. Policy in ``scheduler``, ``policy``, ``queues``,
+``admission`` and ``buckets``, which need no torch; tensors in the rest.
 """

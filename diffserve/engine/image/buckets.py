@@ -7,6 +7,7 @@ rows with 8 + 4 costs less than rounding up to 16.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from diffserve.engine.image.task import GroupKey
 from diffserve.runtime.unet.batch_invariance import GroupFacts
 
 KNEE_GAIN = 1.05
+PROBE_EVERY = 16
 FALL, RISE = 0.5, 0.05
 NO_LIMIT = 1 << 16
 
@@ -64,10 +66,6 @@ class CostCurve:
         nearest = min(self._seconds, key=lambda size: abs(size - num_rows))
         return self._seconds[nearest] * (0.5 + 0.5 * num_rows / nearest)
 
-    def cost(self, num_rows: int) -> float:
-        """The estimate for all calls that ``num_rows`` rows take."""
-        return sum(self.seconds(bucket) for _, _, bucket in self.calls(num_rows))
-
     def cover(self, num_rows: int, most: int = NO_LIMIT) -> tuple[int, ...]:
         """Bucket sizes, largest first, that hold ``num_rows`` rows at the least cost (dynamic programme over rows).
 
@@ -98,15 +96,20 @@ class CostCurve:
             best.append(min(options))
         return tuple(sorted(best[num_rows][1], reverse=True))
 
-    def knee(self, limit: int) -> int:
-        """The fewest rows whose cost per row is within 5 % of the best seen, never above ``limit``, at least 2."""
+    def total_s(self, num_rows: int) -> float:
+        """The estimate for ``num_rows`` rows in the calls that hold them."""
+        return sum(self.seconds(bucket) for bucket in self.cover(num_rows))
+
+    def knee(self, limit: int, gain: float = KNEE_GAIN) -> int:
+        """The fewest rows whose cost per row is within 5 % of the best seen (``gain`` 1: the best itself), never above
+        ``limit``, at least 2."""
         if self.is_alone:
             return 2
         sizes = [bucket for bucket in self.buckets if bucket <= limit and bucket in self._seconds]
         if not sizes:
             return max(2, min(limit, self.buckets[-1]))
         best = min(self._seconds[size] / size for size in sizes)
-        return max(2, min(size for size in sizes if self._seconds[size] / size <= KNEE_GAIN * best))
+        return max(2, min(size for size in sizes if self._seconds[size] / size <= gain * best))
 
 
 def split(num_rows: int, cover: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -117,6 +120,24 @@ def split(num_rows: int, cover: Sequence[int]) -> list[tuple[int, int, int]]:
         calls.append((start, stop, bucket))
         start = stop
     return calls
+
+
+class KneeCap:
+    """Rows of a tick that has no configured number: the knee of its curve; under "throughput" what costs least a row.
+
+    Every ``PROBE_EVERY``-th time twice as many are let in, so that a knee found on a busy machine does not stick.
+    """
+
+    def __init__(self, most_rows: int, policy: str) -> None:
+        self._most_rows = most_rows
+        self._gain = 1.0 if policy == "throughput" else KNEE_GAIN
+        self._asked = itertools.count(1)
+
+    def of(self, curve: CostCurve, *, may_probe: bool = True) -> int:
+        """The cap for one tick. ``may_probe``: whether ``curve`` is measured."""
+        knee = curve.knee(self._most_rows, self._gain)
+        is_probe = may_probe and next(self._asked) % PROBE_EVERY == 0
+        return min(2 * knee, self._most_rows) if is_probe else knee
 
 
 FIRST_PAUSE_S: Final = 30.0

@@ -123,7 +123,7 @@ def prove(
 def is_worth(group: GroupKey, facts: GroupFacts, network: CostCurve, sizes: Sequence[int]) -> bool:
     """Whether compiled calls of ``group`` save something over the ``network``'s, all ``sizes`` taken together."""
     compiled = CostCurve.of(facts, is_exact=True)
-    saved = 1.0 - sum(compiled.cost(size) / network.cost(size) for size in sizes) / len(sizes)
+    saved = 1.0 - sum(compiled.total_s(size) / network.total_s(size) for size in sizes) / len(sizes)
     does = saved >= LEAST_SAVED and not facts.is_alone
     shape = f"{group.width_px}x{group.height_px} pixels, {group.num_tokens} tokens"
     logger.info("compiled calls of %s save %.0f %%, so they are%s used", shape, 100 * saved, "" if does else " not")

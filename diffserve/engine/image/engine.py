@@ -34,6 +34,7 @@ from diffserve.types import (
 
 STUDY_SHARE = 0.125
 MOST_CREDIT_S = 1.0
+BATCH_WAIT_S = 1e-3
 
 
 class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
@@ -65,8 +66,8 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
         super().__init__(self.config.max_waiting, self.config.trace_ticks, clock)
         defaults = None if profile is None else profile.diffusion
         self._admission = ImageAdmission(model.info, model.schedule, model.scheduler_config, defaults)
-        self.scheduler: RequestScheduler = RequestScheduler(self.config, model.info)
         self.runners: ImageRunner = ImageRunner(model, self.config, clock, pool)
+        self.scheduler: RequestScheduler = RequestScheduler(self.config, model.info, self.runners)
         self._num_postponed = 0  # images that the latest tick would have let in, had there been pages
         self._counts = Counter[str]()
         self._pace = Pace(clock)
@@ -235,7 +236,10 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
 
     def _plan(self, budget: TickBudget) -> TickPlan:
         self._pace.begin()
-        return self.scheduler.plan(self.runners.row_cap)
+        plan = self.scheduler.plan(self.clock())
+        if self.scheduler.in_flight and not plan.tasks:  # a batch of equals waits to be full
+            time.sleep(BATCH_WAIT_S)
+        return plan
 
     def _apply(self, plan: TickPlan, outcome: TickOutcome, started_s: float) -> list[Event]:
         self._num_postponed = len(outcome.postponed)

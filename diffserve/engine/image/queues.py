@@ -122,11 +122,16 @@ class ImageQueue:
         """Let ``task`` wait; ``number`` in the order of arrival."""
         heapq.heappush(self._of_client.setdefault(task.live.client, []), (key, number, task))
 
-    def heads(self) -> list[ImageTask]:
-        """The next image of every client that has one; those who left meanwhile are forgotten."""
+    def heads(self, order: Order) -> list[ImageTask]:
+        """The next image of every client that has one; those who left meanwhile are forgotten.
+
+        order  the keys as of now, none smaller than when its image was added
+        """
         for client, heap in list(self._of_client.items()):
-            while heap and not _waits(heap[0][2]):
-                heapq.heappop(heap)
+            while heap and (not _waits(heap[0][2]) or order(heap[0][2]) > heap[0][0]):
+                key, number, task = heapq.heappop(heap)
+                if _waits(task):
+                    heapq.heappush(heap, (max(key, order(task)), number, task))
             if not heap:
                 del self._of_client[client]
         return [heap[0][2] for heap in self._of_client.values()]

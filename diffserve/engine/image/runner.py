@@ -58,12 +58,16 @@ class ImageRunner:
         self.conditioner = make_conditioner(model, config, is_exact=is_deterministic(model, config), pool=pages)
         self.groups = Groups(model, config, self.conditioner, make_threads(config, model.device))
         self.caps = RowCaps(clock)
-        self.caller = UNetCaller(model, self.conditioner, self.groups, self.caps)
+        self.caller = UNetCaller(model, self.conditioner, self.groups, self.caps, clock)
         self._preparer = Preparer(model, self.conditioner, self.pool)
 
     def row_cap(self, group: GroupKey) -> int:
         """Rows that a tick of ``group`` may hold."""
         return min(self.groups.row_cap(group), max(LEAST_ROWS, self.caps.cap(group)))
+
+    def call_s(self, group: GroupKey, num_rows: int) -> float:
+        """Seconds that ``num_rows`` rows of ``group`` take; an estimate where the group was never seen."""
+        return self.groups.call_s(group, num_rows)
 
     @torch.inference_mode()
     def study(self, group: GroupKey | None = None) -> bool:

@@ -1,12 +1,11 @@
 """Who runs next: admission to lanes, the choice of rows for a tick, and every move of an image's stage. No torch.
 
-Within a client the order is shortest-remaining-first with ageing. An image's key is
+Within a client the order is the policy's (``policy``). With the default it is shortest remaining work first with
+ageing, and an image's key is
 
     remaining work + ageing_rows_per_tick * tick of submission          (smaller runs first)
 
-with work in UNet rows of the native size. Waiting does not change the key: everybody's advantage over newcomers grows
-alike with time, so the order never has to be refreshed, and a job of N remaining rows is overtaken only by jobs of the
-same client that came within N / ageing ticks after it. Between clients ``FairShare`` decides.
+with work in UNet rows of the native size. Between clients ``FairShare`` decides.
 """
 
 from __future__ import annotations
@@ -14,12 +13,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from diffserve.config import EngineConfig
 from diffserve.engine.image.outputs import ImageOutputs
+from diffserve.engine.image.policy import POLICIES, Moment, TickCosts, solo_s
 from diffserve.engine.image.queues import LANES_PER_LANE_LEFT, FairShare, ImageQueue, LaneTable
-from diffserve.engine.image.task import GroupKey, ImageTask, LiveRequest, TickOutcome, TickPlan
+from diffserve.engine.image.task import ImageTask, LiveRequest, TickOutcome, TickPlan
 from diffserve.engine.records import FailureReason, Scheduler, Stage
 from diffserve.types import Event, ImageFailed, ModelInfo, Queued
 
@@ -34,13 +34,16 @@ FORGIVEN_PICTURES = 8
 
 
 class RequestScheduler(Scheduler[LiveRequest, Event]):
-    """Owns the waiting room, the lanes and the images in flight."""
+    """Owns the waiting room, the lanes and the images in flight. ``costs``: of UNet calls, as they are known now."""
 
     product = "picture"
 
-    def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
+    def __init__(self, config: EngineConfig, info: ModelInfo, costs: TickCosts) -> None:
         super().__init__()
         self.config = config
+        self.costs = costs
+        self.policy = POLICIES[config.policy](config, costs)
+        self._moment = Moment()
         self.lanes = LaneTable(config.max_lanes, num_kept=1 + config.max_lanes // KEPT_OF_LANES)
         self._waiting = ImageQueue()
         self._share = FairShare(2.0 * FORGIVEN_PICTURES * info.default_num_steps)
@@ -63,16 +66,19 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
     def add(self, live: LiveRequest) -> None:
         """Let a validated request into the waiting room."""
         live.submitted_tick = self.num_ticks
+        live.solo_s = solo_s(live, self.costs) + live.request.num_images * self._report.decode_s
+        live.due_s = live.submitted_s + min(self.config.slo_scale * live.solo_s, live.request.deadline_s or math.inf)
         self.live[live.request_id] = live
         self._share.join(live.client)
         for task in live.tasks:
             self._waiting.add(task, self._key(task), next(self._order))
 
-    def plan(self, row_cap: Callable[[GroupKey], int]) -> TickPlan:
-        """Choose this tick's work; newcomers get their lanes here. ``row_cap``: rows that a group's tick may hold."""
+    def plan(self, now_s: float) -> TickPlan:
+        """Choose this tick's work; newcomers get their lanes here. ``now_s``: a reading of the engine's clock."""
         self.num_ticks += 1
+        self._moment = Moment(self.num_ticks, now_s)
         prepare = tuple(self._admit())
-        rows = self._choose_rows(row_cap)
+        rows = self._choose_rows()
         done = [task for task in self._flight if task.stage is Stage.DECODING]
         done = self._share.in_turn([*done, *(task for task in rows if task.is_last_row)])
         return TickPlan(
@@ -147,14 +153,14 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         assert not any(live.is_over for live in self.live.values()), "a finished request is still live"
 
     def _key(self, task: ImageTask) -> float:
-        return task.cost_left + self.config.ageing_rows_per_tick * task.live.submitted_tick
+        return self.policy.key(task, self._moment)
 
     def _admit(self) -> Iterator[ImageTask]:
         """Newcomers, with their lanes."""
         held = Counter(task.live.client for task in self._flight)
         for _ in range(self.config.max_prepares_per_tick):
             most = LANES_PER_LANE_LEFT * self.lanes.num_left if self.lanes.num_free else min(1, self.lanes.num_left)
-            heads = [task for task in self._waiting.heads() if held[task.live.client] < most]
+            heads = [task for task in self._waiting.heads(self._key) if held[task.live.client] < most]
             if not heads:
                 return
             if len(heads) > 1:
@@ -173,19 +179,12 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
             task.lane = None
             self._waiting.add(task, self._key(task), self._flight.pop(task))
 
-    def _choose_rows(self, row_cap: Callable[[GroupKey], int]) -> tuple[ImageTask, ...]:
+    def _choose_rows(self) -> tuple[ImageTask, ...]:
         ready = [task for task in self._flight if task.stage is Stage.DENOISING]
-        ready = self._share.in_order(ready, self._key)
-        if not ready:
+        chosen = self.policy.choose(self._share.in_order(ready, self._key), self._moment) if ready else ()
+        if not chosen:
             return ()
-        self._share.led_by(ready[0].live.client)
-        group = ready[0].group
-        assert group is not None
-        cap, chosen, num_rows = row_cap(group), [], 0
-        for task in ready:
-            if task.group == group and num_rows + task.rows_now <= cap:
-                chosen.append(task)
-                num_rows += task.rows_now
+        self._share.led_by(chosen[0].live.client)
         return tuple(sorted(chosen, key=lambda task: task.lane or 0))  # the same rows keep the same order
 
     @staticmethod

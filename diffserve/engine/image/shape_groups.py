@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import OrderedDict
 from typing import NamedTuple
@@ -11,7 +10,7 @@ import torch
 
 from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
-from diffserve.engine.image.buckets import CostCurve
+from diffserve.engine.image.buckets import CostCurve, KneeCap
 from diffserve.engine.image.compiled_groups import CLOSE, CompiledGroups, is_worth, prove
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel
@@ -40,8 +39,6 @@ MOST_ROWS_CPU = 16
 MOST_ROWS_DEVICE = 32
 UNKNOWN_ROWS = 4
 """Rows of a group in one tick before it is measured, where bytes are not promised."""
-
-PROBE_EVERY = 16
 
 MOST_TRIALS = 16
 """Calls at most that are made at start to choose a number of threads."""
@@ -86,6 +83,7 @@ class Groups:
         self.is_deterministic = is_deterministic(model, config)
         self.most_rows = config.max_rows or (MOST_ROWS_CPU if self.on_cpu else MOST_ROWS_DEVICE)
         self.has_fixed_cap = config.max_rows is not None
+        self._knee_cap = KneeCap(self.most_rows, config.policy)
         self._disk = FactsOnDisk(DiskCache.at(config.cache_dir), self._circumstances(config))
         self.compiled = CompiledGroups(model, config)
         self._known: OrderedDict[GroupKey, Known] = OrderedDict()
@@ -93,7 +91,6 @@ class Groups:
         width_px, height_px = model.info.good_sizes[0]
         self._native = GroupKey(height_px, width_px, model.text.window_tokens)
         self._first: GroupFacts | None = None
-        self._calls = itertools.count(1)
 
     def learn(self, group: GroupKey) -> None:
         """Measure all of ``group`` now, unless it is known."""
@@ -155,15 +152,23 @@ class Groups:
                 return
 
     def row_cap(self, group: GroupKey) -> int:
-        """Rows that a tick of ``group`` may hold: as configured, else the knee of its curve.
-
-        Every ``PROBE_EVERY``-th time twice the knee is let in, so that a knee found on a busy machine does not stick.
-        """
+        """Rows that a tick of ``group`` may hold: as configured, else the knee of its curve."""
         if self.has_fixed_cap:
             return self.most_rows
-        knee = self.known(group).curve.knee(self.most_rows)
-        is_probe = not self.is_wanted(group) and next(self._calls) % PROBE_EVERY == 0
-        return min(2 * knee, self.most_rows) if is_probe else knee
+        return self._knee_cap.of(self.known(group).curve, may_probe=not self.is_wanted(group))
+
+    def call_s(self, group: GroupKey, num_rows: int) -> float:
+        """Seconds that ``num_rows`` rows of ``group`` take, by what is known now: nothing is measured for that.
+
+        Of a group that is not known another of its size tells, else the native size and its pixels; 0 where even that
+        is not known.
+        """
+        same_size = (other for other in self._known if other[:2] == group[:2])
+        teller = group if group in self._known else next(same_size, self._native)
+        if teller not in self._known:
+            return 0.0
+        pixels = group.height_px * group.width_px / (teller.height_px * teller.width_px)
+        return pixels * self._known[teller].curve.total_s(num_rows)
 
     def describe(self) -> dict[GroupKey, tuple[int, ...]]:
         """Bucket sizes in use, by group."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -54,16 +56,22 @@ class PaintSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, dict=T
     row_cost: float = 1.0
 
     @cached_property
-    def rows_left(self) -> NDArray[np.int64]:
-        """UNet rows still to run before table row i, (num_rows + 1,); the last entry is 0."""
-        rows = 1 + self.guided.astype(np.int64)
-        return np.concatenate([np.cumsum(rows[::-1])[::-1], [0]])
+    def rows_at(self) -> tuple[int, ...]:
+        """UNet rows of table row i: 2 where it is guided, else 1."""
+        return tuple(1 + int(guided) for guided in self.guided)
+
+    @cached_property
+    def rows_left(self) -> tuple[int, ...]:
+        """UNet rows still to run before table row i; the last entry, behind the table, is 0."""
+        return tuple(itertools.accumulate(reversed(self.rows_at), initial=0))[::-1]
 
 
 @dataclass(eq=False, slots=True)
 class LiveRequest(Live):
     """A request from submit to its terminal event. ``submitted_tick`` is its place in the order of ageing.
 
+    solo_s          seconds that it would take alone, as was thought when it came
+    due_s           when it should be done, a reading of the engine's clock
     queue_position  others that begin before it, as its caller was last told
     """
 
@@ -73,6 +81,8 @@ class LiveRequest(Live):
     warnings: tuple[str, ...]
     submitted_s: float
     submitted_tick: int = 0
+    solo_s: float = 0.0
+    due_s: float = math.inf
     queue_position: int = 0
     tasks: list[ImageTask] = field(default_factory=list)
     num_painted: int = 0
@@ -151,12 +161,12 @@ class ImageTask:
     @property
     def is_guided_now(self) -> bool:
         """Whether the next row also runs the unconditional row."""
-        return bool(self.settings.guided[self.row_index])
+        return self.rows_now == 2
 
     @property
     def rows_now(self) -> int:
         """UNet rows that the next tick of this image takes: 2 when guided, else 1."""
-        return 2 if self.is_guided_now else 1
+        return self.live.settings.rows_at[self.row_index]
 
     @property
     def cost_now(self) -> float:
@@ -166,7 +176,12 @@ class ImageTask:
     @property
     def cost_left(self) -> float:
         """Work up to the finished latent, in UNet rows of the native size."""
-        return int(self.settings.rows_left[self.row_index]) * self.settings.row_cost
+        return self.live.settings.rows_left[self.row_index] * self.live.settings.row_cost
+
+    @property
+    def cost_whole(self) -> float:
+        """Work of the whole image, in UNet rows of the native size."""
+        return self.live.settings.rows_left[0] * self.live.settings.row_cost
 
     @property
     def is_last_row(self) -> bool:

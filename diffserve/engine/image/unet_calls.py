@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,13 +44,24 @@ class Stack(NamedTuple):
 
 
 class UNetCaller:
-    """Runs rows through the model's UNet, in calls as ``groups`` has them and ``caps`` allows."""
+    """Runs rows through the model's UNet, in calls as ``groups`` has them and ``caps`` allows.
 
-    def __init__(self, model: DiffusionModel, conditioner: Conditioner, groups: Groups, caps: RowCaps) -> None:
+    clock  in seconds
+    """
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        conditioner: Conditioner,
+        groups: Groups,
+        caps: RowCaps,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.model = model
         self.conditioner = conditioner
         self.groups = groups
         self.caps = caps
+        self._clock = clock
         self._stacks: OrderedDict[tuple[tuple[ImageTask, bool], ...], Stack] = OrderedDict()
 
     def predict(self, batch: ImageBatch, group: GroupKey, calls: list[UNetCall]) -> tuple[Tensor, dict[int, Exception]]:
@@ -103,10 +114,10 @@ class UNetCaller:
         threads = self.groups.threads
         curve, counts = self.groups.known(group)
         num_threads = threads.choice.next_count((group, bucket), counts)
-        started_s = time.perf_counter()
+        started_s = self._clock()
         told = self._stack(tuple((batch.tasks[batch.image_of_row[row]], batch.is_uncond(row)) for row in padded))
         with threads.using(num_threads):
-            called_s = time.perf_counter()
+            called_s = self._clock()
             output = self.model.unet.predict(
                 batch.scaled.index_select(0, owners),
                 batch.rows.index_select(0, owners)[:, TIMESTEP],
@@ -116,7 +127,7 @@ class UNetCaller:
                 extra=told.extra,
                 compiled=self.groups.compiled.of(group),
             )
-            ended_s = time.perf_counter()
+            ended_s = self._clock()
         if batch.x.device.type == "cpu":
             curve.observe(bucket, ended_s - started_s)
             threads.choice.observe((group, bucket), num_threads, ended_s - called_s)

@@ -1,0 +1,340 @@
+"""A discrete-event simulator of engines: a recorded trace over measured costs, by the scheduler that serves.
+
+    python benchmarks/simulator.py --costs costs.json --trace trace.jsonl --policy goodput
+    python benchmarks/simulator.py --costs costs.json --loads 0.9 --requests 100000 --engines 1000
+
+Every simulated engine has a ``RequestScheduler`` of its own: lanes, fair shares, policy, ageing and decoding are the
+code that serves, and only the tensors are replaced by what they were measured to take. A router sends each request to
+the engine with the least work. Without ``--trace`` the mixed workload is drawn, at ``--loads`` times what the engines
+can do with full ticks.
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import numpy as np
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.open_loop import quantile
+from benchmarks.report import write
+from benchmarks.trace import Recorded, at_poisson_times, load, mixed
+from diffserve.config import POLICIES, EngineConfig
+from diffserve.engine.image.admission import ImageAdmission
+from diffserve.engine.image.buckets import CostCurve, KneeCap
+from diffserve.engine.image.policy import solo_s
+from diffserve.engine.image.scheduler import RequestScheduler
+from diffserve.engine.image.task import GroupKey, LiveRequest, TickOutcome, TickPlan
+from diffserve.types import Finished, ModelInfo
+from schedulers import NoiseSchedule
+
+IDLE_S = 1e-3
+"""How soon a tick in which nobody would run is tried again, as in the engine."""
+
+PIXELS = np.zeros((8, 8, 3), dtype=np.uint8)
+SCHEDULE = NoiseSchedule(np.linspace(0.999, 0.005, 1000))
+
+
+class Costs(msgspec.Struct, frozen=True, kw_only=True):
+    """What a machine was measured to take, in seconds.
+
+    calls      "128x192" (width x height) -> rows in a call -> seconds; the first size is the native one
+    prepare_s  of a newcomer: its texts are read, its noise is drawn
+    decode_s   of a picture
+    tick_s     of a tick besides
+    """
+
+    calls: dict[str, dict[int, float]]
+    prepare_s: float
+    decode_s: float
+    tick_s: float
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """(width, height) in pixels."""
+        pairs = (size.split("x") for size in self.calls)
+        return [(int(width), int(height)) for width, height in pairs]
+
+
+class SimulatedCalls:
+    """``TickCosts`` by measured seconds, with the curves, covers and knees of the engine."""
+
+    def __init__(self, costs: Costs, config: EngineConfig) -> None:
+        self._curves: dict[tuple[int, int], CostCurve] = {}
+        for (width_px, height_px), seconds in zip(costs.sizes, costs.calls.values(), strict=True):
+            curve = self._curves[height_px, width_px] = CostCurve(tuple(seconds))
+            for num_rows, wall_s in seconds.items():
+                curve.observe(num_rows, wall_s)
+        self._knee_cap = KneeCap(max(max(rows) for rows in costs.calls.values()), config.policy)
+        self._fixed = config.max_rows
+        self._seconds: dict[tuple[GroupKey, int], float] = {}
+
+    def row_cap(self, group: GroupKey) -> int:
+        """Rows that a tick may hold."""
+        return self._fixed or self._knee_cap.of(self._curves[group[:2]])
+
+    def call_s(self, group: GroupKey, num_rows: int) -> float:
+        """Seconds of ``num_rows`` rows. Raises KeyError for a size that was not measured."""
+        if (group, num_rows) not in self._seconds:
+            self._seconds[group, num_rows] = self._curves[group[:2]].total_s(num_rows)
+        return self._seconds[group, num_rows]
+
+
+class SimulatedEngine:
+    """A scheduler whose ticks take what ``costs`` say. ``busy_s``: seconds in ticks that did something."""
+
+    def __init__(self, costs: Costs, config: EngineConfig, info: ModelInfo) -> None:
+        self.costs = costs
+        self.calls = SimulatedCalls(costs, config)
+        self.scheduler = RequestScheduler(config, info, self.calls)
+        self.inbox: list[LiveRequest] = []
+        self.busy_s = 0.0
+        self._plan: TickPlan | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a tick would do something."""
+        return bool(self.inbox) or self.scheduler.has_work
+
+    def begin(self, now_s: float) -> tuple[float, float]:
+        """Plan a tick at ``now_s``: when it ends, and the work that it does."""
+        for live in self.inbox:
+            self.scheduler.add(live)
+        self.inbox.clear()
+        plan = self._plan = self.scheduler.plan(now_s)
+        if not plan.tasks:
+            return now_s + IDLE_S, 0.0
+        seconds = self.costs.tick_s + self.costs.prepare_s * len(plan.prepare)
+        if plan.group is not None:
+            seconds += self.calls.call_s(plan.group, plan.num_rows)
+        seconds += self.costs.decode_s * len(plan.decode)
+        self.busy_s += seconds
+        return now_s + seconds, plan.cost
+
+    def end(self, now_s: float) -> Iterator[str]:
+        """Apply the tick that ends at ``now_s``; the requests that are over."""
+        plan = self._plan
+        assert plan is not None
+        outcome = TickOutcome(rows_started_s=now_s, rows_ended_s=now_s)
+        for task in plan.prepare:
+            outcome.groups[task] = GroupKey(task.settings.height_px, task.settings.width_px, 1)
+            outcome.prepare_s[task] = self.costs.prepare_s
+        for task in plan.decode:
+            outcome.pictures[task] = PIXELS
+            outcome.decode_s[task] = self.costs.decode_s
+        events = self.scheduler.apply(plan, outcome)
+        return (event.request_id for event in events if isinstance(event, Finished))
+
+
+class Served(NamedTuple):
+    """A request that was served: what it took from its arrival, and what it takes alone, in seconds."""
+
+    latency_s: float
+    solo_s: float
+
+    def is_good(self, slo_scale: float) -> bool:
+        """Whether it was within its SLO."""
+        return self.latency_s <= slo_scale * self.solo_s
+
+
+NOT_SERVED = Served(math.inf, 0.0)
+
+
+class Replay(NamedTuple):
+    """A trace that was replayed: ``served`` in the order of the trace; the share of time that engines were busy."""
+
+    served: list[Served]
+    utilisation: float
+    num_ticks: int
+
+    def summary(self, slo_scale: float) -> dict[str, float]:
+        """The figures of it."""
+        return summary(self.served, slo_scale) | {"utilisation": round(self.utilisation, 4), "ticks": self.num_ticks}
+
+
+def summary(served: Sequence[Served], slo_scale: float) -> dict[str, float]:
+    """p50, p99 and mean in seconds, and goodput: the share within ``slo_scale`` times what they take alone."""
+    latencies = [one.latency_s for one in served]
+    return {
+        "requests": len(served),
+        "p50_s": round(quantile(latencies, 0.5), 4),
+        "p99_s": round(quantile(latencies, 0.99), 4),
+        "mean_s": round(statistics.fmean(latencies), 4),
+        "goodput": round(statistics.fmean(one.is_good(slo_scale) for one in served), 4),
+    }
+
+
+def replay(trace: Sequence[Recorded], costs: Costs, config: EngineConfig, *, num_engines: int = 1) -> Replay:
+    """Serve ``trace``, in the order of arrival, on ``num_engines`` engines behind a router that sees work left.
+
+    Raises ValueError for a size that was not measured.
+    """
+    unknown = {(one.width_px, one.height_px) for one in trace} - set(costs.sizes)
+    if unknown:
+        raise ValueError(f"the costs say nothing of {sorted(unknown)}; they know {', '.join(costs.calls)}.")
+    info = model_info(costs)
+    door = ImageAdmission(info, SCHEDULE, {})
+    calls = SimulatedCalls(costs, config)
+    engines = [SimulatedEngine(costs, config, info) for _ in range(num_engines)]
+    work = np.zeros(num_engines)  # left, by engine
+    ends: list[tuple[float, int]] = []  # of the ticks that run, the earliest first
+    served: list[Served] = [NOT_SERVED] * len(trace)
+    arrived: dict[str, tuple[int, LiveRequest]] = {}
+
+    def begin(number: int, now_s: float) -> None:
+        end_s, done = engines[number].begin(now_s)
+        work[number] -= done
+        heapq.heappush(ends, (end_s, number))
+
+    def advance_to(until_s: float) -> float:
+        """Run all ticks that end until then; when the last of them did."""
+        now_s = 0.0
+        while ends and ends[0][0] <= until_s:
+            now_s, number = heapq.heappop(ends)
+            for request_id in engines[number].end(now_s):
+                place, live = arrived.pop(request_id)
+                served[place] = Served(now_s - live.submitted_s, isolated_s(live, calls, costs))
+            if engines[number].has_work:
+                begin(number, now_s)
+            else:
+                work[number] = 0.0
+        return now_s
+
+    for place, one in enumerate(trace):
+        advance_to(one.arrival_s)
+        live = door.admit(one.request(f"request {place}"), one.arrival_s)
+        arrived[live.request_id] = (place, live)
+        number = int(work.argmin())
+        work[number] += sum(task.cost_left for task in live.tasks)
+        is_idle = not engines[number].has_work
+        engines[number].inbox.append(live)
+        if is_idle:
+            begin(number, one.arrival_s)
+    ended_s = advance_to(math.inf)
+    busy_s = sum(engine.busy_s for engine in engines)
+    num_ticks = sum(engine.scheduler.num_ticks for engine in engines)
+    return Replay(served, busy_s / (num_engines * ended_s) if served else 0.0, num_ticks)
+
+
+def isolated_s(live: LiveRequest, calls: SimulatedCalls, costs: Costs) -> float:
+    """Seconds that a request takes alone, everything included."""
+    num_images = live.request.num_images
+    besides_s = live.settings.table.num_rows * costs.tick_s + num_images * (costs.prepare_s + costs.decode_s)
+    return solo_s(live, calls) + besides_s
+
+
+def model_info(costs: Costs) -> ModelInfo:
+    """A model that has the sizes that were measured, and nothing else."""
+    return ModelInfo(
+        model_id="simulated",
+        family="sd1",
+        digest="",
+        prediction_type="epsilon",
+        vae_factor=8,
+        latent_channels=4,
+        size_multiple_px=8,
+        good_sizes=tuple(costs.sizes),
+        max_side_px=max(max(size) for size in costs.sizes),
+        train_timesteps=1000,
+        is_inpainting=False,
+        default_sampler="ddim",
+        default_num_steps=20,
+        default_guidance_scale=7.5,
+        default_spacing="leading",
+        device="none",
+        dtype="none",
+        choice_reason="simulated",
+        num_parameters=0,
+        weights_bytes=0,
+    )
+
+
+def capacity_per_s(requests: Sequence[Recorded], costs: Costs, config: EngineConfig) -> float:
+    """Requests a second of which one engine can do as many as come, all of its ticks full."""
+    door, calls = ImageAdmission(model_info(costs), SCHEDULE, {}), SimulatedCalls(costs, config)
+    seconds = 0.0
+    for number, one in enumerate(requests):
+        live = door.admit(one.request(f"request {number}"), 0.0)
+        group = GroupKey(one.height_px, one.width_px, 0)
+        cap = min(calls.row_cap(group) for _ in range(2))  # one of two is no probe
+        num_rows = live.settings.rows_left[0]
+        a_row_s = (calls.call_s(group, cap) + costs.tick_s) / cap
+        seconds += one.num_images * (num_rows * a_row_s + costs.prepare_s + costs.decode_s)
+    return len(requests) / seconds
+
+
+def isolated_times(trace: Sequence[Recorded], costs: Costs, config: EngineConfig) -> list[float]:
+    """Seconds that each request of ``trace`` takes alone."""
+    door, calls = ImageAdmission(model_info(costs), SCHEDULE, {}), SimulatedCalls(costs, config)
+    return [isolated_s(door.admit(one.request("alone"), 0.0), calls, costs) for one in trace]
+
+
+def loaded(requests: Sequence[Recorded], costs: Costs, load: float, *, engines: int = 1, seed: int) -> list[Recorded]:
+    """``requests`` at Poisson times, at ``load`` times what ``engines`` can do with full ticks."""
+    capacity = engines * capacity_per_s(requests[:2000], costs, EngineConfig())
+    return at_poisson_times(requests, load * capacity, seed=seed)
+
+
+def main(
+    costs: Annotated[Path, typer.Option(help="What calls cost: JSON, as benchmarks/validate_simulator.py writes it.")],
+    trace: Annotated[Path | None, typer.Option(help="A recorded trace, JSON lines; else one is drawn.")] = None,
+    policy: Annotated[str, typer.Option(help=f"With commas, of {', '.join(POLICIES)}.")] = "latency",
+    loads: Annotated[str, typer.Option(help="Of a drawn trace, with commas: 1 is all that full ticks can do.")] = "0.9",
+    requests: Annotated[int, typer.Option(min=1, help="Of a drawn trace.")] = 2000,
+    engines: Annotated[int, typer.Option(min=1, max=10_000, help="Behind the router.")] = 1,
+    slo_scale: Annotated[float, typer.Option(help="Good is within so many times what a request takes alone.")] = 3.0,
+    seed: Annotated[int, typer.Option(help="Of a drawn trace.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+) -> None:
+    """Simulate, and print one JSON document as the last line of stdout."""
+    measured = read_costs(costs)
+    document: dict[str, Any] = {
+        "benchmark": "simulator",
+        "note": "simulated over measured costs; nothing was painted",
+        "command": " ".join(["python", "benchmarks/simulator.py", *(Path(word).name for word in sys.argv[1:])]),
+        "costs": msgspec.to_builtins(measured),
+        "slo_scale": slo_scale,
+        "points": [],
+    }
+    gc.set_threshold(200_000, 50, 100)  # requests and images point at each other, and there are many
+    configs = {name: EngineConfig(policy=name, slo_scale=slo_scale, max_waiting=100_000) for name in policy.split(",")}
+    for part in ["recorded"] if trace else loads.split(","):
+        if trace:
+            arrivals = load(trace)
+        else:
+            drawn = mixed(requests, measured.sizes, seed=seed)
+            arrivals = loaded(drawn, measured, float(part), engines=engines, seed=seed)
+        for name, config in configs.items():
+            started_s = time.process_time()
+            found = replay(arrivals, measured, config, num_engines=engines).summary(slo_scale)
+            took_s = round(time.process_time() - started_s, 2)
+            point = {"policy": name, "engines": engines, "load": part, **found, "simulated_in_cpu_s": took_s}
+            document["points"].append(point)
+            print(point, file=sys.stderr, flush=True)
+    if out is not None:
+        write(document, out)
+    print(json.dumps(document))
+
+
+def read_costs(path: Path) -> Costs:
+    """Raises typer.BadParameter where it holds no costs."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Costs)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise typer.BadParameter(f"{path}: {error}") from None
+
+
+if __name__ == "__main__":
+    typer.run(main)

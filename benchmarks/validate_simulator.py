@@ -1,0 +1,199 @@
+"""Is the simulator right? The engine paints recorded traces; the simulator replays them over costs of the same runs.
+
+    OMP_NUM_THREADS=1 python benchmarks/validate_simulator.py --requests 100
+    OMP_NUM_THREADS=1 python benchmarks/validate_simulator.py --policy goodput --loads 0.3,0.7,0.95
+
+The engine lives on a clock of its own: the processor time of the thread that ticks, which jumps to the next arrival
+when there is nothing to do. So neighbours on a shared machine do not count (but for what they take of its caches), and
+one thread is all there is. Pictures are painted; HTTP is not in it. Least squares over the ticks of a run give what a
+call of each size, a newcomer and a decoded picture take; the simulator is given these, and nothing of when what was
+done.
+
+Traces, costs and the comparison go to results/simulator-<model>/.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import msgspec
+import numpy as np
+import torch
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.random_models import NAMES, save_random_model
+from benchmarks.report import RESULTS, head, write
+from benchmarks.simulator import Costs, Served, isolated_times, loaded, replay, summary
+from benchmarks.trace import Recorded, mixed, save
+from diffserve.config import EngineConfig, load_settings
+from diffserve.engine import Engine
+from diffserve.engine.image.task import TickTrace
+from diffserve.runtime import DiffusionModel, load_model
+from diffserve.types import TERMINAL, Painted
+
+FIGURES = ("p50_s", "p99_s", "goodput")
+SLO_SCALE = 3.0
+LEAST_SEEN = 5
+"""Calls of a size from which a run knows what it costs."""
+
+
+class Clock(Protocol):
+    """Seconds, and a way past those in which nothing is to do."""
+
+    def __call__(self) -> float:
+        """Now."""
+
+    def skip_to(self, until_s: float) -> None:
+        """Nothing is to do before ``until_s``."""
+
+
+class WorkingTime:
+    """A clock that counts what this thread computes, and can be put forward over time in which nothing is to do."""
+
+    def __init__(self) -> None:
+        self._skipped_s = -time.thread_time()
+
+    def __call__(self) -> float:
+        """Seconds since its birth."""
+        return time.thread_time() + self._skipped_s
+
+    def skip_to(self, until_s: float) -> None:
+        """Nothing is to do before ``until_s``."""
+        self._skipped_s += max(0.0, until_s - self())
+
+
+def run(engine: Engine, clock: Clock, trace: Sequence[Recorded]) -> tuple[list[Recorded], list[TickTrace]]:
+    """Paint ``trace`` as it comes: every request with its latency, and the ticks.
+
+    A request enters between two ticks, when it is due; its latency counts from when it was due.
+    """
+    began_s, first_tick = clock(), engine.scheduler.num_ticks
+    coming = list(enumerate(trace))[::-1]
+    over: dict[str, float] = {}
+    num_painted = 0
+    while coming or engine.has_work:
+        if not engine.has_work:
+            clock.skip_to(began_s + coming[-1][1].arrival_s)
+        while coming and began_s + coming[-1][1].arrival_s <= clock():
+            place, one = coming.pop()
+            engine.submit(one.request(f"{first_tick} {place}"))
+        for event in engine.tick():
+            num_painted += isinstance(event, Painted)
+            if isinstance(event, TERMINAL):
+                over[event.request_id] = clock() - began_s
+    if num_painted != sum(one.num_images for one in trace):
+        raise RuntimeError(f"{num_painted} images were painted for {len(trace)} requests")
+    served = [
+        msgspec.structs.replace(one, latency_s=over[f"{first_tick} {place}"] - one.arrival_s)
+        for place, one in enumerate(trace)
+    ]
+    return served, [tick for tick in engine.trace if tick.tick > first_tick]
+
+
+def fit(ticks: Iterable[TickTrace], size: str, known: Costs | None = None) -> Costs:
+    """What calls of each number of rows, newcomers and decoding took in ``ticks``, by least squares.
+
+    size   "128x128": of all pictures in ``ticks``
+    known  gives the calls that were hardly ever made
+    """
+    ticks = list(ticks)
+    rows = [[len(call.rows) + call.num_padded for call in tick.calls] for tick in ticks]
+    sizes = sorted({size for sizes in rows for size in sizes})
+    counts = np.array([[float(sizes_of.count(size)) for size in sizes] for sizes_of in rows])
+    besides = np.array([[float(tick.num_prepared), float(tick.num_decoded)] for tick in ticks])
+    seconds = np.array([tick.wall_s for tick in ticks])
+    found, *_ = np.linalg.lstsq(np.hstack([counts, besides]), seconds, rcond=None)
+    least_s = 1e-5
+    calls = dict(known.calls[size]) if known else {}
+    for number, num_rows in enumerate(sizes):
+        if num_rows not in calls or counts[:, number].sum() >= LEAST_SEEN:
+            calls[num_rows] = max(least_s, float(found[number]))
+    prepare_s, decode_s = (max(least_s, float(value)) for value in found[len(sizes) :])
+    return Costs(calls={size: dict(sorted(calls.items()))}, prepare_s=prepare_s, decode_s=decode_s, tick_s=0.0)
+
+
+def compare(real: Sequence[Recorded], costs: Costs, config: EngineConfig) -> dict[str, Any]:
+    """The figures of a run beside those of its replay, and the relative errors (of goodput in points of the share)."""
+    alone = isolated_times(real, costs, config)
+    painted = [
+        Served(math.nan if one.latency_s is None else one.latency_s, solo)
+        for one, solo in zip(real, alone, strict=True)
+    ]
+    measured = summary(painted, SLO_SCALE)
+    simulated = replay(real, costs, config).summary(SLO_SCALE)
+    errors = {name: round(simulated[name] / measured[name] - 1.0, 4) if measured[name] else None for name in FIGURES}
+    return {"measured": measured, "simulated": simulated, "relative_error": errors}
+
+
+def main(
+    model: Annotated[str, typer.Option(help=f"embedded, {', '.join(NAMES)}, or a diffusers directory.")] = "embedded",
+    policy: Annotated[str, typer.Option(help="[engine] policy, with commas.")] = "latency",
+    loads: Annotated[str, typer.Option(help="With commas; 1 is all that full ticks can do.")] = "0.3,0.7,0.95",
+    requests: Annotated[int, typer.Option(min=4, help="Of each trace.")] = 100,
+    out: Annotated[Path | None, typer.Option(help="A folder; else results/simulator-<model>.")] = None,
+) -> None:
+    """Measure, and print one JSON document as the last line of stdout."""
+    torch.set_num_threads(1)
+    network = open_network(model)
+    profile = load_settings(model=model, env={}).model if model == "embedded" else None
+    folder = out or RESULTS / f"simulator-{Path(model).name}"
+    width_px, height_px = network.info.good_sizes[0]
+    size = f"{width_px}x{height_px}"
+    document: dict[str, Any] = head("simulator", Path(model).name, network.info)
+    options = f"--policy {policy} --loads {loads} --requests {requests}"
+    document["command"] = f"OMP_NUM_THREADS=1 python benchmarks/validate_simulator.py {options}"
+    document["slo_scale"], document["points"] = SLO_SCALE, []
+    known: Costs | None = None
+    for load in (float(part) for part in loads.split(",")):
+        for name in policy.split(","):
+            config = EngineConfig(
+                policy=name,
+                slo_scale=SLO_SCALE,
+                threads=1,
+                trace_ticks=100_000,
+                max_waiting=100_000,
+                cross_attention="paged",
+            )
+            clock = WorkingTime()
+            engine = Engine(network, config, profile=profile, clock=clock)
+            engine.warm_up()
+            if known is None:
+                _, ticks = run(engine, clock, mixed(32, [(width_px, height_px)], seed=99))
+                known = fit(ticks, size)
+                save_costs(known, folder / "costs.json")
+            trace = loaded(mixed(requests, [(width_px, height_px)], seed=5), known, load, seed=7)
+            real, ticks = run(engine, clock, trace)
+            save(real, folder / f"trace-{name}-{load:g}.jsonl")
+            costs = fit(ticks, size, known)
+            point = {"policy": name, "load": load, "costs": msgspec.to_builtins(costs), **compare(real, costs, config)}
+            document["points"].append(point)
+            print(point, file=sys.stderr, flush=True)
+            write(document, folder / "validation.json")
+    print(json.dumps(document))
+
+
+def open_network(model: str) -> DiffusionModel:
+    """Load "embedded", a model of random weights, or a directory."""
+    with tempfile.TemporaryDirectory() as scratch:
+        if model in NAMES:
+            model = str(save_random_model(model, Path(scratch), dtype=torch.float32))
+        return load_model(model)
+
+
+def save_costs(costs: Costs, path: Path) -> None:
+    """As ``simulator.py --costs`` reads them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(costs), indent=1) + b"\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

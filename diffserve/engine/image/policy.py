@@ -1,0 +1,235 @@
+"""Policies: in which order images get on, and which of them share the next tick. Pure: no clock, no torch.
+
+The scheduler asks, in an engine as in ``benchmarks/simulator.py``. A policy is told how much work is left of an image,
+when it came, until when it should be done, and what calls cost; it answers with the images of the next tick. It never
+touches pictures: they are the same bytes under all.
+
+=========== ======================================================================================================
+latency     shortest remaining work first, with ageing; the tick goes to the group of whoever is first
+throughput  the same within a group; the tick goes to the group that gets most work done in a second
+goodput     shortest first of those who can still be in time, in ticks that leave them in time; then the others
+serial      one request at a time, in order of arrival
+static      requests that are equal wait for each other, and run to their end together
+same-key    continuous batching of requests that are equal; newcomers join those who run
+=========== ======================================================================================================
+
+The last three are what servers do that batch by request. They are there to be measured against.
+
+**Ageing** (``ageing_rows_per_tick``) goes by cost: an image of N rows, of the native size, is overtaken only by what
+came within N / ageing ticks after it (``LATE`` times as many where it is late, under goodput). So nobody starves under
+the first three.
+
+**Deadlines** are those of an SLO: ``slo_scale`` times what a request takes alone (an SLO scale, as in AlpaServe, Li et
+al. 2023), or the request's own deadline where that is earlier.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Final, NamedTuple, Protocol
+
+from diffserve.config import EngineConfig
+from diffserve.engine.image.task import GroupKey, ImageTask, LiveRequest
+
+LATE: Final = 20.0
+"""A late image counts as so many times its cost. More, and long ones that are late stay for minutes; less, and old late
+ones make new ones late."""
+
+
+class TickCosts(Protocol):
+    """What is known of UNet calls."""
+
+    def row_cap(self, group: GroupKey) -> int:
+        """Rows that a tick of ``group`` may hold."""
+
+    def call_s(self, group: GroupKey, num_rows: int) -> float:
+        """Seconds that ``num_rows`` rows of ``group`` take; an estimate where the group was never seen."""
+
+
+class Moment(NamedTuple):
+    """When a tick is planned: its number, and a reading of the engine's clock."""
+
+    tick: int = 0
+    now_s: float = 0.0
+
+
+class Policy(ABC):
+    """Who runs next."""
+
+    def __init__(self, config: EngineConfig, costs: TickCosts) -> None:
+        self.config = config
+        self.costs = costs
+
+    @abstractmethod
+    def key(self, task: ImageTask, moment: Moment) -> float:
+        """The order within a client, the smallest first. Of an image that waits it grows or stays."""
+
+    @abstractmethod
+    def choose(self, ready: Sequence[ImageTask], moment: Moment) -> Sequence[ImageTask]:
+        """The images of the next tick, all of one group; none where it is better to wait.
+
+        ready  everybody who can run, at least one: by :meth:`key` within a client, in fair shares between clients
+        """
+
+    def pack(self, ready: Iterable[ImageTask], group: GroupKey) -> list[ImageTask]:
+        """As many of ``group`` as a tick may hold, in the order of ``ready``; who is too large leaves others room."""
+        cap, chosen, num_rows = self.costs.row_cap(group), [], 0
+        for task in ready:
+            if task.group == group and (rows := num_rows + task.rows_now) <= cap:
+                chosen.append(task)
+                num_rows = rows
+        return chosen
+
+
+class Latency(Policy):
+    """Shortest remaining work first (Schrage 1968), in rows of the native size, minus what was earned by waiting."""
+
+    def key(self, task: ImageTask, moment: Moment) -> float:
+        """Waiting does not change it: everybody's advantage over newcomers grows alike with time."""
+        return task.cost_left + self.config.ageing_rows_per_tick * task.live.submitted_tick
+
+    def choose(self, ready: Sequence[ImageTask], moment: Moment) -> Sequence[ImageTask]:
+        """Whoever is first, and who may share its call."""
+        return self.pack(ready, group_of(ready[0]))
+
+
+class Throughput(Latency):
+    """The group whose tick does most work in a second, unless somebody of another is so old that none may overtake."""
+
+    def choose(self, ready: Sequence[ImageTask], moment: Moment) -> Sequence[ImageTask]:
+        """The tick of that group, shortest first within it."""
+        newcomer = self.config.ageing_rows_per_tick * moment.tick
+        aged = next((task for task in ready if self.key(task, moment) <= newcomer), None)
+        if aged is not None:
+            return self.pack(ready, group_of(aged))
+        packed = [self.pack(ready, group) for group in dict.fromkeys(map(group_of, ready))]
+        return max(packed, key=self._work_per_s)
+
+    def _work_per_s(self, chosen: Sequence[ImageTask]) -> float:
+        seconds = self.costs.call_s(group_of(chosen[0]), sum(task.rows_now for task in chosen))
+        return sum(task.cost_now for task in chosen) / seconds
+
+
+class Goodput(Latency):
+    """As many in time as can be: shortest first of those who still can, and ticks no longer than those in them allow.
+
+    More rows in a tick are cheaper each and make everybody in it slower, so a tick is filled as long as the images in
+    it that were in time remain so at that pace. Whoever cannot be in time any more, even alone, gives way to others,
+    but not for ever.
+    """
+
+    def key(self, task: ImageTask, moment: Moment) -> float:
+        """As under latency; that of somebody late is larger by a multiple of its cost."""
+        late = 0.0 if self._pace_s(task, moment) >= self._own_pace_s(task) else (LATE - 1.0) * task.cost_whole
+        return super().key(task, moment) + late
+
+    def choose(self, ready: Sequence[ImageTask], moment: Moment) -> Sequence[ImageTask]:
+        """Whoever is first, and who may share its call without making those before it late."""
+        group = group_of(ready[0])
+        cap, chosen, num_rows, most_s = self.costs.row_cap(group), list[ImageTask](), 0, math.inf
+        for task in ready:
+            rows = num_rows + task.rows_now
+            if task.group != group or rows > cap or (chosen and self.costs.call_s(group, rows) > most_s):
+                continue
+            chosen.append(task)
+            num_rows = rows
+            pace_s = self._pace_s(task, moment)
+            if pace_s >= self._own_pace_s(task):
+                most_s = min(most_s, pace_s)
+        return chosen
+
+    def _pace_s(self, task: ImageTask, moment: Moment) -> float:
+        """Seconds that each of its ticks may take from now on."""
+        return (task.live.due_s - moment.now_s) / (task.table.num_rows - task.row_index)
+
+    def _own_pace_s(self, task: ImageTask) -> float:
+        """Seconds that each of its ticks takes alone."""
+        return task.live.solo_s / task.table.num_rows
+
+
+class InOrder(Policy):
+    """Requests in the order in which they came."""
+
+    def key(self, task: ImageTask, moment: Moment) -> float:
+        """When it came."""
+        return task.live.submitted_s
+
+
+class Serial(InOrder):
+    """One request at a time: a pipeline behind a lock."""
+
+    def choose(self, ready: Sequence[ImageTask], moment: Moment) -> Sequence[ImageTask]:
+        """The images of the request that has begun, else of the first."""
+        first = next(begun(ready), ready[0])
+        return self.pack((task for task in ready if task.live is first.live), group_of(first))
+
+
+class Static(InOrder):
+    """Batches that are full, or whose first has waited ``max_batch_delay_s``; nobody joins one that runs."""
+
+    def choose(self, ready: Sequence[ImageTask], moment: Moment) -> Sequence[ImageTask]:
+        """Those who run, else the first batch that may begin, else nobody."""
+        running = list(begun(ready))
+        if running:
+            return running
+        batches: dict[Hashable, list[ImageTask]] = {}
+        for task in ready:
+            batches.setdefault(batch_key(task), []).append(task)
+        for batch in batches.values():
+            most = max(1, self.costs.row_cap(group_of(batch[0])) // (1 + bool(batch[0].settings.guided.any())))
+            if len(batch) >= most or moment.now_s - batch[0].live.submitted_s >= self.config.max_batch_delay_s:
+                return batch[:most]
+        return ()
+
+
+class SameKey(InOrder):
+    """Continuous batching among equals: as servers do that batch by sampler, steps, guidance and size."""
+
+    def choose(self, ready: Sequence[ImageTask], moment: Moment) -> Sequence[ImageTask]:
+        """Those who run, and who equals them; where nobody runs, the first and who equals it."""
+        running = list(begun(ready))
+        key = batch_key(running[0] if running else ready[0])
+        equal = [task for task in ready if batch_key(task) == key]
+        return self.pack(sorted(equal, key=lambda task: not task.row_index), group_of(equal[0]))
+
+
+POLICIES: dict[str, type[Policy]] = {
+    "latency": Latency,
+    "throughput": Throughput,
+    "goodput": Goodput,
+    "serial": Serial,
+    "static": Static,
+    "same-key": SameKey,
+}
+"""By their names in ``config.POLICIES``."""
+
+
+def solo_s(live: LiveRequest, costs: TickCosts) -> float:
+    """Seconds that the UNet takes for a request that is alone: all of its images in every tick.
+
+    Its texts are not read yet, so it may be of any group of its size: ``num_tokens`` is 0.
+    """
+    settings, num_images = live.settings, live.request.num_images
+    group = GroupKey(settings.height_px, settings.width_px, 0)
+    num_guided = int(settings.guided.sum())
+    num_plain = settings.table.num_rows - num_guided
+    guided_s = num_guided * costs.call_s(group, 2 * num_images) if num_guided else 0.0
+    return guided_s + (num_plain * costs.call_s(group, num_images) if num_plain else 0.0)
+
+
+def batch_key(task: ImageTask) -> Hashable:
+    """What requests must agree in to share a batch where rows of different settings cannot."""
+    return (task.group, task.settings.kind, *task.settings.recipe().values())
+
+
+def begun(ready: Iterable[ImageTask]) -> Iterator[ImageTask]:
+    """Those who have run before."""
+    return (task for task in ready if task.row_index)
+
+
+def group_of(task: ImageTask) -> GroupKey:
+    """The group of an image that is ready, and so was prepared."""
+    assert task.group is not None
+    return task.group

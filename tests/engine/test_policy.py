@@ -1,0 +1,207 @@
+"""Policies: who is in the next tick, under each of them, and that nobody waits for ever. Stories at a desk."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diffserve.config import POLICIES, EngineConfig
+from diffserve.engine.image import policy
+from diffserve.engine.image.task import GroupKey, LiveRequest, TickPlan
+from diffserve.errors import ConfigError
+from diffserve.types import Finished
+from tests.engine.desk import Desk, DeskCosts
+
+
+class SecondsARow(DeskCosts):
+    """A call takes a second, and so much more for each row: 1 + ``row_s`` * rows."""
+
+    def __init__(self, row_cap: int, row_s: float) -> None:
+        super().__init__(row_cap)
+        self.row_s = row_s
+
+    def call_s(self, group: GroupKey, num_rows: int) -> float:
+        return 1.0 + self.row_s * num_rows
+
+
+def who(plan: TickPlan) -> list[str]:
+    return sorted(task.live.request_id for task in plan.rows)
+
+
+def run_and_watch(desk: Desk) -> list[list[str]]:
+    """Ticks until nothing is left: who was in each that had rows."""
+    seen = []
+    while desk.scheduler.has_work:
+        plan, _ = desk.tick()
+        if plan.rows:
+            seen.append(who(plan))
+    return seen
+
+
+def test_every_name_that_can_be_configured_is_a_policy() -> None:
+    assert tuple(policy.POLICIES) == POLICIES
+    with pytest.raises(ConfigError, match="policy is 'fifo'; choose one of latency, throughput, goodput, serial"):
+        EngineConfig(policy="fifo")
+
+
+@pytest.mark.parametrize("name", ["latency", "throughput", "goodput"])
+@settings(max_examples=25, deadline=None)
+@given(
+    num_steps=st.integers(1, 12),
+    is_wide=st.booleans(),
+    ageing=st.sampled_from([2.0, 8.0]),
+    row_cap=st.sampled_from([2, 3, 8]),
+    arrivals=st.lists(
+        st.tuples(st.integers(1, 3), st.integers(1, 6), st.booleans(), st.sampled_from([1.0, 5.0])),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_nobody_starves_while_others_keep_coming(
+    name: str,
+    num_steps: int,
+    is_wide: bool,
+    ageing: float,
+    row_cap: int,
+    arrivals: list[tuple[int, int, bool, float]],
+) -> None:
+    """``arrivals`` (how many, steps, wide, guidance) come tick after tick, for ever. What may overtake came within
+    cost / ageing ticks; each tick that is not the victim's takes at least one step off that."""
+    desk = Desk(row_cap=row_cap, policy=name, ageing_rows_per_tick=ageing, max_lanes=8)
+    for _ in range(3):
+        desk.submit(num_steps=9)
+    victim = desk.submit(num_steps=num_steps, width_px=96 if is_wide else 64, height_px=64)
+    times = policy.LATE if name == "goodput" else 1.0
+    overtaking_ticks = 2 + int(times * victim.tasks[0].cost_whole / ageing)
+    steps_before = 3 * 9 + num_steps
+    num_ticks = 0
+    while not victim.is_over:
+        number, steps, wide, scale = arrivals[num_ticks % len(arrivals)]
+        for _ in range(number):
+            desk.submit(num_steps=steps, width_px=96 if wide else 64, height_px=64, guidance_scale=scale)
+        if num_ticks <= overtaking_ticks:
+            steps_before += number * steps
+        desk.tick()
+        num_ticks += 1
+        assert num_ticks <= overtaking_ticks + 2 * steps_before
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_random_walk_ends_with_everybody_served_once(name: str, seed: int) -> None:
+    walk = random.Random(seed)
+    desk = Desk(row_cap=6, policy=name, max_lanes=5, max_prepares_per_tick=2, max_batch_delay_s=3.0)
+    ended: list[str] = []
+    submitted: list[LiveRequest] = []
+    for _ in range(200):
+        if walk.random() < 0.3:
+            submitted.append(
+                desk.submit(
+                    num_steps=walk.randint(1, 6),
+                    num_images=walk.randint(1, 3),
+                    width_px=walk.choice([64, 96]),
+                    guidance_scale=walk.choice([1.0, 5.0]),
+                    client=walk.choice(["a", "b"]),
+                )
+            )
+        plan, events = desk.tick()
+        assert len({task.group for task in plan.rows}) <= 1
+        ended += [event.request_id for event in events if isinstance(event, Finished)]
+        desk.scheduler.check_integrity()
+    ended += [event.request_id for event in desk.run() if isinstance(event, Finished)]
+    assert sorted(ended) == sorted(live.request_id for live in submitted)
+
+
+def test_serial_serves_one_request_at_a_time_in_order_of_arrival() -> None:
+    desk = Desk(policy="serial")
+    desk.submit(request_id="long", num_steps=4)
+    desk.tick()
+    desk.submit(request_id="pair", num_steps=1, num_images=2)
+    assert run_and_watch(desk) == [["long"]] * 4 + [["pair", "pair"]]
+
+
+def test_static_lets_equals_wait_for_each_other_and_nobody_join() -> None:
+    desk = Desk(row_cap=8, policy="static", max_batch_delay_s=5.0)
+    for name in ("a", "b"):
+        desk.submit(request_id=name, num_steps=2)
+    desk.submit(request_id="other", num_steps=3)
+    ticks = [who(desk.tick()[0]) for _ in range(5)]
+    assert ticks == [[]] * 5, "none is full, and nobody has waited for long"
+    assert who(desk.tick()[0]) == ["a", "b"]
+    desk.submit(request_id="c", num_steps=2)
+    assert who(desk.tick()[0]) == ["a", "b"]
+    assert run_and_watch(desk) == [["other"]] * 3 + [["c"]] * 2
+
+
+def test_a_full_static_batch_waits_for_nothing() -> None:
+    desk = Desk(row_cap=4, policy="static", max_batch_delay_s=100.0)
+    for name in ("a", "b"):
+        desk.submit(request_id=name, num_steps=1)
+    desk.tick()
+    assert who(desk.tick()[0]) == ["a", "b"]
+
+
+@pytest.mark.parametrize("difference", [{"sampler": "euler"}, {"num_steps": 5}, {"guidance_scale": 7.0}, {"eta": 0.5}])
+def test_same_key_lets_equals_join_and_nobody_else(difference: dict[str, object]) -> None:
+    desk = Desk(policy="same-key")
+    alike: dict[str, object] = {"num_steps": 4, "sampler": "ddim"}
+    desk.submit(request_id="first", **alike)
+    desk.tick()
+    desk.tick()
+    desk.submit(request_id="equal", **alike)
+    desk.submit(request_id="other", **alike | difference)
+    desk.tick()
+    watched = run_and_watch(desk)
+    assert watched[:2] == [["equal", "first"]] * 2
+    assert all(names == ["other"] for names in watched[4:])
+    assert len(watched) > 4
+
+
+def test_throughput_gives_the_tick_to_the_group_that_does_most_with_it() -> None:
+    desk = Desk(policy="throughput", ageing_rows_per_tick=0.1)
+    desk.submit(request_id="wide", num_steps=3, width_px=96, height_px=64)
+    for number in range(4):
+        desk.submit(request_id=f"square {number}", num_steps=3)
+    watched = run_and_watch(desk)
+    assert watched == [[f"square {number}" for number in range(4)]] * 3 + [["wide"]] * 3
+
+
+def test_goodput_fills_a_tick_as_long_as_those_in_it_stay_in_time() -> None:
+    """Alone a guided image takes 3 s a tick, 9 s are allowed; eight rows take 9 s, ten 11 s."""
+    costs = SecondsARow(row_cap=16, row_s=1.0)
+    desk = Desk(costs=costs, policy="goodput")
+    for _ in range(6):
+        desk.submit(num_steps=10)
+    plan = desk.plan()
+    assert len(plan.prepare) == 6
+    desk.apply(plan)
+    assert desk.plan().num_rows == 6, "one second is gone, so eight rows would be late"
+    full = Desk(costs=costs, policy="latency")
+    for _ in range(6):
+        full.submit(num_steps=10)
+    full.tick()
+    assert full.plan().num_rows == 12
+
+
+def test_goodput_puts_off_who_is_late_and_then_fills_ticks_with_them() -> None:
+    desk = Desk(costs=SecondsARow(row_cap=16, row_s=1.0), policy="goodput")
+    late = desk.submit(num_steps=5)
+    desk.now_s += 40.0
+    early = desk.submit(num_steps=20)
+    desk.tick()
+    assert desk.plan().num_rows == 4, "there is room for both"
+    desk.scheduler.policy.costs = DeskCosts(row_cap=2)
+    assert desk.plan().rows == (early.tasks[0],)
+    desk.now_s += 1000.0
+    assert desk.plan().rows == (late.tasks[0],), "both are late: the shorter one is first"
+
+
+def test_a_deadline_of_ones_own_counts_where_it_is_earlier() -> None:
+    desk = Desk(policy="goodput")
+    assert desk.submit(num_steps=10).due_s == 30.0
+    assert desk.submit(num_steps=10, deadline_s=12.0).due_s == 12.0
+    assert desk.submit(num_steps=10, deadline_s=600.0).due_s == 30.0
+    assert desk.submit(num_steps=10, num_images=3, guidance_scale=1.0).solo_s == 10.0
