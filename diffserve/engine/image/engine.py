@@ -250,10 +250,13 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
 
     def _study(self, plan: TickPlan) -> None:
         """While images of a group that is not measured wait for each other, measure it: an eighth of the time."""
-        group = plan.group
-        if group is None or not self.runners.groups.is_wanted(group):
+        if plan.group is None:
             return
-        if sum(task.group == group for task in self.scheduler.in_flight) <= len(plan.rows):
+        wanted = filter(self.runners.groups.is_wanted, (plan.group, plan.group._replace(is_shallow=True)))
+        group = next(wanted, None)
+        if group is None:
+            return
+        if sum(task.group == plan.group for task in self.scheduler.in_flight) <= len(plan.rows):
             return
         self._study_credit_s = min(self._study_credit_s + STUDY_SHARE * self._trace[-1].wall_s, MOST_CREDIT_S)
         if self._study_credit_s >= 0.0:

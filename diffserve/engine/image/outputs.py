@@ -65,8 +65,9 @@ class ImageOutputs:
         clock = task.clock
         if clock.denoise_started_s is None or task.row_index == 0:
             return None
-        per_row_s = (clock.denoise_ended_s - clock.denoise_started_s) / task.row_index
-        return round(per_row_s * (task.table.num_rows - task.row_index) + self.decode_s, 4)
+        all_cost, cost_left = float(task.settings.cost_left[0]), task.cost_left
+        per_cost_s = (clock.denoise_ended_s - clock.denoise_started_s) / (all_cost - cost_left)
+        return round(per_cost_s * cost_left + self.decode_s, 4)
 
     def _result(self, task: ImageTask, outcome: TickOutcome) -> ImageResult:
         live, settings = task.live, task.settings

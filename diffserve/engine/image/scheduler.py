@@ -181,11 +181,17 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         self._share.led_by(ready[0].live.client)
         group = ready[0].group
         assert group is not None
-        cap, chosen, num_rows = row_cap(group), [], 0
+        chosen: list[ImageTask] = []
+        room: dict[GroupKey, int] = {}  # whole and shallow rows make calls of their own
         for task in ready:
-            if task.group == group and num_rows + task.rows_now <= cap:
+            if task.group != group:
+                continue
+            key = task.group_now
+            if key not in room:
+                room[key] = row_cap(key)
+            if task.rows_now <= room[key]:
                 chosen.append(task)
-                num_rows += task.rows_now
+                room[key] -= task.rows_now
         return tuple(sorted(chosen, key=lambda task: task.lane or 0))  # the same rows keep the same order
 
     @staticmethod

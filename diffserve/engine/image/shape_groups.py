@@ -165,7 +165,7 @@ class Groups:
         """What the disk says, or what is settled without measuring."""
         if self._is_large(group):
             return Known(CostCurve((SOLO,), is_exact=self.is_deterministic), self._free_counts())
-        facts = self._facts(repr(tuple(group)))
+        facts = self._facts(_name(group))
         if facts is None or (self.is_deterministic and self._reference_of(group) not in facts.buckets):
             return None
         return Known(CostCurve.of(facts, is_exact=self.is_deterministic), facts.counts)
@@ -199,14 +199,15 @@ class Groups:
         del self._wanted[group]
         self._known[group] = Known(CostCurve.of(facts, is_exact=self.is_deterministic), facts.counts)
         if facts.is_complete:
-            self._disk.write(repr(tuple(group)), facts)
+            self._disk.write(_name(group), facts)
 
     def _try(self, group: GroupKey) -> Try:
         """A real call on random rows of ``group``; nothing is held between two of them."""
         num_rows = max(self.most_rows, SHARED)
 
         def attempt(rows: range, num_threads: int) -> Trial:
-            predict = random_rows(self.model, group, num_rows, self.conditioner, rows)
+            shape, is_shallow = (group.height_px, group.width_px, group.num_tokens), group.is_shallow
+            predict = random_rows(self.model, shape, num_rows, self.conditioner, rows, is_shallow=is_shallow)
             with self.threads.using(num_threads):
                 return timed(predict)(rows, num_threads)
 
@@ -241,3 +242,8 @@ class Groups:
         kind = "exact" if self.is_deterministic else "free"
         machine = f"{hardware_name(model.device)} torch {torch.__version__} threads {self.threads.counts}"
         return f"{model.digest} {model.choice.dtype} {config.cross_attention} {kind} {self.most_rows} {machine}"
+
+
+def _name(group: GroupKey) -> str:
+    """Of ``group``, on disk."""
+    return f"{(group.height_px, group.width_px, group.num_tokens)}{' shallow' * group.is_shallow}"

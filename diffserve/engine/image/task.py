@@ -23,20 +23,24 @@ PAINT_FROM = 128
 class GroupKey(NamedTuple):
     """Rows that may share a UNet call: equal picture size and equal number of context tokens.
 
-    Where texts of different lengths share calls, ``num_tokens`` is that of one window for all of them.
+    Where texts of different lengths share calls, ``num_tokens`` is that of one window for all of them. ``is_shallow``:
+    only the UNet's shallow part runs, on kept features (DeepCache); an image's own group is never such.
     """
 
     height_px: int
     width_px: int
     num_tokens: int
+    is_shallow: bool = False
 
 
 class PaintSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, dict=True):
     """A request's recipe and its sampler, compiled.
 
     guided   bool (num_rows,): whether table row i also runs the unconditional row
+    full     bool (num_rows,): whether table row i runs the whole UNet, not its shallow part on kept features
     kind     "text" | "image" | "inpaint"; an inpainting UNet always inpaints, at need everything on a grey picture
     row_cost work of a UNet row: its pixels over those of the model's native size
+    shallow_share  work of a shallow row over that of a full one
     """
 
     width_px: int
@@ -44,13 +48,20 @@ class PaintSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, dict=T
     kind: str
     table: StepTable
     guided: NDArray[np.bool_]
+    full: NDArray[np.bool_]
     row_cost: float = 1.0
+    shallow_share: float = 1.0
 
     @cached_property
-    def rows_left(self) -> NDArray[np.int64]:
-        """UNet rows still to run before table row i, (num_rows + 1,); the last entry is 0."""
-        rows = 1 + self.guided.astype(np.int64)
-        return np.concatenate([np.cumsum(rows[::-1])[::-1], [0]])
+    def cost_of_row(self) -> NDArray[np.float64]:
+        """Work of table row i, (num_rows,), in UNet rows of the native size."""
+        cost: NDArray[np.float64] = np.where(self.full, 1.0, self.shallow_share) * (1 + self.guided) * self.row_cost
+        return cost
+
+    @cached_property
+    def cost_left(self) -> NDArray[np.float64]:
+        """Work still to do before table row i, (num_rows + 1,), in the same unit; the last entry is 0."""
+        return np.concatenate([np.cumsum(self.cost_of_row[::-1])[::-1], [0.0]])
 
 
 @dataclass(eq=False, slots=True)
@@ -147,6 +158,22 @@ class ImageTask:
         return bool(self.settings.guided[self.row_index])
 
     @property
+    def is_full_now(self) -> bool:
+        """Whether the next row runs the whole UNet."""
+        return bool(self.settings.full[self.row_index])
+
+    @property
+    def keeps_features(self) -> bool:
+        """Whether the row after the next one is a shallow one, which needs what the next one leaves."""
+        return not self.is_last_row and not self.settings.full[self.row_index + 1]
+
+    @property
+    def group_now(self) -> GroupKey:
+        """The group whose calls its next rows can join."""
+        assert self.group is not None
+        return self.group if self.is_full_now else self.group._replace(is_shallow=True)
+
+    @property
     def rows_now(self) -> int:
         """UNet rows that the next tick of this image takes: 2 when guided, else 1."""
         return 2 if self.is_guided_now else 1
@@ -154,12 +181,12 @@ class ImageTask:
     @property
     def cost_now(self) -> float:
         """Work of the next tick of this image, in UNet rows of the native size."""
-        return self.rows_now * self.settings.row_cost
+        return float(self.settings.cost_of_row[self.row_index])
 
     @property
     def cost_left(self) -> float:
         """Work up to the finished latent, in UNet rows of the native size."""
-        return int(self.settings.rows_left[self.row_index]) * self.settings.row_cost
+        return float(self.settings.cost_left[self.row_index])
 
     @property
     def is_last_row(self) -> bool:
@@ -178,7 +205,8 @@ class TickPlan:
     """The work of one tick.
 
     prepare   newcomers with a fresh lane: encode their text and init image, draw the start latent
-    rows      images of one ``group`` that advance by one table row; a guided image takes two UNet rows, never split
+    rows      images of one ``group`` that advance by one table row, whole or shallow; a guided image takes two UNet
+              rows, never split
     num_rows  UNet rows these take, before padding
     cost      their work, in UNet rows of the native size
     previews  those of ``rows`` whose denoised estimate is to be shown
@@ -210,7 +238,7 @@ class RowLabel(NamedTuple):
 
 @dataclass(frozen=True)
 class UNetCall:
-    """One UNet call as it ran: the rows that mattered, how many padded it, and its wall time.
+    """One UNet call as it ran: the rows that mattered, how many padded it, its wall time, and whether it was shallow.
 
     On a device that works asynchronously ``wall_s`` is the time to launch; the tick's ``wall_s`` is the whole truth.
     """
@@ -218,6 +246,7 @@ class UNetCall:
     rows: tuple[RowLabel, ...]
     num_padded: int
     wall_s: float
+    is_shallow: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from diffserve.runtime.unet.cross_attention import Contexts, CrossAttention
+from diffserve.runtime.unet.deep_cache import ShallowPart
 
 
 class Pointwise(nn.Conv2d):
@@ -62,6 +63,11 @@ class UNetRunner:
         """
         return CrossAttention(self.network)
 
+    @cached_property
+    def shallow(self) -> ShallowPart | None:
+        """What runs between full calls under DeepCache; ``None`` for a UNet that has no such part."""
+        return ShallowPart.find(self.network)
+
     @torch.inference_mode()
     def predict(
         self,
@@ -72,6 +78,7 @@ class UNetRunner:
         pooled: torch.Tensor | None = None,
         time_ids: torch.Tensor | None = None,
         extra: torch.Tensor | None = None,
+        features: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The network's output (R, C, h, w) in float32, in whatever prediction type it was trained for.
 
@@ -80,6 +87,7 @@ class UNetRunner:
         contexts     embeddings (R, tokens, dim), or the ``KeysValues`` that ``cross_attention`` made of them
         pooled       (R, P), time_ids (R, 6): SDXL only, and needed there
         extra        (R, extra_channels, h, w): inpainting UNets only, and needed there
+        features     (R, F, h, w) that ``shallow`` kept of a full call: only the shallow part runs, on them
         """
         added = None
         if self.has_size_conditioning:
@@ -93,9 +101,14 @@ class UNetRunner:
         sample = model_input.to(self.device)
         if extra is not None:
             sample = torch.cat([sample, extra.to(self.device)], dim=1)
+        sample, timesteps = sample.to(self.dtype), timesteps.to(self.device, torch.float32)
+        if features is not None:
+            if self.shallow is None:
+                raise ValueError("this UNet has no shallow part to run on kept features")
+            return self.shallow.predict(sample, timesteps, contexts, added, features).float()
         output: torch.Tensor = self.network(
-            sample.to(self.dtype),
-            timesteps.to(self.device, torch.float32),
+            sample,
+            timesteps,
             encoder_hidden_states=contexts,
             added_cond_kwargs=added,
             return_dict=False,
