@@ -282,7 +282,8 @@ class ImageResult(DenoisingRecipe, frozen=True, kw_only=True):
     """One finished image and what it was painted with (an init image and its mask are the caller's).
 
     ``num_evaluations`` counts UNet rows (two a step under guidance); ``latents`` only when asked for. ``prompt`` is
-    what was painted from; ``original_prompt`` the wish before it was rewritten, ``None`` where it was not.
+    what was painted from; ``original_prompt`` the wish before it was rewritten, ``None`` where it was not. ``cached``:
+    the picture was known ("hit"), or painted for an equal request ("shared"); then nothing was computed for this one.
     """
 
     request_id: str
@@ -298,6 +299,7 @@ class ImageResult(DenoisingRecipe, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()
     latents: LatentArray | None = None
     original_prompt: str | None = None
+    cached: Literal["hit", "shared"] | None = None
 
     @property
     def pixels(self) -> NDArray[np.uint8]:

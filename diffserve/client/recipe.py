@@ -53,12 +53,13 @@ class StreamedImageFields(ImageFields, total=False):
 
 
 class ImageUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens as OpenAI counts them, and rows of the UNet that were computed."""
+    """Tokens as OpenAI counts them, rows of the UNet that were computed, and pictures for which none had to be."""
 
     input_tokens: int
     output_tokens: int
     total_tokens: int
     num_evaluations: int = 0
+    num_cached: int = 0
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):

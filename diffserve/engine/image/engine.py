@@ -128,6 +128,7 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
     def stats(self) -> ImageStats:
         """Counters for the metrics; requests that no tick has seen yet are waiting too."""
         with self._ticking, self._lock:
+            results = self.scheduler.results
             waiting = sum(not live.has_started for live in self.scheduler.live.values())
             return ImageStats(
                 num_running=len(self.scheduler.in_flight),
@@ -137,6 +138,9 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
                 num_painted=self._counts["painted"],
                 num_failed=self._counts["failed"],
                 busy_s=self._busy_s,
+                num_cache_hits=results.num_hits,
+                num_cache_shared=results.num_shared,
+                num_cache_misses=results.num_misses,
             )
 
     def check_integrity(self) -> None:

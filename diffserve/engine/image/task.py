@@ -91,6 +91,11 @@ class LiveRequest(Live):
         """Whose request it is."""
         return self.request.client
 
+    def wants_preview(self, num_steps: int) -> bool:
+        """Whether a preview was asked for after ``num_steps`` steps."""
+        every = self.request.preview_every
+        return every > 0 and num_steps % every == 0
+
     @property
     def has_started(self) -> bool:
         """Whether any of its images has left the waiting room."""
@@ -113,6 +118,8 @@ class ImageTask:
 
     row_index        next row of the step table
     num_evaluations  UNet rows run so far (two a step under guidance)
+    key              of its picture in the result cache, where it has one and paints it
+    leader           who paints the same picture, and is waited for; it has this one among its ``followers``
     """
 
     live: LiveRequest
@@ -124,6 +131,9 @@ class ImageTask:
     state: ImageState | None = None
     num_evaluations: int = 0
     clock: Clock = field(default_factory=Clock)
+    key: bytes | None = None
+    leader: ImageTask | None = None
+    followers: list[ImageTask] = field(default_factory=list)
 
     @property
     def held(self) -> ImageState:
