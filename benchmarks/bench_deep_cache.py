@@ -2,7 +2,8 @@
 
     python benchmarks/bench_deep_cache.py
     python benchmarks/bench_deep_cache.py --model sdxl-random --side-px 512 --dtype float32 --pairs 3
-    python benchmarks/bench_deep_cache.py --prompts 0                  # speed alone
+    python benchmarks/bench_deep_cache.py --prompts 0                        # speed alone
+    python benchmarks/bench_deep_cache.py --model embedded --pairs 0         # quality alone
 
 Speed: ``images`` requests of different samplers, guidance and step counts, the same in both arms, painted with
 ``cache_interval`` N and with 1 in turns (ABBA), by one engine. Steps a second are steps of all images over the seconds
@@ -91,7 +92,7 @@ def measure_speed(engine: Engine, images: int, steps: int, side_px: int, interva
     arms: dict[str, list[dict[str, Any]]] = {"off": [], "cached": []}
     intervals = {"off": 1, "cached": interval}
     for name in arms:
-        run(engine, requests(images, interval + 1, side_px, intervals[name], 0))
+        run(engine, requests(1, 2, side_px, intervals[name], 0))
     for turn in range(pairs):
         for name in ("off", "cached") if turn % 2 == 0 else ("cached", "off"):
             arms[name].append(run(engine, requests(images, steps, side_px, intervals[name], turn + 1)))
@@ -112,10 +113,10 @@ def measure_speed(engine: Engine, images: int, steps: int, side_px: int, interva
     }
 
 
-def same_bytes(engine: Engine, side_px: int, steps: int, interval: int) -> int:
+def same_bytes(engine: Engine, images: int, side_px: int, interval: int) -> int:
     """How many of a mixed batch's pictures are, byte for byte, those of the reverse order of arrival."""
-    forwards = engine.generate(requests(len(KINDS), steps, side_px, interval, 50))
-    backwards = engine.generate(requests(len(KINDS), steps, side_px, interval, 50)[::-1])[::-1]
+    forwards = engine.generate(requests(images, 2, side_px, interval, 50))
+    backwards = engine.generate(requests(images, 2, side_px, interval, 50)[::-1])[::-1]
     return sum(one.picture == other.picture for one, other in zip(forwards, backwards, strict=True))
 
 
@@ -142,18 +143,19 @@ def main(
     model: Annotated[
         str, typer.Option(help=f"For speed: {', '.join(NAMES)}, embedded or a directory.")
     ] = "sd15-random",
-    dtype: Annotated[str, typer.Option(help="Of the model for speed.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Of the model for speed.")] = "float32",
     device: Annotated[str, typer.Option(help="A torch device.")] = "auto",
-    side_px: Annotated[int, typer.Option(help="Side of the pictures.")] = 256,
-    images: Annotated[int, typer.Option(help="Requests in a mixed batch.")] = 4,
+    side_px: Annotated[int, typer.Option(help="Side of the pictures.")] = 128,
+    images: Annotated[int, typer.Option(help="Requests in a mixed batch.")] = 2,
     steps: Annotated[int, typer.Option(help="Least number of steps.")] = 6,
     interval: Annotated[int, typer.Option(help="cache_interval of the faster arm.")] = 3,
-    pairs: Annotated[int, typer.Option(help="Runs of each arm.")] = 3,
+    pairs: Annotated[int, typer.Option(help="Runs of each arm; 0: no speed.")] = 3,
     prompts: Annotated[int, typer.Option(help="Held-out captions for quality; 0: none.")] = 128,
     intervals: Annotated[str, typer.Option(help="For quality, with commas.")] = "2,3,5",
     out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
+    chosen = [int(part) for part in intervals.split(",")] if prompts else []
     with tempfile.TemporaryDirectory() as folder:
         path = str(save_random_model(model, Path(folder), dtype=getattr(torch, dtype))) if model in NAMES else model
         engine = Engine.from_pretrained(path, dtype=dtype, device=device, config=EngineConfig())
@@ -161,14 +163,14 @@ def main(
         options = f"--model {Path(model).name} --dtype {dtype} --side-px {side_px} --images {images} --steps {steps}"
         options += f" --interval {interval} --pairs {pairs} --prompts {prompts} --intervals {intervals}"
         document["command"] = f"python benchmarks/bench_deep_cache.py {options}"
-        document["speed"] = measure_speed(engine, images, steps, side_px, interval, pairs)
-        document["same_bytes_in_reverse_order"] = [same_bytes(engine, side_px, interval + 1, interval), len(KINDS)]
+        if pairs:
+            document["speed"] = measure_speed(engine, images, steps, side_px, interval, pairs)
+            document["same_bytes_in_reverse_order"] = [same_bytes(engine, images, side_px, interval), images]
         info = document["model"]
         name = f"deep-cache-{info['id']}-{info['device'].replace(':', '')}-{info['dtype']}-{document['date'][:10]}.json"
         write(document, out or RESULTS / name)
         del engine
     if prompts:
-        chosen = [int(part) for part in intervals.split(",")]
         document["quality"] = measure_quality(Engine.from_pretrained("embedded"), prompts, chosen)
         write(document, out or RESULTS / name)
     print(json.dumps(document))
