@@ -269,7 +269,7 @@ def capacity_per_s(requests: Sequence[Recorded], costs: Costs, config: EngineCon
         live = door.admit(one.request(f"request {number}"), 0.0)
         group = GroupKey(one.height_px, one.width_px, 0)
         cap = min(calls.row_cap(group) for _ in range(2))  # one of two is no probe
-        num_rows = live.settings.rows_left[0]
+        num_rows = live.settings.table.num_rows + int(live.settings.guided.sum())
         a_row_s = (calls.call_s(group, cap) + costs.tick_s) / cap
         seconds += one.num_images * (num_rows * a_row_s + costs.prepare_s + costs.decode_s)
     return len(requests) / seconds

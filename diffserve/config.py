@@ -55,6 +55,7 @@ ENGINE_BOUNDS = {
     "max_batch_delay_s": Between(0.0, 3600.0),
     "trace_ticks": Between(1, 100_000),
     "kv_pool_bytes": Between(1, 1 << 42),
+    "result_cache_bytes": Between(0, 1 << 42),
     "threads": Between(1, 1024),
 }
 
@@ -83,6 +84,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                            "plain": embeddings through diffusers' own attention at every step, and no pool
     kv_pool_bytes          size of the page pool, which a language model shares; ``None``: room for 64 different prompts
                            of one window, and for what the language model wants
+    result_cache_bytes     of finished pictures kept in memory; a request with a seed whose picture is among them, or is
+                           being painted for somebody else, is answered by it. 0: none, and everybody is painted for
     threads                of the processor that a UNet call runs on; ``None``: what proves fastest, again and again, of
                            torch's own number and fewer
     offload                where the weights of every model rest while their layer does not run: "none": on the device;
@@ -106,6 +109,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trace_ticks: int = 256
     cross_attention: Literal["paged", "plain"] = "paged"
     kv_pool_bytes: int | None = None
+    result_cache_bytes: int = 0
     threads: int | None = None
     offload: str = "none"
     compile: Literal["off", "warm", "background"] = "warm"

@@ -50,6 +50,9 @@ class ImageStats(msgspec.Struct, frozen=True, kw_only=True):
     num_steps    steps: ticks in which images got on
     num_rows     UNet rows that mattered, padding left out
     busy_s       seconds of work, encoding and decoding included
+    num_cache_hits, num_cache_shared, num_cache_misses
+                 images with a seed that were known, being painted for somebody else, or neither, where there is a
+                 result cache
     """
 
     num_running: int
@@ -59,6 +62,9 @@ class ImageStats(msgspec.Struct, frozen=True, kw_only=True):
     num_painted: int
     num_failed: int
     busy_s: float
+    num_cache_hits: int = 0
+    num_cache_shared: int = 0
+    num_cache_misses: int = 0
 
 
 class ShareStats(msgspec.Struct, frozen=True, kw_only=True):

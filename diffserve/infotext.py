@@ -69,6 +69,7 @@ def write_infotext(result: ImageResult, *, width_px: int, height_px: int) -> str
         "Denoising strength": None if result.strength is None else _number_text(result.strength),
         "Eta": None if result.eta == _own_eta(result.sampler) else _number_text(result.eta),
         "Guidance interval": None if interval == FULL_INTERVAL else _number_text(*interval),
+        "Cache interval": None if result.cache_interval == 1 else result.cache_interval,
         "RNG": "CPU",
         "Spacing": result.spacing,
         ORIGINAL: None if result.original_prompt is None else _plain(result.original_prompt),

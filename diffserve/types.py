@@ -24,6 +24,7 @@ MAX_IMAGES = 10
 MAX_SEED = 2**63 - 1
 MAX_GUIDANCE = 30.0
 MAX_STEPS = 1_000_000
+MAX_CACHE_INTERVAL = 1000
 """More than any model takes; its own bound is its training length."""
 
 E = TypeVar("E")
@@ -105,6 +106,8 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                        others take none, and say so in a warning
     guidance_scale     classifier-free guidance weight; 1 and below: no unconditional row
     guidance_interval  (from, to) as fractions of the steps; outside it the unconditional row is skipped
+    cache_interval     DeepCache: the whole UNet runs at every so many-th evaluation, between them its shallow part on
+                       the features that it left; 1: always the whole
     strength           how much of an init image is repainted, 0 (nothing) to 1 (everything)
     """
 
@@ -115,6 +118,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     eta: float | None = None
     guidance_scale: float | None = None
     guidance_interval: tuple[float, float] = FULL_INTERVAL
+    cache_interval: int = 1
     strength: float = 0.75
 
     def __post_init__(self) -> None:
@@ -136,6 +140,12 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             0.0 <= start <= stop <= 1.0,
             f"guidance_interval is ({start}, {stop}); give two fractions with 0 <= from <= to <= 1.",
             "guidance_interval",
+        )
+        check(
+            1 <= self.cache_interval <= MAX_CACHE_INTERVAL,
+            f"cache_interval is {str(self.cache_interval)[:40]}; give a whole number from 1, which is off, to "
+            f"{MAX_CACHE_INTERVAL}.",
+            "cache_interval",
         )
 
 
@@ -259,6 +269,7 @@ class DenoisingRecipe(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int
     guidance_scale: float
     guidance_interval: tuple[float, float] = FULL_INTERVAL
+    cache_interval: int = 1
     eta: float
     strength: float | None = None
 
@@ -271,7 +282,8 @@ class ImageResult(DenoisingRecipe, frozen=True, kw_only=True):
     """One finished image and what it was painted with (an init image and its mask are the caller's).
 
     ``num_evaluations`` counts UNet rows (two a step under guidance); ``latents`` only when asked for. ``prompt`` is
-    what was painted from; ``original_prompt`` the wish before it was rewritten, ``None`` where it was not.
+    what was painted from; ``original_prompt`` the wish before it was rewritten, ``None`` where it was not. ``cached``:
+    the picture was known ("hit"), or painted for an equal request ("shared"); then nothing was computed for this one.
     """
 
     request_id: str
@@ -287,6 +299,7 @@ class ImageResult(DenoisingRecipe, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()
     latents: LatentArray | None = None
     original_prompt: str | None = None
+    cached: Literal["hit", "shared"] | None = None
 
     @property
     def pixels(self) -> NDArray[np.uint8]:
@@ -388,6 +401,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     world         of a model that knows a closed one: what it can paint, and its words
     other_aspects what becomes of a picture of another aspect than the good sizes have: see :class:`ModelProfile`
     fewest_steps  from how many steps on each sampler paints right, where that was measured
+    shallow_share work of a row of the UNet's shallow part (``cache_interval``) over that of a whole one; ``None`` for a
+                  UNet that cannot be split so
     """
 
     model_id: str
@@ -413,6 +428,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     world: Vocabulary | None = None
     other_aspects: OtherAspects = "paint"
     fewest_steps: FewestSteps | None = None
+    shallow_share: float | None = None
 
 
 class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

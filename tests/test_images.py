@@ -83,6 +83,12 @@ def test_guided_part_has_one_dash_also_where_zero_has_a_sign() -> None:
     assert parse_infotext(text).fields["Guidance interval"] == "0-0.5"
 
 
+def test_a_cache_interval_is_told_where_there_is_one() -> None:
+    fields = parse_infotext(write_infotext(result(cache_interval=3), width_px=24, height_px=16)).fields
+    assert fields["Cache interval"] == "3"
+    assert "Cache interval" not in write_infotext(result(), width_px=24, height_px=16)
+
+
 def test_how_much_of_a_picture_was_repainted_is_told_as_other_tools_do() -> None:
     fields = parse_infotext(write_infotext(result(strength=0.35), width_px=24, height_px=16)).fields
     assert fields["Denoising strength"] == "0.35"

@@ -43,6 +43,16 @@ def read_number(text: str | None, name: str, most: float = math.inf) -> float | 
     return value
 
 
+def read_count(text: str | None, name: str, most: int) -> int | None:
+    """The whole number from 1 to ``most`` in ``text``, ``None`` for an empty one. InvalidRequest for anything else."""
+    value = read_number(text, name)
+    if value is not None and not (value.is_integer() and 1 <= value <= most):
+        raise InvalidRequest(
+            f"The {name} is {(text or '')[:40]!r}; give a whole number from 1 to {most}, or nothing for 1.", param=name
+        )
+    return None if value is None else int(value)
+
+
 def read_interval(text: str | None, name: str) -> tuple[float, float] | None:
     """The two numbers from 0 to 1 in ``text`` ("0.2-0.8"), ``None`` for an empty one. InvalidRequest for others."""
     if not (text or "").strip():

@@ -141,6 +141,12 @@ def generate(
         tuple[float, float],
         typer.Option("--guidance-interval", help="Part of the steps that is guided.", metavar="FROM TO"),
     ] = (0.0, 1.0),
+    cache_interval: Annotated[
+        int,
+        typer.Option(
+            "--cache-interval", help="The whole UNet at every so many-th evaluation (DeepCache); 1: each.", metavar="N"
+        ),
+    ] = 1,
     init: Annotated[Path | None, typer.Option("--init", help="Start from this picture.", metavar="IMAGE")] = None,
     strength: Annotated[
         float | None, typer.Option("--strength", help="How much of --init is repainted, 0 to 1 (0.75).")
@@ -160,7 +166,8 @@ def generate(
     order = GenerateArguments(
         prompt=one_text(prompt, command="generate"), output=output, overwrite=overwrite, negative=negative, size=size,
         num_images=num_images, seed=seed, quality=quality, sampler=sampler, num_steps=steps, guidance_scale=guidance,
-        further={"eta": eta, "guidance_interval": guidance_interval}, init=init, strength=strength, mask=mask,
+        further={"eta": eta, "guidance_interval": guidance_interval, "cache_interval": cache_interval},
+        init=init, strength=strength, mask=mask,
     )  # fmt: skip
     return run(order, model=model, config=config, flags=_placement(device, dtype, offload))
 

@@ -21,6 +21,7 @@ class ImageFields(TypedDict, total=False):
 
     size               WIDTHxHEIGHT in pixels, or auto
     guidance_interval  (from, to) as fractions of the steps, in which the prompt is weighed
+    cache_interval     DeepCache: the whole UNet runs at every so many-th evaluation only; 1: at each
     seed               of the first picture; left out: drawn, and told in the answer
     prompt_rewriter    whether the language model turns the wish into a prompt first
     """
@@ -38,6 +39,7 @@ class ImageFields(TypedDict, total=False):
     guidance_scale: float
     eta: float
     guidance_interval: tuple[float, float]
+    cache_interval: int
     output_format: Literal["png", "jpeg", "webp"]
     output_compression: int
     prompt_rewriter: Literal["off", "auto", "force"] | RewriterFields
@@ -51,12 +53,13 @@ class StreamedImageFields(ImageFields, total=False):
 
 
 class ImageUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens as OpenAI counts them, and rows of the UNet that were computed."""
+    """Tokens as OpenAI counts them, rows of the UNet that were computed, and pictures for which none had to be."""
 
     input_tokens: int
     output_tokens: int
     total_tokens: int
     num_evaluations: int = 0
+    num_cached: int = 0
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +75,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     guidance_scale: float
     eta: float
     guidance_interval: tuple[float, float] = (0.0, 1.0)
+    cache_interval: int = 1
     size: str
     output_format: str
     quality: str

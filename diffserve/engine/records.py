@@ -28,11 +28,12 @@ class Stage(enum.Enum):
 
     ::
 
-        image  WAITING -> DENOISING -> DECODING -> DONE
+        image  WAITING -> DENOISING -> DECODING -> DONE, or FOLLOWING -> DONE
         text   WAITING (or FOLLOWING) -> RUNNING -> DONE, and back to WAITING when it gives its pages away
 
     WAITING    has no lane, or no pages
-    FOLLOWING  waits for the first text of its request to compute the prompt that they share
+    FOLLOWING  waits for the first text of its request to compute the prompt that they share; for the image that
+               paints the same picture
     """
 
     WAITING = "waiting"

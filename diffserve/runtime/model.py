@@ -147,6 +147,7 @@ class DiffusionModel:
             world=self.world,
             other_aspects=self.profile.other_aspects,
             fewest_steps=self.fewest_steps,
+            shallow_share=None if self.unet.shallow is None else self.unet.shallow.share,
         )
 
 

@@ -208,7 +208,8 @@ def work_of(request: GenerationRequest, info: ModelInfo) -> float:
     name, _ = resolve_sampler(params.sampler or info.default_sampler)
     num_steps = params.num_steps or info.default_num_steps
     scale = info.default_guidance_scale if params.guidance_scale is None else params.guidance_scale
-    rows = num_steps * SAMPLERS[name].evaluations_per_step * (2 if scale > 1.0 else 1)
+    full, share = 1.0 / params.cache_interval, info.shallow_share or 1.0
+    rows = num_steps * SAMPLERS[name].evaluations_per_step * (2 if scale > 1.0 else 1) * (full + (1.0 - full) * share)
     native_width_px, native_height_px = info.good_sizes[0]
     pixels = row_cost(info, request.width_px or native_width_px, request.height_px or native_height_px)
     return request.num_images * rows * pixels

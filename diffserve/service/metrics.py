@@ -156,6 +156,13 @@ def _work(stats: EngineStats) -> Iterator[Metric]:
     painted.add_metric(("painted",), images.num_painted)
     painted.add_metric(("failed",), images.num_failed)
     yield painted
+    cached = _family(
+        CounterMetricFamily, "image_cache", "Images with a seed, where there is a result cache.", "outcome"
+    )
+    cached.add_metric(("hit",), images.num_cache_hits)
+    cached.add_metric(("shared",), images.num_cache_shared)
+    cached.add_metric(("miss",), images.num_cache_misses)
+    yield cached
     busy = _family(CounterMetricFamily, "busy_seconds", "Seconds of work.", "side")
     shared = _family(CounterMetricFamily, "shared_seconds", "Seconds of work while both sides wanted some.", "side")
     busy.add_metric(("images",), images.busy_s)

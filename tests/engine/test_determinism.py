@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from diffserve.config import POLICIES
 from diffserve.engine.image.buckets import CostCurve
+from diffserve.engine.image.task import GroupKey
 from diffserve.runtime.unet.batch_invariance import (
     SHARED,
     SOLO,
@@ -240,4 +241,4 @@ def test_a_large_model_is_not_checked_but_run_row_by_row(
 def test_warming_up_finds_the_buckets_of_the_native_size(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.warm_up()
-    assert [tuple(group) for group in engine.buckets] == [(64, 64, 77)]
+    assert list(engine.buckets) == [GroupKey(64, 64, 77)]

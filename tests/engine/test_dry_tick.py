@@ -39,10 +39,12 @@ def ticks(engine: Engine, count: int) -> list[Work]:
     return found
 
 
-def submit(engine: Engine, sampler: str, seed: int, guidance_scale: float = 5.0) -> None:
+def submit(engine: Engine, sampler: str, seed: int, guidance_scale: float = 5.0, cache_interval: int = 1) -> None:
     """One picture of the model's own size."""
     width_px, height_px = engine.info.good_sizes[0]
-    params = DiffusionParams(sampler=sampler, num_steps=STEPS, guidance_scale=guidance_scale)
+    params = DiffusionParams(
+        sampler=sampler, num_steps=STEPS, guidance_scale=guidance_scale, cache_interval=cache_interval
+    )
     engine.submit(
         GenerationRequest(prompt=f"a fox {seed}", seed=seed, width_px=width_px, height_px=height_px, diffusion=params)
     )
@@ -73,3 +75,21 @@ def test_without_noise_two_transfers_are_enough(tmp_path: Path) -> None:
     submit(engine, "dpmpp_2m", 2)
     ticks(engine, 2)
     assert {work.copies for work in ticks(engine, STEPS - 3)} == {2}
+
+
+def test_full_and_shallow_calls_of_one_tick_do_not_wait_and_shallow_ones_are_little_work(tmp_path: Path) -> None:
+    engine = open_engine("sd15-random", tmp_path)
+    submit(engine, "ddim", 1, cache_interval=3)
+    ticks(engine, 1)
+    submit(engine, "dpmpp_2m", 2, cache_interval=3)
+    ticks(engine, 1)
+    works, shallow = [], []
+    for _ in range(STEPS - 2):
+        works += ticks(engine, 1)
+        assert engine.last_tick is not None
+        shallow.append([call.is_shallow for call in engine.last_tick.calls])
+    assert shallow == [[False, True], [True], [False, True], [False, True]]
+    assert [work.fetches for work in works] == [2, 1, 2, 2]
+    assert works[-1].copies == 2 * 2, "the same rows ran three ticks ago, and what they are told is kept"
+    full_row = works[0].flops - works[1].flops / 2
+    assert works[1].flops / 2 < 0.25 * full_row

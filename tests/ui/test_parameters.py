@@ -188,6 +188,15 @@ def test_a_guided_part_reads_back_as_a_picture_tells_it(written: str, interval: 
     assert fields["guidance_interval"] == interval
 
 
+def test_a_cache_interval_reads_back_as_a_picture_tells_it() -> None:
+    assert order_of(form_of(f"{TEXT}, Cache interval: 3", MODEL), MODEL).fields["cache_interval"] == 3
+    assert "cache_interval" not in order_of(form_of(TEXT, MODEL), MODEL).fields
+    for odd in ("0", "2.5", "1001", "three"):
+        with pytest.raises(InvalidRequest, match=f"The cache_interval is '{odd}'; give a") as refused:
+            order_of(form_of(f"{TEXT}, Cache interval: {odd}", MODEL), MODEL)
+        assert refused.value.param == "cache_interval"
+
+
 def test_no_number_of_pictures_is_one() -> None:
     assert order_of(Form(prompt="a fox", num_images=None), MODEL).num_images == 1
 

@@ -82,13 +82,14 @@ class Creating:
         eta: str | None,
         spacing: str | None,
         guidance_interval: str | None,
+        cache_interval: str | None,
         request: gr.Request,
     ) -> AsyncIterator[list[Update]]:
         """Paint, and show how far it is; closing this generator hangs up, and the server frees the lane."""
         form = Form(
             prompt=prompt, negative_prompt=negative_prompt, quality=quality, aspect=aspect, num_images=count,
             rewrite_mode=rewrite_mode, steps=steps, sampler=sampler, guidance=guidance, size=size, seed=seed, eta=eta,
-            spacing=spacing, guidance_interval=guidance_interval,
+            spacing=spacing, guidance_interval=guidance_interval, cache_interval=cache_interval,
         )  # fmt: skip
         screen = Screen()
         ask_for_visitor(request)

@@ -41,6 +41,7 @@ class Fields(NamedTuple):
     eta: gr.Textbox
     spacing: gr.Dropdown
     guidance_interval: gr.Textbox
+    cache_interval: gr.Textbox
 
 
 class Wording(NamedTuple):
@@ -234,9 +235,13 @@ def _advanced() -> tuple[gr.Accordion, gr.Button, dict[str, Any]]:
         with gr.Row():
             size = _number("Size", "as the aspect says", "size", info="In pixels, 512x512.")
             eta = _number("Fresh noise", "the sampler's own", "eta", info="Of every step (eta), 0 to 1.")
-        interval = _number(
-            "Guided part", "all steps", "guidance-interval", info="From and to, as parts of the way: 0.2-0.8."
-        )
+        with gr.Row():
+            guided = _number(
+                "Guided part", "all steps", "guidance-interval", info="From and to, as parts of the way: 0.2-0.8."
+            )
+            cached = _number(
+                "Whole network every", "1", "cache-interval", info="So many steps, a part of it between (DeepCache)."
+            )
         with gr.Row(elem_id="seeds"):
             seed = _number("Seed", "random", "seed")
             random_seed = gr.Button("Random", size="sm", elem_id="random-seed")
@@ -245,7 +250,7 @@ def _advanced() -> tuple[gr.Accordion, gr.Button, dict[str, Any]]:
         random_seed,
         {
             **{"negative_prompt": negative, "steps": steps, "sampler": sampler, "guidance": guidance, "size": size},
-            **{"seed": seed, "eta": eta, "spacing": spacing, "guidance_interval": interval},
+            **{"seed": seed, "eta": eta, "spacing": spacing, "guidance_interval": guided, "cache_interval": cached},
         },
     )
 

@@ -13,8 +13,8 @@ from diffserve.errors import InvalidRequest
 from diffserve.images import read_infotext
 from diffserve.infotext import parse_infotext
 from diffserve.sizes import parse_size
-from diffserve.types import MAX_GUIDANCE, MAX_PROMPT_CHARS
-from ui.fields import MAX_FIELD_CHARS, check_text, read_interval, read_number, read_seed
+from diffserve.types import MAX_CACHE_INTERVAL, MAX_GUIDANCE, MAX_PROMPT_CHARS
+from ui.fields import MAX_FIELD_CHARS, check_text, read_count, read_interval, read_number, read_seed
 
 RewriteMode = Literal["Off", "Suggest", "Auto"]
 REWRITE_MODES: Final[tuple[RewriteMode, ...]] = ("Off", "Suggest", "Auto")
@@ -53,6 +53,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     eta: str | None = None
     spacing: str | None = None
     guidance_interval: str | None = None
+    cache_interval: str | None = None
 
 
 class CheckedForm(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +99,7 @@ def order_of(form: Form, image: ImageCapabilities) -> CheckedForm:
         "eta": read_number(form.eta, "eta", 1.0),
         "spacing": form.spacing or None,
         "guidance_interval": read_interval(form.guidance_interval, "guidance_interval"),
+        "cache_interval": read_count(form.cache_interval, "cache_interval", MAX_CACHE_INTERVAL),
         "seed": read_seed(form.seed),
     }
     fields |= cast(StreamedImageFields, {name: value for name, value in own.items() if value is not None})
@@ -168,6 +170,7 @@ def form_of(infotext: str, image: ImageCapabilities | None) -> Form:
         eta=fields.get("Eta"),
         spacing=_spacing(fields),
         guidance_interval=fields.get("Guidance interval"),
+        cache_interval=fields.get("Cache interval"),
     )
 
 

@@ -101,6 +101,11 @@ class ImageAdmission:
             scale = 1.0
         table = self._table(params, num_steps, strength)
         guided = guided_rows(table, scale, params.guidance_interval)
+        cannot = (
+            f"cache_interval is {params.cache_interval}; the UNet of {info.model_id} cannot be split into a deep and a "
+            "shallow part: leave it out, or give 1."
+        )
+        check(params.cache_interval == 1 or info.shallow_share is not None, cannot, "cache_interval")
         if request.negative_prompt.strip() and not guided.any():
             warnings += ("the negative prompt has no meaning without guidance, and was not used.",)
         settings = PaintSettings(
@@ -112,11 +117,14 @@ class ImageAdmission:
             eta=table.eta,
             guidance_scale=scale,
             guidance_interval=params.guidance_interval,
+            cache_interval=params.cache_interval,
             num_steps=num_steps,
             kind=kind,
             strength=None if request.init_image is None else strength,
             table=table,
             guided=guided,
+            full=full_rows(guided, params.cache_interval),
+            shallow_share=info.shallow_share or 1.0,
             row_cost=row_cost(info, width_px, height_px),
         )
         return settings, warnings + table.warnings + self._few_steps(table, strength)
@@ -200,6 +208,20 @@ def guided_rows(table: StepTable, scale: float, interval: tuple[float, float]) -
         return np.zeros(table.num_rows, dtype=np.bool_)
     first, last = (math.ceil(round(edge * table.num_steps, 6)) for edge in interval)
     return np.asarray((table.step_of_row >= first) & (table.step_of_row < last), dtype=np.bool_)
+
+
+def full_rows(guided: NDArray[np.bool_], interval: int) -> NDArray[np.bool_]:
+    """bool (num_rows,): rows that run the whole UNet.
+
+    Every ``interval``-th row of the image's own table, the first included, and the first that is guided after a full
+    one that was not: of its unconditional row there are no features yet.
+    """
+    full: NDArray[np.bool_] = np.arange(len(guided)) % interval == 0
+    has_uncond = False
+    for row, is_guided in enumerate(guided):
+        full[row] |= is_guided and not has_uncond
+        has_uncond = is_guided if full[row] else has_uncond
+    return full
 
 
 def _check_picture(name: str, picture: Picture, channels: int, width_px: int, height_px: int) -> None:

@@ -129,6 +129,7 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
     def stats(self) -> ImageStats:
         """Counters for the metrics; requests that no tick has seen yet are waiting too."""
         with self._ticking, self._lock:
+            results = self.scheduler.results
             waiting = sum(not live.has_started for live in self.scheduler.live.values())
             return ImageStats(
                 num_running=len(self.scheduler.in_flight),
@@ -138,6 +139,9 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
                 num_painted=self._counts["painted"],
                 num_failed=self._counts["failed"],
                 busy_s=self._busy_s,
+                num_cache_hits=results.num_hits,
+                num_cache_shared=results.num_shared,
+                num_cache_misses=results.num_misses,
             )
 
     def check_integrity(self) -> None:
@@ -254,10 +258,13 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
 
     def _study(self, plan: TickPlan) -> None:
         """While images of a group that is not measured wait for each other, measure it: an eighth of the time."""
-        group = plan.group
-        if group is None or not self.runners.groups.is_wanted(group):
+        if plan.group is None:
             return
-        if sum(task.group == group for task in self.scheduler.in_flight) <= len(plan.rows):
+        wanted = filter(self.runners.groups.is_wanted, (plan.group, plan.group._replace(is_shallow=True)))
+        group = next(wanted, None)
+        if group is None:
+            return
+        if sum(task.group == plan.group for task in self.scheduler.in_flight) <= len(plan.rows):
             return
         self._study_credit_s = min(self._study_credit_s + STUDY_SHARE * self._trace[-1].wall_s, MOST_CREDIT_S)
         if self._study_credit_s >= 0.0:

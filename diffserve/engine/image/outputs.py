@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from diffserve.engine.image.result_cache import Kept
 from diffserve.engine.image.task import PAINT_FROM, ImageTask, LiveRequest, TickOutcome
 from diffserve.types import (
     Event,
@@ -31,28 +33,36 @@ class ImageOutputs:
         self.decode_s = 0.0
 
     def stepped(self, task: ImageTask, outcome: TickOutcome) -> Iterator[Event]:
-        """A step of ``task`` is done: Progress, and Preview when one was rendered."""
-        yield Progress(
-            request_id=task.live.request_id,
-            image_index=task.image_index,
-            step_index=task.step_index,
-            num_steps=task.table.num_steps,
-            seconds_left=self._seconds_left(task),
-        )
-        if task in outcome.previews:
-            yield Preview(
-                request_id=task.live.request_id,
-                image_index=task.image_index,
+        """A step of ``task`` is done: Progress, and Preview when one was rendered, for all who wait for the picture."""
+        seconds_left = self._seconds_left(task)
+        for one in (task, *task.followers):
+            yield Progress(
+                request_id=one.live.request_id,
+                image_index=one.image_index,
                 step_index=task.step_index,
-                picture=Picture.from_array(outcome.previews[task]),
+                num_steps=task.table.num_steps,
+                seconds_left=seconds_left,
             )
+            if task in outcome.previews and one.live.wants_preview(task.step_index):
+                yield Preview(
+                    request_id=one.live.request_id,
+                    image_index=one.image_index,
+                    step_index=task.step_index,
+                    picture=Picture.from_array(outcome.previews[task]),
+                )
 
     def painted(self, task: ImageTask, outcome: TickOutcome) -> Painted:
         """The image is a picture."""
         decode_s = outcome.decode_s[task]
         self.decode_s = decode_s if not self.decode_s else 0.8 * self.decode_s + 0.2 * decode_s
         task.clock.decode_s = decode_s
-        return Painted(request_id=task.live.request_id, result=self._result(task, outcome))
+        kept = Kept(outcome.pictures[task], outcome.latents.get(task))
+        return Painted(request_id=task.live.request_id, result=self._result(task, kept, timings(task)))
+
+    def known(self, task: ImageTask, kept: Kept, cached: Literal["hit", "shared"]) -> Painted:
+        """The image is a picture that was not painted for it: nothing was computed, and no time went into it."""
+        nothing = Timings(queue_s=0.0, encode_s=0.0, denoise_s=0.0, decode_s=0.0, step_s=0.0)
+        return Painted(request_id=task.live.request_id, result=self._result(task, kept, nothing, cached))
 
     @staticmethod
     def terminal(live: LiveRequest) -> Event:
@@ -65,25 +75,28 @@ class ImageOutputs:
         clock = task.clock
         if clock.denoise_started_s is None or task.row_index == 0:
             return None
-        per_row_s = (clock.denoise_ended_s - clock.denoise_started_s) / task.row_index
-        return round(per_row_s * (task.table.num_rows - task.row_index) + self.decode_s, 4)
+        all_cost, cost_left = float(task.settings.cost_left[0]), task.cost_left
+        per_cost_s = (clock.denoise_ended_s - clock.denoise_started_s) / (all_cost - cost_left)
+        return round(per_cost_s * cost_left + self.decode_s, 4)
 
-    def _result(self, task: ImageTask, outcome: TickOutcome) -> ImageResult:
+    def _result(
+        self, task: ImageTask, kept: Kept, took: Timings, cached: Literal["hit", "shared"] | None = None
+    ) -> ImageResult:
         live, settings = task.live, task.settings
-        latents = outcome.latents.get(task)
         return ImageResult(
             request_id=live.request_id,
             image_index=task.image_index,
             seed=task.seed,
-            picture=Picture.from_array(kept_outside_mask(live.request, outcome.pictures[task])),
-            timings=timings(task),
+            picture=Picture.from_array(kept_outside_mask(live.request, kept.picture)),
+            timings=took,
             prompt=live.request.prompt,
             negative_prompt=live.request.negative_prompt if settings.guided.any() else "",
             num_evaluations=task.num_evaluations,
             model=self.info.model_id,
             model_digest=self.info.digest,
             warnings=live.warnings,
-            latents=None if latents is None else LatentArray.from_array(latents),
+            latents=None if kept.latents is None else LatentArray.from_array(kept.latents),
+            cached=cached,
             **settings.recipe(),
         )
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
@@ -75,12 +76,37 @@ class Policy(ABC):
 
     def pack(self, ready: Iterable[ImageTask], group: GroupKey) -> list[ImageTask]:
         """As many of ``group`` as a tick may hold, in the order of ``ready``; who is too large leaves others room."""
-        cap, chosen, num_rows = self.costs.row_cap(group), [], 0
+        load, chosen = TickLoad(self.costs), []
         for task in ready:
-            if task.group == group and (rows := num_rows + task.rows_now) <= cap:
+            if task.group == group and load.has_room(task):
+                load.add(task)
                 chosen.append(task)
-                num_rows = rows
         return chosen
+
+
+class TickLoad:
+    """UNet rows of a tick, by the calls that they make: whole and shallow rows (DeepCache) make calls of their own."""
+
+    def __init__(self, costs: TickCosts) -> None:
+        self._costs = costs
+        self._caps: dict[GroupKey, int] = {}
+        self._rows = Counter[GroupKey]()
+
+    def has_room(self, task: ImageTask) -> bool:
+        """Whether the calls that ``task`` would join may hold its rows, too."""
+        group = task.group_now
+        if group not in self._caps:
+            self._caps[group] = self._costs.row_cap(group)
+        return self._rows[group] + task.rows_now <= self._caps[group]
+
+    def add(self, task: ImageTask) -> None:
+        """Take the rows of ``task``."""
+        self._rows[task.group_now] += task.rows_now
+
+    def seconds(self, further: ImageTask | None = None) -> float:
+        """What the calls take, with those of a ``further`` image."""
+        rows = self._rows + Counter({further.group_now: further.rows_now} if further else {})
+        return sum(self._costs.call_s(group, num_rows) for group, num_rows in rows.items())
 
 
 class Latency(Policy):
@@ -108,8 +134,10 @@ class Throughput(Latency):
         return max(packed, key=self._work_per_s)
 
     def _work_per_s(self, chosen: Sequence[ImageTask]) -> float:
-        seconds = self.costs.call_s(group_of(chosen[0]), sum(task.rows_now for task in chosen))
-        return sum(task.cost_now for task in chosen) / seconds
+        load = TickLoad(self.costs)
+        for task in chosen:
+            load.add(task)
+        return sum(task.cost_now for task in chosen) / load.seconds()
 
 
 class Goodput(Latency):
@@ -127,14 +155,12 @@ class Goodput(Latency):
 
     def choose(self, ready: Sequence[ImageTask], moment: Moment) -> Sequence[ImageTask]:
         """Whoever is first, and who may share its call without making those before it late."""
-        group = group_of(ready[0])
-        cap, chosen, num_rows, most_s = self.costs.row_cap(group), list[ImageTask](), 0, math.inf
+        group, load, chosen, most_s = group_of(ready[0]), TickLoad(self.costs), list[ImageTask](), math.inf
         for task in ready:
-            rows = num_rows + task.rows_now
-            if task.group != group or rows > cap or (chosen and self.costs.call_s(group, rows) > most_s):
+            if task.group != group or not load.has_room(task) or (chosen and load.seconds(task) > most_s):
                 continue
             chosen.append(task)
-            num_rows = rows
+            load.add(task)
             pace_s = self._pace_s(task, moment)
             if pace_s >= self._own_pace_s(task):
                 most_s = min(most_s, pace_s)
@@ -213,10 +239,11 @@ def solo_s(live: LiveRequest, costs: TickCosts) -> float:
     """
     settings, num_images = live.settings, live.request.num_images
     group = GroupKey(settings.height_px, settings.width_px, 0)
-    num_guided = int(settings.guided.sum())
-    num_plain = settings.table.num_rows - num_guided
-    guided_s = num_guided * costs.call_s(group, 2 * num_images) if num_guided else 0.0
-    return guided_s + (num_plain * costs.call_s(group, num_images) if num_plain else 0.0)
+    rows = Counter(zip(settings.full.tolist(), settings.guided.tolist(), strict=True))
+    return sum(
+        count * costs.call_s(group._replace(is_shallow=not full), (1 + guided) * num_images)
+        for (full, guided), count in rows.items()
+    )
 
 
 def batch_key(task: ImageTask) -> Hashable:

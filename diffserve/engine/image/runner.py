@@ -127,7 +127,9 @@ class ImageRunner:
             return
         started_s = self.clock()
         try:
-            group = self.groups.best(self._with_room(lambda: self._preparer.prepare(task)))
+            group = self._with_room(lambda: self._preparer.prepare(task))
+            if task.settings.full.all():  # features are kept of the network's own calls
+                group = self.groups.best(group)
             outcome.prepare_s[task] = self.clock() - started_s
             self.groups.known(group)  # else it is measured when there is time
             outcome.groups[task] = group
@@ -137,9 +139,11 @@ class ImageRunner:
             outcome.failures[task] = failure_of(error, "painting this image")
 
     def _advance(self, plan: TickPlan, outcome: TickOutcome) -> None:
-        """Advance all rows of ``plan`` together; where there is no memory for that, in halves."""
+        """Advance all rows of ``plan`` together, the shallow ones after the others; where there is no memory for that,
+        in halves."""
         outcome.rows_started_s = self.clock()
-        pending = [plan.rows]
+        parts = (tuple(task for task in plan.rows if task.is_full_now is is_full) for is_full in (True, False))
+        pending = [tasks for tasks in parts if tasks]
         has_eased = False
         while pending:
             tasks = pending.pop(0)
@@ -159,12 +163,16 @@ class ImageRunner:
         outcome.rows_ended_s = self.clock()
 
     def _advance_together(self, tasks: Sequence[ImageTask], plan: TickPlan, outcome: TickOutcome) -> None:
-        """One step of ``tasks``: all of them, or, where memory runs out, none, their draws taken back."""
-        assert plan.group is not None
+        """One step of ``tasks``, all full or all shallow: of everyone, or, where memory runs out, of none, their draws
+        taken back."""
+        group = tasks[0].group_now
         batch = ImageBatch.gather(tasks, self.pool)
         draws = [(task.held.rng, task.held.rng.get_state()) for task in tasks if task.table.draws[task.row_index]]
         try:
-            output, errors = self.caller.predict(batch, plan.group, outcome.calls)
+            if not group.is_shallow:
+                for task in tasks:
+                    task.held.features.clear()
+            output, errors = self.caller.predict(batch, group, outcome.calls)
             guided = guided_output(batch, output)
             x_next, denoised, history = advance(batch.x, guided, batch.history, batch.noise, batch.rows)
             for index, task in enumerate(tasks):

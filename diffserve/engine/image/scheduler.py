@@ -14,11 +14,13 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
+from typing import Literal
 
 from diffserve.config import EngineConfig
 from diffserve.engine.image.outputs import ImageOutputs
 from diffserve.engine.image.policy import POLICIES, Moment, TickCosts, solo_s
 from diffserve.engine.image.queues import LANES_PER_LANE_LEFT, FairShare, ImageQueue, LaneTable
+from diffserve.engine.image.result_cache import Kept, ResultCache, key_of
 from diffserve.engine.image.task import ImageTask, LiveRequest, TickOutcome, TickPlan
 from diffserve.engine.records import FailureReason, Scheduler, Stage
 from diffserve.types import Event, ImageFailed, ModelInfo, Queued
@@ -50,6 +52,10 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         self._flight: dict[ImageTask, int] = {}  # with its number in the order of arrival
         self._order = itertools.count()
         self._report = ImageOutputs(info)
+        self._info = info
+        self.results = ResultCache(config.result_cache_bytes)
+        self._painting: dict[bytes, ImageTask] = {}  # by key, those whose picture others may share
+        self._hits: list[tuple[ImageTask, Kept]] = []
         self._places_told_s = -math.inf
 
     @property
@@ -61,7 +67,7 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
     def cost_left(self) -> float:
         """Work still to do for everything accepted, in UNet rows of the native size."""
         tasks = [task for live in list(self.live.values()) for task in live.tasks]
-        return sum(task.cost_left for task in tasks if task.stage is not Stage.DONE)
+        return sum(task.cost_left for task in tasks if task.stage not in (Stage.DONE, Stage.FOLLOWING))
 
     def add(self, live: LiveRequest) -> None:
         """Let a validated request into the waiting room."""
@@ -71,7 +77,8 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         self.live[live.request_id] = live
         self._share.join(live.client)
         for task in live.tasks:
-            self._waiting.add(task, self._key(task), next(self._order))
+            if not self._is_painted_already(task):
+                self._waiting.add(task, self._key(task), next(self._order))
 
     def plan(self, now_s: float) -> TickPlan:
         """Choose this tick's work; newcomers get their lanes here. ``now_s``: a reading of the engine's clock."""
@@ -94,8 +101,11 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
     def apply(self, plan: TickPlan, outcome: TickOutcome) -> list[Event]:
         """Move everybody on by what the tick achieved, free what is finished, and tell the world."""
         events: list[Event] = []
+        for task, kept in self._take_hits():
+            events += self._answer(task, kept, "hit")
         for task, failure in outcome.failures.items():
-            events += self.fail(task, failure)
+            for one in (task, *self._take_followers(task)):
+                events += self.fail(one, failure)
         for task in outcome.postponed:
             self._postpone(task)
         for task, group in outcome.groups.items():
@@ -110,12 +120,18 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
                 task.live.num_painted += 1
                 self._share.charge(task.live.client, task.settings.row_cost)
                 events.append(self._report.painted(task, outcome))
+                kept = Kept(outcome.pictures[task], outcome.latents.get(task))
+                if task.key is not None:
+                    self.results.put(task.key, kept)
+                followers = self._take_followers(task)
                 events += self._leave(task)
+                for one in followers:
+                    events += self._answer(one, kept, "shared")
         return events
 
     def give_up(self, live: LiveRequest, failure: FailureReason) -> list[Event]:
         """All images of a request that are not painted yet are given up."""
-        return [event for task in live.tasks for event in self.fail(task, failure)]
+        return [event for task in tuple(live.tasks) for event in self.fail(self._part(task), failure)]
 
     def moved_up(self, now_s: float) -> list[Event]:
         """News for those who wait for their first lane and whose place in the queue is another than last told."""
@@ -148,7 +164,8 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         holders = {task.lane: task for task in self._flight}
         assert holders == self.lanes.owners, "the lane table and the images in flight disagree"
         living = {task for live in self.live.values() for task in live.tasks if task.stage is not Stage.DONE}
-        waiting = set(self._waiting)
+        waiting = set(self._waiting) | {task for task, _ in self._hits}
+        waiting |= {task for painter in self._painting.values() for task in painter.followers}
         assert waiting | set(self._flight) == living, "an image is lost, or queued although gone"
         assert not any(live.is_over for live in self.live.values()), "a finished request is still live"
 
@@ -172,6 +189,73 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
             held[task.live.client] += 1
             yield task
 
+    def _is_painted_already(self, task: ImageTask) -> bool:
+        """Whether the picture of a newcomer is known, or being painted; then it takes no part in the queue."""
+        request = task.live.request
+        if self.results.max_bytes == 0 or request.seed is None:
+            return False
+        key = key_of(request, task.seed, self._info)
+        kept, leader = self.results.get(key), self._painting.get(key)
+        if kept is not None:
+            task.stage = Stage.DECODING
+            self._hits.append((task, kept))
+            self.results.num_hits += 1
+        elif leader is not None:
+            task.stage, task.leader = Stage.FOLLOWING, leader
+            leader.followers.append(task)
+            self.results.num_shared += 1
+        else:
+            task.key = key
+            self._painting[key] = task
+            self.results.num_misses += 1
+        return task.stage is not Stage.WAITING
+
+    def _take_hits(self) -> list[tuple[ImageTask, Kept]]:
+        """Those whose picture was known, unless they have left meanwhile."""
+        hits, self._hits = self._hits, []
+        return [(task, kept) for task, kept in hits if task.stage is Stage.DECODING]
+
+    def _take_followers(self, task: ImageTask) -> list[ImageTask]:
+        """Those who waited for the picture of ``task``, and wait no more."""
+        followers, task.followers = task.followers, []
+        for one in followers:
+            one.leader = None
+        return followers
+
+    def _answer(self, task: ImageTask, kept: Kept, cached: Literal["hit", "shared"]) -> list[Event]:
+        task.live.num_painted += 1
+        return [self._report.known(task, kept, cached), *self._leave(task)]
+
+    def _part(self, task: ImageTask) -> ImageTask:
+        """``task`` leaves, and whoever waits for the same picture does not: what can be released.
+
+        The first of those who follow a painting takes it over as it stands, lane and all: the two change places in
+        their requests. Where it has not begun, that one joins the queue instead.
+        """
+        if task.leader is not None:
+            task.leader.followers.remove(task)
+            task.leader = None
+            return task
+        if not task.followers:
+            return task
+        heir, *others = self._take_followers(task)
+        if task.lane is None:
+            heir.stage, heir.key = Stage.WAITING, task.key
+            task.key = None
+            painter, leaver = heir, task
+            self._waiting.add(heir, self._key(heir), next(self._order))
+        else:
+            task.live.tasks[task.image_index], heir.live.tasks[heir.image_index] = heir, task
+            task.live, heir.live = heir.live, task.live
+            task.image_index, heir.image_index = heir.image_index, task.image_index
+            painter, leaver = task, heir
+        assert painter.key is not None
+        self._painting[painter.key] = painter
+        painter.followers = others
+        for one in others:
+            one.leader = painter
+        return leaver
+
     def _postpone(self, task: ImageTask) -> None:
         """Back into the waiting room, at its old place, without a lane."""
         if task.stage is Stage.WAITING and task.lane is not None:
@@ -189,8 +273,8 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
 
     @staticmethod
     def _wants_preview(task: ImageTask) -> bool:
-        every = task.live.request.preview_every
-        return every > 0 and task.ends_step and not task.is_last_row and (task.step_index + 1) % every == 0
+        is_shown = task.ends_step and not task.is_last_row
+        return is_shown and any(one.live.wants_preview(task.step_index + 1) for one in (task, *task.followers))
 
     def _advance(self, task: ImageTask, outcome: TickOutcome) -> list[Event]:
         ends_step = task.ends_step
@@ -212,8 +296,8 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         return [self._report.terminal(task.live)]
 
     def _drop(self, live: LiveRequest) -> None:
-        for task in live.tasks:
-            self._release(task)
+        for task in tuple(live.tasks):
+            self._release(self._part(task))
         self._forget(live)
 
     def _forget(self, live: LiveRequest) -> None:
@@ -224,6 +308,8 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
     def _release(self, task: ImageTask) -> None:
         """The one exit: whatever the reason, the lane, the pages and the state are given back here."""
         task.stage = Stage.DONE
+        if task.key is not None and self._painting.get(task.key) is task:
+            del self._painting[task.key]
         if task.state is not None:
             task.held.close()
             task.state = None

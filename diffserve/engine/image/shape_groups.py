@@ -163,7 +163,7 @@ class Groups:
         Of a group that is not known another of its size tells, else the native size and its pixels; 0 where even that
         is not known.
         """
-        same_size = (other for other in self._known if other[:2] == group[:2])
+        same_size = (other for other in self._known if other[:2] == group[:2] and other.is_shallow == group.is_shallow)
         teller = group if group in self._known else next(same_size, self._native)
         if teller not in self._known:
             return 0.0
@@ -201,7 +201,7 @@ class Groups:
         """What the disk says, or what is settled without measuring."""
         if self._is_large(group):
             return Known(CostCurve((SOLO,), is_exact=self.is_deterministic), self._free_counts())
-        facts = self._facts(repr(tuple(group)))
+        facts = self._facts(_name(group))
         if facts is None or (self.is_deterministic and self._reference_of(group) not in facts.buckets):
             return None
         return Known(CostCurve.of(facts, is_exact=self.is_deterministic), facts.counts)
@@ -252,15 +252,17 @@ class Groups:
             return
         self._known[group] = Known(CostCurve.of(facts, is_exact=self.is_deterministic), facts.counts)
         if facts.is_complete:
-            self._disk.write(repr(tuple(group)), facts)
+            self._disk.write(_name(group), facts)
 
     def _try(self, group: GroupKey) -> Try:
         """A real call on random rows of ``group``; nothing is held between two of them."""
         num_rows = max(self.most_rows, SHARED)
 
         def attempt(rows: range, num_threads: int) -> Trial:
-            compiled = self.compiled.of(group)
-            predict = random_rows(self.model, group.shape, num_rows, self.conditioner, rows, compiled)
+            compiled, is_shallow = self.compiled.of(group), group.is_shallow
+            predict = random_rows(
+                self.model, group.shape, num_rows, self.conditioner, rows, compiled, is_shallow=is_shallow
+            )
             with self.threads.using(num_threads):
                 return timed(predict)(rows, num_threads)
 
@@ -295,3 +297,8 @@ class Groups:
         kind = "exact" if self.is_deterministic else "free"
         machine = f"{hardware_name(model.device)} torch {torch.__version__} threads {self.threads.counts}"
         return f"{model.digest} {model.choice.dtype} {config.cross_attention} {kind} {self.most_rows} {machine}"
+
+
+def _name(group: GroupKey) -> str:
+    """Of ``group``, on disk."""
+    return f"{(group.height_px, group.width_px, group.num_tokens)}{' shallow' * group.is_shallow}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ class ImageState:
     shape   (C, h, w) of its latent
     extra   (1 + C, h, w) mask and masked image latents, for 9-channel inpainting UNets
     health  of its last step, once it made one
+    features  by whether they are of the unconditional row: what the last full call left (F, h, w) for shallow ones
     """
 
     conditioning: AnyConditioning
@@ -54,6 +55,7 @@ class ImageState:
     repaint: Repaint | None = None
     extra: Tensor | None = None
     health: Health | None = None
+    features: dict[bool, Tensor] = field(default_factory=dict)
 
     def draw(self) -> Tensor:
         """The next latent-shaped draw (C, h, w), float32 on the CPU."""

@@ -25,13 +25,16 @@ PAINT_FROM = 128
 class GroupKey(NamedTuple):
     """Rows that may share a UNet call: equal picture size, equal number of context tokens, the same way of computing.
 
-    Where texts of different lengths share calls, ``num_tokens`` is that of one window for all of them. A picture is
-    painted by compiled calls from its first step to its last, or by none: they round differently.
+    Where texts of different lengths share calls, ``num_tokens`` is that of one window for all of them. ``is_shallow``:
+    only the UNet's shallow part runs, on kept features (DeepCache); an image's own group is never such.
+    ``is_compiled``: a picture is painted by compiled calls from its first step to its last, or by none, for they round
+    differently.
     """
 
     height_px: int
     width_px: int
     num_tokens: int
+    is_shallow: bool = False
     is_compiled: bool = False
 
     @property
@@ -44,8 +47,10 @@ class PaintSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, dict=T
     """A request's recipe and its sampler, compiled.
 
     guided   bool (num_rows,): whether table row i also runs the unconditional row
+    full     bool (num_rows,): whether table row i runs the whole UNet, not its shallow part on kept features
     kind     "text" | "image" | "inpaint"; an inpainting UNet always inpaints, at need everything on a grey picture
     row_cost work of a UNet row: its pixels over those of the model's native size
+    shallow_share  work of a shallow row over that of a full one
     """
 
     width_px: int
@@ -53,7 +58,9 @@ class PaintSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, dict=T
     kind: str
     table: StepTable
     guided: NDArray[np.bool_]
+    full: NDArray[np.bool_]
     row_cost: float = 1.0
+    shallow_share: float = 1.0
 
     @cached_property
     def rows_at(self) -> tuple[int, ...]:
@@ -61,9 +68,15 @@ class PaintSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, dict=T
         return tuple(1 + int(guided) for guided in self.guided)
 
     @cached_property
-    def rows_left(self) -> tuple[int, ...]:
-        """UNet rows still to run before table row i; the last entry, behind the table, is 0."""
-        return tuple(itertools.accumulate(reversed(self.rows_at), initial=0))[::-1]
+    def cost_of_row(self) -> tuple[float, ...]:
+        """Work of table row i, in UNet rows of the native size: two rows where it is guided."""
+        pairs = zip(self.full.tolist(), self.guided.tolist(), strict=True)
+        return tuple((1.0 if full else self.shallow_share) * (1 + guided) * self.row_cost for full, guided in pairs)
+
+    @cached_property
+    def cost_left(self) -> tuple[float, ...]:
+        """Work still to do before table row i, in the same unit; the last entry, behind the table, is 0."""
+        return tuple(itertools.accumulate(reversed(self.cost_of_row), initial=0.0))[::-1]
 
 
 @dataclass(eq=False, slots=True)
@@ -97,6 +110,11 @@ class LiveRequest(Live):
         """Whose request it is."""
         return self.request.client
 
+    def wants_preview(self, num_steps: int) -> bool:
+        """Whether a preview was asked for after ``num_steps`` steps."""
+        every = self.request.preview_every
+        return every > 0 and num_steps % every == 0
+
     @property
     def has_started(self) -> bool:
         """Whether any of its images has left the waiting room."""
@@ -119,6 +137,8 @@ class ImageTask:
 
     row_index        next row of the step table
     num_evaluations  UNet rows run so far (two a step under guidance)
+    key              of its picture in the result cache, where it has one and paints it
+    leader           who paints the same picture, and is waited for; it has this one among its ``followers``
     """
 
     live: LiveRequest
@@ -130,6 +150,9 @@ class ImageTask:
     state: ImageState | None = None
     num_evaluations: int = 0
     clock: Clock = field(default_factory=Clock)
+    key: bytes | None = None
+    leader: ImageTask | None = None
+    followers: list[ImageTask] = field(default_factory=list)
 
     @property
     def held(self) -> ImageState:
@@ -164,6 +187,22 @@ class ImageTask:
         return self.rows_now == 2
 
     @property
+    def is_full_now(self) -> bool:
+        """Whether the next row runs the whole UNet."""
+        return bool(self.settings.full[self.row_index])
+
+    @property
+    def keeps_features(self) -> bool:
+        """Whether the row after the next one is a shallow one, which needs what the next one leaves."""
+        return not self.is_last_row and not self.settings.full[self.row_index + 1]
+
+    @property
+    def group_now(self) -> GroupKey:
+        """The group whose calls its next rows can join."""
+        assert self.group is not None
+        return self.group if self.is_full_now else self.group._replace(is_shallow=True)
+
+    @property
     def rows_now(self) -> int:
         """UNet rows that the next tick of this image takes: 2 when guided, else 1."""
         return self.live.settings.rows_at[self.row_index]
@@ -171,17 +210,17 @@ class ImageTask:
     @property
     def cost_now(self) -> float:
         """Work of the next tick of this image, in UNet rows of the native size."""
-        return self.rows_now * self.settings.row_cost
+        return float(self.settings.cost_of_row[self.row_index])
 
     @property
     def cost_left(self) -> float:
         """Work up to the finished latent, in UNet rows of the native size."""
-        return self.live.settings.rows_left[self.row_index] * self.live.settings.row_cost
+        return self.settings.cost_left[self.row_index]
 
     @property
     def cost_whole(self) -> float:
         """Work of the whole image, in UNet rows of the native size."""
-        return self.live.settings.rows_left[0] * self.live.settings.row_cost
+        return self.settings.cost_left[0]
 
     @property
     def is_last_row(self) -> bool:
@@ -200,7 +239,8 @@ class TickPlan:
     """The work of one tick.
 
     prepare   newcomers with a fresh lane: encode their text and init image, draw the start latent
-    rows      images of one ``group`` that advance by one table row; a guided image takes two UNet rows, never split
+    rows      images of one ``group`` that advance by one table row, whole or shallow; a guided image takes two UNet
+              rows, never split
     num_rows  UNet rows these take, before padding
     cost      their work, in UNet rows of the native size
     previews  those of ``rows`` whose denoised estimate is to be shown
@@ -232,7 +272,7 @@ class RowLabel(NamedTuple):
 
 @dataclass(frozen=True)
 class UNetCall:
-    """One UNet call as it ran: the rows that mattered, how many padded it, and its wall time.
+    """One UNet call as it ran: the rows that mattered, how many padded it, its wall time, and whether it was shallow.
 
     On a device that works asynchronously ``wall_s`` is the time to launch; the tick's ``wall_s`` is the whole truth.
     """
@@ -240,6 +280,7 @@ class UNetCall:
     rows: tuple[RowLabel, ...]
     num_padded: int
     wall_s: float
+    is_shallow: bool = False
 
 
 @dataclass(frozen=True)

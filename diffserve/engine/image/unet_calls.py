@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -116,7 +117,12 @@ class UNetCaller:
         num_threads = threads.choice.next_count((group, bucket), counts)
         started_s = self._clock()
         told = self._stack(tuple((batch.tasks[batch.image_of_row[row]], batch.is_uncond(row)) for row in padded))
-        with threads.using(num_threads):
+        images = [batch.tasks[batch.image_of_row[row]] for row in rows]
+        features = None
+        if group.is_shallow:
+            kept = [task.held.features[batch.is_uncond(row)] for task, row in zip(images, rows, strict=True)]
+            features = torch.stack([*kept, *kept[-1:] * (bucket - len(rows))])
+        with threads.using(num_threads), self._keeping(images) as found:
             called_s = self._clock()
             output = self.model.unet.predict(
                 batch.scaled.index_select(0, owners),
@@ -125,14 +131,26 @@ class UNetCaller:
                 pooled=told.pooled,
                 time_ids=told.time_ids,
                 extra=told.extra,
+                features=features,
                 compiled=self.groups.compiled.of(group),
             )
             ended_s = self._clock()
+        for kept_of_rows in found:
+            for place, (task, row) in enumerate(zip(images, rows, strict=True)):
+                if task.keeps_features:
+                    task.held.features[batch.is_uncond(row)] = kept_of_rows[place].clone()
         if batch.x.device.type == "cpu":
             curve.observe(bucket, ended_s - started_s)
             threads.choice.observe((group, bucket), num_threads, ended_s - called_s)
-        calls.append(UNetCall(tuple(batch.label(row) for row in rows), bucket - len(rows), ended_s - started_s))
+        labels = tuple(batch.label(row) for row in rows)
+        calls.append(UNetCall(labels, bucket - len(rows), ended_s - started_s, group.is_shallow))
         return output[: len(rows)]
+
+    def _keeping(self, images: Sequence[ImageTask]) -> AbstractContextManager[Sequence[Tensor]]:
+        """Keeps the features of a full call where one of ``images`` needs them."""
+        shallow = self.model.unet.shallow
+        is_needed = any(task.is_full_now and task.keeps_features for task in images)
+        return shallow.keeping() if is_needed and shallow is not None else nullcontext(())
 
     def _stack(self, key: tuple[tuple[ImageTask, bool], ...]) -> Stack:
         """What the rows are told, gathered once for as long as the same rows run together."""

@@ -51,16 +51,24 @@ def random_rows(
     conditioner: Conditioner | None = None,
     chosen_rows: range | None = None,
     compiled: Compiled | None = None,
+    *,
+    is_shallow: bool = False,
 ) -> Callable[[range], Tensor]:
     """The real UNet of ``model`` on ``num_rows`` random rows of ``shape``.
 
     ``conditioner`` makes of their embeddings what the UNet is told; without one it is told the embeddings. With
     ``chosen_rows`` only those are brought to the device, and may be asked for. ``compiled`` makes the calls it can.
+    ``is_shallow``: only the shallow part, on features that one full call of all these rows leaves, made at once.
     """
     kept = chosen_rows or range(num_rows)
     place = {row: index for index, row in enumerate(kept)}
     inputs = random_inputs(model, shape, num_rows, kept)
     contexts = (conditioner or PlainConditioner(model)).of_embeddings(inputs.pop("contexts"))
+    if is_shallow:
+        assert model.unet.shallow is not None
+        with model.unet.shallow.keeping() as found:
+            model.unet.predict(contexts=contexts, **inputs)
+        inputs["features"] = found[0]
 
     def predict(rows: range) -> Tensor:
         index = torch.tensor([place[row] for row in rows], device=model.device)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from diffserve.runtime.unet.call import Call, Compiled
 from diffserve.runtime.unet.cross_attention import Contexts, CrossAttention
+from diffserve.runtime.unet.deep_cache import ShallowPart
 
 
 class Pointwise(nn.Conv2d):
@@ -63,6 +64,11 @@ class UNetRunner:
         """
         return CrossAttention(self.network)
 
+    @cached_property
+    def shallow(self) -> ShallowPart | None:
+        """What runs between full calls under DeepCache; ``None`` for a UNet that has no such part."""
+        return ShallowPart.find(self.network)
+
     @torch.inference_mode()
     def predict(
         self,
@@ -73,6 +79,7 @@ class UNetRunner:
         pooled: torch.Tensor | None = None,
         time_ids: torch.Tensor | None = None,
         extra: torch.Tensor | None = None,
+        features: torch.Tensor | None = None,
         compiled: Compiled | None = None,
     ) -> torch.Tensor:
         """The network's output (R, C, h, w) in float32, in whatever prediction type it was trained for.
@@ -82,9 +89,14 @@ class UNetRunner:
         contexts     embeddings (R, tokens, dim), or the ``KeysValues`` that ``cross_attention`` made of them
         pooled       (R, P), time_ids (R, 6): SDXL only, and needed there
         extra        (R, extra_channels, h, w): inpainting UNets only, and needed there
-        compiled     makes the call where it can; the network itself does else
+        features     (R, F, h, w) that ``shallow`` kept of a full call: only the shallow part runs, on them
+        compiled     makes a full call where it can; the network itself does else
         """
         call = self.call(model_input, timesteps, contexts, pooled=pooled, time_ids=time_ids, extra=extra)
+        if features is not None:
+            if self.shallow is None:
+                raise ValueError("this UNet has no shallow part to run on kept features")
+            return self.shallow.predict(call, features).float()
         output = compiled(call) if compiled else None
         if output is None:
             output = self.network(

@@ -304,4 +304,5 @@ def usage(painting: CheckedImages, results: list[ImageResult]) -> dict[str, Any]
         "total_tokens": text_tokens + image_tokens,
         "input_tokens_details": {"text_tokens": text_tokens, "image_tokens": 0},
         "num_evaluations": sum(result.num_evaluations for result in results),
+        "num_cached": sum(result.cached is not None for result in results),
     }

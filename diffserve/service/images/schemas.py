@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 
 from diffserve.service.http.bodies import Body
 from diffserve.service.texts.schemas import RewriterChoice, RewriterMode
-from diffserve.types import MAX_GUIDANCE, MAX_IMAGES, MAX_PROMPT_CHARS, MAX_SEED
+from diffserve.types import MAX_CACHE_INTERVAL, MAX_GUIDANCE, MAX_IMAGES, MAX_PROMPT_CHARS, MAX_SEED
 
 MAX_STEPS = 1000
 MAX_NAME_CHARS = 64
@@ -31,6 +31,14 @@ Guidance = Annotated[float, Field(ge=0.0, le=MAX_GUIDANCE)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Interval = Annotated[
     tuple[Fraction, Fraction], Field(description="Part of the steps that is guided; omitted: all of it.")
+]
+Every = Annotated[
+    int,
+    Field(
+        ge=1,
+        le=MAX_CACHE_INTERVAL,
+        description="DeepCache: the whole UNet at every so many-th evaluation; omitted: at each.",
+    ),
 ]
 Seed = Annotated[int, Field(ge=-1, le=MAX_SEED, description="-1 or null: random, and told in the answer.")]
 HOW_MANY: Final = "draft, standard or fine (low, medium, high): how many steps, where none are given."
@@ -82,5 +90,6 @@ class GenerateBody(Body):
     seed: Seed | None = None
     eta: Fraction | None = None
     guidance_interval: Interval | None = None
+    cache_interval: Every | None = None
     width: Annotated[int, Field(description="With height, another way to give size.")] | None = None
     height: int | None = None

@@ -1,0 +1,214 @@
+"""The exact result cache: one painting for equal requests, and every request its own events."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from diffserve.engine.image.result_cache import NOT_OF_THE_PICTURE, Kept, ResultCache, key_of
+from diffserve.types import (
+    Cancelled,
+    DiffusionParams,
+    Event,
+    Failed,
+    Finished,
+    GenerationRequest,
+    Painted,
+    Picture,
+    Preview,
+    Progress,
+    RewriteOptions,
+)
+from tests.engine.conftest import MakeEngine
+from tests.engine.desk import INFO
+from tests.engine.pipelines import asked
+
+ROOM = 1 << 24
+PICTURE = Picture.from_array(np.zeros((8, 8, 3), dtype=np.uint8))
+OTHER: dict[str, object] = {
+    "prompt": "another", "negative_prompt": "rain", "width_px": 72, "height_px": 72, "num_images": 3, "seed": 9,
+    "diffusion": DiffusionParams(), "init_image": replace(PICTURE, data=b"\x01" * 192),
+    "mask_image": Picture.from_array(np.zeros((8, 8), dtype=np.uint8)), "preview_every": 2, "return_latents": True,
+    "rewriting": RewriteOptions(), "deadline_s": 5.0, "client": "b", "request_id": "another",
+    "sampler": "heun", "num_steps": 7, "spacing": "trailing", "sigma_schedule": "karras", "eta": 0.5,
+    "guidance_scale": 2.0, "guidance_interval": (0.1, 0.5), "cache_interval": 3, "strength": 0.5,
+}  # fmt: skip
+"""Another value for every field of a request and of its ``DiffusionParams``."""
+
+
+def plain() -> GenerationRequest:
+    return GenerationRequest(
+        prompt="a fox", seed=1, init_image=PICTURE, diffusion=DiffusionParams(sampler="ddim", num_steps=3)
+    )
+
+
+def key(request: GenerationRequest) -> bytes:
+    assert request.seed is not None
+    return key_of(request, request.seed, INFO)
+
+
+@pytest.mark.parametrize("name", GenerationRequest.__struct_fields__)
+def test_every_field_of_a_request_changes_the_key_but_those_that_change_no_picture(name: str) -> None:
+    changed = replace(plain(), **{name: OTHER[name]})
+    assert (key(changed) == key(plain())) is (name in NOT_OF_THE_PICTURE)
+
+
+@pytest.mark.parametrize("name", DiffusionParams.__struct_fields__)
+def test_every_parameter_changes_the_key(name: str) -> None:
+    changed = replace(plain(), diffusion=replace(plain().diffusion, **{name: OTHER[name]}))
+    assert key(changed) != key(plain())
+
+
+@pytest.mark.parametrize("name", ["digest", "device", "dtype"])
+def test_another_model_or_precision_has_other_keys(name: str) -> None:
+    assert key_of(plain(), 1, msgspec.structs.replace(INFO, **{name: "another"})) != key(plain())
+
+
+def wanted(**fields: object) -> GenerationRequest:
+    return asked("sd15", "euler_a", **{"seed": 5, "num_steps": 4, **fields})  # type: ignore[arg-type]
+
+
+def results(events: list[Event]) -> dict[str, list[Painted]]:
+    found: dict[str, list[Painted]] = {}
+    for event in events:
+        if isinstance(event, Painted):
+            found.setdefault(event.request_id, []).append(event)
+    return found
+
+
+def num_rows(engine: object) -> int:
+    return sum(tick.num_rows for tick in engine.trace)  # type: ignore[attr-defined]
+
+
+def test_without_the_option_everybody_is_painted_for(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    one, other = engine.generate([wanted(), wanted()])
+    assert (one.cached, other.cached) == (None, None)
+    assert num_rows(engine) == 2 * 8
+    assert engine.stats().num_cache_misses == 0
+
+
+def test_equal_requests_in_flight_share_a_painting_and_a_later_one_finds_it(make_engine: MakeEngine) -> None:
+    engine = make_engine(result_cache_bytes=ROOM)
+    first = engine.submit(wanted())
+    events = [*engine.tick(), *engine.tick()]
+    second = engine.submit(wanted(preview_every=2, client="b"))
+    events += engine.events()
+    third = engine.submit(wanted())
+    events += engine.events()
+    painted = {request_id: one[0].result for request_id, one in results(events).items()}
+    assert [painted[name].cached for name in (first, second, third)] == [None, "shared", "hit"]
+    assert [painted[name].num_evaluations for name in (first, second, third)] == [8, 0, 0]
+    assert len({painted[name].picture.data for name in (first, second, third)}) == 1
+    assert len({painted[name].latents for name in (first, second, third)}) == 1
+    assert num_rows(engine) == 8
+    kinds = {name: [type(event) for event in events if event.request_id == name] for name in (first, second)}
+    assert Preview in kinds[second]
+    assert Preview not in kinds[first]
+    assert kinds[second].count(Progress) == kinds[first].count(Progress) - 1
+    assert [name[-1] for name in kinds.values()] == [Finished, Finished]
+    stats = engine.stats()
+    assert (stats.num_cache_hits, stats.num_cache_shared, stats.num_cache_misses) == (1, 1, 1)
+
+
+def test_a_picture_of_several_is_found_by_its_own_seed(make_engine: MakeEngine) -> None:
+    engine = make_engine(result_cache_bytes=ROOM)
+    [alone] = engine.generate(wanted(seed=6))
+    several = engine.generate(wanted(num_images=3))
+    assert [result.cached for result in several] == [None, "hit", None]
+    assert several[1].picture == alone.picture
+
+
+def test_without_a_seed_nothing_is_found(make_engine: MakeEngine) -> None:
+    engine = make_engine(result_cache_bytes=ROOM)
+    drawn = [engine.generate(replace(wanted(), seed=None, request_id=f"r{place}"))[0] for place in range(2)]
+    assert [result.cached for result in drawn] == [None, None]
+    assert engine.generate(wanted(seed=drawn[0].seed))[0].cached is None
+
+
+@pytest.mark.parametrize("num_ticks", [0, 1, 3])
+@pytest.mark.parametrize("leaver", [0, 1, 2])
+def test_the_painting_goes_on_for_whoever_still_waits(make_engine: MakeEngine, num_ticks: int, leaver: int) -> None:
+    [expected] = make_engine().generate(wanted())
+    engine = make_engine(result_cache_bytes=ROOM)
+    names = [engine.submit(wanted(client=client)) for client in ("a", "b", "c")]
+    engine.submit(wanted(seed=77, client="d"))
+    events: list[Event] = []
+    for _ in range(num_ticks):
+        events += engine.tick()
+    assert engine.cancel(names[leaver])
+    engine.check_integrity()
+    events += engine.events()
+    last = {event.request_id: type(event) for event in events}
+    assert last[names[leaver]] is Cancelled
+    stayed = [name for place, name in enumerate(names) if place != leaver]
+    found = results(events)
+    assert [last[name] for name in stayed] == [Finished, Finished]
+    assert all(found[name][0].result.picture == expected.picture for name in stayed)
+    assert names[leaver] not in found
+    assert num_rows(engine) == 2 * 8
+
+
+def test_a_painting_ends_when_all_have_gone(make_engine: MakeEngine) -> None:
+    engine = make_engine(result_cache_bytes=ROOM)
+    names = [engine.submit(wanted(num_steps=50)) for _ in range(3)]
+    for _ in range(4):
+        engine.tick()
+    assert all(engine.cancel(name) for name in names)
+    assert [type(event) for event in engine.events()] == [Cancelled] * 3
+    assert num_rows(engine) < 12
+    assert engine.generate(wanted(num_steps=50))[0].cached is None
+
+
+def test_a_cancellation_while_a_tick_runs_moves_the_painting_on(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [expected] = make_engine().generate(wanted())
+    engine = make_engine(result_cache_bytes=ROOM)
+    first, second = engine.submit(wanted(client="a")), engine.submit(wanted(client="b"))
+    events = [*engine.tick(), *engine.tick()]
+    run = engine.runners.run
+    monkeypatch.setattr(engine.runners, "run", lambda plan: (run(plan), engine.cancel(first))[0])
+    events += engine.events()
+    [painted] = results(events)[second]
+    assert painted.result.picture == expected.picture
+    assert painted.result.num_evaluations == 8
+
+
+def test_what_goes_wrong_goes_wrong_for_all_who_share_and_is_not_kept(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(result_cache_bytes=ROOM)
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.model.vae, "decode", lambda *_: 1 / 0)
+        for _ in range(2):
+            engine.submit(wanted())
+        events = list(engine.events())
+    assert sum(isinstance(event, Failed) for event in events) == 2
+    assert engine.generate(wanted())[0].cached is None
+
+
+def test_a_deadline_is_of_one_request_alone(make_engine: MakeEngine) -> None:
+    engine = make_engine(result_cache_bytes=ROOM)
+    now_s = [0.0]
+    engine.clock = lambda: now_s[0]
+    hasty, patient = engine.submit(wanted(deadline_s=1.0)), engine.submit(wanted())
+    events = [*engine.tick(), *engine.tick()]
+    now_s[0] = 2.0
+    events += engine.events()
+    last = {event.request_id: type(event) for event in events}
+    assert (last[hasty], last[patient]) == (Failed, Finished)
+
+
+def test_the_cache_is_bounded_and_drops_what_nobody_asked_for_the_longest() -> None:
+    cache, kept = ResultCache(250), Kept(np.zeros((5, 7, 3), dtype=np.uint8), None)
+    for name in (b"a", b"b"):
+        cache.put(name, kept)
+    assert cache.get(b"a") is kept
+    cache.put(b"c", kept)
+    assert [cache.get(name) is kept for name in (b"a", b"b", b"c")] == [True, False, True]
+    assert cache.num_bytes == 210
+    cache.put(b"d", Kept(np.zeros((10, 10, 3), dtype=np.uint8), None))
+    assert cache.get(b"d") is None
