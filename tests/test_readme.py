@@ -75,8 +75,7 @@ def test_first_command_paints_the_fox_and_the_cactus(tmp_path: Path) -> None:
     assert sorted(found.name for found in reading.objects) == ["cactus", "fox"]
 
 
-@pytest.mark.network
-@pytest.mark.slow
+@pytest.mark.network  # .ci/run does the same
 @pytest.mark.timeout(1800)
 def test_first_command_works_word_by_word_in_an_empty_clone(tmp_path: Path) -> None:
     clone = tmp_path / "clone"

@@ -115,10 +115,10 @@ def test_what_the_autoencoder_gives_back_is_exact_and_what_it_decodes_with_noise
 @pytest.mark.slow
 def test_a_sample_of_the_held_out_captions_confirms_the_published_scores(engine: Engine) -> None:
     published = json.loads(CAPTIONS.read_text(encoding="utf-8"))
-    share = score(judge_held_out(engine, 30)).exact_share
-    # three standard errors of a sample of thirty
+    share = score(judge_held_out(engine, 12)).exact_share
+    # three standard errors of a sample of twelve: ten are right, or the weights are not what was published
     expected = published["scores"]["all"]["exact_share"]
-    assert abs(share - expected) <= 3 * (expected * (1 - expected) / 30) ** 0.5
+    assert abs(share - expected) <= 3 * (expected * (1 - expected) / 12) ** 0.5
 
 
 @pytest.mark.slow
