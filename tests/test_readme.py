@@ -75,8 +75,7 @@ def test_first_command_paints_the_fox_and_the_cactus(tmp_path: Path) -> None:
     assert sorted(found.name for found in reading.objects) == ["cactus", "fox"]
 
 
-@pytest.mark.network
-@pytest.mark.slow
+@pytest.mark.network  # .ci/run does the same
 @pytest.mark.timeout(1800)
 def test_first_command_works_word_by_word_in_an_empty_clone(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
@@ -107,13 +106,38 @@ def test_benchmark_command_explains_itself() -> None:
         assert word in output
 
 
+RUN_EACH = """
+import contextlib, os, pathlib, runpy, sys
+for script in map(pathlib.Path, sys.argv[1:]):
+    folder = pathlib.Path.cwd() / script.stem
+    folder.mkdir()
+    with contextlib.chdir(folder), open(f"{folder}.out", "w") as out, contextlib.redirect_stdout(out):
+        runpy.run_path(str(script), run_name="__main__")
+"""
+"""Every script in a folder of its own, what it prints beside it; a warning is an error. One process imports once."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1])
-def test_python_example_works(number: int, tmp_path: Path) -> None:
-    snippet = [block.text for block in blocks("python") if "127.0.0.1" not in block.text][number]
-    output = run([sys.executable, "-W", "error", "-c", snippet], tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == (["fox.png"] if number == 0 else [])
-    assert len(output.splitlines()) == (0 if number == 0 else 4)
+def test_python_examples_paint_what_they_say(tmp_path: Path) -> None:
+    files = {
+        "readme-0": {"fox.png"},
+        "readme-1": set(),
+        "paint": {"a-penguin.png", "a-castle-at-night.png", "two-apples.png"},
+        "previews": {"fox.png", *(f"preview-{step:02d}.png" for step in (5, 10, 15, 20))},
+        "rewrite_and_paint": {"dogs.png"},
+    }
+    snippets = [block.text for block in blocks("python") if "127.0.0.1" not in block.text]
+    scripts = [ROOT / "examples" / f"{name}.py" for name in files if not name.startswith("readme-")]
+    (tmp_path / "snippets").mkdir()
+    for number, snippet in enumerate(snippets):
+        scripts.append(tmp_path / "snippets" / f"readme-{number}.py")
+        scripts[-1].write_text(snippet, encoding="utf-8")
+    run([sys.executable, "-W", "error", "-c", RUN_EACH, *map(str, scripts)], tmp_path)
+    assert {script.stem for script in scripts} == set(files)
+    assert {name: {path.name for path in (tmp_path / name).iterdir()} for name in files} == files
+    num_lines = {name: len((tmp_path / f"{name}.out").read_text(encoding="utf-8").splitlines()) for name in files}
+    assert (num_lines.pop("readme-0"), num_lines.pop("readme-1")) == (0, 4)
+    assert min(num_lines.values()) >= 1
 
 
 @pytest.fixture
@@ -159,21 +183,6 @@ def test_examples_for_a_server_get_their_pictures_and_prompts(port: int, tmp_pat
     assert said[-2:] == ["CompletedImage", "two dogs on the beach"]
     asked = run([sys.executable, str(ROOT / "examples" / "ask_a_server.py"), f"http://127.0.0.1:{port}"], tmp_path)
     assert asked.splitlines()[-1].endswith("seed 7")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "files"),
-    [
-        ("paint", {"a-penguin.png", "a-castle-at-night.png", "two-apples.png"}),
-        ("previews", {"fox.png", *(f"preview-{step:02d}.png" for step in (5, 10, 15, 20))}),
-        ("rewrite_and_paint", {"dogs.png"}),
-    ],
-)
-def test_examples_paint_what_they_say(name: str, files: set[str], tmp_path: Path) -> None:
-    output = run([sys.executable, "-W", "error", str(ROOT / "examples" / f"{name}.py")], tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == files
-    assert len(output.splitlines()) >= 1
 
 
 def test_configuration_example_is_understood(tmp_path: Path) -> None:

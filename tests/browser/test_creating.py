@@ -21,7 +21,7 @@ FOX = "a fox next to a cactus on the beach"
 
 def test_a_picture_grows_before_ones_eyes(visit: Visitor, screenshot: Screenshot) -> None:
     here = visit()
-    here.set_advanced(steps=100)
+    here.set_advanced(steps=60)
     here.field("prompt").fill(FOX)
     here.field("prompt").press("Enter")
     here.until_painting()
@@ -34,7 +34,7 @@ def test_a_picture_grows_before_ones_eyes(visit: Visitor, screenshot: Screenshot
     while_painting = [moment for moment in here.seen() if moment["stop"]]
     pictures = [src for src, _ in groupby(moment["picture"] for moment in while_painting) if src]
     assert len(pictures) >= 2, "no preview was seen before the picture"
-    counted = [re.search(r"step (\d+) of 100", moment["caption"], re.IGNORECASE) for moment in while_painting]
+    counted = [re.search(r"step (\d+) of 60", moment["caption"], re.IGNORECASE) for moment in while_painting]
     steps = [int(found[1]) for found in counted if found]
     assert len(set(steps)) >= 3
     assert steps == sorted(steps)

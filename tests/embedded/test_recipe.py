@@ -229,10 +229,10 @@ def test_lessons_say_more_often_what_is_hard_to_learn() -> None:
 @pytest.mark.slow
 def test_a_few_iterations_of_the_denoiser_lower_the_loss(tokenizer: CLIPTokenizer, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    data = [LatentScenes(list(islice(scenes(0, held_out=False), 4)), torch.randn(4, LATENT_CHANNELS, 16, 16).half())]
+    data = [LatentScenes(list(islice(scenes(0, held_out=False), 4)), torch.randn(4, LATENT_CHANNELS, 8, 8).half())]
     settings = TrainSettings(4, 4, 1e-3, warmup=1, decay_share=0.1)
     batch, ids, layouts = next(batches(data, tokenizer, settings, 0))
-    assert batch.shape == (4, LATENT_CHANNELS, 16, 16)
+    assert batch.shape == (4, LATENT_CHANNELS, 8, 8)
     assert ids.shape == (4, MAX_TOKENS)
     assert layouts.shape == (4, 2)
     losses: list[float] = []
@@ -258,7 +258,7 @@ def test_a_few_iterations_of_the_denoiser_lower_the_loss(tokenizer: CLIPTokenize
 @pytest.mark.slow
 def test_a_leg_from_the_shipped_weights_keeps_their_autoencoder_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     shipped = Path(train.__file__).parent / "weights"
-    leg = partial(train.tune, tmp_path, "cpu", batch=4, num_scenes=24, look_every=100)
+    leg = partial(train.tune, tmp_path, "cpu", batch=1, num_scenes=24, look_every=100)
     leg(iterations=1, start=shipped)
     made = tmp_path / "weights"
     kept = {path.relative_to(shipped).as_posix() for path in shipped.rglob("*.*")} - NOT_COVERED | {"world.json"}

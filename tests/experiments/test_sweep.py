@@ -179,38 +179,39 @@ def test_a_finished_sweep_paints_nothing_again(tiny: Engine, whole: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("after", [1, 6])
-def test_a_sweep_that_was_interrupted_redoes_no_picture_and_ends_in_the_same_numbers(
-    tiny: Engine, whole: Path, tmp_path: Path, after: int
+def test_a_sweep_that_is_interrupted_and_then_given_more_steps_redoes_no_picture_and_ends_in_the_same_numbers(
+    tiny: Engine, whole: Path, tmp_path: Path
 ) -> None:
-    def interrupt(now: SweepProgress) -> None:
-        finished.append(now.finished)
-        if len([cell for cell in finished if cell is not None]) == after:
+    few = msgspec.structs.replace(PLAN, steps=(2,))
+    report, before = tmp_path / "report.html", dict[str, bytes]()
+    for plan, num_finished in ((few, 1), (few, None), (PLAN, 2), (PLAN, None)):
+        page = report.read_bytes() if plan is PLAN else None
+        seen = run_until(num_finished, tiny, plan, tmp_path)
+        after = journals(tmp_path)
+        assert all(after[name].startswith(data) for name, data in before.items())
+        if num_finished is None:
+            assert seen[0].num_rows < plan.num_rows
+            assert seen[-2].rows_done == seen[0].num_rows
+            assert [len(data.splitlines()) for data in after.values()] == [4] * len(plan.all_cells)
+        else:
+            assert not tiny.num_live
+            assert (report.read_bytes() if report.exists() else None) == page
+        before = after
+    assert numbers_of(tmp_path) == numbers_of(whole)
+
+
+def run_until(num_finished: int | None, engine: Engine, plan: SweepPlan, folder: Path) -> list[SweepProgress]:
+    """What a sweep tells until it is over, or interrupted as soon as so many cells are finished."""
+    seen: list[SweepProgress] = []
+
+    def look(now: SweepProgress) -> None:
+        seen.append(now)
+        if len([one for one in seen if one.finished is not None]) == num_finished:
             raise KeyboardInterrupt
 
-    finished: list[Any] = []
-    with pytest.raises(KeyboardInterrupt):
-        run_plan(tiny, PLAN, tmp_path, interrupt)
-    assert not tiny.num_live
-    assert not (tmp_path / "report.html").exists()
-    before = journals(tmp_path)
-    seen: list[SweepProgress] = []
-    run_plan(tiny, PLAN, tmp_path, seen.append)
-    after_all = journals(tmp_path)
-    assert all(after_all[name].startswith(data) for name, data in before.items())
-    assert [len(data.splitlines()) for data in after_all.values()] == [4] * 7
-    assert seen[0].num_rows < PLAN.num_rows
-    assert seen[-2].rows_done == seen[0].num_rows
-    assert numbers_of(tmp_path) == numbers_of(whole)
-
-
-@pytest.mark.slow
-def test_more_steps_in_the_same_folder_continue_what_is_there(tiny: Engine, whole: Path, tmp_path: Path) -> None:
-    run_plan(tiny, msgspec.structs.replace(PLAN, steps=(2,)), tmp_path)
-    before = journals(tmp_path)
-    run_plan(tiny, PLAN, tmp_path)
-    assert {name: journals(tmp_path)[name] for name in before} == before
-    assert numbers_of(tmp_path) == numbers_of(whole)
+    with contextlib.nullcontext() if num_finished is None else pytest.raises(KeyboardInterrupt):
+        run_plan(engine, plan, folder, look)
+    return seen
 
 
 @pytest.mark.parametrize(
@@ -337,27 +338,36 @@ def test_an_engine_refuses_a_plan_that_it_cannot_paint_and_nothing_is_made(tiny:
 
 @pytest.mark.slow
 @pytest.mark.chaos
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_a_sweep_that_was_stopped_goes_on_where_it_was(
-    tiny_model: Callable[[str], Path], undisturbed: list[dict[str, Any]], tmp_path: Path, how: signal.Signals
+def test_a_sweep_that_was_stopped_and_then_killed_goes_on_where_it_was(
+    tiny_model: Callable[[str], Path], undisturbed: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     (tmp_path / "prompts.txt").write_text("\n".join(AS_PLAN.prompts), encoding="utf-8")
     model, stopped, prompts = tiny_model("sd15"), tmp_path / "stopped", tmp_path / "prompts.txt"
     command = [sys.executable, "-m", "diffserve", "sweep", "--model", str(model), "--dtype", "float32", *AXES]
     command += ["--prompts", str(prompts), "-o", str(stopped)]
-    code, error = stop_when_a_cell_is_finished(command, stopped, how, num_images=4)
-    if how == signal.SIGINT:
-        assert code == 130
-        assert error.splitlines()[-1] == f"stopped; what is painted is kept in {stopped}, and the same command goes on"
-    before = journals(stopped)
-    finished = {name: data for name, data in before.items() if len(data.splitlines()) == 4 and data.endswith(b"\n")}
-    assert finished
+    kept: dict[str, bytes] = {}
+    for how in (signal.SIGINT, signal.SIGKILL):
+        code, error = stop_when_a_cell_is_finished(command, stopped, how, num_cells=len(kept) + 1)
+        if how == signal.SIGINT:
+            said = f"stopped; what is painted is kept in {stopped}, and the same command goes on"
+            assert (code, error.splitlines()[-1]) == (130, said)
+        else:
+            assert "of it is there already and is not painted again" in error
+        before = journals(stopped)
+        assert {name: before[name] for name in kept} == kept
+        kept = {name: data for name, data in before.items() if is_whole(data)}
+        assert kept
     again = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
     assert "of it is there already and is not painted again" in again.stderr
     after = journals(stopped)
-    assert {name: after[name] for name in finished} == finished
+    assert {name: after[name] for name in kept} == kept
     assert all(len(data.splitlines()) == 4 for data in after.values())
     assert numbers_of(stopped) == undisturbed
+
+
+def is_whole(journal: bytes) -> bool:
+    """Whether it holds all four pictures of a cell."""
+    return len(journal.splitlines()) == 4 and journal.endswith(b"\n")
 
 
 def test_an_interrupt_that_was_lost_on_the_way_is_raised_again() -> None:
@@ -372,13 +382,13 @@ def test_an_interrupt_that_was_lost_on_the_way_is_raised_again() -> None:
 
 
 def stop_when_a_cell_is_finished(
-    command: list[str], folder: Path, how: signal.Signals, num_images: int
+    command: list[str], folder: Path, how: signal.Signals, num_cells: int
 ) -> tuple[int, str]:
     """The exit code of a real process that gets a real signal, and what it said on standard error."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         deadline_s = time.monotonic() + 240
-        while not any(len(data.splitlines()) >= num_images for data in cells_of(folder).values()):
+        while sum(is_whole(data) for data in cells_of(folder).values()) < num_cells:
             assert process.poll() is None, "the sweep ended before it could be stopped"
             assert time.monotonic() < deadline_s
             time.sleep(0.01)

@@ -74,10 +74,17 @@ def test_an_engine_that_hangs_is_not_ready_until_it_moves_again(lasting: Running
     assert len(files_of(lasting.paint())) == 1
 
 
-def test_a_stopped_server_finishes_its_work_takes_no_more_and_exits_with_0(tiny_model: Model, tmp_path: Path) -> None:
-    config = FULL_PRECISION + "[serve]\nshutdown_timeout_s = 300.0\n"
-    with running_server(tiny_model("sd15"), tmp_path, config=config) as server, ThreadPoolExecutor(2) as pool:
+def test_a_stopped_server_finishes_its_work_takes_no_more_exits_with_0_and_never_loaded_torch(
+    tiny_model: Model, tmp_path: Path
+) -> None:
+    config, script = FULL_PRECISION + "[serve]\ndebug = true\nshutdown_timeout_s = 300.0\n", tmp_path / "tell.py"
+    script.write_text(TELL_MODULES)
+    with (
+        running_server(tiny_model("sd15"), tmp_path, config=config, command=[str(script)]) as server,
+        ThreadPoolExecutor(2) as pool,
+    ):
         server.wait_until_ready()
+        assert len(files_of(server.paint(size="512x512"))) == 1
         waiting = pool.submit(server.paint, num_steps=200, sampler="ddim")
         watching = pool.submit(server.paint, num_steps=200, sampler="ddim", stream=True)
         wait_for(lambda: server.num_requests() == 2, SOON_S, "both to be taken")
@@ -92,6 +99,9 @@ def test_a_stopped_server_finishes_its_work_takes_no_more_and_exits_with_0(tiny_
         assert '"type":"image_generation.completed"' in watching.result(timeout=300).text
         assert server.process.wait(SOON_S) == 0
         assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+        (told,) = [line for line in server.output.read_text().splitlines() if line.startswith("loaded:")]
+    assert {"fastapi", "schedulers", "PIL"} <= set(told.split())
+    assert not {"torch", "diffusers", "transformers", "pickle5"} & set(told.split())
 
 
 def test_what_is_not_finished_in_time_gets_503(tiny_model: Model, tmp_path: Path) -> None:
@@ -158,18 +168,6 @@ def test_work_past_its_deadline_is_504(tiny_model: Model, tmp_path: Path) -> Non
         assert error_of(response)["code"] == "deadline_exceeded"
         assert response.headers["x-should-retry"] == "false"
         assert server.num_requests() == 0
-
-
-def test_the_server_process_never_loads_torch(tiny_model: Model, tmp_path: Path) -> None:
-    script = tmp_path / "tell.py"
-    script.write_text(TELL_MODULES)
-    with running_server(tiny_model("sd15"), tmp_path, command=[str(script)]) as server:
-        server.wait_until_ready()
-        assert len(files_of(server.paint(size="512x512"))) == 1
-        assert server.stop() == 0
-        (told,) = [line for line in server.output.read_text().splitlines() if line.startswith("loaded:")]
-    assert {"fastapi", "schedulers", "PIL"} <= set(told.split())
-    assert not {"torch", "diffusers", "transformers", "pickle5"} & set(told.split())
 
 
 def test_every_way_a_model_fails_to_load_is_one_line_and_exit_code_2(tiny_model: Model, tmp_path: Path) -> None:
