@@ -1,0 +1,65 @@
+"""The GPU's benchmarks, dry: every point is made on a CPU, and one that fails keeps no other from being made."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from benchmarks import gpu_suite
+
+ROOT = Path(__file__).resolve().parent.parent
+POINTS = ["load", "warm-up", "D1 cost curve", "D4 +guidance", "D9 exactness", "D8 memory"]
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    app = typer.Typer()
+    app.command()(gpu_suite.main)
+    done = CliRunner().invoke(app, list(arguments))
+    return done.exit_code, done.output
+
+
+@pytest.mark.slow
+def test_the_dry_run_makes_every_point(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    model, out = str(tiny_model("sd15")), tmp_path / "suite.json"
+    command = [sys.executable, "benchmarks/gpu_suite.py", "--models", model, "--dtypes", "float32"]
+    command += ["--device", "cpu", "--quick", "--out", str(out)]
+    code = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300).returncode
+    document = json.loads(out.read_text(encoding="utf-8"))
+    points = {point["point"].partition(": ")[2]: point for point in document["points"]}
+    assert [point.get("error") for point in document["points"]] == [None] * len(POINTS)
+    assert (code, list(points)) == (0, POINTS)
+    assert points["D9 exactness"]["found"]["bytes_equal_to_solo_run"] == 2
+    assert points["D9 exactness"]["found"]["max_latent_error_against_diffusers"] < 1e-3
+    assert [point["rows"] for point in points["D1 cost curve"]["found"]["points"]] == [1, 2]
+
+
+def test_without_a_gpu_nothing_is_measured_and_nothing_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, said = run("--out", str(tmp_path / "suite.json"))
+    assert code == gpu_suite.NO_GPU
+    assert "no CUDA GPU" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_point_that_fails_is_kept_with_its_error_and_one_too_late_is_named(tmp_path: Path) -> None:
+    suite = gpu_suite.Suite(tmp_path / "suite.json", 60.0, "cpu")
+
+    def broken() -> Any:
+        raise RuntimeError("an illegal memory access")
+
+    assert suite.point("first", broken) is None
+    assert suite.point("second", lambda: {"ms": 1.5}) == {"ms": 1.5}
+    suite._until_s = 0.0
+    assert suite.point("third", broken) is None
+    kept = json.loads((tmp_path / "suite.json").read_text(encoding="utf-8"))
+    assert "an illegal memory access" in kept["points"][0]["error"]
+    assert kept["points"][1]["found"] == {"ms": 1.5}
+    assert (kept["left_out"], suite.num_errors) == (["third"], 1)
