@@ -10,20 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from benchmarks import gpu_suite
 
 ROOT = Path(__file__).resolve().parent.parent
 POINTS = ["load", "warm-up", "D1 cost curve", "D4 +guidance", "D9 exactness", "D8 memory"]
-
-
-def run(*arguments: str) -> tuple[int, str]:
-    app = typer.Typer()
-    app.command()(gpu_suite.main)
-    done = CliRunner().invoke(app, list(arguments))
-    return done.exit_code, done.output
 
 
 @pytest.mark.slow
@@ -41,11 +32,14 @@ def test_the_dry_run_makes_every_point(tiny_model: Callable[[str], Path], tmp_pa
     assert [point["rows"] for point in points["D1 cost curve"]["found"]["points"]] == [1, 2]
 
 
-def test_without_a_gpu_nothing_is_measured_and_nothing_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_nothing_is_measured_and_nothing_claimed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    code, said = run("--out", str(tmp_path / "suite.json"))
-    assert code == gpu_suite.NO_GPU
-    assert "no CUDA GPU" in said
+    with pytest.raises(RuntimeError) as raised:
+        gpu_suite.main(out=tmp_path / "suite.json")
+    assert getattr(raised.value, "exit_code", None) == gpu_suite.NO_GPU
+    assert "no CUDA GPU" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
