@@ -13,8 +13,6 @@ from playwright.sync_api import Dialog, Download, Locator, Page, expect
 PATIENCE_S = 90.0
 """For what happens within seconds, unless the machine is busy."""
 
-TYPED_CHARS = 40
-
 WATCH = """
 window.seen = [];
 const look = () => {
@@ -67,15 +65,11 @@ class Visit:
         return inside.or_(self.page.locator(f"textarea#{name}, input#{name}")).first
 
     def write(self, name: str, text: str | int | float) -> None:
-        """Type into a field, key by key, and leave it, as somebody who moves on does; a long text is pasted in the end.
-        A value that is set at once may be lost while gradio is still putting the field in its place."""
-        whole, field = str(text), self.field(name)
-        field.fill("")
-        field.press_sequentially(whole[:TYPED_CHARS])
-        if len(whole) > TYPED_CHARS:
-            expect(field).to_have_value(whole[:TYPED_CHARS])
-            field.fill(whole)
-        field.blur()
+        """Type into a field, key by key, and leave it, as somebody who moves on does. A value that is set at once may
+        be lost while gradio is still putting the field in its place."""
+        self.field(name).fill("")
+        self.field(name).press_sequentially(str(text))
+        self.field(name).blur()
 
     def choose(self, name: str, choice: str) -> None:
         """Take one of a group of radio buttons: the one whose label begins so."""

@@ -209,7 +209,7 @@ def test_a_form_of_any_length_keeps_nobody_waiting(
 
 
 def test_texts_that_are_too_long_are_refused(page: httpx.Client) -> None:
-    form = ["x" * 1_000_000, "", "draft", "square", 1, "Off", "2", "", "", "", "3", "", "", ""]
+    form = ["x" * 1_000_000, "", "draft", "square", 1, "Off", "2", "", "", "", "3", "", "", "", ""]
     painted = page.post(f"{API}/run/generate", json={"data": form, "session_hash": "long"}).json()["data"]
     suggested = page.post(f"{API}/run/suggest", json={"data": form[:1], "session_hash": "long"}).json()["data"]
     assert "The prompt has 1000000 characters" in painted[2]
