@@ -74,9 +74,11 @@ def _groups_of(engine: Engine, asked: Sequence[tuple[int, int] | None]) -> Itera
 
 
 def _prove(groups: Groups, group: GroupKey) -> bool:
+    compiled = group._replace(is_compiled=True)
     groups.learn(group)
+    groups.compiled.forget(compiled)  # it was looked for before there was any
     if groups.best(group) == group:  # proven before, or to be proven now
-        while groups.study(group._replace(is_compiled=True)):
+        while groups.study(compiled):
             pass
     return groups.best(group) != group
 

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from diffserve.config import EngineConfig
+from diffserve.cli import warm
+from diffserve.config import EngineConfig, Flag, load_settings
 from diffserve.disk_cache import DiskCache
 from diffserve.engine import Engine
 from diffserve.engine.image.buckets import CostCurve
@@ -102,6 +103,28 @@ def test_warm_compiles_every_size_once_and_says_what_it_saves(warmed: tuple[Path
     assert len(list((cache / "compiled").iterdir())) == len(SIZES)
     assert "64x64: " in told
     assert [line.split()[0] for line in told.splitlines()[-2:]] == ["1", "2"]
+
+
+@slow
+def test_warm_proves_what_it_has_just_compiled(
+    directory: Path,
+    warmed: tuple[Path, str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def compile_shape(*_: Any) -> None:
+        shutil.copytree(warmed[0] / "compiled", tmp_path / "compiled", dirs_exist_ok=True)
+
+    monkeypatch.setattr("diffserve.engine.image.compiled_groups.LEAST_SAVED", -math.inf)
+    monkeypatch.setattr("diffserve.engine.image.compiling.compile_shape", compile_shape)
+    flags = {
+        "engine.cache_dir": Flag("--cache", str(tmp_path)),
+        "engine.max_rows": Flag("--rows", 2),
+        "model.dtype": Flag("--dtype", "float32"),
+    }
+    assert warm.run(load_settings(model=str(directory), flags=flags, env={}), ["64x64"]) == 0
+    assert "64x64: used from now on" in capsys.readouterr().out
 
 
 @slow
