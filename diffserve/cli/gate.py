@@ -14,7 +14,7 @@ from diffserve.cli.sweep import SweepOptions, lasting_interrupt, make_progress, 
 from diffserve.config import Flag, Settings, load_settings
 from diffserve.errors import ConfigError, InvalidRequest
 from diffserve.experiments.folder import refuse_folder
-from diffserve.experiments.gate import JSON, RESULTS, SUMMARY, Gate, GateReport, Limits
+from diffserve.experiments.gate import JSON, RESULTS, SUMMARY, GateReport, Limits, PrecisionGate
 
 if TYPE_CHECKING:
     from diffserve.engine import Engine
@@ -49,7 +49,7 @@ def run(
     """
     if flags["model.dtype"].value is not None:
         raise InvalidRequest("--dtype and --gate both name precisions; give --gate alone.", param="dtype")
-    gate, limits = Gate.parse(options.gate), options.limits
+    gate, limits = PrecisionGate.parse(options.gate), options.limits
     settings = load_settings(model=model, config=config, flags=flags)
     plan = plan_of(pictures, settings, gated=True)
     refuse_folder(pictures.output, RESULTS)
@@ -81,7 +81,7 @@ def run(
     return EXIT_GATE_FAILED if report.failed else 0
 
 
-def _resolve(gate: Gate, settings: Settings) -> Gate:
+def _resolve(gate: PrecisionGate, settings: Settings) -> PrecisionGate:
     """The gate in canonical names, every precision known to run here. Raises ConfigError."""
     from diffserve.runtime import choose_device
 
@@ -93,7 +93,7 @@ def _resolve(gate: Gate, settings: Settings) -> Gate:
             raise ConfigError(f"--gate: {error.message}", param="gate") from None
     if len(set(names)) < len(names):
         raise InvalidRequest(f"--gate names {', '.join(names)}; name each precision once.", param="gate")
-    return Gate(names[0], tuple(names[1:]))
+    return PrecisionGate(names[0], tuple(names[1:]))
 
 
 def _in_precision(settings: Settings, precision: str) -> Settings:

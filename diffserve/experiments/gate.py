@@ -44,14 +44,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Gate:
+class PrecisionGate:
     """Canonical names of precisions, each once."""
 
     reference: str
     candidates: tuple[str, ...]
 
     @classmethod
-    def parse(cls, text: str) -> Gate:
+    def parse(cls, text: str) -> PrecisionGate:
         """Read ``REFERENCE:CANDIDATE,CANDIDATE``; short names are known. Raises :class:`InvalidRequest`."""
         reference, colon, rest = text.partition(":")
         if not colon or not reference.strip() or not rest.strip():
@@ -70,7 +70,7 @@ class Gate:
         return self.reference, *self.candidates
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class GateRow(msgspec.Struct, frozen=True, kw_only=True):
     """One precision in one cell.
 
     exact          share of pictures that show exactly what they were asked to; ``None`` where that cannot be checked
@@ -101,9 +101,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 class GateReport:
     """What came out. ``rows``: the reference first, then the candidates in order, each in every cell."""
 
-    gate: Gate
+    gate: PrecisionGate
     limits: Limits
-    rows: tuple[Row, ...]
+    rows: tuple[GateRow, ...]
     folder: Path
 
     @property
@@ -112,7 +112,7 @@ class GateReport:
         return tuple(dict.fromkeys(row.precision for row in self.rows if row.failures))
 
 
-def broken(row: Row, limits: Limits) -> Iterator[str]:
+def broken(row: GateRow, limits: Limits) -> Iterator[str]:
     """Every limit that the candidate of ``row`` breaks, with its value."""
     if row.exact_change is not None and -100 * row.exact_change.value > limits.exact_points:
         lost = -100 * row.exact_change.value

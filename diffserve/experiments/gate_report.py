@@ -10,7 +10,7 @@ import msgspec
 from PIL import Image
 
 from diffserve.experiments.folder import write_whole
-from diffserve.experiments.gate import JSON, PICTURES, SUMMARY, GateReport, Row
+from diffserve.experiments.gate import JSON, PICTURES, SUMMARY, GateReport, GateRow
 
 HEADS = ("precision", "cell", "exact", "change", "PSNR", "worst", "SSIM", "Frechet", "UNet", "s an image", "verdict")
 GAP_PX = 2
@@ -24,7 +24,7 @@ def table(report: GateReport) -> list[tuple[str, ...]]:
     return [tuple(line[index] for index in kept) for line in lines]
 
 
-def _fields(row: Row, report: GateReport, *, with_scale: bool) -> tuple[str, ...]:
+def _fields(row: GateRow, report: GateReport, *, with_scale: bool) -> tuple[str, ...]:
     verdict = "reference" if row.precision == report.gate.reference else "fails" if row.failures else "passes"
     change = row.exact_change
     return (

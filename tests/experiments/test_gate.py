@@ -16,14 +16,14 @@ from diffserve.cli.gate import EXIT_GATE_FAILED
 from diffserve.engine import Engine
 from diffserve.errors import InvalidRequest
 from diffserve.experiments.estimates import Estimate
-from diffserve.experiments.gate import JSON, RESULTS, Gate, Limits, Row, broken
+from diffserve.experiments.gate import JSON, RESULTS, GateRow, Limits, PrecisionGate, broken
 from diffserve.experiments.gate_run import GateProgress, run_gate
 from diffserve.experiments.plan import Cell, SweepPlan
 
 PLAN = SweepPlan(
     samplers=("ddim",), steps=(3,), guidance=(3.0,), prompts=("a fox", "an owl"), num_seeds=2, reference_steps=None
 )
-ROW = Row(precision="int8", cell=PLAN.cells[0], num_images=4, unet_bytes=1, engine_s=0.1)
+ROW = GateRow(precision="int8", cell=PLAN.cells[0], num_images=4, unet_bytes=1, engine_s=0.1)
 
 
 def coarse(layer: torch.nn.Module, levels: int = 3) -> None:
@@ -49,7 +49,7 @@ def opener(path: Path, damaged: str | None = None) -> Callable[[str], Engine]:
 
 def test_the_same_pictures_pass_and_coarse_weights_fail(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     path = tiny_model("sd15")
-    good = run_gate(Gate("float32", ("bfloat16",)), PLAN, Limits(), tmp_path / "good", opener(path))
+    good = run_gate(PrecisionGate("float32", ("bfloat16",)), PLAN, Limits(), tmp_path / "good", opener(path))
     assert good.failed == ()
     assert [row.precision for row in good.rows] == ["float32", "bfloat16"]
     psnr = good.rows[1].psnr_db
@@ -58,7 +58,7 @@ def test_the_same_pictures_pass_and_coarse_weights_fail(tiny_model: Callable[[st
     assert 20 < good.rows[1].worst_psnr_db <= psnr.value < 99
     assert good.rows[1].unet_bytes == good.rows[0].unet_bytes / 2
     limits = Limits(psnr_db=psnr.value - 3)
-    bad = run_gate(Gate("float32", ("bfloat16",)), PLAN, limits, tmp_path / "bad", opener(path, "bfloat16"))
+    bad = run_gate(PrecisionGate("float32", ("bfloat16",)), PLAN, limits, tmp_path / "bad", opener(path, "bfloat16"))
     assert bad.failed == ("bfloat16",)
     assert any(line.startswith("PSNR is") for line in bad.rows[1].failures)
 
@@ -66,7 +66,7 @@ def test_the_same_pictures_pass_and_coarse_weights_fail(tiny_model: Callable[[st
 def test_a_gate_leaves_a_document_a_page_and_pictures_and_paints_nothing_twice(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    gate, seen = Gate("float32", ("bfloat16",)), list[GateProgress]()
+    gate, seen = PrecisionGate("float32", ("bfloat16",)), list[GateProgress]()
     first = run_gate(gate, PLAN, Limits(), tmp_path, opener(tiny_model("sd15")), seen.append)
     assert [(one.precision, one.num_done) for one in seen] == [
         (name, done) for name in gate.names for done in (1, 2, 3, 4)
@@ -76,7 +76,7 @@ def test_a_gate_leaves_a_document_a_page_and_pictures_and_paints_nothing_twice(
     assert document["reference"] == "float32"
     assert document["failed"] == []
     assert document["models"]["bfloat16"]["dtype"] == "bfloat16"
-    assert msgspec.convert(document["rows"], tuple[Row, ...]) == first.rows
+    assert msgspec.convert(document["rows"], tuple[GateRow, ...]) == first.rows
     assert any("only pictures of the embedded model can be checked" in note for note in document["notes"])
     with Image.open(tmp_path / "gate.png") as sheet:
         assert sheet.size == (2 * 64 + 2, 2 * 64 + 2)  # two prompts, two precisions
@@ -102,13 +102,13 @@ def test_every_limit_that_is_broken_is_told(row: dict[str, object], failures: li
 
 
 def test_short_names_are_known() -> None:
-    assert Gate.parse("fp32: bf16,int8") == Gate("float32", ("bfloat16", "int8"))
+    assert PrecisionGate.parse("fp32: bf16,int8") == PrecisionGate("float32", ("bfloat16", "int8"))
 
 
 @pytest.mark.parametrize("text", ["", "fp32", ":bf16", "fp32:", "fp32:bf16,", "fp32:bf16,fp32", "bf16:int8,int8"])
 def test_a_gate_that_is_not_written_as_one_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="--gate"):
-        Gate.parse(text)
+        PrecisionGate.parse(text)
 
 
 @pytest.mark.parametrize(("name", "value"), [("psnr_db", -1), ("exact_points", 101), ("frechet", float("nan"))])

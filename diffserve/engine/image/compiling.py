@@ -84,7 +84,11 @@ class BackgroundCompiler:
                 logger.warning("compiling failed, so the UNet stays as it is: %s", self._last_words(code))
             self._end()
         if self._wanted and not self._is_broken:
-            self._begin(*self._wanted.popitem(last=False))
+            try:
+                self._begin(*self._wanted.popitem(last=False))
+            except OSError as error:  # a full disk, no more processes: nobody's picture fails for that
+                self._is_broken = True
+                logger.warning("nothing can be compiled, so the UNet stays as it is: %s", error)
         return done
 
     def close(self) -> None:

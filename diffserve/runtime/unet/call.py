@@ -13,7 +13,7 @@ Kind = tuple[tuple[int, ...], ...]
 """Shapes of a call's tensors less their first dimension, the rows."""
 
 
-class Call(NamedTuple):
+class UNetArguments(NamedTuple):
     """Arguments of one call of diffusers' UNet, as ``UNetRunner`` has them ready.
 
     sample     (R, C, h, w) in the network's dtype
@@ -44,5 +44,5 @@ class Call(NamedTuple):
         return tuple(tuple(tensor.shape[1:]) for tensor in self.tensors)
 
 
-Compiled = Callable[[Call], Tensor | None]
+Compiled = Callable[[UNetArguments], Tensor | None]
 """Makes a call in the network's place, (R, C, h, w) in its dtype; ``None`` where it cannot."""

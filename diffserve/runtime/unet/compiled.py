@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, Final
+from zipfile import is_zipfile
 
 import diffusers
 import torch
@@ -26,7 +27,7 @@ from diffserve.disk_cache import DiskCache
 from diffserve.errors import ConfigError
 from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.precision import TORCH_DTYPES, hardware_name, tensor_bytes
-from diffserve.runtime.unet.call import Call, Kind
+from diffserve.runtime.unet.call import Kind, UNetArguments
 from diffserve.runtime.unet.cross_attention import KeysValues, Pair
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ logger = logging.getLogger(__name__)
 class FlatUNet(nn.Module):
     """``network`` with tensors for arguments: those of ``call`` by number and order, their values aside."""
 
-    def __init__(self, network: Any, call: Call) -> None:
+    def __init__(self, network: Any, call: UNetArguments) -> None:
         super().__init__()
         self.network = network
         self._added = tuple(call.added or ())
@@ -96,7 +97,7 @@ class Packages:
         key = f"{FORMAT} {self._name} {kind} {num_rows}"
         return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()}.pt2"
 
-    def compile(self, call: Call) -> Path:
+    def compile(self, call: UNetArguments) -> Path:
         """Compile for calls like ``call`` unless that is done. Takes a minute; needs a C++ compiler.
 
         Raises what Inductor raises, ConfigError where there can be no package, and OSError of a full disk.
@@ -146,7 +147,7 @@ class Package:
         wanted = {name: held[name.removeprefix("network.")].data for name in self._loader.get_constant_fqns()}
         self._loader.load_constants(wanted, False, True, True)
 
-    def __call__(self, call: Call) -> Tensor:
+    def __call__(self, call: UNetArguments) -> Tensor:
         """(R, C, h, w) in the network's dtype."""
         output: Tensor = self._loader.boxed_run(_contiguous(call))[0]
         return output
@@ -171,12 +172,13 @@ class CompiledUNet:
                     self._loaded[kind, num_rows] = self.packages.load(path)
                 except (OSError, RuntimeError) as error:
                     self._distrust(error)
-                    path.unlink(missing_ok=True)
+                    if not is_zipfile(path):  # damaged, not merely without room to be unpacked
+                        path.unlink(missing_ok=True)
             if (kind, num_rows) in self._loaded:
                 found.append(num_rows)
         return tuple(found)
 
-    def run(self, call: Call) -> Tensor | None:
+    def run(self, call: UNetArguments) -> Tensor | None:
         """(R, C, h, w) in the network's dtype; ``None`` where there is no package, or it failed: never again then."""
         if not self._loaded or (kind := call.kind) is None:
             return None
@@ -195,7 +197,7 @@ class CompiledUNet:
         logger.warning("a compiled call failed, so it is made without: %s", str(error).partition("\n")[0])
 
 
-def _contiguous(call: Call) -> list[Tensor]:
+def _contiguous(call: UNetArguments) -> list[Tensor]:
     """What a package was compiled for, and does not check."""
     return [tensor.contiguous() for tensor in call.tensors]
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from diffserve.runtime.unet.call import Call
+from diffserve.runtime.unet.call import UNetArguments
 from diffserve.runtime.unet.cross_attention import Contexts
 
 NUM_SKIPS: Final = 2
@@ -71,7 +71,7 @@ class ShallowPart:
         finally:
             handle.remove()
 
-    def predict(self, call: Call, features: Tensor) -> Tensor:
+    def predict(self, call: UNetArguments, features: Tensor) -> Tensor:
         """What ``network`` would give (R, C, h, w), were ``features`` those of this very ``call``."""
         network = self.network
         sample, timesteps, contexts, added = call

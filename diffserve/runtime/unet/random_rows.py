@@ -10,7 +10,7 @@ from torch import Tensor
 
 from diffserve.runtime.model import DiffusionModel
 from diffserve.runtime.text.conditioning import Conditioner, PlainConditioner
-from diffserve.runtime.unet.call import Call, Compiled
+from diffserve.runtime.unet.call import Compiled, UNetArguments
 from diffserve.runtime.unet.cross_attention import KeysValues
 
 Shape = tuple[int, int, int]
@@ -79,7 +79,9 @@ def random_rows(
     return predict
 
 
-def random_call(model: DiffusionModel, shape: Shape, num_rows: int, conditioner: Conditioner | None = None) -> Call:
+def random_call(
+    model: DiffusionModel, shape: Shape, num_rows: int, conditioner: Conditioner | None = None
+) -> UNetArguments:
     """A call of the UNet with ``num_rows`` random rows of ``shape``."""
     inputs = random_inputs(model, shape, num_rows)
     contexts = (conditioner or PlainConditioner(model)).of_embeddings(inputs.pop("contexts"))

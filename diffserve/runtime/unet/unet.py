@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffserve.runtime.unet.call import Call, Compiled
+from diffserve.runtime.unet.call import Compiled, UNetArguments
 from diffserve.runtime.unet.cross_attention import Contexts, CrossAttention
 from diffserve.runtime.unet.deep_cache import ShallowPart
 
@@ -118,7 +118,7 @@ class UNetRunner:
         pooled: torch.Tensor | None = None,
         time_ids: torch.Tensor | None = None,
         extra: torch.Tensor | None = None,
-    ) -> Call:
+    ) -> UNetArguments:
         """The arguments of :meth:`predict` as the network takes them. ValueError where one is missing."""
         added = None
         if self.has_size_conditioning:
@@ -132,4 +132,4 @@ class UNetRunner:
         sample = model_input.to(self.device)
         if extra is not None:
             sample = torch.cat([sample, extra.to(self.device)], dim=1)
-        return Call(sample.to(self.dtype), timesteps.to(self.device, torch.float32), contexts, added)
+        return UNetArguments(sample.to(self.dtype), timesteps.to(self.device, torch.float32), contexts, added)
