@@ -157,12 +157,12 @@ def test_a_full_server_is_asked_again_until_there_is_room(text_server: RunningSe
             assert len(greedy.paintings) < 200
             long = greedy.paint(server, order(num_inference_steps=LONG, n=10))
             await asyncio.sleep(0.1)
-        painting = patient.paint(server, order())
+        painting = patient.paint(server, order(n=10))  # where ten find no room, one may
         await until(lambda: painting.is_shut_out)
         assert progress_text(painting) == SHUT_OUT
         greedy.stop()
         await painting.wait()
-        assert (painting.error, len(painting.pictures), painting.is_shut_out) == (None, 1, False)
+        assert (painting.error, len(painting.pictures), painting.is_shut_out) == (None, 10, False)
 
     tell(text_server.url, story)
 
