@@ -213,6 +213,7 @@ def test_a_unet_of_one_block_has_no_shallow_part() -> None:
     assert ShallowPart.find(UNet2DConditionModel(**sizes, **blocks)) is None
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_once_costs_no_byte(make_engine: MakeEngine) -> None:
     def pair() -> list[GenerationRequest]:
         return [asked("sd15", "euler_a", seed=seed, num_steps=4, cache_interval=3) for seed in (1, 2)]

@@ -16,14 +16,17 @@ from diffserve.cli.gate import EXIT_GATE_FAILED
 from diffserve.engine import Engine
 from diffserve.errors import InvalidRequest
 from diffserve.experiments.estimates import Estimate
-from diffserve.experiments.gate import JSON, RESULTS, GateRow, Limits, PrecisionGate, broken
+from diffserve.experiments.gate import JSON, RESULTS, GateReport, GateRow, Limits, PrecisionGate, broken
 from diffserve.experiments.gate_run import GateProgress, run_gate
 from diffserve.experiments.plan import Cell, SweepPlan
 
 PLAN = SweepPlan(
     samplers=("ddim",), steps=(3,), guidance=(3.0,), prompts=("a fox", "an owl"), num_seeds=2, reference_steps=None
 )
+GATE = PrecisionGate("float32", ("bfloat16",))
 ROW = GateRow(precision="int8", cell=PLAN.cells[0], num_images=4, unet_bytes=1, engine_s=0.1)
+
+Passed = tuple[GateReport, Path, list[GateProgress]]
 
 
 def coarse(layer: torch.nn.Module, levels: int = 3) -> None:
@@ -47,9 +50,17 @@ def opener(path: Path, damaged: str | None = None) -> Callable[[str], Engine]:
     return open_engine
 
 
-def test_the_same_pictures_pass_and_coarse_weights_fail(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    path = tiny_model("sd15")
-    good = run_gate(PrecisionGate("float32", ("bfloat16",)), PLAN, Limits(), tmp_path / "good", opener(path))
+@pytest.fixture(scope="module")
+def passed(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Passed:
+    """What a gate found that nobody failed at, its folder, and what it said on the way."""
+    folder, seen = tmp_path_factory.mktemp("gate"), list[GateProgress]()
+    return run_gate(GATE, PLAN, Limits(), folder, opener(tiny_model("sd15")), seen.append), folder, seen
+
+
+def test_the_same_pictures_pass_and_coarse_weights_fail(
+    passed: Passed, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    good, *_ = passed
     assert good.failed == ()
     assert [row.precision for row in good.rows] == ["float32", "bfloat16"]
     psnr = good.rows[1].psnr_db
@@ -58,31 +69,30 @@ def test_the_same_pictures_pass_and_coarse_weights_fail(tiny_model: Callable[[st
     assert 20 < good.rows[1].worst_psnr_db <= psnr.value < 99
     assert good.rows[1].unet_bytes == good.rows[0].unet_bytes / 2
     limits = Limits(psnr_db=psnr.value - 3)
-    bad = run_gate(PrecisionGate("float32", ("bfloat16",)), PLAN, limits, tmp_path / "bad", opener(path, "bfloat16"))
+    bad = run_gate(GATE, PLAN, limits, tmp_path, opener(tiny_model("sd15"), "bfloat16"))
     assert bad.failed == ("bfloat16",)
     assert any(line.startswith("PSNR is") for line in bad.rows[1].failures)
 
 
 def test_a_gate_leaves_a_document_a_page_and_pictures_and_paints_nothing_twice(
-    tiny_model: Callable[[str], Path], tmp_path: Path
+    passed: Passed, tiny_model: Callable[[str], Path]
 ) -> None:
-    gate, seen = PrecisionGate("float32", ("bfloat16",)), list[GateProgress]()
-    first = run_gate(gate, PLAN, Limits(), tmp_path, opener(tiny_model("sd15")), seen.append)
+    first, folder, seen = passed
     assert [(one.precision, one.num_done) for one in seen] == [
-        (name, done) for name in gate.names for done in (1, 2, 3, 4)
+        (name, done) for name in GATE.names for done in (1, 2, 3, 4)
     ]
-    assert {file.name for file in tmp_path.iterdir()} == {*RESULTS, "parts"}
-    document = json.loads((tmp_path / JSON).read_bytes())
+    assert {file.name for file in folder.iterdir()} == {*RESULTS, "parts"}
+    document = json.loads((folder / JSON).read_bytes())
     assert document["reference"] == "float32"
     assert document["failed"] == []
     assert document["models"]["bfloat16"]["dtype"] == "bfloat16"
     assert msgspec.convert(document["rows"], tuple[GateRow, ...]) == first.rows
     assert any("only pictures of the embedded model can be checked" in note for note in document["notes"])
-    with Image.open(tmp_path / "gate.png") as sheet:
+    with Image.open(folder / "gate.png") as sheet:
         assert sheet.size == (2 * 64 + 2, 2 * 64 + 2)  # two prompts, two precisions
-    seen.clear()
-    again = run_gate(gate, PLAN, Limits(), tmp_path, opener(tiny_model("sd15")), seen.append)
-    assert seen == []
+    more = list[GateProgress]()
+    again = run_gate(GATE, PLAN, Limits(), folder, opener(tiny_model("sd15")), more.append)
+    assert more == []
     assert again.rows == first.rows
 
 

@@ -54,6 +54,7 @@ def test_every_plot_is_a_picture(summaries: tuple[CellSummary, ...]) -> None:
         assert len(np.unique(found.reshape(-1, 3), axis=0)) > 10
 
 
+@pytest.mark.slow
 def test_a_plot_of_one_cell_or_without_some_measures_can_be_drawn(summaries: tuple[CellSummary, ...]) -> None:
     for part in (summaries[:1], summaries[:1] + summaries[-1:]):
         assert pixels(plots.curves(part)).size

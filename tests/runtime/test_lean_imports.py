@@ -60,6 +60,7 @@ def test_process_with_the_libraries_in_it_is_left_alone() -> None:
     assert all(sys.modules.get(name) is before[name] for name in (*UNUSED, "diffusers") if name in before)
 
 
+@pytest.mark.slow
 def test_classes_of_transformers_are_all_found_where_they_are() -> None:
     code = """
 from diffserve.runtime.loading import library_imports

@@ -84,7 +84,7 @@ def test_ordinary_schedules_never_hold_pure_noise() -> None:
 def test_ends_at_pure_noise_still_keep_both_laws() -> None:
     for sampler in SAMPLERS:
         for schedule in (ZERO_SNR, BENT):
-            for num_steps in (1, 2, 3, 400, 1000):
+            for num_steps in (1, 2, 3, 1000):
                 for sigma_schedule in (None, "karras", "beta"):
                     compile_table(sampler, schedule, num_steps, spacing="trailing", sigma_schedule=sigma_schedule)
 

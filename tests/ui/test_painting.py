@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import pytest
+
 from diffserve.client import Failure, LostImage, StreamedImageFields
 from tests.service.server import SOON_S, RunningServer, files_of, wait_for
 from ui.captions import SHUT_OUT, caption_of, painted_from, progress_text
@@ -64,6 +66,7 @@ def test_pictures_that_fail_for_one_reason_say_it_once() -> None:
     assert "Picture 2 failed: something broke." in said
 
 
+@pytest.mark.slow
 def test_its_files_are_the_servers_own(text_server: RunningServer) -> None:
     plain = files_of(text_server.paint("a red fox", num_steps=4, seed=3, n=2))
 
@@ -82,6 +85,7 @@ def test_its_files_are_the_servers_own(text_server: RunningServer) -> None:
     tell(text_server.url, story)
 
 
+@pytest.mark.slow
 def test_a_rewritten_one_says_what_it_was_painted_from(text_server: RunningServer) -> None:
     async def story(server: Server) -> None:
         painting = Visitor().paint(server, order("fox", rewrites=True, prompt_rewriter="auto"))
@@ -94,6 +98,7 @@ def test_a_rewritten_one_says_what_it_was_painted_from(text_server: RunningServe
     tell(text_server.url, story)
 
 
+@pytest.mark.slow
 def test_who_stops_frees_the_lane_and_touches_nobody_else(text_server: RunningServer) -> None:
     async def story(server: Server) -> None:
         visitors = Visitors()
@@ -113,6 +118,7 @@ def test_who_stops_frees_the_lane_and_touches_nobody_else(text_server: RunningSe
     tell(text_server.url, story)
 
 
+@pytest.mark.slow
 def test_what_the_server_refuses_is_shown_and_keeps_nothing(text_server: RunningServer) -> None:
     async def story(server: Server) -> None:
         visitor = Visitor()
@@ -148,6 +154,7 @@ def test_until_it_begins_its_place_is_said() -> None:
     tell("http://127.0.0.1:9", story)
 
 
+@pytest.mark.slow
 def test_a_full_server_is_asked_again_until_there_is_room(text_server: RunningServer) -> None:
     async def story(server: Server) -> None:
         greedy, patient = Visitor(), Visitor()
@@ -167,6 +174,7 @@ def test_a_full_server_is_asked_again_until_there_is_room(text_server: RunningSe
     tell(text_server.url, story)
 
 
+@pytest.mark.slow
 def test_a_gallery_and_the_list_of_visitors_are_bounded(text_server: RunningServer) -> None:
     async def story(server: Server) -> None:
         visitors = Visitors()

@@ -53,6 +53,7 @@ async def hang_up(visitors: Visitors, session: str, watching: AsyncIterator[Any]
     visitors.leave(session)
 
 
+@pytest.mark.slow
 def test_a_reloaded_tab_finds_its_painting_and_its_pictures(server: RunningServer) -> None:
     async def story(page: Server) -> None:
         visitors = Visitors(grace_s=NEVER_S)
@@ -73,6 +74,7 @@ def test_a_reloaded_tab_finds_its_painting_and_its_pictures(server: RunningServe
     tell(server.url, story)
 
 
+@pytest.mark.slow
 def test_a_tab_that_does_not_come_back_ends_its_painting_and_nobody_elses(server: RunningServer) -> None:
     async def story(page: Server) -> None:
         visitors = Visitors(grace_s=GRACE_S)
@@ -91,6 +93,7 @@ def test_a_tab_that_does_not_come_back_ends_its_painting_and_nobody_elses(server
     tell(server.url, story)
 
 
+@pytest.mark.slow
 def test_a_script_has_no_tab_to_come_back_with_and_ends_at_once(server: RunningServer) -> None:
     async def story(page: Server) -> None:
         visitor = Visitors(grace_s=NEVER_S).of("script")
@@ -148,6 +151,7 @@ def test_who_was_forgotten_is_the_same_visitor_to_their_tab() -> None:
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_pictures_of_who_is_still_here_are_there_when_the_server_was_started_anew(server: RunningServer) -> None:
     files = Files()
 
