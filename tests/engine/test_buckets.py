@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diffserve.engine.image.buckets import CostCurve, split
+from diffserve.engine.image.buckets import RETRY_EVERY, CostCurve, split
 
 
 def curve(costs: dict[int, float], *, is_exact: bool = True) -> CostCurve:
@@ -50,6 +50,18 @@ def test_rows_of_which_nothing_is_known_have_calls_of_their_own() -> None:
     cautious = CostCurve((4,), is_alone=True)
     assert cautious.calls(3) == [(0, 1, 4), (1, 2, 4), (2, 3, 4)]
     assert cautious.knee(16) == 2
+
+
+def test_a_size_that_is_thought_dear_is_called_again_now_and_then_and_mends() -> None:
+    measured = curve({1: 1.0, 2: 1.9, 4: 9.0})
+    covers = [[bucket for *_, bucket in measured.calls(5)] for _ in range(2 * RETRY_EVERY)]
+    assert [at for at, cover in enumerate(covers) if 4 in cover] == [RETRY_EVERY - 1, 2 * RETRY_EVERY - 1]
+    assert all(len(measured.cover(num_rows)) == 1 for num_rows in (1, 2))
+    assert {4} != set(measured.cover(4))
+    for _ in range(4):
+        measured.observe(4, 3.0)  # what it really takes
+    assert [bucket for *_, bucket in measured.calls(5)] == [4, 1]
+    assert measured.calls(3, most=2) == [(0, 2, 2), (2, 3, 1)]
 
 
 def test_the_knee_is_the_fewest_rows_at_nearly_the_best_cost_per_row() -> None:

@@ -8,7 +8,7 @@ rows with 8 + 4 costs less than rounding up to 16.
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -18,6 +18,8 @@ from diffserve.runtime.unet.batch_invariance import GroupFacts
 
 KNEE_GAIN = 1.05
 PROBE_EVERY = 16
+RETRY_EVERY = 64
+"""Ticks after which a size that is thought dear is called again: what made it slow may be over."""
 FALL, RISE = 0.5, 0.05
 NO_LIMIT = 1 << 16
 
@@ -35,6 +37,7 @@ class CostCurve:
         self.is_alone = is_alone
         self._seconds: dict[int, float] = {}
         self._covers: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._passed_over = Counter[int]()
 
     @classmethod
     def of(cls, facts: GroupFacts, *, is_exact: bool) -> CostCurve:
@@ -80,10 +83,24 @@ class CostCurve:
         return self._covers[num_rows, most]
 
     def calls(self, num_rows: int, most: int = NO_LIMIT) -> list[tuple[int, int, int]]:
-        """``num_rows`` rows laid into their cover: (start, stop, bucket) for each call."""
+        """``num_rows`` rows laid into their cover: (start, stop, bucket) for each call.
+
+        To be made, and not only to be counted: a bucket that the rows would fill and that was passed over
+        ``RETRY_EVERY`` times is in it whatever it is thought to cost. Else a size that was first measured beside busy
+        neighbours would never be called again, and nothing would mend that.
+        """
         if self.is_alone:
             return [(row, row + 1, self.buckets[0]) for row in range(num_rows)]
-        return split(num_rows, self.cover(num_rows, most))
+        cover = self.cover(num_rows, most)
+        if self.is_exact:
+            filled = {bucket for bucket in self.buckets if bucket <= min(num_rows, most)}
+            self._passed_over.update(filled.difference(cover))
+            tired = next((size for size in filled if self._passed_over[size] >= RETRY_EVERY), None)
+            if tired is not None:
+                cover = tuple(sorted((tired, *self.cover(num_rows - tired, most)), reverse=True))
+            for size in cover:
+                del self._passed_over[size]
+        return split(num_rows, cover)
 
     def _cheapest_cover(self, num_rows: int, most: int) -> tuple[int, ...]:
         sizes = [bucket for bucket in self.buckets if bucket <= most] or self.buckets[:1]

@@ -56,7 +56,7 @@ class ImageRunner:
         self.clock = clock
         self.pool = LanePool(model.device)
         self.conditioner = make_conditioner(model, config, is_exact=is_deterministic(model, config), pool=pages)
-        self.groups = Groups(model, config, self.conditioner, make_threads(config, model.device))
+        self.groups = Groups(model, config, self.conditioner, make_threads(config, model.device), clock)
         self.caps = RowCaps(clock)
         self.caller = UNetCaller(model, self.conditioner, self.groups, self.caps, clock)
         self._preparer = Preparer(model, self.conditioner, self.pool)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -74,9 +76,15 @@ class Groups:
     """
 
     def __init__(
-        self, model: DiffusionModel, config: EngineConfig, conditioner: Conditioner, threads: Threads | None = None
+        self,
+        model: DiffusionModel,
+        config: EngineConfig,
+        conditioner: Conditioner,
+        threads: Threads | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model = model
+        self._clock = clock
         self.conditioner = conditioner
         self.threads = threads or Threads()
         self.on_cpu = model.device.type == "cpu"
@@ -264,7 +272,7 @@ class Groups:
                 self.model, group.shape, num_rows, self.conditioner, rows, compiled, is_shallow=is_shallow
             )
             with self.threads.using(num_threads):
-                return timed(predict)(rows, num_threads)
+                return timed(predict, self._clock)(rows, num_threads)
 
         return attempt
 

@@ -73,17 +73,13 @@ class UNetCaller:
         """
         output = torch.zeros((batch.num_rows, *batch.x.shape[1:]), device=batch.x.device)
         failed: dict[int, Exception] = {}
-        curve = self.groups.known(group).curve
-        pending = [range(start, stop) for start, stop, _ in curve.calls(batch.num_rows, self.caps.cap(group))]
+        pending = self._layout(range(batch.num_rows), group)
         has_eased = False
         while pending:
-            part = pending.pop(0)
-            bucket = 0
+            rows, bucket = pending.pop(0)
             try:
-                for start, stop, bucket in curve.calls(len(part), self.caps.cap(group)):
-                    rows = part[start:stop]
-                    output[rows.start : rows.stop] = self._call(batch, rows, bucket, group, calls)
-                    self.caps.ran(group, bucket, self.groups.most_rows)
+                output[rows.start : rows.stop] = self._call(batch, rows, bucket, group, calls)
+                self.caps.ran(group, bucket, self.groups.most_rows)
             except Exception as error:
                 raise_if_sticky(error)
                 if isinstance(error, torch.OutOfMemoryError):
@@ -91,15 +87,20 @@ class UNetCaller:
                     if not has_eased:
                         has_eased = True
                         self.ease()
-                        pending.insert(0, part)
+                        pending.insert(0, (rows, bucket))
                         continue
                     self.caps.ran_out(group, bucket)
-                if len(part) == 1:
-                    failed[part.start] = error
+                if len(rows) == 1:
+                    failed[rows.start] = error
                 else:
-                    middle = len(part) // 2
-                    pending[:0] = [part[:middle], part[middle:]]
+                    middle = len(rows) // 2
+                    pending[:0] = [*self._layout(rows[:middle], group), *self._layout(rows[middle:], group)]
         return output, failed
+
+    def _layout(self, rows: range, group: GroupKey) -> list[tuple[range, int]]:
+        """``rows`` in the calls that are to be made for them, each with its bucket."""
+        calls = self.groups.known(group).curve.calls(len(rows), self.caps.cap(group))
+        return [(rows[start:stop], bucket) for start, stop, bucket in calls]
 
     def ease(self) -> None:
         """Give back all memory that is only kept to save time."""
