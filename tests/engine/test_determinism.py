@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from msgspec.structs import replace
@@ -230,12 +232,39 @@ def test_a_large_model_is_not_checked_but_run_row_by_row(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("diffserve.engine.image.shape_groups.CHECK_LIMIT_CPU", 1.0)
+    monkeypatch.setattr("diffserve.engine.image.shape_groups.PAIR_LIMIT_CPU", 1.0)
     engine = make_engine()
     together = engine.generate([asked("sd15", "euler", seed=seed, num_steps=2) for seed in range(2)])
     assert set(engine.buckets.values()) == {(1,)}
     assert all(len(call.rows) == 1 for tick in engine.trace for call in tick.calls)
     [alone] = engine.generate(asked("sd15", "euler", seed=1, num_steps=2))
     assert content(alone) == content(together[1])
+
+
+@pytest.mark.parametrize("minds_its_place", [False, True])
+def test_rows_of_a_model_that_is_not_so_large_run_in_pairs_if_that_gives_the_same_bytes_in_both_places(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, minds_its_place: bool
+) -> None:
+    monkeypatch.setattr("diffserve.engine.image.shape_groups.CHECK_LIMIT_CPU", 1.0)
+    if minds_its_place:
+        monkeypatch.setattr("diffserve.runtime.unet.batch_invariance._agrees", lambda *_: False)
+    requests = [("euler", 5.0), ("dpmpp_2m", 1.0), ("euler_a", 5.0)]
+
+    def wanted() -> list[GenerationRequest]:
+        return [
+            asked("sd15", sampler, seed=seed, num_steps=2, guidance_scale=guidance)
+            for seed, (sampler, guidance) in enumerate(requests)
+        ]
+
+    engine = make_engine(cache_dir=str(tmp_path))
+    together = engine.generate(wanted())
+    size = 1 if minds_its_place else 2
+    assert set(engine.buckets.values()) == {(size,)}
+    assert {len(call.rows) + call.num_padded for tick in engine.trace for call in tick.calls} == {size}
+    monkeypatch.setattr("diffserve.engine.image.shape_groups.study", None)  # known from now on
+    for place in (1, 2):
+        [alone] = make_engine(cache_dir=str(tmp_path)).generate(wanted()[place])
+        assert content(alone) == content(together[place])
 
 
 def test_warming_up_finds_the_buckets_of_the_native_size(make_engine: MakeEngine) -> None:

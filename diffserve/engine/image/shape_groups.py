@@ -22,6 +22,7 @@ from diffserve.runtime.precision import hardware_name
 from diffserve.runtime.text.conditioning import Conditioner
 from diffserve.runtime.threads import Threads
 from diffserve.runtime.unet.batch_invariance import (
+    PAIR,
     SHARED,
     SOLO,
     FactsOnDisk,
@@ -29,6 +30,7 @@ from diffserve.runtime.unet.batch_invariance import (
     Study,
     Trial,
     Try,
+    end_of,
     first_look,
     reference_in,
     sizes_to_check,
@@ -52,6 +54,9 @@ GROUPS_KEPT = 64
 CHECK_LIMIT_CPU = 2e11
 CHECK_LIMIT_DEVICE = 1e15
 """Parameters times latent cells above which the check would take many seconds: there one row fills the machine."""
+
+PAIR_LIMIT_CPU = 2e12
+"""Up to so many it does not fill a CPU, and whether the two rows of a guided picture may share a call is looked at."""
 
 logger = logging.getLogger(__name__)
 
@@ -208,6 +213,9 @@ class Groups:
     def _read(self, group: GroupKey) -> Known | None:
         """What the disk says, or what is settled without measuring."""
         if self._is_large(group):
+            facts = self._pair(group) if self.is_deterministic and self._work(group) <= PAIR_LIMIT_CPU else None
+            if facts is not None:
+                return Known(CostCurve.of(facts, is_exact=True), facts.counts)
             return Known(CostCurve((SOLO,), is_exact=self.is_deterministic), self._free_counts())
         facts = self._facts(_name(group))
         if facts is None or (self.is_deterministic and self._reference_of(group) not in facts.buckets):
@@ -294,10 +302,24 @@ class Groups:
             give_memory_back(self.model.device)
         return found
 
+    def _pair(self, group: GroupKey) -> GroupFacts | None:
+        """Whether calls of ``group`` have two rows each, found out with two calls and kept on disk; ``None`` where they
+        have one."""
+        facts = self._facts(_name(group))
+        if facts is None:
+            counts = self._free_counts()
+            facts = end_of(study(self._try(group), (PAIR,), reference=PAIR, counts=counts, is_patient=True))
+            if facts.is_complete:
+                self._disk.write(_name(group), facts)
+        return facts if facts.is_complete and not facts.is_alone else None
+
     def _is_large(self, group: GroupKey) -> bool:
+        return self._work(group) > (CHECK_LIMIT_CPU if self.on_cpu else CHECK_LIMIT_DEVICE)
+
+    def _work(self, group: GroupKey) -> float:
+        """Parameters times latent cells."""
         factor = self.model.info.vae_factor
-        work = self.model.info.num_parameters * (group.height_px // factor) * (group.width_px // factor)
-        return work > (CHECK_LIMIT_CPU if self.on_cpu else CHECK_LIMIT_DEVICE)
+        return self.model.info.num_parameters * (group.height_px // factor) * (group.width_px // factor)
 
     def _circumstances(self, config: EngineConfig) -> str:
         """All that costs and agreement depend on, but the shape."""

@@ -27,6 +27,9 @@ MOST_SIZE: Final = 1 << 16
 SOLO = 1
 """The reference where a row fills the machine by itself: calls of one row cost nothing more there."""
 
+PAIR = 2
+"""The reference where a row nearly does, and both rows of a guided picture cost less in one call than in two."""
+
 SHARED = 4
 """The reference where one row rounds unlike four. On the CPUs seen so far four, eight and sixteen then agree."""
 
