@@ -28,8 +28,10 @@ from diffserve.engine.image.compiling import BackgroundCompiler
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.loading.library_imports import import_quietly
+from diffserve.runtime.text.conditioning import make_conditioner
 from diffserve.runtime.unet.batch_invariance import GroupFacts, Trial, Try, end_of
-from diffserve.runtime.unet.compiled import CompiledUNet, Packages
+from diffserve.runtime.unet.compiled import CompiledUNet, FlatUNet, Packages
+from diffserve.runtime.unet.random_rows import random_call
 from diffserve.types import GenerationRequest, Painted
 from tests.engine.pipelines import asked
 from tests.service.server import START_S
@@ -239,15 +241,32 @@ def test_the_compiler_beside_an_engine_ends_with_it(warmed: tuple[Path, str]) ->
     assert child.wait(START_S) != 0
 
 
+@slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler, which is imported here
+def test_packages_of_int8_use_the_weights_of_the_network_as_they_are(directory: Path, tmp_path: Path) -> None:
+    model = load_model(directory, dtype="int8", device="cpu")
+    conditioner = make_conditioner(model, EngineConfig(), is_exact=True)
+    packages = Packages(model, DiskCache.at(str(tmp_path)))
+    assert not packages.is_baked
+    with torch.no_grad():
+        call = random_call(model, (64, 64, 77), 2, conditioner)
+        package = packages.load(packages.compile(call))
+        wanted = FlatUNet(model.unet.network, call)(*call.tensors)
+        assert torch.allclose(package(call).float(), wanted.float(), rtol=0.02, atol=0.02)
+        assert wanted.std((2, 3)).min() > 0.1
+        model.unet.network.conv_out.weight.zero_()
+        assert package(call).std((2, 3)).max() == 0
+
+
 @pytest.mark.parametrize(
-    ("config", "reason"), [({"cache_dir": ""}, "cache_dir is empty"), ({"cache_dir": "x"}, "int8 are not compiled")]
+    ("config", "reason"), [({"cache_dir": ""}, "cache_dir is empty"), ({"cache_dir": "x"}, "float8 are not compiled")]
 )
 def test_why_nothing_can_be_compiled_is_said(
     make_engine: Callable[..., Engine], config: dict[str, str], reason: str
 ) -> None:
     loaded = make_engine(cache_dir="").model
-    in_int8 = replace(loaded, choice=replace(loaded.choice, dtype="int8"))
-    packages = Packages(in_int8 if "int8" in reason else loaded, DiskCache.at(config["cache_dir"]))
+    in_float8 = replace(loaded, choice=replace(loaded.choice, dtype="float8"))
+    packages = Packages(in_float8 if "float8" in reason else loaded, DiskCache.at(config["cache_dir"]))
     assert packages.reason is not None
     assert reason in packages.reason
     assert packages.path(((1,),), 1) is None

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, Final
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from diffserve.disk_cache import DiskCache
 from diffserve.errors import ConfigError
 from diffserve.runtime.device_health import raise_if_sticky
-from diffserve.runtime.precision import TORCH_DTYPES, hardware_name, tensor_bytes
+from diffserve.runtime.precision import INT8, INT8_DYNAMIC, TORCH_DTYPES, hardware_name, tensor_bytes
 from diffserve.runtime.unet.call import Kind, UNetArguments
 from diffserve.runtime.unet.cross_attention import KeysValues, Pair
 
@@ -37,6 +37,8 @@ FOLDER: Final = "compiled"
 FORMAT: Final = 1
 MOST_PACKAGES: Final = 256
 """Of all models together; the longest unused go first."""
+
+COMPILED_DTYPES: Final = (*TORCH_DTYPES, INT8, INT8_DYNAMIC)
 
 MOST_BAKED_BYTES: Final = 1 << 27
 """Of a network: every package of it holds its weights once more, on disk and in memory."""
@@ -73,7 +75,7 @@ class Packages:
     """The packages of ``model``'s UNet on this machine, under ``cache``.
 
     reason    why there can be none, ``None`` where there can
-    is_baked  whether a package holds the weights
+    is_baked  whether a package holds the weights; never those in int8, which would be held as floats
     """
 
     def __init__(self, model: DiffusionModel, cache: DiskCache) -> None:
@@ -82,7 +84,8 @@ class Packages:
         self._folder = None if cache.folder is None else cache.folder / FOLDER
         self.reason = _reason(model, self._folder)
         num_bytes = sum(map(tensor_bytes, self._network.parameters()))
-        self.is_baked = model.device.type == "cpu" and num_bytes <= MOST_BAKED_BYTES
+        is_small = num_bytes <= MOST_BAKED_BYTES
+        self.is_baked = model.device.type == "cpu" and is_small and model.choice.dtype in TORCH_DTYPES
         self._name = "" if self.reason else _circumstances(model, self.is_baked)
 
     @property
@@ -144,6 +147,7 @@ class Package:
     def use_weights(self, network: nn.Module) -> None:
         """Compute with the weights of ``network``, where they are."""
         held = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+        held |= {name: part for whole, tensor in held.items() for name, part in _parts(whole, tensor)}
         wanted = {name: held[name.removeprefix("network.")].data for name in self._loader.get_constant_fqns()}
         self._loader.load_constants(wanted, False, True, True)
 
@@ -197,6 +201,14 @@ class CompiledUNet:
         logger.warning("a compiled call failed, so it is made without: %s", str(error).partition("\n")[0])
 
 
+def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What a quantised weight is made of (torchao), by the names that ``torch.export`` gives to it."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        owner, _, leaf = name.rpartition(".")
+        for number, part in enumerate(tensor.__tensor_flatten__()[0]):
+            yield f"{owner}.parametrizations.{leaf}.original{number}", getattr(tensor, part)
+
+
 def _contiguous(call: UNetArguments) -> list[Tensor]:
     """What a package was compiled for, and does not check."""
     return [tensor.contiguous() for tensor in call.tensors]
@@ -205,8 +217,8 @@ def _contiguous(call: UNetArguments) -> list[Tensor]:
 def _reason(model: DiffusionModel, folder: Path | None) -> str | None:
     if folder is None:
         return "packages are kept in the cache folder, and engine.cache_dir is empty"
-    if model.choice.dtype not in TORCH_DTYPES:
-        return f"weights of {model.choice.dtype} are not compiled; choose one of {', '.join(TORCH_DTYPES)}"
+    if model.choice.dtype not in COMPILED_DTYPES:
+        return f"weights of {model.choice.dtype} are not compiled; choose one of {', '.join(COMPILED_DTYPES)}"
     if model.choice.offload != "none":
         return f"weights that rest elsewhere (offload is {model.choice.offload}) are not compiled"
     if model.device.type not in ("cpu", "cuda"):
