@@ -95,7 +95,7 @@ def test_command_line_examples_work_in_their_order(tmp_path: Path) -> None:
     assert output["rewrite"] == "two dogs on the beach\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["crown-1.png", "crown-2.png", "owl.png"]
     with Image.open(tmp_path / "crown-1.png") as image:
-        assert image.size == (512, 512)
+        assert image.size == (192, 128)
 
 
 @pytest.mark.slow
