@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.text.conditioning import make_conditioner
+from diffserve.runtime.unet import compiled
 from diffserve.runtime.unet.batch_invariance import GroupFacts, Trial, Try, end_of
 from diffserve.runtime.unet.compiled import CompiledUNet, FlatUNet, Packages
 from diffserve.runtime.unet.random_rows import random_call
@@ -239,6 +241,22 @@ def test_the_compiler_beside_an_engine_ends_with_it(warmed: tuple[Path, str]) ->
     child.stdin.write(json.dumps({**order, "cache_dir": "", "shape": [64, 64, 77], "sizes": [1]}) + "\n")
     child.stdin.close()
     assert child.wait(START_S) != 0
+
+
+def test_the_oldest_packages_go_and_what_a_killed_compiler_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "MOST_PACKAGES", 2)
+    now_s = time.time()
+    for age_s, name in enumerate(("c.pt2", "b.pt2", "a.pt2")):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (now_s, now_s - age_s))
+    for age_s, name in ((60, ".going"), (int(compiled.LONGEST_COMPILE_S) + 60, ".left")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part.pt2").touch()
+        os.utime(tmp_path / name, (now_s, now_s - age_s))
+    compiled._forget_oldest(tmp_path)
+    assert {entry.name for entry in tmp_path.iterdir()} == {"c.pt2", "b.pt2", ".going"}
 
 
 @slow

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import mkdtemp
@@ -43,6 +44,8 @@ COMPILED_DTYPES: Final = (*TORCH_DTYPES, INT8, INT8_DYNAMIC)
 MOST_BAKED_BYTES: Final = 1 << 27
 """Of a network: every package of it holds its weights once more, on disk and in memory."""
 
+LONGEST_COMPILE_S: Final = 6 * 3600.0
+"""A folder of work that is older was left behind."""
 
 logger = logging.getLogger(__name__)
 
@@ -238,7 +241,12 @@ def _circumstances(model: DiffusionModel, is_baked: bool) -> str:
 
 
 def _forget_oldest(folder: Path) -> None:
-    """Keep the ``MOST_PACKAGES`` last used; what another process removes meanwhile is gone all the same."""
-    found: Sequence[os.DirEntry[str]] = [entry for entry in os.scandir(folder) if entry.name.endswith(".pt2")]
+    """Keep the ``MOST_PACKAGES`` last used, and nothing of a compiler that was killed; what another process removes
+    meanwhile is gone all the same."""
+    entries = list(os.scandir(folder))
+    for entry in entries:
+        if entry.name.startswith(".") and entry.stat().st_mtime < time.time() - LONGEST_COMPILE_S:
+            shutil.rmtree(entry.path, ignore_errors=True)
+    found = [entry for entry in entries if entry.name.endswith(".pt2")]
     for entry in sorted(found, key=lambda entry: entry.stat().st_mtime)[: max(0, len(found) - MOST_PACKAGES)]:
         Path(entry.path).unlink(missing_ok=True)
