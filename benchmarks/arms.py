@@ -1,23 +1,31 @@
-"""The arms: diffusers' own pipeline request by request, the same in static batches of equal requests, the engine."""
+"""The arms: diffusers' own pipeline request by request, the same in static batches of equal requests, the engine.
+
+The pipelines also with a compiled UNet, the engine also without one.
+"""
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from benchmarks.workload import shuffled
 from diffserve.engine import Engine
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.types import GenerationRequest, Painted
 
+ARMS: Final = ("engine", "engine-eager", "serial", "serial-compiled", "static", "static-compiled")
 SCHEDULERS = {
     "ddim": "DDIMScheduler",
     "euler": "EulerDiscreteScheduler",
@@ -38,6 +46,10 @@ class Run(NamedTuple):
         return self.images / self.seconds
 
 
+Paint = Callable[[Sequence[Sequence[GenerationRequest]], int], Run]
+"""Paints groups of equal requests, in an order that depends on a number where an arm takes them as they come."""
+
+
 class PipelineArm:
     """diffusers' own pipeline, loaded by diffusers from the same files in the same precision, behind a lock."""
 
@@ -55,6 +67,22 @@ class PipelineArm:
         self.pipeline.to(model.device)
         self.pipeline.set_progress_bar_config(disable=True)
         self._lock = threading.Lock()
+
+    def compiled(self) -> PipelineArm:
+        """The same with a UNet by ``torch.compile``, for every shape anew; compiling takes a minute each."""
+        other, network = copy.copy(self), copy.deepcopy(self.pipeline.unet)
+        torch._dynamo.config.recompile_limit = 64
+        forward = torch.compile(network.forward, dynamic=False, options={"freezing": True})
+
+        def call(sample: Tensor, timestep: Any, **arguments: Any) -> Any:
+            # some schedulers count in integers: that would be compiled once more
+            times = torch.as_tensor(timestep, dtype=torch.float32, device=sample.device).expand(len(sample))
+            return forward(sample, times.contiguous(), **arguments)
+
+        network.forward = call
+        other.pipeline = copy.copy(self.pipeline)
+        other.pipeline.unet = network
+        return other
 
     def paint(self, requests: Sequence[GenerationRequest], output_type: str = "np") -> NDArray[np.float32]:
         """One pipeline call for ``requests``, which are equal but for prompt and seed: pictures or latents (B, ...)."""
@@ -90,6 +118,46 @@ class PipelineArm:
             for start in range(0, len(group), batch):
                 self.paint(group[start : start + batch])
         return Run(sum(map(len, groups)), time.perf_counter() - started_s)
+
+
+def make_arms(names: Sequence[str], engine: Engine, arm: PipelineArm, *, batch: int) -> dict[str, Paint]:
+    """The arms ``names``. ``batch``: of the static ones.
+
+    "engine-eager" is left out where the engine has nothing compiled: it is the same then.
+    """
+    made: dict[str, Paint] = {}
+    compiled = arm.compiled() if any(name in ("serial-compiled", "static-compiled") for name in names) else arm
+    for name in names:
+        pipeline = compiled if name.endswith("-compiled") else arm
+        if name.startswith("serial"):
+            made[name] = lambda groups, order, pipeline=pipeline: pipeline.serial(shuffled(groups, order))  # type: ignore[misc]
+        elif name.startswith("static"):
+            made[name] = lambda groups, order, pipeline=pipeline: pipeline.static(groups, batch)  # type: ignore[misc]
+        elif name == "engine" or compiled_sizes(engine):
+            used = engine if name == "engine" else eager(engine)
+            made[name] = lambda groups, order, used=used: run_engine(used, shuffled(groups, order))  # type: ignore[misc]
+    return made
+
+
+def settle(engine: Engine) -> None:
+    """Measure and prove all that ``engine`` would while it paints."""
+    engine.warm_up()
+    compiled_sizes(engine)
+    while engine.study():
+        pass
+
+
+def compiled_sizes(engine: Engine) -> list[tuple[int, int]]:
+    """(width, height) of the first good sizes, as far as they are painted by compiled calls."""
+    groups = [(size, engine.runners.group_of_short_prompts(*size)) for size in engine.info.good_sizes[:2]]
+    return [size for size, group in groups if engine.runners.groups.best(group).is_compiled]
+
+
+def eager(engine: Engine) -> Engine:
+    """Another engine on the same network, which uses nothing that is compiled."""
+    other = Engine(engine.model, msgspec.structs.replace(engine.config, compile="off"))
+    settle(other)
+    return other
 
 
 def run_engine(engine: Engine, requests: Sequence[GenerationRequest]) -> Run:

@@ -1,19 +1,21 @@
 """Engine benchmark: the cost curve c(rows), and the heterogeneity ladder against diffusers' own pipeline.
 
     python benchmarks/bench_engine.py --model embedded
+    python benchmarks/bench_engine.py --rungs same,+guidance --arms engine,serial,static --divisor 2
     python benchmarks/bench_engine.py --model sd15-random --device cuda --dtype bfloat16
 
-Three arms with the same weights and precision: diffusers behind a lock, diffusers in static batches of equal requests,
-and the engine on the shuffled mixture. Arms are interleaved (serial, static, engine, engine, static, serial, ...), each
-ratio is of two runs of the same round; a small warm-up of every arm comes first and is not counted. Progress goes to
-stderr, one JSON document to stdout and to results/.
+Arms with the same weights and precision, saturated: diffusers behind a lock, diffusers in static batches of equal
+requests, each also with ``torch.compile`` (which compiles for minutes at the start, not counted), and the engine on the
+shuffled mixture, as served (with the packages of ``diffserve warm``, where there are any) and without. Arms go there
+and back (engine, serial, static, static, serial, engine, ...), each ratio is of two runs of the same round; a warm-up
+of every arm with every kind of request in one step comes first and is not counted. Progress goes to stderr, one JSON
+document to stdout and to results/.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,19 +25,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.arms import PipelineArm, Run, exactness, run_engine
+from benchmarks.arms import ARMS, Paint, PipelineArm, Run, compiled_sizes, eager, exactness, make_arms, settle
 from benchmarks.cost_curve import measure_cost_curve
-from benchmarks.random_models import NAMES, save_random_model
+from benchmarks.random_models import NAMES, directory_of
 from benchmarks.report import default_path, head, summary, write
-from benchmarks.workload import RUNGS, batches, shuffled
+from benchmarks.workload import RUNGS, batches
 from diffserve.config import EngineConfig
 from diffserve.engine import Engine
 from diffserve.engine.image.task import GroupKey
-from diffserve.runtime import choose_device
-from diffserve.runtime.model import EMBEDDED_DIRECTORY
 from diffserve.runtime.unet.random_rows import random_rows
 
-ARMS = ("serial", "static", "engine")
+DEFAULT_ARMS = ARMS[:5]
+ONE_STEP = 1 << 20
+"""Divides every number of steps down to one."""
 
 
 def say(text: str) -> None:
@@ -46,47 +48,45 @@ def say(text: str) -> None:
 def open_arms(model: str, device: str, dtype: str, max_rows: int) -> tuple[Engine, PipelineArm]:
     """The engine and diffusers' pipeline on "embedded", a model of random weights, or a directory."""
     config = EngineConfig(max_rows=max_rows or None, max_waiting=4096)
-    with tempfile.TemporaryDirectory() as scratch:
-        directory = EMBEDDED_DIRECTORY if model == "embedded" else Path(model)
-        if model in NAMES:
-            say(f"making {model}")
-            directory = save_random_model(model, Path(scratch), dtype=choose_device(device, dtype).compute_dtype)
-        path = model if model == "embedded" else str(directory)
+    say(f"loading {model}")
+    with directory_of(model, device, dtype) as directory:
+        path = model if model == "embedded" else directory
         engine = Engine.from_pretrained(path, device=device, dtype=dtype, config=config)
         return engine, PipelineArm(directory, engine.model)
 
 
 def run_rung(
-    engine: Engine, arm: PipelineArm, rung: str, *, rounds: int, copies: int, serial_copies: int, divisor: int
+    arms: dict[str, Paint], engine: Engine, rung: str, *, rounds: int, copies: int, serial_copies: int, divisor: int
 ) -> dict[str, Any]:
-    """One rung of the ladder: every arm ``rounds`` times, interleaved, after one small warm-up of each."""
+    """One rung of the ladder: every arm ``rounds`` times, there and back, after a warm-up of each."""
     sizes = engine.info.good_sizes
-    runs: dict[str, list[Run]] = {name: [] for name in ARMS}
+    runs: dict[str, list[Run]] = {name: [] for name in arms}
 
-    def run(name: str, round_index: int, few: int | None = None) -> Run:
-        number = few or (serial_copies if name == "serial" else copies)
+    def run(name: str, round_index: int, divisor: int) -> Run:
+        number = serial_copies if name.startswith("serial") else copies
         groups = batches(rung, sizes, copies=number, round_index=round_index, step_divisor=divisor)
-        if name == "serial":
-            return arm.serial(shuffled(groups, round_index))
-        return arm.static(groups, copies) if name == "static" else run_engine(engine, shuffled(groups, round_index))
+        return arms[name](groups, round_index)
 
-    for name in ARMS:
-        run(name, -1, few=1)
+    for name in arms:
+        say(f"{rung:10} warm-up {name}")
+        run(name, -1, ONE_STEP)
     for round_index in range(rounds):
-        for name in ARMS if round_index % 2 == 0 else reversed(ARMS):
-            runs[name].append(run(name, round_index))
-            say(f"{rung:10} round {round_index} {name:7} {runs[name][-1].images_per_s:8.3f} images/s")
-    rates = {name: [one.images_per_s for one in runs[name]] for name in ARMS}
+        for name in arms if round_index % 2 == 0 else reversed(arms):
+            runs[name].append(run(name, round_index, divisor))
+            say(f"{rung:10} round {round_index} {name:15} {runs[name][-1].images_per_s:8.3f} images/s")
+    rates = {name: [one.images_per_s for one in runs[name]] for name in arms}
+    ratios = {
+        f"engine_over_{name}": summary(
+            [ours / theirs for ours, theirs in zip(rates["engine"], rates[name], strict=True)]
+        )
+        for name in arms
+        if name != "engine"
+    }
     return {
         "rung": rung,
-        "images_per_run": {name: runs[name][0].images for name in ARMS},
-        "images_per_s": {name: summary(rates[name]) for name in ARMS},
-        "engine_over_serial": summary(
-            [ours / theirs for ours, theirs in zip(rates["engine"], rates["serial"], strict=True)]
-        ),
-        "engine_over_static": summary(
-            [ours / theirs for ours, theirs in zip(rates["engine"], rates["static"], strict=True)]
-        ),
+        "images_per_run": {name: runs[name][0].images for name in arms},
+        "images_per_s": {name: summary(rates[name]) for name in arms},
+        **ratios,
         "rows_per_call": mean_rows(engine),
     }
 
@@ -110,13 +110,16 @@ def main(
         int, typer.Option(help="The same for the serial arm, whose rate does not depend on it.")
     ] = 2,
     max_rows: Annotated[int, typer.Option(help="Rows in a tick; 0: the engine's own choice.")] = 0,
+    divisor: Annotated[int, typer.Option(min=1, help="Divides the steps of every kind (4, 10, 20, 50).")] = 1,
+    arms: Annotated[str, typer.Option(help=f"With commas, of {', '.join(ARMS)}.")] = ",".join(DEFAULT_ARMS),
     rungs: Annotated[str, typer.Option(help="Rungs of the ladder to climb, with commas.")] = ",".join(RUNGS),
     out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
-    divisor = 5 if quick else 1
     if quick:
-        rounds, copies, serial_copies = 1, 2, 1
+        rounds, copies, serial_copies, divisor = 1, 2, 1, 5
+    if unknown := [name for name in arms.split(",") if name not in ARMS]:
+        raise typer.BadParameter(f"{', '.join(unknown)}: no such arm; there are {', '.join(ARMS)}.")
     if unknown := [rung for rung in rungs.split(",") if rung not in RUNGS]:
         raise typer.BadParameter(f"{', '.join(unknown)}: no such rung; there are {', '.join(RUNGS)}.")
     climbed = [rung for rung in rungs.split(",") if not quick or rung in ("same", "+guidance")]
@@ -125,7 +128,7 @@ def main(
         say("no GPU on this machine: these are CPU figures")
     document = head("engine", Path(model).name, engine.info)
     path = out or default_path(document)
-    engine.warm_up()
+    settle(engine)
     width_px, height_px = engine.info.good_sizes[0]
     group = next(iter(engine.buckets))
     document["settings"] = {
@@ -135,13 +138,16 @@ def main(
         "deterministic": engine.is_deterministic,
         "buckets": list(engine.buckets[group]),
         "native_size": [width_px, height_px],
+        "compiled_sizes": compiled_sizes(engine),
     }
+    painters = make_arms(list(dict.fromkeys(["engine", *arms.split(",")])), engine, arm, batch=copies)
+    document["settings"]["left_out"] = [name for name in arms.split(",") if name not in painters]
     document["cost_curve"] = curve(engine, group, repeats=2 if quick else 7, most_rows=8 if quick else 32)
     write(document, path)
     document["ladder"] = []
     for rung in climbed:
         document["ladder"].append(
-            run_rung(engine, arm, rung, rounds=rounds, copies=copies, serial_copies=serial_copies, divisor=divisor)
+            run_rung(painters, engine, rung, rounds=rounds, copies=copies, serial_copies=serial_copies, divisor=divisor)
         )
         write(document, path)
     sample = [
@@ -149,6 +155,8 @@ def main(
         for group in batches("+guidance", engine.info.good_sizes, copies=1, round_index=99, step_divisor=divisor)
     ]
     document["exactness"] = exactness(engine, arm, sample[:4] if quick else sample[::2])
+    if "engine-eager" in painters:
+        document["exactness_eager"] = exactness(eager(engine), arm, sample[::4])
     write(document, path)
     print(json.dumps(document))
 

@@ -27,50 +27,11 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from diffserve.wait_policy import CHOSEN_BY_USER, bound_spinning
+from benchmarks.arm_process import ArmProcess
 
 ARMS = ("one", "all", "auto", "today")
 BURN_S = 600
 BURNER = f"import time\nend = time.monotonic() + {BURN_S}\nwhile time.monotonic() < end:\n    sum(range(10000))\n"
-
-
-class Arm:
-    """A process that paints when it is told to."""
-
-    def __init__(self, name: str, model: str, steps: int) -> None:
-        chosen = (*CHOSEN_BY_USER, "OMP_NUM_THREADS")
-        environment = {key: value for key, value in os.environ.items() if key not in chosen}
-        if name != "today":
-            bound_spinning(environment)
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--arm", name, "--model", model, "--steps", str(steps)],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.about: dict[str, Any] = self._read()
-
-    def paint(self) -> dict[str, Any]:
-        """Paint a picture: its seconds, and the number of threads in use at its end."""
-        assert self.process.stdin is not None
-        self.process.stdin.write("paint\n")
-        self.process.stdin.flush()
-        return self._read()
-
-    def close(self) -> None:
-        """Let the process end."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(timeout=60)
-
-    def _read(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"an arm ended with exit code {self.process.wait()}")
-        found: dict[str, Any] = json.loads(line)
-        return found
 
 
 def serve_arm(name: str, model: str, steps: int) -> None:
@@ -106,15 +67,15 @@ def burning(count: int) -> Iterator[None]:
             burner.wait()
 
 
-def measure(arms: dict[str, Arm], load: int, rounds: int) -> dict[str, Any]:
+def measure(arms: dict[str, ArmProcess], load: int, rounds: int) -> dict[str, Any]:
     """One point: all arms in turns beside ``load`` neighbours, ``today`` only once, for it takes minutes there."""
     with burning(load):
-        first = {name: arm.paint() for name, arm in arms.items()}
+        first = {name: arm.ask("paint") for name, arm in arms.items()}
         names = [name for name in arms if name != "today" or not load]
         turns: list[dict[str, dict[str, Any]]] = []
         for index in range(rounds):
             order = names[index % len(names) :] + names[: index % len(names)]
-            turns.append({name: arms[name].paint() for name in order})
+            turns.append({name: arms[name].ask("paint") for name in order})
     return {
         "neighbours": load,
         "load_average": round(os.getloadavg()[0], 2),
@@ -158,7 +119,8 @@ def main(
     with ExitStack() as stack:
         arms = {}
         for name in ARMS:
-            arms[name] = Arm(name, model, steps)
+            arguments = [__file__, "--arm", name, "--model", model, "--steps", str(steps)]
+            arms[name] = ArmProcess(arguments, bounds_spinning=name != "today")
             stack.callback(arms[name].close)
         document = dict(arms["auto"].about)
         options = f"--loads {loads} --rounds {rounds} --steps {steps}"

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.arms import PipelineArm, exactness
+from benchmarks.arms import PipelineArm, exactness, make_arms
 from benchmarks.bench_engine import curve, open_arms, run_rung, say
 from benchmarks.report import RESULTS, hardware, versions, write
 from benchmarks.workload import batches
@@ -101,11 +101,12 @@ def measure_model(suite: Suite, model: str, device: str, dtype: str, *, quick: b
     most_rows, repeats = (2, 1) if quick else (16, 5)
     suite.point(f"{name}: D1 cost curve", lambda: curve(engine, group, repeats=repeats, most_rows=most_rows))
     divisor, copies = (20, 1) if quick else (2, 2)
+    arms = make_arms(("engine", "serial", "static"), engine, arm, batch=copies)
     rungs = ("+guidance",) if quick else ("+guidance", "same")
     for rung in rungs:
         suite.point(
             f"{name}: D4 {rung}",
-            lambda: run_rung(engine, arm, rung, rounds=1, copies=copies, serial_copies=1, divisor=divisor),  # noqa: B023
+            lambda: run_rung(arms, engine, rung, rounds=1, copies=copies, serial_copies=1, divisor=divisor),  # noqa: B023
         )
     sample = [
         kind[0] for kind in batches("+guidance", engine.info.good_sizes, copies=1, round_index=99, step_divisor=divisor)

@@ -6,14 +6,19 @@ The configurations are written out here; the vocabulary is bytes only, because n
 from __future__ import annotations
 
 import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from tokenizers import pre_tokenizers
 
+from diffserve.runtime import choose_device
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.loading.weight_loading import build_on_meta
+from diffserve.runtime.model import EMBEDDED_DIRECTORY
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 SD_BETAS: Final = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
@@ -84,6 +89,16 @@ def save_random_model(name: str, directory: Path, *, dtype: torch.dtype, seed: i
                 parts[key].to(dtype)
         make_pipeline(parts).save_pretrained(str(directory / "model"))
     return directory / "model"
+
+
+@contextmanager
+def directory_of(model: str, device: str, dtype: str) -> Iterator[Path]:
+    """The directory of "embedded", of a model of ``NAMES``, which is gone after the block, or of itself."""
+    with tempfile.TemporaryDirectory() as scratch:
+        if model in NAMES:
+            yield save_random_model(model, Path(scratch), dtype=choose_device(device, dtype).compute_dtype)
+        else:
+            yield EMBEDDED_DIRECTORY if model == "embedded" else Path(model)
 
 
 def save_hollow_model(name: str, directory: Path, *, dtype: torch.dtype) -> Path:

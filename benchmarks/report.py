@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -40,10 +41,11 @@ def hardware(device: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Python and the libraries that matter."""
+    """Python and the libraries that matter; of peers, those that are installed."""
     names = ("torch", "diffusers", "transformers", "numpy", "diffserve")
+    peers = [name for name in ("openvino", "onnxruntime") if importlib.util.find_spec(name)]
     found = {"python": platform.python_version()}
-    for name in names:
+    for name in (*names, *peers):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -56,7 +58,7 @@ def head(benchmark: str, name: str, info: ModelInfo | LanguageModelInfo) -> dict
     return {
         "benchmark": benchmark,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "benchmarks/bench_engine.py", *_plain(sys.argv[1:])]),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *_plain(sys.argv[1:])]),
         "commit": _commit(),
         "hardware": hardware(info.device),
         "versions": versions(),
@@ -87,11 +89,11 @@ def write(document: dict[str, Any], path: Path) -> None:
 
 
 def default_path(document: dict[str, Any]) -> Path:
-    """``results/engine-<model>-<device>-<dtype>-<date>.json``."""
+    """``results/<benchmark>-<model>-<device>-<dtype>-<date>.json``."""
     model = document["model"]
     day = document["date"][:10]
     device = str(model["device"]).replace(":", "")
-    return RESULTS / f"engine-{model['id']}-{device}-{model['dtype']}-{day}.json"
+    return RESULTS / f"{document['benchmark']}-{model['id']}-{device}-{model['dtype']}-{day}.json"
 
 
 def _plain(arguments: Sequence[str]) -> list[str]:

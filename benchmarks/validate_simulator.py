@@ -18,10 +18,9 @@ import json
 import math
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -30,6 +29,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.painted_trace import WorkingTime, run
 from benchmarks.random_models import NAMES, save_random_model
 from benchmarks.report import RESULTS, head, write
 from benchmarks.simulator import Costs, Served, isolated_times, loaded, replay, summary
@@ -38,65 +38,11 @@ from diffserve.config import EngineConfig, load_settings
 from diffserve.engine import Engine
 from diffserve.engine.image.task import TickTrace
 from diffserve.runtime import DiffusionModel, load_model
-from diffserve.types import TERMINAL, Painted
 
 FIGURES = ("p50_s", "p99_s", "goodput")
 SLO_SCALE = 3.0
 LEAST_SEEN = 5
 """Calls of a size from which a run knows what it costs."""
-
-
-class Clock(Protocol):
-    """Seconds, and a way past those in which nothing is to do."""
-
-    def __call__(self) -> float:
-        """Now."""
-
-    def skip_to(self, until_s: float) -> None:
-        """Nothing is to do before ``until_s``."""
-
-
-class WorkingTime:
-    """A clock that counts what this thread computes, and can be put forward over time in which nothing is to do."""
-
-    def __init__(self) -> None:
-        self._skipped_s = -time.thread_time()
-
-    def __call__(self) -> float:
-        """Seconds since its birth."""
-        return time.thread_time() + self._skipped_s
-
-    def skip_to(self, until_s: float) -> None:
-        """Nothing is to do before ``until_s``."""
-        self._skipped_s += max(0.0, until_s - self())
-
-
-def run(engine: Engine, clock: Clock, trace: Sequence[Recorded]) -> tuple[list[Recorded], list[TickTrace]]:
-    """Paint ``trace`` as it comes: every request with its latency, and the ticks.
-
-    A request enters between two ticks, when it is due; its latency counts from when it was due.
-    """
-    began_s, first_tick = clock(), engine.scheduler.num_ticks
-    coming = list(enumerate(trace))[::-1]
-    over: dict[str, float] = {}
-    num_painted = 0
-    while coming or engine.has_work:
-        if not engine.has_work:
-            clock.skip_to(began_s + coming[-1][1].arrival_s)
-        while coming and began_s + coming[-1][1].arrival_s <= clock():
-            place, one = coming.pop()
-            engine.submit(one.request(f"{first_tick} {place}"))
-        for event in engine.tick():
-            num_painted += isinstance(event, Painted)
-            if isinstance(event, TERMINAL):
-                over[event.request_id] = clock() - began_s
-    if num_painted != sum(one.num_images for one in trace):
-        raise RuntimeError(f"{num_painted} images were painted for {len(trace)} requests")
-    served = [
-        msgspec.structs.replace(one, latency_s=over[f"{first_tick} {place}"] - one.arrival_s)
-        for place, one in enumerate(trace)
-    ]
-    return served, [tick for tick in engine.trace if tick.tick > first_tick]
 
 
 def fit(ticks: Iterable[TickTrace], size: str, known: Costs | None = None) -> Costs:
@@ -167,11 +113,11 @@ def main(
             engine = Engine(network, config, profile=profile, clock=clock)
             engine.warm_up()
             if known is None:
-                _, ticks = run(engine, clock, mixed(32, [(width_px, height_px)], seed=99))
+                _, ticks, _ = run(engine, clock, mixed(32, [(width_px, height_px)], seed=99))
                 known = fit(ticks, size)
                 save_costs(known, folder / "costs.json")
             trace = loaded(mixed(requests, [(width_px, height_px)], seed=5), known, load, seed=7)
-            real, ticks = run(engine, clock, trace)
+            real, ticks, _ = run(engine, clock, trace)
             save(real, folder / f"trace-{name}-{load:g}.jsonl")
             costs = fit(ticks, size, known)
             point = {"policy": name, "load": load, "costs": msgspec.to_builtins(costs), **compare(real, costs, config)}

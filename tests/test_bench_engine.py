@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
 from benchmarks.report import summary
 from benchmarks.workload import GUIDANCE, RUNGS, SAMPLERS, STEPS, batches, kinds, shuffled
 
+ROOT = Path(__file__).resolve().parent.parent
 SIZES = ((128, 128), (128, 192))
 
 
@@ -39,3 +48,24 @@ def test_shuffling_loses_nobody() -> None:
 
 def test_a_summary_is_median_least_and_most() -> None:
     assert summary([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0}
+
+
+@pytest.mark.slow
+def test_a_small_run_has_every_arm_and_ratios_of_pairs(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    out = tmp_path / "engine.json"
+    options = ["--model", str(tiny_model("sd15")), "--dtype", "float32", "--device", "cpu", "--quick"]
+    options += ["--rungs", "same", "--arms", "serial,serial-compiled,static,engine-eager", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, "benchmarks/bench_engine.py", *options], cwd=ROOT, capture_output=True, text=True, timeout=550
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(out.read_text(encoding="utf-8"))
+    assert document == json.loads(done.stdout.splitlines()[-1])
+    [rung] = document["ladder"]
+    assert rung["images_per_run"] == {"engine": 32, "serial": 16, "serial-compiled": 16, "static": 32}
+    assert {name for name in rung if "_over_" in name} == {
+        f"engine_over_{name}" for name in ("serial", "serial-compiled", "static")
+    }
+    assert document["settings"]["left_out"] == ["engine-eager"]  # nothing is compiled here
+    assert document["exactness"]["bytes_equal_to_solo_run"] == document["exactness"]["images"] == 4
+    assert document["exactness"]["max_latent_error_against_diffusers"] < 1e-3

@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from benchmarks.painted_trace import run
 from benchmarks.simulator import Costs, isolated_times, loaded, replay
 from benchmarks.trace import Recorded, at_poisson_times, load, mixed, save
-from benchmarks.validate_simulator import compare, fit, run
+from benchmarks.validate_simulator import compare, fit
 from diffserve.config import POLICIES, EngineConfig
 from diffserve.engine.image.task import RowLabel, TickTrace, UNetCall
 from tests.engine.conftest import MakeEngine
@@ -154,7 +155,7 @@ def test_an_engine_whose_calls_take_what_the_costs_say_does_what_the_simulator_s
         engine.runners.groups.known(next(iter(engine.buckets))).curve._seconds[num_rows] = costs.calls["64x64"][
             num_rows
         ]
-    real, _ = run(engine, clock, trace)
+    real, _, _ = run(engine, clock, trace)
     config = EngineConfig(policy=policy, max_rows=8)
     assert [one.latency_s for one in real] == pytest.approx(
         [one.latency_s for one in replay(real, costs, config).served]

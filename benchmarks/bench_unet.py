@@ -1,0 +1,133 @@
+"""UNet benchmark: ms a row by number of rows, ours as served against torch, its compiler, OpenVINO and onnxruntime.
+
+    python benchmarks/bench_unet.py
+    python benchmarks/bench_unet.py --rows 1,2 --arms torch,ours,openvino-bf16 --rounds 2
+
+The arms take turns and go the other way round in every second round, so that whatever else the machine does falls on
+all alike; a turn is one call that is not counted and the median of ``--calls``. Beside every figure stands the largest
+relative error of a row (2-norm) against the network in float32, and whether a row has the same bytes as in the smallest
+call. An arm that cannot run is named with the reason and left out; what an arm took to be made is told apart. Packages
+of ours are those of ``diffserve warm``. Progress goes to stderr, one JSON document to stdout and to results/.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import Tensor
+
+from benchmarks.random_models import NAMES, directory_of
+from benchmarks.report import default_path, head, summary, write
+from benchmarks.unet_peers import ARMS, OURS, Absent, Peers, Predict, on_threads
+from diffserve.config import EngineConfig
+from diffserve.engine import Engine
+
+GOAL = "ours at most 1.1 of openvino-bf16"
+
+
+def say(text: str) -> None:
+    """Progress for eyes."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def relative_error(output: Tensor, wanted: Tensor) -> float:
+    """The largest of the rows', each the 2-norm of the difference over that of ``wanted``."""
+    difference = (output - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
+    return float(difference.max())
+
+
+def in_turns(arms: dict[str, Predict], num_rows: int, *, rounds: int, calls: int) -> dict[str, list[float]]:
+    """ms a row of every arm, one reading a round."""
+    row_ms: dict[str, list[float]] = {name: [] for name in arms}
+    for number in range(rounds):
+        for name in arms if number % 2 == 0 else reversed(arms):
+            arms[name]()  # what the arm before left in the caches is its own affair
+            taken = []
+            for _ in range(calls):
+                started_s = time.perf_counter()
+                arms[name]()
+                taken.append(1e3 * (time.perf_counter() - started_s) / num_rows)
+            row_ms[name].append(statistics.median(taken))
+    return row_ms
+
+
+def measure(peers: Peers, names: list[str], num_rows: int, first: dict[str, Tensor], **turns: int) -> dict[str, Any]:
+    """One point: every arm that runs with ``num_rows`` rows. ``first``: what each gave in the smallest call."""
+    arms: dict[str, Predict] = {}
+    point: dict[str, Any] = {"rows": num_rows, "arms": {}, "left_out": {}}
+    wanted = peers.reference(num_rows)
+    for name in names:
+        started_s = time.perf_counter()
+        try:
+            arms[name] = peers.make(name, num_rows)
+            output = arms[name]()
+        except Absent as reason:
+            point["left_out"][name] = str(reason)
+            say(f"{num_rows:3} rows {name:16} left out: {reason}")
+            continue
+        made_s = time.perf_counter() - started_s
+        first.setdefault(name, output)
+        point["arms"][name] = {
+            "precision": ARMS[name].precision or str(peers.model.dtype).removeprefix("torch."),
+            "made_in_s": round(made_s, 1),
+            "relative_error": relative_error(output, wanted),
+            "bytes_equal_to_smallest_call": torch.equal(output[: len(first[name])], first[name]),
+        }
+        say(f"{num_rows:3} rows {name:16} made in {made_s:.1f} s")
+    row_ms = in_turns(arms, num_rows, **turns)
+    ours = next((name for name in OURS if name in row_ms), None)
+    for name, found in point["arms"].items():
+        found["row_ms"] = summary(row_ms[name])
+        if ours is not None and name not in OURS:
+            found["ours_over_it"] = summary([a / b for a, b in zip(row_ms[ours], row_ms[name], strict=True)])
+        say(f"{num_rows:3} rows {name:16} {found['row_ms']['median']:8.2f} ms a row")
+    return {**point, "ours": ours}
+
+
+def main(
+    model: Annotated[str, typer.Option(help=f"embedded, {', '.join(NAMES)}, or a diffusers directory.")] = "embedded",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16: of torch and ours.")] = "auto",
+    rows: Annotated[str, typer.Option(help="Rows in a call, with commas.")] = "1,2,4,8,16",
+    arms: Annotated[str, typer.Option(help="With commas.")] = ",".join(ARMS),
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of every arm.")] = 5,
+    calls: Annotated[int, typer.Option(min=1, help="Counted calls in a turn.")] = 5,
+    threads: Annotated[int, typer.Option(help="Of a call, in every arm; 0: torch's own number.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+) -> None:
+    """Measure, and print one JSON document as the last line of stdout."""
+    names, numbers = arms.split(","), sorted(map(int, rows.split(",")))
+    if unknown := [name for name in names if name not in ARMS]:
+        raise typer.BadParameter(f"{', '.join(unknown)}: no such arm; there are {', '.join(ARMS)}.")
+    num_threads = threads or torch.get_num_threads()
+    with on_threads(num_threads), directory_of(model, device, dtype) as directory:
+        name = model if model == "embedded" else directory
+        engine = Engine.from_pretrained(name, device=device, dtype=dtype, config=EngineConfig())
+        engine.warm_up()
+        torch.set_num_threads(num_threads)
+        document = head("unet", Path(model).name, engine.info)
+        path = out or default_path(document)
+        peers = Peers(engine, directory, num_threads=num_threads, most_rows=numbers[-1])
+        document["settings"] = {"rounds": rounds, "calls": calls, "threads": num_threads}
+        document["settings"]["pixels_and_tokens"] = list(peers.group.shape)
+        document["goal"] = GOAL
+        document["points"] = []
+        first: dict[str, Tensor] = {}
+        for num_rows in numbers:
+            document["points"].append(measure(peers, names, num_rows, first, rounds=rounds, calls=calls))
+            write(document, path)
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    typer.run(main)

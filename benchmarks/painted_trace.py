@@ -1,0 +1,92 @@
+"""A recorded trace painted for real, open loop, in the thread that ticks, without HTTP; idle time is skipped."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from benchmarks.trace import Recorded
+from diffserve.engine import Engine
+from diffserve.engine.image.task import TickTrace
+from diffserve.types import TERMINAL, Painted
+
+
+class Clock(Protocol):
+    """Seconds, and a way past those in which nothing is to do."""
+
+    def __call__(self) -> float:
+        """Now."""
+
+    def skip_to(self, until_s: float) -> None:
+        """Nothing is to do before ``until_s``."""
+
+
+class WallTime:
+    """The time of the wall, that can be put forward over time in which nothing is to do."""
+
+    def __init__(self) -> None:
+        self._skipped_s = 0.0
+
+    def __call__(self) -> float:
+        """Seconds."""
+        return self._read() + self._skipped_s
+
+    def skip_to(self, until_s: float) -> None:
+        """Nothing is to do before ``until_s``."""
+        self._skipped_s += max(0.0, until_s - self())
+
+    def _read(self) -> float:
+        return time.perf_counter()
+
+
+class WorkingTime(WallTime):
+    """The same, but counting only what this thread computes."""
+
+    def _read(self) -> float:
+        return time.thread_time()
+
+
+class PaintedTrace(NamedTuple):
+    """``served``: every request with its latency; ``ticks`` as far as the engine remembers; SHA-256 of the pictures of
+    each request, in their order."""
+
+    served: list[Recorded]
+    ticks: list[TickTrace]
+    digests: list[str]
+
+
+def run(engine: Engine, clock: Clock, trace: Sequence[Recorded]) -> PaintedTrace:
+    """Paint ``trace`` as it comes, on the ``clock`` of the ``engine``.
+
+    A request enters between two ticks, when it is due; its latency counts from when it was due. RuntimeError where a
+    picture is missing.
+    """
+    began_s, first_tick = clock(), engine.scheduler.num_ticks
+    coming = list(enumerate(trace))[::-1]
+    over: dict[str, float] = {}
+    digests = {f"{first_tick} {place}": hashlib.sha256() for place in range(len(trace))}
+    num_painted = 0
+    while coming or engine.has_work:
+        if not engine.has_work:
+            clock.skip_to(began_s + coming[-1][1].arrival_s)
+        while coming and began_s + coming[-1][1].arrival_s <= clock():
+            place, one = coming.pop()
+            engine.submit(one.request(f"{first_tick} {place}"))
+        for event in engine.tick():
+            if isinstance(event, Painted):
+                num_painted += 1
+                digests[event.request_id].update(event.result.picture.data)
+            if isinstance(event, TERMINAL):
+                over[event.request_id] = clock() - began_s
+    if num_painted != sum(one.num_images for one in trace):
+        raise RuntimeError(f"{num_painted} images were painted for {len(trace)} requests")
+    served = [
+        msgspec.structs.replace(one, latency_s=over[f"{first_tick} {place}"] - one.arrival_s)
+        for place, one in enumerate(trace)
+    ]
+    ticks = [tick for tick in engine.trace if tick.tick > first_tick]
+    return PaintedTrace(served, ticks, [digest.hexdigest() for digest in digests.values()])

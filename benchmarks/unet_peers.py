@@ -1,0 +1,250 @@
+"""The arms of the UNet benchmark: one network on the same rows, by torch, its compiler, OpenVINO, onnxruntime and us.
+
+Peers are diffusers' own network, told the text as embeddings. Ours makes calls as the engine does: of the sizes that it
+uses, told the text as keys and values that are there already.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from diffserve.engine import Engine
+from diffserve.engine.image.task import GroupKey
+from diffserve.runtime.loading.library_imports import hushed, import_quietly
+from diffserve.runtime.unet.call import Compiled, UNetArguments
+from diffserve.runtime.unet.compiled import FlatUNet
+from diffserve.runtime.unet.cross_attention import KeysValues
+from diffserve.runtime.unet.random_rows import random_inputs
+from diffserve.runtime.unet.unet import UNetRunner
+
+Predict = Callable[[], Tensor]
+"""Runs the rows it was made for: (rows, C, h, w) in float32 in main memory, once the device is done."""
+
+EXPORT_ROWS: Final = 2
+MOST_EXPORTED: Final = 63
+
+
+class Absent(Exception):  # noqa: N818  # no error: the arm is named and left out
+    """This arm cannot run here; says why, and the way out."""
+
+
+class Peers:
+    """The network of ``directory`` in all arms, on rows of the ``engine``'s native size.
+
+    num_threads  of a call, in every arm
+    most_rows    that will be asked for
+    """
+
+    def __init__(self, engine: Engine, directory: Path, *, num_threads: int, most_rows: int) -> None:
+        self.engine = engine
+        self.model = engine.model
+        self.num_threads = num_threads
+        self._directory = directory
+        width_px, height_px = engine.info.good_sizes[0]
+        self.group = engine.runners.group_of_short_prompts(width_px, height_px)
+        engine.runners.groups.learn(self.group)
+        self.compiled_group = engine.runners.groups.best(self.group)
+        while engine.study():  # packages that nobody has proven yet
+            pass
+        self.compiled_group = engine.runners.groups.best(self.group)
+        self._inputs = random_inputs(self.model, self.group.shape, 2 * most_rows)  # a call may be padded
+        self._exported: dict[str, Any] = {}
+
+    def inputs(self, rows: range) -> dict[str, Any]:
+        """Arguments of ``UNetRunner.predict`` for some of the rows, with embeddings for ``contexts``."""
+        index = torch.tensor(rows, device=self.model.device)
+        return {name: value.index_select(0, index) for name, value in self._inputs.items()}
+
+    @cached_property
+    def plain(self) -> UNetRunner:
+        """diffusers' network in the engine's precision."""
+        return self._load(self.model.dtype)
+
+    @cached_property
+    def exact(self) -> UNetRunner:
+        """diffusers' network in float32."""
+        return self._load(torch.float32)
+
+    def reference(self, num_rows: int) -> Tensor:
+        """What float32 makes of the rows, as eager torch."""
+        return self.exact.predict(**self.inputs(range(num_rows))).cpu()
+
+    def make(self, name: str, num_rows: int) -> Predict:
+        """The arm ``name``, ready for calls of ``num_rows`` rows. Raises Absent where it cannot run here."""
+        with warnings.catch_warnings(), hushed("torch.onnx", "onnxscript"):
+            warnings.simplefilter("ignore")  # of tracers, about branches that do not depend on the numbers
+            return ARMS[name](self, num_rows)
+
+    def run(self, runner: UNetRunner, num_rows: int, compiled: Compiled | None = None) -> Predict:
+        """Calls of ``num_rows`` rows by ``runner``, in whose network's place ``compiled`` may make them."""
+        inputs = self.inputs(range(num_rows))
+        return lambda: runner.predict(compiled=compiled, **inputs).cpu()
+
+    def as_served(self, group: GroupKey, num_rows: int) -> Predict:
+        """The calls in which the engine lays ``num_rows`` rows of ``group``."""
+        groups, conditioner = self.engine.runners.groups, self.engine.runners.conditioner
+        inputs = self.inputs(range(len(self._inputs["timesteps"])))
+        contexts = conditioner.of_embeddings(inputs.pop("contexts"))
+        parts = []
+        for start, stop, bucket in groups.known(group).curve.calls(num_rows):
+            index = torch.arange(start, start + bucket, device=self.model.device)
+            told = contexts.select(index) if isinstance(contexts, KeysValues) else contexts.index_select(0, index)
+            chosen: dict[str, Any] = {name: value.index_select(0, index) for name, value in inputs.items()}
+            parts.append((stop - start, {**chosen, "contexts": told}))
+
+        def predict() -> Tensor:
+            compiled = groups.compiled.of(group)
+            return torch.cat([self.model.unet.predict(compiled=compiled, **part)[:kept] for kept, part in parts]).cpu()
+
+        return predict
+
+    def flat(self) -> tuple[FlatUNet, UNetArguments]:
+        """What is exported: the float32 network with tensors for arguments, and a call of it."""
+        if self.model.device.type != "cpu":
+            raise Absent("a peer on CPUs")
+        call = self.exact.call(**self.inputs(range(EXPORT_ROWS)))
+        return FlatUNet(self.exact.network, call).eval(), call
+
+    def export(self, name: str, make: Callable[[], Any]) -> Any:
+        """What ``make`` gives, made once for all numbers of rows."""
+        if name not in self._exported:
+            with torch.no_grad():
+                self._exported[name] = make()
+        return self._exported[name]
+
+    def _load(self, dtype: torch.dtype) -> UNetRunner:
+        with hushed("diffusers"):
+            network = import_quietly("diffusers", "UNet2DConditionModel").from_pretrained(
+                str(self._directory), subfolder="unet", torch_dtype=dtype
+            )
+        return UNetRunner(network.eval().to(self.model.device), device=self.model.device, dtype=dtype)
+
+
+def _ours(peers: Peers, num_rows: int) -> Predict:
+    return peers.as_served(peers.group, num_rows)
+
+
+def _ours_compiled(peers: Peers, num_rows: int) -> Predict:
+    if peers.compiled_group == peers.group:
+        raise Absent("there are no packages of this model on this machine: run `diffserve warm --model ...` first")
+    return peers.as_served(peers.compiled_group, num_rows)
+
+
+def _eager(peers: Peers, num_rows: int) -> Predict:
+    return peers.run(peers.plain, num_rows)
+
+
+def _torch_compile(peers: Peers, num_rows: int) -> Predict:
+    torch.compiler.reset()  # what was compiled for another number of rows is over
+    call = peers.plain.call(**peers.inputs(range(num_rows)))
+    network = FlatUNet(peers.plain.network, call).eval()
+    compiled = torch.compile(network, dynamic=False, options={"freezing": True})
+    made = peers.run(peers.plain, num_rows, lambda call: compiled(*call.tensors))
+    made()  # compiles
+    return made
+
+
+def _openvino(peers: Peers, num_rows: int, precision: str) -> Predict:
+    openvino = _import("openvino")
+
+    def convert() -> Any:
+        network, call = peers.flat()
+        return openvino.convert_model(network, example_input=tuple(call.tensors))
+
+    model = peers.export("openvino", convert)
+    tensors = peers.exact.call(**peers.inputs(range(num_rows))).tensors
+    model.reshape({port: list(tensor.shape) for port, tensor in zip(model.inputs, tensors, strict=True)})
+    hints = {"INFERENCE_PRECISION_HINT": precision, "PERFORMANCE_HINT": "LATENCY"}
+    network = openvino.Core().compile_model(model, "CPU", {**hints, "INFERENCE_NUM_THREADS": peers.num_threads})
+    return peers.run(
+        peers.exact,
+        num_rows,
+        lambda call: torch.from_numpy(network([tensor.numpy() for tensor in call.tensors])[0].copy()),
+    )
+
+
+def _openvino_bf16(peers: Peers, num_rows: int) -> Predict:
+    return _openvino(peers, num_rows, "bf16")
+
+
+def _openvino_f32(peers: Peers, num_rows: int) -> Predict:
+    return _openvino(peers, num_rows, "f32")
+
+
+def _onnxruntime(peers: Peers, num_rows: int) -> Predict:
+    onnxruntime = _import("onnxruntime")
+    _import("onnxscript")
+
+    def export() -> bytes:
+        network, call = peers.flat()
+        rows = torch.export.Dim("rows", min=2, max=MOST_EXPORTED)
+        each = [{0: rows} for _ in call.tensors]
+        shapes = {"sample": each[0], "timesteps": each[1], "rest": tuple(each[2:])}
+        program = torch.onnx.export(network, tuple(call.tensors), dynamo=True, verbose=False, dynamic_shapes=shapes)
+        assert program is not None
+        made: bytes = program.model_proto.SerializeToString()
+        return made
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = peers.num_threads
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # its threads would burn the next arm's
+    content = peers.export("onnx", export)
+    options.add_free_dimension_override_by_name("rows", num_rows)
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    names = [one.name for one in session.get_inputs()]
+
+    def run(call: UNetArguments) -> Tensor:
+        fed = {name: tensor.numpy() for name, tensor in zip(names, call.tensors, strict=True)}
+        return torch.from_numpy(session.run(None, fed)[0])
+
+    return peers.run(peers.exact, num_rows, run)
+
+
+class Arm(NamedTuple):
+    """How an arm is made, and in which precision it computes; "": the engine's."""
+
+    make: Callable[[Peers, int], Predict]
+    precision: str = ""
+
+    def __call__(self, peers: Peers, num_rows: int) -> Predict:
+        return self.make(peers, num_rows)
+
+
+ARMS: Final = {
+    "torch": Arm(_eager),
+    "ours": Arm(_ours),
+    "ours-compiled": Arm(_ours_compiled),
+    "torch.compile": Arm(_torch_compile),
+    "openvino-bf16": Arm(_openvino_bf16, "bfloat16"),
+    "openvino-f32": Arm(_openvino_f32, "float32"),
+    "onnxruntime-f32": Arm(_onnxruntime, "float32"),
+}
+OURS: Final = ("ours-compiled", "ours")
+
+
+@contextmanager
+def on_threads(num_threads: int) -> Iterator[None]:
+    """Torch computes on ``num_threads`` until the block ends."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _import(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError:
+        raise Absent(f'{name} is not installed: pip install "diffserve[bench]"') from None

@@ -1,0 +1,60 @@
+"""The UNet benchmark's parts that are not time, and one small run of all arms that compile nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import unet_peers
+from benchmarks.bench_unet import in_turns, relative_error
+
+ROOT = Path(__file__).resolve().parent.parent
+ARMS = ("torch", "ours", "ours-compiled", "openvino-f32", "onnxruntime-f32")
+
+
+def test_the_error_is_that_of_the_worst_row() -> None:
+    wanted = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+    assert relative_error(wanted + torch.tensor([[0.0, 0.5], [1.0, 0.0]]), wanted) == pytest.approx(0.5)
+
+
+def test_arms_take_turns_there_and_back() -> None:
+    asked: list[str] = []
+
+    def call(name: str) -> torch.Tensor:
+        asked.append(name)
+        return torch.zeros(1)
+
+    row_ms = in_turns({name: partial(call, name) for name in "ab"}, 2, rounds=3, calls=2)
+    assert "".join(asked) == "aaabbb" + "bbbaaa" + "aaabbb"
+    assert {name: len(each) for name, each in row_ms.items()} == {"a": 3, "b": 3}
+
+
+def test_a_peer_that_is_not_installed_says_how_it_is() -> None:
+    with pytest.raises(unet_peers.Absent, match=r"no_such_peer is not installed: pip install .*bench"):
+        unet_peers._import("no_such_peer")
+
+
+@pytest.mark.slow
+def test_a_small_run_has_every_arm_or_the_reason_why_not(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    out = tmp_path / "unet.json"
+    options = ["--model", str(tiny_model("sd15")), "--dtype", "float32", "--device", "cpu", "--rows", "1,2"]
+    options += ["--arms", ",".join(ARMS), "--rounds", "2", "--calls", "1", "--threads", "1", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, "benchmarks/bench_unet.py", *options], cwd=ROOT, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(out.read_text(encoding="utf-8"))
+    assert document == json.loads(done.stdout.splitlines()[-1])
+    for point in document["points"]:
+        assert {*point["arms"], *point["left_out"]} == set(ARMS)
+        assert "diffserve warm" in point["left_out"]["ours-compiled"]
+        assert all(found["relative_error"] < 1e-4 for found in point["arms"].values())
+        assert point["arms"]["torch"]["ours_over_it"]["median"] > 0
+    assert [point["arms"]["ours"]["bytes_equal_to_smallest_call"] for point in document["points"]] == [True, True]
