@@ -15,7 +15,7 @@ import torch
 from benchmarks.random_models import save_hollow_model
 from diffserve.config import EngineConfig
 from diffserve.engine import Engine
-from diffserve.runtime.dry_run import DryRun, ListIndices, Work
+from diffserve.runtime.dry_run import DryRun, ListIndices, Work, dry_run
 from diffserve.runtime.loading import checkpoint
 from diffserve.types import DiffusionParams, GenerationRequest
 
@@ -101,3 +101,21 @@ def test_full_and_shallow_calls_of_one_tick_do_not_wait_and_shallow_ones_are_lit
     assert works[-1].copies == 2 * 2, "the same rows ran three ticks ago, and what they are told is kept"
     full_row = works[0].flops - works[1].flops / 2
     assert works[1].flops / 2 < 0.25 * full_row
+
+
+def test_eight_newcomers_are_encoded_in_the_launches_of_one_and_nothing_waits(tmp_path: Path) -> None:
+    engine = open_engine("tiny-random", tmp_path)
+    conditioner = engine.runners.conditioner
+
+    def encode(*texts: tuple[str, None]) -> None:
+        conditioner.make_ready(texts)
+        for text in texts:
+            conditioner.condition(*text, width_px=64, height_px=64)
+        conditioner.let_go()
+
+    alone = dry_run(lambda: encode(("a fox", None)))
+    together = dry_run(lambda: encode(*((f"{number} foxes", None) for number in range(8))))
+    assert together.flops == 8 * alone.flops > 0
+    assert (together.copies, len(together.kernels)) == (alone.copies, len(alone.kernels))
+    weighted = dry_run(lambda: encode(*((f"{number} (foxes:1.3)", None) for number in range(8))))
+    assert weighted.flops == together.flops, "none of them waited either"

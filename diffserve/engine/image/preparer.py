@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -10,8 +14,13 @@ from diffserve.engine.image.batch import LanePool
 from diffserve.engine.image.state import ImageState, Repaint
 from diffserve.engine.image.task import PAINT_FROM, GroupKey, ImageTask
 from diffserve.runtime import DiffusionModel
+from diffserve.runtime.device_health import raise_if_sticky
+from diffserve.runtime.memory import without_frames
 from diffserve.runtime.text.conditioning import AnyConditioning, Conditioner
+from diffserve.runtime.transfer import send
 from diffserve.types import Picture
+
+logger = logging.getLogger(__name__)
 
 
 class Preparer:
@@ -27,17 +36,28 @@ class Preparer:
         self.conditioner = conditioner
         self.pool = pool
 
+    @contextmanager
+    def together(self, tasks: Iterable[ImageTask]) -> Iterator[None]:
+        """While it lasts, what ``tasks`` are told is at hand, encoded in few calls for all; where those fail, not."""
+        try:
+            self.conditioner.make_ready(map(self._texts, tasks))
+        except Exception as error:
+            raise_if_sticky(error)
+            without_frames(error)
+            logger.warning("texts are encoded one by one: together they raised %s", type(error).__name__)
+        try:
+            yield
+        finally:
+            self.conditioner.let_go()
+
     def prepare(self, task: ImageTask) -> GroupKey:
         """Encode, draw, open the lane; returns the group whose UNet calls the image can join.
 
         Raises PoolBusy, before anything is drawn, when the image has to wait for pages.
         """
-        request, settings = task.live.request, task.settings
+        settings = task.settings
         conditioning = self.conditioner.condition(
-            request.prompt,
-            request.negative_prompt if settings.guided.any() else None,
-            width_px=settings.width_px,
-            height_px=settings.height_px,
+            *self._texts(task), width_px=settings.width_px, height_px=settings.height_px
         )
         try:
             task.state = self._paint_ground(task, conditioning)
@@ -47,6 +67,12 @@ class Preparer:
         mixes = self.conditioner.mixes_lengths
         num_tokens = self.model.text.window_tokens if mixes else conditioning.num_tokens
         return GroupKey(settings.height_px, settings.width_px, num_tokens)
+
+    @staticmethod
+    def _texts(task: ImageTask) -> tuple[str, str | None]:
+        """Prompt and negative prompt, ``None`` for images without guidance."""
+        request = task.live.request
+        return request.prompt, request.negative_prompt if task.settings.guided.any() else None
 
     def _paint_ground(self, task: ImageTask, conditioning: AnyConditioning) -> ImageState:
         """The state, its start latent drawn and in its lane."""
@@ -89,7 +115,7 @@ class Preparer:
         return self.model.vae.encode(pixels[None], [state.rng])[0].to(self.model.device)
 
     def _draw(self, state: ImageState) -> Tensor:
-        return state.draw().to(self.model.device)
+        return send(state.draw(), self.model.device)
 
 
 def cells_of(mask: Picture) -> Tensor:

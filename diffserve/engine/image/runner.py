@@ -71,8 +71,16 @@ class ImageRunner:
 
     @torch.inference_mode()
     def study(self, group: GroupKey | None = None) -> bool:
-        """Make one UNet call for what is still to be measured; False where there is nothing."""
-        return self.groups.study(group)
+        """Make one call for what is still to be measured; False where there is nothing."""
+        return self.groups.study(group) or (group is None and self._study_texts())
+
+    def _study_texts(self) -> bool:
+        try:
+            return self.conditioner.study()
+        except Exception as error:
+            raise_if_sticky(error)
+            logger.warning("texts are encoded one by one: %s", type(error).__name__, exc_info=error)
+            return False
 
     def trim(self, in_flight: Iterable[ImageTask]) -> None:
         """Drop what was stacked for images that have left, and shapes nobody paints beyond ``SHAPES_KEPT``."""
@@ -98,6 +106,8 @@ class ImageRunner:
 
         Encodes a text and decodes a latent once, and finds out on how many threads to begin.
         """
+        while self._study_texts():
+            pass
         native, *others = (self.group_of_short_prompts(*size) for size in sizes)
         self.groups.learn(native)
         self.groups.choose_threads(self.groups.best(native))
@@ -111,8 +121,11 @@ class ImageRunner:
     def run(self, plan: TickPlan) -> TickOutcome:
         """Do what ``plan`` says."""
         outcome = TickOutcome()
-        for task in plan.prepare:
-            self._prepare(task, outcome)
+        started_s = self.clock()
+        with self._preparer.together(plan.prepare):
+            together_s = self.clock() - started_s
+            for task in plan.prepare:
+                self._prepare(task, outcome, together_s)
         if plan.rows:
             self._advance(plan, outcome)
         for task in plan.decode:
@@ -120,8 +133,9 @@ class ImageRunner:
                 self._decode(task, outcome)
         return outcome
 
-    def _prepare(self, task: ImageTask, outcome: TickOutcome) -> None:
-        """Prepare a newcomer. Once one has to wait for pages, those behind it wait too: nobody overtakes by size."""
+    def _prepare(self, task: ImageTask, outcome: TickOutcome, together_s: float) -> None:
+        """Prepare a newcomer, ``together_s`` having gone into all of them. Once one has to wait for pages, those behind
+        it wait too: nobody overtakes by size."""
         if outcome.postponed:
             outcome.postponed.append(task)
             return
@@ -130,7 +144,7 @@ class ImageRunner:
             group = self._with_room(lambda: self._preparer.prepare(task))
             if task.settings.full.all():  # features are kept of the network's own calls
                 group = self.groups.best(group)
-            outcome.prepare_s[task] = self.clock() - started_s
+            outcome.prepare_s[task] = together_s + self.clock() - started_s
             self.groups.known(group)  # else it is measured when there is time
             outcome.groups[task] = group
         except PoolBusy:
