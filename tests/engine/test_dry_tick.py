@@ -119,3 +119,17 @@ def test_eight_newcomers_are_encoded_in_the_launches_of_one_and_nothing_waits(tm
     assert (together.copies, len(together.kernels)) == (alone.copies, len(alone.kernels))
     weighted = dry_run(lambda: encode(*((f"{number} (foxes:1.3)", None) for number in range(8))))
     assert weighted.flops == together.flops, "none of them waited either"
+
+
+def test_pictures_are_painted_from_the_first_tick_to_the_last_without_waiting(tmp_path: Path) -> None:
+    engine = open_engine("tiny-random", tmp_path)
+    for seed in range(3):
+        submit(engine, "ddim", seed)
+    works = []
+    while engine.has_work:
+        works += ticks(engine, 1)
+    assert len(works) == STEPS + 1, "newcomers join the steps one tick after they came"
+    assert works[-1].fetches == 1 + 2, (
+        "whether the latents are finite; three pictures of one call, and whether they are"
+    )
+    assert engine.stats().num_painted == 3

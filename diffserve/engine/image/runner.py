@@ -6,15 +6,14 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from diffserve.config import EngineConfig
 from diffserve.engine.engine import failure_of
 from diffserve.engine.image.batch import ImageBatch, LanePool
 from diffserve.engine.image.buckets import RowCaps
+from diffserve.engine.image.decoder import PictureDecoder
 from diffserve.engine.image.preparer import Preparer
 from diffserve.engine.image.shape_groups import Groups, is_deterministic
 from diffserve.engine.image.state import Health
@@ -60,6 +59,7 @@ class ImageRunner:
         self.caps = RowCaps(clock)
         self.caller = UNetCaller(model, self.conditioner, self.groups, self.caps, clock)
         self._preparer = Preparer(model, self.conditioner, self.pool)
+        self._decoder = PictureDecoder(model, self.pool, clock, self.caller.ease, is_exact=self.groups.is_deterministic)
 
     def row_cap(self, group: GroupKey) -> int:
         """Rows that a tick of ``group`` may hold."""
@@ -85,6 +85,7 @@ class ImageRunner:
     def trim(self, in_flight: Iterable[ImageTask]) -> None:
         """Drop what was stacked for images that have left, and shapes nobody paints beyond ``SHAPES_KEPT``."""
         self.caller.trim()
+        self._decoder.trim()
         if self.pool.num_shapes > SHAPES_KEPT:
             self.pool.keep_only(task.held.shape for task in in_flight if task.state is not None)
 
@@ -115,7 +116,7 @@ class ImageRunner:
             self.groups.known(group)  # else it is measured when there is time
         info = self.model.info
         cells = (native.height_px // info.vae_factor, native.width_px // info.vae_factor)
-        self._picture(torch.zeros((info.latent_channels, *cells)))
+        self._decoder.try_once(torch.zeros((info.latent_channels, *cells)))
 
     @torch.inference_mode()
     def run(self, plan: TickPlan) -> TickOutcome:
@@ -128,9 +129,8 @@ class ImageRunner:
                 self._prepare(task, outcome, together_s)
         if plan.rows:
             self._advance(plan, outcome)
-        for task in plan.decode:
-            if task not in outcome.failures:
-                self._decode(task, outcome)
+        done = [task for task in plan.decode if task not in outcome.failures]
+        self._decoder.decode(done, outcome, may_wait=not (plan.rows or plan.prepare))
         return outcome
 
     def _prepare(self, task: ImageTask, outcome: TickOutcome, together_s: float) -> None:
@@ -219,33 +219,6 @@ class ImageRunner:
         except Exception as error:
             raise_if_sticky(error)
             logger.warning("no previews in this tick: they raised %s", type(error).__name__, exc_info=error)
-
-    def _decode(self, task: ImageTask, outcome: TickOutcome) -> None:
-        """One picture at a time: no image's bytes depend on who is decoded beside it."""
-        assert task.lane is not None
-        started_s = self.clock()
-        try:
-            latents = task.table.out_scale * self.pool.latent(task.held.shape, task.lane)
-            outcome.pictures[task] = self._picture(latents)
-            if task.live.request.return_latents:
-                outcome.latents[task] = latents.cpu().numpy()
-        except Exception as error:
-            outcome.failures[task] = failure_of(error, "painting this image")
-        outcome.decode_s[task] = self.clock() - started_s
-
-    def _picture(self, latents: Tensor) -> NDArray[np.uint8]:
-        """(H, W, 3) of ``latents`` (C, h, w): in one piece, and where there is no memory for that, in tiles."""
-        picture: NDArray[np.uint8]
-        try:
-            [picture] = self._with_room(lambda: self.model.vae.decode(latents[None]))
-        except torch.OutOfMemoryError as error:
-            without_frames(error)
-        else:
-            return picture
-        self.caller.ease()
-        logger.warning("no memory to decode a picture in one piece: it is decoded in tiles")
-        [picture] = self.model.vae.decode_in_tiles(latents[None])
-        return picture
 
     def _with_room(self, run: Callable[[], Result]) -> Result:
         """``run``, once more where memory ran out and some could be given back."""
