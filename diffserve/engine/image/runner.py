@@ -58,7 +58,7 @@ class ImageRunner:
         self.groups = Groups(model, config, self.conditioner, make_threads(config, model.device))
         self.caps = RowCaps(clock)
         self.caller = UNetCaller(model, self.conditioner, self.groups, self.caps, clock)
-        self._preparer = Preparer(model, self.conditioner, self.pool)
+        self._preparer = Preparer(model, self.conditioner, self.pool, on_device=config.noise_source == "device")
         self._decoder = PictureDecoder(model, self.pool, clock, self.caller.ease, is_exact=self.groups.is_deterministic)
 
     def row_cap(self, group: GroupKey) -> int:
@@ -181,7 +181,7 @@ class ImageRunner:
         taken back."""
         group = tasks[0].group_now
         batch = ImageBatch.gather(tasks, self.pool)
-        draws = [(task.held.rng, task.held.rng.get_state()) for task in tasks if task.table.draws[task.row_index]]
+        draws = [(task.held, task.held.mark()) for task in tasks if task.draws_now]
         try:
             if not group.is_shallow:
                 for task in tasks:
@@ -195,8 +195,8 @@ class ImageRunner:
             finite = fetch(torch.isfinite(x_next).flatten(1).all(dim=1))
             self.pool.scatter(batch.lanes, x_next, history)
         except torch.OutOfMemoryError:
-            for rng, state in draws:
-                rng.set_state(state)
+            for state, mark in draws:
+                state.go_back(mark)
             self.pool.scatter(batch.lanes, batch.x, batch.history)
             raise
         for row, error in errors.items():
