@@ -6,8 +6,6 @@ from pathlib import Path
 
 import torch
 
-from diffserve.config import EngineConfig
-from diffserve.engine import Engine
 from diffserve.runtime.philox import Draw, normals
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked
@@ -43,8 +41,7 @@ def test_a_picture_of_device_noise_does_not_depend_on_its_neighbours(make_engine
 
 
 def test_noise_of_all_rows_takes_the_launches_and_the_transfer_of_one(tmp_path: Path) -> None:
-    plain = open_engine("tiny-random", tmp_path)
-    engine = Engine(plain.model, EngineConfig(max_rows=8, deterministic=False, noise_source="device"))
+    engine = open_engine("tiny-random", tmp_path, noise_source="device")
     found = []
     for sampler in ("ddim", "euler_a"):
         for seed in range(4):

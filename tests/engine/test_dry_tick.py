@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,11 +30,11 @@ def _undigested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "_sha256", lambda file: hashlib.sha256(file.name.encode()).hexdigest())
 
 
-def open_engine(name: str, directory: Path) -> Engine:
+def open_engine(name: str, directory: Path, **config: Any) -> Engine:
     """An engine on ``name``'s shapes."""
     path = save_hollow_model(name, directory, dtype=torch.float16)
     return Engine.from_pretrained(
-        str(path), device="meta", dtype="float16", config=EngineConfig(max_rows=8, deterministic=False)
+        str(path), device="meta", dtype="float16", config=EngineConfig(max_rows=8, deterministic=False, **config)
     )
 
 
@@ -121,8 +122,11 @@ def test_eight_newcomers_are_encoded_in_the_launches_of_one_and_nothing_waits(tm
     assert weighted.flops == together.flops, "none of them waited either"
 
 
-def test_pictures_are_painted_from_the_first_tick_to_the_last_without_waiting(tmp_path: Path) -> None:
-    engine = open_engine("tiny-random", tmp_path)
+@pytest.mark.parametrize("decode_tile_px", [0, 48])
+def test_pictures_are_painted_from_the_first_tick_to_the_last_without_waiting(
+    tmp_path: Path, decode_tile_px: int
+) -> None:
+    engine = open_engine("tiny-random", tmp_path, decode_tile_px=decode_tile_px)
     for seed in range(3):
         submit(engine, "ddim", seed)
     works = []

@@ -36,8 +36,12 @@ class PictureDecoder:
     """Decodes with the VAE of ``model`` what lies in the lanes of ``pool``.
 
     On a CUDA device this has a queue of its own there: no step waits for it, and nobody for the answer while there are
-    steps to run. ``is_exact``: one picture to a call, so that no image's bytes depend on who is decoded beside it;
-    otherwise pictures of one size share calls. ``ease`` gives memory back that is only kept to save time.
+    steps to run.
+
+    ease      gives memory back that is only kept to save time
+    is_exact  one picture to a call, so that no image's bytes depend on who is decoded beside it; otherwise pictures of
+              one size share calls
+    tile_px   see ``VAERunner.decode_later``
     """
 
     def __init__(
@@ -48,11 +52,13 @@ class PictureDecoder:
         ease: Callable[[], None],
         *,
         is_exact: bool,
+        tile_px: int = 0,
     ) -> None:
         self.model = model
         self.pool = pool
         self.clock = clock
         self.is_exact = is_exact
+        self.tile_px = tile_px
         self._ease = ease
         self._queue = SideQueue(model.device)
         self._going: dict[ImageTask, Decoding] = {}
@@ -116,7 +122,7 @@ class PictureDecoder:
         for _ in range(2):
             try:
                 with self._queue:
-                    return self.model.vae.decode_later(latents)
+                    return self.model.vae.decode_later(latents, self.tile_px)
             except torch.OutOfMemoryError as error:
                 without_frames(error)
             self._ease()

@@ -59,7 +59,14 @@ class ImageRunner:
         self.caps = RowCaps(clock)
         self.caller = UNetCaller(model, self.conditioner, self.groups, self.caps, clock)
         self._preparer = Preparer(model, self.conditioner, self.pool, on_device=config.noise_source == "device")
-        self._decoder = PictureDecoder(model, self.pool, clock, self.caller.ease, is_exact=self.groups.is_deterministic)
+        self._decoder = PictureDecoder(
+            model,
+            self.pool,
+            clock,
+            self.caller.ease,
+            is_exact=self.groups.is_deterministic,
+            tile_px=config.decode_tile_px,
+        )
 
     def row_cap(self, group: GroupKey) -> int:
         """Rows that a tick of ``group`` may hold."""

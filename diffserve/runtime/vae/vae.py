@@ -1,4 +1,5 @@
-"""Pictures to latents and back, guarded against overflow in 16 bits, and in tiles where memory is short."""
+"""Pictures to latents and back, guarded against overflow in 16 bits, and in tiles where they are large or memory is
+short."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from diffserve.errors import NumericalError
 from diffserve.runtime.memory import give_memory_back, without_frames
-from diffserve.runtime.transfer import Fetched, fetch
+from diffserve.runtime.transfer import Fetched, fetch, send
 
 logger = logging.getLogger(__name__)
 
@@ -104,12 +105,25 @@ class VAERunner:
         return to_pixels(self._decoded(latents.to(self.device, torch.float32) / self._scale + self._mean))
 
     @torch.inference_mode()
-    def decode_later(self, latents: torch.Tensor) -> Decoded:
-        """The same without waiting for the device; what ``decode`` raises, asking for the picture does."""
+    def decode_later(self, latents: torch.Tensor, tile_px: int = 0) -> Decoded:
+        """The same without waiting for the device; what ``decode`` raises, asking for the picture does.
+
+        ``tile_px``: pictures with a longer side are decoded in tiles, of so many pixels along that side; 0: in one
+        piece.
+        """
         z = latents.to(self.device, torch.float32) / self._scale + self._mean
-        images = self.network.decode(z.to(self.dtype), return_dict=False)[0]
+        share = tile_px / (self.factor * max(z.shape[-2:])) or 1.0
+
+        def images_of(run: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
+            return run(z) if share >= 1.0 else in_tiles(run, z, self.factor, share)
+
+        images = images_of(lambda part: self.network.decode(part.to(self.dtype), return_dict=False)[0], z)
         is_whole = torch.isfinite(images).flatten(1).all(1)
-        return Decoded(fetch(to_bytes(images)), fetch(is_whole), lambda place: self.decode(latents[place, None])[0])
+        return Decoded(
+            fetch(to_bytes(images)),
+            fetch(is_whole),
+            lambda place: to_pixels(images_of(self._decoded, z[place, None]))[0],
+        )
 
     @torch.inference_mode()
     def decode_in_tiles(self, latents: torch.Tensor) -> NDArray[np.uint8]:
@@ -198,7 +212,7 @@ def _to_images(pixels: NDArray[np.uint8] | torch.Tensor) -> torch.Tensor:
 
 
 def in_tiles(run: Callable[[Tensor], Tensor], z: Tensor, factor: int, share: float) -> Tensor:
-    """(B, 3, h * factor, w * factor) float32 on the CPU from ``run`` on tiles of ``z`` (B, C, h, w).
+    """(B, 3, h * factor, w * factor) float32 from ``run`` on tiles of ``z`` (B, C, h, w); waits for no device.
 
     Neighbours overlap by 2/5 of a tile and fade into each other. What ``run`` takes from all over the picture, as the
     means of a group norm, is that of a tile: on the embedded model's pictures this makes 37 dB or more against the
@@ -206,13 +220,14 @@ def in_tiles(run: Callable[[Tensor], Tensor], z: Tensor, factor: int, share: flo
     """
     height, width = z.shape[-2:]
     pixels: Tensor | None = None
-    weights = torch.zeros((1, 1, height * factor, width * factor))
+    weights = torch.zeros((1, 1, height * factor, width * factor), device=z.device)
     for top, bottom in spans(height, share):
         for left, right in spans(width, share):
-            tile = run(z[..., top:bottom, left:right]).float().cpu()
+            tile = run(z[..., top:bottom, left:right]).float()
             if pixels is None:
-                pixels = torch.zeros((*tile.shape[:2], height * factor, width * factor))
+                pixels = torch.zeros((*tile.shape[:2], height * factor, width * factor), device=z.device)
             fade = _fade(top, bottom, height, share, factor)[:, None] * _fade(left, right, width, share, factor)
+            fade = send(fade, z.device)
             place = (..., slice(top * factor, bottom * factor), slice(left * factor, right * factor))
             pixels[place] += fade * tile
             weights[place] += fade
