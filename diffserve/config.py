@@ -33,6 +33,7 @@ from schedulers import SPACINGS, resolve_sampler
 
 PROFILES = ("embedded", "embedded-turbo", "sd15", "sdxl")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int8_dynamic", "int8_static", "float8")
+VAE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 TEXT_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4")
 DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp8": "float8"}
 OFFLOADS = ("none", "auto", "cpu", "disk")
@@ -50,6 +51,7 @@ ENGINE_BOUNDS = {
     "max_waiting": Between(1, 100_000),
     "max_prepares_per_tick": Between(1, 1024),
     "max_decodes_per_tick": Between(1, 1024),
+    "decode_tile_px": Between(0, 1 << 16),
     "ageing_rows_per_tick": Between(1e-6, 1e6, "without ageing long jobs starve"),
     "slo_scale": Between(1.0, 1e6, "it counts in times of what a request takes alone"),
     "max_batch_delay_s": Between(0.0, 3600.0),
@@ -72,6 +74,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_waiting            requests that may wait for a lane before :class:`~diffserve.errors.QueueFull`
     max_prepares_per_tick  newcomers whose text and init image are encoded in one tick, so that nobody stalls
     max_decodes_per_tick   finished latents turned into pictures in one tick
+    decode_tile_px         pictures with a longer side are decoded in tiles of so many pixels along it, which fade into
+                           each other; 0: all in one piece, as far as there is memory
     ageing_rows_per_tick   how fast waiting earns precedence, in rows of the model's native size (a row of twice the
                            pixels counts as two): a job of N remaining rows is overtaken only by jobs of the same client
                            that came within N / ageing_rows_per_tick ticks after it
@@ -86,6 +90,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                            of one window, and for what the language model wants
     result_cache_bytes     of finished pictures kept in memory; a request with a seed whose picture is among them, or is
                            being painted for somebody else, is answered by it. 0: none, and everybody is painted for
+    noise_source           "cpu": every image draws with a torch generator of its own on the CPU, as diffusers does;
+                           "device": with the numbers of a CUDA generator ("GPU" and "NV" in A1111), on any device, for
+                           all rows of a tick at once. Seeds paint other pictures then, and an init image is still
+                           encoded with the CPU's
     threads                of the processor that a UNet call runs on; ``None``: what proves fastest, again and again, of
                            torch's own number and fewer
     offload                where the weights of every model rest while their layer does not run: "none": on the device;
@@ -102,6 +110,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_waiting: int = 256
     max_prepares_per_tick: int = 8
     max_decodes_per_tick: int = 4
+    decode_tile_px: int = 0
     ageing_rows_per_tick: float = 0.5
     policy: str = "latency"
     slo_scale: float = 3.0
@@ -110,6 +119,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cross_attention: Literal["paged", "plain"] = "paged"
     kv_pool_bytes: int | None = None
     result_cache_bytes: int = 0
+    noise_source: Literal["cpu", "device"] = "cpu"
     threads: int | None = None
     offload: str = "none"
     compile: Literal["off", "warm", "background"] = "warm"
@@ -340,7 +350,7 @@ def _check_model(model: ModelProfile, values: Mapping[str, _Value]) -> None:
     def refuse(key: str, why: str) -> ConfigError:
         return ConfigError(f"{_blame(f'model.{key}', values)}: {why}", param=key)
 
-    choices = {"spacing": SPACINGS, "dtype": DTYPES}
+    choices = {"spacing": SPACINGS, "dtype": DTYPES, "vae_dtype": VAE_DTYPES}
     for key, known in choices.items():
         if DTYPE_ALIASES.get(getattr(model, key), getattr(model, key)) not in known:
             raise refuse(key, f"{key} is {getattr(model, key)!r}; choose one of {', '.join(known)}.")

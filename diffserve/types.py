@@ -437,6 +437,8 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     path             "embedded", "embedded-turbo", a diffusers directory, or a single safetensors file
     device, dtype    "auto", or a torch device / one of float32, bfloat16, float16, int8, int8_dynamic,
                      int8_static, float8
+    vae_dtype        "auto": as ``dtype`` computes, but float32 where the VAE is known to overflow in float16 (SDXL's);
+                     or float32, bfloat16, float16
     good_sizes       (width, height) in pixels that the model does well; the first is native; empty: the model's own
                      training size (``sample_size`` in its UNet's configuration)
     max_side_px      longest side that is painted directly
@@ -458,6 +460,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_side_px: int
     other_aspects: OtherAspects = "paint"
     probe: bool = True
+    vae_dtype: str = "auto"
 
     @property
     def diffusion(self) -> DiffusionParams:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from diffserve.config import DTYPE_ALIASES
 from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError, ModelNotFound
 from diffserve.fewest_steps import FewestSteps, read_fewest_steps
@@ -25,7 +26,7 @@ from diffserve.runtime.loading.formulation import noise_schedule
 from diffserve.runtime.loading.plausibility import Plausibility, judge, kept_or_probed, predicts_velocity, probe
 from diffserve.runtime.loading.single_file import load_single_file
 from diffserve.runtime.loading.weight_loading import LoadedParts
-from diffserve.runtime.precision import INT8_STATIC, DeviceChoice, choose_device, weights_bytes
+from diffserve.runtime.precision import INT8_STATIC, TORCH_DTYPES, DeviceChoice, choose_device, weights_bytes
 from diffserve.runtime.quantisation import ONCE_A_PROMPT, THE_PIXELS, convert_static, describe_left, schemes
 from diffserve.runtime.text.encoding import TextEncoderRunner
 from diffserve.runtime.unet.unet import UNetRunner
@@ -173,6 +174,8 @@ def load_model(
     its files say, ConfigError for a wrong dtype or device.
     """
     choice = choose_device(device, dtype, offload)
+    if profile is not None:
+        choice = replace(choice, vae_dtype=TORCH_DTYPES.get(DTYPE_ALIASES.get(profile.vae_dtype, profile.vae_dtype)))
     location = BUILT_IN.get(str(path)) or Path(path).expanduser()
     adapter = read_adapter(location)
     parts = load_adapted(adapter, choice) if adapter else _load_parts(location, choice)

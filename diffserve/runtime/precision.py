@@ -50,6 +50,7 @@ class DeviceChoice:
     compute_dtype  what activations are held in (for int8: the dtype that weights are expanded to)
     reason         one sentence for the log and for ``diffserve doctor``
     offload        where weights rest while their layer does not run: none (on the device), auto, cpu or disk
+    vae_dtype      what the VAE computes in, where that was asked for
 
     Raises ConfigError for weights that are quantised at load and should rest elsewhere.
     """
@@ -59,6 +60,7 @@ class DeviceChoice:
     compute_dtype: torch.dtype
     reason: str
     offload: str = "none"
+    vae_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.offload != "none" and self.dtype not in TORCH_DTYPES:

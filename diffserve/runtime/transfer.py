@@ -16,6 +16,25 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+class SideQueue:
+    """Inside its block work is laid into a CUDA device's second queue, behind what the first holds by then; the first
+    does not wait for it. What goes in must be kept until it is done. On other devices nothing changes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._entered: list[Any] = []
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            self._entered.append(torch.cuda.stream(self._stream))
+            self._entered[-1].__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        if self._entered:
+            self._entered.pop().__exit__(*raised)
+
+
 @dataclass(frozen=True, eq=False)
 class Fetched:
     """Numbers on their way to main memory."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch
 from benchmarks.random_models import save_hollow_model
 from diffserve.config import EngineConfig
 from diffserve.engine import Engine
-from diffserve.runtime.dry_run import DryRun, ListIndices, Work
+from diffserve.runtime.dry_run import DryRun, ListIndices, Work, dry_run
 from diffserve.runtime.loading import checkpoint
 from diffserve.types import DiffusionParams, GenerationRequest
 
@@ -29,11 +30,11 @@ def _undigested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "_sha256", lambda file: hashlib.sha256(file.name.encode()).hexdigest())
 
 
-def open_engine(name: str, directory: Path) -> Engine:
+def open_engine(name: str, directory: Path, **config: Any) -> Engine:
     """An engine on ``name``'s shapes."""
     path = save_hollow_model(name, directory, dtype=torch.float16)
     return Engine.from_pretrained(
-        str(path), device="meta", dtype="float16", config=EngineConfig(max_rows=8, deterministic=False)
+        str(path), device="meta", dtype="float16", config=EngineConfig(max_rows=8, deterministic=False, **config)
     )
 
 
@@ -102,3 +103,38 @@ def test_full_and_shallow_calls_of_one_tick_do_not_wait_and_shallow_ones_are_lit
     assert works[-1].copies == 2 * 2, "the same rows ran three ticks ago, and what they are told is kept"
     full_row = works[0].flops - works[1].flops / 2
     assert works[1].flops / 2 < 0.25 * full_row
+
+
+def test_eight_newcomers_are_encoded_in_the_launches_of_one_and_nothing_waits(tmp_path: Path) -> None:
+    engine = open_engine("tiny-random", tmp_path)
+    conditioner = engine.runners.conditioner
+
+    def encode(*texts: tuple[str, None]) -> None:
+        conditioner.make_ready(texts)
+        for text in texts:
+            conditioner.condition(*text, width_px=64, height_px=64)
+        conditioner.let_go()
+
+    alone = dry_run(lambda: encode(("a fox", None)))
+    together = dry_run(lambda: encode(*((f"{number} foxes", None) for number in range(8))))
+    assert together.flops == 8 * alone.flops > 0
+    assert (together.copies, len(together.kernels)) == (alone.copies, len(alone.kernels))
+    weighted = dry_run(lambda: encode(*((f"{number} (foxes:1.3)", None) for number in range(8))))
+    assert weighted.flops == together.flops, "none of them waited either"
+
+
+@pytest.mark.parametrize("decode_tile_px", [0, 48])
+def test_pictures_are_painted_from_the_first_tick_to_the_last_without_waiting(
+    tmp_path: Path, decode_tile_px: int
+) -> None:
+    engine = open_engine("tiny-random", tmp_path, decode_tile_px=decode_tile_px)
+    for seed in range(3):
+        submit(engine, "ddim", seed)
+    works = []
+    while engine.has_work:
+        works += ticks(engine, 1)
+    assert len(works) == STEPS + 1, "newcomers join the steps one tick after they came"
+    assert works[-1].fetches == 1 + 2, (
+        "whether the latents are finite; three pictures of one call, and whether they are"
+    )
+    assert engine.stats().num_painted == 3

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -149,6 +151,16 @@ def test_quantising_while_loading_never_holds_more_than_the_model_and_one_tensor
     in_float32 = sum(4 * part.numel() for part in network.parameters())
     assert max(held) <= final < 0.45 * in_float32
     assert len(held) == len(checkpoint.entries)
+
+
+def test_a_profile_says_what_the_vae_computes_in(tiny_model: Callable[[str], Path], tiny: LoadTiny) -> None:
+    profile = msgspec.structs.replace(tiny("sdxl").profile, vae_dtype="bf16")
+    model = load_model(tiny_model("sdxl"), dtype="float16", device="cpu", profile=profile)
+    assert (model.vae.dtype, model.dtype) == (torch.bfloat16, torch.float16)
+    half, full = choose_device("cpu", "float16"), choose_device("cpu", "bfloat16")
+    for choice in (half, full):
+        asked = replace(choice, vae_dtype=torch.float32)
+        assert vae_precision(asked, {}, is_sdxl=False).compute_dtype == torch.float32
 
 
 def test_only_sdxl_s_vae_is_kept_in_float32_by_a_float16_model() -> None:

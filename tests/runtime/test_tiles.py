@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from diffserve.runtime.vae.vae import SHARES, in_tiles, spans
+from tests.runtime.conftest import LoadTiny
 
 
 def local(z: Tensor) -> Tensor:
@@ -47,3 +48,14 @@ def test_tiles_are_smaller_than_the_whole() -> None:
         in_tiles(noted, torch.zeros((1, 3, 64, 64)), 2, share)
         assert max(seen) <= most * 64 * 64
         seen.clear()
+
+
+def test_a_large_picture_is_decoded_in_tiles_where_that_is_asked_for(tiny: LoadTiny) -> None:
+    vae = tiny("sd15").vae
+    z = torch.randn((2, vae.latent_channels, 16, 24), generator=torch.Generator().manual_seed(0))
+    tile_px = SHARES[0] * 24 * vae.factor
+    found, whole = vae.decode_later(z, int(tile_px)), vae.decode_later(z, 24 * vae.factor)
+    for place, (one, tiled) in enumerate(zip(vae.decode(z), vae.decode_in_tiles(z), strict=True)):
+        assert (whole.picture(place) == one).all()
+        assert (found.picture(place) == tiled).all()
+        assert (one != tiled).any()

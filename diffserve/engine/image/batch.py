@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diffserve.engine.image.state import draw_noise
 from diffserve.engine.image.task import ImageTask, RowLabel
 from diffserve.runtime.transfer import send
 from schedulers.update import HISTORY, NUM_COLUMNS, scale_input
@@ -27,6 +28,7 @@ class ImageBatch:
     guided    positions of the images that also run an unconditional row
     owners    (num_rows,) int64, the image that each UNet row belongs to: every image's conditional row, then the
               unconditional rows of the guided
+    drawing   (D,) int64 positions of the images whose row draws noise
     """
 
     tasks: tuple[ImageTask, ...]
@@ -37,21 +39,22 @@ class ImageBatch:
     guidance: Tensor
     guided: tuple[int, ...]
     owners: Tensor
+    drawing: Tensor
 
     @classmethod
     def gather(cls, tasks: Sequence[ImageTask], pool: LanePool) -> ImageBatch:
         """Copy the latents and histories of ``tasks`` out of their lanes; two transfers bring all that says how."""
         guided = tuple(index for index, task in enumerate(tasks) if task.is_guided_now)
-        whole = [*(task.lane for task in tasks), *range(len(tasks)), *guided]
+        drawing = [index for index, task in enumerate(tasks) if task.draws_now]
+        sizes = [len(tasks), len(tasks) + len(guided), len(drawing)]
+        whole = [*(task.lane for task in tasks), *range(len(tasks)), *guided, *drawing]
         packed = np.empty((len(tasks), NUM_COLUMNS + 1), np.float32)  # (B, K + 1)
         for row, task in zip(packed, tasks, strict=True):
             row[:NUM_COLUMNS], row[NUM_COLUMNS] = task.table.packed[task.row_index], task.settings.guidance_scale
-        lanes, owners = send(torch.tensor(whole), pool.device).split([len(tasks), len(whole) - len(tasks)])
+        lanes, owners, places = send(torch.tensor(whole), pool.device).split(sizes)
         rows = send(torch.from_numpy(packed), pool.device)
         x, history = pool.gather(tasks[0].held.shape, lanes)
-        return cls(
-            tuple(tasks), lanes, x, history, rows[:, :NUM_COLUMNS], rows[:, NUM_COLUMNS], guided=guided, owners=owners
-        )
+        return cls(tuple(tasks), lanes, x, history, rows[:, :NUM_COLUMNS], rows[:, NUM_COLUMNS], guided, owners, places)
 
     @property
     def num_rows(self) -> int:
@@ -71,13 +74,11 @@ class ImageBatch:
     @cached_property
     def noise(self) -> Tensor:
         """(B, C, h, w): a fresh draw from the generator of every image whose row draws, zeros elsewhere."""
-        if not any(task.table.draws[task.row_index] for task in self.tasks):
+        held = [task.held for task in self.tasks if task.draws_now]
+        if not held:
             return torch.zeros_like(self.x)
-        noise = torch.zeros(self.x.shape)
-        for place, task in zip(noise, self.tasks, strict=True):
-            if task.table.draws[task.row_index]:
-                place.copy_(task.held.draw())
-        return send(noise, self.x.device)
+        drawn = draw_noise(held, self.x.device)
+        return torch.zeros_like(self.x).index_copy_(0, self.drawing, drawn)
 
     def is_uncond(self, row: int) -> bool:
         """Whether ``row`` is an unconditional one."""

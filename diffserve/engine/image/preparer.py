@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from diffserve.engine.image.batch import LanePool
-from diffserve.engine.image.state import ImageState, Repaint
+from diffserve.engine.image.state import ImageState, Repaint, draw_noise
 from diffserve.engine.image.task import PAINT_FROM, GroupKey, ImageTask
 from diffserve.runtime import DiffusionModel
+from diffserve.runtime.device_health import raise_if_sticky
+from diffserve.runtime.memory import without_frames
 from diffserve.runtime.text.conditioning import AnyConditioning, Conditioner
+from diffserve.runtime.transfer import send
 from diffserve.types import Picture
+
+logger = logging.getLogger(__name__)
 
 
 class Preparer:
@@ -19,25 +29,40 @@ class Preparer:
 
     Draws from the image's own generator, as the pipelines of diffusers make them. Text-to-image: the start latent.
     Image-to-image: the encoder's posterior, then the noise. Inpainting: the posterior (4-channel UNets always,
-    9-channel ones below full strength), the noise, then the posterior of the masked image.
+    9-channel ones below full strength), the noise, then the posterior of the masked image. ``on_device``: noise is
+    counted off there, and the posterior alone is drawn from the generator.
     """
 
-    def __init__(self, model: DiffusionModel, conditioner: Conditioner, pool: LanePool) -> None:
+    def __init__(
+        self, model: DiffusionModel, conditioner: Conditioner, pool: LanePool, *, on_device: bool = False
+    ) -> None:
         self.model = model
         self.conditioner = conditioner
         self.pool = pool
+        self._first_draw = 0 if on_device else None
+
+    @contextmanager
+    def together(self, tasks: Iterable[ImageTask]) -> Iterator[None]:
+        """While it lasts, what ``tasks`` are told is at hand, encoded in few calls for all; where those fail, not."""
+        try:
+            self.conditioner.make_ready(map(self._texts, tasks))
+        except Exception as error:
+            raise_if_sticky(error)
+            without_frames(error)
+            logger.warning("texts are encoded one by one: together they raised %s", type(error).__name__)
+        try:
+            yield
+        finally:
+            self.conditioner.let_go()
 
     def prepare(self, task: ImageTask) -> GroupKey:
         """Encode, draw, open the lane; returns the group whose UNet calls the image can join.
 
         Raises PoolBusy, before anything is drawn, when the image has to wait for pages.
         """
-        request, settings = task.live.request, task.settings
+        settings = task.settings
         conditioning = self.conditioner.condition(
-            request.prompt,
-            request.negative_prompt if settings.guided.any() else None,
-            width_px=settings.width_px,
-            height_px=settings.height_px,
+            *self._texts(task), width_px=settings.width_px, height_px=settings.height_px
         )
         try:
             task.state = self._paint_ground(task, conditioning)
@@ -48,12 +73,19 @@ class Preparer:
         num_tokens = self.model.text.window_tokens if mixes else conditioning.num_tokens
         return GroupKey(settings.height_px, settings.width_px, num_tokens)
 
+    @staticmethod
+    def _texts(task: ImageTask) -> tuple[str, str | None]:
+        """Prompt and negative prompt, ``None`` for images without guidance."""
+        request = task.live.request
+        return request.prompt, request.negative_prompt if task.settings.guided.any() else None
+
     def _paint_ground(self, task: ImageTask, conditioning: AnyConditioning) -> ImageState:
         """The state, its start latent drawn and in its lane."""
         request, settings = task.live.request, task.settings
         factor = self.model.info.vae_factor
         shape = (self.model.info.latent_channels, settings.height_px // factor, settings.width_px // factor)
-        state = ImageState(conditioning, torch.Generator("cpu").manual_seed(task.seed), shape)
+        rng = torch.Generator("cpu").manual_seed(task.seed)
+        state = ImageState(conditioning, rng, shape, self._first_draw)
         if settings.kind == "inpaint":
             state, start = self._inpaint(task, state)
         elif settings.kind == "image":
@@ -71,7 +103,7 @@ class Preparer:
         size = (task.settings.height_px, task.settings.width_px)
         pixels = torch.zeros((*size, 3)) if request.init_image is None else pixels_of(request.init_image)  # (H, W, 3)
         mask = torch.ones(size) if request.mask_image is None else cells_of(request.mask_image)  # (H, W)
-        cells = F.interpolate(mask[None, None], size=state.shape[1:])[0].to(self.model.device)  # (1, h, w)
+        cells = send(F.interpolate(mask[None, None], size=state.shape[1:])[0], self.model.device)  # (1, h, w)
         is_full = task.settings.strength in (None, 1.0)
         has_mask_channels = self.model.unet.extra_channels > 0
         latents = None if has_mask_channels and is_full else self._encode(pixels, state)
@@ -80,16 +112,16 @@ class Preparer:
         start = at_full if is_full or latents is None else latents + float(table.sigma[0]) * noise
         if has_mask_channels:
             masked = self._encode(pixels * (1.0 - mask[..., None]), state)
-            return ImageState(state.conditioning, state.rng, state.shape, extra=torch.cat([cells, masked])), start
+            return replace(state, extra=torch.cat([cells, masked])), start
         assert latents is not None
         torch.randn((1, *state.shape), generator=state.rng, dtype=self.model.vae.dtype)  # diffusers encodes it unused
-        return ImageState(state.conditioning, state.rng, state.shape, repaint=Repaint(cells, latents, noise)), start
+        return replace(state, repaint=Repaint(cells, latents, noise)), start
 
     def _encode(self, pixels: Tensor, state: ImageState) -> Tensor:
         return self.model.vae.encode(pixels[None], [state.rng])[0].to(self.model.device)
 
     def _draw(self, state: ImageState) -> Tensor:
-        return state.draw().to(self.model.device)
+        return draw_noise([state], self.model.device)[0]
 
 
 def cells_of(mask: Picture) -> Tensor:

@@ -6,15 +6,14 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from diffserve.config import EngineConfig
 from diffserve.engine.engine import failure_of
 from diffserve.engine.image.batch import ImageBatch, LanePool
 from diffserve.engine.image.buckets import RowCaps
+from diffserve.engine.image.decoder import PictureDecoder
 from diffserve.engine.image.preparer import Preparer
 from diffserve.engine.image.shape_groups import Groups, is_deterministic
 from diffserve.engine.image.state import Health
@@ -59,7 +58,15 @@ class ImageRunner:
         self.groups = Groups(model, config, self.conditioner, make_threads(config, model.device), clock)
         self.caps = RowCaps(clock)
         self.caller = UNetCaller(model, self.conditioner, self.groups, self.caps, clock)
-        self._preparer = Preparer(model, self.conditioner, self.pool)
+        self._preparer = Preparer(model, self.conditioner, self.pool, on_device=config.noise_source == "device")
+        self._decoder = PictureDecoder(
+            model,
+            self.pool,
+            clock,
+            self.caller.ease,
+            is_exact=self.groups.is_deterministic,
+            tile_px=config.decode_tile_px,
+        )
 
     def row_cap(self, group: GroupKey) -> int:
         """Rows that a tick of ``group`` may hold."""
@@ -71,12 +78,21 @@ class ImageRunner:
 
     @torch.inference_mode()
     def study(self, group: GroupKey | None = None) -> bool:
-        """Make one UNet call for what is still to be measured; False where there is nothing."""
-        return self.groups.study(group)
+        """Make one call for what is still to be measured; False where there is nothing."""
+        return self.groups.study(group) or (group is None and self._study_texts())
+
+    def _study_texts(self) -> bool:
+        try:
+            return self.conditioner.study()
+        except Exception as error:
+            raise_if_sticky(error)
+            logger.warning("texts are encoded one by one: %s", type(error).__name__, exc_info=error)
+            return False
 
     def trim(self, in_flight: Iterable[ImageTask]) -> None:
         """Drop what was stacked for images that have left, and shapes nobody paints beyond ``SHAPES_KEPT``."""
         self.caller.trim()
+        self._decoder.trim()
         if self.pool.num_shapes > SHAPES_KEPT:
             self.pool.keep_only(task.held.shape for task in in_flight if task.state is not None)
 
@@ -98,6 +114,8 @@ class ImageRunner:
 
         Encodes a text and decodes a latent once, and finds out on how many threads to begin.
         """
+        while self._study_texts():
+            pass
         native, *others = (self.group_of_short_prompts(*size) for size in sizes)
         self.groups.learn(native)
         self.groups.choose_threads(self.groups.best(native))
@@ -105,23 +123,26 @@ class ImageRunner:
             self.groups.known(group)  # else it is measured when there is time
         info = self.model.info
         cells = (native.height_px // info.vae_factor, native.width_px // info.vae_factor)
-        self._picture(torch.zeros((info.latent_channels, *cells)))
+        self._decoder.try_once(torch.zeros((info.latent_channels, *cells)))
 
     @torch.inference_mode()
     def run(self, plan: TickPlan) -> TickOutcome:
         """Do what ``plan`` says."""
         outcome = TickOutcome()
-        for task in plan.prepare:
-            self._prepare(task, outcome)
+        started_s = self.clock()
+        with self._preparer.together(plan.prepare):
+            together_s = self.clock() - started_s
+            for task in plan.prepare:
+                self._prepare(task, outcome, together_s)
         if plan.rows:
             self._advance(plan, outcome)
-        for task in plan.decode:
-            if task not in outcome.failures:
-                self._decode(task, outcome)
+        done = [task for task in plan.decode if task not in outcome.failures]
+        self._decoder.decode(done, outcome, may_wait=not (plan.rows or plan.prepare))
         return outcome
 
-    def _prepare(self, task: ImageTask, outcome: TickOutcome) -> None:
-        """Prepare a newcomer. Once one has to wait for pages, those behind it wait too: nobody overtakes by size."""
+    def _prepare(self, task: ImageTask, outcome: TickOutcome, together_s: float) -> None:
+        """Prepare a newcomer, ``together_s`` having gone into all of them. Once one has to wait for pages, those behind
+        it wait too: nobody overtakes by size."""
         if outcome.postponed:
             outcome.postponed.append(task)
             return
@@ -130,7 +151,7 @@ class ImageRunner:
             group = self._with_room(lambda: self._preparer.prepare(task))
             if task.settings.full.all():  # features are kept of the network's own calls
                 group = self.groups.best(group)
-            outcome.prepare_s[task] = self.clock() - started_s
+            outcome.prepare_s[task] = together_s + self.clock() - started_s
             self.groups.known(group)  # else it is measured when there is time
             outcome.groups[task] = group
         except PoolBusy:
@@ -167,7 +188,7 @@ class ImageRunner:
         taken back."""
         group = tasks[0].group_now
         batch = ImageBatch.gather(tasks, self.pool)
-        draws = [(task.held.rng, task.held.rng.get_state()) for task in tasks if task.table.draws[task.row_index]]
+        draws = [(task.held, task.held.mark()) for task in tasks if task.draws_now]
         try:
             if not group.is_shallow:
                 for task in tasks:
@@ -181,8 +202,8 @@ class ImageRunner:
             finite = fetch(torch.isfinite(x_next).flatten(1).all(dim=1))
             self.pool.scatter(batch.lanes, x_next, history)
         except torch.OutOfMemoryError:
-            for rng, state in draws:
-                rng.set_state(state)
+            for state, mark in draws:
+                state.go_back(mark)
             self.pool.scatter(batch.lanes, batch.x, batch.history)
             raise
         for row, error in errors.items():
@@ -205,33 +226,6 @@ class ImageRunner:
         except Exception as error:
             raise_if_sticky(error)
             logger.warning("no previews in this tick: they raised %s", type(error).__name__, exc_info=error)
-
-    def _decode(self, task: ImageTask, outcome: TickOutcome) -> None:
-        """One picture at a time: no image's bytes depend on who is decoded beside it."""
-        assert task.lane is not None
-        started_s = self.clock()
-        try:
-            latents = task.table.out_scale * self.pool.latent(task.held.shape, task.lane)
-            outcome.pictures[task] = self._picture(latents)
-            if task.live.request.return_latents:
-                outcome.latents[task] = latents.cpu().numpy()
-        except Exception as error:
-            outcome.failures[task] = failure_of(error, "painting this image")
-        outcome.decode_s[task] = self.clock() - started_s
-
-    def _picture(self, latents: Tensor) -> NDArray[np.uint8]:
-        """(H, W, 3) of ``latents`` (C, h, w): in one piece, and where there is no memory for that, in tiles."""
-        picture: NDArray[np.uint8]
-        try:
-            [picture] = self._with_room(lambda: self.model.vae.decode(latents[None]))
-        except torch.OutOfMemoryError as error:
-            without_frames(error)
-        else:
-            return picture
-        self.caller.ease()
-        logger.warning("no memory to decode a picture in one piece: it is decoded in tiles")
-        [picture] = self.model.vae.decode_in_tiles(latents[None])
-        return picture
 
     def _with_room(self, run: Callable[[], Result]) -> Result:
         """``run``, once more where memory ran out and some could be given back."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from diffserve.runtime.philox import WORD, Draw, normals
 from diffserve.runtime.text.conditioning import AnyConditioning
-from diffserve.runtime.transfer import Fetched
+from diffserve.runtime.transfer import Fetched, send
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class ImageState:
     """What one image holds, given back when it leaves.
 
     rng     the image's own CPU generator: start latent first, then each drawing row, in diffusers' order
+    next_draw  where noise is counted off on the device instead (``runtime.philox``), the number of the next draw
     shape   (C, h, w) of its latent
     extra   (1 + C, h, w) mask and masked image latents, for 9-channel inpainting UNets
     health  of its last step, once it made one
@@ -52,15 +56,34 @@ class ImageState:
     conditioning: AnyConditioning
     rng: torch.Generator
     shape: tuple[int, int, int]
+    next_draw: int | None = None
     repaint: Repaint | None = None
     extra: Tensor | None = None
     health: Health | None = None
     features: dict[bool, Tensor] = field(default_factory=dict)
 
-    def draw(self) -> Tensor:
-        """The next latent-shaped draw (C, h, w), float32 on the CPU."""
-        return torch.randn((1, *self.shape), generator=self.rng)[0]
+    def mark(self) -> tuple[Tensor, int | None]:
+        """What has been drawn so far, for ``go_back``."""
+        return self.rng.get_state(), self.next_draw
+
+    def go_back(self, mark: tuple[Tensor, int | None]) -> None:
+        """As if nothing had been drawn since ``mark``."""
+        state, self.next_draw = mark
+        self.rng.set_state(state)
 
     def close(self) -> None:
         """Give the conditioning's pages back."""
         self.conditioning.close()
+
+
+def draw_noise(states: Sequence[ImageState], device: torch.device) -> Tensor:
+    """(len(states), C, h, w) float32 on ``device``: the next draw of each, of one shape, in one transfer."""
+    shape = states[0].shape
+    draws = []
+    for state in states:
+        if state.next_draw is not None:
+            draws.append(Draw(state.rng.initial_seed() & WORD, state.next_draw))  # what the CPU's generator takes of it
+            state.next_draw += 1
+    if draws:
+        return normals(draws, math.prod(shape), device).view(-1, *shape)
+    return send(torch.cat([torch.randn((1, *shape), generator=state.rng) for state in states]), device)

@@ -187,6 +187,11 @@ class ImageTask:
         return self.rows_now == 2
 
     @property
+    def draws_now(self) -> bool:
+        """Whether the next row adds fresh noise."""
+        return bool(self.table.draws[self.row_index])
+
+    @property
     def is_full_now(self) -> bool:
         """Whether the next row runs the whole UNet."""
         return bool(self.settings.full[self.row_index])

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from diffserve.runtime.kv.arena import LayerView
 from diffserve.runtime.kv.errors import PageTableError
 from diffserve.runtime.kv.page_table import PageTable
+from diffserve.runtime.transfer import send
 
 
 class Gathered(NamedTuple):
@@ -63,9 +64,9 @@ class PagedBatch:
         pages = self._padded_pages()  # (B, P, num_groups)
         written = pages[self._new_rows(), logical_pages] if positions else pages.new_zeros((0, pages.shape[2]))
         self._device = views[0].keys.device
-        self._written_pages = written.T.contiguous().to(self._device)  # (num_groups, N)
+        self._written_pages = send(written.T.contiguous(), self._device)  # (num_groups, N)
         self._written_slots = self._index([at % page_tokens for at in positions])  # (N,)
-        self.pages = pages.permute(2, 0, 1).contiguous().to(self._device)
+        self.pages = send(pages.permute(2, 0, 1).contiguous(), self._device)
         self.positions = self._index(positions)
 
     @cached_property
@@ -121,7 +122,7 @@ class PagedBatch:
         return [row for row, (first, end) in enumerate(spans) for _ in range(first, end)]
 
     def _index(self, numbers: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        return send(torch.tensor(numbers, dtype=torch.int64), self._device)
 
     @cached_property
     def _padding(self) -> torch.Tensor:

@@ -202,12 +202,14 @@ class LoadedParts:
 
 
 def vae_precision(choice: DeviceChoice, vae_config: Mapping[str, Any], *, is_sdxl: bool) -> DeviceChoice:
-    """``choice``, or float32 where it is float16 and the model's VAE overflows there.
+    """``choice`` with what was asked for; else as it is, or float32 where it is float16 and the VAE overflows there.
 
     SDXL's own does, unless its configuration says ``force_upcast: false`` (mended ones do). The others do not, whatever
     stands there: diffusers writes ``true`` by default and never reads it for Stable Diffusion 1 and 2. No VAE overflows
     in bfloat16, which has the range of float32.
     """
+    if choice.vae_dtype is not None:
+        return replace(choice, compute_dtype=choice.vae_dtype)
     is_half = choice.compute_dtype == torch.float16
     needs_float32 = is_sdxl and is_half and bool(vae_config.get("force_upcast", True))
     return replace(choice, compute_dtype=torch.float32) if needs_float32 else choice

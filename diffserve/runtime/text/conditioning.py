@@ -11,13 +11,14 @@ They agree within rounding (``Engine.tolerance`` of the free mode).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from diffserve.config import EngineConfig
+from diffserve.disk_cache import DiskCache
 from diffserve.errors import ConfigError
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.kv import KVSpec, PagePlan, PagePool, PoolBusy
@@ -61,6 +62,16 @@ class PlainConditioner:
         """
         return self.model.text.encode(prompt, negative or "", width_px=width_px, height_px=height_px)
 
+    def make_ready(self, texts: Iterable[tuple[str, str | None]]) -> None:
+        """Compute what is new of prompts and negative prompts in few calls, for who will ask before ``let_go``."""
+
+    def let_go(self) -> None:
+        """Nobody asks any more for what was made ready."""
+
+    def study(self) -> bool:
+        """Make one call to find out how texts may be encoded together; False where nothing is to be found out."""
+        return False
+
     def contexts(self, rows: Sequence[ToldRow]) -> Tensor:
         """What the rows of one call look at, (R, tokens, dim)."""
         halves = [row.conditioning.uncond if row.is_uncond else row.conditioning.cond for row in rows]
@@ -81,11 +92,14 @@ class PagedConditioner:
     ``benchmarks/LOG.md``); where bytes are promised they do not, for a longer call may round differently.
     """
 
-    def __init__(self, model: DiffusionModel, pool: PagePool, *, is_exact: bool) -> None:
+    def __init__(
+        self, model: DiffusionModel, pool: PagePool, *, is_exact: bool, cache: DiskCache | None = None
+    ) -> None:
         self.model = model
         self.pool: PagePool = pool
         self.mixes_lengths = not is_exact
-        self.pages = PromptPages(pool, model.text, model.unet, image_specs(model, is_exact=is_exact), is_exact=is_exact)
+        specs = image_specs(model, is_exact=is_exact)
+        self.pages = PromptPages(pool, model.text, model.unet, specs, is_exact=is_exact, cache=cache)
         self._waiting: tuple[tuple[str, str | None], int] | None = None
 
     def condition(self, prompt: str, negative: str | None, *, width_px: int, height_px: int) -> PagedConditioning:
@@ -99,6 +113,18 @@ class PagedConditioner:
         except PoolBusy:
             self._waiting = texts, self.pool.num_available
             raise
+
+    def make_ready(self, texts: Iterable[tuple[str, str | None]]) -> None:
+        """See ``PlainConditioner``."""
+        self.pages.make_ready(texts)
+
+    def let_go(self) -> None:
+        """See ``PlainConditioner``."""
+        self.pages.let_go()
+
+    def study(self) -> bool:
+        """See ``PlainConditioner``."""
+        return self.pages.batches.study()
 
     def contexts(self, rows: Sequence[ToldRow]) -> Contexts:
         """Copies out of the pages, ``KeysValues`` of (R, tokens, heads, head_dim)."""
@@ -145,7 +171,7 @@ def make_conditioner(
         raise ConfigError(
             f"the page pool is on {pool.arena.data.device}, the model on {model.device}; put both on one."
         )
-    return PagedConditioner(model, pool, is_exact=is_exact)
+    return PagedConditioner(model, pool, is_exact=is_exact, cache=DiskCache.at(config.cache_dir))
 
 
 def wanted_bytes(

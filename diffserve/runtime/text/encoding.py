@@ -15,6 +15,7 @@ import torch
 
 from diffserve.runtime.kv import salt_of
 from diffserve.runtime.text.prompt import Chunk, SpecialTokens, chunk_prompt, parse_prompt
+from diffserve.runtime.transfer import send
 
 CACHED_TEXTS = 128
 CACHED_CHUNKS = 256  # of long prompts fewer are kept: a chunk of SDXL is 0.3 MB in 16 bits
@@ -22,6 +23,9 @@ CUT_TEXTS = 64
 MEAN_FLOOR = 0.01
 TOKEN_BITS = 31
 """A token id of one encoder; two fit into the 64 bits that the pool takes."""
+
+WindowName = tuple[bytes, tuple[int, ...]]
+"""A salt and token ids: what the pages of a window, or of its beginning, are filed under."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,12 @@ class Window:
         weights = array("d", itertools.chain.from_iterable(chunk.weights for chunk in self.chunks))
         return salt_of(b"weighted", weights.tobytes(), array("q", self.token_ids).tobytes())
 
-    def logical_page_names(self, page_tokens: int) -> set[tuple[bytes, tuple[int, ...]]]:
+    @property
+    def name(self) -> WindowName:
+        """Windows of one name are told to the UNet alike."""
+        return self.salt, self.token_ids
+
+    def logical_page_names(self, page_tokens: int) -> set[WindowName]:
         """One name for each logical page that the window takes; windows share the logical pages whose names they
         share."""
         ends = [*range(page_tokens, self.num_tokens, page_tokens), self.num_tokens]
@@ -189,7 +198,7 @@ class TextEncoderRunner:
         if not self.is_pair:
             return None
         values = [height_px, width_px, 0, 0, height_px, width_px]
-        return torch.tensor(values, dtype=torch.float32, device=self.device)
+        return send(torch.tensor(values, dtype=torch.float32), self.device)
 
     def _cut(self, text: str) -> tuple[Window, ...]:
         """The encoder windows that ``text`` fills, at least one; raises InvalidRequest as :meth:`encode` does."""
@@ -246,10 +255,11 @@ def weigh(hidden: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
     if all(weight == 1.0 for weight in weights):
         return hidden
     precise = hidden.float()
-    weighted = precise * torch.tensor(weights, device=hidden.device)[:, None]
-    mean, new_mean = float(precise.mean()), float(weighted.mean())
-    floor = MEAN_FLOOR * float(precise.square().mean().sqrt())
-    scale = mean / new_mean if min(abs(mean), abs(new_mean)) > floor and mean * new_mean > 0 else 1.0
+    weighted = precise * send(torch.tensor(weights), hidden.device)[:, None]
+    mean, new_mean = precise.mean().double(), weighted.mean().double()
+    floor = MEAN_FLOOR * precise.square().mean().sqrt().double()
+    is_sure = (torch.minimum(mean.abs(), new_mean.abs()) > floor) & (mean * new_mean > 0)
+    scale = torch.where(is_sure, mean / new_mean, 1.0).float()
     return (weighted * scale).to(hidden.dtype)
 
 

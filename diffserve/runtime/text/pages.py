@@ -12,6 +12,9 @@ the rest is one segment.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagedBatch, PagePool, PageTable
+from diffserve.runtime.transfer import send
 
 
 def segments(first: int, stop: int, page_tokens: int, *, is_exact: bool) -> list[tuple[int, int]]:
@@ -57,22 +61,33 @@ class PagedTextEncoder:
     def _body(self) -> Any:
         return getattr(self.network, "text_model", self.network)
 
-    @torch.inference_mode()
     def encode(self, token_ids: tuple[int, ...], *, first: int) -> Encoded:
         """Hidden states of tokens ``first`` onwards; those before them are computed only where the pool lacks them.
 
         Raises PoolBusy or PoolTooSmall when the text's pages cannot be had.
         """
-        num_tokens, page_tokens = len(token_ids), self.spec.page_tokens
-        table, num_cached = self.pool.open(self.spec.tenant, token_ids, reserve=num_tokens, most_cached=first)
-        try:
-            cuts = segments(num_cached, num_tokens, page_tokens, is_exact=self.is_exact)
-            parts = [self._encode_segment(table, token_ids, start, stop) for start, stop in cuts]
-            self.pool.commit(table, token_ids)
-        finally:
-            self.pool.close(table)
-        hidden, last = (torch.cat(states)[first - num_cached :] for states in zip(*parts, strict=True))
-        return Encoded(hidden, last)
+        return self.encode_together([token_ids], first=first)[0]
+
+    @torch.inference_mode()
+    def encode_together(self, texts: Sequence[tuple[int, ...]], *, first: int) -> list[Encoded]:
+        """The same for texts of equal length; those of which the pool has equally much run in one call."""
+        page_tokens = self.spec.page_tokens
+        with ExitStack() as tables:
+            by_cached = defaultdict[int, dict[int, PageTable]](dict)
+            for place, text in enumerate(texts):
+                table, num_cached = self.pool.open(self.spec.tenant, text, reserve=len(text), most_cached=first)
+                tables.callback(self.pool.close, table)
+                by_cached[num_cached][place] = table
+            found: dict[int, Encoded] = {}
+            for num_cached, group in by_cached.items():
+                ids = torch.tensor([texts[place] for place in group])  # (B, tokens)
+                cuts = segments(num_cached, ids.shape[1], page_tokens, is_exact=self.is_exact)
+                parts = [self._encode_segment([*group.values()], ids, start, stop) for start, stop in cuts]
+                of_all = Encoded(*(torch.cat(states, dim=1) for states in zip(*parts, strict=True)))
+                for row, (place, table) in enumerate(group.items()):
+                    found[place] = Encoded(*(states[row, first - num_cached :] for states in of_all))
+                    self.pool.commit(table, texts[place])
+        return [found[place] for place in range(len(texts))]
 
     @torch.inference_mode()
     def pooled(self, last: Tensor) -> Tensor:
@@ -90,17 +105,19 @@ class PagedTextEncoder:
             end = max(token_ids)
         return token_ids.index(end) if end in token_ids else 0
 
-    def _encode_segment(self, table: PageTable, token_ids: tuple[int, ...], start: int, stop: int) -> Encoded:
-        batch = self.pool.batch([table], [start], [stop])
+    def _encode_segment(self, tables: Sequence[PageTable], token_ids: Tensor, start: int, stop: int) -> Encoded:
+        """States (B, n, dim) of tokens ``start .. stop - 1`` of ``token_ids`` (B, tokens)."""
+        batch = self.pool.batch(tables, [start] * len(tables), [stop] * len(tables))
         device = batch.positions.device
-        ids = torch.tensor([token_ids[start:stop]], device=device)
-        state = self._body.embeddings(input_ids=ids, position_ids=batch.positions[None])  # (1, n, dim)
+        ids = send(token_ids[:, start:stop].contiguous(), device)
+        positions = batch.positions[None, : stop - start]
+        state = self._body.embeddings(input_ids=ids, position_ids=positions)  # (B, n, dim)
         mask = None if start == 0 else torch.ones((stop - start, stop), dtype=torch.bool, device=device).tril(start)
         before = state
         for index, layer in enumerate(self._body.encoder.layers):
             before, state = state, self._layer(layer, state, batch, index, mask)
         hidden = before if self.stops_early else self._body.final_layer_norm(state)
-        return Encoded(hidden[0], state[0])
+        return Encoded(hidden, state)
 
     @staticmethod
     def _layer(layer: Any, state: Tensor, batch: PagedBatch, index: int, mask: Tensor | None) -> Tensor:
@@ -108,10 +125,10 @@ class PagedTextEncoder:
         normed = layer.layer_norm1(state)
         query, keys, values = (
             project(normed).view(shape) for project in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )  # (1, n, heads, head_dim)
-        batch.write(index, keys[0], values[0])
+        )  # (B, n, heads, head_dim)
+        batch.write(index, keys.flatten(0, 1), values.flatten(0, 1))
         if mask is not None:
-            keys, values, _ = batch.gather(index)  # (1, tokens so far, heads, head_dim)
+            keys, values, _ = batch.gather(index)  # (B, tokens so far, heads, head_dim)
         attended = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             keys.transpose(1, 2),

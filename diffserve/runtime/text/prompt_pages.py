@@ -13,17 +13,24 @@ The pooled vector of SDXL's second encoder is small and kept beside the pool, by
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+import random
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from diffserve.errors import ConfigError
-from diffserve.runtime.kv import KVSpec, PagePool, PageTable, PoolTooSmall
-from diffserve.runtime.text.encoding import TextEncoderRunner, Window, weigh
+from diffserve.disk_cache import DiskCache
+from diffserve.errors import ConfigError, InvalidRequest
+from diffserve.runtime.kv import KVSpec, PagePool, PageTable, PoolBusy, PoolTooSmall
+from diffserve.runtime.precision import hardware_name
+from diffserve.runtime.text.encoding import TextEncoderRunner, Window, WindowName, weigh
 from diffserve.runtime.text.pages import PagedTextEncoder, segments, text_spec
+from diffserve.runtime.text.prompt import Chunk
+from diffserve.runtime.text.window_batches import MOST_WINDOWS, WindowBatches
+from diffserve.runtime.unet.batch_invariance import FactsOnDisk, timed
 from diffserve.runtime.unet.cross_attention import KeysValues, Pair
 from diffserve.runtime.unet.unet import UNetRunner
 
@@ -94,7 +101,14 @@ class PromptPages:
     """
 
     def __init__(
-        self, pool: PagePool, text: TextEncoderRunner, unet: UNetRunner, specs: ImageSpecs, *, is_exact: bool
+        self,
+        pool: PagePool,
+        text: TextEncoderRunner,
+        unet: UNetRunner,
+        specs: ImageSpecs,
+        *,
+        is_exact: bool,
+        cache: DiskCache | None = None,
     ) -> None:
         self.pool = pool
         self.text = text
@@ -108,6 +122,12 @@ class PromptPages:
             for encoder, spec in zip(text.encoders, specs.encoders, strict=True)
         )
         self._pooled: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
+        self._ready: dict[WindowName, PageTable] = {}
+        machine = f"{hardware_name(unet.device)} torch {torch.__version__} threads {torch.get_num_threads()}"
+        disk = FactsOnDisk(cache or DiskCache(None), f"{specs.unet.digest.hex()} {machine}")
+        fitting = pool.num_pages // (pool.num_pages_for(specs.unet.tenant, text.window_tokens) + self._encoding_pages)
+        most = max(1, min(MOST_WINDOWS, fitting))
+        self.batches = WindowBatches(timed(self._try), disk, is_exact=is_exact, most=most)
         least = 2 * pool.num_pages_for(specs.unet.tenant, text.window_tokens) + self._encoding_pages
         if least > pool.num_pages:
             raise ConfigError(
@@ -148,6 +168,70 @@ class PromptPages:
             pooled_uncond,
             self.text.time_ids(width_px, height_px),
         )
+
+    @torch.inference_mode()
+    def make_ready(self, texts: Iterable[tuple[str, str | None]]) -> None:
+        """Compute what the pool lacks of ``texts``, prompts and negative prompts, in few calls for all of them, and
+        have it ready until ``let_go`` for those who ask. Windows that begin alike take turns: their beginning is
+        computed once.
+
+        Does nothing where pages are short. What it raises need not be the end: texts are computed one by one, too.
+        """
+        missing = self._missing(texts)
+        page_tokens = self.specs.unet.page_tokens
+        while missing:
+            turn = dict[WindowName, tuple[WindowName, int]]()
+            for name, window in missing.items():
+                first = self._num_cached(window)
+                turn.setdefault((window.salt, window.token_ids[: first + page_tokens]), (name, first))
+            alike = defaultdict[tuple[int, bool, bool], list[WindowName]](list)
+            for name, first in turn.values():
+                alike[first, missing[name].is_weighted, missing[name].is_silent].append(name)
+            for names in alike.values():
+                for places in self.batches.cut(len(names)):
+                    chosen = [missing.pop(names[place]) for place in places]
+                    self._ready |= zip((window.name for window in chosen), self._open_together(chosen), strict=True)
+
+    def let_go(self) -> None:
+        """Close what was made ready and nobody asked for; it is idle in the pool."""
+        self._close(self._ready.values())
+        self._ready = {}
+
+    def _missing(self, texts: Iterable[tuple[str, str | None]]) -> dict[WindowName, Window]:
+        """Windows that the pool has not, by name; none where there is no room for all at once."""
+        windows: dict[WindowName, Window] = {}
+        for prompt, negative in texts:
+            try:
+                cond, uncond = self.windows(prompt, negative)
+            except InvalidRequest:
+                continue  # who asks for it will be told
+            windows |= {window.name: window for window in (*cond, *uncond)}
+        missing = {name: window for name, window in windows.items() if self._num_cached(window) < window.num_tokens}
+        together = min(len(missing), self.batches.sizes[-1])
+        need = self.num_pages([*windows.values()]) + (together - 1) * self._encoding_pages
+        return missing if together > 1 and need <= self.pool.num_available else {}
+
+    def _num_cached(self, window: Window) -> int:
+        return self.pool.num_cached(self.specs.unet.tenant, window.token_ids, window.salt)
+
+    def _try(self, rows: range) -> Tensor:
+        """Keys and values (len(rows), numbers) of random windows, on pages that nobody finds."""
+        windows = [self._random_window(row) for row in rows]
+        tenant, num_tokens = self.specs.unet.tenant, self.text.window_tokens
+        with ExitStack() as held, torch.inference_mode():
+            tables = [self.pool.open(tenant, reserve=num_tokens)[0] for _ in rows]
+            held.callback(self._close, tables)
+            self._write(tables, 0, self._contexts(windows, 0))
+            found = self.gather([(table,) for table in tables])
+            return torch.cat([tensor.flatten(1) for pair in found.layers for tensor in pair], dim=1).cpu()
+
+    def _random_window(self, row: int) -> Window:
+        rng = random.Random(row)
+        chunks = []
+        for encoder in self.text.encoders:
+            ids = (rng.randrange(encoder.network.config.vocab_size) for _ in range(self.text.window_tokens - 1))
+            chunks.append(Chunk((encoder.special.start, *ids), (1.0,) * self.text.window_tokens))
+        return Window(tuple(chunks))
 
     def windows(self, prompt: str, negative: str | None) -> tuple[tuple[Window, ...], tuple[Window, ...]]:
         """The windows of both texts, the shorter one filled up with empty windows; none where ``negative`` is None."""
@@ -195,44 +279,62 @@ class PromptPages:
         tokens = self.text.window_tokens
         return max(self.pool.num_pages_for(spec.tenant, tokens) for spec in self.specs.encoders)
 
-    def _close(self, tables: Sequence[PageTable]) -> None:
+    def _close(self, tables: Iterable[PageTable]) -> None:
         for table in tables:
             self.pool.close(table)
 
     def _open(self, window: Window) -> PageTable:
         """A table with keys and values of all of the window's tokens, computed now where the pool lacks them."""
-        ids = window.token_ids
-        table, num_cached = self.pool.open(self.specs.unet.tenant, ids, window.salt, reserve=len(ids))
-        try:
-            if num_cached < len(ids):
-                self._write(table, num_cached, self._contexts(window, num_cached))
-                self.pool.commit(table, ids)
-        except BaseException:
-            self.pool.close(table)
-            raise
-        return table
+        return self._ready.pop(window.name, None) or self._open_together([window])[0]
 
-    def _contexts(self, window: Window, first: int) -> Tensor:
-        """Embeddings (tokens, dim) of tokens ``first`` onwards, the encoders' side by side."""
-        if window.is_silent:
-            width = self.unet.network.config.cross_attention_dim
-            return torch.zeros((window.num_tokens - first, width), dtype=self.unet.dtype, device=self.unet.device)
-        start = 0 if window.is_weighted else first  # the mean that weighting restores is the whole window's
-        pairs = list(zip(self.encoders, window.chunks, strict=True))
-        encoded = [encoder.encode(chunk.ids, first=start) for encoder, chunk in pairs]
+    def _open_together(self, windows: Sequence[Window]) -> list[PageTable]:
+        """The same for windows of one kind, of which the pool has equally much and that share nothing it lacks."""
+        with ExitStack() as held:
+            tables, cached = [], set()
+            for window in windows:
+                ids = window.token_ids
+                table, num_cached = self.pool.open(self.specs.unet.tenant, ids, window.salt, reserve=len(ids))
+                held.callback(self.pool.close, table)
+                tables.append(table)
+                cached.add(num_cached)
+            if len(cached) > 1:
+                raise PoolBusy("pages of a text were wanted for another one that is made beside it.")
+            [first] = cached
+            if first < windows[0].num_tokens:
+                self._write(tables, first, self._contexts(windows, first))
+                for table, window in zip(tables, windows, strict=True):
+                    self.pool.commit(table, window.token_ids)
+            held.pop_all()
+        return tables
+
+    def _contexts(self, windows: Sequence[Window], first: int) -> Tensor:
+        """Embeddings (B, tokens, dim) of tokens ``first`` onwards, the encoders' side by side."""
+        if windows[0].is_silent:
+            shape = (len(windows), windows[0].num_tokens - first, self.unet.network.config.cross_attention_dim)
+            return torch.zeros(shape, dtype=self.unet.dtype, device=self.unet.device)
+        start = 0 if windows[0].is_weighted else first  # the mean that weighting restores is the whole window's
+        read = list(zip(*(window.chunks for window in windows), strict=True))  # by encoder, of every window
+        encoded = [
+            encoder.encode_together([chunk.ids for chunk in chunks], first=start)
+            for encoder, chunks in zip(self.encoders, read, strict=True)
+        ]
         if self.text.is_pair:
-            self._keep_pooled(window.chunks[-1].ids, start, encoded[-1].last)
-        weighed = [weigh(one.hidden, chunk.weights) for one, (_, chunk) in zip(encoded, pairs, strict=True)]
-        return torch.cat(weighed, dim=-1)[first - start :]
+            for chunk, one in zip(read[-1], encoded[-1], strict=True):
+                self._keep_pooled(chunk.ids, start, one.last)
+        weighed = [
+            torch.stack([weigh(one.hidden, chunk.weights) for one, chunk in zip(of_all, chunks, strict=True)])
+            for of_all, chunks in zip(encoded, read, strict=True)
+        ]
+        return torch.cat(weighed, dim=-1)[:, first - start :]
 
-    def _write(self, table: PageTable, first: int, contexts: Tensor) -> None:
-        """Project ``contexts`` (tokens, dim) in every layer, and store them from token ``first`` on."""
-        batch = self.pool.batch([table], [first])
-        cuts = segments(first, table.num_tokens, self.specs.unet.page_tokens, is_exact=self.is_exact)
-        pieces = [contexts[start - first : stop - first] for start, stop in cuts]
+    def _write(self, tables: Sequence[PageTable], first: int, contexts: Tensor) -> None:
+        """Project ``contexts`` (B, tokens, dim) in every layer, and store them from token ``first`` on."""
+        batch = self.pool.batch(tables, [first] * len(tables))
+        cuts = segments(first, tables[0].num_tokens, self.specs.unet.page_tokens, is_exact=self.is_exact)
+        pieces = [contexts[:, start - first : stop - first] for start, stop in cuts]
         for layer in range(len(self.specs.unet.layers)):
             pairs = [self.unet.cross_attention.project(layer, piece) for piece in pieces]
-            batch.write(layer, *(torch.cat(tensors) for tensors in zip(*pairs, strict=True)))
+            batch.write(layer, *(torch.cat(tensors, dim=1).flatten(0, 1) for tensors in zip(*pairs, strict=True)))
 
     def _pooled_of(self, windows: Sequence[Window]) -> Tensor | None:
         """The pooled vector (P,) of the first of ``windows``, ``None`` where the model has none."""

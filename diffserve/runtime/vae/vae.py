@@ -1,10 +1,12 @@
-"""Pictures to latents and back, guarded against overflow in 16 bits, and in tiles where memory is short."""
+"""Pictures to latents and back, guarded against overflow in 16 bits, and in tiles where they are large or memory is
+short."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch.nn import functional as F
 
 from diffserve.errors import NumericalError
 from diffserve.runtime.memory import give_memory_back, without_frames
+from diffserve.runtime.transfer import Fetched, fetch, send
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +26,37 @@ SHARES = (5 / 8, 3 / 8, 1 / 4)
 """Sides of a tile in shares of the whole: less than half of the memory at first, then a seventh, then a sixteenth."""
 
 LEAST_CELLS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Decoded:
+    """Pictures on their way from the device, (B, H, W, 3) uint8.
+
+    is_whole  whether each is finite, bool (B,)
+    again     makes one anew with every care, or says why it cannot be; it holds what is decoded until that is done
+    """
+
+    pixels: Fetched
+    is_whole: Fetched
+    again: Callable[[int], NDArray[np.uint8]]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether ``picture`` waits for nothing."""
+        return self.pixels.is_here and self.is_whole.is_here
+
+    def picture(self, place: int) -> NDArray[np.uint8]:
+        """(H, W, 3), of its own memory. Raises NumericalError when it is not finite."""
+        if not bool(self.is_whole.read()[place]):
+            return self.again(place)
+        array: NDArray[np.uint8] = self.pixels.read()[place].numpy().copy()
+        return array
+
+    @classmethod
+    def of(cls, pictures: NDArray[np.uint8]) -> Decoded:
+        """Pictures that are here."""
+        here = Fetched(torch.from_numpy(pictures))
+        return cls(here, Fetched(torch.ones(len(pictures), dtype=torch.bool)), pictures.__getitem__)
 
 
 class VAERunner:
@@ -69,6 +103,27 @@ class VAERunner:
     def decode(self, latents: torch.Tensor) -> NDArray[np.uint8]:
         """Pictures (B, H, W, 3) of ``latents`` (B, C, h, w) float32. Raises NumericalError when one is not finite."""
         return to_pixels(self._decoded(latents.to(self.device, torch.float32) / self._scale + self._mean))
+
+    @torch.inference_mode()
+    def decode_later(self, latents: torch.Tensor, tile_px: int = 0) -> Decoded:
+        """The same without waiting for the device; what ``decode`` raises, asking for the picture does.
+
+        ``tile_px``: pictures with a longer side are decoded in tiles, of so many pixels along that side; 0: in one
+        piece.
+        """
+        z = latents.to(self.device, torch.float32) / self._scale + self._mean
+        share = tile_px / (self.factor * max(z.shape[-2:])) or 1.0
+
+        def images_of(run: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
+            return run(z) if share >= 1.0 else in_tiles(run, z, self.factor, share)
+
+        images = images_of(lambda part: self.network.decode(part.to(self.dtype), return_dict=False)[0], z)
+        is_whole = torch.isfinite(images).flatten(1).all(1)
+        return Decoded(
+            fetch(to_bytes(images)),
+            fetch(is_whole),
+            lambda place: to_pixels(images_of(self._decoded, z[place, None]))[0],
+        )
 
     @torch.inference_mode()
     def decode_in_tiles(self, latents: torch.Tensor) -> NDArray[np.uint8]:
@@ -119,6 +174,8 @@ class VAERunner:
     @contextlib.contextmanager
     def _in_float32(self) -> Iterator[None]:
         """The network in float32 for a while; from float16 and back no bit of its weights is lost."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # pictures in another queue may be decoded with these weights
         try:
             self.network.float()
             self.dtype = torch.float32
@@ -136,9 +193,14 @@ def shrunk(latents: torch.Tensor) -> torch.Tensor:
 
 def to_pixels(images: torch.Tensor) -> NDArray[np.uint8]:
     """(B, 3, H, W) in [-1, 1] on any device to (B, H, W, 3) uint8."""
-    pixels = (images.float() / 2 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8)
-    array: NDArray[np.uint8] = pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy()
+    array: NDArray[np.uint8] = to_bytes(images).cpu().numpy()
     return array
+
+
+def to_bytes(images: torch.Tensor) -> torch.Tensor:
+    """The same, left where it is."""
+    pixels = (images.float() / 2 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8)
+    return pixels.permute(0, 2, 3, 1).contiguous()
 
 
 def _to_images(pixels: NDArray[np.uint8] | torch.Tensor) -> torch.Tensor:
@@ -150,7 +212,7 @@ def _to_images(pixels: NDArray[np.uint8] | torch.Tensor) -> torch.Tensor:
 
 
 def in_tiles(run: Callable[[Tensor], Tensor], z: Tensor, factor: int, share: float) -> Tensor:
-    """(B, 3, h * factor, w * factor) float32 on the CPU from ``run`` on tiles of ``z`` (B, C, h, w).
+    """(B, 3, h * factor, w * factor) float32 from ``run`` on tiles of ``z`` (B, C, h, w); waits for no device.
 
     Neighbours overlap by 2/5 of a tile and fade into each other. What ``run`` takes from all over the picture, as the
     means of a group norm, is that of a tile: on the embedded model's pictures this makes 37 dB or more against the
@@ -158,13 +220,14 @@ def in_tiles(run: Callable[[Tensor], Tensor], z: Tensor, factor: int, share: flo
     """
     height, width = z.shape[-2:]
     pixels: Tensor | None = None
-    weights = torch.zeros((1, 1, height * factor, width * factor))
+    weights = torch.zeros((1, 1, height * factor, width * factor), device=z.device)
     for top, bottom in spans(height, share):
         for left, right in spans(width, share):
-            tile = run(z[..., top:bottom, left:right]).float().cpu()
+            tile = run(z[..., top:bottom, left:right]).float()
             if pixels is None:
-                pixels = torch.zeros((*tile.shape[:2], height * factor, width * factor))
+                pixels = torch.zeros((*tile.shape[:2], height * factor, width * factor), device=z.device)
             fade = _fade(top, bottom, height, share, factor)[:, None] * _fade(left, right, width, share, factor)
+            fade = send(fade, z.device)
             place = (..., slice(top * factor, bottom * factor), slice(left * factor, right * factor))
             pixels[place] += fade * tile
             weights[place] += fade

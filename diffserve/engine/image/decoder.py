@@ -1,0 +1,133 @@
+"""From finished latents to pictures, beside the steps: begun in one tick, and on a GPU told in a later one."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diffserve.engine.engine import failure_of
+from diffserve.engine.image.batch import LanePool
+from diffserve.engine.image.task import ImageTask, TickOutcome
+from diffserve.runtime import DiffusionModel
+from diffserve.runtime.memory import without_frames
+from diffserve.runtime.transfer import Fetched, SideQueue, fetch
+from diffserve.runtime.vae.vae import Decoded
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Decoding:
+    """One image on its way: the ``place``-th picture of ``decoded``, begun at ``started_s``, and its latents (C, h, w)
+    for who wants them."""
+
+    started_s: float
+    decoded: Decoded
+    place: int
+    latents: Fetched | None
+
+
+class PictureDecoder:
+    """Decodes with the VAE of ``model`` what lies in the lanes of ``pool``.
+
+    On a CUDA device this has a queue of its own there: no step waits for it, and nobody for the answer while there are
+    steps to run.
+
+    ease      gives memory back that is only kept to save time
+    is_exact  one picture to a call, so that no image's bytes depend on who is decoded beside it; otherwise pictures of
+              one size share calls
+    tile_px   see ``VAERunner.decode_later``
+    """
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        pool: LanePool,
+        clock: Callable[[], float],
+        ease: Callable[[], None],
+        *,
+        is_exact: bool,
+        tile_px: int = 0,
+    ) -> None:
+        self.model = model
+        self.pool = pool
+        self.clock = clock
+        self.is_exact = is_exact
+        self.tile_px = tile_px
+        self._ease = ease
+        self._queue = SideQueue(model.device)
+        self._going: dict[ImageTask, Decoding] = {}
+
+    def decode(self, tasks: Sequence[ImageTask], outcome: TickOutcome, *, may_wait: bool) -> None:
+        """Begin with those of ``tasks`` that are new, and tell ``outcome`` of all whose picture is here, or must be
+        waited for."""
+        new = [task for task in tasks if task not in self._going]
+        by_shape = defaultdict[object, list[ImageTask]](list)
+        for task in new:
+            by_shape[task if self.is_exact else task.held.shape].append(task)
+        for alike in by_shape.values():
+            self._begin(alike, outcome)
+        for task in tasks:
+            going = self._going.get(task)
+            if going is not None and (may_wait or going.decoded.is_here):
+                del self._going[task]
+                self._end(task, going, outcome)
+
+    def trim(self) -> None:
+        """Forget pictures of images that have left."""
+        self._going = {task: going for task, going in self._going.items() if task.state is not None}
+
+    def try_once(self, latents: Tensor) -> None:
+        """Decode ``latents`` (C, h, w) and throw the picture away."""
+        self._pictures(latents[None]).picture(0)
+
+    def _begin(self, tasks: Sequence[ImageTask], outcome: TickOutcome) -> None:
+        started_s = self.clock()
+        try:
+            latents = torch.stack([self._latents(task) for task in tasks])
+            decoded = self._pictures(latents)
+            for place, task in enumerate(tasks):
+                wanted = fetch(latents[place]) if task.live.request.return_latents else None
+                self._going[task] = Decoding(started_s, decoded, place, wanted)
+        except Exception as error:
+            reason = failure_of(error, "painting this image")
+            without_frames(error)
+            if len(tasks) == 1:
+                outcome.failures[tasks[0]] = reason
+                outcome.decode_s[tasks[0]] = self.clock() - started_s
+                return
+            for task in tasks:
+                self._begin([task], outcome)
+
+    def _end(self, task: ImageTask, going: Decoding, outcome: TickOutcome) -> None:
+        try:
+            outcome.pictures[task] = going.decoded.picture(going.place)
+            if going.latents is not None:
+                outcome.latents[task] = going.latents.read().numpy()
+        except Exception as error:
+            outcome.failures[task] = failure_of(error, "painting this image")
+        outcome.decode_s[task] = self.clock() - going.started_s
+
+    def _latents(self, task: ImageTask) -> Tensor:
+        assert task.lane is not None
+        return task.table.out_scale * self.pool.latent(task.held.shape, task.lane)
+
+    def _pictures(self, latents: Tensor) -> Decoded:
+        """Of ``latents`` (B, C, h, w): in one piece, once more where memory was given back, and at last in tiles."""
+        for _ in range(2):
+            try:
+                with self._queue:
+                    return self.model.vae.decode_later(latents, self.tile_px)
+            except torch.OutOfMemoryError as error:
+                without_frames(error)
+            self._ease()
+        if len(latents) > 1:
+            raise torch.OutOfMemoryError("no memory to decode pictures together")
+        logger.warning("no memory to decode a picture in one piece: it is decoded in tiles")
+        with self._queue:
+            return Decoded.of(self.model.vae.decode_in_tiles(latents))

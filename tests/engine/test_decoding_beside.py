@@ -1,0 +1,36 @@
+"""On a GPU a picture is not here in the tick that begins it: nobody waits for it while there are steps to run."""
+
+from __future__ import annotations
+
+import pytest
+
+from diffserve.runtime.vae.vae import Decoded
+from diffserve.types import Painted, Progress
+from tests.engine.conftest import MakeEngine
+from tests.engine.pipelines import asked
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_steps_go_on_while_pictures_are_decoded_and_the_bytes_are_the_same(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    requests = [asked("sd15", "ddim", seed=seed, num_steps=2 + 2 * (seed == 2)) for seed in range(4)]
+    at_once = make_engine(deterministic=deterministic).generate(requests)
+    monkeypatch.setattr(Decoded, "is_here", False)
+    engine = make_engine(deterministic=deterministic)
+    for request in requests:
+        engine.submit(request)
+    told, pictures = [], {}
+    while engine.has_work:
+        for event in engine.tick():
+            if isinstance(event, Painted):
+                pictures[event.request_id] = event.result.picture.data
+            if isinstance(event, Progress | Painted):
+                told.append((type(event), event.request_id))
+            if len(told) == 9:  # of the eight steps of short ones and the third of the long one
+                engine.cancel(requests[0].request_id)
+    last_step = max(at for at, (kind, _) in enumerate(told) if kind is Progress)
+    assert {kind for kind, _ in told[last_step + 1 :]} == {Painted}
+    assert [kind for kind, _ in told[: last_step + 1]].count(Painted) == 0
+    assert pictures == {one.request_id: one.picture.data for one in at_once if one.request_id in pictures}
+    assert set(pictures) == {request.request_id for request in requests[1:]}
