@@ -56,6 +56,7 @@ ENGINE_BOUNDS = {
     "trace_ticks": Between(1, 100_000),
     "kv_pool_bytes": Between(1, 1 << 42),
     "result_cache_bytes": Between(0, 1 << 42),
+    "latent_cache_bytes": Between(0, 1 << 42),
     "threads": Between(1, 1024),
 }
 
@@ -86,6 +87,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                            of one window, and for what the language model wants
     result_cache_bytes     of finished pictures kept in memory; a request with a seed whose picture is among them, or is
                            being painted for somebody else, is answered by it. 0: none, and everybody is painted for
+    latent_cache_bytes     of finished latents kept in memory, for requests that ask for it by a ``similarity_threshold``
+                           to begin from those of a similar prompt. All clients share them: who begins from a picture can
+                           tell that something like it was painted. 0: none, and such requests are refused
     threads                of the processor that a UNet call runs on; ``None``: what proves fastest, again and again, of
                            torch's own number and fewer
     offload                where the weights of every model rest while their layer does not run: "none": on the device;
@@ -110,6 +114,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cross_attention: Literal["paged", "plain"] = "paged"
     kv_pool_bytes: int | None = None
     result_cache_bytes: int = 0
+    latent_cache_bytes: int = 0
     threads: int | None = None
     offload: str = "none"
     compile: Literal["off", "warm", "background"] = "warm"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from diffserve.engine.image.batch import LanePool
+from diffserve.engine.image.latent_cache import LatentCache, skip_of
 from diffserve.engine.image.state import ImageState, Repaint
 from diffserve.engine.image.task import PAINT_FROM, GroupKey, ImageTask
 from diffserve.runtime import DiffusionModel
@@ -22,10 +25,11 @@ class Preparer:
     9-channel ones below full strength), the noise, then the posterior of the masked image.
     """
 
-    def __init__(self, model: DiffusionModel, conditioner: Conditioner, pool: LanePool) -> None:
+    def __init__(self, model: DiffusionModel, conditioner: Conditioner, pool: LanePool, kept: LatentCache) -> None:
         self.model = model
         self.conditioner = conditioner
         self.pool = pool
+        self.kept = kept
 
     def prepare(self, task: ImageTask) -> GroupKey:
         """Encode, draw, open the lane; returns the group whose UNet calls the image can join.
@@ -61,10 +65,32 @@ class Preparer:
             latents = self._encode(pixels_of(request.init_image), state)
             start = latents + float(task.table.sigma[0]) * self._draw(state)
         else:
-            start = task.table.init_scale * self._draw(state)
+            similar = self._similar(task, state)
+            noise = self._draw(state)
+            if similar is None:
+                start = task.table.init_scale * noise
+            else:
+                start = similar.to(self.model.device) + float(task.table.sigma[0]) * noise
         assert task.lane is not None
         self.pool.open(task.lane, start)
         return state
+
+    def _similar(self, task: ImageTask, state: ImageState) -> Tensor | None:
+        """(C, h, w) latents of a similar prompt that ``task`` begins from, its settings the shorter ones for it;
+        ``None`` where it begins from noise, and then its own latents will be kept."""
+        threshold = task.live.settings.similarity_threshold
+        if threshold is None:
+            return None
+        embedding = self.model.text.embedding(task.live.request.prompt).cpu().numpy()
+        similar = self.kept.nearest(kin_of(task), embedding, threshold)
+        settings = task.live.settings
+        if similar is not None:
+            settings = settings.shorter[skip_of(similar.similarity, threshold)]
+        if similar is None or settings.skipped_steps == 0:
+            state.embedding = embedding
+            return None
+        task.settings, task.similarity = settings, similar.similarity
+        return torch.from_numpy(similar.latents)
 
     def _inpaint(self, task: ImageTask, state: ImageState) -> tuple[ImageState, Tensor]:
         request, table = task.live.request, task.table
@@ -90,6 +116,12 @@ class Preparer:
 
     def _draw(self, state: ImageState) -> Tensor:
         return state.draw().to(self.model.device)
+
+
+def kin_of(task: ImageTask) -> Hashable:
+    """What pictures have in common of which one may begin from another's latents: their size, and what they avoid."""
+    settings, negative = task.live.settings, task.live.request.negative_prompt
+    return settings.width_px, settings.height_px, negative.strip() if settings.guided.any() else ""
 
 
 def cells_of(mask: Picture) -> Tensor:

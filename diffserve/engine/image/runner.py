@@ -15,7 +15,8 @@ from diffserve.config import EngineConfig
 from diffserve.engine.engine import failure_of
 from diffserve.engine.image.batch import ImageBatch, LanePool
 from diffserve.engine.image.buckets import RowCaps
-from diffserve.engine.image.preparer import Preparer
+from diffserve.engine.image.latent_cache import Kept, LatentCache
+from diffserve.engine.image.preparer import Preparer, kin_of
 from diffserve.engine.image.shape_groups import Groups, is_deterministic
 from diffserve.engine.image.state import Health
 from diffserve.engine.image.task import GroupKey, ImageTask, TickOutcome, TickPlan
@@ -59,7 +60,8 @@ class ImageRunner:
         self.groups = Groups(model, config, self.conditioner, make_threads(config, model.device))
         self.caps = RowCaps(clock)
         self.caller = UNetCaller(model, self.conditioner, self.groups, self.caps, clock)
-        self._preparer = Preparer(model, self.conditioner, self.pool)
+        self.kept = LatentCache(config.latent_cache_bytes)
+        self._preparer = Preparer(model, self.conditioner, self.pool, self.kept)
 
     def row_cap(self, group: GroupKey) -> int:
         """Rows that a tick of ``group`` may hold."""
@@ -215,6 +217,9 @@ class ImageRunner:
             outcome.pictures[task] = self._picture(latents)
             if task.live.request.return_latents:
                 outcome.latents[task] = latents.cpu().numpy()
+            if task.held.embedding is not None:
+                kept = Kept(task.held.embedding, latents.cpu().numpy())
+                self.kept.put(kin_of(task), task.live.request.prompt, kept)
         except Exception as error:
             outcome.failures[task] = failure_of(error, "painting this image")
         outcome.decode_s[task] = self.clock() - started_s

@@ -120,7 +120,8 @@ def image_entry(painting: CheckedImages, result: ImageResult) -> dict[str, Any]:
     """One element of ``data``: resized, encoded, in base64, and with ``urls`` also at one. Takes a while: call it in a
     thread.
 
-    ``revised_prompt`` is what the text encoder was given, null where that is what was sent.
+    ``revised_prompt`` is what the text encoder was given, null where that is what was sent; ``similarity`` of the
+    prompt whose picture it began from, null where it began from noise, and ``skipped_steps`` what that left out.
     """
     width_px, height_px = painting.plan.width_px, painting.plan.height_px
     file = encode_image(
@@ -134,6 +135,8 @@ def image_entry(painting: CheckedImages, result: ImageResult) -> dict[str, Any]:
         "b64_json": base64.b64encode(file).decode("ascii"),
         "revised_prompt": None if result.original_prompt is None else result.prompt,
         "seed": result.seed,
+        "similarity": result.similarity,
+        "skipped_steps": result.skipped_steps,
     }
 
 

@@ -40,6 +40,10 @@ Every = Annotated[
         description="DeepCache: the whole UNet at every so many-th evaluation; omitted: at each.",
     ),
 ]
+Similarity = Annotated[
+    float,
+    Field(gt=0.0, le=1.0, description="Begin from a kept picture of so similar a prompt; omitted: always from noise."),
+]
 Seed = Annotated[int, Field(ge=-1, le=MAX_SEED, description="-1 or null: random, and told in the answer.")]
 HOW_MANY: Final = "draft, standard or fine (low, medium, high): how many steps, where none are given."
 Quality = Annotated[str, Field(max_length=256, description=HOW_MANY)]
@@ -91,5 +95,6 @@ class GenerateBody(Body):
     eta: Fraction | None = None
     guidance_interval: Interval | None = None
     cache_interval: Every | None = None
+    similarity_threshold: Similarity | None = None
     width: Annotated[int, Field(description="With height, another way to give size.")] | None = None
     height: int | None = None
