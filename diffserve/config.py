@@ -87,9 +87,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                            of one window, and for what the language model wants
     result_cache_bytes     of finished pictures kept in memory; a request with a seed whose picture is among them, or is
                            being painted for somebody else, is answered by it. 0: none, and everybody is painted for
-    latent_cache_bytes     of finished latents kept in memory, for requests that ask for it by a ``similarity_threshold``
-                           to begin from those of a similar prompt. All clients share them: who begins from a picture can
-                           tell that something like it was painted. 0: none, and such requests are refused
+    latent_cache_bytes     of finished latents kept in memory: a request with a ``similarity_threshold`` gives its own,
+                           and begins from those of a similar prompt. All clients share them, and are told of it: who
+                           asks can find out what others asked for. 0: none, and such requests are refused
     threads                of the processor that a UNet call runs on; ``None``: what proves fastest, again and again, of
                            torch's own number and fewer
     offload                where the weights of every model rest while their layer does not run: "none": on the device;

@@ -294,8 +294,8 @@ class ImageResult(DenoisingRecipe, frozen=True, kw_only=True):
     ``num_evaluations`` counts UNet rows (two a step under guidance); ``latents`` only when asked for. ``prompt`` is
     what was painted from; ``original_prompt`` the wish before it was rewritten, ``None`` where it was not. ``cached``:
     the picture was known ("hit"), or painted for an equal request ("shared"); then nothing was computed for this one.
-    ``similarity``: of the prompt whose latents it began from, ``None`` where it began from noise; of its ``num_steps``
-    then the first ``skipped_steps`` were left out. What it began from is told by nothing in it, so it cannot be repeated.
+    ``similarity``: of the prompt whose latents it began from, ``None`` where it began from noise; then the first
+    ``skipped_steps`` of its ``num_steps`` were left out, and it repeats itself only while those latents are kept.
     """
 
     request_id: str

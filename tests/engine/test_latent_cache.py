@@ -126,12 +126,20 @@ def test_who_cannot_begin_from_others_is_told_so(make_engine: MakeEngine) -> Non
             engine.generate(request)
         assert refused.value.param == "similarity_threshold"
     for value in (0.0, -1.0, 1.5, float("nan")):
-        with pytest.raises(InvalidRequest, match="similarity_threshold is .*; give a number above 0"):
+        with pytest.raises(InvalidRequest, match=r"similarity_threshold is .*; give a number above 0"):
             wanted(similarity_threshold=value)
 
 
 def test_steps_left_out_grow_with_the_similarity() -> None:
-    assert [skip_of(similarity, 0.9) for similarity in (0.9, 0.9199, 0.93, 0.95, 0.97, 0.99, 1.0)] == [0, 0, 1, 2, 3, 4, 4]
+    assert [skip_of(similarity, 0.9) for similarity in (0.9, 0.9199, 0.93, 0.95, 0.97, 0.99, 1.0)] == [
+        0,
+        0,
+        1,
+        2,
+        3,
+        4,
+        4,
+    ]
     assert skip_of(1.0, 1.0) == len(SKIPS) - 1
 
 

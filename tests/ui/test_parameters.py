@@ -214,6 +214,12 @@ def test_a_picture_of_another_model_raises_a_doubt() -> None:
     assert "sdxl" in doubt
 
 
+def test_a_picture_that_began_from_another_raises_a_doubt() -> None:
+    (doubt,) = doubts(f"{TEXT}, Similarity threshold: 0.9, Similarity: 0.9712, Skipped steps: 8", MODEL)
+    assert "a prompt 0.9712 similar, without 8 steps" in doubt
+    assert doubts(f"{TEXT}, Similarity threshold: 0.9", MODEL) == ()
+
+
 def test_a_spacing_that_nobody_knows_is_left_out_and_told() -> None:
     odd = TEXT.replace("Spacing: trailing", "Spacing: ZEBRASECRET" + "x" * 100)
     assert form_of(odd, MODEL).spacing is None

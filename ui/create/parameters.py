@@ -184,6 +184,11 @@ def doubts(infotext: str, image: ImageCapabilities) -> tuple[str, ...]:
         found.append(f"It was painted by {name}, another model than the one that is loaded: expect another picture.")
     elif read.is_shortened:
         found.append("Its prompt was too long for the file, the end is missing: expect another picture.")
+    if "Similarity" in read.fields:
+        found.append(
+            f"It began from a kept picture of a prompt {read.fields['Similarity'][:8]} similar, without "
+            f"{read.fields.get('Skipped steps', '0')[:8]} steps; that picture is not in the file: expect another one."
+        )
     if spacing and _spacing(read.fields) is None:
         found.append(
             f"Its steps lie as {spacing[:40]!r} says, which is not known; choose where they lie under Advanced."

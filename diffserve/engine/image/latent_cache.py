@@ -76,7 +76,8 @@ class LatentCache:
                 del self._prompts[old_kin]
 
     def nearest(self, kin: Hashable, embedding: Embedding, threshold: float) -> Similar | None:
-        """The most similar of ``kin``, of equally similar ones the oldest; ``None`` where all are below ``threshold``."""
+        """The most similar of ``kin``, of equally similar ones the oldest; ``None`` where none is as similar as
+        ``threshold``."""
         prompts = self._prompts.get(kin)
         if not prompts:
             return None
@@ -90,8 +91,8 @@ class LatentCache:
 
 
 def skip_of(similarity: float, threshold: float) -> int:
-    """Which of ``SKIPS`` a ``similarity`` of ``threshold`` or more earns: the least at the threshold, then one more with
-    every fifth of the way from there to 1."""
+    """Which of ``SKIPS`` a ``similarity`` of ``threshold`` or more earns: the least at the threshold, then one more
+    with every fifth of the way from there to 1."""
     if similarity >= 1.0:
         return len(SKIPS) - 1
     return min(int(len(SKIPS) * (similarity - threshold) / (1.0 - threshold)), len(SKIPS) - 1)
