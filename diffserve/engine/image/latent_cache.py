@@ -75,6 +75,11 @@ class LatentCache:
             if not self._prompts[old_kin]:
                 del self._prompts[old_kin]
 
+    def copy_to(self, other: LatentCache) -> None:
+        """Put all that is kept here into ``other``, the longest unused first."""
+        for (kin, prompt), kept in self._kept.items():
+            other.put(kin, prompt, kept)
+
     def nearest(self, kin: Hashable, embedding: Embedding, threshold: float) -> Similar | None:
         """The most similar of ``kin``, of equally similar ones the oldest; ``None`` where none is as similar as
         ``threshold``."""
