@@ -70,6 +70,7 @@ def write_infotext(result: ImageResult, *, width_px: int, height_px: int) -> str
         "Eta": None if result.eta == _own_eta(result.sampler) else _number_text(result.eta),
         "Guidance interval": None if interval == FULL_INTERVAL else _number_text(*interval),
         "Cache interval": None if result.cache_interval == 1 else result.cache_interval,
+        "Token merging ratio": _number_text(result.token_merging) if result.token_merging else None,
         "Similarity threshold": None if threshold is None else _number_text(threshold),
         "Similarity": None if result.similarity is None else _number_text(result.similarity),
         "Skipped steps": result.skipped_steps or None,

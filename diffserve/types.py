@@ -24,6 +24,8 @@ MAX_IMAGES = 10
 MAX_SEED = 2**63 - 1
 MAX_GUIDANCE = 30.0
 MAX_STEPS = 1_000_000
+MAX_MERGING = 0.75
+"""One token of every 2 x 2 stays."""
 MAX_CACHE_INTERVAL = 1000
 """More than any model takes; its own bound is its training length."""
 
@@ -108,6 +110,8 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     guidance_interval  (from, to) as fractions of the steps; outside it the unconditional row is skipped
     cache_interval     DeepCache: the whole UNet runs at every so many-th evaluation, between them its shallow part on
                        the features that it left; 1: always the whole
+    token_merging      share of the tokens that are merged in self-attention at the UNet's highest resolution, 0 (off)
+                       to 0.75 in steps of 0.05
     similarity_threshold  begin from the latents of the most similar prompt that is at least so similar, above 0 to 1,
                        and leave out the more steps the more similar it is; ``None``: always from noise
     strength           how much of an init image is repainted, 0 (nothing) to 1 (everything)
@@ -121,6 +125,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     guidance_scale: float | None = None
     guidance_interval: tuple[float, float] = FULL_INTERVAL
     cache_interval: int = 1
+    token_merging: float = 0.0
     similarity_threshold: float | None = None
     strength: float = 0.75
 
@@ -149,6 +154,12 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             f"cache_interval is {str(self.cache_interval)[:40]}; give a whole number from 1, which is off, to "
             f"{MAX_CACHE_INTERVAL}.",
             "cache_interval",
+        )
+        merging = self.token_merging
+        check(
+            0.0 <= merging <= MAX_MERGING and merging == round(merging * 20) / 20,
+            f"token_merging is {merging}; give 0, which is off, to {MAX_MERGING} in steps of 0.05.",
+            "token_merging",
         )
         threshold = self.similarity_threshold
         check(
@@ -279,6 +290,7 @@ class DenoisingRecipe(msgspec.Struct, frozen=True, kw_only=True):
     guidance_scale: float
     guidance_interval: tuple[float, float] = FULL_INTERVAL
     cache_interval: int = 1
+    token_merging: float = 0.0
     similarity_threshold: float | None = None
     eta: float
     strength: float | None = None

@@ -13,7 +13,7 @@ from diffserve.errors import InvalidRequest
 from diffserve.images import read_infotext
 from diffserve.infotext import parse_infotext
 from diffserve.sizes import parse_size
-from diffserve.types import MAX_CACHE_INTERVAL, MAX_GUIDANCE, MAX_PROMPT_CHARS
+from diffserve.types import MAX_CACHE_INTERVAL, MAX_GUIDANCE, MAX_MERGING, MAX_PROMPT_CHARS
 from ui.fields import MAX_FIELD_CHARS, check_text, read_count, read_interval, read_number, read_seed
 
 RewriteMode = Literal["Off", "Suggest", "Auto"]
@@ -54,6 +54,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     spacing: str | None = None
     guidance_interval: str | None = None
     cache_interval: str | None = None
+    token_merging: str | None = None
 
 
 class CheckedForm(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +101,7 @@ def order_of(form: Form, image: ImageCapabilities) -> CheckedForm:
         "spacing": form.spacing or None,
         "guidance_interval": read_interval(form.guidance_interval, "guidance_interval"),
         "cache_interval": read_count(form.cache_interval, "cache_interval", MAX_CACHE_INTERVAL),
+        "token_merging": read_number(form.token_merging, "token_merging", MAX_MERGING),
         "seed": read_seed(form.seed),
     }
     fields |= cast(StreamedImageFields, {name: value for name, value in own.items() if value is not None})
@@ -171,6 +173,7 @@ def form_of(infotext: str, image: ImageCapabilities | None) -> Form:
         spacing=_spacing(fields),
         guidance_interval=fields.get("Guidance interval"),
         cache_interval=fields.get("Cache interval"),
+        token_merging=fields.get("Token merging ratio"),
     )
 
 

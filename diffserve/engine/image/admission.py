@@ -126,6 +126,7 @@ class ImageAdmission:
             guidance_interval=params.guidance_interval,
             cache_interval=params.cache_interval,
             similarity_threshold=params.similarity_threshold,
+            token_merging=params.token_merging,
             num_steps=num_steps,
             kind=kind,
             strength=None if request.init_image is None else strength,

@@ -50,7 +50,7 @@ class Preparer:
             raise
         mixes = self.conditioner.mixes_lengths
         num_tokens = self.model.text.window_tokens if mixes else conditioning.num_tokens
-        return GroupKey(settings.height_px, settings.width_px, num_tokens)
+        return GroupKey(settings.height_px, settings.width_px, num_tokens, merged_share=settings.token_merging)
 
     def _paint_ground(self, task: ImageTask, conditioning: AnyConditioning) -> ImageState:
         """The state, its start latent drawn and in its lane."""

@@ -130,7 +130,7 @@ class ImageRunner:
         started_s = self.clock()
         try:
             group = self._with_room(lambda: self._preparer.prepare(task))
-            if task.settings.full.all():  # features are kept of the network's own calls
+            if task.settings.full.all() and not group.merged_share:  # both are the network's own calls
                 group = self.groups.best(group)
             outcome.prepare_s[task] = self.clock() - started_s
             self.groups.known(group)  # else it is measured when there is time

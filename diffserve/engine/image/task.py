@@ -28,7 +28,7 @@ class GroupKey(NamedTuple):
     Where texts of different lengths share calls, ``num_tokens`` is that of one window for all of them. ``is_shallow``:
     only the UNet's shallow part runs, on kept features (DeepCache); an image's own group is never such.
     ``is_compiled``: a picture is painted by compiled calls from its first step to its last, or by none, for they round
-    differently.
+    differently. ``merged_share``: of the tokens in self-attention at the highest resolution (token merging).
     """
 
     height_px: int
@@ -36,6 +36,7 @@ class GroupKey(NamedTuple):
     num_tokens: int
     is_shallow: bool = False
     is_compiled: bool = False
+    merged_share: float = 0.0
 
     @property
     def shape(self) -> tuple[int, int, int]:

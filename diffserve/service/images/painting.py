@@ -120,8 +120,8 @@ def image_entry(painting: CheckedImages, result: ImageResult) -> dict[str, Any]:
     """One element of ``data``: resized, encoded, in base64, and with ``urls`` also at one. Takes a while: call it in a
     thread.
 
-    ``revised_prompt`` is what the text encoder was given, null where that is what was sent. Where a
-    ``similarity_threshold`` was, ``similarity`` is of the prompt whose picture it began from, null where that was noise.
+    ``revised_prompt`` is what the text encoder was given, null where that is what was sent. Beside a
+    ``similarity_threshold``, ``similarity`` is of the prompt whose picture it began from, null where that was noise.
     """
     width_px, height_px = painting.plan.width_px, painting.plan.height_px
     file = encode_image(
