@@ -1,8 +1,8 @@
 """Token merging: self-attention at the UNet's highest resolution, on fewer tokens.
 
 Neighbouring positions of a picture are much alike, and self-attention takes work in the square of their number. So one
-token of every 2 x 2 stays, of the others those that are most like one of these are merged into it, by their mean, before
-the layer, and get what it gets after it. (Bolya and Hoffman, "Token Merging for Fast Stable Diffusion", CVPRW 2023;
+token of every 2 x 2 stays; of the others those that are most like one of these are merged into it before the layer, by
+their mean, and get what it gets after it. (Bolya and Hoffman, "Token Merging for Fast Stable Diffusion", CVPRW 2023;
 theirs draws the token of every 2 x 2, here it is always the first, so that equal rows give equal bytes.)
 """
 
@@ -92,7 +92,7 @@ def merging(network: Any, height: int, width: int, share: float) -> Iterator[Non
 
 
 def highest_layers(network: Any) -> tuple[list[Any], int]:
-    """The self-attention layers of the highest resolution that has any, and how often it is halved from the latents'."""
+    """The self-attention layers of the highest resolution that has any, and how often the latents' is halved to it."""
     pairs = zip(network.down_blocks, reversed(network.up_blocks), strict=True)
     for level, blocks in enumerate(pairs):
         modules = chain.from_iterable(block.named_modules() for block in blocks)

@@ -96,7 +96,8 @@ class UNetRunner:
         compiled     makes a full call where it can; the network itself does else
         """
         call = self.call(model_input, timesteps, contexts, pooled=pooled, time_ids=time_ids, extra=extra)
-        with merging(self.network, *call.sample.shape[-2:], merged_share):
+        height, width = call.sample.shape[-2:]
+        with merging(self.network, height, width, merged_share):
             return self._run(call, features, compiled if merged_share == 0.0 else None).float()
 
     def _run(self, call: UNetArguments, features: torch.Tensor | None, compiled: Compiled | None) -> torch.Tensor:
