@@ -58,6 +58,7 @@ ENGINE_BOUNDS = {
     "trace_ticks": Between(1, 100_000),
     "kv_pool_bytes": Between(1, 1 << 42),
     "result_cache_bytes": Between(0, 1 << 42),
+    "latent_cache_bytes": Between(0, 1 << 42),
     "threads": Between(1, 1024),
 }
 
@@ -94,6 +95,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                            "device": with the numbers of a CUDA generator ("GPU" and "NV" in A1111), on any device, for
                            all rows of a tick at once. Seeds paint other pictures then, and an init image is still
                            encoded with the CPU's
+    latent_cache_bytes     of finished latents kept in memory: a request with a ``similarity_threshold`` gives its own,
+                           and begins from those of a similar prompt. All clients share them, and are told of it: who
+                           asks can find out what others asked for. 0: none, and such requests are refused
     threads                of the processor that a UNet call runs on; ``None``: what proves fastest, again and again, of
                            torch's own number and fewer
     offload                where the weights of every model rest while their layer does not run: "none": on the device;
@@ -120,6 +124,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_pool_bytes: int | None = None
     result_cache_bytes: int = 0
     noise_source: Literal["cpu", "device"] = "cpu"
+    latent_cache_bytes: int = 0
     threads: int | None = None
     offload: str = "none"
     compile: Literal["off", "warm", "background"] = "warm"

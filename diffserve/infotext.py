@@ -55,7 +55,7 @@ class Infotext(msgspec.Struct, frozen=True, kw_only=True):
 
 def write_infotext(result: ImageResult, *, width_px: int, height_px: int) -> str:
     """The text for ``result`` delivered at ``width_px`` x ``height_px`` (it may have been painted at another size)."""
-    painted, interval = result.picture, result.guidance_interval
+    painted, interval, threshold = result.picture, result.guidance_interval, result.similarity_threshold
     resized = (painted.width_px, painted.height_px) != (width_px, height_px)
     fields: dict[str, object] = {
         "Steps": result.num_steps,
@@ -70,6 +70,10 @@ def write_infotext(result: ImageResult, *, width_px: int, height_px: int) -> str
         "Eta": None if result.eta == _own_eta(result.sampler) else _number_text(result.eta),
         "Guidance interval": None if interval == FULL_INTERVAL else _number_text(*interval),
         "Cache interval": None if result.cache_interval == 1 else result.cache_interval,
+        "Token merging ratio": _number_text(result.token_merging) if result.token_merging else None,
+        "Similarity threshold": None if threshold is None else _number_text(threshold),
+        "Similarity": None if result.similarity is None else _number_text(result.similarity),
+        "Skipped steps": result.skipped_steps or None,
         "RNG": "CPU",
         "Spacing": result.spacing,
         ORIGINAL: None if result.original_prompt is None else _plain(result.original_prompt),

@@ -24,6 +24,8 @@ MAX_IMAGES = 10
 MAX_SEED = 2**63 - 1
 MAX_GUIDANCE = 30.0
 MAX_STEPS = 1_000_000
+MAX_MERGING = 0.75
+"""One token of every 2 x 2 stays."""
 MAX_CACHE_INTERVAL = 1000
 """More than any model takes; its own bound is its training length."""
 
@@ -108,6 +110,10 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     guidance_interval  (from, to) as fractions of the steps; outside it the unconditional row is skipped
     cache_interval     DeepCache: the whole UNet runs at every so many-th evaluation, between them its shallow part on
                        the features that it left; 1: always the whole
+    token_merging      share of the tokens that are merged in self-attention at the UNet's highest resolution, 0 (off)
+                       to 0.75 in steps of 0.05
+    similarity_threshold  begin from the latents of the most similar prompt that is at least so similar, above 0 to 1,
+                       and leave out the more steps the more similar it is; ``None``: always from noise
     strength           how much of an init image is repainted, 0 (nothing) to 1 (everything)
     """
 
@@ -119,6 +125,8 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     guidance_scale: float | None = None
     guidance_interval: tuple[float, float] = FULL_INTERVAL
     cache_interval: int = 1
+    token_merging: float = 0.0
+    similarity_threshold: float | None = None
     strength: float = 0.75
 
     def __post_init__(self) -> None:
@@ -146,6 +154,18 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             f"cache_interval is {str(self.cache_interval)[:40]}; give a whole number from 1, which is off, to "
             f"{MAX_CACHE_INTERVAL}.",
             "cache_interval",
+        )
+        merging = self.token_merging
+        check(
+            0.0 <= merging <= MAX_MERGING and merging == round(merging * 20) / 20,
+            f"token_merging is {merging}; give 0, which is off, to {MAX_MERGING} in steps of 0.05.",
+            "token_merging",
+        )
+        threshold = self.similarity_threshold
+        check(
+            threshold is None or 0.0 < threshold <= 1.0,
+            f"similarity_threshold is {threshold}; give a number above 0, at most 1, or leave it out.",
+            "similarity_threshold",
         )
 
 
@@ -270,6 +290,8 @@ class DenoisingRecipe(msgspec.Struct, frozen=True, kw_only=True):
     guidance_scale: float
     guidance_interval: tuple[float, float] = FULL_INTERVAL
     cache_interval: int = 1
+    token_merging: float = 0.0
+    similarity_threshold: float | None = None
     eta: float
     strength: float | None = None
 
@@ -284,6 +306,8 @@ class ImageResult(DenoisingRecipe, frozen=True, kw_only=True):
     ``num_evaluations`` counts UNet rows (two a step under guidance); ``latents`` only when asked for. ``prompt`` is
     what was painted from; ``original_prompt`` the wish before it was rewritten, ``None`` where it was not. ``cached``:
     the picture was known ("hit"), or painted for an equal request ("shared"); then nothing was computed for this one.
+    ``similarity``: of the prompt whose latents it began from, ``None`` where it began from noise; then the first
+    ``skipped_steps`` of its ``num_steps`` were left out, and it repeats itself only while those latents are kept.
     """
 
     request_id: str
@@ -300,6 +324,8 @@ class ImageResult(DenoisingRecipe, frozen=True, kw_only=True):
     latents: LatentArray | None = None
     original_prompt: str | None = None
     cached: Literal["hit", "shared"] | None = None
+    similarity: float | None = None
+    skipped_steps: int = 0
 
     @property
     def pixels(self) -> NDArray[np.uint8]:

@@ -16,7 +16,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.service.server import RunningServer
 
-SERVER_CONFIG = '[model]\ndtype = "float32"\n[engine]\nmax_rows = 8\n'
+SERVER_CONFIG = '[model]\ndtype = "float32"\n[engine]\nmax_rows = 8\nlatent_cache_bytes = 1000000\n'
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")

@@ -89,6 +89,15 @@ def test_a_cache_interval_is_told_where_there_is_one() -> None:
     assert "Cache interval" not in write_infotext(result(), width_px=24, height_px=16)
 
 
+def test_what_a_picture_began_from_is_told_where_it_did() -> None:
+    begun = result(token_merging=0.5, similarity_threshold=0.9, similarity=0.9712, skipped_steps=8)
+    assert (
+        "Token merging ratio: 0.5, Similarity threshold: 0.9, Similarity: 0.9712, Skipped steps: 8, "
+        in write_infotext(begun, width_px=24, height_px=16)
+    )
+    assert "Similar" not in write_infotext(result(), width_px=24, height_px=16)
+
+
 def test_how_much_of_a_picture_was_repainted_is_told_as_other_tools_do() -> None:
     fields = parse_infotext(write_infotext(result(strength=0.35), width_px=24, height_px=16)).fields
     assert fields["Denoising strength"] == "0.35"

@@ -147,6 +147,10 @@ def generate(
             "--cache-interval", help="The whole UNet at every so many-th evaluation (DeepCache); 1: each.", metavar="N"
         ),
     ] = 1,
+    token_merging: Annotated[
+        float,
+        typer.Option("--token-merging", help="Share of tokens merged in self-attention, 0 to 0.75.", metavar="SHARE"),
+    ] = 0.0,
     init: Annotated[Path | None, typer.Option("--init", help="Start from this picture.", metavar="IMAGE")] = None,
     strength: Annotated[
         float | None, typer.Option("--strength", help="How much of --init is repainted, 0 to 1 (0.75).")
@@ -166,7 +170,10 @@ def generate(
     order = GenerateArguments(
         prompt=one_text(prompt, command="generate"), output=output, overwrite=overwrite, negative=negative, size=size,
         num_images=num_images, seed=seed, quality=quality, sampler=sampler, num_steps=steps, guidance_scale=guidance,
-        further={"eta": eta, "guidance_interval": guidance_interval, "cache_interval": cache_interval},
+        further={
+            "eta": eta, "guidance_interval": guidance_interval, "cache_interval": cache_interval,
+            "token_merging": token_merging,
+        },
         init=init, strength=strength, mask=mask,
     )  # fmt: skip
     return run(order, model=model, config=config, flags=_placement(device, dtype, offload))

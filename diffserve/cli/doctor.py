@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from diffserve.config import KEYS, Settings
+from diffserve.config import KEYS, EngineConfig, Settings
 from diffserve.disk_cache import DiskCache
 from diffserve.version import __version__
 
@@ -49,7 +49,7 @@ def run(settings: Settings, gpu: str | None = None) -> int:
     _section(console, "device", _device(choice))
     with hushed("diffserve"):  # what it would warn of is in the report
         needs = needs_of(profile.path, dtype=choice.dtype, config=settings.engine, profile=profile, rows=ROWS)
-        _section(console, "memory", _memory(needs), headings=("part", "parameters", "weights"))
+        _section(console, "memory", _memory(needs, settings.engine), headings=("part", "parameters", "weights"))
         _section(console, f"one step at {_size(needs)}", _steps(needs, roof), headings=STEP_HEADINGS)
         model = load_model(profile.path, device=profile.device, dtype=profile.dtype, offload=offload, profile=profile)
     _section(console, "model", _model(model))
@@ -117,13 +117,15 @@ def _folders(settings: Settings) -> Iterable[tuple[str, str, bool]]:
             yield name, f"{folder} cannot be written: {error.strerror}", False
 
 
-def _memory(needs: Needs) -> Iterable[tuple[str, str, str]]:
+def _memory(needs: Needs, config: EngineConfig) -> Iterable[tuple[str, str, str]]:
     """Known before anything is loaded."""
     entries = needs.model.memory_report()
     for entry in entries:
         yield entry.component, f"{entry.num_parameters:,}", _mebibytes(entry.weights_bytes)
     yield "together", f"{sum(entry.num_parameters for entry in entries):,}", _mebibytes(needs.weights_bytes)
     yield "page pool", "", _mebibytes(needs.page_pool_bytes)
+    yield "kept pictures", "", _mebibytes(config.result_cache_bytes)
+    yield "kept latents", "", _mebibytes(config.latent_cache_bytes)
     yield "decoding a picture", "", _mebibytes(needs.decode.peak_bytes)
     yield f"at the most, {max(needs.steps)} rows", "", _mebibytes(needs.peak_bytes)
 

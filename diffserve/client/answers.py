@@ -15,11 +15,15 @@ class ImageFile(msgspec.Struct, frozen=True, kw_only=True):
     """One picture, as a file in the format that was asked for.
 
     revised_prompt  what the text encoder was given, ``None`` where that is what was sent
+    similarity      of the prompt whose picture it began from, ``None`` where it began from noise
+    skipped_steps   that it did without for that
     """
 
     file: bytes = msgspec.field(name="b64_json")
     seed: int
     revised_prompt: str | None = None
+    similarity: float | None = None
+    skipped_steps: int = 0
 
     def save(self, path: str | Path) -> None:
         """Write the file, its metadata included."""
@@ -69,11 +73,13 @@ class CompletedImage(Recipe, frozen=True, kw_only=True):
     file: bytes = msgspec.field(name="b64_json")
     seed: int
     revised_prompt: str | None = None
+    similarity: float | None = None
+    skipped_steps: int = 0
 
     @property
     def image(self) -> ImageFile:
         """The file with its seed and its prompt."""
-        return ImageFile(file=self.file, seed=self.seed, revised_prompt=self.revised_prompt)
+        return ImageFile(**{name: getattr(self, name) for name in ImageFile.__struct_fields__})
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):

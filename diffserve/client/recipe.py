@@ -22,6 +22,8 @@ class ImageFields(TypedDict, total=False):
     size               WIDTHxHEIGHT in pixels, or auto
     guidance_interval  (from, to) as fractions of the steps, in which the prompt is weighed
     cache_interval     DeepCache: the whole UNet runs at every so many-th evaluation only; 1: at each
+    token_merging      share of the tokens merged in self-attention, 0 to 0.75 in steps of 0.05
+    similarity_threshold  begin from a kept picture of a prompt that is at least so similar, above 0 to 1
     seed               of the first picture; left out: drawn, and told in the answer
     prompt_rewriter    whether the language model turns the wish into a prompt first
     """
@@ -40,6 +42,8 @@ class ImageFields(TypedDict, total=False):
     eta: float
     guidance_interval: tuple[float, float]
     cache_interval: int
+    token_merging: float
+    similarity_threshold: float
     output_format: Literal["png", "jpeg", "webp"]
     output_compression: int
     prompt_rewriter: Literal["off", "auto", "force"] | RewriterFields
@@ -76,6 +80,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     eta: float
     guidance_interval: tuple[float, float] = (0.0, 1.0)
     cache_interval: int = 1
+    token_merging: float = 0.0
+    similarity_threshold: float | None = None
     size: str
     output_format: str
     quality: str

@@ -49,6 +49,18 @@ def test_it_paints(client: Client, text_server: RunningServer, tmp_path: Path) -
     assert "Seed: 5" in text
 
 
+def test_it_is_told_what_a_picture_began_from(client: Client) -> None:
+    [first] = client.generate("a cat", seed=5, num_inference_steps=4, similarity_threshold=1.0).images
+    assert (first.similarity, first.skipped_steps) == (None, 0)
+    with client.generate_stream("a cat", seed=6, num_inference_steps=4, similarity_threshold=0.9) as stream:
+        [begun] = [event for event in stream if isinstance(event, CompletedImage)]
+    assert (begun.similarity_threshold, begun.similarity, begun.image.skipped_steps) == (0.9, 1.0, 2)
+    assert begun.usage.num_evaluations == 2 * 2
+    text = read_infotext(begun.file)
+    assert text is not None
+    assert "Similarity: 1, Skipped steps: 2" in text
+
+
 def test_it_watches_a_picture_become(client: Client) -> None:
     with client.generate_stream("a red fox", seed=5, num_inference_steps=8, partial_images=3) as stream:
         events = list(stream)

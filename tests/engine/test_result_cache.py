@@ -34,6 +34,7 @@ OTHER: dict[str, object] = {
     "rewriting": RewriteOptions(), "deadline_s": 5.0, "client": "b", "request_id": "another",
     "sampler": "heun", "num_steps": 7, "spacing": "trailing", "sigma_schedule": "karras", "eta": 0.5,
     "guidance_scale": 2.0, "guidance_interval": (0.1, 0.5), "cache_interval": 3, "strength": 0.5,
+    "token_merging": 0.5, "similarity_threshold": 0.9,
 }  # fmt: skip
 """Another value for every field of a request and of its ``DiffusionParams``."""
 

@@ -197,6 +197,11 @@ def test_a_cache_interval_reads_back_as_a_picture_tells_it() -> None:
         assert refused.value.param == "cache_interval"
 
 
+def test_a_share_of_merged_tokens_reads_back_as_a_picture_tells_it() -> None:
+    assert order_of(form_of(f"{TEXT}, Token merging ratio: 0.5", MODEL), MODEL).fields["token_merging"] == 0.5
+    assert "token_merging" not in order_of(form_of(TEXT, MODEL), MODEL).fields
+
+
 def test_no_number_of_pictures_is_one() -> None:
     assert order_of(Form(prompt="a fox", num_images=None), MODEL).num_images == 1
 
@@ -212,6 +217,12 @@ def test_a_picture_of_another_model_raises_a_doubt() -> None:
     assert doubts(TEXT, MODEL) == ()
     (doubt,) = doubts(TEXT.replace("0123456789", "ffff").replace(": embedded", ": sdxl"), MODEL)
     assert "sdxl" in doubt
+
+
+def test_a_picture_that_began_from_another_raises_a_doubt() -> None:
+    (doubt,) = doubts(f"{TEXT}, Similarity threshold: 0.9, Similarity: 0.9712, Skipped steps: 8", MODEL)
+    assert "a prompt 0.9712 similar, without 8 steps" in doubt
+    assert doubts(f"{TEXT}, Similarity threshold: 0.9", MODEL) == ()
 
 
 def test_a_spacing_that_nobody_knows_is_left_out_and_told() -> None:

@@ -83,6 +83,7 @@ class Creating:
         spacing: str | None,
         guidance_interval: str | None,
         cache_interval: str | None,
+        token_merging: str | None,
         request: gr.Request,
     ) -> AsyncIterator[list[Update]]:
         """Paint, and show how far it is; closing this generator hangs up, and the server frees the lane."""
@@ -90,6 +91,7 @@ class Creating:
             prompt=prompt, negative_prompt=negative_prompt, quality=quality, aspect=aspect, num_images=count,
             rewrite_mode=rewrite_mode, steps=steps, sampler=sampler, guidance=guidance, size=size, seed=seed, eta=eta,
             spacing=spacing, guidance_interval=guidance_interval, cache_interval=cache_interval,
+            token_merging=token_merging,
         )  # fmt: skip
         screen = Screen()
         ask_for_visitor(request)

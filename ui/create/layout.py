@@ -42,6 +42,7 @@ class Fields(NamedTuple):
     spacing: gr.Dropdown
     guidance_interval: gr.Textbox
     cache_interval: gr.Textbox
+    token_merging: gr.Textbox
 
 
 class Wording(NamedTuple):
@@ -242,6 +243,7 @@ def _advanced() -> tuple[gr.Accordion, gr.Button, dict[str, Any]]:
             cached = _number(
                 "Whole network every", "1", "cache-interval", info="So many steps, a part of it between (DeepCache)."
             )
+        merged = _number("Merged tokens", "none", "token-merging", info="Share of them in self-attention, 0 to 0.75.")
         with gr.Row(elem_id="seeds"):
             seed = _number("Seed", "random", "seed")
             random_seed = gr.Button("Random", size="sm", elem_id="random-seed")
@@ -251,6 +253,7 @@ def _advanced() -> tuple[gr.Accordion, gr.Button, dict[str, Any]]:
         {
             **{"negative_prompt": negative, "steps": steps, "sampler": sampler, "guidance": guidance, "size": size},
             **{"seed": seed, "eta": eta, "spacing": spacing, "guidance_interval": guided, "cache_interval": cached},
+            "token_merging": merged,
         },
     )
 

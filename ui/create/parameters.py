@@ -13,7 +13,7 @@ from diffserve.errors import InvalidRequest
 from diffserve.images import read_infotext
 from diffserve.infotext import parse_infotext
 from diffserve.sizes import parse_size
-from diffserve.types import MAX_CACHE_INTERVAL, MAX_GUIDANCE, MAX_PROMPT_CHARS
+from diffserve.types import MAX_CACHE_INTERVAL, MAX_GUIDANCE, MAX_MERGING, MAX_PROMPT_CHARS
 from ui.fields import MAX_FIELD_CHARS, check_text, read_count, read_interval, read_number, read_seed
 
 RewriteMode = Literal["Off", "Suggest", "Auto"]
@@ -54,6 +54,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     spacing: str | None = None
     guidance_interval: str | None = None
     cache_interval: str | None = None
+    token_merging: str | None = None
 
 
 class CheckedForm(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +101,7 @@ def order_of(form: Form, image: ImageCapabilities) -> CheckedForm:
         "spacing": form.spacing or None,
         "guidance_interval": read_interval(form.guidance_interval, "guidance_interval"),
         "cache_interval": read_count(form.cache_interval, "cache_interval", MAX_CACHE_INTERVAL),
+        "token_merging": read_number(form.token_merging, "token_merging", MAX_MERGING),
         "seed": read_seed(form.seed),
     }
     fields |= cast(StreamedImageFields, {name: value for name, value in own.items() if value is not None})
@@ -171,6 +173,7 @@ def form_of(infotext: str, image: ImageCapabilities | None) -> Form:
         spacing=_spacing(fields),
         guidance_interval=fields.get("Guidance interval"),
         cache_interval=fields.get("Cache interval"),
+        token_merging=fields.get("Token merging ratio"),
     )
 
 
@@ -184,6 +187,11 @@ def doubts(infotext: str, image: ImageCapabilities) -> tuple[str, ...]:
         found.append(f"It was painted by {name}, another model than the one that is loaded: expect another picture.")
     elif read.is_shortened:
         found.append("Its prompt was too long for the file, the end is missing: expect another picture.")
+    if "Similarity" in read.fields:
+        found.append(
+            f"It began from a kept picture of a prompt {read.fields['Similarity'][:8]} similar, without "
+            f"{read.fields.get('Skipped steps', '0')[:8]} steps; that picture is not in the file: expect another one."
+        )
     if spacing and _spacing(read.fields) is None:
         found.append(
             f"Its steps lie as {spacing[:40]!r} says, which is not known; choose where they lie under Advanced."

@@ -13,10 +13,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from diffserve.bounds import check
+from diffserve.engine.image.latent_cache import SKIPS
 from diffserve.engine.image.task import LiveRequest, PaintSettings
 from diffserve.errors import InvalidRequest
 from diffserve.sizes import row_cost
@@ -54,7 +56,7 @@ class ImageAdmission:
     """Turns a :class:`GenerationRequest` into a :class:`LiveRequest`, or raises :class:`InvalidRequest`.
 
     ``defaults``: the profile's sigma schedule and eta, which belong to its sampler; a sampler given by the caller
-    brings its own or none.
+    brings its own or none. ``keeps_latents``: whether pictures may begin from those of similar prompts.
     """
 
     def __init__(
@@ -63,10 +65,13 @@ class ImageAdmission:
         schedule: NoiseSchedule,
         scheduler_config: Mapping[str, Any],
         defaults: DiffusionParams | None = None,
+        *,
+        keeps_latents: bool = False,
     ) -> None:
         self.info = info
         self.schedule = schedule
         self.defaults = defaults or DiffusionParams(sampler=info.default_sampler)
+        self._keeps_latents = keeps_latents
         self._scheduler_config = dict(scheduler_config)
         self._compile = lru_cache(maxsize=256)(self._compile_table)
 
@@ -106,6 +111,8 @@ class ImageAdmission:
             "shallow part: leave it out, or give 1."
         )
         check(params.cache_interval == 1 or info.shallow_share is not None, cannot, "cache_interval")
+        if params.similarity_threshold is not None:
+            self._check_may_begin_from_similar(params.similarity_threshold, kind)
         if request.negative_prompt.strip() and not guided.any():
             warnings += ("the negative prompt has no meaning without guidance, and was not used.",)
         settings = PaintSettings(
@@ -118,6 +125,8 @@ class ImageAdmission:
             guidance_scale=scale,
             guidance_interval=params.guidance_interval,
             cache_interval=params.cache_interval,
+            similarity_threshold=params.similarity_threshold,
+            token_merging=params.token_merging,
             num_steps=num_steps,
             kind=kind,
             strength=None if request.init_image is None else strength,
@@ -127,7 +136,27 @@ class ImageAdmission:
             shallow_share=info.shallow_share or 1.0,
             row_cost=row_cost(info, width_px, height_px),
         )
+        if params.similarity_threshold is not None:
+            shorter = tuple(self._without_first(settings, params, int(skip * num_steps)) for skip in SKIPS)
+            settings = msgspec.structs.replace(settings, shorter=shorter)
         return settings, warnings + table.warnings + self._few_steps(table, strength)
+
+    def _check_may_begin_from_similar(self, threshold: float, kind: str) -> None:
+        said = f"similarity_threshold is {threshold:g}; "
+        none_kept = "no latents are kept here: leave it out, or have engine.latent_cache_bytes set."
+        check(self._keeps_latents, said + none_kept, "similarity_threshold")
+        from_text = "it is for pictures from text alone: leave it out, or the init image and an inpainting model."
+        check(kind == "text", said + from_text, "similarity_threshold")
+
+    def _without_first(self, settings: PaintSettings, params: DiffusionParams, num_skipped: int) -> PaintSettings:
+        """``settings`` without the first ``num_skipped`` steps."""
+        num_steps = settings.num_steps
+        if num_skipped == 0:
+            return settings
+        table = self._table(params, num_steps, (num_steps - num_skipped + 0.5) / num_steps)
+        guided = guided_rows(table, settings.guidance_scale, settings.guidance_interval, num_skipped)
+        full = full_rows(guided, settings.cache_interval)
+        return msgspec.structs.replace(settings, table=table, guided=guided, full=full, skipped_steps=num_skipped)
 
     def _unknown_words(self, request: GenerationRequest) -> tuple[str, ...]:
         """A warning for each of the two prompts that has words which a model of a closed world was never taught."""
@@ -198,15 +227,17 @@ class ImageAdmission:
         return "text" if init is None else "image"
 
 
-def guided_rows(table: StepTable, scale: float, interval: tuple[float, float]) -> NDArray[np.bool_]:
+def guided_rows(
+    table: StepTable, scale: float, interval: tuple[float, float], num_skipped: int = 0
+) -> NDArray[np.bool_]:
     """bool (num_rows,): rows that need the unconditional row.
 
     None at a ``scale`` of 1 or below. Step k of n is inside the interval (from, to) when from <= k / n < to, so (0, 1)
-    is every step and (f, f) none.
+    is every step and (f, f) none. ``num_skipped`` steps before those of the table count as well.
     """
     if scale <= 1.0:
         return np.zeros(table.num_rows, dtype=np.bool_)
-    first, last = (math.ceil(round(edge * table.num_steps, 6)) for edge in interval)
+    first, last = (math.ceil(round(edge * (table.num_steps + num_skipped), 6)) - num_skipped for edge in interval)
     return np.asarray((table.step_of_row >= first) & (table.step_of_row < last), dtype=np.bool_)
 
 

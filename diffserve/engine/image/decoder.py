@@ -12,6 +12,8 @@ from torch import Tensor
 
 from diffserve.engine.engine import failure_of
 from diffserve.engine.image.batch import LanePool
+from diffserve.engine.image.latent_cache import Kept, LatentCache
+from diffserve.engine.image.preparer import kin_of
 from diffserve.engine.image.task import ImageTask, TickOutcome
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.memory import without_frames
@@ -39,6 +41,7 @@ class PictureDecoder:
     steps to run.
 
     ease      gives memory back that is only kept to save time
+    kept      gets the latents of those who take part
     is_exact  one picture to a call, so that no image's bytes depend on who is decoded beside it; otherwise pictures of
               one size share calls
     tile_px   see ``VAERunner.decode_later``
@@ -50,6 +53,7 @@ class PictureDecoder:
         pool: LanePool,
         clock: Callable[[], float],
         ease: Callable[[], None],
+        kept: LatentCache,
         *,
         is_exact: bool,
         tile_px: int = 0,
@@ -57,6 +61,7 @@ class PictureDecoder:
         self.model = model
         self.pool = pool
         self.clock = clock
+        self.kept = kept
         self.is_exact = is_exact
         self.tile_px = tile_px
         self._ease = ease
@@ -92,7 +97,8 @@ class PictureDecoder:
             latents = torch.stack([self._latents(task) for task in tasks])
             decoded = self._pictures(latents)
             for place, task in enumerate(tasks):
-                wanted = fetch(latents[place]) if task.live.request.return_latents else None
+                is_wanted = task.live.request.return_latents or task.held.embedding is not None
+                wanted = fetch(latents[place]) if is_wanted else None
                 self._going[task] = Decoding(started_s, decoded, place, wanted)
         except Exception as error:
             reason = failure_of(error, "painting this image")
@@ -107,8 +113,11 @@ class PictureDecoder:
     def _end(self, task: ImageTask, going: Decoding, outcome: TickOutcome) -> None:
         try:
             outcome.pictures[task] = going.decoded.picture(going.place)
-            if going.latents is not None:
-                outcome.latents[task] = going.latents.read().numpy()
+            latents = None if going.latents is None else going.latents.read().numpy()
+            if latents is not None and task.live.request.return_latents:
+                outcome.latents[task] = latents
+            if latents is not None and task.held.embedding is not None:
+                self.kept.put(kin_of(task), task.live.request.prompt, Kept(task.held.embedding, latents))
         except Exception as error:
             outcome.failures[task] = failure_of(error, "painting this image")
         outcome.decode_s[task] = self.clock() - going.started_s

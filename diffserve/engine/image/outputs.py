@@ -51,12 +51,10 @@ class ImageOutputs:
                     picture=Picture.from_array(outcome.previews[task]),
                 )
 
-    def painted(self, task: ImageTask, outcome: TickOutcome) -> Painted:
-        """The image is a picture."""
-        decode_s = outcome.decode_s[task]
+    def painted(self, task: ImageTask, kept: Kept, decode_s: float) -> Painted:
+        """The image is a picture, which took ``decode_s`` to decode."""
         self.decode_s = decode_s if not self.decode_s else 0.8 * self.decode_s + 0.2 * decode_s
         task.clock.decode_s = decode_s
-        kept = Kept(outcome.pictures[task], outcome.latents.get(task))
         return Painted(request_id=task.live.request_id, result=self._result(task, kept, timings(task)))
 
     def known(self, task: ImageTask, kept: Kept, cached: Literal["hit", "shared"]) -> Painted:
@@ -97,6 +95,8 @@ class ImageOutputs:
             warnings=live.warnings,
             latents=None if kept.latents is None else LatentArray.from_array(kept.latents),
             cached=cached,
+            similarity=kept.similarity,
+            skipped_steps=kept.skipped_steps,
             **settings.recipe(),
         )
 

@@ -248,7 +248,7 @@ def solo_s(live: LiveRequest, costs: TickCosts) -> float:
 
 def batch_key(task: ImageTask) -> Hashable:
     """What requests must agree in to share a batch where rows of different settings cannot."""
-    return (task.group, task.settings.kind, *task.settings.recipe().values())
+    return (task.group, task.settings.kind, task.settings.skipped_steps, *task.settings.recipe().values())
 
 
 def begun(ready: Iterable[ImageTask]) -> Iterator[ImageTask]:

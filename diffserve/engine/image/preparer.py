@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from diffserve.engine.image.batch import LanePool
+from diffserve.engine.image.latent_cache import LatentCache, skip_of
 from diffserve.engine.image.state import ImageState, Repaint, draw_noise
 from diffserve.engine.image.task import PAINT_FROM, GroupKey, ImageTask
 from diffserve.runtime import DiffusionModel
@@ -34,11 +35,18 @@ class Preparer:
     """
 
     def __init__(
-        self, model: DiffusionModel, conditioner: Conditioner, pool: LanePool, *, on_device: bool = False
+        self,
+        model: DiffusionModel,
+        conditioner: Conditioner,
+        pool: LanePool,
+        kept: LatentCache,
+        *,
+        on_device: bool = False,
     ) -> None:
         self.model = model
         self.conditioner = conditioner
         self.pool = pool
+        self.kept = kept
         self._first_draw = 0 if on_device else None
 
     @contextmanager
@@ -71,7 +79,7 @@ class Preparer:
             raise
         mixes = self.conditioner.mixes_lengths
         num_tokens = self.model.text.window_tokens if mixes else conditioning.num_tokens
-        return GroupKey(settings.height_px, settings.width_px, num_tokens)
+        return GroupKey(settings.height_px, settings.width_px, num_tokens, merged_share=settings.token_merging)
 
     @staticmethod
     def _texts(task: ImageTask) -> tuple[str, str | None]:
@@ -93,10 +101,32 @@ class Preparer:
             latents = self._encode(pixels_of(request.init_image), state)
             start = latents + float(task.table.sigma[0]) * self._draw(state)
         else:
-            start = task.table.init_scale * self._draw(state)
+            similar = self._similar(task, state)
+            noise = self._draw(state)
+            if similar is None:
+                start = task.table.init_scale * noise
+            else:
+                start = similar.to(self.model.device) + float(task.table.sigma[0]) * noise
         assert task.lane is not None
         self.pool.open(task.lane, start)
         return state
+
+    def _similar(self, task: ImageTask, state: ImageState) -> Tensor | None:
+        """(C, h, w) latents of a similar prompt that ``task`` begins from, its settings the shorter ones for it;
+        ``None`` where it begins from noise, and then its own latents will be kept."""
+        threshold = task.live.settings.similarity_threshold
+        if threshold is None:
+            return None
+        embedding = self.model.text.embedding(task.live.request.prompt).cpu().numpy()
+        similar = self.kept.nearest(kin_of(task), embedding, threshold)
+        settings = task.live.settings
+        if similar is not None:
+            settings = settings.shorter[skip_of(similar.similarity, threshold)]
+        if similar is None or settings.skipped_steps == 0:
+            state.embedding = embedding
+            return None
+        task.settings, task.similarity = settings, similar.similarity
+        return torch.from_numpy(similar.latents)
 
     def _inpaint(self, task: ImageTask, state: ImageState) -> tuple[ImageState, Tensor]:
         request, table = task.live.request, task.table
@@ -122,6 +152,12 @@ class Preparer:
 
     def _draw(self, state: ImageState) -> Tensor:
         return draw_noise([state], self.model.device)[0]
+
+
+def kin_of(task: ImageTask) -> Hashable:
+    """What pictures have in common of which one may begin from another's latents: their size, and what they avoid."""
+    settings, negative = task.live.settings, task.live.request.negative_prompt
+    return settings.width_px, settings.height_px, negative.strip() if settings.guided.any() else ""
 
 
 def cells_of(mask: Picture) -> Tensor:

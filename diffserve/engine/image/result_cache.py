@@ -29,10 +29,13 @@ NOT_OF_THE_PICTURE: Final[dict[str, Any]] = {
 
 
 class Kept(NamedTuple):
-    """A picture (height_px, width_px, 3) uint8, as decoded, and its latents (C, h, w) where they were asked for."""
+    """A picture (height_px, width_px, 3) uint8, as decoded, its latents (C, h, w) where they were asked for, and how
+    similar the prompt was that it began from, without how many steps (see ``ImageResult``)."""
 
     picture: NDArray[np.uint8]
     latents: NDArray[np.float32] | None
+    similarity: float | None = None
+    skipped_steps: int = 0
 
     @property
     def num_bytes(self) -> int:

@@ -14,6 +14,7 @@ from diffserve.engine.engine import failure_of
 from diffserve.engine.image.batch import ImageBatch, LanePool
 from diffserve.engine.image.buckets import RowCaps
 from diffserve.engine.image.decoder import PictureDecoder
+from diffserve.engine.image.latent_cache import LatentCache
 from diffserve.engine.image.preparer import Preparer
 from diffserve.engine.image.shape_groups import Groups, is_deterministic
 from diffserve.engine.image.state import Health
@@ -58,12 +59,15 @@ class ImageRunner:
         self.groups = Groups(model, config, self.conditioner, make_threads(config, model.device), clock)
         self.caps = RowCaps(clock)
         self.caller = UNetCaller(model, self.conditioner, self.groups, self.caps, clock)
-        self._preparer = Preparer(model, self.conditioner, self.pool, on_device=config.noise_source == "device")
+        self.kept = LatentCache(config.latent_cache_bytes)
+        on_device = config.noise_source == "device"
+        self._preparer = Preparer(model, self.conditioner, self.pool, self.kept, on_device=on_device)
         self._decoder = PictureDecoder(
             model,
             self.pool,
             clock,
             self.caller.ease,
+            self.kept,
             is_exact=self.groups.is_deterministic,
             tile_px=config.decode_tile_px,
         )
@@ -149,7 +153,7 @@ class ImageRunner:
         started_s = self.clock()
         try:
             group = self._with_room(lambda: self._preparer.prepare(task))
-            if task.settings.full.all():  # features are kept of the network's own calls
+            if task.settings.full.all() and not group.merged_share:  # both are the network's own calls
                 group = self.groups.best(group)
             outcome.prepare_s[task] = together_s + self.clock() - started_s
             self.groups.known(group)  # else it is measured when there is time

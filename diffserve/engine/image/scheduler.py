@@ -119,8 +119,9 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
             if task.stage is Stage.DECODING and task in outcome.pictures:
                 task.live.num_painted += 1
                 self._share.charge(task.live.client, task.settings.row_cost)
-                events.append(self._report.painted(task, outcome))
-                kept = Kept(outcome.pictures[task], outcome.latents.get(task))
+                skipped = task.settings.skipped_steps
+                kept = Kept(outcome.pictures[task], outcome.latents.get(task), task.similarity, skipped)
+                events.append(self._report.painted(task, kept, outcome.decode_s[task]))
                 if task.key is not None:
                     self.results.put(task.key, kept)
                 followers = self._take_followers(task)

@@ -275,9 +275,15 @@ class Groups:
         num_rows = max(self.most_rows, SHARED)
 
         def attempt(rows: range, num_threads: int) -> Trial:
-            compiled, is_shallow = self.compiled.of(group), group.is_shallow
             predict = random_rows(
-                self.model, group.shape, num_rows, self.conditioner, rows, compiled, is_shallow=is_shallow
+                self.model,
+                group.shape,
+                num_rows,
+                self.conditioner,
+                rows,
+                self.compiled.of(group),
+                is_shallow=group.is_shallow,
+                merged_share=group.merged_share,
             )
             with self.threads.using(num_threads):
                 return timed(predict, self._clock)(rows, num_threads)
@@ -331,4 +337,5 @@ class Groups:
 
 def _name(group: GroupKey) -> str:
     """Of ``group``, on disk."""
-    return f"{(group.height_px, group.width_px, group.num_tokens)}{' shallow' * group.is_shallow}"
+    merged = f" merged {group.merged_share}" if group.merged_share else ""
+    return f"{(group.height_px, group.width_px, group.num_tokens)}{' shallow' * group.is_shallow}{merged}"

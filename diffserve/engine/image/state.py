@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from diffserve.runtime.philox import WORD, Draw, normals
@@ -50,6 +52,7 @@ class ImageState:
     shape   (C, h, w) of its latent
     extra   (1 + C, h, w) mask and masked image latents, for 9-channel inpainting UNets
     health  of its last step, once it made one
+    embedding  (D,) of the prompt, where the finished latents are to be kept for similar ones
     features  by whether they are of the unconditional row: what the last full call left (F, h, w) for shallow ones
     """
 
@@ -60,6 +63,7 @@ class ImageState:
     repaint: Repaint | None = None
     extra: Tensor | None = None
     health: Health | None = None
+    embedding: NDArray[np.float32] | None = None
     features: dict[bool, Tensor] = field(default_factory=dict)
 
     def mark(self) -> tuple[Tensor, int | None]:

@@ -28,7 +28,7 @@ class GroupKey(NamedTuple):
     Where texts of different lengths share calls, ``num_tokens`` is that of one window for all of them. ``is_shallow``:
     only the UNet's shallow part runs, on kept features (DeepCache); an image's own group is never such.
     ``is_compiled``: a picture is painted by compiled calls from its first step to its last, or by none, for they round
-    differently.
+    differently. ``merged_share``: of the tokens in self-attention at the highest resolution (token merging).
     """
 
     height_px: int
@@ -36,6 +36,7 @@ class GroupKey(NamedTuple):
     num_tokens: int
     is_shallow: bool = False
     is_compiled: bool = False
+    merged_share: float = 0.0
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -50,6 +51,8 @@ class PaintSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, dict=T
     full     bool (num_rows,): whether table row i runs the whole UNet, not its shallow part on kept features
     kind     "text" | "image" | "inpaint"; an inpainting UNet always inpaints, at need everything on a grey picture
     row_cost work of a UNet row: its pixels over those of the model's native size
+    skipped_steps  the first steps, which the table leaves out: it begins from latents of a similar prompt
+    shorter  the same for each of ``latent_cache.SKIPS``, for a request that may begin so
     shallow_share  work of a shallow row over that of a full one
     """
 
@@ -61,6 +64,8 @@ class PaintSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, dict=T
     full: NDArray[np.bool_]
     row_cost: float = 1.0
     shallow_share: float = 1.0
+    skipped_steps: int = 0
+    shorter: tuple[PaintSettings, ...] = ()
 
     @cached_property
     def rows_at(self) -> tuple[int, ...]:
@@ -137,12 +142,16 @@ class ImageTask:
 
     row_index        next row of the step table
     num_evaluations  UNet rows run so far (two a step under guidance)
+    settings         the request's resolved settings; once it began from a similar picture, the shorter ones of that
+    similarity       of the prompt that it began from, ``None`` where it begins from noise
     key              of its picture in the result cache, where it has one and paints it
     leader           who paints the same picture, and is waited for; it has this one among its ``followers``
     """
 
     live: LiveRequest
     image_index: int
+    settings: PaintSettings = field(init=False)
+    similarity: float | None = None
     stage: Stage = Stage.WAITING
     row_index: int = 0
     lane: int | None = None
@@ -154,6 +163,9 @@ class ImageTask:
     leader: ImageTask | None = None
     followers: list[ImageTask] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.settings = self.live.settings
+
     @property
     def held(self) -> ImageState:
         """Its state, while it has one."""
@@ -161,14 +173,9 @@ class ImageTask:
         return self.state
 
     @property
-    def settings(self) -> PaintSettings:
-        """The request's resolved settings."""
-        return self.live.settings
-
-    @property
     def table(self) -> StepTable:
         """The compiled sampler."""
-        return self.live.settings.table
+        return self.settings.table
 
     @property
     def seed(self) -> int:
@@ -210,7 +217,7 @@ class ImageTask:
     @property
     def rows_now(self) -> int:
         """UNet rows that the next tick of this image takes: 2 when guided, else 1."""
-        return self.live.settings.rows_at[self.row_index]
+        return self.settings.rows_at[self.row_index]
 
     @property
     def cost_now(self) -> float:

@@ -133,6 +133,7 @@ class UNetCaller:
                 time_ids=told.time_ids,
                 extra=told.extra,
                 features=features,
+                merged_share=group.merged_share,
                 compiled=self.groups.compiled.of(group),
             )
             ended_s = self._clock()

@@ -188,6 +188,16 @@ class TextEncoderRunner:
         time_ids = self.time_ids(width_px, height_px)
         return Conditioning(key, cond, uncond, pooled_cond, pooled_uncond, time_ids)
 
+    @torch.inference_mode()
+    def embedding(self, text: str) -> torch.Tensor:
+        """(D,) float32 of length 1: the mean of what cross-attention reads of ``text``, but for the start marks, which
+        are the same in every text. The cosine of two is how similar their texts are to the UNet.
+
+        Padding counts: behind a causal encoder it holds the sum of the words before it, and the UNet reads it as well.
+        """
+        tokens = self._encode_cached(text).chunks[:, 1:].flatten(0, 1)  # (tokens, D)
+        return torch.nn.functional.normalize(tokens.float().mean(0), dim=0)
+
     def count_chunks(self, text: str) -> int:
         """How many encoder windows ``text`` fills; raises InvalidRequest as :meth:`encode` does, at little cost."""
         cached = self._cache.get(text)

@@ -53,12 +53,14 @@ def random_rows(
     compiled: Compiled | None = None,
     *,
     is_shallow: bool = False,
+    merged_share: float = 0.0,
 ) -> Callable[[range], Tensor]:
     """The real UNet of ``model`` on ``num_rows`` random rows of ``shape``.
 
     ``conditioner`` makes of their embeddings what the UNet is told; without one it is told the embeddings. With
     ``chosen_rows`` only those are brought to the device, and may be asked for. ``compiled`` makes the calls it can.
     ``is_shallow``: only the shallow part, on features that one full call of all these rows leaves, made at once.
+    ``merged_share``: as ``UNetRunner.predict`` has it.
     """
     kept = chosen_rows or range(num_rows)
     place = {row: index for index, row in enumerate(kept)}
@@ -67,14 +69,14 @@ def random_rows(
     if is_shallow:
         assert model.unet.shallow is not None
         with model.unet.shallow.keeping() as found:
-            model.unet.predict(contexts=contexts, **inputs)
+            model.unet.predict(contexts=contexts, merged_share=merged_share, **inputs)
         inputs["features"] = found[0]
 
     def predict(rows: range) -> Tensor:
         index = torch.tensor([place[row] for row in rows], device=model.device)
         chosen = {name: value.index_select(0, index) for name, value in inputs.items()}
         told = contexts.select(index) if isinstance(contexts, KeysValues) else contexts.index_select(0, index)
-        return model.unet.predict(contexts=told, compiled=compiled, **chosen).cpu()
+        return model.unet.predict(contexts=told, merged_share=merged_share, compiled=compiled, **chosen).cpu()
 
     return predict
 

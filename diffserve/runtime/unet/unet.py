@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from diffserve.runtime.unet.call import Compiled, UNetArguments
 from diffserve.runtime.unet.cross_attention import Contexts, CrossAttention
 from diffserve.runtime.unet.deep_cache import ShallowPart
+from diffserve.runtime.unet.token_merging import merging
 
 
 class Pointwise(nn.Conv2d):
@@ -80,6 +81,7 @@ class UNetRunner:
         time_ids: torch.Tensor | None = None,
         extra: torch.Tensor | None = None,
         features: torch.Tensor | None = None,
+        merged_share: float = 0.0,
         compiled: Compiled | None = None,
     ) -> torch.Tensor:
         """The network's output (R, C, h, w) in float32, in whatever prediction type it was trained for.
@@ -90,13 +92,19 @@ class UNetRunner:
         pooled       (R, P), time_ids (R, 6): SDXL only, and needed there
         extra        (R, extra_channels, h, w): inpainting UNets only, and needed there
         features     (R, F, h, w) that ``shallow`` kept of a full call: only the shallow part runs, on them
+        merged_share of the tokens in self-attention at the highest resolution (see ``token_merging``); 0: all stay
         compiled     makes a full call where it can; the network itself does else
         """
         call = self.call(model_input, timesteps, contexts, pooled=pooled, time_ids=time_ids, extra=extra)
+        height, width = call.sample.shape[-2:]
+        with merging(self.network, height, width, merged_share):
+            return self._run(call, features, compiled if merged_share == 0.0 else None).float()
+
+    def _run(self, call: UNetArguments, features: torch.Tensor | None, compiled: Compiled | None) -> torch.Tensor:
         if features is not None:
             if self.shallow is None:
                 raise ValueError("this UNet has no shallow part to run on kept features")
-            return self.shallow.predict(call, features).float()
+            return self.shallow.predict(call, features)
         output = compiled(call) if compiled else None
         if output is None:
             output = self.network(
@@ -106,7 +114,7 @@ class UNetRunner:
                 added_cond_kwargs=call.added,
                 return_dict=False,
             )[0]
-        made: torch.Tensor = output.float()
+        made: torch.Tensor = output
         return made
 
     def call(

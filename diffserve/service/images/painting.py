@@ -120,7 +120,8 @@ def image_entry(painting: CheckedImages, result: ImageResult) -> dict[str, Any]:
     """One element of ``data``: resized, encoded, in base64, and with ``urls`` also at one. Takes a while: call it in a
     thread.
 
-    ``revised_prompt`` is what the text encoder was given, null where that is what was sent.
+    ``revised_prompt`` is what the text encoder was given, null where that is what was sent. Beside a
+    ``similarity_threshold``, ``similarity`` is of the prompt whose picture it began from, null where that was noise.
     """
     width_px, height_px = painting.plan.width_px, painting.plan.height_px
     file = encode_image(
@@ -130,10 +131,12 @@ def image_entry(painting: CheckedImages, result: ImageResult) -> dict[str, Any]:
         infotext=write_infotext(result, width_px=width_px, height_px=height_px),
     )
     url = {} if painting.urls is None else {"url": painting.urls.keep(file, painting.image_format)}
+    begun = {"similarity": result.similarity, "skipped_steps": result.skipped_steps}
     return url | {
         "b64_json": base64.b64encode(file).decode("ascii"),
         "revised_prompt": None if result.original_prompt is None else result.prompt,
         "seed": result.seed,
+        **({} if result.similarity_threshold is None else begun),
     }
 
 

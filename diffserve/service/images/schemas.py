@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 
 from diffserve.service.http.bodies import Body
 from diffserve.service.texts.schemas import RewriterChoice, RewriterMode
-from diffserve.types import MAX_CACHE_INTERVAL, MAX_GUIDANCE, MAX_IMAGES, MAX_PROMPT_CHARS, MAX_SEED
+from diffserve.types import MAX_CACHE_INTERVAL, MAX_GUIDANCE, MAX_IMAGES, MAX_MERGING, MAX_PROMPT_CHARS, MAX_SEED
 
 MAX_STEPS = 1000
 MAX_NAME_CHARS = 64
@@ -39,6 +39,14 @@ Every = Annotated[
         le=MAX_CACHE_INTERVAL,
         description="DeepCache: the whole UNet at every so many-th evaluation; omitted: at each.",
     ),
+]
+Merging = Annotated[
+    float,
+    Field(ge=0.0, le=MAX_MERGING, description="Share of tokens merged in self-attention, by 0.05; omitted: none."),
+]
+Similarity = Annotated[
+    float,
+    Field(gt=0.0, le=1.0, description="Begin from a kept picture of so similar a prompt; omitted: always from noise."),
 ]
 Seed = Annotated[int, Field(ge=-1, le=MAX_SEED, description="-1 or null: random, and told in the answer.")]
 HOW_MANY: Final = "draft, standard or fine (low, medium, high): how many steps, where none are given."
@@ -91,5 +99,7 @@ class GenerateBody(Body):
     eta: Fraction | None = None
     guidance_interval: Interval | None = None
     cache_interval: Every | None = None
+    token_merging: Merging | None = None
+    similarity_threshold: Similarity | None = None
     width: Annotated[int, Field(description="With height, another way to give size.")] | None = None
     height: int | None = None

@@ -1,0 +1,144 @@
+"""What the semantic cache costs in pictures, and which steps it saves, on the embedded model.
+
+    python benchmarks/bench_latent_cache.py
+    python benchmarks/bench_latent_cache.py --prompts 96 --thresholds 0.95,0.9,0.8
+
+Held-out captions are painted from noise, and with every threshold from a cache that holds the picture of one relative
+of each: in turns the same scene in other words, the scene with another object, the scene on another background. The
+checker says how many pictures are right in everything: of all, of those that began from a kept picture, and of the same
+captions from noise; by relative and by the steps left out. One JSON document to stdout and to results/.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from msgspec.structs import replace as with_fields
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.report import RESULTS, head, write
+from diffserve.config import EngineConfig
+from diffserve.embedded.eval.painting import TEACHER
+from diffserve.engine import Engine
+from diffserve.engine.image.latent_cache import LatentCache
+from diffserve.types import DiffusionParams, GenerationRequest, ImageResult
+from diffserve.world.captions import caption, held_out
+from diffserve.world.checker import check
+from diffserve.world.scenes import BACKGROUNDS, OBJECTS, Scene
+
+RELATIVES = ("other words", "other object", "other background")
+FIRST_SEED, RELATIVES_SEED = 9_000, 500
+ROOM = 1 << 28
+
+
+class Case(NamedTuple):
+    """A caption with its scene, and the caption of its relative."""
+
+    scene: Scene
+    prompt: str
+    relative: str
+    relation: str
+
+
+def cases(count: int) -> list[Case]:
+    """The first ``count`` held-out captions, each with a relative."""
+    rng = random.Random(RELATIVES_SEED)
+    made = []
+    for place, (scene, prompt) in enumerate(held_out(count)):
+        relation = RELATIVES[place % len(RELATIVES)]
+        made.append(Case(scene, prompt, caption(_relative(scene, relation, rng), rng), relation))
+    return made
+
+
+def _relative(scene: Scene, relation: str, rng: random.Random) -> Scene:
+    if relation == "other background":
+        return replace(scene, background=rng.choice([name for name in BACKGROUNDS if name != scene.background]))
+    if relation == "other object":
+        old, new = scene.names[0], rng.choice([name for name in OBJECTS if name not in scene.names])
+        placed = (replace(one, name=new if one.name == old else one.name) for one in scene.objects)
+        return replace(scene, objects=tuple(placed))
+    return scene
+
+
+def paint(engine: Engine, prompts: Sequence[str], how: DiffusionParams, first_seed: int) -> list[ImageResult]:
+    """Prompt i with seed ``first_seed`` + i."""
+    return engine.generate(
+        [
+            GenerationRequest(prompt=prompt, seed=first_seed + place, diffusion=how)
+            for place, prompt in enumerate(prompts)
+        ]
+    )
+
+
+def filled(engine: Engine, relatives: LatentCache) -> Engine:
+    """A fresh engine on the same model, with all that ``relatives`` keeps."""
+    fresh = Engine(engine.model, engine.config)
+    relatives.copy_to(fresh.runners.kept)
+    return fresh
+
+
+def tally(found: Sequence[tuple[bool, bool, ImageResult]]) -> dict[str, Any]:
+    """Of (right, right from noise, result): how many, and how many of those that began from a kept picture."""
+    begun = [one for one in found if one[2].similarity is not None]
+    steps = sum(result.num_steps for _, _, result in found)
+    return {
+        "pictures": len(found),
+        "exact": sum(right for right, _, _ in found),
+        "exact_from_noise": sum(right for _, right, _ in found),
+        "begun": len(begun),
+        "begun_exact": sum(right for right, _, _ in begun),
+        "begun_exact_from_noise": sum(right for _, right, _ in begun),
+        "steps_left_out": round(sum(result.skipped_steps for _, _, result in found) / steps, 4) if steps else 0.0,
+    }
+
+
+def main(
+    prompts: Annotated[int, typer.Option(help="Held-out captions.")] = 48,
+    thresholds: Annotated[str, typer.Option(help="With commas.")] = "0.95,0.9,0.8",
+    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+) -> None:
+    """Measure, and print one JSON document as the last line of stdout."""
+    engine = Engine.from_pretrained("embedded", config=EngineConfig(latent_cache_bytes=ROOM))
+    document = head("latent_cache", "embedded", engine.info)
+    document["command"] = f"python benchmarks/bench_latent_cache.py --prompts {prompts} --thresholds {thresholds}"
+    asked = cases(prompts)
+    plain = paint(engine, [case.prompt for case in asked], TEACHER, FIRST_SEED)
+    right = [check(result.pixels, case.scene).exact for result, case in zip(plain, asked, strict=True)]
+    kept = with_fields(TEACHER, similarity_threshold=1.0)
+    paint(engine, [case.relative for case in asked], kept, RELATIVES_SEED)
+    document["exact_from_noise"] = [sum(right), len(right)]
+    document["thresholds"] = {}
+    for threshold in map(float, thresholds.split(",")):
+        how = with_fields(TEACHER, similarity_threshold=threshold)
+        results = paint(filled(engine, engine.runners.kept), [case.prompt for case in asked], how, FIRST_SEED)
+        verdicts = [check(result.pixels, case.scene).exact for result, case in zip(results, asked, strict=True)]
+        found = list(zip(verdicts, right, results, strict=True))
+        skips = sorted({result.skipped_steps for result in results})
+        document["thresholds"][str(threshold)] = {
+            "all": tally(found),
+            "by_relative": {
+                name: tally([one for one, case in zip(found, asked, strict=True) if case.relation == name])
+                for name in RELATIVES
+            },
+            "by_steps_left_out": {
+                str(count): tally([one for one in found if one[2].skipped_steps == count]) for count in skips
+            },
+            "similarity": [result.similarity for result in results],
+        }
+        print(threshold, document["thresholds"][str(threshold)]["all"], file=sys.stderr, flush=True)
+        info = document["model"]
+        name = f"latent-cache-embedded-{info['device']}-{info['dtype']}-{document['date'][:10]}.json"
+        write(document, out or RESULTS / name)
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    typer.run(main)
