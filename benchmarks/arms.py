@@ -72,7 +72,7 @@ class PipelineArm:
         """The same with a UNet by ``torch.compile``, for every shape anew; compiling takes a minute each."""
         other, network = copy.copy(self), copy.deepcopy(self.pipeline.unet)
         torch._dynamo.config.recompile_limit = 64
-        forward = torch.compile(network.forward, dynamic=False, options={"freezing": True})
+        forward: Any = torch.compile(network.forward, dynamic=False, options={"freezing": True})
 
         def call(sample: Tensor, timestep: Any, **arguments: Any) -> Any:
             # some schedulers count in integers: that would be compiled once more

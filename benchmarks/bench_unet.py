@@ -79,6 +79,7 @@ def measure(peers: Peers, names: list[str], num_rows: int, first: dict[str, Tens
         first.setdefault(name, output)
         point["arms"][name] = {
             "precision": ARMS[name].precision or str(peers.model.dtype).removeprefix("torch."),
+            "calls_of": peers.calls(name, num_rows),
             "made_in_s": round(made_s, 1),
             "relative_error": relative_error(output, wanted),
             "bytes_equal_to_smallest_call": torch.equal(output[: len(first[name])], first[name]),

@@ -107,6 +107,13 @@ class Peers:
 
         return predict
 
+    def calls(self, name: str, num_rows: int) -> list[int]:
+        """Rows of the calls that an arm makes of ``num_rows``: ours makes several where these cost less."""
+        if name not in OURS:
+            return [num_rows]
+        group = self.group if name == "ours" else self.compiled_group
+        return [bucket for *_, bucket in self.engine.runners.groups.known(group).curve.calls(num_rows)]
+
     def flat(self) -> tuple[FlatUNet, UNetArguments]:
         """What is exported: the float32 network with tensors for arguments, and a call of it."""
         if self.model.device.type != "cpu":

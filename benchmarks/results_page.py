@@ -1,0 +1,352 @@
+"""The page RESULTS.md from the JSON in results/: ``python benchmarks/results_page.py`` writes it anew.
+
+Of each benchmark the newest document counts. A figure that was never measured is told as owed, with the command that
+measures it.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+RESULTS: Final = Path(__file__).resolve().parent / "results"
+PAGE: Final = RESULTS.parent / "RESULTS.md"
+SIGNS: Final[dict[str, Callable[[float, float], bool]]] = {"at least": operator.ge, "at most": operator.le}
+OWED: Final = "owed"
+
+INTRODUCTION: Final = """# Results
+
+Written by `python benchmarks/results_page.py` from the newest JSON of each benchmark in `results/`; `LOG.md` tells how
+it came about, failures too. A figure is a median, with the least and the most where there are several; a ratio is of
+runs of the same round. What is *owed* has not been measured in this form yet, and the command beside it does.
+"""
+GPU: Final = (
+    ("SD 1.5 at 512 px, 20 steps, bfloat16, one H200", "at least 14 images/s"),
+    ("SDXL at 1024 px, 20 steps, bfloat16, one H200", "at least 1.6 images/s"),
+    ("SDXL at 1024 px, 20 steps, float8, one H200", "at least 2.2 images/s"),
+    ("SDXL server at 0.9 of the offline rate, p99", "at most 6 s"),
+)
+
+
+class Goal(NamedTuple):
+    """``sign`` is "at least" or "at most"."""
+
+    sign: str
+    bound: float
+
+    def __str__(self) -> str:
+        return f"{self.sign} {self.bound:g}"
+
+    def holds(self, figure: Any) -> str:
+        """ "yes" or "no", by the median."""
+        median = figure["median"] if isinstance(figure, Mapping) else figure
+        return "yes" if SIGNS[self.sign](median, self.bound) else "no"
+
+
+class Row(NamedTuple):
+    """A figure with its goal: ``path`` leads to it in a document; a part ``key=value`` finds an element of a list."""
+
+    what: str
+    goal: Goal
+    path: str
+
+
+Documents = Mapping[str, dict[str, Any]]
+
+
+def newest(folder: Path) -> dict[str, dict[str, Any]]:
+    """The newest document of each benchmark, with its ``file``."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in sorted(folder.glob("*.json")):
+        document = {**json.loads(file.read_text(encoding="utf-8")), "file": file.name}
+        name = document.get("benchmark", "")
+        if document.get("date", "") >= found.get(name, {}).get("date", ""):
+            found[name] = document
+    return found
+
+
+def follow(document: Any, path: str) -> Any:
+    """What ``path`` leads to, ``None`` where it ends before."""
+    for part in path.split("/"):
+        key, is_search, value = part.partition("=")
+        if is_search and isinstance(document, list):
+            document = next((one for one in document if str(one.get(key)) == value), None)
+        else:
+            document = document.get(part) if isinstance(document, Mapping) else None
+    return document
+
+
+def figure(value: Any) -> str:
+    """For people: median, least and most."""
+    if isinstance(value, Mapping) and "median" in value:
+        spread = f" ({value['min']:.3g} to {value['max']:.3g})" if "min" in value else ""
+        return f"{value['median']:.3g}{spread}"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """In Markdown."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+def goals(document: dict[str, Any] | None, rows: Sequence[Row]) -> str:
+    """Each row's figure and whether it holds."""
+    found = [(row, follow(document, row.path)) for row in rows]
+    return table(
+        ("what", "goal", "measured", "holds"),
+        (
+            (
+                row.what,
+                str(row.goal),
+                OWED if value is None else figure(value),
+                "" if value is None else row.goal.holds(value),
+            )
+            for row, value in found
+        ),
+    )
+
+
+def told(document: dict[str, Any]) -> str:
+    """On what, when, how."""
+    machine, model = document.get("hardware", {}), document.get("model", {})
+    load = machine.get("load_average_at_start", [None])[0]
+    threads = machine.get("torch_threads")
+    parts = [
+        document.get("date", "")[:10],
+        machine["gpu"]["name"] if machine.get("gpu") else machine.get("cpu"),
+        None if threads is None else f"{threads} thread{'s' * (threads > 1)}",
+        None if load is None else f"load {load:g} at start",
+        " ".join(str(model[key]) for key in ("id", "dtype") if key in model),
+    ]
+    about = ", ".join(part for part in parts if part)
+    return f"{about}{': ' if about else ''}`{document.get('command', '')}` ([JSON](results/{document['file']})).\n"
+
+
+def cost_curve(document: dict[str, Any]) -> str:
+    """What a call costs, by rows."""
+    points = document["cost_curve"]["points"]
+    return table(
+        ("rows", *(str(point["rows"]) for point in points)),
+        [
+            ("ms a row", *(figure(point["ms_per_row"]) for point in points)),
+            ("share of peak", *(figure(point["share_of_peak"]) for point in points)),
+        ],
+    )
+
+
+def unet(document: dict[str, Any]) -> str:
+    """ms a row by arm and rows, and the errors beside."""
+    points = document["points"]
+    names = dict.fromkeys(name for point in points for name in (*point["arms"], *point["left_out"]))
+
+    def cells(name: str) -> Iterator[str]:
+        for point in points:
+            arm = point["arms"].get(name)
+            yield f"{figure(arm['row_ms'])}, error {arm['relative_error']:.1g}" if arm else "left out"
+
+    rows = [(name, *cells(name)) for name in names]
+    return table(("ms a row, error against float32", *(f"{point['rows']} rows" for point in points)), rows)
+
+
+def ladder(document: dict[str, Any]) -> str:
+    """Throughput by rung and arm."""
+    names = dict.fromkeys(name for rung in document["ladder"] for name in rung["images_per_s"])
+    rows = [
+        (rung["rung"], *(figure(rung["images_per_s"].get(name, "")) for name in names)) for rung in document["ladder"]
+    ]
+    return table(("images/s", *names), rows)
+
+
+def goodput(document: dict[str, Any]) -> str:
+    """In time, p50 and p99, by load and arm."""
+    rows = [
+        (figure(point["load"]), name, *(figure(arm[key]) for key in ("requests", "goodput", "p50_s", "p99_s")))
+        for point in document["points"]
+        for name, arm in point["arms"].items()
+    ]
+    return table(("load", "arm", "requests", "goodput", "p50, s", "p99, s"), rows)
+
+
+def processes(document: dict[str, Any]) -> str:
+    """Throughput and latency of both arms."""
+    names = ("one", "many")
+    rows = [
+        (what, *(figure(document[key][name]) for name in names), figure(document["many_over_one"][key]))
+        for what, key in (("pictures/s", "pictures_per_s"), ("one picture alone, s", "alone_s"))
+    ]
+    return table(("", *names, "many over one"), rows)
+
+
+class Design(NamedTuple):
+    """A section: the ``benchmark`` whose document it shows, the ``command`` that makes it, the ``rows`` with goals.
+
+    note  what the section does not show, and where that is
+    """
+
+    title: str
+    benchmark: str
+    command: str
+    rows: tuple[Row, ...] = ()
+    shown: Callable[[dict[str, Any]], str] | None = None
+    note: str = ""
+
+
+DESIGNS: Final = (
+    Design("D1 Cost of a UNet call by rows", "engine", "bench_engine.py", shown=cost_curve),
+    Design(
+        "D7 The UNet step against CPU peers",
+        "unet",
+        "bench_unet.py",
+        tuple(
+            Row(
+                f"ours over OpenVINO bf16, {rows} row{'s' * (rows > 1)}",
+                Goal("at most", 1.1),
+                f"points/rows={rows}/arms/openvino-bf16/ours_over_it",
+            )
+            for rows in (1, 2, 4, 8, 16)
+        ),
+        unet,
+    ),
+    Design(
+        "D2, D4 Saturated throughput: everything the same, and everything mixed",
+        "engine",
+        "bench_engine.py --rungs same,+guidance --divisor 3 --serial-copies 1",
+        (
+            Row(
+                "over diffusers behind a lock, mixed", Goal("at least", 2.0), "ladder/rung=+guidance/engine_over_serial"
+            ),
+            Row(
+                "over the same, compiled, mixed",
+                Goal("at least", 2.0),
+                "ladder/rung=+guidance/engine_over_serial-compiled",
+            ),
+            Row(
+                "over a same-size static batch, mixed",
+                Goal("at least", 0.95),
+                "ladder/rung=+guidance/engine_over_static",
+            ),
+            Row("over a same-size static batch, same", Goal("at least", 0.95), "ladder/rung=same/engine_over_static"),
+        ),
+        ladder,
+    ),
+    Design(
+        "D3 Goodput, open loop, SLO 3 times alone",
+        "goodput",
+        "bench_goodput.py --minutes 6",
+        (
+            Row("over serial, load 0.95", Goal("at least", 2.0), "points/load=0.95/ours_over/serial/goodput"),
+            Row("over same-key, load 0.95", Goal("at least", 1.3), "points/load=0.95/ours_over/same-key/goodput"),
+            Row("mean latency over serial, load 0.3", Goal("at most", 1.03), "points/load=0.3/ours_over/serial/mean_s"),
+        ),
+        goodput,
+    ),
+    Design("Engines of one thread", "processes", "bench_processes.py", shown=processes),
+    Design(
+        "D5 Prompt rewriting",
+        "rewriter",
+        "bench_rewriter.py",
+        (
+            Row(
+                "tokens/s over generate_batch, 8 users",
+                Goal("at least", 2.0),
+                "crowd/over_generate_batch_by_s/engine/median_of_pairs",
+            ),
+            Row(
+                "first token, warm over cold, 8 users",
+                Goal("at most", 0.25),
+                "first/8 at once/warm_over_cold_by_s/median_of_pairs",
+            ),
+            Row(
+                "first token, warm over cold, one user",
+                Goal("at most", 0.25),
+                "first/alone/warm_over_cold_by_s/median_of_pairs",
+            ),
+            Row(
+                "prompt lookup, one user",
+                Goal("at least", 1.3),
+                "lookup/as the rewriter asks/speedup_by_s/median_of_pairs",
+            ),
+        ),
+    ),
+    Design(
+        "D6 Pictures and rewrites together",
+        "colocation",
+        "bench_colocation.py",
+        (
+            Row(
+                "median time of a token over alone, 8 rewrites",
+                Goal("at most", 3.0),
+                "points/rewrites=8/token_p50_ratio",
+            ),
+            Row("UNet rows kept, 8 rewrites", Goal("at least", 0.7), "points/rewrites=8/unet_rows_kept"),
+        ),
+    ),
+    Design(
+        "D8 Memory after thousands of requests",
+        "memory",
+        "bench_memory.py",
+        (
+            Row("engine, MB for 1000 requests", Goal("at most", 1.0), "found/engine/mb_per_1000"),
+            Row("front door, MB for 1000 requests", Goal("at most", 1.0), "found/server/mb_per_1000"),
+        ),
+        note="The peak of a device's memory is among the points of `gpu_suite.py`; a sweep over concurrency is owed.",
+    ),
+)
+
+
+def exactness(documents: Documents) -> str:
+    """D9: what every document says of it."""
+    rows = []
+    if found := follow(documents.get("engine"), "exactness"):
+        rows.append(("engine", "bytes as painted alone", f"{found['bytes_equal_to_solo_run']} of {found['images']}"))
+        error = f"{found['max_latent_error_against_diffusers']:.2g}, spread {found['latent_std']:.2g}"
+        rows.append(("engine", "largest error of a latent against diffusers", error))
+    for point in follow(documents.get("goodput"), "points") or ():
+        name = f"goodput, load {point['load']:g}"
+        rows.append((name, "the same bytes under every policy", point["pictures_equal_in_all_arms"]))
+        rows.append((name, "bytes as painted alone, a sample", point["sample_equal_alone"]))
+    for name, equal in (follow(documents.get("processes"), "pictures_equal_in_all_rounds") or {}).items():
+        rows.append((f"processes, {name}", "the same bytes by whichever engine", equal))
+    if equal := follow(documents.get("rewriter"), "crowd/equal_answers"):
+        rows.append(("rewriter", "greedy answers as generate_batch gives", equal))
+    return table(("of", "what", "found"), rows) if rows else f"{OWED}\n"
+
+
+def gpu(documents: Documents) -> str:
+    """What only a GPU can tell."""
+    if (suite := documents.get("gpu_suite")) is None:
+        said = "No GPU has been at hand for these, so all are owed: `python benchmarks/gpu_suite.py`, nine minutes."
+        return f"{said}\n\n" + table(("what", "goal", "measured"), [(*row, OWED) for row in GPU])
+    done = [(point["point"], "failed" if "error" in point else "in the JSON") for point in suite["points"]]
+    return told(suite) + "\n" + table(("point", "measured"), done)
+
+
+def page(documents: Documents) -> str:
+    """The whole page."""
+    parts = [INTRODUCTION]
+    for design in DESIGNS:
+        document = documents.get(design.benchmark)
+        parts.append(f"## {design.title}\n")
+        if document is None:
+            parts.append(f"Owed: `python benchmarks/{design.command}`.\n")
+        else:
+            parts.append(told(document))
+            if design.shown is not None:
+                parts.append(design.shown(document))
+        if design.rows:
+            parts.append(goals(document, design.rows))
+        if design.note:
+            parts.append(f"{design.note}\n")
+    parts += ["## D9 Exactness beside the figures\n", exactness(documents), "## On a GPU\n", gpu(documents)]
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(newest(RESULTS)), encoding="utf-8")
