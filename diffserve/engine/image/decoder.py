@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diffserve.engine.engine import failure_of
 from diffserve.engine.image.batch import LanePool
-from diffserve.engine.image.task import ImageTask, TickOutcome
+from diffserve.engine.image.task import ImageTask, Shown, TickOutcome
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.memory import without_frames
 from diffserve.runtime.transfer import Fetched, SideQueue, fetch
@@ -30,6 +30,17 @@ class Decoding:
     decoded: Decoded
     place: int
     latents: Fetched | None
+
+
+@dataclass(frozen=True, eq=False)
+class Showing:
+    """A preview on its way: the ``place``-th of ``decoded``, which is made of ``denoised``, as it was after
+    ``num_steps``."""
+
+    decoded: Decoded
+    place: int
+    num_steps: int
+    denoised: Tensor
 
 
 class PictureDecoder:
@@ -62,6 +73,7 @@ class PictureDecoder:
         self._ease = ease
         self._queue = SideQueue(model.device)
         self._going: dict[ImageTask, Decoding] = {}
+        self._shown: dict[ImageTask, Showing] = {}
 
     def decode(self, tasks: Sequence[ImageTask], outcome: TickOutcome, *, may_wait: bool) -> None:
         """Begin with those of ``tasks`` that are new, and tell ``outcome`` of all whose picture is here, or must be
@@ -81,6 +93,26 @@ class PictureDecoder:
     def trim(self) -> None:
         """Forget pictures of images that have left."""
         self._going = {task: going for task, going in self._going.items() if task.state is not None}
+        self._shown = {task: showing for task, showing in self._shown.items() if task.state is not None}
+
+    def show(self, tasks: Sequence[ImageTask], denoised: Tensor) -> None:
+        """Begin previews of ``denoised`` (len(tasks), C, h, w), the estimates after the step that is being made, in one
+        call."""
+        with self._queue:
+            decoded = self.model.preview_later(denoised)
+        for place, task in enumerate(tasks):
+            self._shown[task] = Showing(decoded, place, task.step_index + 1, denoised)
+
+    def is_showing(self, task: ImageTask) -> bool:
+        """Whether a preview of ``task`` is on its way; the next begins after it."""
+        return task in self._shown
+
+    def tell_previews(self, tasks: Sequence[ImageTask], outcome: TickOutcome) -> None:
+        """Tell ``outcome`` of previews that are here, of those of ``tasks`` who end a step."""
+        for task in tasks:
+            if task.ends_step and task in self._shown and self._shown[task].decoded.is_here:
+                showing = self._shown.pop(task)
+                outcome.previews[task] = Shown(showing.num_steps, showing.decoded.picture(showing.place))
 
     def try_once(self, latents: Tensor) -> None:
         """Decode ``latents`` (C, h, w) and throw the picture away."""
@@ -130,4 +162,4 @@ class PictureDecoder:
             raise torch.OutOfMemoryError("no memory to decode pictures together")
         logger.warning("no memory to decode a picture in one piece: it is decoded in tiles")
         with self._queue:
-            return Decoded.of(self.model.vae.decode_in_tiles(latents))
+            return Decoded.of(torch.from_numpy(self.model.vae.decode_in_tiles(latents)))

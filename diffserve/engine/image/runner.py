@@ -214,15 +214,24 @@ class ImageRunner:
             task.held.health = latest
             if known is not None and not known.is_finite:
                 outcome.failures.setdefault(task, not_finite(task, known.step_index))
-        shown = [task for task in tasks if task in plan.previews and task not in outcome.failures]
-        if shown:
-            places = send(torch.tensor([tasks.index(task) for task in shown]), denoised.device)
-            self._preview(shown, denoised.index_select(0, places), outcome)
+        self._preview([task for task in tasks if task not in outcome.failures], tasks, denoised, plan, outcome)
 
-    def _preview(self, tasks: list[ImageTask], denoised: Tensor, outcome: TickOutcome) -> None:
-        """Previews of ``denoised`` (len(tasks), C, h, w) in one call; where it fails, the images go on unseen."""
+    def _preview(
+        self,
+        living: Sequence[ImageTask],
+        tasks: Sequence[ImageTask],
+        denoised: Tensor,
+        plan: TickPlan,
+        outcome: TickOutcome,
+    ) -> None:
+        """Previews of those of ``denoised`` (len(tasks), C, h, w) who want one and live, in one call; where it fails,
+        the images go on unseen."""
         try:
-            outcome.previews |= zip(tasks, self.model.preview(denoised), strict=True)
+            shown = [task for task in living if task in plan.previews and not self._decoder.is_showing(task)]
+            if shown:
+                places = send(torch.tensor([tasks.index(task) for task in shown]), denoised.device)
+                self._decoder.show(shown, denoised.index_select(0, places))
+            self._decoder.tell_previews(living, outcome)
         except Exception as error:
             raise_if_sticky(error)
             logger.warning("no previews in this tick: they raised %s", type(error).__name__, exc_info=error)
