@@ -50,7 +50,7 @@ class PictureDecoder:
     steps to run.
 
     ease      gives memory back that is only kept to save time
-    is_exact  one picture to a call, so that no image's bytes depend on who is decoded beside it; otherwise pictures of
+    is_alone  one picture to a call, so that no image's bytes depend on who is decoded beside it; otherwise pictures of
               one size share calls
     tile_px   see ``VAERunner.decode_later``
     """
@@ -62,13 +62,13 @@ class PictureDecoder:
         clock: Callable[[], float],
         ease: Callable[[], None],
         *,
-        is_exact: bool,
+        is_alone: bool,
         tile_px: int = 0,
     ) -> None:
         self.model = model
         self.pool = pool
         self.clock = clock
-        self.is_exact = is_exact
+        self.is_alone = is_alone
         self.tile_px = tile_px
         self._ease = ease
         self._queue = SideQueue(model.device)
@@ -81,14 +81,11 @@ class PictureDecoder:
         new = [task for task in tasks if task not in self._going]
         by_shape = defaultdict[object, list[ImageTask]](list)
         for task in new:
-            by_shape[task if self.is_exact else task.held.shape].append(task)
+            by_shape[task if self.is_alone else task.held.shape].append(task)
         for alike in by_shape.values():
             self._begin(alike, outcome)
-        for task in tasks:
-            going = self._going.get(task)
-            if going is not None and (may_wait or going.decoded.is_here):
-                del self._going[task]
-                self._end(task, going, outcome)
+            self._tell(alike, outcome, may_wait=False)
+        self._tell(tasks, outcome, may_wait=may_wait)
 
     def trim(self) -> None:
         """Forget pictures of images that have left."""
@@ -135,6 +132,13 @@ class PictureDecoder:
                 return
             for task in tasks:
                 self._begin([task], outcome)
+
+    def _tell(self, tasks: Sequence[ImageTask], outcome: TickOutcome, *, may_wait: bool) -> None:
+        for task in tasks:
+            going = self._going.get(task)
+            if going is not None and (may_wait or going.decoded.is_here):
+                del self._going[task]
+                self._end(task, going, outcome)
 
     def _end(self, task: ImageTask, going: Decoding, outcome: TickOutcome) -> None:
         try:

@@ -64,7 +64,7 @@ class ImageRunner:
             self.pool,
             clock,
             self.caller.ease,
-            is_exact=self.groups.is_deterministic,
+            is_alone=self.groups.is_deterministic or self.groups.on_cpu,  # where a call of several saves nothing
             tile_px=config.decode_tile_px,
         )
 
