@@ -23,24 +23,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Decoding:
-    """One image on its way: the ``place``-th picture of ``decoded``, begun at ``started_s``, and its latents (C, h, w)
-    for who wants them."""
+    """One image on its way: the ``place``-th picture of ``decoded``, begun at ``started_s``; ``source`` is what is
+    decoded, kept until that is done; ``latents`` (C, h, w) are for who wants them."""
 
     started_s: float
     decoded: Decoded
     place: int
+    source: Tensor
     latents: Fetched | None
 
 
 @dataclass(frozen=True, eq=False)
 class Showing:
-    """A preview on its way: the ``place``-th of ``decoded``, which is made of ``denoised``, as it was after
-    ``num_steps``."""
+    """A preview on its way: the ``place``-th of ``decoded``, as it was after ``num_steps``; see ``Decoding``."""
 
     decoded: Decoded
     place: int
     num_steps: int
-    denoised: Tensor
+    source: Tensor
 
 
 class PictureDecoder:
@@ -122,7 +122,7 @@ class PictureDecoder:
             decoded = self._pictures(latents)
             for place, task in enumerate(tasks):
                 wanted = fetch(latents[place]) if task.live.request.return_latents else None
-                self._going[task] = Decoding(started_s, decoded, place, wanted)
+                self._going[task] = Decoding(started_s, decoded, place, latents, wanted)
         except Exception as error:
             reason = failure_of(error, "painting this image")
             without_frames(error)

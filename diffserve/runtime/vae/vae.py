@@ -33,7 +33,7 @@ class Decoded:
     """Pictures on their way from the device, (B, H, W, 3) uint8.
 
     is_whole  whether each is finite, bool (B,)
-    again     makes one anew with every care, or says why it cannot be; it holds what is decoded until that is done
+    again     makes one anew with every care, or says why it cannot be
     """
 
     pixels: Fetched
