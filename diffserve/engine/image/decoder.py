@@ -13,6 +13,7 @@ from torch import Tensor
 from diffserve.engine.engine import failure_of
 from diffserve.engine.image.batch import LanePool
 from diffserve.engine.image.task import ImageTask, Shown, TickOutcome
+from diffserve.engine.image.unet_calls import UNetCaller
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.memory import without_frames
 from diffserve.runtime.transfer import Fetched, SideQueue, fetch
@@ -49,7 +50,7 @@ class PictureDecoder:
     On a CUDA device this has a queue of its own there: no step waits for it, and nobody for the answer while there are
     steps to run.
 
-    ease      gives memory back that is only kept to save time
+    caller    holds memory that is only kept to save time, and gives it back
     is_alone  one picture to a call, so that no image's bytes depend on who is decoded beside it; otherwise pictures of
               one size share calls
     tile_px   see ``VAERunner.decode_later``
@@ -60,7 +61,7 @@ class PictureDecoder:
         model: DiffusionModel,
         pool: LanePool,
         clock: Callable[[], float],
-        ease: Callable[[], None],
+        caller: UNetCaller,
         *,
         is_alone: bool,
         tile_px: int = 0,
@@ -70,7 +71,7 @@ class PictureDecoder:
         self.clock = clock
         self.is_alone = is_alone
         self.tile_px = tile_px
-        self._ease = ease
+        self._caller = caller
         self._queue = SideQueue(model.device)
         self._going: dict[ImageTask, Decoding] = {}
         self._shown: dict[ImageTask, Showing] = {}
@@ -118,11 +119,10 @@ class PictureDecoder:
     def _begin(self, tasks: Sequence[ImageTask], outcome: TickOutcome) -> None:
         started_s = self.clock()
         try:
-            latents = torch.stack([self._latents(task) for task in tasks])
+            latents = self._caller.with_room(lambda: torch.stack([self._latents(task) for task in tasks]))
             decoded = self._pictures(latents)
             for place, task in enumerate(tasks):
-                wanted = fetch(latents[place]) if task.live.request.return_latents else None
-                self._going[task] = Decoding(started_s, decoded, place, latents, wanted)
+                self._going[task] = Decoding(started_s, decoded, place, latents, self._wanted(task, latents, place))
         except Exception as error:
             reason = failure_of(error, "painting this image")
             without_frames(error)
@@ -142,26 +142,31 @@ class PictureDecoder:
 
     def _end(self, task: ImageTask, going: Decoding, outcome: TickOutcome) -> None:
         try:
-            outcome.pictures[task] = going.decoded.picture(going.place)
+            outcome.pictures[task] = self._caller.with_room(lambda: going.decoded.picture(going.place))
             if going.latents is not None:
                 outcome.latents[task] = going.latents.read().numpy()
         except Exception as error:
             outcome.failures[task] = failure_of(error, "painting this image")
         outcome.decode_s[task] = self.clock() - going.started_s
 
+    def _wanted(self, task: ImageTask, latents: Tensor, place: int) -> Fetched | None:
+        return self._caller.with_room(lambda: fetch(latents[place])) if task.live.request.return_latents else None
+
     def _latents(self, task: ImageTask) -> Tensor:
         assert task.lane is not None
         return task.table.out_scale * self.pool.latent(task.held.shape, task.lane)
 
+    def _begun(self, latents: Tensor) -> Decoded:
+        with self._queue:
+            return self.model.vae.decode_later(latents, self.tile_px)
+
     def _pictures(self, latents: Tensor) -> Decoded:
         """Of ``latents`` (B, C, h, w): in one piece, once more where memory was given back, and at last in tiles."""
-        for _ in range(2):
-            try:
-                with self._queue:
-                    return self.model.vae.decode_later(latents, self.tile_px)
-            except torch.OutOfMemoryError as error:
-                without_frames(error)
-            self._ease()
+        try:
+            return self._caller.with_room(lambda: self._begun(latents))
+        except torch.OutOfMemoryError as error:
+            without_frames(error)
+        self._caller.ease()
         if len(latents) > 1:
             raise torch.OutOfMemoryError("no memory to decode pictures together")
         logger.warning("no memory to decode a picture in one piece: it is decoded in tiles")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -32,8 +31,6 @@ from schedulers.update import advance, guide, renoise
 SHAPES_KEPT = 8
 LEAST_ROWS = 2
 """A guided image needs two rows in one tick, in one call or in two."""
-
-Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +60,7 @@ class ImageRunner:
             model,
             self.pool,
             clock,
-            self.caller.ease,
+            self.caller,
             is_alone=self.groups.is_deterministic or self.groups.on_cpu,  # where a call of several saves nothing
             tile_px=config.decode_tile_px,
         )
@@ -148,7 +145,7 @@ class ImageRunner:
             return
         started_s = self.clock()
         try:
-            group = self._with_room(lambda: self._preparer.prepare(task))
+            group = self.caller.with_room(lambda: self._preparer.prepare(task))
             if task.settings.full.all():  # features are kept of the network's own calls
                 group = self.groups.best(group)
             outcome.prepare_s[task] = together_s + self.clock() - started_s
@@ -235,15 +232,6 @@ class ImageRunner:
         except Exception as error:
             raise_if_sticky(error)
             logger.warning("no previews in this tick: they raised %s", type(error).__name__, exc_info=error)
-
-    def _with_room(self, run: Callable[[], Result]) -> Result:
-        """``run``, once more where memory ran out and some could be given back."""
-        try:
-            return run()
-        except torch.OutOfMemoryError as error:
-            without_frames(error)
-        self.caller.ease()
-        return run()
 
 
 def guided_output(batch: ImageBatch, output: Tensor) -> Tensor:
