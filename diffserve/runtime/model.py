@@ -31,7 +31,7 @@ from diffserve.runtime.quantisation import ONCE_A_PROMPT, THE_PIXELS, convert_st
 from diffserve.runtime.text.encoding import TextEncoderRunner
 from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.preview import PREVIEW_DIRECTORY, PreviewRunner, load_preview
-from diffserve.runtime.vae.vae import VAERunner
+from diffserve.runtime.vae.vae import Decoded, VAERunner
 from diffserve.types import ModelInfo, ModelProfile
 from diffserve.vocabulary import Vocabulary, read_vocabulary
 from schedulers import NoiseSchedule
@@ -82,6 +82,10 @@ class DiffusionModel:
     def preview(self, latents: torch.Tensor) -> NDArray[np.uint8]:
         """Small pictures (B, H, W, 3) of denoised estimates (B, C, h, w), by the previewer or else by the VAE."""
         return (self.previewer or self.vae).preview(latents)
+
+    def preview_later(self, latents: torch.Tensor) -> Decoded:
+        """The same without waiting for the device."""
+        return (self.previewer or self.vae).preview_later(latents)
 
     @property
     def device(self) -> torch.device:

@@ -10,14 +10,13 @@ from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
 def test_steps_go_on_while_pictures_are_decoded_and_the_bytes_are_the_same(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = [asked("sd15", "ddim", seed=seed, num_steps=2 + 2 * (seed == 2)) for seed in range(4)]
-    at_once = make_engine(deterministic=deterministic).generate(requests)
+    at_once = make_engine().generate(requests)
     monkeypatch.setattr(Decoded, "is_here", False)
-    engine = make_engine(deterministic=deterministic)
+    engine = make_engine()
     for request in requests:
         engine.submit(request)
     told, pictures = [], {}

@@ -48,14 +48,28 @@ def ticks(engine: Engine, count: int) -> list[Work]:
     return found
 
 
-def submit(engine: Engine, sampler: str, seed: int, guidance_scale: float = 5.0, cache_interval: int = 1) -> None:
+def submit(
+    engine: Engine,
+    sampler: str,
+    seed: int,
+    guidance_scale: float = 5.0,
+    cache_interval: int = 1,
+    preview_every: int = 0,
+) -> None:
     """One picture of the model's own size."""
     width_px, height_px = engine.info.good_sizes[0]
     params = DiffusionParams(
         sampler=sampler, num_steps=STEPS, guidance_scale=guidance_scale, cache_interval=cache_interval
     )
     engine.submit(
-        GenerationRequest(prompt=f"a fox {seed}", seed=seed, width_px=width_px, height_px=height_px, diffusion=params)
+        GenerationRequest(
+            prompt=f"a fox {seed}",
+            seed=seed,
+            width_px=width_px,
+            height_px=height_px,
+            diffusion=params,
+            preview_every=preview_every,
+        )
     )
 
 
@@ -129,11 +143,12 @@ def test_pictures_are_painted_from_the_first_tick_to_the_last_without_waiting(
 ) -> None:
     engine = open_engine("tiny-random", tmp_path, decode_tile_px=decode_tile_px)
     for seed in range(3):
-        submit(engine, "ddim", seed)
+        submit(engine, "ddim", seed, preview_every=2)
     works = []
     while engine.has_work:
         works += ticks(engine, 1)
     assert len(works) == STEPS + 1, "newcomers join the steps one tick after they came"
+    assert [work.fetches for work in works[1:-1]] == [1, 3, 1, 3, 1], "every other step is shown"
     assert works[-1].fetches == 1 + 2, (
         "whether the latents are finite; three pictures of one call, and whether they are"
     )

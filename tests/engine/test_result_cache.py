@@ -183,7 +183,7 @@ def test_what_goes_wrong_goes_wrong_for_all_who_share_and_is_not_kept(
 ) -> None:
     engine = make_engine(result_cache_bytes=ROOM)
     with monkeypatch.context() as broken:
-        broken.setattr(engine.model.vae, "decode", lambda *_: 1 / 0)
+        broken.setattr(engine.model.vae, "decode_later", lambda *_: 1 / 0)
         for _ in range(2):
             engine.submit(wanted())
         events = list(engine.events())

@@ -129,7 +129,11 @@ def test_an_engine_whose_calls_take_what_the_costs_say_does_what_the_simulator_s
     clock = HandClock()
     costs = msgspec.structs.replace(COSTS, prepare_s=0.125)
     engine = make_engine(clock=clock, policy=policy, max_rows=8, deterministic=False, trace_ticks=10_000, cache_dir="")
-    predict, decode, prepare = engine.model.unet.predict, engine.model.vae.decode, engine.runners._preparer.prepare
+    predict, decode, prepare = (
+        engine.model.unet.predict,
+        engine.model.vae.decode_later,
+        engine.runners._preparer.prepare,
+    )
 
     def slow_predict(x: Any, *args: Any, **kwargs: Any) -> Any:
         clock.now_s += costs.calls["64x64"][len(x)]
@@ -149,7 +153,7 @@ def test_an_engine_whose_calls_take_what_the_costs_say_does_what_the_simulator_s
     ]
     engine.warm_up()
     monkeypatch.setattr(engine.model.unet, "predict", slow_predict)
-    monkeypatch.setattr(engine.model.vae, "decode", slow_decode)
+    monkeypatch.setattr(engine.model.vae, "decode_later", slow_decode)
     monkeypatch.setattr(engine.runners._preparer, "prepare", slow_prepare)
     for num_rows in range(1, 17):
         engine.runners.groups.known(next(iter(engine.buckets))).curve._seconds[num_rows] = costs.calls["64x64"][

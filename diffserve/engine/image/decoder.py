@@ -14,7 +14,8 @@ from diffserve.engine.engine import failure_of
 from diffserve.engine.image.batch import LanePool
 from diffserve.engine.image.latent_cache import Kept, LatentCache
 from diffserve.engine.image.preparer import kin_of
-from diffserve.engine.image.task import ImageTask, TickOutcome
+from diffserve.engine.image.task import ImageTask, Shown, TickOutcome
+from diffserve.engine.image.unet_calls import UNetCaller
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.memory import without_frames
 from diffserve.runtime.transfer import Fetched, SideQueue, fetch
@@ -25,13 +26,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Decoding:
-    """One image on its way: the ``place``-th picture of ``decoded``, begun at ``started_s``, and its latents (C, h, w)
-    for who wants them."""
+    """One image on its way: the ``place``-th picture of ``decoded``, begun at ``started_s``; ``source`` is what is
+    decoded, kept until that is done; ``latents`` (C, h, w) are for who wants them."""
 
     started_s: float
     decoded: Decoded
     place: int
+    source: Tensor
     latents: Fetched | None
+
+
+@dataclass(frozen=True, eq=False)
+class Showing:
+    """A preview on its way: the ``place``-th of ``decoded``, as it was after ``num_steps``; see ``Decoding``."""
+
+    decoded: Decoded
+    place: int
+    num_steps: int
+    source: Tensor
 
 
 class PictureDecoder:
@@ -40,9 +52,9 @@ class PictureDecoder:
     On a CUDA device this has a queue of its own there: no step waits for it, and nobody for the answer while there are
     steps to run.
 
-    ease      gives memory back that is only kept to save time
+    caller    holds memory that is only kept to save time, and gives it back
     kept      gets the latents of those who take part
-    is_exact  one picture to a call, so that no image's bytes depend on who is decoded beside it; otherwise pictures of
+    is_alone  one picture to a call, so that no image's bytes depend on who is decoded beside it; otherwise pictures of
               one size share calls
     tile_px   see ``VAERunner.decode_later``
     """
@@ -52,21 +64,22 @@ class PictureDecoder:
         model: DiffusionModel,
         pool: LanePool,
         clock: Callable[[], float],
-        ease: Callable[[], None],
+        caller: UNetCaller,
         kept: LatentCache,
         *,
-        is_exact: bool,
+        is_alone: bool,
         tile_px: int = 0,
     ) -> None:
         self.model = model
         self.pool = pool
         self.clock = clock
         self.kept = kept
-        self.is_exact = is_exact
+        self.is_alone = is_alone
         self.tile_px = tile_px
-        self._ease = ease
+        self._caller = caller
         self._queue = SideQueue(model.device)
         self._going: dict[ImageTask, Decoding] = {}
+        self._shown: dict[ImageTask, Showing] = {}
 
     def decode(self, tasks: Sequence[ImageTask], outcome: TickOutcome, *, may_wait: bool) -> None:
         """Begin with those of ``tasks`` that are new, and tell ``outcome`` of all whose picture is here, or must be
@@ -74,18 +87,35 @@ class PictureDecoder:
         new = [task for task in tasks if task not in self._going]
         by_shape = defaultdict[object, list[ImageTask]](list)
         for task in new:
-            by_shape[task if self.is_exact else task.held.shape].append(task)
+            by_shape[task if self.is_alone else task.held.shape].append(task)
         for alike in by_shape.values():
             self._begin(alike, outcome)
-        for task in tasks:
-            going = self._going.get(task)
-            if going is not None and (may_wait or going.decoded.is_here):
-                del self._going[task]
-                self._end(task, going, outcome)
+            self._tell(alike, outcome, may_wait=False)
+        self._tell(tasks, outcome, may_wait=may_wait)
 
     def trim(self) -> None:
         """Forget pictures of images that have left."""
         self._going = {task: going for task, going in self._going.items() if task.state is not None}
+        self._shown = {task: showing for task, showing in self._shown.items() if task.state is not None}
+
+    def show(self, tasks: Sequence[ImageTask], denoised: Tensor) -> None:
+        """Begin previews of ``denoised`` (len(tasks), C, h, w), the estimates after the step that is being made, in one
+        call."""
+        with self._queue:
+            decoded = self.model.preview_later(denoised)
+        for place, task in enumerate(tasks):
+            self._shown[task] = Showing(decoded, place, task.step_index + 1, denoised)
+
+    def is_showing(self, task: ImageTask) -> bool:
+        """Whether a preview of ``task`` is on its way; the next begins after it."""
+        return task in self._shown
+
+    def tell_previews(self, tasks: Sequence[ImageTask], outcome: TickOutcome) -> None:
+        """Tell ``outcome`` of previews that are here, of those of ``tasks`` who end a step."""
+        for task in tasks:
+            if task.ends_step and task in self._shown and self._shown[task].decoded.is_here:
+                showing = self._shown.pop(task)
+                outcome.previews[task] = Shown(showing.num_steps, showing.decoded.picture(showing.place))
 
     def try_once(self, latents: Tensor) -> None:
         """Decode ``latents`` (C, h, w) and throw the picture away."""
@@ -94,12 +124,10 @@ class PictureDecoder:
     def _begin(self, tasks: Sequence[ImageTask], outcome: TickOutcome) -> None:
         started_s = self.clock()
         try:
-            latents = torch.stack([self._latents(task) for task in tasks])
+            latents = self._caller.with_room(lambda: torch.stack([self._latents(task) for task in tasks]))
             decoded = self._pictures(latents)
             for place, task in enumerate(tasks):
-                is_wanted = task.live.request.return_latents or task.held.embedding is not None
-                wanted = fetch(latents[place]) if is_wanted else None
-                self._going[task] = Decoding(started_s, decoded, place, wanted)
+                self._going[task] = Decoding(started_s, decoded, place, latents, self._wanted(task, latents, place))
         except Exception as error:
             reason = failure_of(error, "painting this image")
             without_frames(error)
@@ -110,9 +138,16 @@ class PictureDecoder:
             for task in tasks:
                 self._begin([task], outcome)
 
+    def _tell(self, tasks: Sequence[ImageTask], outcome: TickOutcome, *, may_wait: bool) -> None:
+        for task in tasks:
+            going = self._going.get(task)
+            if going is not None and (may_wait or going.decoded.is_here):
+                del self._going[task]
+                self._end(task, going, outcome)
+
     def _end(self, task: ImageTask, going: Decoding, outcome: TickOutcome) -> None:
         try:
-            outcome.pictures[task] = going.decoded.picture(going.place)
+            outcome.pictures[task] = self._caller.with_room(lambda: going.decoded.picture(going.place))
             latents = None if going.latents is None else going.latents.read().numpy()
             if latents is not None and task.live.request.return_latents:
                 outcome.latents[task] = latents
@@ -122,21 +157,28 @@ class PictureDecoder:
             outcome.failures[task] = failure_of(error, "painting this image")
         outcome.decode_s[task] = self.clock() - going.started_s
 
+    def _wanted(self, task: ImageTask, latents: Tensor, place: int) -> Fetched | None:
+        """Finished latents for who asked for them, or for whoever asks for something similar."""
+        is_wanted = task.live.request.return_latents or task.held.embedding is not None
+        return self._caller.with_room(lambda: fetch(latents[place])) if is_wanted else None
+
     def _latents(self, task: ImageTask) -> Tensor:
         assert task.lane is not None
         return task.table.out_scale * self.pool.latent(task.held.shape, task.lane)
 
+    def _begun(self, latents: Tensor) -> Decoded:
+        with self._queue:
+            return self.model.vae.decode_later(latents, self.tile_px)
+
     def _pictures(self, latents: Tensor) -> Decoded:
         """Of ``latents`` (B, C, h, w): in one piece, once more where memory was given back, and at last in tiles."""
-        for _ in range(2):
-            try:
-                with self._queue:
-                    return self.model.vae.decode_later(latents, self.tile_px)
-            except torch.OutOfMemoryError as error:
-                without_frames(error)
-            self._ease()
+        try:
+            return self._caller.with_room(lambda: self._begun(latents))
+        except torch.OutOfMemoryError as error:
+            without_frames(error)
+        self._caller.ease()
         if len(latents) > 1:
             raise torch.OutOfMemoryError("no memory to decode pictures together")
         logger.warning("no memory to decode a picture in one piece: it is decoded in tiles")
         with self._queue:
-            return Decoded.of(self.model.vae.decode_in_tiles(latents))
+            return Decoded.of(torch.from_numpy(self.model.vae.decode_in_tiles(latents)))

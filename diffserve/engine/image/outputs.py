@@ -34,6 +34,7 @@ class ImageOutputs:
 
     def stepped(self, task: ImageTask, outcome: TickOutcome) -> Iterator[Event]:
         """A step of ``task`` is done: Progress, and Preview when one was rendered, for all who wait for the picture."""
+        shown = outcome.previews.get(task)
         seconds_left = self._seconds_left(task)
         for one in (task, *task.followers):
             yield Progress(
@@ -43,12 +44,12 @@ class ImageOutputs:
                 num_steps=task.table.num_steps,
                 seconds_left=seconds_left,
             )
-            if task in outcome.previews and one.live.wants_preview(task.step_index):
+            if shown is not None and one.live.wants_preview(shown.num_steps):
                 yield Preview(
                     request_id=one.live.request_id,
                     image_index=one.image_index,
-                    step_index=task.step_index,
-                    picture=Picture.from_array(outcome.previews[task]),
+                    step_index=shown.num_steps,
+                    picture=Picture.from_array(shown.pixels),
                 )
 
     def painted(self, task: ImageTask, kept: Kept, decode_s: float) -> Painted:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -33,8 +32,6 @@ from schedulers.update import advance, guide, renoise
 SHAPES_KEPT = 8
 LEAST_ROWS = 2
 """A guided image needs two rows in one tick, in one call or in two."""
-
-Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +63,9 @@ class ImageRunner:
             model,
             self.pool,
             clock,
-            self.caller.ease,
+            self.caller,
             self.kept,
-            is_exact=self.groups.is_deterministic,
+            is_alone=self.groups.is_deterministic or self.groups.on_cpu,  # where a call of several saves nothing
             tile_px=config.decode_tile_px,
         )
 
@@ -152,7 +149,7 @@ class ImageRunner:
             return
         started_s = self.clock()
         try:
-            group = self._with_room(lambda: self._preparer.prepare(task))
+            group = self.caller.with_room(lambda: self._preparer.prepare(task))
             if task.settings.full.all() and not group.merged_share:  # both are the network's own calls
                 group = self.groups.best(group)
             outcome.prepare_s[task] = together_s + self.clock() - started_s
@@ -218,27 +215,27 @@ class ImageRunner:
             task.held.health = latest
             if known is not None and not known.is_finite:
                 outcome.failures.setdefault(task, not_finite(task, known.step_index))
-        shown = [task for task in tasks if task in plan.previews and task not in outcome.failures]
-        if shown:
-            places = send(torch.tensor([tasks.index(task) for task in shown]), denoised.device)
-            self._preview(shown, denoised.index_select(0, places), outcome)
+        self._preview([task for task in tasks if task not in outcome.failures], tasks, denoised, plan, outcome)
 
-    def _preview(self, tasks: list[ImageTask], denoised: Tensor, outcome: TickOutcome) -> None:
-        """Previews of ``denoised`` (len(tasks), C, h, w) in one call; where it fails, the images go on unseen."""
+    def _preview(
+        self,
+        living: Sequence[ImageTask],
+        tasks: Sequence[ImageTask],
+        denoised: Tensor,
+        plan: TickPlan,
+        outcome: TickOutcome,
+    ) -> None:
+        """Previews of those of ``denoised`` (len(tasks), C, h, w) who want one and live, in one call; where it fails,
+        the images go on unseen."""
         try:
-            outcome.previews |= zip(tasks, self.model.preview(denoised), strict=True)
+            shown = [task for task in living if task in plan.previews and not self._decoder.is_showing(task)]
+            if shown:
+                places = send(torch.tensor([tasks.index(task) for task in shown]), denoised.device)
+                self._decoder.show(shown, denoised.index_select(0, places))
+            self._decoder.tell_previews(living, outcome)
         except Exception as error:
             raise_if_sticky(error)
             logger.warning("no previews in this tick: they raised %s", type(error).__name__, exc_info=error)
-
-    def _with_room(self, run: Callable[[], Result]) -> Result:
-        """``run``, once more where memory ran out and some could be given back."""
-        try:
-            return run()
-        except torch.OutOfMemoryError as error:
-            without_frames(error)
-        self.caller.ease()
-        return run()
 
 
 def guided_output(batch: ImageBatch, output: Tensor) -> Tensor:

@@ -316,19 +316,27 @@ class TickTrace:
         return sum(len(call.rows) for call in self.calls)
 
 
+class Shown(NamedTuple):
+    """A preview (height_px, width_px, 3) uint8 of an image as it was after ``num_steps``."""
+
+    num_steps: int
+    pixels: NDArray[np.uint8]
+
+
 @dataclass
 class TickOutcome:
     """What the runners report back; filled during the run, read by ``RequestScheduler.apply``.
 
     postponed            newcomers that have to wait for pages; they keep their place in the waiting room
-    pictures, previews   (height_px, width_px, 3) uint8
+    pictures             (height_px, width_px, 3) uint8
+    previews             of this step or an earlier one, as they come from the device
     latents              (C, h, w) float32, for requests that asked for them
     """
 
     groups: dict[ImageTask, GroupKey] = field(default_factory=dict)
     failures: dict[ImageTask, FailureReason] = field(default_factory=dict)
     postponed: list[ImageTask] = field(default_factory=list)
-    previews: dict[ImageTask, NDArray[np.uint8]] = field(default_factory=dict)
+    previews: dict[ImageTask, Shown] = field(default_factory=dict)
     pictures: dict[ImageTask, NDArray[np.uint8]] = field(default_factory=dict)
     latents: dict[ImageTask, NDArray[np.float32]] = field(default_factory=dict)
     prepare_s: dict[ImageTask, float] = field(default_factory=dict)

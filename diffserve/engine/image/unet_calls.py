@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from schedulers import COLUMNS
 STACKS_KEPT = 16
 STACK_BYTES_KEPT = 1 << 29
 """Of SDXL a row's keys and values are 26 MB in 16 bits; the stack of the last call is kept in any case."""
+
+Result = TypeVar("Result")
 
 TIMESTEP = COLUMNS.index("timestep")
 
@@ -106,6 +108,15 @@ class UNetCaller:
         """Give back all memory that is only kept to save time."""
         self._stacks.clear()
         give_memory_back(self.model.device)
+
+    def with_room(self, run: Callable[[], Result]) -> Result:
+        """``run``, once more where memory ran out and some could be given back."""
+        try:
+            return run()
+        except torch.OutOfMemoryError as error:
+            without_frames(error)
+        self.ease()
+        return run()
 
     def _call(self, batch: ImageBatch, rows: range, bucket: int, group: GroupKey, calls: list[UNetCall]) -> Tensor:
         """One UNet call of exactly ``bucket`` rows; the last row is repeated to fill it."""

@@ -25,7 +25,7 @@ from diffserve.runtime.loading.components import ALLOWED_CLASSES, build
 from diffserve.runtime.loading.directory import DIFFUSERS_STEM
 from diffserve.runtime.loading.weight_loading import TensorSource, build_on_meta, fill
 from diffserve.runtime.precision import DeviceChoice
-from diffserve.runtime.vae.vae import shrunk, to_pixels
+from diffserve.runtime.vae.vae import Decoded, shrunk, to_bytes
 
 MAX_NUMBER: Final = 4096
 PREVIEW_DIRECTORY: Final = "preview"
@@ -146,14 +146,19 @@ class PreviewRunner:
     scaling_factor: float = 1.0
     shift_factor: float = 0.0
 
-    @torch.inference_mode()
     def preview(self, latents: Tensor) -> NDArray[np.uint8]:
         """Pictures (B, H, W, 3) of ``latents`` (B, C, h, w) float32, pooled to at most 32 cells a side, in one call.
 
         A preview never fails for its numbers: where they are not numbers it is gray.
         """
+        array: NDArray[np.uint8] = self.preview_later(latents).pixels.read().numpy()
+        return array
+
+    @torch.inference_mode()
+    def preview_later(self, latents: Tensor) -> Decoded:
+        """The same without waiting for the device."""
         z = shrunk(latents).to(self.device, torch.float32) / self.scaling_factor + self.shift_factor
-        return to_pixels(self.network(z.to(self.dtype)).float().nan_to_num(nan=0.0))
+        return Decoded.of(to_bytes(self.network(z.to(self.dtype)).float().nan_to_num(nan=0.0)))
 
 
 def load_preview(directory: Path, choice: DeviceChoice) -> PreviewRunner | None:

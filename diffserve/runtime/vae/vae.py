@@ -33,7 +33,7 @@ class Decoded:
     """Pictures on their way from the device, (B, H, W, 3) uint8.
 
     is_whole  whether each is finite, bool (B,)
-    again     makes one anew with every care, or says why it cannot be; it holds what is decoded until that is done
+    again     makes one anew with every care, or says why it cannot be
     """
 
     pixels: Fetched
@@ -53,10 +53,10 @@ class Decoded:
         return array
 
     @classmethod
-    def of(cls, pictures: NDArray[np.uint8]) -> Decoded:
-        """Pictures that are here."""
-        here = Fetched(torch.from_numpy(pictures))
-        return cls(here, Fetched(torch.ones(len(pictures), dtype=torch.bool)), pictures.__getitem__)
+    def of(cls, pixels: torch.Tensor) -> Decoded:
+        """Pictures of which nothing need be asked, (B, H, W, 3) uint8 on any device."""
+        is_whole = Fetched(torch.ones(len(pixels), dtype=torch.bool))
+        return cls(fetch(pixels), is_whole, lambda place: pixels[place].cpu().numpy())
 
 
 class VAERunner:
@@ -145,6 +145,10 @@ class VAERunner:
     def preview(self, latents: torch.Tensor) -> NDArray[np.uint8]:
         """A look at ``latents`` for models without a preview decoder, (B, <= H, <= W, 3): decoded after ``shrunk``."""
         return self.decode(shrunk(latents))
+
+    def preview_later(self, latents: torch.Tensor) -> Decoded:
+        """The same without waiting for the device."""
+        return self.decode_later(shrunk(latents))
 
     def _decoded(self, z: torch.Tensor) -> torch.Tensor:
         decoded: torch.Tensor = self._guarded(
