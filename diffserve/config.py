@@ -56,6 +56,7 @@ ENGINE_BOUNDS = {
     "trace_ticks": Between(1, 100_000),
     "kv_pool_bytes": Between(1, 1 << 42),
     "result_cache_bytes": Between(0, 1 << 42),
+    "activation_bytes": Between(1, 1 << 42),
     "threads": Between(1, 1024),
 }
 
@@ -86,6 +87,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                            of one window, and for what the language model wants
     result_cache_bytes     of finished pictures kept in memory; a request with a seed whose picture is among them, or is
                            being painted for somebody else, is answered by it. 0: none, and everybody is painted for
+    activation_bytes       that a call of a network may hold beside the weights: rows are capped by it, pictures decoded
+                           in tiles, and refused where that does not help; ``None``: what is free
     threads                of the processor that a UNet call runs on; ``None``: what proves fastest, again and again, of
                            torch's own number and fewer
     offload                where the weights of every model rest while their layer does not run: "none": on the device;
@@ -110,6 +113,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cross_attention: Literal["paged", "plain"] = "paged"
     kv_pool_bytes: int | None = None
     result_cache_bytes: int = 0
+    activation_bytes: int | None = None
     threads: int | None = None
     offload: str = "none"
     compile: Literal["off", "warm", "background"] = "warm"

@@ -65,8 +65,10 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
         self.config = config or EngineConfig()
         super().__init__(self.config.max_waiting, self.config.trace_ticks, clock)
         defaults = None if profile is None else profile.diffusion
-        self._admission = ImageAdmission(model.info, model.schedule, model.scheduler_config, defaults)
         self.runners: ImageRunner = ImageRunner(model, self.config, clock, pool)
+        self._admission = ImageAdmission(
+            model.info, model.schedule, model.scheduler_config, defaults, self.runners.check_room
+        )
         self.scheduler: RequestScheduler = RequestScheduler(self.config, model.info, self.runners)
         self._num_postponed = 0  # images that the latest tick would have let in, had there been pages
         self._counts = Counter[str]()

@@ -16,7 +16,8 @@ from diffserve.engine.engine import failure_of
 from diffserve.engine.image.batch import ImageBatch, LanePool
 from diffserve.engine.image.buckets import RowCaps
 from diffserve.engine.image.preparer import Preparer
-from diffserve.engine.image.shape_groups import Groups, is_deterministic
+from diffserve.engine.image.room import Room
+from diffserve.engine.image.shape_groups import Groups, is_deterministic, most_rows
 from diffserve.engine.image.state import Health
 from diffserve.engine.image.task import GroupKey, ImageTask, TickOutcome, TickPlan
 from diffserve.engine.image.unet_calls import UNetCaller
@@ -56,14 +57,19 @@ class ImageRunner:
         self.clock = clock
         self.pool = LanePool(model.device)
         self.conditioner = make_conditioner(model, config, is_exact=is_deterministic(model, config), pool=pages)
-        self.groups = Groups(model, config, self.conditioner, make_threads(config, model.device))
-        self.caps = RowCaps(clock)
+        self.room = Room(model, config, most_rows(model, config), clock)
+        self.groups = Groups(model, config, self.conditioner, self.room, make_threads(config, model.device))
+        self.caps = RowCaps(clock, self.room.rows)
         self.caller = UNetCaller(model, self.conditioner, self.groups, self.caps, clock)
         self._preparer = Preparer(model, self.conditioner, self.pool)
 
     def row_cap(self, group: GroupKey) -> int:
         """Rows that a tick of ``group`` may hold."""
         return min(self.groups.row_cap(group), max(LEAST_ROWS, self.caps.cap(group)))
+
+    def check_room(self, width_px: int, height_px: int) -> None:
+        """InvalidRequest for a picture that the memory can never hold."""
+        self.room.check(width_px, height_px, self.groups.least_rows(width_px, height_px))
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
         """Seconds that ``num_rows`` rows of ``group`` take; an estimate where the group was never seen."""
@@ -98,6 +104,7 @@ class ImageRunner:
 
         Encodes a text and decodes a latent once, and finds out on how many threads to begin.
         """
+        self.room.know()
         native, *others = (self.group_of_short_prompts(*size) for size in sizes)
         self.groups.learn(native)
         self.groups.choose_threads(self.groups.best(native))
@@ -222,6 +229,11 @@ class ImageRunner:
     def _picture(self, latents: Tensor) -> NDArray[np.uint8]:
         """(H, W, 3) of ``latents`` (C, h, w): in one piece, and where there is no memory for that, in tiles."""
         picture: NDArray[np.uint8]
+        height, width = latents.shape[-2:]
+        most_cells = self.room.picture_cells(height, width)
+        if height * width > most_cells:
+            [picture] = self._with_room(lambda: self.model.vae.decode_in_tiles(latents[None], most_cells))
+            return picture
         try:
             [picture] = self._with_room(lambda: self.model.vae.decode(latents[None]))
         except torch.OutOfMemoryError as error:
