@@ -34,9 +34,10 @@ latents (a UNet: 4 to 7, a tiny one 13), or as wide as its last block, at that o
 MARGIN_CPU: Final = 2.0
 MARGIN_CPU_NARROW: Final = 3.5
 MARGIN_DEVICE: Final = 1.25
-"""What is taken for each byte of a dry run. Measured: torch's own peak is 1.04 to 1.23 of it; of a CPU process, whose
-libraries make copies of their own and whose heap has holes, 1.5 to 2.3, and with products in 8 bits 2.8 to 3.9
-(``benchmarks/LOG.md``)."""
+MARGIN_DEVICE_NARROW: Final = 2.5
+"""What is taken for each byte of a dry run. Measured: torch's own peak is 1.04 to 1.23 of it, and 2.1 to 2.3 with
+products in 8 bits, whose sums have 32; of a CPU process, whose libraries make copies of their own and whose heap has
+holes, 1.5 to 2.3, and 2.8 to 3.9 (``benchmarks/LOG.md``)."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,10 @@ def _token_bytes(model: DiffusionModel) -> float:
 
 def margin(model: DiffusionModel) -> float:
     """Bytes that ``model`` takes where it runs for each of a dry run's."""
-    if model.device.type != "cpu":
-        return MARGIN_DEVICE
-    return MARGIN_CPU_NARROW if model.choice.dtype in (INT8_DYNAMIC, INT8_STATIC, FLOAT8) else MARGIN_CPU
+    is_narrow = model.choice.dtype in (INT8_DYNAMIC, INT8_STATIC, FLOAT8)
+    if model.device.type == "cpu":
+        return MARGIN_CPU_NARROW if is_narrow else MARGIN_CPU
+    return MARGIN_DEVICE_NARROW if is_narrow else MARGIN_DEVICE
 
 
 def hollow_twin(model: DiffusionModel) -> DiffusionModel:
