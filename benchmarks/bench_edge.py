@@ -6,7 +6,7 @@
 Every arm is a server of its own, front door, engine and spare; rounds go there and back (ABBA). Counted are the seconds
 of a picture that is asked for alone, and the memory of all its processes after the last one: resident (pages that two
 of them share count twice, and so do those that they share with strangers) and proportional. ``growth``: anonymous
-memory from the second picture to the last, for lanes and pages are there from the start. Linux only. Progress goes to
+memory from the second picture to the last. Linux only. Progress goes to
 stderr, one JSON document to stdout and to results/.
 """
 

@@ -18,14 +18,14 @@ from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
 from diffserve.runtime.loading.components import build
 from diffserve.runtime.model import DiffusionModel
-from diffserve.runtime.needs import decode_work, kept_features, step_work
+from diffserve.runtime.needs import decode_work, encode_work, kept_features, step_work
 from diffserve.runtime.precision import FLOAT8, INT8_DYNAMIC, INT8_STATIC
 from diffserve.runtime.text.conditioning import make_conditioner
 from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.vae import VAERunner
 
 KEPT_AS: Final = "activations"
-EDITION: Final = 1
+EDITION: Final = 2
 
 WIDTHS: Final = 16.0
 """No network of Stable Diffusion's families holds as many tensors as wide as its widest block, at the resolution of the
@@ -43,11 +43,12 @@ holes, 1.5 to 2.3, and 2.8 to 3.9 (``benchmarks/LOG.md``)."""
 @dataclass(frozen=True)
 class Activations:
     """Bytes of a dry run for each cell of the latents: of a row in a full call and in a shallow one, and of a picture
-    that is decoded in one piece. token_bytes: what a row is told, for each token of its text."""
+    that is decoded or encoded in one piece. token_bytes: what a row is told, for each token of its text."""
 
     row_cell_bytes: float
     shallow_row_cell_bytes: float
     picture_cell_bytes: float
+    encoded_cell_bytes: float
     token_bytes: float
 
     @classmethod
@@ -56,7 +57,7 @@ class Activations:
         unet, vae = model.unet.network.config, model.vae.network.config
         row = WIDTHS * max(unet.block_out_channels) * model.dtype.itemsize
         picture = WIDTHS * vae.block_out_channels[0] * model.vae.factor**2 * model.vae.dtype.itemsize
-        return cls(row, row, picture, _token_bytes(model))
+        return cls(row, row, picture, picture, _token_bytes(model))
 
     @classmethod
     def of(cls, model: DiffusionModel, config: EngineConfig, cache: DiskCache) -> Activations:
@@ -79,7 +80,8 @@ class Activations:
         shallow = full if features is None else features.nbytes
         if features is not None:
             shallow += step_work(twin, conditioner, size, 1, features).peak_bytes
-        return cls(full / cells, shallow / cells, decode_work(twin, size).peak_bytes / cells, _token_bytes(twin))
+        decoded, encoded = decode_work(twin, size).peak_bytes, encode_work(twin, size).peak_bytes
+        return cls(full / cells, shallow / cells, decoded / cells, encoded / cells, _token_bytes(twin))
 
     def of_row(self, num_cells: int, num_tokens: int, *, is_shallow: bool = False) -> float:
         """A row of a UNet call."""

@@ -105,6 +105,12 @@ def decode_work(model: DiffusionModel, size: tuple[int, int]) -> Work:
     return dry_run(lambda: model.vae.network.decode(latents.to(model.vae.dtype), return_dict=False))
 
 
+def encode_work(model: DiffusionModel, size: tuple[int, int]) -> Work:
+    """A picture of ``size`` (width, height) to latents, by the VAE of ``model``, which is on "meta"."""
+    pixels = torch.empty((1, 3, size[1], size[0]), dtype=model.vae.dtype, device="meta")
+    return dry_run(lambda: model.vae.network.encode(pixels).latent_dist.mode())
+
+
 def _cells(model: DiffusionModel, size: tuple[int, int]) -> tuple[int, int]:
     """Height and width of the latents."""
     width_px, height_px = size

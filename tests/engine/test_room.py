@@ -18,7 +18,7 @@ from diffserve.engine.image.room import LOOK_EVERY_S
 from diffserve.errors import InvalidRequest
 from diffserve.runtime.activations import Activations, hollow_twin, margin
 from diffserve.runtime.memory import free_bytes
-from diffserve.runtime.needs import decode_work, kept_features, step_work
+from diffserve.runtime.needs import decode_work, encode_work, kept_features, step_work
 from diffserve.runtime.text.conditioning import make_conditioner
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked
@@ -76,9 +76,10 @@ def test_one_dry_run_tells_of_every_size_and_number_of_rows(make_engine: MakeEng
     assert num_rows * found.of_row(cells, 0) == pytest.approx(full, rel=0.03)
     assert num_rows * found.of_row(cells, 0, is_shallow=True) == pytest.approx(shallow, rel=0.03)
     assert found.picture_cell_bytes * cells == pytest.approx(decode_work(twin, size).peak_bytes, rel=0.03)
+    assert found.encoded_cell_bytes * cells == pytest.approx(encode_work(twin, size).peak_bytes, rel=0.03)
     bound = Activations.at_most(engine.model)
     assert bound.row_cell_bytes > max(found.row_cell_bytes, found.shallow_row_cell_bytes)
-    assert bound.picture_cell_bytes > 1.5 * found.picture_cell_bytes
+    assert bound.picture_cell_bytes > 1.5 * max(found.picture_cell_bytes, found.encoded_cell_bytes)
 
 
 def test_what_is_free_is_what_the_tightest_control_group_leaves(tmp_path: Path) -> None:
@@ -164,11 +165,20 @@ def test_a_picture_is_decoded_in_tiles_that_fit_and_refused_where_none_does(
     assert cells
     assert max(cells) <= 150
 
+    whole = margin(plain.model) * known.encoded_cell_bytes * 16 * 16
+    with pytest.raises(InvalidRequest, match="128x128 px takes"):
+        make_engine(activation_bytes=int(0.9 * whole)).runners.check_room(128, 128, True)
+    make_engine(activation_bytes=int(0.9 * whole)).runners.check_room(128, 128, False)
+    make_engine(activation_bytes=int(1.1 * whole)).runners.check_room(128, 128, True)
+
     tight = make_engine(activation_bytes=num_bytes // 100)
     with pytest.raises(InvalidRequest, match=r"128x128 px takes \d+ MiB .* there are \d+ MiB: ask for \d+x\d+") as no:
         tight.submit(asked("sd15", "ddim", seed=3, num_steps=1, **size))
     assert (no.value.param, no.value.code) == ("size", "invalid_size")
-    assert "offload" in no.value.message
+    assert no.value.message.endswith("or raise engine.activation_bytes.")
+    monkeypatch.setattr("diffserve.engine.image.room.free_bytes", lambda _: num_bytes // 100)
+    with pytest.raises(InvalidRequest, match=r"or start with --offload disk\.$"):
+        make_engine().runners.check_room(128, 128, False)
 
 
 @pytest.mark.slow

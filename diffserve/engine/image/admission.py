@@ -54,7 +54,8 @@ class ImageAdmission:
     """Turns a :class:`GenerationRequest` into a :class:`LiveRequest`, or raises :class:`InvalidRequest`.
 
     ``defaults``: the profile's sigma schedule and eta, which belong to its sampler; a sampler given by the caller
-    brings its own or none. ``check_room``: raises InvalidRequest for a width and a height that no memory is there for.
+    brings its own or none. ``check_room``: raises InvalidRequest for a width and a height that no memory is
+    there for, told whether an init image of that size is to be encoded.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class ImageAdmission:
         schedule: NoiseSchedule,
         scheduler_config: Mapping[str, Any],
         defaults: DiffusionParams | None = None,
-        check_room: Callable[[int, int], None] = lambda width_px, height_px: None,
+        check_room: Callable[[int, int, bool], None] = lambda *_: None,
     ) -> None:
         self.info = info
         self.schedule = schedule
@@ -178,7 +179,7 @@ class ImageAdmission:
         height_px = native[1] if request.height_px is None else request.height_px
         for name, side_px in (("width", width_px), ("height", height_px)):
             self._check_side(name, side_px)
-        self._check_room(width_px, height_px)
+        self._check_room(width_px, height_px, request.init_image is not None)
         return width_px, height_px
 
     def _check_side(self, name: str, side_px: int) -> None:

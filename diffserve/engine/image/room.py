@@ -67,31 +67,30 @@ class Room:
         """Cells of the latents (height, width) that may be decoded in one piece."""
         return self._picture_cells(height * width)
 
-    def check(self, width_px: int, height_px: int, least_rows: int) -> None:
-        """InvalidRequest for a picture that never fits: neither a call of ``least_rows`` rows, nor its smallest tile.
+    def check(self, width_px: int, height_px: int, least_rows: int, *, is_encoded: bool = False) -> None:
+        """InvalidRequest for a picture that never fits: a call of ``least_rows`` rows, or its smallest tile, or, where
+        it begins with a picture, that one, which is encoded in one piece.
 
         Said with the bytes that there would have to be, and with a size of this aspect that fits.
         """
         free = self._first_bytes
-        group = GroupKey(height_px, width_px, self.model.text.window_tokens)
-        if free is None or (self._rows(group, free) >= least_rows and self._tile_fits(width_px, height_px)):
+        asked = (width_px, height_px, least_rows, is_encoded)
+        if free is None or self._least(self._bound, *asked) <= free:
             return
-        factor = self.model.vae.factor
-        cells = self._cells(width_px, height_px)
-        step = self._margin * least_rows * self.activations.of_row(cells, group.num_tokens)
-        tile = self._margin * self.activations.picture_cell_bytes * least_tile(height_px // factor, width_px // factor)
-        need = max(step, tile)
-        share = (free / need) ** 0.5
-        sides = [int(side_px * share) // factor * factor for side_px in (width_px, height_px)]
-        smaller = f"ask for {sides[0]}x{sides[1]} or less" if min(sides) else "choose a smaller model"
-        elsewhere = "" if self._config.offload != "none" else ', or start with offload = "cpu" (on a CPU "disk")'
-        check(
-            False,
-            f"{width_px}x{height_px} px takes {_said(need)} of memory beside the weights, and there are "
-            f"{_said(free)}: {smaller}{elsewhere}.",
-            "size",
-            "invalid_size",
-        )
+        need = self._least(self.activations, *asked)
+        share, factor = min(1.0, free / need) ** 0.5, self.model.vae.factor
+        width, height = (int(side_px * share) // factor * factor for side_px in (width_px, height_px))
+        smaller = f"ask for {width}x{height} or less" if min(width, height) else "choose a smaller model"
+        said = f"{width_px}x{height_px} px takes {_said(need)} of memory beside the weights, there are {_said(free)}"
+        check(need <= free, f"{said}: {smaller}{self._further_ways()}.", "size", "invalid_size")
+
+    def _further_ways(self) -> str:
+        """What else helps than a smaller picture, as a clause."""
+        if self._config.activation_bytes == self._first_bytes:
+            return ", or raise engine.activation_bytes"
+        if self._config.offload != "none" or self.model.choice.unet_scheme is not None:
+            return ""
+        return f", or start with --offload {'disk' if self.model.device.type == 'cpu' else 'cpu'}"
 
     def _rows(self, group: GroupKey, free: int | None) -> int:
         cells = self._cells(group.width_px, group.height_px)
@@ -104,10 +103,12 @@ class Room:
             return NO_LIMIT
         return fitting(self.activations)
 
-    def _tile_fits(self, width_px: int, height_px: int) -> bool:
-        factor = self.model.vae.factor
-        tile = least_tile(height_px // factor, width_px // factor)
-        return tile <= self._picture_cells(tile)
+    def _least(self, known: Activations, width_px: int, height_px: int, num_rows: int, is_encoded: bool) -> float:
+        """Bytes without which this picture cannot be painted."""
+        factor, cells = self.model.vae.factor, self._cells(width_px, height_px)
+        step = num_rows * known.of_row(cells, self.model.text.window_tokens)
+        tile = known.picture_cell_bytes * least_tile(height_px // factor, width_px // factor)
+        return self._margin * max(step, tile, is_encoded * cells * known.encoded_cell_bytes)
 
     def _picture_cells(self, wanted: int) -> int:
         """Cells that may be decoded at once; any number that is ``wanted`` or more says that so many may."""

@@ -67,9 +67,10 @@ class ImageRunner:
         """Rows that a tick of ``group`` may hold."""
         return min(self.groups.row_cap(group), max(LEAST_ROWS, self.caps.cap(group)))
 
-    def check_room(self, width_px: int, height_px: int) -> None:
-        """InvalidRequest for a picture that the memory can never hold."""
-        self.room.check(width_px, height_px, self.groups.least_rows(width_px, height_px))
+    def check_room(self, width_px: int, height_px: int, is_encoded: bool) -> None:
+        """InvalidRequest for a picture that the memory can never hold; ``is_encoded``: it begins with a picture."""
+        least_rows = self.groups.least_rows(width_px, height_px)
+        self.room.check(width_px, height_px, least_rows, is_encoded=is_encoded)
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
         """Seconds that ``num_rows`` rows of ``group`` take; an estimate where the group was never seen."""
