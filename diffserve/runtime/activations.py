@@ -37,7 +37,7 @@ MARGIN_DEVICE: Final = 1.25
 MARGIN_DEVICE_NARROW: Final = 2.5
 """What is taken for each byte of a dry run. Measured: torch's own peak is 1.04 to 1.23 of it, and 2.1 to 2.3 with
 products in 8 bits, whose sums have 32; of a CPU process, whose libraries make copies of their own and whose heap has
-holes, 1.5 to 2.3, and 2.8 to 3.9 (``benchmarks/LOG.md``)."""
+holes, 1.5 to 2.3, and 2.8 to 3.9; a little more where a call takes some MB only (``benchmarks/LOG.md``)."""
 
 
 @dataclass(frozen=True)
