@@ -102,11 +102,11 @@ def growth(samples: Sequence[Sample], name: str, settle: int) -> dict[str, float
 
 
 @contextlib.contextmanager
-def server(model: str, folder: Path) -> Iterator[tuple[str, int]]:
-    """(url, process id) of a server of ``model`` that is ready."""
+def server(options: Sequence[str], folder: Path) -> Iterator[tuple[str, int]]:
+    """(url, process id) of a server with ``options`` that is ready."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "diffserve", "serve", "--model", model, "--port", str(port), "--no-page"]
+    command = [sys.executable, "-m", "diffserve", "serve", "--port", str(port), *options]
     url = f"http://127.0.0.1:{port}"
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
@@ -202,7 +202,8 @@ def words(rng: random.Random, count: int) -> str:
 def measure(model: str, load: Load, settle: int, every: int) -> dict[str, Any]:
     """Both slopes, the samples, and how the requests ended."""
     samples: list[Sample] = []
-    with tempfile.TemporaryDirectory() as folder, server(model, Path(folder)) as (url, server_pid):
+    options = ("--model", model, "--no-page")
+    with tempfile.TemporaryDirectory() as folder, server(options, Path(folder)) as (url, server_pid):
         engine_pid = engine_of(server_pid)
 
         def sample(number: int) -> None:

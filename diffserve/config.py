@@ -3,7 +3,7 @@
 Four layers, the later one wins::
 
     built-in file    configs/serve.toml and one of configs/{embedded,embedded-turbo,sd15,sdxl}.toml (complete)
-    user file        --config FILE, any subset of the same tables and keys
+    user file        --config FILE, any subset of the same tables and keys; or ``edge``, which is built in
     environment      DIFFSERVE_<TABLE>_<KEY>, e.g. DIFFSERVE_SERVE_PORT=9000
     command line     --port 9000
 
@@ -32,6 +32,9 @@ from diffserve.types import ModelProfile
 from schedulers import SPACINGS, resolve_sampler
 
 PROFILES = ("embedded", "embedded-turbo", "sd15", "sdxl")
+OVERLAYS = ("edge",)
+"""Built-in files for ``--config`` that hold some of the keys, for any model."""
+
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int8_dynamic", "int8_static", "float8")
 VAE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 TEXT_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4")
@@ -59,6 +62,7 @@ ENGINE_BOUNDS = {
     "kv_pool_bytes": Between(1, 1 << 42),
     "result_cache_bytes": Between(0, 1 << 42),
     "latent_cache_bytes": Between(0, 1 << 42),
+    "activation_bytes": Between(1, 1 << 42),
     "threads": Between(1, 1024),
 }
 
@@ -98,6 +102,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     latent_cache_bytes     of finished latents kept in memory: a request with a ``similarity_threshold`` gives its own,
                            and begins from those of a similar prompt. All clients share them, and are told of it: who
                            asks can find out what others asked for. 0: none, and such requests are refused
+    activation_bytes       that a call of a network may hold beside the weights: rows are capped by it, pictures decoded
+                           in tiles, and refused where that does not help; ``None``: what is free
     threads                of the processor that a UNet call runs on; ``None``: what proves fastest, again and again, of
                            torch's own number and fewer
     offload                where the weights of every model rest while their layer does not run: "none": on the device;
@@ -125,6 +131,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     result_cache_bytes: int = 0
     noise_source: Literal["cpu", "device"] = "cpu"
     latent_cache_bytes: int = 0
+    activation_bytes: int | None = None
     threads: int | None = None
     offload: str = "none"
     compile: Literal["off", "warm", "background"] = "warm"
@@ -289,10 +296,10 @@ def load_settings(
     """Read and layer all settings.
 
     ``model``: a built-in profile name, a diffusers directory or a safetensors file (the command line's ``--model``).
-    ``config``: a built-in profile name or a TOML file. ``env``: the process environment when ``None``.
-    ``flags``: {"serve.port": Flag("--port", 9000), ...}. Raises ConfigError.
+    ``config``: the name of a built-in profile or overlay, or a TOML file. ``env``: the process environment when
+    ``None``. ``flags``: {"serve.port": Flag("--port", 9000), ...}. Raises ConfigError.
     """
-    user = {} if config is None or str(config) in PROFILES else dict(_file_values(Path(config), str(config)))
+    user = {} if config is None or str(config) in PROFILES else dict(_user_layer(config))
     environment = dict(_env_layer(os.environ if env is None else env))
     named = str(config) if str(config) in PROFILES else None
     path = model or _text(environment.get("model.path")) or _text(user.get("model.path")) or named or "embedded"
@@ -384,11 +391,18 @@ def _builtin_layer(name: str, tables: tuple[str, ...]) -> dict[str, _Value]:
     return values
 
 
+def _user_layer(config: str | Path) -> Iterator[tuple[str, _Value]]:
+    """A file of the user's, or one of ``OVERLAYS``."""
+    if str(config) in OVERLAYS:
+        return _file_values(configs_dir() / f"{config}.toml", f"configs/{config}.toml")
+    return _file_values(Path(config), str(config))
+
+
 def _file_values(path: Path, origin: str) -> Iterator[tuple[str, _Value]]:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        choices = ", ".join(PROFILES)
+        choices = ", ".join((*PROFILES, *OVERLAYS))
         raise ConfigError(
             f"cannot read the configuration {str(path)!r}: {error.strerror}; give a TOML file or one of {choices}."
         ) from None

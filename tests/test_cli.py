@@ -322,6 +322,8 @@ def test_doctor_tells_device_model_memory_and_origins(run: Run, model: Path, tmp
     assert "model.device cpu --device\n" in squeezed
     assert re.search(r"^device cpu$", squeezed, flags=re.MULTILINE)
     assert re.search(r"^unet [\d,]+ [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
+    assert re.search(r"^a row's features for DeepCache [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
+    assert re.search(r"^free on cpu [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
     assert re.search(r"^at the most, 8 rows [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
     assert re.search(r"^ ?2 0\.\d+ \d+ [\d.]+ MiB [\d.]+ ms on l4$", squeezed, flags=re.MULTILINE)
     assert outcome.out.endswith("all is well.\n")

@@ -7,6 +7,7 @@ import re
 import struct
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from diffserve.config import DTYPES, KEYS, PROFILES, Flag, configs_dir, load_settings
@@ -27,8 +28,9 @@ def test_built_in_profile_is_complete_and_every_value_has_an_origin(profile: str
     assert set(settings.origins.values()) == {f"configs/{profile}.toml", "configs/serve.toml"}
 
 
-def test_the_five_built_in_files_are_all_there() -> None:
+def test_the_built_in_files_are_all_there() -> None:
     assert sorted(path.name for path in configs_dir().glob("*.toml")) == [
+        "edge.toml",
         "embedded-turbo.toml",
         "embedded.toml",
         "sd15.toml",
@@ -40,6 +42,16 @@ def test_the_five_built_in_files_are_all_there() -> None:
 @pytest.mark.parametrize("profile", PROFILES)
 def test_config_may_name_a_built_in_profile(profile: str) -> None:
     assert load_settings(config=profile, env={}).model == load_settings(model=profile, env={}).model
+
+
+def test_edge_is_a_layer_over_any_model_and_below_the_environment() -> None:
+    plain, edge = load_settings(model="sd15", env={}), load_settings(model="sd15", config="edge", env={})
+    assert (edge.model.dtype, edge.engine.threads, edge.serve.spare_engine, edge.text.model) == ("int8", 1, False, "")
+    assert msgspec.structs.replace(edge.model, dtype=plain.model.dtype) == plain.model
+    assert edge.origins["engine.threads"] == "configs/edge.toml"
+    assert edge.origins["engine.max_decodes_per_tick"] == "configs/edge.toml"
+    assert load_settings(config="edge", env={"DIFFSERVE_ENGINE_THREADS": "2"}).engine.threads == 2
+    assert load_settings(config="edge", env={}).model.path == "embedded"
 
 
 def test_model_on_the_command_line_wins_over_every_other_path(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def run(settings: Settings, gpu: str | None = None) -> int:
     _section(console, "device", _device(choice))
     with hushed("diffserve"):  # what it would warn of is in the report
         needs = needs_of(profile.path, dtype=choice.dtype, config=settings.engine, profile=profile, rows=ROWS)
-        _section(console, "memory", _memory(needs, settings.engine), headings=("part", "parameters", "weights"))
+        _section(console, "memory", _memory(needs, choice, settings.engine), headings=("part", "parameters", "weights"))
         _section(console, f"one step at {_size(needs)}", _steps(needs, roof), headings=STEP_HEADINGS)
         model = load_model(profile.path, device=profile.device, dtype=profile.dtype, offload=offload, profile=profile)
     _section(console, "model", _model(model))
@@ -117,8 +117,10 @@ def _folders(settings: Settings) -> Iterable[tuple[str, str, bool]]:
             yield name, f"{folder} cannot be written: {error.strerror}", False
 
 
-def _memory(needs: Needs, config: EngineConfig) -> Iterable[tuple[str, str, str]]:
+def _memory(needs: Needs, choice: DeviceChoice, config: EngineConfig) -> Iterable[tuple[str, str, str]]:
     """Known before anything is loaded."""
+    from diffserve.runtime.memory import free_bytes
+
     entries = needs.model.memory_report()
     for entry in entries:
         yield entry.component, f"{entry.num_parameters:,}", _mebibytes(entry.weights_bytes)
@@ -127,7 +129,12 @@ def _memory(needs: Needs, config: EngineConfig) -> Iterable[tuple[str, str, str]
     yield "kept pictures", "", _mebibytes(config.result_cache_bytes)
     yield "kept latents", "", _mebibytes(config.latent_cache_bytes)
     yield "decoding a picture", "", _mebibytes(needs.decode.peak_bytes)
+    if needs.shallow is not None:
+        yield "a row's features for DeepCache", "", _mebibytes(needs.feature_bytes)
+        yield "a shallow row's activations", "", _mebibytes(needs.shallow.peak_bytes)
     yield f"at the most, {max(needs.steps)} rows", "", _mebibytes(needs.peak_bytes)
+    free = free_bytes(choice.device)
+    yield f"free on {choice.device}", "", "unknown" if free is None else _mebibytes(free)
 
 
 def _size(needs: Needs) -> str:

@@ -1,10 +1,64 @@
-"""Memory that libraries hold on to although nobody uses it."""
+"""Memory: how much is free for more tensors, and what libraries hold on to although nobody uses it."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
 
 import torch
+
+CGROUP_FILES: Final = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""By the folder of the memory controller under /sys/fs/cgroup (version 2; 1): the limit, what is used, and the line of
+``memory.stat`` for what of it is files that nobody reads just now."""
+
+
+def free_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
+    """Bytes that tensors may still take on ``device``; ``None`` where nobody says.
+
+    On CUDA what the driver has left and what torch keeps without using it; in main memory what the system calls
+    available, or the room under a limit of a control group (a container's) where that is less. ``root``: of the files
+    of the system.
+    """
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
+    if device.type != "cpu":
+        return None
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    available = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return min([*available, *_cgroup_bytes(root)], default=None)
+
+
+def _cgroup_bytes(root: Path) -> Iterator[int]:
+    """What is left under the limit of each control group that this process is in."""
+    try:
+        entries = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return
+    for _, controllers, path in entries:
+        if "memory" not in controllers.split(",") and controllers:
+            continue
+        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        limit, used, idle = CGROUP_FILES["memory" if controllers else ""]
+        folder = top / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            try:
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                # "max" is no number: there is no limit
+                left = int((group / limit).read_text()) - int((group / used).read_text()) + int(stat.get(idle, 0))
+                yield max(0, left)
+            except (OSError, ValueError):
+                pass
+            if group == top:
+                break
 
 
 def give_memory_back(device: torch.device) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -57,6 +57,8 @@ class ImageAdmission:
 
     ``defaults``: the profile's sigma schedule and eta, which belong to its sampler; a sampler given by the caller
     brings its own or none. ``keeps_latents``: whether pictures may begin from those of similar prompts.
+    ``check_room``: raises InvalidRequest for a width and a height that no memory is there for, told whether an init
+    image of that size is to be encoded.
     """
 
     def __init__(
@@ -67,12 +69,14 @@ class ImageAdmission:
         defaults: DiffusionParams | None = None,
         *,
         keeps_latents: bool = False,
+        check_room: Callable[[int, int, bool], None] = lambda *_: None,
     ) -> None:
         self.info = info
         self.schedule = schedule
         self.defaults = defaults or DiffusionParams(sampler=info.default_sampler)
         self._keeps_latents = keeps_latents
         self._scheduler_config = dict(scheduler_config)
+        self._check_room = check_room
         self._compile = lru_cache(maxsize=256)(self._compile_table)
 
     def admit(self, request: GenerationRequest, now_s: float) -> LiveRequest:
@@ -205,6 +209,7 @@ class ImageAdmission:
         height_px = native[1] if request.height_px is None else request.height_px
         for name, side_px in (("width", width_px), ("height", height_px)):
             self._check_side(name, side_px)
+        self._check_room(width_px, height_px, request.init_image is not None)
         return width_px, height_px
 
     def _check_side(self, name: str, side_px: int) -> None:

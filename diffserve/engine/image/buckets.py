@@ -173,18 +173,21 @@ class RowCaps:
     """A cap for each group that ran out of memory. After ``FIRST_PAUSE_S`` twice as many rows are tried.
 
     Where they run, twice as many again, until nothing is capped; where not, the next try waits twice as long.
+    ``room``: rows of a group that will fit by what is known beforehand.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], room: Callable[[GroupKey], int] = lambda _: NO_LIMIT) -> None:
         self._clock = clock
+        self._room = room
         self._caps: OrderedDict[GroupKey, _Cap] = OrderedDict()
 
     def cap(self, group: GroupKey) -> int:
         """Rows that a call of ``group`` may have."""
         cap = self._caps.get(group)
         if cap is None:
-            return NO_LIMIT
-        return 2 * cap.num_rows if self._clock() >= cap.retry_at_s else cap.num_rows
+            return self._room(group)
+        learnt = 2 * cap.num_rows if self._clock() >= cap.retry_at_s else cap.num_rows
+        return min(learnt, self._room(group))
 
     def ran_out(self, group: GroupKey, num_rows: int) -> None:
         """There was no memory for a call of ``num_rows``."""

@@ -14,6 +14,7 @@ from diffserve.engine.engine import failure_of
 from diffserve.engine.image.batch import LanePool
 from diffserve.engine.image.latent_cache import Kept, LatentCache
 from diffserve.engine.image.preparer import kin_of
+from diffserve.engine.image.room import Room
 from diffserve.engine.image.task import ImageTask, Shown, TickOutcome
 from diffserve.engine.image.unet_calls import UNetCaller
 from diffserve.runtime import DiffusionModel
@@ -53,6 +54,7 @@ class PictureDecoder:
     steps to run.
 
     caller    holds memory that is only kept to save time, and gives it back
+    room      for pictures: what is too large for it is decoded in tiles from the start
     kept      gets the latents of those who take part
     is_alone  one picture to a call, so that no image's bytes depend on who is decoded beside it; otherwise pictures of
               one size share calls
@@ -65,6 +67,7 @@ class PictureDecoder:
         pool: LanePool,
         clock: Callable[[], float],
         caller: UNetCaller,
+        room: Room,
         kept: LatentCache,
         *,
         is_alone: bool,
@@ -77,6 +80,7 @@ class PictureDecoder:
         self.is_alone = is_alone
         self.tile_px = tile_px
         self._caller = caller
+        self._room = room
         self._queue = SideQueue(model.device)
         self._going: dict[ImageTask, Decoding] = {}
         self._shown: dict[ImageTask, Showing] = {}
@@ -166,14 +170,20 @@ class PictureDecoder:
         assert task.lane is not None
         return task.table.out_scale * self.pool.latent(task.held.shape, task.lane)
 
-    def _begun(self, latents: Tensor) -> Decoded:
+    def _begun(self, latents: Tensor, most_cells: int) -> Decoded:
         with self._queue:
+            if latents[0, 0].numel() > most_cells:
+                return Decoded.of(torch.from_numpy(self.model.vae.decode_in_tiles(latents, most_cells)))
             return self.model.vae.decode_later(latents, self.tile_px)
 
     def _pictures(self, latents: Tensor) -> Decoded:
         """Of ``latents`` (B, C, h, w): in one piece, once more where memory was given back, and at last in tiles."""
+        num_pictures, _, height, width = latents.shape
+        most_cells = self._room.picture_cells(num_pictures * height, width)
+        if num_pictures > 1 and num_pictures * height * width > most_cells:
+            raise torch.OutOfMemoryError("no memory to decode pictures together")
         try:
-            return self._caller.with_room(lambda: self._begun(latents))
+            return self._caller.with_room(lambda: self._begun(latents, most_cells))
         except torch.OutOfMemoryError as error:
             without_frames(error)
         self._caller.ease()

@@ -65,14 +65,15 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
         self.config = config or EngineConfig()
         super().__init__(self.config.max_waiting, self.config.trace_ticks, clock)
         defaults = None if profile is None else profile.diffusion
+        self.runners: ImageRunner = ImageRunner(model, self.config, clock, pool)
         self._admission = ImageAdmission(
             model.info,
             model.schedule,
             model.scheduler_config,
             defaults,
             keeps_latents=self.config.latent_cache_bytes > 0,
+            check_room=self.runners.check_room,
         )
-        self.runners: ImageRunner = ImageRunner(model, self.config, clock, pool)
         self.scheduler: RequestScheduler = RequestScheduler(self.config, model.info, self.runners)
         self._num_postponed = 0  # images that the latest tick would have let in, had there been pages
         self._counts = Counter[str]()

@@ -15,7 +15,8 @@ from diffserve.engine.image.buckets import RowCaps
 from diffserve.engine.image.decoder import PictureDecoder
 from diffserve.engine.image.latent_cache import LatentCache
 from diffserve.engine.image.preparer import Preparer
-from diffserve.engine.image.shape_groups import Groups, is_deterministic
+from diffserve.engine.image.room import Room
+from diffserve.engine.image.shape_groups import Groups, is_deterministic, most_rows
 from diffserve.engine.image.state import Health
 from diffserve.engine.image.task import GroupKey, ImageTask, TickOutcome, TickPlan
 from diffserve.engine.image.unet_calls import UNetCaller
@@ -53,8 +54,9 @@ class ImageRunner:
         self.clock = clock
         self.pool = LanePool(model.device)
         self.conditioner = make_conditioner(model, config, is_exact=is_deterministic(model, config), pool=pages)
-        self.groups = Groups(model, config, self.conditioner, make_threads(config, model.device), clock)
-        self.caps = RowCaps(clock)
+        self.room = Room(model, config, most_rows(model, config), clock)
+        self.groups = Groups(model, config, self.conditioner, self.room, make_threads(config, model.device), clock)
+        self.caps = RowCaps(clock, self.room.rows)
         self.caller = UNetCaller(model, self.conditioner, self.groups, self.caps, clock)
         self.kept = LatentCache(config.latent_cache_bytes)
         on_device = config.noise_source == "device"
@@ -64,6 +66,7 @@ class ImageRunner:
             self.pool,
             clock,
             self.caller,
+            self.room,
             self.kept,
             is_alone=self.groups.is_deterministic or self.groups.on_cpu,  # where a call of several saves nothing
             tile_px=config.decode_tile_px,
@@ -72,6 +75,11 @@ class ImageRunner:
     def row_cap(self, group: GroupKey) -> int:
         """Rows that a tick of ``group`` may hold."""
         return min(self.groups.row_cap(group), max(LEAST_ROWS, self.caps.cap(group)))
+
+    def check_room(self, width_px: int, height_px: int, is_encoded: bool) -> None:
+        """InvalidRequest for a picture that the memory can never hold; ``is_encoded``: it begins with a picture."""
+        least_rows = self.groups.least_rows(width_px, height_px)
+        self.room.check(width_px, height_px, least_rows, is_encoded=is_encoded)
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
         """Seconds that ``num_rows`` rows of ``group`` take; an estimate where the group was never seen."""
@@ -115,6 +123,7 @@ class ImageRunner:
 
         Encodes a text and decodes a latent once, and finds out on how many threads to begin.
         """
+        self.room.know()
         while self._study_texts():
             pass
         native, *others = (self.group_of_short_prompts(*size) for size in sizes)

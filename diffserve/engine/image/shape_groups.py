@@ -14,6 +14,7 @@ from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.buckets import CostCurve, KneeCap
 from diffserve.engine.image.compiled_groups import CLOSE, CompiledGroups, is_worth, prove
+from diffserve.engine.image.room import Room
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.device_health import raise_if_sticky
@@ -66,6 +67,11 @@ def is_deterministic(model: DiffusionModel, config: EngineConfig) -> bool:
     return model.device.type == "cpu" if config.deterministic == "auto" else config.deterministic
 
 
+def most_rows(model: DiffusionModel, config: EngineConfig) -> int:
+    """Rows that a call ever has."""
+    return config.max_rows or (MOST_ROWS_CPU if model.device.type == "cpu" else MOST_ROWS_DEVICE)
+
+
 class Known(NamedTuple):
     """What calls of a group are made with: its curve, and the numbers of threads that give the same bytes, the
     reference first."""
@@ -85,16 +91,18 @@ class Groups:
         model: DiffusionModel,
         config: EngineConfig,
         conditioner: Conditioner,
+        room: Room,
         threads: Threads | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model = model
         self._clock = clock
         self.conditioner = conditioner
+        self.room = room
         self.threads = threads or Threads()
         self.on_cpu = model.device.type == "cpu"
         self.is_deterministic = is_deterministic(model, config)
-        self.most_rows = config.max_rows or (MOST_ROWS_CPU if self.on_cpu else MOST_ROWS_DEVICE)
+        self.most_rows = most_rows(model, config)
         self.has_fixed_cap = config.max_rows is not None
         self._knee_cap = KneeCap(self.most_rows, config.policy)
         self._disk = FactsOnDisk(DiskCache.at(config.cache_dir), self._circumstances(config))
@@ -145,6 +153,12 @@ class Groups:
             elif found:
                 self._wanted[compiled] = None
         return compiled if self.compiled.is_proven(compiled) else group
+
+    def least_rows(self, width_px: int, height_px: int) -> int:
+        """Rows of the smallest call that a picture of this size may be painted with, as far as is known."""
+        is_free = not self.is_deterministic or self._first is None
+        group = GroupKey(height_px, width_px, self.model.text.window_tokens)
+        return SOLO if is_free or self._is_large(group) else self._reference_of(group)
 
     def sizes_to_compile(self, group: GroupKey) -> tuple[int, ...]:
         """Numbers of rows for which a package is worth its while."""
@@ -255,7 +269,7 @@ class Groups:
                 is_exact=self.is_deterministic,
             )
         reference = self._reference_of(group) if self.is_deterministic else None
-        sizes = sizes_to_check(self.most_rows)
+        sizes = [size for size in sizes_to_check(self.most_rows) if size <= self.room.rows(group)]
         return study(self._try(group), sizes, reference=reference, counts=self.threads.counts)
 
     def _settle(self, group: GroupKey, facts: GroupFacts) -> None:
@@ -267,7 +281,7 @@ class Groups:
                 self._disk.write(repr(tuple(group)), facts)
             return
         self._known[group] = Known(CostCurve.of(facts, is_exact=self.is_deterministic), facts.counts)
-        if facts.is_complete:
+        if facts.is_complete and self.room.rows(group) >= self.most_rows:
             self._disk.write(_name(group), facts)
 
     def _try(self, group: GroupKey) -> Try:

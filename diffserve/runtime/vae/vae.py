@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -126,13 +127,15 @@ class VAERunner:
         )
 
     @torch.inference_mode()
-    def decode_in_tiles(self, latents: torch.Tensor) -> NDArray[np.uint8]:
+    def decode_in_tiles(self, latents: torch.Tensor, most_cells: int | None = None) -> NDArray[np.uint8]:
         """The same with less memory, nearly the same: in tiles, smaller ones where that is still too much.
 
-        Raises ``torch.OutOfMemoryError`` where there is no room for the smallest.
+        ``most_cells``: of a tile. Raises ``torch.OutOfMemoryError`` where there is no room for the smallest.
         """
         z = latents.to(self.device, torch.float32) / self._scale + self._mean
-        for share in SHARES:
+        height, width = latents.shape[-2:]
+        fitting = [share for share in SHARES if most_cells is None or _tile(height, width, share) <= most_cells]
+        for share in fitting or SHARES[-1:]:
             try:
                 return to_pixels(in_tiles(self._decoded, z, self.factor, share))
             except torch.OutOfMemoryError as error:
@@ -246,6 +249,16 @@ def spans(num_cells: int, share: float) -> list[tuple[int, int]]:
         return [(0, num_cells)]
     starts = list(range(0, num_cells - length, length - overlap))
     return [(start, start + length) for start in (*starts, num_cells - length)]
+
+
+def least_tile(height: int, width: int) -> int:
+    """Cells of the smallest tile that latents (height, width) are decoded in."""
+    return _tile(height, width, SHARES[-1])
+
+
+def _tile(height: int, width: int, share: float) -> int:
+    lengths = (min(side, _length(side, share)[0]) for side in (height, width))
+    return math.prod(lengths)
 
 
 def _length(num_cells: int, share: float) -> tuple[int, int]:

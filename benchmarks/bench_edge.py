@@ -1,0 +1,100 @@
+"""What does ``--config edge`` hold, and what does it cost? A server of the embedded model with it and without.
+
+    python benchmarks/bench_edge.py
+    python benchmarks/bench_edge.py --rounds 3 --pictures 10
+
+Every arm is a server of its own, front door, engine and spare; rounds go there and back (ABBA). Counted are the seconds
+of a picture that is asked for alone, and the memory of all its processes after the last one: resident (pages that two
+of them share count twice, and so do those that they share with strangers) and proportional. ``growth``: anonymous
+memory from the second picture to the last. Linux only. Progress goes to
+stderr, one JSON document to stdout and to results/.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Final
+
+import httpx
+import psutil
+import typer
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.bench_memory import server  # noqa: E402
+from benchmarks.report import RESULTS, hardware, versions, write  # noqa: E402
+
+ARMS: Final = {"default": (), "edge": ("--config", "edge")}
+GOAL_BYTES: Final = 10**9
+SPARE_S: Final = 25.0
+"""A spare engine begins ten seconds after the first is ready."""
+
+
+def memory_of_tree(pid: int) -> dict[str, int]:
+    """Bytes of a process and all its descendants together, by kind: Rss, Pss, Anonymous."""
+    found = dict.fromkeys(("Rss", "Pss", "Anonymous"), 0)
+    for process in (parent := psutil.Process(pid), *parent.children(recursive=True)):
+        rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="ascii")
+        for name in found:
+            found[name] += 1024 * int(re.findall(rf"^{name}:\s+(\d+)", rollup, re.MULTILINE)[0])
+    return found
+
+
+def measure(options: Sequence[str], num_pictures: int, settle_s: float = 0.0) -> dict[str, Any]:
+    """One server with ``options``; ``settle_s``: from its first picture to the next."""
+    seconds: list[float] = []
+    with tempfile.TemporaryDirectory() as folder, server(options, Path(folder)) as (url, pid):
+        for number in range(num_pictures + 1):
+            body = {"prompt": f"a red apple on a table number {number}", "seed": number}
+            started_s = time.monotonic()
+            response = httpx.post(f"{url}/v1/images/generations", json=body, timeout=300.0, trust_env=False)
+            response.raise_for_status()
+            if number:
+                seconds.append(time.monotonic() - started_s)
+            else:
+                time.sleep(settle_s)
+            if number == 1:
+                before = memory_of_tree(pid)
+        after = memory_of_tree(pid)
+    return {
+        "resident_bytes": after["Rss"],
+        "proportional_bytes": after["Pss"],
+        "growth_bytes": after["Anonymous"] - before["Anonymous"],
+        "seconds": [round(one, 3) for one in seconds],
+    }
+
+
+def main(
+    rounds: Annotated[int, typer.Option(min=1, help="Of each arm.")] = 2,
+    pictures: Annotated[int, typer.Option(min=2, help="Asked of each server.")] = 5,
+) -> None:
+    """Measure, and print one JSON document as the last line of stdout."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS}
+    for number in range(rounds):
+        for name in list(ARMS)[:: -1 if number % 2 else 1]:
+            found[name].append(measure(ARMS[name], pictures, SPARE_S))
+            print(f"{name}: {found[name][-1]}", file=sys.stderr, flush=True)
+    pairs = zip(found["edge"], found["default"], strict=True)
+    document = {
+        "benchmark": "edge",
+        "command": " ".join(["python", "benchmarks/bench_edge.py", *sys.argv[1:]]),
+        "hardware": hardware("cpu"),
+        "versions": versions(),
+        "found": found,
+        "edge_over_default_seconds": [round(median(a["seconds"]) / median(b["seconds"]), 3) for a, b in pairs],
+        "holds": all(one["resident_bytes"] < GOAL_BYTES for one in found["edge"]),
+    }
+    write(document, RESULTS / "edge.json")
+    print(json.dumps(document), flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,129 @@
+"""Room: how many rows of a shape the memory holds, before they are run; and a picture that never fits, at the door.
+
+A call beyond the memory is worse than one that is not made: on a GPU it costs the call and every cached block, on a CPU
+the process. So rows are capped by what their call will hold, as a dry run tells, and by what is free. What runs out all
+the same, because others took the memory meanwhile, is halved by ``unet_calls``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Final
+
+from diffserve.bounds import check
+from diffserve.config import EngineConfig
+from diffserve.disk_cache import DiskCache
+from diffserve.engine.image.buckets import NO_LIMIT
+from diffserve.engine.image.task import GroupKey
+from diffserve.runtime import DiffusionModel
+from diffserve.runtime.activations import Activations, margin
+from diffserve.runtime.memory import free_bytes
+from diffserve.runtime.vae.vae import least_tile
+
+LOOK_EVERY_S: Final = 1.0
+"""Between two looks at what is free."""
+
+
+class Room:
+    """What is free for the calls of ``model``'s networks; made once all is loaded that stays. Safe from any thread.
+
+    A picture is refused, and decoded in one piece or in tiles, by what is free at first or configured: neither depends
+    on who is painted beside it. Rows are capped by what is free now, which changes no byte. Where nobody says what is
+    free, nothing is capped.
+
+    most_rows  that a call ever has
+    """
+
+    def __init__(self, model: DiffusionModel, config: EngineConfig, most_rows: int, clock: Callable[[], float]) -> None:
+        self.model = model
+        self._config = config
+        self._most_rows = most_rows
+        self._clock = clock
+        self._margin = margin(model)
+        self._bound = Activations.at_most(model)
+        self._looked_s = clock()
+        self._now_bytes = self._first_bytes = self._look()
+
+    @cached_property
+    def activations(self) -> Activations:
+        """By a dry run, seconds at the first start of a model; only looked at where there is not plenty of room."""
+        return Activations.of(self.model, self._config, DiskCache.at(self._config.cache_dir))
+
+    def know(self) -> None:
+        """Work out now what the first large request would have to wait for."""
+        side_px = self.model.info.max_side_px
+        self._picture_cells(self._cells(side_px, side_px))
+        self._rows(GroupKey(side_px, side_px, self.model.text.window_tokens), self._first_bytes)
+
+    def rows(self, group: GroupKey) -> int:
+        """Rows that a call of ``group`` may have by what is free now, at least one."""
+        if self._clock() - self._looked_s >= LOOK_EVERY_S:
+            self._looked_s = self._clock()
+            self._now_bytes = self._look()
+        return max(1, self._rows(group, self._now_bytes))
+
+    def picture_cells(self, height: int, width: int) -> int:
+        """Cells of the latents (height, width) that may be decoded in one piece."""
+        return self._picture_cells(height * width)
+
+    def check(self, width_px: int, height_px: int, least_rows: int, *, is_encoded: bool = False) -> None:
+        """InvalidRequest for a picture that never fits: a call of ``least_rows`` rows, or its smallest tile, or, where
+        it begins with a picture, that one, which is encoded in one piece.
+
+        Said with the bytes that there would have to be, and with a size of this aspect that fits.
+        """
+        free = self._first_bytes
+        asked = (width_px, height_px, least_rows, is_encoded)
+        if free is None or self._least(self._bound, *asked) <= free:
+            return
+        need = self._least(self.activations, *asked)
+        share, factor = min(1.0, free / need) ** 0.5, self.model.vae.factor
+        width, height = (int(side_px * share) // factor * factor for side_px in (width_px, height_px))
+        smaller = f"ask for {width}x{height} or less" if min(width, height) else "choose a smaller model"
+        said = f"{width_px}x{height_px} px takes {_said(need)} of memory beside the weights, there are {_said(free)}"
+        check(need <= free, f"{said}: {smaller}{self._further_ways()}.", "size", "invalid_size")
+
+    def _further_ways(self) -> str:
+        """What else helps than a smaller picture, as a clause."""
+        if self._config.activation_bytes == self._first_bytes:
+            return ", or raise engine.activation_bytes"
+        if self._config.offload != "none" or self.model.choice.unet_scheme is not None:
+            return ""
+        return f", or start with --offload {'disk' if self.model.device.type == 'cpu' else 'cpu'}"
+
+    def _rows(self, group: GroupKey, free: int | None) -> int:
+        cells = self._cells(group.width_px, group.height_px)
+
+        def fitting(known: Activations) -> int:
+            row = known.of_row(cells, group.num_tokens, is_shallow=group.is_shallow)
+            return int((free or 0) / (self._margin * row))
+
+        if free is None or fitting(self._bound) >= self._most_rows:
+            return NO_LIMIT
+        return fitting(self.activations)
+
+    def _least(self, known: Activations, width_px: int, height_px: int, num_rows: int, is_encoded: bool) -> float:
+        """Bytes without which this picture cannot be painted."""
+        factor, cells = self.model.vae.factor, self._cells(width_px, height_px)
+        step = num_rows * known.of_row(cells, self.model.text.window_tokens)
+        tile = known.picture_cell_bytes * least_tile(height_px // factor, width_px // factor)
+        return self._margin * max(step, tile, is_encoded * cells * known.encoded_cell_bytes)
+
+    def _picture_cells(self, wanted: int) -> int:
+        """Cells that may be decoded at once; any number that is ``wanted`` or more says that so many may."""
+        free = self._first_bytes
+        if free is None or self._margin * wanted * self._bound.picture_cell_bytes <= free:
+            return wanted
+        return int(free / (self._margin * self.activations.picture_cell_bytes))
+
+    def _cells(self, width_px: int, height_px: int) -> int:
+        return (width_px // self.model.vae.factor) * (height_px // self.model.vae.factor)
+
+    def _look(self) -> int | None:
+        found = (free_bytes(self.model.device), self._config.activation_bytes)
+        return min((known for known in found if known is not None), default=None)
+
+
+def _said(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

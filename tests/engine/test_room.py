@@ -1,0 +1,195 @@
+"""Memory known beforehand: rows are capped before they run out, pictures decoded in tiles, and refused at the door."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diffserve.config import EngineConfig
+from diffserve.disk_cache import DiskCache
+from diffserve.engine.image.buckets import NO_LIMIT
+from diffserve.engine.image.room import LOOK_EVERY_S
+from diffserve.errors import InvalidRequest
+from diffserve.runtime.activations import Activations, hollow_twin, margin
+from diffserve.runtime.memory import free_bytes
+from diffserve.runtime.needs import decode_work, encode_work, kept_features, step_work
+from diffserve.runtime.text.conditioning import make_conditioner
+from tests.engine.conftest import MakeEngine
+from tests.engine.pipelines import asked
+
+MEASURED = """
+import sys, torch
+from diffserve.config import EngineConfig
+from diffserve.disk_cache import DiskCache
+from diffserve.runtime import load_model
+from diffserve.runtime.activations import Activations, margin
+from diffserve.runtime.memory import give_heap_back
+from diffserve.runtime.text.conditioning import make_conditioner
+from diffserve.runtime.unet.random_rows import random_rows
+
+def status(name):
+    [line] = [line for line in open("/proc/self/status") if line.startswith(name)]
+    return 1024 * int(line.split()[1])
+
+model = load_model("embedded", device="cpu", dtype=sys.argv[1])
+config = EngineConfig(kv_pool_bytes=1 << 24)
+known = Activations.of(model, config, DiskCache(None))
+conditioner = make_conditioner(model, config, is_exact=False)
+
+def measure(run, num_bytes):
+    run()
+    give_heap_back()
+    open("/proc/self/clear_refs", "w").write("5")
+    before = status("VmRSS")
+    run()
+    print((status("VmHWM") - before) / num_bytes)
+
+with torch.inference_mode():
+    for side, rows in ((256, 8), (512, 2)):
+        cells = (side // model.vae.factor) ** 2
+        predict = random_rows(model, (side, side, model.text.window_tokens), rows, conditioner)
+        measure(lambda: predict(range(rows)), rows * known.of_row(cells, 0))
+latents = torch.randn(1, model.vae.latent_channels, 64, 64)
+measure(lambda: model.vae.decode(latents), known.picture_cell_bytes * 64 * 64)
+print(margin(model))
+"""
+
+
+def test_one_dry_run_tells_of_every_size_and_number_of_rows(make_engine: MakeEngine, tmp_path: Path) -> None:
+    engine = make_engine()
+    cache, config = DiskCache(tmp_path), EngineConfig()
+    found = Activations.of(engine.model, config, cache)
+    assert Activations.of(engine.model, config, cache) == found
+    twin = hollow_twin(engine.model)
+    size, num_rows, cells = (96, 160), 3, 12 * 20
+    features = kept_features(twin, size, num_rows)
+    assert features is not None
+    conditioner = make_conditioner(twin, config, is_exact=False)
+    full = step_work(twin, conditioner, size, num_rows).peak_bytes
+    shallow = step_work(twin, conditioner, size, num_rows, features).peak_bytes + features.nbytes
+    assert num_rows * found.of_row(cells, 0) == pytest.approx(full, rel=0.03)
+    assert num_rows * found.of_row(cells, 0, is_shallow=True) == pytest.approx(shallow, rel=0.03)
+    assert found.picture_cell_bytes * cells == pytest.approx(decode_work(twin, size).peak_bytes, rel=0.03)
+    assert found.encoded_cell_bytes * cells == pytest.approx(encode_work(twin, size).peak_bytes, rel=0.03)
+    bound = Activations.at_most(engine.model)
+    assert bound.row_cell_bytes > max(found.row_cell_bytes, found.shallow_row_cell_bytes)
+    assert bound.picture_cell_bytes > 1.5 * max(found.picture_cell_bytes, found.encoded_cell_bytes)
+
+
+def test_what_is_free_is_what_the_tightest_control_group_leaves(tmp_path: Path) -> None:
+    def put(path: str, text: str) -> None:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    cpu = torch.device("cpu")
+    assert free_bytes(cpu, tmp_path) is None
+    put("proc/meminfo", "MemTotal: 4096 kB\nMemAvailable: 2048 kB\n")
+    assert free_bytes(cpu, tmp_path) == 2048 * 1024
+    put("proc/self/cgroup", "0::/box/job\n")
+    put("sys/fs/cgroup/box/job/memory.max", "max\n")
+    put("sys/fs/cgroup/box/job/memory.current", "1000\n")
+    put("sys/fs/cgroup/box/job/memory.stat", "anon 700\ninactive_file 300\n")
+    assert free_bytes(cpu, tmp_path) == 2048 * 1024, "no limit is no number"
+    put("sys/fs/cgroup/box/memory.max", "5000\n")
+    put("sys/fs/cgroup/box/memory.current", "4000\n")
+    put("sys/fs/cgroup/box/memory.stat", "inactive_file 500\n")
+    assert free_bytes(cpu, tmp_path) == 5000 - 4000 + 500
+    put("proc/self/cgroup", "5:cpu:/\n4:memory:/old\n")
+    put("sys/fs/cgroup/memory/old/memory.limit_in_bytes", "900\n")
+    put("sys/fs/cgroup/memory/old/memory.usage_in_bytes", "880\n")
+    put("sys/fs/cgroup/memory/old/memory.stat", "total_inactive_file 5\n")
+    assert free_bytes(cpu, tmp_path) == 25
+    assert free_bytes(torch.device("meta"), tmp_path) is None
+    assert (free_bytes(cpu) or 0) > 1 << 20
+
+
+def test_rows_are_capped_before_they_run_and_no_byte_changes(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [asked("sd15", "euler_a", seed=seed, num_steps=2, guidance_scale=5.0) for seed in range(4)]
+    free = make_engine(max_rows=8)
+    free.warm_up()
+    expected = [result.picture.data for result in free.generate(requests)]
+    group = next(iter(free.buckets))
+    assert free.runners.room.rows(group) == NO_LIMIT, "there is plenty: nothing is worked out"
+    assert "activations" not in vars(free.runners.room)
+    model = free.model
+    cells = group.height_px * group.width_px // model.vae.factor**2
+    known = Activations.of(model, free.config, DiskCache(None))
+    row = margin(model) * known.of_row(cells, group.num_tokens)
+    least = free.runners.groups.known(group).curve.buckets[0]
+    engine = make_engine(max_rows=8)
+    monkeypatch.setattr(engine.runners.room, "_look", lambda: int((least + 0.5) * row))
+    engine.runners.room._looked_s -= LOOK_EVERY_S
+    assert engine.runners.room.rows(group) == least
+    asked_rows: list[int] = []
+
+    def watch(_: Any, args: tuple[Any, ...], __: Any) -> None:
+        asked_rows.append(args[0].shape[0])
+
+    handle = engine.model.unet.network.register_forward_pre_hook(watch, with_kwargs=True)
+    try:
+        pictures = [result.picture.data for result in engine.generate(requests)]
+    finally:
+        handle.remove()
+    assert max(asked_rows) <= max(least, 4), "a first look is at four rows"
+    assert pictures == expected
+    trace = [call.num_padded + len(call.rows) for tick in engine.trace for call in tick.calls]
+    assert max(trace) == least
+
+
+def test_a_picture_is_decoded_in_tiles_that_fit_and_refused_where_none_does(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = make_engine()
+    known = Activations.of(plain.model, plain.config, DiskCache(None))
+    factor = plain.model.vae.factor
+    num_bytes = int(margin(plain.model) * known.picture_cell_bytes * 150)
+    engine = make_engine(activation_bytes=num_bytes)
+    cells: list[int] = []
+    decode = engine.model.vae.network.decode
+
+    def watch(z: torch.Tensor, **kwargs: Any) -> Any:
+        cells.append(z.shape[-1] * z.shape[-2])
+        return decode(z, **kwargs)
+
+    monkeypatch.setattr(engine.model.vae.network, "decode", watch)
+    size = {"width_px": 16 * factor, "height_px": 16 * factor}
+    assert engine.generate(asked("sd15", "ddim", seed=3, num_steps=1, **size))
+    assert cells
+    assert max(cells) <= 150
+
+    whole = margin(plain.model) * known.encoded_cell_bytes * 16 * 16
+    with pytest.raises(InvalidRequest, match="128x128 px takes"):
+        make_engine(activation_bytes=int(0.9 * whole)).runners.check_room(128, 128, True)
+    make_engine(activation_bytes=int(0.9 * whole)).runners.check_room(128, 128, False)
+    make_engine(activation_bytes=int(1.1 * whole)).runners.check_room(128, 128, True)
+
+    tight = make_engine(activation_bytes=num_bytes // 100)
+    with pytest.raises(InvalidRequest, match=r"128x128 px takes \d+ MiB .* there are \d+ MiB: ask for \d+x\d+") as no:
+        tight.submit(asked("sd15", "ddim", seed=3, num_steps=1, **size))
+    assert (no.value.param, no.value.code) == ("size", "invalid_size")
+    assert no.value.message.endswith("or raise engine.activation_bytes.")
+    monkeypatch.setattr("diffserve.engine.image.room.free_bytes", lambda _: num_bytes // 100)
+    with pytest.raises(InvalidRequest, match=r"or start with --offload disk\.$"):
+        make_engine().runners.check_room(128, 128, False)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the high-water mark cannot be reset here")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8_dynamic"])
+def test_what_a_process_takes_is_within_the_margin(dtype: str, tmp_path: Path) -> None:
+    """In a process of its own, its high-water mark before and after a call."""
+    outcome = subprocess.run(
+        [sys.executable, "-c", MEASURED, dtype], capture_output=True, text=True, cwd=tmp_path, timeout=300, check=True
+    )
+    *ratios, allowed = map(float, outcome.stdout.split())
+    assert len(ratios) == 3
+    assert min(ratios) > 0.5
+    assert max(ratios) < 1.4 * allowed, "the heap of a process is not the same twice"
