@@ -199,6 +199,7 @@ def main(
     for index, load in itertools.product(range(rounds), parts):
         if time.monotonic() >= until_s:
             document["left_out"].append(f"load {load:g}, round {index}")
+            write(document, path)
             continue
         drawn = mixed(count, sizes, seed=seed + 100 * index)
         trace = at_poisson_times(drawn, load * capacity, seed=seed + 100 * index + 1)
