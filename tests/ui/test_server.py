@@ -54,6 +54,7 @@ def test_an_error_is_a_sentence_with_the_way_out(error: Exception, said: str) ->
     assert "internals" not in sentence(error)
 
 
+@pytest.mark.slow
 def test_a_real_server_is_asked_once(text_server: RunningServer) -> None:
     async def story() -> None:
         server = Server(text_server.url)
