@@ -83,6 +83,7 @@ def test_what_is_installed_is_what_is_locked() -> None:
     assert found == {name: pins[name] for name in found}
 
 
+@pytest.mark.slow
 def test_tasks_of_the_contributors_page_exist_and_run() -> None:
     tasks = PYPROJECT["tool"]["poe"]["tasks"]
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

@@ -85,6 +85,7 @@ def test_stretched_and_noisy_latents_show_the_clean_picture(monkeypatch: pytest.
     assert float(noise.min()) < 0.05
 
 
+@pytest.mark.slow
 def test_a_short_run_learns_what_the_latents_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = PreviewConfig(latent_channels=8, widths=(16,), num_blocks=(1,), factor=8)
     monkeypatch.setattr(preview_training, "CONFIG", small)

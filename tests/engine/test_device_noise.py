@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from diffserve.runtime.philox import Draw, normals
@@ -40,6 +41,7 @@ def test_a_picture_of_device_noise_does_not_depend_on_its_neighbours(make_engine
     assert pixels == [one.picture.data for one in alone]
 
 
+@pytest.mark.slow
 def test_noise_of_all_rows_takes_the_launches_and_the_transfer_of_one(tmp_path: Path) -> None:
     engine = open_engine("tiny-random", tmp_path, noise_source="device")
     found = []

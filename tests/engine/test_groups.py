@@ -136,6 +136,7 @@ def test_a_single_picture_at_the_native_size_pays_for_a_first_look_once(
     assert told[0] - told[1] <= FIRST_LOOK_ROWS < MEASURING_ROWS
 
 
+@pytest.mark.slow
 def test_facts_that_make_no_sense_are_measured_anew(make_engine: MakeEngine, tmp_path: Path) -> None:
     first = make_engine(cache_dir=str(tmp_path), max_rows=4)
     first.warm_up()

@@ -24,7 +24,7 @@ CONTINUOUS: dict[str, dict[str, Any]] = {
 PIPELINES = {"sd15": "StableDiffusionPipeline", "sd2": "StableDiffusionPipeline", "sdxl": "StableDiffusionXLPipeline"}
 
 
-@pytest.mark.parametrize("kind", sorted(PIPELINES))
+@pytest.mark.parametrize("kind", ["sd15", pytest.param("sd2", marks=pytest.mark.slow), "sdxl"])
 def test_latents_are_those_of_diffusers_alone_and_in_a_mixed_batch_of_eight(
     kind: str, make_engine: MakeEngine, tiny_model: Callable[[str], Path]
 ) -> None:

@@ -57,6 +57,7 @@ def passed(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     return run_gate(GATE, PLAN, Limits(), folder, opener(tiny_model("sd15")), seen.append), folder, seen
 
 
+@pytest.mark.slow
 def test_the_same_pictures_pass_and_coarse_weights_fail(
     passed: Passed, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -74,6 +75,7 @@ def test_the_same_pictures_pass_and_coarse_weights_fail(
     assert any(line.startswith("PSNR is") for line in bad.rows[1].failures)
 
 
+@pytest.mark.slow
 def test_a_gate_leaves_a_document_a_page_and_pictures_and_paints_nothing_twice(
     passed: Passed, tiny_model: Callable[[str], Path]
 ) -> None:

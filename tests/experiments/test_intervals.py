@@ -23,6 +23,7 @@ def test_a_higher_level_has_the_wider_interval() -> None:
     assert ends[2][0] < ends[1][0] < ends[0][0] < ends[0][1] < ends[1][1] < ends[2][1]
 
 
+@pytest.mark.slow
 def test_the_interval_covers_the_true_share_about_as_often_as_it_says() -> None:
     rng = np.random.default_rng(2)
     covered = 0

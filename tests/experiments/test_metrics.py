@@ -162,6 +162,7 @@ def test_features_do_not_depend_on_the_size_of_a_large_picture_much(network: Fea
     assert network.features(large) == pytest.approx(network.features(PICTURES[0]), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_distances_grow_with_blur_and_with_noise(network: FeatureNetwork) -> None:
     reference = np.stack([network.features(picture) for picture in PICTURES])
 

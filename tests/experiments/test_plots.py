@@ -42,6 +42,7 @@ def pixels(data: bytes) -> NDArray[np.uint8]:
     return np.asarray(image.convert("RGB"))
 
 
+@pytest.mark.slow
 def test_every_plot_is_a_picture(summaries: tuple[CellSummary, ...]) -> None:
     for data in (
         plots.curves(summaries),

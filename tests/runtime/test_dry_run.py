@@ -128,6 +128,7 @@ def test_the_unet_is_counted_as_torch_counts_it_and_leaves_nothing_behind(tmp_pa
     assert (work.held_bytes, work.copies) == (0, 0)
 
 
+@pytest.mark.slow
 def test_needs_are_known_from_files_that_hold_nothing(tmp_path: Path) -> None:
     path = save_hollow_model("sd15-random", tmp_path, dtype=torch.float16)
     held = sum(file.stat().st_blocks for file in path.rglob("*.safetensors")) * 512
