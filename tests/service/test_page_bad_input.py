@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from tests.service.server import RunningServer, wait_for
+from ui.create.parameters import Form
 
 pytestmark = pytest.mark.slow
 
@@ -209,7 +211,7 @@ def test_a_form_of_any_length_keeps_nobody_waiting(
 
 
 def test_texts_that_are_too_long_are_refused(page: httpx.Client) -> None:
-    form = ["x" * 1_000_000, "", "draft", "square", 1, "Off", "2", "", "", "", "3", "", "", "", ""]
+    form = list(msgspec.structs.astuple(Form(prompt="x" * 1_000_000, steps="2", seed="3")))
     painted = page.post(f"{API}/run/generate", json={"data": form, "session_hash": "long"}).json()["data"]
     suggested = page.post(f"{API}/run/suggest", json={"data": form[:1], "session_hash": "long"}).json()["data"]
     assert "The prompt has 1000000 characters" in painted[2]
