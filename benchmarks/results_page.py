@@ -238,6 +238,15 @@ DESIGNS: Final = (
         ladder,
     ),
     Design(
+        "What the promise of bytes costs, SD 1.5's size at 256 px",
+        "deterministic",
+        "bench_deterministic.py",
+        (
+            Row("seconds over the free mode", Goal("at most", 1.15), "found/deterministic_over_free"),
+            Row("seconds over diffusers", Goal("at most", 1.15), "found/deterministic_over_diffusers"),
+        ),
+    ),
+    Design(
         "D3 Goodput, open loop, SLO 3 times alone",
         "goodput",
         "bench_goodput.py --minutes 6",
