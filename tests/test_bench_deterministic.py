@@ -19,7 +19,7 @@ def test_rounds_differ_in_seeds_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore")  # of diffusers, which is imported here
 def test_a_small_run_writes_what_it_prints(
     tiny_model: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
