@@ -381,6 +381,30 @@ def warm(
     return run(load_settings(model=model, config=config, flags=_placement(device, dtype, None)), size or [])
 
 
+@app.command()
+def prune(
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Folder for the pruned model; there is none yet.", metavar="DIR")
+    ],
+    heads: Annotated[
+        float, typer.Option("--heads", help="Share of the heads of every attention layer to cut.", metavar="SHARE")
+    ] = 0.0,
+    channels: Annotated[
+        float, typer.Option("--channels", help="Share of the inner channels of every feed-forward.", metavar="SHARE")
+    ] = 0.0,
+    model: ModelOption = None,
+    config: ConfigOption = None,
+) -> int:
+    """Cut the least important heads and channels out of the UNet, into a model directory of its own.
+
+    Shares are 0 to 0.9 of each layer, rounded down; at least one head stays. Nothing is trained: judge the pictures.
+    """
+    from diffserve.cli.prune import run
+    from diffserve.config import load_settings
+
+    return run(load_settings(model=model, config=config, flags={}), output, heads=heads, channels=channels)
+
+
 def _placement(device: str | None, dtype: str | None, offload: str | None) -> dict[str, Flag]:
     """Where a model runs, how precisely, and where its weights rest, as options of the command line."""
     from diffserve.config import Flag

@@ -21,6 +21,7 @@ from diffserve.runtime.model import DiffusionModel
 from diffserve.runtime.needs import decode_work, encode_work, kept_features, step_work
 from diffserve.runtime.precision import FLOAT8, INT8_DYNAMIC, INT8_STATIC
 from diffserve.runtime.text.conditioning import make_conditioner
+from diffserve.runtime.unet.pruning import shrink, widths_of
 from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.vae import VAERunner
 
@@ -104,10 +105,11 @@ def margin(model: DiffusionModel) -> float:
 
 
 def hollow_twin(model: DiffusionModel) -> DiffusionModel:
-    """``model`` on the meta device: its UNet and its VAE anew from their configurations, without numbers, in the dtype
-    that they compute in."""
+    """``model`` on the meta device: its UNet and its VAE anew from their configurations, as narrow as they are, without
+    numbers, in the dtype that they compute in."""
     choice = replace(model.choice, device=torch.device("meta"), offload="none")
     unet = _empty("UNet2DConditionModel", model.unet.network.config, model.dtype)
+    shrink(unet, widths_of(model.unet.network))
     vae = _empty("AutoencoderKL", model.vae.network.config, model.vae.dtype)
     return replace(
         model,

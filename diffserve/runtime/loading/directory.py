@@ -22,6 +22,7 @@ from diffserve.runtime.loading.formulation import read_scheduler
 from diffserve.runtime.loading.weight_loading import LoadedParts, TensorSource, vae_precision
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.text.encoding import TextEncoder
+from diffserve.runtime.unet.pruning import shrink_as_told
 
 REQUIRED = ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
 DIFFUSERS_STEM = "diffusion_pytorch_model"
@@ -59,6 +60,7 @@ def load_directory(path: Path, choice: DeviceChoice, *, adapt: Adapt | None = No
     encoders = tuple(load_text(suffix) for suffix in suffixes)
     unet_config, vae_config = (read_json(path / part / "config.json") for part in ("unet", "vae"))
     unet = build_unet(unet_config, str(path / "unet" / "config.json"), choice)
+    files.extend(shrink_as_told(unet, path / "unet"))
     unet_weights = open_weights("unet", DIFFUSERS_STEM)
     load_component(unet, unet_weights, choice, quantise=choice.unet_scheme, adapt=adapt and partial(adapt, "unet"))
     vae = build("AutoencoderKL", vae_config, str(path / "vae" / "config.json"))

@@ -186,7 +186,7 @@ def _place_computed_buffers(module: nn.Module, device: torch.device) -> None:
 class LoadedParts:
     """Networks, tokenizers and configurations, before runners are made of them.
 
-    files                the weight files, for the digest
+    files                the weight files and what tells their shapes (a pruned UNet's), for the digest
     zero_empty_negative  SDXL: an empty negative prompt is all zeros instead of an encoded ""
     guess_prediction     nothing on disk says whether the UNet predicts noise or velocity: ask the UNet
     """

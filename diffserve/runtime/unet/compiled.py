@@ -30,6 +30,7 @@ from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.precision import INT8, INT8_DYNAMIC, TORCH_DTYPES, hardware_name, tensor_bytes
 from diffserve.runtime.unet.call import Kind, UNetArguments
 from diffserve.runtime.unet.cross_attention import KeysValues, Pair
+from diffserve.runtime.unet.pruning import widths_of
 
 if TYPE_CHECKING:
     from diffserve.runtime.model import DiffusionModel
@@ -233,11 +234,12 @@ def _circumstances(model: DiffusionModel, is_baked: bool) -> str:
     """All that a package depends on, but the shapes."""
     network = model.unet.network
     config = json.dumps({key: value for key, value in network.config.items() if key[0] != "_"}, default=str)
+    widths = widths_of(network)  # of a pruned one others than its configuration says
     weights = model.digest if is_baked else ""
     made_of = sorted({type(module).__name__ for module in network.modules()})
     machine = f"{hardware_name(model.device)} torch {torch.__version__} cuda {torch.version.cuda}"
     machine += f" diffusers {diffusers.__version__}"
-    return f"{weights} {model.choice.dtype} {config} {made_of} {machine}"
+    return f"{weights} {model.choice.dtype} {config} {widths} {made_of} {machine}"
 
 
 def _forget_oldest(folder: Path) -> None:

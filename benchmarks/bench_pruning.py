@@ -1,0 +1,101 @@
+"""What pruning the UNet costs in pictures, and what it leaves out, on the embedded model.
+
+    python benchmarks/bench_pruning.py
+    python benchmarks/bench_pruning.py --prompts 96 --cuts 0.17:0,0:0.25,0.34:0.5
+
+Each cut is heads:channels as ``diffserve prune`` takes them, written to a folder and loaded from it. Parameters, bytes
+and work of a row are of a dry run. The whole model and every pruned one paint the same captions from the same seeds;
+they are judged as a gate judges precisions: exact prompt match, PSNR and Frechet distance to the whole one's pictures.
+One JSON document to stdout and to results/.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.report import RESULTS, head, write
+from diffserve.config import load_settings
+from diffserve.disk_cache import DiskCache
+from diffserve.engine import Engine
+from diffserve.experiments.gate import Limits, PrecisionGate
+from diffserve.experiments.gate_run import run_gate
+from diffserve.experiments.plan import SweepPlan
+from diffserve.experiments.prompts import held_out_prompts
+from diffserve.runtime import load_model
+from diffserve.runtime.loading.pruned import prune_directory
+from diffserve.runtime.needs import needs_of
+from diffserve.runtime.unet.pruning import Shares
+
+WHOLE = "whole"
+
+
+def cost(path: str, dtype: str) -> dict[str, Any]:
+    """What the UNet at ``path`` holds, and what a row at the native size takes."""
+    settings = load_settings(model="embedded", config=None, flags={})
+    needs = needs_of(path, dtype=dtype, config=settings.engine, profile=settings.model, rows=(1,))
+    unet = next(part for part in needs.model.memory_report() if part.component == "unet")
+    return {
+        "parameters": unet.num_parameters,
+        "unet_bytes": unet.weights_bytes,
+        "flops_a_row": needs.steps[1].flops,
+    }
+
+
+def main(
+    prompts: Annotated[int, typer.Option(help="Held-out captions.")] = 48,
+    cuts: Annotated[str, typer.Option(help="heads:channels, with commas.")] = "0:0.125,0.17:0,0.17:0.25,0.34:0.5",
+    dtype: Annotated[str, typer.Option(help="What the networks compute in.")] = "bfloat16",
+    steps: Annotated[int, typer.Option(help="Denoising steps.")] = 10,
+    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+) -> None:
+    """Measure, and print one JSON document as the last line of stdout."""
+    profile = load_settings(model="embedded", config=None, flags={}).model
+    plan = SweepPlan(
+        samplers=(profile.sampler,),
+        steps=(steps,),
+        guidance=(profile.guidance_scale,),
+        prompts=held_out_prompts(prompts),
+        num_seeds=1,
+        first_seed=0,
+        reference_steps=None,
+    )
+    with TemporaryDirectory() as folder:
+        paths = {WHOLE: "embedded"}
+        for cut in cuts.split(","):
+            heads, channels = map(float, cut.split(":"))
+            paths[cut] = str(Path(folder) / cut.replace(":", "-"))
+            prune_directory("embedded", Path(paths[cut]), Shares(heads=heads, channels=channels))
+
+        def open_engine(name: str) -> Engine:
+            model = load_model(paths[name], dtype=dtype, device="cpu", profile=profile, cache=DiskCache(None))
+            print(name, file=sys.stderr, flush=True)
+            return Engine(replace(model, family="embedded"))  # its captions can be checked wherever it lies
+
+        document = head("pruning", "embedded", open_engine(WHOLE).info)
+        document["command"] = (
+            f"python benchmarks/bench_pruning.py --prompts {prompts} --cuts {cuts} --dtype {dtype} --steps {steps}"
+        )
+        gate = PrecisionGate(WHOLE, tuple(name for name in paths if name != WHOLE))
+        report = run_gate(gate, plan, Limits(), Path(folder) / "gate", open_engine)
+        document["models"] = {
+            row.precision: {**cost(paths[row.precision], dtype), **msgspec.to_builtins(row)} for row in report.rows
+        }
+    for one in document["models"].values():
+        one.pop("engine_s")  # the models painted one after the other, not in turns
+    info = document["model"]
+    write(document, out or RESULTS / f"pruning-embedded-{info['device']}-{info['dtype']}-{document['date'][:10]}.json")
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,50 @@
+"""``diffserve prune``: cut heads and channels out of a model's UNet, and say what is left of its work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from diffserve.config import Settings
+
+if TYPE_CHECKING:
+    from diffserve.runtime.needs import Needs
+
+
+def run(settings: Settings, output: Path, *, heads: float, channels: float) -> int:
+    """Write the model of ``settings`` to ``output`` with these shares of its UNet's layers cut out.
+
+    Raises ConfigError for shares, and for a folder that exists, and what loading raises.
+    """
+    from diffserve.runtime import choose_device
+    from diffserve.runtime.loading.pruned import prune_directory
+    from diffserve.runtime.needs import needs_of
+    from diffserve.runtime.unet.pruning import Shares
+
+    shares = Shares(heads=heads, channels=channels)
+    profile = settings.model
+    dtype = choose_device(profile.device, profile.dtype, "none").dtype
+    console = Console(highlight=False, soft_wrap=True)
+    prune_directory(profile.path, output, shares)
+    paths = (profile.path, output)
+    before, after = (needs_of(one, dtype=dtype, config=settings.engine, profile=profile, rows=(1,)) for one in paths)
+    console.print(_table(before, after))
+    console.print(f"{output}: judge its pictures (benchmarks/bench_pruning.py) before it is used", markup=False)
+    return 0
+
+
+def _table(before: Needs, after: Needs) -> Table:
+    width_px, height_px = before.model.info.good_sizes[0]
+    table = Table("UNet", "before", "after", "ratio", box=None)
+    old, new = (next(part for part in one.model.memory_report() if part.component == "unet") for one in (before, after))
+    flops = f"GFLOP a row of {width_px}x{height_px}"
+    for name, unit, was, is_now in (
+        ("million parameters", 1e6, old.num_parameters, new.num_parameters),
+        (f"MiB in {before.model.choice.dtype}", 2**20, old.weights_bytes, new.weights_bytes),
+        (flops, 1e9, before.steps[1].flops, after.steps[1].flops),
+    ):
+        table.add_row(name, f"{was / unit:.2f}", f"{is_now / unit:.2f}", f"{is_now / was:.3f}")
+    return table

@@ -1,0 +1,86 @@
+"""A pruned model on disk: a diffusers directory whose UNet has ``pruned.json`` beside its configuration.
+
+diffusers' configuration cannot say how many heads a single layer has, so that file does: the UNet is built from the
+configuration and made as narrow as the file says before its weights are read. diffusers itself refuses such a UNet, by
+the shapes of its tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any, Final
+
+import msgspec
+from safetensors.torch import save_file
+
+from diffserve.errors import ConfigError, ModelLoadError
+from diffserve.profiles import ADAPTER_FILE
+from diffserve.runtime.loading.checkpoint import MANIFEST_FILE, Checkpoint, find_weights, read_json, write_manifest
+from diffserve.runtime.loading.components import ALLOWED_CLASSES, build, load_component
+from diffserve.runtime.loading.directory import DIFFUSERS_STEM, read_index
+from diffserve.runtime.loading.family import BUILT_IN
+from diffserve.runtime.precision import choose_device
+from diffserve.runtime.unet.pruning import PRUNED_FILE, Shares, prune, shrink_as_told, widths_of
+from diffserve.vocabulary import WORLD_FILE
+
+CONFIG_FILE: Final = "config.json"
+COPIED: Final = frozenset({*ALLOWED_CLASSES, "scheduler", "model_index.json", WORLD_FILE})
+"""Of a model's directory; how many steps it needs was measured of the whole one."""
+
+
+def prune_directory(path: str | Path, target: Path, shares: Shares) -> None:
+    """Write the model at ``path``, a built-in one or a diffusers directory, pruned or not, to ``target`` with less of
+    its UNet; weights keep the dtype that they have on disk. The directory is there whole or not at all.
+
+    Raises ConfigError where nothing would be cut or ``target`` exists, ModelLoadError for what cannot be read.
+    """
+    source = BUILT_IN.get(str(path)) or Path(path).expanduser()
+    if target.exists():
+        raise ConfigError(f"{target} exists, and nothing is overwritten; give another folder.", param="output")
+    if (source / ADAPTER_FILE).is_file():
+        raise ModelLoadError(f"{source} is an adapter, which has no UNet of its own; give the model beneath it.")
+    if not source.is_dir():
+        raise ModelLoadError(f"{source} is not a folder; only a diffusers directory can be pruned.")
+    read_index(source)
+    unet = _load_unet(source / "unet")
+    before = widths_of(unet)
+    prune(unet, shares)
+    after = widths_of(unet)
+    if after == before:
+        asked = f"heads {shares.heads:g} and channels {shares.channels:g} cut nothing out of {source}"
+        raise ConfigError(f"{asked}: its layers have too few; give larger shares.", param="heads")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+    try:
+        made = shutil.copytree(source, part / target.name, ignore=lambda folder, names: _left(source, folder, names))
+        weights = made / "unet" / f"{DIFFUSERS_STEM}.safetensors"
+        save_file(unet.state_dict(), weights, {"format": "pt"})
+        shutil.copymode(made / "unet" / CONFIG_FILE, weights)  # safetensors writes for its owner alone
+        (made / "unet" / PRUNED_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(after)) + b"\n")
+        if (source / MANIFEST_FILE).is_file():
+            write_manifest(made)
+        os.rename(made, target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _load_unet(directory: Path) -> Any:
+    """In the dtype of its first tensor."""
+    file = directory / CONFIG_FILE
+    network = build("UNet2DConditionModel", read_json(file), str(file))
+    shrink_as_told(network, directory)
+    checkpoint = Checkpoint.open(find_weights(directory, DIFFUSERS_STEM, prefer_fp16=False))
+    stored = checkpoint.read(next(iter(checkpoint.entries))).dtype
+    return load_component(network, checkpoint, replace(choose_device("cpu", "float32"), compute_dtype=stored))
+
+
+def _left(source: Path, folder: str, names: Iterable[str]) -> set[str]:
+    """What is not copied of ``folder`` in ``source``: its UNet's weights, and what no model is made of."""
+    if Path(folder) == source:
+        return set(names) - COPIED
+    return set(names) - {CONFIG_FILE} if Path(folder) == source / "unet" else set()
