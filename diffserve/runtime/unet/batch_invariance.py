@@ -36,6 +36,9 @@ SHARED = 4
 LONGEST_CALL_S = 1.0
 """A size whose call would take longer is left out: whoever comes meanwhile waits for it, and it saves little."""
 
+LEAST_S = 1e-9
+"""What a call takes on a clock that did not move meanwhile."""
+
 Predict = Callable[[range], Tensor]
 """(row numbers) -> UNet output (len(rows), C, h, w) on the CPU, so that the clock has stopped when it returns."""
 
@@ -108,7 +111,7 @@ def timed(predict: Predict, clock: Callable[[], float] = time.perf_counter) -> T
     def attempt(rows: range, _num_threads: int) -> Trial:
         started_s = clock()
         output = predict(rows)
-        return Trial(output, clock() - started_s)
+        return Trial(output, max(clock() - started_s, LEAST_S))
 
     return attempt
 
