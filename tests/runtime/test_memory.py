@@ -28,7 +28,7 @@ def test_gaps_in_the_heap_are_given_back() -> None:
     for number in range(MANY):
         pieces.append(np.ones(PIECE_BYTES, dtype=np.uint8))
         if number % 50 == 0:
-            kept.append(np.ones(100, dtype=np.uint8))  # holds on to its place, and so to all before it
+            kept.append(np.ones(PIECE_BYTES, dtype=np.uint8))  # holds on to its place, and so to all before it
     del pieces
     before = anonymous_bytes()
     give_heap_back()
