@@ -71,8 +71,10 @@ def measure(peers: Peers, names: list[str], num_rows: int, first: dict[str, Tens
         try:
             arms[name] = peers.make(name, num_rows)
             output = arms[name]()
-        except Absent as reason:
-            point["left_out"][name] = str(reason)
+        except Exception as error:  # a compiler of others, say: the rest is measured all the same
+            arms.pop(name, None)
+            reason = str(error) if isinstance(error, Absent) else f"{type(error).__name__}: {error}".splitlines()[0]
+            point["left_out"][name] = reason
             say(f"{num_rows:3} rows {name:16} left out: {reason}")
             continue
         made_s = time.perf_counter() - started_s
