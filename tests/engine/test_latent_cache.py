@@ -11,7 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from diffserve.engine.image.latent_cache import SKIPS, Kept, LatentCache, skip_of
+from diffserve.engine.image.latent_cache import SKIPS, KeptLatents, LatentCache, skip_of
 from diffserve.errors import InvalidRequest
 from diffserve.types import Event, GenerationRequest, ImageResult
 from tests.engine.conftest import MakeEngine
@@ -141,8 +141,8 @@ def test_steps_left_out_grow_with_the_similarity() -> None:
 
 
 def test_the_cache_is_bounded_and_drops_what_served_nobody_the_longest() -> None:
-    def kept(*embedding: float) -> Kept:
-        return Kept(np.array(embedding, np.float32), np.full((4, 2, 2), embedding[0], np.float32))
+    def kept(*embedding: float) -> KeptLatents:
+        return KeptLatents(np.array(embedding, np.float32), np.full((4, 2, 2), embedding[0], np.float32))
 
     one = kept(1.0, 0.0).num_bytes
     cache = LatentCache(2 * one)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from diffserve.engine.engine import failure_of
 from diffserve.engine.image.batch import LanePool
-from diffserve.engine.image.latent_cache import Kept, LatentCache
+from diffserve.engine.image.latent_cache import KeptLatents, LatentCache
 from diffserve.engine.image.preparer import kin_of
 from diffserve.engine.image.room import Room
-from diffserve.engine.image.task import ImageTask, Shown, TickOutcome
+from diffserve.engine.image.task import ImageTask, ShownPreview, TickOutcome
 from diffserve.engine.image.unet_calls import UNetCaller
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.memory import without_frames
@@ -119,7 +119,7 @@ class PictureDecoder:
         for task in tasks:
             if task.ends_step and task in self._shown and self._shown[task].decoded.is_here:
                 showing = self._shown.pop(task)
-                outcome.previews[task] = Shown(showing.num_steps, showing.decoded.picture(showing.place))
+                outcome.previews[task] = ShownPreview(showing.num_steps, showing.decoded.picture(showing.place))
 
     def try_once(self, latents: Tensor) -> None:
         """Decode ``latents`` (C, h, w) and throw the picture away."""
@@ -156,7 +156,7 @@ class PictureDecoder:
             if latents is not None and task.live.request.return_latents:
                 outcome.latents[task] = latents
             if latents is not None and task.held.embedding is not None:
-                self.kept.put(kin_of(task), task.live.request.prompt, Kept(task.held.embedding, latents))
+                self.kept.put(kin_of(task), task.live.request.prompt, KeptLatents(task.held.embedding, latents))
         except Exception as error:
             outcome.failures[task] = failure_of(error, "painting this image")
         outcome.decode_s[task] = self.clock() - going.started_s

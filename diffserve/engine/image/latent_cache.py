@@ -26,7 +26,7 @@ Embedding = NDArray[np.float32]
 Latents = NDArray[np.float32]
 
 
-class Kept(NamedTuple):
+class KeptLatents(NamedTuple):
     """A finished picture's latents (C, h, w) and the embedding (D,) of its prompt, of length 1."""
 
     embedding: Embedding
@@ -55,13 +55,13 @@ class LatentCache:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._kept: OrderedDict[tuple[Hashable, str], Kept] = OrderedDict()
+        self._kept: OrderedDict[tuple[Hashable, str], KeptLatents] = OrderedDict()
         self._prompts: dict[Hashable, list[str]] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def put(self, kin: Hashable, prompt: str, kept: Kept) -> None:
+    def put(self, kin: Hashable, prompt: str, kept: KeptLatents) -> None:
         """Keep the latents of ``prompt``; those that take more than all there is room for are not."""
         if kept.num_bytes > self.max_bytes or (kin, prompt) in self._kept:
             return

@@ -316,7 +316,7 @@ class TickTrace:
         return sum(len(call.rows) for call in self.calls)
 
 
-class Shown(NamedTuple):
+class ShownPreview(NamedTuple):
     """A preview (height_px, width_px, 3) uint8 of an image as it was after ``num_steps``."""
 
     num_steps: int
@@ -336,7 +336,7 @@ class TickOutcome:
     groups: dict[ImageTask, GroupKey] = field(default_factory=dict)
     failures: dict[ImageTask, FailureReason] = field(default_factory=dict)
     postponed: list[ImageTask] = field(default_factory=list)
-    previews: dict[ImageTask, Shown] = field(default_factory=dict)
+    previews: dict[ImageTask, ShownPreview] = field(default_factory=dict)
     pictures: dict[ImageTask, NDArray[np.uint8]] = field(default_factory=dict)
     latents: dict[ImageTask, NDArray[np.float32]] = field(default_factory=dict)
     prepare_s: dict[ImageTask, float] = field(default_factory=dict)
