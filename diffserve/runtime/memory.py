@@ -16,6 +16,9 @@ CGROUP_FILES: Final = {
 """By the folder of the memory controller under /sys/fs/cgroup (version 2; 1): the limit, what is used, and the line of
 ``memory.stat`` for what of it is files that nobody reads just now."""
 
+M_MMAP_THRESHOLD: Final = -3
+"""glibc's number of the option (malloc.h)."""
+
 
 def free_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
     """Bytes that tensors may still take on ``device``; ``None`` where nobody says.
@@ -75,6 +78,17 @@ def give_heap_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def keep_heap_small() -> None:
+    """From now on have every block of 128 KiB and more come from the system and go back to it at once.
+
+    glibc starts so, but learns from whatever is freed: weights that come and go would lie about in the heap in pieces,
+    several layers of them. Blocks cost a system call each instead. Nothing to do where there is no glibc.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(M_MMAP_THRESHOLD, 128 << 10)
 
 
 def without_frames(error: BaseException) -> None:

@@ -149,7 +149,7 @@ def test_on_disk_the_process_needs_less_memory_by_much_of_the_weights() -> None:
         file for part in ("unet", "vae", "text_encoder") for file in EMBEDDED_DIRECTORY.glob(f"{part}/*.safetensors")
     ]
     weights_kib = 2 * sum(file.stat().st_size for file in files) / 1024  # 16 bits there, 32 here
-    assert peak_kib("disk") < peak_kib("none") - 0.4 * weights_kib
+    assert peak_kib("disk") < peak_kib("none") - 0.7 * weights_kib
 
 
 def test_a_map_keeps_what_fits_and_leaves_the_rest_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:

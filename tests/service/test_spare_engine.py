@@ -7,6 +7,7 @@ import json
 import math
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,12 @@ Model = Callable[[str], Path]
 
 
 def engines_of(server: RunningServer) -> set[int]:
-    children = psutil.Process(server.process.pid).children()
-    return {child.pid for child in children if "diffserve.engine.process" in child.cmdline()}
+    found = set()
+    for child in psutil.Process(server.process.pid).children():
+        with suppress(psutil.NoSuchProcess):  # which a process is, too, that has ended and is not yet waited for
+            if "diffserve.engine.process" in child.cmdline():
+                found.add(child.pid)
+    return found
 
 
 def logged(server: RunningServer) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
+from diffserve.runtime.memory import keep_heap_small
 from diffserve.runtime.precision import DeviceChoice
 
 WEIGHTS_SHARE: Final = 0.7
@@ -67,6 +68,8 @@ def dispatch(
 
     ``readers`` give the parameters that do not rest there.
     """
+    if readers:
+        keep_heap_small()
     with hushed("accelerate.big_modeling"):  # it says of every parameter's absence that it was meant
         import_quietly("accelerate", "dispatch_model")(
             network,
