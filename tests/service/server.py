@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,14 +43,20 @@ class RunningServer:
         return int(self.url.rpartition(":")[2])
 
     @property
+    def engines(self) -> set[int]:
+        """Process ids of its engines: that which serves, and a spare one."""
+        found = set()
+        for child in psutil.Process(self.process.pid).children():
+            with suppress(psutil.NoSuchProcess):  # which a process is, too, that has ended and is not yet waited for
+                if "diffserve.engine.process" in child.cmdline():
+                    found.add(child.pid)
+        return found
+
+    @property
     def engine(self) -> psutil.Process:
         """The engine's process."""
-        (child,) = [
-            child
-            for child in psutil.Process(self.process.pid).children()
-            if "diffserve.engine.process" in child.cmdline()
-        ]
-        return child
+        (pid,) = self.engines
+        return psutil.Process(pid)
 
     def wait_until_ready(self) -> None:
         wait_for(lambda: self.status("/readyz") == 200, START_S, "readiness")

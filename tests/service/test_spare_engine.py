@@ -7,7 +7,6 @@ import json
 import math
 import signal
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,6 @@ from diffserve.service.lifecycle import Gate
 from tests.service.server import GENERATIONS, SOON_S, START_S, RunningServer, files_of, running_server, wait_for
 
 Model = Callable[[str], Path]
-
-
-def engines_of(server: RunningServer) -> set[int]:
-    found = set()
-    for child in psutil.Process(server.process.pid).children():
-        with suppress(psutil.NoSuchProcess):  # which a process is, too, that has ended and is not yet waited for
-            if "diffserve.engine.process" in child.cmdline():
-                found.add(child.pid)
-    return found
 
 
 def logged(server: RunningServer) -> list[dict[str, Any]]:
@@ -53,15 +43,15 @@ def test_a_spare_that_has_its_libraries_takes_the_place_of_a_lost_engine_and_is_
         server.wait_until_ready()
         before = files_of(server.paint(seed=5))
         (first,) = ready_ones(server)
-        (dead,) = wait_for(lambda: engines_of(server) - {first}, START_S, "a spare")
+        (dead,) = wait_for(lambda: server.engines - {first}, START_S, "a spare")
         psutil.Process(dead).kill()
-        (spare,) = wait_for(lambda: engines_of(server) - {first, dead}, START_S, "another, for that is gone")
+        (spare,) = wait_for(lambda: server.engines - {first, dead}, START_S, "another, for that is gone")
         psutil.Process(first).kill()
         wait_for(lambda: server.status("/readyz") == 503, SOON_S, "the loss to be noticed")
         server.wait_until_ready()
         assert ready_ones(server) == [first, spare]
         assert files_of(server.paint(seed=5)) == before
-        (stuck,) = wait_for(lambda: engines_of(server) - {spare}, START_S, "the next spare")
+        (stuck,) = wait_for(lambda: server.engines - {spare}, START_S, "the next spare")
         psutil.Process(stuck).suspend()
         psutil.Process(spare).kill()
         wait_for(lambda: len(ready_ones(server)) == 3, START_S, "one that is no spare")
