@@ -39,13 +39,13 @@ def run(settings: Settings, gpu: str | None = None) -> int:
     _section(console, "diffserve", _versions())
     _section(console, "settings", _settings(settings), headings=("key", "value", "from"))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from diffserve.runtime import choose_device, load_model
+    from diffserve.runtime import choose_for, load_model
     from diffserve.runtime.loading.library_imports import hushed
     from diffserve.runtime.needs import needs_of
 
     folders = list(_folders(settings))
     profile, offload = settings.model, settings.engine.offload
-    choice = choose_device(profile.device, profile.dtype, offload)
+    choice = choose_for(profile.path, profile.device, profile.dtype, offload)
     _section(console, "device", _device(choice))
     with hushed("diffserve"):  # what it would warn of is in the report
         needs = needs_of(profile.path, dtype=choice.dtype, config=settings.engine, profile=profile, rows=ROWS)

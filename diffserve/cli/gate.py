@@ -83,12 +83,12 @@ def run(
 
 def _resolve(gate: PrecisionGate, settings: Settings) -> PrecisionGate:
     """The gate in canonical names, every precision known to run here. Raises ConfigError."""
-    from diffserve.runtime import choose_device
+    from diffserve.runtime import choose_for
 
-    names = []
+    names, model = [], settings.model
     for name in gate.names:
         try:
-            names.append(choose_device(settings.model.device, name, settings.engine.offload).dtype)
+            names.append(choose_for(model.path, model.device, name, settings.engine.offload).dtype)
         except ConfigError as error:
             raise ConfigError(f"--gate: {error.message}", param="gate") from None
     if len(set(names)) < len(names):

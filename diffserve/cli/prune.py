@@ -19,14 +19,14 @@ def run(settings: Settings, output: Path, *, heads: float, channels: float) -> i
 
     Raises ConfigError for shares, and for a folder that exists, and what loading raises.
     """
-    from diffserve.runtime import choose_device
+    from diffserve.runtime import choose_for
     from diffserve.runtime.loading.pruned import prune_directory
     from diffserve.runtime.needs import needs_of
     from diffserve.runtime.unet.pruning import Shares
 
     shares = Shares(heads=heads, channels=channels)
     profile = settings.model
-    dtype = choose_device(profile.device, profile.dtype, "none").dtype
+    dtype = choose_for(profile.path, profile.device, profile.dtype).dtype
     console = Console(highlight=False, soft_wrap=True)
     prune_directory(profile.path, output, shares)
     paths = (profile.path, output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from diffserve.runtime.arithmetic import choose_for
 from diffserve.runtime.model import DiffusionModel, load_model
 from diffserve.runtime.precision import DTYPE_NAMES, DeviceChoice, choose_device
 from diffserve.runtime.text.encoding import Conditioning, TextEncoderRunner
@@ -15,5 +16,6 @@ __all__ = [
     "TextEncoderRunner",
     "UNetRunner",
     "choose_device",
+    "choose_for",
     "load_model",
 ]

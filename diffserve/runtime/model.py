@@ -17,16 +17,24 @@ from diffserve.config import DTYPE_ALIASES
 from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError, ModelNotFound
 from diffserve.fewest_steps import FewestSteps, read_fewest_steps
+from diffserve.runtime.arithmetic import choose_for
 from diffserve.runtime.calibration import CALIBRATION_EDITION, kept_or_measured, measure_ranges, prompts_of
 from diffserve.runtime.loading.adapter import load_adapted, read_adapter
 from diffserve.runtime.loading.checkpoint import digest_files, refuse_pickle
 from diffserve.runtime.loading.directory import load_directory
-from diffserve.runtime.loading.family import BUILT_IN, EMBEDDED, default_profile, detect_family, native_size
+from diffserve.runtime.loading.family import (
+    BUILT_IN,
+    EMBEDDED,
+    default_profile,
+    detect_family,
+    location_of,
+    native_size,
+)
 from diffserve.runtime.loading.formulation import noise_schedule
 from diffserve.runtime.loading.plausibility import Plausibility, judge, kept_or_probed, predicts_velocity, probe
 from diffserve.runtime.loading.single_file import load_single_file
 from diffserve.runtime.loading.weight_loading import LoadedParts
-from diffserve.runtime.precision import INT8_STATIC, TORCH_DTYPES, DeviceChoice, choose_device, weights_bytes
+from diffserve.runtime.precision import INT8_STATIC, TORCH_DTYPES, DeviceChoice, weights_bytes
 from diffserve.runtime.quantisation import ONCE_A_PROMPT, THE_PIXELS, convert_static, describe_left, schemes
 from diffserve.runtime.text.encoding import TextEncoderRunner
 from diffserve.runtime.unet.unet import UNetRunner
@@ -177,10 +185,10 @@ def load_model(
     Raises ModelNotFound when nothing is there, ModelLoadError when it cannot be used or answers as another kind than
     its files say, ConfigError for a wrong dtype or device.
     """
-    choice = choose_device(device, dtype, offload)
+    choice = choose_for(path, device, dtype, offload)
     if profile is not None:
         choice = replace(choice, vae_dtype=TORCH_DTYPES.get(DTYPE_ALIASES.get(profile.vae_dtype, profile.vae_dtype)))
-    location = BUILT_IN.get(str(path)) or Path(path).expanduser()
+    location = location_of(path)
     adapter = read_adapter(location)
     parts = load_adapted(adapter, choice) if adapter else _load_parts(location, choice)
     unet = UNetRunner(parts.unet, device=choice.device, dtype=choice.compute_dtype)

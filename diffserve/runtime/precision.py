@@ -81,24 +81,30 @@ class DeviceChoice:
         return INT8 if self.dtype in (INT8, INT8_DYNAMIC, INT8_STATIC) else None
 
 
-def choose_device(device: str = "auto", dtype: str = "auto", offload: str = "none") -> DeviceChoice:
-    """Resolve ``auto`` and check what was asked for. Raises ConfigError for an unknown name or an absent device."""
+def choose_device(
+    device: str = "auto", dtype: str = "auto", offload: str = "none", best: tuple[str, str] | None = None
+) -> DeviceChoice:
+    """Resolve ``auto`` and check what was asked for. Raises ConfigError for an unknown name or an absent device.
+
+    ``best``: the float dtype that is the best here and why, where that is known; otherwise the device's flags say.
+    """
     if offload not in OFFLOADS:
         raise ConfigError(f"offload is {offload!r}; choose one of {', '.join(OFFLOADS)}.", param="offload")
     chosen, device_reason = _choose_device(device)
     name = DTYPE_ALIASES.get(dtype, dtype)
     if name not in DTYPE_NAMES:
         raise ConfigError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPE_NAMES)}.")
-    best, best_reason = _best_dtype(chosen)
+    best_name, best_reason = best or _best_dtype(chosen)
     rests = f"; {RESTS[offload]}." if offload in RESTS else "."
     if name == "auto":
-        return DeviceChoice(chosen, best, TORCH_DTYPES[best], f"{device_reason}; {best}, {best_reason}{rests}", offload)
+        said = f"{best_name}, {best_reason}{rests}"
+        return DeviceChoice(chosen, best_name, TORCH_DTYPES[best_name], f"{device_reason}; {said}", offload)
     if name not in QUANTISED:
         return DeviceChoice(chosen, name, TORCH_DTYPES[name], f"{device_reason}; {name}, as asked{rests}", offload)
     _refuse_absent_unit(chosen, name)
-    best = "bfloat16" if name == FLOAT8 else best
-    said = f"{QUANTISED[name].format(best=best)}{'' if name == FLOAT8 else f', {best_reason}'}, as asked{rests}"
-    return DeviceChoice(chosen, name, TORCH_DTYPES[best], f"{device_reason}; {said}", offload)
+    arithmetic = "bfloat16" if name == FLOAT8 else best_name
+    said = f"{QUANTISED[name].format(best=arithmetic)}{'' if name == FLOAT8 else f', {best_reason}'}, as asked{rests}"
+    return DeviceChoice(chosen, name, TORCH_DTYPES[arithmetic], f"{device_reason}; {said}", offload)
 
 
 def _refuse_absent_unit(device: torch.device, name: str) -> None:

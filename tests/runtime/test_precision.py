@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from diffserve.errors import ConfigError
-from diffserve.runtime import DTYPE_NAMES, DiffusionModel, choose_device, load_model
+from diffserve.runtime import DTYPE_NAMES, DiffusionModel, arithmetic, choose_device, choose_for, load_model
 from diffserve.runtime.loading.checkpoint import Checkpoint, read_json
 from diffserve.runtime.loading.components import build_unet, load_component
 from diffserve.runtime.loading.weight_loading import vae_precision
@@ -77,6 +77,36 @@ def test_a_cpu_without_a_bfloat16_unit_computes_in_float32(monkeypatch: pytest.M
     choice = choose_device("cpu", "auto")
     assert (choice.dtype, choice.compute_dtype) == ("float32", torch.float32)
     assert "no bfloat16 unit" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("ratio", "room_bytes", "auto"),
+    [(1.5, 1 << 40, "float32"), (1.1, 1 << 40, "bfloat16"), (0.4, None, "bfloat16"), (1.5, 1 << 20, "bfloat16")],
+)
+def test_auto_of_a_model_is_the_arithmetic_that_is_clearly_faster_where_its_weights_find_room(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[[str], Path], ratio: float, room_bytes: int, auto: str
+) -> None:
+    monkeypatch.setattr("diffserve.runtime.precision.cpu_bf16_unit", lambda: "AVX512-BF16")
+    monkeypatch.setattr(arithmetic, "bfloat16_over_float32", lambda: ratio)
+    monkeypatch.setattr(arithmetic, "free_bytes", lambda device: room_bytes)
+    path = tiny_model("sd15")
+    choice = load_model(path, device="cpu").choice
+    assert (choice.dtype, choice.compute_dtype) == (auto, getattr(torch, auto))
+    assert ("takes 1.5 times as long in bfloat16" in choice.reason) == (auto == "float32")
+    assert {choose_for(path, "cpu", name).compute_dtype for name in ("bf16", "int8")} == {torch.bfloat16}
+
+
+def test_both_kinds_of_arithmetic_are_tried_on_one_thread_and_the_others_come_back() -> None:
+    num_threads = torch.get_num_threads()
+    assert 0.01 < arithmetic.bfloat16_over_float32.__wrapped__() < 100
+    assert torch.get_num_threads() == num_threads
+
+
+def test_what_a_model_holds_on_disk_is_counted_with_its_base(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    stored = arithmetic.stored_bytes(tiny_model("sd15"))
+    assert stored == sum(file.stat().st_size for file in tiny_model("sd15").rglob("*.safetensors")) > 0
+    assert arithmetic.stored_bytes("embedded-turbo") > arithmetic.stored_bytes("embedded") > 20_000_000
+    assert arithmetic.stored_bytes(tmp_path / "none.safetensors") == 0
 
 
 @pytest.mark.parametrize("dtype", ["int4", "float64", "", "Float32"])

@@ -19,6 +19,11 @@ SD2_TEXT_WIDTH: Final = 1024
 DEFAULTS: Final = {SD1: (25, 7.5), SD2: (25, 7.5), SDXL: (25, 6.0), EMBEDDED: (25, 3.0)}
 
 
+def location_of(path: str | Path) -> Path:
+    """Where the model lies that ``path`` names: a built-in one, or a place on disk, which need not be there."""
+    return BUILT_IN.get(str(path)) or Path(path).expanduser()
+
+
 def detect_family(unet_config: Any, num_encoders: int) -> str:
     """sdxl for two text encoders, sd2 for linear projections or OpenCLIP's width, else sd1."""
     if num_encoders == 2:

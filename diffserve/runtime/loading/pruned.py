@@ -23,7 +23,7 @@ from diffserve.profiles import ADAPTER_FILE
 from diffserve.runtime.loading.checkpoint import MANIFEST_FILE, Checkpoint, find_weights, read_json, write_manifest
 from diffserve.runtime.loading.components import ALLOWED_CLASSES, build, load_component
 from diffserve.runtime.loading.directory import DIFFUSERS_STEM, read_index
-from diffserve.runtime.loading.family import BUILT_IN
+from diffserve.runtime.loading.family import location_of
 from diffserve.runtime.precision import choose_device
 from diffserve.runtime.unet.pruning import PRUNED_FILE, Shares, prune, shrink_as_told, widths_of
 from diffserve.vocabulary import WORLD_FILE
@@ -39,7 +39,7 @@ def prune_directory(path: str | Path, target: Path, shares: Shares) -> None:
 
     Raises ConfigError where nothing would be cut or ``target`` exists, ModelLoadError for what cannot be read.
     """
-    source = BUILT_IN.get(str(path)) or Path(path).expanduser()
+    source = location_of(path)
     if target.exists():
         raise ConfigError(f"{target} exists, and nothing is overwritten; give another folder.", param="output")
     if (source / ADAPTER_FILE).is_file():
