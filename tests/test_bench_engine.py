@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.report import summary
 from benchmarks.workload import GUIDANCE, RUNGS, SAMPLERS, STEPS, batches, kinds, shuffled
+from tests.tiny_models import ONE_LEVEL
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = ((128, 128), (128, 192))
@@ -53,7 +54,7 @@ def test_a_summary_is_median_least_and_most() -> None:
 @pytest.mark.slow
 def test_a_small_run_has_every_arm_and_ratios_of_pairs(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     out = tmp_path / "engine.json"
-    options = ["--model", str(tiny_model("sd15")), "--dtype", "float32", "--device", "cpu", "--quick"]
+    options = ["--model", str(tiny_model(ONE_LEVEL)), "--dtype", "float32", "--device", "cpu", "--quick"]
     options += ["--rungs", "same", "--arms", "serial,serial-compiled,static,engine-eager", "--out", str(out)]
     done = subprocess.run(
         [sys.executable, "benchmarks/bench_engine.py", *options], cwd=ROOT, capture_output=True, text=True, timeout=550

@@ -31,6 +31,7 @@ MERGES: Final = (
 )
 KINDS: Final = ("sd15", "sd2", "sdxl", "inpaint9")
 EMBEDDED: Final = "embedded"  # the layout of the model that ships inside: 8 latent channels, prompts of 30 tokens
+ONE_LEVEL: Final = "one-level"  # SD 1.x with as small a UNet as can have cross-attention, for compilers
 WINDOW: Final = 77
 EMBEDDED_WINDOW: Final = 32
 
@@ -115,7 +116,7 @@ def vae(**config: Any) -> Any:
 
 
 def unet(kind: str, *, context: int) -> Any:
-    """A two-level UNet of the family ``kind``; 8x8 latents are native."""
+    """A UNet of the family ``kind``; 8x8 latents are native, two levels the rule."""
     shared = {"layers_per_block": 1, "sample_size": 8, "cross_attention_dim": context, "norm_num_groups": 32}
     plain = {
         "block_out_channels": (32, 64),
@@ -127,6 +128,12 @@ def unet(kind: str, *, context: int) -> Any:
     own: dict[str, dict[str, Any]] = {
         "sd15": plain,
         "inpaint9": {**plain, "in_channels": 9},
+        ONE_LEVEL: {
+            **plain,
+            "block_out_channels": (32,),
+            "down_block_types": ("CrossAttnDownBlock2D",),
+            "up_block_types": ("CrossAttnUpBlock2D",),
+        },
         EMBEDDED: {
             **plain,
             "in_channels": 8,
