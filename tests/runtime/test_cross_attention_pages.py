@@ -14,7 +14,7 @@ from diffserve.runtime import UNetRunner, load_model
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.text.encoding import Conditioning
 from diffserve.runtime.text.prompt_pages import PagedConditioning
-from diffserve.runtime.unet.unet import use_pointwise
+from diffserve.runtime.unet.steady_layers import use_steady_layers
 from tests.runtime.conftest import LoadTiny, TinyPipeline
 from tests.runtime.paged_prompts import SIXTEEN, condition, embed, found_in, pages_of, same_bytes
 from tests.runtime.test_precision import UNET_TOLERANCE
@@ -115,7 +115,7 @@ def test_embeddings_still_go_diffusers_way_bit_for_bit(fresh_tiny: LoadTiny, tin
     told = embed(model, "a red fox")
     rows, texts = rows_for(model.unet, told), torch.stack([told.cond, told.uncond])
     network = import_quietly("diffusers", "UNet2DConditionModel").from_pretrained(tiny_model("sd15") / "unet").eval()
-    use_pointwise(network)
+    use_steady_layers(network, torch.float32)
     assert torch.equal(model.unet.predict(contexts=texts, **rows), theirs(network, rows, texts))
 
 

@@ -18,6 +18,7 @@ from diffserve.engine.image.room import Room
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.device_health import raise_if_sticky
+from diffserve.runtime.layer_sums import with_layer_sums
 from diffserve.runtime.memory import give_memory_back
 from diffserve.runtime.precision import hardware_name
 from diffserve.runtime.text.conditioning import Conditioner
@@ -270,7 +271,7 @@ class Groups:
             )
         reference = self._reference_of(group) if self.is_deterministic else None
         sizes = [size for size in sizes_to_check(self.most_rows) if size <= self.room.rows(group)]
-        return study(self._try(group), sizes, reference=reference, counts=self.threads.counts)
+        return study(self._try(group, is_strict=True), sizes, reference=reference, counts=self.threads.counts)
 
     def _settle(self, group: GroupKey, facts: GroupFacts) -> None:
         del self._wanted[group]
@@ -284,9 +285,13 @@ class Groups:
         if facts.is_complete and self.room.rows(group) >= self.most_rows:
             self._disk.write(_name(group), facts)
 
-    def _try(self, group: GroupKey) -> Try:
-        """A real call on random rows of ``group``; nothing is held between two of them."""
+    def _try(self, group: GroupKey, *, is_strict: bool = False) -> Try:
+        """A real call on random rows of ``group``; nothing is held between two of them.
+
+        ``is_strict``: in 16 bits the output is that of a second call with the sums of its layers, for comparison.
+        """
         num_rows = max(self.most_rows, SHARED)
+        has_sums = is_strict and self.is_deterministic and self.model.dtype.itemsize == 2
 
         def attempt(rows: range, num_threads: int) -> Trial:
             predict = random_rows(
@@ -300,7 +305,10 @@ class Groups:
                 merged_share=group.merged_share,
             )
             with self.threads.using(num_threads):
-                return timed(predict, self._clock)(rows, num_threads)
+                trial = timed(predict, self._clock)(rows, num_threads)
+                if has_sums:
+                    trial = trial._replace(output=with_layer_sums(self.model.unet.network, lambda: predict(rows)))
+                return trial
 
         return attempt
 
@@ -315,7 +323,7 @@ class Groups:
     def _look(self) -> GroupFacts:
         """A first look at the native size, kept on disk. Where memory runs out twice, rows are as well alone."""
         for _ in range(2):
-            found = first_look(self._try(self._native), self.threads.counts)
+            found = first_look(self._try(self._native, is_strict=True), self.threads.counts)
             if found.seconds:
                 self._disk.write(FIRST_LOOK, found)
                 break
@@ -328,7 +336,9 @@ class Groups:
         facts = self._facts(_name(group))
         if facts is None:
             counts = self._free_counts()
-            facts = end_of(study(self._try(group), (PAIR,), reference=PAIR, counts=counts, is_patient=True))
+            facts = end_of(
+                study(self._try(group, is_strict=True), (PAIR,), reference=PAIR, counts=counts, is_patient=True)
+            )
             if facts.is_complete:
                 self._disk.write(_name(group), facts)
         return facts if facts.is_complete and not facts.is_alone else None

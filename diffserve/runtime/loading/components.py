@@ -6,14 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 from diffserve.errors import ModelLoadError
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.loading.weight_loading import TensorSource, build_on_meta, fill
 from diffserve.runtime.precision import DeviceChoice
-from diffserve.runtime.unet.unet import use_pointwise
+from diffserve.runtime.unet.steady_layers import use_steady_layers
 
 #: Component of a model_index.json -> class names that may stand there.
 ALLOWED_CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -48,8 +46,8 @@ def build_unet(config: Mapping[str, Any], where: str, choice: DeviceChoice) -> A
                 f"{where}: {name} is {config[name]!r}; diffserve serves text-to-image UNets without it."
             )
     network = build("UNet2DConditionModel", config, where)
-    if choice.device.type == "cpu" and choice.compute_dtype == torch.float32:
-        use_pointwise(network)
+    if choice.device.type == "cpu":
+        use_steady_layers(network, choice.compute_dtype)
     return network
 
 

@@ -1,0 +1,55 @@
+"""Layers of a UNet on a CPU that round alike whatever the number of threads or rows, for those that do not."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ROWS_TOGETHER: Final = 16
+
+
+class Pointwise(nn.Conv2d):
+    """A 1x1 convolution of stride 1 without padding, as a matrix product: the same arithmetic.
+
+    In float32 oneDNN sums a 1x1 convolution in an order that depends on the number of threads (seen on AVX-512); a
+    matrix product was seen not to, and takes as long. So the engine may change the number between two calls.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(B, out, h, w) of (B, in, h, w)."""
+        num_rows, channels, height, width = input.shape
+        output = torch.matmul(self.weight.view(-1, channels), input.reshape(num_rows, channels, height * width))
+        if self.bias is not None:
+            output = output + self.bias.view(1, -1, 1)
+        return output.view(num_rows, -1, height, width)
+
+
+class RowLinear(nn.Linear):
+    """A linear layer of one vector a row (of its timestep, say), computed for sixteen rows however few there are.
+
+    A product with a single vector is summed in another order than one with several. In 16 bits that shows in one number
+    of ten thousand, and such a layer has a few hundred: no trial is sure to find it, and some picture would.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(R, out) of (R, in); tokens, (R, T, in), go the usual way."""
+        if input.ndim != 2:
+            return super().forward(input)
+        parts = [F.pad(part, (0, 0, 0, ROWS_TOGETHER - len(part))) for part in input.split(ROWS_TOGETHER)]
+        return torch.cat([super(RowLinear, self).forward(part) for part in parts])[: len(input)]
+
+
+def use_steady_layers(network: nn.Module, dtype: torch.dtype) -> None:
+    """Put them in; ``dtype``: what ``network`` computes in. What it computes stays the same but for rounding."""
+    for name, module in network.named_modules():
+        if dtype == torch.float32 and type(module) is nn.Conv2d and _is_pointwise(module):
+            module.__class__ = Pointwise
+        if type(module) is nn.Linear and name.rpartition(".")[2] in ("time_emb_proj", "linear_1", "linear_2"):
+            module.__class__ = RowLinear
+
+
+def _is_pointwise(module: nn.Conv2d) -> bool:
+    return (module.kernel_size, module.stride, module.padding, module.groups) == ((1, 1), (1, 1), (0, 0), 1)
