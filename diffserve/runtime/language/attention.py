@@ -101,7 +101,8 @@ class PagedCall:
         row = token = 0
         for group in arranged:
             pages = self.batch.pages[:, row : row + len(group)]
-            made = RowGroup([spans[index] for index in group], token, pages, plan.spec.page_tokens)
+            own = [spans[index] for index in group]
+            made = RowGroup(own, token, pages, self.batch.positions, plan.spec.page_tokens)
             self._groups.append(made)
             row, token = row + len(group), token + made.num_tokens
 

@@ -20,6 +20,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from diffserve.runtime.transfer import send_together
+
 FEW_TOKENS: Final = 16
 """Rows of at most so many new tokens are padded and put side by side."""
 
@@ -64,9 +66,12 @@ class RowGroup:
     tokens   where the group's new tokens stand among all new tokens of the forward
     is_fresh one row without history: its keys and values are those just computed
     pages    int64 (num_layer_groups, B, P)
+    positions  int64, of the forward's new tokens
     """
 
-    def __init__(self, spans: Sequence[Span], first_token: int, pages: Tensor, page_tokens: int) -> None:
+    def __init__(
+        self, spans: Sequence[Span], first_token: int, pages: Tensor, positions: Tensor, page_tokens: int
+    ) -> None:
         self.num_rows = len(spans)
         self.num_queries = max(span.num_new for span in spans)
         self.num_keys = max(span.length for span in spans)
@@ -78,11 +83,13 @@ class RowGroup:
         self.pages = [layers.reshape(-1) for layers in pages[:, :, :num_logical_pages].contiguous()]  # (B * P,) each
         self.pages_shape = (self.num_rows, num_logical_pages * page_tokens)
         self.is_ragged = self.num_tokens < self.num_rows * self.num_queries
-        self.padding = _padding(spans, self.num_keys, self.pages_shape[1]).to(device)
+        told = [_padding(spans, self.num_keys, self.pages_shape[1])]
         if self.is_ragged:
-            query, real = _query_places(spans, self.num_queries)
-            self._query, self._real = query.to(device), real.to(device)
-        self._spans, self._device = spans, device
+            told += _query_places(spans, self.num_queries)
+        self.padding, *places = send_together(told, device) if self.is_ragged or told[0].numel() else told
+        if self.is_ragged:
+            self._query, self._real = places
+        self._positions = positions[self.tokens]
         self._masks: dict[tuple[int | None, int], Tensor | None] = {}
 
     def take(self, query: Tensor) -> Tensor:
@@ -112,15 +119,13 @@ class RowGroup:
     def _make_mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor | None:
         if window is None and self.num_queries == 1 and not self.padding.numel():
             return None
-        last = torch.tensor([span.length - 1 for span in self._spans])[:, None]  # (B, 1)
-        back = torch.tensor([span.num_new - 1 for span in self._spans])[:, None] - torch.arange(self.num_queries)
-        position = (last - back.clamp_min(0))[..., None]  # (B, Q, 1); padded queries repeat the last one
-        column = torch.arange(self.num_keys)
+        position = self.take(self._positions[:, None])  # (B, Q, 1); padded queries repeat the last one
+        column = torch.arange(self.num_keys, device=position.device)
         hidden = column > position  # (B, Q, T)
         if window is not None:
             hidden |= column <= position - window
-        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-        return mask.repeat(1, repeats, 1)[:, None].to(self._device)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=position.device).masked_fill_(hidden, -torch.inf)
+        return mask.repeat(1, repeats, 1)[:, None]
 
 
 def _padding(spans: Sequence[Span], num_keys: int, row_tokens: int) -> Tensor:
@@ -132,7 +137,7 @@ def _padding(spans: Sequence[Span], num_keys: int, row_tokens: int) -> Tensor:
     return ((column >= lengths) & (column < num_keys)).reshape(-1).nonzero().reshape(-1)
 
 
-def _query_places(spans: Sequence[Span], num_queries: int) -> tuple[Tensor, Tensor]:
+def _query_places(spans: Sequence[Span], num_queries: int) -> list[Tensor]:
     """For each of B * Q padded queries its token (the last one repeated), and for each token its padded query."""
     query: list[int] = []
     real: list[int] = []
@@ -141,4 +146,4 @@ def _query_places(spans: Sequence[Span], num_queries: int) -> tuple[Tensor, Tens
         query += [first + min(at, span.num_new - 1) for at in range(num_queries)]
         real += [row * num_queries + at for at in range(span.num_new)]
         first += span.num_new
-    return torch.tensor(query), torch.tensor(real)
+    return [torch.tensor(query), torch.tensor(real)]

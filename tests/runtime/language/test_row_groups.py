@@ -12,7 +12,9 @@ CPU = torch.device("cpu")
 
 def group_of(spans: list[Span], page_tokens: int = 4) -> RowGroup:
     num_logical_pages = max(-(-span.length // page_tokens) for span in spans)
-    return RowGroup(spans, 0, torch.zeros((1, len(spans), num_logical_pages), dtype=torch.long), page_tokens)
+    pages = torch.zeros((1, len(spans), num_logical_pages), dtype=torch.long)
+    positions = torch.cat([torch.arange(span.length - span.num_new, span.length) for span in spans])
+    return RowGroup(spans, 0, pages, positions, page_tokens)
 
 
 def test_decode_rows_few_tokens_and_chunks_are_kept_apart() -> None:
