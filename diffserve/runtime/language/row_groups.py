@@ -31,6 +31,12 @@ WASTED_TOKENS: Final = {"cpu": 1024}
 WASTED_ELSEWHERE: Final = 16_384
 
 
+LONG_CONTEXT: Final = {"cpu": 4096}
+"""A decode row of so many tokens is read in chunks (``context_chunks``), by kind of device."""
+
+LONG_ELSEWHERE: Final = 1024
+
+
 class Span(NamedTuple):
     """One sequence of the batch: ``num_new`` tokens at the end of ``length`` tokens."""
 
@@ -38,13 +44,20 @@ class Span(NamedTuple):
     length: int
 
 
+def is_long(span: Span, device: torch.device) -> bool:
+    """Whether a row is read in chunks. It depends on the row alone, so that its bytes do not depend on neighbours."""
+    return span.num_new == 1 and span.length >= LONG_CONTEXT.get(device.type, LONG_ELSEWHERE)
+
+
 def arrange(spans: Sequence[Span], device: torch.device) -> list[list[int]]:
-    """Indices of ``spans`` in groups that attend together: decode rows, rows of a few tokens, then each chunk."""
+    """Indices of ``spans`` in groups that attend together: decode rows, all long ones in one group, rows of a few
+    tokens, then each chunk."""
     most_wasted = WASTED_TOKENS.get(device.type, WASTED_ELSEWHERE)
-    single = [index for index, span in enumerate(spans) if span.num_new == 1]
+    long = [index for index, span in enumerate(spans) if is_long(span, device)]
+    single = [index for index, span in enumerate(spans) if span.num_new == 1 and index not in long]
     few = [index for index, span in enumerate(spans) if 1 < span.num_new <= FEW_TOKENS]
-    together = {*single, *few}
-    groups = [*_split(single, spans, most_wasted), *_split(few, spans, most_wasted)]
+    together = {*single, *long, *few}
+    groups = [*_split(single, spans, most_wasted), *([long] if long else []), *_split(few, spans, most_wasted)]
     return [*groups, *([index] for index in range(len(spans)) if index not in together)]
 
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from diffserve.errors import InvalidRequest
 from diffserve.runtime.kv import PagePool, PageTable
-from diffserve.runtime.language.attention import PagedCall, Workspace
+from diffserve.runtime.language.attention import PagedCall
 from diffserve.runtime.language.model import LanguageModel, run_network
 from diffserve.runtime.language.row_groups import Span
+from diffserve.runtime.language.workspace import Workspace
 from diffserve.runtime.transfer import send_together
 
 
