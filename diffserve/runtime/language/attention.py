@@ -99,13 +99,15 @@ class PagedCall:
         self._views: list[LayerView] = [pool.keys_values(plan.spec.tenant, n) for n in range(len(plan.spec.layers))]
         self._workspace = workspace
         self._groups: list[_Group] = []
+        token_bytes = max(layer.num_heads * layer.head_dim for layer in plan.spec.layers) * plan.spec.dtype.itemsize
         row = token = 0
         for group in arranged:
             pages = self.batch.pages[:, row : row + len(group)]
             own = [spans[index] for index in group]
             num_tokens = sum(span.num_new for span in own)
             make = partial(RowGroup, own, token, pages, self.batch.positions, plan.spec.page_tokens)
-            chunked = ChunkedRows(own, pages, plan.spec.page_tokens) if is_long(own[0], pages.device) else None
+            is_chunked = is_long(own[0], pages.device)
+            chunked = ChunkedRows(own, pages, plan.spec.page_tokens, token_bytes) if is_chunked else None
             self._groups.append(_Group(slice(token, token + num_tokens), make, chunked))
             row, token = row + len(group), token + num_tokens
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Final
 
 import torch
@@ -30,9 +31,9 @@ from diffserve.runtime.transfer import send_together
 logger = logging.getLogger(__name__)
 
 CHUNK_TOKENS: Final = 512
-ROUND_TOKENS: Final = {"cpu": 2048}
-"""Tokens gathered at a time, by kind of device: what fits a cache. Measured 2026-11-23."""
-ROUND_ELSEWHERE: Final = 32_768
+ROUND_BYTES: Final = {"cpu": 1 << 20}
+"""Of keys gathered at a time, by kind of device: on a CPU what fits a cache. Values take as much again."""
+ROUND_ELSEWHERE: Final = 64 << 20
 AGREES: Final = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """Largest difference of the fused attention from the one that is written out, of numbers about 1."""
 
@@ -40,10 +41,11 @@ AGREES: Final = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 class ChunkedRows:
     """B rows of one new token each; N chunks in all.
 
-    pages  int64 (num_layer_groups, B, at least the longest row's)
+    pages        int64 (num_layer_groups, B, at least the longest row's)
+    token_bytes  of one token's keys in the widest layer
     """
 
-    def __init__(self, spans: Sequence[Span], pages: Tensor, page_tokens: int) -> None:
+    def __init__(self, spans: Sequence[Span], pages: Tensor, page_tokens: int, token_bytes: int) -> None:
         chunk_pages = max(1, CHUNK_TOKENS // page_tokens)
         tokens = self._chunk_tokens = chunk_pages * page_tokens
         counts = [-(-span.length // tokens) for span in spans]
@@ -51,11 +53,11 @@ class ChunkedRows:
         self._shape = (len(spans), most)
         owners = [row for row, count in enumerate(counts) for _ in range(count)]
         cells = [row * most + at for row, count in enumerate(counts) for at in range(count)]
-        places = [len(cells)] * (len(spans) * most)  # of cells without a chunk: one that weighs nothing
-        for place, cell in enumerate(cells):
-            places[cell] = place
-        ends = {sum(counts[: row + 1]) - 1: span.length for row, span in enumerate(spans)}
-        at_a_time = max(1, ROUND_TOKENS.get(pages.device.type, ROUND_ELSEWHERE) // tokens)
+        firsts = list(accumulate(counts, initial=0))
+        places = [firsts[row] + min(at, count - 1) for row, count in enumerate(counts) for at in range(most)]
+        weighs = [at < count for count in counts for at in range(most)]  # cells without a chunk show another of the row
+        ends = {firsts[row + 1] - 1: span.length for row, span in enumerate(spans)}
+        at_a_time = max(1, ROUND_BYTES.get(pages.device.type, ROUND_ELSEWHERE) // (tokens * token_bytes))
         self._rounds = [range(first, min(first + at_a_time, len(cells))) for first in range(0, len(cells), at_a_time)]
         padding = [
             [
@@ -66,8 +68,10 @@ class ChunkedRows:
             ]
             for part in self._rounds
         ]
-        told = [torch.tensor(part, dtype=torch.int64) for part in (owners, cells, places, *padding)]
-        self._owners, cells_there, self._places, *self._padding = send_together(told, pages.device)
+        told = [torch.tensor(part, dtype=torch.int64) for part in (owners, cells, places, weighs, *padding)]
+        self._owners, cells_there, self._places, weighs_there, *self._padding = send_together(told, pages.device)
+        self._is_even = len(cells) == len(places)
+        self._level = torch.where(weighs_there.view(*self._shape, 1, 1) > 0, 0.0, -torch.inf)
         whole = F.pad(pages, (0, max(0, most * chunk_pages - pages.shape[2])))[:, :, : most * chunk_pages]
         self._pages = whole.reshape(len(pages), -1, chunk_pages).index_select(1, cells_there)
         self._masks: list[Tensor | None] | None = None
@@ -104,11 +108,11 @@ class ChunkedRows:
 
     def _merge(self, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """(B, G, H / G, D) float32."""
-        first, level = parts[0]
-        outputs = torch.cat([*(output for output, _ in parts), torch.zeros_like(first[:1])])
-        levels = torch.cat([*(level for _, level in parts), torch.full_like(level[:1], -torch.inf)])
-        spread = levels.index_select(0, self._places).view(*self._shape, *levels.shape[1:])
-        found = outputs.index_select(0, self._places).view(*self._shape, *outputs.shape[1:])
+        outputs, levels = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+        if not self._is_even:
+            outputs, levels = (part.index_select(0, self._places) for part in (outputs, levels))
+        spread = levels.view(*self._shape, *levels.shape[1:]) + self._level
+        found = outputs.view(*self._shape, *outputs.shape[1:])
         return (spread.softmax(1)[..., None] * found).sum(1)
 
 

@@ -13,7 +13,7 @@ from diffserve.runtime.dry_run import Work, dry_run
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagePool
 from diffserve.runtime.language import context_chunks, row_groups
 from diffserve.runtime.language.attention import PagedCall, Scoring
-from diffserve.runtime.language.context_chunks import ROUND_TOKENS, ChunkedRows, attend_weighed, written_out
+from diffserve.runtime.language.context_chunks import ROUND_BYTES, ChunkedRows, attend_weighed, written_out
 from diffserve.runtime.language.row_groups import Span
 from diffserve.runtime.language.workspace import Workspace
 
@@ -39,7 +39,7 @@ class Contexts:
     def attend(self, rows: Sequence[int]) -> Tensor:
         """(len(rows), H, D) of these rows, together."""
         pages = torch.nn.utils.rnn.pad_sequence([self.tables[row] for row in rows], batch_first=True)[None]
-        chunked = ChunkedRows([Span(1, LENGTHS[row]) for row in rows], pages, PAGE)
+        chunked = ChunkedRows([Span(1, LENGTHS[row]) for row in rows], pages, PAGE, KEY_HEADS * DIM * 4)
         view = PagePool.for_specs(1 << 20, [SPEC]).keys_values("llm", 0)._replace(keys=self.memory[0])
         return chunked.attend(self.query[list(rows)], view._replace(values=self.memory[1]), Workspace(), 0.3)
 
@@ -60,6 +60,10 @@ def test_chunks_add_up_to_the_whole_and_a_row_has_the_same_bytes_in_any_company(
         torch.testing.assert_close(together[row], contexts.expected(row), rtol=0, atol=2e-6)
         assert torch.equal(contexts.attend([row])[0], together[row])
     assert torch.equal(contexts.attend([5, 3])[1], together[3])
+    contexts.memory[:, contexts.tables[0][0]] = torch.nan
+    spoilt = contexts.attend(range(len(LENGTHS)))
+    assert bool(spoilt[0].isnan().all())
+    assert torch.equal(spoilt[1:], together[1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -97,7 +101,7 @@ def work_of(length: int, num_rows: int, monkeypatch: pytest.MonkeyPatch, long: i
 
 
 def test_what_is_gathered_at_a_time_is_bounded_and_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ROUND_TOKENS, "meta", 1024)
+    monkeypatch.setitem(ROUND_BYTES, "meta", 1024 * KEY_HEADS * DIM * 4)
     _, whole_bytes = work_of(4000, 2, monkeypatch, long=1 << 20)
     chunked, chunked_bytes = work_of(4000, 2, monkeypatch, long=1024)
     twice, twice_bytes = work_of(8000, 2, monkeypatch, long=1024)

@@ -25,7 +25,8 @@ def test_decode_rows_few_tokens_and_chunks_are_kept_apart() -> None:
 def test_a_long_row_is_not_put_beside_many_short_ones() -> None:
     spans = [Span(1, 2000), *[Span(1, 50)] * 8, Span(1, 1990)]
     assert arrange(spans, CPU) == [[0, 9], [1, 2, 3, 4, 5, 6, 7, 8]]
-    assert arrange(spans, torch.device("cuda")) == [[1, 2, 3, 4, 5, 6, 7, 8], [0, 9]]
+    assert arrange(spans, torch.device("cuda")) == [[0, 9, 1, 2, 3, 4, 5, 6, 7, 8]]
+    assert arrange([*spans, Span(1, 9000), Span(1, 5000)], torch.device("cuda"))[1] == [10, 11]
 
 
 def test_rows_of_one_length_that_decode_need_no_mask() -> None:
