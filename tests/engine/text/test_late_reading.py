@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from diffserve.engine.text import TextEngine, TickBudget
+from diffserve.runtime.kv import PagePool
+from diffserve.runtime.language import load_language_model
 from diffserve.sampling_params import SamplingParams
-from diffserve.text_types import TextDelta, TextFinished, TextRequest
+from diffserve.text_types import TextConfig, TextDelta, TextFinished, TextRequest
 from tests.engine.text.asking import expected, greedy, of_type, said
 from tests.engine.text.conftest import MakeEngine
 from tests.runtime.language import tiny
@@ -45,6 +48,13 @@ def run(engine: TextEngine, requests: list[TextRequest]) -> tuple[list[TextFinis
         ends |= {end.request_id: end for end in of_type(engine.tick(), TextFinished)}
         num_unread += engine._unread is not None
     return [ends[request.request_id] for request in requests], num_unread
+
+
+def open_on(device: str, directory: Path, *, reads_late: bool) -> TextEngine:
+    """An engine with a pool of its own on ``device``."""
+    model = load_language_model(tiny.save(directory / str(reads_late), "llama"), dtype="float32", device=device)
+    pool = PagePool.for_specs(1 << 22, [model.spec()], device=model.device)
+    return TextEngine(model, pool, TextConfig(num_draft_tokens=0), reads_late=reads_late)
 
 
 def told(end: TextFinished) -> Any:
@@ -105,3 +115,11 @@ def test_cancelling_with_a_token_unread_gives_everything_back(make_engine: MakeE
         events += engine.tick()
     assert [end.request_id for end in of_type(events, TextFinished)] == names[1:]
     assert said(of_type(events, TextFinished)[0]) == expected("llama", PROMPTS[1])
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_on_a_gpu_texts_are_the_same_however_they_are_read(device: str, tmp_path: Path) -> None:
+    late, often = run(open_on(device, tmp_path, reads_late=True), mixed())
+    at_once, _ = run(open_on(device, tmp_path, reads_late=False), mixed())
+    assert [told(end) for end in late] == [told(end) for end in at_once]
+    assert often > 3
