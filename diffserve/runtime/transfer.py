@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,14 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def send_together(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """``parts`` of main memory, of one dtype, on ``device`` and contiguous: by one transfer."""
+    if device.type == "cpu":
+        return [part.contiguous() for part in parts]
+    pieces = send(torch.cat([part.reshape(-1) for part in parts]), device).split([part.numel() for part in parts])
+    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
 
 class SideQueue:

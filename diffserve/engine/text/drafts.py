@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from diffserve.bounds import check
 from diffserve.engine.text.pages import SequencePages
 from diffserve.engine.text.task import ScheduledTokens, TextTask
 from diffserve.runtime.decoding import PromptLookup
 from diffserve.runtime.language import LanguageModel
 from diffserve.text_types import Speculation, TextConfig, TextRequest
+
+PATIENCE: Final = 4
+LOOK_EVERY: Final = 8
+"""Where tokens may stay unread, a text in which no draft was found so often in a row is looked at in every so many-th
+tick only."""
 
 
 class DraftPolicy:
@@ -54,13 +61,24 @@ class DraftPolicy:
         kind = self.kind(task.live.request)
         limit = min(task.draft_limit, num_left)
         is_shared = task.search is not None or (task.text_index == 0 and any(task.live.followers))
-        if kind == "off" or limit < 1 or is_shared:
+        if kind == "off" or limit < 1 or is_shared or piece.sequence.unread is not None:
             return 0
         row = piece.sequence.row
         if kind == "prompt_lookup":
             return self._look(piece, self._lookups[limit])
         forced = row.crop(row.constraint.forced(row.state, limit)) if row.constraint is not None else []
         return self._take(piece, forced) if forced else self._ask(piece, limit, num_left)
+
+    def may_go_unread(self, task: TextTask, tick: int) -> bool:
+        """Whether the token that ``task`` says in tick number ``tick`` may stay unread while the next tick is planned.
+
+        Not where what is said changes what may be said next, and not where a draft will be looked for: of those that
+        found none for a while, every ``LOOK_EVERY`` ticks all look once more, together.
+        """
+        if task.search is not None or task.live.followers or task.sequences[0].row.depends_on_history:
+            return False
+        kind = self.kind(task.live.request)
+        return kind == "off" or (kind != "draft" and task.num_misses >= PATIENCE and (tick + 1) % LOOK_EVERY > 0)
 
     def learn(self, task: TextTask, num_drafted: int, num_right: int) -> None:
         """Longer drafts while they are right, shorter ones while they are wrong."""
@@ -79,6 +97,7 @@ class DraftPolicy:
             found = lookup.propose(row.token_ids)
         else:
             found = lookup.propose_allowed(row.token_ids, row.constraint, row.state)
+        piece.task.num_misses = 0 if found else piece.task.num_misses + 1
         return self._take(piece, row.crop(found))
 
     def _take(self, piece: ScheduledTokens, draft: list[int]) -> int:

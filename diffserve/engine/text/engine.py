@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from diffserve.engine.delivery import raise_if_failed
 from diffserve.engine.engine import CoreEngine
-from diffserve.engine.records import TickBudget
+from diffserve.engine.records import Stage, TickBudget
 from diffserve.engine.text.admission import TextAdmission
 from diffserve.engine.text.pages import SequencePages
 from diffserve.engine.text.runner import TextRunner
@@ -37,12 +38,23 @@ LEAST_TOKENS: Final = 16
 Order = tuple[TextRequest, TokenConstraint | None]
 
 
+class Unread(NamedTuple):
+    """A tick whose tokens are chosen and not read, and when the device was given it, in seconds of the clock."""
+
+    plan: TextPlan
+    outcome: TextOutcome
+    started_s: float
+
+
 class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
     """Continues texts in mixed batches; the life of a request is as with ``Engine``.
 
     pool         where the pages of the model and of its draft model are
     draft_model  proposes what ``model`` checks; it must share its vocabulary. Its pages are a tenant of their own.
     tenant       the name under which the model's pages are in the pool; the draft's is ``tenant`` + "_draft"
+    reads_late   tokens are read a tick after they were chosen, where nothing needs them before: the device goes on from
+                 them meanwhile, and a token that was computed beyond an end is thrown away. By default where the device
+                 works behind the CPU's back. Texts are the same.
 
     Raises ConfigError when the two models do not fit, ValueError when a page is too small for a layer.
     """
@@ -60,6 +72,7 @@ class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
         draft_model: LanguageModel | None = None,
         clock: Callable[[], float] = time.perf_counter,
         tenant: str = "llm",
+        reads_late: bool | None = None,
     ) -> None:
         self.model = model
         self.config = config or TextConfig()
@@ -75,6 +88,10 @@ class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
         self.scheduler: TextScheduler = TextScheduler(self.config, self.pages, model, draft_model)
         self.runners: TextRunner = TextRunner(runner, draft_runner, clock)
         self.cost = TokenCost()
+        self._read_s = -math.inf
+        self._is_shared = False
+        self.reads_late = model.device.type in ("cuda", "meta") if reads_late is None else reads_late
+        self._unread: Unread | None = None
         self._num_computed = 0
         self._admission = TextAdmission(model, self.pages, self.config)
 
@@ -194,20 +211,49 @@ class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
         )
 
     def _plan(self, budget: TickBudget) -> TextPlan:
+        self._is_shared = budget.time_s is not None
         return self.scheduler.plan(self.max_tokens(budget), admits=budget.admits)
 
     def _apply(self, plan: TextPlan, outcome: TextOutcome, started_s: float) -> list[TextEvent]:
+        events = self._read_late()
         now_s = self.clock()
-        events = self.scheduler.apply(plan, outcome, now_s)
-        self._remember(plan, outcome, now_s - started_s)
+        # seconds that somebody shares out must be those of the device: then all is read at once
+        if self.reads_late and not self._is_shared and self.scheduler.may_go_unread(outcome):
+            if self.scheduler.go_unread(plan, outcome, now_s):
+                self._unread = Unread(plan, outcome, max(started_s, now_s - outcome.forward_s))
+            is_known = False
+        else:
+            waited_s = self.clock()
+            self.runners.read(outcome)
+            now_s = self.clock()
+            outcome.forward_s += now_s - waited_s
+            events += self.scheduler.apply(plan, outcome, now_s)
+            is_known = True
+        self._remember(plan, outcome, now_s - started_s, is_known=is_known)
         return events
 
-    def _remember(self, plan: TextPlan, outcome: TextOutcome, wall_s: float) -> None:
+    def _read_late(self) -> list[TextEvent]:
+        """What the tick before has said, where that is not read yet."""
+        if self._unread is None:
+            return []
+        plan, outcome, started_s = self._unread
+        self._unread = None
+        if not any(task.stage is Stage.RUNNING for task in plan.tasks):
+            return []
+        self.runners.read(outcome)
+        now_s = self.clock()
+        self.cost.learn(plan.num_tokens, now_s - max(started_s, self._read_s))
+        self._read_s = now_s
+        return self.scheduler.apply_read(outcome, now_s)
+
+    def _remember(self, plan: TextPlan, outcome: TextOutcome, wall_s: float, *, is_known: bool) -> None:
+        """Put down a tick. ``is_known``: whether how long it took is known already."""
         if not plan.pieces:
             return
         self._busy_s += wall_s
         self._num_computed += plan.num_tokens
-        self.cost.learn(plan.num_tokens, outcome.forward_s)
+        if is_known:
+            self.cost.learn(plan.num_tokens, outcome.forward_s)
         self._trace.append(
             TextTick(
                 tick=self.scheduler.num_ticks,

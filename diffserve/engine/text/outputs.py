@@ -50,6 +50,7 @@ class TextOutputs:
             yield from self._searched(task, outcome)
             return
         choices = outcome.said[task]
+        task.sequences[0].unread = None
         pieces, reason = self._take(task, choices)
         if outcome.drafted.get(task):
             self.drafts.learn(task, outcome.drafted[task], len(choices) - 1)

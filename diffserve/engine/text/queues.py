@@ -2,7 +2,7 @@
 
 First all pages of the draft model go, then those of the text that came last: it waits to be computed anew. A text
 never takes pages from one that came before it, so the oldest always finishes; and never from one that has a piece in
-the tick that is being planned.
+the tick that is being planned, or a token that nobody has read yet.
 """
 
 from __future__ import annotations
@@ -82,7 +82,11 @@ class RunningQueue(TaskQueue):
     def _reclaim(self, task: TextTask, planned: Planned) -> bool:
         if self.close_drafts():
             return True
-        later = [other for other in self._tasks if other.order > task.order and other not in planned]
+        later = [
+            other
+            for other in self._tasks
+            if other.order > task.order and other not in planned and other.sequences[0].unread is None
+        ]
         if not later:
             return False
         self._preempt(max(later, key=lambda other: other.order))

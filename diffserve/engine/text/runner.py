@@ -11,9 +11,10 @@ from torch import Tensor
 
 from diffserve.engine.engine import failure_of
 from diffserve.engine.text.task import ScheduledTokens, TextOutcome, TextPlan, TextTask
-from diffserve.runtime.decoding import SamplingState, accept, draft_next
+from diffserve.runtime.decoding import SamplingState, accept, choose_soon, draft_next
 from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.language import LanguageRunner, TokenChunk
+from diffserve.runtime.transfer import send
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,21 @@ class TextRunner:
         outcome.forward_s = self.clock() - started_s
         return outcome
 
+    def read(self, outcome: TextOutcome) -> None:
+        """Wait for what is ``unread`` of ``outcome``, and say it."""
+        for tasks, chosen in outcome.unread:
+            try:
+                found = chosen.read()
+            except Exception as error:
+                outcome.failures.update(dict.fromkeys(tasks, failure_of(error, "computing this text")))
+                continue
+            for task, choice in zip(tasks, found, strict=True):
+                if isinstance(choice, Exception):
+                    outcome.failures[task] = failure_of(choice, "computing this text")
+                else:
+                    outcome.said[task] = [choice]
+        outcome.unread = []
+
     def _compute(
         self, pieces: Sequence[ScheduledTokens], draft_probs: dict[ScheduledTokens, Tensor], outcome: TextOutcome
     ) -> None:
@@ -58,13 +74,16 @@ class TextRunner:
         for task, lines in batch.searches.items():
             assert task.search is not None
             try:
-                outcome.forks[task] = task.search.step(logits[lines])
+                outcome.forks[task] = task.search.step(logits.index_select(0, _places(lines, logits)))
             except Exception as error:
                 outcome.failures[task] = failure_of(error, "computing this text")
         if not batch.rows:
             return
-        own = logits if batch.lines is None else logits[list(batch.lines)]
+        own = logits if batch.lines is None else logits.index_select(0, _places(batch.lines, logits))
         try:
+            if not any(batch.drafts):
+                outcome.unread.append((batch.tasks, choose_soon(own, batch.rows)))
+                return
             said = accept(own, batch.rows, batch.drafts, batch.draft_probs)
         except Exception as error:
             outcome.failures.update(dict.fromkeys(batch.tasks, failure_of(error, "computing this text")))
@@ -117,6 +136,10 @@ class TextRunner:
         return {piece: torch.stack(probs[piece][: len(piece.draft)]) for piece in pieces if piece.draft}
 
 
+def _places(lines: Sequence[int], logits: Tensor) -> Tensor:
+    return send(torch.tensor(lines, dtype=torch.int64), logits.device)
+
+
 def _draft_chunk(piece: ScheduledTokens, fork: SamplingState, start: int) -> TokenChunk:
     table = piece.sequence.draft_table
     assert table is not None
@@ -156,7 +179,7 @@ class TextBatch:
             table = piece.sequence.table
             assert table is not None
             num_logits = len(piece.draft) + 1 if piece.is_last else 0
-            chunks.append(TokenChunk(table, piece.start, piece.token_ids, num_logits))
+            chunks.append(TokenChunk(table, piece.start, piece.token_ids, num_logits, piece.sequence.unread))
             own = range(num_lines, num_lines + num_logits)
             num_lines += num_logits
             if piece.task.search is not None:

@@ -84,15 +84,55 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
 
     def apply(self, plan: TextPlan, outcome: TextOutcome, now_s: float) -> list[TextEvent]:
         """Move everybody on by what the tick achieved, free what is finished, and tell the world."""
-        events: list[TextEvent] = []
-        for task, failure in outcome.failures.items():
-            events += self.give_up(task.live, failure)
-        for piece in plan.pieces:
-            if piece.task.stage is Stage.RUNNING:
-                self.progress.computed(piece, now_s)
+        events = self._fail(outcome)
+        self._computed(plan, now_s)
         for task in plan.tasks:
             if task.stage is Stage.RUNNING:
                 self._start_followers(task, outcome)
+        return events + self._say(outcome, now_s)
+
+    # Tokens that are read a tick later ----------------------------------------------------------------------------
+
+    def may_go_unread(self, outcome: TextOutcome) -> bool:
+        """Whether the next tick can be planned before anybody has read which tokens this one chose.
+
+        Everybody's or nobody's: one that must be read makes the rest wait as well. While pages are scarce all are read,
+        because who gives way must have nothing unread.
+        """
+        if len(outcome.unread) != 1 or outcome.said or outcome.forks or outcome.failures:
+            return False
+        ((tasks, _),) = outcome.unread
+        is_roomy = self.pages.pool.num_available >= self.pages.num_pages(1) * self.num_running
+        no_search = all(task.search is None for task in self.running)
+        return is_roomy and no_search and all(self.drafts.may_go_unread(task, self.num_ticks) for task in tasks)
+
+    def go_unread(self, plan: TextPlan, outcome: TextOutcome, now_s: float) -> bool:
+        """Move everybody on by one token that is still on the device; False when nobody is left who wants it."""
+        self._computed(plan, now_s)
+        ((tasks, chosen),) = outcome.unread
+        wanted = [(task, line) for line, task in enumerate(tasks) if task.stage is Stage.RUNNING]
+        for task, line in wanted:
+            task.sequences[0].unread = chosen.tokens[line : line + 1]
+        return bool(wanted)
+
+    def apply_read(self, outcome: TextOutcome, now_s: float) -> list[TextEvent]:
+        """What was left of ``apply``, now that the tokens are read; those of texts that are over are thrown away."""
+        return self._fail(outcome) + self._say(outcome, now_s)
+
+    def _fail(self, outcome: TextOutcome) -> list[TextEvent]:
+        events: list[TextEvent] = []
+        for task, failure in outcome.failures.items():
+            if task.stage is not Stage.DONE:
+                events += self.give_up(task.live, failure)
+        return events
+
+    def _computed(self, plan: TextPlan, now_s: float) -> None:
+        for piece in plan.pieces:
+            if piece.task.stage is Stage.RUNNING:
+                self.progress.computed(piece, now_s)
+
+    def _say(self, outcome: TextOutcome, now_s: float) -> list[TextEvent]:
+        events: list[TextEvent] = []
         for task in [*outcome.said, *outcome.forks]:
             if task.stage is Stage.RUNNING:
                 task.last_tick = self.num_ticks
@@ -163,7 +203,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         for sequence in task.sequences:
             if sequence.table is None and not self.running.open(task, sequence, pieces):
                 return 0
-            end = min(sequence.num_computed + max_tokens, sequence.num_tokens - withheld)
+            end = sequence.num_computed + min(max_tokens, sequence.num_pending - withheld)
             if end > sequence.num_computed:
                 if not self.running.make_room(task, sequence, end, pieces):
                     return 0

@@ -9,7 +9,9 @@ from diffserve.engine.records import FailureReason, Live, Stage
 from diffserve.text_types import TextRequest, TextResult
 
 if TYPE_CHECKING:
-    from diffserve.runtime.decoding import BeamSearch, Choice, Fork, SamplingState, TextStream
+    from torch import Tensor
+
+    from diffserve.runtime.decoding import BeamSearch, Choice, Chosen, Fork, SamplingState, TextStream
     from diffserve.runtime.kv import PageTable
 
 
@@ -19,6 +21,7 @@ class Sequence:
 
     num_computed        leading tokens of ``row`` whose keys and values are in ``table``
     num_draft_computed  the same of the draft model and ``draft_table``
+    unread              (1,) its last token, where that was chosen on the device and nobody has read it yet
     """
 
     row: SamplingState
@@ -26,16 +29,19 @@ class Sequence:
     num_computed: int = 0
     draft_table: PageTable | None = None
     num_draft_computed: int = 0
+    unread: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and output."""
-        return len(self.row.token_ids)
+        """Tokens of prompt and output, the unread one included."""
+        return len(self.row.token_ids) + (self.unread is not None)
 
     @property
     def num_pending(self) -> int:
-        """Tokens still to be computed before the next one can be chosen: 1 while decoding."""
-        return len(self.row.token_ids) - self.num_computed
+        """Tokens still to be computed before the next one can be chosen: 1 while decoding, 0 when there is no next."""
+        if self.unread is not None and self.row.num_output_tokens + 1 >= self.row.params.max_tokens:
+            return 0
+        return self.num_tokens - self.num_computed
 
 
 @dataclass(eq=False, slots=True)
@@ -45,6 +51,7 @@ class TextTask:
     sequences      one, or the beams
     choices        what was said so far; beams keep their own
     draft_limit    drafts are at most so long: grows while they are right, shrinks when they are wrong
+    num_misses     how many times in a row no draft was found
     last_tick      when it last chose a token
     """
 
@@ -56,6 +63,7 @@ class TextTask:
     stream: TextStream | None = None
     choices: list[Choice] = field(default_factory=list)
     draft_limit: int = 0
+    num_misses: int = 0
     last_tick: int = 0
 
     @property
@@ -124,8 +132,9 @@ class ScheduledTokens:
 
     @property
     def token_ids(self) -> list[int]:
-        """What the network is given."""
-        return [*self.sequence.row.token_ids[self.start : self.end], *self.draft]
+        """What the network is given; 0 stands for a token that nobody has read yet."""
+        known = self.sequence.row.token_ids[self.start : self.end]
+        return [*known, *[0] * (self.end - self.start - len(known)), *self.draft]
 
 
 @dataclass(frozen=True)
@@ -152,12 +161,14 @@ class TextOutcome:
     said     by text: the tokens chosen, one or more
     drafted  by text: how many tokens of a draft were checked
     forks    by beam search: which beam goes on from which
+    unread   texts whose next token is chosen on the device, one each, and what will be told of it: for ``said``
     """
 
     said: dict[TextTask, list[Choice]] = field(default_factory=dict)
     drafted: dict[TextTask, int] = field(default_factory=dict)
     forks: dict[TextTask, Fork] = field(default_factory=dict)
     failures: dict[TextTask, FailureReason] = field(default_factory=dict)
+    unread: list[tuple[tuple[TextTask, ...], Chosen]] = field(default_factory=list)
     forward_s: float = 0.0
 
 

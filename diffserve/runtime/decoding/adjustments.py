@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from diffserve.runtime.decoding.sampling_state import SamplingState
+from diffserve.runtime.transfer import send
 from diffserve.sampling_params import SamplingParams
 
 NUCLEUS_TOKENS: Final = 1024
@@ -33,18 +35,18 @@ def _penalise(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
     if not lines:
         return scores
     parts = [row.counts.tensors() for row in rows if row.counts is not None]
-    tokens, counts = (torch.cat(column).to(scores.device) for column in zip(*parts, strict=True))  # (n,) of all rows
-    lengths = _on(scores, [len(ids) for ids, _ in parts])
+    tokens, counts = (torch.cat(column) for column in zip(*parts, strict=True))  # (n,) of all rows
+    known = tokens < scores.shape[-1]  # a model can read more tokens than it can say
+    lengths = torch.tensor([len(ids) for ids, _ in parts])
     params = [rows[line].params for line in lines]
     columns = [[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in params]
-    repetition, frequency, presence = scores.new_tensor(columns).T.repeat_interleave(lengths, 1)
-    line_of = _on(scores, lines).repeat_interleave(lengths)
-    known = tokens < scores.shape[-1]  # a model can read more tokens than it can say
-    where = (line_of[known], tokens[known])
+    settings = torch.cat([torch.tensor(columns).T.repeat_interleave(lengths, 1), counts[None]])[:, known]
+    places = torch.stack([torch.tensor(lines).repeat_interleave(lengths), tokens])[:, known]
+    factor, frequency, presence, count = send(settings, scores.device)
+    where = tuple(send(places, scores.device))
     found = scores[where]
-    factor, count = repetition[known], counts[known]
     found = torch.where(found < 0, found * factor, found / factor)
-    return scores.index_put(where, found - frequency[known] * count - presence[known] * (count > 0))
+    return scores.index_put(where, found - frequency * count - presence * (count > 0))
 
 
 def _hide_stops(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
@@ -57,28 +59,25 @@ def _hide_stops(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
     ]
     if not hidden:
         return scores
-    lines, tokens = zip(*hidden, strict=True)
-    return scores.index_put((_on(scores, lines), _on(scores, tokens)), scores.new_tensor(-math.inf))
+    lines, tokens = send(torch.tensor(hidden).T.contiguous(), scores.device)
+    return scores.index_put((lines, tokens), torch.full((), -math.inf, device=scores.device))
 
 
 def _constrain(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
     lines = [line for line, row in enumerate(rows) if row.constraint is not None]
     if not lines:
         return scores
-    allowed = torch.stack([rows[line].allowed(scores.shape[-1]) for line in lines]).to(scores.device)
+    allowed = send(torch.stack([rows[line].allowed(scores.shape[-1]) for line in lines]), scores.device)
     return _change(scores, lines, lambda some: some.masked_fill(~allowed, -math.inf))
 
 
-def _change(scores: Tensor, lines: Sequence[int], change: Callable[[Tensor], Tensor]) -> Tensor:
-    """``scores`` with ``change`` made to ``lines`` of it."""
+def _change(scores: Tensor, lines: Sequence[int], change: Callable[..., Tensor], *columns: Tensor) -> Tensor:
+    """``scores`` with ``change(some, *some of columns)`` made to ``lines`` of it."""
     if len(lines) == len(scores):
-        return change(scores)
-    where = _on(scores, lines)
-    return scores.index_copy(0, where, change(scores[where]))
-
-
-def _on(scores: Tensor, indices: Sequence[int]) -> Tensor:
-    return torch.tensor(indices, dtype=torch.long, device=scores.device)
+        return change(scores, *columns)
+    where = send(torch.tensor(lines), scores.device)
+    some = change(*(column.index_select(0, where) for column in (scores, *columns)))
+    return scores.index_copy(0, where, some)
 
 
 def distribution(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -88,31 +87,28 @@ def distribution(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 def filtered(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """``scores`` (n, V) divided by the temperature, with -inf where a filter took a token out."""
-    scores = _apply(scores, params, lambda p: p.temperature != 1.0, lambda p: p.temperature, torch.div)
     vocab_size = scores.shape[-1]
-    scores = _apply(scores, params, lambda p: 0 < p.top_k < vocab_size, lambda p: p.top_k, _top_k)
-    scores = _apply(scores, params, lambda p: p.top_p < 1.0, lambda p: 1.0 - p.top_p, _top_p)
-    return _apply(scores, params, lambda p: p.min_p > 0.0, lambda p: p.min_p, _min_p)
-
-
-def _apply(
-    scores: Tensor,
-    params: Sequence[SamplingParams],
-    wants: Callable[[SamplingParams], bool],
-    setting: Callable[[SamplingParams], float],
-    change: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:
-    """``change(scores, column of settings)`` on the rows that want it."""
-    lines = [line for line, own in enumerate(params) if wants(own)]
-    if not lines:
+    most = max((p.top_k for p in params if p.top_k < vocab_size), default=0)
+    filters: list[tuple[Callable[[SamplingParams], bool], Callable[[Tensor, Tensor], Tensor]]] = [
+        (lambda p: p.temperature != 1.0, torch.div),
+        (lambda p: 0 < p.top_k < vocab_size, partial(_top_k, most=most)),
+        (lambda p: p.top_p < 1.0, _top_p),
+        (lambda p: p.min_p > 0.0, _min_p),
+    ]
+    asked = [[line for line, own in enumerate(params) if wants(own)] for wants, _ in filters]
+    if not any(asked):
         return scores
-    column = scores.new_tensor([setting(params[line]) for line in lines])[:, None]  # (n, 1)
-    return _change(scores, lines, lambda some: change(some, column))
+    settings = torch.tensor([(p.temperature, min(p.top_k, vocab_size), 1.0 - p.top_p, p.min_p) for p in params])
+    columns = send(settings.to(scores.dtype).T.contiguous(), scores.device)[..., None]  # (4, n, 1)
+    for lines, column, (_, change) in zip(asked, columns, filters, strict=True):
+        if lines:
+            scores = _change(scores, lines, change, column)
+    return scores
 
 
-def _top_k(scores: Tensor, counts: Tensor) -> Tensor:
-    """Without the tokens that score less than the k-th; ties with it stay."""
-    best = scores.topk(int(counts.max()), dim=-1).values  # (n, largest k)
+def _top_k(scores: Tensor, counts: Tensor, most: int) -> Tensor:
+    """Without the tokens that score less than the k-th; ties with it stay. ``most``: the largest of ``counts``."""
+    best = scores.topk(most, dim=-1).values  # (n, most)
     threshold = best.gather(-1, counts.long() - 1)
     return scores.masked_fill(scores < threshold, -math.inf)
 
@@ -120,13 +116,19 @@ def _top_k(scores: Tensor, counts: Tensor) -> Tensor:
 def _top_p(scores: Tensor, tails: Tensor) -> Tensor:
     """Without the least likely tokens, as long as these hold at most ``tails`` = 1 - top_p; the best one stays.
 
-    Which of two ways leads there depends on the row alone, so its draws do not depend on its neighbours.
+    Which of two ways leads there depends on the row alone, so its draws do not depend on its neighbours. Only on a CPU,
+    where looking costs nothing, the second is left out when nobody needs it.
     """
     if scores.shape[-1] < 8 * NUCLEUS_TOKENS:
         return _sorted_top_p(scores, tails)
     found, enough = _nucleus(scores, tails)
-    if not bool(enough.all()):
-        found[~enough] = _sorted_top_p(scores[~enough], tails[~enough])
+    if scores.device.type == "cpu":
+        return found if bool(enough.all()) else _with_sorted(found, enough, scores, tails)
+    return torch.where(enough[:, None], found, _sorted_top_p(scores, tails))
+
+
+def _with_sorted(found: Tensor, enough: Tensor, scores: Tensor, tails: Tensor) -> Tensor:
+    found[~enough] = _sorted_top_p(scores[~enough], tails[~enough])
     return found
 
 

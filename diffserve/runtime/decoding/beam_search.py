@@ -18,8 +18,9 @@ from torch import Tensor
 
 from diffserve.errors import InvalidRequest, NumericalError
 from diffserve.runtime.decoding.adjustments import adjust
-from diffserve.runtime.decoding.sampling import Choice, entropy_of
+from diffserve.runtime.decoding.choices import Choice, bits, entropy_of, fractions
 from diffserve.runtime.decoding.sampling_state import SamplingState
+from diffserve.runtime.transfer import fetch, send
 
 HOPELESS: Final = -1e9  # transformers' score of what must not win
 
@@ -118,20 +119,25 @@ class BeamSearch:
                 f"a vocabulary of {vocab_size} is too small for that: give fewer stop tokens.",
                 param="num_beams",
             )
-        entropies = entropy_of(logprobs)
-        if not bool(entropies.isfinite().all()):
-            raise NumericalError("the language model gave logits that are not finite; try another dtype.")
         # the first step has one line for all beams; all but beam 0 are hopeless, as in transformers
-        so_far = self._scores.to(logprobs.device)[:, None]  # (k, 1)
+        so_far = send(self._scores, logprobs.device)[:, None]  # (k, 1)
         totals = adjust(logprobs, self.rows).expand(self._num_beams, vocab_size) + so_far  # (k, V)
         top = totals.reshape(1, -1).topk(self._num_kept)
-        parents = (top.indices[0] // vocab_size).clamp(max=len(self.rows) - 1).tolist()
-        token_ids = (top.indices[0] % vocab_size).tolist()
-        own = logprobs[parents, token_ids].tolist()
-        facts = zip(parents, token_ids, own, entropies[parents].tolist(), strict=True)
+        lines = (top.indices[0] // vocab_size).clamp(max=len(self.rows) - 1)
+        tokens = top.indices[0] % vocab_size
+        entropies = entropy_of(logprobs)
+        reals = [top.values[0], logprobs[lines, tokens], entropies[lines], entropies.sum().expand(self._num_kept)]
+        told = fetch(torch.stack([top.indices[0], *map(bits, reals)])).read()
+        scores, own, spread, total = fractions(told[1:])
+        if not bool(total.isfinite().all()):
+            raise NumericalError("the language model gave logits that are not finite; try another dtype.")
+        places = [divmod(index, vocab_size) for index in told[0].tolist()]
+        parents = [min(parent, len(self.rows) - 1) for parent, _ in places]
+        token_ids = [token_id for _, token_id in places]
+        facts = zip(parents, token_ids, own.tolist(), spread.tolist(), strict=True)
         choices = [(*self._choices[parent], Choice(*fact)) for parent, *fact in facts]
         ended = torch.tensor([self._ends(said) for said in choices])
-        return _Candidates(top.values[0].cpu(), parents, choices, ended)
+        return _Candidates(scores, parents, choices, ended)
 
     def _ends(self, choices: tuple[Choice, ...]) -> bool:
         if len(choices) >= self._max_tokens or choices[-1].token_id in self.rows[0].stop_ids:

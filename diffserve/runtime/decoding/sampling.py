@@ -14,12 +14,9 @@ token, so text and seed belong together, whether there was a draft or not.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, islice
-from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -27,13 +24,12 @@ from torch import Tensor
 
 from diffserve.errors import ConfigError, NumericalError
 from diffserve.runtime.decoding.adjustments import adjust, distribution
+from diffserve.runtime.decoding.choices import Choice, Chosen, describe
 from diffserve.runtime.decoding.sampling_state import SamplingState
-from diffserve.runtime.decoding.uniforms import Uniforms, draw
+from diffserve.runtime.decoding.uniforms import Uniforms, draw, invert
+from diffserve.runtime.transfer import fetch, send
 
 Draft = Sequence[int]
-
-LEAST_LOGPROB: Final = -1e30
-"""Stands for -inf where it is multiplied by a probability of 0."""
 
 
 def choose(logits: Tensor, rows: Sequence[SamplingState]) -> list[Choice | NumericalError]:
@@ -42,8 +38,17 @@ def choose(logits: Tensor, rows: Sequence[SamplingState]) -> list[Choice | Numer
     A row whose logits are not finite, or that may say nothing, gets a NumericalError in its place; its neighbours
     are not touched. Raises ValueError when there are not as many lines as rows.
     """
-    accepted = accept(logits, rows, [()] * len(rows))
-    return [found if isinstance(found, NumericalError) else found[0] for found in accepted]
+    return choose_soon(logits, rows).read()
+
+
+def choose_soon(logits: Tensor, rows: Sequence[SamplingState]) -> Chosen:
+    """The same, of which nobody waits for the device; the rows' random numbers are used up."""
+    batch = SamplingBatch(logits, rows, [()] * len(rows))
+    tokens = batch.own_tokens()
+    for row in rows:
+        if not row.params.is_greedy:
+            row.uniforms.take(1)
+    return describe(batch.logits, batch.scores, tokens, [row.params.logprobs or 0 for row in rows])
 
 
 def accept(
@@ -63,12 +68,14 @@ def accept(
     The output's distribution is that of ``choose`` token by token. Without ``draft_probs`` it is more than that: the
     same tokens, for the same seed. Raises ValueError when shapes do not fit.
     """
+    if len(drafts) == len(rows) and not any(drafts):
+        return [_whole([choice]) for choice in choose(logits, rows)]
     batch = SamplingBatch(logits, rows, drafts)
     said = batch.say(draft_probs or [None] * len(rows))
     kept = [line for span, tokens in zip(batch.spans, said, strict=True) for line in span[: len(tokens)]]
-    tokens = [token_id for row_tokens in said for token_id in row_tokens]
+    tokens = send(torch.tensor([token_id for row_tokens in said for token_id in row_tokens]), logits.device)
     num_top = [batch.positions[line].params.logprobs or 0 for line in kept]
-    choices = iter(describe(_some(batch.logits, kept), _some(batch.scores, kept), tokens, num_top))
+    choices = iter(describe(_some(batch.logits, kept), _some(batch.scores, kept), tokens, num_top).read())
     return [_whole(list(islice(choices, len(row_tokens)))) for row_tokens in said]
 
 
@@ -81,72 +88,14 @@ def draft_next(logits: Tensor, rows: Sequence[SamplingState]) -> tuple[list[int]
     batch = SamplingBatch(logits, rows, [()] * len(rows))
     tokens = [said[0] for said in batch.say([None] * len(rows))]
     probs = F.one_hot(batch.scores.argmax(-1), logits.shape[-1]).float()  # (B, V)
-    if batch.drawn:
-        probs[batch.drawn] = batch.probs
+    if batch.places is not None:
+        probs.index_copy_(0, batch.places, batch.probs)
     return tokens, probs
 
 
 def _whole(choices: list[Choice | NumericalError]) -> list[Choice] | NumericalError:
     errors = [choice for choice in choices if isinstance(choice, NumericalError)]
     return errors[0] if errors else [choice for choice in choices if isinstance(choice, Choice)]
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One chosen token. All numbers are of the model's own distribution, before temperature, penalties and filters.
-
-    logprob  natural logarithm of the token's probability
-    entropy  of the whole distribution, in nats: 0 when certain, log(V) when clueless
-    top      (token id, logprob) of the ``params.logprobs`` most likely tokens, best first; empty unless asked for
-    """
-
-    token_id: int
-    logprob: float
-    entropy: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-def describe(
-    logits: Tensor, scores: Tensor, tokens: Sequence[int], num_top: Sequence[int]
-) -> list[Choice | NumericalError]:
-    """A Choice for each line of ``logits`` (n, V), or what is wrong with the line.
-
-    scores   (n, V) what the tokens were chosen by: the choice of a token that may not be said is an error
-    num_top  how many of the most likely tokens each line reports
-    """
-    chosen = torch.tensor(tokens, dtype=torch.long, device=logits.device)[:, None]  # (n, 1)
-    logprobs = logits.log_softmax(-1)
-    entropies = entropy_of(logprobs)
-    possible = (scores.gather(-1, chosen)[:, 0] > -torch.inf).tolist()
-    own = logprobs.gather(-1, chosen)[:, 0].tolist()
-    tops = _tops(logprobs, num_top)
-    facts = zip(tokens, own, entropies.tolist(), tops, possible, strict=True)
-    return [_checked(Choice(*fact), ok) for *fact, ok in facts]
-
-
-def entropy_of(logprobs: Tensor) -> Tensor:
-    """(n,) entropies in nats of distributions given as logprobs (n, V); not finite when the logits were not."""
-    return -(logprobs.exp() * logprobs.clamp_min(LEAST_LOGPROB)).sum(-1)
-
-
-def _checked(choice: Choice, possible: bool) -> Choice | NumericalError:
-    if not math.isfinite(choice.entropy):
-        return NumericalError("the language model gave logits that are not finite; try another dtype.")
-    if not possible:
-        return NumericalError("no token may be said here: the model gives every allowed one the probability 0.")
-    return choice
-
-
-def _tops(logprobs: Tensor, num_top: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:
-    widest = min(max(num_top, default=0), logprobs.shape[-1])
-    if widest == 0:
-        return [()] * len(num_top)
-    lines = [line for line, count in enumerate(num_top) if count]
-    found = logprobs[lines].topk(widest, dim=-1)
-    tops: list[tuple[tuple[int, float], ...]] = [()] * len(num_top)
-    for line, ids, values in zip(lines, found.indices.tolist(), found.values.tolist(), strict=True):
-        tops[line] = tuple(zip(ids, values, strict=True))[: num_top[line]]
-    return tops
 
 
 class SamplingBatch:
@@ -156,7 +105,7 @@ class SamplingBatch:
     scores     (N, V) float32, adjusted
     positions  N rows, each as it would be when the draft was right so far
     spans      the lines of each row
-    drawn      the lines that are drawn at random, not greedily
+    drawn      the lines that are drawn at random, not greedily; ``places``: the same on the device, None for none
     probs      (len(drawn), V) what they are drawn from
 
     Raises ValueError when the number of lines is not what rows and drafts take.
@@ -175,11 +124,13 @@ class SamplingBatch:
         self.logits = logits.float()
         self.scores = adjust(self.logits, self.positions)
         self.drawn = [line for line, place in enumerate(self.positions) if not place.params.is_greedy]
-        self.probs = distribution(_some(self.scores, self.drawn), [self.positions[line].params for line in self.drawn])
+        self.places = send(torch.tensor(self.drawn, dtype=torch.int64), logits.device) if self.drawn else None
+        drawing = _some(self.scores, self.drawn, self.places)
+        self.probs = distribution(drawing, [self.positions[line].params for line in self.drawn])
 
     def say(self, draft_probs: Sequence[Tensor | None]) -> list[list[int]]:
         """The tokens that each row says; see :func:`accept`."""
-        tokens = self._own_tokens()
+        tokens = fetch(self.own_tokens()).read().tolist()
         said: list[list[int]] = []
         for row, draft, span, q in zip(self.rows, self.drafts, self.spans, draft_probs, strict=True):
             if q is not None and draft and not row.params.is_greedy:
@@ -190,15 +141,16 @@ class SamplingBatch:
                 row.uniforms.take(len(said[-1]))
         return said
 
-    def _own_tokens(self) -> list[int]:
-        """What the row would say at each line, with the numbers it would use, which are not used up yet."""
-        everything_is_drawn = len(self.drawn) == len(self.positions)
-        tokens: list[int] = [0] * len(self.drawn) if everything_is_drawn else self.scores.argmax(-1).tolist()
+    def own_tokens(self) -> Tensor:
+        """(N,) what the row would say at each line, with the numbers it would use, which are not used up yet."""
+        if self.places is None:
+            return self.scores.argmax(-1)
         pairs = zip(self.rows, self.spans, strict=True)
         numbers = [number for row, span in pairs if not row.params.is_greedy for number in row.uniforms.peek(len(span))]
-        for line, token_id in zip(self.drawn, draw(self.probs, numbers), strict=True):
-            tokens[line] = token_id
-        return tokens
+        tokens = invert(self.probs, numbers)
+        if len(self.drawn) == len(self.positions):
+            return tokens
+        return self.scores.argmax(-1).index_copy_(0, self.places, tokens)
 
     def _resampled(self, row: SamplingState, draft: Draft, span: range, q: Tensor) -> list[int]:
         vocab_size = self.logits.shape[-1]
@@ -222,9 +174,13 @@ def _places(row: SamplingState, draft: Draft) -> list[SamplingState]:
     return places
 
 
-def _some(tensor: Tensor, lines: Sequence[int]) -> Tensor:
-    """``lines`` of ``tensor``, in rising order."""
-    return tensor if len(lines) == len(tensor) else tensor[list(lines)]
+def _some(tensor: Tensor, lines: Sequence[int], places: Tensor | None = None) -> Tensor:
+    """``lines`` of ``tensor``, in rising order; ``places`` are the same on its device, where they are there already."""
+    if not lines or len(lines) == len(tensor):
+        return tensor[: len(lines)]
+    if places is None:
+        places = send(torch.tensor(lines, dtype=torch.int64), tensor.device)
+    return tensor.index_select(0, places)
 
 
 def matching(tokens: Sequence[int], draft: Sequence[int], stop_ids: Collection[int]) -> list[int]:

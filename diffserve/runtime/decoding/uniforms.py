@@ -16,6 +16,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from diffserve.runtime.transfer import send
+
 BLOCK: Final = 32
 
 
@@ -48,14 +50,20 @@ class Uniforms:
 
 
 def draw(weights: Tensor, numbers: Sequence[float]) -> list[int]:
-    """One token id for each line of ``weights`` (n, V), not negative, by inversion of the distribution function.
+    """The same as ``invert``, waited for."""
+    tokens: list[int] = invert(weights, numbers).tolist()
+    return tokens
+
+
+def invert(weights: Tensor, numbers: Sequence[float]) -> Tensor:
+    """(n,) one token id for each line of ``weights`` (n, V), not negative, by inversion of the distribution function.
 
     Line i's token is the first whose cumulative weight exceeds ``numbers[i]`` times the line's sum, so a token of
     weight zero is never drawn.
     """
     cumulative = weights.cumsum(-1, dtype=torch.float64)  # (n, V)
     total = cumulative[:, -1:]
-    level = torch.tensor(numbers, dtype=torch.float64, device=weights.device)[:, None] * total
+    level = send(torch.tensor(numbers, dtype=torch.float64), weights.device)[:, None] * total
     below = torch.nextafter(total, torch.zeros_like(total))
     found = torch.searchsorted(cumulative, torch.minimum(level, below), right=True)  # (n, 1)
-    return found[:, 0].clamp_(max=weights.shape[-1] - 1).tolist()
+    return found[:, 0].clamp_(max=weights.shape[-1] - 1)

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from diffserve.runtime.kv.arena import LayerView
 from diffserve.runtime.kv.errors import PageTableError
 from diffserve.runtime.kv.page_table import PageTable
-from diffserve.runtime.transfer import send
+from diffserve.runtime.transfer import send, send_together
 
 
 class Gathered(NamedTuple):
@@ -64,10 +64,10 @@ class PagedBatch:
         pages = self._padded_pages()  # (B, P, num_groups)
         written = pages[self._new_rows(), logical_pages] if positions else pages.new_zeros((0, pages.shape[2]))
         self._device = views[0].keys.device
-        self._written_pages = send(written.T.contiguous(), self._device)  # (num_groups, N)
-        self._written_slots = self._index([at % page_tokens for at in positions])  # (N,)
-        self.pages = send(pages.permute(2, 0, 1).contiguous(), self._device)
-        self.positions = self._index(positions)
+        at = torch.tensor(positions, dtype=torch.int64)
+        told = (written.T, at % page_tokens, pages.permute(2, 0, 1), at)
+        brought = send_together(told, self._device)
+        self._written_pages, self._written_slots, self.pages, self.positions = brought  # (num_groups, N), (N,)
 
     @cached_property
     def rows(self) -> torch.Tensor:

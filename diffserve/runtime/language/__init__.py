@@ -7,6 +7,7 @@
 >>> logits = runner.forward([TokenChunk(table, num_cached, token_ids[num_cached:])])       # doctest: +SKIP
 
 row_groups      which rows attend together
+context_chunks  long contexts, read in chunks that attend side by side
 attention       the function that transformers calls in every layer
 runner          one forward of a mixed batch
 model, loading  a directory to a model

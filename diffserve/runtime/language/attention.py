@@ -9,6 +9,8 @@ whom is decided here, per group of rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -16,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffserve.runtime.kv import LayerView, PagedBatch, PagePool, PageTable
-from diffserve.runtime.language.row_groups import FEW_TOKENS, RowGroup, Span, arrange
+from diffserve.runtime.language.context_chunks import ChunkedRows
+from diffserve.runtime.language.row_groups import FEW_TOKENS, RowGroup, Span, arrange, is_long
+from diffserve.runtime.language.workspace import Workspace
 from diffserve.runtime.loading.library_imports import import_quietly
 
 PAGED: Final = "diffserve_paged"
@@ -62,20 +66,17 @@ def register() -> str:
     return PAGED
 
 
-class Workspace:
-    """Memory that gathered keys and values are copied to; it grows to the largest forward and is used by all layers."""
+@dataclass
+class _Group:
+    """Rows that attend together; ``rows`` is made when it is first needed, which in long contexts may be never."""
 
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+    tokens: slice
+    make: Callable[[], RowGroup]
+    chunked: ChunkedRows | None
 
-    def gather(self, name: str, source: Tensor, pages: Tensor) -> Tensor:
-        """``source[pages]`` for source (num_pages, page_tokens, heads, head_dim), in a buffer of its own ``name``."""
-        shape = (len(pages), *source.shape[1:])
-        count = len(pages) * source[0].numel()
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < count or buffer.dtype != source.dtype:
-            buffer = self._buffers[name] = torch.empty(count + count // 4, dtype=source.dtype, device=source.device)
-        return torch.index_select(source, 0, pages, out=buffer[:count].view(shape))
+    @cached_property
+    def rows(self) -> RowGroup:
+        return self.make()
 
 
 class PagedCall:
@@ -97,20 +98,30 @@ class PagedCall:
         plan = tables[0].plan
         self._views: list[LayerView] = [pool.keys_values(plan.spec.tenant, n) for n in range(len(plan.spec.layers))]
         self._workspace = workspace
-        self._groups: list[RowGroup] = []
+        self._groups: list[_Group] = []
+        token_bytes = max(layer.num_heads * layer.head_dim for layer in plan.spec.layers) * plan.spec.dtype.itemsize
         row = token = 0
         for group in arranged:
             pages = self.batch.pages[:, row : row + len(group)]
-            made = RowGroup([spans[index] for index in group], token, pages, plan.spec.page_tokens)
-            self._groups.append(made)
-            row, token = row + len(group), token + made.num_tokens
+            own = [spans[index] for index in group]
+            num_tokens = sum(span.num_new for span in own)
+            make = partial(RowGroup, own, token, pages, self.batch.positions, plan.spec.page_tokens)
+            is_chunked = is_long(own[0], pages.device)
+            chunked = ChunkedRows(own, pages, plan.spec.page_tokens, token_bytes) if is_chunked else None
+            self._groups.append(_Group(slice(token, token + num_tokens), make, chunked))
+            row, token = row + len(group), token + num_tokens
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """See ``LayerCall``: keys and values are written to the pages first."""
         num_tokens = self._groups[-1].tokens.stop
         self.batch.write(layer, key[:num_tokens], value[:num_tokens])
         outputs = []
-        for group in self._groups:
+        for part in self._groups:
+            if part.chunked is not None and scoring.window is None and scoring.softcap is None:
+                own = query[part.tokens]
+                outputs.append(part.chunked.attend(own, self._views[layer], self._workspace, scoring.scale))
+                continue
+            group = part.rows
             if group.is_fresh:
                 keys, values = key[None, group.tokens].transpose(1, 2), value[None, group.tokens].transpose(1, 2)
             else:

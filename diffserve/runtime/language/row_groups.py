@@ -20,6 +20,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from diffserve.runtime.transfer import send_together
+
 FEW_TOKENS: Final = 16
 """Rows of at most so many new tokens are padded and put side by side."""
 
@@ -29,6 +31,14 @@ WASTED_TOKENS: Final = {"cpu": 1024}
 WASTED_ELSEWHERE: Final = 16_384
 
 
+LONG_CONTEXT: Final = {"cpu": 1 << 30}
+"""A decode row of so many tokens is read in chunks (``context_chunks``), by kind of device; on a CPU none is, because
+whole contexts were faster up to 8192 tokens there (benchmarks/LOG.md, 2026-11-23)."""
+
+LONG_ELSEWHERE: Final = 4096
+"""Reckoned, not measured: eight more launches a layer, against a head's context read by one block of the GPU."""
+
+
 class Span(NamedTuple):
     """One sequence of the batch: ``num_new`` tokens at the end of ``length`` tokens."""
 
@@ -36,13 +46,20 @@ class Span(NamedTuple):
     length: int
 
 
+def is_long(span: Span, device: torch.device) -> bool:
+    """Whether a row is read in chunks. It depends on the row alone, so that its bytes do not depend on neighbours."""
+    return span.num_new == 1 and span.length >= LONG_CONTEXT.get(device.type, LONG_ELSEWHERE)
+
+
 def arrange(spans: Sequence[Span], device: torch.device) -> list[list[int]]:
-    """Indices of ``spans`` in groups that attend together: decode rows, rows of a few tokens, then each chunk."""
+    """Indices of ``spans`` in groups that attend together: decode rows, all long ones in one group, rows of a few
+    tokens, then each chunk."""
     most_wasted = WASTED_TOKENS.get(device.type, WASTED_ELSEWHERE)
-    single = [index for index, span in enumerate(spans) if span.num_new == 1]
+    long = [index for index, span in enumerate(spans) if is_long(span, device)]
+    single = [index for index, span in enumerate(spans) if span.num_new == 1 and index not in long]
     few = [index for index, span in enumerate(spans) if 1 < span.num_new <= FEW_TOKENS]
-    together = {*single, *few}
-    groups = [*_split(single, spans, most_wasted), *_split(few, spans, most_wasted)]
+    together = {*single, *long, *few}
+    groups = [*_split(single, spans, most_wasted), *([long] if long else []), *_split(few, spans, most_wasted)]
     return [*groups, *([index] for index in range(len(spans)) if index not in together)]
 
 
@@ -64,9 +81,12 @@ class RowGroup:
     tokens   where the group's new tokens stand among all new tokens of the forward
     is_fresh one row without history: its keys and values are those just computed
     pages    int64 (num_layer_groups, B, P)
+    positions  int64, of the forward's new tokens
     """
 
-    def __init__(self, spans: Sequence[Span], first_token: int, pages: Tensor, page_tokens: int) -> None:
+    def __init__(
+        self, spans: Sequence[Span], first_token: int, pages: Tensor, positions: Tensor, page_tokens: int
+    ) -> None:
         self.num_rows = len(spans)
         self.num_queries = max(span.num_new for span in spans)
         self.num_keys = max(span.length for span in spans)
@@ -78,11 +98,13 @@ class RowGroup:
         self.pages = [layers.reshape(-1) for layers in pages[:, :, :num_logical_pages].contiguous()]  # (B * P,) each
         self.pages_shape = (self.num_rows, num_logical_pages * page_tokens)
         self.is_ragged = self.num_tokens < self.num_rows * self.num_queries
-        self.padding = _padding(spans, self.num_keys, self.pages_shape[1]).to(device)
+        told = [_padding(spans, self.num_keys, self.pages_shape[1])]
         if self.is_ragged:
-            query, real = _query_places(spans, self.num_queries)
-            self._query, self._real = query.to(device), real.to(device)
-        self._spans, self._device = spans, device
+            told += _query_places(spans, self.num_queries)
+        self.padding, *places = send_together(told, device) if self.is_ragged or told[0].numel() else told
+        if self.is_ragged:
+            self._query, self._real = places
+        self._positions = positions[self.tokens]
         self._masks: dict[tuple[int | None, int], Tensor | None] = {}
 
     def take(self, query: Tensor) -> Tensor:
@@ -112,15 +134,13 @@ class RowGroup:
     def _make_mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor | None:
         if window is None and self.num_queries == 1 and not self.padding.numel():
             return None
-        last = torch.tensor([span.length - 1 for span in self._spans])[:, None]  # (B, 1)
-        back = torch.tensor([span.num_new - 1 for span in self._spans])[:, None] - torch.arange(self.num_queries)
-        position = (last - back.clamp_min(0))[..., None]  # (B, Q, 1); padded queries repeat the last one
-        column = torch.arange(self.num_keys)
+        position = self.take(self._positions[:, None])  # (B, Q, 1); padded queries repeat the last one
+        column = torch.arange(self.num_keys, device=position.device)
         hidden = column > position  # (B, Q, T)
         if window is not None:
             hidden |= column <= position - window
-        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-        return mask.repeat(1, repeats, 1)[:, None].to(self._device)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=position.device).masked_fill_(hidden, -torch.inf)
+        return mask.repeat(1, repeats, 1)[:, None]
 
 
 def _padding(spans: Sequence[Span], num_keys: int, row_tokens: int) -> Tensor:
@@ -132,7 +152,7 @@ def _padding(spans: Sequence[Span], num_keys: int, row_tokens: int) -> Tensor:
     return ((column >= lengths) & (column < num_keys)).reshape(-1).nonzero().reshape(-1)
 
 
-def _query_places(spans: Sequence[Span], num_queries: int) -> tuple[Tensor, Tensor]:
+def _query_places(spans: Sequence[Span], num_queries: int) -> list[Tensor]:
     """For each of B * Q padded queries its token (the last one repeated), and for each token its padded query."""
     query: list[int] = []
     real: list[int] = []
@@ -141,4 +161,4 @@ def _query_places(spans: Sequence[Span], num_queries: int) -> tuple[Tensor, Tens
         query += [first + min(at, span.num_new - 1) for at in range(num_queries)]
         real += [row * num_queries + at for at in range(span.num_new)]
         first += span.num_new
-    return torch.tensor(query), torch.tensor(real)
+    return [torch.tensor(query), torch.tensor(real)]

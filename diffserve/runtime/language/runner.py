@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -12,9 +12,11 @@ from torch import Tensor
 
 from diffserve.errors import InvalidRequest
 from diffserve.runtime.kv import PagePool, PageTable
-from diffserve.runtime.language.attention import PagedCall, Workspace
+from diffserve.runtime.language.attention import PagedCall
 from diffserve.runtime.language.model import LanguageModel, run_network
 from diffserve.runtime.language.row_groups import Span
+from diffserve.runtime.language.workspace import Workspace
+from diffserve.runtime.transfer import send_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +27,14 @@ class TokenChunk:
     start       position of the first new token: how many tokens came before it
     token_ids   at least one
     num_logits  logits are wanted after so many of them, the last ones; 0: keys and values only
+    last        (1,) int64 on the device: a token that nobody here knows yet, in place of the last of ``token_ids``
     """
 
     table: PageTable
     start: int
     token_ids: Sequence[int]
     num_logits: int = 1
+    last: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_logits <= len(self.token_ids) or not self.token_ids:
@@ -70,13 +74,14 @@ class LanguageRunner:
         token_ids = [token_id for index in call.order for token_id in chunks[index].token_ids]
         # tokens that nobody looks at: on a CPU oneDNN makes a kernel for every length and keeps a thousand
         num_idle = few_lengths(len(token_ids)) - len(token_ids) if self.model.device.type == "cpu" else 0
-        return run_network(
-            self.model.network,
-            torch.tensor(token_ids + token_ids[-1:] * num_idle, device=self.model.device),
-            F.pad(call.batch.positions, (0, num_idle)),
-            torch.tensor(_kept(chunks, call.order), dtype=torch.long, device=self.model.device),
-            paged=call,
-        )
+        ends = dict(zip(call.order, accumulate(len(chunks[index].token_ids) for index in call.order), strict=True))
+        unknown = [index for index, chunk in enumerate(chunks) if chunk.last is not None]
+        told = [token_ids + token_ids[-1:] * num_idle, _kept(chunks, ends), [ends[index] - 1 for index in unknown]]
+        ids, kept, places = send_together([torch.tensor(part, dtype=torch.int64) for part in told], self.model.device)
+        if unknown:
+            ids.index_copy_(0, places, torch.cat([last for chunk in chunks if (last := chunk.last) is not None]))
+        positions = F.pad(call.batch.positions, (0, num_idle)) if num_idle else call.batch.positions
+        return run_network(self.model.network, ids, positions, kept, paged=call)
 
     def _check(self, chunks: Sequence[TokenChunk]) -> None:
         most, vocab_size = self.model.info.context_tokens, self.model.info.vocab_size
@@ -96,10 +101,6 @@ def few_lengths(num_tokens: int) -> int:
     return -(-num_tokens // step) * step
 
 
-def _kept(chunks: Sequence[TokenChunk], order: Sequence[int]) -> list[int]:
-    """Where, among the new tokens flattened in ``order``, the logits of each chunk are to be taken, chunk by chunk."""
-    ends = accumulate(len(chunks[index].token_ids) for index in order)
-    end_of = dict(zip(order, ends, strict=True))
-    return [
-        place for index, chunk in enumerate(chunks) for place in range(end_of[index] - chunk.num_logits, end_of[index])
-    ]
+def _kept(chunks: Sequence[TokenChunk], ends: Mapping[int, int]) -> list[int]:
+    """Where the logits of each chunk are to be taken, chunk by chunk, when its new tokens end at ``ends``."""
+    return [place for index, chunk in enumerate(chunks) for place in range(ends[index] - chunk.num_logits, ends[index])]

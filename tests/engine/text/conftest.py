@@ -53,15 +53,20 @@ def make_engine(language: Load) -> Iterator[MakeEngine]:
     made: list[TextEngine] = []
 
     def make(
-        kind: str = "llama", *, num_pages: int = 400, draft_seed: int | None = None, clock: Any = None, **config: Any
+        kind: str = "llama",
+        *,
+        num_pages: int = 400,
+        draft_seed: int | None = None,
+        clock: Any = None,
+        reads_late: bool | None = None,
+        **config: Any,
     ) -> TextEngine:
         draft = None if draft_seed is None else language(kind, draft_seed)
         model = language(kind)
         pool = pages_of(*([model] if draft is None else [model, draft]), num_pages=num_pages)
         extra = {} if clock is None else {"clock": clock}
-        engine = TextEngine(
-            model, pool, TextConfig(**{"num_draft_tokens": 0, "page_tokens": 4, **config}), draft_model=draft, **extra
-        )
+        settings = TextConfig(**{"num_draft_tokens": 0, "page_tokens": 4, **config})
+        engine = TextEngine(model, pool, settings, draft_model=draft, reads_late=reads_late, **extra)
         made.append(engine)
         return made[-1]
 

@@ -34,14 +34,15 @@ def smallest(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
 class Walk:
     """An engine, a stranger who holds pages of the same pool, and dice."""
 
-    def __init__(self, model: LanguageModel, seed: int, *, has_draft: bool) -> None:
+    def __init__(self, model: LanguageModel, seed: int, *, has_draft: bool, reads_late: bool) -> None:
         self.dice = random.Random(seed)
         pool = pages_of(*([model, model] if has_draft else [model]), num_pages=10)
         config = TextConfig(
             page_tokens=4, max_batch_tokens=24, max_sequences=6, max_waiting=12, num_draft_tokens=3, min_ngram=1
         )
+        draft_model = model if has_draft else None
         self.engine = TextEngine(
-            model, pool, config, draft_model=model if has_draft else None, clock=lambda: self.now_s
+            model, pool, config, draft_model=draft_model, clock=lambda: self.now_s, reads_late=reads_late
         )
         self.pool = pool
         self.now_s = 0.0
@@ -92,6 +93,7 @@ class Walk:
             if isinstance(event, TextFinished | Failed | Cancelled):
                 assert event.request_id not in self.ends, "a request ended twice"
                 self.ends[event.request_id] = event
+        self.counts["unread"] += self.engine._unread is not None
 
     def cancel(self) -> None:
         live = [name for name in self.requests if name not in self.ends]
@@ -157,8 +159,8 @@ def check_answers(walk: Walk, model: LanguageModel) -> int:
     return compared
 
 
-def walk_for(model: LanguageModel, num_steps: int, seed: int, *, has_draft: bool) -> Walk:
-    walk = Walk(model, seed, has_draft=has_draft)
+def walk_for(model: LanguageModel, num_steps: int, seed: int, *, has_draft: bool, reads_late: bool) -> Walk:
+    walk = Walk(model, seed, has_draft=has_draft, reads_late=reads_late)
     for _ in range(num_steps):
         walk.step()
         walk.check()
@@ -166,16 +168,20 @@ def walk_for(model: LanguageModel, num_steps: int, seed: int, *, has_draft: bool
     return walk
 
 
-@pytest.mark.parametrize("has_draft", [False, True])
-def test_a_short_walk_keeps_the_books(has_draft: bool, smallest: LanguageModel) -> None:
-    walk = walk_for(smallest, 300, seed=1, has_draft=has_draft)
+WAYS = pytest.mark.parametrize(("has_draft", "reads_late"), [(False, False), (True, False), (False, True)])
+
+
+@WAYS
+def test_a_short_walk_keeps_the_books(has_draft: bool, reads_late: bool, smallest: LanguageModel) -> None:
+    walk = walk_for(smallest, 300, seed=1, has_draft=has_draft, reads_late=reads_late)
     assert check_answers(walk, smallest) > 5
+    assert (walk.counts["unread"] > 10) is reads_late
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_draft", [False, True])
-def test_two_thousand_steps_keep_the_books(has_draft: bool, smallest: LanguageModel) -> None:
-    walk = walk_for(smallest, 2000, seed=2, has_draft=has_draft)
+@WAYS
+def test_two_thousand_steps_keep_the_books(has_draft: bool, reads_late: bool, smallest: LanguageModel) -> None:
+    walk = walk_for(smallest, 2000, seed=2, has_draft=has_draft, reads_late=reads_late)
     assert check_answers(walk, smallest) > 50
     assert walk.engine.stats().preemptions > 10
     assert walk.pool.stats().tenants["llm"].evicted_pages > 50

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagePool, PageTable
-from diffserve.runtime.language.attention import PagedCall, Scoring, Workspace, paged_attention
+from diffserve.runtime.language import context_chunks, row_groups
+from diffserve.runtime.language.attention import PagedCall, Scoring, paged_attention
 from diffserve.runtime.language.row_groups import Span
+from diffserve.runtime.language.workspace import Workspace
 from tests.runtime.kv.story import gather, write
 
 HEADS, KEY_HEADS, DIM = 6, 2, 8
@@ -37,8 +39,13 @@ def make_pool() -> PagePool:
     return pool
 
 
+@pytest.mark.parametrize("long", [4096, 9])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (6, None), (None, 2.0), (6, 2.0), (1, None)])
-def test_mixed_batch_attends_as_each_sequence_alone(window: int | None, softcap: float | None) -> None:
+def test_mixed_batch_attends_as_each_sequence_alone(
+    window: int | None, softcap: float | None, long: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(row_groups.LONG_CONTEXT, "cpu", long)
+    monkeypatch.setattr(context_chunks, "CHUNK_TOKENS", 8)
     torch.manual_seed(0)
     pool = make_pool()
     tables: list[PageTable] = []

@@ -12,7 +12,9 @@ CPU = torch.device("cpu")
 
 def group_of(spans: list[Span], page_tokens: int = 4) -> RowGroup:
     num_logical_pages = max(-(-span.length // page_tokens) for span in spans)
-    return RowGroup(spans, 0, torch.zeros((1, len(spans), num_logical_pages), dtype=torch.long), page_tokens)
+    pages = torch.zeros((1, len(spans), num_logical_pages), dtype=torch.long)
+    positions = torch.cat([torch.arange(span.length - span.num_new, span.length) for span in spans])
+    return RowGroup(spans, 0, pages, positions, page_tokens)
 
 
 def test_decode_rows_few_tokens_and_chunks_are_kept_apart() -> None:
@@ -24,6 +26,7 @@ def test_a_long_row_is_not_put_beside_many_short_ones() -> None:
     spans = [Span(1, 2000), *[Span(1, 50)] * 8, Span(1, 1990)]
     assert arrange(spans, CPU) == [[0, 9], [1, 2, 3, 4, 5, 6, 7, 8]]
     assert arrange(spans, torch.device("cuda")) == [[0, 9, 1, 2, 3, 4, 5, 6, 7, 8]]
+    assert arrange([*spans, Span(1, 9000), Span(1, 5000)], torch.device("cuda"))[1] == [10, 11]
 
 
 def test_rows_of_one_length_that_decode_need_no_mask() -> None:
