@@ -37,6 +37,9 @@ def serve(model: str, threads: int, steps: int, compile_: str) -> None:
     """Be an engine: load, warm up, and paint what every line asks for: numbers of requests, or ``null`` for one."""
     import torch
 
+    from diffserve.runtime.loading.library_imports import import_lean
+
+    import_lean()  # as the engine's own process does
     from benchmarks.arms import compiled_sizes, settle
     from benchmarks.report import head
     from benchmarks.trace import mixed

@@ -38,6 +38,9 @@ def serve_arm(name: str, model: str, steps: int) -> None:
     """Be an arm: load, warm up, and paint for every line that comes."""
     import torch
 
+    from diffserve.runtime.loading.library_imports import import_lean
+
+    import_lean()  # as the engine's own process does
     from benchmarks.report import head
     from diffserve.config import EngineConfig
     from diffserve.engine import Engine
