@@ -53,7 +53,8 @@ ModelOption = Annotated[
     ),
 ]
 ConfigOption = Annotated[
-    str | None, typer.Option("--config", help="A TOML file, or embedded, embedded-turbo, sd15, sdxl.", metavar="FILE")
+    str | None,
+    typer.Option("--config", help="A TOML file, or embedded, embedded-turbo, sd15, sdxl, edge.", metavar="FILE"),
 ]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:0 or mps.")]
 DtypeOption = Annotated[

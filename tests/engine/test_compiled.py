@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -74,7 +75,11 @@ def warmed(directory: Path) -> tuple[Path, str]:
         f'[engine]\nmax_rows = 2\ncache_dir = "{cache}"\n'
     )
     command = [sys.executable, "-m", "diffserve", "warm", "--config", str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=START_S)
+    scratch = directory.parent / "scratch"
+    scratch.mkdir()
+    env = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    env |= {"TMPDIR": str(scratch)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, env=env)
     assert done.returncode in (0, 1), done.stderr
     return cache, done.stdout
 
@@ -105,6 +110,7 @@ def pixels(engine: Engine, *requests: GenerationRequest) -> list[np.ndarray[Any,
 def test_warm_compiles_every_size_once_and_says_what_it_saves(warmed: tuple[Path, str]) -> None:
     cache, told = warmed
     assert len(list((cache / "compiled").iterdir())) == len(SIZES)
+    assert not [path for path in (cache.parent / "scratch").rglob("*") if path.is_file()], "nothing is left behind"
     assert "64x64: " in told
     assert [line.split()[0] for line in told.splitlines()[-2:]] == ["1", "2"]
 
@@ -201,8 +207,11 @@ def test_damaged_packages_and_those_that_compute_something_else_are_not_used(
     assert np.array_equal(pixels(engine, picture(1))[0], plain)
     assert COMPILED not in engine.buckets
     monkeypatch.setattr(CompiledUNet, "run", honest)
-    for package in (other / "compiled").iterdir():
-        package.write_bytes(package.read_bytes()[: package.stat().st_size // 2])
+    for package, has_end in zip((other / "compiled").iterdir(), (True, False), strict=True):
+        data = bytearray(package.read_bytes())
+        middle = len(data) // 2
+        data[middle : middle + 4096] = bytes(4096)
+        package.write_bytes(data if has_end else data[:middle])
     with caplog.at_level(logging.WARNING):
         engine = engine_of(model, other)
         engine.warm_up()
@@ -210,6 +219,20 @@ def test_damaged_packages_and_those_that_compute_something_else_are_not_used(
         assert np.array_equal(pixels(engine, picture(1))[0], plain)
     assert "a compiled call failed" in caplog.text
     assert not list((other / "compiled").iterdir())
+
+
+def test_a_package_that_lost_some_bytes_is_made_anew(model: DiffusionModel, tmp_path: Path) -> None:
+    packages = Packages(model, DiskCache(tmp_path))
+    kind = random_call(model, (64, 64, 77), 1, make_conditioner(model, EngineConfig(), is_exact=True)).kind
+    path = packages.path(kind, 1)
+    assert path is not None
+    path.parent.mkdir()
+    for kept, is_damaged in ((b"code", False), (b"cod3", True)):
+        with ZipFile(path, "w") as package:
+            package.writestr("part/data/aotinductor/model/call.so", b"code")
+        path.write_bytes(path.read_bytes().replace(b"code", kept, 1))
+        assert CompiledUNet(packages).load(kind, (1,)) == ()
+        assert path.exists() is not is_damaged, "what merely does not load may be whole"
 
 
 @slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,3 +162,27 @@ def test_the_cache_is_bounded_and_drops_what_served_nobody_the_longest() -> None
     tiny = LatentCache(one - 1)
     tiny.put("kin", "cat", kept(1.0, 0.0))
     assert (len(tiny), tiny.num_bytes) == (0, 0)
+
+
+def test_long_texts_take_no_room_and_many_kept_pictures_are_searched_in_order() -> None:
+    def kept(angle: float) -> KeptLatents:
+        return KeptLatents(np.array([np.cos(angle), np.sin(angle)], np.float32), np.full((1, 1, 1), angle, np.float32))
+
+    cache = LatentCache(100 * kept(0.0).num_bytes)
+    tracemalloc.start()
+    for number in range(300):
+        text = f"{number} {' ' * 30_000}"
+        cache.put((8, 8, text[-30_000:]), text, kept(number / 200))
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert taken < 100 * 2_000, "the texts stay out"
+    kin = (8, 8, " " * 30_000)
+    for number in range(200, 300):  # the last hundred are there, each found among the others that were put before it
+        found = cache.nearest(kin, kept(number / 200).embedding, 0.5)
+        assert found is not None
+        assert abs(found.latents[0, 0, 0] - number / 200) < 0.02
+    assert len(cache) == 100
+    cache.put(kin, "again", kept(299 / 200))
+    found = cache.nearest(kin, kept(299 / 200).embedding, 0.5)
+    assert found is not None
+    assert cache.nearest(kin, -kept(1.2).embedding, ALL) is None, "nobody is like its opposite"

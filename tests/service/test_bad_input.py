@@ -115,6 +115,10 @@ WRONG_VALUES: list[tuple[str, dict[str, Any], str | None, str, str]] = [
         (f"guidance-{value}", {"guidance_scale": value}, "guidance_scale", "invalid_value", json.dumps(value))
         for value in (-1, 31, "NaN", 1e308, True)
     ),
+    ("threshold-zero", {"similarity_threshold": 0}, "similarity_threshold", "invalid_value", "more than 0"),
+    ("merging-between", {"token_merging": 0.33}, "token_merging", "invalid_value", "steps of 0.05"),
+    ("interval-text", {"guidance_interval": "0,1"}, "guidance_interval", "invalid_value", "list"),
+    ("cache-interval", {"cache_interval": 0}, "cache_interval", "invalid_value", "at least 1"),
     *(
         (f"seed-{value}", {"seed": value}, "seed", "invalid_value", json.dumps(value))
         for value in (-2, 2**63, 2**64, "42", 1.0, True)

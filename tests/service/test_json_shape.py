@@ -8,7 +8,8 @@ import time
 import pytest
 
 from diffserve.errors import InvalidRequest
-from diffserve.service.http.bodies import MAX_JSON_DEPTH, MAX_KEYS, MAX_VALUES, check_shape, check_strict
+from diffserve.service.http.bodies import MAX_JSON_DEPTH, MAX_KEYS, MAX_VALUES, check_shape, check_strict, parse
+from diffserve.service.images.schemas import GenerateBody
 
 MEGABYTE = 1 << 20
 
@@ -32,6 +33,19 @@ def refusal(data: bytes) -> InvalidRequest:
 def test_a_key_that_is_given_twice_is_named(data: bytes, name: str) -> None:
     error = refusal(data)
     assert (error.code, error.param) == ("duplicate_parameter", name)
+
+
+def test_a_saving_that_is_out_of_bounds_is_told_its_bounds() -> None:
+    for field, value, wanted in (
+        ("similarity_threshold", 0, "must be more than 0"),
+        ("similarity_threshold", 1.01, "must be at most 1"),
+        ("token_merging", 0.8, "must be at most 0.75"),
+        ("cache_interval", 0, "must be at least 1"),
+        ("guidance_interval", "0,1", "must be a list"),
+    ):
+        with pytest.raises(InvalidRequest, match=wanted) as caught:
+            parse(GenerateBody, json.dumps({"prompt": "a", field: value}).encode())
+        assert caught.value.param == field
 
 
 def test_the_same_key_in_two_objects_is_none_too_many() -> None:

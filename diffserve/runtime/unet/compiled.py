@@ -16,9 +16,9 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import TYPE_CHECKING, Any, Final
-from zipfile import is_zipfile
+from zipfile import BadZipFile, ZipFile
 
 import diffusers
 import torch
@@ -47,6 +47,9 @@ MOST_BAKED_BYTES: Final = 1 << 27
 
 LONGEST_COMPILE_S: Final = 6 * 3600.0
 """A folder of work that is older was left behind."""
+
+DAMAGE: Final = (BadZipFile, EOFError, ValueError)
+"""What ``ZipFile`` says of a file that lost some of its bytes."""
 
 logger = logging.getLogger(__name__)
 
@@ -115,13 +118,14 @@ class Packages:
         if path.is_file():
             return path
         from torch._inductor import aoti_compile_and_package
+        from torch._inductor.utils import fresh_cache
 
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         options: dict[str, Any] = {"cpp.dynamic_threads": True}  # as many as the engine sets when it calls
         options |= {"freezing": True} if self.is_baked else {"aot_inductor.package_constants_in_so": False}
         part = Path(mkdtemp(dir=self._folder, prefix=".")) / "part.pt2"
         try:
-            with torch.no_grad():
+            with fresh_cache(dir=str(part.parent)), torch.no_grad():  # a hundred megabytes that go with the folder
                 program = torch.export.export(FlatUNet(self._network, call).eval(), tuple(_contiguous(call)))
                 aoti_compile_and_package(program, package_path=str(part), inductor_configs=options)
             os.replace(part, path)
@@ -131,7 +135,8 @@ class Packages:
         return path
 
     def load(self, path: Path) -> Package:
-        """The package at ``path``, ready to be called. RuntimeError where it is damaged."""
+        """The package at ``path``, ready to be called. One of ``DAMAGE`` where it is damaged, RuntimeError where it
+        does not load, OSError where there is no room to unpack it."""
         package = Package(path, self._device)
         if not self.is_baked:
             package.use_weights(self._network)
@@ -145,8 +150,12 @@ class Package:
     def __init__(self, path: Path, device: torch.device) -> None:
         from torch._C._aoti import AOTIModelPackageLoader  # past torch._inductor, whose import takes seconds
 
-        index = -1 if device.type == "cpu" else device.index or 0
-        self._loader = AOTIModelPackageLoader(str(path), "model", False, 1, index)
+        with TemporaryDirectory(prefix="diffserve-") as folder, ZipFile(path) as package:
+            package.extractall(folder)  # every byte of it is checked, which the loader does not
+            if device.type == "cpu":  # mapped by now, so that nothing stays behind, however this process ends
+                self._loader = AOTIModelPackageLoader(folder, "model", False, 1, -1)
+                return
+        self._loader = AOTIModelPackageLoader(str(path), "model", False, 1, device.index or 0)
 
     def use_weights(self, network: nn.Module) -> None:
         """Compute with the weights of ``network``, where they are."""
@@ -178,10 +187,11 @@ class CompiledUNet:
             if (kind, num_rows) not in self._loaded and path.is_file():
                 try:
                     self._loaded[kind, num_rows] = self.packages.load(path)
+                except DAMAGE as error:  # made anew when it is wanted again
+                    self._distrust(error)
+                    path.unlink(missing_ok=True)
                 except (OSError, RuntimeError) as error:
                     self._distrust(error)
-                    if not is_zipfile(path):  # damaged, not merely without room to be unpacked
-                        path.unlink(missing_ok=True)
             if (kind, num_rows) in self._loaded:
                 found.append(num_rows)
         return tuple(found)
