@@ -16,6 +16,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from diffserve.engine_stats import CacheStats
+
 SKIPS: Final = (0.1, 0.2, 0.3, 0.4, 0.5)
 """Shares of the steps that may be left out."""
 
@@ -50,11 +52,17 @@ class LatentCache:
 
     Latents are told apart by ``kin``, all that must be equal beside the prompt, and by their prompt: the first picture
     of a prompt stays until it is dropped, so what a request finds depends on what was painted, not on who reads it.
+
+    num_hits, num_misses  requests that found some as similar as they asked for, or not
+    num_evicted           latents that were dropped
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
+        self.num_hits = 0
+        self.num_misses = 0
+        self.num_evicted = 0
         self._kept: OrderedDict[tuple[Hashable, str], KeptLatents] = OrderedDict()
         self._prompts: dict[Hashable, list[str]] = {}
 
@@ -71,6 +79,7 @@ class LatentCache:
         while self.num_bytes > self.max_bytes:
             (old_kin, old_prompt), dropped = self._kept.popitem(last=False)
             self.num_bytes -= dropped.num_bytes
+            self.num_evicted += 1
             self._prompts[old_kin].remove(old_prompt)
             if not self._prompts[old_kin]:
                 del self._prompts[old_kin]
@@ -83,6 +92,22 @@ class LatentCache:
     def nearest(self, kin: Hashable, embedding: Embedding, threshold: float) -> Similar | None:
         """The most similar of ``kin``, of equally similar ones the oldest; ``None`` where none is as similar as
         ``threshold``."""
+        found = self._nearest(kin, embedding, threshold)
+        self.num_hits += found is not None
+        self.num_misses += found is None
+        return found
+
+    @property
+    def stats(self) -> CacheStats:
+        """For the metrics."""
+        return CacheStats(
+            num_hits=self.num_hits,
+            num_misses=self.num_misses,
+            num_evicted=self.num_evicted,
+            num_bytes=self.num_bytes,
+        )
+
+    def _nearest(self, kin: Hashable, embedding: Embedding, threshold: float) -> Similar | None:
         prompts = self._prompts.get(kin)
         if not prompts:
             return None
