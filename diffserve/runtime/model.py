@@ -33,12 +33,11 @@ from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.preview import PREVIEW_DIRECTORY, PreviewRunner, load_preview
 from diffserve.runtime.vae.vae import Decoded, VAERunner
 from diffserve.types import ModelInfo, ModelProfile
-from diffserve.vocabulary import Vocabulary, read_vocabulary
+from diffserve.vocabulary import Vocabulary, knows_embedded_world, read_vocabulary
 from schedulers import NoiseSchedule
 
 logger = logging.getLogger(__name__)
 
-EMBEDDED_DIRECTORY: Final = BUILT_IN[EMBEDDED]
 VELOCITY_SAMPLE_SIZE: Final = 96  # SD 2 with v-prediction was trained at 768 pixels
 
 
@@ -196,8 +195,7 @@ def load_model(
     previewer = load_preview(home / PREVIEW_DIRECTORY, choice)
     _check_fit(text, unet, vae, previewer, location)
     scheduler_config = _settle_prediction(parts, unet, location)
-    is_embedded = str(path) in BUILT_IN or (adapter is not None and adapter.base == EMBEDDED_DIRECTORY)
-    family = EMBEDDED if is_embedded else detect_family(unet.network.config, len(parts.encoders))
+    family = EMBEDDED if knows_embedded_world(home) else detect_family(unet.network.config, len(parts.encoders))
     native = native_size(unet.network.config, vae.factor)
     name = model_id or (profile.model_id if profile else str(path) if str(path) in BUILT_IN else location.stem)
     logger.info("%s is %s (%s): %s", name, family, digest[:12], choice.reason)
