@@ -26,6 +26,7 @@ from diffserve.runtime.loading.formulation import noise_schedule
 from diffserve.runtime.loading.plausibility import Plausibility, judge, kept_or_probed, predicts_velocity, probe
 from diffserve.runtime.loading.single_file import load_single_file
 from diffserve.runtime.loading.weight_loading import LoadedParts
+from diffserve.runtime.memory import give_heap_back
 from diffserve.runtime.precision import INT8_STATIC, TORCH_DTYPES, DeviceChoice, choose_device, weights_bytes
 from diffserve.runtime.quantisation import ONCE_A_PROMPT, THE_PIXELS, convert_static, describe_left, schemes
 from diffserve.runtime.text.encoding import TextEncoderRunner
@@ -216,7 +217,10 @@ def load_model(
         names = [name for name, one in schemes(unet.network, INT8_STATIC).items() if one == INT8_STATIC]
         measure = partial(measure_ranges, names, unet, text, schedule, prompts_of(world), size_px, vae.factor)
         key = f"{CALIBRATION_EDITION} {digest} {schedule.preconditioning} {choice.compute_dtype} {size_px}"
-        convert_static(unet.network, kept_or_measured(cache, key, measure))
+        ranges = kept_or_measured(cache, key, measure)
+        give_heap_back()
+        convert_static(unet.network, ranges)
+        give_heap_back()
     model = DiffusionModel(
         model_id=name,
         family=family,
