@@ -18,7 +18,7 @@ from tokenizers import pre_tokenizers
 from diffserve.runtime import choose_device
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.loading.weight_loading import build_on_meta
-from diffserve.runtime.model import EMBEDDED_DIRECTORY
+from diffserve.vocabulary import EMBEDDED_DIRECTORY
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 SD_BETAS: Final = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}

@@ -28,7 +28,7 @@ from diffserve.bounds import Between, check_bounds
 from diffserve.errors import ConfigError, InvalidRequest
 from diffserve.profiles import describe_model
 from diffserve.text_types import TextConfig
-from diffserve.types import ModelProfile
+from diffserve.types import ModelProfile, NoiseSource
 from schedulers import SPACINGS, resolve_sampler
 
 PROFILES = ("embedded", "embedded-turbo", "sd15", "sdxl")
@@ -95,10 +95,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                            of one window, and for what the language model wants
     result_cache_bytes     of finished pictures kept in memory; a request with a seed whose picture is among them, or is
                            being painted for somebody else, is answered by it. 0: none, and everybody is painted for
-    noise_source           "cpu": every image draws with a torch generator of its own on the CPU, as diffusers does;
-                           "device": with the numbers of a CUDA generator ("GPU" and "NV" in A1111), on any device, for
-                           all rows of a tick at once. Seeds paint other pictures then, and an init image is still
-                           encoded with the CPU's
+    noise_source           of requests that do not say: "cpu": every image draws with a torch generator of its own on
+                           the CPU, as diffusers does; "device": with the numbers of a CUDA generator ("GPU" and "NV" in
+                           A1111), on any device, for all rows of a tick at once. Seeds paint other pictures then, and
+                           an init image is still encoded with the CPU's
     latent_cache_bytes     of finished latents kept in memory: a request with a ``similarity_threshold`` gives its own,
                            and begins from those of a similar prompt. All clients share them, and are told of it: who
                            asks can find out what others asked for. 0: none, and such requests are refused
@@ -129,7 +129,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cross_attention: Literal["paged", "plain"] = "paged"
     kv_pool_bytes: int | None = None
     result_cache_bytes: int = 0
-    noise_source: Literal["cpu", "device"] = "cpu"
+    noise_source: NoiseSource = "cpu"
     latent_cache_bytes: int = 0
     activation_bytes: int | None = None
     threads: int | None = None

@@ -42,6 +42,23 @@ class PageStats(msgspec.Struct, frozen=True, kw_only=True):
     tenants: tuple[TenantPages, ...]
 
 
+class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A cache of pictures or of latents; all 0 where there is none.
+
+    num_hits     images that found what they asked for
+    num_misses   images that did not
+    num_shared   images for which it was being painted for somebody else
+    num_evicted  dropped for newer ones
+    num_bytes    kept now
+    """
+
+    num_hits: int = 0
+    num_misses: int = 0
+    num_shared: int = 0
+    num_evicted: int = 0
+    num_bytes: int = 0
+
+
 class ImageStats(msgspec.Struct, frozen=True, kw_only=True):
     """The image side.
 
@@ -50,9 +67,8 @@ class ImageStats(msgspec.Struct, frozen=True, kw_only=True):
     num_steps    steps: ticks in which images got on
     num_rows     UNet rows that mattered, padding left out
     busy_s       seconds of work, encoding and decoding included
-    num_cache_hits, num_cache_shared, num_cache_misses
-                 images with a seed that were known, being painted for somebody else, or neither, where there is a
-                 result cache
+    results      the result cache: images with a seed
+    latents      the semantic cache: images with a ``similarity_threshold``
     """
 
     num_running: int
@@ -62,9 +78,8 @@ class ImageStats(msgspec.Struct, frozen=True, kw_only=True):
     num_painted: int
     num_failed: int
     busy_s: float
-    num_cache_hits: int = 0
-    num_cache_shared: int = 0
-    num_cache_misses: int = 0
+    results: CacheStats = CacheStats()
+    latents: CacheStats = CacheStats()
 
 
 class ShareStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
+from typing import Final
 
 import msgspec
 
 from diffserve.errors import InvalidRequest
-from diffserve.types import FULL_INTERVAL, ImageResult
+from diffserve.types import FULL_INTERVAL, ImageResult, NoiseSource
 from diffserve.version import __version__
 from schedulers import SAMPLERS
 
@@ -34,6 +35,9 @@ SCHEDULE_LABELS = {
     "simple": "Simple",
     "beta": "Beta",
 }
+
+RNG_LABELS: Final[dict[NoiseSource, str]] = {"cpu": "CPU", "device": "NV"}
+"""As A1111 writes where its noise is from: "NV" are a CUDA generator's numbers on any device; on one it is silent."""
 
 _MIN_PAIRS = 3
 _CUT = "…"
@@ -74,7 +78,7 @@ def write_infotext(result: ImageResult, *, width_px: int, height_px: int) -> str
         "Similarity threshold": None if threshold is None else _number_text(threshold),
         "Similarity": None if result.similarity is None else _number_text(result.similarity),
         "Skipped steps": result.skipped_steps or None,
-        "RNG": "CPU",
+        "RNG": RNG_LABELS[result.noise_source],
         "Spacing": result.spacing,
         ORIGINAL: None if result.original_prompt is None else _plain(result.original_prompt),
         "Painted size": f"{painted.width_px}x{painted.height_px}" if resized else None,

@@ -13,6 +13,9 @@ from typing import Any
 
 import msgspec
 
+from diffserve.errors import ModelLoadError
+from diffserve.vocabulary import EMBEDDED_DIRECTORY, knows_embedded_world
+
 ADAPTER_FILE = "adapter.json"
 MAX_HEADER_BYTES = 100_000_000
 ZERO_SNR = {"sampler": "dpmpp_2m", "spacing": "trailing"}
@@ -53,7 +56,18 @@ def describe_model(path: Path) -> tuple[str, dict[str, Any]]:
     if (path / ADAPTER_FILE).is_file():
         profile, found = _from_adapter(path)
         return profile, found | entries
-    return ("sdxl" if (path / "text_encoder_2").is_dir() else "sd15"), entries | _from_directory(path)
+    found = _from_directory(path)
+    if _is_embedded(path):
+        own = _from_directory(EMBEDDED_DIRECTORY)  # of which its profile knows more
+        return "embedded", entries | {key: value for key, value in found.items() if value != own.get(key)}
+    return ("sdxl" if (path / "text_encoder_2").is_dir() else "sd15"), entries | found
+
+
+def _is_embedded(path: Path) -> bool:
+    try:
+        return knows_embedded_world(path)
+    except ModelLoadError:
+        return False
 
 
 def _from_adapter(path: Path) -> tuple[str, dict[str, Any]]:

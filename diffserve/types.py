@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Final, Generic, Literal, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -34,6 +34,8 @@ FULL_INTERVAL = (0.0, 1.0)
 """Guidance in all steps."""
 
 OtherAspects = Literal["paint", "pad"]
+NoiseSource = Literal["cpu", "device"]
+NOISE_SOURCES: Final[tuple[NoiseSource, ...]] = get_args(NoiseSource)
 
 
 def _check_number(value: float | None, name: str, low: float, high: float, hint: str = "") -> None:
@@ -114,6 +116,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                        to 0.75 in steps of 0.05
     similarity_threshold  begin from the latents of the most similar prompt that is at least so similar, above 0 to 1,
                        and leave out the more steps the more similar it is; ``None``: always from noise
+    noise_source       "cpu" | "device", see ``EngineConfig``; ``None``: as that says
     strength           how much of an init image is repainted, 0 (nothing) to 1 (everything)
     """
 
@@ -127,6 +130,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     cache_interval: int = 1
     token_merging: float = 0.0
     similarity_threshold: float | None = None
+    noise_source: NoiseSource | None = None
     strength: float = 0.75
 
     def __post_init__(self) -> None:
@@ -166,6 +170,12 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             threshold is None or 0.0 < threshold <= 1.0,
             f"similarity_threshold is {threshold}; give a number above 0, at most 1, or leave it out.",
             "similarity_threshold",
+        )
+        source = self.noise_source
+        check(
+            source is None or source in NOISE_SOURCES,
+            f"noise_source is {str(source)[:40]!r}; give {' or '.join(NOISE_SOURCES)}, or leave it out.",
+            "noise_source",
         )
 
 
@@ -292,6 +302,7 @@ class DenoisingRecipe(msgspec.Struct, frozen=True, kw_only=True):
     cache_interval: int = 1
     token_merging: float = 0.0
     similarity_threshold: float | None = None
+    noise_source: NoiseSource = "cpu"
     eta: float
     strength: float | None = None
 

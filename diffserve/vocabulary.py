@@ -9,7 +9,7 @@ import re
 import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -18,6 +18,9 @@ from diffserve.errors import ModelLoadError
 Told = TypeVar("Told")
 
 WORLD_FILE = "world.json"
+EMBEDDED_DIRECTORY: Final = Path(__file__).with_name("embedded") / "weights"
+"""Of the model that ships inside."""
+
 MOST_NAMED = 6
 _WEIGHT = re.compile(r":\s*\d+(\.\d+)?\s*(?=[)\]])")  # of "(fox:1.3)"
 _WORD = re.compile(r"\w+(?:['’-]\w+)*|[^\w\s\x00-\x7f]")
@@ -57,6 +60,12 @@ def unknown_words(prompt: str, words: Iterable[str]) -> tuple[str, ...]:
 def read_vocabulary(directory: Path) -> Vocabulary | None:
     """What ``world.json`` in ``directory`` says; ``None`` where there is none. Raises ModelLoadError."""
     return read_beside(directory / WORLD_FILE, Vocabulary)
+
+
+def knows_embedded_world(directory: Path) -> bool:
+    """Whether the model in ``directory`` says that it paints the world of the embedded one: that is what a copy of it
+    has in common with it, whole or pruned, and one that was trained by its recipe. Raises ModelLoadError."""
+    return read_vocabulary(directory) == read_vocabulary(EMBEDDED_DIRECTORY)
 
 
 def read_beside(file: Path, kind: type[Told]) -> Told | None:

@@ -90,6 +90,8 @@ def test_nothing_to_do_is_answered_with_the_help(run: Run) -> None:
         (["generate", "a fox", "--sampler", "eular"], "dpmpp_2m, "),
         (["generate", "a fox", "--guidance", "99"], "guidance_scale is 99.0; it must lie between 0 and 30."),
         (["generate", "a fox", "--eta", "2"], "eta is 2.0; it must lie between 0 and 1."),
+        (["generate", "a fox", "--similarity-threshold", "2"], "similarity_threshold is 2.0; give a number"),
+        (["generate", "a fox", "--noise-source", "gpu"], "noise_source is 'gpu'; give cpu or device"),
         (["generate", "a fox", "--strength", "0.5"], "--strength is 0.5 without --init"),
         (["generate", "a fox", "-o", f"{300 * 'x'}.png"], "File name too long"),
         (["generate", "a fox", "--model", 300 * "x"], "File name too long"),
@@ -150,9 +152,8 @@ def test_pickle_weights_are_refused_in_one_line(run: Run, tmp_path: Path) -> Non
 
 
 def test_picture_is_painted_with_its_parameters_inside(run: Run, model: Path, tmp_path: Path) -> None:
-    outcome = run(
-        "generate", "a fox", "--model", model, "--steps", 2, "--seed", 7, "--sampler", "Euler a", "-o", "fox.png"
-    )
+    ways = ("--sampler", "Euler a", "--noise-source", "device")
+    outcome = run("generate", "a fox", "--model", model, "--steps", 2, "--seed", 7, *ways, "-o", "fox.png")
     assert (outcome.code, outcome.err) == (0, "")
     match = re.fullmatch(LAST_LINE, outcome.out.strip())
     assert match is not None
@@ -161,6 +162,7 @@ def test_picture_is_painted_with_its_parameters_inside(run: Run, model: Path, tm
     assert infotext is not None
     assert infotext.startswith("a fox\n")
     assert "Seed: 7" in infotext
+    assert "RNG: NV" in infotext
 
 
 class Stdin(io.TextIOWrapper):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import struct
 from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from diffserve.config import DTYPES, KEYS, PROFILES, Flag, configs_dir, load_settings
 from diffserve.errors import ConfigError
+from diffserve.vocabulary import EMBEDDED_DIRECTORY, WORLD_FILE
 
 
 def user_file(folder: Path, text: str) -> Path:
@@ -214,6 +217,14 @@ def test_model_directory_tells_its_own_size_and_spacing(tmp_path: Path) -> None:
     model = load_settings(model=str(path), env={}).model
     assert model.good_sizes == ((768, 768),)
     assert (model.spacing, model.sampler) == ("trailing", "dpmpp_2m")
+
+
+def test_copy_of_the_embedded_model_has_its_profile_under_its_own_name(tmp_path: Path) -> None:
+    copy = shutil.copytree(EMBEDDED_DIRECTORY, tmp_path / "Copy")
+    model, own = load_settings(model=str(copy), env={}).model, load_settings(env={}).model
+    assert model == replace(own, model_id="copy", path=str(copy))
+    (copy / WORLD_FILE).write_text("{")
+    assert load_settings(model=str(copy), env={}).model.good_sizes == ((128, 128),), "as any other's"
 
 
 def test_user_file_may_name_the_model_and_still_override_what_the_directory_tells(tmp_path: Path) -> None:

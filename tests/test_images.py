@@ -98,6 +98,12 @@ def test_what_a_picture_began_from_is_told_where_it_did() -> None:
     assert "Similar" not in write_infotext(result(), width_px=24, height_px=16)
 
 
+@pytest.mark.parametrize(("source", "label"), [("cpu", "CPU"), ("device", "NV")])
+def test_whose_noise_it_was_is_told_as_other_tools_do(source: str, label: str) -> None:
+    text = write_infotext(result(noise_source=source), width_px=24, height_px=16)
+    assert parse_infotext(text).fields["RNG"] == label
+
+
 def test_how_much_of_a_picture_was_repainted_is_told_as_other_tools_do() -> None:
     fields = parse_infotext(write_infotext(result(strength=0.35), width_px=24, height_px=16)).fields
     assert fields["Denoising strength"] == "0.35"

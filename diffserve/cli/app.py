@@ -152,6 +152,18 @@ def generate(
         float,
         typer.Option("--token-merging", help="Share of tokens merged in self-attention, 0 to 0.75.", metavar="SHARE"),
     ] = 0.0,
+    similarity_threshold: Annotated[
+        float | None,
+        typer.Option(
+            "--similarity-threshold",
+            help="Begin from a kept picture of so similar a prompt, above 0 to 1.",
+            metavar="COSINE",
+        ),
+    ] = None,
+    noise_source: Annotated[
+        str | None,
+        typer.Option("--noise-source", help="cpu, or device: CUDA's numbers (A1111: NV).", metavar="SOURCE"),
+    ] = None,
     init: Annotated[Path | None, typer.Option("--init", help="Start from this picture.", metavar="IMAGE")] = None,
     strength: Annotated[
         float | None, typer.Option("--strength", help="How much of --init is repainted, 0 to 1 (0.75).")
@@ -173,7 +185,7 @@ def generate(
         num_images=num_images, seed=seed, quality=quality, sampler=sampler, num_steps=steps, guidance_scale=guidance,
         further={
             "eta": eta, "guidance_interval": guidance_interval, "cache_interval": cache_interval,
-            "token_merging": token_merging,
+            "token_merging": token_merging, "similarity_threshold": similarity_threshold, "noise_source": noise_source,
         },
         init=init, strength=strength, mask=mask,
     )  # fmt: skip

@@ -256,6 +256,8 @@ def _write(result: types.ImageResult, plan: SizePlan, file: Path) -> str:
     sampler = f"{result.sampler} {result.sigma_schedule}" if result.sigma_schedule else result.sampler
     count = "1 step" if result.num_steps == 1 else f"{result.num_steps} steps"
     part = "" if result.strength is None else f" at strength {result.strength:g}"
+    if result.similarity is not None:
+        part += f", without the first {result.skipped_steps}, from a prompt {result.similarity:g} similar"
     return (
         f"{file}  seed {result.seed}  {count} of {sampler}{part}, "
         f"{1000 * timings.step_s:.1f} ms a step, {timings.denoise_s + timings.decode_s:.2f} s in all"

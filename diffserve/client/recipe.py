@@ -24,6 +24,7 @@ class ImageFields(TypedDict, total=False):
     cache_interval     DeepCache: the whole UNet runs at every so many-th evaluation only; 1: at each
     token_merging      share of the tokens merged in self-attention, 0 to 0.75 in steps of 0.05
     similarity_threshold  begin from a kept picture of a prompt that is at least so similar, above 0 to 1
+    noise_source       whose numbers the noise is: a generator's on the CPU for each picture, or CUDA's on any device
     seed               of the first picture; left out: drawn, and told in the answer
     prompt_rewriter    whether the language model turns the wish into a prompt first
     """
@@ -44,6 +45,7 @@ class ImageFields(TypedDict, total=False):
     cache_interval: int
     token_merging: float
     similarity_threshold: float
+    noise_source: Literal["cpu", "device"]
     output_format: Literal["png", "jpeg", "webp"]
     output_compression: int
     prompt_rewriter: Literal["off", "auto", "force"] | RewriterFields
@@ -82,6 +84,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     cache_interval: int = 1
     token_merging: float = 0.0
     similarity_threshold: float | None = None
+    noise_source: Literal["cpu", "device"] = "cpu"
     size: str
     output_format: str
     quality: str

@@ -34,6 +34,7 @@ from diffserve.runtime.loading.formulation import noise_schedule
 from diffserve.runtime.loading.plausibility import Plausibility, judge, kept_or_probed, predicts_velocity, probe
 from diffserve.runtime.loading.single_file import load_single_file
 from diffserve.runtime.loading.weight_loading import LoadedParts
+from diffserve.runtime.memory import give_heap_back
 from diffserve.runtime.precision import INT8_STATIC, TORCH_DTYPES, DeviceChoice, weights_bytes
 from diffserve.runtime.quantisation import ONCE_A_PROMPT, THE_PIXELS, convert_static, describe_left, schemes
 from diffserve.runtime.text.encoding import TextEncoderRunner
@@ -41,12 +42,11 @@ from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.preview import PREVIEW_DIRECTORY, PreviewRunner, load_preview
 from diffserve.runtime.vae.vae import Decoded, VAERunner
 from diffserve.types import ModelInfo, ModelProfile
-from diffserve.vocabulary import Vocabulary, read_vocabulary
+from diffserve.vocabulary import Vocabulary, knows_embedded_world, read_vocabulary
 from schedulers import NoiseSchedule
 
 logger = logging.getLogger(__name__)
 
-EMBEDDED_DIRECTORY: Final = BUILT_IN[EMBEDDED]
 VELOCITY_SAMPLE_SIZE: Final = 96  # SD 2 with v-prediction was trained at 768 pixels
 
 
@@ -204,8 +204,7 @@ def load_model(
     previewer = load_preview(home / PREVIEW_DIRECTORY, choice)
     _check_fit(text, unet, vae, previewer, location)
     scheduler_config = _settle_prediction(parts, unet, location)
-    is_embedded = str(path) in BUILT_IN or (adapter is not None and adapter.base == EMBEDDED_DIRECTORY)
-    family = EMBEDDED if is_embedded else detect_family(unet.network.config, len(parts.encoders))
+    family = EMBEDDED if knows_embedded_world(home) else detect_family(unet.network.config, len(parts.encoders))
     native = native_size(unet.network.config, vae.factor)
     name = model_id or (profile.model_id if profile else str(path) if str(path) in BUILT_IN else location.stem)
     logger.info("%s is %s (%s): %s", name, family, digest[:12], choice.reason)
@@ -226,7 +225,10 @@ def load_model(
         names = [name for name, one in schemes(unet.network, INT8_STATIC).items() if one == INT8_STATIC]
         measure = partial(measure_ranges, names, unet, text, schedule, prompts_of(world), size_px, vae.factor)
         key = f"{CALIBRATION_EDITION} {digest} {schedule.preconditioning} {choice.compute_dtype} {size_px}"
-        convert_static(unet.network, kept_or_measured(cache, key, measure))
+        ranges = kept_or_measured(cache, key, measure)
+        give_heap_back()
+        convert_static(unet.network, ranges)
+        give_heap_back()
     model = DiffusionModel(
         model_id=name,
         family=family,

@@ -3,7 +3,7 @@
     int8          int8 weights of linear layers, arithmetic in the device's float dtype (torchao)
     int8_dynamic  linear layers of the UNet multiply in int8, activations with a scale for each token
     int8_static   linear layers and convolutions of the UNet multiply in int8, activations in ranges that were measured
-                  before (``runtime.calibration``); loaded in full, then converted layer by layer; CPUs only
+                  (``runtime.calibration``) with the weights in int8 already; CPUs only
     float8        the same in float8 with row-wise scales, on GPUs of compute capability 9.0 and above
 
 Text encoders run once a prompt, so that int8 arithmetic has nothing to win there: with int8 precisions they hold int8
@@ -27,6 +27,7 @@ from diffserve.runtime.quantised_layers import (
     InputRange,
     Int8DynamicLinear,
     become,
+    become_held,
     become_static,
     to_float8,
     to_int8,
@@ -84,21 +85,20 @@ def schemes(network: nn.Module, asked: str) -> dict[str, str]:
     return {name: scheme for name, scheme in found if scheme is not None}
 
 
-def schemes_at_load(network: nn.Module, asked: str) -> dict[str, str]:
-    """``schemes`` of those layers that can be quantised as soon as they are read."""
-    return {name: scheme for name, scheme in schemes(network, asked).items() if scheme != INT8_STATIC}
-
-
 def convert_static(network: nn.Module, ranges: Mapping[str, InputRange]) -> None:
-    """Turn the layers that ``ranges`` names into ``Int8Static`` ones, one after the other."""
+    """Have the layers that ``ranges`` names, which hold int8 already, multiply in it, one after the other."""
     for name, known in ranges.items():
         become_static(network.get_submodule(name), known)
 
 
 def quantise_layer(layer: nn.Module, scheme: str) -> None:
-    """Give ``layer``, a linear one with its weight in a float dtype, the weight that ``scheme`` says."""
+    """Give ``layer``, which has its weight in a float dtype, the weight that ``scheme`` says; one of int8_static
+    multiplies in float until ``convert_static``."""
     if scheme == INT8:
         quantise_linear(layer)
+        return
+    if scheme == INT8_STATIC:
+        become_held(layer)
         return
     weight = layer.get_parameter("weight").detach()
     if scheme == INT8_DYNAMIC:

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 INT8_MOST: Final = 127
 FLOAT8: Final = torch.float8_e4m3fn
@@ -85,6 +86,11 @@ def to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return values.to(torch.int8), scales
 
 
+def from_int8(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """What ``to_int8`` was given, but for its rounding, in ``dtype``."""
+    return values.to(dtype).mul_(scales.view(-1, *[1] * (values.ndim - 1)).to(dtype))
+
+
 def to_float8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """float8 values shaped as ``weight`` (out, in), and float32 scales (out,), the largest of each output at 448."""
     scales = weight.abs().amax(dim=1).float().clamp_min(LEAST) / FLOAT8_MOST
@@ -115,6 +121,27 @@ class InputRange(NamedTuple):
     def zero(self) -> int:
         """The code of 0, in 0..255."""
         return round(-self.low / self.scale)
+
+
+class Int8HeldLinear(nn.Linear):
+    """What an ``Int8StaticLinear`` is until its range is known: its weight in int8, its activations as they are."""
+
+    weight_scales: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features) in the dtype of ``input``."""
+        return F.linear(input, from_int8(self.weight, self.weight_scales, input.dtype), self.bias)
+
+
+class Int8HeldConv2d(nn.Conv2d):
+    """What an ``Int8StaticConv2d`` is until its range is known."""
+
+    weight_scales: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(B, out, h, w) of (B, in, h, w), in the dtype of ``input``."""
+        output: Tensor = self._conv_forward(input, from_int8(self.weight, self.weight_scales, input.dtype), self.bias)
+        return output
 
 
 class Int8StaticLinear(nn.Linear):
@@ -171,9 +198,15 @@ def to_codes(activations: Tensor, known: InputRange, *, signed: bool) -> Tensor:
     return codes.bitwise_xor_(128).view(torch.int8) if signed else codes
 
 
+def become_held(layer: nn.Module) -> None:
+    """Turn ``layer``, linear or a convolution with its weight in a float dtype, into one that holds it in int8."""
+    kind = Int8HeldLinear if isinstance(layer, nn.Linear) else Int8HeldConv2d
+    become(layer, kind, to_int8(layer.get_parameter("weight").detach()))
+
+
 def become_static(layer: nn.Module, known: InputRange) -> None:
-    """Turn ``layer``, linear or a convolution, into one that multiplies in int8 with activations in ``known``."""
-    values, scales = to_int8(layer.get_parameter("weight").detach())
+    """Turn ``layer``, one of ``become_held``, into one that multiplies in int8 with activations in ``known``."""
+    values, scales = layer.get_parameter("weight").detach(), layer.get_buffer("weight_scales")
     bias = layer._parameters.get("bias")
     layer.__dict__["range"] = known
     if isinstance(layer, nn.Linear):

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 from diffserve import ipc
-from diffserve.engine_stats import EngineStats, PageStats
+from diffserve.engine_stats import EngineStats, ImageStats, PageStats
 from diffserve.errors import EngineUnavailable
 from diffserve.rewrite_types import RewriteFinished
 from diffserve.text_types import TextFinished, TextStats, TextTimings
@@ -156,13 +156,7 @@ def _work(stats: EngineStats) -> Iterator[Metric]:
     painted.add_metric(("painted",), images.num_painted)
     painted.add_metric(("failed",), images.num_failed)
     yield painted
-    cached = _family(
-        CounterMetricFamily, "image_cache", "Images with a seed, where there is a result cache.", "outcome"
-    )
-    cached.add_metric(("hit",), images.num_cache_hits)
-    cached.add_metric(("shared",), images.num_cache_shared)
-    cached.add_metric(("miss",), images.num_cache_misses)
-    yield cached
+    yield from _caches(images)
     busy = _family(CounterMetricFamily, "busy_seconds", "Seconds of work.", "side")
     shared = _family(CounterMetricFamily, "shared_seconds", "Seconds of work while both sides wanted some.", "side")
     busy.add_metric(("images",), images.busy_s)
@@ -172,6 +166,23 @@ def _work(stats: EngineStats) -> Iterator[Metric]:
     yield from (busy, shared)
     yield _gauge("text_time_share", "What texts are to get of the time that both sides want.", share.share)
     yield _gauge("text_time_share_taken", "What they got of it.", share.text_share)
+
+
+def _caches(images: ImageStats) -> Iterator[Metric]:
+    results, latents = images.results, images.latents
+    found = _family(CounterMetricFamily, "image_cache", "Images with a seed, where there is a result cache.", "outcome")
+    found.add_metric(("hit",), results.num_hits)
+    found.add_metric(("shared",), results.num_shared)
+    found.add_metric(("miss",), results.num_misses)
+    begun = _family(CounterMetricFamily, "latent_cache", "Images with a similarity_threshold.", "outcome")
+    begun.add_metric(("hit",), latents.num_hits)
+    begun.add_metric(("miss",), latents.num_misses)
+    kept = _family(GaugeMetricFamily, "cache_bytes", "Bytes of pictures or of latents that are kept.", "cache")
+    evicted = _family(CounterMetricFamily, "cache_evictions", "Pictures or latents dropped for newer ones.", "cache")
+    for name, stats in (("image", results), ("latent", latents)):
+        kept.add_metric((name,), stats.num_bytes)
+        evicted.add_metric((name,), stats.num_evicted)
+    yield from (found, begun, kept, evicted)
 
 
 def _texts(texts: TextStats) -> Iterator[Metric]:

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
+from diffserve.errors import InvalidRequest
 from diffserve.runtime.philox import Draw, normals
+from diffserve.types import DiffusionParams
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked
 from tests.engine.test_dry_tick import STEPS, open_engine, submit, ticks
@@ -33,12 +36,25 @@ def test_the_numbers_are_those_of_cuda_and_of_no_neighbour() -> None:
 
 
 def test_a_picture_of_device_noise_does_not_depend_on_its_neighbours(make_engine: MakeEngine) -> None:
-    requests = [asked("sd15", "euler_a", seed=seed, num_steps=3) for seed in range(3)]
+    sources = ("device", "cpu", None, "cpu")
+    requests = [
+        asked("sd15", "euler_a", seed=seed, num_steps=3, noise_source=source) for seed, source in enumerate(sources)
+    ]
     together = make_engine(noise_source="device").generate([*requests, asked("sd15", "ddim", seed=9, num_steps=3)])
-    engine = make_engine(noise_source="device")
-    alone = [engine.generate(request)[0] for request in requests]
-    pixels = [one.picture.data for one in together[:3]]
-    assert pixels == [one.picture.data for one in alone]
+    assert [one.noise_source for one in together] == ["device", "cpu", "device", "cpu", "device"]
+    otherwise = make_engine()  # whose own is "cpu"
+    alone = [
+        otherwise.generate(replace(request, diffusion=replace(request.diffusion, noise_source=one.noise_source)))[0]
+        for request, one in zip(requests, together, strict=False)
+    ]
+    assert [one.picture.data for one in together[:4]] == [one.picture.data for one in alone]
+    [other] = otherwise.generate(requests[2])
+    assert other.picture.data != alone[2].picture.data
+
+
+def test_an_unknown_source_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="noise_source is 'gpu'; give cpu or device, or leave it out"):
+        DiffusionParams(noise_source="gpu")  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

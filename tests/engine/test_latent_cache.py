@@ -37,7 +37,7 @@ def test_a_picture_begins_from_kept_latents_as_image_to_image_of_diffusers_does(
     sampler: str, make_engine: MakeEngine, tiny_model: Callable[[str], Path]
 ) -> None:
     engine = make_engine(latent_cache_bytes=ROOM)
-    [first] = engine.generate(wanted(sampler="euler_a", num_steps=3))
+    [first] = engine.generate(wanted(sampler="euler_a"))
     assert first.latents is not None
     again = wanted(sampler=sampler, seed=6)
     [ours] = engine.generate(again)
@@ -62,19 +62,20 @@ def test_who_does_not_ask_is_painted_from_noise_and_kept_for_nobody(make_engine:
     assert {told(one) for one in (alone, asking, later)} == {(None, 0, 20)}
 
 
-def test_latents_are_found_by_likeness_and_only_among_their_own_size_and_negative_prompt(
+def test_latents_are_found_by_likeness_and_only_among_those_painted_alike(
     make_engine: MakeEngine,
 ) -> None:
     engine = make_engine(latent_cache_bytes=ROOM)
     engine.generate(wanted("cat"))
-    for other in ({"width_px": 72, "height_px": 72}, {"negative_prompt": "rain"}):
+    other_ways = {"num_steps": 1}, {"guidance_scale": 30.0}, {"cache_interval": 2}, {"token_merging": 0.5}
+    for other in ({"width_px": 72, "height_px": 72}, {"negative_prompt": "rain"}, *other_ways):
         assert told(engine.generate(wanted("cat", **other))[0])[:2] == (None, 0)
     text = engine.model.text
     cosine = round(float(text.embedding("cat") @ text.embedding("dog on the cat")), 4)
     assert 0.0 < cosine < 1.0
     [similar] = engine.generate(wanted("dog on the cat"))
     assert told(similar)[:2] == (cosine, 10 * SKIPS[skip_of(cosine, ALL)])
-    assert len(engine.runners.kept) == 3, "what began from another's latents is kept for nobody"
+    assert len(engine.runners.kept) == 7, "what began from another's latents is kept for nobody"
     assert told(engine.generate(wanted("dog on the cat", similarity_threshold=1.0))[0])[:2] == (None, 0)
 
 
@@ -156,6 +157,8 @@ def test_the_cache_is_bounded_and_drops_what_served_nobody_the_longest() -> None
     assert (found.similarity, found.latents[0, 0, 0]) == (1.0, 1.0)
     cache.put("kin", "fox", kept(0.6, 0.8))
     assert (len(cache), cache.num_bytes) == (2, 2 * one)
+    stats = cache.stats
+    assert (stats.num_hits, stats.num_misses, stats.num_evicted, stats.num_bytes) == (1, 1, 1, 2 * one)
     nearest = cache.nearest("kin", kept(0.0, 1.0).embedding, 0.5)
     assert nearest is not None
     assert nearest.similarity == pytest.approx(0.8), "the fox; the dog has gone"

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from diffserve.engine.image.result_cache import NOT_OF_THE_PICTURE, Kept, ResultCache, key_of
+from diffserve.engine_stats import CacheStats
 from diffserve.types import (
     Cancelled,
     DiffusionParams,
@@ -34,7 +35,7 @@ OTHER: dict[str, object] = {
     "rewriting": RewriteOptions(), "deadline_s": 5.0, "client": "b", "request_id": "another",
     "sampler": "heun", "num_steps": 7, "spacing": "trailing", "sigma_schedule": "karras", "eta": 0.5,
     "guidance_scale": 2.0, "guidance_interval": (0.1, 0.5), "cache_interval": 3, "strength": 0.5,
-    "token_merging": 0.5, "similarity_threshold": 0.9,
+    "token_merging": 0.5, "similarity_threshold": 0.9, "noise_source": "device",
 }  # fmt: skip
 """Another value for every field of a request and of its ``DiffusionParams``."""
 
@@ -88,7 +89,7 @@ def test_without_the_option_everybody_is_painted_for(make_engine: MakeEngine) ->
     one, other = engine.generate([wanted(), wanted()])
     assert (one.cached, other.cached) == (None, None)
     assert num_rows(engine) == 2 * 8
-    assert engine.stats().num_cache_misses == 0
+    assert engine.stats().results == CacheStats()
 
 
 def test_equal_requests_in_flight_share_a_painting_and_a_later_one_finds_it(make_engine: MakeEngine) -> None:
@@ -110,8 +111,9 @@ def test_equal_requests_in_flight_share_a_painting_and_a_later_one_finds_it(make
     assert Preview not in kinds[first]
     assert kinds[second].count(Progress) == kinds[first].count(Progress) - 1
     assert [name[-1] for name in kinds.values()] == [Finished, Finished]
-    stats = engine.stats()
-    assert (stats.num_cache_hits, stats.num_cache_shared, stats.num_cache_misses) == (1, 1, 1)
+    stats = engine.stats().results
+    assert (stats.num_hits, stats.num_shared, stats.num_misses, stats.num_evicted) == (1, 1, 1, 0)
+    assert stats.num_bytes > len(painted[first].picture.data)
 
 
 def test_a_picture_of_several_is_found_by_its_own_seed(make_engine: MakeEngine) -> None:
@@ -210,6 +212,6 @@ def test_the_cache_is_bounded_and_drops_what_nobody_asked_for_the_longest() -> N
     assert cache.get(b"a") is kept
     cache.put(b"c", kept)
     assert [cache.get(name) is kept for name in (b"a", b"b", b"c")] == [True, False, True]
-    assert cache.num_bytes == 210
+    assert (cache.num_bytes, cache.num_evicted) == (210, 1)
     cache.put(b"d", Kept(np.zeros((10, 10, 3), dtype=np.uint8), None))
     assert cache.get(b"d") is None

@@ -156,6 +156,18 @@ def test_a_mistake_is_one_sentence_and_nothing_is_painted(
 
 
 @pytest.mark.slow
+def test_a_pruned_copy_of_the_embedded_model_is_held_against_its_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main("prune", "--channels", 0.25, "-o", tmp_path / "pruned") == 0
+    gate = ["sweep", "--gate", "float32:bfloat16", "--prompts", 4, "--steps", 10]
+    assert run_main(*gate, "--model", tmp_path / "pruned", "-o", tmp_path / "gate") == 0
+    assert ", guidance 3: passes." in capsys.readouterr().out
+    document = json.loads((tmp_path / "gate" / JSON).read_bytes())
+    assert [row["exact"] >= 0.75 for row in document["rows"]] == [True, True]
+
+
+@pytest.mark.slow
 def test_int8_of_the_embedded_model_passes_and_a_broken_quantiser_ends_with_the_exit_code_of_a_failed_gate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffserve.runtime import load_model
+from diffserve.runtime.loading.family import BUILT_IN, EMBEDDED
+from diffserve.runtime.loading.pruned import prune_directory
+from diffserve.runtime.unet.pruning import Shares
 from diffserve.types import ModelProfile
+from diffserve.vocabulary import WORLD_FILE
 from tests.runtime.conftest import LoadTiny
 from tests.tiny_models import save_model
 
@@ -37,6 +41,15 @@ def test_the_info_describes_each_family(tiny: LoadTiny) -> None:
         assert info.good_sizes == ((64, 64),)
         assert (info.vae_factor, info.latent_channels, info.train_timesteps) == (8, 4, 1000)
         assert (info.device, info.dtype) == ("cpu", "float32")
+
+
+def test_a_copy_of_the_embedded_model_is_of_its_family_whole_or_pruned(tmp_path: Path) -> None:
+    copy = shutil.copytree(BUILT_IN[EMBEDDED], tmp_path / "copy")
+    prune_directory(copy, tmp_path / "pruned", Shares(heads=0.0, channels=0.25))
+    families = [load_model(path, device="meta").info.family for path in (EMBEDDED, copy, tmp_path / "pruned")]
+    assert families == [EMBEDDED] * 3
+    (copy / WORLD_FILE).unlink()
+    assert load_model(copy, device="meta").info.family == "sd1"
 
 
 def test_a_profile_gives_the_defaults(tiny_model: Callable[[str], Path]) -> None:
@@ -146,6 +159,9 @@ def refuse(*_, **__):
     raise AssertionError("the loader reached for the network")
 socket.socket.connect = socket.getaddrinfo = refuse
 from diffserve.runtime import load_model
+from diffserve.runtime.loading.family import BUILT_IN, EMBEDDED
+from diffserve.runtime.loading.pruned import prune_directory
+from diffserve.runtime.unet.pruning import Shares
 logging.getLogger("diffserve.runtime.loading.plausibility").disabled = True  # it rightly warns of random weights
 load_model({path!r}, dtype={dtype!r}, device="cpu")
 """

@@ -21,8 +21,8 @@ from diffserve.errors import ConfigError
 from diffserve.runtime import DiffusionModel, choose_device, load_model
 from diffserve.runtime.language import load_language_model
 from diffserve.runtime.loading import offload
-from diffserve.runtime.model import EMBEDDED_DIRECTORY
 from diffserve.runtime.precision import RESTS
+from diffserve.vocabulary import EMBEDDED_DIRECTORY
 from tests.runtime.language import tiny
 
 OFFLOADS = ("auto", "cpu", "disk")

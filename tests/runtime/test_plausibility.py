@@ -27,7 +27,7 @@ from diffserve.runtime.loading.plausibility import (
     probe,
     readings,
 )
-from diffserve.runtime.model import EMBEDDED_DIRECTORY
+from diffserve.vocabulary import EMBEDDED_DIRECTORY
 from schedulers import NoiseSchedule, Preconditioning
 from schedulers.table import FloatArray
 

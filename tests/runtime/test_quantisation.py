@@ -20,11 +20,13 @@ from diffserve.runtime.dry_run import DryRun, ListIndices
 from diffserve.runtime.loading.checkpoint import Checkpoint, read_json
 from diffserve.runtime.loading.components import build_unet, load_component
 from diffserve.runtime.precision import QUANTISED, _refuse_absent_unit, cpu_int8_unit, tensor_bytes, weights_bytes
-from diffserve.runtime.quantisation import layers_left, quantise_layer, scheme_for
+from diffserve.runtime.quantisation import layers_left, quantise_layer, scheme_for, schemes
 from diffserve.runtime.quantised_layers import (
     Float8Linear,
     InputRange,
     Int8DynamicLinear,
+    Int8HeldConv2d,
+    Int8HeldLinear,
     Int8StaticConv2d,
     become_static,
 )
@@ -86,6 +88,8 @@ def static(kind: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn
     layer = LAYERS[kind]().to(dtype).requires_grad_(False)
     given = nn.functional.silu(torch.randn((5, 9, 64) if kind == "linear" else (5, 16, 12, 12)) + 0.5).to(dtype)
     narrow = copy.deepcopy(layer)
+    quantise_layer(narrow, "int8_static")
+    assert (narrow(given).float() - layer(given).float()).norm() / layer(given).float().norm() < 0.02
     become_static(narrow, InputRange(float(given.min()), float(given.max())))
     return layer, narrow, given
 
@@ -218,10 +222,11 @@ def test_an_odd_layer_falls_back_and_says_why() -> None:
     assert scheme_for("to_q", nn.Linear(64, 72), "float8")[0] is None
 
 
-def test_quantising_to_int8_dynamic_while_loading_never_holds_more_than_the_model_and_one_tensor(
-    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dtype", ["int8_dynamic", "int8_static"])
+def test_quantising_while_loading_never_holds_more_than_the_model_and_one_tensor(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
-    path, choice = tiny_model("sdxl") / "unet", choose_device("cpu", "int8_dynamic")
+    path, choice = tiny_model("sdxl") / "unet", choose_device("cpu", dtype)
     checkpoint = Checkpoint.open([path / "diffusion_pytorch_model.safetensors"])
     network = build_unet(read_json(path / "config.json"), "unet", choice)
     held: list[int] = []
@@ -235,6 +240,10 @@ def test_quantising_to_int8_dynamic_while_loading_never_holds_more_than_the_mode
     load_component(network, checkpoint, choice, quantise=choice.unet_scheme)
     assert max(held) <= weights_bytes(network)
     assert len(held) == len(checkpoint.entries)
+    ready = {"int8_dynamic": Int8DynamicLinear, "int8_static": Int8HeldLinear | Int8HeldConv2d}[dtype]
+    narrow = {name for name, scheme in schemes(network, dtype).items() if scheme == dtype}
+    assert narrow == {name for name, part in network.named_modules() if isinstance(part, ready)}
+    assert dtype != "int8_static" or weights_bytes(network) < 1.2 * sum(one.numel() for one in network.parameters())
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from diffserve import ipc
-from diffserve.engine_stats import EngineStats, ImageStats, PageStats, ShareStats, TenantPages
+from diffserve.engine_stats import CacheStats, EngineStats, ImageStats, PageStats, ShareStats, TenantPages
 from diffserve.rewrite_types import Rewrite, RewriteFinished
 from diffserve.service.metrics import Metrics
 from diffserve.text_types import TextFinished, TextResult, TextStats, TextTimings, TextUsage
@@ -19,7 +19,15 @@ STATS = EngineStats(
     num_live=5,
     num_wishes=2,
     images=ImageStats(
-        num_running=3, num_waiting=1, num_steps=10, num_rows=64, num_painted=7, num_failed=1, busy_s=12.5
+        num_running=3,
+        num_waiting=1,
+        num_steps=10,
+        num_rows=64,
+        num_painted=7,
+        num_failed=1,
+        busy_s=12.5,
+        results=CacheStats(num_hits=3, num_misses=2, num_shared=1, num_evicted=4, num_bytes=500),
+        latents=CacheStats(num_hits=6, num_misses=7, num_evicted=8, num_bytes=900),
     ),
     share=ShareStats(share=0.25, image_s=9.0, text_s=3.0),
     texts=TextStats(
@@ -130,6 +138,11 @@ def test_the_engines_snapshot_is_shown_whole() -> None:
         "queue kind=text state=waiting": 6,
         "queue kind=text state=running": 4,
         "unet_rows_total": 64,
+        "image_cache_total outcome=shared": 1,
+        "latent_cache_total outcome=hit": 6,
+        "latent_cache_total outcome=miss": 7,
+        "cache_bytes cache=image": 500,
+        "cache_evictions_total cache=latent": 8,
         "images_total outcome=painted": 7,
         "busy_seconds_total side=images": 12.5,
         "shared_seconds_total side=texts": 3.0,

@@ -27,7 +27,7 @@ FORM: dict[str, Any] = {
     "prompt": "a red fox", "negative_prompt": "", "quality": "draft", "aspect": "square", "count": 1,
     "rewrite_mode": "Off", "steps": "2", "sampler": "", "guidance": "", "size": "", "seed": "3", "eta": "",
     "spacing": "", "guidance_interval": "", "cache_interval": "",
-    "token_merging": "",
+    "token_merging": "", "similarity_threshold": "", "noise_source": "",
 }  # fmt: skip
 
 

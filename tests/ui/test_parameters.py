@@ -171,6 +171,7 @@ def test_parameters_fill_the_fields_that_paint_the_same_again() -> None:
         "guidance_scale": 4.5,
         "spacing": "trailing",
         "seed": 7,
+        "noise_source": "cpu",
     }
 
 
@@ -200,6 +201,17 @@ def test_a_cache_interval_reads_back_as_a_picture_tells_it() -> None:
 def test_a_share_of_merged_tokens_reads_back_as_a_picture_tells_it() -> None:
     assert order_of(form_of(f"{TEXT}, Token merging ratio: 0.5", MODEL), MODEL).fields["token_merging"] == 0.5
     assert "token_merging" not in order_of(form_of(TEXT, MODEL), MODEL).fields
+
+
+def test_whose_noise_it_was_and_what_it_began_from_read_back_as_a_picture_tells_them() -> None:
+    cuda = TEXT.replace("RNG: CPU", "RNG: NV")
+    assert order_of(form_of(cuda, MODEL), MODEL).fields["noise_source"] == "device"
+    assert "noise_source" not in order_of(form_of(cuda.replace("RNG: NV, ", ""), MODEL), MODEL).fields
+    begun = f"{TEXT}, Similarity threshold: 0.9"
+    assert "similarity_threshold" not in order_of(form_of(begun, MODEL), MODEL).fields, "it began from noise"
+    assert order_of(form_of(f"{begun}, Similarity: 0.95", MODEL), MODEL).fields["similarity_threshold"] == 0.9
+    with pytest.raises(InvalidRequest, match=r"The similarity_threshold is '1.5'; give a number from 0 to 1"):
+        order_of(Form(prompt="a fox", similarity_threshold="1.5"), MODEL)
 
 
 def test_no_number_of_pictures_is_one() -> None:

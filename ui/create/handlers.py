@@ -84,6 +84,8 @@ class Creating:
         guidance_interval: str | None,
         cache_interval: str | None,
         token_merging: str | None,
+        similarity_threshold: str | None,
+        noise_source: str | None,
         request: gr.Request,
     ) -> AsyncIterator[list[Update]]:
         """Paint, and show how far it is; closing this generator hangs up, and the server frees the lane."""
@@ -91,7 +93,7 @@ class Creating:
             prompt=prompt, negative_prompt=negative_prompt, quality=quality, aspect=aspect, num_images=count,
             rewrite_mode=rewrite_mode, steps=steps, sampler=sampler, guidance=guidance, size=size, seed=seed, eta=eta,
             spacing=spacing, guidance_interval=guidance_interval, cache_interval=cache_interval,
-            token_merging=token_merging,
+            token_merging=token_merging, similarity_threshold=similarity_threshold, noise_source=noise_source,
         )  # fmt: skip
         screen = Screen()
         ask_for_visitor(request)

@@ -9,7 +9,7 @@ import gradio as gr
 from ui.captions import READY, status
 from ui.create import palette
 from ui.create.palette import Palette
-from ui.create.parameters import ASPECTS, REWRITE_MODES, SPACINGS
+from ui.create.parameters import ASPECTS, NOISE_SOURCES, REWRITE_MODES, SPACINGS
 from ui.uploads import keep_no_copies
 
 EXAMPLES: Final = (
@@ -43,6 +43,8 @@ class Fields(NamedTuple):
     guidance_interval: gr.Textbox
     cache_interval: gr.Textbox
     token_merging: gr.Textbox
+    similarity_threshold: gr.Textbox
+    noise_source: gr.Dropdown
 
 
 class Wording(NamedTuple):
@@ -243,7 +245,20 @@ def _advanced() -> tuple[gr.Accordion, gr.Button, dict[str, Any]]:
             cached = _number(
                 "Whole network every", "1", "cache-interval", info="So many steps, a part of it between (DeepCache)."
             )
-        merged = _number("Merged tokens", "none", "token-merging", info="Share of them in self-attention, 0 to 0.75.")
+        with gr.Row():
+            merged = _number(
+                "Merged tokens", "none", "token-merging", info="Share of them in self-attention, 0 to 0.75."
+            )
+            similar = _number(
+                "Similar enough", "never", "similarity-threshold", info="To begin from a kept picture, above 0 to 1."
+            )
+        noise_source = gr.Dropdown(
+            [("Server's own", ""), *NOISE_SOURCES.items()],
+            value="",
+            label="Noise",
+            info="Where a seed's numbers come from.",
+            elem_id="noise-source",
+        )
         with gr.Row(elem_id="seeds"):
             seed = _number("Seed", "random", "seed")
             random_seed = gr.Button("Random", size="sm", elem_id="random-seed")
@@ -253,7 +268,7 @@ def _advanced() -> tuple[gr.Accordion, gr.Button, dict[str, Any]]:
         {
             **{"negative_prompt": negative, "steps": steps, "sampler": sampler, "guidance": guidance, "size": size},
             **{"seed": seed, "eta": eta, "spacing": spacing, "guidance_interval": guided, "cache_interval": cached},
-            "token_merging": merged,
+            **{"token_merging": merged, "similarity_threshold": similar, "noise_source": noise_source},
         },
     )
 

@@ -28,6 +28,7 @@ class FinishedPicture(msgspec.Struct, frozen=True):
     infotext  the parameters in the file
     warnings  what the server said about it
     number    which of its request, from 0
+    begun     what it began from, where that was not noise
     """
 
     path: Path
@@ -39,11 +40,12 @@ class FinishedPicture(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...]
     settings: str
     number: int = 0
+    begun: str = ""
 
     @property
     def facts(self) -> str:
         """How it was painted: "25 steps, DDIM, guidance 3, 128x128, seed 7"."""
-        return f"{self.settings}, seed {self.seed}"
+        return f"{self.settings}, seed {self.seed}{self.begun}"
 
 
 class Painting:
@@ -186,10 +188,15 @@ class Painting:
             warnings=event.warnings,
             settings=f"{steps}, {sampler}, guidance {event.guidance_scale:g}, {event.size}",
             number=event.image_index,
+            begun="" if event.similarity is None else _begun(event.similarity, event.skipped_steps),
         )
 
     async def _file(self, data: bytes, name: str) -> Path:
         return await asyncio.to_thread(self._server.files.write, data, name)
+
+
+def _begun(similarity: float, skipped_steps: int) -> str:
+    return f", without the first {skipped_steps} from a prompt {similarity:g} similar"
 
 
 def _numbered(indices: Sequence[int]) -> str:

@@ -11,9 +11,9 @@ import msgspec
 from diffserve.client import ImageCapabilities, StreamedImageFields
 from diffserve.errors import InvalidRequest
 from diffserve.images import read_infotext
-from diffserve.infotext import parse_infotext
+from diffserve.infotext import RNG_LABELS, parse_infotext
 from diffserve.sizes import parse_size
-from diffserve.types import MAX_CACHE_INTERVAL, MAX_GUIDANCE, MAX_MERGING, MAX_PROMPT_CHARS
+from diffserve.types import MAX_CACHE_INTERVAL, MAX_GUIDANCE, MAX_MERGING, MAX_PROMPT_CHARS, NoiseSource
 from ui.fields import MAX_FIELD_CHARS, check_text, read_count, read_interval, read_number, read_seed
 
 RewriteMode = Literal["Off", "Suggest", "Auto"]
@@ -28,6 +28,11 @@ SPACINGS: Final = {
     "quadratic": "denser near the picture",
 }
 """Which of the model's noise levels the steps visit, in plain words."""
+
+NOISE_SOURCES: Final[dict[str, NoiseSource]] = {
+    "A generator for each picture": "cpu",
+    "As NVIDIA's GPUs draw it (NV)": "device",
+}
 
 SAME_ASPECT: Final = 0.2
 """A size of the model stands for an aspect when the logarithms of the two are so near."""
@@ -55,6 +60,8 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     guidance_interval: str | None = None
     cache_interval: str | None = None
     token_merging: str | None = None
+    similarity_threshold: str | None = None
+    noise_source: str | None = None
 
 
 class CheckedForm(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +109,8 @@ def order_of(form: Form, image: ImageCapabilities) -> CheckedForm:
         "guidance_interval": read_interval(form.guidance_interval, "guidance_interval"),
         "cache_interval": read_count(form.cache_interval, "cache_interval", MAX_CACHE_INTERVAL),
         "token_merging": read_number(form.token_merging, "token_merging", MAX_MERGING),
+        "similarity_threshold": read_number(form.similarity_threshold, "similarity_threshold", 1.0),
+        "noise_source": form.noise_source or None,
         "seed": read_seed(form.seed),
     }
     fields |= cast(StreamedImageFields, {name: value for name, value in own.items() if value is not None})
@@ -151,7 +160,7 @@ def infotext_of(data: bytes) -> str:
 def form_of(infotext: str, image: ImageCapabilities | None) -> Form:
     """The form that paints the picture with the parameters ``infotext`` again. Steps and size that a quality and an
     aspect of ``image`` mean are said by those, others in their own fields; then no quality and no aspect is chosen. A
-    spacing that nobody knows is left out."""
+    spacing that nobody knows is left out, and so is the threshold of a picture that began from noise."""
     read = parse_infotext(infotext)
     fields = read.fields
     counts = {name: str(count) for name, count in image.quality_steps.items()} if image is not None else {}
@@ -174,6 +183,8 @@ def form_of(infotext: str, image: ImageCapabilities | None) -> Form:
         guidance_interval=fields.get("Guidance interval"),
         cache_interval=fields.get("Cache interval"),
         token_merging=fields.get("Token merging ratio"),
+        similarity_threshold=fields.get("Similarity threshold") if "Similarity" in fields else None,
+        noise_source=next((name for name, label in RNG_LABELS.items() if label == fields.get("RNG")), None),
     )
 
 

@@ -22,7 +22,7 @@ from diffserve.engine.image.latent_cache import SKIPS
 from diffserve.engine.image.task import LiveRequest, PaintSettings
 from diffserve.errors import InvalidRequest
 from diffserve.sizes import row_cost
-from diffserve.types import DiffusionParams, GenerationRequest, ModelInfo, Picture
+from diffserve.types import DiffusionParams, GenerationRequest, ModelInfo, NoiseSource, Picture
 from diffserve.vocabulary import warn_of_unknown
 from schedulers import (
     BadEta,
@@ -37,7 +37,7 @@ from schedulers import (
 )
 
 DISTINCT_SEEDS = 2**32
-"""Noise is drawn by torch's generator on the CPU, which takes the lower 32 bits."""
+"""Noise is drawn by torch's generator on the CPU, which takes the lower 32 bits; CUDA's is asked for the same."""
 
 PIPELINE_IGNORES = ("clip_sample",)
 """What StableDiffusionPipeline overrules in a model's scheduler configuration."""
@@ -57,8 +57,8 @@ class ImageAdmission:
 
     ``defaults``: the profile's sigma schedule and eta, which belong to its sampler; a sampler given by the caller
     brings its own or none. ``keeps_latents``: whether pictures may begin from those of similar prompts.
-    ``check_room``: raises InvalidRequest for a width and a height that no memory is there for, told whether an init
-    image of that size is to be encoded.
+    ``noise_source``: of requests that give none. ``check_room``: raises InvalidRequest for a width and a height that no
+    memory is there for, told whether an init image of that size is to be encoded.
     """
 
     def __init__(
@@ -69,12 +69,14 @@ class ImageAdmission:
         defaults: DiffusionParams | None = None,
         *,
         keeps_latents: bool = False,
+        noise_source: NoiseSource = "cpu",
         check_room: Callable[[int, int, bool], None] = lambda *_: None,
     ) -> None:
         self.info = info
         self.schedule = schedule
         self.defaults = defaults or DiffusionParams(sampler=info.default_sampler)
         self._keeps_latents = keeps_latents
+        self._noise_source = noise_source
         self._scheduler_config = dict(scheduler_config)
         self._check_room = check_room
         self._compile = lru_cache(maxsize=256)(self._compile_table)
@@ -130,6 +132,7 @@ class ImageAdmission:
             guidance_interval=params.guidance_interval,
             cache_interval=params.cache_interval,
             similarity_threshold=params.similarity_threshold,
+            noise_source=params.noise_source or self._noise_source,
             token_merging=params.token_merging,
             num_steps=num_steps,
             kind=kind,

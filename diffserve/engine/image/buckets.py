@@ -25,7 +25,8 @@ NO_LIMIT = 1 << 16
 
 
 class CostCurve:
-    """Seconds of a UNet call of each bucket size: seeded by the first check, followed by every real call since.
+    """Seconds of a UNet call of each bucket size: seeded by the first check, followed by every real call since, as soon
+    as it is known what that took.
 
     is_exact: calls must have a bucket's size (and are padded to it); otherwise n rows are one call of n.
     is_alone: every row has a call of the smallest bucket to itself, for nothing is known yet of rows side by side.

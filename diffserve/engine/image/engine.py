@@ -72,6 +72,7 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
             model.scheduler_config,
             defaults,
             keeps_latents=self.config.latent_cache_bytes > 0,
+            noise_source=self.config.noise_source,
             check_room=self.runners.check_room,
         )
         self.scheduler: RequestScheduler = RequestScheduler(self.config, model.info, self.runners)
@@ -136,7 +137,6 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
     def stats(self) -> ImageStats:
         """Counters for the metrics; requests that no tick has seen yet are waiting too."""
         with self._ticking, self._lock:
-            results = self.scheduler.results
             waiting = sum(not live.has_started for live in self.scheduler.live.values())
             return ImageStats(
                 num_running=len(self.scheduler.in_flight),
@@ -146,9 +146,8 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
                 num_painted=self._counts["painted"],
                 num_failed=self._counts["failed"],
                 busy_s=self._busy_s,
-                num_cache_hits=results.num_hits,
-                num_cache_shared=results.num_shared,
-                num_cache_misses=results.num_misses,
+                results=self.scheduler.results.stats,
+                latents=self.runners.kept.stats,
             )
 
     def check_integrity(self) -> None:

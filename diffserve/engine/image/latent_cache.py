@@ -2,8 +2,7 @@
 
 Similar is what the text encoder says: the cosine between two prompts' embeddings. What is kept is the finished latent,
 without noise; whoever begins from it adds fresh noise of its own seed, as image-to-image does (SDEdit, Meng et al.
-2022), and so may come with another sampler, another number of steps and another seed. How many steps that leaves out
-grows with the similarity. (Approximate caching: Agarwal et al., "Approximate Caching for Efficiently Serving
+2022), and so may come with another sampler and another seed. How many steps that leaves out grows with the similarity. (Approximate caching: Agarwal et al., "Approximate Caching for Efficiently Serving
 Text-to-Image Diffusion Models", NSDI 2024, who keep noisy latents of one sampler instead.) No torch.
 """
 
@@ -16,6 +15,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from diffserve.engine_stats import CacheStats
 
 SKIPS: Final = (0.1, 0.2, 0.3, 0.4, 0.5)
 """Shares of the steps that may be left out."""
@@ -52,11 +53,17 @@ class LatentCache:
     Latents are told apart by ``kin``, all that must be equal beside the prompt, and by their prompt: the first picture
     of a prompt stays until it is dropped, so what a request finds depends on what was painted, not on who reads it.
     Of texts, which may be long, only digests are kept.
+
+    num_hits, num_misses  requests that found some as similar as they asked for, or not
+    num_evicted           latents that were dropped
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
+        self.num_hits = 0
+        self.num_misses = 0
+        self.num_evicted = 0
         self._kept: OrderedDict[tuple[bytes, bytes], KeptLatents] = OrderedDict()
         self._embeddings: dict[bytes, _Embeddings] = {}
 
@@ -75,7 +82,22 @@ class LatentCache:
     def nearest(self, kin: Hashable, embedding: Embedding, threshold: float) -> Similar | None:
         """The most similar of ``kin``, of equally similar ones the oldest; ``None`` where none is as similar as
         ``threshold``."""
-        name = _digest(kin)
+        found = self._nearest(_digest(kin), embedding, threshold)
+        self.num_hits += found is not None
+        self.num_misses += found is None
+        return found
+
+    @property
+    def stats(self) -> CacheStats:
+        """For the metrics."""
+        return CacheStats(
+            num_hits=self.num_hits,
+            num_misses=self.num_misses,
+            num_evicted=self.num_evicted,
+            num_bytes=self.num_bytes,
+        )
+
+    def _nearest(self, name: bytes, embedding: Embedding, threshold: float) -> Similar | None:
         if name not in self._embeddings:
             return None
         prompt, cosine = self._embeddings[name].nearest(embedding)
@@ -94,6 +116,7 @@ class LatentCache:
         while self.num_bytes > self.max_bytes:
             (old_kin, old_prompt), dropped = self._kept.popitem(last=False)
             self.num_bytes -= dropped.num_bytes
+            self.num_evicted += 1
             self._embeddings[old_kin].drop(old_prompt)
             if not len(self._embeddings[old_kin]):
                 del self._embeddings[old_kin]

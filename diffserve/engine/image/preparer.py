@@ -30,24 +30,15 @@ class Preparer:
 
     Draws from the image's own generator, as the pipelines of diffusers make them. Text-to-image: the start latent.
     Image-to-image: the encoder's posterior, then the noise. Inpainting: the posterior (4-channel UNets always,
-    9-channel ones below full strength), the noise, then the posterior of the masked image. ``on_device``: noise is
-    counted off there, and the posterior alone is drawn from the generator.
+    9-channel ones below full strength), the noise, then the posterior of the masked image. Where the ``noise_source``
+    is the device, noise is counted off there, and the posterior alone is drawn from the generator.
     """
 
-    def __init__(
-        self,
-        model: DiffusionModel,
-        conditioner: Conditioner,
-        pool: LanePool,
-        kept: LatentCache,
-        *,
-        on_device: bool = False,
-    ) -> None:
+    def __init__(self, model: DiffusionModel, conditioner: Conditioner, pool: LanePool, kept: LatentCache) -> None:
         self.model = model
         self.conditioner = conditioner
         self.pool = pool
         self.kept = kept
-        self._first_draw = 0 if on_device else None
 
     @contextmanager
     def together(self, tasks: Iterable[ImageTask]) -> Iterator[None]:
@@ -93,7 +84,7 @@ class Preparer:
         factor = self.model.info.vae_factor
         shape = (self.model.info.latent_channels, settings.height_px // factor, settings.width_px // factor)
         rng = torch.Generator("cpu").manual_seed(task.seed)
-        state = ImageState(conditioning, rng, shape, self._first_draw)
+        state = ImageState(conditioning, rng, shape, 0 if settings.noise_source == "device" else None)
         if settings.kind == "inpaint":
             state, start = self._inpaint(task, state)
         elif settings.kind == "image":
@@ -155,9 +146,12 @@ class Preparer:
 
 
 def kin_of(task: ImageTask) -> Hashable:
-    """What pictures have in common of which one may begin from another's latents: their size, and what they avoid."""
+    """What pictures have in common of which one may begin from another's latents: their size, what they avoid, and all
+    that a picture may turn out badly by, its steps, guidance and savings. Not sampler, seed and noise."""
     settings, negative = task.live.settings, task.live.request.negative_prompt
-    return settings.width_px, settings.height_px, negative.strip() if settings.guided.any() else ""
+    avoided = negative.strip() if settings.guided.any() else ""
+    savings = settings.guidance_interval, settings.cache_interval, settings.token_merging
+    return settings.width_px, settings.height_px, avoided, settings.num_steps, settings.guidance_scale, savings
 
 
 def cells_of(mask: Picture) -> Tensor:

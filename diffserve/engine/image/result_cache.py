@@ -15,6 +15,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from diffserve.engine_stats import CacheStats
 from diffserve.types import GenerationRequest, ModelInfo
 
 NOT_OF_THE_PICTURE: Final[dict[str, Any]] = {
@@ -56,6 +57,7 @@ class ResultCache:
     num_hits    pictures that were known
     num_shared  pictures that were being painted for somebody else
     num_misses  pictures that had to be painted; those without a seed of their own are not counted
+    num_evicted pictures that were dropped
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -64,6 +66,7 @@ class ResultCache:
         self.num_hits = 0
         self.num_shared = 0
         self.num_misses = 0
+        self.num_evicted = 0
         self._kept: OrderedDict[bytes, Kept] = OrderedDict()
 
     def get(self, key: bytes) -> Kept | None:
@@ -82,3 +85,15 @@ class ResultCache:
         while self.num_bytes > self.max_bytes:
             _, dropped = self._kept.popitem(last=False)
             self.num_bytes -= dropped.num_bytes
+            self.num_evicted += 1
+
+    @property
+    def stats(self) -> CacheStats:
+        """For the metrics."""
+        return CacheStats(
+            num_hits=self.num_hits,
+            num_misses=self.num_misses,
+            num_shared=self.num_shared,
+            num_evicted=self.num_evicted,
+            num_bytes=self.num_bytes,
+        )

@@ -59,8 +59,7 @@ class ImageRunner:
         self.caps = RowCaps(clock, self.room.rows)
         self.caller = UNetCaller(model, self.conditioner, self.groups, self.caps, clock)
         self.kept = LatentCache(config.latent_cache_bytes)
-        on_device = config.noise_source == "device"
-        self._preparer = Preparer(model, self.conditioner, self.pool, self.kept, on_device=on_device)
+        self._preparer = Preparer(model, self.conditioner, self.pool, self.kept)
         self._decoder = PictureDecoder(
             model,
             self.pool,

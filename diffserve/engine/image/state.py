@@ -81,13 +81,21 @@ class ImageState:
 
 
 def draw_noise(states: Sequence[ImageState], device: torch.device) -> Tensor:
-    """(len(states), C, h, w) float32 on ``device``: the next draw of each, of one shape, in one transfer."""
+    """(len(states), C, h, w) float32 on ``device``: the next draw of each, of one shape, in one transfer for
+    each source; where there are both, one more brings each to its place."""
     shape = states[0].shape
-    draws = []
-    for state in states:
+    places: tuple[list[int], list[int]] = ([], [])  # of those counted off, and of those from generators
+    draws, drawn = [], []
+    for place, state in enumerate(states):
         if state.next_draw is not None:
             draws.append(Draw(state.rng.initial_seed() & WORD, state.next_draw))  # what the CPU's generator takes of it
             state.next_draw += 1
-    if draws:
-        return normals(draws, math.prod(shape), device).view(-1, *shape)
-    return send(torch.cat([torch.randn((1, *shape), generator=state.rng) for state in states]), device)
+        else:
+            drawn.append(torch.randn((1, *shape), generator=state.rng))
+        places[state.next_draw is None].append(place)
+    noise = [normals(draws, math.prod(shape), device).view(-1, *shape)] if draws else []
+    noise += [send(torch.cat(drawn), device)] if drawn else []
+    if len(noise) == 1:
+        return noise[0]
+    order = send(torch.argsort(torch.tensor([*places[0], *places[1]])), device)
+    return torch.cat(noise).index_select(0, order)

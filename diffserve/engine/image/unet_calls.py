@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, TypeVar
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from diffserve.engine.image.batch import ImageBatch
-from diffserve.engine.image.buckets import RowCaps
+from diffserve.engine.image.buckets import CostCurve, RowCaps
 from diffserve.engine.image.shape_groups import Groups
 from diffserve.engine.image.task import GroupKey, ImageTask, UNetCall
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.memory import give_memory_back, without_frames
+from diffserve.runtime.stopwatch import Span, Stopwatch
 from diffserve.runtime.text.conditioning import Conditioner, ToldRow
 from diffserve.runtime.unet.cross_attention import Contexts, KeysValues
 from schedulers import COLUMNS
@@ -49,7 +50,8 @@ class Stack(NamedTuple):
 class UNetCaller:
     """Runs rows through the model's UNet, in calls as ``groups`` has them and ``caps`` allows.
 
-    clock  in seconds
+    clock      in seconds
+    stopwatch  what the costs of calls are learnt by; its readings may come some calls later
     """
 
     def __init__(
@@ -64,7 +66,9 @@ class UNetCaller:
         self.conditioner = conditioner
         self.groups = groups
         self.caps = caps
+        self.stopwatch = Stopwatch(model.device, clock)
         self._clock = clock
+        self._timed: deque[tuple[CostCurve, int, Span]] = deque()
         self._stacks: OrderedDict[tuple[tuple[ImageTask, bool], ...], Stack] = OrderedDict()
 
     def predict(self, batch: ImageBatch, group: GroupKey, calls: list[UNetCall]) -> tuple[Tensor, dict[int, Exception]]:
@@ -127,7 +131,7 @@ class UNetCaller:
         threads = self.groups.threads
         curve, counts = self.groups.known(group)
         num_threads = threads.choice.next_count((group, bucket), counts)
-        started_s = self._clock()
+        started_s, stop = self._clock(), self.stopwatch.start()
         told = self._stack(tuple((batch.tasks[batch.image_of_row[row]], batch.is_uncond(row)) for row in padded))
         images = [batch.tasks[batch.image_of_row[row]] for row in rows]
         features = None
@@ -147,17 +151,25 @@ class UNetCaller:
                 merged_share=group.merged_share,
                 compiled=self.groups.compiled.of(group),
             )
-            ended_s = self._clock()
+            ended_s, span = self._clock(), stop()
         for kept_of_rows in found:
             for place, (task, row) in enumerate(zip(images, rows, strict=True)):
                 if task.keeps_features:
                     task.held.features[batch.is_uncond(row)] = kept_of_rows[place].clone()
+        if span is not None:
+            self._timed.append((curve, bucket, span))
+        self._learn()
         if batch.x.device.type == "cpu":
-            curve.observe(bucket, ended_s - started_s)
             threads.choice.observe((group, bucket), num_threads, ended_s - called_s)
         labels = tuple(batch.label(row) for row in rows)
         calls.append(UNetCall(labels, bucket - len(rows), ended_s - started_s, group.is_shallow))
         return output[: len(rows)]
+
+    def _learn(self) -> None:
+        """Tell the curves what calls took, in their order, as far as that is known by now."""
+        while self._timed and self._timed[0][2].is_here:
+            curve, bucket, span = self._timed.popleft()
+            curve.observe(bucket, span.seconds)
 
     def _keeping(self, images: Sequence[ImageTask]) -> AbstractContextManager[Sequence[Tensor]]:
         """Keeps the features of a full call where one of ``images`` needs them."""

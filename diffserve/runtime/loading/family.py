@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from diffserve.types import ModelProfile
+from diffserve.vocabulary import EMBEDDED_DIRECTORY
 
 SD1, SD2, SDXL, EMBEDDED = "sd1", "sd2", "sdxl", "embedded"
 EMBEDDED_TURBO: Final = "embedded-turbo"
-_SHIPPED = Path(__file__).resolve().parents[2] / "embedded"
 #: The models that ship inside -> their directories.
-BUILT_IN: Final[Mapping[str, Path]] = {EMBEDDED: _SHIPPED / "weights", EMBEDDED_TURBO: _SHIPPED / "turbo"}
+BUILT_IN: Final[Mapping[str, Path]] = {
+    EMBEDDED: EMBEDDED_DIRECTORY,
+    EMBEDDED_TURBO: EMBEDDED_DIRECTORY.with_name("turbo"),
+}
 SD2_TEXT_WIDTH: Final = 1024
 
 #: Family -> (steps, guidance scale). The built-in configuration files say more; this is for a bare ``load_model``.

@@ -22,13 +22,16 @@ from diffserve.errors import ModelLoadError
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.loading.offload import dispatch, make_device_map, place_of
+from diffserve.runtime.memory import give_heap_back
 from diffserve.runtime.precision import DeviceChoice
-from diffserve.runtime.quantisation import quantise_layer, schemes_at_load
+from diffserve.runtime.quantisation import quantise_layer, schemes
 from diffserve.runtime.text.encoding import TextEncoder
 
 #: Buffers that old checkpoints carry and that are computed, not learned.
 IGNORED_KEYS = re.compile(r"(^|\.)(position_ids|logit_scale)$")
 MAX_NAMED_KEYS = 5
+HEAP_BYTES = 1 << 27
+"""Of weights that may have been let go of before the heap is given back."""
 
 Read = Callable[[], torch.Tensor]
 Made = TypeVar("Made")
@@ -111,9 +114,10 @@ def fill(
     expected: dict[str, Any] = dict(module.state_dict(keep_vars=True))
     _check_keys(type(module).__name__, expected, source)
     parameters = dict(module.named_parameters())
-    narrow = schemes_at_load(module, quantise) if quantise else {}
+    narrow = schemes(module, quantise) if quantise else {}
     device_map = make_device_map(module, choice)
     resting: dict[str, Read] = {}
+    let_go_bytes = 0  # of full weights, since the heap was last given back: what lies between narrow ones stays there
     for name in expected:
         place = place_of(name, device_map) if name in parameters else choice.device
         make = partial(_read, source, name, "cpu" if place == "disk" else place, choice, channels_last=channels_last)
@@ -128,6 +132,12 @@ def fill(
         owner, _, part = name.rpartition(".")
         if part == "weight" and owner in narrow:
             quantise_layer(module.get_submodule(owner), narrow[owner])
+            let_go_bytes += tensor.nbytes
+            if let_go_bytes > HEAP_BYTES and choice.device.type == "cpu":
+                give_heap_back()
+                let_go_bytes = 0
+    if let_go_bytes and choice.device.type == "cpu":
+        give_heap_back()
     _place_computed_buffers(module, choice.device)
     module.eval().requires_grad_(False)
     if resting:

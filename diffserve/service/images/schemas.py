@@ -9,7 +9,15 @@ from pydantic import ConfigDict, Field
 
 from diffserve.service.http.bodies import Body
 from diffserve.service.texts.schemas import RewriterChoice, RewriterMode
-from diffserve.types import MAX_CACHE_INTERVAL, MAX_GUIDANCE, MAX_IMAGES, MAX_MERGING, MAX_PROMPT_CHARS, MAX_SEED
+from diffserve.types import (
+    MAX_CACHE_INTERVAL,
+    MAX_GUIDANCE,
+    MAX_IMAGES,
+    MAX_MERGING,
+    MAX_PROMPT_CHARS,
+    MAX_SEED,
+    NoiseSource,
+)
 
 MAX_STEPS = 1000
 MAX_NAME_CHARS = 64
@@ -47,6 +55,9 @@ Merging = Annotated[
 Similarity = Annotated[
     float,
     Field(gt=0.0, le=1.0, description="Begin from a kept picture of so similar a prompt; omitted: always from noise."),
+]
+Noise = Annotated[
+    NoiseSource, Field(description="A CPU generator for each picture, or CUDA's numbers; omitted: the server's own.")
 ]
 Seed = Annotated[int, Field(ge=-1, le=MAX_SEED, description="-1 or null: random, and told in the answer.")]
 HOW_MANY: Final = "draft, standard or fine (low, medium, high): how many steps, where none are given."
@@ -101,5 +112,6 @@ class GenerateBody(Body):
     cache_interval: Every | None = None
     token_merging: Merging | None = None
     similarity_threshold: Similarity | None = None
+    noise_source: Noise | None = None
     width: Annotated[int, Field(description="With height, another way to give size.")] | None = None
     height: int | None = None

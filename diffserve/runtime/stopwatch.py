@@ -1,0 +1,75 @@
+"""How long a device works at what it is given, read without waiting for it.
+
+On a CPU work is done when its call returns, and the host's clock tells. A CUDA device is only told by then: events are
+laid into its queue before and behind the work, and the time between them is there once it has passed both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+class Span(Protocol):
+    """A time that is being taken."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the work is done; before that there are no seconds."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+
+
+@dataclass(frozen=True)
+class HostSpan:
+    """Between two readings of the host's clock."""
+
+    seconds: float
+    is_here: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceSpan:
+    """Between two events of a CUDA device's queue."""
+
+    begun: Any
+    ended: Any
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the queue has passed both."""
+        return bool(self.ended.query())
+
+    @property
+    def seconds(self) -> float:
+        """Of the device; it counts in milliseconds."""
+        return float(self.begun.elapsed_time(self.ended)) / 1e3
+
+
+class Stopwatch:
+    """Times what ``device`` is given. ``clock``: the host's, in seconds."""
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.device = device
+        self._clock = clock
+
+    def start(self) -> Callable[[], Span | None]:
+        """Begin; what is returned ends it. ``None`` where only the host's clock is known and it does not tell."""
+        if self.device.type == "cuda":
+            begun = self._event()
+            return lambda: DeviceSpan(begun, self._event())
+        if self.device.type != "cpu":
+            return lambda: None
+        started_s = self._clock()
+        return lambda: HostSpan(self._clock() - started_s)
+
+    def _event(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
