@@ -261,7 +261,16 @@ def test_the_oldest_packages_go_and_what_a_killed_compiler_left_behind(
 
 @slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler, which is imported here
-def test_packages_of_int8_use_the_weights_of_the_network_as_they_are(directory: Path, tmp_path: Path) -> None:
+def test_packages_of_int8_use_the_weights_of_the_network_and_nothing_that_another_compiler_left(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import codecache
+
+    unusable = tmp_path / "shared"  # where torch's compilers leave whole files, or halves of such
+    unusable.touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(unusable))
+    monkeypatch.setattr(codecache, "_HEADER_DIR", str(unusable))
+    monkeypatch.setattr(codecache, "_HEADER_LOCK_DIR", str(unusable))
     model = load_model(directory, dtype="int8", device="cpu")
     conditioner = make_conditioner(model, EngineConfig(), is_exact=True)
     packages = Packages(model, DiskCache.at(str(tmp_path)))
@@ -274,6 +283,8 @@ def test_packages_of_int8_use_the_weights_of_the_network_as_they_are(directory: 
         assert wanted.std((2, 3)).min() > 0.1
         model.unet.network.conv_out.weight.zero_()
         assert package(call).std((2, 3)).max() == 0
+    assert [entry.suffix for entry in (tmp_path / "compiled").iterdir()] == [".pt2"]
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(unusable)
 
 
 @pytest.mark.parametrize(
