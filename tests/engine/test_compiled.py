@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -24,7 +25,7 @@ from diffserve.config import EngineConfig, Flag, load_settings
 from diffserve.disk_cache import DiskCache
 from diffserve.engine import Engine
 from diffserve.engine.image.buckets import CostCurve
-from diffserve.engine.image.compiled_groups import is_worth, prove
+from diffserve.engine.image.compiled_groups import DOUBT_S, is_worth, prove
 from diffserve.engine.image.compiling import BackgroundCompiler
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel, load_model
@@ -324,6 +325,41 @@ def test_compiled_calls_are_timed_in_pairs_and_used_where_they_save_something() 
     assert is_worth(COMPILED, facts, curve, (1, 2, 4))
     slower, curve = proven(trial(1.0, 0.99))
     assert not is_worth(COMPILED, slower, curve, (1, 2, 4))
+
+
+def test_beside_other_work_the_verdict_comes_from_the_pairs_and_where_they_disagree_there_is_none() -> None:
+    loads = itertools.cycle((1.0, 3.0, 2.0))
+
+    def beside(attempt: Try, load: Callable[[], float]) -> Try:
+        return lambda rows, count: (done := attempt(rows, count))._replace(wall_s=load() * done.wall_s)
+
+    now = [1.0]
+
+    def paired() -> float:  # as busy for both of a pair
+        now[0] = next(loads)
+        return now[0]
+
+    curve = CostCurve(SIZES)
+    curve.observe(1, 1.0)
+    curve.observe(2, 2.0)  # as they were on a quiet machine
+    options: Any = {"counts": (1,), "closeness": 1e-3, "curve": curve, "is_exact": True}
+    facts = end_of(prove(beside(trial(1.0, 1.0), paired), beside(trial(1.0, 0.5), lambda: now[0]), SIZES, **options))
+    assert facts.is_complete
+    assert is_worth(COMPILED, facts, curve, SIZES)
+    alone = end_of(prove(trial(1.0, 1.0), beside(trial(1.0, 0.5), lambda: next(loads)), SIZES, **options))
+    assert not alone.is_complete
+
+
+def test_who_was_not_clearly_faster_is_looked_at_again_later(make_engine: Callable[..., Engine]) -> None:
+    compiled = make_engine(cache_dir="").runners.groups.compiled
+    compiled.load(COMPILED, lambda: None, SIZES)
+    assert not compiled.is_new(COMPILED, 0.0)
+    compiled.doubt(COMPILED, 0.0)
+    assert compiled.is_doubted(COMPILED)
+    assert not compiled.is_new(COMPILED, DOUBT_S - 1.0)
+    assert compiled.is_new(COMPILED, DOUBT_S)
+    compiled.load(COMPILED, lambda: None, SIZES)
+    assert not compiled.is_doubted(COMPILED)
 
 
 def test_a_size_whose_rows_differ_is_left_out() -> None:

@@ -145,7 +145,7 @@ class Groups:
     def best(self, group: GroupKey) -> GroupKey:
         """Where newcomers to ``group`` are painted: by compiled calls once these are there, proven, and faster."""
         compiled = group._replace(is_compiled=True)
-        if self.compiled.is_new(compiled):
+        if self.compiled.is_new(compiled, self._clock()):
             found = self._load(compiled)
             facts = self._facts(repr(tuple(compiled))) if found else None
             if facts is not None and set(facts.buckets) <= set(found):
@@ -276,7 +276,9 @@ class Groups:
         del self._wanted[group]
         if group.is_compiled:
             network = self.known(group._replace(is_compiled=False)).curve
-            if is_worth(group, facts, network, self.sizes_to_compile(group)):
+            if not facts.is_complete:
+                self.compiled.doubt(group, self._clock())
+            elif is_worth(group, facts, network, self.sizes_to_compile(group)):
                 self._take(group, facts)
                 self._disk.write(repr(tuple(group)), facts)
             return
