@@ -18,8 +18,9 @@ from diffserve.engine.image.compiling import BackgroundCompiler
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.unet.batch_invariance import SHARED, SOLO, GroupFacts, Study, Try, study
-from diffserve.runtime.unet.call import Compiled, Kind
+from diffserve.runtime.unet.call import Compiled, Kind, UNetArguments
 from diffserve.runtime.unet.compiled import CompiledUNet, Packages
+from diffserve.runtime.unet.graphs import CallGraphs, CudaRecord
 
 CLOSE: Final = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """How far compiled calls may be from the network's own: the norm of the difference over the norm."""
@@ -39,20 +40,34 @@ class CompiledGroups:
     """The compiled counterparts of groups, as ``[engine] compile`` allows them.
 
     packages  where compiled calls are kept, ``None`` where they are not wanted
+    graphs    recordings of calls, compiled or not, ``None`` where calls are made one by one
     """
 
     def __init__(self, model: DiffusionModel, config: EngineConfig) -> None:
         self.packages = None if config.compile == "off" else Packages(model, DiskCache.at(config.cache_dir))
         self._compiled = None if self.packages is None else CompiledUNet(self.packages)
+        is_recorded = config.cuda_graphs and model.device.type == "cuda" and model.choice.offload == "none"
+        self.graphs = CallGraphs(CudaRecord(model.device)) if is_recorded else None
+        self._plain = model.unet.plain
         can_be = self.packages is not None and self.packages.reason is None
         self._compiler = BackgroundCompiler(model, config) if can_be and config.compile == "background" else None
         self._looked_for: set[GroupKey] = set()
         self._proven: set[GroupKey] = set()
         self._doubted: dict[GroupKey, float] = {}
 
-    def of(self, group: GroupKey) -> Compiled | None:
-        """What makes the calls of ``group``; ``None``: the network itself."""
-        return self._compiled.run if self._compiled is not None and group.is_compiled else None
+    def of(self, group: GroupKey, *, is_watched: bool = False) -> Compiled | None:
+        """What makes the calls of ``group``; ``None``: the network itself. ``is_watched``: somebody looks into it
+        meanwhile, and would see nothing of a recording."""
+        compiled = self._compiled.run if self._compiled is not None and group.is_compiled else None
+        graphs, plain = self.graphs, self._plain
+        if graphs is None or is_watched:
+            return compiled
+
+        def make(call: UNetArguments) -> Tensor:
+            output = compiled(call) if compiled else None
+            return plain(call) if output is None else output
+
+        return lambda call: graphs.run(call, make, is_compiled=group.is_compiled)
 
     def is_proven(self, group: GroupKey) -> bool:
         """Whether newcomers are painted in ``group``, which is compiled."""

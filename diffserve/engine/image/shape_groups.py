@@ -107,6 +107,8 @@ class Groups:
         self._knee_cap = KneeCap(self.most_rows, config.policy)
         self._disk = FactsOnDisk(DiskCache.at(config.cache_dir), self._circumstances(config))
         self.compiled = CompiledGroups(model, config)
+        if (graphs := self.compiled.graphs) is not None:
+            room.set_aside = lambda: graphs.num_bytes
         self._known: OrderedDict[GroupKey, Known] = OrderedDict()
         self._wanted: OrderedDict[GroupKey, Study | None] = OrderedDict()
         width_px, height_px = model.info.good_sizes[0]
