@@ -7,7 +7,7 @@ Wants torch, diffserve's requirements and this tree, and nothing from anywhere e
 published shapes. Points are made in order of worth until the time is up; each stands in the JSON as soon as it is made,
 and one that fails stands there with its error while the next begins. For every model and precision: the cost curve
 (D1), everything mixed against diffusers' own pipeline behind a lock and in static batches (D2, D4), exactness (D9),
-compiled calls, and what a tick leaves in memory (D8). The second command is the dry run, on any machine.
+recorded and compiled calls, and what a tick leaves in memory (D8). The second command is the dry run, on any machine.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from diffserve.engine import Engine
 from diffserve.engine.image.compiling import compile_shape
 from diffserve.experiments import provenance
 from diffserve.runtime.unet.compiled import CompiledUNet, Packages
+from diffserve.runtime.unet.graphs import CallGraphs, CudaRecord
 from diffserve.runtime.unet.random_rows import random_call, random_rows
 
 MODELS = "sd15-random,sdxl-random"
@@ -113,6 +114,8 @@ def measure_model(suite: Suite, model: str, device: str, dtype: str, *, quick: b
     ]
     suite.point(f"{name}: D9 exactness", lambda: exactness(engine, arm, sample[: 2 if quick else 4]))
     suite.point(f"{name}: D8 memory", lambda: memory(engine))
+    if engine.model.device.type == "cuda":
+        suite.point(f"{name}: recorded calls", lambda: recorded(engine, (1, most_rows), repeats=repeats))
     if not quick:  # it takes a minute a row count
         suite.point(f"{name}: compiled calls", lambda: compiled(engine, COMPILED_ROWS, repeats=repeats))
 
@@ -136,6 +139,52 @@ def memory(engine: Engine) -> dict[str, Any]:
     }
 
 
+def in_turns(
+    arms: dict[str, Callable[[range], torch.Tensor]], num_rows: int, repeats: int
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """The least ms a row of each arm, one call of each after the other, and what each gave before the clock ran."""
+    rows = range(num_rows)
+    outputs = {name: predict(rows) for name, predict in arms.items()}
+    row_ms = dict.fromkeys(arms, float("inf"))
+    for _ in range(repeats):
+        for name, predict in arms.items():
+            began_s = time.perf_counter()
+            predict(rows)
+            row_ms[name] = min(row_ms[name], round(1e3 * (time.perf_counter() - began_s) / num_rows, 3))
+    return row_ms, outputs
+
+
+def recorded(engine: Engine, sizes: tuple[int, ...], *, repeats: int) -> list[dict[str, Any]]:
+    """The network's own calls against recordings of them (CUDA graphs), in turns: ms a row, bytes, and memory."""
+    model, conditioner = engine.model, engine.runners.conditioner
+    shape = next(iter(engine.buckets)).shape
+    graphs = CallGraphs(CudaRecord(model.device))
+    found = []
+    for num_rows in sizes:
+        arms = {
+            "network": random_rows(model, shape, num_rows, conditioner),
+            "recorded": random_rows(
+                model,
+                shape,
+                num_rows,
+                conditioner,
+                compiled=lambda call: graphs.run(call, model.unet.plain, is_compiled=False),
+            ),
+        }
+        row_ms, outputs = in_turns(arms, num_rows, repeats)
+        found.append(
+            {
+                "rows": num_rows,
+                "row_ms": row_ms,
+                "network_over_recorded": round(row_ms["network"] / row_ms["recorded"], 3),
+                "same_bytes": torch.equal(outputs["network"], outputs["recorded"]),
+                "is_recorded": not graphs.is_off,
+                "held_bytes": graphs.num_bytes,
+            }
+        )
+    return found
+
+
 @torch.inference_mode()
 def compiled(engine: Engine, sizes: tuple[int, ...], *, repeats: int) -> list[dict[str, Any]]:
     """Compiled calls against the network's own, in turns: ms a row, and how far they are apart."""
@@ -154,20 +203,14 @@ def compiled(engine: Engine, sizes: tuple[int, ...], *, repeats: int) -> list[di
                 "network": random_rows(model, group.shape, num_rows, conditioner),
                 "compiled": random_rows(model, group.shape, num_rows, conditioner, compiled=calls.run),
             }
-            outputs = {name: predict(range(num_rows)) for name, predict in arms.items()}
-            row_ms: dict[str, list[float]] = {name: [] for name in arms}
-            for _ in range(repeats):
-                for name, predict in arms.items():
-                    began_s = time.perf_counter()
-                    predict(range(num_rows))
-                    row_ms[name].append(1e3 * (time.perf_counter() - began_s) / num_rows)
+            row_ms, outputs = in_turns(arms, num_rows, repeats)
             difference = (outputs["compiled"] - outputs["network"]).norm() / outputs["network"].norm()
             found.append(
                 {
                     "rows": num_rows,
                     "compile_s": round(compile_s, 1),
-                    "row_ms": {name: round(min(each), 3) for name, each in row_ms.items()},
-                    "network_over_compiled": round(min(row_ms["network"]) / min(row_ms["compiled"]), 3),
+                    "row_ms": row_ms,
+                    "network_over_compiled": round(row_ms["network"] / row_ms["compiled"], 3),
                     "relative_difference": float(difference),
                 }
             )

@@ -110,6 +110,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                            "cpu": in main memory; "disk": in their files; "auto": on the device as far as it has room
     compile                "off": the UNet as it is; "warm": compiled for shapes that ``diffserve warm`` was run for;
                            "background": for every shape that is painted, by a process of low priority
+    cuda_graphs            on CUDA: calls of the UNet are recorded for each number of rows, and replayed with one launch
     cache_dir              where costs and digests are kept between two starts (see :mod:`diffserve.disk_cache`);
                            "auto": the user's cache folder; "": nowhere
     """
@@ -135,6 +136,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     threads: int | None = None
     offload: str = "none"
     compile: Literal["off", "warm", "background"] = "warm"
+    cuda_graphs: bool = False
     cache_dir: str = "auto"
 
     def __post_init__(self) -> None:

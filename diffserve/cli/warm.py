@@ -60,7 +60,10 @@ def run(settings: Settings, sizes: Sequence[str]) -> int:
             status.update(f"{_name(group)}: proving")
             is_faster = _prove(groups, group)
         num_slow += not is_faster
-        said = "used from now on" if is_faster else "not faster, so not used"
+        slower = "not faster, so not used"
+        if groups.compiled.is_doubted(group._replace(is_compiled=True)):
+            slower = "not clearly faster beside other work, so not used until it is seen to be"
+        said = "used from now on" if is_faster else slower
         console.print(f"{_name(group)}: {said} ({time.monotonic() - started_s:.0f} s)")
         console.print(_table(groups, group, wanted))
     return min(num_slow, 1)

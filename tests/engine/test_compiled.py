@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -25,7 +26,7 @@ from diffserve.config import EngineConfig, Flag, load_settings
 from diffserve.disk_cache import DiskCache
 from diffserve.engine import Engine
 from diffserve.engine.image.buckets import CostCurve
-from diffserve.engine.image.compiled_groups import is_worth, prove
+from diffserve.engine.image.compiled_groups import DOUBT_S, is_worth, prove
 from diffserve.engine.image.compiling import BackgroundCompiler
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel, load_model
@@ -284,7 +285,16 @@ def test_the_oldest_packages_go_and_what_a_killed_compiler_left_behind(
 
 @slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler, which is imported here
-def test_packages_of_int8_use_the_weights_of_the_network_as_they_are(directory: Path, tmp_path: Path) -> None:
+def test_packages_of_int8_use_the_weights_of_the_network_and_nothing_that_another_compiler_left(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import codecache
+
+    unusable = tmp_path / "shared"  # where torch's compilers leave whole files, or halves of such
+    unusable.touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(unusable))
+    monkeypatch.setattr(codecache, "_HEADER_DIR", str(unusable))
+    monkeypatch.setattr(codecache, "_HEADER_LOCK_DIR", str(unusable))
     model = load_model(directory, dtype="int8", device="cpu")
     conditioner = make_conditioner(model, EngineConfig(), is_exact=True)
     packages = Packages(model, DiskCache.at(str(tmp_path)))
@@ -297,6 +307,8 @@ def test_packages_of_int8_use_the_weights_of_the_network_as_they_are(directory: 
         assert wanted.std((2, 3)).min() > 0.1
         model.unet.network.conv_out.weight.zero_()
         assert package(call).std((2, 3)).max() == 0
+    assert [entry.suffix for entry in (tmp_path / "compiled").iterdir()] == [".pt2"]
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(unusable)
 
 
 @pytest.mark.parametrize(
@@ -336,6 +348,41 @@ def test_compiled_calls_are_timed_in_pairs_and_used_where_they_save_something() 
     assert is_worth(COMPILED, facts, curve, (1, 2, 4))
     slower, curve = proven(trial(1.0, 0.99))
     assert not is_worth(COMPILED, slower, curve, (1, 2, 4))
+
+
+def test_beside_other_work_the_verdict_comes_from_the_pairs_and_where_they_disagree_there_is_none() -> None:
+    loads = itertools.cycle((1.0, 3.0, 2.0))
+
+    def beside(attempt: Try, load: Callable[[], float]) -> Try:
+        return lambda rows, count: (done := attempt(rows, count))._replace(wall_s=load() * done.wall_s)
+
+    now = [1.0]
+
+    def paired() -> float:  # as busy for both of a pair
+        now[0] = next(loads)
+        return now[0]
+
+    curve = CostCurve(SIZES)
+    curve.observe(1, 1.0)
+    curve.observe(2, 2.0)  # as they were on a quiet machine
+    options: Any = {"counts": (1,), "closeness": 1e-3, "curve": curve, "is_exact": True}
+    facts = end_of(prove(beside(trial(1.0, 1.0), paired), beside(trial(1.0, 0.5), lambda: now[0]), SIZES, **options))
+    assert facts.is_complete
+    assert is_worth(COMPILED, facts, curve, SIZES)
+    alone = end_of(prove(trial(1.0, 1.0), beside(trial(1.0, 0.5), lambda: next(loads)), SIZES, **options))
+    assert not alone.is_complete
+
+
+def test_who_was_not_clearly_faster_is_looked_at_again_later(make_engine: Callable[..., Engine]) -> None:
+    compiled = make_engine(cache_dir="").runners.groups.compiled
+    compiled.load(COMPILED, lambda: None, SIZES)
+    assert not compiled.is_new(COMPILED, 0.0)
+    compiled.doubt(COMPILED, 0.0)
+    assert compiled.is_doubted(COMPILED)
+    assert not compiled.is_new(COMPILED, DOUBT_S - 1.0)
+    assert compiled.is_new(COMPILED, DOUBT_S)
+    compiled.load(COMPILED, lambda: None, SIZES)
+    assert not compiled.is_doubted(COMPILED)
 
 
 def test_a_size_whose_rows_differ_is_left_out() -> None:

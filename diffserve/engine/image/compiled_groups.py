@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Generator, Sequence
 from typing import Final
 
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 
 from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
@@ -16,14 +18,19 @@ from diffserve.engine.image.compiling import BackgroundCompiler
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.unet.batch_invariance import SHARED, SOLO, GroupFacts, Study, Try, study
-from diffserve.runtime.unet.call import Compiled, Kind
+from diffserve.runtime.unet.call import Compiled, Kind, UNetArguments
 from diffserve.runtime.unet.compiled import CompiledUNet, Packages
+from diffserve.runtime.unet.graphs import CallGraphs, CudaRecord
 
 CLOSE: Final = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """How far compiled calls may be from the network's own: the norm of the difference over the norm."""
 
 PAIRS: Final = 3
+MOST_PAIRS: Final = 9
+"""Of calls, the network's and a compiled one, for each size: more are made while it is not clear who is faster."""
 LEAST_SAVED: Final = 0.03
+DOUBT_S: Final = 900.0
+"""After which calls are timed again that were not clearly faster or slower: what disturbed them may be over."""
 LOOKED_KEPT: Final = 256
 
 logger = logging.getLogger(__name__)
@@ -33,43 +40,68 @@ class CompiledGroups:
     """The compiled counterparts of groups, as ``[engine] compile`` allows them.
 
     packages  where compiled calls are kept, ``None`` where they are not wanted
+    graphs    recordings of calls, compiled or not, ``None`` where calls are made one by one
     """
 
     def __init__(self, model: DiffusionModel, config: EngineConfig) -> None:
         self.packages = None if config.compile == "off" else Packages(model, DiskCache.at(config.cache_dir))
         self._compiled = None if self.packages is None else CompiledUNet(self.packages)
+        is_recorded = config.cuda_graphs and model.device.type == "cuda" and model.choice.offload == "none"
+        self.graphs = CallGraphs(CudaRecord(model.device)) if is_recorded else None
+        self._plain = model.unet.plain
         can_be = self.packages is not None and self.packages.reason is None
         self._compiler = BackgroundCompiler(model, config) if can_be and config.compile == "background" else None
         self._looked_for: set[GroupKey] = set()
         self._proven: set[GroupKey] = set()
+        self._doubted: dict[GroupKey, float] = {}
 
-    def of(self, group: GroupKey) -> Compiled | None:
-        """What makes the calls of ``group``; ``None``: the network itself."""
-        return self._compiled.run if self._compiled is not None and group.is_compiled else None
+    def of(self, group: GroupKey, *, is_watched: bool = False) -> Compiled | None:
+        """What makes the calls of ``group``; ``None``: the network itself. ``is_watched``: somebody looks into it
+        meanwhile, and would see nothing of a recording."""
+        compiled = self._compiled.run if self._compiled is not None and group.is_compiled else None
+        graphs, plain = self.graphs, self._plain
+        if graphs is None or is_watched:
+            return compiled
+
+        def make(call: UNetArguments) -> Tensor:
+            output = compiled(call) if compiled else None
+            return plain(call) if output is None else output
+
+        return lambda call: graphs.run(call, make, is_compiled=group.is_compiled)
 
     def is_proven(self, group: GroupKey) -> bool:
         """Whether newcomers are painted in ``group``, which is compiled."""
         return group in self._proven
 
-    def is_new(self, group: GroupKey) -> bool:
-        """Whether packages for ``group`` are to be looked for, again where some were made meanwhile."""
+    def is_doubted(self, group: GroupKey) -> bool:
+        """Whether it was not clear who is faster; that is looked at again."""
+        return group in self._doubted
+
+    def is_new(self, group: GroupKey, now_s: float) -> bool:
+        """Whether packages for ``group`` are to be looked for, again where some were made meanwhile, or are doubted."""
         if self.packages is None:
             return False
         if self._compiler is not None and (done := self._compiler.poll()) is not None:
             self._looked_for.discard(GroupKey(*done, is_compiled=True))
-        return group not in self._looked_for
+        return group not in self._looked_for or self._doubted.get(group, math.inf) <= now_s
 
     def load(self, group: GroupKey, kind: Callable[[], Kind | None], sizes: Sequence[int]) -> tuple[int, ...]:
         """Of ``sizes`` those for which there are packages, taken into use; the others are wanted to be compiled."""
         if len(self._looked_for) >= LOOKED_KEPT:
             self._looked_for = set(self._proven)
         self._looked_for.add(group)
+        self._doubted.pop(group, None)
         found: tuple[int, ...] = ()
         if self._compiled is not None and not self._compiled.packages.is_empty:
             found = self._compiled.load(kind(), sizes)
         if self._compiler is not None and len(found) < len(sizes):
             self._compiler.want(group.shape, sizes)
         return found
+
+    def doubt(self, group: GroupKey, now_s: float) -> None:
+        """It is not clear whether ``group`` is faster."""
+        logger.info("beside other work it was not clear whether compiled calls are faster, so it is looked at again")
+        self._doubted[group] = now_s + DOUBT_S
 
     def take(self, group: GroupKey) -> None:
         """Newcomers are painted in ``group`` from now on."""
@@ -79,6 +111,7 @@ class CompiledGroups:
         """Look for ``group`` anew when it comes again."""
         self._proven.discard(group)
         self._looked_for.discard(group)
+        self._doubted.pop(group, None)
 
 
 def prove(
@@ -95,18 +128,25 @@ def prove(
 
     is_exact  whether a row's bytes must be the same in every size and place; sizes that differ are left out
 
-    Raises ArithmeticError where a compiled call is further than ``closeness`` from the network's.
+    Their seconds are ``curve``'s times the ratio within the pairs, so that whatever disturbs both is in neither; the
+    facts are complete where it is clear by them who is faster. Raises ArithmeticError where a compiled call is further
+    than ``closeness`` from the network's.
     """
-    least: dict[int, float] = {}
+    ratios: dict[int, list[float]] = {size: [] for size in sizes}
+
+    def pair(size: int) -> Generator[None, None, tuple[Tensor, Tensor]]:
+        wanted = network(range(size), counts[0])
+        yield
+        got = compiled(range(size), counts[0])
+        yield
+        curve.observe(size, wanted.wall_s)
+        ratios[size].append(got.wall_s / wanted.wall_s)
+        return wanted.output, got.output
+
     for size in sizes:
         for _ in range(PAIRS):
-            wanted = network(range(size), counts[0])
-            yield
-            curve.observe(size, wanted.wall_s)
-            got = compiled(range(size), counts[0])
-            yield
-            least[size] = min(got.wall_s, least.get(size, got.wall_s))
-        error = float((got.output - wanted.output).norm() / wanted.output.norm())
+            wanted, got = yield from pair(size)
+        error = float((got - wanted).norm() / wanted.norm())
         if not error <= closeness:
             raise ArithmeticError(f"the compiled call of {size} rows is {error:.2g} off")
     found: list[GroupFacts] = []
@@ -115,16 +155,33 @@ def prove(
         if len(found[-1].buckets) == len(sizes):
             break
     facts = max(found, key=lambda facts: (not facts.is_alone, len(facts.buckets)))
-    return replace(
-        facts, seconds={size: min(wall_s, facts.seconds.get(size, wall_s)) for size, wall_s in least.items()}
-    )
+
+    def at(share: float) -> GroupFacts:
+        """With the ratio that ``share`` of the pairs are below."""
+        ranked = {size: sorted(ratios[size])[round(share * (len(ratios[size]) - 1))] for size in sizes}
+        return replace(facts, seconds={size: curve.seconds(size) * ratio for size, ratio in ranked.items()})
+
+    def is_clear() -> bool:
+        return _pays(at(0.25), curve, sizes) == _pays(at(0.75), curve, sizes)
+
+    for size in () if is_clear() else (*sizes,) * (MOST_PAIRS - PAIRS):
+        yield from pair(size)
+    return replace(at(0.5), is_complete=is_clear())
+
+
+def _saved(facts: GroupFacts, network: CostCurve, sizes: Sequence[int]) -> float:
+    """The share of the ``network``'s seconds that compiled calls save, all ``sizes`` taken together."""
+    compiled = CostCurve.of(facts, is_exact=True)
+    return 1.0 - sum(compiled.total_s(size) / network.total_s(size) for size in sizes) / len(sizes)
+
+
+def _pays(facts: GroupFacts, network: CostCurve, sizes: Sequence[int]) -> bool:
+    return not facts.is_alone and _saved(facts, network, sizes) >= LEAST_SAVED
 
 
 def is_worth(group: GroupKey, facts: GroupFacts, network: CostCurve, sizes: Sequence[int]) -> bool:
     """Whether compiled calls of ``group`` save something over the ``network``'s, all ``sizes`` taken together."""
-    compiled = CostCurve.of(facts, is_exact=True)
-    saved = 1.0 - sum(compiled.total_s(size) / network.total_s(size) for size in sizes) / len(sizes)
-    does = saved >= LEAST_SAVED and not facts.is_alone
+    saved, does = _saved(facts, network, sizes), _pays(facts, network, sizes)
     shape = f"{group.width_px}x{group.height_px} pixels, {group.num_tokens} tokens"
     logger.info("compiled calls of %s save %.0f %%, so they are%s used", shape, 100 * saved, "" if does else " not")
     return does

@@ -2,8 +2,9 @@
 
 Similar is what the text encoder says: the cosine between two prompts' embeddings. What is kept is the finished latent,
 without noise; whoever begins from it adds fresh noise of its own seed, as image-to-image does (SDEdit, Meng et al.
-2022), and so may come with another sampler and another seed. How many steps that leaves out grows with the similarity. (Approximate caching: Agarwal et al., "Approximate Caching for Efficiently Serving
-Text-to-Image Diffusion Models", NSDI 2024, who keep noisy latents of one sampler instead.) No torch.
+2022), and so may come with another sampler and another seed. How many steps that leaves out grows with the similarity.
+(Approximate caching: Agarwal et al., "Approximate Caching for Efficiently Serving Text-to-Image Diffusion Models",
+NSDI 2024, who keep noisy latents of one sampler instead.) No torch.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ class Room:
     free, nothing is capped.
 
     most_rows  that a call ever has
+    set_aside  says how many bytes look free and are not
     """
 
     def __init__(self, model: DiffusionModel, config: EngineConfig, most_rows: int, clock: Callable[[], float]) -> None:
@@ -43,6 +44,7 @@ class Room:
         self._margin = margin(model)
         self._bound = Activations.at_most(model)
         self._looked_s = clock()
+        self.set_aside: Callable[[], int] = lambda: 0
         self._now_bytes = self._first_bytes = self._look()
 
     @cached_property
@@ -122,7 +124,8 @@ class Room:
 
     def _look(self) -> int | None:
         found = (free_bytes(self.model.device), self._config.activation_bytes)
-        return min((known for known in found if known is not None), default=None)
+        left = min((known for known in found if known is not None), default=None)
+        return None if left is None else max(0, left - self.set_aside())
 
 
 def _said(num_bytes: float) -> str:

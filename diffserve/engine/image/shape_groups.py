@@ -108,6 +108,8 @@ class Groups:
         self._knee_cap = KneeCap(self.most_rows, config.policy)
         self._disk = FactsOnDisk(DiskCache.at(config.cache_dir), self._circumstances(config))
         self.compiled = CompiledGroups(model, config)
+        if (graphs := self.compiled.graphs) is not None:
+            room.set_aside = lambda: graphs.num_bytes
         self._known: OrderedDict[GroupKey, Known] = OrderedDict()
         self._wanted: OrderedDict[GroupKey, Study | None] = OrderedDict()
         width_px, height_px = model.info.good_sizes[0]
@@ -146,7 +148,7 @@ class Groups:
     def best(self, group: GroupKey) -> GroupKey:
         """Where newcomers to ``group`` are painted: by compiled calls once these are there, proven, and faster."""
         compiled = group._replace(is_compiled=True)
-        if self.compiled.is_new(compiled):
+        if self.compiled.is_new(compiled, self._clock()):
             found = self._load(compiled)
             facts = self._facts(repr(tuple(compiled))) if found else None
             if facts is not None and set(facts.buckets) <= set(found):
@@ -277,7 +279,9 @@ class Groups:
         del self._wanted[group]
         if group.is_compiled:
             network = self.known(group._replace(is_compiled=False)).curve
-            if is_worth(group, facts, network, self.sizes_to_compile(group)):
+            if not facts.is_complete:
+                self.compiled.doubt(group, self._clock())
+            elif is_worth(group, facts, network, self.sizes_to_compile(group)):
                 self._take(group, facts)
                 self._disk.write(repr(tuple(group)), facts)
             return

@@ -111,6 +111,8 @@ class UNetCaller:
     def ease(self) -> None:
         """Give back all memory that is only kept to save time."""
         self._stacks.clear()
+        if self.groups.compiled.graphs is not None:
+            self.groups.compiled.graphs.clear()
         give_memory_back(self.model.device)
 
     def with_room(self, run: Callable[[], Result]) -> Result:
@@ -138,7 +140,8 @@ class UNetCaller:
         if group.is_shallow:
             kept = [task.held.features[batch.is_uncond(row)] for task, row in zip(images, rows, strict=True)]
             features = torch.stack([*kept, *kept[-1:] * (bucket - len(rows))])
-        with threads.using(num_threads), self._keeping(images) as found:
+        is_watched = any(task.is_full_now and task.keeps_features for task in images)
+        with threads.using(num_threads), self._keeping(is_watched) as found:
             called_s = self._clock()
             output = self.model.unet.predict(
                 batch.scaled.index_select(0, owners),
@@ -149,7 +152,7 @@ class UNetCaller:
                 extra=told.extra,
                 features=features,
                 merged_share=group.merged_share,
-                compiled=self.groups.compiled.of(group),
+                compiled=self.groups.compiled.of(group, is_watched=is_watched),
             )
             ended_s, span = self._clock(), stop()
         for kept_of_rows in found:
@@ -171,10 +174,9 @@ class UNetCaller:
             curve, bucket, span = self._timed.popleft()
             curve.observe(bucket, span.seconds)
 
-    def _keeping(self, images: Sequence[ImageTask]) -> AbstractContextManager[Sequence[Tensor]]:
-        """Keeps the features of a full call where one of ``images`` needs them."""
+    def _keeping(self, is_needed: bool) -> AbstractContextManager[Sequence[Tensor]]:
+        """Keeps the features of a full call where one of its images needs them."""
         shallow = self.model.unet.shallow
-        is_needed = any(task.is_full_now and task.keeps_features for task in images)
         return shallow.keeping() if is_needed and shallow is not None else nullcontext(())
 
     def _stack(self, key: tuple[tuple[ImageTask, bool], ...]) -> Stack:

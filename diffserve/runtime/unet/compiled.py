@@ -51,6 +51,15 @@ LONGEST_COMPILE_S: Final = 6 * 3600.0
 DAMAGE: Final = (BadZipFile, EOFError, ValueError)
 """What ``ZipFile`` says of a file that lost some of its bytes."""
 
+INDUCTOR_OPTIONS: Final[dict[str, Any]] = {
+    "cpp.dynamic_threads": True,  # as many as the engine sets when it calls
+    "cpp.vec_isa_ok": True,  # what the processor says is believed; its rarer instructions are tried all the same
+    "aot_inductor.precompile_headers": False,  # they cost more than they save, and torch shares them with everybody
+    "aot_inductor.enable_line_tables": False,
+    "aot_inductor.compile_wrapper_opt_level": "Og",  # of what calls the kernels; these themselves are at O3
+}
+AS_LOADED: Final = "aot_inductor.package_constants_in_so"
+
 logger = logging.getLogger(__name__)
 
 
@@ -110,6 +119,9 @@ class Packages:
     def compile(self, call: UNetArguments) -> Path:
         """Compile for calls like ``call`` unless that is done. Takes a minute; needs a C++ compiler.
 
+        In a folder of its own that is gone afterwards, for a compiler that was killed leaves halves of files behind,
+        and torch takes what lies in its shared one as whole.
+
         Raises what Inductor raises, ConfigError where there can be no package, and OSError of a full disk.
         """
         path = self.path(call.kind, len(call.sample))
@@ -121,11 +133,10 @@ class Packages:
         from torch._inductor.utils import fresh_cache
 
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        options: dict[str, Any] = {"cpp.dynamic_threads": True}  # as many as the engine sets when it calls
-        options |= {"freezing": True} if self.is_baked else {"aot_inductor.package_constants_in_so": False}
+        options = INDUCTOR_OPTIONS | ({"freezing": True} if self.is_baked else {AS_LOADED: False})
         part = Path(mkdtemp(dir=self._folder, prefix=".")) / "part.pt2"
         try:
-            with fresh_cache(dir=str(part.parent)), torch.no_grad():  # a hundred megabytes that go with the folder
+            with torch.no_grad(), fresh_cache(dir=str(part.parent), delete=False):
                 program = torch.export.export(FlatUNet(self._network, call).eval(), tuple(_contiguous(call)))
                 aoti_compile_and_package(program, package_path=str(part), inductor_configs=options)
             os.replace(part, path)

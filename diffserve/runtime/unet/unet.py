@@ -77,16 +77,18 @@ class UNetRunner:
                 raise ValueError("this UNet has no shallow part to run on kept features")
             return self.shallow.predict(call, features)
         output = compiled(call) if compiled else None
-        if output is None:
-            output = self.network(
-                call.sample,
-                call.timesteps,
-                encoder_hidden_states=call.contexts,
-                added_cond_kwargs=call.added,
-                return_dict=False,
-            )[0]
-        made: torch.Tensor = output
-        return made
+        return self.plain(call) if output is None else output
+
+    def plain(self, call: UNetArguments) -> torch.Tensor:
+        """What the network itself gives (R, C, h, w) for ``call``, in its dtype."""
+        output: torch.Tensor = self.network(
+            call.sample,
+            call.timesteps,
+            encoder_hidden_states=call.contexts,
+            added_cond_kwargs=call.added,
+            return_dict=False,
+        )[0]
+        return output
 
     def call(
         self,
