@@ -45,13 +45,15 @@ def run(settings: Settings, gpu: str | None = None) -> int:
 
     folders = list(_folders(settings))
     profile, offload = settings.model, settings.engine.offload
-    choice = choose_for(profile.path, profile.device, profile.dtype, offload)
+    cache = DiskCache.at(settings.engine.cache_dir)
+    choice = choose_for(profile.path, profile.device, profile.dtype, offload, cache)
     _section(console, "device", _device(choice))
     with hushed("diffserve"):  # what it would warn of is in the report
         needs = needs_of(profile.path, dtype=choice.dtype, config=settings.engine, profile=profile, rows=ROWS)
         _section(console, "memory", _memory(needs, choice, settings.engine), headings=("part", "parameters", "weights"))
         _section(console, f"one step at {_size(needs)}", _steps(needs, roof), headings=STEP_HEADINGS)
-        model = load_model(profile.path, device=profile.device, dtype=profile.dtype, offload=offload, profile=profile)
+        where = {"device": profile.device, "dtype": profile.dtype, "offload": offload}
+        model = load_model(profile.path, **where, profile=profile, cache=cache)
     _section(console, "model", _model(model))
     left = model.left_in_full()
     if left:

@@ -12,6 +12,7 @@ from rich.console import Console
 from diffserve.cli.generate import open_engine
 from diffserve.cli.sweep import SweepOptions, lasting_interrupt, make_progress, plan_of
 from diffserve.config import Flag, Settings, load_settings
+from diffserve.disk_cache import DiskCache
 from diffserve.errors import ConfigError, InvalidRequest
 from diffserve.experiments.folder import refuse_folder
 from diffserve.experiments.gate import JSON, RESULTS, SUMMARY, GateReport, Limits, PrecisionGate
@@ -85,10 +86,10 @@ def _resolve(gate: PrecisionGate, settings: Settings) -> PrecisionGate:
     """The gate in canonical names, every precision known to run here. Raises ConfigError."""
     from diffserve.runtime import choose_for
 
-    names, model = [], settings.model
+    names, model, cache = [], settings.model, DiskCache.at(settings.engine.cache_dir)
     for name in gate.names:
         try:
-            names.append(choose_for(model.path, model.device, name, settings.engine.offload).dtype)
+            names.append(choose_for(model.path, model.device, name, settings.engine.offload, cache).dtype)
         except ConfigError as error:
             raise ConfigError(f"--gate: {error.message}", param="gate") from None
     if len(set(names)) < len(names):

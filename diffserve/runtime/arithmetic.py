@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError
 from diffserve.runtime.loading.adapter import read_adapter
 from diffserve.runtime.loading.family import location_of
 from diffserve.runtime.memory import free_bytes
-from diffserve.runtime.precision import DeviceChoice, choose_device
+from diffserve.runtime.precision import DeviceChoice, choose_device, hardware_name
 
 WORTH_ITS_MEMORY: Final = 1.2
 """bfloat16 must take so many times as long as float32 before weights are held in twice the bytes."""
@@ -31,25 +32,46 @@ WORTH_ITS_MEMORY: Final = 1.2
 ROOM_SHARE: Final = 0.5
 """Of the memory that is free, for weights in float32."""
 
+KEPT_AS: Final = "arithmetic"
 ROUNDS: Final = 5
 CHANNELS: Final = 256
 SIDE: Final = 16
 
 
-def choose_for(path: str | Path, device: str = "auto", dtype: str = "auto", offload: str = "none") -> DeviceChoice:
+def choose_for(
+    path: str | Path,
+    device: str = "auto",
+    dtype: str = "auto",
+    offload: str = "none",
+    cache: DiskCache | None = None,
+) -> DeviceChoice:
     """``choose_device`` for the image model at ``path``: what is left to choose is float32 on a CPU where that is
-    clearly faster and its weights find room; who asks for int8 wants them small. Raises what ``choose_device`` does."""
+    clearly faster and its weights find room; who asks for int8 wants them small. Raises what ``choose_device`` does.
+
+    ``cache`` keeps what was found, so that the next start chooses alike and a seed gives the same picture.
+    """
     choice = choose_device(device, dtype, offload)
     if dtype != "auto" or choice.device.type != "cpu" or choice.dtype != "bfloat16":
         return choice
     room = free_bytes(choice.device)
     if room is not None and 2 * stored_bytes(path) > ROOM_SHARE * room:
         return choice
-    ratio = bfloat16_over_float32()
+    ratio = _kept_or_tried(cache)
     if ratio < WORTH_ITS_MEMORY:
         return choice
     reason = f"since this CPU takes {ratio:.1f} times as long in bfloat16"
     return choose_device(device, dtype, offload, best=("float32", reason))
+
+
+def _kept_or_tried(cache: DiskCache | None) -> float:
+    key = f"{hardware_name(torch.device('cpu'))} torch {torch.__version__}"
+    kept = cache.read(KEPT_AS, key) if cache else None
+    if isinstance(kept, float) and kept > 0.0:
+        return kept
+    ratio = bfloat16_over_float32()
+    if cache:
+        cache.write(KEPT_AS, key, ratio)
+    return ratio
 
 
 def stored_bytes(path: str | Path) -> int:

@@ -179,13 +179,13 @@ def load_model(
 
     ``offload`` says where weights rest while their layer does not run: none (on the device), auto, cpu or disk.
     ``profile`` gives the defaults and good sizes (its own path, device and dtype are not read); without it the family's
-    own are taken. ``cache`` keeps digests of large files, and what the probe found, for the next start. Nothing is
+    own are taken. ``cache`` keeps digests of large files, and what trials found, for the next start. Nothing is
     fetched from anywhere. On the device "meta" a model has shapes and no numbers (``runtime.dry_run``).
 
     Raises ModelNotFound when nothing is there, ModelLoadError when it cannot be used or answers as another kind than
     its files say, ConfigError for a wrong dtype or device.
     """
-    choice = choose_for(path, device, dtype, offload)
+    choice = choose_for(path, device, dtype, offload, cache)
     if profile is not None:
         choice = replace(choice, vae_dtype=TORCH_DTYPES.get(DTYPE_ALIASES.get(profile.vae_dtype, profile.vae_dtype)))
     location = location_of(path)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 
-class Span(Protocol):
+class TimeSpan(Protocol):
     """A time that is being taken."""
 
     @property
@@ -59,7 +59,7 @@ class Stopwatch:
         self.device = device
         self._clock = clock
 
-    def start(self) -> Callable[[], Span | None]:
+    def start(self) -> Callable[[], TimeSpan | None]:
         """Begin; what is returned ends it. ``None`` where only the host's clock is known and it does not tell."""
         if self.device.type == "cuda":
             begun = self._event()

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 
+from diffserve.disk_cache import DiskCache
 from diffserve.errors import ConfigError
 from diffserve.runtime import DTYPE_NAMES, DiffusionModel, arithmetic, choose_device, choose_for, load_model
 from diffserve.runtime.loading.checkpoint import Checkpoint, read_json
@@ -94,6 +95,16 @@ def test_auto_of_a_model_is_the_arithmetic_that_is_clearly_faster_where_its_weig
     assert (choice.dtype, choice.compute_dtype) == (auto, getattr(torch, auto))
     assert ("takes 1.5 times as long in bfloat16" in choice.reason) == (auto == "float32")
     assert {choose_for(path, "cpu", name).compute_dtype for name in ("bf16", "int8")} == {torch.bfloat16}
+
+
+def test_the_next_start_chooses_alike(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("diffserve.runtime.precision.cpu_bf16_unit", lambda: "AVX512-BF16")
+    for ratio, expected in ((1.3, "float32"), (1.1, "float32")):  # the second is not asked for
+        monkeypatch.setattr(arithmetic, "bfloat16_over_float32", lambda ratio=ratio: ratio)
+        assert choose_for(tiny_model("sd15"), "cpu", cache=DiskCache(tmp_path)).dtype == expected
+    assert choose_for(tiny_model("sd15"), "cpu").dtype == "bfloat16"
 
 
 def test_both_kinds_of_arithmetic_are_tried_on_one_thread_and_the_others_come_back() -> None:

@@ -18,7 +18,7 @@ from diffserve.engine.image.task import GroupKey, ImageTask, UNetCall
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.memory import give_memory_back, without_frames
-from diffserve.runtime.stopwatch import Span, Stopwatch
+from diffserve.runtime.stopwatch import Stopwatch, TimeSpan
 from diffserve.runtime.text.conditioning import Conditioner, ToldRow
 from diffserve.runtime.unet.cross_attention import Contexts, KeysValues
 from schedulers import COLUMNS
@@ -68,7 +68,7 @@ class UNetCaller:
         self.caps = caps
         self.stopwatch = Stopwatch(model.device, clock)
         self._clock = clock
-        self._timed: deque[tuple[CostCurve, int, Span]] = deque()
+        self._timed: deque[tuple[CostCurve, int, TimeSpan]] = deque()
         self._stacks: OrderedDict[tuple[tuple[ImageTask, bool], ...], Stack] = OrderedDict()
 
     def predict(self, batch: ImageBatch, group: GroupKey, calls: list[UNetCall]) -> tuple[Tensor, dict[int, Exception]]:
