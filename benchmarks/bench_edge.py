@@ -6,8 +6,9 @@
 Every arm is a server of its own, front door, engine and spare; rounds go there and back (ABBA). Counted are the seconds
 of a picture that is asked for alone, and the memory of all its processes after the last one: resident (pages that two
 of them share count twice, and so do those that they share with strangers) and proportional. ``growth``: anonymous
-memory from the second picture to the last. Linux only. Progress goes to
-stderr, one JSON document to stdout and to results/.
+memory from the second picture to the last; ``growth_a_picture``: the least from one picture to the next, which is what
+every picture leaves behind, while holes in the heap and sizes measured meanwhile count once. Linux only. Progress goes
+to stderr, one JSON document to stdout and to results/.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Final
@@ -49,8 +51,9 @@ def memory_of_tree(pid: int) -> dict[str, int]:
 
 
 def measure(options: Sequence[str], num_pictures: int, settle_s: float = 0.0) -> dict[str, Any]:
-    """One server with ``options``; ``settle_s``: from its first picture to the next."""
+    """One server with ``options`` and at least two pictures; ``settle_s``: from its first picture to the next."""
     seconds: list[float] = []
+    anonymous: list[int] = []
     with tempfile.TemporaryDirectory() as folder, server(options, Path(folder)) as (url, pid):
         for number in range(num_pictures + 1):
             body = {"prompt": f"a red apple on a table number {number}", "seed": number}
@@ -59,15 +62,14 @@ def measure(options: Sequence[str], num_pictures: int, settle_s: float = 0.0) ->
             response.raise_for_status()
             if number:
                 seconds.append(time.monotonic() - started_s)
+                anonymous.append((after := memory_of_tree(pid))["Anonymous"])
             else:
                 time.sleep(settle_s)
-            if number == 1:
-                before = memory_of_tree(pid)
-        after = memory_of_tree(pid)
     return {
         "resident_bytes": after["Rss"],
         "proportional_bytes": after["Pss"],
-        "growth_bytes": after["Anonymous"] - before["Anonymous"],
+        "growth_bytes": anonymous[-1] - anonymous[0],
+        "growth_a_picture_bytes": min(late - early for early, late in pairwise(anonymous)),
         "seconds": [round(one, 3) for one in seconds],
     }
 
