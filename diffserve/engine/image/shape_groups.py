@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -150,8 +150,8 @@ class Groups:
         compiled = group._replace(is_compiled=True)
         if self.compiled.is_new(compiled, self._clock()):
             found = self._load(compiled)
-            facts = self._facts(repr(tuple(compiled))) if found else None
-            if facts is not None and set(facts.buckets) <= set(found):
+            facts = self._facts(_name_of_packages(compiled, found)) if found else None
+            if facts is not None:
                 self._take(compiled, facts)
             elif found:
                 self._wanted[compiled] = None
@@ -283,7 +283,7 @@ class Groups:
                 self.compiled.doubt(group, self._clock())
             elif is_worth(group, facts, network, self.sizes_to_compile(group)):
                 self._take(group, facts)
-                self._disk.write(repr(tuple(group)), facts)
+                self._disk.write(_name_of_packages(group, self._load(group)), facts)
             return
         self._known[group] = Known(CostCurve.of(facts, is_exact=self.is_deterministic), facts.counts)
         if facts.is_complete and self.room.rows(group) >= self.most_rows:
@@ -361,6 +361,11 @@ class Groups:
         kind = "exact" if self.is_deterministic else "free"
         machine = f"{hardware_name(model.device)} torch {torch.__version__} threads {self.threads.counts}"
         return f"{model.digest} {model.choice.dtype} {config.cross_attention} {kind} {self.most_rows} {machine}"
+
+
+def _name_of_packages(group: GroupKey, sizes: Sequence[int]) -> str:
+    """Of ``group`` painted by packages of ``sizes`` rows, on disk: calls are made of them."""
+    return f"{tuple(group)} of {tuple(sizes)}"
 
 
 def _name(group: GroupKey) -> str:

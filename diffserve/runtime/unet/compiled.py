@@ -14,11 +14,11 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, Final
-from zipfile import BadZipFile, ZipFile
+from zipfile import BadZipFile
 
 import diffusers
 import torch
@@ -30,7 +30,9 @@ from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.precision import INT8, INT8_DYNAMIC, TORCH_DTYPES, hardware_name, tensor_bytes
 from diffserve.runtime.unet.call import Kind, UNetArguments
 from diffserve.runtime.unet.cross_attention import KeysValues, Pair
+from diffserve.runtime.unet.package import Package
 from diffserve.runtime.unet.pruning import widths_of
+from diffserve.runtime.unet.streams import Streams
 
 if TYPE_CHECKING:
     from diffserve.runtime.model import DiffusionModel
@@ -137,7 +139,8 @@ class Packages:
         part = Path(mkdtemp(dir=self._folder, prefix=".")) / "part.pt2"
         try:
             with torch.no_grad(), fresh_cache(dir=str(part.parent), delete=False):
-                program = torch.export.export(FlatUNet(self._network, call).eval(), tuple(_contiguous(call)))
+                tensors = tuple(tensor.contiguous() for tensor in call.tensors)
+                program = torch.export.export(FlatUNet(self._network, call).eval(), tensors)
                 aoti_compile_and_package(program, package_path=str(part), inductor_configs=options)
             os.replace(part, path)
         finally:
@@ -148,37 +151,11 @@ class Packages:
     def load(self, path: Path) -> Package:
         """The package at ``path``, ready to be called. One of ``DAMAGE`` where it is damaged, RuntimeError where it
         does not load, OSError where there is no room to unpack it."""
-        package = Package(path, self._device)
+        package = Package(path, self._device, torch.get_num_threads() if self.is_baked else 1)
         if not self.is_baked:
             package.use_weights(self._network)
         os.utime(path)  # used: it is among the last to go
         return package
-
-
-class Package:
-    """One compiled call. Its arguments must have the shapes that it was compiled for; nobody checks."""
-
-    def __init__(self, path: Path, device: torch.device) -> None:
-        from torch._C._aoti import AOTIModelPackageLoader  # past torch._inductor, whose import takes seconds
-
-        with TemporaryDirectory(prefix="diffserve-") as folder, ZipFile(path) as package:
-            package.extractall(folder)  # every byte of it is checked, which the loader does not
-            if device.type == "cpu":  # mapped by now, so that nothing stays behind, however this process ends
-                self._loader = AOTIModelPackageLoader(folder, "model", False, 1, -1)
-                return
-        self._loader = AOTIModelPackageLoader(str(path), "model", False, 1, device.index or 0)
-
-    def use_weights(self, network: nn.Module) -> None:
-        """Compute with the weights of ``network``, where they are."""
-        held = {**dict(network.named_parameters()), **dict(network.named_buffers())}
-        held |= {name: part for whole, tensor in held.items() for name, part in _parts(whole, tensor)}
-        wanted = {name: held[name.removeprefix("network.")].data for name in self._loader.get_constant_fqns()}
-        self._loader.load_constants(wanted, False, True, True)
-
-    def __call__(self, call: UNetArguments) -> Tensor:
-        """(R, C, h, w) in the network's dtype."""
-        output: Tensor = self._loader.boxed_run(_contiguous(call))[0]
-        return output
 
 
 class CompiledUNet:
@@ -187,6 +164,9 @@ class CompiledUNet:
     def __init__(self, packages: Packages) -> None:
         self.packages = packages
         self._loaded: dict[tuple[Kind, int], Package] = {}
+        self._company: dict[tuple[Kind, int], frozenset[tuple[Kind, int]]] = {}
+        """Those that were there when one was loaded: what a call is made of never changes, for it is proven once."""
+        self._streams = Streams()
 
     def load(self, kind: Kind | None, sizes: Sequence[int]) -> tuple[int, ...]:
         """Take the packages for ``kind`` into use; those of ``sizes`` for which there is one."""
@@ -205,38 +185,36 @@ class CompiledUNet:
                     self._distrust(error)
             if (kind, num_rows) in self._loaded:
                 found.append(num_rows)
+        for key in self._loaded:
+            self._company.setdefault(key, frozenset(self._loaded))
         return tuple(found)
 
     def run(self, call: UNetArguments) -> Tensor | None:
         """(R, C, h, w) in the network's dtype; ``None`` where there is no package, or it failed: never again then."""
-        if not self._loaded or (kind := call.kind) is None:
+        num_rows = len(call.sample)
+        if not self._loaded or (kind := call.kind) is None or (kind, num_rows) not in self._loaded:
             return None
-        package = self._loaded.get((kind, len(call.sample)))
-        if package is None:
-            return None
+        num_streams = self._num_streams(kind, num_rows)
+        package = self._loaded[kind, num_rows // num_streams]
         try:
-            return package(call)
+            return self._streams.run(package, call.tensors, num_streams) if num_streams > 1 else package(call.tensors)
         except RuntimeError as error:
             raise_if_sticky(error)
             self._distrust(error)
-            del self._loaded[kind, len(call.sample)]
+            del self._loaded[kind, num_rows // num_streams]
             return None
+
+    def _num_streams(self, kind: Kind, num_rows: int) -> int:
+        """Calls side by side that make up one of ``num_rows``, where a network is so small that two threads wait for
+        each other in one call: as many as there are threads, of those numbers of rows for which there are packages."""
+        if not self.packages.is_baked:
+            return 1
+        numbers = range(min(torch.get_num_threads(), num_rows), 1, -1)
+        parts = ((one, (kind, num_rows // one)) for one in numbers if num_rows % one == 0)
+        return next((one for one, part in parts if part in self._company[kind, num_rows] & self._loaded.keys()), 1)
 
     def _distrust(self, error: Exception) -> None:
         logger.warning("a compiled call failed, so it is made without: %s", str(error).partition("\n")[0])
-
-
-def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What a quantised weight is made of (torchao), by the names that ``torch.export`` gives to it."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        owner, _, leaf = name.rpartition(".")
-        for number, part in enumerate(tensor.__tensor_flatten__()[0]):
-            yield f"{owner}.parametrizations.{leaf}.original{number}", getattr(tensor, part)
-
-
-def _contiguous(call: UNetArguments) -> list[Tensor]:
-    """What a package was compiled for, and does not check."""
-    return [tensor.contiguous() for tensor in call.tensors]
 
 
 def _reason(model: DiffusionModel, folder: Path | None) -> str | None:

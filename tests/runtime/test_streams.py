@@ -1,0 +1,56 @@
+"""Calls that run side by side, of which one is made up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Barrier, Thread
+
+import pytest
+import torch
+from torch import Tensor
+
+from diffserve.runtime.unet.streams import Streams
+
+
+@pytest.mark.parametrize(("num_streams", "num_threads"), [(2, 2), (4, 4), (2, 5)])
+def test_shares_meet_side_by_side_and_come_back_in_order_each_on_threads_of_its_own(
+    num_streams: int, num_threads: int
+) -> None:
+    together, before = Barrier(num_streams, timeout=30.0), torch.get_num_threads()
+    seen: list[int] = []
+    rows, others = torch.arange(8.0).view(8, 1), torch.arange(8.0).view(8, 1) * 10
+
+    def make(tensors: Sequence[Tensor]) -> Tensor:
+        together.wait()  # alone nobody would come past it
+        seen.append(torch.get_num_threads())
+        return tensors[0] + tensors[1]
+
+    streams = Streams()
+    torch.set_num_threads(num_threads)
+    try:
+        for _ in range(2):
+            assert torch.equal(streams.run(make, [rows, others], num_streams), rows + others)
+        assert torch.get_num_threads() == num_threads
+        found: list[int] = []
+        newcomer = Thread(target=lambda: found.append(torch.get_num_threads()))
+        newcomer.start()
+        newcomer.join()
+        assert found == [num_threads], "what a stream's thread says holds for no other"
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [num_threads // num_streams] * 2 * num_streams
+
+
+def test_a_share_that_fails_is_told_when_all_are_done() -> None:
+    done: list[float] = []
+
+    def make(tensors: Sequence[Tensor]) -> Tensor:
+        if tensors[0].sum() == 0:
+            raise RuntimeError("share 0")
+        torch.randn(1 << 20).sort()
+        done.append(float(tensors[0].sum()))
+        return tensors[0]
+
+    with pytest.raises(RuntimeError, match="share 0"):
+        Streams().run(make, [torch.tensor([0.0, 7.0])], 2)
+    assert done == [7.0]
