@@ -306,7 +306,19 @@ DESIGNS: Final = (
             Row("engine, MB for 1000 requests", Goal("at most", 1.0), "found/engine/mb_per_1000"),
             Row("front door, MB for 1000 requests", Goal("at most", 1.0), "found/server/mb_per_1000"),
         ),
-        note="The peak of a device's memory is among the points of `gpu_suite.py`; a sweep over concurrency is owed.",
+    ),
+    Design(
+        "D8 Memory by number of clients",
+        "concurrency",
+        "bench_concurrency.py",
+        (
+            Row(
+                "engine's highest mark, most clients over one",
+                Goal("at most", 1.5),
+                "engine_most_clients_over_fewest",
+            ),
+        ),
+        note="The peak of a device's memory is among the points of `gpu_suite.py`.",
     ),
 )
 

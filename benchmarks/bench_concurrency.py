@@ -1,0 +1,120 @@
+"""What does one more picture at a time cost in memory? A server's highest mark, pace and patience by number of clients.
+
+    python benchmarks/bench_concurrency.py
+    python benchmarks/bench_concurrency.py --clients 1,4,16 --model embedded-turbo --size 256x256
+
+Each number of clients asks one server for as many pictures at once, again as soon as they have them, of words that
+nobody said before. The highest resident set of front door and engine is asked of Linux, which forgets it between two
+numbers. Progress goes to stderr, one JSON document to stdout and to results/.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import random
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Final
+
+import httpx
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.bench_memory import engine_of, server, words
+from benchmarks.report import RESULTS, hardware, versions, write
+
+HIGHEST: Final = re.compile(r"^VmHWM:\s+(\d+) kB", re.MULTILINE)
+LONGEST_S: Final = 600.0
+
+
+def forget_highest(pid: int) -> None:
+    """Let the process's highest mark be what it holds now."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def highest_bytes(pid: int) -> int:
+    """Of the process's resident set since then."""
+    found = HIGHEST.search(Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+async def ask(url: str, num_clients: int, rounds: int, body: dict[str, Any]) -> list[float]:
+    """``num_clients`` ask for a picture each, ``rounds`` times; the seconds that each picture took."""
+    rng, taken = random.Random(num_clients), list[float]()
+
+    async def client() -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=LONGEST_S, trust_env=False) as http:
+            for _ in range(rounds):
+                asked = {**body, "prompt": words(rng, 6), "seed": rng.randrange(1 << 32)}
+                started_s = time.monotonic()
+                (await http.post("/v1/images/generations", json=asked)).raise_for_status()
+                taken.append(time.monotonic() - started_s)
+
+    await asyncio.gather(*(client() for _ in range(num_clients)))
+    return taken
+
+
+def measure(
+    url: str, server_pid: int, numbers: Sequence[int], rounds: int, body: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """One point for each number of clients, after a picture that does not count."""
+    asyncio.run(ask(url, 1, 1, body))
+    points = []
+    for num_clients in numbers:
+        pids = {"server": server_pid, "engine": engine_of(server_pid)}
+        for pid in pids.values():
+            forget_highest(pid)
+        started_s = time.monotonic()
+        taken = asyncio.run(ask(url, num_clients, rounds, body))
+        wall_s = time.monotonic() - started_s
+        points.append(
+            {
+                "clients": num_clients,
+                "highest_bytes": {name: highest_bytes(pid) for name, pid in pids.items()},
+                "images_per_s": round(len(taken) / wall_s, 3),
+                "picture_s": {"median": round(median(taken), 3), "max": round(max(taken), 3)},
+            }
+        )
+        print(points[-1], file=sys.stderr, flush=True)
+    return points
+
+
+def main(
+    model: Annotated[str, typer.Option(help="As for diffserve serve.")] = "embedded",
+    clients: Annotated[str, typer.Option(help="At once, with commas.")] = "1,2,4,8,16,32",
+    rounds: Annotated[int, typer.Option(min=1, help="Pictures that each of them asks for.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 10,
+    size: Annotated[str, typer.Option(help="Of the pictures.")] = "128x128",
+    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+) -> None:
+    """Measure, and print one JSON document as the last line of stdout."""
+    body = {"num_inference_steps": steps, "size": size}
+    with tempfile.TemporaryDirectory() as folder, server(("--model", model, "--no-page"), Path(folder)) as (url, pid):
+        points = measure(url, pid, [int(number) for number in clients.split(",")], rounds, body)
+    document = {
+        "benchmark": "concurrency",
+        "command": " ".join(["python", "benchmarks/bench_concurrency.py", *sys.argv[1:]]),
+        "hardware": hardware("cpu"),
+        "versions": versions(),
+        "date": datetime.date.today().isoformat(),
+        "model": {"id": Path(model).name},
+        "points": points,
+        "engine_most_clients_over_fewest": round(
+            points[-1]["highest_bytes"]["engine"] / points[0]["highest_bytes"]["engine"], 3
+        ),
+    }
+    write(document, out or RESULTS / f"concurrency-{Path(model).name}.json")
+    print(json.dumps(document), flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
