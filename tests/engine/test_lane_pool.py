@@ -38,6 +38,15 @@ def test_a_growing_pool_keeps_what_it_holds() -> None:
     assert pool.latent(SHAPE, 40).eq(3.0).all()
 
 
+def test_a_warm_engine_has_room_for_all_lanes_of_its_native_size(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_lanes=24)
+    engine.warm_up()
+    pool = engine.runners.pool
+    before = num_bytes(pool)
+    engine.generate([asked("sd15", "ddim", seed=seed, num_steps=1, guidance_scale=1.0) for seed in range(24)])
+    assert num_bytes(pool) == before > 0
+
+
 def test_storage_of_shapes_nobody_paints_is_given_back(make_engine: MakeEngine) -> None:
     engine = make_engine(max_rows=2)
     pool = engine.runners.pool

@@ -97,8 +97,8 @@ LatentShape = tuple[int, int, int]
 class LanePool:
     """One float32 tensor of latents (lanes, C, h, w) and one of histories (lanes, HISTORY, C, h, w) per latent shape.
 
-    Lanes are numbered across shapes by the scheduler's ``LaneTable``; storage of a shape grows to the next power of two
-    above the highest lane that used it, and is dropped by :meth:`keep_only` when many shapes have come and gone.
+    Lanes are numbered across shapes by the scheduler's ``LaneTable``; what a shape has is reserved, or grows to
+    the next power of two above the highest lane that used it; :meth:`keep_only` drops it when many have come and gone.
     Latents are in sigma coordinates (noise std over unit signal).
     """
 
@@ -107,10 +107,23 @@ class LanePool:
         self._latents: dict[LatentShape, torch.Tensor] = {}
         self._history: dict[LatentShape, torch.Tensor] = {}
 
+    def reserve(self, shape: LatentShape, num_lanes: int) -> None:
+        """Have room for ``num_lanes`` latents of ``shape``, at least eight."""
+        held = self._latents[shape].shape[0] if shape in self._latents else 0
+        if held >= num_lanes:
+            return
+        size = max(8, 1 << (num_lanes - 1).bit_length())
+        latents = torch.zeros((size, *shape), device=self.device)  # (lanes, C, h, w)
+        history = torch.zeros((size, HISTORY, *shape), device=self.device)  # (lanes, HISTORY, C, h, w)
+        if held:
+            latents[:held] = self._latents[shape]
+            history[:held] = self._history[shape]
+        self._latents[shape], self._history[shape] = latents, history
+
     def open(self, lane: int, start: torch.Tensor) -> None:
         """Write the start latent (C, h, w) into ``lane`` and zero its history: nothing of the last holder is left."""
         shape = (start.shape[0], start.shape[1], start.shape[2])
-        self._reserve(shape, lane + 1)
+        self.reserve(shape, lane + 1)
         self._latents[shape][lane] = start
         self._history[shape][lane] = 0.0
 
@@ -137,15 +150,3 @@ class LanePool:
         """Drop the storage of every other shape."""
         for shape in set(self._latents) - set(shapes):
             del self._latents[shape], self._history[shape]
-
-    def _reserve(self, shape: LatentShape, num_lanes: int) -> None:
-        held = self._latents[shape].shape[0] if shape in self._latents else 0
-        if held >= num_lanes:
-            return
-        size = max(8, 1 << (num_lanes - 1).bit_length())
-        latents = torch.zeros((size, *shape), device=self.device)  # (lanes, C, h, w)
-        history = torch.zeros((size, HISTORY, *shape), device=self.device)  # (lanes, HISTORY, C, h, w)
-        if held:
-            latents[:held] = self._latents[shape]
-            history[:held] = self._history[shape]
-        self._latents[shape], self._history[shape] = latents, history

@@ -53,6 +53,7 @@ class ImageRunner:
         self.model = model
         self.clock = clock
         self.pool = LanePool(model.device)
+        self._num_lanes = config.max_lanes
         self.conditioner = make_conditioner(model, config, is_exact=is_deterministic(model, config), pool=pages)
         self.room = Room(model, config, most_rows(model, config), clock)
         self.groups = Groups(model, config, self.conditioner, self.room, make_threads(config, model.device), clock)
@@ -120,7 +121,8 @@ class ImageRunner:
     def warm_up(self, sizes: Sequence[tuple[int, int]]) -> None:
         """Know the group of short prompts at the first of ``sizes`` (width, height), and want to know the others'.
 
-        Encodes a text and decodes a latent once, and finds out on how many threads to begin.
+        Encodes a text and decodes a latent once, has room for all lanes of that size, and finds out on how many threads
+        to begin.
         """
         self.room.know()
         while self._study_texts():
@@ -132,6 +134,7 @@ class ImageRunner:
             self.groups.known(group)  # else it is measured when there is time
         info = self.model.info
         cells = (native.height_px // info.vae_factor, native.width_px // info.vae_factor)
+        self.pool.reserve((info.latent_channels, *cells), self._num_lanes)
         self._decoder.try_once(torch.zeros((info.latent_channels, *cells)))
 
     @torch.inference_mode()
