@@ -20,7 +20,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast, get_type_hints
+from typing import Any, Literal, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -350,8 +350,18 @@ def _convert(dotted: str, value: _Value) -> Any:
     try:
         return msgspec.convert(raw, _FIELDS[table][key], strict=not value.is_text)
     except msgspec.ValidationError as error:
-        reason = str(error)[0].lower() + str(error)[1:]
+        words = list(_words(_FIELDS[table][key]))
+        reason = f"choose one of {', '.join(words)}" if words else str(error)[0].lower() + str(error)[1:]
         raise ConfigError(f"{_blame(dotted, {dotted: value})} is {value.raw!r}: {reason}.", param=key) from None
+
+
+def _words(hint: Any) -> Iterator[str]:
+    """All that a field of the type ``hint`` may be, where that is a few words."""
+    if get_origin(hint) is Literal:
+        yield from get_args(hint)
+    elif any(get_origin(part) is Literal for part in get_args(hint)):
+        for part in get_args(hint):
+            yield from ("true", "false") if part is bool else _words(part)
 
 
 def _blame(dotted: str, values: Mapping[str, _Value]) -> str:
@@ -413,7 +423,11 @@ def _file_values(path: Path, origin: str) -> Iterator[tuple[str, _Value]]:
     except RecursionError:
         raise ConfigError(f"{origin} is not valid TOML: it is nested too deeply.") from None
     for table, entries in tables.items():
-        if table not in TABLES or not isinstance(entries, dict):
+        if table in TABLES and not isinstance(entries, dict):
+            raise ConfigError(
+                f"{origin}: {table} is {entries!r}; write it as a table, [{table}], with keys beneath it."
+            )
+        if table not in TABLES:
             raise ConfigError(f"{origin}: unknown table [{table}]; {nearest(table, TABLES)}")
         for key, raw in entries.items():
             if key not in _FIELDS[table]:

@@ -189,6 +189,7 @@ def test_the_command_says_what_is_left_and_refuses_what_it_cannot_do(
     assert run("--heads", "1.5")[1] == "diffserve: heads is 1.5; it must lie between 0.0 and 0.9.\n"
     assert "cut nothing" in run()[1]
     assert "exists, and nothing is overwritten" in run("--heads", "0.5", output=tmp_path)[1]
+    assert "/proc/x cannot be written: " in run("--heads", "0.5", output=Path("/proc/x"))[1]
     assert not list(tmp_path.iterdir())
     code, said = run("--heads", "0.25", "--channels", "0.25")
     assert (code, [line.split()[0] for line in said.splitlines()[1:4]]) == (0, ["million", "MiB", "GFLOP"])

@@ -54,8 +54,13 @@ def prune_directory(path: str | Path, target: Path, shares: Shares) -> None:
     if after == before:
         asked = f"heads {shares.heads:g} and channels {shares.channels:g} cut nothing out of {source}"
         raise ConfigError(f"{asked}: its layers have too few; give larger shares.", param="heads")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+    except OSError as error:
+        raise ConfigError(
+            f"{target} cannot be written: {error.strerror}; give another folder.", param="output"
+        ) from None
     try:
         made = shutil.copytree(source, part / target.name, ignore=lambda folder, names: _left(source, folder, names))
         weights = made / "unet" / f"{DIFFUSERS_STEM}.safetensors"
