@@ -180,9 +180,12 @@ def test_damaged_side_file_is_refused(
 def test_the_command_says_what_is_left_and_refuses_what_it_cannot_do(
     pair: Callable[[str], Pair], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    model = pair("sd15")[1]
+    capsys.readouterr()  # what libraries say when they are imported
+
     def run(*arguments: str, output: Path = tmp_path / "new") -> tuple[int, str]:
         with pytest.raises(SystemExit) as stop:
-            main(["prune", "--model", str(pair("sd15")[1]), "-o", str(output), *arguments])
+            main(["prune", "--model", str(model), "-o", str(output), *arguments])
         said = capsys.readouterr()
         return int(str(stop.value.code)), said.out + said.err
 
