@@ -6,9 +6,9 @@
 Every arm is a server of its own, front door, engine and spare; rounds go there and back (ABBA). Counted are the seconds
 of a picture that is asked for alone, and the memory of all its processes after the last one: resident (pages that two
 of them share count twice, and so do those that they share with strangers) and proportional. ``growth``: anonymous
-memory from the second picture to the last; ``growth_a_picture``: the least from one picture to the next, which is what
-every picture leaves behind, while holes in the heap and sizes measured meanwhile count once. Linux only. Progress goes
-to stderr, one JSON document to stdout and to results/.
+memory of the last three pictures over the first three, by their medians: other sizes are measured meanwhile, and a
+heap that is given back now and then is as large as it happens to be. Linux only. Progress goes to stderr, one JSON
+document to stdout and to results/.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Final
@@ -68,8 +67,7 @@ def measure(options: Sequence[str], num_pictures: int, settle_s: float = 0.0) ->
     return {
         "resident_bytes": after["Rss"],
         "proportional_bytes": after["Pss"],
-        "growth_bytes": anonymous[-1] - anonymous[0],
-        "growth_a_picture_bytes": min(late - early for early, late in pairwise(anonymous)),
+        "growth_bytes": median(anonymous[-3:]) - median(anonymous[:3]),
         "seconds": [round(one, 3) for one in seconds],
     }
 
