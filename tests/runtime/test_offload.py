@@ -43,7 +43,7 @@ def held_bytes(network: Any) -> int:
 def pictures(model: str | Path, mode: str) -> list[bytes]:
     """Two pictures of different samplers and steps, painted together."""
     engine = Engine.from_pretrained(
-        model, device="cpu", dtype="float32", config=EngineConfig(offload=mode, cache_dir="")
+        model, device="cpu", dtype="float32", config=EngineConfig(offload=mode, cache_dir="", max_rows=4)
     )
     asked = [("a red fox", "ddim", 1), ("two apples, a castle at night", "euler_a", 2)]
     requests = [
