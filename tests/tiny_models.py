@@ -132,7 +132,8 @@ def unet(kind: str, *, context: int) -> Any:
             **plain,
             "block_out_channels": (32,),
             "down_block_types": ("CrossAttnDownBlock2D",),
-            "up_block_types": ("CrossAttnUpBlock2D",),
+            "mid_block_type": None,
+            "up_block_types": ("UpBlock2D",),
         },
         EMBEDDED: {
             **plain,

@@ -73,16 +73,21 @@ def test_ninety_nine_of_a_hundred_clean_renderings_pass(held_out: bool) -> None:
 
 
 def all_single_objects() -> Iterator[Scene]:
-    """Every object on every background, in every size on a third of them."""
-    for number, (name, ground) in enumerate(product(OBJECTS, BACKGROUNDS)):
-        size = tuple(SIZES_PX)[number % len(SIZES_PX)]
+    """Every object on a third of the backgrounds and every background under a third of the objects, in turn in every
+    size: the FFTs of reading one picture take 20 ms, and there are 1200 pairs."""
+    for (row, name), (column, ground) in product(enumerate(OBJECTS), enumerate(BACKGROUNDS)):
+        if (row + column) % 3:
+            continue
+        size = tuple(SIZES_PX)[(row + column) // 3 % len(SIZES_PX)]
         yield Scene((Placed(name, SIZES_PX[size], 64, 64),), ground, size=size)
 
 
 @pytest.mark.slow
-def test_every_object_is_read_on_every_background_it_stands_out_from() -> None:
+def test_every_object_and_every_background_are_read_in_every_size_where_they_stand_out() -> None:
     chosen = [scene for scene in all_single_objects() if is_legible(scene)]
-    assert len(chosen) > 1000
+    assert len(chosen) > 350
+    assert {scene.names[0] for scene in chosen} == set(OBJECTS)
+    assert {(scene.background, scene.size) for scene in chosen} == set(product(BACKGROUNDS, SIZES_PX))
     assert [scene for scene in chosen if not check(render(scene), scene).exact] == []
 
 

@@ -17,9 +17,10 @@ from diffusers import AutoencoderKL
 from safetensors.torch import load_file
 from transformers import CLIPTokenizer
 
-from diffserve.embedded import train
+from diffserve.embedded import denoiser_training, train
 from diffserve.embedded.denoiser_training import (
     FINISH_SHARE,
+    TEXT_WIDTH,
     Denoiser,
     continue_denoiser,
     interpolate,
@@ -41,6 +42,7 @@ from diffserve.runtime.vae.preview import PreviewDecoder
 from diffserve.world.captions import caption, held_out, loose_caption
 from diffserve.world.render import render
 from diffserve.world.scenes import OBJECTS, scenes
+from tests.tiny_models import EMBEDDED, unet
 
 SINGLE = ("one object", "plain")
 
@@ -227,7 +229,10 @@ def test_lessons_say_more_often_what_is_hard_to_learn() -> None:
 
 
 @pytest.mark.slow
-def test_a_few_iterations_of_the_denoiser_lower_the_loss(tokenizer: CLIPTokenizer, tmp_path: Path) -> None:
+def test_a_few_iterations_of_the_denoiser_lower_the_loss(
+    tokenizer: CLIPTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(denoiser_training, "build_unet", lambda: unet(EMBEDDED, context=TEXT_WIDTH))
     torch.manual_seed(0)
     data = [LatentScenes(list(islice(scenes(0, held_out=False), 4)), torch.randn(4, LATENT_CHANNELS, 8, 8).half())]
     settings = TrainSettings(4, 4, 1e-3, warmup=1, decay_share=0.1)

@@ -18,7 +18,7 @@ from diffserve.embedded.eval.captions import judge_held_out, score
 from diffserve.embedded.eval.parts import preview_db, round_trip_db, times_cheaper
 from diffserve.embedded.eval.ranges import background_kept_away
 from diffserve.engine import Engine
-from diffserve.types import GenerationRequest
+from diffserve.types import DiffusionParams, GenerationRequest
 from diffserve.world.checker import check, read_picture
 from diffserve.world.render import render
 from diffserve.world.scenes import scenes
@@ -93,14 +93,14 @@ def test_the_other_canvases_give_sensible_pictures() -> None:
 def test_a_sample_confirms_what_is_published_of_the_parts(engine: Engine) -> None:
     published = json.loads(PARTS.read_text(encoding="utf-8"))
     model = engine.model
-    assert statistics.mean(round_trip_db(model, 16)) == pytest.approx(published["round_trip_db"], abs=1)
-    assert statistics.mean(preview_db(model, 16)) == pytest.approx(published["preview"]["psnr_db"], abs=1)
+    assert statistics.mean(round_trip_db(model, 8)) == pytest.approx(published["round_trip_db"], abs=1)
+    assert statistics.mean(preview_db(model, 8)) == pytest.approx(published["preview"]["psnr_db"], abs=1)
     assert times_cheaper(model) == pytest.approx(published["preview"]["times_cheaper"], abs=0.1)
 
 
 @pytest.mark.slow
 def test_what_the_autoencoder_gives_back_is_exact_and_what_it_decodes_with_noise_is_not(engine: Engine) -> None:
-    chosen = list(islice(scenes(123, held_out=True), 24))
+    chosen = list(islice(scenes(123, held_out=True), 8))
     vae, generator = engine.model.vae, torch.Generator().manual_seed(0)
     exact = {0.0: 0, 1.0: 0}
     for scene in chosen:
@@ -108,23 +108,24 @@ def test_what_the_autoencoder_gives_back_is_exact_and_what_it_decodes_with_noise
         noise = torch.randn(latents.shape, generator=generator).to(latents)
         for strength in exact:
             exact[strength] += check(vae.decode(latents + strength * noise)[0], scene).exact
-    assert exact[0.0] == 24
-    assert exact[1.0] <= 1
+    assert exact[0.0] == 8
+    assert exact[1.0] == 0
 
 
 @pytest.mark.slow
 def test_a_sample_of_the_held_out_captions_confirms_the_published_scores(engine: Engine) -> None:
     published = json.loads(CAPTIONS.read_text(encoding="utf-8"))
-    share = score(judge_held_out(engine, 30)).exact_share
-    # three standard errors of a sample of thirty
+    share = score(judge_held_out(engine, 10)).exact_share
+    # three standard errors of a sample of ten: one of them may be wrong, two may not
     expected = published["scores"]["all"]["exact_share"]
-    assert abs(share - expected) <= 3 * (expected * (1 - expected) / 30) ** 0.5
+    assert abs(share - expected) <= 3 * (expected * (1 - expected) / 10) ** 0.5
 
 
 @pytest.mark.slow
 def test_the_background_follows_the_prompt(engine: Engine) -> None:
     places = {"on a red background": "red", "on the beach": "beach", "in the city": "city", "at night": "night sky"}
-    requests = [GenerationRequest(prompt=f"a fox {words}", seed=1) for words in places]
+    params = DiffusionParams(num_steps=8)
+    requests = [GenerationRequest(prompt=f"a fox {words}", seed=1, diffusion=params) for words in places]
     seen = [read_picture(result.pixels).background for result in engine.generate(requests)]
     assert seen == list(places.values())
 
@@ -147,9 +148,8 @@ def test_negative_prompts_keep_away_what_they_name() -> None:
 
 @pytest.mark.slow
 def test_a_negative_prompt_drives_an_unasked_background_away(engine: Engine) -> None:
-    kept = background_kept_away(engine, 4)
-    assert kept.count == 4
-    assert kept.avoided >= 3
+    kept = background_kept_away(engine, 2)
+    assert kept.count == kept.avoided == 2
 
 
 @pytest.mark.slow
@@ -159,6 +159,7 @@ def test_painting_from_the_command_line_stays_within_its_memory(tmp_path: Path) 
         "subprocess.run([sys.executable, '-m', 'diffserve', *sys.argv[1:]], check=True)\n"
         "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     )
-    command = [sys.executable, "-c", script, "generate", "a fox in the snow", "-o", str(tmp_path / "fox.png")]
+    command = [sys.executable, "-c", script, "generate", "a fox in the snow", "--steps", "3"]
+    command += ["-o", str(tmp_path / "fox.png")]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert int(output.split()[-1]) * 1024 <= 1.2e9

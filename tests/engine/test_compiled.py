@@ -30,7 +30,6 @@ from diffserve.engine.image.compiled_groups import DOUBT_S, is_worth, prove
 from diffserve.engine.image.compiling import BackgroundCompiler
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel, load_model
-from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.text.conditioning import make_conditioner
 from diffserve.runtime.unet import compiled
 from diffserve.runtime.unet.batch_invariance import GroupFacts, Trial, Try, end_of
@@ -39,6 +38,7 @@ from diffserve.runtime.unet.random_rows import random_call
 from diffserve.types import GenerationRequest, Painted
 from tests.engine.pipelines import asked
 from tests.service.server import START_S
+from tests.tiny_models import ONE_LEVEL
 
 SIZES = (1, 2)
 PLAIN, COMPILED = GroupKey(64, 64, 77), GroupKey(64, 64, 77, is_compiled=True)
@@ -48,22 +48,7 @@ slow = pytest.mark.slow
 @pytest.fixture(scope="module")
 def directory(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose UNet is as small as one with cross-attention can be, for it is compiled."""
-    made = tmp_path_factory.mktemp("compiled") / "model"
-    shutil.copytree(tiny_model("sd15"), made)
-    torch.manual_seed(0)
-    network = import_quietly("diffusers", "UNet2DConditionModel")(
-        layers_per_block=1,
-        sample_size=8,
-        cross_attention_dim=64,
-        norm_num_groups=32,
-        block_out_channels=(32,),
-        down_block_types=("CrossAttnDownBlock2D",),
-        up_block_types=("CrossAttnUpBlock2D",),
-        attention_head_dim=8,
-    )
-    shutil.rmtree(made / "unet")
-    network.eval().save_pretrained(str(made / "unet"))
-    return made
+    return Path(shutil.copytree(tiny_model(ONE_LEVEL), tmp_path_factory.mktemp("compiled") / "model"))
 
 
 @pytest.fixture(scope="module")

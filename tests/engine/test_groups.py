@@ -138,7 +138,7 @@ def test_a_single_picture_at_the_native_size_pays_for_a_first_look_once(
 
 @pytest.mark.slow
 def test_facts_that_make_no_sense_are_measured_anew(make_engine: MakeEngine, tmp_path: Path) -> None:
-    first = make_engine(cache_dir=str(tmp_path), max_rows=4)
+    first = make_engine(cache_dir=str(tmp_path), max_rows=2)
     first.warm_up()
     files = list(tmp_path.rglob("*.json"))
     assert files
@@ -147,7 +147,7 @@ def test_facts_that_make_no_sense_are_measured_anew(make_engine: MakeEngine, tmp
         for file in files:
             entry = json.loads(file.read_text())
             file.write_text(json.dumps({"key": entry["key"], "value": value}))
-        second = make_engine(cache_dir=str(tmp_path), max_rows=4)
+        second = make_engine(cache_dir=str(tmp_path), max_rows=2)
         second.warm_up()
         assert second.buckets == first.buckets, value
 

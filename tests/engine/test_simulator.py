@@ -148,8 +148,8 @@ def test_an_engine_whose_calls_take_what_the_costs_say_does_what_the_simulator_s
         return prepare(*args)
 
     trace = [
-        msgspec.structs.replace(one, num_steps=min(one.num_steps, 12))
-        for one in loaded(mixed(30, [SIZE], seed=5), costs, 0.8, seed=6)
+        msgspec.structs.replace(one, num_steps=min(one.num_steps, 8))
+        for one in loaded(mixed(16, [SIZE], seed=5), costs, 0.8, seed=6)
     ]
     engine.warm_up()
     monkeypatch.setattr(engine.model.unet, "predict", slow_predict)

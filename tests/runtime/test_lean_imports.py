@@ -11,21 +11,44 @@ import pytest
 from diffserve.runtime.loading import library_imports
 
 UNUSED = ("torch._dynamo", "torch.distributed.tensor", "torchao", "scipy")
-PAINT = """
+PAINT = f"""
 import sys
-sys.argv = ["diffserve", "generate", "a fox", "--model", "embedded-turbo", "--steps", "1", "--seed", "1", *sys.argv[1:]]
-from diffserve.cli import main
-try:
-    main({arguments})
-except SystemExit as stop:
-    assert stop.code == 0, stop.code
+def paint(*arguments):
+    command = ["generate", "a fox", "--model", "embedded-turbo", "--steps", "1", "--seed", "1", "-o", *arguments]
+    sys.argv = ["diffserve", *command]
+    from diffserve.cli import main
+    try:
+        main() if is_own else main(command)
+    except SystemExit as stop:
+        assert stop.code == 0, stop.code
+    print("unused:", [name for name in {UNUSED} if name in sys.modules])
 """
-SAY_UNUSED = f"print([name for name in {UNUSED} if name in sys.modules])"
-USE_THEM = """
+LEAN = """
+is_own, (lean, int8) = True, sys.argv[1:]
+paint(lean)
+paint(int8, "--dtype", "int8")
 import torch
 assert torch._dynamo.__file__ and torch.distributed.is_available()
 assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
-import torchao
+from transformers import models
+from transformers.utils import import_utils
+scanned = import_utils._LazyModule("again", models.__file__, import_utils.define_import_structure(models.__file__))
+assert scanned._class_to_module == models._class_to_module
+assert scanned._import_structure == models._import_structure
+assert len(models._class_to_module) > 1000
+"""
+WHOLE = """
+from diffserve.runtime.loading import library_imports
+wanted = library_imports.WANTED
+library_imports.WANTED = (*wanted[:1], ("transformers", "NoSuchModel"))
+assert not library_imports.import_lean()
+assert not [name for name in sys.modules if name.partition(".")[0] in library_imports.LIBRARIES]
+library_imports.WANTED = wanted
+is_own = False
+paint(sys.argv[1])
+import torch
+from transformers import CLIPTextModel
+print(CLIPTextModel.__name__, torch._dynamo.__name__, torch.distributed.is_available())
 """
 
 
@@ -37,18 +60,23 @@ def said_by(code: str, *arguments: object) -> str:
     return done.stdout
 
 
+def unused(said: str) -> list[str]:
+    """What was there of ``UNUSED`` after each picture."""
+    return [line.removeprefix("unused: ") for line in said.splitlines() if line.startswith("unused: ")]
+
+
 @pytest.mark.slow
 def test_command_imports_nothing_unused_and_paints_the_same_bytes(tmp_path: Path) -> None:
+    """A lean process finds what was hidden when it is wanted, and all classes of transformers where they are. One that
+    is not the command's own is left alone, and so is one whose libraries do not bear it."""
     lean, whole = tmp_path / "lean.png", tmp_path / "whole.png"
-    said = said_by(PAINT.format(arguments="") + SAY_UNUSED + USE_THEM, "-o", lean)
-    assert said.splitlines()[-1] == "[]"
-    assert "torch._dynamo" in said_by(PAINT.format(arguments="sys.argv[1:]") + SAY_UNUSED, "-o", whole)
+    nothing, in_int8 = unused(said_by(PAINT + LEAN, lean, tmp_path / "int8.png"))
+    assert nothing == "[]"
+    assert "torchao" in in_int8
+    said = said_by(PAINT + WHOLE, whole)
+    assert "torch._dynamo" in unused(said)[0]
+    assert said.splitlines()[-1] == "CLIPTextModel torch._dynamo True"
     assert lean.read_bytes() == whole.read_bytes()
-
-
-@pytest.mark.slow
-def test_int8_still_finds_what_was_hidden(tmp_path: Path) -> None:
-    assert "torchao" in said_by(PAINT.format(arguments="") + SAY_UNUSED, "--dtype", "int8", "-o", tmp_path / "a.png")
 
 
 def test_process_with_the_libraries_in_it_is_left_alone() -> None:
@@ -58,33 +86,3 @@ def test_process_with_the_libraries_in_it_is_left_alone() -> None:
     assert diffusers.__name__ in before
     assert not library_imports.import_lean()
     assert all(sys.modules.get(name) is before[name] for name in (*UNUSED, "diffusers") if name in before)
-
-
-@pytest.mark.slow
-def test_classes_of_transformers_are_all_found_where_they_are() -> None:
-    code = """
-from diffserve.runtime.loading import library_imports
-assert library_imports.import_lean()
-from transformers import models
-from transformers.utils import import_utils
-scanned = import_utils._LazyModule("again", models.__file__, import_utils.define_import_structure(models.__file__))
-assert scanned._class_to_module == models._class_to_module
-assert scanned._import_structure == models._import_structure
-print(len(models._class_to_module) > 1000)
-"""
-    assert said_by(code) == "True\n"
-
-
-@pytest.mark.slow
-def test_libraries_that_do_not_bear_it_are_imported_whole(tmp_path: Path) -> None:
-    code = """
-import sys
-from diffserve.runtime.loading import library_imports
-library_imports.WANTED = (*library_imports.WANTED[:1], ("transformers", "NoSuchModel"))
-assert not library_imports.import_lean()
-assert not [name for name in sys.modules if name.partition(".")[0] in library_imports.LIBRARIES]
-import torch
-from transformers import CLIPTextModel
-print(CLIPTextModel.__name__, torch._dynamo.__name__, torch.distributed.is_available())
-"""
-    assert said_by(code) == "CLIPTextModel torch._dynamo True\n"

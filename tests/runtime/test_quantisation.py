@@ -17,6 +17,7 @@ from diffserve.engine import Engine
 from diffserve.errors import ConfigError
 from diffserve.runtime import DiffusionModel, choose_device, load_model
 from diffserve.runtime.dry_run import DryRun, ListIndices
+from diffserve.runtime.loading import checkpoint
 from diffserve.runtime.loading.checkpoint import Checkpoint, read_json
 from diffserve.runtime.loading.components import build_unet, load_component
 from diffserve.runtime.precision import QUANTISED, _refuse_absent_unit, cpu_int8_unit, tensor_bytes, weights_bytes
@@ -247,15 +248,16 @@ def test_quantising_while_loading_never_holds_more_than_the_model_and_one_tensor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["int8", "int8_dynamic"])
-def test_the_int8_unet_of_sdxl_takes_at_most_2_95_gb(tmp_path: Path, dtype: str) -> None:
+def test_the_int8_unet_of_sdxl_takes_at_most_2_95_gb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_sha256", lambda file: file.name)  # gigabytes of holes
     path = save_hollow_model("sdxl-random", tmp_path, dtype=torch.float16)
-    model = load_model(path, device="meta", dtype=dtype)
-    if model.dtype == torch.float32:
-        pytest.skip("the convolutions of a CPU without bfloat16 are in float32")
-    (unet,) = [part for part in model.memory_report() if part.component == "unet"]
-    assert unet.num_parameters == pytest.approx(2.567e9, rel=1e-3)
-    assert unet.weights_bytes <= 2.95e9
+    for dtype in ("int8", "int8_dynamic"):
+        model = load_model(path, device="meta", dtype=dtype)
+        if model.dtype == torch.float32:
+            pytest.skip("the convolutions of a CPU without bfloat16 are in float32")
+        (unet,) = [part for part in model.memory_report() if part.component == "unet"]
+        assert unet.num_parameters == pytest.approx(2.567e9, rel=1e-3)
+        assert unet.weights_bytes <= 2.95e9, dtype
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int8_dynamic", "float8"])

@@ -136,7 +136,7 @@ def test_trajectories_agree_on_sigma_schedules(sampler: str, sigmas: str) -> Non
 def test_trajectories_agree_in_float64_where_sigma_schedules_cost_float32_its_digits(sampler: str) -> None:
     for sigmas in ("karras", "exponential", "beta"):
         extra = ((f"use_{sigmas}_sigmas", True),)
-        cases = [Case(sampler, spacing, n, extra=extra) for n in (1, 2, 3, 40) for spacing in SPACINGS]
+        cases = [Case(sampler, spacing, n, extra=extra) for n in (1, 2, 3, 20) for spacing in SPACINGS]
         check(cases, SD, exact=True)
 
 
@@ -209,9 +209,14 @@ def test_late_start_equals_diffusers_on_the_remaining_timesteps(sampler: str) ->
 def test_trajectories_agree_up_to_the_training_length(sampler: str) -> None:
     cases = [
         Case(sampler, spacing, n, steps_offset=offset)
-        for n in (501, 999, 1000)
-        for spacing in SPACINGS
-        for offset in ((0, 1) if spacing == "leading" else (0,))
+        for spacing, n, offset in (
+            ("leading", 501, 0),
+            ("leading", 501, 1),
+            ("leading", 1000, 0),
+            ("trailing", 501, 0),
+            ("trailing", 1000, 0),
+            ("linspace", 999, 0),
+        )
     ]
     if sampler == "lcm":
         assert all(left_out(case) for case in cases)
