@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ViewportSize, expect, sync_playwright
 
 from tests.browser.visit import PATIENCE_S, Screenshot, Visit, Visitor
 from tests.service.server import RunningServer
@@ -18,7 +18,7 @@ from tests.service.server import RunningServer
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--force-color-profile=srgb"]
 ARGUMENTS += ["--process-per-site"]  # the page's scripts are read and compiled once, and not for every visit
-WINDOW = {"width": 1280, "height": 900}
+WINDOW: ViewportSize = {"width": 1280, "height": 900}
 
 
 @pytest.fixture(scope="module")

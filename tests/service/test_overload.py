@@ -10,14 +10,19 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.open_loop import Answer, ask, flood, quantile
+from diffserve.client import AsyncClient
+from diffserve.experiments.measure import PromptCheck
+from diffserve.experiments.plan import SweepPlan
 from tests.service.server import GENERATIONS, SOON_S, RunningServer, error_of, running_server, wait_for
+from tests.service.test_image_stream import stream
+from ui.experiment.run import GridRun
 
 pytestmark = pytest.mark.slow
 
@@ -128,6 +133,47 @@ def test_one_who_fills_the_house_keeps_no_other_out_and_delays_it_by_one_turn(sm
         wait_for(lambda: metric(small_server, painted) > before, SOON_S, "the numbers")
         assert metric(small_server, painted) == before + 1
         assert small_server.num_requests() >= MAX_WAITING // 2, "the crowd is still there"
+
+
+def test_those_who_wait_are_told_when_they_move_up(small_server: RunningServer) -> None:
+    streamed = {**LONG, "stream": True}
+    with (
+        stream(small_server, streamed) as running,
+        stream(small_server, streamed) as next_one,
+        stream(small_server, streamed) as last_one,
+    ):
+        running_id = next(running)["id"]
+        next_id = next(event for event in next_one if event["queue_position"] == 0)["id"]
+        assert any(event["queue_position"] == 1 for event in last_one)
+        small_server.client.post(f"{GENERATIONS}/{running_id}/cancel")
+        moved = next(last_one)
+        assert (moved["queue_position"], moved["step"], moved["image_index"]) == (0, 0, None)
+        small_server.client.post(f"{GENERATIONS}/{next_id}/cancel")
+        begun = next(last_one)
+        assert (begun["queue_position"], begun["image_index"]) == (None, 0)
+
+
+def test_an_experiment_waits_while_the_queue_is_full(small_server: RunningServer, tmp_path: Path) -> None:
+    plan = SweepPlan(
+        samplers=("ddim", "euler"), steps=(2,), guidance=(3.0,), prompts=("a red fox", "a castle"), num_seeds=1,
+        first_seed=5, reference_steps=None,
+    )  # fmt: skip
+
+    async def paint(make_room: Callable[[], None]) -> tuple[GridRun, int]:
+        async with AsyncClient(small_server.url) as client:
+            run, num_waits = GridRun(client, plan, PromptCheck("sd15", plan.prompts), tmp_path), 0
+            async with aclosing(run.watch()) as moments:
+                async for _ in moments:
+                    if run.is_waiting and num_waits == 0:
+                        assert run.board.num_painted == 0
+                        num_waits += 1
+                        await asyncio.to_thread(make_room)
+            return run, num_waits
+
+    with ExitStack() as crowd:
+        crowd.enter_context(held(small_server))
+        run, num_waits = asyncio.run(paint(crowd.close))
+    assert (run.error, run.board.num_painted, num_waits) == (None, 4, 1)
 
 
 def test_a_burst_of_ten_times_what_can_be_done_is_painted_or_refused_and_soon_over(small_server: RunningServer) -> None:
