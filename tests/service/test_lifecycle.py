@@ -36,8 +36,8 @@ Model = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def lasting(tiny_model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server with room for two that outlives what happens to its engine, until the last test with it."""
-    config = FULL_PRECISION + "[engine]\nmax_rows = 2\nmax_lanes = 1\nmax_waiting = 1\n"
+    """A server with room for few that outlives what happens to its engine, until the last test with it."""
+    config = FULL_PRECISION + "[engine]\nmax_rows = 2\nmax_lanes = 1\nmax_waiting = 3\n"
     with running_server(tiny_model("sd15"), tmp_path_factory.mktemp("lasting"), config=config) as server:
         yield server
 
