@@ -195,7 +195,7 @@ def test_one_visitor_with_much_to_paint_keeps_no_other_waiting(page: Client, pag
         analytics_enabled=False,
         httpx_kwargs={"timeout": PATIENCE_S, "trust_env": False},
     )
-    page.predict("a crown", steps="5", api_name="/generate")  # the server learns how fast it is
+    page.predict("a crown", steps="25", api_name="/generate")  # the server learns how fast it is
     jobs = [page.submit("a crown", count=10, steps="1000", api_name="/generate") for _ in range(12)]
     wait_for(lambda: REFUSED.search(page_server.client.get("/metrics").text), SOON_S, "the end of one's share")
     last = Painted(*other.predict("a penguin", steps="4", seed="5", api_name="/generate"))
