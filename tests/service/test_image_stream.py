@@ -123,6 +123,27 @@ def test_progress_comes_with_an_id_first_and_ends_with_the_last_step(server: Run
     assert kind(events_of(server, progress=False), PROGRESS) == []
 
 
+@pytest.mark.parametrize(
+    ("asked", "num_steps", "steps"),
+    [(0, 20, []), (1, 20, [10]), (3, 20, [5, 10, 15]), (3, 2, [1]), (3, 7, [2, 4, 6]), (2, 1, [])],
+)
+def test_previews_are_spread_evenly(server: RunningServer, asked: int, num_steps: int, steps: list[int]) -> None:
+    partials = kind(events_of(server, partial_images=asked, num_inference_steps=num_steps), PARTIAL)
+    assert [(event["partial_image_index"], event["step"]) for event in partials] == list(enumerate(steps))
+
+
+@pytest.mark.parametrize(("output_format", "magic"), [("jpeg", b"\xff\xd8\xff"), ("webp", b"RIFF")])
+def test_previews_have_the_format_that_was_asked_for_and_say_their_own_size(
+    server: RunningServer, output_format: str, magic: bytes
+) -> None:
+    [partial] = kind(events_of(server, partial_images=1, output_format=output_format, size="512x512"), PARTIAL)
+    file = base64.b64decode(partial["b64_json"])
+    assert file.startswith(magic)
+    assert partial["output_format"] == output_format
+    picture = decode_image(file)
+    assert partial["size"] == f"{picture.width_px}x{picture.height_px}"
+
+
 def test_each_picture_of_a_request_is_completed_by_itself(server: RunningServer) -> None:
     events = events_of(server, n=3, partial_images=1)
     completed = sorted(kind(events, COMPLETED), key=lambda event: event["image_index"])
