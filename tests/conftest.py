@@ -23,8 +23,9 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the core to the other worker
 CACHES = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 os.environ.setdefault("MPLCONFIGDIR", str(CACHES / "matplotlib"))  # its list of fonts takes seconds
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="diffserve-tests-")  # nothing is known from an earlier run
-atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+if "PYTEST_XDIST_WORKER" not in os.environ:  # nothing is known from an earlier run; what one worker measured, to all
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="diffserve-tests-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

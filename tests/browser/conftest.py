@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ViewportSize, expect, sync_playwright
 
 from tests.browser.visit import PATIENCE_S, Screenshot, Visit, Visitor
 from tests.service.server import RunningServer
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--force-color-profile=srgb"]
-WINDOW = {"width": 1280, "height": 900}
+ARGUMENTS += ["--process-per-site"]  # the page's scripts are read and compiled once, and not for every visit
+WINDOW: ViewportSize = {"width": 1280, "height": 900}
 
 
 @pytest.fixture(scope="module")
@@ -32,36 +33,53 @@ def browser() -> Iterator[Browser]:
         chromium.close()
 
 
+@pytest.fixture(scope="module")
+def profile(browser: Browser, shared_page_server: RunningServer) -> Iterator[BrowserContext]:
+    """Where the scenes of one file happen, in turns. Its first tab keeps the process, with all scripts that were ever
+    compiled; visits that want a browser of another kind have a profile of their own."""
+    context = browser.new_context(viewport=WINDOW, accept_downloads=True)
+    context.new_page().goto(f"{shared_page_server.url}/livez")
+    yield context
+    context.close()
+
+
 @pytest.fixture
-def visit(browser: Browser, page_server: RunningServer) -> Iterator[Visitor]:
+def visit(browser: Browser, profile: BrowserContext, page_server: RunningServer) -> Iterator[Visitor]:
     """Opens the page, as many times as wanted; afterwards nothing has left this machine and no script has failed."""
     visits: list[Visit] = []
-    contexts = []
+    own: list[BrowserContext] = []
+    first = profile.pages[0]
+    first.evaluate("localStorage.clear()")
+    profile.clear_cookies()
     expect.set_options(timeout=PATIENCE_S * 1000)
 
     def open_page(url: str | None = None, *, is_ready: bool = True, **context: Any) -> Visit:
-        contexts.append(browser.new_context(**{"viewport": WINDOW, "accept_downloads": True, **context}))
-        contexts[-1].set_default_timeout(PATIENCE_S * 1000)
-        visits.append(Visit(contexts[-1].new_page()))
+        if context:
+            own.append(browser.new_context(**{"viewport": WINDOW, "accept_downloads": True, **context}))
+        within = own[-1] if context else profile
+        within.set_default_timeout(PATIENCE_S * 1000)
+        visits.append(Visit(within.new_page()))
         visits[-1].open(url or page_server.url, is_ready=is_ready)
         return visits[-1]
 
     yield open_page
-    for context in contexts:
-        context.close()
+    for each in own:
+        each.close()
+    for page in profile.pages:
+        if page is not first:
+            page.close()
     assert {host for each in visits for host in each.strangers()} == set()
     assert [error for each in visits for error in each.errors] == []
 
 
 @pytest.fixture
-def screenshot(tmp_path: Path) -> Screenshot:
-    """``screenshot(visit, name)``: the whole page as NAME.png, in TEST_SCREENSHOTS or the test's own folder."""
-    folder = Path(os.environ.get("TEST_SCREENSHOTS") or tmp_path)
-    folder.mkdir(parents=True, exist_ok=True)
+def screenshot() -> Screenshot:
+    """``screenshot(visit, name)``: the whole page as NAME.png in TEST_SCREENSHOTS, where that is given."""
+    folder = os.environ.get("TEST_SCREENSHOTS")
 
-    def take(visit: Visit, name: str) -> Path:
-        path = folder / f"{name}.png"
-        visit.page.screenshot(path=path, full_page=True, animations="disabled")
-        return path
+    def take(visit: Visit, name: str) -> None:
+        if folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            visit.page.screenshot(path=Path(folder) / f"{name}.png", full_page=True, animations="disabled")
 
     return take

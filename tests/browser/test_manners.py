@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import ViewportSize, expect
 
 from tests.browser.visit import Screenshot, Visit, Visitor
 
@@ -14,7 +16,7 @@ NASTY = (
     "<svg onload=\"window.owned='svg'\"> **stars** [link](javascript:window.owned=1) ![](http://192.0.2.1/spy.png) $x$ "
     "${window.owned='template'} {{#each value}}owned{{/each}} </textarea></script><h1>owned</h1>"
 )
-PHONE = {"width": 390, "height": 844}
+PHONE: ViewportSize = {"width": 390, "height": 844}
 GROWN = """() => [...document.querySelectorAll('#bold, img[src="x"], img[src*="192.0.2.1"], a[href^="javascript"]')]
     .map(element => element.outerHTML)
     .concat([...document.querySelectorAll('strong, em, .katex, script')]
@@ -119,8 +121,12 @@ def test_a_phone_shows_everything_without_scrolling_sideways(visit: Visitor, scr
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_picture_can_be_painted_by_keyboard_alone(visit: Visitor, screenshot: Screenshot, scheme: str) -> None:
-    here = visit(viewport=PHONE, color_scheme=scheme)
+def test_a_picture_can_be_painted_by_keyboard_alone(
+    visit: Visitor, screenshot: Screenshot, scheme: Literal["light", "dark"]
+) -> None:
+    here = visit()
+    here.page.set_viewport_size(PHONE)
+    here.page.emulate_media(color_scheme=scheme)
     tab_to(here, "prompt")
     here.page.keyboard.type("a penguin")
     here.page.keyboard.press("Enter")

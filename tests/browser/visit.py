@@ -13,6 +13,9 @@ from playwright.sync_api import Dialog, Download, Locator, Page, expect
 PATIENCE_S = 90.0
 """For what happens within seconds, unless the machine is busy."""
 
+TYPED = 12
+"""So many characters of a text are typed; more would prove no more, and each has the page do all its work anew."""
+
 WATCH = """
 window.seen = [];
 const look = () => {
@@ -65,11 +68,15 @@ class Visit:
         return inside.or_(self.page.locator(f"textarea#{name}, input#{name}")).first
 
     def write(self, name: str, text: str | int | float) -> None:
-        """Type into a field, key by key, and leave it, as somebody who moves on does. A value that is set at once may
-        be lost while gradio is still putting the field in its place."""
-        self.field(name).fill("")
-        self.field(name).press_sequentially(str(text))
-        self.field(name).blur()
+        """Type into a field, the last of it key by key, and leave it, as somebody who moves on does. What is written
+        while gradio is still putting the field in its place may be lost: then again."""
+        field, text = self.field(name), str(text)
+        for _ in range(3):
+            field.fill(text[:-TYPED])
+            field.press_sequentially(text[-TYPED:])
+            field.blur()
+            if field.input_value() == text:
+                break
 
     def choose(self, name: str, choice: str) -> None:
         """Take one of a group of radio buttons: the one whose label begins so."""
@@ -178,10 +185,10 @@ class Visit:
             self.hosts.add(parts.hostname or url)
 
 
-Screenshot = Callable[[Visit, str], Path]
+Screenshot = Callable[[Visit, str], None]
 
 
 class Visitor(Protocol):
-    """``visit(url, **context)``: somebody with a browser profile of their own opens the page."""
+    """``visit(url)``: somebody opens the page in a new tab; with ``context``, in a browser of that kind."""
 
     def __call__(self, url: str | None = None, *, is_ready: bool = True, **context: Any) -> Visit: ...

@@ -75,11 +75,17 @@ class RunningServer:
         """How many requests the engine holds; while it works, how many it held a moment ago."""
         return int(self.client.get("/debug/trace").json()["num_requests"])
 
+    def num_ended(self, outcome: str) -> int:
+        """How many requests for images the server counts that ended so: "cancelled", "finished", ..."""
+        line = rf'^diffserve_requests_total{{kind="image",outcome="{outcome}"}} (\S+)$'
+        found = re.search(line, self.client.get("/metrics").text, flags=re.MULTILINE)
+        return int(float(found[1])) if found else 0
+
     def wait_for_requests(self, count: int) -> None:
         """Wait until the engine holds exactly so many; TimeoutError when that does not come about."""
-        wait_for(lambda: self.num_requests() == count, 10.0, f"{count} requests in the engine")
+        wait_for(lambda: self.num_requests() == count, SOON_S, f"{count} requests in the engine")
 
-    def wait_until_idle(self, patience_s: float = 30.0) -> None:
+    def wait_until_idle(self, patience_s: float = SOON_S) -> None:
         """Wait for the last step of what was given up; AssertionError when something stays in the engine."""
         deadline_s = time.monotonic() + patience_s
         while (left := self.num_requests()) and time.monotonic() < deadline_s:

@@ -68,14 +68,16 @@ def test_the_same_request_twice_at_once_gives_the_same_picture_twice(server: Run
 
 
 def test_a_client_that_hangs_up_is_cancelled_and_its_neighbour_is_untouched(server: RunningServer) -> None:
-    neighbour = {**MIX[3], "num_inference_steps": 100}
+    neighbour, cancelled = {**MIX[3], "num_inference_steps": 100}, server.num_ended("cancelled")
     alone = files_of(server.client.post(GENERATIONS, json=neighbour))
     leaver = send_and_hold(server, {"prompt": "a red fox", "num_inference_steps": 1000, "sampler": "ddim", "n": 4})
     with send_and_hold(server, neighbour) as stayer:
         wait_for(lambda: server.num_requests() == 2, SOON_S, "both to be taken")
         leaver.close()
         assert files_of(read_answer(stayer)) == alone
-    wait_for(lambda: server.num_requests() == 0, 2.0, "the cancellation, long before its four thousand steps are done")
+    wait_for(
+        lambda: server.num_ended("cancelled") > cancelled, SOON_S, "the cancellation, and not the end of its steps"
+    )
 
 
 def test_clients_that_hang_up_in_the_queue_are_forgotten(server: RunningServer) -> None:
@@ -113,4 +115,4 @@ def test_large_pictures_do_not_hold_up_the_event_loop(server: RunningServer) -> 
 
     waits = asyncio.run(probe_while_painting())
     assert len(waits) >= 10
-    assert waits[len(waits) * 3 // 4] < max(0.25, 20 * calm)
+    assert waits[len(waits) * 3 // 4] < max(1.0, 20 * calm)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,7 +24,6 @@ from tests.service.server import (
     RunningServer,
     error_of,
     files_of,
-    running_server,
     wait_for,
 )
 from tests.service.talker import FOX
@@ -123,22 +121,6 @@ def test_progress_comes_with_an_id_first_and_ends_with_the_last_step(server: Run
     steps = [event["step"] for event in progress]
     assert steps == sorted(steps)
     assert kind(events_of(server, progress=False), PROGRESS) == []
-
-
-def test_those_who_wait_are_told_when_they_move_up(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    config = "[engine]\nmax_lanes = 1\n"
-    with running_server(tiny_model("sd15"), tmp_path, config=config) as server:
-        server.wait_until_ready()
-        with stream(server, LONG) as running, stream(server, LONG) as next_one, stream(server, LONG) as last_one:
-            running_id = next(running)["id"]
-            next_id = next(event for event in next_one if event["queue_position"] == 0)["id"]
-            assert any(event["queue_position"] == 1 for event in last_one)
-            server.client.post(f"{GENERATIONS}/{running_id}/cancel")
-            moved = next(last_one)
-            assert (moved["queue_position"], moved["step"], moved["image_index"]) == (0, 0, None)
-            server.client.post(f"{GENERATIONS}/{next_id}/cancel")
-            begun = next(last_one)
-            assert (begun["queue_position"], begun["image_index"]) == (None, 0)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -35,8 +36,9 @@ Model = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def lasting(tiny_model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server that outlives what happens to its engine."""
-    with running_server(tiny_model("sd15"), tmp_path_factory.mktemp("lasting"), config=FULL_PRECISION) as server:
+    """A server with room for few that outlives what happens to its engine, until the last test with it."""
+    config = FULL_PRECISION + "[engine]\nmax_rows = 2\nmax_lanes = 1\nmax_waiting = 3\n"
+    with running_server(tiny_model("sd15"), tmp_path_factory.mktemp("lasting"), config=config) as server:
         yield server
 
 
@@ -72,6 +74,32 @@ def test_an_engine_that_hangs_is_not_ready_until_it_moves_again(lasting: Running
         engine.resume()
     wait_for(lambda: lasting.status("/readyz") == 200, SOON_S, "readiness")
     assert len(files_of(lasting.paint())) == 1
+
+
+def test_a_full_queue_sheds_with_429_and_keeps_what_it_took(lasting: RunningServer) -> None:
+    lasting.wait_until_ready()
+    with ThreadPoolExecutor(6) as pool:
+        responses = list(pool.map(lambda seed: lasting.paint(seed=seed, num_steps=60), range(6)))
+    assert {response.status_code for response in responses} == {200, 429}
+    for response in responses:
+        if response.status_code == 429:
+            error = error_of(response)
+            assert (error["code"], error["type"]) == ("queue_full", "rate_limit_error")
+            assert 1 <= int(response.headers["retry-after"]) <= 60
+        else:
+            assert len(files_of(response)) == 1
+    assert lasting.status("/readyz") == 200
+
+
+def test_the_engine_does_not_outlive_a_killed_server(lasting: RunningServer) -> None:
+    lasting.wait_until_ready()
+    engine = lasting.engine
+    with socket.create_connection(("127.0.0.1", lasting.port)) as held:
+        held.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        lasting.process.kill()
+        lasting.process.wait(SOON_S)
+    engine.wait(SOON_S)
+    assert not engine.is_running()
 
 
 def test_a_stopped_server_finishes_its_work_takes_no_more_exits_with_0_and_never_loaded_torch(
@@ -118,18 +146,6 @@ def test_what_is_not_finished_in_time_gets_503(tiny_model: Model, tmp_path: Path
         assert server.process.wait(SOON_S) == 0
 
 
-def test_the_engine_does_not_outlive_a_killed_server(tiny_model: Model, tmp_path: Path) -> None:
-    with running_server(tiny_model("sd15"), tmp_path, config=FULL_PRECISION) as server:
-        server.wait_until_ready()
-        engine = server.engine
-        with socket.create_connection(("127.0.0.1", server.port)) as held:
-            held.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            server.process.kill()
-            server.process.wait(SOON_S)
-        engine.wait(SOON_S)
-        assert not engine.is_running()
-
-
 def test_the_engine_does_not_outlive_a_server_killed_while_it_loads(tiny_model: Model, tmp_path: Path) -> None:
     with running_server(tiny_model("sd15"), tmp_path, config=FULL_PRECISION) as server:
         assert server.status("/livez") == 200
@@ -140,23 +156,6 @@ def test_the_engine_does_not_outlive_a_server_killed_while_it_loads(tiny_model: 
         server.process.kill()
         server.process.wait(SOON_S)
         engine.wait(SOON_S)  # Python itself may be busy importing: then nobody reads the socket for a while
-
-
-def test_a_full_queue_sheds_with_429_and_keeps_what_it_took(tiny_model: Model, tmp_path: Path) -> None:
-    config = FULL_PRECISION + "[engine]\nmax_rows = 2\nmax_lanes = 1\nmax_waiting = 1\n"
-    with running_server(tiny_model("sd15"), tmp_path, config=config) as server, ThreadPoolExecutor(6) as pool:
-        server.wait_until_ready()
-        responses = list(pool.map(lambda seed: server.paint(seed=seed, num_steps=60), range(6)))
-        statuses = [response.status_code for response in responses]
-        assert set(statuses) == {200, 429}
-        for response in responses:
-            if response.status_code == 429:
-                error = error_of(response)
-                assert (error["code"], error["type"]) == ("queue_full", "rate_limit_error")
-                assert 1 <= int(response.headers["retry-after"]) <= 60
-            else:
-                assert len(files_of(response)) == 1
-        assert server.status("/readyz") == 200
 
 
 def test_work_past_its_deadline_is_504(tiny_model: Model, tmp_path: Path) -> None:
@@ -186,6 +185,7 @@ def test_every_way_a_model_fails_to_load_is_one_line_and_exit_code_2(tiny_model:
             capture_output=True,
             text=True,
             timeout=280,
+            env={**os.environ, "DIFFSERVE_SERVE_PAGE": "false"},
         )
         assert done.returncode == 2
         assert done.stderr.count("\n") == 1, done.stderr

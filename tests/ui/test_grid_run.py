@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from diffserve.experiments.metrics.fidelity import BEST_PSNR_DB, psnr_db
 from diffserve.experiments.plan import SweepPlan
 from diffserve.images import read_infotext
 from diffserve.infotext import parse_infotext
-from tests.service.server import SOON_S, RunningServer, running_server
+from tests.service.server import SOON_S, RunningServer
 from ui.experiment.run import GridRun
 from ui.experiment.speed import SpeedProbe
 
@@ -183,24 +182,6 @@ def test_a_cell_that_the_server_refuses_costs_no_other(server: RunningServer, tm
     assert troubles[2] is None
     assert "1000" in (troubles[5000] or "")
     assert run.board.num_painted == 4
-
-
-def test_a_full_queue_is_waited_for(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    config = "[engine]\nmax_lanes = 1\nmax_waiting = 1\n"
-    (tmp_path / "files").mkdir()
-
-    async def paint(url: str) -> tuple[GridRun, bool]:
-        async with AsyncClient(url) as client:
-            run, had_to_wait = run_of(client, plan_of(steps=(40,), reference_steps=None), tmp_path / "files"), False
-            async with aclosing(run.watch()) as moments:
-                async for _ in moments:
-                    had_to_wait |= run.is_waiting
-            return run, had_to_wait
-
-    with running_server(tiny_model("sd15"), tmp_path / "server", config=config) as server:
-        server.wait_until_ready()
-        run, had_to_wait = asyncio.run(paint(server.url))
-    assert (run.error, run.board.num_painted, had_to_wait) == (None, 4, True)
 
 
 def test_a_server_that_is_away_is_told(tmp_path: Path) -> None:
