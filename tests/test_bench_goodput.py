@@ -57,7 +57,7 @@ def test_a_small_run_paints_the_same_pictures_under_every_policy(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     options = ["--model", tiny_model(ONE_LEVEL), "--dtype", "float32", "--device", "cpu", "--minutes", 0.05]
-    options += ["--loads", 0.9, "--rounds", 1, "--capacity-s", 1]
+    options += ["--loads", 0.9, "--rounds", 1, "--capacity-s", 0.2, "--divisor", 4]
     document = run_bench("bench_goodput", *options, out=tmp_path / "goodput.json")
     [point] = document["points"]
     count = document["settings"]["requests_of_a_trace"]
