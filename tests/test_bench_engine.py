@@ -50,7 +50,19 @@ def test_a_summary_is_median_least_and_most() -> None:
 
 @pytest.mark.slow
 def test_a_small_run_has_every_arm_and_ratios_of_pairs(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    options = ["--model", tiny_model(ONE_LEVEL), "--dtype", "float32", "--device", "cpu", "--quick", "--divisor", 10]
+    options = [
+        "--model",
+        tiny_model(ONE_LEVEL),
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        "--quick",
+        "--divisor",
+        10,
+        "--max-rows",
+        8,
+    ]
     options += ["--rungs", "same", "--arms", "serial,serial-compiled,static,engine-eager"]
     document = run_bench("bench_engine", *options, out=tmp_path / "engine.json")
     [rung] = document["ladder"]

@@ -22,6 +22,7 @@ import pytest
 
 from diffserve.cli import main
 from diffserve.cli.sweep import lasting_interrupt
+from diffserve.config import EngineConfig
 from diffserve.engine import Engine
 from diffserve.errors import InvalidRequest
 from diffserve.experiments import run
@@ -63,7 +64,8 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def tiny(tiny_model: Callable[[str], Path]) -> Iterator[Engine]:
-    engine = Engine.from_pretrained(tiny_model(ONE_LEVEL), dtype="float32", device="cpu")
+    config = EngineConfig(max_rows=8)
+    engine = Engine.from_pretrained(tiny_model(ONE_LEVEL), dtype="float32", device="cpu", config=config)
     yield engine
     engine.check_integrity()
     assert not engine.num_live
@@ -351,7 +353,7 @@ def test_a_sweep_that_was_stopped_and_then_killed_goes_on_where_it_was(
     command = [sys.executable, "-m", "diffserve", *map(str, arguments)]
     kept: dict[str, bytes] = {}
     for how in (signal.SIGINT, signal.SIGKILL):
-        code, error = stop_when_a_cell_is_finished(command, stopped, how, num_cells=len(kept) + 1)
+        code, error = stop_when_a_cell_is_finished(command, stopped, how)
         if how == signal.SIGINT:
             said = f"stopped; what is painted is kept in {stopped}, and the same command goes on"
             assert (code, error.splitlines()[-1]) == (130, said)
@@ -385,14 +387,14 @@ def test_an_interrupt_that_was_lost_on_the_way_is_raised_again() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def stop_when_a_cell_is_finished(
-    command: list[str], folder: Path, how: signal.Signals, num_cells: int
-) -> tuple[int, str]:
-    """The exit code of a real process that gets a real signal, and what it said on standard error."""
+def stop_when_a_cell_is_finished(command: list[str], folder: Path, how: signal.Signals) -> tuple[int, str]:
+    """The exit code of a real process that gets a real signal once it has finished another cell, and what it said on
+    standard error."""
+    num_cells = num_finished(folder) + 1
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         deadline_s = time.monotonic() + 240
-        while sum(is_whole(data) for data in cells_of(folder).values()) < num_cells:
+        while num_finished(folder) < num_cells:
             assert process.poll() is None, "the sweep ended before it could be stopped"
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
@@ -405,14 +407,16 @@ def stop_when_a_cell_is_finished(
     return process.returncode, error
 
 
-def cells_of(folder: Path) -> dict[str, bytes]:
-    return {name: data for name, data in journals(folder).items() if not name.startswith("converged")}
+def num_finished(folder: Path) -> int:
+    """How many cells are whole, the converged pictures aside."""
+    return sum(is_whole(data) for name, data in journals(folder).items() if not name.startswith("converged"))
 
 
 @pytest.mark.slow
 def test_the_embedded_model_is_matched_against_its_prompts_and_against_drawn_scenes(tmp_path: Path) -> None:
     how: dict[str, Any] = {"samplers": ["ddim"], "steps": [2, 6], "guidance": 1.0, "seeds": 1, "reference_steps": 8}
-    report = sweep("embedded", folder=tmp_path, prompts=3, **how)
+    engine = Engine.from_pretrained("embedded", config=EngineConfig(max_rows=4))
+    report = sweep(engine, folder=tmp_path, prompts=3, **how)
     few, many, converged = report.cells
     for one in (few, many, converged):
         assert {"exact", "frechet", "kid"} <= set(one.measures)
