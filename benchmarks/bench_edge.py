@@ -50,20 +50,13 @@ def memory_of_tree(pid: int) -> dict[str, int]:
     return found
 
 
-def measure(
-    options: Sequence[str], num_pictures: int, settle_s: float = 0.0, num_steps: int | None = None
-) -> dict[str, Any]:
-    """One server with ``options`` and at least two pictures; ``settle_s``: from its first picture to the next.
-
-    num_steps  of a picture; None: the model's own
-    """
+def measure(options: Sequence[str], num_pictures: int, settle_s: float = 0.0) -> dict[str, Any]:
+    """One server with ``options`` and at least two pictures; ``settle_s``: from its first picture to the next."""
     seconds: list[float] = []
     anonymous: list[int] = []
     with tempfile.TemporaryDirectory() as folder, server(options, Path(folder)) as (url, pid):
         for number in range(num_pictures + 1):
-            body: dict[str, Any] = {"prompt": f"a red apple on a table number {number}", "seed": number}
-            if num_steps is not None:
-                body["num_inference_steps"] = num_steps
+            body = {"prompt": f"a red apple on a table number {number}", "seed": number}
             started_s = time.monotonic()
             response = httpx.post(f"{url}/v1/images/generations", json=body, timeout=300.0, trust_env=False)
             response.raise_for_status()
@@ -84,13 +77,12 @@ def measure(
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="Of each arm.")] = 2,
     pictures: Annotated[int, typer.Option(min=2, help="Asked of each server.")] = 5,
-    steps: Annotated[int | None, typer.Option(min=1, help="Of a picture, instead of the model's own.")] = None,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS}
     for number in range(rounds):
         for name in list(ARMS)[:: -1 if number % 2 else 1]:
-            found[name].append(measure(ARMS[name], pictures, SPARE_S, steps))
+            found[name].append(measure(ARMS[name], pictures, SPARE_S))
             print(f"{name}: {found[name][-1]}", file=sys.stderr, flush=True)
     pairs = zip(found["edge"], found["default"], strict=True)
     document = {

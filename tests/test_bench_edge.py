@@ -12,7 +12,7 @@ from benchmarks.bench_edge import ARMS, GOAL_BYTES, measure
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="asks Linux")
 def test_edge_is_below_a_gigabyte_with_everything_and_does_not_grow() -> None:
-    found = measure(ARMS["edge"], num_pictures=6, num_steps=2)
+    found = measure(ARMS["edge"], num_pictures=6)
     assert 200e6 < found["resident_bytes"] < GOAL_BYTES
     assert found["proportional_bytes"] <= found["resident_bytes"]
     assert found["growth_a_picture_bytes"] < 200_000, "its pixels and latents take more as floats"
