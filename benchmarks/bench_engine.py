@@ -117,7 +117,7 @@ def main(
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
     if quick:
-        rounds, copies, serial_copies, divisor = 1, 2, 1, 5
+        rounds, copies, serial_copies, divisor = 1, 2, 1, max(5, divisor)
     if unknown := [name for name in arms.split(",") if name not in ARMS]:
         raise typer.BadParameter(f"{', '.join(unknown)}: no such arm; there are {', '.join(ARMS)}.")
     if unknown := [rung for rung in rungs.split(",") if rung not in RUNGS]:

@@ -61,6 +61,11 @@ def rows_of(one: Recorded) -> int:
     return one.num_steps * (1 + (one.guidance_scale > 1.0))
 
 
+def shorter(requests: Sequence[Recorded], divisor: int) -> list[Recorded]:
+    """``requests`` with so many times fewer steps, each with one at least."""
+    return [msgspec.structs.replace(one, num_steps=max(1, one.num_steps // divisor)) for one in requests]
+
+
 def capacity_per_s(engine: Engine, requests: Sequence[Recorded], seconds: float) -> float:
     """Requests like these a second, by the rows that always full ticks do in ``seconds``."""
     coming = itertools.cycle(requests)
@@ -153,6 +158,7 @@ def main(
     slo_scale: Annotated[float, typer.Option(help="Good is within so many times what a request takes alone.")] = 3.0,
     capacity_s: Annotated[float, typer.Option(help="Seconds for which capacity is measured.")] = 30.0,
     seed: Annotated[int, typer.Option(help="Of the traces.")] = 5,
+    divisor: Annotated[int, typer.Option(min=1, help="Divides the steps of every request.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
@@ -172,7 +178,7 @@ def main(
     document = head("goodput", Path(model).name, network.info)
     path = out or default_path(document)
     sizes = [network.info.good_sizes[0]]
-    kinds = mixed(200, sizes, seed=seed)
+    kinds = shorter(mixed(200, sizes, seed=seed), divisor)
     reference = engines["latency"]
     alone = isolated_s(reference, clock, kinds)
     capacity = capacity_per_s(reference, kinds, capacity_s)
@@ -185,6 +191,7 @@ def main(
     document["settings"] = {
         "rounds": rounds,
         "slo_scale": slo_scale,
+        "steps_divided_by": divisor,
         "requests_of_a_trace": count,
         "capacity_per_s": round(capacity, 4),
         "isolated_s": {f"{steps} steps{' guided' * guided}": round(s, 4) for (steps, guided), s in alone.items()},
@@ -201,7 +208,7 @@ def main(
             document["left_out"].append(f"load {load:g}, round {index}")
             write(document, path)
             continue
-        drawn = mixed(count, sizes, seed=seed + 100 * index)
+        drawn = shorter(mixed(count, sizes, seed=seed + 100 * index), divisor)
         trace = at_poisson_times(drawn, load * capacity, seed=seed + 100 * index + 1)
         save(trace, path.with_name(f"{path.stem}-trace-{load:g}-{index}.jsonl"))
         painted: dict[str, PaintedTrace] = {}

@@ -1,12 +1,13 @@
-"""What pruning the UNet costs in pictures, and what it leaves out, on the embedded model.
+"""What pruning the UNet costs in pictures, and what it leaves out, on the embedded model or another.
 
     python benchmarks/bench_pruning.py
     python benchmarks/bench_pruning.py --prompts 96 --cuts 0.17:0,0:0.25,0.34:0.5
+    python benchmarks/bench_pruning.py --model /models/sd15
 
 Each cut is heads:channels as ``diffserve prune`` takes them, written to a folder and loaded from it. Parameters, bytes
 and work of a row are of a dry run. The whole model and every pruned one paint the same captions from the same seeds;
-they are judged as a gate judges precisions: exact prompt match, PSNR and Frechet distance to the whole one's pictures.
-One JSON document to stdout and to results/.
+they are judged as a gate judges precisions: exact prompt match (of the embedded model), PSNR and Frechet distance to
+the whole one's pictures. One JSON document to stdout and to results/.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.report import RESULTS, head, write
-from diffserve.config import load_settings
+from diffserve.config import Settings, load_settings
 from diffserve.disk_cache import DiskCache
 from diffserve.engine import Engine
 from diffserve.experiments.gate import Limits, PrecisionGate
@@ -38,9 +39,8 @@ from diffserve.runtime.unet.pruning import Shares
 WHOLE = "whole"
 
 
-def cost(path: str, dtype: str) -> dict[str, Any]:
+def cost(path: str, dtype: str, settings: Settings) -> dict[str, Any]:
     """What the UNet at ``path`` holds, and what a row at the native size takes."""
-    settings = load_settings(model="embedded", config=None, flags={})
     needs = needs_of(path, dtype=dtype, config=settings.engine, profile=settings.model, rows=(1,))
     unet = next(part for part in needs.model.memory_report() if part.component == "unet")
     return {
@@ -51,6 +51,7 @@ def cost(path: str, dtype: str) -> dict[str, Any]:
 
 
 def main(
+    model: Annotated[str, typer.Option(help="embedded, or a diffusers directory.")] = "embedded",
     prompts: Annotated[int, typer.Option(help="Held-out captions.")] = 48,
     cuts: Annotated[str, typer.Option(help="heads:channels, with commas.")] = "0:0.125,0.17:0,0.17:0.25,0.34:0.5",
     dtype: Annotated[str, typer.Option(help="What the networks compute in.")] = "bfloat16",
@@ -58,7 +59,8 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
-    profile = load_settings(model="embedded", config=None, flags={}).model
+    settings = load_settings(model=model, config=None, flags={})
+    profile, name = settings.model, Path(model).name
     plan = SweepPlan(
         samplers=(profile.sampler,),
         steps=(steps,),
@@ -69,30 +71,32 @@ def main(
         reference_steps=None,
     )
     with TemporaryDirectory() as folder:
-        paths = {WHOLE: "embedded"}
+        paths = {WHOLE: model}
         for cut in cuts.split(","):
             heads, channels = map(float, cut.split(":"))
             paths[cut] = str(Path(folder) / cut.replace(":", "-"))
-            prune_directory("embedded", Path(paths[cut]), Shares(heads=heads, channels=channels))
+            prune_directory(model, Path(paths[cut]), Shares(heads=heads, channels=channels))
 
-        def open_engine(name: str) -> Engine:
-            model = load_model(paths[name], dtype=dtype, device="cpu", profile=profile, cache=DiskCache(None))
-            print(name, file=sys.stderr, flush=True)
-            return Engine(model)
+        def open_engine(which: str) -> Engine:
+            loaded = load_model(paths[which], dtype=dtype, device="cpu", profile=profile, cache=DiskCache(None))
+            print(which, file=sys.stderr, flush=True)
+            return Engine(loaded)
 
-        document = head("pruning", "embedded", open_engine(WHOLE).info)
+        document = head("pruning", name, open_engine(WHOLE).info)
         document["command"] = (
-            f"python benchmarks/bench_pruning.py --prompts {prompts} --cuts {cuts} --dtype {dtype} --steps {steps}"
+            f"python benchmarks/bench_pruning.py --model {name} --prompts {prompts} --cuts {cuts} --dtype {dtype} "
+            f"--steps {steps}"
         )
-        gate = PrecisionGate(WHOLE, tuple(name for name in paths if name != WHOLE))
+        gate = PrecisionGate(WHOLE, tuple(which for which in paths if which != WHOLE))
         report = run_gate(gate, plan, Limits(), Path(folder) / "gate", open_engine)
         document["models"] = {
-            row.precision: {**cost(paths[row.precision], dtype), **msgspec.to_builtins(row)} for row in report.rows
+            row.precision: {**cost(paths[row.precision], dtype, settings), **msgspec.to_builtins(row)}
+            for row in report.rows
         }
     for one in document["models"].values():
         one.pop("engine_s")  # the models painted one after the other, not in turns
     info = document["model"]
-    write(document, out or RESULTS / f"pruning-embedded-{info['device']}-{info['dtype']}-{document['date'][:10]}.json")
+    write(document, out or RESULTS / f"pruning-{name}-{info['device']}-{info['dtype']}-{document['date'][:10]}.json")
     print(json.dumps(document))
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.bench_colocation import Window, compare
+from tests.benches import run_bench
 from tests.engine.studio.talker import save_talker
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def rounds(*, token_s: float, tpot_s: float, num_rows: int) -> list[dict[str, Window]]:
@@ -48,16 +45,10 @@ def test_a_window_tells_milliseconds_and_rates() -> None:
 
 @pytest.mark.slow
 def test_a_small_run_writes_what_it_prints(tmp_path: Path) -> None:
-    script, out = ROOT / "benchmarks" / "bench_colocation.py", tmp_path / "found.json"
     talker = save_talker(tmp_path / "talker", "fox")
-    options = ["--model", "tiny-random", "--rewriter", str(talker), "--clock", "cpu", "--out", str(out)]
-    few = ["--rounds", "1", "--seconds", "0.3", "--settle", "0.1", "--pictures", "2", "--rewrites", "2"]
-    done = subprocess.run(
-        [sys.executable, str(script), *options, *few, "--num-steps", "4"], capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    written = json.loads(out.read_text(encoding="utf-8"))
-    assert written == json.loads(done.stdout.splitlines()[-1])
+    options = ["--model", "tiny-random", "--rewriter", talker, "--clock", "cpu", "--num-steps", 4]
+    few = ["--rounds", 1, "--seconds", 0.3, "--settle", 0.1, "--pictures", 2, "--rewrites", 2]
+    written = run_bench("bench_colocation", *options, *few, out=tmp_path / "found.json")
     assert written["command"].startswith("python benchmarks/bench_colocation.py --model tiny-random")
     assert str(tmp_path) not in json.dumps(written)
     (point,) = written["points"]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from benchmarks.bench_deep_cache import requests
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.benches import run_bench
 
 
 def test_arms_differ_in_the_interval_alone() -> None:
@@ -25,11 +21,7 @@ def test_arms_differ_in_the_interval_alone() -> None:
 
 @pytest.mark.slow
 def test_a_small_run_writes_what_it_prints(tmp_path: Path) -> None:
-    script, out = ROOT / "benchmarks" / "bench_deep_cache.py", tmp_path / "found.json"
-    options = ["--model", "tiny-random", "--side-px", "64", "--pairs", "1", "--prompts", "0", "--out", str(out)]
-    done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    written = json.loads(out.read_text(encoding="utf-8"))
-    assert written == json.loads(done.stdout.splitlines()[-1])
+    options = ["--model", "tiny-random", "--side-px", 64, "--pairs", 1, "--prompts", 0]
+    written = run_bench("bench_deep_cache", *options, out=tmp_path / "found.json")
     assert written["speed"]["rows"] == {"off": {"full": 26}, "cached": {"full": 10, "shallow": 16}}
     assert written["same_bytes_in_reverse_order"] == [2, 2]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +9,9 @@ import pytest
 
 from benchmarks.report import summary
 from benchmarks.workload import GUIDANCE, RUNGS, SAMPLERS, STEPS, batches, kinds, shuffled
+from tests.benches import run_bench
 from tests.tiny_models import ONE_LEVEL
 
-ROOT = Path(__file__).resolve().parent.parent
 SIZES = ((128, 128), (128, 192))
 
 
@@ -53,15 +50,21 @@ def test_a_summary_is_median_least_and_most() -> None:
 
 @pytest.mark.slow
 def test_a_small_run_has_every_arm_and_ratios_of_pairs(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    out = tmp_path / "engine.json"
-    options = ["--model", str(tiny_model(ONE_LEVEL)), "--dtype", "float32", "--device", "cpu", "--quick"]
-    options += ["--rungs", "same", "--arms", "serial,serial-compiled,static,engine-eager", "--out", str(out)]
-    done = subprocess.run(
-        [sys.executable, "benchmarks/bench_engine.py", *options], cwd=ROOT, capture_output=True, text=True, timeout=550
-    )
-    assert done.returncode == 0, done.stderr
-    document = json.loads(out.read_text(encoding="utf-8"))
-    assert document == json.loads(done.stdout.splitlines()[-1])
+    options = [
+        "--model",
+        tiny_model(ONE_LEVEL),
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        "--quick",
+        "--divisor",
+        10,
+        "--max-rows",
+        8,
+    ]
+    options += ["--rungs", "same", "--arms", "serial,serial-compiled,static,engine-eager"]
+    document = run_bench("bench_engine", *options, out=tmp_path / "engine.json")
     [rung] = document["ladder"]
     assert rung["images_per_run"] == {"engine": 32, "serial": 16, "serial-compiled": 16, "static": 32}
     assert {name for name in rung if "_over_" in name} == {

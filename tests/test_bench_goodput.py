@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,8 +11,9 @@ import pytest
 from benchmarks.bench_goodput import LEAST_REQUESTS, kind_of, num_requests, point_of, rows_of
 from benchmarks.painted_trace import PaintedTrace, WallTime
 from benchmarks.trace import Recorded, load
+from tests.benches import run_bench
+from tests.tiny_models import ONE_LEVEL
 
-ROOT = Path(__file__).resolve().parent.parent
 ONE = Recorded(arrival_s=0.0, num_steps=20, sampler="ddim", guidance_scale=7.5, width_px=64, height_px=64)
 PLAIN = msgspec.structs.replace(ONE, num_steps=4, guidance_scale=1.0)
 
@@ -58,15 +56,9 @@ def test_a_clock_that_is_put_forward_never_goes_back() -> None:
 def test_a_small_run_paints_the_same_pictures_under_every_policy(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    out = tmp_path / "goodput.json"
-    options = ["--model", str(tiny_model("sd15")), "--dtype", "float32", "--device", "cpu", "--minutes", "0.05"]
-    options += ["--loads", "0.9", "--rounds", "1", "--capacity-s", "1", "--out", str(out)]
-    done = subprocess.run(
-        [sys.executable, "benchmarks/bench_goodput.py", *options], cwd=ROOT, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stderr
-    document = json.loads(out.read_text(encoding="utf-8"))
-    assert document == json.loads(done.stdout.splitlines()[-1])
+    options = ["--model", tiny_model(ONE_LEVEL), "--dtype", "float32", "--device", "cpu", "--minutes", 0.05]
+    options += ["--loads", 0.9, "--rounds", 1, "--capacity-s", 0.2, "--divisor", 4]
+    document = run_bench("bench_goodput", *options, out=tmp_path / "goodput.json")
     [point] = document["points"]
     count = document["settings"]["requests_of_a_trace"]
     assert {name: arm["requests"] for name, arm in point["arms"].items()} == dict.fromkeys(

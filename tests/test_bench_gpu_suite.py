@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,21 +10,19 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu_suite
+from tests.benches import run_bench
+from tests.tiny_models import ONE_LEVEL
 
-ROOT = Path(__file__).resolve().parent.parent
 POINTS = ["load", "warm-up", "D1 cost curve", "D4 +guidance", "D9 exactness", "D8 memory"]
 
 
 @pytest.mark.slow
 def test_the_dry_run_makes_every_point(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    model, out = str(tiny_model("sd15")), tmp_path / "suite.json"
-    command = [sys.executable, "benchmarks/gpu_suite.py", "--models", model, "--dtypes", "float32"]
-    command += ["--device", "cpu", "--quick", "--out", str(out)]
-    code = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300).returncode
-    document = json.loads(out.read_text(encoding="utf-8"))
+    options = ["--models", tiny_model(ONE_LEVEL), "--dtypes", "float32", "--device", "cpu", "--quick"]
+    document = run_bench("gpu_suite", *options, out=tmp_path / "suite.json")
     points = {point["point"].partition(": ")[2]: point for point in document["points"]}
     assert [point.get("error") for point in document["points"]] == [None] * len(POINTS)
-    assert (code, list(points)) == (0, POINTS)
+    assert list(points) == POINTS
     assert points["D9 exactness"]["found"]["bytes_equal_to_solo_run"] == 2
     assert points["D9 exactness"]["found"]["max_latent_error_against_diffusers"] < 1e-3
     assert [point["rows"] for point in points["D1 cost curve"]["found"]["points"]] == [1, 2]

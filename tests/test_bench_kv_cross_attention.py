@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.bench_kv_cross_attention import in_turn, ratio
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.benches import run_bench
 
 
 def test_arms_take_turns_at_going_first() -> None:
@@ -28,12 +24,8 @@ def test_a_ratio_is_told_in_three_ways() -> None:
 
 @pytest.mark.slow
 def test_a_small_run_writes_what_it_prints(tmp_path: Path) -> None:
-    script, out = ROOT / "benchmarks" / "bench_kv_cross_attention.py", tmp_path / "found.json"
-    options = ["--model", "tiny-random", "--device", "cpu", "--rows", "2", "--rounds", "2", "--out", str(out)]
-    done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    written = json.loads(out.read_text(encoding="utf-8"))
-    assert written == json.loads(done.stdout.splitlines()[-1])
+    options = ["--model", "tiny-random", "--device", "cpu", "--rows", 2, "--rounds", 2]
+    written = run_bench("bench_kv_cross_attention", *options, out=tmp_path / "found.json")
     assert written["command"].startswith("python benchmarks/bench_kv_cross_attention.py --model tiny-random")
     assert written["unet_step"][0]["max_difference"] < 0.05
     assert {"unet", "text1"} == written["tenants"].keys()

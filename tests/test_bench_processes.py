@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny_models import ONE_LEVEL
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -18,7 +20,7 @@ def test_a_small_run_deals_requests_out_anew_and_paints_the_same_pictures(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "found.json"
-    options = ["--model", str(tiny_model("sd15")), "--rounds", "2", "--requests", "3", "--steps", "2"]
+    options = ["--model", str(tiny_model(ONE_LEVEL)), "--rounds", "2", "--requests", "3", "--steps", "2"]
     done = subprocess.run(
         [sys.executable, "benchmarks/bench_processes.py", *options, "--cores", "2", "--out", str(out)],
         cwd=ROOT,

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.benches import run_bench
+from tests.tiny_models import EMBEDDED
 
 
 @pytest.mark.slow
-def test_a_small_run_writes_what_it_prints(tmp_path: Path) -> None:
-    script, out = ROOT / "benchmarks" / "bench_pruning.py", tmp_path / "found.json"
-    options = ["--prompts", "1", "--cuts", "0.5:0.5", "--steps", "2", "--out", str(out)]
-    done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    written = json.loads(out.read_text(encoding="utf-8"))
-    assert written == json.loads(done.stdout.splitlines()[-1])
+def test_a_small_run_writes_what_it_prints(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    options = ["--model", tiny_model(EMBEDDED), "--prompts", 1, "--cuts", "0.5:0.5", "--steps", 2, "--dtype", "float32"]
+    written = run_bench("bench_pruning", *options, out=tmp_path / "found.json")
     whole, pruned = written["models"]["whole"], written["models"]["0.5:0.5"]
     assert all(pruned[name] < whole[name] for name in ("parameters", "unet_bytes", "flops_a_row"))
     assert whole["psnr_db"] is None

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,9 +11,9 @@ from diffserve.engine.text import TextEngine
 from diffserve.rewriting import load_style
 from diffserve.runtime.language import load_language_model
 from diffserve.text_types import TextConfig
+from tests.benches import run_bench
 from tests.engine.rewriting import scripted
 
-ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = {"zebra": "nobody wishes for one"}
 
 
@@ -59,12 +56,8 @@ def test_a_small_run_writes_what_it_prints(tmp_path: Path) -> None:
 
     tokenizer = build_tokenizer(num_wishes=500)
     model = export_rewriter(tmp_path / "tiny", build_rewriter(tokenizer), tokenizer)
-    script, out = ROOT / "benchmarks" / "bench_rewriter.py", tmp_path / "found.json"
-    options = ["--model", str(model), "--rounds", "1", "--threads", "1", "--dtype", "float32", "--out", str(out)]
-    done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    written = json.loads(out.read_text(encoding="utf-8"))
-    assert written == json.loads(done.stdout.splitlines()[-1])
+    options = ["--model", model, "--rounds", 1, "--threads", 1, "--dtype", "float32"]
+    written = run_bench("bench_rewriter", *options, out=tmp_path / "found.json")
     assert written["command"].startswith("python benchmarks/bench_rewriter.py --model tiny --rounds 1")
     assert written["crowd"]["equal_answers"] == "8 of 8"
     assert {"8 at once", "alone", "goal"} == written["first"].keys()

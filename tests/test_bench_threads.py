@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.bench_threads import burning, ratio
+from tests.tiny_models import ONE_LEVEL
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -35,7 +36,18 @@ def children() -> list[str]:
 @pytest.mark.slow
 def test_a_small_run_writes_what_it_prints(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     script, out = ROOT / "benchmarks" / "bench_threads.py", tmp_path / "found.json"
-    options = ["--model", str(tiny_model("sd15")), "--loads", "0", "--rounds", "1", "--steps", "2", "--out", str(out)]
+    options = [
+        "--model",
+        str(tiny_model(ONE_LEVEL)),
+        "--loads",
+        "0",
+        "--rounds",
+        "1",
+        "--steps",
+        "2",
+        "--out",
+        str(out),
+    ]
     done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     written = json.loads(out.read_text(encoding="utf-8"))

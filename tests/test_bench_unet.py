@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,8 +11,9 @@ import torch
 
 from benchmarks import unet_peers
 from benchmarks.bench_unet import in_turns, relative_error
+from tests.benches import run_bench
+from tests.tiny_models import ONE_LEVEL
 
-ROOT = Path(__file__).resolve().parent.parent
 ARMS = ("torch", "ours", "ours-compiled", "openvino-f32", "onnxruntime-f32")
 
 
@@ -43,15 +41,9 @@ def test_a_peer_that_is_not_installed_says_how_it_is() -> None:
 
 @pytest.mark.slow
 def test_a_small_run_has_every_arm_or_the_reason_why_not(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    out = tmp_path / "unet.json"
-    options = ["--model", str(tiny_model("sd15")), "--dtype", "float32", "--device", "cpu", "--rows", "1,2"]
-    options += ["--arms", ",".join(ARMS), "--rounds", "2", "--calls", "1", "--threads", "1", "--out", str(out)]
-    done = subprocess.run(
-        [sys.executable, "benchmarks/bench_unet.py", *options], cwd=ROOT, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stderr
-    document = json.loads(out.read_text(encoding="utf-8"))
-    assert document == json.loads(done.stdout.splitlines()[-1])
+    options = ["--model", tiny_model(ONE_LEVEL), "--dtype", "float32", "--device", "cpu", "--rows", "1,2"]
+    options += ["--arms", ",".join(ARMS), "--rounds", 2, "--calls", 1, "--threads", 1]
+    document = run_bench("bench_unet", *options, out=tmp_path / "unet.json")
     for point in document["points"]:
         assert {*point["arms"], *point["left_out"]} == set(ARMS)
         assert "diffserve warm" in point["left_out"]["ours-compiled"]

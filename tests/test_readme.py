@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import shlex
-import socket
 import subprocess
 import sys
-import time
 import tomllib
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from diffserve.cli import main
 from diffserve.config import load_settings
 from schedulers import SAMPLERS, SIGMA_SCHEDULES, SPACINGS
 from tests import house
 from tests.readme import README, ROOT, blocks, command
+from tests.service.server import RunningServer
 
-START_S = 120.0
-STEP_S = 0.1
 FRESH = "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt "
 
 
@@ -45,6 +44,37 @@ def run(arguments: list[str], folder: Path) -> str:
     done = subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def said_by(call: Callable[[], object], folder: Path) -> str:
+    """What ``call`` prints, in ``folder`` as its place; a warning is an error. One process imports once for all."""
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            call()
+        except SystemExit as ended:
+            if ended.code:
+                raise
+    return printed.getvalue()
+
+
+def run_script(script: Path, *arguments: str, folder: Path) -> str:
+    """What a Python file prints, run as a script in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(script), *arguments])
+        patch.setattr(sys, "path", [*sys.path])
+        return said_by(lambda: runpy.run_path(str(script), run_name="__main__"), folder)
+
+
+def run_snippet(text: str, folder: Path) -> str:
+    """What a snippet of the README prints."""
+    script = folder.with_name(f"{folder.name}.py")
+    script.write_text(text, encoding="utf-8")
+    return run_script(script, folder=folder)
+
+
+def run_command(line: str, folder: Path) -> str:
+    """What a ``diffserve`` command of the README prints, run in this process."""
+    return said_by(lambda: main(here(line)[3:]), folder)
 
 
 def other_commands() -> list[str]:
@@ -86,11 +116,12 @@ def test_first_command_works_word_by_word_in_an_empty_clone(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_command_line_examples_work_in_their_order(tmp_path: Path) -> None:
+def test_command_line_examples_work_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long_runs = (" serve", " sweep ", "benchmarks/")
     lines = [line for line in other_commands() if not any(word in line for word in long_runs)]
     assert len(lines) == 4
-    output = {line.split()[1]: run(here(line), tmp_path) for line in lines}
+    monkeypatch.setenv("DIFFSERVE_MODEL_NUM_STEPS", "10")  # where a line says no number of its own
+    output = {line.split()[1]: run_command(line, tmp_path) for line in lines}
     assert all(output.values())
     assert output["rewrite"] == "two dogs on the beach\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["crown-1.png", "crown-2.png", "owl.png"]
@@ -99,22 +130,12 @@ def test_command_line_examples_work_in_their_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_benchmark_command_explains_itself() -> None:
+def test_benchmark_command_explains_itself(tmp_path: Path) -> None:
     (line,) = [line for line in other_commands() if "benchmarks/" in line]
-    output = run(here(line), ROOT)
+    _, script, *options = here(line)
+    output = run_script(ROOT / script, *options, folder=tmp_path)
     for word in ("--device", "--dtype", "--model", "sdxl-random"):
         assert word in output
-
-
-RUN_EACH = """
-import contextlib, os, pathlib, runpy, sys
-for script in map(pathlib.Path, sys.argv[1:]):
-    folder = pathlib.Path.cwd() / script.stem
-    folder.mkdir()
-    with contextlib.chdir(folder), open(f"{folder}.out", "w") as out, contextlib.redirect_stdout(out):
-        runpy.run_path(str(script), run_name="__main__")
-"""
-"""Every script in a folder of its own, what it prints beside it; a warning is an error. One process imports once."""
 
 
 @pytest.mark.slow
@@ -127,61 +148,35 @@ def test_python_examples_paint_what_they_say(tmp_path: Path) -> None:
         "rewrite_and_paint": {"dogs.png"},
     }
     snippets = [block.text for block in blocks("python") if "127.0.0.1" not in block.text]
-    scripts = [ROOT / "examples" / f"{name}.py" for name in files if not name.startswith("readme-")]
-    (tmp_path / "snippets").mkdir()
-    for number, snippet in enumerate(snippets):
-        scripts.append(tmp_path / "snippets" / f"readme-{number}.py")
-        scripts[-1].write_text(snippet, encoding="utf-8")
-    run([sys.executable, "-W", "error", "-c", RUN_EACH, *map(str, scripts)], tmp_path)
-    assert {script.stem for script in scripts} == set(files)
+    for name in files:
+        (tmp_path / name).mkdir()
+    said = {f"readme-{n}": run_snippet(text, tmp_path / f"readme-{n}") for n, text in enumerate(snippets)}
+    examples = [name for name in files if name not in said]
+    said |= {name: run_script(ROOT / "examples" / f"{name}.py", folder=tmp_path / name) for name in examples}
+    assert said.keys() == files.keys()
     assert {name: {path.name for path in (tmp_path / name).iterdir()} for name in files} == files
-    num_lines = {name: len((tmp_path / f"{name}.out").read_text(encoding="utf-8").splitlines()) for name in files}
+    num_lines = {name: len(text.splitlines()) for name, text in said.items()}
     assert (num_lines.pop("readme-0"), num_lines.pop("readme-1")) == (0, 4)
     assert min(num_lines.values()) >= 1
 
 
-@pytest.fixture
-def port(tmp_path: Path) -> Iterator[int]:
-    """The README's server on a free port, until the test is over."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free: int = probe.getsockname()[1]
-    (line,) = [line for line in other_commands() if " serve " in line]
-    arguments = here(line.replace("8000", str(free)))
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with (tmp_path / "serve.log").open("w") as log:
-        server = subprocess.Popen(arguments, cwd=tmp_path, env=environment, stdout=log, stderr=log)
-        try:
-            wait_until_ready(free, server)
-            yield free
-        finally:
-            server.terminate()
-            assert server.wait(timeout=60) == 0
-
-
-def wait_until_ready(port: int, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        assert server.poll() is None, "the server ended before it was ready"
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5):
-                return
-        except (urllib.error.URLError, ConnectionError):
-            time.sleep(STEP_S)
-    raise TimeoutError(f"not ready after {START_S} s")
-
-
 @pytest.mark.slow
-def test_examples_for_a_server_get_their_pictures_and_prompts(port: int, tmp_path: Path) -> None:
+def test_examples_for_a_server_get_their_pictures_and_prompts(page_server: RunningServer, tmp_path: Path) -> None:
+    started = page_server.process.args
+    assert isinstance(started, list)
+    commands = [here(line.replace("8000", "0")) for line in other_commands() if " serve" in line]
+    assert len(commands) == 2
+    assert all(set(words) <= set(started) for words in commands)  # the same command, on a free port
+    address = f"127.0.0.1:{page_server.port}"
     openai, own = (block.text for block in blocks("python") if "127.0.0.1:8000" in block.text)
-    run([sys.executable, "-c", openai.replace(":8000", f":{port}")], tmp_path)
+    run_snippet(openai.replace("127.0.0.1:8000", address), tmp_path)
     with Image.open(tmp_path / "penguin.png") as image:
         assert image.size == (512, 512)
         assert "Seed: 7" in image.info["parameters"]
-    said = run([sys.executable, "-c", own.replace(":8000", f":{port}")], tmp_path).splitlines()
+    said = run_snippet(own.replace("127.0.0.1:8000", address), tmp_path).splitlines()
     assert said.count("PartialImage") == 2
     assert said[-2:] == ["CompletedImage", "two dogs on the beach"]
-    asked = run([sys.executable, str(ROOT / "examples" / "ask_a_server.py"), f"http://127.0.0.1:{port}"], tmp_path)
+    asked = run_script(ROOT / "examples" / "ask_a_server.py", f"http://{address}", folder=tmp_path)
     assert asked.splitlines()[-1].endswith("seed 7")
 
 

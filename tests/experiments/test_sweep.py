@@ -22,6 +22,7 @@ import pytest
 
 from diffserve.cli import main
 from diffserve.cli.sweep import lasting_interrupt
+from diffserve.config import EngineConfig
 from diffserve.engine import Engine
 from diffserve.errors import InvalidRequest
 from diffserve.experiments import run
@@ -36,6 +37,7 @@ from diffserve.experiments.records import ImageRecord
 from diffserve.experiments.report import RESULTS
 from diffserve.experiments.run import SweepProgress, run_plan, sweep
 from diffserve.world.checker import EDITION
+from tests.tiny_models import ONE_LEVEL
 
 PLAN = SweepPlan(
     samplers=("ddpm", "ddim", "dpmpp_2m"),
@@ -45,10 +47,10 @@ PLAN = SweepPlan(
     num_seeds=2,
     reference_steps=6,
 )
-AXES = ("--samplers", "ddpm,ddim", "--steps", "3,16,24", "--guidance", "3", "--seeds", "2", "--reference-steps", "8")
+AXES = ("--samplers", "ddpm,ddim", "--steps", "3,8,12", "--guidance", "3", "--seeds", "2", "--reference-steps", "8")
 AS_PLAN = SweepPlan(
     samplers=("ddpm", "ddim"),
-    steps=(3, 16, 24),
+    steps=(3, 8, 12),
     guidance=(3.0,),
     prompts=("a fox", "an owl"),
     num_seeds=2,
@@ -62,7 +64,8 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def tiny(tiny_model: Callable[[str], Path]) -> Iterator[Engine]:
-    engine = Engine.from_pretrained(tiny_model("sd15"), dtype="float32", device="cpu")
+    config = EngineConfig(max_rows=8)
+    engine = Engine.from_pretrained(tiny_model(ONE_LEVEL), dtype="float32", device="cpu", config=config)
     yield engine
     engine.check_integrity()
     assert not engine.num_live
@@ -323,7 +326,7 @@ def test_the_command_line_paints_and_ends_with_the_page(
 ) -> None:
     (tmp_path / "prompts.txt").write_text("a fox\nan owl\n", encoding="utf-8")
     out = tmp_path / "out"
-    arguments = ["--model", tiny_model("sd15"), "--samplers", "ddim", "--steps", "2,3", "--prompts"]
+    arguments = ["--model", tiny_model(ONE_LEVEL), "--samplers", "ddim", "--steps", "2,3", "--prompts"]
     assert run_main("sweep", *arguments, tmp_path / "prompts.txt", "--seeds", 1, "--reference-steps", 4, "-o", out) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == str(out / "report.html")
@@ -339,15 +342,18 @@ def test_an_engine_refuses_a_plan_that_it_cannot_paint_and_nothing_is_made(tiny:
 @pytest.mark.slow
 @pytest.mark.chaos
 def test_a_sweep_that_was_stopped_and_then_killed_goes_on_where_it_was(
-    tiny_model: Callable[[str], Path], undisturbed: list[dict[str, Any]], tmp_path: Path
+    tiny_model: Callable[[str], Path],
+    undisturbed: list[dict[str, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "prompts.txt").write_text("\n".join(AS_PLAN.prompts), encoding="utf-8")
-    model, stopped, prompts = tiny_model("sd15"), tmp_path / "stopped", tmp_path / "prompts.txt"
-    command = [sys.executable, "-m", "diffserve", "sweep", "--model", str(model), "--dtype", "float32", *AXES]
-    command += ["--prompts", str(prompts), "-o", str(stopped)]
+    model, stopped, prompts = tiny_model(ONE_LEVEL), tmp_path / "stopped", tmp_path / "prompts.txt"
+    arguments = ["sweep", "--model", model, "--dtype", "float32", *AXES, "--prompts", prompts, "-o", stopped]
+    command = [sys.executable, "-m", "diffserve", *map(str, arguments)]
     kept: dict[str, bytes] = {}
     for how in (signal.SIGINT, signal.SIGKILL):
-        code, error = stop_when_a_cell_is_finished(command, stopped, how, num_cells=len(kept) + 1)
+        code, error = stop_when_a_cell_is_finished(command, stopped, how)
         if how == signal.SIGINT:
             said = f"stopped; what is painted is kept in {stopped}, and the same command goes on"
             assert (code, error.splitlines()[-1]) == (130, said)
@@ -357,8 +363,8 @@ def test_a_sweep_that_was_stopped_and_then_killed_goes_on_where_it_was(
         assert {name: before[name] for name in kept} == kept
         kept = {name: data for name, data in before.items() if is_whole(data)}
         assert kept
-    again = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-    assert "of it is there already and is not painted again" in again.stderr
+    assert run_main(*arguments) == 0
+    assert "of it is there already and is not painted again" in capsys.readouterr().err
     after = journals(stopped)
     assert {name: after[name] for name in kept} == kept
     assert all(len(data.splitlines()) == 4 for data in after.values())
@@ -381,14 +387,14 @@ def test_an_interrupt_that_was_lost_on_the_way_is_raised_again() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def stop_when_a_cell_is_finished(
-    command: list[str], folder: Path, how: signal.Signals, num_cells: int
-) -> tuple[int, str]:
-    """The exit code of a real process that gets a real signal, and what it said on standard error."""
+def stop_when_a_cell_is_finished(command: list[str], folder: Path, how: signal.Signals) -> tuple[int, str]:
+    """The exit code of a real process that gets a real signal once it has finished another cell, and what it said on
+    standard error."""
+    num_cells = num_finished(folder) + 1
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         deadline_s = time.monotonic() + 240
-        while sum(is_whole(data) for data in cells_of(folder).values()) < num_cells:
+        while num_finished(folder) < num_cells:
             assert process.poll() is None, "the sweep ended before it could be stopped"
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
@@ -401,13 +407,16 @@ def stop_when_a_cell_is_finished(
     return process.returncode, error
 
 
-def cells_of(folder: Path) -> dict[str, bytes]:
-    return {name: data for name, data in journals(folder).items() if not name.startswith("converged")}
+def num_finished(folder: Path) -> int:
+    """How many cells are whole, the converged pictures aside."""
+    return sum(is_whole(data) for name, data in journals(folder).items() if not name.startswith("converged"))
 
 
 @pytest.mark.slow
 def test_the_embedded_model_is_matched_against_its_prompts_and_against_drawn_scenes(tmp_path: Path) -> None:
-    report = sweep("embedded", folder=tmp_path, samplers=["ddim"], steps=[2, 8], prompts=3, seeds=1, reference_steps=10)
+    how: dict[str, Any] = {"samplers": ["ddim"], "steps": [2, 6], "guidance": 1.0, "seeds": 1, "reference_steps": 8}
+    engine = Engine.from_pretrained("embedded", config=EngineConfig(max_rows=4))
+    report = sweep(engine, folder=tmp_path, prompts=3, **how)
     few, many, converged = report.cells
     for one in (few, many, converged):
         assert {"exact", "frechet", "kid"} <= set(one.measures)
