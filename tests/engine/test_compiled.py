@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from diffserve.runtime.text.conditioning import make_conditioner
 from diffserve.runtime.unet import compiled
 from diffserve.runtime.unet.batch_invariance import GroupFacts, Trial, Try, end_of
 from diffserve.runtime.unet.compiled import CompiledUNet, FlatUNet, Packages
+from diffserve.runtime.unet.package import Package
 from diffserve.runtime.unet.random_rows import random_call
 from diffserve.types import GenerationRequest, Painted
 from tests.engine.pipelines import asked
@@ -143,6 +144,40 @@ def test_what_was_compiled_paints_the_same_pictures_alone_and_in_company_without
     assert "torch._dynamo" not in sys.modules or not torch._dynamo.utils.counters["frames"]
     again = engine_of(model, tmp_path / "cache")  # proven is proven: no study
     assert np.array_equal(pixels(again, requests[0])[0], together[0])
+
+
+@slow
+def test_where_there_are_two_threads_a_call_of_two_rows_is_two_calls_of_one(
+    model: DiffusionModel, warmed: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conditioner = make_conditioner(model, EngineConfig(), is_exact=True)
+    call = random_call(model, (64, 64, 77), 2, conditioner)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        unet = CompiledUNet(Packages(model, DiskCache.at(str(warmed[0]))))
+        assert unet.load(call.kind, SIZES) == SIZES
+        asked: list[int] = []
+        honest = Package.__call__
+
+        def watched(package: Package, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+            asked.append(len(tensors[0]))
+            return honest(package, tensors)
+
+        monkeypatch.setattr(Package, "__call__", watched)
+        found = []
+        for num_threads in (2, 1):
+            torch.set_num_threads(num_threads)
+            with torch.no_grad():
+                found.append(unet.run(call))
+    finally:
+        torch.set_num_threads(before)
+    assert asked == [1, 1, 2]
+    side_by_side, whole = found
+    assert side_by_side is not None
+    assert whole is not None
+    assert torch.allclose(side_by_side, whole, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(side_by_side[0], side_by_side[1], atol=1e-3), "each row is its own"
 
 
 @slow
