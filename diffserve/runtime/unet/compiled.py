@@ -205,8 +205,8 @@ class CompiledUNet:
             return None
 
     def _num_streams(self, kind: Kind, num_rows: int) -> int:
-        """Calls side by side that make up one of ``num_rows``, where a network is so small that two threads wait for
-        each other in one call: as many as there are threads, of those numbers of rows for which there are packages."""
+        """Calls side by side that make up one of ``num_rows``, where a network is so small that its weights may be
+        read by each: as many as there are threads, of those numbers of rows for which there are packages."""
         if not self.packages.is_baked:
             return 1
         numbers = range(min(torch.get_num_threads(), num_rows), 1, -1)

@@ -1,7 +1,7 @@
 """The rows of one call shared out over calls that run side by side, each on threads of its own.
 
-Within a call threads meet after every layer. Where a layer takes some tens of microseconds, they wait for each other
-as long as they compute; calls of their own never do. (OpenVINO calls it throughput streams.)
+Within a call threads meet after every layer, and wait for whichever of them has been interrupted; calls of their own
+never do. (OpenVINO calls it throughput streams.)
 """
 
 from __future__ import annotations
