@@ -199,7 +199,7 @@ def test_a_client_that_hangs_up_ends_the_text_at_once(text_server: RunningServer
     body = {"messages": says("a fox"), "stream": True, "min_tokens": 1900, "max_tokens": 1900, "n": 16}
     with httpx.stream("POST", f"{text_server.url}{CHAT}", json=body, timeout=SOON_S) as stream:
         heard = next(stream.iter_lines())
-        text_server.wait_for_requests(1)
+        wait_for(text_server.num_requests, SOON_S, "the text in the engine")
     assert heard.startswith("data: ")
     wait_for(lambda: text_server.num_requests() == 0, SOON_S, "the cancellation")
     ticks = text_server.client.post(CHAT, json={"messages": says("a fox"), "temperature": 0})
