@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from diffserve.errors import ConfigError, InvalidRequest
+
+LEAST_SHARE: Final = 0.01
+MOST_SHARE: Final = 100.0
 
 
 class Between(NamedTuple):
@@ -32,6 +36,11 @@ def check(ok: bool, message: str, param: str, code: str = "invalid_value") -> No
         raise InvalidRequest(message, param=param, code=code)
 
 
+def is_plain_name(name: str) -> bool:
+    """Whether ``name`` is that of one thing in a folder, and leads nowhere else."""
+    return bool(name.strip()) and not re.search(r"[/\\<>:\x00-\x1f\x7f]", name) and name not in (".", "..")
+
+
 def check_chars(text: str, most: int, param: str, what: str = "") -> None:
     """InvalidRequest where ``text``, called ``what`` or else ``param``, has more than ``most`` characters or half ones.
 
@@ -49,6 +58,12 @@ def check_chars(text: str, most: int, param: str, what: str = "") -> None:
 def check_num(count: int, most: int, what: str) -> None:
     """InvalidRequest unless 1 to ``most`` of ``what`` are asked for."""
     check(1 <= count <= most, f"n is {count}; ask for 1 to {most} {what} in one request.", "n")
+
+
+def check_share(share: float) -> None:
+    """InvalidRequest for a share of the engine that is none."""
+    ok = LEAST_SHARE <= share <= MOST_SHARE
+    check(ok, f"share is {share}; give {LEAST_SHARE:g} to {MOST_SHARE:g}, 1 being everybody's.", "share")
 
 
 def check_deadline(deadline_s: float | None) -> None:

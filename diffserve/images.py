@@ -1,58 +1,85 @@
 """Pictures as files: PNG, JPEG and WebP out, the same three in. No torch, no web framework.
 
 Every file says that a machine painted it: ``Software`` and, as XMP, the IPTC digital source type
-``trainedAlgorithmicMedia``. How it was painted travels as A1111 ``parameters`` (a PNG text chunk, or the EXIF user
-comment). The bytes depend on the picture and the text alone.
+``trainedAlgorithmicMedia``, of one that began from somebody's picture ``compositeWithTrainedAlgorithmicMedia``. How it
+was painted travels as A1111 ``parameters`` (a PNG text chunk, or the EXIF user comment). The bytes depend on the
+picture and the text alone.
+
+Of files that are read, an animation is its first frame, 16 bits are 8, and colours are sRGB: those with another profile
+are converted, those without one are taken for it.
 """
 
 from __future__ import annotations
 
+import re
 from io import BytesIO
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, PngImagePlugin
+from PIL import ExifTags, Image, ImageCms, ImageOps, PngImagePlugin
 
 from diffserve.errors import InvalidRequest
 from diffserve.infotext import MAX_BYTES, SOFTWARE, check_length, shorten
 from diffserve.types import Picture
+from diffserve.watermark import Kind
 
 ImageFormat = Literal["png", "jpeg", "webp"]
 MEDIA_TYPES: Final[dict[ImageFormat, str]] = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 SUFFIXES: Final[dict[str, ImageFormat]] = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 MAX_DECODED_PIXELS = 16_777_216
+MAX_OWN_PIXELS = 1 << 28
 MAX_PNG_CHUNKS = 10_000
+MAX_PROFILE_BYTES = 1 << 20
 DIGITAL_SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
+DIGITAL_SOURCE_TYPES: Final[dict[Kind, str]] = {
+    "generated": DIGITAL_SOURCE_TYPE,
+    "composite": "http://cv.iptc.org/newscodes/digitalsourcetype/compositeWithTrainedAlgorithmicMedia",
+}
 
+THUMBNAIL_QUALITY = 80
 _PNG_COMPRESSION = 4  # a third of the time of the default 6, about 3 % more bytes
 _COMMENT_PREFIX = b"UNICODE\x00"
-_MAGIC: Final[tuple[tuple[bytes, int, str], ...]] = (
-    (b"\x89PNG\r\n\x1a\n", 0, "PNG"),
-    (b"\xff\xd8\xff", 0, "JPEG"),
-    (b"WEBP", 8, "WEBP"),
+_MAGIC: Final[tuple[tuple[bytes, int, ImageFormat], ...]] = (
+    (b"\x89PNG\r\n\x1a\n", 0, "png"),
+    (b"\xff\xd8\xff", 0, "jpeg"),
+    (b"WEBP", 8, "webp"),
 )
+_SOURCE_TYPE: Final = re.compile(r"DigitalSourceType(?:=\"|='|[^<>]{0,200}>)\s{0,100}([^\"'<>\s]{1,200})")
+_CREATOR: Final = re.compile(r"CreatorTool(?:=\"|='|>)([^\"'<>]{1,200})")
 _XMP = f"""<?xpacket begin="\ufeff" id="W5M0MpCehiHzreSzNTczkc9d"?>
 <x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">
 <rdf:Description rdf:about="" xmlns:xmp="http://ns.adobe.com/xap/1.0/"
  xmlns:Iptc4xmpExt="http://iptc.org/std/Iptc4xmpExt/2008-02-29/"
- xmp:CreatorTool="{SOFTWARE}" Iptc4xmpExt:DigitalSourceType="{DIGITAL_SOURCE_TYPE}"/>
+ xmp:CreatorTool="{SOFTWARE}" Iptc4xmpExt:DigitalSourceType="%s"/>
 </rdf:RDF></x:xmpmeta>
 <?xpacket end="r"?>"""
 
 
+class XmpFacts(NamedTuple):
+    """What XMP says of where a picture is from, as it stands there; "" where it says nothing."""
+
+    digital_source_type: str
+    creator_tool: str
+
+
 def encode_image(
-    picture: Picture, *, image_format: ImageFormat = "png", quality: int = 100, infotext: str | None = None
+    picture: Picture,
+    *,
+    image_format: ImageFormat = "png",
+    quality: int = 100,
+    infotext: str | None = None,
+    kind: Kind = "generated",
 ) -> bytes:
     """``picture`` as a file. ``quality`` 0..100 matters for JPEG and WebP; ``infotext`` is what others read back,
-    shortened to ``infotext.MAX_BYTES``."""
+    shortened to ``infotext.MAX_BYTES``; ``kind``: what its XMP says."""
     infotext = None if infotext is None else shorten(infotext, MAX_BYTES)
-    image = Image.fromarray(picture.array)
+    image, packet = Image.fromarray(picture.array), _XMP % DIGITAL_SOURCE_TYPES[kind]
     file = BytesIO()
     if image_format == "png":
-        image.save(file, "PNG", pnginfo=_png_text(infotext), compress_level=_PNG_COMPRESSION)
+        image.save(file, "PNG", pnginfo=_png_text(infotext, packet), compress_level=_PNG_COMPRESSION)
         return file.getvalue()
-    exif, xmp = _exif(infotext), _XMP.encode()
+    exif, xmp = _exif(infotext), packet.encode()
     if image_format == "jpeg":
         image.save(file, "JPEG", quality=max(1, quality), subsampling=0 if quality >= 90 else 2, exif=exif, xmp=xmp)
     else:
@@ -71,18 +98,41 @@ def image_format_of(path: Path) -> ImageFormat:
     return SUFFIXES[path.suffix.lower()]
 
 
-def read_infotext(data: bytes) -> str | None:
+def read_infotext(data: bytes, *, may_shorten: bool = False) -> str | None:
     """The A1111 ``parameters`` text in an image file, or ``None``.
 
-    InvalidRequest where ``data`` is no such image, or the text is longer than ``infotext.MAX_BYTES``.
+    InvalidRequest where ``data`` is no such image, or the text is longer than ``infotext.MAX_BYTES``; it is cut to that
+    where it ``may_shorten``.
     """
     image = _open(data, "image")
     text = image.info.get("parameters")
     if not isinstance(text, str):
         text = _comment(image)
-    if text is not None:
-        check_length(text)
+    if text is None or may_shorten:
+        return None if text is None else shorten(text, MAX_BYTES)
+    check_length(text)
     return text
+
+
+def format_of(data: bytes, *, name: str = "image") -> ImageFormat:
+    """Of an image file, told by its first bytes. InvalidRequest for any that is not taken."""
+    kind = next((kind for magic, at, kind in _MAGIC if data[at : at + len(magic)] == magic), None)
+    if kind is None:
+        raise InvalidRequest(
+            f"{name} is not a PNG, JPEG or WebP file; send one of these three.", param=name, code="invalid_image"
+        )
+    return kind
+
+
+def read_xmp(data: bytes, *, name: str = "image") -> XmpFacts | None:
+    """What the XMP in an image file says, or ``None`` where there is none. InvalidRequest where it is no such file."""
+    info = _open(data, name).info
+    packet = info.get("xmp") or info.get("XML:com.adobe.xmp")
+    if not isinstance(packet, (bytes, str)):
+        return None
+    text = packet.decode("utf-8", "replace") if isinstance(packet, bytes) else packet
+    source, creator = _SOURCE_TYPE.search(text), _CREATOR.search(text)
+    return XmpFacts(source[1] if source else "", creator[1] if creator else "")
 
 
 def decode_image(data: bytes, *, name: str = "image", max_pixels: int = MAX_DECODED_PIXELS) -> Picture:
@@ -91,12 +141,42 @@ def decode_image(data: bytes, *, name: str = "image", max_pixels: int = MAX_DECO
     The file's kind is told by its first bytes and its size by its header, before any pixel is decoded. Anything else,
     and anything damaged, is InvalidRequest with ``name`` as the parameter to blame.
     """
-    image = _load(data, name, max_pixels)
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+    return decode_with_mask(data, name=name, max_pixels=max_pixels)[0]
+
+
+def decode_with_mask(
+    data: bytes, *, name: str = "image", max_pixels: int = MAX_DECODED_PIXELS
+) -> tuple[Picture, Picture | None]:
+    """The same, and as a mask (255: repaint here) where it is transparent; ``None`` where that is nowhere."""
+    image, mask = _load(data, name, max_pixels), None
+    if _has_alpha(image):
         coloured = image.convert("RGBA")
+        repaint = np.asarray(coloured)[..., 3] < 128
+        mask = Picture.from_array(np.where(repaint, 255, 0).astype(np.uint8)) if repaint.any() else None
         white = Image.new("RGBA", coloured.size, (255, 255, 255, 255))
         image = Image.alpha_composite(white, coloured)
-    return Picture.from_array(np.asarray(image.convert("RGB"), dtype=np.uint8))
+    picture = Picture.from_array(np.asarray(image.convert("RGB"), dtype=np.uint8))
+    return picture, mask
+
+
+def _has_alpha(image: Image.Image) -> bool:
+    return image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
+
+
+def _in_srgb(image: Image.Image) -> Image.Image:
+    """A picture with another colour profile, in sRGB; as it is where it has none, or one that cannot be used."""
+    profile = image.info.get("icc_profile")
+    if not profile or len(profile) > MAX_PROFILE_BYTES or b"sRGB" in profile or b"s\0R\0G\0B" in profile:
+        return image
+    if image.mode not in ("RGB", "RGBA", "CMYK") or "transparency" in image.info:
+        return image
+    try:
+        mode = "RGBA" if image.mode == "RGBA" else "RGB"
+        theirs = ImageCms.ImageCmsProfile(BytesIO(profile))
+        converted = ImageCms.profileToProfile(image, theirs, ImageCms.createProfile("sRGB"), outputMode=mode)
+    except (ImageCms.PyCMSError, OSError, ValueError, TypeError):  # of other channels than the picture's, or damaged
+        return image
+    return image if converted is None else converted
 
 
 def _in_eight_bits(image: Image.Image) -> Image.Image:
@@ -112,7 +192,7 @@ def decode_mask(data: bytes, *, name: str = "mask", max_pixels: int = MAX_DECODE
     A file with transparency is read as OpenAI does (transparent: repaint), any other as A1111 does (white: repaint).
     """
     image = _load(data, name, max_pixels)
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+    if _has_alpha(image):
         repaint = np.asarray(image.convert("RGBA"), dtype=np.uint8)[..., 3] < 128
     else:
         repaint = np.asarray(image.convert("L"), dtype=np.uint8) >= 128
@@ -139,6 +219,22 @@ def resize(picture: Picture, width_px: int, height_px: int, *, is_padded: bool =
     return Picture.from_array(np.asarray(resized, dtype=np.uint8))
 
 
+def thumbnail(data: bytes, side_px: int) -> bytes:
+    """A picture file in small: a WebP, its longer side at most ``side_px``, without what it was painted with.
+    InvalidRequest as for :func:`decode_image`; one of our own may be of any size."""
+    image = Image.fromarray(decode_image(data, max_pixels=MAX_OWN_PIXELS).array)
+    image.thumbnail((side_px, side_px), Image.Resampling.LANCZOS, reducing_gap=2.0)
+    small = Picture.from_array(np.asarray(image, dtype=np.uint8))
+    return encode_image(small, image_format="webp", quality=THUMBNAIL_QUALITY)
+
+
+def stretch(picture: Picture, width_px: int, height_px: int) -> Picture:
+    """All of ``picture`` at that size, whatever becomes of its aspect; a mask by the nearest pixel."""
+    filter_ = Image.Resampling.NEAREST if picture.channels == 1 else Image.Resampling.LANCZOS
+    resized = Image.fromarray(picture.array).resize((width_px, height_px), filter_)
+    return Picture.from_array(np.asarray(resized, dtype=np.uint8))
+
+
 def _pad(picture: Picture, width_px: int, height_px: int) -> Picture:
     """``picture`` in the middle of ``width_px`` x ``height_px``, its outermost pixels repeated to the sides."""
     across, along = width_px - picture.width_px, height_px - picture.height_px
@@ -146,12 +242,12 @@ def _pad(picture: Picture, width_px: int, height_px: int) -> Picture:
     return Picture.from_array(np.pad(picture.array, margins[: picture.array.ndim], mode="edge"))
 
 
-def _png_text(infotext: str | None) -> PngImagePlugin.PngInfo:
+def _png_text(infotext: str | None, xmp: str) -> PngImagePlugin.PngInfo:
     chunks = PngImagePlugin.PngInfo()
     if infotext is not None:
         chunks.add_itxt("parameters", infotext)
     chunks.add_text("Software", SOFTWARE)
-    chunks.add_itxt("XML:com.adobe.xmp", _XMP)
+    chunks.add_itxt("XML:com.adobe.xmp", xmp)
     return chunks
 
 
@@ -179,28 +275,24 @@ def _load(data: bytes, name: str, max_pixels: int) -> Image.Image:
     image = _open(data, name, max_pixels)
     try:
         image.load()
-        return _in_eight_bits(ImageOps.exif_transpose(image))
+        return _in_eight_bits(_in_srgb(ImageOps.exif_transpose(image)))
     except Exception as error:  # whatever a decoder says of hostile bytes, the answer is the same
         raise _damaged(name) from error
 
 
 def _open(data: bytes, name: str, max_pixels: int = MAX_DECODED_PIXELS) -> Image.Image:
-    kind = next((kind for magic, at, kind in _MAGIC if data[at : at + len(magic)] == magic), None)
-    if kind is None:
-        raise InvalidRequest(
-            f"{name} is not a PNG, JPEG or WebP file; send one of these three.", param=name, code="invalid_image"
-        )
-    if kind == "PNG" and _has_too_many_chunks(data):
+    kind = format_of(data, name=name)
+    if kind == "png" and _has_too_many_chunks(data):
         raise _damaged(name)
     try:
-        image = Image.open(BytesIO(data), formats=(kind,))
+        image = Image.open(BytesIO(data), formats=(kind.upper(),))
+    except Image.DecompressionBombError as error:
+        raise _too_large(name, "too large", max_pixels) from error
     except Exception as error:
         raise _damaged(name) from error
     width, height = image.size
     if width * height > max_pixels:
-        raise InvalidRequest(
-            f"{name} is {width}x{height}; at most {max_pixels} pixels are taken.", param=name, code="image_too_large"
-        )
+        raise _too_large(name, f"{width}x{height}", max_pixels)
     return image
 
 
@@ -212,6 +304,11 @@ def _has_too_many_chunks(data: bytes) -> bool:
             return False
         at += 12 + int.from_bytes(data[at : at + 4], "big")
     return True
+
+
+def _too_large(name: str, size: str, max_pixels: int) -> InvalidRequest:
+    message = f"{name} is {size}; at most {max_pixels} pixels are taken."
+    return InvalidRequest(message, param=name, code="image_too_large")
 
 
 def _damaged(name: str) -> InvalidRequest:

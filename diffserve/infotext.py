@@ -11,11 +11,13 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from typing import Final
+from collections.abc import Mapping
+from typing import Final, NamedTuple
 
 import msgspec
 
 from diffserve.errors import InvalidRequest
+from diffserve.loras import with_tags
 from diffserve.types import FULL_INTERVAL, ImageResult, NoiseSource
 from diffserve.version import __version__
 from schedulers import SAMPLERS
@@ -39,6 +41,9 @@ SCHEDULE_LABELS = {
 RNG_LABELS: Final[dict[NoiseSource, str]] = {"cpu": "CPU", "device": "NV"}
 """As A1111 writes where its noise is from: "NV" are a CUDA generator's numbers on any device; on one it is silent."""
 
+UPSCALER: Final = "Lanczos"
+"""Between two passes."""
+
 _MIN_PAIRS = 3
 _CUT = "…"
 _KEY = re.compile(r"\s*+([\w \-/]++):\s*+")
@@ -57,10 +62,45 @@ class Infotext(msgspec.Struct, frozen=True, kw_only=True):
     is_shortened: bool = False
 
 
-def write_infotext(result: ImageResult, *, width_px: int, height_px: int) -> str:
-    """The text for ``result`` delivered at ``width_px`` x ``height_px`` (it may have been painted at another size)."""
+class FirstPass(NamedTuple):
+    """What a picture was before a second pass enlarged it (A1111's hires fix)."""
+
+    result: ImageResult
+    width_px: int
+    height_px: int
+
+
+def write_infotext(result: ImageResult, *, width_px: int, height_px: int, first: FirstPass | None = None) -> str:
+    """The text for ``result`` delivered at ``width_px`` x ``height_px`` (it may have been painted at another size);
+    ``first``: what it was enlarged from."""
+    if first is not None:
+        return _of_both_passes(result, width_px, height_px, first)
+    lines, fields = _lines_and_fields(result, width_px, height_px)
+    return "\n".join([*lines, _last_line(fields)])
+
+
+def _of_both_passes(result: ImageResult, width_px: int, height_px: int, first: FirstPass) -> str:
+    lines, fields = _lines_and_fields(first.result, first.width_px, first.height_px)
+    then, own = _lines_and_fields(result, width_px, height_px)
+    scale = width_px / first.width_px
+    is_even = round(first.height_px * scale) == height_px
+    fields |= {
+        "Denoising strength": own["Denoising strength"],
+        "Hires upscale": _number_text(scale) if is_even else None,
+        "Hires resize": None if is_even else f"{width_px}x{height_px}",
+        "Hires steps": result.num_steps,
+        "Hires upscaler": UPSCALER,
+        **{f"Hires {key.lower()}": own[key] for key in ("Sampler", "Schedule type") if own[key] != fields[key]},
+        "Hires prompt": None if then[0] == lines[0] else then[0],
+    }
+    return "\n".join([*lines, _last_line(fields)])
+
+
+def _lines_and_fields(result: ImageResult, width_px: int, height_px: int) -> tuple[list[str], dict[str, object]]:
+    """The prompts, and what stands below them; None is left out."""
     painted, interval, threshold = result.picture, result.guidance_interval, result.similarity_threshold
     resized = (painted.width_px, painted.height_px) != (width_px, height_px)
+    controls = {f"ControlNet {place}": control.label for place, control in enumerate(result.controlnets)}
     fields: dict[str, object] = {
         "Steps": result.num_steps,
         "Sampler": SAMPLERS[result.sampler].label if result.sampler in SAMPLERS else result.sampler,
@@ -73,22 +113,34 @@ def write_infotext(result: ImageResult, *, width_px: int, height_px: int) -> str
         "Denoising strength": None if result.strength is None else _number_text(result.strength),
         "Eta": None if result.eta == _own_eta(result.sampler) else _number_text(result.eta),
         "Guidance interval": None if interval == FULL_INTERVAL else _number_text(*interval),
+        "Clip skip": None if result.clip_skip == 1 else result.clip_skip,
+        "CFG rescale phi": _number_text(result.guidance_rescale) if result.guidance_rescale else None,
         "Cache interval": None if result.cache_interval == 1 else result.cache_interval,
         "Token merging ratio": _number_text(result.token_merging) if result.token_merging else None,
         "Similarity threshold": None if threshold is None else _number_text(threshold),
         "Similarity": None if result.similarity is None else _number_text(result.similarity),
         "Skipped steps": result.skipped_steps or None,
+        "Micro conditioning": result.micro_conditioning,
+        **controls,
+        "Lora hashes": _digests_text(result.lora_digests),
+        "TI hashes": _digests_text(result.word_digests),
+        "Refiner": result.refiner or None,
+        "Refiner switch at": None if result.switch_at is None else _number_text(result.switch_at),
+        "Score": None if result.score is None else f"{result.score:.6g}",
         "RNG": RNG_LABELS[result.noise_source],
         "Spacing": result.spacing,
         ORIGINAL: None if result.original_prompt is None else _plain(result.original_prompt),
         "Painted size": f"{painted.width_px}x{painted.height_px}" if resized else None,
         "Version": SOFTWARE,
     }
-    last = _write_pairs({key: str(value) for key, value in fields.items() if value is not None})
-    lines = [_plain(result.prompt)]
+    lines = [with_tags(_plain(result.prompt), result.loras)]
     if result.negative_prompt.strip():
         lines.append(NEGATIVE + _plain(result.negative_prompt))
-    return "\n".join([*lines, last])
+    return lines, fields
+
+
+def _last_line(fields: Mapping[str, object]) -> str:
+    return _write_pairs({key: str(value) for key, value in fields.items() if value is not None})
 
 
 def parse_infotext(text: str) -> Infotext:
@@ -153,6 +205,12 @@ def _own_eta(sampler: str) -> float:
 def _number_text(*values: float) -> str:
     """The shortest text that reads back as the value: "7" for 7.0, "7.5", "2.123456789"; of an interval "0.2-0.8"."""
     return "-".join(repr(float(value) + 0.0).removesuffix(".0") for value in values)  # + 0.0: -0.0 is "0"
+
+
+def _digests_text(digests: Mapping[str, str]) -> str | None:
+    """The first twelve digits of each, as A1111 writes them and others look files up by them."""
+    told = (f"{name.replace(':', '').replace(',', '')}: {digest[:12]}" for name, digest in digests.items())
+    return ", ".join(told) or None
 
 
 def _plain(text: str) -> str:

@@ -15,30 +15,35 @@ from collections.abc import Iterator
 import msgspec
 
 from diffserve.config import EngineConfig, TextSettings
+from diffserve.embedding_types import EmbeddingEvent, EmbeddingRequest
 from diffserve.engine_stats import EngineStats
 from diffserve.errors import InvalidRequest
 from diffserve.rewrite_types import RewriteEvent, RewriteRequest
+from diffserve.stage_types import DecodeRequest, DecodingEvent, EncodeRequest, EncodingEvent
 from diffserve.text_types import LanguageModelInfo, TextEvent, TextRequest
-from diffserve.types import Event, GenerationRequest, ModelInfo, ModelProfile
+from diffserve.types import Event, GenerationRequest, ModelInfo, ModelProfile, ServedModel
 
 HEADER = struct.Struct(">I")
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 
-AnyRequest = GenerationRequest | TextRequest | RewriteRequest
-AnyEvent = Event | TextEvent | RewriteEvent
+AnyRequest = GenerationRequest | TextRequest | RewriteRequest | EmbeddingRequest | EncodeRequest | DecodeRequest
+AnyEvent = Event | TextEvent | RewriteEvent | EmbeddingEvent | EncodingEvent | DecodingEvent
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The first command: which models to load and how to batch. ``hang_after_s``: see ``config.ServeConfig``."""
+    """The first command: which models to load and how to batch. ``models`` beside ``model`` are loaded when they are
+    asked for; ``hang_after_s``, ``unload_after_s``: see ``config.ServeConfig``."""
 
     model: ModelProfile
     engine: EngineConfig
     text: TextSettings
     hang_after_s: float
+    models: tuple[ModelProfile, ...] = ()
+    unload_after_s: float = 0.0
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Paint, continue or rewrite this; answered by its events or Rejected."""
+    """Paint, continue, rewrite, embed, encode or decode this; answered by its events or Rejected."""
 
     request: AnyRequest
 
@@ -47,6 +52,12 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Give a request up; it takes effect at the next step. An unknown or finished id is ignored."""
 
     request_id: str
+
+
+class LookAgain(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Somebody asks for a model whose files could not be read when the engine began. NewModels answers, if any."""
+
+    name: str
 
 
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -68,10 +79,18 @@ class ReadStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The model is loaded and has painted a trial image. ``language``: the language model beside it, if any."""
+    """The model is loaded and has painted a trial image. ``language``: the language model beside it, if any;
+    ``models``: all that requests may name, this one first."""
 
     info: ModelInfo
     language: LanguageModelInfo | None = None
+    models: tuple[ServedModel, ...] = ()
+
+
+class NewModels(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Something has changed about the models that requests may name: one was loaded or unloaded, or could not be."""
+
+    models: tuple[ServedModel, ...]
 
 
 class LoadFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -89,6 +108,7 @@ class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     message: str
     param: str | None = None
     retry_after_s: float | None = None
+    predicted_s: float | None = None
 
 
 class Pong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -132,8 +152,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     stats: EngineStats | None
 
 
-Command = Load | Submit | Cancel | Ping | ReadTrace | ReadStats
-Report = Ready | LoadFailed | Lost | Rejected | Pong | Trace | Stats | AnyEvent
+Command = Load | Submit | Cancel | LookAgain | Ping | ReadTrace | ReadStats
+Report = Ready | NewModels | LoadFailed | Lost | Rejected | Pong | Trace | Stats | AnyEvent
 
 _encoder = msgspec.msgpack.Encoder()
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
@@ -151,12 +171,48 @@ def frame(message: Command | Report) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-def body_length(header: bytes) -> int:
+def body_length(header: bytes | memoryview) -> int:
     """The length that a frame's 4-byte ``header`` announces; ValueError where it is longer than any frame may be."""
     (num_bytes,) = HEADER.unpack(header)
     if num_bytes > MAX_FRAME_BYTES:
         raise ValueError(f"a frame announces {num_bytes} bytes; at most {MAX_FRAME_BYTES} are taken.")
     return int(num_bytes)
+
+
+def bodies(frames: bytes) -> Iterator[bytes]:
+    """The bodies of whole ``frames``, one after the other; ValueError where the last is cut short."""
+    at = 0
+    while at < len(frames):
+        begin = at + HEADER.size
+        at = begin + body_length(frames[at:begin]) if begin <= len(frames) else begin
+        if at > len(frames):
+            raise ValueError(f"a frame is cut short after {len(frames)} bytes.")
+        yield frames[begin:at]
+
+
+class FrameReader:
+    """Bytes as they come, given out as the bodies of whole frames."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The bodies of the frames that ``data`` completes. ValueError where one is longer than any may be."""
+        self._rest += data
+        at, end = 0, len(self._rest)
+        with memoryview(self._rest) as view:
+            while (begin := at + HEADER.size) <= end:
+                after = begin + body_length(view[at:begin])
+                if after > end:
+                    break
+                yield bytes(view[begin:after])
+                at = after
+        del self._rest[:at]
+
+
+def decode_command(body: bytes) -> Command:
+    """The command in a frame's body."""
+    return _commands.decode(body)
 
 
 def decode_report(body: bytes) -> Report:

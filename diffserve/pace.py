@@ -18,23 +18,27 @@ LEAST_S: Final = 0.1
 
 
 class Pace:
-    """Work per second. ``clock`` in seconds; between :meth:`rest` and :meth:`begin` time does not count."""
+    """Work per second of one worker. ``clock`` in seconds; from :meth:`rest` to :meth:`begin` time does not count."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._work = 0.0
         self._seconds = 0.0
         self._since_s: float | None = None
+        self._num_workers = 1
 
     @property
     def per_s(self) -> float | None:
         """Work done in a second; ``None`` while nothing is known."""
         return self._work / self._seconds if self._work > 0.0 and self._seconds >= LEAST_S else None
 
-    def begin(self) -> None:
-        """There is work from now on; nothing happens when there was already."""
+    def begin(self, num_workers: int = 1) -> None:
+        """There is work from now on, for so many at once; where there was already, it may be for more or fewer."""
         if self._since_s is None:
             self._since_s = self._clock()
+        elif num_workers != self._num_workers:
+            self.did(0.0)
+        self._num_workers = num_workers
 
     def rest(self) -> None:
         """There is none any more."""
@@ -49,11 +53,11 @@ class Pace:
         elapsed_s, self._since_s = max(0.0, now_s - self._since_s), now_s
         kept = math.exp(-elapsed_s / MEMORY_S)
         self._work = kept * self._work + work
-        self._seconds = kept * self._seconds + elapsed_s
+        self._seconds = kept * self._seconds + elapsed_s * self._num_workers
 
-    def seconds(self, work: float) -> float | None:
-        """How long ``work`` takes at this pace; ``None`` while nothing is known."""
-        return None if self.per_s is None else work / self.per_s
+    def seconds(self, work: float, num_workers: int = 1) -> float | None:
+        """How long ``work`` takes so many at this pace; ``None`` while nothing is known."""
+        return None if self.per_s is None else work / (self.per_s * num_workers)
 
 
 class TokenCost:

@@ -5,21 +5,24 @@ The command line and the server use it to pick the built-in profile that a model
 
 from __future__ import annotations
 
-import json
 import re
-import struct
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from diffserve.errors import ModelLoadError
+from diffserve.few_step import TURBO, find_few_step, read_json_object
+from diffserve.safetensors_header import read_header
 from diffserve.vocabulary import EMBEDDED_DIRECTORY, knows_embedded_world
 
 ADAPTER_FILE = "adapter.json"
-MAX_HEADER_BYTES = 100_000_000
 ZERO_SNR = {"sampler": "dpmpp_2m", "spacing": "trailing"}
 """For zero terminal SNR: no sigma schedule reaches the infinite first sigma, and only trailing spacing starts there."""
+SDXL_TENSORS = ("conditioner.embedders.1.", "conditioner.embedders.0.model.")
+"""Its second text encoder, which its refiner has as the only one."""
+SDXL_TURBO_SIZE = (512, 512)
+"""Which its single file does not say."""
 
 
 class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,14 +52,18 @@ def describe_model(path: Path) -> tuple[str, dict[str, Any]]:
     is_file = path.suffix == ".safetensors"
     name = path.resolve().stem if is_file else path.resolve().name
     entries: dict[str, Any] = {"model_id": re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-.")[:64] or "model"}
+    few_step = find_few_step(path)
     if is_file:
-        tensors = _header(path)
-        is_sdxl = any(key.startswith("conditioner.embedders.1.") for key in tensors)
-        return ("sdxl" if is_sdxl else "sd15"), entries | (ZERO_SNR if "ztsnr" in tensors else {})
+        tensors = read_header(path)
+        is_sdxl = any(key.startswith(SDXL_TENSORS) for key in tensors)
+        entries |= (ZERO_SNR if "ztsnr" in tensors else {}) | (few_step.entries if few_step else {})
+        if few_step and few_step.kind == TURBO and is_sdxl:
+            entries |= {"good_sizes": [list(SDXL_TURBO_SIZE)], "max_side_px": 2 * max(SDXL_TURBO_SIZE)}
+        return ("sdxl" if is_sdxl else "sd15"), entries
     if (path / ADAPTER_FILE).is_file():
         profile, found = _from_adapter(path)
         return profile, found | entries
-    found = _from_directory(path)
+    found = _from_directory(path) | (few_step.entries if few_step else {})
     if _is_embedded(path):
         own = _from_directory(EMBEDDED_DIRECTORY)  # of which its profile knows more
         return "embedded", entries | {key: value for key, value in found.items() if value != own.get(key)}
@@ -73,7 +80,7 @@ def _is_embedded(path: Path) -> bool:
 def _from_adapter(path: Path) -> tuple[str, dict[str, Any]]:
     """What its base says, then its own scheduler, then its own defaults."""
     try:
-        spec = msgspec.convert(_read_json(path / ADAPTER_FILE), AdapterSpec)
+        spec = msgspec.convert(read_json_object(path / ADAPTER_FILE), AdapterSpec)
     except msgspec.ValidationError:
         return "sd15", {}
     base = path / Path(spec.base).expanduser()
@@ -84,39 +91,21 @@ def _from_adapter(path: Path) -> tuple[str, dict[str, Any]]:
     else:
         described = describe_model(base)
     profile, found = described
-    return profile, found | _from_directory(path) | spec.defaults
+    few_step = find_few_step(path)
+    return profile, found | _from_directory(path) | (few_step.entries if few_step else {}) | spec.defaults
 
 
 def _from_directory(path: Path) -> dict[str, Any]:
     """The size the UNet was trained at and the spacing its scheduler was written for."""
     found: dict[str, Any] = {}
-    sample_size = _read_json(path / "unet" / "config.json").get("sample_size")
-    levels = _read_json(path / "vae" / "config.json").get("block_out_channels")
+    sample_size = read_json_object(path / "unet" / "config.json").get("sample_size")
+    levels = read_json_object(path / "vae" / "config.json").get("block_out_channels")
     if isinstance(sample_size, int) and isinstance(levels, list):
         side_px = sample_size * 2 ** (len(levels) - 1)
         if side_px not in (512, 1024):
             found["good_sizes"] = [[side_px, side_px]]
             found["max_side_px"] = 2 * side_px
-    scheduler = _read_json(path / "scheduler" / "scheduler_config.json")
+    scheduler = read_json_object(path / "scheduler" / "scheduler_config.json")
     if scheduler.get("timestep_spacing") in ("leading", "trailing", "linspace"):
         found["spacing"] = scheduler["timestep_spacing"]
     return found | ({"sampler": ZERO_SNR["sampler"]} if scheduler.get("rescale_betas_zero_snr") else {})
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file: its tensors by name; empty where it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            (num_bytes,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(min(num_bytes, MAX_HEADER_BYTES)))
-    except (OSError, ValueError, RecursionError, struct.error):
-        return {}
-    return header if isinstance(header, dict) else {}

@@ -7,9 +7,9 @@ from typing import Literal
 
 import msgspec
 
-from diffserve.bounds import check, check_chars, check_deadline, check_num
+from diffserve.bounds import check, check_chars, check_deadline, check_num, check_share
 from diffserve.text_types import MAX_TEXT_CHARS, MAX_TEXTS, TextTimings, TextUsage
-from diffserve.types import Asks, Cancelled, Failed, RewriteOptions, new_request_id
+from diffserve.types import Asks, Cancelled, Failed, Priority, RewriteOptions, check_priority, new_request_id
 
 FallbackReason = Literal["unsure", "refused", "empty", "runaway", "lost_words", "too_long"]
 
@@ -24,6 +24,7 @@ class RewriteRequest(
     deltas       whether RewriteDelta events are wanted
     cache_salt   as in :class:`~diffserve.text_types.TextRequest`
     deadline_s   seconds after submit at which the work is given up
+    priority, client, share  as in :class:`~diffserve.text_types.TextRequest`
 
     Raises InvalidRequest, ``param`` naming the field.
     """
@@ -34,6 +35,9 @@ class RewriteRequest(
     deltas: bool = False
     cache_salt: bytes = b""
     deadline_s: float | None = None
+    priority: Priority = "interactive"
+    client: str = ""
+    share: float = 1.0
     request_id: str = msgspec.field(default_factory=partial(new_request_id, "rwt"))
 
     def __post_init__(self) -> None:
@@ -41,6 +45,8 @@ class RewriteRequest(
         check_chars(self.wish, MAX_TEXT_CHARS, "prompt", "the prompt")
         check_num(self.num_prompts, MAX_TEXTS, "prompts")
         check_deadline(self.deadline_s)
+        check_share(self.share)
+        check_priority(self.priority)
 
 
 class Rewrite(msgspec.Struct, frozen=True, kw_only=True):

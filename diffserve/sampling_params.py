@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from diffserve.bounds import check
+from diffserve.json_schemas import check_text
 from diffserve.types import MAX_SEED
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 100.0
@@ -77,6 +78,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     length_penalty      beam search: scores are divided by length ** length_penalty
     early_stopping      beam search: True stops at ``num_beams`` finished texts, False when a better one is unlikely,
                         "never" when a better one is impossible (as in transformers)
+    json_schema         the text is JSON that follows this JSON Schema (as JSON); cut by ``max_tokens`` or a stop, only
+                        the beginning of such a text; ``None``: any text
 
     Raises InvalidRequest, ``param`` naming the field.
     """
@@ -97,6 +100,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     num_beams: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+    json_schema: str | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high, hint) in NUMBERS.items():
@@ -119,6 +123,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "min_tokens",
         )
         self._check_stops()
+        if self.json_schema is not None:
+            check_text(self.json_schema, "json_schema")
         check(
             isinstance(self.early_stopping, bool) or self.early_stopping == "never",
             f'early_stopping is {self.early_stopping!r}; choose true, false or "never".',

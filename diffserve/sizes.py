@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from diffserve.bounds import check
+from diffserve.controlnets import PARAM
 from diffserve.errors import InvalidRequest
 from diffserve.images import resize
 from diffserve.types import Accepted, Event, GenerationRequest, ModelInfo, Painted, Picture
@@ -161,6 +162,19 @@ def _grid(info: ModelInfo, width: int, height: int) -> Iterator[tuple[int, int]]
                 yield (long, short) if width >= height else (short, long)
 
 
+def fit_controls(images: Sequence[Picture], asked: tuple[int, int], painted: tuple[int, int]) -> tuple[Picture, ...]:
+    """Pictures for ControlNets of the aspect that was ``asked`` for, at the size that is ``painted`` (width, height).
+
+    InvalidRequest for one of another aspect: what it shows would lie elsewhere.
+    """
+    for image in images:
+        told = f"{image.width_px}x{image.height_px} px, the picture {asked[0]}x{asked[1]}"
+        said = f"a ControlNet's image is {told}; give one of that aspect, or ask for a size of the image's."
+        has_aspect = abs(math.log(image.width_px / image.height_px * asked[1] / asked[0])) <= SAME_ASPECT
+        check(has_aspect, said, PARAM, "invalid_image")
+    return tuple(resize(image, *painted) for image in images)
+
+
 class Sized(NamedTuple):
     """A request at a size that the model paints; ``plan`` is None where that is the size that was asked for."""
 
@@ -170,16 +184,20 @@ class Sized(NamedTuple):
     @classmethod
     def of(cls, request: GenerationRequest, info: ModelInfo) -> Sized:
         """A size on the model's grid and within its longest side is painted as it is, and so is one that goes with a
-        picture to start from. Raises InvalidRequest for a size that no door takes."""
-        asked = (request.width_px, request.height_px)
-        native = info.good_sizes[0]
+        picture to start from; pictures for ControlNets are brought to it. Raises InvalidRequest for a size that no door
+        takes."""
+        asked, init = (request.width_px, request.height_px), request.init_image
+        native = info.good_sizes[0] if init is None else (init.width_px, init.height_px)
         size = (asked[0] or native[0], asked[1] or native[1])
         on_grid = all(side % info.size_multiple_px == 0 and side <= info.max_side_px for side in size)
-        if asked == (None, None) or on_grid or request.init_image is not None:
-            return cls(request, None)
+        if asked == (None, None) or on_grid or init is not None:
+            images = fit_controls(request.control_images, size, size)
+            return cls(msgspec.structs.replace(request, control_images=images) if images else request, None)
         plan = plan_size(info, size)
-        painted = msgspec.structs.replace(request, width_px=plan.paint_width_px, height_px=plan.paint_height_px)
-        return cls(painted, plan)
+        width_px, height_px = plan.paint_width_px, plan.paint_height_px
+        images = fit_controls(request.control_images, size, (width_px, height_px))
+        changed = {"width_px": width_px, "height_px": height_px, "control_images": images}
+        return cls(msgspec.structs.replace(request, **changed), plan)
 
     def deliver(self, event: Event) -> Event:
         """``event`` with the picture at the size that was asked for, and a warning that it was painted at another."""

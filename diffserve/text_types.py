@@ -11,10 +11,10 @@ from typing import Literal
 
 import msgspec
 
-from diffserve.bounds import Between, check, check_bounds, check_chars, check_deadline, check_num
+from diffserve.bounds import Between, check, check_bounds, check_chars, check_deadline, check_num, check_share
 from diffserve.errors import ConfigError
 from diffserve.sampling_params import SamplingParams
-from diffserve.types import Asks, Cancelled, Failed, new_request_id
+from diffserve.types import Asks, Cancelled, Failed, Priority, check_priority, new_request_id
 
 MAX_TEXT_CHARS = 4_000_000
 MAX_PROMPT_TOKENS = 1_000_000
@@ -42,7 +42,10 @@ class TextRequest(msgspec.Struct, Asks["TextEvent"], frozen=True, kw_only=True, 
     speculation        "auto": a draft model where the engine has one, else prompt lookup where that is on
     deltas             whether TextDelta events are wanted; without them only the end is told
     cache_salt         only requests with the same salt share kept pages; empty: shared by all
-    deadline_s         seconds after submit at which the work is given up
+    deadline_s         seconds after submit at which the work is given up; refused where not even the prompt could be
+                       read by then
+    priority, client, share  as in :class:`~diffserve.types.GenerationRequest`, but batch work ages: it is passed by
+                       those who come soon after it
 
     Raises InvalidRequest, ``param`` naming the field.
     """
@@ -57,6 +60,9 @@ class TextRequest(msgspec.Struct, Asks["TextEvent"], frozen=True, kw_only=True, 
     deltas: bool = True
     cache_salt: bytes = b""
     deadline_s: float | None = None
+    priority: Priority = "interactive"
+    client: str = ""
+    share: float = 1.0
     request_id: str = msgspec.field(default_factory=partial(new_request_id, "txt"))
 
     def __post_init__(self) -> None:
@@ -87,6 +93,8 @@ class TextRequest(msgspec.Struct, Asks["TextEvent"], frozen=True, kw_only=True, 
             "n",
         )
         check_deadline(self.deadline_s)
+        check_share(self.share)
+        check_priority(self.priority)
 
 
 class TokenInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,13 +111,18 @@ class TokenInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one request. ``cached_tokens``: of the prompt's, those whose keys and values were there already."""
+    """Tokens of one request. ``cached_tokens``: of the prompt's, those whose keys and values were there already.
+
+    ``device_s``: its share, by tokens, of the seconds of the ticks that it took part in; those of all requests add up
+    to the time in which the engine was busy.
+    """
 
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    device_s: float = 0.0
 
 
 class TextTimings(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,7 +201,10 @@ TEXT_TERMINAL = (TextFinished, Failed, Cancelled)
 
 
 class LanguageModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a loaded language model can do; the HTTP process and the command line read it, no torch needed."""
+    """What a loaded language model can do; the HTTP process and the command line read it, no torch needed.
+
+    ``speaks_json``: whether its texts can be held to a schema, token by token.
+    """
 
     model_id: str
     architecture: str
@@ -202,6 +218,7 @@ class LanguageModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     choice_reason: str
     num_parameters: int
     weights_bytes: int
+    speaks_json: bool = False
 
 
 TEXT_BOUNDS = {

@@ -15,17 +15,27 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from diffserve.bounds import check, check_chars, check_deadline, check_num
+from diffserve.bounds import check, check_chars, check_deadline, check_num, check_share
+from diffserve.controlnets import Control, check_controls, digest_of
 from diffserve.fewest_steps import FewestSteps
+from diffserve.loras import Lora, check_loras, read_tags
+from diffserve.micro_conditioning import MicroConditioning
+from diffserve.tensor_values import Encodings
 from diffserve.vocabulary import Vocabulary
 
 MAX_PROMPT_CHARS = 32_000
 MAX_IMAGES = 10
 MAX_SEED = 2**63 - 1
 MAX_GUIDANCE = 30.0
+SWITCH_AT: Final = 0.8
+"""Where a refiner takes over of whose request no more is said."""
+CHECKER: Final = "checker"
+"""The scorer of the embedded model's world, which is no file."""
 MAX_STEPS = 1_000_000
 MAX_MERGING = 0.75
 """One token of every 2 x 2 stays."""
+MAX_CLIP_SKIP = 100
+"""More than any model takes; its own bound are its text encoders' layers."""
 MAX_CACHE_INTERVAL = 1000
 """More than any model takes; its own bound is its training length."""
 
@@ -33,9 +43,13 @@ E = TypeVar("E")
 FULL_INTERVAL = (0.0, 1.0)
 """Guidance in all steps."""
 
+AUTO_SPACING: Final = "auto"
+
 OtherAspects = Literal["paint", "pad"]
 NoiseSource = Literal["cpu", "device"]
 NOISE_SOURCES: Final[tuple[NoiseSource, ...]] = get_args(NoiseSource)
+Priority = Literal["interactive", "batch"]
+PRIORITIES: Final[tuple[Priority, ...]] = get_args(Priority)
 
 
 def _check_number(value: float | None, name: str, low: float, high: float, hint: str = "") -> None:
@@ -110,14 +124,22 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                        others take none, and say so in a warning
     guidance_scale     classifier-free guidance weight; 1 and below: no unconditional row
     guidance_interval  (from, to) as fractions of the steps; outside it the unconditional row is skipped
+    clip_skip          which layer of the text encoders the UNet reads, counted from the one it was trained with: 1;
+                       of the negative prompt as well, as in A1111 (diffusers: of the prompt alone)
+    guidance_rescale   how far the guided output is brought back to the spread of the unguided, 0 (off) to 1
     cache_interval     DeepCache: the whole UNet runs at every so many-th evaluation, between them its shallow part on
                        the features that it left; 1: always the whole
     token_merging      share of the tokens that are merged in self-attention at the UNet's highest resolution, 0 (off)
                        to 0.75 in steps of 0.05
     similarity_threshold  begin from the latents of the most similar prompt that is at least so similar, above 0 to 1,
                        and leave out the more steps the more similar it is; ``None``: always from noise
+    micro_conditioning the sizes that SDXL is told of, the picture's own unless given
     noise_source       "cpu" | "device", see ``EngineConfig``; ``None``: as that says
     strength           how much of an init image is repainted, 0 (nothing) to 1 (everything)
+    loras              adapters of the server's folder that change the model for this picture alone
+    controlnets        of the server's folder, each with a picture among the request's ``control_images``
+    switch_at          the refiner takes over after this share of the noise levels, 0 to 1 (diffusers' denoising_end
+                       and denoising_start; 0.8 is SDXL's); ``None``: it does not
     """
 
     sampler: str | None = None
@@ -127,11 +149,17 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     eta: float | None = None
     guidance_scale: float | None = None
     guidance_interval: tuple[float, float] = FULL_INTERVAL
+    clip_skip: int = 1
+    guidance_rescale: float = 0.0
     cache_interval: int = 1
     token_merging: float = 0.0
     similarity_threshold: float | None = None
     noise_source: NoiseSource | None = None
+    micro_conditioning: MicroConditioning | None = None
     strength: float = 0.75
+    loras: tuple[Lora, ...] = ()
+    controlnets: tuple[Control, ...] = ()
+    switch_at: float | None = None
 
     def __post_init__(self) -> None:
         check(
@@ -147,6 +175,10 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         _check_number(self.eta, "eta", 0.0, 1.0)
         _check_number(self.guidance_scale, "guidance_scale", 0.0, MAX_GUIDANCE)
         _check_number(self.strength, "strength", 0.0, 1.0)
+        skip = self.clip_skip
+        check(skip >= 1, f"clip_skip is {skip}; give 1, the layer that is read anyway, or more.", "clip_skip")
+        _check_number(self.guidance_rescale, "guidance_rescale", 0.0, 1.0)
+        _check_number(self.switch_at, "switch_at", 0.0, 1.0)
         start, stop = self.guidance_interval
         check(
             0.0 <= start <= stop <= 1.0,
@@ -177,6 +209,8 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             f"noise_source is {str(source)[:40]!r}; give {' or '.join(NOISE_SOURCES)}, or leave it out.",
             "noise_source",
         )
+        check_loras(self.loras)
+        check_controls(self.controlnets)
 
 
 class RewriteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -202,6 +236,12 @@ class RewriteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check_chars(self.system or "", MAX_PROMPT_CHARS, "system")
 
 
+def check_priority(priority: str) -> None:
+    """InvalidRequest for a priority that is none."""
+    said = f"priority is {priority[:40]!r}; give {' or '.join(PRIORITIES)}, or leave it out."
+    check(priority in PRIORITIES, said, "priority")
+
+
 def new_request_id(kind: str = "img") -> str:
     """A fresh request id: ``kind``, which is img, txt or rwt, and 24 hexadecimal digits."""
     return f"{kind}-{uuid.uuid4().hex[:24]}"
@@ -216,7 +256,7 @@ class Asks(Generic[E]):
 
     @property
     def kind(self) -> str:
-        """The tag with which it travels, and by which the metrics name it: "image", "text" or "rewrite"."""
+        """The tag with which it travels, and by which metrics name it: "image", "text", "rewrite" or "embedding"."""
         return str(type(self).__struct_config__.tag)  # type: ignore[attr-defined]  # a Struct's
 
 
@@ -227,13 +267,24 @@ class GenerationRequest(
 
     width_px, height_px   multiples of the model's VAE factor (checked at submit); ``None``: the model's native size
     num_images            image i is the picture that seed + i gives alone
+    best_of               so many are painted, and the ``num_images`` with the highest scores are delivered, the best
+                          first; ``None``: none are chosen from
     seed                  ``None``: drawn at submit and reported back
     init_image            start from this picture (image-to-image), resized by the caller to width x height
     mask_image            one channel, 255 = repaint here (inpainting); needs ``init_image``
+    control_images        of the ControlNets of ``diffusion``, in turn: what each goes by, resized as an init image is
     preview_every         a Preview event each so many steps; 0: none
     rewriting             have the prompt rewritten first; ``None``: paint it as it is
     deadline_s            seconds after submit at which the work is given up
+    refuses_late          whether it is refused at once where it is foreseen to be done later than that
+    priority              "batch" gets what "interactive" leaves, and a tenth of the work whatever that leaves
+    model                 the name of the model that paints, where several are served; "": the first of them
     client                whose request it is, by any name: clients share the engine fairly; told to nobody
+    share                 how many times as much its client gets as others do, while they all want some
+    encodings             of its texts, where another process has encoded them (see ``stage_types``)
+
+    Adapters that the prompt asks for (``loras.read_tags``) are moved from there to ``diffusion``, and digests of
+    ``control_images`` are put there.
     """
 
     prompt: str
@@ -241,29 +292,48 @@ class GenerationRequest(
     width_px: int | None = None
     height_px: int | None = None
     num_images: int = 1
+    best_of: int | None = None
     seed: int | None = None
     diffusion: DiffusionParams = DiffusionParams()
     init_image: Picture | None = None
     mask_image: Picture | None = None
+    control_images: tuple[Picture, ...] = ()
     preview_every: int = 0
     return_latents: bool = False
     rewriting: RewriteOptions | None = None
     deadline_s: float | None = None
+    refuses_late: bool = True
+    priority: Priority = "interactive"
+    model: str = ""
     client: str = ""
+    share: float = 1.0
+    encodings: Encodings | None = None
     request_id: str = msgspec.field(default_factory=new_request_id)
 
     def __post_init__(self) -> None:
-        check(bool(self.prompt.strip()), "the prompt is empty; say what to paint.", "prompt", "empty_prompt")
+        prompt, loras = read_tags(self.prompt)
+        if loras:
+            msgspec.structs.force_setattr(self, "prompt", prompt)
+            asked = msgspec.structs.replace(self.diffusion, loras=(*self.diffusion.loras, *loras))
+            msgspec.structs.force_setattr(self, "diffusion", asked)
+        self._digest_control_images()
+        has_any = bool(self.prompt.strip()) or self.init_image is not None
+        check(has_any, "the prompt is empty; say what to paint.", "prompt", "empty_prompt")
         for name, text in (("prompt", self.prompt), ("negative_prompt", self.negative_prompt)):
             check_chars(text, MAX_PROMPT_CHARS, name)
         for name, size in (("width", self.width_px), ("height", self.height_px)):
             check(size is None or size > 0, f"{name} is {size} px; it must be positive.", "size", "invalid_size")
         check_num(self.num_images, MAX_IMAGES, "images")
-        most = MAX_SEED + 1 - self.num_images
+        best = f"best_of is {str(self.best_of)[:40]}; paint at least the {self.num_images} that are kept, at most "
+        is_fine = self.best_of is None or self.num_images <= self.best_of <= MAX_IMAGES
+        check(is_fine, f"{best}{MAX_IMAGES}.", "best_of")
+        further = self.num_painted - 1
+        most = MAX_SEED - further
         check(
             self.seed is None or 0 <= self.seed <= most,
             f"seed is {self.seed}; it must lie between 0 and {most}"
-            f"{f', for the last of {self.num_images} images has {self.num_images - 1} more' * (self.num_images > 1)}.",
+            f"{f', for the last of {self.num_painted} images has {further} more' * (further > 0)},"
+            " or be left out to be drawn.",
             "seed",
         )
         check(self.preview_every >= 0, f"preview_every is {self.preview_every}; 0 or more.", "preview_every")
@@ -273,6 +343,28 @@ class GenerationRequest(
             "mask",
         )
         check_deadline(self.deadline_s)
+        check_share(self.share)
+        check_priority(self.priority)
+
+    def _digest_control_images(self) -> None:
+        """Tell each ControlNet of which picture it is, unless it knows: a resized one keeps the digest it came with."""
+        asked, pictures = self.diffusion.controlnets, self.control_images
+        said = f"{len(asked)} ControlNets are asked for with {len(pictures)} pictures; give each of them one."
+        check(len(asked) == len(pictures), said, "controlnets")
+        if all(control.image for control in asked):
+            return
+        told = tuple(
+            control
+            if control.image
+            else msgspec.structs.replace(control, image=digest_of(picture.width_px, picture.height_px, picture.data))
+            for control, picture in zip(asked, pictures, strict=True)
+        )
+        msgspec.structs.force_setattr(self, "diffusion", msgspec.structs.replace(self.diffusion, controlnets=told))
+
+    @property
+    def num_painted(self) -> int:
+        """Pictures that are painted, whether they are kept or not."""
+        return self.best_of or self.num_images
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
@@ -299,12 +391,18 @@ class DenoisingRecipe(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int
     guidance_scale: float
     guidance_interval: tuple[float, float] = FULL_INTERVAL
+    clip_skip: int = 1
+    guidance_rescale: float = 0.0
     cache_interval: int = 1
     token_merging: float = 0.0
     similarity_threshold: float | None = None
     noise_source: NoiseSource = "cpu"
+    micro_conditioning: MicroConditioning | None = None
     eta: float
     strength: float | None = None
+    loras: tuple[Lora, ...] = ()
+    controlnets: tuple[Control, ...] = ()
+    switch_at: float | None = None
 
     def recipe(self) -> dict[str, Any]:
         """The fields of a recipe alone, by name."""
@@ -319,6 +417,12 @@ class ImageResult(DenoisingRecipe, frozen=True, kw_only=True):
     the picture was known ("hit"), or painted for an equal request ("shared"); then nothing was computed for this one.
     ``similarity``: of the prompt whose latents it began from, ``None`` where it began from noise; then the first
     ``skipped_steps`` of its ``num_steps`` were left out, and it repeats itself only while those latents are kept.
+    ``lora_digests``, ``word_digests``: SHA-256 of the files of its adapters and learnt words, by their names.
+    ``refiner``: name and digest of the model that painted the last steps, "" where none did. ``score``: by which it was
+    chosen from several (``best_of``); then ``image_index`` is its rank, and the first of them tells how many others
+    were painted and not kept, ``num_discarded``, and with how many rows, ``discarded_evaluations``. ``device_s``: its
+    share of the seconds of the ticks that it took part in; those of all images, ``discarded_device_s`` among them, add
+    up to the time in which the engine was busy.
     """
 
     request_id: str
@@ -337,6 +441,14 @@ class ImageResult(DenoisingRecipe, frozen=True, kw_only=True):
     cached: Literal["hit", "shared"] | None = None
     similarity: float | None = None
     skipped_steps: int = 0
+    lora_digests: dict[str, str] = {}
+    word_digests: dict[str, str] = {}
+    refiner: str = ""
+    score: float | None = None
+    num_discarded: int = 0
+    discarded_evaluations: int = 0
+    device_s: float = 0.0
+    discarded_device_s: float = 0.0
 
     @property
     def pixels(self) -> NDArray[np.uint8]:
@@ -352,13 +464,15 @@ class ImageResult(DenoisingRecipe, frozen=True, kw_only=True):
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The request is in the queue; ``seed`` is the one that will be used for image 0."""
+    """The request is in the queue; ``seed`` is the one that will be used for image 0. ``num_images`` are painted, the
+    last in about ``seconds_left``, ``None`` where that is not known."""
 
     request_id: str
     seed: int
     num_images: int
     queue_position: int
     warnings: tuple[str, ...] = ()
+    seconds_left: float | None = None
 
 
 class Queued(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -366,10 +480,12 @@ class Queued(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     request_id: str
     queue_position: int
+    seconds_left: float | None = None
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """``step_index`` of ``num_steps`` steps of image ``image_index`` are done."""
+    """``step_index`` of ``num_steps`` steps of image ``image_index`` are done; it is a picture in about
+    ``seconds_left``, with all that is queued now and nothing that comes later."""
 
     request_id: str
     image_index: int
@@ -438,8 +554,16 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     world         of a model that knows a closed one: what it can paint, and its words
     other_aspects what becomes of a picture of another aspect than the good sizes have: see :class:`ModelProfile`
     fewest_steps  from how many steps on each sampler paints right, where that was measured
+    learnt_words  that were read from ``ModelProfile.embeddings_dir``, by their names in small letters
+    has_size_conditioning  whether its UNet is told sizes (SDXL)
+    most_clip_skip   the largest ``clip_skip``, which leaves its smallest text encoder one layer
+    embeds_guidance  whether the UNet is told guidance as a vector, and no image has an unconditional row
     shallow_share work of a row of the UNet's shallow part (``cache_interval``) over that of a whole one; ``None`` for a
                   UNet that cannot be split so
+    lora_dirs     folders of adapters that requests may name: the profile's ``lora_dir``, and the model's own
+    controlnet_dir  see :class:`ModelProfile`
+    refiner       name and digest of the model that may take over for the last steps; "": there is none
+    scorer        what chooses pictures (``GenerationRequest.best_of``), "checker" or a model's name; "": nothing does
     """
 
     model_id: str
@@ -466,6 +590,28 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     other_aspects: OtherAspects = "paint"
     fewest_steps: FewestSteps | None = None
     shallow_share: float | None = None
+    embeds_guidance: bool = False
+    most_clip_skip: int = 1
+    has_size_conditioning: bool = False
+    learnt_words: tuple[str, ...] = ()
+    lora_dirs: tuple[str, ...] = ()
+    controlnet_dir: str = ""
+    refiner: str = ""
+    scorer: str = ""
+
+
+class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that requests may name.
+
+    info       what it can do: as its files say until it has been loaded once, ``None`` where they say nothing usable
+    is_loaded  whether it paints at once; else it is loaded for the first request
+    problem    why it cannot be loaded, "" where nothing is known to be wrong
+    """
+
+    name: str
+    info: ModelInfo | None
+    is_loaded: bool
+    problem: str = ""
 
 
 class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -476,13 +622,26 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                      int8_static, float8
     vae_dtype        "auto": as ``dtype`` computes, but float32 where the VAE is known to overflow in float16 (SDXL's);
                      or float32, bfloat16, float16
+    vae              "": the model's own; else what is read instead: a directory as diffusers writes a VAE or a whole
+                     model, or a file that is a VAE
+    text_encoder     the same of the text encoder and its tokenizer, directories only; SDXL's two are named by a whole
+                     model's
+    embeddings_dir   folder of learnt words (textual inversion), as A1111 and diffusers write them; empty: none
     good_sizes       (width, height) in pixels that the model does well; the first is native; empty: the model's own
                      training size (``sample_size`` in its UNet's configuration)
     max_side_px      longest side that is painted directly
     other_aspects    of another aspect than the good sizes have: "paint", at the nearest size of that aspect, or "pad",
                      painted at the nearest good size, whose edges then go on to the sides
     sampler          any name a request may use; a sigma schedule may follow it ("DPM++ 2M Karras")
+    spacing          as in :class:`DiffusionParams`, or "auto": what the model's scheduler configuration says, else the
+                     own one of each sampler's class in diffusers (euler: linspace; ddim: leading)
     probe            at load, have the model denoise a known picture, and refuse it where it answers as another kind
+    lora_dir         a folder of adapters that requests may name, safetensors files, looked at anew each time; "": none
+    controlnet_dir   the same of ControlNets, directories as diffusers writes them, or one such directory
+    refiner          a model that takes over for the last steps of who asks for it (``DiffusionParams.switch_at``), a
+                     directory or a single file; SDXL's refiner, or any of the same latents and noise; "": none
+    scorer           what chooses the best of several pictures: "checker", which knows the embedded model's world, or
+                     the directory of a CLIP model, trained on pictures and texts, or on choices; "": nothing
     """
 
     model_id: str
@@ -498,10 +657,20 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     other_aspects: OtherAspects = "paint"
     probe: bool = True
     vae_dtype: str = "auto"
+    vae: str = ""
+    text_encoder: str = ""
+    embeddings_dir: str = ""
+    lora_dir: str = ""
+    controlnet_dir: str = ""
+    refiner: str = ""
+    scorer: str = ""
 
     @property
     def diffusion(self) -> DiffusionParams:
         """The profile's defaults as :class:`DiffusionParams`."""
         return DiffusionParams(
-            sampler=self.sampler, num_steps=self.num_steps, spacing=self.spacing, guidance_scale=self.guidance_scale
+            sampler=self.sampler,
+            num_steps=self.num_steps,
+            spacing=None if self.spacing == AUTO_SPACING else self.spacing,
+            guidance_scale=self.guidance_scale,
         )

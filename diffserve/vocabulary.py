@@ -43,6 +43,11 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Those of ``prompt`` that the model was never taught."""
         return unknown_words(prompt, self.words)
 
+    def learning(self, names: Iterable[str]) -> Vocabulary:
+        """The same with the words of ``names``, which were learnt besides."""
+        learnt = (word for name in names for word in _WORD.findall(name.lower()))
+        return msgspec.structs.replace(self, words=tuple(dict.fromkeys((*self.words, *learnt))))
+
 
 def unknown_words(prompt: str, words: Iterable[str]) -> tuple[str, ...]:
     """The words of ``prompt``, in lower case and each once, that are not among ``words``; an emoji is a word."""

@@ -56,6 +56,8 @@ _NEUTRAL: Final = {
 }  # fmt: skip
 """Parameters that are honoured, or that belong to a sampler and leave what the network was trained for as it is."""
 
+_SPACINGS: Final = ("leading", "linspace", "trailing")
+
 _ONE_VALUE: Final[Mapping[str, tuple[Any, str]]] = {
     "use_flow_sigmas": (False, "it makes a flow-matching model of it"),
     "use_dynamic_shifting": (False, "only flow-matching models shift their sigmas"),
@@ -84,6 +86,9 @@ def check_formulation(config: Mapping[str, Any]) -> None:
     name = config.get("_class_name", DISCRETE_CLASSES[0])
     if name not in SERVED_CLASSES:
         raise UnsupportedOption(_what_it_is(str(name)))
+    if config.get("timestep_spacing") not in (None, *_SPACINGS):
+        known = ", ".join(_SPACINGS)
+        raise UnsupportedOption(f"timestep_spacing is {config['timestep_spacing']!r}; diffusers knows {known}.")
     for option, (only, why) in _ONE_VALUE.items():
         if config.get(option, only) not in (only, None):
             raise UnsupportedOption(f"{option} is {config[option]!r}: {why}; only {only!r} is served.")

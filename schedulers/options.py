@@ -105,7 +105,7 @@ class TableOptions:
             raise UnsupportedOption(f"solver_order is {config['solver_order']}; {name} offers 2 only.")
         return cls(
             sampler=name,
-            spacing=str(config.get("timestep_spacing", SAMPLERS[name].default_spacing)),
+            spacing=str(config.get("timestep_spacing") or SAMPLERS[name].default_spacing),
             sigma_schedule=named_schedule or _sigma_schedule(config),
             steps_offset=int(config.get("steps_offset", 0)),
             set_alpha_to_one=bool(config.get("set_alpha_to_one", name != "plms")),

@@ -39,6 +39,13 @@ def guide(uncond: Tensor, cond: Tensor, scale: Tensor) -> Tensor:
     return uncond + scale.reshape(-1, 1, 1, 1) * (cond - uncond)
 
 
+def rescale_guided(guided: Tensor, cond: Tensor, share: float) -> Tensor:
+    """``share`` of the way from ``guided`` to what has the standard deviation of ``cond``, for one latent (C, h, w):
+    strong guidance burns pictures out otherwise, most of all at zero terminal SNR. Lin et al. 2023, arXiv 2305.08891,
+    section 3.4."""
+    return share * (guided * (cond.std() / guided.std())) + (1.0 - share) * guided
+
+
 def advance(
     x: Tensor, model_output: Tensor, history: Tensor, noise: Tensor, rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,23 +1,33 @@
 """Fixtures that several rooms share: tiny models on disk, and servers for all tests that only talk to them, each built
-or started once a session. Tests that break or stop a server start their own."""
+or started once a session (by one worker: see the scheduler here). Tests that break or stop a server start their own."""
 
 from __future__ import annotations
 
 import atexit
+import functools
+import gc
 import os
+import re
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from tests.service.server import RunningServer
 
+SHARED = {
+    "a cluster": re.compile(r"^def test_\w+\(\s*cluster: ", re.MULTILINE),
+    "the page": re.compile(r"\bpage_server: |^def test_\w+\([^)]*\bvisit: ", re.MULTILINE),
+    "servers": re.compile(r"\btext_server: |^def test_\w+\([^)]*\bserver: ", re.MULTILINE),
+}
 SERVER_CONFIG = '[model]\ndtype = "float32"\n[engine]\nmax_rows = 8\nlatent_cache_bytes = 1000000\n'
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that puts us behind keeps it from us
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the core to the other worker
@@ -26,6 +36,52 @@ os.environ.setdefault("MPLCONFIGDIR", str(CACHES / "matplotlib"))  # its list of
 if "PYTEST_XDIST_WORKER" not in os.environ:  # nothing is known from an earlier run; what one worker measured, to all
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="diffserve-tests-")
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+else:  # a worker imports every test file, and with them these libraries, which would read their own sources for seconds
+    from diffserve.runtime.loading.library_imports import one_scan
+    from ui.mounting import without_interface_files
+
+    with one_scan():
+        import transformers.models  # noqa: F401
+    with without_interface_files():
+        import ui.page  # noqa: F401
+    gc.disable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long begins first, so that in the end no worker waits for another: what many share, then what is
+    killed and begun anew, and what is compiled."""
+    dear = {item.path for item in items if item.get_closest_marker("chaos") or item.path.name == "test_compiled.py"}
+    items.sort(key=lambda item: 0 if _shared_by(item.path) else 1 if item.path in dear else 2)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays for good: it is not looked through for garbage, neither while it comes nor later."""
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file is one worker's, as with ``--dist loadfile``; and so are all files that ask for a shared server, and all
+    that ask for the page or a browser, so that each of these is started once, and not once for every worker."""
+    from xdist.scheduler import LoadFileScheduling
+
+    scheduling = LoadFileScheduling(config, log)
+    file_of = scheduling._split_scope
+
+    def scope_of(nodeid: str) -> str:
+        file: str = file_of(nodeid)
+        return _shared_by(config.rootpath / file) or file
+
+    scheduling._split_scope = scope_of
+    return scheduling
+
+
+@functools.cache
+def _shared_by(file: Path) -> str:
+    """What tests in ``file`` share with others; empty where they share nothing."""
+    text = file.read_text(encoding="utf-8")
+    return next((what for what, asked in SHARED.items() if asked.search(text)), "")
 
 
 @pytest.fixture(scope="session")
@@ -46,11 +102,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 def unharmed(server: RunningServer) -> Iterator[RunningServer]:
     """``server`` for a test, after which it is alive and idle, and has answered everybody all the time."""
-    num_stalls = server.num_stalls()
+    num_stalls = server.num_stalls(over_s=0.5)  # of what others on the machine hold back, some is taken for its own
     yield server
     server.wait_until_ready()
     server.wait_until_idle()
-    assert server.num_stalls() == num_stalls, "something kept the event loop for longer than 250 ms"
+    assert server.num_stalls(over_s=0.5) == num_stalls, "something kept the event loop for longer than 500 ms"
 
 
 @pytest.fixture(scope="session")
@@ -97,7 +153,9 @@ def shared_page_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
     """A ready server of the embedded model and its rewriter, with the page at ``/``."""
     from tests.service.server import START_S, running_server, wait_for
 
-    with running_server(Path("embedded"), tmp_path_factory.mktemp("page-server"), page=True) as server:
+    grace = {"DIFFSERVE_SERVE_PAGE_GRACE_S": "12"}  # time enough to come back, on a busy machine, too
+    folder = tmp_path_factory.mktemp("page-server")
+    with running_server(Path("embedded"), folder, page=True, env=grace) as server:
         server.wait_until_ready()
         wait_for(lambda: server.status("/config") == 200, START_S, "the page")
         yield server

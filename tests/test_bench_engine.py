@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.report import summary
 from benchmarks.workload import GUIDANCE, RUNGS, SAMPLERS, STEPS, batches, kinds, shuffled
@@ -49,7 +51,16 @@ def test_a_summary_is_median_least_and_most() -> None:
 
 
 @pytest.mark.slow
-def test_a_small_run_has_every_arm_and_ratios_of_pairs(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_small_run_has_every_arm_and_ratios_of_pairs(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    translate = torch.compile
+
+    def traced(function: Any, options: dict[str, Any], **asked: Any) -> Any:
+        assert options == {"freezing": True}
+        return translate(function, backend="eager", **asked)  # without the minute that Inductor's C++ takes
+
+    monkeypatch.setattr(torch, "compile", traced)
     options = [
         "--model",
         tiny_model(ONE_LEVEL),

@@ -13,7 +13,7 @@ from benchmarks import gpu_suite
 from tests.benches import run_bench
 from tests.tiny_models import ONE_LEVEL
 
-POINTS = ["load", "warm-up", "D1 cost curve", "D4 +guidance", "D9 exactness", "D8 memory"]
+POINTS = ["load", "warm-up", "D1 cost curve", "D4 +guidance", "D9 exactness", "D3 served", "D8 memory"]
 
 
 @pytest.mark.slow
@@ -25,7 +25,23 @@ def test_the_dry_run_makes_every_point(tiny_model: Callable[[str], Path], tmp_pa
     assert list(points) == POINTS
     assert points["D9 exactness"]["found"]["bytes_equal_to_solo_run"] == 2
     assert points["D9 exactness"]["found"]["max_latent_error_against_diffusers"] < 1e-3
+    served = points["D3 served"]["found"]
+    assert served["images"] == 3
+    assert 0.0 < served["p50_s"] <= served["p99_s"]
     assert [point["rows"] for point in points["D1 cost curve"]["found"]["points"]] == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_precision_that_diffusers_has_not_is_measured_alone(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    suite = gpu_suite.Suite(tmp_path / "suite.json", 600.0, "cpu")
+    gpu_suite.measure_alone(suite, str(tiny_model(ONE_LEVEL)), "cpu", "float32", quick=True)
+    points = json.loads((tmp_path / "suite.json").read_text(encoding="utf-8"))["points"]
+    assert [point["point"].partition(": ")[2] for point in points] == [
+        "load", "warm-up", "D1 cost curve", "D3 served", "D8 memory",
+    ]  # fmt: skip
+    assert [point.get("error") for point in points] == [None] * 5
 
 
 def test_without_a_gpu_nothing_is_measured_and_nothing_claimed(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +18,7 @@ import pytest
 from PIL import Image
 
 from diffserve.cli import main
-from diffserve.cli.outputs import name_after, plan_outputs
+from diffserve.cli.outputs import name_after, plan_outputs, write_output
 from diffserve.errors import InvalidRequest
 from diffserve.images import read_infotext
 
@@ -91,12 +94,24 @@ def test_nothing_to_do_is_answered_with_the_help(run: Run) -> None:
         (["generate", "a fox", "--guidance", "99"], "guidance_scale is 99.0; it must lie between 0 and 30."),
         (["generate", "a fox", "--eta", "2"], "eta is 2.0; it must lie between 0 and 1."),
         (["generate", "a fox", "--similarity-threshold", "2"], "similarity_threshold is 2.0; give a number"),
+        (["generate", "a fox", "--lora", "ink:x"], "a LoRA is given as 'ink:x'; write NAME or NAME:SCALE"),
+        (
+            ["generate", "a fox", "--lora-dir", "/no/such"],
+            "--lora-dir: lora_dir is '/no/such'; there is no such folder",
+        ),
+        (["generate", "a fox", "--controlnet", "edges"], "a ControlNet is given as 'edges'; write NAME:IMAGE"),
+        (
+            ["generate", "a fox", "--controlnet", "edges:a.png:1:canny:0.8-0.2"],
+            "at work from 0.8 to 0.2; give two shares",
+        ),
+        (["generate", "a fox", "--controlnet", "edges:/no/such.png"], "cannot read --controlnet edges '/no/such.png'"),
         (["generate", "a fox", "--noise-source", "gpu"], "noise_source is 'gpu'; give cpu or device"),
         (["generate", "a fox", "--strength", "0.5"], "--strength is 0.5 without --init"),
         (["generate", "a fox", "-o", f"{300 * 'x'}.png"], "File name too long"),
         (["generate", "a fox", "--model", 300 * "x"], "File name too long"),
         (["generate", "a fox", "--seed", "-2"], "seed is -2; it must lie between 0"),
         (["generate", "a fox", "-n", "0"], "n is 0; ask for 1 to 10 images"),
+        (["generate", "a fox", "-n", "0", "--server", "http://127.0.0.1:9"], "n is 0; ask for 1 to 10 images"),
         (["generate", "a fox", "--size", "big"], "size is 'big'; write it as WIDTHxHEIGHT"),
         (["generate", "a fox", "--model", "/no/such/model"], "/no/such/model"),
         (["generate", "a fox", "--config", "/no/such.toml"], "cannot read the configuration '/no/such.toml'"),
@@ -211,6 +226,31 @@ def test_quality_is_so_many_steps(run: Run, model: Path) -> None:
         assert f" {steps} of " in outcome.out, outcome.err
 
 
+def test_files_say_what_made_them_and_the_command_reads_it(run: Run, model: Path, tmp_path: Path) -> None:
+    few = ("--model", model, "--steps", "1", "--size", "64x64", "--seed", "1")
+    run("generate", "a red fox", "-o", "bare.png", "--no-watermark", *few)
+    edited = run("generate", "a red fox", "-o", "edited.webp", "--init", "bare.png", "--strength", "1", *few)
+    assert edited.code == 0, edited.err
+    Image.open("bare.png").save("copy.jpg", quality=90)
+    told = run("verify", "bare.png", "edited.webp")
+    assert told.code == 0
+    assert told.out.splitlines()[0] == "bare.png  painted by a machine: XMP says trainedAlgorithmicMedia"
+    said = r"edited\.webp  .*: XMP says compositeWithTrainedAlgorithmicMedia; its watermark says composite \(\d+ %\)"
+    assert re.fullmatch(said, told.out.splitlines()[1])
+    lost = run("verify", "copy.jpg", "--json")
+    assert (lost.code, json.loads(lost.out)["is_generated"]) == (1, False)
+    assert run("verify", "nowhere.png").err == "diffserve: cannot read 'nowhere.png': No such file or directory.\n"
+    some = run("verify", _written("serve.toml"), "bare.png", "nowhere.png")
+    assert (some.code, some.out) == (2, told.out.splitlines()[0] + "\n"), "what can be read is told of"
+    assert "'serve.toml' is not a PNG, JPEG or WebP file" in some.err
+    assert "cannot read 'nowhere.png'" in some.err
+
+
+def _written(name: str) -> str:
+    Path(name).write_text("[serve]")
+    return name
+
+
 @pytest.mark.slow
 def test_words_that_the_embedded_model_does_not_know_are_named_with_a_command_that_helps(run: Run) -> None:
     wish = ("generate", "an astronaut riding a horse", "--negative", "a 🦊 and a wolf")
@@ -312,7 +352,7 @@ def test_large_init_picture_is_refused_with_the_way_out(run: Run, model: Path, t
     outcome = run("generate", "a dog", "--model", model, "--init", "wide.png")
     assert (outcome.code, outcome.out) == (2, "")
     assert "of --init, the size is 4000x30; " in outcome.err
-    assert outcome.err.endswith(" Give --size.\n")
+    assert outcome.err.endswith(" Give another size.\n")
 
 
 def test_doctor_tells_device_model_memory_and_origins(run: Run, model: Path, tmp_path: Path) -> None:
@@ -356,6 +396,20 @@ def test_prompt_names_the_file_when_nothing_else_does(tmp_path: Path) -> None:
     assert name_after("***") == "picture.png"
     assert len(name_after("very " * 100)) <= 52
     assert plan_outputs(tmp_path, "a fox", 1, overwrite=False) == [tmp_path / "a-fox.png"]
+
+
+def test_files_that_threads_write_at_once_are_each_their_own(tmp_path: Path) -> None:
+    start = threading.Barrier(8)
+
+    def write(number: int) -> None:
+        start.wait()
+        for again in range(50):
+            write_output(tmp_path / f"{number}-{again}.png", bytes([number]) * 4096)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(8)))
+    assert len(list(tmp_path.iterdir())) == 400
+    assert all(set(path.read_bytes()) == {int(path.name[0])} for path in tmp_path.glob("*.png"))
 
 
 def test_next_free_numbers_are_taken(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_auto_stays_auto_where_it_means_measure_it_and_is_none_for_a_number() ->
         ("[serve]\nmax_size_px = 8\n", "max_size_px is 8; it must be 64 or more."),
         ("[serve]\nrequest_timeout_s = inf\n", "request_timeout_s is inf"),
         ("[model]\nsampler = 'eular'\n", "'eular'"),
-        ("[model]\nspacing = 'wide'\n", "spacing is 'wide'; choose one of leading, linspace, quadratic, trailing."),
+        ("[model]\nspacing = 'wide'\n", "spacing is 'wide'; choose one of auto, leading, linspace, quadratic, "),
         ("[model]\ndtype = 'float6'\n", f"choose one of {', '.join(DTYPES)}."),
         ("[model]\nnum_steps = 0\n", "model.num_steps: num_steps is 0; ask for at least 1 step."),
         ("[model]\ngood_sizes = [[128]]\n", "model.good_sizes is [[128]]"),
@@ -209,6 +209,40 @@ def test_model_given_by_path_starts_from_the_profile_of_its_family(tmp_path: Pat
     assert settings.model.good_sizes[0] == (1024, 1024)
     assert settings.origins["model.path"] == "--model"
     assert settings.origins["model.guidance_scale"] == "configs/sdxl.toml"
+
+
+def test_further_models_are_named_and_have_what_the_first_was_given_on_purpose(tmp_path: Path) -> None:
+    path = diffusers_directory(tmp_path / "My Model", sample_size=128, is_sdxl=True)
+    file = user_file(
+        tmp_path,
+        f"[model]\ndtype = 'float32'\nnum_steps = 9\n[models]\nturbo = 'embedded-turbo'\n"
+        f"[models.photo]\npath = '{path}'\nguidance_scale = 2\n",
+    )
+    settings = load_settings(config=file, env={}, models=[str(path), "again=embedded"])
+    named = {one.model_id: one for one in settings.models}
+    assert list(named) == ["turbo", "photo", "my-model", "again"]
+    assert {one.dtype for one in named.values()} == {"float32"}
+    assert (settings.model.num_steps, named["again"].num_steps, named["turbo"].num_steps) == (9, 25, 4)
+    assert (named["photo"].path, named["photo"].guidance_scale) == (str(path), 2.0)
+    assert named["photo"].good_sizes[0] == (1024, 1024)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[models]\n'../x' = 'embedded'\n", "models.../x: a model's name is of letters"),
+        ("[models]\nx = 3\n", "models.x is 3; give a path, or a table"),
+        ("[models]\nx = '/nowhere'\n", "models.x: there is no model at '/nowhere'"),
+        ("[models]\nembedded = 'embedded-turbo'\n", "two models are called 'embedded'"),
+        ("[models.x]\npath = 'embedded'\nnum_step = 3\n", "models.x: unknown key num_step; did you mean num_steps?"),
+        ("[models.x]\npath = 'embedded'\nnum_steps = 0\n", "models.x: model.num_steps: num_steps is 0"),
+        ("models = 3\n", "models is 3; write it as a table"),
+    ],
+)
+def test_a_wrong_further_model_is_refused_with_its_name(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_settings(config=user_file(tmp_path, text), env={})
+    assert message in refused.value.message
 
 
 def test_model_directory_tells_its_own_size_and_spacing(tmp_path: Path) -> None:

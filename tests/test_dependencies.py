@@ -120,7 +120,9 @@ def paint_and_serve(commands: Path, folder: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         origin = f"http://127.0.0.1:{probe.getsockname()[1]}"
     with (folder / "serve.log").open("w") as log:
-        server = subprocess.Popen([commands / "diffserve", "serve", "--port", origin[-5:]], cwd=folder, stderr=log)
+        env = {**os.environ, "DIFFSERVE_SERVE_DATA_DIR": str(folder / "data")}
+        command = [str(commands / "diffserve"), "serve", "--port", origin[-5:]]
+        server = subprocess.Popen(command, cwd=folder, stderr=log, env=env)
         try:
             wait_until_ready(origin, server)
             assert b"gradio" in fetch(f"{origin}/")

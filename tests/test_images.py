@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageCms
 
 from diffserve import infotext
 from diffserve.errors import InvalidRequest
@@ -21,13 +21,16 @@ from diffserve.images import (
     ImageFormat,
     decode_image,
     decode_mask,
+    decode_with_mask,
     encode_image,
     image_format_of,
     read_infotext,
     resize,
+    thumbnail,
 )
 from diffserve.infotext import MAX_BYTES, SOFTWARE, parse_infotext, shorten, write_infotext
-from diffserve.types import ImageResult, Picture, Timings
+from diffserve.loras import Lora
+from diffserve.types import GenerationRequest, ImageResult, Picture, Timings
 
 FORMATS: tuple[ImageFormat, ...] = ("png", "jpeg", "webp")
 
@@ -89,6 +92,15 @@ def test_a_cache_interval_is_told_where_there_is_one() -> None:
     assert "Cache interval" not in write_infotext(result(), width_px=24, height_px=16)
 
 
+def test_adapters_are_told_in_the_prompt_as_other_tools_do_and_read_back() -> None:
+    loras = (Lora("ink"), Lora("fur v2", -0.35))
+    read = parse_infotext(write_infotext(result(loras=loras), width_px=24, height_px=16))
+    assert read.prompt.endswith(" <lora:ink:1> <lora:fur v2:-0.35>")
+    again = GenerationRequest(prompt=read.prompt)
+    assert (again.prompt, again.diffusion.loras) == (result().prompt, loras)
+    assert GenerationRequest(prompt="a <lora:ink>fox <loral:x>").prompt == "a fox <loral:x>"
+
+
 def test_what_a_picture_began_from_is_told_where_it_did() -> None:
     begun = result(token_merging=0.5, similarity_threshold=0.9, similarity=0.9712, skipped_steps=8)
     assert (
@@ -96,6 +108,14 @@ def test_what_a_picture_began_from_is_told_where_it_did() -> None:
         in write_infotext(begun, width_px=24, height_px=16)
     )
     assert "Similar" not in write_infotext(result(), width_px=24, height_px=16)
+
+
+def test_who_painted_the_end_and_what_a_picture_was_chosen_by_are_told_where_they_were() -> None:
+    refined = result(switch_at=0.75, refiner="xl-refiner [0123456789]", score=0.25)
+    assert "Refiner: xl-refiner [0123456789], Refiner switch at: 0.75, Score: 0.25, " in write_infotext(
+        refined, width_px=24, height_px=16
+    )
+    assert not {"Refiner", "Score"} & set(parse_infotext(write_infotext(result(), width_px=24, height_px=16)).fields)
 
 
 @pytest.mark.parametrize(("source", "label"), [("cpu", "CPU"), ("device", "NV")])
@@ -374,6 +394,54 @@ def test_sixteen_bits_of_grey_become_eight() -> None:
     assert decode_mask(file.getvalue()).array.tolist() == [[0, 0, 255, 255]]
 
 
+def red_profile() -> bytes:
+    """A colour profile like sRGB, but its red is what others call green: its primaries change places."""
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes().replace(b"sRGB", b"test")
+    profile = profile.replace("sRGB".encode("utf-16-be"), "test".encode("utf-16-be"))
+    return profile.replace(b"rXYZ", b"????").replace(b"gXYZ", b"rXYZ").replace(b"????", b"gXYZ")
+
+
+def test_colours_of_every_kind_become_srgb_and_animations_their_first_frame() -> None:
+    red = Image.new("RGB", (8, 4), (255, 0, 0))
+
+    def read(image: Image.Image, kind: str, **more: Any) -> list[int]:
+        file = BytesIO()
+        image.save(file, kind, **more)
+        return [int(level) for level in decode_image(file.getvalue()).array[0, 0]]
+
+    assert read(red.convert("CMYK"), "JPEG", quality=100) == pytest.approx([255, 0, 0], abs=3)
+    assert read(red.quantize(2), "PNG") == [255, 0, 0]
+    assert read(red.convert("1"), "PNG")[0] in (0, 255)
+    green = Image.new("RGB", (8, 4), (0, 255, 0))
+    for kind in ("PNG", "WEBP"):
+        lossless = {"lossless": True} if kind == "WEBP" else {}
+        assert read(red, kind, save_all=True, append_images=[green], **lossless) == [255, 0, 0]
+    assert read(red, "PNG", icc_profile=red_profile()) == pytest.approx([0, 255, 0], abs=3)
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    odd = Image.fromarray(np.random.default_rng(0).integers(0, 256, (4, 4, 3), dtype=np.uint8))
+    assert read(odd, "PNG", icc_profile=srgb) == np.asarray(odd)[0, 0].tolist(), "to the byte"
+    assert read(red, "PNG", icc_profile=b"no profile at all") == [255, 0, 0]
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    file = BytesIO()
+    Image.new("RGB", (8, 4)).save(file, "JPEG", exif=exif, icc_profile=red_profile())
+    assert decode_image(file.getvalue()).width_px == 4, "upright, whatever its profile"
+
+
+def test_transparent_places_are_a_mask_where_there_are_any() -> None:
+    pixels = np.full((2, 2, 4), 200, np.uint8)
+    pixels[0, 0, 3] = 0
+    file = BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    picture, mask = decode_with_mask(file.getvalue())
+    assert mask is not None
+    assert mask.array.tolist() == [[255, 0], [0, 0]]
+    assert picture.array[0, 0].tolist() == [255, 255, 255]
+    opaque = BytesIO()
+    Image.new("RGBA", (2, 2), (1, 2, 3, 255)).save(opaque, "PNG")
+    assert decode_with_mask(opaque.getvalue())[1] is None
+
+
 @pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF", "ICO", "PPM"])
 def test_other_kinds_of_file_are_refused(kind: str) -> None:
     file = BytesIO()
@@ -401,8 +469,9 @@ def test_damaged_files_are_refused_wherever_they_are_cut() -> None:
 def test_a_huge_size_is_refused_from_the_header(width: int, height: int) -> None:
     header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
     data = b"\x89PNG\r\n\x1a\n" + header + png_chunk(b"IDAT", zlib.compress(b"\0")) + png_chunk(b"IEND", b"")
-    with pytest.raises(InvalidRequest, match=r"too large|at most"):
+    with pytest.raises(InvalidRequest, match=r"at most 16777216 pixels are taken") as refused:
         decode_image(data)
+    assert refused.value.code == "image_too_large"
 
 
 def test_a_png_in_more_pieces_than_any_tool_makes_is_refused_at_once() -> None:
@@ -420,3 +489,17 @@ def test_a_text_chunk_that_inflates_is_refused() -> None:
     bomb = png_chunk(b"zTXt", b"parameters\0\0" + zlib.compress(b"a" * 10_000_000))
     with pytest.raises(InvalidRequest, match="damaged or too large"):
         decode_image(whole[:33] + bomb + whole[33:])
+
+
+@pytest.mark.parametrize(("size", "small"), [((640, 320), (256, 128)), ((30, 600), (13, 256)), ((72, 64), (72, 64))])
+def test_a_thumbnail_keeps_the_aspect_and_says_nothing_of_the_prompt(
+    size: tuple[int, int], small: tuple[int, int]
+) -> None:
+    array = np.zeros((size[1], size[0], 3), np.uint8)
+    array[:, : size[0] // 2] = 200
+    data = thumbnail(encode_image(Picture.from_array(array), infotext="a secret"), 256)
+    with Image.open(BytesIO(data)) as image:
+        assert (image.format, image.size) == ("WEBP", small)
+        left, right = (np.asarray(image.convert("RGB"))[:, column].mean() for column in (1, -2))
+    assert (abs(left - 200) < 4, right < 4) == (True, True)
+    assert read_infotext(data) is None

@@ -27,9 +27,13 @@ def ends() -> tuple[socket.socket, socket.socket]:
 
 
 def test_commands_arrive_whole_however_they_are_cut(ends: tuple[socket.socket, socket.socket]) -> None:
-    settings = load_settings(env={})
+    settings = load_settings(env={}, models=["embedded-turbo"])
     sent: list[ipc.Command] = [
         ipc.Load(model=settings.model, engine=settings.engine, text=settings.text, hang_after_s=60.0),
+        ipc.Load(
+            model=settings.model, engine=settings.engine, text=settings.text, hang_after_s=1.0, models=settings.models
+        ),
+        ipc.LookAgain(name="other"),
         ipc.Submit(request=GenerationRequest(prompt="a fox 🦊", init_image=PICTURE, seed=2**63 - 1)),
         ipc.Submit(request=GenerationRequest(prompt="a fox", rewriting=RewriteOptions(style="tags", force=True))),
         ipc.Submit(request=TextRequest(prompt="once 🦊", params=SamplingParams(stop=("\n",), logprobs=3))),
@@ -114,6 +118,16 @@ def test_a_text_request_is_checked_again_on_the_other_side(ends: tuple[socket.so
 def test_a_frame_that_announces_too_much_is_refused() -> None:
     with pytest.raises(ValueError, match="at most"):
         ipc.body_length(b"\xff\xff\xff\xff")
+    with pytest.raises(ValueError, match="at most"):
+        list(ipc.FrameReader().feed(b"\xff\xff\xff\xff"))
+
+
+@pytest.mark.parametrize("num_bytes", [1, 3, 7, 50, 10**6])
+def test_frames_are_whole_in_whatever_pieces_they_come(num_bytes: int) -> None:
+    sent = [Cancelled(request_id="a" * length) for length in (0, 1, 40)]
+    data, reader = b"".join(map(ipc.frame, sent)), ipc.FrameReader()
+    pieces = [data[at : at + num_bytes] for at in range(0, len(data), num_bytes)]
+    assert [ipc.decode_report(body) for piece in pieces for body in reader.feed(piece)] == sent
 
 
 def test_a_frame_cut_off_by_a_death_ends_the_commands(ends: tuple[socket.socket, socket.socket]) -> None:

@@ -16,7 +16,7 @@ import diffserve
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-EXTRAS = {"bench", "test", "dev"}
+EXTRAS = {"bench", "c2pa", "cluster", "mcp", "otel", "test", "dev"}
 WEIGHTS_LIMIT_BYTES = 60_000_000  # of all models together, in 16 bits
 
 

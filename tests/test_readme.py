@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import re
@@ -26,6 +27,12 @@ from tests.readme import README, ROOT, blocks, command
 from tests.service.server import RunningServer
 
 FRESH = "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt "
+PEAK = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+"""Runs a command, and tells in KiB how much memory it had at most."""
 
 
 def here(line: str) -> list[str]:
@@ -93,11 +100,12 @@ def test_second_command_is_one_line_from_nothing_to_passed_tests() -> None:
 
 
 @pytest.mark.slow
-def test_first_command_paints_the_fox_and_the_cactus(tmp_path: Path) -> None:
+def test_first_command_paints_the_fox_and_the_cactus_within_its_memory(tmp_path: Path) -> None:
     from diffserve.world.checker import read_picture
 
-    output = run(here(command("paint").split(" && ")[-1]), tmp_path)
+    output = run([sys.executable, "-c", PEAK, *here(command("paint").split(" && ")[-1])], tmp_path)
     assert output.startswith("fox.png  seed ")
+    assert int(output.split()[-1]) * 1024 <= 1.2e9
     with Image.open(tmp_path / "fox.png") as image:
         assert "parameters" in image.info
         reading = read_picture(np.asarray(image.convert("RGB")))
@@ -120,8 +128,9 @@ def test_command_line_examples_work_in_their_order(tmp_path: Path, monkeypatch: 
     long_runs = (" serve", " sweep ", "benchmarks/")
     lines = [line for line in other_commands() if not any(word in line for word in long_runs)]
     assert len(lines) == 4
-    monkeypatch.setenv("DIFFSERVE_MODEL_NUM_STEPS", "10")  # where a line says no number of its own
-    output = {line.split()[1]: run_command(line, tmp_path) for line in lines}
+    assert " --steps 10 " in lines[1]
+    monkeypatch.setenv("DIFFSERVE_MODEL_NUM_STEPS", "3")  # where a line says no number of its own
+    output = {line.split()[1]: run_command(line.replace("--steps 10", "--steps 2"), tmp_path) for line in lines}
     assert all(output.values())
     assert output["rewrite"] == "two dogs on the beach\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["crown-1.png", "crown-2.png", "owl.png"]
@@ -139,17 +148,22 @@ def test_benchmark_command_explains_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_python_examples_paint_what_they_say(tmp_path: Path) -> None:
+def test_python_examples_paint_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffserve.engine.image import engine
+
     files = {
         "readme-0": {"fox.png"},
         "readme-1": set(),
         "paint": {"a-penguin.png", "a-castle-at-night.png", "two-apples.png"},
-        "previews": {"fox.png", *(f"preview-{step:02d}.png" for step in (5, 10, 15, 20))},
+        "previews": {"fox.png", "preview-05.png"},
         "rewrite_and_paint": {"dogs.png"},
     }
     snippets = [block.text for block in blocks("python") if "127.0.0.1" not in block.text]
     for name in files:
         (tmp_path / name).mkdir()
+    monkeypatch.setenv("DIFFSERVE_MODEL_NUM_STEPS", "6")  # where an example says no number of its own
+    monkeypatch.setattr(engine, "load_settings", lambda *, model, env: load_settings(model=model))
+    monkeypatch.setattr(engine.Engine, "from_pretrained", functools.cache(engine.Engine.from_pretrained))
     said = {f"readme-{n}": run_snippet(text, tmp_path / f"readme-{n}") for n, text in enumerate(snippets)}
     examples = [name for name in files if name not in said]
     said |= {name: run_script(ROOT / "examples" / f"{name}.py", folder=tmp_path / name) for name in examples}

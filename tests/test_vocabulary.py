@@ -36,6 +36,12 @@ def test_words_that_were_never_taught_are_found(prompt: str, unknown: tuple[str,
     assert WORLD.unknown_words(prompt) == unknown
 
 
+def test_a_word_that_was_learnt_besides_is_known() -> None:
+    learnt = WORLD.learning(("easynegative", "<cat-toy>"))
+    assert learnt.unknown_words("a fox, EasyNegative, <cat-toy>, wolf") == ("wolf",)
+    assert learnt.objects == WORLD.objects
+
+
 def test_no_caption_holds_an_unknown_word() -> None:
     rng = random.Random(3)
     for scene in itertools.islice(scenes(3, held_out=True), 2000):

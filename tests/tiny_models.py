@@ -31,6 +31,7 @@ MERGES: Final = (
 )
 KINDS: Final = ("sd15", "sd2", "sdxl", "inpaint9")
 EMBEDDED: Final = "embedded"  # the layout of the model that ships inside: 8 latent channels, prompts of 30 tokens
+REFINER: Final = "refiner"  # SDXL's: of its two text encoders the second, the very same
 ONE_LEVEL: Final = "one-level"  # SD 1.x with as small a UNet as can have cross-attention, for compilers
 WINDOW: Final = 77
 EMBEDDED_WINDOW: Final = 32
@@ -115,6 +116,23 @@ def vae(**config: Any) -> Any:
     ).eval()
 
 
+def save_clip(directory: Path) -> Path:
+    """A random CLIP model of text and vision, as transformers writes it, which looks at 32 pixels squared."""
+    shared = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    size = len(vocabulary())
+    config = import_quietly("transformers", "CLIPConfig")(
+        text_config={**shared, "vocab_size": size, "bos_token_id": size - 2, "eos_token_id": size - 1},
+        vision_config={**shared, "image_size": 32, "patch_size": 8},
+        projection_dim=24,
+    )
+    torch.manual_seed(0)
+    with hushed("transformers"):
+        import_quietly("transformers", "CLIPModel")(config).save_pretrained(directory)
+        processor = import_quietly("transformers", "CLIPImageProcessorPil")
+        processor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}).save_pretrained(directory)
+    return write_tokenizer(directory)
+
+
 def unet(kind: str, *, context: int) -> Any:
     """A UNet of the family ``kind``; 8x8 latents are native, two levels the rule."""
     shared = {"layers_per_block": 1, "sample_size": 8, "cross_attention_dim": context, "norm_num_groups": 32}
@@ -153,6 +171,7 @@ def unet(kind: str, *, context: int) -> Any:
             "projection_class_embeddings_input_dim": 6 * 8 + 32,
         },
     }
+    own[REFINER] = {**own["sdxl"], "projection_class_embeddings_input_dim": 5 * 8 + 32}
     return import_quietly("diffusers", "UNet2DConditionModel")(**shared, **own[kind]).eval()
 
 
@@ -178,13 +197,18 @@ def build_pipeline(kind: str, workspace: Path, *, seed: int = 0) -> Any:
     parts: dict[str, Any] = {"scheduler": scheduler(kind)}
     window = EMBEDDED_WINDOW if kind == EMBEDDED else WINDOW
     parts["tokenizer"] = tokenizer(workspace / "tokenizer", pad="!" if kind == "sd2" else END, window=window)
-    if kind == "sdxl":
+    optional: dict[str, bool] = {}
+    if kind in ("sdxl", REFINER):
         parts["text_encoder"] = text_encoder(width=64)
         parts["text_encoder_2"] = text_encoder(width=64, layers=4, act="gelu", projection=32)
         parts["tokenizer_2"] = tokenizer(workspace / "tokenizer_2", pad="!")
-        parts["unet"] = unet(kind, context=128)
+        parts["unet"] = unet(kind, context=128 if kind == "sdxl" else 64)
         parts["vae"] = vae(scaling_factor=0.13025)
         name = "StableDiffusionXLPipeline"
+        if kind == REFINER:
+            parts |= {"text_encoder": None, "tokenizer": None}
+            optional = {"requires_aesthetics_score": True, "force_zeros_for_empty_prompt": False}
+            name = "StableDiffusionXLImg2ImgPipeline"
     else:
         parts["text_encoder"] = text_encoder(width=64, act="gelu" if kind == "sd2" else "quick_gelu", window=window)
         parts["unet"] = unet(kind, context=64)
@@ -192,7 +216,7 @@ def build_pipeline(kind: str, workspace: Path, *, seed: int = 0) -> Any:
         parts["vae"] = vae(**own) if kind == EMBEDDED else vae()
         parts |= {"safety_checker": None, "feature_extractor": None}
         name = "StableDiffusionInpaintPipeline" if kind == "inpaint9" else "StableDiffusionPipeline"
-    optional = {} if kind == "sdxl" else {"requires_safety_checker": False}
+        optional = {"requires_safety_checker": False}
     pipeline = import_quietly("diffusers", name)(**parts, **optional)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
@@ -202,4 +226,27 @@ def save_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
     """Build the pipeline of family ``kind`` and save it as a diffusers directory of safetensors."""
     with hushed("transformers", "diffusers"):
         build_pipeline(kind, directory.parent / f"{directory.name}-parts", seed=seed).save_pretrained(str(directory))
+    return directory
+
+
+def save_safety_checker(directory: Path, threshold: float) -> Path:
+    """Put a safety checker as Stable Diffusion's into ``directory``, with its feature extractor: cosines above
+    ``threshold`` are what nobody shall see."""
+    checker = import_quietly("diffusers.pipelines.stable_diffusion.safety_checker", "StableDiffusionSafetyChecker")
+    config, vision = import_quietly("transformers", "CLIPConfig"), import_quietly("transformers", "CLIPVisionConfig")
+    seen = vision(
+        hidden_size=32, intermediate_size=37, projection_dim=16, num_hidden_layers=1, num_attention_heads=2,
+        image_size=32, patch_size=8,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    made = checker(config(vision_config=seen.to_dict(), projection_dim=16))
+    with torch.no_grad():
+        for embeds in (made.concept_embeds, made.special_care_embeds):
+            embeds.copy_(torch.randn_like(embeds))
+        made.concept_embeds_weights.fill_(threshold)
+        made.special_care_embeds_weights.fill_(2.0)
+    made.save_pretrained(directory / "safety_checker")
+    processor = import_quietly("transformers", "CLIPImageProcessor")
+    size = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+    processor(**size).save_pretrained(directory / "feature_extractor")
     return directory

@@ -28,13 +28,13 @@ def create_page(url: str, *, server: Server | None = None) -> gr.Blocks:
     return create_page(url, server=server)
 
 
-def mount_page(app: Any, url: str) -> tuple[str, ...]:
+def mount_page(app: Any, url: str, grace_s: float | None = None) -> tuple[str, ...]:
     """Mount the page of the server at ``url`` at ``/`` of ``app``, a FastAPI application that serves nothing else.
 
     Returns the paths that the page needs (those that end in "/" or "=" stand for all below them), so that a caller can
     keep everything else away from it. ``app.router.lifespan_context`` has to be entered while it is served; leaving it
-    lets go of open pages.
+    lets go of open pages. A painting that nobody watches goes on for ``grace_s``.
     """
     from ui.mounting import mount_page
 
-    return mount_page(app, url)
+    return mount_page(app, url, grace_s)

@@ -16,7 +16,8 @@ EARLY = "The server is loading its models; painting begins by itself once they a
 
 LOST = "What was being painted was lost with the server; press Generate to paint it again."
 
-SHUT_OUT = "As much is waiting as the server takes; this is asked for again until there is room."
+SHUT_OUT = "this is asked for again until there is room."
+"""Behind what the server says: that its queue is full, or how often the visitor's own key may ask."""
 
 
 def caption_of(painting: Painting, num_waiting: int = 0, trouble: str | None = None) -> str:
@@ -34,8 +35,8 @@ def progress_text(painting: Painting) -> str:
     slowest, num_images = painting.slowest, painting.num_images
     if painting.is_early:
         return EARLY
-    if painting.is_shut_out:
-        return SHUT_OUT
+    if painting.shut_out:
+        return f"{painting.shut_out}; {SHUT_OUT}"
     if slowest is None and painting.num_finished == 0:
         ahead = painting.queue_position
         return f"place {ahead + 1} in the queue" if ahead else WAITING

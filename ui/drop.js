@@ -1,4 +1,5 @@
-// A picture that is dropped anywhere on the page is read for its settings, as if it had been chosen with the button.
+// A picture that is dropped anywhere on the page is read for its settings, and one on the panel for edits is edited, as if
+// it had been chosen with the button there.
 (() => {
   let depth = 0;
   const hasFiles = (event) => event.dataTransfer && [...event.dataTransfer.types].includes("Files");
@@ -15,8 +16,9 @@
     const [file] = event.dataTransfer.files;
     if (!file) return;
     diffserve.openTab("Create");
-    const input = document.querySelector("#read-parameters input[type=file], input[type=file]#read-parameters")
-      || document.querySelector("#create input[type=file]");
+    const name = event.target.closest && event.target.closest("#start") ? "start-choose" : "read-parameters";
+    const input = document.querySelector(`#${name} input[type=file], input[type=file]#${name}`)
+      || document.querySelector(`#${name}`)?.parentElement.querySelector("input[type=file]");
     if (!input) return;
     const chosen = new DataTransfer();
     chosen.items.add(file);

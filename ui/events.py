@@ -19,6 +19,13 @@ SILENT: Final[dict[str, Any]] = {"fn": None, "api_visibility": "private", "show_
 """Those that never leave the browser: JavaScript alone."""
 
 
+def shown_if(is_shown: bool) -> dict[str, Any]:
+    """The update of a button that another one takes the place of. It stays in the page: one that is made anew each time
+    comes late, and a click upon it may be lost."""
+    update: dict[str, Any] = gr.update(visible=True if is_shown else "hidden")
+    return update
+
+
 def keep_form(page: gr.Blocks, name: str, fields: Sequence[Any]) -> None:
     """Whatever stands in ``fields`` is there again after a reload; ``name`` tells one form of the page from another."""
     everything: list[Component] = list(fields)

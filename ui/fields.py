@@ -12,6 +12,21 @@ from diffserve.types import MAX_PROMPT_CHARS, MAX_SEED
 MAX_FIELD_CHARS: Final = 200
 """Of a field that holds a number or a name."""
 
+LABELS: Final = {
+    "eta": "Fresh noise",
+    "guidance_interval": "Guided part",
+    "cache_interval": "Whole network every",
+    "token_merging": "Merged tokens",
+    "similarity_threshold": "Similar enough",
+    "micro_conditioning": "Told sizes",
+    "guidance_rescale": "Rescaled guidance",
+    "clip_skip": "Clip skip",
+    "switch_at": "Refiner from",
+    "best_of": "Best of",
+}
+"""What the page calls the fields of a request that nobody who only paints has heard of."""
+
+KNOWN_BY: Final = re.compile(rf"(?:\bthe )?\b({'|'.join(LABELS)})\b", re.IGNORECASE)
 DASH: Final = re.compile(r"(?<![eE])-")
 """Between two numbers, not in the exponent of one: "1e-05-0.5"."""
 
@@ -30,6 +45,11 @@ def check_text(text: object, name: str, most: int = MAX_PROMPT_CHARS) -> None:
         )
 
 
+def as_labelled(text: str) -> str:
+    """``text`` with fields called as on the page."""
+    return KNOWN_BY.sub(lambda found: f"“{LABELS[found[1].lower()]}”", text)
+
+
 def read_number(text: str | None, name: str, most: float = math.inf) -> float | None:
     """The number from 0 to ``most`` in ``text``, ``None`` for an empty one. InvalidRequest for anything else."""
     text = (text or "").strip()
@@ -38,7 +58,7 @@ def read_number(text: str | None, name: str, most: float = math.inf) -> float | 
     except ValueError:
         value = math.nan
     if value is not None and not (math.isfinite(value) and 0 <= value <= most):
-        kind = f"a number from 0 to {most:g}" if math.isfinite(most) else "a number"
+        kind = f"a number from 0 to {most:g}" if math.isfinite(most) else "a number from 0 on"
         raise InvalidRequest(f"The {name} is {text[:40]!r}; give {kind}, or nothing for the model's own.", param=name)
     return value
 
@@ -53,8 +73,9 @@ def read_count(text: str | None, name: str, most: int) -> int | None:
     return None if value is None else int(value)
 
 
-def read_interval(text: str | None, name: str) -> tuple[float, float] | None:
-    """The two numbers from 0 to 1 in ``text`` ("0.2-0.8"), ``None`` for an empty one. InvalidRequest for others."""
+def read_interval(text: str | None, name: str, called: str) -> tuple[float, float] | None:
+    """The two numbers from 0 to 1 in ``text`` ("0.2-0.8"), ``None`` for an empty one. InvalidRequest for others, in
+    which the field ``name`` is ``called`` something."""
     if not (text or "").strip():
         return None
     try:
@@ -63,7 +84,7 @@ def read_interval(text: str | None, name: str) -> tuple[float, float] | None:
         first, last = math.nan, math.nan
     if not 0.0 <= first <= last <= 1.0:
         raise InvalidRequest(
-            f"The guided part is {(text or '')[:40]!r}; give two numbers from 0 to 1, such as 0.2-0.8, or nothing for "
+            f"The {called} is {(text or '')[:40]!r}; give two numbers from 0 to 1, such as 0.2-0.8, or nothing for "
             "all steps.",
             param=name,
         )

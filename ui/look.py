@@ -8,7 +8,7 @@ from typing import Final
 import gradio as gr
 
 STYLE: Final = Path(__file__).with_name("page.css")
-NAMES: Final = ("page", "memory", "keys", "drop", "palette", "lost")
+NAMES: Final = ("page", "memory", "keys", "drop", "palette", "mark", "lost")
 SCRIPTS: Final = tuple(Path(__file__).with_name(f"{name}.js") for name in NAMES)
 """In the order in which they are run."""
 FONTS: Final = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "sans-serif")
@@ -45,7 +45,7 @@ def theme() -> gr.themes.Base:
         button_primary_background_fill="*primary_700",
         button_primary_background_fill_hover="*primary_800",
         button_primary_background_fill_dark="*primary_700",
-        button_primary_background_fill_hover_dark="*primary_600",
+        button_primary_background_fill_hover_dark="*primary_800",
         button_primary_text_color="white",
         button_secondary_background_fill="white",
         button_secondary_background_fill_dark="*neutral_800",

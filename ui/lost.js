@@ -2,7 +2,8 @@
 // back. Gradio itself would notice only when it is asked for something, and from then on do nothing until it reloads the
 // page. The reload loses nothing (memory.js), and what was pressed meanwhile is done after it.
 (() => {
-  const BUSY_MS = 1000, IDLE_MS = 4000, PATIENCE_MS = 8000, AFTERWARDS_MS = 100, TRIES = 600;
+  const BUSY_MS = 1000, IDLE_MS = 4000, PATIENCE_MS = 8000, AFTERWARDS_MS = 100, TRIES = 600, MOST_PRESSES = 3;
+  const LOCKED = Symbol("a key is asked for");
   const PRESSED = "diffserve.pressed", LEFT = "diffserve.left";
   const KEPT = "What is here stays, and the page goes on by itself when the server is back.";
   const SHOWN = "What is painted stays until it is back, and then the page goes on by itself.";
@@ -17,7 +18,7 @@
       gone: `The server is gone. ${SHOWN}`, stopped: `Stopped: the server is gone. ${SHOWN}`,
     },
   };
-  let isLost = false, isLeaving = false, busy = {};
+  let isLost = false, isLeaving = false, isBack = false, busy = {};
 
   const part = (name) => document.getElementById(name);
   const isThere = (element) => element && !element.disabled && getComputedStyle(element).display !== "none";
@@ -32,6 +33,7 @@
     try {
       const base = window.location.href.split(/[?#]/)[0];
       const answer = await fetch(new URL("gradio_api/app_id", base), { signal: abort.signal, cache: "no-store" });
+      if (answer.status === 401) return LOCKED;
       return answer.ok ? (await answer.json()).app_id : null;
     } catch {
       return null;
@@ -89,6 +91,7 @@
   async function watch() {
     if (document.visibilityState === "visible" && window.gradio_config && !isLeaving) {
       const id = await appId();
+      if (id === LOCKED) return window.location.reload();  // where a key is asked for; a page that comes back has all it had
       if (id === null) { if (!isLost && !isLeaving) lose(); }
       else if (isLost || id !== appHere()) return window.location.reload();
       if (isLost) tell();
@@ -97,7 +100,8 @@
   }
   window.addEventListener("pagehide", () => {
     isLeaving = true;
-    keep(LEFT, { app: appHere(), isLost, busy: isLost ? busy : whoIsBusy() });
+    // A page that is left before it has its fields again has nothing of its own to say yet.
+    keep(LEFT, isBack ? { app: appHere(), isLost, busy: isLost ? busy : whoIsBusy() } : left);
   });
   window.addEventListener("pageshow", () => { isLeaving = false; });
   setTimeout(watch, IDLE_MS);
@@ -113,18 +117,28 @@
 
   // Called once the page has its fields again: what was pressed while the server was away.
   diffserve.goOn = () => {
-    const pressed = kept(PRESSED);
-    sessionStorage.removeItem(PRESSED);
-    for (const [name, button] of Object.entries(pressed)) if (name in TABS) clickSoon(button, TABS[name]);
+    isBack = true;
+    for (const [name, button] of Object.entries(kept(PRESSED))) if (name in TABS) pressSoon(name, button);
     return [];
   };
 
-  function clickSoon(name, tab) {
-    let tries = TRIES;
+  function done(name) {
+    const { [name]: _, ...others } = kept(PRESSED);
+    keep(PRESSED, others);
+  }
+
+  // Gradio may not listen yet to a button that it shows already: a press of which nothing comes is made again.
+  function pressSoon(name, button) {
+    const tab = TABS[name], isRunning = button === tab.run;
+    let tries = 0, pressed = 0, pressedAt = -PATIENCE_MS;
     const again = setInterval(() => {
-      if ((tries -= 1) < 0) return clearInterval(again);
-      if (isThere(part(name))) { clearInterval(again); part(name).click(); }
-      else if (name === tab.stop && isThere(part(tab.run)) && tries < TRIES - 50) clearInterval(again);
+      const waited = AFTERWARDS_MS * (tries += 1);
+      const isDone = isRunning ? pressed && isBusy(tab) : !isBusy(tab) && (pressed || waited > IDLE_MS);
+      if (isDone || tries > TRIES) { clearInterval(again); return done(name); }
+      if (!isThere(part(button)) || waited - pressedAt < PATIENCE_MS || pressed === MOST_PRESSES) return;
+      pressed += 1;
+      pressedAt = waited;
+      part(button).click();
     }, AFTERWARDS_MS);
   }
 })();

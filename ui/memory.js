@@ -75,7 +75,11 @@ window.diffserve = (() => {
     if (tab && tab.getAttribute("aria-selected") !== "true") tab.click();
     return [];
   }
+  function look(name) {  // on a phone it may lie above what is seen
+    document.getElementById(name)?.scrollIntoView({ block: "nearest" });
+    return [];
+  }
   const restoreTab = () => openTab(read(ours, TAB));
 
-  return { token, keep, restore, remember, prompts, openTab, restoreTab };
+  return { token, keep, restore, remember, prompts, openTab, look, restoreTab };
 })();

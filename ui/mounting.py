@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from diffserve.client import own_key
 from ui.guard import Guard, tell
-from ui.server import Server
+from ui.server import GRACE_S, Server
 
 if TYPE_CHECKING:
     import gradio as gr
@@ -47,7 +49,8 @@ def create_page(url: str, *, server: Server | None = None) -> gr.Blocks:
     """See :func:`ui.create_page`."""
     server = server or Server(url)
     os.environ.update(QUIET, GRADIO_TEMP_DIR=str(server.files.folder))
-    from ui.page import build
+    with without_interface_files(), without("mcp", "pyarrow"):
+        from ui.page import build
     from ui.uploads import keep_sessions_lean, limit_uploads
 
     keep_sessions_lean()
@@ -60,9 +63,41 @@ def create_page(url: str, *, server: Server | None = None) -> gr.Blocks:
     return page
 
 
-def mount_page(app: Any, url: str) -> tuple[str, ...]:
+@contextlib.contextmanager
+def without_interface_files() -> Iterator[None]:
+    """For the length of the block gradio's components seem to have no source: beside each that has, it writes what an
+    editor would like to know, and parses all of them for it at every import, which is half of what that takes."""
+    whole = inspect.getfile
+
+    def getfile(of: Any) -> str:
+        if isinstance(of, type) and of.__module__.startswith("gradio."):
+            raise OSError(f"{of.__name__} is only imported")
+        return whole(of)
+
+    setattr(inspect, "getfile", getfile)  # noqa: B010 - no type checker takes a function for a name to assign to
+    try:
+        yield
+    finally:
+        setattr(inspect, "getfile", whole)  # noqa: B010
+
+
+@contextlib.contextmanager
+def without(*packages: str) -> Iterator[None]:
+    """For the length of the block those ``packages`` that nobody imported yet seem not to be there: gradio would import
+    all of mcp, 24 MB, for tools that this page does not offer, and pandas all of pyarrow, 36 MB, for its tables."""
+    hidden = [name for name in packages if name not in sys.modules]
+    for name in hidden:
+        sys.modules[name] = None  # type: ignore[assignment]  # which is how an import is refused
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+
+
+def mount_page(app: Any, url: str, grace_s: float | None = None) -> tuple[str, ...]:
     """See :func:`ui.mount_page`."""
-    server = Server(url)
+    server = Server(url, api_key=own_key(), grace_s=GRACE_S if grace_s is None else grace_s)
     page = create_page(url, server=server)
     import gradio as gr
     from gradio.utils import MatplotlibBackendMananger

@@ -23,8 +23,14 @@ async function diffserveCopy(text) {
   let last = null;
   document.addEventListener("focusin", (event) => { last = event.target.id; });
   new MutationObserver(() => {
-    if (!(last in other) || document.activeElement !== document.body) return;
+    if (!(last in other)) return;
     const [gone, come] = [last, other[last]].map((id) => document.getElementById(id));
+    if (![document.body, gone].includes(document.activeElement)) return;
     if (come && come.offsetParent && !(gone && gone.offsetParent)) come.focus();
   }).observe(document, { childList: true, subtree: true, attributes: true, attributeFilter: ["class", "style"] });
 })();
+
+// Gradio names what shows that there is no picture yet, but says not what it is: a name alone is not read out.
+new MutationObserver(() => {
+  for (const empty of document.querySelectorAll(".empty[aria-label]:not([role])")) empty.setAttribute("role", "img");
+}).observe(document, { childList: true, subtree: true });

@@ -9,19 +9,23 @@ import gradio as gr
 from gradio.blocks import Block
 
 from diffserve.errors import DiffserveError
+from diffserve.vocabulary import MOST_NAMED
 from ui.captions import LOST, READY, status
 from ui.create import palette
 from ui.create.handlers import Creating
 from ui.create.layout import CreateTab, lay_out
 from ui.create.parameters import quality_labels, sampler_labels
 from ui.create.rewriting import Rewriting
+from ui.create.start import Starting
 from ui.events import PRIVATE, SILENT, keep_form, keep_tab
 from ui.experiment.layout import add_experiment
+from ui.history import tab as history
 from ui.server import Models, Server, sentence
-from ui.visitors import Visitors
+from ui.visitors import Visitors, key_of
 
 TITLE: Final = "diffserve"
 LOADING: Final = "The server is loading its models; this takes a moment."
+LEAVE: Final = '<form method="post" action="logout"><button>Log out</button></form>'
 NO_REWRITER: Final = "No language model is loaded, so prompts are painted as they are written."
 MAX_EVENTS: Final = 1000
 """Events that gradio works on at once: more than the engine takes, so that the engine's queue is the only one."""
@@ -29,7 +33,7 @@ MAX_EVENTS: Final = 1000
 
 def build(server: Server) -> gr.Blocks:
     """The page of ``server``, to be mounted or launched. It shows what the models can do once they are loaded."""
-    visitors = Visitors(server.files)
+    visitors = Visitors(server.files, grace_s=server.grace_s)
 
     async def leave(request: gr.Request) -> None:
         visitors.leave(request.session_hash)
@@ -38,18 +42,25 @@ def build(server: Server) -> gr.Blocks:
         with gr.Row(elem_id="head"):
             gr.HTML(f"<h1>{TITLE}</h1>", elem_id="title")
             about = gr.HTML(elem_id="about", elem_classes="quiet")
+            leaving = gr.HTML(LEAVE, visible=False, elem_id="leave")
         with gr.Tabs(elem_id="tabs"):
             with gr.Tab("Create", id="create", elem_id="create-tab"):
                 tab = lay_out()
                 creating = Creating(server, visitors, tab)
                 creating.connect()
+                starting = Starting(server, visitors, tab.start)
+                starting.connect(tab.showing.edit, tab.showing.picture)
                 Rewriting(server, tab).connect()
-                palette.connect(server, tab.fields.prompt, tab.fields.rewrite_mode, tab.palette)
+                fields = tab.fields
+                palette.connect(server, fields.prompt, fields.loras, fields.rewrite_mode, fields.model, tab.palette)
             with gr.Tab("Experiment", id="experiment", elem_id="experiment-tab") as experiment:
                 add_experiment(server, page, experiment)
+            with gr.Tab("History", id="history", elem_id="history-tab") as opened:
+                kept = history.lay_out()
+                history.History(server, visitors).connect(kept, opened, tab)
         keep_form(page, "create", tab.fields)
         keep_tab(page)
-        _greet(page, server, visitors, creating, tab, about)
+        _greet(page, server, visitors, creating, starting, tab, about, leaving)
         page.unload(leave)
     page.max_threads = MAX_EVENTS
     queued: gr.Blocks = page.queue(default_concurrency_limit=None)
@@ -57,18 +68,27 @@ def build(server: Server) -> gr.Blocks:
 
 
 def _greet(
-    page: gr.Blocks, server: Server, visitors: Visitors, creating: Creating, tab: CreateTab, about: gr.HTML
+    page: gr.Blocks,
+    server: Server,
+    visitors: Visitors,
+    creating: Creating,
+    starting: Starting,
+    tab: CreateTab,
+    about: gr.HTML,
+    leaving: gr.HTML,
 ) -> None:
     """When somebody opens the page, perhaps once more: what they had, and what depends on the models once these are
     loaded."""
     fields = tab.fields
-    outputs: list[Block] = [about, tab.showing.caption, fields.quality, fields.sampler, fields.guidance]
-    outputs += [fields.num_images, fields.rewrite_mode, tab.wording.note, tab.palette.panel, tab.palette.things]
+    of_model: list[Block] = [about, fields.quality, fields.sampler, fields.guidance, fields.loras, fields.num_images]
+    of_model += [tab.controlling, fields.control, tab.palette.panel, tab.palette.things]
+    outputs = [*of_model, fields.model, fields.rewrite_mode, tab.wording.note, tab.showing.caption]
 
-    async def arrive(token: str | None, was_lost: bool | None, request: gr.Request) -> None:
+    async def arrive(token: str | None, was_lost: bool | None, request: gr.Request) -> Any:
         visitor = visitors.arrive(request.session_hash, token)
         if was_lost and not visitor.is_busy:
             visitor.trouble = LOST
+        return gr.update(visible=bool(key_of(request)))
 
     async def wait(request: gr.Request) -> Any:
         """Say so where the models are still being loaded."""
@@ -78,23 +98,30 @@ def _greet(
             return gr.skip()
         return gr.skip() if is_ready else status(LOADING)
 
-    async def greet(request: gr.Request) -> list[Any]:
+    async def greet(model: str | None, request: gr.Request) -> list[Any]:
         try:
-            facts = _facts(await server.wait_for_models())
+            models = await server.wait_for_models()
         except DiffserveError as error:
             trouble = status(f"{sentence(error)} Then reload this page.", is_error=True)
-            return ["", trouble, *[gr.skip()] * (len(outputs) - 2)]
+            return ["", *[gr.skip()] * (len(outputs) - 2), trouble]
         said = gr.skip() if visitors.of(request.session_hash).has_something else status(READY)
-        return [facts[0], said, *facts[1:]]
+        return [*_facts(models, model), *_choices(models, model), said]
+
+    async def choose(model: str | None) -> list[Any]:
+        try:
+            return _facts(await server.models(), model)
+        except DiffserveError:
+            return [gr.skip()] * len(of_model)
 
     arrived = page.load(
         arrive,
         [tab.token, tab.was_lost],
-        None,
+        leaving,
         js="() => [...diffserve.token(), diffserve.wasLost('create')]",
         **PRIVATE,
     )
-    arrived.then(wait, None, tab.showing.caption, **PRIVATE).then(greet, None, outputs, **PRIVATE)
+    arrived.then(wait, None, tab.showing.caption, **PRIVATE).then(greet, fields.model, outputs, **PRIVATE)
+    fields.model.input(choose, fields.model, of_model, **PRIVATE)
     arrived.then(
         creating.resume,
         None,
@@ -103,20 +130,35 @@ def _greet(
         show_progress="hidden",
         concurrency_limit=None,
     )
+    arrived.then(starting.restore, tab.was_edit, tab.start.outputs, js="() => [diffserve.isEdit()]", **PRIVATE)
     arrived.then(js="() => diffserve.goOn()", **SILENT)
 
 
-def _facts(models: Models) -> list[Any]:
-    """What the models can do, for the parts that ``_greet`` names, without the caption."""
-    image = models.image
-    can_rewrite = models.language is not None
+def _facts(models: Models, model: str | None) -> list[Any]:
+    """What ``model``, or else the first one, can do, for the parts that go by it."""
+    image = models.image_of(model)
+    name = model if isinstance(model, str) and model in models.others else models.image_id
     return [
-        html.escape(f"{models.image_id} on {image.device}, {image.dtype}"),
+        html.escape(f"{name} on {image.device}, {image.dtype}"),
         gr.update(choices=quality_labels(image)),
         gr.update(choices=sampler_labels(image)),
         gr.update(placeholder=f"the model's own, {image.default_guidance_scale:g}"),
+        gr.update(placeholder=f"there are {', '.join(image.loras[:MOST_NAMED])}" if image.loras else "none"),
         gr.update(maximum=image.max_images),
+        gr.update(visible=bool(image.controlnets)),
+        gr.update(choices=[("None", ""), *((name, name) for name in image.controlnets)]),
+        *palette.shown(image.world),
+    ]
+
+
+def _choices(models: Models, model: str | None) -> list[Any]:
+    """Which models there are to choose from, ``model`` chosen where it is one of them, and whether one rewrites."""
+    can_rewrite = models.language is not None
+    chosen = model if model in models.names else models.image_id
+    return [
+        gr.update(choices=models.names, value=chosen, visible=True)
+        if models.others
+        else gr.update(value="", visible=False),
         gr.skip() if can_rewrite else gr.update(visible=False),
         gr.skip() if can_rewrite else NO_REWRITER,
-        *palette.shown(image.world),
     ]

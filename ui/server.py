@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from diffserve.client import AsyncClient, ImageCapabilities, LanguageCapabilities, Model
 from diffserve.errors import DiffserveError, EngineUnavailable, QueueFull
+from ui.fields import as_labelled
 from ui.files import Files
 
 LOOK_AGAIN_S: Final = 1.0
@@ -15,21 +17,41 @@ PATIENCE_S: Final = 300.0
 LONGEST_WAIT_S: Final = 5.0
 """Before a full server is asked again."""
 
+GRACE_S: Final = 30.0
+"""For so long a painting goes on that nobody watches: a page that is reloaded takes seconds to come back,
+and many on a busy machine."""
+
 
 class Models(NamedTuple):
-    """What is loaded. ``language`` is ``None`` where nothing rewrites wishes."""
+    """What can be asked for. ``image`` paints unless another is chosen, which ``others`` are, by their names;
+    ``language`` is ``None`` where nothing rewrites wishes."""
 
     image_id: str
     image: ImageCapabilities
     language_id: str | None = None
     language: LanguageCapabilities | None = None
+    others: Mapping[str, ImageCapabilities] = MappingProxyType({})
+
+    @property
+    def names(self) -> list[str]:
+        """Of the image models."""
+        return [self.image_id, *self.others]
+
+    def image_of(self, name: str | None) -> ImageCapabilities:
+        """What the image model ``name`` can do; the first one where there is none of that name."""
+        return self.others.get(name, self.image) if isinstance(name, str) else self.image
 
 
 class Server:
-    """A diffserve server at ``url``, and the ``files`` of this process in which visitors' pictures are kept."""
+    """A diffserve server at ``url``, the ``files`` of this process in which visitors' pictures are kept, and for how
+    long what was asked for goes on while nobody watches: ``grace_s``."""
 
-    def __init__(self, url: str, *, files: Files | None = None) -> None:
+    def __init__(
+        self, url: str, *, files: Files | None = None, grace_s: float = GRACE_S, api_key: str | None = None
+    ) -> None:
+        self._api_key = api_key
         self.url = url.rstrip("/")
+        self.grace_s = grace_s
         self.files = files or Files()
         self._client: AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -40,7 +62,7 @@ class Server:
         """The one client of this process: use it within a coroutine, and leave it open."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
-            self._client, self._loop = AsyncClient(self.url), loop
+            self._client, self._loop = AsyncClient(self.url, api_key=self._api_key), loop
         return self._client
 
     async def models(self, *, is_fresh: bool = False) -> Models:
@@ -72,16 +94,18 @@ class Server:
 
 
 def models_of(models: Sequence[Model]) -> Models:
-    """The image model and, where there is one that rewrites, the language model. DiffserveError for an old server."""
-    image: Models | None = None
+    """The image models and, where there is one that rewrites, the language model. DiffserveError for an old server."""
+    images: dict[str, ImageCapabilities] = {}
     language: tuple[str, LanguageCapabilities] | None = None
     for model in models:
         if model.capabilities is not None and model.capabilities.image is not None:
-            image = image or Models(model.id, model.capabilities.image)
+            images[model.id] = model.capabilities.image
         if model.capabilities is not None and model.capabilities.language is not None:
             language = language or (model.id, model.capabilities.language)
-    if image is None:
+    if not images:
         raise DiffserveError("the server does not say what its models can do; update it to the version of this page.")
+    first, *others = images
+    image = Models(first, images[first], others={name: images[name] for name in others})
     if language is None or not language[1].can_rewrite:
         return image
     return image._replace(language_id=language[0], language=language[1])
@@ -91,9 +115,9 @@ def sentence(error: BaseException) -> str:
     """What went wrong and the way out, for a person at the page."""
     match error:
         case QueueFull():
-            return f"{whole(error.message)} Try again in {max(1, round(error.retry_after_s))} s."
+            return f"{whole(as_labelled(error.message))} Try again in {max(1, round(error.retry_after_s))} s."
         case DiffserveError():
-            return whole(error.message)
+            return whole(as_labelled(error.message))
         case OSError():
             return f"The page could not write a file: {error.strerror or error}; make room on its disk and try again."
         case _:

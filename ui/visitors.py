@@ -22,9 +22,9 @@ import msgspec
 
 from diffserve.client import Asker, ask_for
 from ui.create.painting import FinishedPicture, Painting
-from ui.create.parameters import CheckedForm, Form
+from ui.create.parameters import CheckedForm, Form, Start
 from ui.files import Files, owner_of
-from ui.server import Server
+from ui.server import GRACE_S, Server
 
 
 class Galleries:
@@ -74,10 +74,6 @@ MAX_EMPTY: Final = 100
 MAX_TOKENS: Final = 4000
 """Of pages that nobody told had left."""
 
-GRACE_S: Final = 30.0
-"""For so long a painting goes on that nobody watches: a page that is reloaded takes seconds to come back,
-and many on a busy machine."""
-
 TOKEN: Final = re.compile(r"[0-9a-f]{32}")
 
 
@@ -89,6 +85,7 @@ class Visitor:
     trouble  why the last request came to nothing, ``None`` once another one is taken
     grace_s  for how long paintings go on while nobody watches
     keep     is told of every picture
+    control  the file of the picture that their ControlNet goes by, ``None`` before there is one
     """
 
     def __init__(self, grace_s: float = 0.0, pictures: Sequence[FinishedPicture] = ()) -> None:
@@ -96,8 +93,10 @@ class Visitor:
         self.batch: list[FinishedPicture] = []
         self.news = 0
         self.trouble: str | None = None
+        self.control: Path | None = None
         self.grace_s = grace_s
         self.keep: Callable[[FinishedPicture], None] | None = None
+        self._start: Path | None = None
         self._paintings: list[Painting] = []
         self._latest: Painting | None = None
         self._changed = asyncio.Event()
@@ -112,7 +111,7 @@ class Visitor:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is lost with this visitor but why a request came to nothing."""
-        return not (self.pictures or self.is_busy or self._num_watching)
+        return not (self.pictures or self.control or self.is_busy or self._num_watching or self._start)
 
     @property
     def has_something(self) -> bool:
@@ -130,10 +129,24 @@ class Visitor:
         """What the last request has brought."""
         return self._latest.pictures if self._latest is not None else []
 
-    def paint(self, server: Server, asked: CheckedForm | Form) -> Painting:
-        """Begin to paint what is ``asked`` for."""
+    @property
+    def start(self) -> Path | None:
+        """The picture that is edited, while it is on disk."""
+        return self._start if self._start is not None and self._start.is_file() else None
+
+    @start.setter
+    def start(self, picture: Path | None) -> None:
+        self._start = picture
+
+    def begin_as(self, form: Form) -> None:
+        """Begin from noise where the picture did that ``form`` is of."""
+        if form.strength is None:
+            self._start = None
+
+    def paint(self, server: Server, asked: CheckedForm | Form, start: Start | None = None) -> Painting:
+        """Begin to paint what is ``asked`` for, from ``start`` or from noise."""
         self.trouble = None
-        painting = Painting(server, asked, self._take)
+        painting = Painting(server, asked, self._take, start)
         self._paintings.append(painting)
         self._latest = painting
         return painting
@@ -269,4 +282,10 @@ def ask_for_visitor(request: gr.Request) -> None:
     ``request``."""
     told = ",".join(value for name, value in request.headers.items() if name.lower() == "x-forwarded-for")
     host = request.client.host if request.client is not None else ""
-    ask_for(Asker(f"{told},{host}"[-MOST_CHARS:], request.session_hash or ""))
+    ask_for(Asker(f"{told},{host}"[-MOST_CHARS:], request.session_hash or "", key_of(request)))
+
+
+def key_of(request: gr.Request) -> str:
+    """The id of the key by which whoever sent ``request`` came in; empty where the server asks for none."""
+    found: str = getattr(getattr(request, "request", None), "scope", {}).get("state", {}).get("key_id", "")
+    return found

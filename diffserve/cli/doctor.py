@@ -6,6 +6,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Iterable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,8 +53,8 @@ def run(settings: Settings, gpu: str | None = None) -> int:
         needs = needs_of(profile.path, dtype=choice.dtype, config=settings.engine, profile=profile, rows=ROWS)
         _section(console, "memory", _memory(needs, choice, settings.engine), headings=("part", "parameters", "weights"))
         _section(console, f"one step at {_size(needs)}", _steps(needs, roof), headings=STEP_HEADINGS)
-        where = {"device": profile.device, "dtype": profile.dtype, "offload": offload}
-        model = load_model(profile.path, **where, profile=profile, cache=cache)
+        load = partial(load_model, device=profile.device, dtype=profile.dtype, offload=offload)
+        model = load(profile.path, profile=profile, cache=cache)
     _section(console, "model", _model(model))
     left = model.left_in_full()
     if left:
@@ -101,6 +102,12 @@ def _model(model: DiffusionModel) -> Iterable[tuple[str, str]]:
     yield "good sizes", " ".join(f"{width}x{height}" for width, height in info.good_sizes)
     yield "latents", f"{info.latent_channels} channels, {info.vae_factor} pixels a cell"
     yield "trained on", f"{info.train_timesteps} timesteps"
+    if info.refiner:
+        yield "refiner", info.refiner
+    if info.scorer:
+        yield "scorer", info.scorer
+    if info.learnt_words:
+        yield "learnt words", ", ".join(info.learnt_words)
 
 
 def _folders(settings: Settings) -> Iterable[tuple[str, str, bool]]:

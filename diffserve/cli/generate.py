@@ -8,9 +8,11 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
@@ -18,12 +20,18 @@ from diffserve import types
 from diffserve.bounds import check
 from diffserve.cli.outputs import STDOUT, plan_outputs, write_output
 from diffserve.cli.start import import_libraries
+from diffserve.client import CompletedImage
 from diffserve.config import Flag, Settings, load_settings
-from diffserve.errors import InvalidRequest
-from diffserve.images import decode_image, decode_mask, encode_image, image_format_of, resize
+from diffserve.controlnets import Control, digest_of
+from diffserve.errors import EngineUnavailable, InvalidRequest, ModerationBlocked
+from diffserve.images import decode_image, decode_mask, image_format_of
 from diffserve.infotext import write_infotext
+from diffserve.provenance import Marks
 from diffserve.quality import QUALITIES, is_quality, steps_of
-from diffserve.sizes import SizePlan, parse_size, plan_size
+from diffserve.service.safety import Safety
+from diffserve.sizes import SizePlan, fit_controls, parse_size, plan_size
+from diffserve.start_picture import StartPicture
+from diffserve.watermark import Kind
 
 if TYPE_CHECKING:
     from diffserve.engine import Engine
@@ -33,12 +41,27 @@ JPEG_QUALITY = 95
 ANY_SEED = -1
 """As other tools say it."""
 
+Painted = types.ImageResult | CompletedImage
+"""What says how a picture was painted, here or by a server."""
+
+Controls = tuple[tuple[Control, ...], tuple[types.Picture, ...]]
+"""ControlNets, and the picture of each as it was given."""
+
+
+class _Output(NamedTuple):
+    """Where pictures go, what they bear, and who judges them before."""
+
+    files: list[Path]
+    marks: Marks
+    safety: Safety | None
+
 
 @dataclass(frozen=True)
 class GenerateArguments:
     """What the command line asked for; ``None`` means: as the model's profile says.
 
     further  what ``DiffusionParams`` takes beside, by its names
+    controlnets  and where the picture of each lies
     """
 
     prompt: str
@@ -53,9 +76,11 @@ class GenerateArguments:
     num_steps: int | None
     guidance_scale: float | None
     further: Mapping[str, Any]
+    best_of: int | None
     init: Path | None
     strength: float | None
     mask: Path | None
+    controlnets: tuple[tuple[Control, str], ...] = ()
 
 
 def run(order: GenerateArguments, *, model: str | None, config: str | None, flags: Mapping[str, Flag]) -> int:
@@ -66,26 +91,41 @@ def run(order: GenerateArguments, *, model: str | None, config: str | None, flag
         "model.guidance_scale": Flag("--guidance", order.guidance_scale),
     }
     settings = load_settings(model=model, config=config, flags={**flags, **own})
-    _check_quality(order)
-    pictures = _read_pictures(order)
-    draft = _request(order, settings, pictures, plan=None)
+    check_quality(order)
+    marks = Marks.of(settings.serve)
+    start, controls = read_pictures(order), _read_controls(order)
+    _request(order, settings, start, controls, plan=None)
     files = plan_outputs(order.output, order.prompt, order.num_images, overwrite=order.overwrite)
-    is_piped = order.output == STDOUT
     console = Console(stderr=True, highlight=False)
+    with Safety.running(settings) as safety:
+        if safety is not None:
+            safety.check_prompt(order.prompt)
+        return _generate(order, settings, (start, controls), _Output(files, marks, safety), console)
+
+
+def _generate(
+    order: GenerateArguments,
+    settings: Settings,
+    pictures: tuple[StartPicture | None, Controls],
+    output: _Output,
+    console: Console,
+) -> int:
+    start, controls = pictures
     with console.status(f"loading {settings.model.path}"):
         engine = open_engine(settings)
     if console.is_terminal:
         info = engine.info
         console.print(f"{info.model_id} on {info.device} in {info.dtype}: {info.choice_reason}", markup=False)
-    plan = _plan(order, engine, draft.init_image)
+    plan = _plan(order, engine, start)
     steps = None if order.quality is None else steps_of(order.quality, engine.info)
-    request = _request(order, settings, pictures, plan=plan, num_steps=steps)
-    with _progress(console) as progress:
-        lines, num_failed = _paint(engine, request, plan, files, progress)
-    if engine.info.world is not None and engine.info.world.unknown_words(order.prompt):
-        _note(console, f"in its own words, where it finds any: diffserve rewrite {shlex.quote(order.prompt)}")
+    request = _request(order, settings, start, controls, plan=plan, num_steps=steps)
+    with progress_bar(console) as progress:
+        lines, num_failed = _paint(engine, request, (plan, start), output, progress)
+    world, teaches = engine.info.world, bool(request.diffusion.loras)
+    if world is not None and not teaches and world.unknown_words(request.prompt):
+        note(console, f"in its own words, where it finds any: diffserve rewrite {shlex.quote(order.prompt)}")
     for line in lines:
-        print(line, file=sys.stderr if is_piped else sys.stdout)
+        print(line, file=sys.stderr if order.output == STDOUT else sys.stdout)
     return EXIT_FAILED if num_failed else 0
 
 
@@ -101,7 +141,8 @@ def open_engine(settings: Settings) -> Engine:
     )
 
 
-def _check_quality(order: GenerateArguments) -> None:
+def check_quality(order: GenerateArguments) -> None:
+    """InvalidRequest where its quality is none, or beside its own number of steps."""
     if order.quality is None:
         return
     unknown = f"--quality is {order.quality!r}; choose one of {', '.join(QUALITIES)}."
@@ -110,41 +151,41 @@ def _check_quality(order: GenerateArguments) -> None:
     check(order.num_steps is None, twice, "--quality")
 
 
-def _plan(order: GenerateArguments, engine: Engine, init: types.Picture | None) -> SizePlan:
+def _plan(order: GenerateArguments, engine: Engine, start: StartPicture | None) -> SizePlan:
     size = parse_size(order.size)
-    if init is None:
-        return plan_size(engine.info, size)
-    if size is not None:
-        return plan_size(engine.info, size, may_pad=False)
-    try:
-        return plan_size(engine.info, (init.width_px, init.height_px), may_pad=False)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"of --init, the {error.message} Give --size.", param="--init") from None
+    return plan_size(engine.info, size) if start is None else start.plan(engine.info, size)
 
 
-def _read_pictures(order: GenerateArguments) -> tuple[types.Picture | None, types.Picture | None]:
-    init = mask = None
-    if order.init is not None:
-        init = decode_image(_read(order.init, "--init"), name=f"--init {str(order.init)!r}")
+def read_pictures(order: GenerateArguments) -> StartPicture | None:
+    """What it starts from, if it does. InvalidRequest names the option."""
+    mask = None
     if order.mask is not None:
-        mask = decode_mask(_read(order.mask, "--mask"), name=f"--mask {str(order.mask)!r}")
-    if init is None and order.strength is not None:
-        raise InvalidRequest(
-            f"--strength is {order.strength:g} without --init; it says how much of that picture is repainted.",
-            param="--strength",
-        )
-    if init is None and mask is not None:
-        raise InvalidRequest("--mask is given without --init; it says where that picture is repainted.", param="--mask")
-    if init is not None and mask is not None and (init.width_px, init.height_px) != (mask.width_px, mask.height_px):
-        raise InvalidRequest(
-            f"--mask is {mask.width_px}x{mask.height_px} and --init {init.width_px}x{init.height_px}; "
-            "they must have the same size.",
-            param="--mask",
-        )
-    return init, mask
+        mask = decode_mask(read_bytes(order.mask, "--mask"), name=f"--mask {str(order.mask)!r}")
+    if order.init is None:
+        if order.strength is not None:
+            said = "without --init; it says how much of that picture is repainted."
+            raise InvalidRequest(f"--strength is {order.strength:g} {said}", param="--strength")
+        if mask is not None:
+            said = "--mask is given without --init; it says where that picture is repainted."
+            raise InvalidRequest(said, param="--mask")
+        return None
+    picture = decode_image(read_bytes(order.init, "--init"), name=f"--init {str(order.init)!r}")
+    return StartPicture(picture=picture, mask=mask, names=("--init", "--mask"))
 
 
-def _read(path: Path, option: str) -> bytes:
+def _read_controls(order: GenerateArguments) -> Controls:
+    named, images = [], []
+    for control, image in order.controlnets:
+        option = f"--controlnet {control.name}"
+        picture = decode_image(read_bytes(Path(image), option), name=f"{option} {image!r}")
+        digest = digest_of(picture.width_px, picture.height_px, picture.data)
+        named.append(msgspec.structs.replace(control, image=digest))
+        images.append(picture)
+    return tuple(named), tuple(images)
+
+
+def read_bytes(path: Path, option: str) -> bytes:
+    """The file of ``option``. InvalidRequest where it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -154,7 +195,8 @@ def _read(path: Path, option: str) -> bytes:
 def _request(
     order: GenerateArguments,
     settings: Settings,
-    pictures: tuple[types.Picture | None, types.Picture | None],
+    start: StartPicture | None,
+    controls: Controls,
     plan: SizePlan | None,
     num_steps: int | None = None,
 ) -> types.GenerationRequest:
@@ -162,11 +204,12 @@ def _request(
 
     ``num_steps``: those of a quality; else as the settings say.
     """
-    init, mask = pictures
+    named, images = controls
     width, height = (None, None) if plan is None else (plan.paint_width_px, plan.paint_height_px)
-    if width is not None and height is not None:
-        init = None if init is None else resize(init, width, height)
-        mask = None if mask is None else resize(mask, width, height)
+    init, mask = (None, None) if start is None else (start.picture, start.mask)
+    if plan is not None and width is not None and height is not None:
+        init, mask = (None, None) if start is None else start.fitted(width, height)
+        images = fit_controls(images, (plan.width_px, plan.height_px), (width, height))
     parse_size(order.size)
     defaults = settings.model.diffusion
     return types.GenerationRequest(
@@ -175,21 +218,25 @@ def _request(
         width_px=width,
         height_px=height,
         num_images=order.num_images,
+        best_of=order.best_of,
         seed=None if order.seed == ANY_SEED else order.seed,
         init_image=init,
         mask_image=mask,
+        control_images=images,
         diffusion=types.DiffusionParams(
             sampler=defaults.sampler,
             num_steps=num_steps or defaults.num_steps,
             spacing=defaults.spacing,
             **order.further,
+            controlnets=named,
             guidance_scale=defaults.guidance_scale,
             strength=defaults.strength if order.strength is None else order.strength,
         ),
     )
 
 
-def _progress(console: Console) -> Progress:
+def progress_bar(console: Console) -> Progress:
+    """A bar of steps, on a terminal."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -202,7 +249,11 @@ def _progress(console: Console) -> Progress:
 
 
 def _paint(
-    engine: Engine, request: types.GenerationRequest, plan: SizePlan, files: list[Path], progress: Progress
+    engine: Engine,
+    request: types.GenerationRequest,
+    planned: tuple[SizePlan, StartPicture | None],
+    output: _Output,
+    progress: Progress,
 ) -> tuple[list[str], int]:
     """Follow the engine's events: move the bar, write each image as it is painted, report each failure.
 
@@ -212,21 +263,25 @@ def _paint(
     steps_done: dict[int, int] = {}
     bar = progress.add_task("painting", total=None, speed="")
     lines: list[str] = []
-    notes = [plan.warning] if plan.warning else []
+    notes = [planned[0].warning] if planned[0].warning else []
     num_failed = 0
     for event in engine.stream(request):
         match event:
             case types.Accepted(warnings=warnings):
                 notes += warnings
             case types.Progress(image_index=index, step_index=step, num_steps=num_steps):
-                _note(progress.console, *notes)
+                note(progress.console, *notes)
                 notes.clear()
                 steps_done[index] = step
                 done = sum(steps_done.values())
                 speed = f"{done / (time.perf_counter() - started):.1f}/s"
-                progress.update(bar, completed=done, total=num_steps * request.num_images, speed=speed)
+                progress.update(bar, completed=done, total=num_steps * request.num_painted, speed=speed)
             case types.Painted(result=result):
-                lines.append(_write(result, plan, files[result.image_index]))
+                try:
+                    lines.append(_write(result, *planned, output))
+                except (ModerationBlocked, EngineUnavailable) as error:  # by the filter, or since it is gone
+                    num_failed += 1
+                    notes.append(f"image {result.image_index} is withheld: {error.message}")
             case types.ImageFailed(image_index=index, message=message):
                 num_failed += 1
                 notes.append(f"image {index} failed: {message}")
@@ -237,33 +292,45 @@ def _paint(
                 num_failed = request.num_images
             case _:
                 pass
-    _note(progress.console, *notes)
+    note(progress.console, *notes)
     return lines, num_failed
 
 
-def _write(result: types.ImageResult, plan: SizePlan, file: Path) -> str:
-    """Write one image, with how it was painted inside; the line to print about it."""
-    picture = plan.deliver(result.picture)
-    infotext = write_infotext(result, width_px=plan.width_px, height_px=plan.height_px)
-    data = encode_image(
-        picture,
+def _write(result: types.ImageResult, plan: SizePlan, start: StartPicture | None, output: _Output) -> str:
+    """Write one image, with how it was painted inside; the line to print about it. Raises what the filter does."""
+    if output.safety is not None:
+        output.safety.check(result)
+    file, marks = output.files[result.image_index], output.marks
+    kind: Kind = "generated" if start is None else "composite"
+    sized, mark = plan.deliver(result.picture), partial(marks.mark, kind=kind)
+    data = marks.write(
+        mark(sized) if start is None else start.lay_around(sized, mark),
+        kind=kind,
         image_format="png" if file == STDOUT else image_format_of(file),
         quality=JPEG_QUALITY,
-        infotext=infotext,
+        infotext=write_infotext(result, width_px=plan.width_px, height_px=plan.height_px),
     )
     write_output(file, data)
     timings = result.timings
-    sampler = f"{result.sampler} {result.sigma_schedule}" if result.sigma_schedule else result.sampler
-    count = "1 step" if result.num_steps == 1 else f"{result.num_steps} steps"
-    part = "" if result.strength is None else f" at strength {result.strength:g}"
-    if result.similarity is not None:
-        part += f", without the first {result.skipped_steps}, from a prompt {result.similarity:g} similar"
-    return (
-        f"{file}  seed {result.seed}  {count} of {sampler}{part}, "
-        f"{1000 * timings.step_s:.1f} ms a step, {timings.denoise_s + timings.decode_s:.2f} s in all"
-    )
+    told = told_of(file, result, result.num_steps)
+    return f"{told}, {1000 * timings.step_s:.1f} ms a step, {timings.denoise_s + timings.decode_s:.2f} s in all"
 
 
-def _note(console: Console, *messages: str) -> None:
+def told_of(file: Path, how: Painted, num_steps: int) -> str:
+    """Where a picture lies, and how it was painted, in a line."""
+    sampler = f"{how.sampler} {how.sigma_schedule}" if how.sigma_schedule else how.sampler
+    count = "1 step" if num_steps == 1 else f"{num_steps} steps"
+    part = "" if how.strength is None else f" at strength {how.strength:g}"
+    if how.similarity is not None:
+        part += f", without the first {how.skipped_steps}, from a prompt {how.similarity:g} similar"
+    if how.refiner:
+        part += f", from {how.switch_at:g} on by {how.refiner}"
+    if how.score is not None:
+        part += f", score {how.score:.4g}"
+    return f"{file}  seed {how.seed}  {count} of {sampler}{part}"
+
+
+def note(console: Console, *messages: str) -> None:
+    """A line for each of ``messages``."""
     for message in messages:
         console.print(f"note: {message}", style="yellow", markup=False, soft_wrap=True)

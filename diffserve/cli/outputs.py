@@ -6,11 +6,14 @@ import os
 import re
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from diffserve.bounds import check_num
 from diffserve.errors import InvalidRequest
 from diffserve.images import image_format_of
+from diffserve.types import MAX_IMAGES
 
 MAX_NAME_CHARS = 48
 STDOUT = Path("-")
@@ -25,6 +28,7 @@ def plan_outputs(output: Path | None, prompt: str, num_images: int, *, overwrite
     taken. ``STDOUT`` takes one image. Raises InvalidRequest for an unknown suffix, a missing folder or one that cannot
     be written, and for a terminal.
     """
+    check_num(num_images, MAX_IMAGES, "images")
     if output == STDOUT:
         _check_stdout(num_images)
         return [STDOUT]
@@ -42,8 +46,12 @@ def plan_outputs(output: Path | None, prompt: str, num_images: int, *, overwrite
 
 def name_after(prompt: str) -> str:
     """A file name from a prompt: its words in lower case, joined by hyphens, as a PNG."""
-    words = re.sub(r"\W+", "-", prompt.lower()).strip("-_")[:MAX_NAME_CHARS].strip("-_")
-    return f"{words or 'picture'}.png"
+    return f"{safe_stem(prompt.lower()) or 'picture'}.png"
+
+
+def safe_stem(text: str) -> str:
+    """The words of ``text``, joined by hyphens: what a file may be called."""
+    return re.sub(r"\W+", "-", text).strip("-_")[:MAX_NAME_CHARS].strip("-_")
 
 
 def write_output(file: Path, data: bytes) -> None:
@@ -52,7 +60,8 @@ def write_output(file: Path, data: bytes) -> None:
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
         return
-    temporary = file.with_name(f".diffserve-{os.getpid()}.part")  # short: the name itself may be as long as names get
+    # Short, as the name itself may be as long as names get; a thread's own, as a batch writes in many of them.
+    temporary = file.with_name(f".diffserve-{os.getpid()}-{threading.get_ident()}.part")
     try:
         temporary.write_bytes(data)
         temporary.replace(file)

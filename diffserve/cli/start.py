@@ -1,4 +1,4 @@
-"""How a command starts: whether the process is its own, and the libraries it then imports leanly."""
+"""How a command starts (is the process its own? then the libraries are imported leanly), and how it refuses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 import sys
 
 from diffserve.wait_policy import bound_spinning
+
+EXIT_USER_ERROR = 2
 
 _owns_process = False
 
@@ -40,6 +42,12 @@ def end_soon() -> None:
     """Before this process ends: what it holds goes with it, and is not looked through for garbage first (0.8 s)."""
     if _owns_process:
         gc.freeze()
+
+
+def refuse(message: str) -> int:
+    """Say it in one line on standard error; the exit code of a user's mistake."""
+    print(f"diffserve: {' '.join(message.split())}", file=sys.stderr)
+    return EXIT_USER_ERROR
 
 
 def import_libraries() -> None:

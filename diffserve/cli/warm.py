@@ -20,13 +20,15 @@ if TYPE_CHECKING:
     from diffserve.engine.image.task import GroupKey
 
 
-def run(settings: Settings, sizes: Sequence[str]) -> int:
+def run(settings: Settings, sizes: Sequence[str], *, has_loras: bool = False) -> int:
     """Compile for each of ``sizes`` ("WIDTHxHEIGHT"; none: the model's own); 0 where all are faster for it, else 1.
+
+    ``has_loras``: for pictures with any adapter of the folder, too.
 
     Raises InvalidRequest for a size, and ConfigError where nothing can be compiled.
     """
     asked = [parse_size(size) for size in sizes]
-    from diffserve.engine.image.compiling import compile_shape
+    from diffserve.engine.image.compiling import compile_group
     from diffserve.engine.image.engine import Engine
 
     console = Console(highlight=False, soft_wrap=True)
@@ -45,7 +47,8 @@ def run(settings: Settings, sizes: Sequence[str]) -> int:
     if packages.reason:
         raise ConfigError(f"nothing can be compiled: {packages.reason}.", param="compile")
     num_slow = 0
-    for group in _groups_of(engine, asked):
+    ranks = engine.runners.loras.ranks() if has_loras else ()
+    for group in _groups_of(engine, asked, ranks):
         wanted = groups.sizes_to_compile(group)
         started_s = time.monotonic()
         with console.status("") as status:
@@ -53,11 +56,12 @@ def run(settings: Settings, sizes: Sequence[str]) -> int:
             def told(num_rows: int = 0) -> None:
                 left = [size for size in wanted if size > num_rows]  # noqa: B023
                 if left:
-                    status.update(f"{_name(group)}: compiling for {left[0]} rows, {len(left)} of {len(wanted)} to go")  # noqa: B023
+                    say(f"{_name(group)}: compiling for {left[0]} rows, {len(left)} of {len(wanted)} to go")  # noqa: B023
 
+            say = status.update if console.is_terminal else console.print
             told()
-            compile_shape(engine.model, engine.runners.conditioner, packages, group.shape, wanted, told)
-            status.update(f"{_name(group)}: proving")
+            compile_group(engine.model, engine.runners.conditioner, packages, group, wanted, told)
+            say(f"{_name(group)}: proving")
             is_faster = _prove(groups, group)
         num_slow += not is_faster
         slower = "not faster, so not used"
@@ -69,11 +73,12 @@ def run(settings: Settings, sizes: Sequence[str]) -> int:
     return min(num_slow, 1)
 
 
-def _groups_of(engine: Engine, asked: Sequence[tuple[int, int] | None]) -> Iterator[GroupKey]:
+def _groups_of(engine: Engine, asked: Sequence[tuple[int, int] | None], ranks: Sequence[int]) -> Iterator[GroupKey]:
     plans = [plan_size(engine.info, size) for size in asked if size is not None]
     sizes = [(plan.paint_width_px, plan.paint_height_px) for plan in plans] or engine.info.good_sizes[:1]
     for width_px, height_px in dict.fromkeys(sizes):
-        yield engine.runners.group_of_short_prompts(width_px, height_px)
+        group = engine.runners.group_of_short_prompts(width_px, height_px)
+        yield from (group._replace(lora_rank=rank) for rank in (0, *ranks))
 
 
 def _prove(groups: Groups, group: GroupKey) -> bool:
@@ -98,4 +103,5 @@ def _table(groups: Groups, group: GroupKey, sizes: Sequence[int]) -> Table:
 
 
 def _name(group: GroupKey) -> str:
-    return f"{group.width_px}x{group.height_px}"
+    size = f"{group.width_px}x{group.height_px}"
+    return f"{size} with adapters of rank {group.lora_rank}" if group.lora_rank else size

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from diffserve.client.capabilities import Capabilities
-from diffserve.client.recipe import Recipe
+from diffserve.client.recipe import Cost, ImageTimings, Recipe
 
 
 class ImageFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,6 +17,8 @@ class ImageFile(msgspec.Struct, frozen=True, kw_only=True):
     revised_prompt  what the text encoder was given, ``None`` where that is what was sent
     similarity      of the prompt whose picture it began from, ``None`` where it began from noise
     skipped_steps   that it did without for that
+    score           by which it was chosen from several (best_of)
+    history_id      where it is in the history of who asked, ``None`` where none is kept
     """
 
     file: bytes = msgspec.field(name="b64_json")
@@ -24,6 +26,9 @@ class ImageFile(msgspec.Struct, frozen=True, kw_only=True):
     revised_prompt: str | None = None
     similarity: float | None = None
     skipped_steps: int = 0
+    score: float | None = None
+    timings: ImageTimings | None = None
+    history_id: str | None = None
 
     def save(self, path: str | Path) -> None:
         """Write the file, its metadata included."""
@@ -31,10 +36,48 @@ class ImageFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Images(Recipe, frozen=True, kw_only=True):
-    """All pictures of a request, in order."""
+    """All pictures of a request, in order; of a best-of the best first."""
 
     created: int
     images: tuple[ImageFile, ...] = msgspec.field(name="data")
+
+
+class FoundXmp(msgspec.Struct, frozen=True):
+    """What a picture's XMP says; "" where that is nothing."""
+
+    digital_source_type: str
+    creator_tool: str
+
+
+class FoundWatermark(msgspec.Struct, frozen=True):
+    """What a mark in a picture's pixels says: generated, or composite; ``confidence`` is 0.5 for chance, 1 at most."""
+
+    kind: str
+    confidence: float
+    z: float
+
+
+class FoundCredentials(msgspec.Struct, frozen=True):
+    """What a picture's content credentials (C2PA) say; ``state``: trusted, valid or invalid."""
+
+    state: str
+    signer: str
+    generator: str
+    digital_source_type: str
+
+
+class Provenance(msgspec.Struct, frozen=True, kw_only=True):
+    """What a picture says of where it is from; ``None`` for what it does not have.
+
+    is_generated  whether any of it says that a machine painted the picture, all or in part
+    parameters    whether it tells how it was painted
+    """
+
+    is_generated: bool
+    xmp: FoundXmp | None = None
+    watermark: FoundWatermark | None = None
+    c2pa: FoundCredentials | None = None
+    parameters: bool = False
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +118,9 @@ class CompletedImage(Recipe, frozen=True, kw_only=True):
     revised_prompt: str | None = None
     similarity: float | None = None
     skipped_steps: int = 0
+    score: float | None = None
+    timings: ImageTimings | None = None
+    history_id: str | None = None
 
     @property
     def image(self) -> ImageFile:
@@ -107,12 +153,14 @@ class PromptTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of a request."""
+    """Tokens of a request, and seconds of the device: its share of those that it had with others."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokens = PromptTokens()
+    device_s: float = 0.0
+    cost: Cost | None = None
 
 
 class TextTimings(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,8 +250,59 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A name that a request may give as its model; ``capabilities`` of those that are loaded, ``None`` for aliases."""
+    """A name that a request may give as its model.
+
+    capabilities  ``None`` for aliases
+    loaded        whether it answers at once; else it is loaded for the first request. ``None`` for aliases
+    problem       why it could not be loaded when that was last tried
+    endpoints     paths that may be asked for it
+    """
 
     id: str
     created: int
     capabilities: Capabilities | None = None
+    loaded: bool | None = None
+    problem: str = ""
+    endpoints: tuple[str, ...] = ()
+
+
+class EndpointFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What an endpoint takes: by name, each field as JSON Schema describes it. ``asks``: image, text or chat models."""
+
+    asks: str
+    fields: dict[str, dict[str, Any]]
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What bounds a request as a whole, in the unit that ends each name."""
+
+    max_body_bytes: int
+    request_timeout_s: float
+    max_backlog_s: float
+    min_size_px: int
+    max_size_px: int
+    max_json_depth: int
+    max_schema_chars: int
+    max_schema_depth: int
+
+
+class Price(msgspec.Struct, frozen=True, kw_only=True):
+    """What an hour of the device costs."""
+
+    per_hour: float
+    currency: str
+
+
+class ServerCapabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server takes: fields with their bounds by path, models, limits, and the price where there is one."""
+
+    version: str
+    models: tuple[Model, ...]
+    aliases: tuple[str, ...]
+    endpoints: dict[str, EndpointFields]
+    output_formats: tuple[str, ...]
+    prompt_syntaxes: tuple[str, ...]
+    qualities: tuple[str, ...]
+    spacings: tuple[str, ...]
+    limits: Limits
+    price: Price | None = None

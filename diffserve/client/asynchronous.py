@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from typing import Generic, Self, TypeVar, Unpack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Generic, Self, TypeVar, Unpack
 
 import httpx
 import msgspec
 
-from diffserve.client import calls, on_behalf
-from diffserve.client.answers import Chat, ChatDelta, ChatMessage, ImageEvent, Images, Model, RewriteEvent, Rewrites
-from diffserve.client.calls import DEFAULT_URL, JSON, TIMEOUT_S, Call, ChatFields, RewriteFields, StreamCall
+from diffserve.client import calls, on_behalf, stored
+from diffserve.client.answers import (
+    Chat,
+    ChatDelta,
+    ChatMessage,
+    ImageEvent,
+    Images,
+    Model,
+    Provenance,
+    RewriteEvent,
+    Rewrites,
+    ServerCapabilities,
+)
+from diffserve.client.calls import DEFAULT_URL, TIMEOUT_S, Call, ChatFields, RewriteFields, StreamCall
 from diffserve.client.errors import ServerLost, error_of_answer, raise_for_transport, unexpected
 from diffserve.client.events import EventParser, Reader
-from diffserve.client.recipe import ImageFields, StreamedImageFields
+from diffserve.client.recipe import EditFields, ImageFields, StreamedEditFields, StreamedImageFields
+from diffserve.client.responses import EmbeddingFields, Embeddings, Response, ResponseEvent, ResponseFields
+from diffserve.client.stored import (
+    HistoryEntry,
+    HistoryFields,
+    Listed,
+    PageFields,
+    StoredBatch,
+    StoredFile,
+    UsedDay,
+)
 
 AnswerT = TypeVar("AnswerT")
 EventT = TypeVar("EventT")
@@ -80,10 +101,10 @@ class AsyncStream(Generic[EventT]):
 class AsyncClient:
     """As :class:`diffserve.client.Client`, for asyncio. Streams are entered with ``async with``."""
 
-    def __init__(self, url: str = DEFAULT_URL, *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, url: str = DEFAULT_URL, *, timeout_s: float = TIMEOUT_S, api_key: str | None = None) -> None:
         self.url = calls.base_url(url)
         self._timeout_s = timeout_s
-        self._http = httpx.AsyncClient(**calls.settings(self.url, timeout_s))
+        self._http = httpx.AsyncClient(**calls.settings(self.url, timeout_s, api_key))
 
     async def __aenter__(self) -> Self:
         return self
@@ -95,13 +116,34 @@ class AsyncClient:
         """Close all connections."""
         await self._http.aclose()
 
-    async def generate(self, prompt: str, **fields: Unpack[ImageFields]) -> Images:
-        """Paint ``prompt`` and wait."""
-        return await self._send(calls.generate(prompt, fields))
+    async def generate(
+        self, prompt: str, *, idempotency_key: str | None = None, **fields: Unpack[ImageFields]
+    ) -> Images:
+        """Paint ``prompt`` and wait. Asked again by the same ``idempotency_key`` within a day, because the answer never
+        came, the pictures are the same, and are not painted again."""
+        return await self._send(calls.generate(prompt, fields).under(idempotency_key))
 
     def generate_stream(self, prompt: str, **fields: Unpack[StreamedImageFields]) -> AsyncStream[ImageEvent]:
         """Paint ``prompt`` and watch."""
         return self._open(calls.generate_stream(prompt, fields))
+
+    async def edit(self, prompt: str, image: bytes, mask: bytes | None = None, **fields: Unpack[EditFields]) -> Images:
+        """Paint ``prompt`` from the picture file ``image``, or only where ``mask`` is transparent (white), and wait."""
+        return await self._send(calls.edit(prompt, image, mask, fields))
+
+    def edit_stream(
+        self, prompt: str, image: bytes, mask: bytes | None = None, **fields: Unpack[StreamedEditFields]
+    ) -> AsyncStream[ImageEvent]:
+        """The same, and watch."""
+        return self._open(calls.edit_stream(prompt, image, mask, fields))
+
+    async def vary(self, image: bytes, **fields: Unpack[EditFields]) -> Images:
+        """Paint the picture file ``image`` again, by the prompt that it says it was painted by."""
+        return await self._send(calls.vary(image, fields))
+
+    async def verify(self, image: bytes) -> Provenance:
+        """What the picture in the file ``image`` says of where it is from."""
+        return await self._send(calls.verify(image))
 
     async def cancel(self, request_id: str) -> bool:
         """End a request for pictures; False where it is over already, or was never there."""
@@ -125,20 +167,120 @@ class AsyncClient:
         """The same, word by word."""
         return self._open(calls.chat_stream(messages, fields))
 
+    async def respond(self, given: str | Sequence[Mapping[str, Any]], **fields: Unpack[ResponseFields]) -> Response:
+        """Have ``given``, a text or messages, answered or painted (``tools``), in a conversation that can go on."""
+        return await self._send(calls.respond(given, fields))
+
+    def respond_stream(
+        self, given: str | Sequence[Mapping[str, Any]], **fields: Unpack[ResponseFields]
+    ) -> AsyncStream[ResponseEvent]:
+        """The same, piece by piece; the last event is the whole answer."""
+        return self._open(calls.respond_stream(given, fields))
+
+    async def response(self, response_id: str) -> Response:
+        """One that the server keeps. Raises DiffserveError where it is not there."""
+        return await self._send(calls.response(response_id))
+
+    async def cancel_response(self, response_id: str) -> Response:
+        """End one that is made in the background, and how it ended."""
+        return await self._send(calls.cancel_response(response_id))
+
+    async def forget_response(self, response_id: str) -> bool:
+        """Have the server forget one; False where it is not there."""
+        return await self._send(calls.forget_response(response_id))
+
+    async def embed(self, texts: str | Sequence[str], **fields: Unpack[EmbeddingFields]) -> Embeddings:
+        """Turn ``texts`` into vectors of length 1, by the text encoder of the image model."""
+        return await self._send(calls.embed(texts, fields))
+
     async def models(self) -> tuple[Model, ...]:
         """Every name that a request may give as its model, the image model first."""
         return await self._send(calls.models())
 
+    async def capabilities(self) -> ServerCapabilities:
+        """What the server takes: fields with their bounds, models, limits, the price."""
+        return await self._send(calls.capabilities())
+
     async def model(self, name: str) -> Model:
         """One of them, with what it can do. Raises ModelNotFound."""
         return await self._send(calls.model(name))
+
+    async def upload(self, data: bytes, filename: str = "batch.jsonl", purpose: str = "batch") -> StoredFile:
+        """Keep a file at the server: the lines of a batch, above all (:func:`batch_lines`)."""
+        return await self._send(stored.upload(data, filename, purpose))
+
+    async def files(self, **fields: Unpack[PageFields]) -> Listed[StoredFile]:
+        """A page of the files kept, the newest first."""
+        return await self._send(stored.files(fields))
+
+    async def file(self, file_id: str) -> StoredFile:
+        """What is known of a file."""
+        return await self._send(stored.file(file_id))
+
+    async def file_content(self, file_id: str) -> bytes:
+        """What is in a file."""
+        return await self._send(stored.file_content(file_id))
+
+    async def delete_file(self, file_id: str) -> bool:
+        """Forget a file; False where there is none."""
+        return await self._send(stored.delete_file(file_id))
+
+    async def begin_batch(
+        self, file_id: str, endpoint: str = calls.GENERATIONS, metadata: Mapping[str, str] | None = None
+    ) -> StoredBatch:
+        """Have the lines of a file worked on for ``endpoint``, when nobody waits."""
+        return await self._send(stored.begin_batch(file_id, endpoint, metadata or {}))
+
+    async def batch(self, batch_id: str) -> StoredBatch:
+        """How far a batch is."""
+        return await self._send(stored.batch(batch_id))
+
+    async def batches(self, **fields: Unpack[PageFields]) -> Listed[StoredBatch]:
+        """A page of the batches, the newest first."""
+        return await self._send(stored.batches(fields))
+
+    async def cancel_batch(self, batch_id: str) -> StoredBatch:
+        """Stop a batch; what was done of it is in its output. Raises InvalidRequest where it is over."""
+        return await self._send(stored.cancel_batch(batch_id))
+
+    async def history(self, **fields: Unpack[HistoryFields]) -> Listed[HistoryEntry]:
+        """A page of the pictures that were painted for this key, the newest first."""
+        return await self._send(stored.history(fields))
+
+    async def history_entry(self, entry_id: str) -> HistoryEntry:
+        """One of them, with the request that repeats it."""
+        return await self._send(stored.history_entry(entry_id))
+
+    async def history_picture(self, entry_id: str) -> bytes:
+        """Its file."""
+        return await self._send(stored.history_picture(entry_id))
+
+    async def history_thumbnail(self, entry_id: str) -> bytes:
+        """The same in small, a WebP."""
+        return await self._send(stored.history_thumbnail(entry_id))
+
+    async def forget(self, entry_id: str) -> bool:
+        """Remove one from the history, its file with it; False where it is not there."""
+        return await self._send(stored.forget(entry_id))
+
+    async def forget_all(self) -> int:
+        """Remove all; how many there were."""
+        return await self._send(stored.forget_all())
+
+    async def usage(self, days: int = 30) -> tuple[UsedDay, ...]:
+        """What this key has used, by day, the newest first."""
+        return await self._send(stored.usage(days))
+
+    async def usage_by_key(self, days: int = 30) -> tuple[UsedDay, ...]:
+        """The same of every key, for whose key has the scope admin; by day, the newest first."""
+        return await self._send(stored.usage_by_key(days))
 
     async def is_ready(self) -> bool:
         """Whether a request would be worked on now; False while the server loads its models."""
         return await self._send(calls.ready())
 
     async def _send(self, call: Call[AnswerT]) -> AnswerT:
-        headers = on_behalf.headers() | (JSON if call.body else {})
+        headers = on_behalf.headers() | (dict(call.headers) if call.body else {})
         try:
             response = await self._http.request(call.method, call.path, content=call.body, headers=headers)
         except httpx.HTTPError as error:
@@ -147,6 +289,6 @@ class AsyncClient:
 
     def _open(self, call: StreamCall[EventT]) -> AsyncStream[EventT]:
         timeout = calls.stream_timeout(self._timeout_s)
-        headers = on_behalf.headers() | JSON
+        headers = on_behalf.headers() | dict(call.headers)
         request = self._http.build_request("POST", call.path, content=call.body, headers=headers, timeout=timeout)
         return AsyncStream(self._http, request, call.reader, self.url)

@@ -42,7 +42,14 @@ class ImageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     default_sampler   as in ``samplers``; ``default_sigma_schedule`` goes with it
     train_timesteps   the most steps that can be asked for
     max_images        pictures in one request
+    learnt_words      that prompts may use besides (textual inversion), in small letters
     world             what it can paint and every word it knows, where that can be listed
+    loras             adapters that a request may name, as they lay there when this was asked
+    controlnets       the same of ControlNets
+    refiner           name and digest of the model that may take over for the last steps; "": none
+    scorer            what chooses the best of several pictures; "": nothing does
+    safety_filter     what judges prompts and pictures; "": nothing does
+    provenance        what pictures bear: xmp; wm, a mark in their pixels; c2pa, a signed manifest
     """
 
     family: str
@@ -62,7 +69,14 @@ class ImageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     default_spacing: str
     train_timesteps: int
     max_images: int
+    learnt_words: tuple[str, ...] = ()
     world: World | None = None
+    loras: tuple[str, ...] = ()
+    controlnets: tuple[str, ...] = ()
+    refiner: str = ""
+    scorer: str = ""
+    safety_filter: str = ""
+    provenance: tuple[str, ...] = ()
 
     @property
     def native_size(self) -> tuple[int, int]:
@@ -77,8 +91,9 @@ class ImageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
 class LanguageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What the language model can do.
 
-    styles       how it may be asked for a prompt
-    can_rewrite  whether it turns wishes into prompts; a model without a chat template cannot
+    styles            how it may be asked for a prompt
+    can_rewrite       whether it turns wishes into prompts; a model without a chat template cannot
+    response_formats  what its texts can be held to: text, json_object, json_schema
     """
 
     architecture: str
@@ -88,6 +103,7 @@ class LanguageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int
     styles: tuple[str, ...]
     can_rewrite: bool = True
+    response_formats: tuple[str, ...] = ("text",)
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,8 @@
 """What can go wrong between a client and its server, as exceptions that say the server's own sentence.
 
 DiffserveError            what the server says, under its own code
-  InvalidRequest, ModelNotFound, QueueFull, EngineUnavailable, DeadlineExceeded    as in diffserve.errors
+  InvalidRequest, ModelNotFound, QueueFull, EngineUnavailable, DeadlineExceeded, DeadlineUnreachable
+                          as in diffserve.errors
   RequestCancelled        somebody cancelled it by its id
   ServerUnreachable       nobody answers at that address
   ServerLost              the connection ended before the answer did
@@ -17,6 +18,7 @@ import msgspec
 
 from diffserve.errors import (
     DeadlineExceeded,
+    DeadlineUnreachable,
     DiffserveError,
     EngineUnavailable,
     InvalidRequest,
@@ -50,6 +52,7 @@ class ErrorObject(msgspec.Struct, frozen=True):
     type: str | None = None
     param: str | None = None
     code: str | None = None
+    predicted_s: float | None = None
 
 
 class _Body(msgspec.Struct, frozen=True):
@@ -68,6 +71,9 @@ def error_of(said: ErrorObject, headers: Mapping[str, str] | None = None) -> Dif
         return QueueFull(said.message, retry_after_s=_retry_after_s(headers or {}))
     if code == EngineUnavailable.default_code:
         return EngineUnavailable(said.message, retry_after_s=_retry_after_s(headers or {}))
+    if code == DeadlineUnreachable.default_code:
+        after_s = _retry_after_s(headers) if headers and "retry-after-ms" in headers else None
+        return DeadlineUnreachable(said.message, predicted_s=said.predicted_s, retry_after_s=after_s)
     kind = _OF_CODE.get(code)
     if kind is None:
         kind = InvalidRequest if said.type == "invalid_request_error" else DiffserveError

@@ -92,12 +92,12 @@ class TypedReader(Generic[EventT]):
             yield msgspec.json.decode(data, type=self._types[head.type])
 
 
-def image_reader(num_images: int) -> TypedReader[ImageEvent]:
-    """Of a request for ``num_images`` pictures."""
-    completed, failed = "image_generation.completed", "image_generation.image_failed"
+def image_reader(num_images: int, events: str = "image_generation") -> TypedReader[ImageEvent]:
+    """Of a request for ``num_images`` pictures; ``events``: what its events are called by."""
+    completed, failed = f"{events}.completed", f"{events}.image_failed"
     types: dict[str, type[ImageEvent]] = {
-        "image_generation.progress": Progress,
-        "image_generation.partial_image": PartialImage,
+        f"{events}.progress": Progress,
+        f"{events}.partial_image": PartialImage,
         completed: CompletedImage,
         failed: LostImage,
     }

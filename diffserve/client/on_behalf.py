@@ -16,15 +16,22 @@ _told: ContextVar[str] = ContextVar("on_behalf_of", default="")
 
 
 class Asker(NamedTuple):
-    """Who asks: the ``addresses`` that proxies told and the last one's own, commas between, and a ``key`` of theirs."""
+    """Who asks: the ``addresses`` that proxies told and the last one's own, commas between, a ``key`` of theirs that
+    tells them apart, and ``key_id``: by which key they came in, where the server asks for one."""
 
     addresses: str
     key: str
+    key_id: str = ""
 
 
 def ask_for(asker: Asker) -> None:
     """From now on what is asked in this context, and in tasks that begin in it, is asked for ``asker``."""
-    _told.set(f"{_SECRET} {asker.key} {asker.addresses}")
+    _told.set(f"{_SECRET} {asker.key_id} {asker.key} {asker.addresses}")
+
+
+def own_key() -> str:
+    """What a page in the server's own process comes in by, where the server asks for keys."""
+    return f"page-{_SECRET}"
 
 
 def headers() -> dict[str, str]:
@@ -37,5 +44,6 @@ def asker_in(header: str | None) -> Asker | None:
     secret, _, rest = (header or "").partition(" ")
     if not secrets.compare_digest(secret.encode("utf-8", "replace"), _SECRET.encode()):
         return None
+    key_id, _, rest = rest.partition(" ")
     key, _, addresses = rest.partition(" ")
-    return Asker(addresses, key)
+    return Asker(addresses, key, key_id)

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Generic, Self, TypeVar, Unpack
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Generic, Self, TypeVar, Unpack
 
 import httpx
 import msgspec
 
-from diffserve.client import calls
-from diffserve.client.answers import Chat, ChatDelta, ChatMessage, ImageEvent, Images, Model, RewriteEvent, Rewrites
-from diffserve.client.calls import DEFAULT_URL, JSON, TIMEOUT_S, Call, ChatFields, RewriteFields, StreamCall
+from diffserve.client import calls, stored
+from diffserve.client.answers import (
+    Chat,
+    ChatDelta,
+    ChatMessage,
+    ImageEvent,
+    Images,
+    Model,
+    Provenance,
+    RewriteEvent,
+    Rewrites,
+    ServerCapabilities,
+)
+from diffserve.client.calls import DEFAULT_URL, TIMEOUT_S, Call, ChatFields, RewriteFields, StreamCall
 from diffserve.client.errors import ServerLost, error_of_answer, raise_for_transport, unexpected
 from diffserve.client.events import EventParser, Reader
-from diffserve.client.recipe import ImageFields, StreamedImageFields
+from diffserve.client.recipe import EditFields, ImageFields, StreamedEditFields, StreamedImageFields
+from diffserve.client.responses import EmbeddingFields, Embeddings, Response, ResponseEvent, ResponseFields
+from diffserve.client.stored import (
+    HistoryEntry,
+    HistoryFields,
+    Listed,
+    PageFields,
+    StoredBatch,
+    StoredFile,
+    UsedDay,
+)
 
 AnswerT = TypeVar("AnswerT")
 EventT = TypeVar("EventT")
@@ -77,13 +98,14 @@ class Client:
 
     Every method raises what the server says (InvalidRequest, ModelNotFound, QueueFull, EngineUnavailable,
     DeadlineExceeded, RequestCancelled or DiffserveError, with the server's sentence), ServerUnreachable where nobody
-    answers, and ServerLost where the connection ends too early.
+    answers, and ServerLost where the connection ends too early. ``api_key``: where the server asks for one;
+    else that of the environment, ``DIFFSERVE_API_KEY``.
     """
 
-    def __init__(self, url: str = DEFAULT_URL, *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, url: str = DEFAULT_URL, *, timeout_s: float = TIMEOUT_S, api_key: str | None = None) -> None:
         self.url = calls.base_url(url)
         self._timeout_s = timeout_s
-        self._http = httpx.Client(**calls.settings(self.url, timeout_s))
+        self._http = httpx.Client(**calls.settings(self.url, timeout_s, api_key))
 
     def __enter__(self) -> Self:
         return self
@@ -95,13 +117,32 @@ class Client:
         """Close all connections."""
         self._http.close()
 
-    def generate(self, prompt: str, **fields: Unpack[ImageFields]) -> Images:
-        """Paint ``prompt`` and wait."""
-        return self._send(calls.generate(prompt, fields))
+    def generate(self, prompt: str, *, idempotency_key: str | None = None, **fields: Unpack[ImageFields]) -> Images:
+        """Paint ``prompt`` and wait. Asked again by the same ``idempotency_key`` within a day, because the answer never
+        came, the pictures are the same, and are not painted again."""
+        return self._send(calls.generate(prompt, fields).under(idempotency_key))
 
     def generate_stream(self, prompt: str, **fields: Unpack[StreamedImageFields]) -> Stream[ImageEvent]:
         """Paint ``prompt`` and watch."""
         return self._open(calls.generate_stream(prompt, fields))
+
+    def edit(self, prompt: str, image: bytes, mask: bytes | None = None, **fields: Unpack[EditFields]) -> Images:
+        """Paint ``prompt`` from the picture file ``image``, or only where ``mask`` is transparent (white), and wait."""
+        return self._send(calls.edit(prompt, image, mask, fields))
+
+    def edit_stream(
+        self, prompt: str, image: bytes, mask: bytes | None = None, **fields: Unpack[StreamedEditFields]
+    ) -> Stream[ImageEvent]:
+        """The same, and watch."""
+        return self._open(calls.edit_stream(prompt, image, mask, fields))
+
+    def vary(self, image: bytes, **fields: Unpack[EditFields]) -> Images:
+        """Paint the picture file ``image`` again, by the prompt that it says it was painted by."""
+        return self._send(calls.vary(image, fields))
+
+    def verify(self, image: bytes) -> Provenance:
+        """What the picture in the file ``image`` says of where it is from."""
+        return self._send(calls.verify(image))
 
     def cancel(self, request_id: str) -> bool:
         """End a request for pictures; False where it is over already, or was never there."""
@@ -123,13 +164,113 @@ class Client:
         """The same, word by word."""
         return self._open(calls.chat_stream(messages, fields))
 
+    def respond(self, given: str | Sequence[Mapping[str, Any]], **fields: Unpack[ResponseFields]) -> Response:
+        """Have ``given``, a text or messages, answered or painted (``tools``), in a conversation that can go on."""
+        return self._send(calls.respond(given, fields))
+
+    def respond_stream(
+        self, given: str | Sequence[Mapping[str, Any]], **fields: Unpack[ResponseFields]
+    ) -> Stream[ResponseEvent]:
+        """The same, piece by piece; the last event is the whole answer."""
+        return self._open(calls.respond_stream(given, fields))
+
+    def response(self, response_id: str) -> Response:
+        """One that the server keeps. Raises DiffserveError where it is not there."""
+        return self._send(calls.response(response_id))
+
+    def cancel_response(self, response_id: str) -> Response:
+        """End one that is made in the background, and how it ended."""
+        return self._send(calls.cancel_response(response_id))
+
+    def forget_response(self, response_id: str) -> bool:
+        """Have the server forget one; False where it is not there."""
+        return self._send(calls.forget_response(response_id))
+
+    def embed(self, texts: str | Sequence[str], **fields: Unpack[EmbeddingFields]) -> Embeddings:
+        """Turn ``texts`` into vectors of length 1, by the text encoder of the image model."""
+        return self._send(calls.embed(texts, fields))
+
     def models(self) -> tuple[Model, ...]:
         """Every name that a request may give as its model, the image model first."""
         return self._send(calls.models())
 
+    def capabilities(self) -> ServerCapabilities:
+        """What the server takes: fields with their bounds, models, limits, the price."""
+        return self._send(calls.capabilities())
+
     def model(self, name: str) -> Model:
         """One of them, with what it can do. Raises ModelNotFound."""
         return self._send(calls.model(name))
+
+    def upload(self, data: bytes, filename: str = "batch.jsonl", purpose: str = "batch") -> StoredFile:
+        """Keep a file at the server: the lines of a batch, above all (:func:`batch_lines`)."""
+        return self._send(stored.upload(data, filename, purpose))
+
+    def files(self, **fields: Unpack[PageFields]) -> Listed[StoredFile]:
+        """A page of the files kept, the newest first."""
+        return self._send(stored.files(fields))
+
+    def file(self, file_id: str) -> StoredFile:
+        """What is known of a file."""
+        return self._send(stored.file(file_id))
+
+    def file_content(self, file_id: str) -> bytes:
+        """What is in a file."""
+        return self._send(stored.file_content(file_id))
+
+    def delete_file(self, file_id: str) -> bool:
+        """Forget a file; False where there is none."""
+        return self._send(stored.delete_file(file_id))
+
+    def begin_batch(
+        self, file_id: str, endpoint: str = calls.GENERATIONS, metadata: Mapping[str, str] | None = None
+    ) -> StoredBatch:
+        """Have the lines of a file worked on for ``endpoint``, when nobody waits."""
+        return self._send(stored.begin_batch(file_id, endpoint, metadata or {}))
+
+    def batch(self, batch_id: str) -> StoredBatch:
+        """How far a batch is."""
+        return self._send(stored.batch(batch_id))
+
+    def batches(self, **fields: Unpack[PageFields]) -> Listed[StoredBatch]:
+        """A page of the batches, the newest first."""
+        return self._send(stored.batches(fields))
+
+    def cancel_batch(self, batch_id: str) -> StoredBatch:
+        """Stop a batch; what was done of it is in its output. Raises InvalidRequest where it is over."""
+        return self._send(stored.cancel_batch(batch_id))
+
+    def history(self, **fields: Unpack[HistoryFields]) -> Listed[HistoryEntry]:
+        """A page of the pictures that were painted for this key, the newest first."""
+        return self._send(stored.history(fields))
+
+    def history_entry(self, entry_id: str) -> HistoryEntry:
+        """One of them, with the request that repeats it."""
+        return self._send(stored.history_entry(entry_id))
+
+    def history_picture(self, entry_id: str) -> bytes:
+        """Its file."""
+        return self._send(stored.history_picture(entry_id))
+
+    def history_thumbnail(self, entry_id: str) -> bytes:
+        """The same in small, a WebP."""
+        return self._send(stored.history_thumbnail(entry_id))
+
+    def forget(self, entry_id: str) -> bool:
+        """Remove one from the history, its file with it; False where it is not there."""
+        return self._send(stored.forget(entry_id))
+
+    def forget_all(self) -> int:
+        """Remove all; how many there were."""
+        return self._send(stored.forget_all())
+
+    def usage(self, days: int = 30) -> tuple[UsedDay, ...]:
+        """What this key has used, by day, the newest first."""
+        return self._send(stored.usage(days))
+
+    def usage_by_key(self, days: int = 30) -> tuple[UsedDay, ...]:
+        """The same of every key, for whose key has the scope admin; by day, the newest first."""
+        return self._send(stored.usage_by_key(days))
 
     def is_ready(self) -> bool:
         """Whether a request would be worked on now; False while the server loads its models."""
@@ -138,7 +279,7 @@ class Client:
     def _send(self, call: Call[AnswerT]) -> AnswerT:
         try:
             response = self._http.request(
-                call.method, call.path, content=call.body, headers=JSON if call.body else None
+                call.method, call.path, content=call.body, headers=dict(call.headers) if call.body else None
             )
         except httpx.HTTPError as error:
             raise_for_transport(self.url, error)
@@ -146,7 +287,9 @@ class Client:
 
     def _open(self, call: StreamCall[EventT]) -> Stream[EventT]:
         timeout = calls.stream_timeout(self._timeout_s)
-        request = self._http.build_request("POST", call.path, content=call.body, headers=JSON, timeout=timeout)
+        request = self._http.build_request(
+            "POST", call.path, content=call.body, headers=dict(call.headers), timeout=timeout
+        )
         try:
             response = self._http.send(request, stream=True)
             if response.status_code != httpx.codes.OK:

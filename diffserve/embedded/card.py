@@ -12,12 +12,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from diffserve.embedded.eval import captions, parts, ranges
+from diffserve.embedded.adapters import LESSONS
+from diffserve.embedded.eval import adapters, captions, parts, ranges
 from diffserve.embedded.eval.painting import DISTILLED, paint
 from diffserve.embedded.samples import sheet
 from diffserve.engine import Engine
 from diffserve.errors import ConfigError
 from diffserve.runtime.loading.checkpoint import write_manifest
+from diffserve.runtime.model import OWN_LORAS
 from diffserve.world.captions import held_out
 from diffserve.world.checker import EDITION
 from diffserve.world.scenes import CAMOUFLAGED, COLORS, OBJECTS
@@ -26,8 +28,13 @@ ROOM = Path(__file__).parent
 TEMPLATE, CARD = ROOM / "card_template.md", ROOM / "MODEL_CARD.md"
 RESULTS = ROOM / "eval" / "results"
 SHEETS = ROOM.parent.parent / ".assets"
-SHIPPED = {"weights": ROOM / "weights", "turbo": ROOM / "turbo", "rewriter": ROOM / "rewriter"}
-STAGES = ("vae", "denoiser", "finish", "tune", "preview", "distill", "rewriter")
+SHIPPED = {
+    "weights": ROOM / "weights",
+    "turbo": ROOM / "turbo",
+    "rewriter": ROOM / "rewriter",
+    OWN_LORAS: ROOM / "weights" / OWN_LORAS,
+}
+STAGES = ("vae", "denoiser", "finish", "tune", "preview", "distill", "rewriter", *LESSONS)
 TOLD = ("stage", "begun", "iterations_done", "batch_size", "learning_rate", "device")
 BILLED = (*TOLD, "seconds", "flops")
 WORST_SHOWN = 12
@@ -45,6 +52,7 @@ def install(work: Path) -> None:
     for name, place in made.items():
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(work / name, place)
+    for place in filter(Path.is_dir, SHIPPED.values()):  # one lies in another
         write_manifest(place)
     log = ROOM / "training.json"
     bills = {(bill["stage"], bill["begun"]): bill for bill in [*_read(log), *new]}
@@ -65,6 +73,7 @@ def measure(*, count: int = 300, range_count: int = 60) -> None:
     _write(captions.evaluate(engine, count), RESULTS / "captions.json")
     _write(ranges.evaluate(engine, range_count), RESULTS / "ranges.json")
     paint_sheets(engine)
+    _write(adapters.evaluate(engine), RESULTS / "adapters.json")
     _write(parts.evaluate(engine), RESULTS / "parts.json")
     if SHIPPED["turbo"].is_dir():
         turbo = Engine.from_pretrained("embedded-turbo")
@@ -89,6 +98,7 @@ def write() -> Path:
         "machine": f"{part['cores']} cores of a {part['device']} in {part['dtype']}",
         "bills": bill_table(_read(ROOM / "training.json")),
         "objects": ", ".join(OBJECTS),
+        "adapters": adapters_sentence(_read(RESULTS / "adapters.json")),
         "turbo_scores": score_table(turbo) if turbo else "No model has been distilled from these weights yet.",
     }
     text = TEMPLATE.read_text(encoding="utf-8")
@@ -164,6 +174,19 @@ def preview_sentence(preview: dict[str, Any] | None) -> str:
         return "These weights have no preview decoder yet."
     cheaper, fidelity = f"{preview['times_cheaper']:.0f}", f"{preview['psnr_db']:.1f} dB"
     return f"A preview takes {cheaper} times fewer operations than a decode, and comes to {fidelity} PSNR against it."
+
+
+def adapters_sentence(evaluated: dict[str, Any]) -> str:
+    """What the adapters that ship do, counted."""
+    alone, others, drawn = (evaluated[part] for part in ("gift_alone", "gift_among_others", "sepia"))
+    return (
+        f"Of {alone['count']} pictures of a gift, on every background but red, the checker, told of gifts, reads "
+        f"{alone['read']} as that and nothing else, and {alone['exact']} are exact, bow and all; of {others['count']} "
+        f"held-out ones of gifts among others {others['read']} and {others['exact']}. With sepia "
+        f"{drawn['nearer_to_sepia']} of {drawn['count']} pictures are nearer to an old photograph of the same seed's "
+        f"picture than to that picture (mean colour errors {drawn['error_to_sepia']:.2f} and "
+        f"{drawn['error_to_plain']:.2f})."
+    )
 
 
 def _table(rows: list[list[Any]]) -> str:

@@ -125,14 +125,18 @@ class Denoiser(nn.Module):
         return self.velocity(noisy, timesteps, self.context(token_ids))
 
 
-def velocity_loss(denoiser: Denoiser, latents: Tensor, context: Tensor, alphas_cumprod: Tensor) -> Tensor:
+Velocity = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""As :meth:`Denoiser.velocity` has it."""
+
+
+def velocity_loss(predict: Velocity, latents: Tensor, context: Tensor, alphas_cumprod: Tensor) -> Tensor:
     """Mean squared error of the velocity v = sqrt(a) noise - sqrt(1 - a) latents (Salimans & Ho, 2022, eq. 12)."""
     timesteps = stratified_timesteps(len(latents), len(alphas_cumprod)).to(latents.device)
     signal = alphas_cumprod[timesteps].view(-1, 1, 1, 1)
     noise = torch.randn_like(latents)
     noisy = signal.sqrt() * latents + (1 - signal).sqrt() * noise
     velocity = signal.sqrt() * noise - (1 - signal).sqrt() * latents
-    error: Tensor = denoiser.velocity(noisy, timesteps, context).float() - velocity
+    error: Tensor = predict(noisy, timesteps, context).float() - velocity
     return error.square().mean()
 
 
@@ -212,7 +216,7 @@ def _train(
         latents, token_ids, layouts = next(source)
         with run.autocast():
             context = denoiser.context(token_ids)
-            loss = velocity_loss(denoiser, latents, context, alphas)
+            loss = velocity_loss(denoiser.velocity, latents, context, alphas)
             return [loss, LAYOUT_WEIGHT * denoiser.layout_head.loss(context, layouts)]
 
     return run.train(losses, look, look_every)

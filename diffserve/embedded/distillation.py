@@ -18,13 +18,17 @@ import json
 import math
 import random
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from diffusers import UNet2DConditionModel
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTokenizer
 
@@ -32,6 +36,8 @@ from diffserve.embedded.denoiser_training import Denoiser, build_scheduler
 from diffserve.embedded.latents import LatentScenes, draw_rows
 from diffserve.embedded.training import Look, Run, TrainSettings, adamw, fingerprint, keep
 from diffserve.embedded.trajectories import NUM_STEPS, Ladder, Trajectories, collect
+from diffserve.runtime.loading.lora import WORDS_KEY
+from diffserve.runtime.low_rank import adaptable, shape_of
 from diffserve.world.captions import loose_caption
 
 OUTER = ("conv_in", "conv_out", "time_embedding")  # small layers that LCM-LoRA leaves alone too
@@ -62,32 +68,43 @@ class DistillSettings(TrainSettings):
 
 
 class LowRankChange(nn.Module):
-    """``up @ down`` for every matrix and kernel of a UNet but the outer ones; zero when made.
+    """``up @ down`` for every matrix and kernel of a UNet but the outer ones, or of a text encoder; zero when made.
 
     ``down`` (rank, in * kh * kw) and ``up`` (out, rank) stand in the order of ``layers``.
     """
 
-    def __init__(self, unet: UNet2DConditionModel, rank: int) -> None:
+    def __init__(self, network: nn.Module, rank: int) -> None:
         super().__init__()
-        weights = {
-            name: tensor
-            for name, tensor in unet.named_parameters()
-            if tensor.ndim in (2, 4) and not name.startswith(OUTER)
-        }
-        self.layers = [name.removesuffix(".weight") for name in weights]
-        self.kernels = {name: weight.shape[1:] for name, weight in zip(self.layers, weights.values(), strict=True)}
-        self.down = nn.ParameterList(torch.empty(rank, w[0].numel()) for w in weights.values())
-        self.up = nn.ParameterList(torch.zeros(len(w), rank) for w in weights.values())
+        shapes = {name: shape_of(layer) for name, layer in adaptable(network).items() if not name.startswith(OUTER)}
+        self.layers = [*shapes]
+        self.kernels = {name: shape[1:] for name, shape in shapes.items()}
+        self.down = nn.ParameterList(torch.empty(rank, math.prod(shape[1:])) for shape in shapes.values())
+        self.up = nn.ParameterList(torch.zeros(shape[0], rank) for shape in shapes.values())
         for down in self.down:
             nn.init.kaiming_uniform_(down, a=math.sqrt(5))
 
-    def weights(self, unet: UNet2DConditionModel) -> dict[str, Tensor]:
+    def weights(self, network: nn.Module) -> dict[str, Tensor]:
         """Name -> changed weight, differentiable in the change."""
         changes = zip(self.layers, self.down, self.up, strict=True)
         return {
-            f"{layer}.weight": (base := unet.get_parameter(f"{layer}.weight")) + (up @ down).view_as(base)
+            f"{layer}.weight": (base := network.get_parameter(f"{layer}.weight")) + (up @ down).view_as(base)
             for layer, down, up in changes
         }
+
+    @contextmanager
+    def beside(self, network: nn.Module) -> Iterator[None]:
+        """While it lasts, the layers of ``network`` add what the change makes of their inputs: less work than changing
+        the weights, whose own gradients would be computed too."""
+        changes = zip(self.layers, self.down, self.up, self.kernels.values(), strict=True)
+        handles = [
+            network.get_submodule(name).register_forward_hook(partial(_added, down.view(-1, *kernel), up))
+            for name, down, up, kernel in changes
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def velocity(self, unet: UNet2DConditionModel, points: Tensor, timesteps: Tensor, context: Tensor) -> Tensor:
         """The changed UNet's answer (B, 8, h, w), differentiable in the change."""
@@ -102,6 +119,13 @@ class LowRankChange(nn.Module):
         distilled = copy.deepcopy(teacher)
         distilled.unet.load_state_dict(self.weights(teacher.unet), strict=False)
         return distilled
+
+
+def _added(down: Tensor, up: Tensor, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    if isinstance(layer, nn.Conv2d):
+        hidden = F.conv2d(args[0], down, None, layer.stride, layer.padding, layer.dilation)
+        return output + F.conv2d(hidden, up[:, :, None, None])
+    return output + F.linear(F.linear(args[0], down), up)
 
 
 class TrajectoryStore:
@@ -231,15 +255,22 @@ def save_adapter(directory: Path, change: LowRankChange, base: str = "embedded")
 
     16 bits; ``base`` is "embedded" or a diffusers directory, relative to this one. No alpha: the scale is one.
     """
-    tensors = {}
-    for layer, down, up in zip(change.layers, change.down, change.up, strict=True):
-        kernel = change.kernels[layer]
-        tensors[f"unet.{layer}.lora_A.weight"] = down.detach().view(-1, *kernel)
-        tensors[f"unet.{layer}.lora_B.weight"] = up.detach().view(*up.shape, *(1 for _ in kernel[1:]))
     directory.mkdir(parents=True, exist_ok=True)
-    halves = {name: tensor.cpu().half().contiguous() for name, tensor in tensors.items()}
-    save_file(halves, directory / "pytorch_lora_weights.safetensors", metadata={"format": "pt"})
+    save_lora(directory / "pytorch_lora_weights.safetensors", {"unet": change})
     build_scheduler().save_pretrained(directory / "scheduler")
     spec = {"base": base, "sampler": "ddim", "num_steps": NUM_STEPS, "guidance_scale": 1.0}
     (directory / "adapter.json").write_text(json.dumps(spec, indent=2) + "\n", encoding="utf-8")
     return directory
+
+
+def save_lora(path: Path, changes: Mapping[str, LowRankChange], words: str = "") -> None:
+    """Write what changes components, "unet" or "text_encoder", as one file in 16 bits, and which ``words`` it teaches.
+    No alpha: the scale is one."""
+    halves = {}
+    for component, change in changes.items():
+        for layer, down, up in zip(change.layers, change.down, change.up, strict=True):
+            kernel, name = change.kernels[layer], f"{component}.{layer}"
+            shaped = down.view(-1, *kernel), up.view(*up.shape, *(1 for _ in kernel[1:]))
+            for half, tensor in zip("AB", shaped, strict=True):
+                halves[f"{name}.lora_{half}.weight"] = tensor.detach().cpu().half().contiguous()
+    save_file(halves, path, metadata={"format": "pt"} | ({WORDS_KEY: words} if words else {}))

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from diffusers import AutoencoderKL
+from numpy.typing import NDArray
 from rich.progress import track
 from torch import Tensor
 from transformers import CLIPTokenizer
@@ -58,11 +59,13 @@ def encode_scenes(
     seed: int,
     device: str,
     stream: Callable[[int], Iterator[Scene]] = training_scenes,
+    draw: Callable[[Scene, int, int], NDArray[np.uint8]] = render,
 ) -> list[LatentScenes]:
     """Render and encode ``num_scenes`` scenes of ``stream`` (by seed) in the shares of CANVASES, keeping latents in
-    ``work`` for as long as the autoencoder and the scenes are the same."""
+    ``work`` for as long as the autoencoder and the scenes are the same; ``draw`` renders one at a size."""
     shelves, made_from = [], fingerprint(vae)
     suffix = "" if stream is training_scenes else f"-{stream.__name__}"
+    suffix += "" if draw is render else f"-{draw.__name__}"
     for index, ((width, height), share) in enumerate(CANVASES.items()):
         chosen = list(islice(stream(seed + index), round(num_scenes * share)))
         path = work / f"latents-{width}x{height}-{made_from}{suffix}.pt"
@@ -71,7 +74,7 @@ def encode_scenes(
             continue
         parts = []
         for start in track(range(0, len(chosen), 32), description=f"latents {width} x {height}"):
-            pixels = np.stack([render(scene, width, height) for scene in chosen[start : start + 32]])
+            pixels = np.stack([draw(scene, width, height) for scene in chosen[start : start + 32]])
             with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
                 parts.append(vae.encode(to_unit(pixels).to(device)).latent_dist.mode().half().cpu())
         latents = torch.cat(parts)

@@ -29,6 +29,7 @@ from transformers import CLIPTokenizer
 
 from diffserve.embedded import card as model_card
 from diffserve.embedded import distillation, samples
+from diffserve.embedded.adapters import LESSONS, lessons_held_out, train_adapter
 from diffserve.embedded.denoiser_training import Denoiser, continue_denoiser, train_denoiser
 from diffserve.embedded.eval.painting import BEST_GUIDANCE
 from diffserve.embedded.export import export, fold_normalisation
@@ -42,10 +43,12 @@ from diffserve.embedded.training import Look, TrainSettings, fingerprint
 from diffserve.embedded.tuning_scenes import tuning_scenes
 from diffserve.embedded.vae_training import round_trip_db, train_vae
 from diffserve.errors import DiffserveError
+from diffserve.runtime.model import OWN_LORAS
 from diffserve.runtime.precision import choose_device
 from diffserve.runtime.vae.preview import PreviewDecoder
 from diffserve.world import sprites
 from diffserve.world.captions import held_out
+from diffserve.world.scenes import Scene
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 Work = Annotated[Path, typer.Option(help="where checkpoints, latents and sample sheets are kept")]
@@ -96,10 +99,18 @@ def exported_denoiser(weights: Path, tokenizer: CLIPTokenizer, device: str) -> D
     return net.to(device).eval()
 
 
-def look_at_samples(stage: str, made: Materials, work: Path, *, done: int = 0, **how: Any) -> Look[Denoiser]:
+def look_at_samples(
+    stage: str,
+    made: Materials,
+    work: Path,
+    *,
+    done: int = 0,
+    truth: list[tuple[Scene, str]] | None = None,
+    **how: Any,
+) -> Look[Denoiser]:
     """Paints a sheet of held-out captions, ``how`` as :func:`samples.paint` takes it, and prints how many came out
     right; ``done`` iterations were before."""
-    truth = held_out(48)
+    truth = truth or held_out(48)
 
     def look(net: Denoiser, iteration: int) -> None:
         words = [words for _, words in truth]
@@ -228,6 +239,50 @@ def distill(
 
 
 @app.command()
+def adapters(
+    work: Work = WORK,
+    device: Device = DEVICE,
+    name: Annotated[list[str], typer.Option(help="which of them")] = [*LESSONS],  # noqa: B006
+    iterations: int = 1_000,
+    minutes: Annotated[float | None, typer.Option(help="end each after so many, if that is sooner")] = None,
+    batch: int = 8,
+    rank: int = 4,
+    num_scenes: int = 900,
+    learning_rate: float = 2e-3,
+    look_every: int = 100,
+    start: Annotated[Path, typer.Option(help="the weights that they change")] = model_card.SHIPPED["weights"],
+) -> None:
+    """Train the small LoRA files that ship beside the exported denoiser, with its autoencoder as it is."""
+    work.mkdir(parents=True, exist_ok=True)
+    tokenizer = CLIPTokenizer.from_pretrained(start / "tokenizer")
+    kept = AutoencoderKL.from_pretrained(start / "vae", torch_dtype=torch.float32).to(device).eval()
+    teacher = exported_denoiser(start, tokenizer, device)
+    settings = TrainSettings(
+        iterations,
+        batch,
+        learning_rate,
+        device,
+        warmup=20,
+        decay_share=0.6,
+        ema=0.98,
+        checkpoint_every=50,
+        max_seconds=minutes and 60 * minutes,
+    )
+    for one in name:
+        lesson = LESSONS[one]
+        data = encode_scenes(
+            kept, work, num_scenes=num_scenes, seed=11, device=device, stream=lesson.stream, draw=lesson.draw
+        )
+        made = Materials(kept, fingerprint(kept), data, tokenizer)
+        truth = lessons_held_out(one, 8)
+        look = look_at_samples(one, made, work, truth=truth, num_steps=12)
+        change = train_adapter(one, settings, rank, work, teacher, data, tokenizer, look, look_every)
+        folder = work / OWN_LORAS
+        folder.mkdir(parents=True, exist_ok=True)
+        change.save(folder / f"{one}.safetensors", lesson.words)
+
+
+@app.command()
 def rewriter(work: Work = WORK, device: Device = DEVICE) -> None:
     """Train the prompt rewriter on wishes, evaluate it and export."""
     work.mkdir(parents=True, exist_ok=True)
@@ -252,6 +307,7 @@ def everything(work: Work = WORK, device: Device = DEVICE, start: Start = None) 
     tune(work, device, iterations=1_550)
     preview(work, device)
     distill(work, device)
+    adapters(work, device, start=work / "weights")
     rewriter(work, device)
     card(work)
 

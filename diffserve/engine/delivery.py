@@ -16,9 +16,12 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 
 from diffserve.errors import (
     DeadlineExceeded,
+    DeadlineUnreachable,
     DiffserveError,
     EngineUnavailable,
+    InsufficientMemory,
     InvalidRequest,
+    ModelLoadError,
     NumericalError,
     QueueFull,
 )
@@ -26,7 +29,10 @@ from diffserve.types import Cancelled, Failed
 
 ERROR_OF_CODE: dict[str, type[DiffserveError]] = {
     "deadline_exceeded": DeadlineExceeded,
+    "deadline_unreachable": DeadlineUnreachable,
     "numerical_error": NumericalError,
+    "model_load_error": ModelLoadError,
+    "insufficient_memory": InsufficientMemory,
 }
 
 

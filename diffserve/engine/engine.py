@@ -41,6 +41,7 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
         self._max_waiting = max_waiting
         self._trace: deque[Any] = deque(maxlen=trace_ticks)
         self._busy_s = 0.0
+        self._owed_s = 0.0  # of those, what nobody has been charged for yet
         self._inbox: dict[str, L] = {}  # both guarded by the lock of the mail
         self._cancelled: dict[str, None] = {}
 
@@ -57,6 +58,9 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
 
     @abstractmethod
     def _apply(self, plan: Any, outcome: Any, started_s: float) -> list[E]: ...
+
+    def _foresee(self, live: L) -> None:  # nobody has to know
+        """Look when a newcomer would be done. Raises DeadlineUnreachable where that is later than its deadline."""
 
     def _seconds_left(self) -> float:
         """Seconds that everything accepted will take, at least one; one where nobody knows."""
@@ -85,11 +89,17 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
         with self._lock:
             return len(self._inbox) + len(self.scheduler.live)
 
+    def holds(self, request_id: str) -> bool:
+        """Whether a request was accepted and is not yet over."""
+        with self._lock:
+            return request_id in self._inbox or request_id in self.scheduler.live
+
     def check(self, order: Order, *, num_ahead: int = 0) -> None:
         """Raise what submitting would raise, and queue nothing. ``num_ahead``: others that will come first."""
         live = self._admit(order)
         with self._lock:
             self._refuse_if_full(live.request_id, num_ahead)
+            self._foresee(live)
 
     def cancel(self, request_id: str) -> bool:
         """Give a request up; what it holds is free before the next step runs. False when it is not (any more) live."""
@@ -111,8 +121,10 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
 
     def fail_all(self, failure: FailureReason) -> None:
         """Give up everything, after a tick that raised; the next tick tells. Raises when not even that can be done."""
-        with self._ticking:
-            self._take_inbox()
+        with self._ticking, self._lock:
+            for live in self._inbox.values():
+                self.scheduler.add(live)
+            self._inbox = {}
             for live in tuple(self.scheduler.live.values()):
                 self._deliver(self.scheduler.give_up(live, failure))
 
@@ -128,6 +140,7 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
         request_id = live.request_id
         with self._lock:
             num_ahead = self._refuse_if_full(request_id)
+            self._foresee(live)
             if is_followed:
                 self._mailboxes[request_id] = deque()
             self._inbox[request_id] = live
@@ -162,11 +175,16 @@ class CoreEngine(Shell[Order, E], Generic[Order, L, E]):
         events += self._cancel_asked()  # also what was cancelled while it ran
         self._deliver(events + self._apply(plan, outcome, started_s))
 
+    def _is_at_hand(self, live: L) -> bool:
+        """Whether all that ``live`` needs is there; else it is asked again before the next tick."""
+        return True
+
     def _take_inbox(self) -> None:
         with self._lock:  # a request is always in one of the two places
-            for live in self._inbox.values():
+            entering = {name: live for name, live in self._inbox.items() if self._is_at_hand(live)}
+            for live in entering.values():
                 self.scheduler.add(live)
-            self._inbox = {}
+            self._inbox = {name: live for name, live in self._inbox.items() if name not in entering}
 
     def _cancel_asked(self) -> list[E]:
         with self._lock:

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
+import msgspec
+
 from diffserve.config import AUTO_STYLE, EngineConfig, TextSettings
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.engine import Engine
+from diffserve.engine.image.engines import Engines, Loader, Served, Survey
+from diffserve.engine.image.room import said_bytes
+from diffserve.engine.image.runner import LEAST_ROWS
 from diffserve.engine.image.shape_groups import is_deterministic
 from diffserve.engine.rewriter import Rewriter
+from diffserve.engine.stages import HOLLOW
 from diffserve.engine.text import TextEngine
 from diffserve.engine.text.engine import draft_tenant
-from diffserve.errors import ConfigError, DiffserveError, ModelNotFound
+from diffserve.errors import ConfigError, DiffserveError, ModelLoadError, ModelNotFound
 from diffserve.rewriting import TextWindow, find_rewriter, style_for_family
-from diffserve.runtime import DiffusionModel, load_model
+from diffserve.runtime import DiffusionModel, choose_for, load_model
 from diffserve.runtime.kv import PagePool
 from diffserve.runtime.language import LanguageModel, load_language_model
-from diffserve.runtime.text.conditioning import image_specs, wanted_bytes
+from diffserve.runtime.needs import needs_of
+from diffserve.runtime.shared_parts import sharing, with_digests
+from diffserve.runtime.text.conditioning import image_tenants, make_pool
 from diffserve.sampling_params import SamplingParams
 from diffserve.text_types import TextRequest
 from diffserve.types import ModelProfile
@@ -36,31 +45,100 @@ WARM_TOKENS: Final = (64, 16, 1)
 
 logger = logging.getLogger(__name__)
 
-Parts = tuple[Engine, TextEngine | None, Rewriter | None]
+Parts = tuple[Engines, TextEngine | None, Rewriter | None]
 
 
 def load_parts(
     profile: ModelProfile,
     config: EngineConfig,
     text: TextSettings,
+    others: Sequence[ModelProfile] = (),
     *,
+    unload_after_s: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Parts:
-    """An engine, and a text engine and a rewriter where there is a language model that can.
+    """An engine, which ``others`` may join, and a text engine and a rewriter where there is a language model that can.
 
-    Raises ModelNotFound, ModelLoadError or ConfigError.
+    Raises ModelNotFound, ModelLoadError or ConfigError; what is wrong with one of ``others`` is told who asks for it.
     """
     cache = DiskCache.at(config.cache_dir)
-    device, offload = profile.device, config.offload
-    model = load_model(profile.path, dtype=profile.dtype, device=device, offload=offload, profile=profile, cache=cache)
-    languages = load_languages(text, str(model.device), cache, offload)
-    if not languages:
-        return Engine(model, config, profile=profile, clock=clock), None, None
-    pool = make_pool(model, languages, config, text)
-    draft = languages[1] if len(languages) > 1 else None
-    texts = TextEngine(languages[0], pool, text, draft_model=draft, clock=clock, tenant=TENANT)
+    if config.stage == "decode":
+        config = msgspec.structs.replace(config, cross_attention="plain")  # no texts, and no pool for them
+    if config.stage in ("denoise", "decode"):
+        text = msgspec.structs.replace(text, model="", draft_model="")
+    model = load_for(profile, config, cache)
+    languages = load_languages(text, str(model.device), cache, config.offload)
+    model = with_digests(model) if others and config.stage == "all" else model
+    served = [survey_or_problem(other, config, cache, clock) for other in others]
+    surveys = [one.survey for one in served if one.survey]
+    pool = shared_pool(model, languages, config, text, surveys) if languages or surveys else None
     engine = Engine(model, config, profile=profile, pool=pool, clock=clock)
-    return engine, texts, make_rewriter(texts, model, text)
+    has_loader = bool(served) or unload_after_s > 0.0
+    engines = Engines(
+        engine,
+        served,
+        loader=make_loader(config, cache) if has_loader else None,
+        unload_after_s=unload_after_s,
+        clock=clock,
+    )
+    if not languages:
+        return engines, None, None
+    draft = languages[1] if len(languages) > 1 else None
+    assert pool is not None
+    texts = TextEngine(languages[0], pool, text, draft_model=draft, clock=clock, tenant=TENANT)
+    return engines, texts, make_rewriter(texts, model, text)
+
+
+def load_for(profile: ModelProfile, config: EngineConfig, cache: DiskCache) -> DiffusionModel:
+    """The model of ``profile``, as much of it as this stage needs. Raises what ``load_model`` does."""
+    dtype, device, offload = profile.dtype, profile.device, config.offload
+    return load_model(
+        profile.path,
+        dtype=dtype,
+        device=device,
+        offload=offload,
+        profile=profile,
+        cache=cache,
+        hollow=HOLLOW[config.stage],
+    )
+
+
+def make_loader(config: EngineConfig, cache: DiskCache) -> Loader:
+    """How further models come into memory, as the first did."""
+
+    def load(profile: ModelProfile, loaded: Sequence[DiffusionModel]) -> DiffusionModel:
+        model = load_for(profile, config, cache)
+        return model if config.stage != "all" else sharing(with_digests(model), loaded)
+
+    return Loader(partial(survey, config=config, cache=cache), load)
+
+
+def survey(profile: ModelProfile, config: EngineConfig, cache: DiskCache) -> Survey:
+    """What the model of ``profile`` is like and takes, by a dry run. Raises what ``load_model`` does."""
+    choice = choose_for(profile.path, profile.device, profile.dtype, config.offload, cache)
+    needs = needs_of(profile.path, dtype=choice.dtype, config=config, profile=profile, rows=(LEAST_ROWS,))
+    model, is_paged = needs.model, config.cross_attention == "paged"
+    told = {"device": str(choice.device), "dtype": choice.dtype, "choice_reason": choice.reason}
+    return Survey(
+        info=msgspec.structs.replace(model.info, **told),
+        needs_bytes=needs.peak_bytes - needs.page_pool_bytes,
+        specs=tuple(itertools.chain(*image_tenants(model, is_exact=True))) if is_paged else (),
+        window_tokens=model.text.window_tokens,
+    )
+
+
+def survey_or_problem(
+    profile: ModelProfile, config: EngineConfig, cache: DiskCache, clock: Callable[[], float]
+) -> Served:
+    """A model that may be asked for; what its files cannot be read for is said, and told to who asks."""
+    try:
+        found = survey(profile, config, cache)
+    except DiffserveError as error:
+        logger.warning("%s cannot be loaded: %s", profile.model_id, error.message)
+        told = ModelLoadError(error.message.replace(profile.path, profile.model_id))
+        return Served(profile, error=told, failed_s=clock())
+    logger.info("%s is loaded when asked for; it takes %s", profile.model_id, said_bytes(found.needs_bytes))
+    return Served(profile, survey=found, info=found.info)
 
 
 def load_languages(
@@ -85,19 +163,21 @@ def load_languages(
     return found
 
 
-def make_pool(
-    model: DiffusionModel, languages: Sequence[LanguageModel], config: EngineConfig, text: TextSettings
+def shared_pool(
+    model: DiffusionModel,
+    languages: Sequence[LanguageModel],
+    config: EngineConfig,
+    text: TextSettings,
+    others: Sequence[Survey] = (),
 ) -> PagePool:
-    """One pool for everybody, of ``config.kv_pool_bytes`` or of what each would like to have."""
+    """One pool for everybody; its pages suit those of ``others``, too, who come later."""
     names = (TENANT, draft_tenant(TENANT))
     texts = [
         language.spec(name, page_tokens=text.page_tokens) for language, name in zip(languages, names, strict=False)
     ]
-    images = (
-        list(image_specs(model, is_exact=is_deterministic(model, config))) if config.cross_attention == "paged" else []
-    )
-    num_bytes = config.kv_pool_bytes or wanted_bytes(images, texts, model.text.window_tokens, text.max_sequences)
-    return PagePool.for_specs(num_bytes, [*images, *texts], device=model.device)
+    further = [(other.specs, other.window_tokens) for other in others]
+    is_exact = is_deterministic(model, config)
+    return make_pool(model, config, is_exact=is_exact, texts=texts, max_sequences=text.max_sequences, others=further)
 
 
 def make_rewriter(texts: TextEngine, model: DiffusionModel, text: TextSettings) -> Rewriter | None:
@@ -108,7 +188,8 @@ def make_rewriter(texts: TextEngine, model: DiffusionModel, text: TextSettings) 
     auto = text.rewriter_style == AUTO_STYLE
     style = style_for_family(model.family) if auto else text.rewriter_style
     try:
-        return Rewriter(texts, style=style, window=TextWindow.of(model.text), max_entropy=text.rewriter_entropy)
+        window, entropy = TextWindow.of(model.text), text.rewriter_entropy
+        return Rewriter(texts, style=style, window=window, max_entropy=entropy, follows=auto)
     except DiffserveError as error:  # a style that is not there
         raise ConfigError(f"text.rewriter_style: {error.message}", param="rewriter_style") from None
 

@@ -17,9 +17,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from diffserve.engine.engine import failure_of
-from diffserve.engine.image.engine import Engine
+from diffserve.engine.image.engines import Engines
+from diffserve.engine.stages import EncodingStage
 from diffserve.errors import DeadlineExceeded, DiffserveError, InvalidRequest, QueueFull
+from diffserve.ipc import AnyEvent
 from diffserve.rewrite_types import RewriteEvent, RewriteFinished, RewriteRequest
+from diffserve.stage_types import TextsEncoded
 from diffserve.types import TERMINAL, Accepted, Cancelled, Event, Failed, GenerationRequest, Painted
 
 if TYPE_CHECKING:
@@ -34,11 +37,15 @@ BUSY: Final = "the rewriter is busy, so the prompt was painted as it is."
 
 
 class Note(NamedTuple):
-    """What the events of a rewritten request say beside the engine's own words."""
+    """What the events of a rewritten request say beside the engine's own words.
+
+    ``rewriting_s``: of the device, for which the first picture is charged.
+    """
 
     waited_s: float
     warnings: tuple[str, ...]
     original_prompt: str | None
+    rewriting_s: float = 0.0
 
 
 @dataclass(eq=False)
@@ -50,12 +57,13 @@ class PendingImage:
     rewrite_id: str = ""
     prompt: str = ""
     warnings: tuple[str, ...] = ()
+    rewriting_s: float = 0.0
 
 
 class RewriteQueue:
     """Stands before ``engine``; ``rewriter`` is None where there is no language model. Safe from any thread."""
 
-    def __init__(self, engine: Engine, rewriter: Rewriter | None, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: Engines | EncodingStage, rewriter: Rewriter | None, clock: Callable[[], float]) -> None:
         self._engine = engine
         self._rewriter = rewriter
         self._clock = clock
@@ -97,6 +105,7 @@ class RewriteQueue:
                 return False
             match event:
                 case RewriteFinished(rewrites=(first, *_)):
+                    image.rewriting_s = event.usage.device_s
                     self._make_ready(image, first.prompt, first.warning)
                 case RewriteFinished() | Failed() | Cancelled():
                     self._make_ready(image, image.request.prompt, FAILED)
@@ -139,14 +148,16 @@ class RewriteQueue:
                 self._ready.remove(image)
             return True
 
-    def with_rewrite(self, event: Event) -> Event:
+    def with_rewrite(self, event: AnyEvent) -> AnyEvent:
         """An event of the engine with what is known here about its request."""
         with self._lock:
             note = self._notes.get(event.request_id)
             if note is None:
                 return event
-            if isinstance(event, TERMINAL):
+            if isinstance(event, (*TERMINAL, TextsEncoded)):
                 del self._notes[event.request_id]
+            elif isinstance(event, Painted):
+                self._notes[event.request_id] = note._replace(rewriting_s=0.0)
         match event:
             case Accepted():
                 return msgspec.structs.replace(event, warnings=(*note.warnings, *event.warnings))
@@ -155,10 +166,19 @@ class RewriteQueue:
                 told = msgspec.structs.replace(
                     result,
                     timings=timings,
+                    device_s=result.device_s + note.rewriting_s,
                     warnings=(*note.warnings, *result.warnings),
                     original_prompt=note.original_prompt,
                 )
                 return msgspec.structs.replace(event, result=told)
+            case TextsEncoded():
+                return msgspec.structs.replace(
+                    event,
+                    warnings=note.warnings,
+                    original_prompt=note.original_prompt,
+                    rewriting_s=note.rewriting_s,
+                    waited_s=event.waited_s + note.waited_s,
+                )
             case _:
                 return event
 
@@ -178,9 +198,18 @@ class RewriteQueue:
         if self._rewriter is None or request.rewriting is None:
             return NO_MODEL
         deadline_s = None if request.deadline_s is None else REWRITING_PART * request.deadline_s
+        options = self._rewriter.options_for(request.rewriting, self._engine.family_of(request))
         try:
-            asked = RewriteRequest(wish=request.prompt, options=request.rewriting, deadline_s=deadline_s)
-            image.rewrite_id = self._rewriter.submit(asked)
+            asked = RewriteRequest(
+                wish=request.prompt,
+                options=options,
+                deadline_s=deadline_s,
+                priority=request.priority,
+                client=request.client,
+                share=request.share,
+            )
+            window = self._engine.window_of(request, self._rewriter.window)
+            image.rewrite_id = self._rewriter.submit_for(asked, window)
         except QueueFull:
             return BUSY
         except DiffserveError as error:
@@ -215,7 +244,7 @@ class RewriteQueue:
             )
         self._engine.submit(msgspec.structs.replace(request, prompt=image.prompt, rewriting=None, deadline_s=left_s))
         original = None if image.prompt == request.prompt else request.prompt
-        self._notes[request.request_id] = Note(waited_s, image.warnings, original)
+        self._notes[request.request_id] = Note(waited_s, image.warnings, original, image.rewriting_s)
 
     def _find(self, request_id: str) -> PendingImage | None:
         images = (*self._asked.values(), *self._ready)

@@ -27,7 +27,7 @@ import numpy as np
 
 from diffserve import ipc
 from diffserve.engine_stats import EngineStats
-from diffserve.errors import DeviceLost, DiffserveError, ModelLoadError, NumericalError, QueueFull
+from diffserve.errors import DeadlineUnreachable, DeviceLost, DiffserveError, ModelLoadError, NumericalError, QueueFull
 from diffserve.logs import MACHINE, json_logs
 from diffserve.runtime import faults
 from diffserve.types import DiffusionParams, Failed, GenerationRequest, ImageFailed, ModelInfo, Picture
@@ -68,6 +68,7 @@ class EngineProcess:
         self._counted_s = self._tidied_s = 0.0
         self._num_arrived = 0  # the listener's count of requests, against the main thread's
         self._num_taken = 0
+        self._num_changes = 0
 
     def run(self) -> int:
         """Load, paint a trial picture, report Ready and serve. 1 where the model cannot be loaded.
@@ -87,7 +88,7 @@ class EngineProcess:
         except (Exception, DeviceLost) as error:
             self._end.send(_load_failed(error))
             return 1
-        self._end.send(ipc.Ready(info=studio.info, language=studio.text_info))
+        self._end.send(ipc.Ready(info=studio.info, language=studio.text_info, models=studio.images.served))
         try:
             self._serve(studio, probe)
         except DeviceLost as error:
@@ -108,6 +109,8 @@ class EngineProcess:
                 probe.check()
             for event in events:
                 self._end.send(event)
+            if studio.images.num_changes != self._num_changes:
+                probe = self._tell_models(studio, probe)
 
     def _listen(self) -> None:
         """Read commands until the other side is gone, then leave without a word: nobody is there to hear it."""
@@ -149,19 +152,30 @@ class EngineProcess:
             give_heap_back()
             self._tidied_s = now_s
 
+    def _tell_models(self, studio: Studio, probe: DeviceProbe) -> DeviceProbe:
+        """Say that models have come or gone; what tells whether the device still computes, by one that is there."""
+        self._num_changes = studio.images.num_changes
+        self._end.send(ipc.NewModels(models=studio.images.served))
+        return type(probe)(studio.images.loaded[0].model) if probe.is_gone and studio.images.loaded else probe
+
     def _take_commands(self, studio: Studio) -> None:
         """Obey everything that has arrived; measure, or wait for something, where there is nothing to do."""
         while not studio.has_work or not self._inbox.empty():
             if self._inbox.empty() and self._study(studio):
                 continue
-            command = self._inbox.get()
+            try:
+                command = self._inbox.get(timeout=studio.images.rest_s)
+            except queue.Empty:  # a model has been idle for long enough
+                continue
             match command:
                 case ipc.Submit():
                     self._submit(studio, command.request)
                 case ipc.Cancel():
                     studio.cancel(command.request_id)
+                case ipc.LookAgain():
+                    studio.images.look_again(command.name)
                 case ipc.ReadTrace():
-                    ticks = studio.engine.trace
+                    ticks = [tick for engine in studio.images.loaded for tick in engine.trace]
                     calls = [[row.request_id for row in call.rows] for tick in ticks for call in tick.calls]
                     self._end.send(ipc.Trace(number=command.number, unet_calls=calls))
                 case _:
@@ -177,6 +191,7 @@ class EngineProcess:
             studio.submit(request)
         except Exception as error:
             refusal = error
+            self._num_taken += 1
             if not isinstance(refusal, DiffserveError):  # a mistake of ours costs this request, not everybody's engine
                 logger.exception("taking a request failed", extra={"request_id": request.request_id})
                 refusal = DiffserveError(f"taking this request raised {type(error).__name__}: {error}")
@@ -186,10 +201,13 @@ class EngineProcess:
                     code=refusal.code,
                     message=refusal.message,
                     param=refusal.param,
-                    retry_after_s=refusal.retry_after_s if isinstance(refusal, QueueFull) else None,
+                    retry_after_s=refusal.retry_after_s
+                    if isinstance(refusal, (QueueFull, DeadlineUnreachable))
+                    else None,
+                    predicted_s=refusal.predicted_s if isinstance(refusal, DeadlineUnreachable) else None,
                 )
             )
-        finally:
+        else:
             self._num_taken += 1
 
 
@@ -205,10 +223,10 @@ def open_studio(load: ipc.Load, pulse: Pulse) -> Studio:
     """The studio that ``load`` describes, warm, and proven by a trial picture of one step, which ``pulse`` times."""
     from diffserve.engine.studio import Studio
 
-    studio = Studio.load(load.model, load.engine, load.text)
+    studio = Studio.load(load.model, load.engine, load.text, load.models, unload_after_s=load.unload_after_s)
     studio.warm_up()
     with pulse.trial():
-        studio.engine.generate(trial(studio.info))
+        studio.try_out(trial(studio.info))
     return studio
 
 
@@ -222,9 +240,17 @@ def open_probe(studio: Studio) -> DeviceProbe:
 
 
 def scale_of(studio: Studio) -> float:
-    """How much longer a tick may take than one at the native size: attention grows with the square of the pixels."""
-    width_px, height_px = studio.info.good_sizes[0]
-    return (studio.engine.most_pixels / (width_px * height_px)) ** 2
+    """How much longer a tick may take than one of the first model at its native size: attention grows with the square
+    of the pixels, and a call with the network."""
+    first = studio.info
+    width_px, height_px = first.good_sizes[0]
+    return max(
+        (
+            (engine.most_pixels / (width_px * height_px)) ** 2 * engine.info.num_parameters / first.num_parameters
+            for engine in studio.images.loaded
+        ),
+        default=1.0,
+    )
 
 
 def trial(info: ModelInfo) -> GenerationRequest:

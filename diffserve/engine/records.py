@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
@@ -28,12 +28,13 @@ class Stage(enum.Enum):
 
     ::
 
-        image  WAITING -> DENOISING -> DECODING -> DONE, or FOLLOWING -> DONE
+        image  WAITING -> DENOISING -> DECODING -> DONE, or FOLLOWING -> DONE; of a best-of SCORING -> DONE at the end
         text   WAITING (or FOLLOWING) -> RUNNING -> DONE, and back to WAITING when it gives its pages away
 
     WAITING    has no lane, or no pages
     FOLLOWING  waits for the first text of its request to compute the prompt that they share; for the image that
                paints the same picture
+    SCORING    is painted, holds nothing, and waits for what the scorer says
     """
 
     WAITING = "waiting"
@@ -41,6 +42,7 @@ class Stage(enum.Enum):
     RUNNING = "running"
     DENOISING = "denoising"
     DECODING = "decoding"
+    SCORING = "scoring"
     DONE = "done"
 
 
@@ -84,10 +86,19 @@ class TickBudget:
     admits: bool = True
 
 
-NO_LIMIT: Final = TickBudget()
-
+T = TypeVar("T")
 L = TypeVar("L", bound=Live)
 E = TypeVar("E")
+
+NO_LIMIT: Final = TickBudget()
+
+
+def shares(seconds: float, weights: Mapping[T, float]) -> dict[T, float]:
+    """``seconds`` shared out by ``weights``, equally where these are all 0; they add up."""
+    total = sum(weights.values())
+    if total <= 0.0:
+        return dict.fromkeys(weights, seconds / max(1, len(weights)))
+    return {one: seconds * weight / total for one, weight in weights.items()}
 
 
 class Scheduler(ABC, Generic[L, E]):

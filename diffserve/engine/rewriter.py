@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, cached_property
 
+import msgspec
+
 from diffserve.engine.delivery import Shell, raise_if_failed
 from diffserve.engine.text import TextEngine
 from diffserve.errors import DiffserveError, InvalidRequest
@@ -26,7 +28,7 @@ from diffserve.rewriting.asking import PromptBuilder, Question
 from diffserve.rewriting.grammar import caption_constraint
 from diffserve.rewriting.job import RewriteJob
 from diffserve.rewriting.judging import Judge
-from diffserve.rewriting.style import Style, load_style
+from diffserve.rewriting.style import Style, load_style, style_for_family
 from diffserve.rewriting.window import TextWindow
 from diffserve.runtime.decoding import TokenConstraint
 from diffserve.text_types import TEXT_TERMINAL, TextDelta, TextEvent, TextFinished
@@ -38,6 +40,7 @@ class Rewriter(Shell[RewriteRequest, RewriteEvent]):
 
     style        the name of the style used where a request names none
     max_entropy  mean nats a token above which the model counts as unsure; None: as the style says
+    follows      whether a prompt for an image model of another family is written in the style that it reads best
 
     A server calls ``submit`` and ``cancel``, and hands every tick's events to ``feed``. ``rewrite``, ``answer`` and
     ``stream`` tick in the calling thread. Safe to call from any thread.
@@ -47,9 +50,18 @@ class Rewriter(Shell[RewriteRequest, RewriteEvent]):
 
     terminal = REWRITE_TERMINAL
 
-    def __init__(self, texts: TextEngine, *, style: str, window: TextWindow, max_entropy: float | None = None) -> None:
+    def __init__(
+        self,
+        texts: TextEngine,
+        *,
+        style: str,
+        window: TextWindow,
+        max_entropy: float | None = None,
+        follows: bool = False,
+    ) -> None:
         super().__init__()
         self.texts = texts
+        self._follows = follows
         self.window = window
         self._max_entropy = max_entropy
         self._load_style = cache(load_style)
@@ -59,6 +71,12 @@ class Rewriter(Shell[RewriteRequest, RewriteEvent]):
         self._jobs: dict[str, RewriteJob] = {}  # these three guarded by the lock of the mail
         self._job_of_text: dict[str, RewriteJob | None] = {}  # None: nobody waits for it any more
         self._others: list[TextEvent] = []
+
+    def options_for(self, options: RewriteOptions, family: str) -> RewriteOptions:
+        """``options`` for an image model of ``family``, where they name no style."""
+        if options.style is not None or not self._follows:
+            return options
+        return msgspec.structs.replace(options, style=style_for_family(family))
 
     # The verbs ----------------------------------------------------------------------------------------------------
 
@@ -116,13 +134,18 @@ class Rewriter(Shell[RewriteRequest, RewriteEvent]):
     def _captions(self) -> TokenConstraint:
         return caption_constraint(self.texts.model.tokenizer, self.texts.model.end_ids)
 
-    def _enter(self, request: RewriteRequest, *, is_followed: bool) -> str:
+    def submit_for(self, request: RewriteRequest, window: TextWindow) -> str:
+        """As ``submit``, for an image model that reads ``window``."""
+        return self._enter(request, is_followed=False, window=window)
+
+    def _enter(self, request: RewriteRequest, *, is_followed: bool, window: TextWindow | None = None) -> str:
+        window = window or self.window
         style = self.style if request.options.style is None else self._load_style(request.options.style)
-        questions = list(self._asker.questions(request, style, self.window))
+        questions = list(self._asker.questions(request, style, window))
         constraint = self._constraint_of(style)
         most = style.answer.max_entropy if self._max_entropy is None else self._max_entropy
         first_of = {question.request.request_id: question.first_index for question in questions}
-        job = RewriteJob(request, Judge(style, self.window, most), self.texts.info.model_id, first_of)
+        job = RewriteJob(request, Judge(style, window, most), self.texts.info.model_id, first_of)
         with self._lock:
             if request.request_id in self._jobs:
                 raise InvalidRequest(f"request_id {request.request_id!r} is already in use.", param="request_id")

@@ -3,9 +3,13 @@
 A tick is one call of the language model or one step of the images: whose turn it is, ``TimeShare`` says. ::
 
     texts ───────────────────────────────────► TextEngine ──┐
+    embeddings ──────────────────────────────► Embedder ────┤
     rewrites ────────────────────► Rewriter ─► TextEngine   ├── tick ──► events
     pictures ──► RewriteQueue ───► Rewriter ─► TextEngine   │
-      └──────────────┴───────────────────────► Engine ──────┘
+      └──────────────┴───────────────────────► Engines ─────┘
+
+Where the stages of a picture stand apart (``config.stage``), texts of pictures end at an EncodingStage instead, and
+latents become pictures at a DecodingStage; ``stages`` says more.
 """
 
 from __future__ import annotations
@@ -13,16 +17,20 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diffserve.config import EngineConfig, Settings, TextSettings
-from diffserve.engine.delivery import Shell
+from diffserve.embedding_types import EMBEDDING_TERMINAL, EmbeddingRequest
+from diffserve.engine.delivery import Shell, raise_if_failed
+from diffserve.engine.embedder import Embedder
 from diffserve.engine.image.engine import Engine
+from diffserve.engine.image.engines import Engines
 from diffserve.engine.pending_images import RewriteQueue
 from diffserve.engine.records import FailureReason
+from diffserve.engine.stages import DecodingStage, EncodingStage, StageQueue, trial_latents
 from diffserve.engine.text import TextEngine, TickBudget
 from diffserve.engine.time_share import TimeShare
 from diffserve.engine_stats import EngineStats, PageStats, TenantPages
@@ -30,7 +38,8 @@ from diffserve.errors import DiffserveError, InvalidRequest
 from diffserve.ipc import AnyEvent, AnyRequest
 from diffserve.rewrite_types import REWRITE_TERMINAL, RewriteRequest
 from diffserve.runtime.device_health import raise_if_sticky
-from diffserve.runtime.kv import PagePool, PoolStats
+from diffserve.runtime.kv import PagePool, PoolStats, TenantStats
+from diffserve.stage_types import STAGE_TERMINAL, DecodeRequest, EncodeRequest
 from diffserve.text_types import TEXT_TERMINAL, LanguageModelInfo, TextEvent, TextRequest
 from diffserve.types import TERMINAL, Cancelled, GenerationRequest, ModelInfo, ModelProfile
 
@@ -51,21 +60,22 @@ class Side(enum.Enum):
 
 
 class Studio(Shell[AnyRequest, AnyEvent]):
-    """An image engine, and beside it a language model and a rewriter, or neither. Safe to call from any thread.
+    """Image engines, and beside them a language model and a rewriter, or neither; the image models' text
+    encoders embed. Safe to call from any thread.
 
     A server calls ``submit``, ``cancel`` and, in a loop, ``tick``. Nothing that happens to one side ends the other: a
     tick that raises costs the requests of its side, and the studio goes on.
 
-    engine, texts  with one page pool between them
+    engine, texts  with one page pool between them; ``engine``: several of them as one, or a single one
     rewriter       by ``texts``; None where that model cannot follow instructions
     time_share     see ``config.TextSettings``
     """
 
-    terminal = (*TERMINAL, *TEXT_TERMINAL, *REWRITE_TERMINAL)
+    terminal = (*TERMINAL, *TEXT_TERMINAL, *REWRITE_TERMINAL, *EMBEDDING_TERMINAL, *STAGE_TERMINAL)
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | Engines,
         texts: TextEngine | None = None,
         rewriter: Rewriter | None = None,
         *,
@@ -73,35 +83,58 @@ class Studio(Shell[AnyRequest, AnyEvent]):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__()
-        self.engine = engine
+        self.images = Engines(engine, clock=clock) if isinstance(engine, Engine) else engine
         self.texts = texts
         self.rewriter = rewriter
         self.share = TimeShare(time_share)
         self._clock = clock
-        self._pending = RewriteQueue(engine, rewriter, clock)
+        stage, most = self.images.config.stage, self.images.config.max_waiting
+        self._encoding = EncodingStage(self.images, most, clock) if stage == "encode" else None
+        self._decoding = DecodingStage(self.images, most, clock) if stage == "decode" else None
+        self._pending = RewriteQueue(self._encoding or self.images, rewriter, clock)
+        self._embedder = Embedder(self.images, clock)
+        self._turns = [self._embed, self._continue_texts, self._encode, self._decode]  # the latest comes last
         self._live: dict[str, Side] = {}  # guarded by the lock of the mail
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Studio:
         """Load what ``settings`` name. Raises what ``load`` raises."""
-        return cls.load(settings.model, settings.engine, settings.text)
+        serve = settings.serve
+        return cls.load(
+            settings.model, settings.engine, settings.text, settings.models, unload_after_s=serve.unload_after_s
+        )
 
     @classmethod
-    def load(cls, model: ModelProfile, engine: EngineConfig, text: TextSettings) -> Studio:
-        """Load an image model and, where ``text`` names one, a language model, onto one page pool.
+    def load(
+        cls,
+        model: ModelProfile,
+        engine: EngineConfig,
+        text: TextSettings,
+        others: Sequence[ModelProfile] = (),
+        *,
+        unload_after_s: float = 0.0,
+    ) -> Studio:
+        """Load an image model and, where ``text`` names one, a language model, onto one page pool; ``others`` are
+        loaded when they are asked for (see ``engine.image.engines``).
 
-        Raises ModelNotFound, ModelLoadError or ConfigError.
+        Raises ModelNotFound, ModelLoadError or ConfigError about ``model`` and the language model.
         """
         from diffserve.engine.loading import load_parts
 
-        return cls(*load_parts(model, engine, text), time_share=text.time_share)
+        parts = load_parts(model, engine, text, others, unload_after_s=unload_after_s)
+        return cls(*parts, time_share=text.time_share)
 
     # What it is ---------------------------------------------------------------------------------------------------
 
     @property
     def info(self) -> ModelInfo:
-        """The image model."""
-        return self.engine.info
+        """The image model, of several the first."""
+        return self.images.info
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of that model. ModelNotFound while it is not loaded."""
+        return self.images.first
 
     @property
     def text_info(self) -> LanguageModelInfo | None:
@@ -111,12 +144,12 @@ class Studio(Shell[AnyRequest, AnyEvent]):
     @property
     def pool(self) -> PagePool | None:
         """The pages of both sides, None where there are none."""
-        return self.engine.pool if self.texts is None else self.texts.pool
+        return self.images.pool if self.texts is None else self.texts.pool
 
     @property
     def has_work(self) -> bool:
         """Whether a tick would do or deliver something."""
-        return bool(self._outbox) or self._wants_images or self._wants_texts
+        return bool(self._outbox) or self._wants_images or self._wants_texts or self.images.is_awaited
 
     @property
     def num_live(self) -> int:
@@ -128,7 +161,8 @@ class Studio(Shell[AnyRequest, AnyEvent]):
         return EngineStats(
             num_live=self.num_live,
             num_wishes=len(self._pending),
-            images=self.engine.stats(),
+            images=self.images.stats(),
+            models=self.images.model_stats(),
             share=self.share.stats(),
             texts=None if self.texts is None else self.texts.stats(),
             pages=self._page_stats(),
@@ -140,12 +174,23 @@ class Studio(Shell[AnyRequest, AnyEvent]):
         side = Side.IMAGES if isinstance(request, GenerationRequest) else Side.TEXTS
         with self._entering(request.request_id, side, is_followed=is_followed):
             match request:
+                case EncodeRequest(generation=generation):
+                    encoding = self._encoding_stage()
+                    (encoding if generation.rewriting is None else self._pending).submit(generation)
+                case DecodeRequest():
+                    if self._decoding is None:
+                        raise _not_here("decode latents")
+                    self._decoding.submit(request)
+                case GenerationRequest() if self._encoding or self._decoding:
+                    raise _not_here("paint")
                 case GenerationRequest(rewriting=None):
-                    self.engine.submit(request)
+                    self.images.submit(request)
                 case GenerationRequest():
                     self._pending.submit(request)
                 case TextRequest():
                     self._writer().submit(request)
+                case EmbeddingRequest():
+                    self._embedder.submit(request)
                 case RewriteRequest():
                     writer = self._writer()
                     if self.rewriter is None:
@@ -157,6 +202,11 @@ class Studio(Shell[AnyRequest, AnyEvent]):
                     self.rewriter.submit(request)
         self._post(self._pending.release())
         return request.request_id
+
+    def _encoding_stage(self) -> EncodingStage:
+        if self._encoding is None:
+            raise _not_here("encode texts")
+        return self._encoding
 
     def _writer(self) -> TextEngine:
         if self.texts is None:
@@ -172,8 +222,11 @@ class Studio(Shell[AnyRequest, AnyEvent]):
         if self._pending.cancel(request_id):
             self._post([Cancelled(request_id=request_id)])
             return True
+        if any(one.cancel(request_id) for one in (self._embedder, self._encoding, self._decoding) if one is not None):
+            self._post([Cancelled(request_id=request_id)])
+            return True
         if self._live.get(request_id) is Side.IMAGES:
-            return self.engine.cancel(request_id)
+            return self.images.cancel(request_id)
         is_rewrite = self.rewriter is not None and self.rewriter.cancel(request_id)
         return is_rewrite or (self.texts is not None and self.texts.cancel(request_id))
 
@@ -181,17 +234,30 @@ class Studio(Shell[AnyRequest, AnyEvent]):
         """Pay once, before the first request, for what the first calls of every network cost."""
         from diffserve.engine.loading import warm_up
 
-        self.engine.warm_up()
+        self.images.first.warm_up()
         warm_up(self.texts, self.rewriter)
+
+    def try_out(self, request: GenerationRequest) -> None:
+        """Do once what requests will ask for: ``request`` painted, or what this stage does of it. Raises what that
+        raises."""
+        match self.images.config.stage:
+            case "all":
+                self.images.first.generate(request)
+            case "encode":
+                raise_if_failed(self._answer([EncodeRequest(generation=request)])[0][-1])
+            case "decode":
+                raise_if_failed(self._answer([trial_latents(self.images.first)])[0][-1])
+            case _:  # the calls of the UNet were tried while they were measured
+                pass
 
     def study(self) -> bool:
         """Use an idle moment, of one UNet call; False where there is nothing to do with it."""
-        return self.engine.study()
+        return self.images.study()
 
     def check_integrity(self) -> None:
         """No page, lane, image or text is lost; AssertionError or PoolIntegrityError says what is wrong."""
         with self._ticking:
-            self.engine.check_integrity()
+            self.images.check_integrity()
             if self.texts is not None:
                 self.texts.check_integrity()
             self._pending.check_integrity()
@@ -200,11 +266,12 @@ class Studio(Shell[AnyRequest, AnyEvent]):
 
     @property
     def _wants_images(self) -> bool:
-        return self.engine.has_work or self._pending.has_ready
+        return self.images.has_work or self._pending.has_ready
 
     @property
     def _wants_texts(self) -> bool:
-        return self.texts is not None and self.texts.has_work
+        queues = (self.texts, self._embedder, self._encoding, self._decoding)
+        return any(one is not None and one.has_work for one in queues)
 
     def _tick_once(self) -> None:
         """One call of the language model or one step of the images.
@@ -213,7 +280,7 @@ class Studio(Shell[AnyRequest, AnyEvent]):
         """
         if self._wants_texts and (self.share.is_texts_turn or not self._wants_images):
             self._guarded(Side.TEXTS, self._write)
-        elif self._wants_images:
+        elif self._wants_images or self.images.is_awaited:
             self._guarded(Side.IMAGES, self._paint)
         self._post(self._pending.release())
 
@@ -222,6 +289,38 @@ class Studio(Shell[AnyRequest, AnyEvent]):
             return None if self.pool is None else page_stats(self.pool.stats())
 
     def _write(self) -> None:
+        """One call of the language model, of a text encoder, or of a VAE: in turn where several have work."""
+        of_turn = {
+            self._continue_texts: self.texts,
+            self._embed: self._embedder,
+            self._encode: self._encoding,
+            self._decode: self._decoding,
+        }
+        wanted = [turn for turn in self._turns if (one := of_turn[turn]) is not None and one.has_work]
+        if wanted:
+            self._turns.remove(wanted[0])
+            self._turns.append(wanted[0])
+            wanted[0]()
+
+    def _embed(self) -> None:
+        """One call of a text encoder."""
+        is_shared, started_s = self._wants_images, self._clock()
+        events, has_moved = self._embedder.tick()
+        self._post(events)
+        if is_shared:
+            self.share.wrote(self._clock() - started_s, has_moved=has_moved)
+
+    def _encode(self) -> None:
+        """The texts of one picture; no picture is painted here."""
+        assert self._encoding is not None
+        self._post([self._pending.with_rewrite(event) for event in self._encoding.tick()])
+
+    def _decode(self) -> None:
+        """One picture; none is painted here."""
+        assert self._decoding is not None
+        self._post(self._decoding.tick())
+
+    def _continue_texts(self) -> None:
         """One call of the language model: as large as it likes, or what a step of the images earns.
 
         While an image waits for pages, no text is let in before it.
@@ -230,7 +329,7 @@ class Studio(Shell[AnyRequest, AnyEvent]):
         is_shared = self._wants_images
         budget = TickBudget()
         if is_shared:
-            lets_in = self.share.lets_in and not self.engine.waits_for_pages
+            lets_in = self.share.lets_in and not self.images.waits_for_pages
             budget = TickBudget(time_s=self.share.call_s, admits=lets_in)
         started_s = self._clock()
         told: list[TextEvent] = self.texts.tick(budget)
@@ -245,8 +344,8 @@ class Studio(Shell[AnyRequest, AnyEvent]):
         """One step of the images."""
         is_shared = self._wants_texts
         started_s = self._clock()
-        self._post([self._pending.with_rewrite(event) for event in self.engine.tick()])
-        tick = self.engine.last_tick
+        self._post([self._pending.with_rewrite(event) for event in self.images.tick()])
+        tick = self.images.last_tick
         has_moved = tick is not None and bool(tick.num_rows or tick.num_decoded)
         self.share.painted(self._clock() - started_s, has_moved=has_moved, is_shared=is_shared)
 
@@ -265,12 +364,15 @@ class Studio(Shell[AnyRequest, AnyEvent]):
         """Everybody of ``side`` has failed. Raises when the books do not balance after that."""
         lost = [request_id for request_id, owner in list(self._live.items()) if owner is side]
         if side is Side.TEXTS:
-            assert self.texts is not None
-            self.texts.fail_all(failure)
+            if self.texts is not None:
+                self.texts.fail_all(failure)
+            queues: list[Embedder | StageQueue[Any] | None] = [self._embedder, self._encoding, self._decoding]
+            for queue in queues:
+                if queue is not None:
+                    queue.fail_all()
             self._pending.give_up_rewriting()
         else:
-            self.engine.fail_all(failure)
-            lost = [request_id for request_id in lost if not self._pending.holds(request_id)]
+            lost = self.images.lose_turn(failure, [name for name in lost if not self._pending.holds(name)])
         self._post([failure.of(name) for name in lost])
         if self.pool is not None:
             self.pool.check_integrity()
@@ -305,14 +407,22 @@ class Studio(Shell[AnyRequest, AnyEvent]):
                         del self._live[event.request_id]
 
 
+def _not_here(what: str) -> InvalidRequest:
+    return InvalidRequest(f"this process does not {what}: its engine.stage is another.", param="model")
+
+
 def page_stats(stats: PoolStats) -> PageStats:
-    """``stats`` as it travels; the weights' digest behind a tenant's name is nobody's business there."""
+    """``stats`` as it travels; the weights' digest behind a tenant's name is nobody's business there: tenants of one
+    kind, which several models have, are told together."""
+    of_kind = defaultdict[str, list[TenantStats]](list)
+    for name, tenant in stats.tenants.items():
+        of_kind[name.partition(":")[0]].append(tenant)
     return PageStats(
         num_pages=stats.num_pages,
         page_bytes=stats.page_bytes,
         free_pages=stats.free_pages,
         tenants=tuple(
-            TenantPages(tenant=name.partition(":")[0], **{field: getattr(tenant, field) for field in TOLD_OF_TENANTS})
-            for name, tenant in sorted(stats.tenants.items())
+            TenantPages(tenant=kind, **{field: sum(getattr(one, field) for one in ours) for field in TOLD_OF_TENANTS})
+            for kind, ours in sorted(of_kind.items())
         ),
     )

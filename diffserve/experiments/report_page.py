@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, Final
 
 from diffserve.experiments.charts import Chart, StripGrid, common_measures
 from diffserve.experiments.estimates import Estimate, Measure
@@ -31,6 +31,7 @@ SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$&])")
 
 UNIT = re.compile(r"(?<=\d) (?=%|dB\b|points\b)")
 LOOKS = {AS_EXPECTED: "yes", IN_PART: "part", OTHERWISE: "no"}
+UNANSWERED: Final = "These cells answer none of the usual questions: take ddim, ddpm and dpmpp_2m, 10 to 100 steps."
 
 
 def write_markdown(
@@ -47,7 +48,7 @@ def write_markdown(
         *_list([f"**{_plain(name)}:** {_plain(str(value))}" for name, value in facts.items()]),
         f"![quality over steps, and one seed with growing steps]({picture})",
         "## What a step buys",
-        *(part for finding in findings for part in _finding(finding)),
+        *([part for finding in findings for part in _finding(finding)] or [UNANSWERED]),
         "## Every cell",
         "In brackets 95 % intervals. Times are of one image alone; images a second are of the full engine.",
         "\n".join(_markdown_table(summaries)),
@@ -197,7 +198,7 @@ def _findings(findings: Sequence[Finding]) -> Iterator[str]:
     if findings:
         yield '<p class="note">What papers let one expect, and whether these pictures bear it out.</p>'
     else:
-        yield "<p>These cells answer none of the usual questions: take ddim, ddpm and dpmpp_2m, 10 to 100 steps.</p>"
+        yield f"<p>{UNANSWERED}</p>"
     for finding in findings:
         look = LOOKS.get(finding.verdict, "")
         yield f'<h3>{escape(finding.claim)}: <span class="verdict {look}">{escape(finding.verdict)}</span></h3><ul>'

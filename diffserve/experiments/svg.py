@@ -204,11 +204,12 @@ def linear_ticks(scale: Scale) -> tuple[float, ...]:
 
 
 def log_ticks(scale: Scale) -> tuple[float, ...]:
-    """1, 2 and 5 times powers of ten; only powers of ten over more than three of them."""
+    """1, 2 and 5 times powers of ten; only powers of ten over more than three of them, and within one what is even."""
     first, last = math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high))
     marks = NICE[:3] if last - first <= 4 else NICE[:1]
     values = (mark * 10.0**power for power in range(first, last + 1) for mark in marks)
-    return tuple(value for value in values if scale.low <= value <= scale.high)
+    found = tuple(value for value in values if scale.low <= value <= scale.high)
+    return found if len(found) > 2 else linear_ticks(scale)
 
 
 def apart(values: Sequence[float], scale: Scale, least: float) -> tuple[float, ...]:

@@ -101,4 +101,7 @@ def _text_request(request: RewriteRequest, prompt: str, params: SamplingParams, 
         deltas=request.deltas,
         cache_salt=request.cache_salt,
         deadline_s=request.deadline_s,
+        priority=request.priority,
+        client=request.client,
+        share=request.share,
     )

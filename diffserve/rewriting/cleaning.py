@@ -33,6 +33,12 @@ _BULLET: Final = re.compile(r"^\s*(?:[-*•]|\d{1,2}[.)])\s+")
 _MARKS: Final = re.compile(r"\*\*|__|`|^#+\s+", re.MULTILINE)
 _PAIRS: Final = ('""', "''", "“”", "‘’", "«»")
 MAX_OPENINGS = 3
+LEAST_OF_MANY: Final = 4
+NUMBER_WORDS: Final = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+_NUMBER: Final = re.compile(
+    rf"(?<![\w.,])({'|'.join(NUMBER_WORDS)}|pair of|[2-9]|1[0-2])(?=\s+[^\W\d_])", re.IGNORECASE
+)
+"""Before a word: what is wanted so many times."""
 
 
 def clean(answer: str, parts: Parts) -> str:
@@ -115,6 +121,19 @@ def find_lost(prompt: str, quotes: Iterable[str], names: Iterable[str]) -> tuple
     missing = [text for text in quotes if text not in exact]
     missing += [name for name in names if not re.search(rf"(?<!\w){re.escape(_plain(name).casefold())}(?!\w)", folded)]
     return tuple(missing)
+
+
+def find_lost_numbers(wish: str, prompt: str) -> tuple[str, ...]:
+    """How many of something ``wish`` wants, as it says it, where ``prompt`` says another number of it, or none although
+    it is of four and more: two or three things may as well be told one by one."""
+    said = {_value(found) for found in _NUMBER.finditer(prompt)}
+    wanted = {found[1]: _value(found) for found in _NUMBER.finditer(wish)}
+    return tuple(word for word, value in wanted.items() if value not in said and (said or value >= LEAST_OF_MANY))
+
+
+def _value(found: re.Match[str]) -> int:
+    word = found[1].casefold()
+    return int(word) if word.isdecimal() else 2 if word == "pair of" else NUMBER_WORDS.index(word) + 2
 
 
 def _plain(text: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from diffserve.rewrite_types import FallbackReason, Rewrite
-from diffserve.rewriting.cleaning import clean, find_lost, find_names, find_quotes
+from diffserve.rewriting.cleaning import clean, find_lost, find_lost_numbers, find_names, find_quotes
 from diffserve.rewriting.style import Parts, Style
 from diffserve.rewriting.window import TextWindow
 from diffserve.text_types import TextResult
@@ -47,7 +47,8 @@ class Judge:
         quotes = find_quotes(wish) if self.style.answer.keep_quotes else ()
         names = find_names(wish) if self.style.answer.keep_names else ()
         cleaned = clean(result.text, self.style.answer.parts)
-        doubt = self._doubt(cleaned, result) or self._loss(cleaned, quotes, names)
+        numbers = find_lost_numbers(wish, cleaned) if self.style.answer.language == "captions" else ()
+        doubt = self._doubt(cleaned, result) or self._loss(cleaned, quotes, names, numbers)
         fitted = None if doubt else fit(cleaned, self.style.answer.parts, self.window, (*quotes, *names))
         if fitted is None and doubt is None:
             has, most = self.window.count(cleaned), self.window.num_tokens
@@ -75,8 +76,8 @@ class Judge:
             return Doubt("runaway", "the rewriter went round in circles")
         return None
 
-    def _loss(self, cleaned: str, quotes: Sequence[str], names: Sequence[str]) -> Doubt | None:
-        missing = find_lost(cleaned, quotes, names)
+    def _loss(self, cleaned: str, quotes: Sequence[str], names: Sequence[str], numbers: Sequence[str]) -> Doubt | None:
+        missing = [*find_lost(cleaned, quotes, names), *numbers]
         if not missing:
             return None
         shown = ", ".join(f'"{text}"' for text in missing[:MOST_SHOWN])

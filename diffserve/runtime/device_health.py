@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from typing import Final
+from weakref import ref
 
 import torch
 
@@ -60,14 +61,22 @@ def first_line(error: BaseException) -> str:
 
 
 class DeviceProbe:
-    """One row of the smallest size through the UNet of ``model``; of use where that works at the beginning."""
+    """One row of the smallest size through the UNet of ``model``; of use where that works at the beginning, and while
+    the model is there."""
 
     def __init__(self, model: DiffusionModel) -> None:
         side_px = PROBE_CELLS * model.info.vae_factor
-        self._predict = random_rows(model, (side_px, side_px, model.text.window_tokens), 1)
-        self.is_of_use = self._trouble() is None
-        if not self.is_of_use:
+        self._shape = side_px, side_px, model.text.window_tokens
+        self._model = ref(model)
+        is_here = not model.unet.is_hollow  # else a lost device is known by its words alone
+        self.is_of_use = is_here and self._trouble() is None
+        if is_here and not self.is_of_use:
             logger.warning("the UNet takes no picture of %d pixels: a lost device is known by its words only", side_px)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the model was unloaded."""
+        return self._model() is None
 
     def check(self) -> None:
         """DeviceLost where the device computes nothing any more. One that is out of memory for a moment is not lost."""
@@ -76,8 +85,12 @@ class DeviceProbe:
             raise DeviceLost(f"a trial call failed, too: {trouble}")
 
     def _trouble(self) -> str | None:
+        model = self._model()
+        if model is None:
+            return None
         try:
-            return None if bool(torch.isfinite(self._predict(range(1))).all()) else "its result is not finite"
+            output = random_rows(model, self._shape, 1)(range(1))
+            return None if bool(torch.isfinite(output).all()) else "its result is not finite"
         except torch.OutOfMemoryError:
             return None
         except Exception as error:

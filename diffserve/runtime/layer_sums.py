@@ -7,7 +7,7 @@ calls, while among the outputs of all its layers it shows at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,13 @@ def with_layer_sums(network: nn.Module, run: Callable[[], Tensor]) -> Tensor:
     return torch.cat([bits.to(torch.int64), *(made for made in sums if len(made) == len(bits))], dim=1)
 
 
+def bit_sums(outputs: Sequence[Tensor]) -> Tensor:
+    """(R, len(outputs)) int64: of each, (R, ...), a sum of its bits weighted by place."""
+    return torch.cat([_sum(output) for output in outputs], dim=1)
+
+
 def _sum(output: Tensor) -> Tensor:
-    bits = output.contiguous().view(torch.int16).flatten(1).to(torch.int32)
+    kind = torch.int32 if output.element_size() == 4 else torch.int16
+    bits = output.contiguous().view(kind).flatten(1).to(torch.int32)
     weights = torch.arange(bits.shape[1], dtype=torch.int32, device=bits.device) % PERIOD + 1
     return (bits * weights).sum(1, keepdim=True, dtype=torch.int64).cpu()

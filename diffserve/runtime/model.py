@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -15,10 +16,13 @@ from numpy.typing import NDArray
 
 from diffserve.config import DTYPE_ALIASES
 from diffserve.disk_cache import DiskCache
-from diffserve.errors import ModelLoadError, ModelNotFound
+from diffserve.errors import ConfigError, ModelLoadError, ModelNotFound
+from diffserve.few_step import find_few_step
 from diffserve.fewest_steps import FewestSteps, read_fewest_steps
+from diffserve.micro_conditioning import NUM_REFINER_IDS, NUM_SDXL_IDS
 from diffserve.runtime.arithmetic import choose_for
 from diffserve.runtime.calibration import CALIBRATION_EDITION, kept_or_measured, measure_ranges, prompts_of
+from diffserve.runtime.clip_scorer import ClipScorer
 from diffserve.runtime.loading.adapter import load_adapted, read_adapter
 from diffserve.runtime.loading.checkpoint import digest_files, refuse_pickle
 from diffserve.runtime.loading.directory import load_directory
@@ -31,21 +35,30 @@ from diffserve.runtime.loading.family import (
     native_size,
 )
 from diffserve.runtime.loading.formulation import noise_schedule
+from diffserve.runtime.loading.named_parts import NamedParts
+from diffserve.runtime.loading.original_vae import LoadedVAE
 from diffserve.runtime.loading.plausibility import Plausibility, judge, kept_or_probed, predicts_velocity, probe
 from diffserve.runtime.loading.single_file import load_single_file
+from diffserve.runtime.loading.textual_inversion import read_words
 from diffserve.runtime.loading.weight_loading import LoadedParts
 from diffserve.runtime.memory import give_heap_back
 from diffserve.runtime.precision import INT8_STATIC, TORCH_DTYPES, DeviceChoice, weights_bytes
 from diffserve.runtime.quantisation import ONCE_A_PROMPT, THE_PIXELS, convert_static, describe_left, schemes
-from diffserve.runtime.text.encoding import TextEncoderRunner
+from diffserve.runtime.refiner import check_latents, check_noise, share_encoders
+from diffserve.runtime.text.encoding import TextEncoder, TextEncoderRunner
+from diffserve.runtime.text.handover import NOTHING
+from diffserve.runtime.text.learnt_words import teach
 from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.preview import PREVIEW_DIRECTORY, PreviewRunner, load_preview
 from diffserve.runtime.vae.vae import Decoded, VAERunner
-from diffserve.types import ModelInfo, ModelProfile
+from diffserve.types import CHECKER, ModelInfo, ModelProfile
 from diffserve.vocabulary import Vocabulary, knows_embedded_world, read_vocabulary
 from schedulers import NoiseSchedule
 
 logger = logging.getLogger(__name__)
+
+BESIDE: Final = ("refiner", "scorer")
+"""What the components of other models are called that are loaded with one."""
 
 VELOCITY_SAMPLE_SIZE: Final = 96  # SD 2 with v-prediction was trained at 768 pixels
 
@@ -58,6 +71,10 @@ class MemoryEntry(NamedTuple):
     weights_bytes: int
 
 
+OWN_LORAS: Final = "loras"
+"""Where in a model's directory adapters of its own lie."""
+
+
 @dataclass(frozen=True)
 class DiffusionModel:
     """A loaded model; its runners share nothing but the device.
@@ -65,10 +82,14 @@ class DiffusionModel:
     profile      defaults for requests, as given to :func:`load_model` or the family's own
     native_size  (width, height) in pixels that the UNet was trained at
     digest       sha256 over the weight files, an adapter's included, 64 hexadecimal digits
+    own_loras    the folder of adapters that lies among its files; empty where there is none
     world        what it knows, where that is a closed world
     fewest_steps  from how many steps on each sampler paints right, where that was measured
     plausibility  whether it answers as its files say, where that was tried
     previewer    the tiny decoder for live previews, where there is one; it changes no picture, so not the digest
+    part_digests by component, of text encoders and VAE as they were loaded, where several models are
+    refiner      a model that may take over for the last steps, with this one's VAE
+    scorer       a model that chooses pictures, where one on disk does
     """
 
     model_id: str
@@ -83,9 +104,18 @@ class DiffusionModel:
     choice: DeviceChoice
     digest: str
     previewer: PreviewRunner | None = None
+    own_loras: str = ""
     world: Vocabulary | None = None
     fewest_steps: FewestSteps | None = None
     plausibility: Plausibility | None = None
+    part_digests: Mapping[str, str] = field(default_factory=dict)
+    refiner: DiffusionModel | None = None
+    scorer: ClipScorer | None = None
+
+    @property
+    def encoder_names(self) -> tuple[str, ...]:
+        """The components that the text encoders are."""
+        return ("text_encoder", "text_encoder_2")[: len(self.text.encoders)]
 
     def preview(self, latents: torch.Tensor) -> NDArray[np.uint8]:
         """Small pictures (B, H, W, 3) of denoised estimates (B, C, h, w), by the previewer or else by the VAE."""
@@ -94,6 +124,11 @@ class DiffusionModel:
     def preview_later(self, latents: torch.Tensor) -> Decoded:
         """The same without waiting for the device."""
         return (self.previewer or self.vae).preview_later(latents)
+
+    @property
+    def lora_dirs(self) -> tuple[str, ...]:
+        """Folders of adapters for it, the user's before its own."""
+        return tuple(folder for folder in (self.profile.lora_dir, self.own_loras) if folder)
 
     @property
     def device(self) -> torch.device:
@@ -106,16 +141,25 @@ class DiffusionModel:
         return self.choice.compute_dtype
 
     def memory_report(self) -> list[MemoryEntry]:
-        """Parameters and bytes of each component, for ``diffserve doctor``."""
-        encoders = [encoder.network for encoder in self.text.encoders]
-        named = [("text_encoder" if index == 0 else "text_encoder_2", part) for index, part in enumerate(encoders)]
-        named += [("unet", self.unet.network), ("vae", self.vae.network)]
-        named += [("preview", self.previewer.network)] if self.previewer else []
+        """Parameters and bytes of each component, for ``diffserve doctor``; what is shared is the base's."""
+        named = self._networks()
+        shared = {id(network) for _, network in named}
+        if self.refiner is not None:
+            further = self.refiner._networks()
+            named += [(f"refiner {name}", network) for name, network in further if id(network) not in shared]
         report = []
         for name, network in named:
             num_parameters = sum(parameter.numel() for parameter in network.parameters())
-            report.append(MemoryEntry(name, num_parameters, weights_bytes(network)))
+            is_here = not any(part in name for part in self.choice.hollow)
+            report.append(MemoryEntry(name, num_parameters, weights_bytes(network) * is_here))
         return report
+
+    def _networks(self) -> list[tuple[str, Any]]:
+        """Its own, by the names of their components."""
+        named = list(zip(self.encoder_names, (encoder.network for encoder in self.text.encoders), strict=True))
+        named += [("unet", self.unet.network), ("vae", self.vae.network)]
+        named += [("preview", self.previewer.network)] if self.previewer else []
+        return named + ([("scorer", self.scorer.network)] if self.scorer else [])
 
     def left_in_full(self) -> list[str]:
         """Sentences about the layers that do not hold what ``choice.dtype`` asks for; none where nothing was asked."""
@@ -124,13 +168,17 @@ class DiffusionModel:
             return []
         said = [f"unet: {line}" for line in describe_left(self.unet.network, asked)]
         text = self.choice.text_scheme
-        for index, encoder in enumerate(self.text.encoders):
-            name = "text_encoder" if index == 0 else f"text_encoder_{index + 1}"
+        for name, encoder in zip(self.encoder_names, self.text.encoders, strict=True):
             if text is None:
                 said.append(f"{name}: {ONCE_A_PROMPT}")
             else:
                 said += [f"{name}: {line}" for line in describe_left(encoder.network, text)]
         return [*said, f"vae: {THE_PIXELS}"]
+
+    @property
+    def _shallow_share(self) -> float | None:
+        parts = [one.unet.shallow for one in (self, self.refiner) if one is not None]
+        return None if parts[0] is None or None in parts else parts[0].share
 
     @cached_property
     def info(self) -> ModelInfo:
@@ -155,12 +203,20 @@ class DiffusionModel:
             device=str(self.choice.device),
             dtype=self.choice.dtype,
             choice_reason=self.choice.reason,
-            num_parameters=sum(entry.num_parameters for entry in memory),
+            num_parameters=sum(entry.num_parameters for entry in memory if not entry.component.startswith(BESIDE)),
             weights_bytes=sum(entry.weights_bytes for entry in memory),
             world=self.world,
             other_aspects=self.profile.other_aspects,
             fewest_steps=self.fewest_steps,
-            shallow_share=None if self.unet.shallow is None else self.unet.shallow.share,
+            shallow_share=self._shallow_share,
+            has_size_conditioning=self.unet.has_size_conditioning,
+            most_clip_skip=min(one.text.most_clip_skip for one in (self, self.refiner) if one is not None),
+            embeds_guidance=self.unet.guidance_dim > 0,
+            learnt_words=self.text.learnt_words,
+            lora_dirs=self.lora_dirs,
+            controlnet_dir=self.profile.controlnet_dir,
+            refiner="" if self.refiner is None else f"{self.refiner.model_id} [{self.refiner.digest[:10]}]",
+            scorer=self.profile.scorer if self.scorer is None else self.scorer.name,
         )
 
 
@@ -173,53 +229,81 @@ def load_model(
     model_id: str | None = None,
     profile: ModelProfile | None = None,
     cache: DiskCache | None = None,
+    refines: DiffusionModel | None = None,
+    hollow: Collection[str] = (),
 ) -> DiffusionModel:
     """Load ``path``: "embedded", "embedded-turbo", a diffusers directory, a directory with an adapter (see
     ``loading.adapter``), or a single safetensors file of SD 1.x, SD 2.x or SDXL.
 
     ``offload`` says where weights rest while their layer does not run: none (on the device), auto, cpu or disk.
-    ``profile`` gives the defaults and good sizes (its own path, device and dtype are not read); without it the family's
-    own are taken. ``cache`` keeps digests of large files, and what trials found, for the next start. Nothing is
-    fetched from anywhere. On the device "meta" a model has shapes and no numbers (``runtime.dry_run``).
+    ``profile`` gives the defaults and good sizes, and may name a VAE or text encoders that lie elsewhere, and a refiner
+    to load beside it (its own path, device and dtype are not read); without it the family's own are taken. ``refines``:
+    load it as that model's refiner. ``hollow``: parts that another process runs (see ``DeviceChoice``); such a model is
+    not tried. ``cache`` keeps digests of large files, and
+    what trials found, for the next start. Nothing is fetched from anywhere. On the device "meta" a model has shapes and
+    no numbers (``runtime.dry_run``).
 
     Raises ModelNotFound when nothing is there, ModelLoadError when it cannot be used or answers as another kind than
     its files say, ConfigError for a wrong dtype or device.
     """
-    choice = choose_for(path, device, dtype, offload, cache)
+    choice = replace(choose_for(path, device, dtype, offload, cache), hollow=frozenset(hollow))
     if profile is not None:
         choice = replace(choice, vae_dtype=TORCH_DTYPES.get(DTYPE_ALIASES.get(profile.vae_dtype, profile.vae_dtype)))
     location = location_of(path)
     adapter = read_adapter(location)
-    parts = load_adapted(adapter, choice) if adapter else _load_parts(location, choice)
-    unet = UNetRunner(parts.unet, device=choice.device, dtype=choice.compute_dtype)
+    made_vae = None if refines is None else LoadedVAE(refines.vae.network, refines.vae.dtype, [])
+    named = NamedParts.of(profile) if made_vae is None else NamedParts(made_vae=made_vae)
+    parts = load_adapted(adapter, choice, named) if adapter else _load_parts(location, choice, named)
+    unet = UNetRunner(parts.unet, device=choice.device, dtype=choice.compute_dtype, is_hollow="unet" in choice.hollow)
     vae = VAERunner(parts.vae, device=choice.device, dtype=parts.vae_dtype)
     is_hollow = choice.device.type == "meta"
-    digest = "" if is_hollow else digest_files(parts.files, cache)
+    label = "" if refines is None else "refiner"  # pages of a base and of its refiner are told apart by it
+    digest = label if is_hollow else digest_files(parts.files, cache)
     digest = adapter.digest(digest, cache) if adapter and not is_hollow else digest
+    encoders = share_encoders(parts.encoders, refines.text.encoders) if refines else _taught(parts.encoders, profile)
     text = TextEncoderRunner(
-        parts.encoders, device=choice.device, digest=digest, zero_empty_negative=parts.zero_empty_negative
+        encoders,
+        device=choice.device,
+        digest=digest,
+        num_time_ids=_num_time_ids(unet, encoders),
+        zero_empty_negative=parts.zero_empty_negative,
     )
+    if "text" in choice.hollow:
+        text.handed = NOTHING
     # where things about the model lie: its directory, an adapter's base, or a directory named as the single file
     home = adapter.base if adapter else location if location.is_dir() else location.with_suffix("")
-    previewer = load_preview(home / PREVIEW_DIRECTORY, choice)
+    previewer = None if refines else load_preview(home / PREVIEW_DIRECTORY, choice)
+    if refines is not None:
+        check_latents(location, unet, refines.unet)
     _check_fit(text, unet, vae, previewer, location)
     scheduler_config = _settle_prediction(parts, unet, location)
-    family = EMBEDDED if knows_embedded_world(home) else detect_family(unet.network.config, len(parts.encoders))
+    family = EMBEDDED if knows_embedded_world(home) else detect_family(unet.network.config)
     native = native_size(unet.network.config, vae.factor)
-    name = model_id or (profile.model_id if profile else str(path) if str(path) in BUILT_IN else location.stem)
+    own_name = str(path) if str(path) in BUILT_IN else location.stem
+    name = model_id or (profile.model_id if profile and not refines else own_name)
     logger.info("%s is %s (%s): %s", name, family, digest[:12], choice.reason)
+    few_step = find_few_step(location)
     if profile is None:
         profile = default_profile(
             family, model_id=name, path=str(path), native=native, scheduler_config=scheduler_config
         )
-        profile = msgspec.structs.replace(profile, **adapter.spec.defaults) if adapter else profile
+        own = (few_step.entries if few_step else {}) | (adapter.spec.defaults if adapter else {})
+        profile = msgspec.structs.replace(profile, **own)
+    if few_step:
+        starts = profile.num_steps, profile.sampler, profile.spacing, profile.guidance_scale
+        said = "%s is distilled to few steps (%s); unless asked otherwise %d of %s, spacing %s, guidance %g"
+        logger.info(said, name, few_step.kind, *starts)
     schedule = noise_schedule(scheduler_config, location)
+    if refines is not None:
+        check_noise(location, schedule, refines.schedule)
     plausibility = None
-    if profile.probe and not is_hollow:
+    if profile.probe and not (is_hollow or hollow or text.has_score):  # a refiner never met much noise
         key = f"{digest} {schedule.preconditioning} {choice.dtype} {choice.device.type}"
         plausibility = kept_or_probed(cache, key, partial(probe, unet, vae, text, schedule, native))
         judge(plausibility, location)
     world = read_vocabulary(home)
+    if choice.unet_scheme == INT8_STATIC and hollow:
+        raise ConfigError(f"{INT8_STATIC} is calibrated with all of a model; choose another dtype for stages apart.")
     if choice.unet_scheme == INT8_STATIC and not is_hollow:
         size_px = profile.good_sizes[0] if profile.good_sizes else native
         names = [name for name, one in schemes(unet.network, INT8_STATIC).items() if one == INT8_STATIC]
@@ -242,30 +326,74 @@ def load_model(
         choice=choice,
         digest=digest,
         previewer=previewer,
-        world=world,
+        own_loras=str(home / OWN_LORAS) if (home / OWN_LORAS).is_dir() else "",
+        world=world and world.learning(text.learnt_words),
         fewest_steps=read_fewest_steps(location if adapter else home),
         plausibility=plausibility,
+        scorer=None if refines else _scorer(profile, choice, world, location),
     )
-    for line in [] if is_hollow else model.left_in_full():
+    for line in [] if is_hollow or hollow else model.left_in_full():
         logger.info("not in %s: %s", choice.dtype, line)
+    if profile.refiner and refines is None:
+        refiner = load_model(
+            profile.refiner,
+            dtype=choice.dtype,
+            device=str(choice.device),
+            offload=offload,
+            profile=profile,
+            cache=cache,
+            refines=model,
+            hollow=hollow,
+        )
+        model = replace(model, refiner=refiner)
     return model
 
 
-def _load_parts(location: Path, choice: DeviceChoice) -> LoadedParts:
+def _scorer(profile: ModelProfile, choice: DeviceChoice, world: Vocabulary | None, location: Path) -> ClipScorer | None:
+    """The model that ``profile`` names to choose pictures; None also where the checker does."""
+    if profile.scorer == CHECKER and world is None:
+        raise ModelLoadError(
+            f"{location}: the {CHECKER} chooses pictures of the embedded model's world, and this model knows none; "
+            "name the directory of a CLIP model (model.scorer)."
+        )
+    return ClipScorer.load(profile.scorer, choice) if profile.scorer not in ("", CHECKER) else None
+
+
+def _num_time_ids(unet: UNetRunner, encoders: Sequence[TextEncoder]) -> int:
+    """Numbers that ``unet`` is told of sizes, beside the pooled vector of the last of ``encoders``."""
+    if not unet.has_size_conditioning:
+        return 0
+    config, pooled = unet.network.config, int(encoders[-1].network.config.projection_dim)
+    return (int(config.projection_class_embeddings_input_dim) - pooled) // int(config.addition_time_embed_dim)
+
+
+def _taught(encoders: Sequence[TextEncoder], profile: ModelProfile | None) -> list[TextEncoder]:
+    """``encoders`` with the learnt words of the profile's folder, where it names one."""
+    if profile is None or not profile.embeddings_dir:
+        return list(encoders)
+    widths = [int(encoder.network.config.hidden_size) for encoder in encoders]
+    words = read_words(Path(profile.embeddings_dir).expanduser(), widths)
+    return [
+        encoder._replace(learnt=teach(encoder.network, words, place, encoder.special.end)) if words else encoder
+        for place, encoder in enumerate(encoders)
+    ]
+
+
+def _load_parts(location: Path, choice: DeviceChoice, named: NamedParts) -> LoadedParts:
     if location.is_dir():
-        return load_directory(location, choice)
+        return load_directory(location, choice, named)
     if not location.exists():
         raise ModelNotFound(f"there is no model at {location}; give a diffusers directory or a .safetensors file.")
     refuse_pickle(location)
     if location.suffix != ".safetensors":
         raise ModelLoadError(f"{location} is neither a diffusers directory nor a .safetensors file.")
-    return load_single_file(location, choice)
+    return load_single_file(location, choice, named)
 
 
 def _settle_prediction(parts: LoadedParts, unet: UNetRunner, location: Path) -> dict[str, Any]:
     """The scheduler's configuration, its prediction type found out from the UNet where nothing on disk states it."""
     config = dict(parts.scheduler_config)
-    if parts.guess_prediction and unet.device.type != "meta":
+    if parts.guess_prediction and not unet.is_hollow and unet.device.type != "meta":
         velocity = predicts_velocity(unet, unet.network.config.cross_attention_dim)
         config["prediction_type"] = "v_prediction" if velocity else "epsilon"
         if velocity:
@@ -292,8 +420,14 @@ def _check_fit(
     elif unet.extra_channels not in (0, 1 + cells):
         served = f"{cells} (text to image) and {2 * cells + 1} (inpainting)"
         problem = f"the UNet reads {config.in_channels} channels; diffserve serves {served}"
-    elif unet.has_size_conditioning != text.is_pair:
+    elif len(text.encoders) == 2 and not unet.has_size_conditioning:
         problem = "size conditioning and a second text encoder come together (SDXL) or not at all"
+    elif unet.has_size_conditioning and not hasattr(text.encoders[-1].network, "text_projection"):
+        problem = "size conditioning and a text encoder with a projection come together (SDXL) or not at all"
+    elif text.num_time_ids not in (0, NUM_REFINER_IDS, NUM_SDXL_IDS):
+        problem = (
+            f"its UNet is told {text.num_time_ids} numbers of sizes; diffserve serves 6 (SDXL) and 5 (its refiner)"
+        )
     elif previewer is not None and previewer.latent_channels != cells:
         problem = f"its preview decoder reads {previewer.latent_channels} latent channels, the VAE has {cells}"
     else:

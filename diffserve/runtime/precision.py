@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -51,6 +51,7 @@ class DeviceChoice:
     reason         one sentence for the log and for ``diffserve doctor``
     offload        where weights rest while their layer does not run: none (on the device), auto, cpu or disk
     vae_dtype      what the VAE computes in, where that was asked for
+    hollow         parts that another process runs, of "text", "unet" and "vae": here they have shapes and no numbers
 
     Raises ConfigError for weights that are quantised at load and should rest elsewhere.
     """
@@ -61,6 +62,7 @@ class DeviceChoice:
     reason: str
     offload: str = "none"
     vae_dtype: torch.dtype | None = None
+    hollow: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.offload != "none" and self.dtype not in TORCH_DTYPES:
@@ -69,6 +71,10 @@ class DeviceChoice:
                 f"set offload to none, or choose a dtype of {', '.join(TORCH_DTYPES)}.",
                 param="offload",
             )
+
+    def of(self, part: str) -> DeviceChoice:
+        """For ``part``: the same, or on the meta device where another process runs it."""
+        return replace(self, device=torch.device("meta"), offload="none") if part in self.hollow else self
 
     @property
     def unet_scheme(self) -> str | None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -13,118 +16,259 @@ from starlette.responses import JSONResponse, Response
 
 from diffserve.config import ServeConfig
 from diffserve.errors import DiffserveError, EngineUnavailable, ModelNotFound
+from diffserve.provenance import HEADER as PROVENANCE
+from diffserve.service.a1111.images import Img2Img, Txt2Img
+from diffserve.service.a1111.jobs import Jobs
+from diffserve.service.a1111.routes import A1111Routes
 from diffserve.service.admission import Admission
-from diffserve.service.engine.client import EngineClient
+from diffserve.service.capabilities import REFS, Offer, capabilities, models_told
+from diffserve.service.endpoint import Endpoint as Asking
+from diffserve.service.engine.engines import Engines, refuse_unready
 from diffserve.service.http.bodies import Body, show
-from diffserve.service.http.errors import HttpError, reply_to
+from diffserve.service.http.docs import add_docs
+from diffserve.service.http.errors import A1111, HttpError, reply_for
+from diffserve.service.http.forms import MEDIA_TYPE
 from diffserve.service.http.hosts import HostNames, is_loopback
+from diffserve.service.http.keys import KeyGuard, KeyRing
+from diffserve.service.http.login import add_login
 from diffserve.service.http.middleware import BodyLimit, FramingGuard, OriginGuard, Outermost
+from diffserve.service.http.named import named
+from diffserve.service.http.openapi import IDEMPOTENCY_KEY, describe
+from diffserve.service.images.edit_schemas import UPLOADS, EditBody, VariationBody
+from diffserve.service.images.edits import Edits, Variations
 from diffserve.service.images.generations import Generations
 from diffserve.service.images.kept_pictures import ROUTE, KeptPictures
+from diffserve.service.images.picture_checks import PictureChecks
+from diffserve.service.images.remembering import PictureHistory
 from diffserve.service.images.schemas import GenerateBody
+from diffserve.service.images.verification import UPLOADS as VERIFY_UPLOADS
+from diffserve.service.images.verification import Verification, VerifyBody
 from diffserve.service.lifecycle import Gate
-from diffserve.service.metrics import add_metrics
-from diffserve.service.models import capabilities_of, is_alias, model_entry, model_list, model_names
+from diffserve.service.metrics import Metrics, add_metrics
+from diffserve.service.models import is_alias, model_entry, model_list
 from diffserve.service.page import PageRoute
+from diffserve.service.responses.conversation import MAX_PAGE
+from diffserve.service.responses.conversations import ConversationBody, Conversations
+from diffserve.service.responses.endpoint import Responses, ToolPainter
+from diffserve.service.responses.kept import KeptResponses
+from diffserve.service.responses.schemas import ResponseBody
+from diffserve.service.stored.batch_runner import BatchRunner
+from diffserve.service.stored.batches import BatchBody, BatchRoutes
+from diffserve.service.stored.file_pictures import FilePictures
+from diffserve.service.stored.files import FileRoutes
+from diffserve.service.stored.history import HistoryRoutes
+from diffserve.service.stored.idempotency import PARAMETER, Idempotency
+from diffserve.service.stored.owners import Owners
+from diffserve.service.stored.usage import UsageBook, UsageRoutes
+from diffserve.service.stored.watching import watch_store
 from diffserve.service.texts.completions import ChatCompletions, TextCompletions
+from diffserve.service.texts.embeddings import EmbeddingBody, Embeddings
 from diffserve.service.texts.rewrites import RewriteEndpoint
 from diffserve.service.texts.schemas import ChatBody, CompletionBody, RewriteBody, RewriterMode
-from diffserve.types import ModelInfo
+from diffserve.store.batches import Batches
+from diffserve.store.database import Database
+from diffserve.store.files import Files
+from diffserve.store.history import History
+from diffserve.store.replies import Replies
+from diffserve.store.usage import Usage
 from diffserve.version import __version__
 
 Endpoint = Callable[[Request], Awaitable[Response]]
-AnyEndpoint = TypeVar("AnyEndpoint", bound=Callable[..., Awaitable[Response]])
+DAY_S = 24 * 3600.0
+PAGE_QUERIES: Final[list[dict[str, Any]]] = [
+    {"in": "query", "name": "limit", "schema": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}},
+    {"in": "query", "name": "order", "schema": {"enum": ["asc", "desc"]}},
+    {"in": "query", "name": "after", "schema": {"type": "string"}},
+]
+"""Of lists of items."""
 
 
 def create_app(
-    engine: EngineClient,
+    engine: Engines,
     config: ServeConfig,
     gate: Gate,
     *,
     rewriter: RewriterMode = "off",
     page: PageRoute | None = None,
     pictures: KeptPictures | None = None,
+    ring: KeyRing | None = None,
+    database: Database | None = None,
+    checks: PictureChecks | None = None,
 ) -> FastAPI:
     """The application over a running ``engine``; the caller starts and stops the engine and closes the ``gate``.
 
     ``rewriter``: whether prompts are rewritten where an image request says nothing of it. ``page``: what is shown at
     ``/``; ``None``: nothing. ``pictures``: those kept for their URLs, which the caller sweeps; ``None``: none are.
+    ``ring``: the keys that are asked for, where there are any. ``database``: what keeps things for clients; ``None``:
+    nothing does. ``checks``: what pictures pass; ``None``: as the settings of ``engine`` say. What is to go on beside
+    the answers, for as long as there are any, is told in ``app.state.beside``.
     """
-    app = FastAPI(title="diffserve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="diffserve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+    )
     app.state.engine = engine
-    _add_health(app, engine, gate)
-    if config.debug:
-        _add_debug(app, engine)
-    _add_models(app, engine, config)
-    add_metrics(app, engine.metrics, lambda: engine.up().stats())
-    admission = Admission(engine.settings, engine.metrics)
-    images = Generations(engine, config, gate, admission, rewriter=rewriter, pictures=pictures)
+    app.state.beside = list[Callable[[], Coroutine[Any, Any, None]]]()
+    owners = Owners(config, ring)
+    app.state.idempotency = None if database is None else Idempotency(Replies(database), owners)
+    app.state.endpoints = dict[str, Endpoint]()  # those that work is asked of, by their paths
+    app.state.offers = {}
+    engine.metrics.watch("storage_free_bytes", "Of the disk with the server's folder.", partial(_free_bytes, config))
+    usage = None if database is None else Usage(database)
+    book = None if usage is None else UsageBook(usage)
+    counted: dict[str, Any] = {} if book is None else {"count": book.count}
+    admission = Admission(engine.settings, engine.metrics, **counted, num_engines=lambda: engine.num_ready)
+    files = None if database is None else Files(database, config.files_bytes)
+    checks = (checks or PictureChecks.of(engine.settings))._replace(files=FilePictures(files, owners))
+    if checks.safety is not None:
+        checks.safety.tell = engine.metrics.judged
+    checks.marks.tell = engine.metrics.encoded
+    history = None if database is None else _history(app, config, database, owners, pictures, checks)
+    images = Generations(
+        engine, config, gate, admission, rewriter=rewriter, checks=checks, pictures=pictures, history=history
+    )
+    beside: dict[str, Any] = {"checks": checks, "history": history, "beside": images}
     _post(app, "/v1/images/generations", images, GenerateBody, "Paint pictures from a text")
     _post(app, "/v1/images/generations/{request_id}/cancel", images.cancel, None, "Stop painting; the id is the secret")
+    for kind, name, taken, summary in (
+        (Edits, "edits", EditBody, "Paint from a picture and a text"),
+        (Variations, "variations", VariationBody, "Paint a picture again, otherwise"),
+    ):
+        others = kind(engine, config, gate, admission, rewriter=rewriter, pictures=pictures, **beside)
+        _post(app, f"/v1/images/{name}", others, taken, summary, uploads=UPLOADS)
+    jobs = Jobs()
+    for painter, said in ((Txt2Img, "Paint from a text"), (Img2Img, "Paint from a picture")):
+        spoken = painter(engine, config, gate, admission, rewriter="off", jobs=jobs, **beside)
+        _post(app, f"{A1111}/{painter.__name__.lower()}", spoken, painter.asked, said)
+    A1111Routes(app, engine, config, admission.clients, jobs, checks.fetcher)
+    verification = Verification(checks.fetcher)
+    told = "Say whether a machine painted a picture"
+    _post(app, "/v1/provenance/verify", verification, VerifyBody, told, uploads=VERIFY_UPLOADS, needs_engine=False)
     chat = ChatCompletions(engine, config, gate, admission)
     texts = TextCompletions(engine, config, gate, admission)
     _post(app, "/v1/chat/completions", chat, ChatBody, "Answer a conversation")
     _post(app, "/v1/completions", texts, CompletionBody, "Continue texts")
+    tool = ToolPainter(engine, config, gate, admission, rewriter=rewriter, **beside)
+    conversations = Conversations()
+    responses = Responses(
+        engine, config, gate, admission, painter=tool, kept=KeptResponses(), conversations=conversations
+    )
+    _post(app, "/v1/responses", responses, ResponseBody, "Say something, or paint it, within a conversation")
+    _add_responses(app, responses)
+    _add_conversations(app, conversations)
+    embeddings = Embeddings(engine, config, gate, admission)
+    _post(app, "/v1/embeddings", embeddings, EmbeddingBody, "Turn texts into vectors")
     rewrites = RewriteEndpoint(engine, config, gate, admission)
     _post(app, "/v1/prompts/rewrite", rewrites, RewriteBody, "Turn a wish into prompts that the image model reads well")
+    _add_health(app, engine, gate)
+    if config.debug:
+        _add_debug(app, engine)
+    _add_models(app, engine, config)
+    add_metrics(app, engine.metrics, engine.stats)
     if pictures is not None:
         _add_pictures(app, pictures)
+    if usage is not None and book is not None:
+        UsageRoutes(app, usage, book, owners)
+    if database is not None and files is not None:
+        _add_stored(app, database, files, owners, admission, engine.metrics)
     if page is not None:
         app.router.routes.append(page)
+    add_docs(app)
+    describe(app)
     app.add_exception_handler(DiffserveError, _reply)
     app.add_exception_handler(HTTPException, _reply_http)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    if ring is not None:
+        add_login(app, ring)
+        below = (f"{ROUTE}/", f"{ROUTE.removeprefix('/v1')}/")  # clients fetch pictures without a word of who they are
+        app.add_middleware(KeyGuard, ring=ring, open_below=below)
     app.add_middleware(FramingGuard)
     app.add_middleware(OriginGuard, hosts=HostNames(config.host, config.allowed_hosts))
-    app.add_middleware(Outermost)
+    app.add_middleware(Outermost, metrics=engine.metrics)
     return app
 
 
-def _add_health(app: FastAPI, engine: EngineClient, gate: Gate) -> None:
+def _free_bytes(config: ServeConfig) -> dict[tuple[str, ...], float]:
+    folder = Path(config.data_dir).expanduser().absolute()
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    return {(): float(shutil.disk_usage(there).free)}
+
+
+def _add_health(app: FastAPI, engine: Engines, gate: Gate) -> None:
     @app.get("/livez", summary="Is the process alive?")
-    @app.get("/ping", include_in_schema=False)
+    @app.get("/ping", summary="The same")
     async def livez() -> Response:
         return JSONResponse({"status": "ok"})
 
     @app.get("/readyz", summary="Would a request be painted now?")
-    @app.get("/health", include_in_schema=False)
+    @app.get("/health", summary="The same")
     async def readyz() -> Response:
         if gate.is_closed:
             raise EngineUnavailable("the server is not ready.")
-        engine.require_ready()
+        refuse_unready(engine)
         return JSONResponse({"status": "ok"})
 
 
-def _add_debug(app: FastAPI, engine: EngineClient) -> None:
+def _add_debug(app: FastAPI, engine: Engines) -> None:
     @app.get("/debug/trace", summary="How many requests are in the engine, and which shared the recent UNet calls?")
     async def trace(request: Request) -> Response:
         if request.client is not None and not is_loopback(request.client.host):
             raise HttpError(403, "request ids are told on the server's own machine only.", code="local_only")
-        num_requests = (await engine.up().ping()).num_requests
-        return JSONResponse({"num_requests": num_requests, "unet_calls": await engine.up().trace()})
+        num_requests = await engine.num_requests()
+        return JSONResponse({"num_requests": num_requests, "unet_calls": await engine.trace()})
 
 
-def _add_models(app: FastAPI, engine: EngineClient, config: ServeConfig) -> None:
+def _add_models(app: FastAPI, engine: Engines, config: ServeConfig) -> None:
     created = int(time.time())
 
-    def loaded() -> ModelInfo:
-        if engine.info is None:
+    def require_models() -> None:
+        if not engine.models:
             raise EngineUnavailable(
                 "the engine is loading its model; please try again in a moment.", retry_after_s=engine.retry_after_s
             )
-        return engine.info
 
-    @_named(app, "/v1/models", ["GET"], summary="The loaded models and their names")
+    def told() -> dict[str, dict[str, Any]]:
+        require_models()
+        return models_told(app.state.offers, engine.models, engine.text_info, config)
+
+    @named(app, "/v1/capabilities", ["GET"], summary="What may be asked: fields with their bounds, models, limits")
+    async def get_capabilities() -> Response:
+        require_models()
+        return JSONResponse(capabilities(created, app.state.offers, engine.models, engine.text_info, config))
+
+    @named(app, "/v1/models", ["GET"], summary="The models and their names")
     async def list_models() -> Response:
-        info, language = loaded(), engine.text_info
-        return JSONResponse(model_list(info, language, created, capabilities_of(info, language, config)))
+        return JSONResponse(model_list(created, told()))
 
-    @_named(app, "/v1/models/{name:path}", ["GET"], summary="One model")
+    @named(app, "/v1/models/{name:path}", ["GET"], summary="One model")
     async def get_model(name: str) -> Response:
-        info, language, name = loaded(), engine.text_info, name.rstrip("/")
-        if name not in model_names(info, language) and not is_alias(name):
+        known, name = told(), name.rstrip("/")
+        if name not in known and not is_alias(name):
             raise ModelNotFound(f"there is no model {show(name)}; GET /v1/models lists the names.", param="model")
-        return JSONResponse(model_entry(name, created, capabilities_of(info, language, config).get(name)))
+        return JSONResponse(model_entry(name, created, known.get(name)))
+
+
+def _add_conversations(app: FastAPI, conversations: Conversations) -> None:
+    begun = "Begin a conversation that responses go on with"
+    _post(app, "/v1/conversations", conversations.begin, ConversationBody, begun, needs_engine=False)
+    one = {"in": "path", "name": "conversation_id", "required": True, "schema": {"type": "string"}}
+    place, told = "/v1/conversations/{conversation_id}", {"openapi_extra": {"parameters": [one]}}
+    named(app, place, ["GET"], summary="A conversation that is kept", **told)(conversations.get)
+    named(app, place, ["DELETE"], summary="Forget a conversation", **told)(conversations.remove)
+    paged = {"parameters": [one, *PAGE_QUERIES]}
+    said = "What was said and painted in a conversation"
+    named(app, f"{place}/items", ["GET"], summary=said, openapi_extra=paged)(conversations.items)
+
+
+def _add_responses(app: FastAPI, responses: Responses) -> None:
+    one = {"in": "path", "name": "response_id", "required": True, "schema": {"type": "string"}}
+    place, paged = "/v1/responses/{response_id}", {"parameters": [one, *PAGE_QUERIES]}
+    told = {"openapi_extra": {"parameters": [one]}}
+    named(app, place, ["GET"], summary="A response that is kept", **told)(responses.get)
+    named(app, place, ["DELETE"], summary="Forget a response", **told)(responses.remove)
+    described = "End a response that is made in the background"
+    named(app, f"{place}/cancel", ["POST"], summary=described, **told)(responses.cancel)
+    described = "What a response was asked with"
+    named(app, f"{place}/input_items", ["GET"], summary=described, openapi_extra=paged)(responses.input_items)
 
 
 def _add_pictures(app: FastAPI, pictures: KeptPictures) -> None:
@@ -133,43 +277,99 @@ def _add_pictures(app: FastAPI, pictures: KeptPictures) -> None:
         return picture.response(is_head=request.method == "HEAD")
 
     place = f"{ROUTE}/{{name}}"
-    _named(app, place, ["GET", "HEAD"], include_in_schema=False)(get_picture)
-    described = "A picture that was asked for as a URL"  # once: FastAPI gives all methods of a route one operation id
-    app.add_api_route(place, get_picture, methods=["GET"], summary=described)
+    named(app, place, ["GET", "HEAD"], include_in_schema=False)(get_picture)
+    # once: FastAPI gives all methods of a route one operation id
+    files = {f"image/{kind}": {"schema": {"type": "string", "format": "binary"}} for kind in ("png", "jpeg", "webp")}
+    answers: dict[int | str, dict[str, Any]] = {200: {"description": "The file.", "content": files}}
+    said = "A picture that was asked for as a URL"
+    app.add_api_route(place, get_picture, methods=["GET"], summary=said, responses=answers, response_class=Response)
 
 
-def _named(app: FastAPI, path: str, methods: list[str], **described: Any) -> Callable[[AnyEndpoint], AnyEndpoint]:
-    """Offer an endpoint at ``path``, which begins with /v1, and without that and with a slash at its end: clients
-    disagree about what a base URL is."""
+def _history(
+    app: FastAPI,
+    config: ServeConfig,
+    database: Database,
+    owners: Owners,
+    urls: KeptPictures | None,
+    checks: PictureChecks,
+) -> PictureHistory:
+    rows = History(database)
+    pictures = KeptPictures(
+        database.file.parent / "history",
+        max_bytes=config.history_bytes,
+        kept_s=config.history_days * DAY_S,
+        headers={PROVENANCE: checks.marks.header},
+        gone=rows.forget,
+    )
+    app.state.beside.append(pictures.sweep_for_ever)
+    is_kept = config.history_days > 0 and config.history_bytes > 0
+    history = PictureHistory(rows, pictures, owners, urls, is_kept=is_kept)
+    HistoryRoutes(app, history, owners)
+    return history
 
-    def add(endpoint: AnyEndpoint) -> AnyEndpoint:
-        app.add_api_route(path, endpoint, methods=methods, **described)
-        for other in (f"{path}/", path.removeprefix("/v1"), f"{path.removeprefix('/v1')}/"):
-            app.add_api_route(other, endpoint, methods=methods, include_in_schema=False)
-        return endpoint
 
-    return add
+def _add_stored(
+    app: FastAPI, database: Database, files: Files, owners: Owners, admission: Admission, metrics: Metrics
+) -> None:
+    """What is kept for clients: files and batches."""
+    batches = Batches(database, files)
+    watch_store(metrics, database, batches)
+    endpoints = {path: endpoint for path, endpoint in app.state.endpoints.items() if path.startswith("/v1/")}
+    runner = BatchRunner(app, batches, files, owners, admission, endpoints)
+    FileRoutes(app, files, batches, owners)
+    routes = BatchRoutes(app, batches, files, owners, runner, lambda: sorted(endpoints))
+    told = "Have many requests worked on, each as a line of a file"
+    _post(app, "/v1/batches", routes.create, BatchBody, told, needs_engine=False)
+    app.state.beside.append(runner.run_for_ever)
 
 
-def _post(app: FastAPI, path: str, endpoint: Endpoint, body: type[Body] | None, summary: str) -> None:
+def _post(
+    app: FastAPI,
+    path: str,
+    endpoint: Endpoint,
+    body: type[Body] | None,
+    summary: str,
+    *,
+    uploads: Mapping[str, Any] | None = None,
+    needs_engine: bool = True,
+) -> None:
     """Add ``endpoint`` as a function that takes the bare request: the body is read and checked by ourselves.
 
-    One that takes a body asks for work: while the engine is not ready that is refused before the body is read.
+    ``uploads``: the files that it takes as a form, whose other fields are the body's. One that takes a body asks for
+    work: while the engine is not ready that is refused before the body is read, where it ``needs_engine``.
     """
 
+    is_work = body is not None and needs_engine
+
     async def answer(request: Request) -> Response:
-        if body is not None:
+        if is_work:
             request.app.state.engine.require_ready()
         return await endpoint(request)
 
+    async def once(request: Request) -> Response:
+        idempotency: Idempotency | None = app.state.idempotency
+        if idempotency is None or IDEMPOTENCY_KEY not in request.headers:
+            return await answer(request)
+        return await idempotency.answer(request, answer)
+
+    if body is not None and needs_engine:
+        app.state.endpoints[path] = answer
+        app.state.offers[path] = Offer(endpoint.asks if isinstance(endpoint, Asking) else "image", body)
+
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
     text = {"in": "path", "required": True, "schema": {"type": "string"}}
-    described: dict[str, Any] = {"parameters": [{"name": name, **text} for name in names]} if names else {}
+    parameters = [{"name": name, **text} for name in names] + ([] if body is None else [PARAMETER])
+    described: dict[str, Any] = {"parameters": parameters} if parameters else {}
     if body is not None:
-        schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
+        schema = body.model_json_schema(ref_template=REFS)
         _describe_parts(app, schema.pop("$defs", {}))
-        described |= {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-    _named(app, path, ["POST"], summary=summary, openapi_extra=described)(answer)
+        content: dict[str, Any] = {"application/json": {"schema": schema}}
+        if uploads is not None:
+            fields = {name: field for name, field in schema["properties"].items() if name not in uploads}
+            form = schema | {"title": f"{schema['title']}Form", "properties": {**uploads, **fields}}
+            content[MEDIA_TYPE] = {"schema": form}
+        described |= {"requestBody": {"required": True, "content": content}}
+    named(app, path, ["POST"], summary=summary, openapi_extra=described)(answer if body is None else once)
 
 
 def _describe_parts(app: FastAPI, parts: dict[str, Any]) -> None:
@@ -185,7 +385,8 @@ def _describe_parts(app: FastAPI, parts: dict[str, Any]) -> None:
 
 
 async def _reply(request: Request, error: Exception) -> Response:
-    return reply_to(error).response
+    request.scope.setdefault("state", {})["error_code"] = getattr(error, "counted_as", getattr(error, "code", ""))
+    return reply_for(request.scope["path"], error).response
 
 
 async def _reply_http(request: Request, error: Exception) -> Response:
@@ -199,4 +400,4 @@ async def _reply_http(request: Request, error: Exception) -> Response:
         told = HttpError(status, f"{where} does not exist.", code="unknown_url")
     else:
         told = HttpError(status, "the request could not be read.", code="bad_request")
-    return reply_to(told).response
+    return reply_for(request.scope["path"], told).response

@@ -4,38 +4,59 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, ExitStack
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from diffserve.config import ServeConfig
+from diffserve.config import Price, ServeConfig
 from diffserve.service.admission import Admission, Backlog, Ticket
-from diffserve.service.engine.client import EngineClient
-from diffserve.service.http.bodies import BodyT
+from diffserve.service.engine.engines import Engines
+from diffserve.service.http.bodies import BodyT, WorkBody
 from diffserve.service.http.streams import DONE, Events, EventStreamResponse
 from diffserve.service.lifecycle import PATIENCE_S, Gate, InFlight, interruption, read_body, warning_headers, work_until
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked body: what the caller should know, and whether the answer is told piece by piece."""
+    """A checked body: what the caller should know, whether the answer is told piece by piece, and what it costs."""
 
     warnings: tuple[str, ...]
     is_stream: bool = False
+    price: Price | None = None
+
+    def spent(self, device_s: float) -> dict[str, Any]:
+        """So many seconds of the device, as ``usage`` tells them: with the money where there is a price."""
+        told: dict[str, Any] = {"device_s": round(device_s, 6)}
+        if self.price is not None:
+            amount = round(device_s / 3600 * self.price.per_hour, 9)
+            told["cost"] = {"amount": amount, "currency": self.price.currency}
+        return told
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What its answer says beside."""
+        return {}
 
 
+Asks = Literal["image", "text", "chat"]
 CheckedT = TypeVar("CheckedT", bound=Checked)
 Place = AbstractContextManager[Ticket]
 
 
 class Endpoint(ABC, Generic[BodyT, CheckedT]):
-    """An endpoint with what it stands on. ``body``: what it takes; ``ending``: what follows a stream's last event."""
+    """An endpoint with what it stands on.
+
+    body    what it takes
+    asks    which models answer it: those that paint, that continue texts, or of these those with a chat template
+    ending  what follows a stream's last event
+    """
 
     body: type[BodyT]
+    asks: ClassVar[Asks] = "image"
     ending: ClassVar[bytes] = DONE
 
-    def __init__(self, engine: EngineClient, config: ServeConfig, gate: Gate, admission: Admission) -> None:
+    def __init__(self, engine: Engines, config: ServeConfig, gate: Gate, admission: Admission) -> None:
         self._engine = engine
         self._config = config
         self._gate = gate
@@ -47,22 +68,48 @@ class Endpoint(ABC, Generic[BodyT, CheckedT]):
         with ExitStack() as stack:
             stack.enter_context(self._gate.inside())
             client = stack.enter_context(self._admission.clients.known(request))
-            self._backlog.check(client)
-            checked, place = await self._check(await read_body(request, self.body), request, client)
+            self._refuse_if_full(client)
+            body = await self._read(request)
+            if isinstance(body, WorkBody) and body.priority is None:
+                body.priority = getattr(request.state, "priority", None)  # of a batch's line, where it says none
+            checked, place = await self._check(body, request, client)
             ticket = stack.enter_context(place)
+            begun = self._begin(checked, ticket, request, stack)
+            if begun is not None:
+                return begun
             interrupted = stack.enter_context(interruption(request))
             stack.enter_context(self._in_flight.listed(request.state.request_id, interrupted))
-            limit_s = self._config.request_timeout_s + PATIENCE_S
+            limit_s = self._limit_s
             if not checked.is_stream:
-                return await work_until(interrupted, self._answer(checked, ticket), limit_s=limit_s)
-            events, headers = self._events(checked, ticket), warning_headers(checked.warnings)
+                response = await work_until(interrupted, self._answer(checked, ticket), limit_s=limit_s)
+                response.headers.update(checked.headers)
+                return response
+            stack.enter_context(self._engine.metrics.reading())
+            events, headers = self._events(checked, ticket), warning_headers(checked.warnings) | checked.headers
             return await EventStreamResponse(
                 events, interrupted, stack.pop_all(), limit_s=limit_s, ending=self.ending, headers=headers
             ).opened()
 
     @property
+    def _limit_s(self) -> float:
+        """So long an answer is waited for at most."""
+        return self._config.request_timeout_s + PATIENCE_S
+
+    def _begin(self, checked: CheckedT, ticket: Ticket, request: Request, stack: ExitStack) -> Response | None:
+        """An answer at once where nobody waits for the work, which takes what ``stack`` holds along; else ``None``."""
+        return None
+
+    @property
     def _backlog(self) -> Backlog:
         return self._admission.texts
+
+    def _refuse_if_full(self, client: str) -> None:
+        """QueueFull, before the body is read, where nothing of ``client`` would be let in."""
+        self._backlog.check(client)
+
+    async def _read(self, request: Request) -> BodyT:
+        """The checked body. Raises what is wrong with it."""
+        return await read_body(request, self.body)
 
     @abstractmethod
     async def _check(self, body: BodyT, request: Request, client: str) -> tuple[CheckedT, Place]:

@@ -17,6 +17,7 @@ from diffserve.service.http.errors import HttpError
 PARSE_IN_THREAD_BYTES = 64 * 1024
 PATIENCE_S = 30.0  # beyond the engine's own deadline: for encoding, and for an engine that hangs
 CLIENT_CLOSED_REQUEST = 499
+CANCELLED = "cancelled"
 
 Interruption = asyncio.Future[HttpError]
 """Resolves, if it ever does, to the reason for which a request is to end at once."""
@@ -112,6 +113,12 @@ def warning_headers(warnings: Sequence[str]) -> dict[str, str]:
     return {"x-diffserve-warnings": header_text(warnings)} if warnings else {}
 
 
+class Draining(EngineUnavailable):
+    """Told to whoever comes while the server leaves; ``counted_as`` is how logs and metrics call it."""
+
+    counted_as = "draining"
+
+
 class Gate:
     """Counts the requests that are being worked on; once closed, it lets nobody in and says when the last is out."""
 
@@ -125,7 +132,7 @@ class Gate:
     def inside(self) -> Iterator[None]:
         """Be counted for the length of the block. EngineUnavailable once the gate is closed."""
         if self.is_closed:
-            raise EngineUnavailable("the server is shutting down; please try again in a moment.")
+            raise Draining("the server is shutting down; please try again in a moment.")
         self._num_inside += 1
         self.empty.clear()
         try:
@@ -169,4 +176,4 @@ class InFlight:
 
 def cancelled() -> HttpError:
     """What the one who waited for the request is told."""
-    return HttpError(CLIENT_CLOSED_REQUEST, "the request was cancelled by its id.", code="cancelled")
+    return HttpError(CLIENT_CLOSED_REQUEST, "the request was cancelled by its id.", code=CANCELLED)

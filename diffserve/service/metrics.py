@@ -1,57 +1,114 @@
 """``GET /metrics`` for Prometheus: what the answers showed, and what the engine says of itself when it is asked.
 
-Times are taken from the events that end requests; everything else is a snapshot of the engine (``engine_stats``), asked
-for at each scrape. An engine that does not answer within ``ASK_S`` is shown as it was last seen, with ``..._up`` at 0.
+Times are taken from the answers, and from the events that end requests; everything else is a snapshot of the engine
+(``engine_families``), asked for at each scrape. An engine that does not answer within ``ASK_S`` is shown as it was last
+seen, with ``..._up`` at 0. No label is ever a word of a client's: routes by their templates, models by the names that
+the configuration gives them, reasons and codes by lists that are kept here.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Final, TypeVar
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final
 
 from fastapi import FastAPI
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from diffserve import ipc
-from diffserve.engine_stats import EngineStats, ImageStats, PageStats
-from diffserve.errors import EngineUnavailable
+from diffserve.embedding_types import Embedded
+from diffserve.engine_stats import EngineStats
+from diffserve.errors import NOT_FINITE, EngineUnavailable, InsufficientMemory, NumericalError
 from diffserve.rewrite_types import RewriteFinished
-from diffserve.text_types import TextFinished, TextStats, TextTimings
-from diffserve.types import Cancelled, Failed, Finished
+from diffserve.service.engine_families import Snapshot, family
+from diffserve.service.tracing import Traces
+from diffserve.stage_types import PictureDecoded, TextsEncoded
+from diffserve.text_types import TextFinished, TextTimings
+from diffserve.types import Cancelled, Failed, Finished, ImageFailed, ImageResult, Painted
+from diffserve.version import __version__
 
 ASK_S: Final = 0.5
+SECONDS: Final = tuple(0.01 * 2**k for k in range(14))
+"""0.01 to 81.92, as OpenTelemetry has them."""
+
 TTFT_S: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 TPOT_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 ENTROPY_NATS: Final = (0.01, 0.03, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0)
 LAG_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
+COMMIT_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+WASTES: Final = ("cancelled", "deadline", "failed", "lost")
 OUTCOMES: Final = {Failed: "failed", Cancelled: "cancelled"}
+LOSSES: Final = ("device", "hang", "silence", "crash")
+HUNG_UP: Final = "client_closed_request"
+REJECTED: Final = {
+    "queue_full": "queue_full",
+    "rate_limit_exceeded": "rate_limit",
+    "deadline_exceeded": "deadline",
+    "engine_unavailable": "unready",
+    "draining": "draining",
+    "no_room": "disk",
+    "insufficient_memory": "memory",
+}
+"""Why a request was not worked on, by the code of its error."""
+
+Look = Callable[[], Mapping[tuple[str, ...], float]]
 
 
 class Metrics:
-    """Counters and histograms of one server. ``observe`` is fed with every event that passes."""
+    """Counters and histograms of one server. ``observe`` is fed with every event that passes.
+
+    traces  told of the events as well, where there are any
+    """
 
     def __init__(self) -> None:
+        self.traces: Traces | None = None
         self._registry = CollectorRegistry(auto_describe=False)
-        self._snapshot = _Snapshot()
+        self._snapshot = Snapshot()
+        self._watched = _Watched()
         self._registry.register(self._snapshot)
-        self._requests = self._counter("requests", "Requests that are over, by kind and end.", "kind", "outcome")
-        self._losses = self._counter("engine_losses", "Engines that were lost, and how.", "kind")
+        self._registry.register(self._watched)
+        self._add_answers()
+        self._add_images()
+        self._requests = self._counter("engine_requests", "What the engine was asked for.", "kind", "outcome")
+        self._restarts = self._counter("engine_restarts", "Engines that were lost, and how.", "reason")
         self._fallbacks = self._counter("rewrite_fallbacks", "Prompts left as they were, and why.", "reason")
-        self._ttft_s = self._histogram("text_ttft_seconds", "From submit to the first token.", TTFT_S)
-        self._tpot_s = self._histogram("text_tpot_seconds", "Mean time of each later token of an answer.", TPOT_S)
-        self._late_s = self._lag("event_loop_lag", "How late the event loop came to a timer.")
-        self._blocked_s = self._lag("event_loop_blocked", "The same, without the time for which it had no core.")
-        self._entropy = self._histogram("text_entropy_nats", "Mean entropy of the tokens of an answer.", ENTROPY_NATS)
+        of_texts = "llm_time_to_first_token_seconds", "From submit to the first token."
+        self._ttft_s = self._histogram(*of_texts, TTFT_S, "kind")
+        of_texts = "llm_time_per_output_token_seconds", "Mean time of each later token of an answer."
+        self._tpot_s = self._histogram(*of_texts, TPOT_S, "kind")
+        self._late_s = self._histogram("event_loop_lag_seconds", "How late the event loop came to a timer.", LAG_S)
+        said = "The same, without the time for which it had no core."
+        self._blocked_s = self._histogram("event_loop_blocked_seconds", said, LAG_S)
+        said = "Mean entropy of the tokens of an answer."
+        self._entropy = self._histogram("llm_entropy_nats", said, ENTROPY_NATS, "kind")
+        said = "A stage that stands apart, from hand-over to answer."
+        self._stage_s = self._histogram("stage_seconds", said, SECONDS, "stage")
+        self._stage_bytes = self._counter(
+            "stage_bytes", "Conditioning, latents and pictures that stages told.", "stage"
+        )
+        for reason in LOSSES:  # what there is none of yet is told, too: rates begin somewhere
+            self._restarts.labels(reason)
+        for kind in ("text", "rewrite"):
+            self._ttft_s.labels(kind)
+            self._tpot_s.labels(kind)
+        self.watch("build_info", "Which versions these are; always 1.", _versions, "version", "torch", "diffusers")
 
     def observe(self, kind: str, event: ipc.AnyEvent) -> None:
-        """Take note of an event of a request of ``kind``: "image", "text" or "rewrite"."""
+        """Take note of an event of a request of ``kind``: "image", "text", "rewrite" or "embedding"."""
+        if self.traces is not None:
+            self.traces.observe(event)
         match event:
-            case Finished():
+            case Painted(result=result):
+                self._painted(result)
+            case ImageFailed():
+                self._lost_image(event)
+            case Finished() | Embedded() | TextsEncoded() | PictureDecoded():
                 self._requests.labels(kind, "finished").inc()
             case TextFinished(results=results):
                 self._said(kind, event.timings, [result.mean_entropy for result in results], event.usage.output_tokens)
@@ -62,11 +119,62 @@ class Metrics:
                         self._fallbacks.labels(one.fallback).inc()
             case Failed() | Cancelled():
                 self._requests.labels(kind, OUTCOMES[type(event)]).inc()
+                if isinstance(event, Failed) and event.code == NumericalError.default_code:
+                    self._nonfinite.labels("text").inc()
 
     def observe_loop(self, late_s: float, blocked_s: float) -> None:
         """Take note of a look at the event loop (see ``loop_lag``)."""
         self._late_s.observe(late_s)
         self._blocked_s.observe(blocked_s)
+
+    def observe_first_preview(self, seconds: float) -> None:
+        """A request has got its first preview so long after it was submitted."""
+        self._preview_s.observe(seconds)
+
+    def answered(self, endpoint: str, status: int, code: str, seconds: float) -> None:
+        """An answer is over: of the route with the template ``endpoint``, with ``status`` (0: there was none), and the
+        ``code`` of its error, "" where there is none; one that is told in pieces may fail after its status."""
+        reason = REJECTED.get(code) if status >= 400 else None
+        if status == 499 or code in (HUNG_UP, "cancelled") or status == 0:
+            outcome = "cancelled"
+        elif reason is not None:
+            outcome = "rejected"
+            self._rejected.labels(reason).inc()
+        elif status >= 500 or (code and status < 400):
+            outcome = "server_error"
+        else:
+            outcome = "client_error" if status >= 400 else "success"
+        if code == HUNG_UP or status == 0:
+            self._disconnects.labels("answering" if 0 < status < 400 else "waiting").inc()
+        self._answers.labels(endpoint, str(status), outcome).inc()
+        self._answer_s.labels(endpoint).observe(seconds)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """For the length of the block, somebody reads events."""
+        with self._streams.track_inprogress():
+            yield
+
+    def observe_commit(self, seconds: float) -> None:
+        """The store has committed something, which took so long."""
+        self._commit_s.observe(seconds)
+
+    def did_stage(self, stage: str, seconds: float, num_bytes: int) -> None:
+        """A stage of a picture that stands apart is over: seconds from hand-over to answer, bytes that it told."""
+        self._stage_s.labels(stage).observe(seconds)
+        self._stage_bytes.labels(stage).inc(num_bytes)
+
+    def encoded(self, seconds: float) -> None:
+        """A finished picture was written as a file, and signed where we sign, which took so long."""
+        self._image_encode_s.observe(seconds)
+
+    def judged(self, stage: str, decision: str) -> None:
+        """The safety filter was asked about a "prompt" or a "picture": "allowed", "blocked" or "unavailable"."""
+        self._safety.labels(stage, decision).inc()
+
+    def wasted(self, reason: str, num_steps: int) -> None:
+        """So many steps led to no picture: "cancelled", "deadline", "failed" or "lost"."""
+        self._wasted.labels(reason).inc(num_steps)
 
     def ended(self, kind: str, outcome: str) -> None:
         """A request of ``kind`` ended without an event: it was "rejected", "cancelled" from here, or "lost"."""
@@ -74,12 +182,70 @@ class Metrics:
 
     def lost_engine(self, kind: str) -> None:
         """An engine is gone, by ``kind``: "device", "hang", "silence" or "crash"."""
-        self._losses.labels(kind).inc()
+        self._restarts.labels(kind).inc()
+
+    def watch(self, name: str, text: str, look: Look, *labels: str) -> None:
+        """Tell at each scrape what ``look`` sees: numbers by the values of ``labels``. The last ``look`` counts."""
+        self._watched.looks[name] = (text, labels, look)
 
     def render(self, stats: EngineStats | None) -> bytes:
         """The text that Prometheus reads; ``stats`` are the engine's, None when it did not answer."""
         self._snapshot.take(stats)
         return generate_latest(self._registry)
+
+    def _add_answers(self) -> None:
+        self._answers = self._counter("requests", "Answers, by route and status.", "endpoint", "status", "outcome")
+        self._answer_s = self._histogram("request_duration_seconds", "From head to last byte.", SECONDS, "endpoint")
+        self._rejected = self._counter("requests_rejected", "Requests not worked on, and why.", "reason")
+        self._disconnects = self._counter("client_disconnects", "Clients that hung up, and when.", "phase")
+        self._streams = Gauge("diffserve_sse_clients", "Who reads events now.", registry=self._registry)
+        for reason in REJECTED.values():
+            self._rejected.labels(reason)
+        for phase in ("waiting", "answering"):
+            self._disconnects.labels(phase)
+
+    def _add_images(self) -> None:
+        self._pixels = self._counter("pixels", "Of the pictures painted.", "model")
+        self._queue_s = self._histogram("queue_wait_seconds", "From submit until work on it begins.", SECONDS, "model")
+        said = "From submit to the first preview of a request that wants some."
+        self._preview_s = self._histogram("time_to_first_preview_seconds", said, SECONDS)
+        self._encode_s = self._histogram("text_encode_seconds", "Reading a picture's texts.", SECONDS, "model")
+        self._denoise_s = self._histogram("denoise_seconds", "All steps of a picture.", SECONDS, "model")
+        self._decode_s = self._histogram("vae_decode_seconds", "Turning latents into a picture.", SECONDS, "model")
+        self._oom = self._counter("oom", "Pictures given up for want of memory.")
+        said = "Steps of pictures that nobody got; what equal requests share counts for each."
+        self._wasted = self._counter("steps_wasted", said, "reason")
+        self._safety = self._counter("safety", "What the safety filter said.", "stage", "decision")
+        for reason in WASTES:
+            self._wasted.labels(reason)
+        for stage in ("prompt", "picture"):
+            for decision in ("allowed", "blocked", "unavailable"):
+                self._safety.labels(stage, decision)
+        self._commit_s = self._histogram("db_commit_seconds", "What the store's commits took.", COMMIT_S)
+        said = "Pictures and texts given up since numbers were not finite, by where that was seen."
+        self._nonfinite = self._counter("nonfinite", said, "stage")
+        for stage in (*NOT_FINITE, "text"):
+            self._nonfinite.labels(stage)
+        self._image_encode_s = self._histogram(
+            "image_encode_seconds", "Writing a finished picture as a file.", COMMIT_S
+        )
+
+    def _painted(self, result: ImageResult) -> None:
+        if result.cached is not None:
+            return
+        timings, model = result.timings, result.model
+        self._pixels.labels(model).inc(result.picture.width_px * result.picture.height_px)
+        self._queue_s.labels(model).observe(timings.queue_s)
+        self._encode_s.labels(model).observe(timings.encode_s)
+        self._denoise_s.labels(model).observe(timings.denoise_s)
+        self._decode_s.labels(model).observe(timings.decode_s)
+
+    def _lost_image(self, failed: ImageFailed) -> None:
+        if failed.code == InsufficientMemory.default_code:
+            self._oom.inc()
+        elif failed.code == NumericalError.default_code:
+            stages = (stage for stage, said in NOT_FINITE.items() if failed.message.startswith(said))
+            self._nonfinite.labels(next(stages, "denoise")).inc()
 
     def _said(self, kind: str, timings: TextTimings, entropies: list[float], output_tokens: int) -> None:
         self._requests.labels(kind, "finished").inc()
@@ -92,136 +258,48 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"diffserve_{name}", text, labels, registry=self._registry)
 
-    def _lag(self, name: str, text: str) -> Histogram:
-        return Histogram(f"diffserve_{name}_seconds", text, buckets=LAG_S, registry=self._registry)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"diffserve_{name}", text, ("kind",), buckets=buckets, registry=self._registry)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(f"diffserve_{name}", text, labels, buckets=buckets, registry=self._registry)
 
 
 def add_metrics(app: FastAPI, metrics: Metrics, ask: Callable[[], Awaitable[EngineStats | None]]) -> None:
     """Offer ``GET /metrics``; ``ask`` raises EngineUnavailable where there is no engine."""
 
-    @app.get("/metrics", summary="Numbers for Prometheus", include_in_schema=False)
+    turns = asyncio.Lock()
+
+    @app.get("/metrics", summary="Numbers for Prometheus", response_class=PlainTextResponse)
     async def answer() -> Response:
         try:
             async with asyncio.timeout(ASK_S):
                 stats = await ask()
         except (TimeoutError, EngineUnavailable):
             stats = None
-        return Response(metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
+        async with turns:  # a hundred readers take their turns, and whatever else there is comes between
+            await asyncio.sleep(0)
+            return Response(metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
 
 
-class _Snapshot(Collector):
-    """The engine's numbers as Prometheus' families; counters start anew with every engine."""
+class _Watched(Collector):
+    """Numbers that are looked up when they are asked for."""
 
     def __init__(self) -> None:
-        self._stats: EngineStats | None = None
-        self._is_up = False
-
-    def take(self, stats: EngineStats | None) -> None:
-        """Show these from now on; the old ones again when there are none."""
-        self._is_up = stats is not None
-        self._stats = stats or self._stats
+        self.looks: dict[str, tuple[str, tuple[str, ...], Look]] = {}
 
     def collect(self) -> Iterator[Metric]:
-        """Every family, as Prometheus' client asks for them."""
-        yield _gauge("up", "Whether the engine answered this scrape.", float(self._is_up))
-        if self._stats is not None:
-            yield from _queues(self._stats)
-            yield from _work(self._stats)
-            if self._stats.texts is not None:
-                yield from _texts(self._stats.texts)
-            if self._stats.pages is not None:
-                yield from _pages(self._stats.pages)
+        """As Prometheus' client asks for them."""
+        for name, (text, labels, look) in self.looks.items():
+            told = family(GaugeMetricFamily, name, text, *labels)
+            for values, number in look().items():
+                told.add_metric(values, number)
+            yield told
 
 
-def _queues(stats: EngineStats) -> Iterator[Metric]:
-    queues = _family(GaugeMetricFamily, "queue", "Requests by kind: waiting, or being worked on.", "kind", "state")
-    queues.add_metric(("image", "waiting"), stats.images.num_waiting)
-    queues.add_metric(("image", "running"), stats.images.num_running)
-    queues.add_metric(("wish", "waiting"), stats.num_wishes)
-    if stats.texts is not None:
-        queues.add_metric(("text", "waiting"), stats.texts.num_waiting)
-        queues.add_metric(("text", "running"), stats.texts.num_running)
-    yield queues
-    yield _gauge("live_requests", "Requests accepted and not yet over.", stats.num_live)
+@cache
+def _versions() -> dict[tuple[str, ...], float]:
+    def of(name: str) -> str:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return ""
 
-
-def _work(stats: EngineStats) -> Iterator[Metric]:
-    images, share = stats.images, stats.share
-    yield _counter("unet_rows", "Rows of the UNet, padding left out.", images.num_rows)
-    yield _counter("unet_steps", "Ticks in which images got on.", images.num_steps)
-    painted = _family(CounterMetricFamily, "images", "Images that are over.", "outcome")
-    painted.add_metric(("painted",), images.num_painted)
-    painted.add_metric(("failed",), images.num_failed)
-    yield painted
-    yield from _caches(images)
-    busy = _family(CounterMetricFamily, "busy_seconds", "Seconds of work.", "side")
-    shared = _family(CounterMetricFamily, "shared_seconds", "Seconds of work while both sides wanted some.", "side")
-    busy.add_metric(("images",), images.busy_s)
-    busy.add_metric(("texts",), 0.0 if stats.texts is None else stats.texts.busy_s)
-    shared.add_metric(("images",), share.image_s)
-    shared.add_metric(("texts",), share.text_s)
-    yield from (busy, shared)
-    yield _gauge("text_time_share", "What texts are to get of the time that both sides want.", share.share)
-    yield _gauge("text_time_share_taken", "What they got of it.", share.text_share)
-
-
-def _caches(images: ImageStats) -> Iterator[Metric]:
-    results, latents = images.results, images.latents
-    found = _family(CounterMetricFamily, "image_cache", "Images with a seed, where there is a result cache.", "outcome")
-    found.add_metric(("hit",), results.num_hits)
-    found.add_metric(("shared",), results.num_shared)
-    found.add_metric(("miss",), results.num_misses)
-    begun = _family(CounterMetricFamily, "latent_cache", "Images with a similarity_threshold.", "outcome")
-    begun.add_metric(("hit",), latents.num_hits)
-    begun.add_metric(("miss",), latents.num_misses)
-    kept = _family(GaugeMetricFamily, "cache_bytes", "Bytes of pictures or of latents that are kept.", "cache")
-    evicted = _family(CounterMetricFamily, "cache_evictions", "Pictures or latents dropped for newer ones.", "cache")
-    for name, stats in (("image", results), ("latent", latents)):
-        kept.add_metric((name,), stats.num_bytes)
-        evicted.add_metric((name,), stats.num_evicted)
-    yield from (found, begun, kept, evicted)
-
-
-def _texts(texts: TextStats) -> Iterator[Metric]:
-    tokens = _family(CounterMetricFamily, "text_tokens", "Tokens of the language model.", "what")
-    for what in ("prompt", "cached", "output", "computed", "draft", "accepted"):
-        tokens.add_metric((what,), getattr(texts, f"{what}_tokens"))
-    yield tokens
-    yield _counter("text_preemptions", "Times that a text gave its pages back for an older one.", texts.preemptions)
-    yield _gauge("text_tokens_per_second", "Tokens said per second of work.", texts.tokens_per_s)
-    yield _gauge("text_prefix_hit_ratio", "Share of prompt tokens that had not to be computed.", texts.hit_rate)
-    yield _gauge("text_speculative_acceptance_ratio", "Share of draft tokens that were right.", texts.acceptance)
-    yield _gauge("text_entropy_mean_nats", "Nats per token said.", texts.mean_entropy)
-
-
-def _pages(pages: PageStats) -> Iterator[Metric]:
-    yield _gauge("pool_pages", "Pages of the pool.", pages.num_pages)
-    yield _gauge("pool_page_bytes", "Bytes of a page.", pages.page_bytes)
-    yield _gauge("pool_free_pages", "Pages that hold nothing.", pages.free_pages)
-    held = _family(GaugeMetricFamily, "pages", "Pages by tenant: in use, or kept for later.", "tenant", "state")
-    evicted = _family(CounterMetricFamily, "pages_evicted", "Pages given to somebody else.", "tenant")
-    asked = _family(CounterMetricFamily, "prefix_tokens", "Tokens of the texts looked up.", "tenant", "what")
-    ratio = _family(GaugeMetricFamily, "prefix_hit_ratio", "Share of tokens found.", "tenant")
-    for one in pages.tenants:
-        held.add_metric((one.tenant, "held"), one.held_pages)
-        held.add_metric((one.tenant, "idle"), one.idle_pages)
-        evicted.add_metric((one.tenant,), one.evicted_pages)
-        asked.add_metric((one.tenant, "asked"), one.asked_tokens)
-        asked.add_metric((one.tenant, "found"), one.found_tokens)
-        ratio.add_metric((one.tenant,), one.hit_rate)
-    yield from (held, evicted, asked, ratio)
-
-
-def _family(cls: type[Family], name: str, text: str, *labels: str) -> Family:
-    return cls(f"diffserve_{name}", text, labels=labels)
-
-
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"diffserve_{name}", text, value=value)
-
-
-def _counter(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(f"diffserve_{name}", text, value=value)
+    return {(__version__, of("torch"), of("diffusers")): 1.0}

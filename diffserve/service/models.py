@@ -4,18 +4,21 @@ models can do, for those who build a page or a tool on the API."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, get_args
 
 import msgspec
 
 from diffserve.config import ServeConfig
-from diffserve.errors import EngineUnavailable, ModelNotFound
+from diffserve.controlnets import ControlNetFolder
+from diffserve.errors import EngineUnavailable, ModelLoadError, ModelNotFound
+from diffserve.loras import LoraFolders
+from diffserve.provenance import header_of
 from diffserve.quality import quality_steps
 from diffserve.service.http.bodies import show
-from diffserve.service.texts.schemas import styles
+from diffserve.service.texts.schemas import Format, styles
 from diffserve.text_types import LanguageModelInfo
-from diffserve.types import MAX_IMAGES, ModelInfo
+from diffserve.types import MAX_IMAGES, ModelInfo, ServedModel
 from schedulers import SAMPLERS, SIGMA_SCHEDULES, Sampler, resolve_sampler
 
 ALIASES: Final = (
@@ -45,31 +48,43 @@ def is_alias(name: str) -> bool:
     return name in ALIASES or _ALIAS.fullmatch(name) is not None
 
 
-def check_model(name: str | None, info: ModelInfo, language: LanguageModelInfo | None = None) -> None:
-    """ModelNotFound where ``name`` is neither the loaded image model nor an alias; ``None`` is the loaded model."""
-    if name is None or name == info.model_id or is_alias(name):
-        return
-    writes = language is not None and name == language.model_id
-    raise ModelNotFound(
-        f"{show(name)} writes texts; the image model is {info.model_id}."
-        if writes
-        else f"there is no model {show(name)}; {info.model_id} is loaded, GET /v1/models lists its names.",
-        param="model",
-    )
+def find_model(name: str | None, models: Sequence[ServedModel], language: LanguageModelInfo | None = None) -> ModelInfo:
+    """The image model that ``name`` means: its own, else, for an alias and ``None``, the first of ``models``.
+
+    Raises ModelNotFound, ModelLoadError for one whose files cannot be read, EngineUnavailable while there are none.
+    """
+    if not models:
+        raise EngineUnavailable("the engine is loading its model; please try again in a moment.")
+    own = {model.name: model for model in models}
+    is_first = name is None or (name not in own and is_alias(name))
+    found = models[0] if is_first else own.get(name or "")
+    if found is None:
+        several, writes = len(models) > 1, language is not None and name == language.model_id
+        names = ", ".join(own)
+        raise ModelNotFound(
+            f"{show(name)} writes texts; the image model{'s are' if several else ' is'} {names}."
+            if writes
+            else f"there is no model {show(name)}; {names} {'are served' if several else 'is loaded'}, "
+            f"GET /v1/models lists {'all' if several else 'its'} names.",
+            param="model",
+        )
+    if found.info is None:
+        raise ModelLoadError(found.problem, param="model")
+    return found.info
 
 
 def check_language_model(
-    name: str | None, info: LanguageModelInfo | None, image_info: ModelInfo | None
+    name: str | None, info: LanguageModelInfo | None, models: Sequence[ServedModel]
 ) -> LanguageModelInfo:
     """The loaded language model, which ``name`` (``None``: whichever is there) must be. Raises ModelNotFound where
-    there is none or it is another, EngineUnavailable while the engine (``image_info``) is loading."""
-    if image_info is None:
+    there is none or it is another, EngineUnavailable while the engine is loading its image ``models``."""
+    if not models:
         raise EngineUnavailable("the engine is loading its model; please try again in a moment.")
     if info is None:
         raise ModelNotFound(NO_LANGUAGE_MODEL, param="model")
     if name is None or name == info.model_id:
         return info
-    paints = name == image_info.model_id or is_alias(name)
+    paints = is_alias(name) or any(model.name == name for model in models)
     raise ModelNotFound(
         f"{show(name)} paints pictures; the language model is {info.model_id}."
         if paints
@@ -78,30 +93,38 @@ def check_language_model(
     )
 
 
-def model_entry(name: str, created: int, capabilities: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A model as OpenAI describes one, and what it can do; ``created`` in seconds since 1970."""
-    entry = {"id": name, "object": "model", "created": created, "owned_by": "diffserve"}
-    return entry if capabilities is None else entry | {"capabilities": capabilities}
+def model_entry(name: str, created: int, told: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A model as OpenAI describes one, and what there is to be ``told`` of it; ``created`` in seconds since 1970."""
+    return {"id": name, "object": "model", "created": created, "owned_by": "diffserve", **(told or {})}
 
 
-def model_names(info: ModelInfo, language: LanguageModelInfo | None) -> list[str]:
-    """The image model first, then the language model where there is one, then the aliases of the image model."""
-    return list(dict.fromkeys([info.model_id, *([language.model_id] if language else []), *ALIASES]))
+def model_list(created: int, told: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Every name, as OpenAI lists models: the models that are ``told`` of in their order, then the aliases."""
+    names = dict.fromkeys([*told, *ALIASES])
+    return {"object": "list", "data": [model_entry(name, created, told.get(name)) for name in names]}
 
 
-def model_list(
-    info: ModelInfo, language: LanguageModelInfo | None, created: int, capabilities: Mapping[str, dict[str, Any]]
-) -> dict[str, Any]:
-    """Every name, as OpenAI lists models; ``capabilities`` by the name of the model that has them."""
-    names = model_names(info, language)
-    return {"object": "list", "data": [model_entry(name, created, capabilities.get(name)) for name in names]}
+def told_of(
+    models: Sequence[ServedModel], language: LanguageModelInfo | None, config: ServeConfig
+) -> dict[str, dict[str, Any]]:
+    """By the name of each model, the first image model first and the language model last: what it can do, whether it is
+    loaded, and why it cannot be."""
+    found: dict[str, dict[str, Any]] = {model.name: {"loaded": model.is_loaded} for model in models}
+    for model in models:
+        found[model.name] |= {"problem": model.problem} if model.problem else {}
+    if language is not None:
+        found.setdefault(language.model_id, {"loaded": True})
+    for name, capabilities in capabilities_of(models, language, config).items():
+        found[name]["capabilities"] = capabilities
+    return found
 
 
 def capabilities_of(
-    info: ModelInfo, language: LanguageModelInfo | None, config: ServeConfig
+    models: Sequence[ServedModel], language: LanguageModelInfo | None, config: ServeConfig
 ) -> dict[str, dict[str, Any]]:
-    """By the name of each loaded model, ``{"image": ...}`` or ``{"language": ...}``."""
-    found = {info.model_id: {"image": image_capabilities(info, config)}}
+    """By the name of each model, ``{"image": ...}`` or ``{"language": ...}``."""
+    infos = {model.name: model.info for model in models}
+    found = {name: {"image": image_capabilities(info, config)} for name, info in infos.items() if info is not None}
     if language is not None:
         found.setdefault(language.model_id, {})["language"] = language_capabilities(language)
     return found
@@ -125,7 +148,14 @@ def image_capabilities(info: ModelInfo, config: ServeConfig) -> dict[str, Any]:
         "default_spacing": info.default_spacing,
         "train_timesteps": info.train_timesteps,
         "max_images": MAX_IMAGES,
+        "learnt_words": list(info.learnt_words),
         "world": msgspec.to_builtins(info.world),
+        "loras": list(LoraFolders(info.lora_dirs).names()),
+        "controlnets": list(ControlNetFolder(info.controlnet_dir).names()),
+        "refiner": info.refiner,
+        "scorer": info.scorer,
+        "safety_filter": config.safety_filter,
+        "provenance": header_of(config).split(";"),
     }
 
 
@@ -133,7 +163,9 @@ def language_capabilities(info: LanguageModelInfo) -> dict[str, Any]:
     """A model without a chat template writes texts, but no prompts."""
     own = ("architecture", "digest", "device", "dtype", "context_tokens")
     told = {name: getattr(info, name) for name in own}
-    return told | {"styles": list(styles()), "can_rewrite": info.has_chat_template}
+    formats = get_args(Format.model_fields["type"].annotation) if info.speaks_json else ("text",)
+    can = {"can_rewrite": info.has_chat_template, "response_formats": list(formats)}
+    return told | {"styles": list(styles()), **can}
 
 
 def _sampler(sampler: Sampler) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,22 @@ from fastapi import FastAPI
 from diffserve.config import ServeConfig, Settings
 from diffserve.errors import ConfigError, EngineUnavailable
 from diffserve.logs import json_logs
+from diffserve.provenance import HEADER
 from diffserve.service.app import create_app
-from diffserve.service.engine.client import EngineClient
+from diffserve.service.engine.engines import Engines
+from diffserve.service.engine.fleet import open_engines, told_of_devices
 from diffserve.service.http.hosts import is_loopback
+from diffserve.service.http.keys import ENV_KEY, KeyRing
 from diffserve.service.http.loop_lag import keep_loop_nimble, watch_loop
 from diffserve.service.http.protocol import MAX_HEADER_BYTES, Http1
 from diffserve.service.images.kept_pictures import KeptPictures
+from diffserve.service.images.picture_checks import PictureChecks
 from diffserve.service.lifecycle import Gate
 from diffserve.service.page import MountPage, Page
+from diffserve.service.tracing import Traces
+from diffserve.store.database import FILE, Database
 
+SHORTEST_KEY = 16
 GOODBYE_S = 10  # for answers that are already being written
 SPARE_FILES = 128  # file descriptors left to what is no connection
 FULL_TOLD_EVERY_S = 10.0
@@ -40,23 +47,65 @@ FULL_TOLD_EVERY_S = 10.0
 log = logging.getLogger("diffserve.http")
 
 
-def serve(settings: Settings, *, mount_page: MountPage | None = None) -> int:
+def serve(
+    settings: Settings, *, mount_page: MountPage | None = None, engines: Callable[[Settings], Engines] = open_engines
+) -> int:
     """Serve until stopped; 0 after a signal. ``mount_page`` builds the page at ``/``; ``None``: there is none.
+    ``engines`` makes what paints, within the running loop.
 
     Raises ConfigError where the address cannot be bound, ModelLoadError (or another DiffserveError of one line) where
     the model cannot be loaded; returns 1 where the engine is lost again and again.
     """
-    check_open(settings.serve)
-    with json_logs(settings.serve.log_level), bind(settings.serve) as listener:
-        return asyncio.run(_Server(settings, listener, mount_page).run())
+    database = open_database(settings.serve)
+    ring = open_ring(database)
+    check_open(settings.serve, ring)
+    held = contextlib.nullcontext() if database is None else database.held()
+    with json_logs(settings.serve.log_level), bind(settings.serve) as listener, held:
+        checks = PictureChecks.of(settings)
+        try:
+            return asyncio.run(_Server(settings, listener, mount_page, ring, database, checks, engines).run())
+        finally:
+            checks.stop()
 
 
-def check_open(config: ServeConfig) -> None:
-    """ConfigError where other machines could reach the server and nobody has said that they may."""
-    if not is_loopback(config.host) and not config.allow_open:
+def open_database(config: ServeConfig) -> Database | None:
+    """What the server keeps in its folder; ``None`` where there is nothing and nothing could be kept, and no key is
+    given by the environment. Raises ConfigError where it cannot be read."""
+    folder = Path(config.data_dir).expanduser()
+    try:
+        return Database(folder)
+    except ConfigError as error:
+        if os.environ.get(ENV_KEY) or _may_be_there(folder / FILE):
+            raise
+        print(f"diffserve: no keys, files or history can be kept: {error.message}", flush=True)
+        return None
+
+
+def _may_be_there(file: Path) -> bool:
+    """Also where nobody can look: keys that cannot be read must not be taken for none."""
+    try:
+        return file.exists()
+    except OSError:
+        return True
+
+
+def open_ring(database: Database | None) -> KeyRing | None:
+    """The keys in ``database`` and the environment. Raises ConfigError where they cannot be read."""
+    own = os.environ.get(ENV_KEY, "")
+    if own and len(own) < SHORTEST_KEY:
+        said = f"{ENV_KEY} has {len(own)} characters; a key has at least {SHORTEST_KEY}: diffserve keys add makes one."
+        raise ConfigError(said, param="api_key")
+    return None if database is None else KeyRing(database, own)
+
+
+def check_open(config: ServeConfig, ring: KeyRing | None) -> None:
+    """ConfigError where other machines could reach the server without a key and nobody has said that they may."""
+    is_closed = ring is not None and ring.is_closed
+    if not is_closed and not is_loopback(config.host) and not config.allow_open:
         raise ConfigError(
-            f"host is {config.host[:80]!r}, and whoever reaches that may paint, since there are no keys yet; give "
-            "--allow-open (allow_open = true under [serve]) to want that, or --host 127.0.0.1 for this machine alone.",
+            f"host is {config.host[:80]!r}, and whoever reaches that may paint, since there are no keys; make one "
+            "(diffserve keys add NAME), give --allow-open (allow_open = true under [serve]) to want that, or --host "
+            "127.0.0.1 for this machine alone.",
             param="host",
         )
 
@@ -65,7 +114,10 @@ def bind(config: ServeConfig) -> socket.socket:
     """A listening socket at the configured address; ConfigError where that is not to be had."""
     try:
         family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=1024)
+        listener = socket.create_server(address[:2], family=family, backlog=1024)
+        # its connections have it, too: else a body waits until its head is acknowledged, which clients put off by 40 ms
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener
     except UnicodeError:
         raise ConfigError(f"host is {config.host[:80]!r}; that is no name of a machine.", param="host") from None
     except OSError as error:
@@ -78,7 +130,20 @@ def bind(config: ServeConfig) -> socket.socket:
 
 
 class _Server:
-    def __init__(self, settings: Settings, listener: socket.socket, mount_page: MountPage | None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        listener: socket.socket,
+        mount_page: MountPage | None,
+        ring: KeyRing | None,
+        database: Database | None,
+        checks: PictureChecks,
+        engines: Callable[[Settings], Engines],
+    ) -> None:
+        self._open_engines = engines
+        self._ring = ring
+        self._database = database
+        self._checks = checks
         self._settings = settings
         self._listener = listener
         self._page = None if mount_page is None else Page(mount_page)
@@ -90,23 +155,36 @@ class _Server:
         """Live one life, from the first engine to the last answer."""
         keep_loop_nimble()
         asyncio.get_running_loop().set_exception_handler(_LoopTrouble())
-        engine, gate = EngineClient(self._settings), Gate()
+        gate = Gate()
+        engine = self._open_engines(self._settings)
+        traces = engine.metrics.traces = Traces.from_environment(os.environ)
         route = None if self._page is None else self._page.route
         rewriter = self._settings.text.prompt_rewriter
         config = self._settings.serve
-        pictures = KeptPictures(Path(config.data_dir).expanduser() / "pictures", max_bytes=config.url_pictures_bytes)
-        app = create_app(engine, config, gate, rewriter=rewriter, page=route, pictures=pictures)
+        pictures = KeptPictures(
+            Path(config.data_dir).expanduser() / "pictures",
+            max_bytes=config.url_pictures_bytes,
+            headers={HEADER: self._checks.marks.header},
+        )
+        app = create_app(
+            engine, config, gate,
+            rewriter=rewriter, page=route, pictures=pictures, ring=self._ring, database=self._database,
+            checks=self._checks,
+        )  # fmt: skip
         http = HttpServer(uvicorn_config(app, _num_connections(config.max_connections)))
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         engine.start()
         answering = asyncio.create_task(http.serve(sockets=[self._listener]))
         self._say(f"listening on {self._url()}, loading {self._settings.model.model_id}")
-        if not is_loopback(config.host):
-            self._say("anybody who reaches this address may paint: there are no keys yet")
+        if told := told_of_devices(self._settings):
+            self._say(told)
+        is_closed = self._ring is not None and self._ring.is_closed
+        if not is_closed and not is_loopback(config.host):
+            self._say("anybody who reaches this address may paint: there are no keys")
         opening = asyncio.create_task(self._open_page())
         besides = (self._announce(engine), pictures.sweep_for_ever(), watch_loop(engine.metrics.observe_loop))
-        beside = [asyncio.create_task(work) for work in besides]
+        beside = [asyncio.create_task(work) for work in (*besides, *(begin() for begin in app.state.beside))]
         try:
             stop = asyncio.create_task(self._stop.wait())
             ends: set[asyncio.Future[Any]] = {stop, engine.failed, answering}
@@ -121,6 +199,8 @@ class _Server:
             await self._close_page(opening)
             http.should_exit = True
             await asyncio.gather(answering, *beside, return_exceptions=True)
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
         if not engine.failed.done():
             return 0
         if isinstance(engine.failed.result(), EngineUnavailable):
@@ -141,17 +221,25 @@ class _Server:
         for task in pending:
             task.cancel()
 
-    async def _announce(self, engine: EngineClient) -> None:
+    async def _announce(self, engine: Engines) -> None:
         while not engine.is_ready:
             await asyncio.sleep(0.05)
         if engine.info is not None:
             info = engine.info
             self._say(f"ready: {info.model_id} on {info.device} in {info.dtype} ({info.choice_reason})")
+            for other in engine.models[1:]:
+                at = f"loaded when asked for, {other.info.weights_bytes / 1e6:,.0f} MB" if other.info else other.problem
+                self._say(f"{other.name}: {at}")
 
     async def _open_page(self) -> None:
-        if self._page is not None:
-            await self._page.open(self._own_url())
-        gc.freeze()  # what is loaded stays; to look through it for garbage would keep everybody waiting 0.2 s each time
+        """What is loaded stays: to look through it for garbage would keep everybody waiting, now and 0.2 s later on."""
+        gc.disable()
+        try:
+            if self._page is not None:
+                await self._page.open(self._own_url())
+        finally:
+            gc.freeze()
+            gc.enable()
 
     async def _close_page(self, opening: asyncio.Task[None]) -> None:
         """An import that is still going on is not waited for."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -13,14 +14,18 @@ from numpy.typing import NDArray
 
 from diffserve.errors import InvalidRequest
 from diffserve.world.canonical import Said
+from diffserve.world.drawn import DRAWN
 from diffserve.world.picture_reading import Found, Reading, read_picture
 from diffserve.world.scenes import BACKGROUNDS, OBJECTS, RELATIONS, SIZES_PX, Scene
 
-__all__ = ["EDITION", "Found", "Reading", "SceneSpec", "Verdict", "check", "judge", "read_picture"]
+__all__ = ["EDITION", "Found", "Reading", "SceneSpec", "Verdict", "check", "grade", "judge", "read_picture"]
 
 EDITION = 2
 """Raised whenever a verdict may change, so that scores by another edition are known: 1 had no look at single spots, and
 passed foxes without an eye."""
+
+NOT_EXACT = 0.9
+"""Above every grade of a picture that is not exact."""
 
 BETWEEN_MARGIN = 0.15  # the first must lie this share of the way inside the two that it stands between
 BETWEEN_DRIFT = 0.4  # and at most this share of their distance beside the line that joins them
@@ -34,7 +39,7 @@ class SceneSpec:
     particular. ``relation`` is of the first to the second, "between" of the first to the two others. ``size``, small or
     large, is that of an only object. None is not asked for.
 
-    Raises :class:`InvalidRequest` for words that the picture world does not know.
+    Objects may be of ``world.drawn`` too. Raises :class:`InvalidRequest` for words that the world does not know.
     """
 
     names: tuple[str, ...]
@@ -44,7 +49,7 @@ class SceneSpec:
 
     def __post_init__(self) -> None:
         for name in self.names:
-            _know(name, tuple(OBJECTS), "object")
+            _know(name, (*OBJECTS, *DRAWN), "object")
         _know(self.background, (None, *BACKGROUNDS), "background")
         _know(self.relation, (None, *RELATIONS, "between"), "relation")
         _know(self.size, (None, "small", "large"), "size")
@@ -128,6 +133,20 @@ def judge(reading: Reading, spec: SceneSpec) -> Verdict:
     )
 
 
+def grade(verdict: Verdict, spec: SceneSpec) -> float:
+    """How near to exact a picture is that was asked to show ``spec``: 1 where it is, below ``NOT_EXACT`` where it is
+    not, by the parts that are right and by the share of the objects that are there and of those that should be."""
+    if verdict.exact:
+        return 1.0
+    asked, seen = Counter(spec.names), Counter(found.name for found in verdict.reading.objects)
+    most = max(asked.total(), seen.total()) if spec.names else 0
+    objects = (asked & seen).total() / most if most else float(verdict.reading.is_clear)
+    parts = (verdict.background, verdict.objects, verdict.relation, verdict.size, verdict.reading.is_clear, objects)
+    return NOT_EXACT * sum(parts) / len(parts)
+
+
 def check(pixels: NDArray[np.uint8], scene: Scene) -> Verdict:
-    """Does the (height, width, 3) uint8 picture show exactly this scene?"""
-    return judge(read_picture(pixels), SceneSpec.of(scene))
+    """Does the (height, width, 3) uint8 picture show exactly this scene? Drawn objects of it are looked for besides the
+    world's."""
+    drawn = tuple(name for name in DRAWN if name in scene.names)
+    return judge(read_picture(pixels, drawn), SceneSpec.of(scene))

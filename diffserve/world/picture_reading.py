@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 from diffserve.errors import InvalidRequest
 from diffserve.world.scenes import BACKGROUNDS, COLORS, GRID_PX, SPRITE_SIZES_PX
 from diffserve.world.sprite_matching import (
+    NAMES,
     SCALE,
+    Names,
     Placement,
     Plane,
     ScoreMaps,
@@ -177,8 +179,9 @@ def _far_errors(change: Plane, found: Sequence[Found]) -> Plane:
     return kept
 
 
-def read_picture(pixels: NDArray[np.uint8]) -> Reading:
-    """Find the background and all objects of a (height, width, 3) uint8 picture of the embedded world's scale.
+def read_picture(pixels: NDArray[np.uint8], drawn: Names = ()) -> Reading:
+    """Find the background and all objects of a (height, width, 3) uint8 picture of the embedded world's scale, those of
+    the world and ``drawn`` ones, names of ``world.drawn``.
 
     Raises :class:`InvalidRequest` for another shape, or for sides outside 40 to 256 pixels.
     """
@@ -192,7 +195,8 @@ def read_picture(pixels: NDArray[np.uint8]) -> Reading:
     picture = downsample(pixels.astype(np.float32) / np.float32(255))
     ground, error, shade = _read_background(picture)
     empty = empty_picture(ground, *picture.shape[:2]) if shade is None else np.broadcast_to(shade, picture.shape)
-    found = [_look_closer(match, picture, empty) for match in _matches(ScoreMaps(picture, ground, shade))]
+    maps = ScoreMaps(picture, ground, shade, NAMES + drawn)
+    found = [_look_closer(match, picture, empty) for match in _matches(maps)]
     errors = _far_errors(picture - empty, found)
     dirt = float(errors.mean()) if errors.size else 0.0
     return Reading(ground, error, tuple(found), int((errors > MIN_LEFTOVER).sum()), dirt)

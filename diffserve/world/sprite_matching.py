@@ -27,6 +27,8 @@ MIN_ENERGY = 0.004  # mean squared change per covered pixel below which a sprite
 OVERLAP = 0.2  # share of a side by which two found squares may overlap
 
 NAMES = tuple(OBJECTS)
+Names = tuple[str, ...]
+"""What is looked for: the world's objects, or these and some that are drawn besides."""
 
 Plane = NDArray[np.float32]
 Spectrum = NDArray[np.complex64]
@@ -66,9 +68,9 @@ def _spectra(planes: NDArray[np.float32]) -> Spectrum:
     return np.asarray(np.fft.rfft2(planes), dtype=np.complex64)
 
 
-def _sprites(side: int) -> Plane:
-    """All sprites of one side: (N, 4, side, side)."""
-    return np.stack([small_sprite(name, side).transpose(2, 0, 1) for name in NAMES])
+def _sprites(names: Names, side: int) -> Plane:
+    """The sprites of ``names`` in one size: (N, 4, side, side)."""
+    return np.stack([small_sprite(name, side).transpose(2, 0, 1) for name in names])
 
 
 def _conjugate_spectra(patches: Plane, height: int, width: int) -> Spectrum:
@@ -80,8 +82,8 @@ def _conjugate_spectra(patches: Plane, height: int, width: int) -> Spectrum:
 
 
 @lru_cache(maxsize=16)
-def _bank(side: int, height: int, width: int) -> Spectrum:
-    return _conjugate_spectra(_sprites(side), height, width)
+def _bank(names: Names, side: int, height: int, width: int) -> Spectrum:
+    return _conjugate_spectra(_sprites(names, side), height, width)
 
 
 def _correlate(planes: Plane, bank: Spectrum, side: int) -> Plane:
@@ -100,49 +102,51 @@ def box_sums(plane: Plane, side: int) -> Plane:
     return sums.astype(np.float32)
 
 
-def _energy_planes(side: int) -> Plane:
+def _energy_planes(names: Names, side: int) -> Plane:
     """What a background's colours and squared brightness are correlated with: -2 s m and m^2, (N, 4, side, side)."""
-    patches = _sprites(side)
+    patches = _sprites(names, side)
     alpha = patches[:, 3:]
     return np.concatenate([-2 * patches[:, :3] * alpha, alpha**2], axis=1)
 
 
-def _floored(energy: Plane, side: int) -> Plane:
+def _floored(energy: Plane, names: Names, side: int) -> Plane:
     """Energies, infinite where the sprite cannot be told from the background: R2 is 0 there."""
-    floor = 3 * MIN_ENERGY * _sprites(side)[:, 3].sum(axis=(1, 2))[:, None, None]
+    floor = 3 * MIN_ENERGY * _sprites(names, side)[:, 3].sum(axis=(1, 2))[:, None, None]
     return np.where(energy > floor, energy, np.float32(np.inf))
 
 
 @lru_cache(maxsize=128)
-def _place_energy(name: str, side: int, height: int, width: int) -> Plane:
+def _place_energy(place: str, names: Names, side: int, height: int, width: int) -> Plane:
     """sum (s - m B)^2 of every sprite over a place: (N, h', w')."""
-    ground = empty_picture(name, height, width).transpose(2, 0, 1)
+    ground = empty_picture(place, height, width).transpose(2, 0, 1)
     planes = np.concatenate([ground, (ground**2).sum(axis=0, keepdims=True)])
-    over = _correlate(planes, _conjugate_spectra(_energy_planes(side), height, width), side)
-    own = np.square(_sprites(side)[:, :3]).sum(axis=(1, 2, 3))[:, None, None]
-    return _floored(over + own, side)
+    over = _correlate(planes, _conjugate_spectra(_energy_planes(names, side), height, width), side)
+    own = np.square(_sprites(names, side)[:, :3]).sum(axis=(1, 2, 3))[:, None, None]
+    return _floored(over + own, names, side)
 
 
 @lru_cache(maxsize=8)
-def _energy_sums(side: int) -> tuple[Plane, Plane]:
+def _energy_sums(names: Names, side: int) -> tuple[Plane, Plane]:
     """Over each sprite's square: the sums of ``_energy_planes`` (N, 4), and of s^2 (N,)."""
-    return _energy_planes(side).sum(axis=(2, 3)), np.square(_sprites(side)[:, :3]).sum(axis=(1, 2, 3))
+    return _energy_planes(names, side).sum(axis=(2, 3)), np.square(_sprites(names, side)[:, :3]).sum(axis=(1, 2, 3))
 
 
-def _plain_energy(shade: Plane, side: int) -> Plane:
+def _plain_energy(shade: Plane, names: Names, side: int) -> Plane:
     """sum (s - m B)^2 of every sprite over one colour (3,): (N, 1, 1)."""
-    sums, own = _energy_sums(side)
+    sums, own = _energy_sums(names, side)
     over = sums @ np.append(shade, np.square(shade).sum()).astype(np.float32)
-    return _floored((over + own)[:, None, None], side)
+    return _floored((over + own)[:, None, None], names, side)
 
 
 class ScoreMaps:
     """R2 of every sprite wherever it fits on ``picture``, (h, w, 3) in 0..1, over the background ``ground``.
 
     ``shade`` is the colour (3,) of a plain background, which may differ from the world's own; None for a place.
+    ``names``: the sprites.
     """
 
-    def __init__(self, picture: Plane, ground: str, shade: Plane | None) -> None:
+    def __init__(self, picture: Plane, ground: str, shade: Plane | None, names: Names = NAMES) -> None:
+        self._names = names
         height, width, _ = picture.shape
         empty = empty_picture(ground, height, width) if shade is None else np.broadcast_to(shade, picture.shape)
         change = (picture - empty).transpose(2, 0, 1)
@@ -150,8 +154,11 @@ class ScoreMaps:
         square = np.square(change).sum(axis=0)
         self._maps: dict[int, Plane] = {}
         for side in (px // SCALE for px in SPRITE_SIZES_PX if px <= SCALE * min(height, width)):
-            energy = _place_energy(ground, side, height, width) if shade is None else _plain_energy(shade, side)
-            gain = 2 * _correlate(planes, _bank(side, height, width), side) - box_sums(square, side)
+            if shade is None:
+                energy = _place_energy(ground, names, side, height, width)
+            else:
+                energy = _plain_energy(shade, names, side)
+            gain = 2 * _correlate(planes, _bank(names, side, height, width), side) - box_sums(square, side)
             self._maps[side] = gain / energy
 
     def best(self) -> Placement:
@@ -159,7 +166,7 @@ class ScoreMaps:
         matches = []
         for side, scores in self._maps.items():
             index, top, left = (int(i) for i in np.unravel_index(int(scores.argmax()), scores.shape))
-            matches.append(Placement(NAMES[index], side, left, top, float(scores[index, top, left])))
+            matches.append(Placement(self._names[index], side, left, top, float(scores[index, top, left])))
         return max(matches, key=lambda match: match.r2)
 
     def rule_out_around(self, taken: Placement) -> None:

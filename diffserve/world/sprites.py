@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from diffserve.errors import ModelLoadError
+from diffserve.world.drawn import DRAWN
+from diffserve.world.drawn import tile as drawn_tile
 from diffserve.world.scenes import OBJECTS
 
 ATLAS = Path(__file__).parent / "atlas.png"
@@ -56,12 +58,14 @@ def _tiles() -> dict[str, Image.Image]:
     with Image.open(ATLAS) as file:
         atlas = file.convert("RGBA")
     spots = ((i % COLUMNS * TILE_PX, i // COLUMNS * TILE_PX) for i in range(len(OBJECTS)))
-    return {name: atlas.crop((x, y, x + TILE_PX, y + TILE_PX)) for name, (x, y) in zip(OBJECTS, spots, strict=True)}
+    cut = {name: atlas.crop((x, y, x + TILE_PX, y + TILE_PX)) for name, (x, y) in zip(OBJECTS, spots, strict=True)}
+    return cut | {name: drawn_tile(name, TILE_PX) for name in DRAWN}
 
 
 @lru_cache(maxsize=1024)
 def sprite(name: str, side_px: int) -> NDArray[np.float32]:
-    """One object as (side, side, 4) float32 in 0..1: colour multiplied by alpha, then alpha."""
+    """One object, of the world or drawn besides, as (side, side, 4) float32 in 0..1: colour multiplied by alpha, then
+    alpha."""
     tile = _tiles()[name]
     if side_px != TILE_PX:
         tile = tile.resize((side_px, side_px), Image.Resampling.LANCZOS)

@@ -21,9 +21,9 @@ ARGUMENTS += ["--process-per-site"]  # the page's scripts are read and compiled 
 WINDOW: ViewportSize = {"width": 1280, "height": 900}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    """Chromium, for the scenes of one file: while Playwright runs, nothing else in this thread may use asyncio."""
+    """Chromium, for the scenes of this folder: while Playwright runs, nothing else in this thread may use asyncio."""
     executable = os.environ.get("TEST_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     if executable is None:
         pytest.skip(f"no browser: none of {', '.join(NAMES)} is installed, and TEST_CHROMIUM names no other")
@@ -33,9 +33,9 @@ def browser() -> Iterator[Browser]:
         chromium.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def profile(browser: Browser, shared_page_server: RunningServer) -> Iterator[BrowserContext]:
-    """Where the scenes of one file happen, in turns. Its first tab keeps the process, with all scripts that were ever
+    """Where all scenes happen, in turns. Its first tab keeps the process, with all scripts that were ever
     compiled; visits that want a browser of another kind have a profile of their own."""
     context = browser.new_context(viewport=WINDOW, accept_downloads=True)
     context.new_page().goto(f"{shared_page_server.url}/livez")

@@ -21,7 +21,7 @@ FOX = "a fox next to a cactus on the beach"
 
 def test_a_picture_grows_before_ones_eyes(visit: Visitor, screenshot: Screenshot) -> None:
     here = visit()
-    here.set_advanced(steps=60)
+    here.set_advanced(steps=40)
     here.field("prompt").fill(FOX)
     here.field("prompt").press("Enter")
     here.until_painting()
@@ -34,7 +34,7 @@ def test_a_picture_grows_before_ones_eyes(visit: Visitor, screenshot: Screenshot
     while_painting = [moment for moment in here.seen() if moment["stop"]]
     pictures = [src for src, _ in groupby(moment["picture"] for moment in while_painting) if src]
     assert len(pictures) >= 2, "no preview was seen before the picture"
-    counted = [re.search(r"step (\d+) of 60", moment["caption"], re.IGNORECASE) for moment in while_painting]
+    counted = [re.search(r"step (\d+) of 40", moment["caption"], re.IGNORECASE) for moment in while_painting]
     steps = [int(found[1]) for found in counted if found]
     assert len(set(steps)) >= 3
     assert steps == sorted(steps)
@@ -68,20 +68,20 @@ def test_a_file_brings_back_its_settings_and_the_same_pixels(
 ) -> None:
     here = visit()
     here.write("prompt", FOX)
-    here.set_advanced(steps=12, guidance=2.5, negative_prompt="night")
+    here.set_advanced(steps=6, guidance=2.5, negative_prompt="night")
     here.paint()
     first = here.save("download", tmp_path)
     text = read_infotext(first.read_bytes())
     assert text is not None
     told = parse_infotext(text)
     assert (told.prompt, told.negative_prompt) == (FOX, "night")
-    assert (told.fields["Steps"], told.fields["CFG scale"]) == ("12", "2.5")
+    assert (told.fields["Steps"], told.fields["CFG scale"]) == ("6", "2.5")
 
     there = visit()
     there.upload("read-parameters", first)
     expect(there.field("prompt")).to_have_value(FOX)
     there.open_advanced()
-    expect(there.field("steps")).to_have_value("12")
+    expect(there.field("steps")).to_have_value("6")
     expect(there.field("guidance")).to_have_value("2.5")
     expect(there.field("negative-prompt")).to_have_value("night")
     expect(there.field("seed")).to_have_value(told.fields["Seed"])

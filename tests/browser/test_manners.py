@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import pytest
@@ -17,6 +18,7 @@ NASTY = (
     "${window.owned='template'} {{#each value}}owned{{/each}} </textarea></script><h1>owned</h1>"
 )
 PHONE: ViewportSize = {"width": 390, "height": 844}
+SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 GROWN = """() => [...document.querySelectorAll('#bold, img[src="x"], img[src*="192.0.2.1"], a[href^="javascript"]')]
     .map(element => element.outerHTML)
     .concat([...document.querySelectorAll('strong, em, .katex, script')]
@@ -55,12 +57,15 @@ def assert_fits(here: Visit) -> None:
 
 
 def tab_to(here: Visit, name: str, most: int = 60) -> None:
-    """Press Tab until the focus is within ``name``; every control on the way shows that it has the focus."""
+    """Press Tab until the focus is within ``name``; every control on the way shows that it has the focus, in the light
+    and in the dark."""
     for _ in range(most):
         here.page.keyboard.press("Tab")
-        focus = here.page.evaluate(FOCUS)
-        if focus["part"]:
-            assert focus["visible"], f"no sign of the focus on {focus['html']}"
+        for scheme in SCHEMES:
+            here.page.emulate_media(color_scheme=scheme)
+            focus = here.page.evaluate(FOCUS)
+            if focus["part"]:
+                assert focus["visible"], f"no sign of the focus in the {scheme} on {focus['html']}"
         if name in focus["part"]:
             return
     raise AssertionError(f"{name} was not reached with {most} presses of Tab")
@@ -73,7 +78,10 @@ def test_what_visitors_write_stays_text(visit: Visitor, screenshot: Screenshot) 
     here.write("prompt", NASTY)
     here.press("suggest")
     expect(here.field("suggestion")).not_to_have_value("")
+    expect(here.field("suggestion")).to_be_editable()
+    assert any(moment["isBeingSuggested"] for moment in here.seen()), "what is being written could be typed into"
     here.field("suggestion").press_sequentially(" and an owl")
+    expect(here.field("suggestion")).to_have_value(re.compile(" and an owl$"))
     expect(here.part("difference")).to_contain_text("**stars**")
     expect(here.part("difference")).to_contain_text("<b id=bold>fox</b>")
     assert_inert(here)
@@ -120,13 +128,9 @@ def test_a_phone_shows_everything_without_scrolling_sideways(visit: Visitor, scr
     screenshot(here, "phone-experiment")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_picture_can_be_painted_by_keyboard_alone(
-    visit: Visitor, screenshot: Screenshot, scheme: Literal["light", "dark"]
-) -> None:
+def test_a_picture_can_be_painted_by_keyboard_alone(visit: Visitor, screenshot: Screenshot) -> None:
     here = visit()
     here.page.set_viewport_size(PHONE)
-    here.page.emulate_media(color_scheme=scheme)
     tab_to(here, "prompt")
     here.page.keyboard.type("a penguin")
     here.page.keyboard.press("Enter")
@@ -137,5 +141,5 @@ def test_a_picture_can_be_painted_by_keyboard_alone(
     expect(here.field("steps")).to_be_visible()
     tab_to(here, "steps")
     tab_to(here, "sampler")
-    screenshot(here, f"keyboard-{scheme}")
+    screenshot(here, "keyboard")
     assert here.page.evaluate(UNNAMED) == []

@@ -56,7 +56,7 @@ def test_one_stops_and_the_other_finishes(visit: Visitor, page_server: RunningSe
     finished = page_server.num_ended("finished")
     leaving, staying = visit(), visit()
     start(leaving, LONG, seed=1)
-    start(staying, 60, seed=2)
+    start(staying, 30, seed=2)
     leaving.press("stop")
     leaving.until_rested()
     staying.until_rested()

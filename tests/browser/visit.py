@@ -13,7 +13,7 @@ from playwright.sync_api import Dialog, Download, Locator, Page, expect
 PATIENCE_S = 90.0
 """For what happens within seconds, unless the machine is busy."""
 
-TYPED = 12
+TYPED = 3
 """So many characters of a text are typed; more would prove no more, and each has the page do all its work anew."""
 
 WATCH = """
@@ -24,6 +24,7 @@ const look = () => {
         picture: picture ? picture.currentSrc || picture.src : '',
         caption: (document.querySelector('#caption') || {}).textContent || '',
         gallery: document.querySelectorAll('#gallery .thumbnail-item img, #gallery .grid-wrap img').length,
+        isBeingSuggested: document.querySelector('#suggestion textarea:disabled') !== null,
         stop: [...document.querySelectorAll('#stop')].some(button => button.offsetParent !== null),
     };
     const last = window.seen[window.seen.length - 1];
@@ -53,6 +54,10 @@ class Visit:
         self.page.goto(url)
         if not is_ready:
             return expect(self.field("prompt")).to_be_editable()
+        self.expect_ready()
+
+    def expect_ready(self) -> None:
+        """The page has said what it paints with, and can be used."""
         expect(self.part("about")).to_contain_text(re.compile(r"\w+ on \w+"))
         expect(self.part("quality")).to_contain_text("steps")
         expect(self.field("prompt")).to_be_editable()
@@ -155,7 +160,8 @@ class Visit:
         return self.part("gallery").locator(".thumbnail-item img, .grid-wrap img")
 
     def seen(self) -> list[dict[str, Any]]:
-        """What was shown, in order: picture, caption, size of the gallery, whether Stop stood there."""
+        """What was shown, in order: picture, caption, size of the gallery, whether a suggestion could not be edited,
+        whether Stop stood there."""
         shown: list[dict[str, Any]] = self.page.evaluate("window.seen")
         return shown
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice, product
+from itertools import cycle, islice, product
 from pathlib import Path
 
 import numpy as np
@@ -66,26 +66,25 @@ def test_clean_renderings_of_every_kind_pass_on_every_canvas(kind: str, canvas: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("held_out", [True, False])
-def test_ninety_nine_of_a_hundred_clean_renderings_pass(held_out: bool) -> None:
-    chosen = list(islice(scenes(55, held_out=held_out), 102))
+def test_ninety_nine_of_a_hundred_clean_renderings_pass() -> None:
+    chosen = [scene for held_out in (True, False) for scene in islice(scenes(55, held_out=held_out), 51)]
     assert sum(exact_renderings(chosen[index::3], canvas) for index, canvas in enumerate(CANVASES)) >= 101
 
 
 def all_single_objects() -> Iterator[Scene]:
-    """Every object on a third of the backgrounds and every background under a third of the objects, in turn in every
+    """Every object on a fifth of the backgrounds and every background under a fifth of the objects, in turn in every
     size: the FFTs of reading one picture take 20 ms, and there are 1200 pairs."""
     for (row, name), (column, ground) in product(enumerate(OBJECTS), enumerate(BACKGROUNDS)):
-        if (row + column) % 3:
+        if (row + column) % 5:
             continue
-        size = tuple(SIZES_PX)[(row + column) // 3 % len(SIZES_PX)]
+        size = tuple(SIZES_PX)[(row + column) // 5 % len(SIZES_PX)]
         yield Scene((Placed(name, SIZES_PX[size], 64, 64),), ground, size=size)
 
 
 @pytest.mark.slow
 def test_every_object_and_every_background_are_read_in_every_size_where_they_stand_out() -> None:
     chosen = [scene for scene in all_single_objects() if is_legible(scene)]
-    assert len(chosen) > 350
+    assert len(chosen) > 200
     assert {scene.names[0] for scene in chosen} == set(OBJECTS)
     assert {(scene.background, scene.size) for scene in chosen} == set(product(BACKGROUNDS, SIZES_PX))
     assert [scene for scene in chosen if not check(render(scene), scene).exact] == []
@@ -292,8 +291,7 @@ def test_what_is_neither_background_nor_object_is_left_over() -> None:
     assert not verdict.objects
 
 
-@pytest.mark.parametrize("canvas", CANVASES)
-@pytest.mark.parametrize("name", BACKGROUNDS)
+@pytest.mark.parametrize(("name", "canvas"), list(zip(BACKGROUNDS, cycle(CANVASES), strict=False)))
 def test_a_bare_background_is_read_as_itself_and_empty(name: str, canvas: tuple[int, int]) -> None:
     reading = read_picture(background(name, *canvas))
     assert (reading.background, reading.objects, reading.leftover_cells) == (name, (), 0)

@@ -183,8 +183,10 @@ def test_scores_count_what_grants_the_wish() -> None:
 
 
 @pytest.mark.slow
-def test_a_few_iterations_lower_the_loss_and_an_interrupted_training_goes_on(tmp_path: Path) -> None:
-    build_tokenizer(num_wishes=2500).save_pretrained(tmp_path / "rewriter-tokenizer")
+def test_a_few_iterations_lower_the_loss_and_an_interrupted_training_goes_on(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    tokenizer.save_pretrained(tmp_path / "rewriter-tokenizer")
     losses: list[float] = []
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "rewriter-tokenizer")
     pairs = next(batches(tokenizer, TrainSettings(1, 16, 1e-3), seed=99))

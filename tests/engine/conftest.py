@@ -34,6 +34,12 @@ def _models(tiny_model: Callable[[str], Path]) -> Callable[[str], Any]:
 
 
 @pytest.fixture
+def loaded(_models: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A tiny model by its kind."""
+    return _models
+
+
+@pytest.fixture
 def make_engine(_models: Callable[[str], Any]) -> Iterator[MakeEngine]:
     """``make_engine(kind, pool, clock, **config)``: a fresh engine; afterwards its lanes and pages are counted."""
     made: list[Engine] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ class DeskCosts:
     def __init__(self, row_cap: int) -> None:
         self._row_cap = row_cap
 
-    def row_cap(self, group: GroupKey) -> int:
+    def row_cap(self, group: GroupKey, *, may_probe: bool = True) -> int:
         return self._row_cap
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
@@ -72,6 +73,7 @@ class Desk:
 
     def __init__(self, row_cap: int = 8, costs: TickCosts | None = None, **config: Any) -> None:
         self.scheduler = RequestScheduler(EngineConfig(**config), INFO, costs or DeskCosts(row_cap))
+        self.scheduler.forecast.timer = itertools.count().__next__  # to look ahead takes a second: it is seldom done
         self.now_s = 0.0
         self.door = admission()
 
@@ -99,7 +101,7 @@ class Desk:
             outcome.decode_s[task] = 0.5
         for task in plan.previews:
             outcome.previews[task] = ShownPreview(task.step_index + 1, PIXELS)
-        return self.scheduler.apply(plan, outcome)
+        return self.scheduler.apply(plan, outcome, self.now_s)
 
     def tick(self) -> tuple[TickPlan, list[Event]]:
         """One good tick."""

@@ -20,6 +20,7 @@ SCHEDULERS = {
     "euler": "EulerDiscreteScheduler",
     "dpmpp_2m": "DPMSolverMultistepScheduler",
 }
+PIPELINES = {"sd15": "StableDiffusionPipeline", "sd2": "StableDiffusionPipeline", "sdxl": "StableDiffusionXLPipeline"}
 SPACING = {"sd2": "trailing"}
 
 
@@ -64,13 +65,11 @@ def pipeline_latents(
         warnings.filterwarnings("ignore", message="__array__ implementation", category=DeprecationWarning)  # theirs
         output = pipeline(
             request.prompt,
-            negative_prompt=request.negative_prompt,
             num_inference_steps=params.num_steps,
             guidance_scale=params.guidance_scale,
             generator=torch.Generator("cpu").manual_seed(request.seed),
             output_type="latent",
-            **size,
-            **inputs,
+            **{"negative_prompt": request.negative_prompt} | size | inputs,
         )
     latents: NDArray[np.float32] = output.images[0].float().numpy()
     return latents

@@ -55,6 +55,15 @@ def test_what_is_not_said_is_filled_in_from_the_model() -> None:
     assert live.submitted_s == 7.0
 
 
+def test_spacing_that_nobody_names_is_the_scheduler_file_s_or_else_the_sampler_s_own() -> None:
+    info = msgspec.structs.replace(INFO, default_spacing="auto")
+    spacings = [admission(info).admit(request(sampler=name), 0.0).settings.spacing for name in ("ddim", "euler")]
+    assert spacings == ["leading", "linspace"]
+    told = admission(info, timestep_spacing="trailing")
+    assert told.admit(request(sampler="euler"), 0.0).settings.spacing == "trailing"
+    assert told.admit(request(sampler="euler", spacing="leading"), 0.0).settings.spacing == "leading"
+
+
 def test_a_profile_s_sigma_schedule_belongs_to_its_sampler_only() -> None:
     profile = DiffusionParams(sampler="euler", sigma_schedule="karras", eta=0.0)
     door = ImageAdmission(msgspec.structs.replace(INFO, default_sampler="euler"), SCHEDULE, {}, profile)

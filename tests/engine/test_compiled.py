@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from benchmarks.random_models import lora_tensors
 from diffserve.cli import warm
 from diffserve.config import EngineConfig, Flag, load_settings
 from diffserve.disk_cache import DiskCache
@@ -37,13 +40,38 @@ from diffserve.runtime.unet.compiled import CompiledUNet, FlatUNet, Packages
 from diffserve.runtime.unet.package import Package
 from diffserve.runtime.unet.random_rows import random_call
 from diffserve.types import GenerationRequest, Painted
+from tests.engine.loras import ATTENTION, KERNELS, with_folder
 from tests.engine.pipelines import asked
 from tests.service.server import START_S
 from tests.tiny_models import ONE_LEVEL
 
 SIZES = (1, 2)
 PLAIN, COMPILED = GroupKey(64, 64, 77), GroupKey(64, 64, 77, is_compiled=True)
+ADAPTED = PLAIN._replace(lora_rank=16)
 slow = pytest.mark.slow
+WARM = """
+import os, sys
+from diffserve.cli import main
+config, path, cache, unusable = sys.argv[1:]
+sys.argv = ["diffserve", "warm", "--config", config]
+try:
+    main()
+except SystemExit as ended:
+    assert ended.code in (0, 1), ended.code
+from torch._inductor import codecache
+from diffserve.config import EngineConfig
+from diffserve.disk_cache import DiskCache
+from diffserve.engine.image.compiling import compile_group
+from diffserve.engine.image.task import GroupKey
+from diffserve.runtime import load_model
+from diffserve.runtime.text.conditioning import make_conditioner
+from diffserve.runtime.unet.compiled import Packages
+codecache._HEADER_DIR = codecache._HEADER_LOCK_DIR = os.environ["TORCHINDUCTOR_CACHE_DIR"] = unusable
+model = load_model(path, dtype="int8", device="cpu")
+conditioner = make_conditioner(model, EngineConfig(), is_exact=True)
+compile_group(model, conditioner, Packages(model, DiskCache.at(cache)), GroupKey(64, 64, 77, lora_rank=16), [1, 2])
+assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == unusable
+"""
 
 
 @pytest.fixture(scope="module")
@@ -54,21 +82,47 @@ def directory(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(scope="module")
 def warmed(directory: Path) -> tuple[Path, str]:
-    """The cache folder after ``diffserve warm`` for one and two rows, and what that printed."""
-    cache = directory.parent / "cache"
-    config = directory.parent / "warm.toml"
+    """The cache folder after ``diffserve warm`` for one and two rows, and what that printed.
+
+    The same process, which has its libraries by then, compiles calls with adapters in int8 for another folder,
+    ``cache-loras``, where torch's compilers can share nothing."""
+    home = directory.parent
+    cache, config = home / "cache", home / "warm.toml"
     config.write_text(
         f'[model]\npath = "{directory}"\ndtype = "float32"\nprobe = false\n'
         f'[engine]\nmax_rows = 2\ncache_dir = "{cache}"\n'
     )
-    command = [sys.executable, "-m", "diffserve", "warm", "--config", str(config)]
-    scratch = directory.parent / "scratch"
+    scratch, unusable = home / "scratch", home / "shared"  # where whole files are left, or halves of such
     scratch.mkdir()
+    unusable.touch()
+    command = [sys.executable, "-c", WARM, *map(str, (config, directory, home / "cache-loras", unusable))]
     env = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
     env |= {"TMPDIR": str(scratch)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, env=env)
-    assert done.returncode in (0, 1), done.stderr
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3 * START_S, env=env)
+    assert done.returncode == 0, done.stderr
     return cache, done.stdout
+
+
+@pytest.fixture(scope="module")
+def adapters(directory: Path, model: DiffusionModel) -> Path:
+    """A folder of them, all of one padded rank."""
+    folder = directory.parent / "loras"
+    folder.mkdir()
+    for seed, (name, ends) in enumerate({"attention": ATTENTION, "kernels": KERNELS, "everything": ("",)}.items()):
+        save_file(lora_tensors(model, ends, seed, rank=4), folder / f"{name}.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapted(directory: Path, adapters: Path, warmed: tuple[Path, str]) -> tuple[DiffusionModel, Path]:
+    """The model in int8 with that folder, and the cache folder of its compiled calls with adapters."""
+    return with_folder(load_model(directory, dtype="int8", device="cpu"), adapters), warmed[0].with_name("cache-loras")
+
+
+def order_of(model: DiffusionModel, directory: Path, **more: Any) -> dict[str, Any]:
+    """What a compiler beside an engine is told."""
+    order = {"path": str(directory), "dtype": model.choice.dtype, "device": "cpu", "cross_attention": "paged"}
+    return order | {"profile": msgspec.to_builtins(model.profile)} | more
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +152,7 @@ def test_warm_compiles_every_size_once_and_says_what_it_saves(warmed: tuple[Path
     cache, told = warmed
     assert len(list((cache / "compiled").iterdir())) == len(SIZES)
     assert not [path for path in (cache.parent / "scratch").rglob("*") if path.is_file()], "nothing is left behind"
-    assert "64x64: " in told
+    assert "64x64: compiling for 2 rows, 1 of 2 to go" in told, "silent without a terminal"
     assert [line.split()[0] for line in told.splitlines()[-2:]] == ["1", "2"]
 
 
@@ -110,11 +164,11 @@ def test_warm_proves_what_it_has_just_compiled(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def compile_shape(*_: Any) -> None:
+    def compile_group(*_: Any) -> None:
         shutil.copytree(warmed[0] / "compiled", tmp_path / "compiled", dirs_exist_ok=True)
 
     monkeypatch.setattr("diffserve.engine.image.compiled_groups.LEAST_SAVED", -math.inf)
-    monkeypatch.setattr("diffserve.engine.image.compiling.compile_shape", compile_shape)
+    monkeypatch.setattr("diffserve.engine.image.compiling.compile_group", compile_group)
     flags = {
         "engine.cache_dir": Flag("--cache", str(tmp_path)),
         "engine.max_rows": Flag("--rows", 2),
@@ -144,6 +198,45 @@ def test_what_was_compiled_paints_the_same_pictures_alone_and_in_company_without
     assert "torch._dynamo" not in sys.modules or not torch._dynamo.utils.counters["frames"]
     again = engine_of(model, tmp_path / "cache")  # proven is proven: no study
     assert np.array_equal(pixels(again, requests[0])[0], together[0])
+
+
+@slow
+def test_adapters_are_told_to_compiled_calls_that_are_the_same_for_all_of_them(
+    adapted: tuple[DiffusionModel, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Over quantised weights: as near to the network as plain ones, and alone as in any company."""
+    monkeypatch.setattr("diffserve.engine.image.compiled_groups.LEAST_SAVED", -math.inf)
+    model, compiled_already = adapted
+    cache = shutil.copytree(compiled_already, tmp_path / "cache")
+    engine = engine_of(model, cache)
+    group = engine.runners.group_of_short_prompts(64, 64)._replace(lora_rank=16)
+    engine.runners.groups.learn(group)
+    assert engine.runners.groups.best(group) == group, "used before it was proven"
+    study_all(engine)
+    tags = ("<lora:attention>", "<lora:kernels:-0.7>", "<lora:everything:0.5>", "<lora:attention:2> <lora:kernels>")
+    alike: dict[str, Any] = {"guidance_scale": 1.0}
+    requests = [picture(number, 2 + number, prompt=f"cat {tag}", **alike) for number, tag in enumerate(tags)]
+    wanted = pixels(engine_of(model, "", compile="off"), *requests)
+    without = [picture(number, 2 + number, prompt="cat", **alike) for number in range(4)]
+    bare = pixels(engine_of(model, "", compile="off"), *without)
+    monkeypatch.setattr(type(model.unet.network), "forward", None)  # nobody asks the network
+    packages = {path.name for path in (tmp_path / "cache" / "compiled").iterdir()}
+    compiled = group._replace(is_compiled=True)
+    known = engine.runners.groups.known(compiled)
+    assert known.curve.buckets == SIZES
+    engine.runners.groups._known[compiled] = known._replace(curve=CostCurve(SIZES[-1:]))
+    together = pixels(engine, *requests)
+    calls = [len({row.request_id for row in call.rows}) for tick in engine.trace for call in tick.calls]
+    assert max(calls) == SIZES[-1], "no rows of two adapters shared a call"
+    engine.runners.groups._known[compiled] = known._replace(curve=CostCurve((1,)))
+    alone = [pixels(engine, request)[0] for request in requests]
+    for one, other, eager, plain in zip(together, alone, wanted, bare, strict=True):
+        assert np.array_equal(one, other)
+        off, changed = (np.abs(eager.astype(int) - found.astype(int)).max() for found in (one, plain))
+        assert off <= 8, "int8 computes in 16 bits"
+        assert changed > 2 * off
+    assert {path.name for path in (tmp_path / "cache" / "compiled").iterdir()} == packages, "something was compiled"
+    assert "torch._dynamo" not in sys.modules or not torch._dynamo.utils.counters["frames"]
 
 
 @slow
@@ -263,18 +356,18 @@ def test_an_engine_finds_what_was_compiled_beside_it(
     cache = shutil.copytree(warmed[0], tmp_path / "cache")
     compiler = BackgroundCompiler(model, EngineConfig(cache_dir=str(cache)))
     compiler._order["path"] = str(warmed[0].parent / "model")
-    compiler.want((64, 64, 77), SIZES)
+    compiler.want(COMPILED, SIZES)
     assert compiler.poll() is None
     until_s = time.monotonic() + START_S
     while (done := compiler.poll()) is None and time.monotonic() < until_s:
         time.sleep(0.1)
-    assert done == (64, 64, 77)
+    assert done == COMPILED
     compiler.close()
 
 
 @slow
-def test_the_compiler_beside_an_engine_ends_with_it(warmed: tuple[Path, str]) -> None:
-    order = {"path": str(warmed[0].parent / "model"), "dtype": "float32", "device": "cpu", "cross_attention": "paged"}
+def test_the_compiler_beside_an_engine_ends_with_it(model: DiffusionModel, warmed: tuple[Path, str]) -> None:
+    order = order_of(model, warmed[0].parent / "model", group=PLAIN, sizes=[1], cache_dir="")
     child = subprocess.Popen(
         [sys.executable, "-m", "diffserve.engine.image.compiling"],
         stdin=subprocess.PIPE,
@@ -282,7 +375,7 @@ def test_the_compiler_beside_an_engine_ends_with_it(warmed: tuple[Path, str]) ->
         start_new_session=True,
     )
     assert child.stdin is not None
-    child.stdin.write(json.dumps({**order, "cache_dir": "", "shape": [64, 64, 77], "sizes": [1]}) + "\n")
+    child.stdin.write(json.dumps(order) + "\n")
     child.stdin.close()
     assert child.wait(START_S) != 0
 
@@ -304,31 +397,25 @@ def test_the_oldest_packages_go_and_what_a_killed_compiler_left_behind(
 
 
 @slow
-@pytest.mark.filterwarnings("ignore")  # of the compiler, which is imported here
 def test_packages_of_int8_use_the_weights_of_the_network_and_nothing_that_another_compiler_left(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, adapted: tuple[DiffusionModel, Path]
 ) -> None:
-    from torch._inductor import codecache
-
-    unusable = tmp_path / "shared"  # where torch's compilers leave whole files, or halves of such
-    unusable.touch()
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(unusable))
-    monkeypatch.setattr(codecache, "_HEADER_DIR", str(unusable))
-    monkeypatch.setattr(codecache, "_HEADER_LOCK_DIR", str(unusable))
-    model = load_model(directory, dtype="int8", device="cpu")
+    model, cache = load_model(directory, dtype="int8", device="cpu"), adapted[1]
     conditioner = make_conditioner(model, EngineConfig(), is_exact=True)
-    packages = Packages(model, DiskCache.at(str(tmp_path)))
+    packages = Packages(model, DiskCache.at(str(cache)))
     assert not packages.is_baked
+    assert [entry.suffix for entry in (cache / "compiled").iterdir()] == [".pt2", ".pt2"]
     with torch.no_grad():
-        call = random_call(model, (64, 64, 77), 2, conditioner)
-        package = packages.load(packages.compile(call))
+        call = random_call(model, (64, 64, 77), 1, conditioner, lora_rank=16)
+        path = packages.path(call.kind, 1)
+        assert path is not None
+        package = packages.load(path)
         wanted = FlatUNet(model.unet.network, call)(*call.tensors)
         assert torch.allclose(package(call.tensors).float(), wanted.float(), rtol=0.02, atol=0.02)
-        assert wanted.std((2, 3)).min() > 0.1
         model.unet.network.conv_out.weight.zero_()
-        assert package(call.tensors).std((2, 3)).max() == 0
-    assert [entry.suffix for entry in (tmp_path / "compiled").iterdir()] == [".pt2"]
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(unusable)
+        changed = FlatUNet(model.unet.network, call)(*call.tensors)
+        assert (changed - wanted).abs().mean() > 0.1
+        assert torch.allclose(package(call.tensors).float(), changed.float(), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize(

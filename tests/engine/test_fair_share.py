@@ -204,4 +204,4 @@ def test_a_random_walk_of_many_clients_loses_nothing_and_remembers_nobody(seed: 
     desk.run()
     assert set(over.values()) <= {1}
     assert desk.scheduler.lanes.num_free == 4
-    assert desk.scheduler._share._clocks == {}
+    assert desk.scheduler._share._shares["interactive"]._clocks == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from diffserve.engine import Engine
-from diffserve.errors import ConfigError, InvalidRequest
+from diffserve.errors import ConfigError, DeadlineUnreachable, InvalidRequest
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagePlan, PagePool
 from diffserve.runtime.text.conditioning import image_specs, wanted_bytes
 from diffserve.types import TERMINAL, Failed, GenerationRequest, ImageFailed, ImageResult, Painted
@@ -22,8 +23,8 @@ SIXTEEN = "cat " * 15
 
 def pool_bytes(model: Any, num_windows: int) -> int:
     """A pool that holds so many different windows, one of them being encoded."""
-    specs = list(image_specs(model, is_exact=True))
-    return wanted_bytes(specs, (), model.text.window_tokens, num_windows=num_windows)
+    specs = image_specs(model, is_exact=True)
+    return wanted_bytes([specs], (), model.text.window_tokens, num_windows=num_windows)
 
 
 def held_pages(engine: Engine) -> int:
@@ -290,7 +291,8 @@ def test_a_random_walk_over_few_pages_leaks_nothing(seed: int, make_engine: Make
                 num_images=walk.randint(1, 2),
                 deadline_s=walk.choice([None, None, 0.02]),
             )
-            ends[engine.submit(request)] = 0
+            with contextlib.suppress(DeadlineUnreachable):  # too many are before it
+                ends[engine.submit(request)] = 0
         elif action < 0.4 and ends:
             engine.cancel(walk.choice(list(ends)))
         else:

@@ -8,12 +8,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 
+from diffserve.config import EngineConfig
 from diffserve.engine import Engine
+from diffserve.errors import InvalidRequest
+from diffserve.infotext import write_infotext
+from diffserve.runtime import load_model
+from diffserve.runtime.loading.library_imports import import_quietly
+from diffserve.runtime.unet.compiled import FlatUNet
+from diffserve.runtime.unet.random_rows import random_call
 from tests.engine.conftest import MakeEngine
-from tests.engine.pipelines import SCHEDULERS, asked, load_pipeline, pipeline_latents
+from tests.engine.pipelines import PIPELINES, SCHEDULERS, asked, load_pipeline, pipeline_latents
 
 TOLERANCE = 1e-3
 CONTINUOUS: dict[str, dict[str, Any]] = {
@@ -21,7 +30,6 @@ CONTINUOUS: dict[str, dict[str, Any]] = {
     "EDMEulerScheduler": {"sigma_data": 1.0, "sigma_max": 120.0, "sigma_min": 0.002, "prediction_type": "v_prediction"},
 }
 """Playground 2.5 and CosXL."""
-PIPELINES = {"sd15": "StableDiffusionPipeline", "sd2": "StableDiffusionPipeline", "sdxl": "StableDiffusionXLPipeline"}
 
 
 @pytest.mark.parametrize("kind", ["sd15", pytest.param("sd2", marks=pytest.mark.slow), "sdxl"])
@@ -61,6 +69,41 @@ def test_an_image_without_guidance_is_that_of_diffusers(
     assert np.abs(ours.latents.array - theirs).max() < TOLERANCE
 
 
+def test_a_skipped_layer_changes_its_picture_alone(
+    make_engine: MakeEngine, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = load_pipeline(PIPELINES["sd15"], tiny_model("sd15"))
+    monkeypatch.setitem(vars(pipeline.text_encoder), "text_model", pipeline.text_encoder)  # as it was once
+    engine = make_engine(max_rows=8)
+    plain = {"num_steps": 4, "guidance_scale": 1.0}  # diffusers reads negative prompts from the last layer, A1111 not
+    asks = [asked("sd15", "ddim", seed=8, clip_skip=skip, **plain) for skip in (2, 1)]
+    results = engine.generate(asks)
+    for request, result, theirs in zip(asks, results, (1, None), strict=True):
+        expected = pipeline_latents(pipeline, request, "sd15", clip_skip=theirs)
+        assert result.latents is not None
+        assert np.abs(result.latents.array - expected).max() < TOLERANCE
+    assert "Clip skip: 2" in write_infotext(results[0], width_px=64, height_px=64)
+    with pytest.raises(InvalidRequest, match=r"clip_skip is 4; the text encoders of .* take 1 to 3"):
+        engine.submit(asked("sd15", "ddim", seed=8, clip_skip=4))
+
+
+def test_rescaled_guidance_is_that_of_diffusers(make_engine: MakeEngine, tiny_model: Callable[[str], Path]) -> None:
+    """Beside pictures without it, whose bytes it leaves alone."""
+    pipeline = load_pipeline(PIPELINES["sd15"], tiny_model("sd15"))
+    shares = (0.7, 0.0, 1.0)
+    asks = [asked("sd15", "ddim", seed=8, num_steps=6, guidance_rescale=share) for share in shares]
+    engine = make_engine(max_rows=8)
+    results = engine.generate(asks)
+    for request, share, ours in zip(asks, shares, results, strict=True):
+        theirs = pipeline_latents(pipeline, request, "sd15", guidance_rescale=share)
+        assert ours.latents is not None
+        assert np.abs(ours.latents.array - theirs).max() < TOLERANCE
+        assert engine.generate(msgspec.structs.replace(request, request_id=""))[0].picture == ours.picture
+    assert "CFG rescale phi: 0.7" in write_infotext(results[0], width_px=64, height_px=64)
+    [plain] = engine.generate(asked("sd15", "ddim", seed=8, num_steps=1, guidance_scale=1.0, guidance_rescale=0.5))
+    assert "guidance_rescale has no meaning without guidance." in plain.warnings
+
+
 def test_a_wide_picture_is_that_of_diffusers(make_engine: MakeEngine, tiny_model: Callable[[str], Path]) -> None:
     request = asked("sdxl", "euler", seed=8, width_px=96, height_px=64)
     theirs = pipeline_latents(load_pipeline(PIPELINES["sdxl"], tiny_model("sdxl")), request, "sdxl")
@@ -68,6 +111,58 @@ def test_a_wide_picture_is_that_of_diffusers(make_engine: MakeEngine, tiny_model
     assert ours.latents is not None
     assert ours.pixels.shape == (64, 96, 3)
     assert np.abs(ours.latents.array - theirs).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("says_zeros", [True, False])
+def test_an_empty_negative_prompt_is_zeros_or_encoded_as_the_model_says_and_as_in_diffusers(
+    says_zeros: bool, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for part in tiny_model("sdxl").iterdir():
+        (tmp_path / part.name).symlink_to(part)
+    index = json.loads((tmp_path / "model_index.json").read_text()) | {"force_zeros_for_empty_prompt": says_zeros}
+    (tmp_path / "model_index.json").unlink()
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    request = asked("sdxl", "ddim", seed=8, num_steps=4, negative_prompt="")
+    pipeline = load_pipeline(PIPELINES["sdxl"], tmp_path)
+    theirs = pipeline_latents(pipeline, request, "sdxl", negative_prompt=None)
+    encoded = pipeline_latents(pipeline, request, "sdxl", negative_prompt="")
+    [ours] = Engine(load_model(tmp_path, dtype="float32", device="cpu")).generate(request)
+    assert ours.latents is not None
+    assert np.abs(ours.latents.array - theirs).max() < TOLERANCE
+    assert (np.abs(theirs - encoded).max() > 10 * TOLERANCE) == says_zeros
+
+
+def test_a_latent_consistency_model_is_told_guidance_as_in_diffusers(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Row by row, in whole calls and those of the shallow part, with no unconditional rows."""
+    path = Path(shutil.copytree(tiny_model("sd15"), tmp_path / "lcm"))
+    plain = import_quietly("diffusers", "UNet2DConditionModel").from_pretrained(path / "unet")
+    type(plain).from_config({**plain.config, "time_cond_proj_dim": 33}).save_pretrained(path / "unet")
+    index = json.loads((path / "model_index.json").read_text())
+    (path / "model_index.json").write_text(json.dumps(index | {"scheduler": ["diffusers", "LCMScheduler"]}))
+    betas = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
+    import_quietly("diffusers", "LCMScheduler")(**betas, clip_sample=False, steps_offset=1).save_pretrained(
+        path / "scheduler"
+    )
+    pipeline = load_pipeline(PIPELINES["sd15"], path)
+    model = load_model(path, dtype="float32", device="cpu")
+    engine = Engine(model, EngineConfig(max_rows=8, cache_dir=""))
+    asks = [asked("sd15", "lcm", seed=3, num_steps=4, guidance_scale=scale) for scale in (1.0, 4.0, 8.5)]
+    together = engine.generate([*asks, asked("sd15", "lcm", seed=3, num_steps=4, cache_interval=2)])
+    for request, result in zip(asks, together, strict=False):
+        theirs = pipeline_latents(pipeline, request, "sd15", keep_scheduler=True)
+        assert result.latents is not None
+        assert result.num_evaluations == 4
+        assert np.abs(result.latents.array - theirs).max() < TOLERANCE
+        [alone] = engine.generate(msgspec.structs.replace(request, request_id="again"))
+        assert alone.picture == result.picture
+    assert len({result.picture.data for result in together}) == 4
+    call = random_call(model, (64, 64, 77), 2)
+    assert torch.equal(FlatUNet(model.unet.network, call)(*call.tensors), model.unet.plain(call))
+    told = engine.generate(asked("sd15", "lcm", seed=3, num_steps=1, guidance_interval=(0.0, 0.5)))[0].warnings
+    assert any("is told guidance as a number" in said for said in told)
+    assert any("the negative prompt has no meaning without guidance" in said for said in told)
 
 
 @pytest.mark.parametrize("scheduler", sorted(CONTINUOUS))

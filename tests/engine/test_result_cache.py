@@ -7,8 +7,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from diffserve.controlnets import Control
 from diffserve.engine.image.result_cache import NOT_OF_THE_PICTURE, Kept, ResultCache, key_of
 from diffserve.engine_stats import CacheStats
+from diffserve.loras import Lora
+from diffserve.micro_conditioning import MicroConditioning
+from diffserve.tensor_values import Encodings
 from diffserve.types import (
     Cancelled,
     DiffusionParams,
@@ -29,20 +33,31 @@ from tests.engine.pipelines import asked
 ROOM = 1 << 24
 PICTURE = Picture.from_array(np.zeros((8, 8, 3), dtype=np.uint8))
 OTHER: dict[str, object] = {
-    "prompt": "another", "negative_prompt": "rain", "width_px": 72, "height_px": 72, "num_images": 3, "seed": 9,
-    "diffusion": DiffusionParams(), "init_image": replace(PICTURE, data=b"\x01" * 192),
+    "prompt": "another", "negative_prompt": "rain", "width_px": 72, "height_px": 72, "num_images": 3, "best_of": 4,
+    "seed": 9, "switch_at": 0.5,
+    "diffusion": DiffusionParams(controlnets=(Control("edges"),)),
+    "control_images": (replace(PICTURE, data=b"\x02" * 192),),
+    "init_image": replace(PICTURE, data=b"\x01" * 192),
     "mask_image": Picture.from_array(np.zeros((8, 8), dtype=np.uint8)), "preview_every": 2, "return_latents": True,
-    "rewriting": RewriteOptions(), "deadline_s": 5.0, "client": "b", "request_id": "another",
+    "rewriting": RewriteOptions(), "deadline_s": 5.0, "refuses_late": False,
+    "priority": "batch", "share": 2.0, "client": "b",
+    "request_id": "another", "model": "another", "encodings": Encodings(base={}),
     "sampler": "heun", "num_steps": 7, "spacing": "trailing", "sigma_schedule": "karras", "eta": 0.5,
     "guidance_scale": 2.0, "guidance_interval": (0.1, 0.5), "cache_interval": 3, "strength": 0.5,
     "token_merging": 0.5, "similarity_threshold": 0.9, "noise_source": "device",
+    "loras": (Lora("ink"),), "clip_skip": 2, "guidance_rescale": 0.5,
+    "micro_conditioning": MicroConditioning(crop=(1, 2)), "controlnets": (Control("edges", 0.5),),
 }  # fmt: skip
 """Another value for every field of a request and of its ``DiffusionParams``."""
 
 
 def plain() -> GenerationRequest:
     return GenerationRequest(
-        prompt="a fox", seed=1, init_image=PICTURE, diffusion=DiffusionParams(sampler="ddim", num_steps=3)
+        prompt="a fox",
+        seed=1,
+        init_image=PICTURE,
+        diffusion=DiffusionParams(sampler="ddim", num_steps=3, controlnets=(Control("edges"),)),
+        control_images=(PICTURE,),
     )
 
 
@@ -66,6 +81,10 @@ def test_every_parameter_changes_the_key(name: str) -> None:
 @pytest.mark.parametrize("name", ["digest", "device", "dtype"])
 def test_another_model_or_precision_has_other_keys(name: str) -> None:
     assert key_of(plain(), 1, msgspec.structs.replace(INFO, **{name: "another"})) != key(plain())
+
+
+def test_another_file_of_an_adapters_name_has_another_key() -> None:
+    assert key_of(plain(), 1, INFO, b"another") != key(plain())
 
 
 def wanted(**fields: object) -> GenerationRequest:

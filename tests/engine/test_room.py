@@ -25,6 +25,8 @@ from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked
 
 MEASURED = """
+from diffserve.runtime.loading.library_imports import import_lean
+import_lean()
 import json, os, sys, torch
 from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
@@ -53,7 +55,7 @@ def tell(dtype):
     known = Activations.of(model, config, DiskCache(None))
     conditioner = make_conditioner(model, config, is_exact=False)
     ratios = []
-    for side, rows in ((256, 8), (512, 1)):
+    for side, rows in ((256, 4), (512, 1)):
         cells = (side // model.vae.factor) ** 2
         predict = random_rows(model, (side, side, model.text.window_tokens), rows, conditioner)
         ratios.append(ratio(lambda: predict(range(rows)), rows * known.of_row(cells, 0)))

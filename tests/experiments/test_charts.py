@@ -128,6 +128,7 @@ def test_ticks_are_round_and_within_the_scale() -> None:
     assert linear_ticks(scale) == (10.0, 20.0, 30.0, 40.0, 50.0)
     assert (scale.place(10.0), scale.place(50.0)) == (228, 22)
     assert log_ticks(Scale(0.4, 25.0, 0, 100, is_log=True)) == (0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
+    assert log_ticks(Scale(0.6, 1.3, 0, 100, is_log=True)) == pytest.approx((0.6, 0.8, 1.0, 1.2))
     assert log_ticks(Scale(0.001, 900.0, 0, 100, is_log=True)) == (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)
 
 

@@ -164,7 +164,7 @@ def test_int8_of_a_pruned_embedded_model_passes_and_a_broken_quantiser_ends_with
 ) -> None:
     monkeypatch.setenv("DIFFSERVE_ENGINE_MAX_ROWS", "2")
     assert run_main("prune", "--channels", 0.25, "-o", tmp_path / "pruned") == 0
-    asked = ["sweep", "--gate", "float32:int8", "--model", tmp_path / "pruned", "--prompts", 4, "--steps", 10, "-o"]
+    asked = ["sweep", "--gate", "float32:int8", "--model", tmp_path / "pruned", "--prompts", 2, "--steps", 10, "-o"]
     assert run_main(*asked, tmp_path / "good") == 0
     assert ", guidance 3: passes." in capsys.readouterr().out
     document = json.loads((tmp_path / "good" / JSON).read_bytes())

@@ -14,7 +14,11 @@ from diffserve.runtime.loading.library_imports import hushed, import_quietly
 LoadTiny = Callable[[str], DiffusionModel]
 TinyPipeline = Callable[[str], Any]
 
-PIPELINES = {"sdxl": "StableDiffusionXLPipeline", "inpaint9": "StableDiffusionInpaintPipeline"}
+PIPELINES = {
+    "sdxl": "StableDiffusionXLPipeline",
+    "refiner": "StableDiffusionXLImg2ImgPipeline",
+    "inpaint9": "StableDiffusionInpaintPipeline",
+}
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +47,9 @@ def tiny_pipeline(tiny_model: Callable[[str], Path]) -> TinyPipeline:
 
     def load(kind: str) -> Any:
         if kind not in loaded:
-            optional = {} if kind == "sdxl" else {"safety_checker": None, "requires_safety_checker": False}
+            optional = (
+                {} if "XL" in PIPELINES.get(kind, "") else {"safety_checker": None, "requires_safety_checker": False}
+            )
             cls = import_quietly("diffusers", PIPELINES.get(kind, "StableDiffusionPipeline"))
             with hushed("transformers", "diffusers"):
                 loaded[kind] = cls.from_pretrained(str(tiny_model(kind)), **optional)

@@ -29,9 +29,11 @@ VAE_ATTENTION = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v"}
 
 
 def save_single_file(pipeline: Any, file: Path, extra: Tensors | None = None) -> Path:
-    """Write ``pipeline`` (SD 1.x, SD 2.x or SDXL, told apart by its parts) to ``file``, with ``extra`` tensors."""
+    """Write ``pipeline`` (SD 1.x, SD 2.x, SDXL or its refiner: its parts tell) to ``file``, with ``extra`` tensors."""
     tensors: Tensors = dict(unet_tensors(pipeline.unet)) | dict(vae_tensors(pipeline.vae)) | (extra or {})
-    if hasattr(pipeline, "text_encoder_2"):
+    if pipeline.text_encoder is None:  # SDXL's refiner
+        tensors |= open_clip_tensors(pipeline.text_encoder_2, "conditioner.embedders.0.model.")
+    elif hasattr(pipeline, "text_encoder_2"):
         tensors |= clip_tensors(pipeline.text_encoder, "conditioner.embedders.0.transformer.text_model.")
         tensors |= open_clip_tensors(pipeline.text_encoder_2, "conditioner.embedders.1.model.")
     elif pipeline.text_encoder.config.hidden_act == "gelu":

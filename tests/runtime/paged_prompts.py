@@ -22,7 +22,7 @@ def pages_of(
     """Prompts of ``model`` on a pool of their own that holds ``num_windows`` windows."""
     unet = unet or model.unet
     specs = ImageSpecs.of(model.text, unet, b"a test")
-    num_bytes = wanted_bytes(list(specs), (), model.text.window_tokens, num_windows=num_windows)
+    num_bytes = wanted_bytes([specs], (), model.text.window_tokens, num_windows=num_windows)
     pool = PagePool.for_specs(num_bytes, list(specs))
     return PromptPages(pool, model.text, unet, specs, is_exact=is_exact)
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from diffserve.errors import ModelLoadError, ModelNotFound
 from diffserve.runtime import load_model
+from diffserve.runtime.loading.library_imports import import_quietly
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 TEXT = "text_encoder/model.safetensors"
@@ -169,12 +170,6 @@ def test_the_safety_checker_and_its_kin_are_not_looked_at(copy_tiny: CopyTiny) -
     load_model(path, dtype="float32", device="cpu")
 
 
-def test_a_refiner_is_refused(copy_tiny: CopyTiny) -> None:
-    path = copy_tiny("sdxl")
-    edit_json(path / "model_index.json", requires_aesthetics_score=True)
-    assert "is a refiner" in message_of(path)
-
-
 def test_an_index_without_a_unet_says_what_is_needed(copy_tiny: CopyTiny) -> None:
     path = copy_tiny("sd15")
     edit_json(path / "model_index.json", unet=[None, None])
@@ -183,12 +178,40 @@ def test_an_index_without_a_unet_says_what_is_needed(copy_tiny: CopyTiny) -> Non
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("time_cond_proj_dim", 256), ("class_embed_type", "timestep"), ("encoder_hid_dim_type", "text_proj")],
+    [
+        ("class_embed_type", "timestep"),
+        ("encoder_hid_dim_type", "text_proj"),
+        ("encoder_hid_dim_type", "ip_image_proj"),
+    ],
 )
 def test_a_unet_that_needs_other_conditions_is_refused(copy_tiny: CopyTiny, name: str, value: Any) -> None:
     path = copy_tiny("sd15")
     edit_json(path / "unet" / "config.json", **{name: value})
-    assert f"{name} is {value!r}" in message_of(path)
+    message = message_of(path)
+    assert f"{name} is {value!r}" in message
+    assert ("it is an IP-Adapter's" in message) == (value == "ip_image_proj")
+
+
+def test_an_ip_adapter_is_refused_by_name_as_a_file_and_within_a_unet(copy_tiny: CopyTiny, tmp_path: Path) -> None:
+    path = copy_tiny("sd15")
+    unet = import_quietly("diffusers", "UNet2DConditionModel").from_pretrained(str(path / "unet"))
+    layers = [name for name in unet.attn_processors if name.endswith("attn2.processor")]
+    places = [2 * place + 1 for place in range(len(layers))]
+    shapes = [unet.get_submodule(name.removesuffix(".processor")).to_k.weight.shape for name in layers]
+    parts = {
+        "image_proj": {"proj.weight": (256, 16), "proj.bias": (256,), "norm.weight": (64,), "norm.bias": (64,)},
+        "ip_adapter": {f"{i}.to_{k}_ip.weight": shape for i, shape in zip(places, shapes, strict=True) for k in "kv"},
+    }
+    adapter = {part: {key: torch.zeros(shape) for key, shape in own.items()} for part, own in parts.items()}
+    file = tmp_path / "ip-adapter_sd15.safetensors"
+    save_file({f"{part}.{key}": tensor for part, own in adapter.items() for key, tensor in own.items()}, file)
+    unet._load_ip_adapter_weights([adapter])
+    for config in (unet.config, json.loads((path / "unet" / "config.json").read_text())):
+        unet.save_pretrained(str(path / "unet"))
+        (path / "unet" / "config.json").write_text(json.dumps(dict(config)))
+        assert "IP-Adapter" in message_of(path)
+    assert f"{path / UNET} holds an IP-Adapter (its tensor '" in message_of(path)
+    assert f"{file} holds an IP-Adapter (its tensor 'image_proj." in message_of(file)
 
 
 def test_a_configuration_that_builds_nothing_is_named(copy_tiny: CopyTiny) -> None:
@@ -217,7 +240,10 @@ def test_parts_that_were_not_trained_together_are_found_out(
 
 def test_a_noise_schedule_that_is_unknown_is_named(copy_tiny: CopyTiny) -> None:
     path = copy_tiny("sd15")
-    edit_json(path / "scheduler" / "scheduler_config.json", beta_schedule="zigzag")
+    file = path / "scheduler" / "scheduler_config.json"
+    edit_json(file, timestep_spacing="wide")
+    assert f"{file}: the scheduler's configuration cannot be used (timestep_spacing is 'wide'; " in message_of(path)
+    edit_json(file, timestep_spacing=None, beta_schedule="zigzag")
     assert "zigzag" in message_of(path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,14 @@ ATTENTION = "down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_q"
 KERNEL = "up_blocks.1.resnets.0.conv1"
 POINT_KERNEL = "down_blocks.0.attentions.0.proj_in"
 TEXT = "text_model.encoder.layers.1.self_attn.q_proj"
+
+PROCESSORS = {"to_q": ".processor.to_q", "q_proj": ".to_q"}
+ORIGINAL = {
+    f"_{ATTENTION.replace('.', '_')}.": "_input_blocks_1_1_transformer_blocks_0_attn2_to_q.",
+    f"_{POINT_KERNEL.replace('.', '_')}.": "_input_blocks_1_1_proj_in.",
+    f"_{KERNEL.replace('.', '_')}.": "_output_blocks_2_0_in_layers_2.",
+}
+"""Layers of the tiny UNet, which has one resnet in each down block, as kohya's trainer and as SGM's code name them."""
 
 Tensors = dict[str, torch.Tensor]
 MakeAdapter = Callable[..., Path]
@@ -135,8 +144,19 @@ def test_older_names_of_diffusers_and_those_of_kohya_mean_the_same(make_adapter:
             f"lora_{'unet' if component == 'unet' else 'te'}_{layer.replace('.', '_')}.lora_{half}"
         ),
     )
+    by_processor = {
+        re.sub(r"\.(to_q|q_proj)\.lora\w*\.", lambda found: f"{PROCESSORS[found[1]]}_lora.", name): tensor
+        for name, tensor in older.items()
+    }
+    peft = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+    bare = {name.removeprefix("base_model.model.unet."): tensor for name, tensor in peft.items()}
+    original = {
+        re.sub("_(down|up)_blocks_.*?\\.", lambda found: ORIGINAL[found[0]], name): tensor
+        for name, tensor in kohya.items()
+    }
+    assert all(len({*tensors} & {*other}) == 0 for other in (older, kohya, peft, original))
     expected = load(path)
-    for other in (load(make_adapter(older)), load(make_adapter(kohya))):
+    for other in map(load, map(make_adapter, (older, kohya, by_processor, peft, bare, original))):
         state = other.unet.network.state_dict()
         assert all(torch.equal(state[name], part) for name, part in expected.unet.network.state_dict().items())
         texts = [model.text.encode("a cat", "", width_px=64, height_px=64).cond for model in (other, expected)]
@@ -210,8 +230,9 @@ def test_an_adapter_without_its_lora_names_the_file(make_adapter: MakeAdapter) -
         ({f"unet.{KERNEL}.lora_B.weight": (31, 4, 1, 1)}, "do not fit a weight"),
         ({"unet.conv_norm_out.lora_A.weight": (4, 1), "unet.conv_norm_out.lora_B.weight": (32, 4)}, "neither matrix"),
         ({"unet.conv_in.lora_A.weight": (4, 36)}, "has no partner"),
-        ({"unet.conv_in.dora_scale": (4,)}, "is not named as a LoRA"),
-        ({"conv_in.lora_A.weight": (4, 36)}, "is not named as a LoRA"),
+        ({"unet.conv_in.dora_scale": (4,)}, "is DoRA"),
+        ({"lora_unet_conv_in.hada_w1_a": (4, 4)}, "is LoHa"),
+        ({"vae.conv_in.lora_A.weight": (4, 36)}, "is not named as a LoRA"),
         (
             {"text_encoder_2.layers.0.lora_A.weight": (4, 8), "text_encoder_2.layers.0.lora_B.weight": (8, 4)},
             "changes a text_encoder_2, which the base has not",
@@ -249,7 +270,6 @@ def test_a_picture_of_an_adapted_model_differs_from_its_bases(
 def test_diffusers_merges_the_same_file_to_the_same_weights(
     make_adapter: MakeAdapter, tiny_model: Callable[[str], Path]
 ) -> None:
-    pytest.importorskip("peft")
     path = make_adapter()
     with hushed("transformers", "diffusers"):
         pipeline = import_quietly("diffusers", "StableDiffusionPipeline").from_pretrained(

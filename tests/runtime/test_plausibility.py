@@ -87,10 +87,9 @@ NAMES = tuple(readings(schedule_of(VELOCITY))[1])
 @pytest.mark.slow
 @pytest.mark.parametrize("truth", NAMES)
 def test_network_is_known_for_what_it_is_whatever_its_files_say(embedded: DiffusionModel, truth: str) -> None:
+    """Declared as it is, and as another one: every one is declared for another, but flow matching, which cannot be."""
     network: Any = Dressed(embedded, readings(embedded.schedule)[1][truth])
-    for declared in NAMES:
-        if declared == "flow matching":
-            continue  # cannot be declared
+    for declared in {truth, NAMES[NAMES.index(truth) - 1]} - {"flow matching"}:
         schedule = schedule_of(declared)
         found = probe(network, embedded.vae, embedded.text, schedule, embedded.native_size)
         assert found.declared == declared

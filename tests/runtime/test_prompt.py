@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diffserve.errors import InvalidRequest
+from diffserve.loras import read_tags
+from diffserve.prompt_syntax import in_a1111
 from diffserve.runtime.text.prompt import Piece, parse_prompt
 
 UP, DOWN = 1.1, 1 / 1.1
@@ -113,6 +115,20 @@ def test_break_at_the_end_gives_an_empty_section() -> None:
 def test_a_weight_beyond_measure_is_refused_with_its_text(prompt: str) -> None:
     with pytest.raises(InvalidRequest, match="weight of 'red' in the prompt is"):
         parse_prompt(prompt)
+
+
+@given(st.text(alphabet="ab ()[]:\\.1<lora>BREAK\n", max_size=60))
+def test_a_plain_prompt_is_read_as_it_stands(text: str) -> None:
+    assert parse_prompt(in_a1111(text, "plain")) == [[Piece(text, 1.0)]]
+    assert read_tags(in_a1111(text, "plain"))[1] == ()
+
+
+def test_a_plain_prompt_weighs_breaks_and_names_nothing() -> None:
+    text = "(fox:1.3) [cat] BREAK \\BREAK <lora:ink:0.5> \\(a)"
+    assert parse_prompt(in_a1111(text, "plain")) == [[Piece(text, 1.0)]]
+    assert in_a1111(text, "a1111") == text
+    with pytest.raises(InvalidRequest, match="prompt_syntax is 'comfy'; give a1111 or plain"):
+        in_a1111(text, "comfy")
 
 
 @given(st.text(alphabet="ab ()[]:\\.1BREAK\n", max_size=60))

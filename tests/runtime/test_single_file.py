@@ -17,12 +17,13 @@ from diffserve.runtime.loading.checkpoint import Checkpoint, TensorEntry
 from diffserve.runtime.loading.formulation import edm_normalisation, edm_scheduler
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.loading.plausibility import predicts_velocity
+from diffserve.runtime.loading.single_file_keys import VAE_PREFIX
 from diffserve.runtime.text.clip_vocabulary import END, START, VOCABULARY_SIZE, clip_tokenizer, clip_vocabulary
 from diffserve.runtime.unet.unet import UNetRunner
 from schedulers import NoiseSchedule
 from tests.runtime.conftest import LoadTiny, TinyPipeline
 from tests.runtime.original_layout import save_single_file, unet_tensors, vae_tensors
-from tests.tiny_models import KINDS, build_pipeline, text_encoder, unet
+from tests.tiny_models import KINDS, REFINER, build_pipeline, text_encoder, unet
 
 Export = Callable[..., Path]
 
@@ -38,7 +39,7 @@ def export(tmp_path: Path, tiny_pipeline: TinyPipeline, tiny_model: Callable[[st
     return write
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, REFINER])
 def test_a_single_file_gives_the_networks_of_its_directory(export: Export, tiny: LoadTiny, kind: str) -> None:
     found = load_model(export(kind), dtype="float32", device="cpu")
     expected = tiny(kind)
@@ -87,6 +88,19 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "projection_class_embeddings_input_dim": 2816,
         "sample_size": 128,
     },
+    "sdxl-refiner": {
+        "cross_attention_dim": 1280,
+        "attention_head_dim": [6, 12, 24, 24],
+        "use_linear_projection": True,
+        "block_out_channels": [384, 768, 1536, 1536],
+        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"],
+        "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+        "transformer_layers_per_block": [1, 4, 4, 4],
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 256,
+        "projection_class_embeddings_input_dim": 2560,
+        "sample_size": 128,
+    },
 }
 
 
@@ -122,7 +136,7 @@ def test_the_published_vae_is_read_off_its_shapes() -> None:
     }
     with torch.device("meta"):
         network = import_quietly("diffusers", "AutoencoderKL")(**levels)
-    inferred = infer.infer_vae(headers_only(vae_tensors(network)), "sdxl")
+    inferred = infer.infer_vae(headers_only(vae_tensors(network)), VAE_PREFIX, is_sdxl=True)
     assert levels.items() <= inferred.items()
     assert (inferred["scaling_factor"], inferred["force_upcast"], inferred["sample_size"]) == (0.13025, True, 1024)
 
@@ -227,10 +241,31 @@ def test_tensors_of_training_are_left_alone(export: Export, key: str) -> None:
     assert not [name for name in names if name.startswith(key)]
 
 
-@pytest.mark.parametrize("key", ["lora_unet_up.weight", "model.diffusion_model.adapter.weight", "cond_stage_model.x"])
-def test_a_tensor_that_no_part_takes_is_named(export: Export, key: str) -> None:
-    with pytest.raises(ModelLoadError, match=f"no part of an sd1 model takes: '{key}'"):
+def test_a_tensor_that_changes_the_unet_is_named_and_refused(export: Export) -> None:
+    key = "model.diffusion_model.adapter.weight"
+    with pytest.raises(ModelLoadError, match=f"no part of an sd1 model takes, and that change .*: '{key}'"):
         load_model(export("sd15", {key: torch.zeros(3)}), dtype="float32", device="cpu")
+
+
+LUGGAGE = {
+    "cond_stage_model.transformer.text_projection.weight": torch.zeros(64, 64),
+    "embedding_manager.embedder.weight": torch.zeros(4),
+    "first_stage_model.decoder.mid.attn_1.to_q.weight": torch.zeros(32, 32),
+    "model_ema.decay": torch.zeros(1),
+}
+"""What ComfyUI, trainers and converters leave in a file, beside all that is needed."""
+
+
+def test_tensors_that_nothing_is_made_of_are_counted_and_named_once(
+    export: Export, tiny: LoadTiny, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load_model(export("sd15", LUGGAGE), dtype="float32", device="cpu")
+    [said] = [record.getMessage() for record in caplog.records if "does not need" in record.getMessage()]
+    assert said.endswith(
+        f"3 tensors that painting does not need are ignored: {', '.join(map(repr, list(LUGGAGE)[:3]))}"
+    )
+    expected = tiny("sd15").vae.network.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.vae.network.state_dict().items())
 
 
 def spoil(file: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -259,7 +294,6 @@ def test_a_tensor_of_the_wrong_shape_in_a_single_file_is_named(export: Export) -
     [
         (["lora_unet_down.weight"], "is not a Stable Diffusion checkpoint"),
         (["model.diffusion_model.input_blocks.0.0.weight"], "holds a UNet but no text encoder"),
-        (["model.diffusion_model.input_blocks.0.0.weight", "conditioner.embedders.0.model.x"], "is a refiner"),
     ],
 )
 def test_other_files_are_told_apart(tmp_path: Path, keys: list[str], problem: str) -> None:

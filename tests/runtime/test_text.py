@@ -9,8 +9,9 @@ import torch
 
 from diffserve.errors import InvalidRequest
 from diffserve.runtime import Conditioning, DiffusionModel
-from diffserve.runtime.text.encoding import CACHED_TEXTS, weigh
+from diffserve.runtime.text.encoding import CACHED_TEXTS, TextReading, weigh
 from tests.runtime.conftest import LoadTiny, TinyPipeline
+from tests.runtime.paged_prompts import pages_of
 
 PROMPTS = ("a red fox on the dog", "A Cat, the CAT!  dog\n", "café 猫 🦊", "x" * 25, "<|endoftext|> cat")
 
@@ -45,6 +46,29 @@ def test_plain_prompts_give_diffusers_embeddings_exactly(
         assert len(found) == len(expected)
         for mine, other in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["sd15", "sd2", "sdxl"])
+def test_skipped_layers_are_those_of_diffusers_on_pages_too(
+    tiny: LoadTiny, tiny_pipeline: TinyPipeline, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    model, pipeline = tiny(kind), tiny_pipeline(kind)
+    if kind != "sdxl":
+        monkeypatch.setitem(vars(pipeline.text_encoder), "text_model", pipeline.text_encoder)  # as it was once
+    pages = pages_of(model)
+    told = []
+    for skip in (1, 2):
+        with torch.inference_mode():
+            positional = () if kind == "sdxl" else ("cpu", 1, True)
+            expected = pipeline.encode_prompt("a red fox", *positional, clip_skip=skip - 1 or None)[0][0]
+        found = model.text.encode("a red fox", width_px=64, height_px=64, reading=TextReading(clip_skip=skip))
+        torch.testing.assert_close(found.cond, expected, rtol=0, atol=1e-6)
+        on_pages = pages.condition("a red fox", None, width_px=64, height_px=64, reading=TextReading(clip_skip=skip))
+        keys = pages.gather([on_pages.cond]).layers[0].keys
+        plain = model.unet.cross_attention.keys_values(expected[None]).layers[0].keys
+        torch.testing.assert_close(keys, plain, rtol=0, atol=1e-4)
+        told.append(keys)
+    assert not torch.allclose(told[0], told[1], atol=1e-2)
 
 
 def test_an_empty_negative_prompt_of_sdxl_is_all_zeros(tiny: LoadTiny) -> None:
@@ -129,8 +153,9 @@ def test_the_cache_forgets_the_oldest_text(fresh_tiny: LoadTiny) -> None:
     for index in range(CACHED_TEXTS + 5):
         encode(model, f"cat {index}", "red")
     assert len(model.text._cache) == CACHED_TEXTS
-    assert "cat 0" not in model.text._cache
-    assert {"red", f"cat {CACHED_TEXTS + 4}"} <= model.text._cache.keys()
+    kept = {text for text, _ in model.text._cache}
+    assert "cat 0" not in kept
+    assert {"red", f"cat {CACHED_TEXTS + 4}"} <= kept
 
 
 def test_keys_tell_conditionings_apart(tiny: LoadTiny) -> None:

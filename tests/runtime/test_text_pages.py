@@ -23,7 +23,7 @@ def paged(model: DiffusionModel, index: int = -1, *, is_exact: bool = False, num
     spec = text_spec(network, tenant="text", dtype=torch.float32, identity=b"a test")
     some = PagePool.for_specs(1 << 20, [spec])
     pool = PagePool(some.num_pages_for("text", model.text.window_tokens) * num_texts, some.page_bytes)
-    return PagedTextEncoder(pool, network, spec, stops_early=model.text.is_pair, is_exact=is_exact)
+    return PagedTextEncoder(pool, network, spec, stops_early=model.text.is_sdxl, is_exact=is_exact)
 
 
 def ids_of(model: DiffusionModel, text: str, index: int = -1) -> tuple[int, ...]:
@@ -45,7 +45,7 @@ def test_hidden_states_are_those_of_transformers(tiny: LoadTiny, kind: str, is_e
         ours = paged(model, index, is_exact=is_exact)
         ids = ids_of(model, WORDS, index)
         found = ours.encode(ids, first=0).hidden
-        torch.testing.assert_close(found, theirs(encoder.network, ids, is_pair=model.text.is_pair), rtol=0, atol=1e-5)
+        torch.testing.assert_close(found, theirs(encoder.network, ids, is_pair=model.text.is_sdxl), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("first", [0, 5, 16, 31, 32])

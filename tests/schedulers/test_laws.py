@@ -51,7 +51,7 @@ def rest_and_noise(table: StepTable) -> tuple[np.ndarray, np.ndarray]:
 
 def check(table: StepTable) -> None:
     image, noise = rest_and_noise(table)
-    np.testing.assert_allclose(image, 1.0, rtol=0.0, atol=1e-9)
+    assert (np.abs(image - 1.0) <= 1e-9).all()
     if table.keeps_noise:
         slack = 1e-12 * table.sigma[0] if table.hx.any() else 0.0
         assert (np.abs(noise - table.sigma_next) <= 1e-9 * table.sigma_next + slack).all()
@@ -63,8 +63,8 @@ def check(table: StepTable) -> None:
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_both_laws_hold_for_every_sampler_spacing_and_sigma_schedule(sampler: str, spacing: str) -> None:
     for sigma_schedule in (None, *SIGMA_SCHEDULES):
-        for schedule in (SD, COSINE, ZERO_SNR):
-            for num_steps in (1, 2, 3, 17):
+        for schedule, counts in ((SD, (1, 3)), (COSINE, (2,)), (ZERO_SNR, (1, 17))):
+            for num_steps in counts:
                 table = compile_table(sampler, schedule, num_steps, spacing=spacing, sigma_schedule=sigma_schedule)
                 check(table)
                 assert table.num_steps == num_steps
@@ -73,11 +73,12 @@ def test_both_laws_hold_for_every_sampler_spacing_and_sigma_schedule(sampler: st
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_tables_of_the_whole_training_length_compile_and_keep_the_laws(sampler: str) -> None:
-    for spacing in SPACINGS:
-        for schedule in (SD, ZERO_SNR):
-            table = compile_table(sampler, schedule, 1000, spacing=spacing, steps_offset=1)
-            assert table.num_steps == 1000
-            assert (np.diff(table.sigma) <= 0.0).all()
+    turn = sorted(SAMPLERS).index(sampler)  # the next sampler's schedules are the other ones
+    for place, spacing in enumerate(SPACINGS):
+        schedule = (SD, ZERO_SNR)[(turn + place) % 2]
+        table = compile_table(sampler, schedule, 1000, spacing=spacing, steps_offset=1)
+        assert table.num_steps == 1000
+        assert (np.diff(table.sigma) <= 0.0).all()
     for num_steps in range(1, 8):
         check(compile_table(sampler, SHORT, num_steps))
 

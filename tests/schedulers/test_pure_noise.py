@@ -37,8 +37,8 @@ def largest_error(table: StepTable) -> float:
 @pytest.mark.parametrize("sigma_schedule", [None, "karras", "exponential", "beta"])
 @pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name not in ("plms", "lcm", "ddpm_large")])
 def test_wrong_guess_at_pure_noise_is_never_magnified(sampler: str, sigma_schedule: str | None) -> None:
-    for schedule in (ZERO_SNR, BENT):
-        for num_steps in STEPS:
+    for schedule, counts in ((ZERO_SNR, STEPS), (BENT, STEPS[2::4])):
+        for num_steps in counts:
             table = compile_table(sampler, schedule, num_steps, spacing="trailing", sigma_schedule=sigma_schedule)
             assert largest_error(table) < 5.0 * SLIP, (num_steps, largest_error(table))
 
@@ -82,11 +82,12 @@ def test_ordinary_schedules_never_hold_pure_noise() -> None:
 
 
 def test_ends_at_pure_noise_still_keep_both_laws() -> None:
-    for sampler in SAMPLERS:
-        for schedule in (ZERO_SNR, BENT):
-            for num_steps in (1, 2, 3, 1000):
-                for sigma_schedule in (None, "karras", "beta"):
-                    compile_table(sampler, schedule, num_steps, spacing="trailing", sigma_schedule=sigma_schedule)
+    for turn, sampler in enumerate(SAMPLERS):
+        for place, sigma_schedule in enumerate((None, "karras", "beta")):
+            few = [(schedule, num_steps) for schedule in (ZERO_SNR, BENT) for num_steps in (1, 2, 3)]
+            many = ((ZERO_SNR, BENT)[(turn + place) % 2], 1000)
+            for schedule, num_steps in (*few, many):
+                compile_table(sampler, schedule, num_steps, spacing="trailing", sigma_schedule=sigma_schedule)
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

@@ -77,7 +77,7 @@ class RunningServer:
 
     def num_ended(self, outcome: str) -> int:
         """How many requests for images the server counts that ended so: "cancelled", "finished", ..."""
-        line = rf'^diffserve_requests_total{{kind="image",outcome="{outcome}"}} (\S+)$'
+        line = rf'^diffserve_engine_requests_total{{kind="image",outcome="{outcome}"}} (\S+)$'
         found = re.search(line, self.client.get("/metrics").text, flags=re.MULTILINE)
         return int(float(found[1])) if found else 0
 

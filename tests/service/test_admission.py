@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import ExitStack
 
 import pytest
 
 from diffserve.errors import EngineUnavailable, QueueFull
 from diffserve.service.admission import Backlog, Ticket, work_of
+from diffserve.service.engine.engines import Job
 from diffserve.service.http.errors import reply_to
 from diffserve.service.metrics import Metrics
 from diffserve.text_types import TextDelta, TextFinished, TextTimings, TextUsage
@@ -20,8 +22,10 @@ class Door:
 
     def __init__(self, max_waiting: int = 256, max_backlog_s: float = 60.0) -> None:
         self.now_s = 100.0
+        self.num_engines = 1
         self.metrics = Metrics()
-        self.backlog = Backlog("image", max_waiting, max_backlog_s, self.metrics, lambda: self.now_s)
+        clock, count = lambda: self.now_s, lambda: self.num_engines
+        self.backlog = Backlog("image", max_waiting, max_backlog_s, self.metrics, clock, num_engines=count)
         self.stack = ExitStack()
 
     def enter(self, client: str = "a", cost: float = 100.0, num_parts: int = 1) -> Ticket:
@@ -52,6 +56,7 @@ def test_one_alone_may_fill_the_places_but_for_some_that_are_left_for_others() -
     door.enter("c")
     assert door.backlog.num_waiting == 64
     assert "which is all this server holds" in door.refusal("d").message
+    assert door.backlog.cost_limit is None, "no pace is known"
     door.stack.close()
     assert (door.backlog.num_waiting, door.backlog.cost_left) == (0, 0.0)
 
@@ -72,9 +77,24 @@ def test_a_request_that_has_begun_waits_no_more() -> None:
     door.enter()
 
 
+def test_the_age_of_the_queue_is_how_long_the_first_of_those_waits_for_whom_nothing_was_done() -> None:
+    door = Door()
+    assert door.backlog.age_s == 0.0
+    first = door.enter("a")
+    door.now_s += 3.0
+    door.enter("b")
+    door.now_s += 4.0
+    assert door.backlog.age_s == 7.0
+    first.watch(Progress(request_id="img", image_index=0, step_index=1, num_steps=2))
+    assert door.backlog.age_s == 4.0
+    door.stack.close()
+    assert door.backlog.age_s == 0.0
+
+
 def test_work_is_limited_and_not_only_the_number_of_requests() -> None:
     door = Door(max_backlog_s=60.0)
     door.learn(rows_per_s=10.0)
+    assert door.backlog.cost_limit == pytest.approx(600.0)
     door.enter("a", cost=599.0)
     door.enter("a", cost=1e6)  # let in whole, however large, and keeps no small one out
     door.enter("a", cost=2.0)
@@ -140,6 +160,27 @@ def test_an_answer_that_is_read_slowly_does_not_count_as_time_of_work() -> None:
     assert door.backlog.pace.per_s == pytest.approx(10.0)
 
 
+def test_two_engines_do_twice_as_much_and_one_that_is_left_half_of_it() -> None:
+    door = Door(max_waiting=8)
+    door.num_engines = 2
+    door.learn(rows_per_s=10.0)
+    tickets = [door.enter(cost=100.0, client=name) for name in ("a", "b")]
+    for step in range(1, 11):
+        door.now_s += 1.0
+        for ticket in tickets:
+            ticket.watch(Progress(request_id="img", image_index=0, step_index=step, num_steps=10))
+    assert door.backlog.pace.per_s == pytest.approx(10.0)
+    for _ in range(2):
+        door.enter(cost=400.0)
+    assert door.backlog.max_waiting == 16
+    assert door.backlog.wait_s("a") == pytest.approx(20.0)
+    door.num_engines = 1
+    assert door.backlog.max_waiting == 8
+    assert door.backlog.wait_s("a") == pytest.approx(40.0)
+    door.num_engines = 0
+    assert door.backlog.wait_s("a") == pytest.approx(40.0)
+
+
 def test_retry_after_is_the_time_of_the_backlog_and_not_the_same_for_all() -> None:
     door = Door(max_backlog_s=20.0)
     door.learn(rows_per_s=10.0)
@@ -161,7 +202,7 @@ def test_refusals_are_counted() -> None:
     door = Door(max_waiting=1)
     door.enter()
     door.refusal()
-    assert b'diffserve_requests_total{kind="image",outcome="rejected"} 1.0' in door.metrics.render(None)
+    assert b'diffserve_engine_requests_total{kind="image",outcome="rejected"} 1.0' in door.metrics.render(None)
 
 
 @pytest.mark.parametrize(
@@ -192,3 +233,21 @@ def test_texts_are_counted_one_by_one() -> None:
     timings = TextTimings(queue_s=0.0, ttft_s=0.0, tpot_s=0.0, total_s=0.0)
     ticket.watch_texts(2, TextFinished(request_id="txt", results=(), usage=usage, timings=timings))
     assert door.backlog.cost_left == 2
+
+
+@pytest.mark.parametrize(("is_whole", "num_read"), [(True, 1), (False, 3)])
+def test_steps_are_counted_though_nobody_reads_them_who_waits_for_the_whole(is_whole: bool, num_read: int) -> None:
+    door = Door()
+    ticket, request = door.enter(cost=100.0), GenerationRequest(prompt="a red fox", request_id="img")
+
+    async def read() -> list[object]:
+        job = Job(request, lambda _: None, ticket.watch, is_whole=is_whole)
+        for step in (1, 2):
+            job.feed(Progress(request_id="img", image_index=0, step_index=step, num_steps=4))
+        assert ticket.cost_left == 50.0
+        job.feed(Finished(request_id="img", num_painted=1, num_failed=0))
+        return [event async for event in job]
+
+    events = asyncio.run(read())
+    assert len(events) == num_read
+    assert isinstance(events[-1], Finished)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,16 +12,23 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.routing import APIRoute
 
 from diffserve.config import load_settings
 from diffserve.errors import ConfigError
 from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
+from diffserve.service.http.docs import render
+from diffserve.service.http.keys import OPEN, KeyRing
 from diffserve.service.images.kept_pictures import KeptPictures
 from diffserve.service.lifecycle import Gate
-from diffserve.service.run import check_open
+from diffserve.service.run import bind, check_open
+from diffserve.store.database import Database
 
-POSTS = ("/v1/images/generations", "/v1/chat/completions", "/v1/completions", "/v1/prompts/rewrite")
+POSTS = (
+    *("/v1/images/generations", "/v1/chat/completions", "/v1/completions", "/v1/prompts/rewrite"),
+    *("/v1/responses", "/v1/embeddings"),
+)
 
 
 def ask(
@@ -53,8 +61,12 @@ def test_the_description_holds_every_address_and_everything_it_refers_to() -> No
     found = set(references(described))
     assert found >= {f"#/components/schemas/{name}" for name in ("Message", "StreamOptions", "RewriterChoice")}
     assert {name.rpartition("/")[2] for name in found} <= set(described["components"]["schemas"])
+    stored = described["paths"]["/v1/responses/{response_id}"]
+    assert set(stored) == {"get", "delete"}
+    assert all({"200", "401", "404"} <= set(method["responses"]) for method in stored.values())
+    assert {"200", "400", "413", "429", "503"} <= set(described["paths"]["/v1/embeddings"]["post"]["responses"])
     bodies = [described["paths"][path]["post"]["requestBody"]["content"]["application/json"] for path in POSTS]
-    assert all(body["schema"]["required"] in (["prompt"], ["messages"]) for body in bodies)
+    assert all(body["schema"]["required"] in (["prompt"], ["messages"], ["input"]) for body in bodies)
 
 
 def test_the_description_gives_every_operation_a_name_of_its_own(tmp_path: Path) -> None:
@@ -68,6 +80,50 @@ def test_the_description_gives_every_operation_a_name_of_its_own(tmp_path: Path)
     names = [method["operationId"] for methods in paths.values() for method in methods.values()]
     assert len(names) == len(set(names))
     assert set(paths["/v1/images/files/{name}"]) == {"get"}
+
+
+def test_the_description_names_every_route_and_every_status_of_it(tmp_path: Path) -> None:
+    async def described() -> tuple[set[tuple[str, str]], Any]:
+        config = load_settings(env={"DIFFSERVE_SERVE_DEBUG": "true"})
+        pictures, ring = KeptPictures(tmp_path / "pictures", max_bytes=1), KeyRing(Database(tmp_path))
+        app = create_app(EngineClient(config), config.serve, Gate(), pictures=pictures, ring=ring)
+        routes = [route for route in app.routes if isinstance(route, APIRoute)]
+        return {
+            (route.path, method) for route in routes for method in (route.methods or set()) - {"HEAD"}
+        }, app.openapi()
+
+    routes, whole = asyncio.run(described())
+    paths = whole["paths"]
+    assert len(routes) > 80
+    for path, method in routes - {("/openapi.json", "GET")}:
+        named = path.rstrip("/").replace(":path}", "}")
+        operation = (paths.get(named) or paths[f"/v1{named}"])[method.lower()]
+        statuses = set(map(int, operation["responses"]))
+        assert {400, 403, 413, 415, 500} <= statuses, path
+        assert (401 in statuses) == (named not in OPEN or (named, method) == ("/login", "POST")), path
+        assert method != "POST" or {408, 429} <= statuses, path
+        assert "requestBody" not in operation or named == "/login" or {404, 499, 503, 504, 507} <= statuses, path
+        has_key = any(one["name"] == "Idempotency-Key" for one in operation.get("parameters", ()))
+        assert (422 in statuses) == has_key, "nothing else here answers so"
+        assert all(one["description"] for one in operation["responses"].values()), path
+        assert operation["summary"], path
+    progress = paths["/sdapi/v1/progress"]["get"]
+    assert [one["name"] for one in progress["parameters"]] == ["skip_current_image"]
+    painted = paths["/v1/images/generations"]["post"]["responses"]["200"]["content"]
+    assert set(painted) == {"application/json", "text/event-stream"}
+    assert set(whole["components"]["securitySchemes"]) == {"bearer", "header", "basic"}
+
+
+def test_the_page_of_the_description_tells_all_of_it_and_fetches_nothing() -> None:
+    answer = ask("GET", "/docs")
+    assert answer.status_code == 200
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'; style-src 'unsafe-inline'")
+    assert not re.search(r"<script|<link|<img|<iframe|src=|url\(|@import|//", answer.text)
+    for path in ask("GET", "/openapi.json").json()["paths"]:
+        assert f"<code>{path}</code>" in answer.text
+    assert "<td><code>guidance_scale</code></td>" in answer.text
+    hostile = {"info": {"title": "<b>", "version": "1"}, "paths": {"/<i>": {"get": {"responses": {}}}}}
+    assert not re.search("<b>1|<i>", render(hostile))
 
 
 def test_the_description_names_what_stands_in_an_address() -> None:
@@ -130,9 +186,15 @@ def test_the_server_answers_to_its_own_names_alone(bound: str, allowed: str, nam
     assert status == 200 or "allowed_hosts" in answer.json()["error"]["message"]
 
 
+def test_no_answer_waits_for_its_own_head_to_be_acknowledged() -> None:
+    config = load_settings(env={"DIFFSERVE_SERVE_PORT": "0"}).serve
+    with bind(config) as listener, socket.create_connection(listener.getsockname()[:2]), listener.accept()[0] as one:
+        assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "paint.test"])
 def test_other_machines_are_let_in_only_where_somebody_said_so(host: str) -> None:
     with pytest.raises(ConfigError, match="--allow-open"):
-        check_open(load_settings(env={"DIFFSERVE_SERVE_HOST": host}).serve)
-    check_open(load_settings(env={"DIFFSERVE_SERVE_HOST": host, "DIFFSERVE_SERVE_ALLOW_OPEN": "true"}).serve)
-    check_open(load_settings(env={}).serve)
+        check_open(load_settings(env={"DIFFSERVE_SERVE_HOST": host}).serve, None)
+    check_open(load_settings(env={"DIFFSERVE_SERVE_HOST": host, "DIFFSERVE_SERVE_ALLOW_OPEN": "true"}).serve, None)
+    check_open(load_settings(env={}).serve, None)

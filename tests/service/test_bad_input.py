@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import socket
 from typing import Any
@@ -10,12 +11,24 @@ import httpx
 import pytest
 
 from diffserve.config import load_settings
+from diffserve.images import encode_image
 from diffserve.service.http.middleware import TEXT_BODY_BYTES
+from diffserve.types import Picture
 from tests.service.server import GENERATIONS, RunningServer, error_of, files_of, wait_for
 
 pytestmark = pytest.mark.slow
 
 JSON = {"Content-Type": "application/json"}
+PIXEL = base64.b64encode(encode_image(Picture(width_px=64, height_px=64, data=bytes(3 * 64 * 64)))).decode()
+BAD_CONTROLS: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"image": "//"}, "controlnets[0].image", "invalid_image", "is not base64"),
+    ({"image": "AAAA"}, "controlnets[0].image", "invalid_image", "not a PNG, JPEG or WebP"),
+    ({"scale": 2.5}, "controlnets[0].scale", "invalid_value", "2.5"),
+    ({"start": 0.5, "end": 0.5}, "controlnets", "invalid_value", "start < end"),
+    ({"name": "../a"}, "controlnets", "invalid_value", "without folders before it"),
+    ({"size": 1}, "controlnets[0].size", "invalid_value", "not taken"),
+    ({}, "controlnets", "unknown_controlnet", "start with --controlnet-dir"),
+]
 MAX_BODY_BYTES = load_settings(env={}).serve.max_body_bytes
 
 
@@ -72,6 +85,17 @@ def test_what_is_no_json_is_refused(server: RunningServer, content: bytes, code:
     assert error_of(response)["code"] == code
 
 
+CONTROLS: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"image": "//"}, "controlnets[0].image", "invalid_image", "is not base64"),
+    ({"image": "AAAA"}, "controlnets[0].image", "invalid_image", "not a PNG, JPEG or WebP"),
+    ({"image": PIXEL, "scale": 2.5}, "controlnets[0].scale", "invalid_value", "2.5"),
+    ({"image": PIXEL, "start": 0.5, "end": 0.5}, "controlnets", "invalid_value", "start < end"),
+    ({"image": PIXEL, "name": "../a"}, "controlnets", "invalid_value", "without folders before it"),
+    ({"image": PIXEL, "size": 1}, "controlnets[0].size", "invalid_value", "not taken"),
+    ({"image": PIXEL}, "controlnets", "unknown_controlnet", "start with --controlnet-dir"),
+]
+"""A ControlNet that is asked for wrongly."""
+
 WRONG_VALUES: list[tuple[str, dict[str, Any], str | None, str, str]] = [
     ("no-prompt", {"prompt": ...}, "prompt", "missing_required_parameter", "prompt"),
     ("empty-prompt", {"prompt": ""}, "prompt", "empty_prompt", "empty"),
@@ -118,6 +142,28 @@ WRONG_VALUES: list[tuple[str, dict[str, Any], str | None, str, str]] = [
     ("threshold-zero", {"similarity_threshold": 0}, "similarity_threshold", "invalid_value", "more than 0"),
     ("merging-between", {"token_merging": 0.33}, "token_merging", "invalid_value", "steps of 0.05"),
     ("interval-text", {"guidance_interval": "0,1"}, "guidance_interval", "invalid_value", "list"),
+    ("sizes-none", {"micro_conditioning": {"crop": [0, 0]}}, "micro_conditioning", "invalid_value", "told no sizes"),
+    ("sizes-odd", {"micro_conditioning": {"crop": [0, -1]}}, "micro_conditioning.crop[1]", "invalid_value", "-1"),
+    ("lora-alone", {"loras": "ink"}, "loras", "invalid_value", "list"),
+    ("lora-empty", {"loras": [{"name": ""}]}, "loras[0].name", "empty_name", "loras[0].name is empty"),
+    ("lora-path", {"loras": [{"name": "../ink"}]}, "loras", "invalid_value", "without folders before it"),
+    ("lora-scale", {"loras": [{"name": "ink", "scale": 11}]}, "loras[0].scale", "invalid_value", "11"),
+    ("loras-fifty", {"loras": [{"name": "ink"}] * 50}, "loras", "array_above_max_length", "at most 8"),
+    ("lora-unknown", {"loras": [{"name": "ink"}]}, "loras", "unknown_lora", "start with --lora-dir"),
+    ("lora-tag", {"prompt": "a cat <lora:ink:nan>"}, "loras", "invalid_value", "nan"),
+    ("control-alone", {"controlnets": {}}, "controlnets", "invalid_value", "list"),
+    ("control-bare", {"controlnets": [{"name": "a"}]}, "controlnets[0].image", "missing_required_parameter", "missing"),
+    *(
+        (f"control-{place}", {"controlnets": [{"name": "a", "image": PIXEL, **more}]}, param, code, said)
+        for place, (more, param, code, said) in enumerate(BAD_CONTROLS)
+    ),
+    ("controls-five", {"controlnets": [{}] * 5}, "controlnets", "array_above_max_length", "at most 4"),
+    ("refiner-none", {"refiner": True}, "switch_at", "invalid_value", "has no refiner to switch to"),
+    ("switch-twice", {"refiner": False, "switch_at": 0.5}, "switch_at", "invalid_value", "refiner is false but"),
+    ("switch-over", {"switch_at": 1.2}, "switch_at", "invalid_value", "1.2"),
+    ("best-none", {"best_of": 2}, "best_of", "invalid_value", "no scorer is loaded to choose by"),
+    ("best-below-n", {"n": 3, "best_of": 2}, "best_of", "invalid_value", "paint at least the 3 that are kept"),
+    ("best-many", {"best_of": 11}, "best_of", "invalid_value", "at most 10"),
     ("cache-interval", {"cache_interval": 0}, "cache_interval", "invalid_value", "at least 1"),
     *(
         (f"seed-{value}", {"seed": value}, "seed", "invalid_value", json.dumps(value))

@@ -24,6 +24,14 @@ GOOD: dict[str, dict[str, Any]] = {
 }
 
 
+JSON_SCHEMA = "response_format.json_schema.schema"
+
+
+def held(schema: Any) -> dict[str, Any]:
+    """A format with ``schema``."""
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}}
+
+
 def refused(server: RunningServer, path: str, fields: dict[str, Any]) -> dict[str, Any]:
     """The error for a good body with ``fields`` changed; ... takes one out."""
     body = {name: value for name, value in (GOOD[path] | fields).items() if value is not ...}
@@ -62,8 +70,15 @@ def refused(server: RunningServer, path: str, fields: dict[str, Any]) -> dict[st
         ({"best_of": 4}, "best_of", "unsupported_value", "4"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value", "stream"),
         ({"logit_bias": {"5": 100}}, "logit_bias", "unsupported_parameter", "presence_penalty"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type", "invalid_value", "json_object"),
-        ({"guided_regex": ".*"}, "guided_regex", "unsupported_parameter", "constrained"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type", "invalid_value", '"yaml"'),
+        ({"response_format": {"type": "json_schema"}}, f"{JSON_SCHEMA[:-7]}", "missing_required_parameter", "name"),
+        (held({"type": "objekt"}), JSON_SCHEMA, "invalid_json_schema", "objekt"),
+        (held({"items": {"not": {}}}), f"{JSON_SCHEMA}.items", "invalid_json_schema", "not"),
+        (held({"const": float("nan")}), JSON_SCHEMA, "invalid_value", "finite"),
+        (held([]), JSON_SCHEMA, "invalid_value", "[]"),
+        (held({"a": "x" * 70_000}), JSON_SCHEMA, "string_above_max_length", "65536"),
+        ({"guided_json": {}, "structured_outputs": {"json": {}}}, "structured_outputs", "unsupported_parameter", "sch"),
+        ({"guided_regex": ".*"}, "guided_regex", "unsupported_parameter", "json_schema"),
     ],
 )
 def test_a_wrong_value_is_named(

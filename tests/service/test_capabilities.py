@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from diffserve.client import Capabilities, Client, ImageCapabilities
+from diffserve.client import Capabilities, Client, ImageCapabilities, Price, ServerCapabilities
 from diffserve.config import ServeConfig, load_settings
 from diffserve.errors import ModelNotFound
 from diffserve.quality import quality_steps
-from diffserve.service.models import ALIASES, capabilities_of
+from diffserve.sampling_params import MAX_BEAMS, MAX_TEMPERATURE
+from diffserve.service.capabilities import Offer, capabilities
+from diffserve.service.endpoint import Checked
+from diffserve.service.images.schemas import GenerateBody
+from diffserve.service.models import ALIASES, capabilities_of, image_capabilities
+from diffserve.service.texts.schemas import ChatBody, CompletionBody
 from diffserve.text_types import LanguageModelInfo
-from diffserve.types import ModelInfo
+from diffserve.types import MAX_IMAGES, ModelInfo, ServedModel, Timings
 from schedulers import SAMPLERS
 from tests.service import talker
-from tests.service.server import RunningServer
+from tests.service.server import RunningServer, error_of
+from tests.service.test_chat import says
 
 INFO = ModelInfo(
     model_id="my-model", family="sd1", digest="0123456789ab", prediction_type="epsilon", vae_factor=8,
@@ -38,7 +48,8 @@ def serve_config() -> ServeConfig:
 
 def told(info: ModelInfo, language: LanguageModelInfo | None = None) -> dict[str, Capabilities]:
     """As a client reads it after it went through JSON."""
-    said = json.dumps(capabilities_of(info, language, serve_config()))
+    served = ServedModel(name=info.model_id, info=info, is_loaded=True)
+    said = json.dumps(capabilities_of([served], language, serve_config()))
     return msgspec.json.decode(said, type=dict[str, Capabilities])
 
 
@@ -55,9 +66,30 @@ def test_the_client_reads_all_that_is_said_of_an_image_model() -> None:
     assert (image.min_side_px, image.max_side_px) == (serve_config().min_size_px, serve_config().max_size_px)
     assert (image.default_sampler, image.default_sigma_schedule) == ("dpmpp_2m", "karras")
     assert (image.default_num_steps, image.default_guidance_scale, image.train_timesteps) == (30, 7.0, 1000)
-    assert set(capabilities_of(INFO, None, serve_config())["my-model"]["image"]) == set(
-        ImageCapabilities.__struct_fields__
-    )
+    assert set(image_capabilities(INFO, serve_config())) == set(ImageCapabilities.__struct_fields__)
+
+
+def test_adapters_are_listed_as_they_lie_there(tmp_path: Path) -> None:
+    info = msgspec.structs.replace(INFO, lora_dirs=(str(tmp_path),))
+    assert image_of(info).loras == image_of(INFO).loras == ()
+    for name in ("ink.safetensors", "fur.safetensors", "notes.txt", "a:b.safetensors"):
+        save_file({"up": np.zeros(1, np.float32)}, tmp_path / name)
+    (tmp_path / "broken.safetensors").write_bytes(b"no weights")
+    (tmp_path / "folder.safetensors").mkdir()
+    assert image_of(info).loras == ("fur", "ink")
+    (tmp_path / "ink.safetensors").unlink()
+    assert image_of(info).loras == ("fur",)
+
+
+def test_controlnets_are_listed_as_they_lie_there(tmp_path: Path) -> None:
+    info = msgspec.structs.replace(INFO, controlnet_dir=str(tmp_path))
+    assert image_of(info).controlnets == image_of(INFO).controlnets == ()
+    for name in ("edges", "depth", "a:b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+    (tmp_path / "notes").mkdir()
+    assert image_of(info).controlnets == ("depth", "edges")
+    assert image_of(msgspec.structs.replace(info, controlnet_dir=str(tmp_path / "edges"))).controlnets == ("edges",)
 
 
 def test_every_sampler_is_offered_by_name_and_label() -> None:
@@ -122,3 +154,60 @@ def test_an_older_server_says_nothing_of_them() -> None:
     from diffserve.client import Model
 
     assert msgspec.json.decode(b'{"id": "a", "created": 1, "object": "model"}', type=Model).capabilities is None
+
+
+def offers() -> dict[str, Offer]:
+    return {
+        "/v1/images/generations": Offer("image", GenerateBody),
+        "/v1/chat/completions": Offer("chat", ChatBody),
+        "/v1/completions": Offer("text", CompletionBody),
+    }
+
+
+def test_fields_are_told_by_what_checks_them_and_models_with_what_they_answer() -> None:
+    served = ServedModel(name=INFO.model_id, info=INFO, is_loaded=True)
+    mute = msgspec.structs.replace(LANGUAGE, has_chat_template=False, speaks_json=True)
+    priced = msgspec.structs.replace(serve_config(), price_per_hour=3.6, currency="EUR")
+    said = json.dumps(capabilities(1, offers(), [served], mute, priced))
+    told = msgspec.json.decode(said, type=ServerCapabilities)
+    assert json.loads(said).keys() - {"object"} == set(ServerCapabilities.__struct_fields__)
+    painting, chat = (told.endpoints[path].fields for path in list(offers())[:2])
+    assert set(painting) == set(GenerateBody.model_fields)
+    assert painting["prompt"] == {"type": "string", "minLength": 1, "maxLength": 32_000, "required": True}
+    assert (painting["n"]["minimum"], painting["n"]["maximum"]) == (1, MAX_IMAGES)
+    assert painting["output_format"]["enum"] == list(told.output_formats)
+    assert (chat["temperature"]["minimum"], chat["temperature"]["maximum"]) == (0.0, MAX_TEMPERATURE)
+    assert chat["num_beams"]["maximum"] == MAX_BEAMS
+    assert [model.endpoints for model in told.models] == [("/v1/images/generations",), ("/v1/completions",)]
+    assert told.models[1].capabilities is not None
+    assert told.models[1].capabilities.language is not None
+    assert told.models[1].capabilities.language.response_formats == ("text", "json_object", "json_schema")
+    assert told.price == Price(per_hour=3.6, currency="EUR")
+    plan = Checked(warnings=(), price=priced.price)
+    assert plan.spent(2.0) == {"device_s": 2.0, "cost": {"amount": 0.002, "currency": "EUR"}}
+    assert Checked(warnings=()).spent(2.0) == {"device_s": 2.0}
+
+
+@pytest.mark.slow
+def test_a_server_refuses_what_lies_beyond_the_bounds_that_it_tells(text_server: RunningServer) -> None:
+    with Client(text_server.url) as client:
+        told = client.capabilities()
+        assert [model.id for model in told.models] == [model.id for model in client.models() if model.endpoints]
+    needed: dict[str, dict[str, Any]] = {
+        "/v1/images/generations": {"prompt": "a"},
+        "/v1/chat/completions": {"messages": says("a")},
+    }
+    num_tried = 0
+    for path, body in needed.items():
+        assert any(path in model.endpoints for model in told.models)
+        for name, field in told.endpoints[path].fields.items():
+            for bound, past in (("minimum", -1), ("maximum", 1)):
+                if field.get("type") in ("integer", "number") and bound in field:
+                    answer = text_server.client.post(path, json={**body, name: field[bound] + past})
+                    assert (answer.status_code, error_of(answer)["param"]) == (400, name), (path, name, bound)
+                    num_tried += 1
+    assert num_tried > 30
+    images = text_server.paint("a fox", num_inference_steps=2, n=2).json()
+    assert images["usage"]["device_s"] > 0.0
+    assert "cost" not in images["usage"]
+    assert [set(one["timings"]) for one in images["data"]] == [set(Timings.__struct_fields__)] * 2

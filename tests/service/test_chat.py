@@ -198,9 +198,11 @@ def test_harmless_fields_are_taken_and_unknown_ones_named(text_server: RunningSe
 def test_a_client_that_hangs_up_ends_the_text_at_once(text_server: RunningServer) -> None:
     body = {"messages": says("a fox"), "stream": True, "min_tokens": 1900, "max_tokens": 1900, "n": 16}
     with httpx.stream("POST", f"{text_server.url}{CHAT}", json=body, timeout=SOON_S) as stream:
-        heard = next(stream.iter_lines())
+        lines = stream.iter_lines()  # held, for whoever drops it hangs up
+        heard = next(lines)
+        assert heard.startswith("data: "), heard
+        assert '"error"' not in heard, heard
         wait_for(text_server.num_requests, SOON_S, "the text in the engine")
-    assert heard.startswith("data: ")
     wait_for(lambda: text_server.num_requests() == 0, SOON_S, "the cancellation")
     ticks = text_server.client.post(CHAT, json={"messages": says("a fox"), "temperature": 0})
     assert ticks.json()["choices"][0]["message"]["content"] == FOX

@@ -20,7 +20,7 @@ SAY_FOX, SAY_EITHER, SAY_UNSURE = (f"<say {list(SCRIPT).index(word)}>" for word 
 
 def choices_of(client: OpenAI, *, is_stream: bool, prompt: object, **settings: object) -> list[CompletionChoice]:
     """All choices, whole; those of a stream are put together."""
-    asked = client.completions.create(model="talker", prompt=prompt, stream=is_stream, **settings)  # type: ignore[call-overload]
+    asked = client.completions.create(model="talker", prompt=prompt, stream=is_stream, **settings)
     if not is_stream:
         return list(asked.choices)
     parts: dict[int, CompletionChoice] = {}

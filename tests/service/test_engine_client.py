@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
@@ -15,12 +16,14 @@ from diffserve.config import load_settings
 from diffserve.errors import InvalidRequest
 from diffserve.rewrite_types import RewriteFinished, RewriteRequest
 from diffserve.sampling_params import SamplingParams
+from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
+from diffserve.service.lifecycle import Gate
 from diffserve.service.metrics import add_metrics
 from diffserve.text_types import ChatMessage, TextDelta, TextFinished, TextRequest
 from diffserve.types import DiffusionParams, GenerationRequest, Painted, RewriteOptions
 from tests.engine.studio.talker import save_talker
-from tests.service.server import SOON_S, START_S
+from tests.service.server import GENERATIONS, SOON_S, START_S, error_of
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +48,7 @@ class Engine:
 
     async def quiet(self) -> None:
         async with asyncio.timeout(SOON_S):
-            while (await self.client.up().ping()).num_requests:
+            while await self.client.num_requests():
                 await asyncio.sleep(0.01)
 
     def close(self) -> None:
@@ -130,7 +133,7 @@ def test_a_refused_text_raises_what_the_engine_says(engine: Engine) -> None:
 
 def test_prometheus_reads_what_happened(engine: Engine) -> None:
     app = FastAPI()
-    add_metrics(app, engine.client.metrics, lambda: engine.client.up().stats())
+    add_metrics(app, engine.client.metrics, engine.client.stats)
 
     async def scrape() -> str:
         await events_of(engine.client.submit(TextRequest(prompt="x", params=SamplingParams(max_tokens=3))))
@@ -144,27 +147,24 @@ def test_prometheus_reads_what_happened(engine: Engine) -> None:
     text = engine.run(scrape())
     lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert lines["diffserve_up"] == "1.0"
-    assert float(lines['diffserve_requests_total{kind="text",outcome="finished"}']) >= 1
-    assert float(lines['diffserve_text_tokens_total{what="output"}']) >= 3
-    assert float(lines['diffserve_text_ttft_seconds_count{kind="text"}']) >= 1
+    assert float(lines['diffserve_engine_requests_total{kind="text",outcome="finished"}']) >= 1
+    assert float(lines['diffserve_llm_tokens_total{type="output"}']) >= 3
+    assert float(lines['diffserve_llm_time_to_first_token_seconds_count{kind="text"}']) >= 1
     assert float(lines['diffserve_pages{state="held",tenant="llm"}']) == 0
 
 
-def test_without_a_language_model_texts_are_refused_and_wishes_painted_as_they_are(
-    tiny_model: Callable[[str], Path],
-) -> None:
-    engine = Engine(tiny_model("sd15"), "")
-    try:
-        assert engine.client.text_info is None
-        for job in (
-            engine.client.submit(TextRequest(prompt="x")),
-            engine.client.submit(RewriteRequest(wish="x")),
-        ):
-            with pytest.raises(InvalidRequest, match=r"\[text\] model"):
-                engine.run(events_of(job))
-        events = engine.run(events_of(engine.client.submit(wish(rewriting=RewriteOptions()))))
-        (painted,) = [event for event in events if isinstance(event, Painted)]
-        assert painted.result.prompt == "something cosy"
-        assert "no language model is loaded" in painted.result.warnings[0]
-    finally:
-        engine.close()
+def test_work_past_its_deadline_is_504(engine: Engine) -> None:
+    serve = load_settings(env={"DIFFSERVE_SERVE_REQUEST_TIMEOUT_S": "0.5"}).serve
+    body = {"prompt": "a red fox", "num_inference_steps": 1000, "sampler": "ddim"}
+
+    async def paint() -> httpx.Response:
+        app = create_app(engine.client, serve, Gate())
+        async with AsyncClient(transport=ASGITransport(app=app), base_url="http://127.0.0.1") as client:
+            response = await client.post(GENERATIONS, json=body)
+        assert await engine.client.num_requests() == 0
+        return response
+
+    response = engine.run(paint())
+    assert response.status_code == 504
+    assert error_of(response)["code"] == "deadline_exceeded"
+    assert response.headers["x-should-retry"] == "false"

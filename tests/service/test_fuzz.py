@@ -30,6 +30,10 @@ PAINT = (
     '{"prompt": "a fox", "size": "64x64", "num_inference_steps": 1, "n": 1, "seed": 7, "sampler": "ddim", "eta": 0.5}'
 )
 CHAT = '{"messages": [{"role": "user", "content": "a fox"}], "max_tokens": 2, "temperature": 0.5, "stop": ["x"]}'
+RESPONSE = (
+    '{"input": [{"role": "user", "content": [{"type": "input_text", "text": "a fox"}]}], "max_output_tokens": 2, '
+    '"tool_choice": "none", "tools": [{"type": "image_generation", "size": "64x64", "num_inference_steps": 1}]}'
+)
 EVENT = '{"data": ["a fox", "x", null, 1], "fn_index": 12, "session_hash": "fuzz", "event_data": {"index": 1}}'
 JSON = "application/json"
 
@@ -60,6 +64,12 @@ GOOD = (
     request("POST /v1/chat/completions", CHAT),
     request("POST /v1/completions", '{"prompt": ["a", "b"], "max_tokens": 1, "n": 2, "logprobs": 1, "top_k": 3}'),
     request("POST /v1/prompts/rewrite", '{"prompt": "2 doggos", "n": 1, "seed": 3, "force": true}'),
+    request("POST /v1/responses", RESPONSE),
+    request("POST /v1/responses", RESPONSE.replace('"tool_choice": "none", ', "")),
+    request("GET /v1/responses/resp_1/input_items?limit=3&order=asc"),
+    request("DELETE /v1/responses/resp_1"),
+    request("POST /v1/embeddings", '{"input": ["a fox", "a dog"], "dimensions": 8, "encoding_format": "base64"}'),
+    request("POST /v1/embeddings", '{"input": [[1, 2], [3]], "model": "embedded"}'),
     request("GET /"),
     request("GET /config?deep_link=x"),
     request("GET /theme.css", extra="Accept-Encoding: gzip, br\r\n"),

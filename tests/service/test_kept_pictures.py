@@ -19,7 +19,7 @@ from diffserve.config import Flag, load_settings
 from diffserve.errors import ConfigError, InvalidRequest
 from diffserve.service.http.bodies import parse
 from diffserve.service.http.errors import HttpError
-from diffserve.service.images.kept_pictures import KeptPictures, base_url_of
+from diffserve.service.images.kept_pictures import KeptPictures, base_url_of, new_name
 from diffserve.service.images.painting import plan_painting
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.models import is_alias
@@ -60,7 +60,7 @@ def is_there(kept: KeptPictures, name: str) -> bool:
 
 
 def test_a_picture_is_there_for_an_hour_and_no_longer(kept: KeptPictures, clock: Clock, tmp_path: Path) -> None:
-    name = kept.keep(b"fox", "png")
+    name = kept.keep(b"fox", new_name("png"))
     assert NAME.fullmatch(name)
     clock.now_s += 3599
     picture = kept.open(name)
@@ -75,7 +75,7 @@ def test_a_picture_is_there_for_an_hour_and_no_longer(kept: KeptPictures, clock:
 def test_folder_and_files_are_for_this_user_alone(kept: KeptPictures, tmp_path: Path) -> None:
     folder = tmp_path / "a" / "pictures"
     folder.mkdir(parents=True, mode=0o755)
-    name = kept.keep(b"fox", "png")
+    name = kept.keep(b"fox", new_name("png"))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / name).stat().st_mode) == 0o600
 
@@ -86,24 +86,24 @@ def test_the_oldest_make_room_and_what_is_not_ours_stays(kept: KeptPictures, clo
     (folder / "somebodys.png").write_bytes(b"x" * 5000)
     kept_names = []
     for _ in range(30):
-        kept_names.append(kept.keep(b"x" * 99, "webp"))
+        kept_names.append(kept.keep(b"x" * 99, new_name("webp")))
         clock.now_s += 1
         ours = names(folder) - {"somebodys.png"}
         assert sum((folder / name).stat().st_size for name in ours) <= 1000
     assert names(folder) - {"somebodys.png"} == set(kept_names[-len(ours) :])
     assert len(ours) >= 8
     with pytest.raises(OSError, match="too large"):
-        kept.keep(b"x" * 1001, "png")
+        kept.keep(b"x" * 1001, new_name("png"))
 
 
 def test_a_restart_keeps_what_is_fresh_and_removes_what_is_old_or_half_written(
     kept: KeptPictures, clock: Clock, tmp_path: Path
 ) -> None:
     folder = tmp_path / "a" / "pictures"
-    old = kept.keep(b"old", "png")
+    old = kept.keep(b"old", new_name("png"))
     (folder / f"{old}.part").write_bytes(b"half")
     clock.now_s += 1800
-    fresh = kept.keep(b"fresh", "jpeg")
+    fresh = kept.keep(b"fresh", new_name("jpeg"))
     clock.now_s += 1801
     os.utime(folder / f"{old}.part", (0, 0))
     after = KeptPictures(folder, max_bytes=1000, now=clock)
@@ -119,7 +119,7 @@ def test_a_restart_keeps_what_is_fresh_and_removes_what_is_old_or_half_written(
 def test_other_names_are_not_found(kept: KeptPictures, tmp_path: Path, name: str) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "secret.png").write_bytes(b"secret")
-    kept.keep(b"fox", "png")
+    kept.keep(b"fox", new_name("png"))
     assert not is_there(kept, name)
 
 
@@ -127,11 +127,13 @@ def test_a_folder_that_is_a_link_elsewhere_is_not_used(clock: Clock, tmp_path: P
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(PermissionError):
-        KeptPictures(tmp_path / "link", max_bytes=1000, now=clock).keep(b"fox", "png")
+        KeptPictures(tmp_path / "link", max_bytes=1000, now=clock).keep(b"fox", new_name("png"))
 
 
 def test_many_threads_keep_within_the_bound(kept: KeptPictures, tmp_path: Path) -> None:
-    threads = [threading.Thread(target=lambda: [kept.keep(b"x" * 90, "png") for _ in range(20)]) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: [kept.keep(b"x" * 90, new_name("png")) for _ in range(20)]) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -296,7 +298,7 @@ def test_sweeping_goes_on_after_a_folder_that_cannot_be_read(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = KeptPictures(tmp_path / "pictures", max_bytes=1000, now=clock)
-    name = kept.keep(b"fox", "png")
+    name = kept.keep(b"fox", new_name("png"))
     monkeypatch.setattr("diffserve.service.images.kept_pictures.SWEEP_EVERY_S", 0.01)
     hidden = (tmp_path / "pictures").rename(tmp_path / "hidden")
     (tmp_path / "pictures").symlink_to(hidden)

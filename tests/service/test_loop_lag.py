@@ -56,7 +56,10 @@ def test_what_does_not_compute_is_lateness_alone() -> None:
     assert blocked_s < 0.3
 
 
-POST_ROUTES = (GENERATIONS, "/v1/chat/completions", "/v1/completions", "/v1/prompts/rewrite")
+POST_ROUTES = (
+    *(GENERATIONS, "/v1/chat/completions", "/v1/completions", "/v1/prompts/rewrite"),
+    *("/v1/responses", "/v1/embeddings"),
+)
 PAGE_NAMES = ("queue/join", "run/generate", "call/generate", "cancel", "reset")
 PAGE_ROUTES = tuple(f"/gradio_api/{name}" for name in PAGE_NAMES)
 GET_ROUTES = (

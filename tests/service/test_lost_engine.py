@@ -51,7 +51,8 @@ async def start_with_faults(*arguments):
     return await start(*arguments)
 
 connection.EngineConnection.start = start_with_faults
-serve(load_settings(model=sys.argv[2], config=sys.argv[6], env={"DIFFSERVE_SERVE_PORT": "0"}))
+own = {"DIFFSERVE_SERVE_PORT": "0", "DIFFSERVE_SERVE_DATA_DIR": os.environ["DIFFSERVE_SERVE_DATA_DIR"]}
+serve(load_settings(model=sys.argv[2], config=sys.argv[6], env=own))
 """
 """A server that is sooner told, and each of whose engines begins with the faults that are written in a file by then."""
 
@@ -112,7 +113,7 @@ def reasons(server: RunningServer) -> list[str]:
 
 def losses(server: RunningServer) -> dict[str, float]:
     """What /metrics counts, by kind."""
-    found = re.findall(r'diffserve_engine_losses_total\{kind="(\w+)"\} (\S+)', server.client.get("/metrics").text)
+    found = re.findall(r'diffserve_engine_restarts_total\{reason="(\w+)"\} (\S+)', server.client.get("/metrics").text)
     return {kind: float(count) for kind, count in found}
 
 

@@ -2,19 +2,50 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from diffserve import ipc
-from diffserve.engine_stats import CacheStats, EngineStats, ImageStats, PageStats, ShareStats, TenantPages
+from diffserve.config import load_settings
+from diffserve.engine_stats import (
+    CacheStats,
+    EngineStats,
+    ImageStats,
+    ModelStats,
+    PageStats,
+    ShareStats,
+    StepTally,
+    TenantPages,
+    sum_of,
+)
+from diffserve.errors import NOT_FINITE, EngineUnavailable
 from diffserve.rewrite_types import Rewrite, RewriteFinished
+from diffserve.service.app import create_app
+from diffserve.service.engine.client import EngineClient
+from diffserve.service.engine.engines import Job
+from diffserve.service.lifecycle import Gate
 from diffserve.service.metrics import Metrics
+from diffserve.service.stored.watching import watch_store
+from diffserve.store import Database
+from diffserve.store.batches import Batches, LineDone
+from diffserve.store.files import Files
 from diffserve.text_types import TextFinished, TextResult, TextStats, TextTimings, TextUsage
-from diffserve.types import Cancelled, Failed, Finished
+from diffserve.types import Cancelled, Event, Failed, Finished, GenerationRequest, ImageFailed, Progress
+from tests.service.server import GENERATIONS, SOON_S, RunningServer, wait_for
 
 TIMINGS = TextTimings(queue_s=0.0, ttft_s=0.03, tpot_s=0.004, total_s=0.1)
 USAGE = TextUsage(prompt_tokens=40, output_tokens=9)
+LOST: Any = {"request_id": "img", "image_index": 0, "code": "numerical_error"}
+TALLY = StepTally()
+for num_rows, seconds in ((1, 0.02), (2, 0.2), (2, None), (99, 9.0)):
+    TALLY.add(num_rows, seconds)
 STATS = EngineStats(
     num_live=5,
     num_wishes=2,
@@ -30,6 +61,25 @@ STATS = EngineStats(
         latents=CacheStats(num_hits=6, num_misses=7, num_evicted=8, num_bytes=900),
     ),
     share=ShareStats(share=0.25, image_s=9.0, text_s=3.0),
+    models=(
+        ModelStats(
+            name="m",
+            is_loaded=True,
+            images=ImageStats(
+                num_running=3,
+                num_waiting=1,
+                num_steps=4,
+                num_rows=104,
+                num_painted=7,
+                num_failed=1,
+                busy_s=12.5,
+                num_lanes=8,
+                num_loras=2,
+                lora_bytes=600,
+                steps=TALLY.stats,
+            ),
+        ),
+    ),
     texts=TextStats(
         num_running=4,
         num_waiting=6,
@@ -82,19 +132,34 @@ def test_times_of_answers_go_into_histograms_by_kind() -> None:
     metrics.observe("text", finished(0.5, 1.5))
     metrics.observe("text", finished(0.1))
     found = shown(metrics)
-    assert found["text_ttft_seconds_count kind=text"] == 2
-    assert found["text_ttft_seconds_sum kind=text"] == pytest.approx(0.06)
-    assert found["text_tpot_seconds_sum kind=text"] == pytest.approx(0.008)
-    assert found["text_entropy_nats_count kind=text"] == 3
-    assert found["requests_total kind=text outcome=finished"] == 2
+    assert found["llm_time_to_first_token_seconds_count kind=text"] == 2
+    assert found["llm_time_to_first_token_seconds_sum kind=text"] == pytest.approx(0.06)
+    assert found["llm_time_per_output_token_seconds_sum kind=text"] == pytest.approx(0.008)
+    assert found["llm_entropy_nats_count kind=text"] == 3
+    assert found["engine_requests_total kind=text outcome=finished"] == 2
+
+
+@pytest.mark.parametrize(
+    ("event", "stage"),
+    [
+        *((ImageFailed(**LOST, message=f"{said}; try another."), stage) for stage, said in NOT_FINITE.items()),
+        (Failed(request_id="img", code="numerical_error", message="the language model gave logits"), "text"),
+        (ImageFailed(request_id="img", image_index=0, code="insufficient_memory", message="x"), ""),
+    ],
+)
+def test_what_was_not_finite_is_counted_by_where_that_was_seen(event: ipc.AnyEvent, stage: str) -> None:
+    metrics = Metrics()
+    metrics.observe("image", event)
+    found = {name: value for name, value in shown(metrics).items() if name.startswith("nonfinite_total")}
+    assert found == {f"nonfinite_total stage={one}": float(one == stage) for one in (*NOT_FINITE, "text")}
 
 
 def test_an_answer_of_one_token_has_no_time_per_later_token() -> None:
     metrics = Metrics()
     metrics.observe("text", msgspec.structs.replace(finished(0.5), usage=TextUsage(prompt_tokens=3, output_tokens=1)))
     found = shown(metrics)
-    assert found["text_ttft_seconds_count kind=text"] == 1
-    assert "text_tpot_seconds_count kind=text" not in found
+    assert found["llm_time_to_first_token_seconds_count kind=text"] == 1
+    assert found["llm_time_per_output_token_seconds_count kind=text"] == 0
 
 
 def test_prompts_that_fell_back_are_counted_with_the_reason() -> None:
@@ -107,7 +172,7 @@ def test_prompts_that_fell_back_are_counted_with_the_reason() -> None:
     metrics.observe("rewrite", event)
     found = shown(metrics)
     assert found["rewrite_fallbacks_total reason=unsure"] == 1
-    assert found["text_entropy_nats_sum kind=rewrite"] == pytest.approx(3.2)
+    assert found["llm_entropy_nats_sum kind=rewrite"] == pytest.approx(3.2)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +188,8 @@ def test_every_end_is_counted_by_kind(event: ipc.AnyEvent, outcome: str) -> None
     metrics.observe("image", event)
     metrics.ended("image", "rejected")
     found = shown(metrics)
-    assert found[f"requests_total kind=image outcome={outcome}"] == 1
-    assert found["requests_total kind=image outcome=rejected"] == 1
+    assert found[f"engine_requests_total kind=image outcome={outcome}"] == 1
+    assert found["engine_requests_total kind=image outcome=rejected"] == 1
 
 
 def test_the_engines_snapshot_is_shown_whole() -> None:
@@ -132,27 +197,35 @@ def test_the_engines_snapshot_is_shown_whole() -> None:
     expected = {
         "up": 1,
         "live_requests": 5,
-        "queue kind=image state=waiting": 1,
-        "queue kind=image state=running": 3,
-        "queue kind=wish state=waiting": 2,
-        "queue kind=text state=waiting": 6,
-        "queue kind=text state=running": 4,
-        "unet_rows_total": 64,
-        "image_cache_total outcome=shared": 1,
-        "latent_cache_total outcome=hit": 6,
-        "latent_cache_total outcome=miss": 7,
+        "requests_waiting kind=image": 1,
+        "requests_running kind=image": 3,
+        "requests_waiting kind=wish": 2,
+        "requests_waiting kind=text": 6,
+        "requests_running kind=text": 4,
+        "unet_rows_total model=m": 104,
+        "cache_requests_total cache=image result=shared": 1,
+        "cache_requests_total cache=latent result=hit": 6,
+        "cache_requests_total cache=latent result=miss": 7,
         "cache_bytes cache=image": 500,
         "cache_evictions_total cache=latent": 8,
-        "images_total outcome=painted": 7,
+        "images_total model=m outcome=painted": 7,
         "busy_seconds_total side=images": 12.5,
         "shared_seconds_total side=texts": 3.0,
         "text_time_share": 0.25,
         "text_time_share_taken": 0.25,
-        "text_tokens_total what=output": 50,
-        "text_tokens_per_second": 10.0,
-        "text_prefix_hit_ratio": 0.25,
-        "text_speculative_acceptance_ratio": 0.75,
-        "text_entropy_mean_nats": 0.5,
+        "llm_tokens_total type=output": 50,
+        "llm_tokens_per_second": 10.0,
+        "llm_prefix_hit_ratio": 0.25,
+        "llm_speculative_acceptance_ratio": 0.75,
+        "llm_entropy_mean_nats": 0.5,
+        "kv_cache_usage_ratio": 0.3,
+        "batch_slots model=m state=used": 3,
+        "batch_slots model=m state=free": 5,
+        "lora_bytes model=m": 600,
+        "batch_size_count model=m": 4,
+        "batch_size_sum model=m": 104,
+        "denoise_step_seconds_count batch_bucket=2 model=m": 1,
+        "denoise_step_seconds_sum batch_bucket=+Inf model=m": 9.0,
         "pool_pages": 100,
         "pool_free_pages": 60,
         "pages state=held tenant=llm": 30,
@@ -174,5 +247,127 @@ def test_an_engine_that_does_not_answer_is_down_and_shown_as_it_was() -> None:
 
 def test_a_server_without_a_language_model_shows_nothing_of_texts() -> None:
     found = shown(Metrics(), msgspec.structs.replace(STATS, texts=None, pages=None))
-    assert not [name for name in found if name.startswith(("text_tokens", "pages", "pool"))]
+    assert not [name for name in found if name.startswith(("llm_tokens", "pages", "pool", "kv_cache"))]
     assert found["busy_seconds_total side=texts"] == 0.0
+
+
+def test_steps_of_several_engines_add_up() -> None:
+    one = ImageStats(
+        num_running=0, num_waiting=0, num_steps=4, num_rows=104, num_painted=0, num_failed=0, busy_s=0.0,
+        steps=TALLY.stats,
+    )  # fmt: skip
+    assert sum_of([]).steps == StepTally().stats
+    assert sum_of([one]).steps == TALLY.stats
+    assert sum_of([one, one]).steps.num_steps == (2, 4, 0, 0, 0, 0, 2)
+    assert sum(sum_of([one, one]).steps.seconds) == pytest.approx(2 * 9.22)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "outcome", "counted"),
+    [
+        (200, "", "success", ""),
+        (400, "invalid_value", "client_error", ""),
+        (429, "queue_full", "rejected", "requests_rejected_total reason=queue_full"),
+        (429, "rate_limit_exceeded", "rejected", "requests_rejected_total reason=rate_limit"),
+        (503, "engine_unavailable", "rejected", "requests_rejected_total reason=unready"),
+        (503, "draining", "rejected", "requests_rejected_total reason=draining"),
+        (504, "deadline_exceeded", "rejected", "requests_rejected_total reason=deadline"),
+        (499, "client_closed_request", "cancelled", "client_disconnects_total phase=waiting"),
+        (200, "client_closed_request", "cancelled", "client_disconnects_total phase=answering"),
+        (200, "internal_error", "server_error", ""),
+        (500, "a code that nobody knows", "server_error", ""),
+    ],
+)
+def test_every_answer_has_an_outcome(status: int, code: str, outcome: str, counted: str) -> None:
+    metrics = Metrics()
+    metrics.answered("/v1/images/generations", status, code, 0.5)
+    found = shown(metrics)
+    assert found[f"requests_total endpoint=/v1/images/generations outcome={outcome} status={status}"] == 1
+    assert found["request_duration_seconds_sum endpoint=/v1/images/generations"] == 0.5
+    why = {name for name, value in found.items() if value and ("reason=" in name or "phase=" in name)}
+    assert why == ({counted} if counted else set())
+
+
+def test_nothing_that_a_client_says_becomes_a_label() -> None:
+    async def say() -> tuple[str, str]:
+        config = load_settings(env={})
+        engine = EngineClient(config)
+        app = create_app(engine, config.serve, Gate())
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+
+            async def said(word: str) -> str:
+                for path in (f"/{word}", f"/v1/models/{word}", f"/v1/images/generations/{word}/cancel"):
+                    for method in ("GET", "POST", word):
+                        told = {"User-Agent": word, "Authorization": f"Bearer {word}", "X-Request-Id": word}
+                        await client.request(method, path, headers=told, json={"model": word, "prompt": word})
+                return (await client.get("/metrics")).text
+
+            first = await said("WORD0")
+            for number in range(1, 20):
+                last = await said(f"WORD{number}")
+        return first, last
+
+    first, last = asyncio.run(say())
+    assert "WORD" not in last.upper()
+    first, last = (re.sub(r" [-+.e\d]+$", "", text, flags=re.MULTILINE) for text in (first, last))
+    assert set(last.splitlines()) - set(first.splitlines()) <= {
+        line for line in last.splitlines() if 'endpoint="/metrics"' in line or "_created" in line
+    }
+    assert 'endpoint="/v1/models/{name:path}"' in last
+    assert 'endpoint="/v1/images/generations/{request_id}/cancel"' in last
+
+
+def test_the_store_tells_its_commits_its_log_and_the_batches_that_are_not_over(tmp_path: Path) -> None:
+    now_s = 1000.0
+    metrics, database = Metrics(), Database(tmp_path)
+    batches = Batches(database, Files(database, 1 << 20), clock=lambda: now_s)
+    watch_store(metrics, database, batches)
+    with database.held():
+        batch = batches.add("", "/v1/images/generations", "file-1", 5, {})
+        batches.move(batch.id, "in_progress", of=["validating"])
+        batches.finish_lines(batch.id, [LineDone(0, b"{}\n", False), LineDone(1, b"{}\n", True)])
+        now_s += 60.0
+        found = shown(metrics)
+        assert found["db_commit_seconds_count"] == 3
+        assert found["db_wal_bytes"] > 0
+        by_status = [found[f"batches status={one}"] for one in ("validating", "in_progress", "finalizing")]
+        assert (by_status, found["batch_lines_left"], found["oldest_batch_age_seconds"]) == ([0, 1, 0], 3, 60.0)
+        batches.finish(batch.id, "completed")
+        found = shown(metrics)
+    over = ("batches status=in_progress", "batch_lines_left", "oldest_batch_age_seconds")
+    assert [found[name] for name in over] == [0, 0, 0]
+
+
+def test_steps_that_led_to_no_picture_are_wasted_by_reason() -> None:
+    def job(*steps: int) -> Job[Event]:
+        made = Job[Event](GenerationRequest(prompt="a"), lambda _: None)
+        for index, step in enumerate(steps):
+            for before in range(1, step + 1):
+                made.wasted_by(Progress(request_id="a", image_index=index, step_index=before, num_steps=9))
+        return made
+
+    late = Failed(request_id="a", code="deadline_exceeded", message="x")
+    assert job(3, 4).wasted_by(late) == ("deadline", 7)
+    assert job(2).wasted_by(None) == ("cancelled", 2)
+    assert job(2, 1).wasted_by(EngineUnavailable("x")) == ("lost", 3)
+    lost = job(5, 6)
+    assert lost.wasted_by(ImageFailed(request_id="a", image_index=0, code="x", message="x")) == ("failed", 5)
+    assert lost.wasted_by(None) == ("cancelled", 6)
+    assert lost.wasted_by(None) == ("cancelled", 0)
+
+
+@pytest.mark.slow
+def test_steps_for_a_client_that_hung_up_are_told_as_wasted(server: RunningServer) -> None:
+    def wasted() -> float:
+        found = re.search(r'steps_wasted_total{reason="cancelled"} (\S+)', server.client.get("/metrics").text)
+        assert found is not None
+        return float(found[1])
+
+    before = wasted()
+    body = {"prompt": "a red fox", "num_inference_steps": 1000, "stream": True}
+    with server.client.stream("POST", GENERATIONS, json=body) as response:
+        lines = response.iter_lines()
+        next(line for line in lines if re.search(r'"step":[1-9]', line))
+    wait_for(lambda: wasted() > before, SOON_S, "wasted steps")
+    server.wait_until_idle()

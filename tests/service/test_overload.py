@@ -37,6 +37,7 @@ max_lanes = 4
 max_waiting = {MAX_WAITING}
 [serve]
 max_backlog_s = 1e9
+request_timeout_s = 100000.0
 """
 LONG: dict[str, Any] = {"prompt": "a red fox", "num_inference_steps": 1000, "sampler": "ddim", "n": 4}
 
@@ -128,7 +129,7 @@ def test_one_who_fills_the_house_keeps_no_other_out_and_delays_it_by_one_turn(sm
     small = {"prompt": "a red fox", "num_inference_steps": 2}
 
     with held(small_server, crowd):
-        painted = 'images_total{outcome="painted"}'
+        painted = 'images_total{model="sd15",outcome="painted"}'
         before = metric(small_server, painted)
         assert small_server.client.post(GENERATIONS, json=small, headers=crowd).status_code == 429
         assert small_server.client.post(GENERATIONS, json=small, headers=guest).status_code == 200

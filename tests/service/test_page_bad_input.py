@@ -204,14 +204,14 @@ def test_a_form_of_any_length_keeps_nobody_waiting(
     page: httpx.Client, samplers: list[str], steps: str, prompts: str, said: str
 ) -> None:
     """The fixture sees to it that nobody waited."""
-    form = {"data": [samplers, steps, prompts, 1, 0, "3", False]}
+    form = {"data": [samplers, steps, prompts, 1, 0, "3", False, ""]}
     answer = page.post(f"{API}/run/experiment_estimate", json=form)
     assert answer.status_code == 200
     assert said in answer.json()["data"][0]
 
 
 def test_texts_that_are_too_long_are_refused(page: httpx.Client) -> None:
-    form = list(msgspec.structs.astuple(Form(prompt="x" * 1_000_000, steps="2", seed="3")))
+    form = [*msgspec.structs.astuple(Form(prompt="x" * 1_000_000, steps="2", seed="3")), ""]
     painted = page.post(f"{API}/run/generate", json={"data": form, "session_hash": "long"}).json()["data"]
     suggested = page.post(f"{API}/run/suggest", json={"data": form[:1], "session_hash": "long"}).json()["data"]
     assert "The prompt has 1000000 characters" in painted[2]

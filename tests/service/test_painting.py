@@ -15,6 +15,7 @@ from diffserve.errors import (
     DiffserveError,
     EngineUnavailable,
     InvalidRequest,
+    ModelLoadError,
     ModelNotFound,
     NumericalError,
     QueueFull,
@@ -25,9 +26,9 @@ from diffserve.service.http.hosts import is_loopback
 from diffserve.service.images.painting import CheckedImages, plan_painting
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.lifecycle import header_text
-from diffserve.service.models import ALIASES, check_model, model_list
+from diffserve.service.models import ALIASES, find_model, model_list, told_of
 from diffserve.service.texts.schemas import RewriterMode
-from diffserve.types import Failed, ModelInfo, RewriteOptions
+from diffserve.types import Failed, ModelInfo, RewriteOptions, ServedModel
 
 CONFIG: ServeConfig = load_settings(env={}).serve
 INFO = ModelInfo(
@@ -56,6 +57,16 @@ INFO = ModelInfo(
 
 def plan(**fields: Any) -> CheckedImages:
     return plan_painting(parse(GenerateBody, json.dumps({"prompt": "a fox", **fields}).encode()), INFO, CONFIG, "img-1")
+
+
+def test_brackets_of_a_plain_prompt_weigh_nothing_and_a_wish_stays_as_it_is() -> None:
+    prompts = {"prompt": "a (red) fox", "negative_prompt": "[night]"}
+    for syntax, wanted in ((None, ("a (red) fox", "[night]")), ("plain", ("a \\(red\\) fox", "\\[night\\]"))):
+        request = plan(**prompts, prompt_syntax=syntax).request
+        assert (request.prompt, request.negative_prompt) == wanted
+    assert plan(**prompts, prompt_syntax="plain", prompt_rewriter="auto").request.prompt == "a (red) fox"
+    with pytest.raises(InvalidRequest, match="prompt_syntax is"):
+        plan(prompt_syntax="comfy")
 
 
 @pytest.mark.parametrize(
@@ -158,6 +169,10 @@ def test_retry_after_is_a_whole_number_from_1_to_60(after_s: float, told: str) -
 def test_an_error_that_is_not_ours_tells_nothing_of_its_inside() -> None:
     full = reply_to(OSError(errno.ENOSPC, "No space left on device", "/secret/path"))
     assert (full.status, b"no room" in full.body, b"secret" in full.body) == (507, True, False)
+    limited = reply_to(OSError(errno.EFBIG, "File too large", "/secret/path"))
+    sick = reply_to(OSError(errno.EIO, "Input/output error", "/secret/path"))
+    assert (limited.status, limited.body) == (507, full.body)
+    assert (sick.status, b"disk_error" in sick.body, b"secret" in sick.body) == (507, True, False)
     reply = reply_to(RuntimeError("/secret/path"))
     assert reply.status == 500
     assert b"secret" not in reply.body
@@ -180,12 +195,32 @@ def test_a_failed_event_is_the_error_it_stands_for(event: Failed, kind: type[Dif
 
 
 def test_a_model_goes_by_its_id_and_by_every_alias() -> None:
+    models = [ServedModel(name="embedded", info=INFO, is_loaded=True)]
     for name in (None, "embedded", *ALIASES):
-        check_model(name, INFO)
-    listed = [entry["id"] for entry in model_list(INFO, None, 1, {})["data"]]
+        assert find_model(name, models) is INFO
+    listed = [entry["id"] for entry in model_list(1, told_of(models, None, CONFIG))["data"]]
     assert listed == ["embedded", *ALIASES]
-    with pytest.raises(ModelNotFound, match='"nope"'):
-        check_model("nope", INFO)
+    with pytest.raises(ModelNotFound, match='"nope"; embedded is loaded'):
+        find_model("nope", models)
+
+
+def test_of_several_models_each_goes_by_its_name_and_the_first_by_none_and_by_aliases() -> None:
+    other = msgspec.structs.replace(INFO, model_id="gpt-image-1")
+    models = [
+        ServedModel(name="embedded", info=INFO, is_loaded=True),
+        ServedModel(name="gpt-image-1", info=other, is_loaded=False),
+        ServedModel(name="broken", info=None, is_loaded=False, problem="broken: its file was cut short."),
+    ]
+    assert [find_model(name, models) for name in (None, "embedded", "dall-e-3")] == [INFO] * 3
+    assert find_model("gpt-image-1", models) is other, "a name goes before an alias"
+    told = told_of(models, None, CONFIG)
+    assert [one["loaded"] for one in told.values()] == [True, False, False]
+    assert told["broken"] == {"loaded": False, "problem": "broken: its file was cut short."}
+    for name in ("nope", "../embedded", "/models/embedded", ""):
+        with pytest.raises(ModelNotFound, match="embedded, gpt-image-1, broken are served"):
+            find_model(name, models)
+    with pytest.raises(ModelLoadError, match="cut short"):
+        find_model("broken", models)
 
 
 def test_a_header_holds_printable_ascii_of_bounded_length() -> None:

@@ -27,7 +27,10 @@ FORM: dict[str, Any] = {
     "prompt": "a red fox", "negative_prompt": "", "quality": "draft", "aspect": "square", "count": 1,
     "rewrite_mode": "Off", "steps": "2", "sampler": "", "guidance": "", "size": "", "seed": "3", "eta": "",
     "spacing": "", "guidance_interval": "", "cache_interval": "",
-    "token_merging": "", "similarity_threshold": "", "noise_source": "",
+    "token_merging": "", "similarity_threshold": "", "noise_source": "", "micro_conditioning": "",
+    "guidance_rescale": "", "loras": "", "clip_skip": "", "model": "",
+    "switch_at": "", "best_of": "", "strength": "", "control": "", "control_scale": "", "control_steps": "",
+    "preprocessor": "", "control_picture": "", "marks": "",
 }  # fmt: skip
 
 
@@ -46,6 +49,10 @@ class Page:
     def ask(self, **fields: Any) -> AsyncIterator[Sequence[Any]]:
         """Press Generate."""
         return self._events.generate(**(FORM | fields), request=Request())  # type: ignore[arg-type]
+
+    async def choose_control(self, file: Path) -> list[Any]:
+        """Choose the picture of a ControlNet: what then stands in its field, and the caption."""
+        return await self._events.read_control(str(file), Request())  # type: ignore[arg-type]
 
     def stop(self) -> None:
         self.visitors.of(Request.session_hash).stop()
@@ -187,7 +194,7 @@ def test_a_click_before_the_models_are_loaded_waits_for_them(
         monkeypatch.setattr("ui.create.painting.LOOK_AGAIN_S", 0.01)
         request = page.ask()
         await page.until(request, lambda: EARLY in page.caption)
-        assert page.shown["stop"]["visible"]
+        assert page.shown["stop"]["visible"] is True
         is_loaded.set()
         await page.rest(request)
         assert "Painted in" in page.caption

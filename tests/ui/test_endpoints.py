@@ -14,15 +14,15 @@ import pytest
 from gradio_client import Client, handle_file
 
 from diffserve.images import decode_image, read_infotext
-from tests.service.server import SOON_S, START_S, RunningServer, files_of, wait_for
+from tests.service.server import SOON_S, RunningServer, files_of, wait_for
 from ui.create.view import UPDATE_EVERY_S
 
 pytestmark = pytest.mark.slow
 
-ENDPOINTS = {"/generate", "/suggest", "/read_parameters", "/experiment_estimate", "/experiment"}
+ENDPOINTS = {"/generate", "/suggest", "/read_parameters", "/read_control", "/experiment_estimate", "/experiment"}
 FOX = "a fox next to a cactus on the beach"
 PATIENCE_S = 280.0
-REFUSED = re.compile(r'^diffserve_requests_total\{kind="image",outcome="rejected"\} [1-9]', re.MULTILINE)
+REFUSED = re.compile(r'^diffserve_engine_requests_total\{kind="image",outcome="rejected"\} [1-9]', re.MULTILINE)
 
 
 class Painted(NamedTuple):
@@ -53,16 +53,25 @@ def file_in(value: Any) -> Path:
     return Path(value["value"] if isinstance(value, dict) else value)
 
 
-@pytest.fixture
-def page(page_server: RunningServer, tmp_path: Path) -> Iterator[Client]:
-    """Gradio's client of the page."""
-    wait_for(lambda: page_server.status("/config") == 200, START_S, "the page")
-    client = Client(
-        page_server.url, verbose=False, analytics_enabled=False, download_files=str(tmp_path / "files"),
+def client_of(server: RunningServer, folder: Path) -> Client:
+    return Client(
+        server.url, verbose=False, analytics_enabled=False, download_files=str(folder),
         httpx_kwargs={"timeout": PATIENCE_S, "trust_env": False},
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shared_page(shared_page_server: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """Gradio's client of the page, for all that do not close it."""
+    client = client_of(shared_page_server, tmp_path_factory.mktemp("files"))
     yield client
     client.close()
+
+
+@pytest.fixture
+def page(shared_page: Client, page_server: RunningServer) -> Client:
+    """The client, of a server that is idle again after each test."""
+    return shared_page
 
 
 def test_these_endpoints_are_named_and_no_others(page: Client) -> None:
@@ -75,15 +84,15 @@ def test_generate_shows_previews_and_ends_with_the_very_file_of_the_server(
     page: Client, page_server: RunningServer
 ) -> None:
     started_s = time.monotonic()
-    moments = [Painted(*moment) for moment in page.submit(FOX, steps="50", seed="5", api_name="/generate")]
+    moments = [Painted(*moment) for moment in page.submit(FOX, steps="30", seed="5", api_name="/generate")]
     assert len(moments) <= (time.monotonic() - started_s) / UPDATE_EVERY_S + 2  # the first and the last are extra
     *_, last = moments
     pictures = {file_in(moment.picture).name for moment in moments if isinstance(moment.picture, str)}
     assert len([name for name in pictures if name.startswith("preview-")]) >= 1
-    counted = [re.search(r"step (\d+) of 50", str(moment.caption)) for moment in moments]
+    counted = [re.search(r"step (\d+) of 30", str(moment.caption)) for moment in moments]
     assert len({found[1] for found in counted if found}) >= 2
     file = file_in(last.picture).read_bytes()
-    assert [file] == files_of(page_server.paint(FOX, num_steps=50, seed=5, size="128x128"))
+    assert [file] == files_of(page_server.paint(FOX, num_steps=30, seed=5, size="128x128"))
     assert last.parameters == read_infotext(file)
     assert file_in(last.download).read_bytes() == file
     [entry] = last.gallery["value"] if isinstance(last.gallery, dict) else last.gallery
@@ -102,7 +111,7 @@ def test_a_file_is_read_into_settings_that_paint_it_again(page: Client, asked: d
     read = page.predict(handle_file(str(file_in(first.picture))), api_name="/read_parameters")
     told: Any = page.view_api(print_info=False, return_format="dict")
     names = [parameter["parameter_name"] for parameter in told["named_endpoints"]["/generate"]["parameters"]]
-    settings = dict(zip(names, read, strict=False))
+    settings = dict(zip(names[:-1], read, strict=False))  # the last is what the browser marks
     assert (settings["prompt"], settings["negative_prompt"], settings["seed"]) == ("a crown", "night", "8")
     assert (settings["guidance"], settings["eta"]) == (asked["guidance"], asked.get("eta"))
     again = Painted(*page.predict(**settings, api_name="/generate"))
@@ -178,7 +187,8 @@ def test_an_experiment_that_cannot_be_painted_says_why(page: Client, fields: dic
 
 
 @pytest.mark.parametrize("way", ["cancel", "close"])
-def test_a_script_that_gives_up_frees_the_lane(page: Client, page_server: RunningServer, way: str) -> None:
+def test_a_script_that_gives_up_frees_the_lane(page_server: RunningServer, tmp_path: Path, way: str) -> None:
+    page = client_of(page_server, tmp_path)
     job = page.submit(FOX, steps="1000", api_name="/generate")
     page_server.wait_for_requests(1)
     if way == "cancel":
@@ -186,15 +196,13 @@ def test_a_script_that_gives_up_frees_the_lane(page: Client, page_server: Runnin
     else:
         page.close()
     page_server.wait_until_idle(SOON_S)
+    page.close()
 
 
-def test_one_visitor_with_much_to_paint_keeps_no_other_waiting(page: Client, page_server: RunningServer) -> None:
-    other = Client(
-        page_server.url,
-        verbose=False,
-        analytics_enabled=False,
-        httpx_kwargs={"timeout": PATIENCE_S, "trust_env": False},
-    )
+def test_one_visitor_with_much_to_paint_keeps_no_other_waiting(
+    page: Client, page_server: RunningServer, tmp_path: Path
+) -> None:
+    other = client_of(page_server, tmp_path)
     page.predict("a crown", steps="25", api_name="/generate")  # the server learns how fast it is
     jobs = [page.submit("a crown", count=10, steps="1000", api_name="/generate") for _ in range(12)]
     wait_for(lambda: REFUSED.search(page_server.client.get("/metrics").text), SOON_S, "the end of one's share")

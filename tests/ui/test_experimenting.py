@@ -41,7 +41,7 @@ def here(server: RunningServer) -> Iterator[Server]:
 def form(**fields: Any) -> dict[str, Any]:
     chosen: dict[str, Any] = {
         "samplers": ["ddim"], "steps": "2, 4", "prompts": "a red fox", "num_seeds": 1, "first_seed": 0,
-        "guidance": None, "has_converged": False,
+        "guidance": None, "has_converged": False, "model": None,
     }  # fmt: skip
     return chosen | fields
 
@@ -139,7 +139,7 @@ def test_a_server_lost_in_mid_paint_is_one_sentence_and_what_is_painted_stays(se
     assert "1 of 2 pictures are painted and kept" in last.status
     assert re.findall(r'<img src="[^"]+" alt="([^"]+)"', last.grid) == ["DDIM, 2 steps"]
     assert table.count("\n") == 2, "the names of the columns, and one square"
-    assert (last.run["visible"], last.run["interactive"], last.stop["visible"]) == (True, True, False)
+    assert (last.run["visible"], last.run["interactive"], last.stop["visible"]) == (True, True, "hidden")
 
 
 def test_curves_that_are_still_to_come_are_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

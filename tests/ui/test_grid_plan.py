@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from diffserve.client import ImageCapabilities, SamplerChoice
+from diffserve.client import AsyncClient, ImageCapabilities, SamplerChoice
 from diffserve.errors import InvalidRequest
-from diffserve.experiments.plan import Cell, SweepPlan
+from diffserve.experiments.plan import Cell, PlannedImage, SweepPlan
+from ui.experiment.client_painter import ClientPainter
 from ui.experiment.form import MAX_PICTURES, ExperimentForm, read_form
 from ui.experiment.speed import TIMED_PICTURES, TIMED_STEPS, ServerSpeed, Timing
 
@@ -34,6 +35,13 @@ MODEL = ImageCapabilities(
 def plan_of(**fields: Any) -> SweepPlan:
     chosen: dict[str, Any] = {"samplers": ["DDIM", "dpmpp_2m"], "steps": "5, 2", "prompts": "a fox\n\n two apples \n"}
     return read_form(ExperimentForm(**chosen | fields), MODEL)
+
+
+def test_every_picture_is_asked_of_the_model_that_was_chosen() -> None:
+    image = PlannedImage(plan_of().cells[0], 0, 0)
+    for chosen, told in (("photo", "photo"), ("", None)):
+        painter = ClientPainter(AsyncClient("http://127.0.0.1:9"), plan_of(), chosen)
+        assert painter._fields(image).get("model") == told
 
 
 def test_a_form_becomes_paired_cells() -> None:

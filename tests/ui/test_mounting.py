@@ -17,7 +17,7 @@ from fastapi import FastAPI
 import ui
 from ui.__main__ import main
 from ui.files import Files
-from ui.mounting import MAX_SESSIONS
+from ui.mounting import MAX_SESSIONS, without_interface_files
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,7 +51,14 @@ def test_the_page_is_there_before_its_server_and_asks_for_nothing_from_elsewhere
         config = (await client.get("/config")).json()
         assert (config["analytics_enabled"], config["show_error"], config["footer_links"]) == (False, False, [])
         named = {each["api_name"] for each in config["dependencies"] if each["api_visibility"] == "public"}
-        assert named == {"generate", "suggest", "read_parameters", "experiment", "experiment_estimate"}
+        assert named == {
+            "generate",
+            "suggest",
+            "read_parameters",
+            "read_control",
+            "experiment",
+            "experiment_estimate",
+        }
 
     paths = visit(story)
     assert paths[0] == "/"
@@ -122,3 +129,28 @@ def test_a_wrong_address_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> 
     told = capsys.readouterr().err
     assert "'nonsense'" in told
     assert told.count("\n") == 1
+
+
+def test_components_are_imported_without_reading_their_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of gradio's import; and what a component is asked for afterwards is there as ever."""
+    from gradio import Textbox, component_meta
+
+    def read(*_: object) -> None:
+        raise LookupError("a source was read")
+
+    monkeypatch.setattr(component_meta, "extract_class_source_code", read)
+    with without_interface_files():
+        component_meta.create_or_modify_pyi(Textbox, "Textbox", [])
+        assert inspect.getfile(Files).endswith("files.py")
+    with pytest.raises(LookupError):
+        component_meta.create_or_modify_pyi(Textbox, "Textbox", [])
+
+
+@pytest.mark.slow
+def test_gradio_is_kept_from_importing_what_its_own_tools_would_need() -> None:
+    code = (
+        "import sys; from ui.mounting import create_page; create_page('http://127.0.0.1:1'); "
+        "assert not [name for name in sys.modules if name.startswith(('mcp', 'opentelemetry.sdk', 'pyarrow'))]; "
+        "import mcp, pyarrow"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=ROOT)

@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from diffserve.client import Failure, LostImage, StreamedImageFields
+from diffserve.service.http.keys import RateLimits
+from diffserve.store.keys import Key
 from tests.service.server import SOON_S, RunningServer, files_of, wait_for
 from ui.captions import SHUT_OUT, caption_of, painted_from, progress_text
 from ui.create.painting import Painting
@@ -154,22 +156,37 @@ def test_until_it_begins_its_place_is_said() -> None:
     tell("http://127.0.0.1:9", story)
 
 
+def test_who_may_ask_no_more_is_told_whose_limit_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits, key = RateLimits(), Key(id="k", name="", digest=b"", scopes=(), created_s=0.0, requests_per_minute=1)
+
+    async def story(server: Server) -> None:
+        monkeypatch.setattr(server.client, "generate_stream", lambda *_, **__: limits.take(key))
+        painting = Visitor().paint(server, order())
+        await until(lambda: bool(painting.shut_out))
+        assert progress_text(painting) == f"This key may ask 1 times a minute; {SHUT_OUT}"
+        painting.stop()
+        await painting.wait()
+
+    limits.take(key)
+    tell("http://127.0.0.1:9", story)
+
+
 @pytest.mark.slow
 def test_a_full_server_is_asked_again_until_there_is_room(text_server: RunningServer) -> None:
     async def story(server: Server) -> None:
         greedy, patient = Visitor(), Visitor()
         long = greedy.paint(server, order(num_inference_steps=LONG, n=10))
         await until_step(long)
-        while not long.is_shut_out:
+        while not long.shut_out:
             assert len(greedy.paintings) < 200
             long = greedy.paint(server, order(num_inference_steps=LONG, n=10))
             await asyncio.sleep(0.1)
         painting = patient.paint(server, order(n=10))  # where ten find no room, one may
-        await until(lambda: painting.is_shut_out)
-        assert progress_text(painting) == SHUT_OUT
+        await until(lambda: bool(painting.shut_out))
+        assert progress_text(painting).endswith(f"; {SHUT_OUT}")
         greedy.stop()
         await painting.wait()
-        assert (painting.error, len(painting.pictures), painting.is_shut_out) == (None, 10, False)
+        assert (painting.error, len(painting.pictures), painting.shut_out) == (None, 10, "")
 
     tell(text_server.url, story)
 

@@ -8,9 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from diffserve.controlnets import Control
 from diffserve.errors import InvalidRequest
 from diffserve.types import MAX_PROMPT_CHARS, MAX_SEED
 from tests.ui.capabilities import MODEL
+from ui.create.layout import Fields
 from ui.create.parameters import (
     ASPECTS,
     REWRITE_MODES,
@@ -203,6 +205,68 @@ def test_a_share_of_merged_tokens_reads_back_as_a_picture_tells_it() -> None:
     assert "token_merging" not in order_of(form_of(TEXT, MODEL), MODEL).fields
 
 
+def test_rescaled_guidance_reads_back_as_a_picture_tells_it() -> None:
+    assert order_of(form_of(f"{TEXT}, CFG rescale phi: 0.7", MODEL), MODEL).fields["guidance_rescale"] == 0.7
+    assert "guidance_rescale" not in order_of(form_of(TEXT, MODEL), MODEL).fields
+
+
+def test_where_a_refiner_took_over_reads_back_and_another_one_raises_a_doubt() -> None:
+    told = f"{TEXT}, Refiner: xl [01], Refiner switch at: 0.75"
+    model = msgspec.structs.replace(MODEL, refiner="xl [01]")
+    assert order_of(form_of(told, model), model).fields["switch_at"] == 0.75
+    assert doubts(told, model) == ()
+    assert "painted by xl [01], which is not loaded" in doubts(told, MODEL)[0]
+    assert order_of(Form(prompt="a fox", best_of="4"), MODEL).fields["best_of"] == 4
+
+
+def test_adapters_are_read_by_name_and_scale_and_have_to_be_there() -> None:
+    model = msgspec.structs.replace(MODEL, loras=("ink", "paper cut"))
+    fields = order_of(Form(prompt="a fox", loras=" ink:0.5, paper cut "), model).fields
+    assert fields["loras"] == [{"name": "ink", "scale": 0.5}, {"name": "paper cut", "scale": 1.0}]
+    assert "loras" not in order_of(Form(prompt="a fox", loras=" , "), model).fields
+    for odd, why in (("chalk", "no adapter 'chalk'; there are ink, paper cut"), ("ink:x", "write NAME or NAME:SCALE")):
+        with pytest.raises(InvalidRequest, match=why) as refused:
+            order_of(Form(prompt="a fox", loras=odd), model)
+        assert refused.value.param == "loras"
+    with pytest.raises(InvalidRequest, match="none are served here"):
+        order_of(Form(prompt="a fox", loras="ink"), MODEL)
+
+
+def test_a_controlnet_goes_by_the_picture_that_was_chosen_for_it() -> None:
+    model = msgspec.structs.replace(MODEL, controlnets=("edges",))
+    form = Form(prompt="a fox", control="edges", control_scale="0,5", control_steps="0-0.5", preprocessor="canny")
+    [told] = order_of(form, model, None, b"file").fields["controlnets"]
+    numbers = {"scale": 0.5, "start": 0.0, "end": 0.5}
+    assert told == {"name": "edges", "image": b"file", "preprocessor": "canny", **numbers}
+    assert "controlnets" not in order_of(Form(prompt="a fox", control=""), model, None, b"file").fields
+    for changes, picture, why in (
+        ({"control": "depth"}, b"file", "no ControlNet 'depth'; there are edges"),
+        ({}, None, "has no picture to go by; choose one"),
+        ({"control_scale": "3"}, b"file", "from 0 to 2"),
+        ({"control_steps": "0.5-0.5"}, b"file", "0 <= start < end <= 1"),
+        ({"control_steps": "half"}, b"file", "The ControlNet's part is 'half'"),
+    ):
+        with pytest.raises(InvalidRequest, match=why):
+            order_of(msgspec.structs.replace(form, **changes), model, None, picture)
+
+
+def test_a_chosen_model_is_asked_for_by_its_name() -> None:
+    assert order_of(Form(prompt="a fox", model="photo"), MODEL).fields["model"] == "photo"
+    assert "model" not in order_of(Form(prompt="a fox"), MODEL).fields
+
+
+def test_the_form_and_the_page_have_their_fields_in_one_order() -> None:
+    assert Form.__struct_fields__ == Fields._fields
+
+
+def test_sizes_that_a_model_was_told_read_back_as_a_picture_tells_them() -> None:
+    fields = order_of(form_of(f"{TEXT}, Micro conditioning: crop 8x16 target_size 96x80", MODEL), MODEL).fields
+    told = {name: pair for name, pair in fields["micro_conditioning"].items() if pair is not None}
+    assert told == {"crop": (8, 16), "target_size": (96, 80)}
+    with pytest.raises(InvalidRequest, match="micro_conditioning is 'large'; write names and pairs"):
+        order_of(Form(prompt="a fox", micro_conditioning="large"), MODEL)
+
+
 def test_whose_noise_it_was_and_what_it_began_from_read_back_as_a_picture_tells_them() -> None:
     cuda = TEXT.replace("RNG: CPU", "RNG: NV")
     assert order_of(form_of(cuda, MODEL), MODEL).fields["noise_source"] == "device"
@@ -235,6 +299,8 @@ def test_a_picture_that_began_from_another_raises_a_doubt() -> None:
     (doubt,) = doubts(f"{TEXT}, Similarity threshold: 0.9, Similarity: 0.9712, Skipped steps: 8", MODEL)
     assert "a prompt 0.9712 similar, without 8 steps" in doubt
     assert doubts(f"{TEXT}, Similarity threshold: 0.9", MODEL) == ()
+    (doubt,) = doubts(f'{TEXT}, ControlNet 0: "{Control("edges").label}"', MODEL)
+    assert "not in the file" in doubt
 
 
 def test_a_spacing_that_nobody_knows_is_left_out_and_told() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from diffserve.client import Capabilities, LanguageCapabilities, Model, ServerUnreachable
@@ -26,6 +27,9 @@ def model(name: str, **capabilities: object) -> Model:
 
 
 def test_the_loaded_models_are_found_among_the_aliases() -> None:
+    other = msgspec.structs.replace(MODEL, default_num_steps=4)
+    several = models_of([model("painter", image=MODEL), model("other", image=other), model("broken")])
+    assert (several.names, several.image_of("other"), several.image_of("gone")) == (["painter", "other"], other, MODEL)
     found = models_of([model("dall-e-3"), model("painter", image=MODEL), model("writer", language=WRITER)])
     assert (found.image_id, found.image, found.language_id, found.language) == ("painter", MODEL, "writer", WRITER)
 
@@ -76,3 +80,16 @@ def test_where_nobody_answers_the_address_is_named() -> None:
         await server.close()
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("The eta is '2'; give a number.", "“Fresh noise” is '2'; give a number."),
+        ("switch_at is 0.5; the model has no refiner.", "“Refiner from” is 0.5; the model has no refiner."),
+        ("micro_conditioning.crop is (1,); give two", "“Told sizes”.crop is (1,); give two."),
+        ("the metadata is lost", "The metadata is lost."),
+    ],
+)
+def test_fields_are_called_as_the_page_calls_them(message: str, told: str) -> None:
+    assert sentence(InvalidRequest(message)) == told

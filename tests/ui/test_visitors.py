@@ -53,6 +53,13 @@ async def hang_up(visitors: Visitors, session: str, watching: AsyncIterator[Any]
     visitors.leave(session)
 
 
+def test_the_buttons_are_told_anew_each_time_and_all_else_once() -> None:
+    screen = Screen()
+    parts = {"caption": "a", "generate": {"visible": "hidden"}, "stop": {"visible": True}}
+    told = [{name for name, value in zip(PARTS, screen.draw(**parts), strict=True) if value != gr.skip()} for _ in "ab"]
+    assert told == [{"caption", "generate", "stop"}, {"generate", "stop"}]
+
+
 @pytest.mark.slow
 def test_a_reloaded_tab_finds_its_painting_and_its_pictures(server: RunningServer) -> None:
     async def story(page: Server) -> None:

@@ -7,16 +7,20 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import gradio as gr
+import msgspec
 
-from diffserve.client import ImageCapabilities
 from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest
+from diffserve.images import decode_image
+from diffserve.infotext import parse_infotext
 from ui import captions
 from ui.create.layout import CreateTab, Fields
 from ui.create.painting import FinishedPicture
 from ui.create.parameters import CheckedForm, Form, check_lengths, doubts, form_of, infotext_of, order_of
+from ui.create.start import start_of, still_shown
 from ui.create.view import Screen, Update, follow, resume, shown
 from ui.events import PRIVATE, SILENT
-from ui.server import Server, sentence
+from ui.files import MAX_NAME_CHARS, Files
+from ui.server import Models, Server, sentence
 from ui.visitors import Visitors, ask_for_visitor
 
 
@@ -35,7 +39,8 @@ class Creating:
         gr.on(
             [showing.generate.click, fields.prompt.submit],
             self.generate,
-            inputs=list(fields),
+            inputs=[*fields, tab.start.marks],
+            js="(...values) => diffserve.withMarks(values)",
             outputs=list(showing),
             api_name="generate",
             show_progress="hidden",
@@ -64,6 +69,14 @@ class Creating:
             api_name="read_parameters",
             show_progress="hidden",
             concurrency_limit=None,
+        ).then(self.look_at_start, None, tab.start.outputs, **PRIVATE)
+        tab.read_control.upload(
+            self.read_control,
+            tab.read_control,
+            [fields.control_picture, showing.caption],
+            api_name="read_control",
+            show_progress="hidden",
+            concurrency_limit=None,
         )
 
     async def generate(
@@ -86,6 +99,20 @@ class Creating:
         token_merging: str | None,
         similarity_threshold: str | None,
         noise_source: str | None,
+        micro_conditioning: str | None,
+        guidance_rescale: str | None,
+        loras: str | None,
+        clip_skip: str | None,
+        model: str | None,
+        switch_at: str | None,
+        best_of: str | None,
+        strength: str | None,
+        control: str | None,
+        control_scale: str | None,
+        control_steps: str | None,
+        preprocessor: str | None,
+        control_picture: str | None,
+        marks: str | None,
         request: gr.Request,
     ) -> AsyncIterator[list[Update]]:
         """Paint, and show how far it is; closing this generator hangs up, and the server frees the lane."""
@@ -94,21 +121,30 @@ class Creating:
             rewrite_mode=rewrite_mode, steps=steps, sampler=sampler, guidance=guidance, size=size, seed=seed, eta=eta,
             spacing=spacing, guidance_interval=guidance_interval, cache_interval=cache_interval,
             token_merging=token_merging, similarity_threshold=similarity_threshold, noise_source=noise_source,
+            micro_conditioning=micro_conditioning, guidance_rescale=guidance_rescale, loras=loras, clip_skip=clip_skip,
+            model=model,
+            switch_at=switch_at, best_of=best_of, strength=strength, control=control, control_scale=control_scale,
+            control_steps=control_steps, preprocessor=preprocessor, control_picture=control_picture,
         )  # fmt: skip
         screen = Screen()
+        visitor = self._visitors.of(request.session_hash)
         ask_for_visitor(request)
         try:
             check_lengths(form)
+            start = start_of(marks, strength, visitor.start)
+            picture = await asyncio.to_thread(_kept, visitor.control) if control else None
             try:
-                asked: CheckedForm | Form = order_of(form, (await self._server.models()).image)
+                image = (await self._server.models()).image_of(model)
+                asked: CheckedForm | Form = order_of(form, image, start, picture)
             except EngineUnavailable:  # nobody knows yet what the models can do
+                if control:
+                    raise
                 asked = form
         except DiffserveError as error:
-            trouble = self._visitors.of(request.session_hash).trouble = sentence(error)
+            trouble = visitor.trouble = sentence(error)
             yield screen.draw(caption=captions.status(trouble, is_error=True))
             return
-        visitor = self._visitors.of(request.session_hash)
-        async for update in follow(visitor, visitor.paint(self._server, asked), screen):
+        async for update in follow(visitor, visitor.paint(self._server, asked, start), screen):
             yield update
 
     async def resume(self, request: gr.Request) -> AsyncIterator[list[Update]]:
@@ -135,18 +171,51 @@ class Creating:
         except InvalidRequest:
             return gr.skip(), gr.skip()
 
-    async def read_parameters(self, file: str | None) -> list[Update]:
-        """How the picture in ``file`` was painted, into all fields. The upload is removed."""
+    async def read_parameters(self, file: str | None, request: gr.Request) -> list[Update]:
+        """How the picture in ``file`` was painted, into all fields; where it began from noise, so does the next one.
+        The upload is removed."""
         try:
             if not file:
                 raise InvalidRequest("There is no picture; choose one.", param="image")
-            image = (await self._server.models()).image
-            form, notes = await asyncio.to_thread(_read_once, Path(file), image)
+            models = await self._server.models()
+            form, notes = await asyncio.to_thread(_read_once, Path(file), models)
         except (DiffserveError, OSError) as error:
             said = captions.status(sentence(error), is_error=True)
             return [*[gr.skip()] * len(self._tab.fields), gr.skip(), said]
+        self._visitors.of(request.session_hash).begin_as(form)
         said = captions.status("These are the settings of that picture; paint it again.", notes=notes)
         return [*(getattr(form, name) for name in Form.__struct_fields__), gr.update(open=True), said]
+
+    async def look_at_start(self, request: gr.Request) -> list[Update]:
+        """Show no picture to begin from where the settings that were read know of none."""
+        return still_shown(self._visitors.of(request.session_hash).start)
+
+    async def read_control(self, file: str | None, request: gr.Request) -> list[Update]:
+        """Keep the picture in ``file`` for this visitor's ControlNet. The upload is removed."""
+        try:
+            if not file:
+                raise InvalidRequest("There is no picture; choose one.", param="image")
+            kept, said = await asyncio.to_thread(_keep_control, Path(file), self._server.files)
+        except (DiffserveError, OSError) as error:
+            return [gr.skip(), captions.status(sentence(error), is_error=True)]
+        self._visitors.of(request.session_hash).control = kept
+        return [said, gr.skip()]
+
+
+def _keep_control(file: Path, files: Files) -> tuple[Path, str]:
+    """Where an upload that is a picture lies from now on, and what to say of it."""
+    data = file.read_bytes()
+    file.unlink(missing_ok=True)
+    picture = decode_image(data)
+    return files.write(data, file.name), f"{file.name[:MAX_NAME_CHARS]}, {picture.width_px}x{picture.height_px}"
+
+
+def _kept(file: Path | None) -> bytes | None:
+    """What is in ``file``; ``None`` where it is gone."""
+    try:
+        return None if file is None else file.read_bytes()
+    except OSError:
+        return None
 
 
 def _agree(fields: Fields) -> None:
@@ -170,9 +239,18 @@ def _alone(pictures: Sequence[FinishedPicture], index: object) -> list[Update]:
     return Screen().draw(**shown(picture), caption=captions.picture_caption(picture))
 
 
-def _read_once(file: Path, image: ImageCapabilities) -> tuple[Form, tuple[str, ...]]:
+def _read_once(file: Path, models: Models) -> tuple[Form, tuple[str, ...]]:
     """What an uploaded ``file``, which is removed, puts into the fields, and why it may come out otherwise."""
     data = file.read_bytes()
     file.unlink(missing_ok=True)
+    return settings_in(data, models)
+
+
+def settings_in(data: bytes, models: Models) -> tuple[Form, tuple[str, ...]]:
+    """What the picture file ``data`` puts into the fields, and why it may come out otherwise. InvalidRequest. Takes a
+    while: call it in a thread."""
     infotext = infotext_of(data)
-    return form_of(infotext, image), doubts(infotext, image)
+    name = parse_infotext(infotext).fields.get("Model")
+    image = models.image_of(name)
+    form = msgspec.structs.replace(form_of(infotext, image), model=name if name in models.names else models.image_id)
+    return form, doubts(infotext, image)

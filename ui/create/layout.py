@@ -7,9 +7,11 @@ from typing import Any, Final, NamedTuple
 import gradio as gr
 
 from ui.captions import READY, status
-from ui.create import palette
+from ui.create import palette, start
 from ui.create.palette import Palette
 from ui.create.parameters import ASPECTS, NOISE_SOURCES, REWRITE_MODES, SPACINGS
+from ui.create.start import StartPanel
+from ui.fields import LABELS
 from ui.uploads import keep_no_copies
 
 EXAMPLES: Final = (
@@ -45,6 +47,19 @@ class Fields(NamedTuple):
     token_merging: gr.Textbox
     similarity_threshold: gr.Textbox
     noise_source: gr.Dropdown
+    micro_conditioning: gr.Textbox
+    guidance_rescale: gr.Textbox
+    loras: gr.Textbox
+    clip_skip: gr.Textbox
+    model: gr.Dropdown
+    switch_at: gr.Textbox
+    best_of: gr.Textbox
+    strength: gr.Textbox
+    control: gr.Dropdown
+    control_scale: gr.Textbox
+    control_steps: gr.Textbox
+    preprocessor: gr.Dropdown
+    control_picture: gr.Textbox
 
 
 class Wording(NamedTuple):
@@ -73,6 +88,7 @@ class CreateOutputs(NamedTuple):
     reuse_seed: gr.Button
     copy_parameters: gr.Button
     download: gr.DownloadButton
+    edit: gr.Button
 
 
 class CreateTab(NamedTuple):
@@ -82,11 +98,15 @@ class CreateTab(NamedTuple):
     wording: Wording
     showing: CreateOutputs
     palette: Palette
+    start: StartPanel
     token: gr.Textbox
     was_lost: gr.Checkbox
+    was_edit: gr.Checkbox
     random_seed: gr.Button
     read_parameters: gr.UploadButton
     advanced: gr.Accordion
+    controlling: gr.Accordion
+    read_control: gr.UploadButton
 
 
 def lay_out() -> CreateTab:
@@ -96,9 +116,18 @@ def lay_out() -> CreateTab:
             prompt, generate, stop = _wish()
             known = palette.lay_out()
             rewrite_mode, wording = _wording()
+            begin = start.lay_out()
         with gr.Column(elem_id="show"):
             showing = _show(generate, stop)
         with gr.Column(elem_id="settings"):
+            model = gr.Dropdown(
+                [("The server's own", "")],
+                value="",
+                label="Model",
+                allow_custom_value=True,
+                visible=False,
+                elem_id="model",
+            )
             quality = gr.Radio(
                 [(name.capitalize(), name) for name in QUALITIES], value="standard", label="Quality", elem_id="quality"
             )
@@ -107,16 +136,28 @@ def lay_out() -> CreateTab:
             )
             count = gr.Slider(1, MAX_IMAGES, value=1, step=1, label="Pictures", elem_id="count", buttons=[])
             advanced, random_seed, rest = _advanced()
-            read_parameters = gr.UploadButton(
-                "Read the settings of a picture",
-                file_types=[".png", ".jpg", ".jpeg", ".webp"],
-                size="sm",
-                elem_id="read-parameters",
-            )
-            keep_no_copies(read_parameters)
-    fields = Fields(prompt=prompt, quality=quality, aspect=aspect, num_images=count, rewrite_mode=rewrite_mode, **rest)
-    token, was_lost = gr.Textbox(visible=False), gr.Checkbox(visible=False)
-    return CreateTab(fields, wording, showing, known, token, was_lost, random_seed, read_parameters, advanced)
+            controlling, read_control, controls = _controlling()
+            read_parameters = _upload("Read the settings of a picture", "read-parameters")
+    chosen: dict[str, Any] = {"quality": quality, "aspect": aspect, "num_images": count, "model": model}
+    chosen["strength"] = begin.strength
+    fields = Fields(prompt=prompt, rewrite_mode=rewrite_mode, **chosen, **rest, **controls)
+    token = gr.Textbox(visible=False)
+    was_lost, was_edit = gr.Checkbox(visible=False), gr.Checkbox(visible=False)
+    return CreateTab(
+        fields,
+        wording,
+        showing,
+        known,
+        begin,
+        token,
+        was_lost,
+        was_edit,
+        random_seed,
+        read_parameters,
+        advanced,
+        controlling,
+        read_control,
+    )
 
 
 def _wish() -> tuple[gr.Textbox, gr.Button, gr.Button]:
@@ -130,7 +171,7 @@ def _wish() -> tuple[gr.Textbox, gr.Button, gr.Button]:
     )
     with gr.Row(elem_id="run"):
         generate = gr.Button("Generate", variant="primary", elem_id="generate")
-        stop = gr.Button("Stop", variant="stop", elem_id="stop", visible=False)
+        stop = gr.Button("Stop", variant="stop", elem_id="stop", visible="hidden")
     with gr.Row(elem_id="examples"):
         for example in EXAMPLES:
             button = gr.Button(example, size="sm", elem_classes="example")
@@ -172,15 +213,16 @@ def _show(generate: gr.Button, stop: gr.Button) -> CreateOutputs:
         elem_id="picture",
         alt_text="The picture that was painted last",
     )
-    batch = _thumbnails("The pictures of one request", "batch")
+    batch = thumbnails("The pictures of one request", "batch")
     caption = gr.HTML(status(READY), label="Caption", elem_id="caption")
     painted_from = gr.HTML(label="Painted from", elem_id="painted-from", elem_classes="quiet")
     with gr.Row(elem_id="actions"):
         reuse_seed = gr.Button("Use this seed again", size="sm", interactive=False, elem_id="reuse-seed")
         copy_parameters = gr.Button("Copy parameters", size="sm", interactive=False, elem_id="copy-parameters")
         download = gr.DownloadButton("Download PNG", size="sm", interactive=False, elem_id="download")
+        edit = gr.Button("Edit this picture", size="sm", interactive=False, elem_id="edit-this")
     parameters = gr.Textbox(label="Parameters", visible=False, elem_id="parameters")
-    gallery = _thumbnails("Painted on this page", "gallery")
+    gallery = thumbnails("Painted on this page", "gallery")
     return CreateOutputs(
         picture,
         batch,
@@ -193,10 +235,11 @@ def _show(generate: gr.Button, stop: gr.Button) -> CreateOutputs:
         reuse_seed,
         copy_parameters,
         download,
+        edit,
     )
 
 
-def _thumbnails(label: str, elem_id: str) -> gr.Gallery:
+def thumbnails(label: str, elem_id: str) -> gr.Gallery:
     """Pictures to choose one of, not there while there are none."""
     return gr.Gallery(
         label=label,
@@ -237,21 +280,13 @@ def _advanced() -> tuple[gr.Accordion, gr.Button, dict[str, Any]]:
         )
         with gr.Row():
             size = _number("Size", "as the aspect says", "size", info="In pixels, 512x512.")
-            eta = _number("Fresh noise", "the sampler's own", "eta", info="Of every step (eta), 0 to 1.")
+            eta = _labelled("eta", "the sampler's own", info="Of every step (eta), 0 to 1.")
         with gr.Row():
-            guided = _number(
-                "Guided part", "all steps", "guidance-interval", info="From and to, as parts of the way: 0.2-0.8."
-            )
-            cached = _number(
-                "Whole network every", "1", "cache-interval", info="So many steps, a part of it between (DeepCache)."
-            )
+            guided = _labelled("guidance_interval", "all steps", info="From and to, as parts of the way: 0.2-0.8.")
+            cached = _labelled("cache_interval", "1", info="So many steps, a part of it between (DeepCache).")
         with gr.Row():
-            merged = _number(
-                "Merged tokens", "none", "token-merging", info="Share of them in self-attention, 0 to 0.75."
-            )
-            similar = _number(
-                "Similar enough", "never", "similarity-threshold", info="To begin from a kept picture, above 0 to 1."
-            )
+            merged = _labelled("token_merging", "none", info="Share of them in self-attention, 0 to 0.75.")
+            similar = _labelled("similarity_threshold", "never", info="To begin from a kept picture, above 0 to 1.")
         noise_source = gr.Dropdown(
             [("Server's own", ""), *NOISE_SOURCES.items()],
             value="",
@@ -259,6 +294,16 @@ def _advanced() -> tuple[gr.Accordion, gr.Button, dict[str, Any]]:
             info="Where a seed's numbers come from.",
             elem_id="noise-source",
         )
+        with gr.Row():
+            loras = _number("Adapters", "none", "loras", info="LoRA by name and how much of it: ink:0.8, paper.")
+            skipped = _labelled("clip_skip", "1", info="Layers from the text encoders' end.")
+        with gr.Row():
+            told = "What SDXL is told: original_size 640x480 crop 0x0 target_size 1024x1024."
+            sizes = _labelled("micro_conditioning", "the picture's own", info=told)
+            rescaled = _labelled("guidance_rescale", "none", info="To the spread of what is not guided, 0 to 1.")
+        with gr.Row():
+            switched = _labelled("switch_at", "never", info="Where it takes over, 0 to 1: 0.8.")
+            best = _labelled("best_of", "all are kept", info="Painted, of which the best are kept.")
         with gr.Row(elem_id="seeds"):
             seed = _number("Seed", "random", "seed")
             random_seed = gr.Button("Random", size="sm", elem_id="random-seed")
@@ -269,8 +314,42 @@ def _advanced() -> tuple[gr.Accordion, gr.Button, dict[str, Any]]:
             **{"negative_prompt": negative, "steps": steps, "sampler": sampler, "guidance": guidance, "size": size},
             **{"seed": seed, "eta": eta, "spacing": spacing, "guidance_interval": guided, "cache_interval": cached},
             **{"token_merging": merged, "similarity_threshold": similar, "noise_source": noise_source},
+            **{"micro_conditioning": sizes, "guidance_rescale": rescaled, "loras": loras},
+            **{"clip_skip": skipped, "switch_at": switched, "best_of": best},
         },
     )
+
+
+def _controlling() -> tuple[gr.Accordion, gr.UploadButton, dict[str, Any]]:
+    """The panel, there where the model has ControlNets, its button, and its fields by their names in ``Fields``."""
+    with gr.Accordion("ControlNet", open=False, visible=False, elem_id="controlling") as panel:
+        name = gr.Dropdown([("None", "")], value="", label="ControlNet", allow_custom_value=True, elem_id="control")
+        picture = gr.Textbox(
+            "", label="Its picture", placeholder="none yet", interactive=False, max_lines=1, elem_id="control-picture"
+        )
+        choose = _upload("Choose its picture", "read-control")
+        preprocessor = gr.Dropdown(
+            [("Take it as it is, a control map", ""), ("Find its edges first (canny)", "canny")],
+            value="",
+            label="What is done with it",
+            elem_id="preprocessor",
+        )
+        with gr.Row():
+            scale = _number("How much of it", "1", "control-scale", info="0 to 2.")
+            steps = _number("At work", "in all steps", "control-steps", info="From and to, as parts of the way: 0-0.5.")
+    fields = {"control": name, "control_scale": scale, "control_steps": steps}
+    return panel, choose, {**fields, "preprocessor": preprocessor, "control_picture": picture}
+
+
+def _upload(label: str, elem_id: str) -> gr.UploadButton:
+    button = gr.UploadButton(label, file_types=[".png", ".jpg", ".jpeg", ".webp"], size="sm", elem_id=elem_id)
+    keep_no_copies(button)
+    return button
+
+
+def _labelled(name: str, placeholder: str, info: str) -> gr.Textbox:
+    """The same for the field ``name`` of a request, as ``LABELS`` calls it."""
+    return _number(LABELS[name], placeholder, name.replace("_", "-"), info=info)
 
 
 def _number(label: str, placeholder: str, elem_id: str, *, info: str | None = None) -> gr.Textbox:

@@ -7,14 +7,24 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
-from diffserve.client import CompletedImage, ImageEvent, LostImage, PartialImage, Progress
+from diffserve.client import (
+    AsyncStream,
+    CompletedImage,
+    ImageEvent,
+    LostImage,
+    PartialImage,
+    Progress,
+    StreamedEditFields,
+)
 from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, QueueFull
 from diffserve.images import read_infotext
-from ui.create.parameters import CheckedForm, Form, order_of, sampler_of
-from ui.server import LONGEST_WAIT_S, LOOK_AGAIN_S, PATIENCE_S, Server, sentence
+from ui.create.parameters import CheckedForm, Form, Start, order_of, sampler_of
+from ui.fields import as_labelled
+from ui.server import LONGEST_WAIT_S, LOOK_AGAIN_S, PATIENCE_S, Server, sentence, whole
 
 log = logging.getLogger("diffserve.page")
 
@@ -53,17 +63,23 @@ class Painting:
 
     asked      an order, or a form that is to become one once it is known what the models can do
     is_early   whether it waits for the models
-    is_shut_out  whether the server holds no more for now; it asks again
+    shut_out   why the server takes no more of it for now, empty where it does; it asks again
     pictures   those that are finished, in their order
     preview    the newest file of the way there, ``None`` before the first
     error      why it ended, for a person
     """
 
     def __init__(
-        self, server: Server, asked: CheckedForm | Form, changed: Callable[[FinishedPicture | None], None]
+        self,
+        server: Server,
+        asked: CheckedForm | Form,
+        changed: Callable[[FinishedPicture | None], None],
+        start: Start | None = None,
     ) -> None:
         self.asked = asked
-        self.is_early = self.is_shut_out = False
+        self._start = start
+        self.is_early = False
+        self.shut_out = ""
         self.pictures: list[FinishedPicture] = []
         self.preview: Path | None = None
         self.error: str | None = None
@@ -95,8 +111,11 @@ class Painting:
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """Why pictures failed, each reason once."""
-        return tuple(f"{_numbered(sorted(indices))} failed: {reason}" for reason, indices in self._lost.items())
+        """Why pictures failed, each reason once, and none that is why it ended."""
+        told = {reason: _numbered(sorted(indices)) for reason, indices in self._lost.items()}
+        return tuple(
+            f"{who} failed: {reason}" for reason, who in told.items() if whole(as_labelled(reason)) != self.error
+        )
 
     @property
     def slowest(self) -> Progress | None:
@@ -134,22 +153,35 @@ class Painting:
         while True:
             try:
                 if isinstance(self.asked, Form):
-                    self.asked = order_of(self.asked, (await self._server.models()).image)
-                async with self._server.client.generate_stream(self.asked.prompt, **self.asked.fields) as stream:
+                    image = (await self._server.models()).image_of(self.asked.model)
+                    self.asked = order_of(self.asked, image, self._start)
+                async with await self._stream(self.asked) as stream:
                     async for event in stream:
-                        self.is_early = self.is_shut_out = False
+                        self.is_early, self.shut_out = False, ""
                         await self._take(event)
                 return
             except EngineUnavailable:
                 if self._progress or self._done or time.monotonic() > until_s:
                     raise
-                self.is_early, self.is_shut_out, wait_s = True, False, LOOK_AGAIN_S
+                self.is_early, self.shut_out, wait_s = True, "", LOOK_AGAIN_S
             except QueueFull as full:
-                self.is_early, self.is_shut_out = False, True
+                self.is_early, self.shut_out = False, sentence(full).partition(";")[0]
                 wait_s = min(LONGEST_WAIT_S, max(LOOK_AGAIN_S, full.retry_after_s))
             self.queue_position = None
             self._changed(None)
             await asyncio.sleep(wait_s)
+
+    async def _stream(self, asked: CheckedForm) -> AsyncStream[ImageEvent]:
+        client, start = self._server.client, self._start
+        if start is None:
+            return client.generate_stream(asked.prompt, **asked.fields)
+        try:
+            picture = await asyncio.to_thread(start.path.read_bytes)
+        except OSError:
+            raise InvalidRequest("The picture to begin from is gone; choose it again.", param="image") from None
+        strength = {} if start.strength is None else {"strength": start.strength}
+        fields = cast(StreamedEditFields, {**asked.fields, **strength})
+        return client.edit_stream(asked.prompt, picture, start.mask, **fields)
 
     async def _take(self, event: ImageEvent) -> None:
         match event:
@@ -186,7 +218,7 @@ class Painting:
             rewrites=self.asked.rewrites,
             infotext=infotext,
             warnings=event.warnings,
-            settings=f"{steps}, {sampler}, guidance {event.guidance_scale:g}, {event.size}",
+            settings=f"{steps}, {sampler}, guidance {event.guidance_scale:g}, {event.size}{_repainted(event.strength)}",
             number=event.image_index,
             begun="" if event.similarity is None else _begun(event.similarity, event.skipped_steps),
         )
@@ -197,6 +229,10 @@ class Painting:
 
 def _begun(similarity: float, skipped_steps: int) -> str:
     return f", without the first {skipped_steps} from a prompt {similarity:g} similar"
+
+
+def _repainted(strength: float | None) -> str:
+    return "" if strength is None else f", strength {strength:g}"
 
 
 def _numbered(indices: Sequence[int]) -> str:

@@ -10,7 +10,8 @@ from typing import Any, Final, NamedTuple
 import gradio as gr
 
 from diffserve.client import World
-from diffserve.errors import DiffserveError
+from diffserve.errors import DiffserveError, InvalidRequest
+from diffserve.loras import read_list, read_tags
 from diffserve.vocabulary import MOST_NAMED, unknown_words
 from diffserve.world.captions import plural
 from ui.events import PRIVATE, SILENT
@@ -44,21 +45,29 @@ def lay_out() -> Palette:
     return Palette(unknown, rewrite, panel, things)
 
 
-def connect(server: Server, prompt: gr.Textbox, rewrite_mode: gr.Radio, palette: Palette) -> None:
+def connect(
+    server: Server,
+    prompt: gr.Textbox,
+    loras: gr.Textbox,
+    rewrite_mode: gr.Radio,
+    model: gr.Dropdown,
+    palette: Palette,
+) -> None:
     """Name what the model does not know as it is written; the offer switches to suggestions."""
 
-    async def look(prompt: str | None, mode: str) -> tuple[str, Update]:
+    async def look(prompt: str | None, loras: str | None, mode: str, model: str | None) -> tuple[str, Update]:
         try:
             models = await server.models()
         except DiffserveError:
             return "", gr.update(visible=False)
-        words = unknown_in(prompt or "", models.image.world) if mode != "Auto" else ()
+        world = models.image_of(model).world
+        words = unknown_in(prompt or "", world, loras or "") if mode != "Auto" else ()
         return said_of(words), gr.update(visible=bool(words) and models.language is not None)
 
     gr.on(
-        [prompt.change, rewrite_mode.change],
+        [prompt.change, loras.change, rewrite_mode.change, model.change],
         look,
-        [prompt, rewrite_mode],
+        [prompt, loras, rewrite_mode, model],
         [palette.unknown, palette.rewrite],
         trigger_mode="always_last",
         **PRIVATE,
@@ -73,9 +82,18 @@ def shown(world: World | None) -> tuple[Update, Update]:
     return gr.update(visible=True), "".join(_rows(world))
 
 
-def unknown_in(prompt: str, world: World | None) -> tuple[str, ...]:
-    """Words of ``prompt`` that a model of ``world`` was never taught."""
-    return unknown_words(prompt[:MAX_LOOKED_AT_CHARS], world.words) if world is not None and world.words else ()
+def unknown_in(prompt: str, world: World | None, loras: str = "") -> tuple[str, ...]:
+    """Words of ``prompt`` that a model of ``world`` was never taught, nor an adapter of that name, asked for there or
+    in the field of ``loras``."""
+    if world is None or not world.words:
+        return ()
+    prompt = prompt[:MAX_LOOKED_AT_CHARS]
+    try:
+        text, tagged = read_tags(prompt)
+        named = [lora.name for lora in (*tagged, *read_list(loras))]
+    except InvalidRequest:  # half written
+        text, named = prompt, []
+    return unknown_words(text, (*world.words, *named, *map(plural, named)))
 
 
 def said_of(words: Sequence[str]) -> str:

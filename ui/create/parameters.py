@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Final, Literal, cast
+from pathlib import Path
+from typing import Any, Final, Literal, cast
 
 import msgspec
 
 from diffserve.client import ImageCapabilities, StreamedImageFields
+from diffserve.controlnets import MAX_SCALE, PASSED_THROUGH, Control
 from diffserve.errors import InvalidRequest
 from diffserve.images import read_infotext
 from diffserve.infotext import RNG_LABELS, parse_infotext
+from diffserve.loras import read_list
+from diffserve.micro_conditioning import MicroConditioning
 from diffserve.sizes import parse_size
-from diffserve.types import MAX_CACHE_INTERVAL, MAX_GUIDANCE, MAX_MERGING, MAX_PROMPT_CHARS, NoiseSource
+from diffserve.types import (
+    MAX_CACHE_INTERVAL,
+    MAX_CLIP_SKIP,
+    MAX_GUIDANCE,
+    MAX_MERGING,
+    MAX_PROMPT_CHARS,
+    NoiseSource,
+)
 from ui.fields import MAX_FIELD_CHARS, check_text, read_count, read_interval, read_number, read_seed
 
 RewriteMode = Literal["Off", "Suggest", "Auto"]
@@ -62,6 +73,28 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     token_merging: str | None = None
     similarity_threshold: str | None = None
     noise_source: str | None = None
+    micro_conditioning: str | None = None
+    guidance_rescale: str | None = None
+    loras: str | None = None
+    clip_skip: str | None = None
+    model: str | None = None
+    switch_at: str | None = None
+    best_of: str | None = None
+    strength: str | None = None
+    control: str | None = None
+    control_scale: str | None = None
+    control_steps: str | None = None
+    preprocessor: str | None = None
+    control_picture: str | None = None
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """What pictures begin from in place of noise: a file, where a mask (a PNG file, transparent there) has it painted
+    anew, and how much; ``None``: as the server does."""
+
+    path: Path
+    mask: bytes | None = None
+    strength: float | None = None
 
 
 class CheckedForm(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,16 +118,20 @@ def check_lengths(form: Form) -> None:
         check_text(getattr(form, name), name.replace("_", " "), MAX_FIELD_CHARS)
 
 
-def order_of(form: Form, image: ImageCapabilities) -> CheckedForm:
-    """The request that ``form`` stands for. InvalidRequest names the field, the value and the way out."""
+def order_of(
+    form: Form, image: ImageCapabilities, start: Start | None = None, control_picture: bytes | None = None
+) -> CheckedForm:
+    """The request that ``form`` stands for, of the size of what it begins from where it says none. ``control_picture``:
+    the file that its ControlNet goes by. InvalidRequest names the field, the value and the way out."""
     prompt, negative = form.prompt or "", form.negative_prompt or ""
     if not prompt.strip():
         raise InvalidRequest("The prompt is empty; say what to paint.", param="prompt", code="empty_prompt")
     size = (form.size or "").strip() or "auto"
     width, height = parse_size(size) or size_of(form.aspect or "square", image)
+    is_its_own = start is not None and size == "auto"
     fields = StreamedImageFields(
         n=max(1, min(int(form.num_images or 1), image.max_images)),
-        size=f"{width}x{height}",
+        size="auto" if is_its_own else f"{width}x{height}",
         num_inference_steps=_steps(form, image),
         partial_images=NUM_PREVIEWS,
         prompt_rewriter="auto" if form.rewrite_mode == "Auto" else "off",
@@ -106,15 +143,55 @@ def order_of(form: Form, image: ImageCapabilities) -> CheckedForm:
         "guidance_scale": read_number(form.guidance, "guidance", MAX_GUIDANCE),
         "eta": read_number(form.eta, "eta", 1.0),
         "spacing": form.spacing or None,
-        "guidance_interval": read_interval(form.guidance_interval, "guidance_interval"),
+        "guidance_interval": read_interval(form.guidance_interval, "guidance_interval", "guided part"),
+        "guidance_rescale": read_number(form.guidance_rescale, "guidance_rescale", 1.0),
         "cache_interval": read_count(form.cache_interval, "cache_interval", MAX_CACHE_INTERVAL),
         "token_merging": read_number(form.token_merging, "token_merging", MAX_MERGING),
         "similarity_threshold": read_number(form.similarity_threshold, "similarity_threshold", 1.0),
         "noise_source": form.noise_source or None,
+        "micro_conditioning": _sizes(form.micro_conditioning),
+        "clip_skip": read_count(form.clip_skip, "clip_skip", MAX_CLIP_SKIP),
+        "switch_at": read_number(form.switch_at, "switch_at", 1.0),
+        "best_of": read_count(form.best_of, "best_of", image.max_images),
+        "loras": _loras(form.loras, image) or None,
+        "controlnets": _controls(form, image, control_picture) or None,
         "seed": read_seed(form.seed),
+        "model": (form.model or "").strip() or None,
     }
     fields |= cast(StreamedImageFields, {name: value for name, value in own.items() if value is not None})
     return CheckedForm(prompt=prompt, fields=fields, rewrites=form.rewrite_mode == "Auto")
+
+
+def _loras(text: str | None, image: ImageCapabilities) -> list[dict[str, Any]]:
+    """Adapters as the server takes them, from "NAME:SCALE, NAME". Raises InvalidRequest for one that is not there."""
+    found = read_list(text or "")
+    for lora in found:
+        if lora.name not in image.loras:
+            there = f"there are {', '.join(image.loras[:12])}." if image.loras else "none are served here."
+            raise InvalidRequest(f"There is no adapter {lora.name!r}; {there}", param="loras")
+    return [msgspec.structs.asdict(lora) for lora in found]
+
+
+def _controls(form: Form, image: ImageCapabilities, picture: bytes | None) -> list[dict[str, Any]]:
+    """The ControlNet as the server takes it, ``picture`` being what it goes by. Raises InvalidRequest."""
+    name = (form.control or "").strip()
+    if not name:
+        return []
+    if name not in image.controlnets:
+        there = f"there are {', '.join(image.controlnets[:12])}." if image.controlnets else "none are served here."
+        raise InvalidRequest(f"There is no ControlNet {name!r}; {there}", param="controlnets")
+    if picture is None:
+        said = f"The ControlNet {name!r} has no picture to go by; choose one beside it, or no ControlNet."
+        raise InvalidRequest(said, param="controlnets")
+    scale = read_number(form.control_scale, "strength of the ControlNet", MAX_SCALE)
+    start, end = read_interval(form.control_steps, "controlnets", "ControlNet's part") or (0.0, 1.0)
+    found = Control(name, 1.0 if scale is None else scale, start, end, form.preprocessor or PASSED_THROUGH)
+    return [{key: value for key, value in msgspec.structs.asdict(found).items() if key != "image"} | {"image": picture}]
+
+
+def _sizes(text: str | None) -> dict[str, Any] | None:
+    """What SDXL is to be told, as the server takes it. Raises InvalidRequest."""
+    return msgspec.structs.asdict(MicroConditioning.read(text)) if text and text.strip() else None
 
 
 def size_of(aspect: str, image: ImageCapabilities) -> tuple[int, int]:
@@ -181,9 +258,14 @@ def form_of(infotext: str, image: ImageCapabilities | None) -> Form:
         eta=fields.get("Eta"),
         spacing=_spacing(fields),
         guidance_interval=fields.get("Guidance interval"),
+        guidance_rescale=fields.get("CFG rescale phi"),
         cache_interval=fields.get("Cache interval"),
         token_merging=fields.get("Token merging ratio"),
         similarity_threshold=fields.get("Similarity threshold") if "Similarity" in fields else None,
+        clip_skip=fields.get("Clip skip"),
+        switch_at=fields.get("Refiner switch at"),
+        micro_conditioning=fields.get("Micro conditioning"),
+        strength=None if _is_enlarged(fields) else fields.get("Denoising strength"),
         noise_source=next((name for name, label in RNG_LABELS.items() if label == fields.get("RNG")), None),
     )
 
@@ -193,7 +275,7 @@ def doubts(infotext: str, image: ImageCapabilities) -> tuple[str, ...]:
     read = parse_infotext(infotext)
     found = []
     digest, spacing = read.fields.get("Model hash"), read.fields.get("Spacing")
-    if digest and digest not in image.digest:
+    if digest and image.digest and digest not in image.digest:  # a model that is not loaded says none
         name = read.fields.get("Model", digest)
         found.append(f"It was painted by {name}, another model than the one that is loaded: expect another picture.")
     elif read.is_shortened:
@@ -203,6 +285,17 @@ def doubts(infotext: str, image: ImageCapabilities) -> tuple[str, ...]:
             f"It began from a kept picture of a prompt {read.fields['Similarity'][:8]} similar, without "
             f"{read.fields.get('Skipped steps', '0')[:8]} steps; that picture is not in the file: expect another one."
         )
+    if _is_enlarged(read.fields):
+        found.append(
+            "It was enlarged in a second pass (hires fix), which is not done here: expect it as it was before."
+        )
+    elif "Denoising strength" in read.fields:
+        found.append("It began from a picture, which is not in the file: choose that under Edit a picture.")
+    if "ControlNet 0" in read.fields:
+        found.append("It went by pictures for ControlNets, which are not in the file: expect another picture.")
+    refiner = read.fields.get("Refiner", image.refiner)
+    if refiner != image.refiner:
+        found.append(f"Its end was painted by {refiner[:80]}, which is not loaded: expect another picture.")
     if spacing and _spacing(read.fields) is None:
         found.append(
             f"Its steps lie as {spacing[:40]!r} says, which is not known; choose where they lie under Advanced."
@@ -213,6 +306,10 @@ def doubts(infotext: str, image: ImageCapabilities) -> tuple[str, ...]:
 def sampler_of(infotext: str) -> str | None:
     """The sampler's label with its sigma schedule, as people write it: "DPM++ 2M Karras"."""
     return _sampler(parse_infotext(infotext).fields, None)
+
+
+def _is_enlarged(fields: Mapping[str, str]) -> bool:
+    return "Hires upscale" in fields or "Hires resize" in fields
 
 
 def _spacing(fields: Mapping[str, str]) -> str | None:

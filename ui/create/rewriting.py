@@ -12,7 +12,7 @@ from diffserve.errors import DiffserveError, InvalidRequest
 from ui.captions import status
 from ui.create.layout import CreateTab
 from ui.create.word_difference import difference_html, is_marked
-from ui.events import PRIVATE
+from ui.events import PRIVATE, SILENT
 from ui.fields import check_text
 from ui.server import Server, sentence, whole
 from ui.visitors import ask_for_visitor
@@ -23,6 +23,9 @@ NOTES: Final = {
     "Suggest": "",
     "Auto": "The language model turns your words into a prompt before they are painted.",
 }
+EDITABLE: Final = "() => ({{__type__: 'update', interactive: {}}})"
+"""What somebody types into a suggestion that is still being written would be written over."""
+
 Update = Any  # a value of a component, or what gr.update gives
 HIDDEN: Final[Update] = gr.update(visible=False)
 
@@ -39,8 +42,10 @@ class Rewriting:
         tab, wording = self._tab, self._tab.wording
         wish = gr.State("")
         tab.fields.rewrite_mode.change(choose, tab.fields.rewrite_mode, [wording.panel, wording.note], **PRIVATE)
-        gr.on(
-            [wording.suggest.click, tab.palette.rewrite.click],
+        asked = [wording.suggest.click, tab.palette.rewrite.click]
+        gr.on(asked, js=EDITABLE.format("false"), outputs=wording.suggestion, **SILENT)
+        suggested = gr.on(
+            asked,
             self.suggest,
             tab.fields.prompt,
             [wording.suggestion, wording.difference, wording.accept, wording.revert, wish],
@@ -49,6 +54,7 @@ class Rewriting:
             trigger_mode="once",
             concurrency_limit=None,
         )
+        suggested.then(js=EDITABLE.format("true"), outputs=wording.suggestion, **SILENT)
         gr.on(
             [wording.suggestion.input, wording.suggestion.blur],  # gradio misses the first change after its own
             compare,

@@ -12,6 +12,7 @@ import gradio as gr
 from ui import captions
 from ui.create.layout import CreateOutputs
 from ui.create.painting import FinishedPicture, Painting
+from ui.events import shown_if
 from ui.visitors import Visitor
 
 UPDATE_EVERY_S: Final = 0.25
@@ -20,9 +21,12 @@ LOOK_EVERY_S: Final = 1.0
 
 PARTS: Final = CreateOutputs._fields
 OF_PICTURE: Final = frozenset(
-    {"picture", "batch", "painted_from", "parameters", "reuse_seed", "copy_parameters", "download"}
+    {"picture", "batch", "painted_from", "parameters", "reuse_seed", "copy_parameters", "download", "edit"}
 )
 """Those that speak of the picture that is shown, and of no other."""
+
+OF_RUNNING: Final = frozenset({"generate", "stop"})
+"""Those that are told anew each time: gradio forgets what a part is told before it stands, as after a reload."""
 
 Update = Any  # a value of a component, or what gr.update gives
 
@@ -39,6 +43,7 @@ class Screen:
         A new picture brings along all that speaks of it: somebody may have looked back at another one meanwhile.
         """
         new = {name for name, value in values.items() if name not in self._sent or self._sent[name] != value}
+        new |= values.keys() & OF_RUNNING
         if "picture" in new:
             new |= values.keys() & OF_PICTURE
         self._sent |= values
@@ -66,6 +71,7 @@ def shown_unfinished(preview: Path | None, *, is_finished: bool = False) -> dict
         "reuse_seed": off,
         "copy_parameters": off,
         "download": off,
+        "edit": off,
     }
 
 
@@ -143,7 +149,7 @@ def _latest(visitor: Visitor) -> dict[str, Update]:
 
 
 def _buttons(is_busy: bool) -> dict[str, Update]:
-    return {"generate": gr.update(visible=not is_busy), "stop": gr.update(visible=is_busy)}
+    return {"generate": shown_if(not is_busy), "stop": shown_if(is_busy)}
 
 
 def _gallery(visitor: Visitor) -> Update:

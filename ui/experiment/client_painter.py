@@ -30,8 +30,9 @@ class ClientPainter:
     is_waiting  whether the server's queue was full a moment ago
     """
 
-    def __init__(self, client: AsyncClient, plan: SweepPlan) -> None:
+    def __init__(self, client: AsyncClient, plan: SweepPlan, model: str = "") -> None:
         self.is_waiting = False
+        self._model = model
         self._client = client
         self._plan = plan
         self._refused: set[Cell] = set()
@@ -59,7 +60,9 @@ class ClientPainter:
 
     async def time_alone(self) -> Timing:
         """How long one picture of the plan takes alone. Raises what the client raises."""
-        self._task = task = asyncio.create_task(self._patiently(partial(time_alone, self._client, self._plan)))
+        self._task = task = asyncio.create_task(
+            self._patiently(partial(time_alone, self._client, self._plan, self._model))
+        )
         return await task
 
     async def _paint_all(self, images: Iterator[PlannedImage], tell: Tell) -> None:
@@ -110,8 +113,10 @@ class ClientPainter:
                         self._refuse(image, event.failure.message, tell)
 
     def _fields(self, image: PlannedImage) -> StreamedImageFields:
-        """A request of the plan; never rewritten, so that all cells paint one prompt."""
-        return StreamedImageFields(
+        """A request of the plan; never rewritten, so that all cells paint one prompt, and at the server's own page
+        without a watermark: what is measured is what was painted."""
+        fields = StreamedImageFields(
+            watermark=False,
             sampler=image.cell.sampler,
             num_inference_steps=image.cell.num_steps,
             guidance_scale=image.cell.guidance_scale,
@@ -120,6 +125,9 @@ class ClientPainter:
             output_format="png",
             partial_images=PREVIEWS if image.place == SHOWN else 0,
         )
+        if self._model:
+            fields["model"] = self._model
+        return fields
 
     def _refuse(self, image: PlannedImage, reason: str, tell: Tell) -> None:
         self._refused.add(image.cell)

@@ -27,6 +27,7 @@ class ExperimentForm(NamedTuple):
     num_seeds       pictures of each prompt, with the seeds first_seed, first_seed + 1, ...
     guidance_scale  a number, or text that holds one; nothing for the model's own
     has_converged   whether every picture is held against the converged one of its seed
+    model           that paints, by its name; nothing for the server's own
     """
 
     samplers: Sequence[str]
@@ -36,6 +37,7 @@ class ExperimentForm(NamedTuple):
     first_seed: float | None = 0
     guidance_scale: str | float | None = None
     has_converged: bool = True
+    model: str | None = None
 
 
 def read_form(form: ExperimentForm, image: ImageCapabilities) -> SweepPlan:

@@ -41,12 +41,13 @@ class Experimenting:
         first_seed: float | None,
         guidance: str | None,
         has_converged: bool,
+        model: str | None,
     ) -> str:
         """How much will be painted, and how long that takes, as HTML; or why it cannot be."""
-        form = ExperimentForm(samplers, steps, prompts, num_seeds, first_seed, guidance, has_converged)
+        form = ExperimentForm(samplers, steps, prompts, num_seeds, first_seed, guidance, has_converged, model)
         try:
-            plan, check = await asyncio.to_thread(_read, form, await self._image())
-            speed = await self._probe.speed(self._server.client)
+            plan, check = await asyncio.to_thread(_read, form, await self._image(model))
+            speed = await self._probe.speed(self._server.client, model or "")
         except EngineUnavailable:
             return status(NOT_YET)
         except DiffserveError as error:
@@ -63,23 +64,24 @@ class Experimenting:
         first_seed: float | None,
         guidance: str | None,
         has_converged: bool,
+        model: str | None,
         request: gr.Request,
     ) -> AsyncIterator[Shown]:
         """Paint, and show the grid as it fills; at the end curves and files. Whoever leaves early ends it."""
-        form = ExperimentForm(samplers, steps, prompts, num_seeds, first_seed, guidance, has_converged)
+        form = ExperimentForm(samplers, steps, prompts, num_seeds, first_seed, guidance, has_converged, model)
         try:
             if not await self._server.client.is_ready():
                 yield Shown(status=status(EARLY), run=gr.update(interactive=False))
                 await self._server.wait_for_models()
-            image = await self._image()
+            image = await self._image(model)
             plan, check = await asyncio.to_thread(_read, form, image)
             yield Shown(status=status("Measuring how fast this server paints."), run=gr.update(interactive=False))
-            speed = await self._probe.speed(self._server.client)
+            speed = await self._probe.speed(self._server.client, model or "")
             folder = self._server.files.new_folder()
         except (DiffserveError, OSError) as error:
             yield Shown(status=status(sentence(error), is_error=True), run=gr.update(interactive=True))
             return
-        run = GridRun(self._server.client, plan, check, folder)
+        run = GridRun(self._server.client, plan, check, folder, model or "")
         view = View(run, speed, names_of(plan, image))
         session = request.session_hash or ""
         mine = self._runs.setdefault(session, set())
@@ -109,8 +111,8 @@ class Experimenting:
         for run in self._runs.pop(request.session_hash or "", ()):
             run.stop()
 
-    async def _image(self) -> ImageCapabilities:
-        return (await self._server.models()).image
+    async def _image(self, model: str | None) -> ImageCapabilities:
+        return (await self._server.models()).image_of(model)
 
 
 def _read(form: ExperimentForm, image: ImageCapabilities) -> tuple[SweepPlan, PromptCheck]:

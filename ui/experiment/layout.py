@@ -14,7 +14,7 @@ from diffserve.experiments.svg import STYLE
 from ui.captions import status
 from ui.events import PRIVATE, SILENT, keep_form
 from ui.experiment.handlers import NOT_YET, Experimenting
-from ui.server import Server, sentence
+from ui.server import Models, Server, sentence
 
 SAID: Final = """
 p { margin: 0; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
@@ -77,6 +77,7 @@ class ExperimentFields(NamedTuple):
     first_seed: gr.Number
     guidance: gr.Textbox
     has_converged: gr.Checkbox
+    model: gr.Dropdown
 
 
 class ExperimentOutputs(NamedTuple):
@@ -100,7 +101,7 @@ def add_experiment(server: Server, page: gr.Blocks, tab: gr.Tab) -> None:
             estimate = _html("exp-estimate", SAID, status(UNKNOWN_YET))
             with gr.Row(elem_id="exp-buttons"):
                 run = gr.Button("Run", variant="primary", elem_id="exp-run")
-                stop = gr.Button("Stop", variant="stop", elem_id="exp-stop", visible=False)
+                stop = gr.Button("Stop", variant="stop", elem_id="exp-stop", visible="hidden")
         with gr.Column(scale=5, min_width=300, elem_id="exp-results"):
             outputs = _outputs(run, stop)
     _connect(server, page, tab, fields, held_out, estimate, outputs)
@@ -144,7 +145,10 @@ def _fields() -> tuple[ExperimentFields, gr.Button]:
         info="The same seed painted by DDIM in 200 steps. It takes as long as several of the others.",
         elem_id="exp-converged",
     )
-    return ExperimentFields(samplers, steps, prompts, num_seeds, first_seed, guidance, has_converged), held_out
+    model = gr.Dropdown(
+        [("The server's own", "")], value="", label="Model", allow_custom_value=True, visible=False, elem_id="exp-model"
+    )
+    return ExperimentFields(samplers, steps, prompts, num_seeds, first_seed, guidance, has_converged, model), held_out
 
 
 def _outputs(run: gr.Button, stop: gr.Button) -> ExperimentOutputs:
@@ -197,14 +201,21 @@ def _connect(
         asked.then(lambda said: gr.Timer(active=said == status(NOT_YET)), estimate, again, **PRIVATE)
     held_out.click(lambda: "\n".join(held_out_prompts(NUM_HELD_OUT)), None, fields.prompts, **PRIVATE)
 
-    async def greet() -> tuple[Any, Any, Any]:
-        """Once the models are loaded: the samplers on offer, and test prompts where they mean something."""
+    async def greet(model: str | None) -> tuple[Any, ...]:
+        """Once the models are loaded: which there are, the samplers on offer, and test prompts where they mean
+        something."""
         try:
-            image = (await server.wait_for_models()).image
+            models = await server.wait_for_models()
         except DiffserveError as error:
-            return gr.skip(), gr.skip(), status(sentence(error), is_error=True)
-        choices = [(choice.label, choice.name) for choice in image.samplers]
-        return gr.update(choices=choices), gr.update(visible=image.family == CHECKED_FAMILY), gr.skip()
+            return gr.skip(), gr.skip(), gr.skip(), status(sentence(error), is_error=True)
+        named = [("The server's own", ""), *((name, name) for name in models.others)]
+        return *_of_model(models, model), gr.update(choices=named, visible=bool(models.others)), gr.skip()
+
+    async def choose(model: str | None) -> tuple[Any, ...]:
+        try:
+            return _of_model(await server.models(), model)
+        except DiffserveError:
+            return gr.skip(), gr.skip()
 
     keep_form(page, "experiment", fields)
     page.load(
@@ -213,5 +224,13 @@ def _connect(
         outputs=outputs.status,
         **SILENT,
     )
-    page.load(greet, None, [fields.samplers, held_out, estimate], **PRIVATE)
+    page.load(greet, fields.model, [fields.samplers, held_out, fields.model, estimate], **PRIVATE)
+    fields.model.change(choose, fields.model, [fields.samplers, held_out], **PRIVATE)
     page.unload(events.leave)
+
+
+def _of_model(models: Models, model: str | None) -> tuple[Any, Any]:
+    """The samplers of ``model``, and whether test prompts mean something to it."""
+    image = models.image_of(model)
+    choices = [(choice.label, choice.name) for choice in image.samplers]
+    return gr.update(choices=choices), gr.update(visible=image.family == CHECKED_FAMILY)

@@ -34,14 +34,14 @@ class GridRun:
     is_timing   whether all is painted, and it is measured how long a picture takes alone
     """
 
-    def __init__(self, client: AsyncClient, plan: SweepPlan, check: PromptCheck, folder: Path) -> None:
+    def __init__(self, client: AsyncClient, plan: SweepPlan, check: PromptCheck, folder: Path, model: str = "") -> None:
         self.plan = plan
         self.check = check
         self.board = Board(plan, folder)
         self.error: BaseException | None = None
         self.is_stopped = False
         self.is_timing = False
-        self._painter = ClientPainter(client, plan)
+        self._painter = ClientPainter(client, plan, model)
         self._start_s = time.monotonic()
 
     @property

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from diffserve.client import AsyncClient, CompletedImage, LostImage, Progress, StreamedImageFields
 from diffserve.errors import DiffserveError
@@ -68,7 +68,15 @@ class TimedRequest(NamedTuple):
 
 
 async def paint_timed(
-    client: AsyncClient, prompt: str, *, sampler: str, steps: int, seed: int, n: int = 1, guidance: float | None = None
+    client: AsyncClient,
+    prompt: str,
+    *,
+    model: str,
+    sampler: str,
+    steps: int,
+    seed: int,
+    n: int = 1,
+    guidance: float | None = None,
 ) -> TimedRequest:
     """Paint and look at the clock. Raises what the client raises, and DiffserveError where a picture is lost."""
     fields = StreamedImageFields(
@@ -76,6 +84,8 @@ async def paint_timed(
     )
     if guidance is not None:
         fields["guidance_scale"] = guidance
+    if model:
+        fields["model"] = model
     moments: list[StepTime] = [StepTime(time.perf_counter(), 0)]
     num_steps, evaluations = steps, 0
     async with client.generate_stream(prompt, **fields) as events:
@@ -123,38 +133,34 @@ def timing_of(requests: Sequence[TimedRequest]) -> Timing:
     return Timing(step_s / rows_a_step, median(one.rest_s for one in requests))
 
 
-async def measure(client: AsyncClient) -> ServerSpeed:
-    """A short picture alone, a few times, then several together. Raises what the client raises."""
+async def measure(client: AsyncClient, model: str) -> ServerSpeed:
+    """A short picture by ``model`` alone, a few times, then several together. Raises what the client raises."""
 
     async def probe(n: int) -> TimedRequest:
-        return await paint_timed(client, PROBE_PROMPT, sampler=PROBE_SAMPLER, steps=PROBE_STEPS, seed=0, n=n)
+        how: dict[str, Any] = {"model": model, "sampler": PROBE_SAMPLER, "steps": PROBE_STEPS, "seed": 0}
+        return await paint_timed(client, PROBE_PROMPT, n=n, **how)
 
     alone = timing_of([await probe(1) for _ in range(TIMED_PICTURES)])
     return ServerSpeed(alone, timing_of([await probe(PROBE_PICTURES)]).row_s)
 
 
-async def time_alone(client: AsyncClient, plan: SweepPlan) -> Timing:
+async def time_alone(client: AsyncClient, plan: SweepPlan, model: str) -> Timing:
     """Paint a picture of ``plan`` a few times, alone and with its guidance. Raises what the client raises."""
-    steps, seed, scale = min(TIMED_STEPS, plan.reference_steps or TIMED_STEPS), plan.first_seed, plan.guidance[0]
-    return timing_of(
-        [
-            await paint_timed(client, plan.prompts[0], sampler=PROBE_SAMPLER, steps=steps, seed=seed, guidance=scale)
-            for _ in range(TIMED_PICTURES)
-        ]
-    )
+    steps, scale = min(TIMED_STEPS, plan.reference_steps or TIMED_STEPS), plan.guidance[0]
+    how: dict[str, Any] = {"model": model, "sampler": PROBE_SAMPLER, "steps": steps, "seed": plan.first_seed}
+    return timing_of([await paint_timed(client, plan.prompts[0], guidance=scale, **how) for _ in range(TIMED_PICTURES)])
 
 
 class SpeedProbe:
-    """Knows the speed of one server; measures it once, and again when that is long ago."""
+    """Knows the speed of one server's models; measures it once, and again when that is long ago."""
 
     def __init__(self) -> None:
-        self._speed: ServerSpeed | None = None
-        self._measured_s = 0.0
+        self._speeds: dict[str, tuple[ServerSpeed, float]] = {}
         self._lock = asyncio.Lock()
 
-    async def speed(self, client: AsyncClient) -> ServerSpeed:
-        """The speed, measured now where it is not known. Raises what the client raises."""
+    async def speed(self, client: AsyncClient, model: str = "") -> ServerSpeed:
+        """That of ``model``, "" the server's own, measured now where it is not known. Raises what the client raises."""
         async with self._lock:
-            if self._speed is None or time.monotonic() - self._measured_s > FRESH_S:
-                self._speed, self._measured_s = await measure(client), time.monotonic()
-            return self._speed
+            if model not in self._speeds or time.monotonic() - self._speeds[model][1] > FRESH_S:
+                self._speeds[model] = await measure(client, model), time.monotonic()
+            return self._speeds[model][0]

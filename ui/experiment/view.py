@@ -21,6 +21,7 @@ from diffserve.experiments.plan import SweepPlan, canonical_sampler
 from diffserve.experiments.summary import CellSummary, write_csv
 from diffserve.images import decode_image
 from ui.captions import seconds_text, status
+from ui.events import shown_if
 from ui.experiment import table
 from ui.experiment.board import Board
 from ui.experiment.run import GridRun
@@ -73,7 +74,7 @@ class View:
         return Shown(
             self._status(), self._grid(), "", "",
             gr.update(value=None, visible=False), gr.update(value=None, visible=False),
-            gr.update(visible=False, interactive=True), gr.update(visible=True),
+            {**shown_if(False), "interactive": True}, shown_if(True),
         )  # fmt: skip
 
     async def news(self) -> Shown | None:
@@ -92,7 +93,7 @@ class View:
 
     async def ending(self, files: Files) -> Shown:
         """The curves of what is painted, the files, and how it ended; Stop becomes Run."""
-        buttons = (gr.update(visible=True, interactive=True), gr.update(visible=False))
+        buttons = ({**shown_if(True), "interactive": True}, shown_if(False))
         try:
             steps, seconds = await asyncio.to_thread(self._curves)
             csv, png = await asyncio.to_thread(self._files, files)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diffserve.embedded.eval import captions, parts, precisions, ranges, rewriter
+from diffserve.embedded.eval import adapters, captions, parts, precisions, ranges, rewriter
 from diffserve.embedded.eval.painting import BEST_GUIDANCE
 from diffserve.engine import Engine
 from diffserve.engine.rewriter import Rewriter
@@ -52,6 +52,12 @@ def evaluate_captions(
 def evaluate_ranges(model: Model = "embedded", count: int = 60, out: Out = None) -> None:
     """Count it over guidance scales, canvases and negative prompts."""
     _show(ranges.evaluate(Engine.from_pretrained(model), count), out)
+
+
+@app.command(name="adapters")
+def evaluate_adapters(model: Model = "embedded", count: int = 60, out: Out = None) -> None:
+    """Count gifts that are right, and pictures that sepia changes."""
+    _show(adapters.evaluate(Engine.from_pretrained(model), count), out)
 
 
 @app.command(name="parts")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -18,11 +18,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diffserve.bounds import check
+from diffserve.controlnets import PARAM, Control
 from diffserve.engine.image.latent_cache import SKIPS
 from diffserve.engine.image.task import LiveRequest, PaintSettings
 from diffserve.errors import InvalidRequest
+from diffserve.few_step import begin_with_loras
+from diffserve.loras import NO_LORAS, CheckedLoras, Lora
 from diffserve.sizes import row_cost
-from diffserve.types import DiffusionParams, GenerationRequest, ModelInfo, NoiseSource, Picture
+from diffserve.types import (
+    AUTO_SPACING,
+    FULL_INTERVAL,
+    DiffusionParams,
+    GenerationRequest,
+    ModelInfo,
+    NoiseSource,
+    Picture,
+)
 from diffserve.vocabulary import warn_of_unknown
 from schedulers import (
     BadEta,
@@ -58,7 +69,10 @@ class ImageAdmission:
     ``defaults``: the profile's sigma schedule and eta, which belong to its sampler; a sampler given by the caller
     brings its own or none. ``keeps_latents``: whether pictures may begin from those of similar prompts.
     ``noise_source``: of requests that give none. ``check_room``: raises InvalidRequest for a width and a height that no
-    memory is there for, told whether an init image of that size is to be encoded.
+    memory is there for, told whether an init image of that size is to be encoded, whether ControlNets are at work, and
+    whether the refiner is.
+    ``check_loras``: what is known of adapters; InvalidRequest for those that the model cannot take;
+    ``check_controlnets``: a digest of ControlNets. ``check_scores``: see ``PictureScores.check``.
     """
 
     def __init__(
@@ -70,7 +84,10 @@ class ImageAdmission:
         *,
         keeps_latents: bool = False,
         noise_source: NoiseSource = "cpu",
-        check_room: Callable[[int, int, bool], None] = lambda *_: None,
+        check_room: Callable[[int, int, bool, bool, bool], None] = lambda *_: None,
+        check_loras: Callable[[tuple[Lora, ...]], CheckedLoras] = lambda _: NO_LORAS,
+        check_controlnets: Callable[[tuple[Control, ...]], bytes] = lambda _: b"",
+        check_scores: Callable[[GenerationRequest, int, int], tuple[str, ...]] = lambda *_: (),
     ) -> None:
         self.info = info
         self.schedule = schedule
@@ -79,15 +96,22 @@ class ImageAdmission:
         self._noise_source = noise_source
         self._scheduler_config = dict(scheduler_config)
         self._check_room = check_room
+        self._check_loras = check_loras
+        self._check_controlnets = check_controlnets
+        self._check_scores = check_scores
         self._compile = lru_cache(maxsize=256)(self._compile_table)
 
     def admit(self, request: GenerationRequest, now_s: float) -> LiveRequest:
         """Check ``request``, resolve it, and give it a seed. ``now_s`` starts its clock."""
+        is_ours = request.model in ("", self.info.model_id)
+        check(is_ours, f"the model is {request.model[:80]!r}; this one is {self.info.model_id!r}.", "model")
         width_px, height_px = self._size(request)
         kind = self._kind(request, width_px, height_px)
-        settings, warnings = self._settings(request, width_px, height_px, kind)
-        warnings += self._unknown_words(request)
-        num_further = request.num_images - 1
+        loras = self._check_loras(request.diffusion.loras) if request.diffusion.loras else NO_LORAS
+        settings, warnings = self._settings(request, width_px, height_px, kind, loras)
+        warnings += self._unknown_words(request, loras.words)
+        warnings += self._check_scores(request, width_px, height_px)
+        num_further = request.num_painted - 1
         seed = secrets.randbelow(DISTINCT_SEEDS - num_further) if request.seed is None else request.seed
         last = seed + num_further
         if last >= DISTINCT_SEEDS:
@@ -98,27 +122,46 @@ class ImageAdmission:
         return LiveRequest(request=request, settings=settings, seed=seed, warnings=warnings, submitted_s=now_s)
 
     def _settings(
-        self, request: GenerationRequest, width_px: int, height_px: int, kind: str
+        self, request: GenerationRequest, width_px: int, height_px: int, kind: str, loras: CheckedLoras
     ) -> tuple[PaintSettings, tuple[str, ...]]:
-        info, params = self.info, request.diffusion
+        info = self.info
+        params, warnings = begin_with_loras(request.diffusion)
         strength = 1.0 if request.init_image is None else params.strength
         num_steps = info.default_num_steps if params.num_steps is None else params.num_steps
         scale = info.default_guidance_scale if params.guidance_scale is None else params.guidance_scale
         most = f"num_steps is {num_steps}; this model takes at most {info.train_timesteps}."
         check(num_steps <= info.train_timesteps, most, "num_inference_steps")
-        warnings: tuple[str, ...] = ()
         if scale < 1.0:
             warnings += (f"guidance_scale {scale:g} is painted as 1, which is no guidance.",)
             scale = 1.0
         table = self._table(params, num_steps, strength)
-        guided = guided_rows(table, scale, params.guidance_interval)
+        guided = guided_rows(table, self._row_scale(scale), params.guidance_interval)
+        if info.embeds_guidance and params.guidance_interval != FULL_INTERVAL:
+            warnings += (f"guidance_interval has no meaning for {info.model_id}, which is told guidance as a number.",)
         cannot = (
             f"cache_interval is {params.cache_interval}; the UNet of {info.model_id} cannot be split into a deep and a "
             "shallow part: leave it out, or give 1."
         )
         check(params.cache_interval == 1 or info.shallow_share is not None, cannot, "cache_interval")
+        alone = f"cache_interval is {params.cache_interval}; ControlNets need every step in full: give 1, which is off."
+        check(params.cache_interval == 1 or not params.controlnets, alone, "cache_interval")
+        no_refiner = (
+            f"switch_at is {params.switch_at}; {info.model_id} has no refiner to switch to: leave it out, or name one "
+            "([model] refiner, --refiner)."
+        )
+        check(params.switch_at is None or bool(info.refiner), no_refiner, "switch_at")
+        switch = self._switch_row(table, params.switch_at)
+        if params.switch_at is not None and switch is None:
+            warnings += (f"switch_at {params.switch_at:g} leaves the refiner none of {num_steps} steps.",)
+        most_skip = f"the text encoders of {info.model_id} take 1 to {info.most_clip_skip}."
+        too_far = f"clip_skip is {params.clip_skip}; {most_skip}"
+        check(params.clip_skip <= info.most_clip_skip, too_far, "clip_skip")
+        told_none = f"{info.model_id} is told no sizes; micro_conditioning is SDXL's: leave it out."
+        check(params.micro_conditioning is None or info.has_size_conditioning, told_none, "micro_conditioning")
         if params.similarity_threshold is not None:
             self._check_may_begin_from_similar(params.similarity_threshold, kind)
+        if params.guidance_rescale and not guided.any():
+            warnings += ("guidance_rescale has no meaning without guidance.",)
         if request.negative_prompt.strip() and not guided.any():
             warnings += ("the negative prompt has no meaning without guidance, and was not used.",)
         settings = PaintSettings(
@@ -130,16 +173,26 @@ class ImageAdmission:
             eta=table.eta,
             guidance_scale=scale,
             guidance_interval=params.guidance_interval,
+            clip_skip=params.clip_skip,
+            guidance_rescale=params.guidance_rescale,
             cache_interval=params.cache_interval,
             similarity_threshold=params.similarity_threshold,
             noise_source=params.noise_source or self._noise_source,
             token_merging=params.token_merging,
+            micro_conditioning=params.micro_conditioning,
             num_steps=num_steps,
             kind=kind,
             strength=None if request.init_image is None else strength,
+            loras=params.loras,
+            controlnets=params.controlnets,
+            control_digest=self._check_controlnets(params.controlnets) if params.controlnets else b"",
+            controlled=controlled_rows(table, params.controlnets, switch=switch),
+            lora_digest=loras.digest,
             table=table,
             guided=guided,
-            full=full_rows(guided, params.cache_interval),
+            full=full_rows(guided, params.cache_interval, switch),
+            switch_at=params.switch_at,
+            switch_row=switch,
             shallow_share=info.shallow_share or 1.0,
             row_cost=row_cost(info, width_px, height_px),
         )
@@ -147,6 +200,10 @@ class ImageAdmission:
             shorter = tuple(self._without_first(settings, params, int(skip * num_steps)) for skip in SKIPS)
             settings = msgspec.structs.replace(settings, shorter=shorter)
         return settings, warnings + table.warnings + self._few_steps(table, strength)
+
+    def _row_scale(self, scale: float) -> float:
+        """The guidance that an image's unconditional row is there for: none where the UNet reads it itself."""
+        return 1.0 if self.info.embeds_guidance else scale
 
     def _check_may_begin_from_similar(self, threshold: float, kind: str) -> None:
         said = f"similarity_threshold is {threshold:g}; "
@@ -161,15 +218,30 @@ class ImageAdmission:
         if num_skipped == 0:
             return settings
         table = self._table(params, num_steps, (num_steps - num_skipped + 0.5) / num_steps)
-        guided = guided_rows(table, settings.guidance_scale, settings.guidance_interval, num_skipped)
-        full = full_rows(guided, settings.cache_interval)
-        return msgspec.structs.replace(settings, table=table, guided=guided, full=full, skipped_steps=num_skipped)
+        guided = guided_rows(table, self._row_scale(settings.guidance_scale), settings.guidance_interval, num_skipped)
+        switch = self._switch_row(table, settings.switch_at)
+        full = full_rows(guided, settings.cache_interval, switch)
+        own: dict[str, Any] = {"table": table, "guided": guided, "full": full, "switch_row": switch}
+        own["controlled"] = controlled_rows(table, settings.controlnets, num_skipped, switch)
+        return msgspec.structs.replace(settings, skipped_steps=num_skipped, **own)
 
-    def _unknown_words(self, request: GenerationRequest) -> tuple[str, ...]:
-        """A warning for each of the two prompts that has words which a model of a closed world was never taught."""
+    def _switch_row(self, table: StepTable, switch_at: float | None) -> int | None:
+        """The first row of the first step below the noise level of ``switch_at``, as diffusers' denoising_start has it;
+        ``None`` where there is none."""
+        if switch_at is None:
+            return None
+        num_timesteps = self.info.train_timesteps
+        begins_step = np.diff(table.step_of_row, prepend=-1) != 0
+        rows = np.flatnonzero(begins_step & (table.timestep < round(num_timesteps - switch_at * num_timesteps)))
+        return int(rows[0]) if len(rows) else None
+
+    def _unknown_words(self, request: GenerationRequest, learnt: Iterable[str]) -> tuple[str, ...]:
+        """A warning for each of the two prompts that has words which a model of a closed world was never taught, nor
+        its adapters, which teach those ``learnt``."""
         world, model_id = self.info.world, self.info.model_id
         if world is None:
             return ()
+        world = world.learning(learnt)
         prompts = {False: request.prompt, True: request.negative_prompt}
         unknown = {negative: world.unknown_words(prompt) for negative, prompt in prompts.items()}
         return tuple(
@@ -188,7 +260,7 @@ class ImageAdmission:
             return self._compile(
                 params.sampler or self.info.default_sampler,
                 num_steps,
-                params.spacing or self.info.default_spacing,
+                params.spacing or (None if self.info.default_spacing == AUTO_SPACING else self.info.default_spacing),
                 params.sigma_schedule or own.sigma_schedule,
                 own.eta if params.eta is None else params.eta,
                 strength,
@@ -198,10 +270,18 @@ class ImageAdmission:
             raise InvalidRequest(str(error), param=param, code=code) from None
 
     def _compile_table(
-        self, sampler: str, num_steps: int, spacing: str, sigma_schedule: str | None, eta: float | None, strength: float
+        self,
+        sampler: str,
+        num_steps: int,
+        spacing: str | None,
+        sigma_schedule: str | None,
+        eta: float | None,
+        strength: float,
     ) -> StepTable:
         options = TableOptions.from_config(self._scheduler_config, sampler, ignore=PIPELINE_IGNORES)
-        options = replace(options, spacing=spacing, sigma_schedule=sigma_schedule or options.sigma_schedule)
+        options = replace(
+            options, spacing=spacing or options.spacing, sigma_schedule=sigma_schedule or options.sigma_schedule
+        )
         return options.compile(self.schedule, num_steps, eta=eta, strength=strength)
 
     def _size(self, request: GenerationRequest) -> tuple[int, int]:
@@ -212,7 +292,8 @@ class ImageAdmission:
         height_px = native[1] if request.height_px is None else request.height_px
         for name, side_px in (("width", width_px), ("height", height_px)):
             self._check_side(name, side_px)
-        self._check_room(width_px, height_px, request.init_image is not None)
+        is_refined = request.diffusion.switch_at is not None
+        self._check_room(width_px, height_px, request.init_image is not None, bool(request.control_images), is_refined)
         return width_px, height_px
 
     def _check_side(self, name: str, side_px: int) -> None:
@@ -230,6 +311,8 @@ class ImageAdmission:
             _check_picture("image", init, 3, width_px, height_px)
         if mask is not None:
             _check_picture("mask", mask, 1, width_px, height_px)
+        for control, image in zip(request.diffusion.controlnets, request.control_images, strict=True):
+            _check_picture(f"image of ControlNet {control.name!r}", image, 3, width_px, height_px, PARAM)
         if mask is not None or self.info.is_inpainting:
             return "inpaint"
         return "text" if init is None else "image"
@@ -249,12 +332,32 @@ def guided_rows(
     return np.asarray((table.step_of_row >= first) & (table.step_of_row < last), dtype=np.bool_)
 
 
-def full_rows(guided: NDArray[np.bool_], interval: int) -> NDArray[np.bool_]:
+def controlled_rows(
+    table: StepTable, controls: Sequence[Control], num_skipped: int = 0, switch: int | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """For each row the places of ``controls`` that are at work in it, of the base alone; empty where there are none.
+
+    ``num_skipped`` steps before those of the table count as well; from row ``switch`` on the refiner paints.
+    """
+    if not controls:
+        return ()
+    num_steps = table.num_steps + num_skipped
+    active = [
+        tuple(place for place, control in enumerate(controls) if control.active(step + num_skipped, num_steps))
+        for step in table.step_of_row.tolist()
+    ]
+    return tuple(own if switch is None or row < switch else () for row, own in enumerate(active))
+
+
+def full_rows(guided: NDArray[np.bool_], interval: int, switch: int | None = None) -> NDArray[np.bool_]:
     """bool (num_rows,): rows that run the whole UNet.
 
     Every ``interval``-th row of the image's own table, the first included, and the first that is guided after a full
-    one that was not: of its unconditional row there are no features yet.
+    one that was not: of its unconditional row there are no features yet. At row ``switch`` another UNet begins anew.
     """
+    if switch:
+        parts = (full_rows(part, interval) for part in (guided[:switch], guided[switch:]))
+        return np.concatenate([*parts])
     full: NDArray[np.bool_] = np.arange(len(guided)) % interval == 0
     has_uncond = False
     for row, is_guided in enumerate(guided):
@@ -263,13 +366,15 @@ def full_rows(guided: NDArray[np.bool_], interval: int) -> NDArray[np.bool_]:
     return full
 
 
-def _check_picture(name: str, picture: Picture, channels: int, width_px: int, height_px: int) -> None:
+def _check_picture(
+    name: str, picture: Picture, channels: int, width_px: int, height_px: int, param: str | None = None
+) -> None:
     check(
         (picture.width_px, picture.height_px) == (width_px, height_px),
         f"the {name} is {picture.width_px}x{picture.height_px} px, the picture {width_px}x{height_px}; "
         f"resize the {name} first.",
-        name,
+        param or name,
         "invalid_image",
     )
     wrong = f"the {name} has {picture.channels} channel(s); it must have {channels}."
-    check(picture.channels == channels, wrong, name, "invalid_image")
+    check(picture.channels == channels, wrong, param or name, "invalid_image")

@@ -60,7 +60,7 @@ class CompiledGroups:
         meanwhile, and would see nothing of a recording."""
         compiled = self._compiled.run if self._compiled is not None and group.is_compiled else None
         graphs, plain = self.graphs, self._plain
-        if graphs is None or is_watched:
+        if graphs is None or is_watched or group.lora_rank:  # its buffers would be filled with factors anew each time
             return compiled
 
         def make(call: UNetArguments) -> Tensor:
@@ -82,7 +82,7 @@ class CompiledGroups:
         if self.packages is None:
             return False
         if self._compiler is not None and (done := self._compiler.poll()) is not None:
-            self._looked_for.discard(GroupKey(*done, is_compiled=True))
+            self._looked_for.discard(done)
         return group not in self._looked_for or self._doubted.get(group, math.inf) <= now_s
 
     def load(self, group: GroupKey, kind: Callable[[], Kind | None], sizes: Sequence[int]) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ class CompiledGroups:
         if self._compiled is not None and not self._compiled.packages.is_empty:
             found = self._compiled.load(kind(), sizes)
         if self._compiler is not None and len(found) < len(sizes):
-            self._compiler.want(group.shape, sizes)
+            self._compiler.want(group, sizes)
         return found
 
     def doubt(self, group: GroupKey, now_s: float) -> None:
@@ -106,6 +106,11 @@ class CompiledGroups:
     def take(self, group: GroupKey) -> None:
         """Newcomers are painted in ``group`` from now on."""
         self._proven.add(group)
+
+    def close(self) -> None:
+        """Compile nothing any more."""
+        if self._compiler is not None:
+            self._compiler.close()
 
     def forget(self, group: GroupKey) -> None:
         """Look for ``group`` anew when it comes again."""
@@ -187,5 +192,6 @@ def is_worth(group: GroupKey, facts: GroupFacts, network: CostCurve, sizes: Sequ
     """Whether compiled calls of ``group`` save something over the ``network``'s, all ``sizes`` taken together."""
     saved, does = _saved(facts, network, sizes), _pays(facts, network, sizes)
     shape = f"{group.width_px}x{group.height_px} pixels, {group.num_tokens} tokens"
+    shape += f", adapters of rank {group.lora_rank}" * bool(group.lora_rank)
     logger.info("compiled calls of %s save %.0f %%, so they are%s used", shape, 100 * saved, "" if does else " not")
     return does

@@ -13,74 +13,79 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import IO, Any, Final
 
+import msgspec
 import torch
 
 from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
+from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel, load_model
+from diffserve.runtime.loading.library_imports import import_lean
 from diffserve.runtime.text.conditioning import Conditioner, make_conditioner
 from diffserve.runtime.unet.compiled import Packages
-from diffserve.runtime.unet.random_rows import Shape, random_call
+from diffserve.runtime.unet.random_rows import random_call
+from diffserve.types import ModelProfile
 
 LOWEST_PRIORITY: Final = 19
-SHAPES_KEPT: Final = 16
+GROUPS_KEPT: Final = 16
 """That wait to be compiled; the oldest are forgotten first, and come again when they are painted again."""
 
 logger = logging.getLogger(__name__)
 
 
 @torch.no_grad()
-def compile_shape(
+def compile_group(
     model: DiffusionModel,
     conditioner: Conditioner,
     packages: Packages,
-    shape: Shape,
+    group: GroupKey,
     sizes: Sequence[int],
     told: Callable[[int], None] = lambda num_rows: None,
 ) -> None:
-    """Have a package of every one of ``sizes`` on disk; ``told`` of each once it is there.
+    """Have a package of every one of ``sizes`` of ``group`` on disk; ``told`` of each once it is there.
 
     Raises ConfigError where none can be made, and what the compiler raises.
     """
     for num_rows in sizes:
-        packages.compile(random_call(model, shape, num_rows, conditioner))
+        packages.compile(random_call(model, group.shape, num_rows, conditioner, group.lora_rank))
         told(num_rows)
 
 
 class BackgroundCompiler:
-    """Compiles one shape after the other in a process of the lowest priority, which ends with this one."""
+    """Compiles one group after the other in a process of the lowest priority, which ends with this one."""
 
     def __init__(self, model: DiffusionModel, config: EngineConfig) -> None:
         self._order: dict[str, Any] = {
             "path": model.profile.path,
+            "profile": msgspec.to_builtins(model.profile),
             "dtype": model.choice.dtype,
             "device": str(model.device),
             "cross_attention": config.cross_attention,
             "cache_dir": config.cache_dir,
         }
-        self._wanted: OrderedDict[Shape, tuple[int, ...]] = OrderedDict()
+        self._wanted: OrderedDict[GroupKey, tuple[int, ...]] = OrderedDict()
         self._process: subprocess.Popen[str] | None = None
         self._errors: IO[bytes] | None = None
-        self._shape: Shape | None = None
+        self._group: GroupKey | None = None
         self._is_broken = False
 
-    def want(self, shape: Shape, sizes: Sequence[int]) -> None:
-        """Compile ``shape`` for calls of ``sizes`` rows when its turn comes."""
-        self._wanted.setdefault(shape, tuple(sizes))
-        while len(self._wanted) > SHAPES_KEPT:
+    def want(self, group: GroupKey, sizes: Sequence[int]) -> None:
+        """Compile calls of ``group`` of ``sizes`` rows when its turn comes."""
+        self._wanted.setdefault(group, tuple(sizes))
+        while len(self._wanted) > GROUPS_KEPT:
             self._wanted.popitem(last=False)
 
-    def poll(self) -> Shape | None:
-        """Go on with the next shape where one is done, which is returned. Returns at once."""
+    def poll(self) -> GroupKey | None:
+        """Go on with the next group where one is done, which is returned. Returns at once."""
         done = None
         if self._process is not None:
             code = self._process.poll()
             if code is None:
                 return None
             if code == 0:
-                done = self._shape
+                done = self._group
             else:
-                self._is_broken = True  # the next shape would fare no better
+                self._is_broken = True  # the next group would fare no better
                 logger.warning("compiling failed, so the UNet stays as it is: %s", self._last_words(code))
             self._end()
         if self._wanted and not self._is_broken:
@@ -104,8 +109,8 @@ class BackgroundCompiler:
         with self._process, self._errors:
             self._process = None
 
-    def _begin(self, shape: Shape, sizes: tuple[int, ...]) -> None:
-        self._shape = shape
+    def _begin(self, group: GroupKey, sizes: tuple[int, ...]) -> None:
+        self._group = group
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # read when the process is over
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
@@ -116,7 +121,7 @@ class BackgroundCompiler:
             start_new_session=True,
         )
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({**self._order, "shape": shape, "sizes": sizes}) + "\n")
+        self._process.stdin.write(json.dumps({**self._order, "group": group, "sizes": sizes}) + "\n")
         self._process.stdin.flush()  # and stays open: its end tells the other side that we are gone
 
     def _last_words(self, code: int) -> str:
@@ -131,13 +136,15 @@ def main() -> None:
     if hasattr(os, "nice"):
         os.nice(LOWEST_PRIORITY)
     torch.set_num_threads(1)
+    import_lean()  # the process is this compiler's own
     order = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_input, daemon=True).start()
     cache = DiskCache.at(order["cache_dir"])
-    model = load_model(order["path"], dtype=order["dtype"], device=order["device"], cache=cache)
+    profile = msgspec.convert(order["profile"], ModelProfile)
+    model = load_model(order["path"], dtype=order["dtype"], device=order["device"], profile=profile, cache=cache)
     config = EngineConfig(cross_attention=order["cross_attention"])
     conditioner = make_conditioner(model, config, is_exact=True)
-    compile_shape(model, conditioner, Packages(model, cache), tuple(order["shape"]), order["sizes"])
+    compile_group(model, conditioner, Packages(model, cache), GroupKey(*order["group"]), order["sizes"])
 
 
 def _end_with_input() -> None:

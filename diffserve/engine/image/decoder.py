@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from diffserve.runtime import DiffusionModel
 from diffserve.runtime.memory import without_frames
 from diffserve.runtime.transfer import Fetched, SideQueue, fetch
 from diffserve.runtime.vae.vae import Decoded
+
+GREY: Final = 128
 
 logger = logging.getLogger(__name__)
 
@@ -123,13 +126,13 @@ class PictureDecoder:
 
     def try_once(self, latents: Tensor) -> None:
         """Decode ``latents`` (C, h, w) and throw the picture away."""
-        self._pictures(latents[None]).picture(0)
+        self.pictures(latents[None]).picture(0)
 
     def _begin(self, tasks: Sequence[ImageTask], outcome: TickOutcome) -> None:
         started_s = self.clock()
         try:
             latents = self._caller.with_room(lambda: torch.stack([self._latents(task) for task in tasks]))
-            decoded = self._pictures(latents)
+            decoded = self.pictures(latents)
             for place, task in enumerate(tasks):
                 self._going[task] = Decoding(started_s, decoded, place, latents, self._wanted(task, latents, place))
         except Exception as error:
@@ -153,7 +156,7 @@ class PictureDecoder:
         try:
             outcome.pictures[task] = self._caller.with_room(lambda: going.decoded.picture(going.place))
             latents = None if going.latents is None else going.latents.read().numpy()
-            if latents is not None and task.live.request.return_latents:
+            if latents is not None and self._tells(task):
                 outcome.latents[task] = latents
             if latents is not None and task.held.embedding is not None:
                 self.kept.put(kin_of(task), task.live.request.prompt, KeptLatents(task.held.embedding, latents))
@@ -166,6 +169,9 @@ class PictureDecoder:
         is_wanted = task.live.request.return_latents or task.held.embedding is not None
         return self._caller.with_room(lambda: fetch(latents[place])) if is_wanted else None
 
+    def _tells(self, task: ImageTask) -> bool:
+        return task.live.request.return_latents
+
     def _latents(self, task: ImageTask) -> Tensor:
         assert task.lane is not None
         return task.table.out_scale * self.pool.latent(task.held.shape, task.lane)
@@ -176,7 +182,7 @@ class PictureDecoder:
                 return Decoded.of(torch.from_numpy(self.model.vae.decode_in_tiles(latents, most_cells)))
             return self.model.vae.decode_later(latents, self.tile_px)
 
-    def _pictures(self, latents: Tensor) -> Decoded:
+    def pictures(self, latents: Tensor) -> Decoded:
         """Of ``latents`` (B, C, h, w): in one piece, once more where memory was given back, and at last in tiles."""
         num_pictures, _, height, width = latents.shape
         most_cells = self._room.picture_cells(num_pictures * height, width)
@@ -192,3 +198,17 @@ class PictureDecoder:
         logger.warning("no memory to decode a picture in one piece: it is decoded in tiles")
         with self._queue:
             return Decoded.of(torch.from_numpy(self.model.vae.decode_in_tiles(latents)))
+
+
+class LatentTeller(PictureDecoder):
+    """Tells finished latents, which somebody else decodes; in place of a picture there is a single grey pixel."""
+
+    def pictures(self, latents: Tensor) -> Decoded:
+        """As many pixels as there are ``latents``."""
+        return Decoded.of(torch.full((len(latents), 1, 1, 3), GREY, dtype=torch.uint8))
+
+    def _wanted(self, task: ImageTask, latents: Tensor, place: int) -> Fetched | None:
+        return self._caller.with_room(lambda: fetch(latents[place]))
+
+    def _tells(self, task: ImageTask) -> bool:
+        return True

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from diffserve.config import EngineConfig, load_settings
@@ -12,16 +14,19 @@ from diffserve.disk_cache import DiskCache
 from diffserve.engine.delivery import raise_if_failed
 from diffserve.engine.engine import CoreEngine
 from diffserve.engine.image.admission import ImageAdmission
-from diffserve.engine.image.runner import ImageRunner
+from diffserve.engine.image.runner import ImageRunner, control_groups
 from diffserve.engine.image.scheduler import RequestScheduler
-from diffserve.engine.image.task import GroupKey, LiveRequest, TickOutcome, TickPlan, TickTrace
-from diffserve.engine.records import TickBudget
-from diffserve.engine_stats import ImageStats
+from diffserve.engine.image.scoring import CheckerScorer, PictureScores, refuse_best_of
+from diffserve.engine.image.task import GroupKey, LiveRequest, TickOutcome, TickPlan, TickTrace, row_seconds
+from diffserve.engine.records import TickBudget, shares
+from diffserve.engine_stats import ImageStats, StepTally
+from diffserve.errors import DeadlineUnreachable
 from diffserve.pace import Pace
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.kv import PagePool, PoolStats
 from diffserve.sizes import Sized
 from diffserve.types import (
+    CHECKER,
     TERMINAL,
     Accepted,
     Event,
@@ -66,6 +71,7 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
         super().__init__(self.config.max_waiting, self.config.trace_ticks, clock)
         defaults = None if profile is None else profile.diffusion
         self.runners: ImageRunner = ImageRunner(model, self.config, clock, pool)
+        scores = PictureScores(CheckerScorer() if model.info.scorer == CHECKER else model.scorer)
         self._admission = ImageAdmission(
             model.info,
             model.schedule,
@@ -74,10 +80,16 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
             keeps_latents=self.config.latent_cache_bytes > 0,
             noise_source=self.config.noise_source,
             check_room=self.runners.check_room,
+            check_loras=self.runners.loras.check,
+            check_controlnets=lambda controls: self.runners.controlnets.check(controls),
+            check_scores=scores.check if self.config.stage == "all" else refuse_best_of,
         )
-        self.scheduler: RequestScheduler = RequestScheduler(self.config, model.info, self.runners)
+        self.scheduler: RequestScheduler = RequestScheduler(
+            self.config, model.info, self.runners, scores, self._digests
+        )
         self._num_postponed = 0  # images that the latest tick would have let in, had there been pages
         self._counts = Counter[str]()
+        self._steps = StepTally()
         self._pace = Pace(clock)
         self._study_credit_s = 0.0
 
@@ -148,6 +160,10 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
                 busy_s=self._busy_s,
                 results=self.scheduler.results.stats,
                 latents=self.runners.kept.stats,
+                num_lanes=self.scheduler.lanes.num_lanes,
+                num_loras=self.runners.loras.num_kept,
+                lora_bytes=self.runners.loras.num_bytes,
+                steps=self._steps.stats,
             )
 
     def check_integrity(self) -> None:
@@ -177,6 +193,12 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
         """Pixels of the largest picture among the requests that are live, 0 when there is none."""
         live = (*self._inbox.copy().values(), *self.scheduler.live.copy().values())
         return max((one.settings.width_px * one.settings.height_px for one in live), default=0)
+
+    def close(self, kept: Collection[str] = ()) -> None:
+        """Give up what others hold for an engine that nobody will ask again: its tenants' pages, but for those in
+        ``kept``, and a compiler's process."""
+        with self._ticking:
+            self.runners.close(kept)
 
     # The verbs ----------------------------------------------------------------------------------------------------
 
@@ -212,6 +234,11 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
         finally:
             events.close()
 
+    def submit_late(self, request: GenerationRequest, waited_s: float) -> None:
+        """``submit`` what has waited elsewhere for so long: its times and its deadline count from then."""
+        with self._lock:
+            self._inbox[self.submit(request)].submitted_s -= waited_s
+
     def warm_up(self) -> None:
         """Know the buckets of the native size and touch every network, so that the first request pays for neither."""
         with self._ticking:
@@ -227,18 +254,54 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
 
     # Below the counter --------------------------------------------------------------------------------------------
 
+    def admitted(self, request: GenerationRequest) -> LiveRequest:
+        """``request`` checked and resolved, for whoever does a part of it elsewhere. Raises InvalidRequest."""
+        return self._admit(request)
+
     def _admit(self, request: GenerationRequest) -> LiveRequest:
         return self._admission.admit(request, self.clock())
+
+    def _enter(self, order: GenerationRequest, *, is_followed: bool) -> str:
+        request_id = super()._enter(order, is_followed=is_followed)
+        with self._lock:
+            live = self._inbox.get(request_id)
+            if live is not None and live.settings.loras:
+                live.reading = self.runners.loras.begin(live.settings.loras, live.settings.lora_digest)
+            if live is not None and live.settings.controlnets:
+                live.mapping = self.runners.controlnets.begin(live.settings.controlnets, order.control_images)
+        return request_id
+
+    def _digests(self, live: LiveRequest) -> tuple[dict[str, str], dict[str, str]]:
+        texts = f"{live.request.prompt}\n{live.request.negative_prompt}"
+        return self.runners.loras.digests(live.settings.lora_digest), self.model.text.word_digests(texts)
+
+    def _is_at_hand(self, live: LiveRequest) -> bool:
+        """Adapters and ControlNets are read beside the ticks; what goes wrong is told when the image is prepared."""
+        if all(one is None or one.done() for one in (live.reading, live.mapping)):
+            return True
+        return self.clock() - live.submitted_s >= (live.request.deadline_s or math.inf)
 
     def _accepted(self, live: LiveRequest, num_ahead: int) -> Event:
         live.queue_position = num_ahead
         return Accepted(
             request_id=live.request_id,
             seed=live.seed,
-            num_images=live.request.num_images,
+            num_images=live.request.num_painted,
             queue_position=num_ahead,
             warnings=live.warnings,
+            seconds_left=None if live.seconds_left is None else round(live.seconds_left, 4),
         )
+
+    def _foresee(self, live: LiveRequest) -> None:
+        """Note when ``live`` would be done. Raises DeadlineUnreachable where that is too late."""
+        is_free = live.request.deadline_s is None or not live.request.refuses_late
+        deadline_s = math.inf if is_free else live.request.deadline_s or 0.0
+        for must_look in (False, True):
+            now_s, others = self.clock(), self._inbox.values()
+            live.seconds_left = self.scheduler.seconds_left(live, others, now_s, must_look=must_look)
+            if live.seconds_left is None or live.seconds_left <= deadline_s:
+                return
+        raise DeadlineUnreachable.of(deadline_s, live.seconds_left or 0.0, self.scheduler.least_s(live))
 
     def _seconds_left(self) -> float:
         """Seconds that everything accepted will take at the recent pace, at least one; one where no pace is known."""
@@ -247,15 +310,17 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
     def _plan(self, budget: TickBudget) -> TickPlan:
         self._pace.begin()
         plan = self.scheduler.plan(self.clock())
-        if self.scheduler.in_flight and not plan.tasks:  # a batch of equals waits to be full
+        # for a batch of equals that is not full, pictures' scores, or adapters
+        if (self.scheduler.waits or self._inbox) and not plan.tasks:
             time.sleep(BATCH_WAIT_S)
         return plan
 
     def _apply(self, plan: TickPlan, outcome: TickOutcome, started_s: float) -> list[Event]:
         self._num_postponed = len(outcome.postponed)
-        events = self.scheduler.apply(plan, outcome) + self.scheduler.moved_up(self.clock())
+        charged_s = self._charge(plan, outcome, started_s)
+        events = self.scheduler.apply(plan, outcome, self.clock()) + self.scheduler.moved_up(self.clock())
         self.runners.trim(self.scheduler.in_flight)
-        self._remember(plan, outcome, started_s)
+        self._remember(plan, outcome, started_s, charged_s)
         self._pace.did(plan.cost)
         self._study(plan)
         if not self.scheduler.has_work:
@@ -266,7 +331,9 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
         """While images of a group that is not measured wait for each other, measure it: an eighth of the time."""
         if plan.group is None:
             return
-        wanted = filter(self.runners.groups.is_wanted, (plan.group, plan.group._replace(is_shallow=True)))
+        own = (plan.group, plan.group._replace(is_shallow=True))
+        controlled = (control_groups(task, plan.group) for task in plan.rows if task.state is not None)
+        wanted = filter(self.runners.is_wanted, (*own, *itertools.chain.from_iterable(controlled)))
         group = next(wanted, None)
         if group is None:
             return
@@ -278,7 +345,28 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
             self.runners.study(group)
             self._study_credit_s -= self.clock() - started_s
 
-    def _remember(self, plan: TickPlan, outcome: TickOutcome, started_s: float) -> None:
+    def _charge(self, plan: TickPlan, outcome: TickOutcome, started_s: float) -> float:
+        """Share out the seconds of this tick so far, and what the one before took after its images were told.
+
+        Of each call to its rows, before the calls to who was prepared, after them to who is decoded.
+        """
+        if not plan.tasks:
+            return 0.0
+        now_s = self.clock()
+        spans = [(now_s - started_s + self._owed_s, dict.fromkeys(plan.tasks, 0.0))]
+        if plan.rows and outcome.rows_ended_s:
+            first_s, last_s = outcome.rows_started_s, outcome.rows_ended_s
+            before = dict.fromkeys(plan.prepare or plan.rows, 0.0)
+            after = dict.fromkeys(plan.decode or plan.rows, 0.0)
+            middle = row_seconds(plan, outcome)
+            spans = [(first_s - started_s + self._owed_s, before), (last_s - first_s, middle), (now_s - last_s, after)]
+        for seconds, weights in spans:
+            for task, share_s in shares(seconds, weights).items():
+                task.clock.device_s += share_s
+        self._owed_s = 0.0
+        return now_s - started_s
+
+    def _remember(self, plan: TickPlan, outcome: TickOutcome, started_s: float, charged_s: float) -> None:
         if not plan.tasks:
             return
         tick = TickTrace(
@@ -290,6 +378,10 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
         )
         self._trace.append(tick)
         self._busy_s += tick.wall_s
+        if tick.calls:
+            is_pure = not tick.num_prepared and not tick.num_decoded
+            self._steps.add(tick.num_rows, tick.wall_s if is_pure else None)
+        self._owed_s += tick.wall_s - charged_s
         self._counts.update(
             steps=bool(tick.calls), rows=tick.num_rows, painted=tick.num_decoded, failed=len(outcome.failures)
         )

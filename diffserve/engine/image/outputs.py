@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import numpy as np
@@ -13,7 +13,6 @@ from diffserve.engine.image.task import PAINT_FROM, ImageTask, LiveRequest, Tick
 from diffserve.types import (
     Event,
     Finished,
-    GenerationRequest,
     ImageResult,
     LatentArray,
     ModelInfo,
@@ -24,25 +23,29 @@ from diffserve.types import (
     Timings,
 )
 
+Digests = Callable[[LiveRequest], tuple[dict[str, str], dict[str, str]]]
+
 
 class ImageOutputs:
-    """Writes the events. ``info`` names the model in results; ``decode_s`` is a running mean used for the time left."""
+    """Writes the events. ``info`` names the model in results; ``decode_s``: a running mean of what a picture takes.
+    ``digests``: of a request's adapters and of its learnt words, by name.
+    """
 
-    def __init__(self, info: ModelInfo) -> None:
+    def __init__(self, info: ModelInfo, digests: Digests = lambda _: ({}, {})) -> None:
         self.info = info
+        self._digests = digests
         self.decode_s = 0.0
 
-    def stepped(self, task: ImageTask, outcome: TickOutcome) -> Iterator[Event]:
+    @staticmethod
+    def stepped(task: ImageTask, outcome: TickOutcome) -> Iterator[Event]:
         """A step of ``task`` is done: Progress, and Preview when one was rendered, for all who wait for the picture."""
         shown = outcome.previews.get(task)
-        seconds_left = self._seconds_left(task)
         for one in (task, *task.followers):
             yield Progress(
                 request_id=one.live.request_id,
                 image_index=one.image_index,
                 step_index=task.step_index,
                 num_steps=task.table.num_steps,
-                seconds_left=seconds_left,
             )
             if shown is not None and one.live.wants_preview(shown.num_steps):
                 yield Preview(
@@ -70,23 +73,17 @@ class ImageOutputs:
             return Finished(request_id=live.request_id, num_painted=live.num_painted, num_failed=live.num_failed)
         return live.first_failure.of(live.request_id)
 
-    def _seconds_left(self, task: ImageTask) -> float | None:
-        clock = task.clock
-        if clock.denoise_started_s is None or task.row_index == 0:
-            return None
-        all_cost, cost_left = float(task.settings.cost_left[0]), task.cost_left
-        per_cost_s = (clock.denoise_ended_s - clock.denoise_started_s) / (all_cost - cost_left)
-        return round(per_cost_s * cost_left + self.decode_s, 4)
-
     def _result(
         self, task: ImageTask, kept: Kept, took: Timings, cached: Literal["hit", "shared"] | None = None
     ) -> ImageResult:
         live, settings = task.live, task.settings
+        lora_digests, word_digests = self._digests(live)
+        pixels = kept_outside_mask(live.request.init_image, live.request.mask_image, kept.picture)
         return ImageResult(
             request_id=live.request_id,
             image_index=task.image_index,
             seed=task.seed,
-            picture=Picture.from_array(kept_outside_mask(live.request, kept.picture)),
+            picture=Picture.from_array(pixels),
             timings=took,
             prompt=live.request.prompt,
             negative_prompt=live.request.negative_prompt if settings.guided.any() else "",
@@ -98,15 +95,18 @@ class ImageOutputs:
             cached=cached,
             similarity=kept.similarity,
             skipped_steps=kept.skipped_steps,
+            device_s=0.0 if cached else task.clock.device_s,
+            lora_digests=lora_digests,
+            word_digests=word_digests,
+            refiner="" if settings.switch_row is None else self.info.refiner,
             **settings.recipe(),
         )
 
 
-def kept_outside_mask(request: GenerationRequest, painted: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def kept_outside_mask(init: Picture | None, mask: Picture | None, painted: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """``painted`` where the mask is white, and the init image's own pixels where it is black: an autoencoder gives none
-    of them back as they were."""
-    mask, init = request.mask_image, request.init_image
-    if mask is None or init is None:
+    of them back as they were. What is not a picture yet, since it is decoded elsewhere, is left as it is."""
+    if mask is None or init is None or painted.shape != init.array.shape:
         return painted
     return np.where(mask.array[..., np.newaxis] >= PAINT_FROM, painted, init.array)
 

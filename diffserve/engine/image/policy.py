@@ -31,6 +31,8 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
+import numpy as np
+
 from diffserve.config import EngineConfig
 from diffserve.engine.image.task import GroupKey, ImageTask, LiveRequest
 
@@ -38,12 +40,16 @@ LATE: Final = 20.0
 """A late image counts as so many times its cost. More, and long ones that are late stay for minutes; less, and old late
 ones make new ones late."""
 
+HEADROOM: Final = 0.75
+"""Share of a tick that its calls may take where deadlines are near: newcomers are encoded and pictures decoded beside
+them, and whoever is left to its last moment is late by those."""
+
 
 class TickCosts(Protocol):
     """What is known of UNet calls."""
 
-    def row_cap(self, group: GroupKey) -> int:
-        """Rows that a tick of ``group`` may hold."""
+    def row_cap(self, group: GroupKey, *, may_probe: bool = True) -> int:
+        """Rows that a tick of ``group`` may hold; ``may_probe``: now and then more, to see what that costs."""
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
         """Seconds that ``num_rows`` rows of ``group`` take; an estimate where the group was never seen."""
@@ -71,7 +77,8 @@ class Policy(ABC):
     def choose(self, ready: Sequence[ImageTask], moment: Moment) -> Sequence[ImageTask]:
         """The images of the next tick, all of one group; none where it is better to wait.
 
-        ready  everybody who can run, at least one: by :meth:`key` within a client, in fair shares between clients
+        ready  everybody who can run, at least one: by :meth:`key` within a client, in fair shares between clients, and
+               those of one priority before those of the other
         """
 
     def pack(self, ready: Iterable[ImageTask], group: GroupKey) -> list[ImageTask]:
@@ -127,10 +134,11 @@ class Throughput(Latency):
     def choose(self, ready: Sequence[ImageTask], moment: Moment) -> Sequence[ImageTask]:
         """The tick of that group, shortest first within it."""
         newcomer = self.config.ageing_rows_per_tick * moment.tick
-        aged = next((task for task in ready if self.key(task, moment) <= newcomer), None)
+        leading = [task for task in ready if task.live.request.priority == ready[0].live.request.priority]
+        aged = next((task for task in leading if self.key(task, moment) <= newcomer), None)
         if aged is not None:
             return self.pack(ready, group_of(aged))
-        packed = [self.pack(ready, group) for group in dict.fromkeys(map(group_of, ready))]
+        packed = [self.pack(ready, group) for group in dict.fromkeys(map(group_of, leading))]
         return max(packed, key=self._work_per_s)
 
     def _work_per_s(self, chosen: Sequence[ImageTask]) -> float:
@@ -163,12 +171,12 @@ class Goodput(Latency):
             load.add(task)
             pace_s = self._pace_s(task, moment)
             if pace_s >= self._own_pace_s(task):
-                most_s = min(most_s, pace_s)
+                most_s = min(most_s, HEADROOM * pace_s)
         return chosen
 
     def _pace_s(self, task: ImageTask, moment: Moment) -> float:
-        """Seconds that each of its ticks may take from now on."""
-        return (task.live.due_s - moment.now_s) / (task.table.num_rows - task.row_index)
+        """Seconds that each of its ticks may take from now on; what has none left has that long for its picture."""
+        return (task.live.due_s - moment.now_s) / max(1, task.table.num_rows - task.row_index)
 
     def _own_pace_s(self, task: ImageTask) -> float:
         """Seconds that each of its ticks takes alone."""
@@ -237,12 +245,19 @@ def solo_s(live: LiveRequest, costs: TickCosts) -> float:
 
     Its texts are not read yet, so it may be of any group of its size: ``num_tokens`` is 0.
     """
-    settings, num_images = live.settings, live.request.num_images
+    settings, num_images = live.settings, live.request.num_painted
     group = GroupKey(settings.height_px, settings.width_px, 0)
-    rows = Counter(zip(settings.full.tolist(), settings.guided.tolist(), strict=True))
+    num_rows = settings.table.num_rows
+    controlled = map(bool, settings.controlled or ((),) * num_rows)
+    refined = np.arange(num_rows) >= (num_rows if settings.switch_row is None else settings.switch_row)
+    kinds = zip(settings.full.tolist(), settings.guided.tolist(), controlled, refined.tolist(), strict=True)
+    rows = Counter(kinds)
     return sum(
-        count * costs.call_s(group._replace(is_shallow=not full), (1 + guided) * num_images)
-        for (full, guided), count in rows.items()
+        count
+        * costs.call_s(
+            group._replace(is_shallow=not full, is_controlled=told, is_refined=refined), (1 + guided) * num_images
+        )
+        for (full, guided, told, refined), count in rows.items()
     )
 
 

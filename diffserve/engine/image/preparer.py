@@ -13,13 +13,20 @@ from torch.nn import functional as F
 
 from diffserve.engine.image.batch import LanePool
 from diffserve.engine.image.latent_cache import LatentCache, skip_of
-from diffserve.engine.image.state import ImageState, Repaint, draw_noise
+from diffserve.engine.image.state import HeldControl, ImageState, Refined, Repaint, draw_noise
 from diffserve.engine.image.task import PAINT_FROM, GroupKey, ImageTask
+from diffserve.micro_conditioning import PLAIN
 from diffserve.runtime import DiffusionModel
+from diffserve.runtime.controlnet_shelf import ControlNetShelf
 from diffserve.runtime.device_health import raise_if_sticky
+from diffserve.runtime.lora_shelf import LoRAShelf
+from diffserve.runtime.low_rank import LoRASet
 from diffserve.runtime.memory import without_frames
 from diffserve.runtime.text.conditioning import AnyConditioning, Conditioner
+from diffserve.runtime.text.encoding import Conditioning, TextReading
+from diffserve.runtime.text.handover import to_tensor
 from diffserve.runtime.transfer import send
+from diffserve.tensor_values import Encodings
 from diffserve.types import Picture
 
 logger = logging.getLogger(__name__)
@@ -34,17 +41,32 @@ class Preparer:
     is the device, noise is counted off there, and the posterior alone is drawn from the generator.
     """
 
-    def __init__(self, model: DiffusionModel, conditioner: Conditioner, pool: LanePool, kept: LatentCache) -> None:
+    def __init__(
+        self,
+        model: DiffusionModel,
+        conditioner: Conditioner,
+        pool: LanePool,
+        kept: LatentCache,
+        loras: LoRAShelf,
+        controlnets: ControlNetShelf,
+        refiner: Conditioner | None = None,
+    ) -> None:
         self.model = model
         self.conditioner = conditioner
+        self.refiner = refiner
         self.pool = pool
         self.kept = kept
+        self.loras = loras
+        self.controlnets = controlnets
 
     @contextmanager
     def together(self, tasks: Iterable[ImageTask]) -> Iterator[None]:
-        """While it lasts, what ``tasks`` are told is at hand, encoded in few calls for all; where those fail, not."""
+        """While it lasts, what ``tasks`` are told is at hand, encoded in few calls for all; where those fail, not.
+        Texts of images with adapters, which may change the encoders, or of a ``clip_skip`` are encoded one by one."""
+        tasks = list(tasks)
+        self._take_over([task.live.request.encodings for task in tasks])
         try:
-            self.conditioner.make_ready(map(self._texts, tasks))
+            self.conditioner.make_ready(self._texts(task) for task in tasks if _reads_as_all(task))
         except Exception as error:
             raise_if_sticky(error)
             without_frames(error)
@@ -53,24 +75,97 @@ class Preparer:
             yield
         finally:
             self.conditioner.let_go()
+            self._take_over([])
+
+    def _take_over(self, encodings: Iterable[Encodings | None]) -> None:
+        """Have at hand what other processes made of texts, where the encoders are elsewhere."""
+        ours = [one for one in encodings if one is not None]
+        refiner = [] if self.refiner is None else [(self.refiner.model.text, [one.refiner for one in ours])]
+        for text, tables in [(self.model.text, [one.base for one in ours]), *refiner]:
+            if text.handed is not None:
+                values = {name: value for table in tables for name, value in table.items()}
+                text.handed = {name: to_tensor(value, text.device) for name, value in values.items()}
 
     def prepare(self, task: ImageTask) -> GroupKey:
-        """Encode, draw, open the lane; returns the group whose UNet calls the image can join.
+        """Encode, draw, open the lane; returns the group whose UNet calls the image can join first.
 
         Raises PoolBusy, before anything is drawn, when the image has to wait for pages.
         """
         settings = task.settings
+        loras = self.loras.take(settings.loras, task.live.reading) if settings.loras else None
         conditioning = self.conditioner.condition(
-            *self._texts(task), width_px=settings.width_px, height_px=settings.height_px
+            *self._texts(task),
+            width_px=settings.width_px,
+            height_px=settings.height_px,
+            reading=TextReading(loras, settings.clip_skip),
         )
+        refined = None
         try:
+            controls = tuple(self._controls(task))
+            texts = self._embeddings(task, conditioning, loras) if controls else None
+            refined = None if settings.switch_row is None else self._refined(task)
             task.state = self._paint_ground(task, conditioning)
+            task.state.controls, task.state.texts = controls, texts
         except BaseException:
             conditioning.close()
+            if refined is not None:
+                refined.conditioning.close()
             raise
-        mixes = self.conditioner.mixes_lengths
-        num_tokens = self.model.text.window_tokens if mixes else conditioning.num_tokens
+        task.state.loras, task.state.refined = loras, refined
+        task.state.time_ids = self._time_ids(task, self.model)
+        group = self._group(task, self.conditioner, conditioning)
+        if task.settings.switch_row == 0:
+            return task.switch()
+        return group._replace(lora_rank=loras.rank if loras else 0)
+
+    @staticmethod
+    def _group(task: ImageTask, conditioner: Conditioner, conditioning: AnyConditioning) -> GroupKey:
+        settings, mixes = task.settings, conditioner.mixes_lengths
+        num_tokens = conditioner.model.text.window_tokens if mixes else conditioning.num_tokens
         return GroupKey(settings.height_px, settings.width_px, num_tokens, merged_share=settings.token_merging)
+
+    def _refined(self, task: ImageTask) -> Refined:
+        """What the refiner will be told. Raises PoolBusy."""
+        assert self.refiner is not None
+        settings, model = task.settings, self.refiner.model
+        told = self.refiner.condition(
+            *self._texts(task),
+            width_px=settings.width_px,
+            height_px=settings.height_px,
+            reading=TextReading(clip_skip=settings.clip_skip),
+        )
+        task.refined_group = self._group(task, self.refiner, told)._replace(is_refined=True)
+        return Refined(told, self._time_ids(task, model))
+
+    @staticmethod
+    def _time_ids(task: ImageTask, model: DiffusionModel) -> Tensor | None:
+        """(2, n) for the two rows of ``task``; ``None`` where both are told what ``TextEncoderRunner.time_ids`` is."""
+        own, has_score = task.settings.micro_conditioning, model.text.has_score
+        if own is None and not has_score:
+            return None
+        size = task.settings.width_px, task.settings.height_px
+        rows = [(own or PLAIN).numbers(*size, is_uncond=uncond, has_score=has_score) for uncond in (False, True)]
+        return send(torch.tensor(rows, dtype=torch.float32), model.device)
+
+    def _controls(self, task: ImageTask) -> Iterator[HeldControl]:
+        """The ControlNets of ``task``, each with what it makes of its control map, which is computed alone."""
+        controls = task.settings.controlnets
+        if not controls:
+            return
+        reading = task.live.mapping or self.controlnets.begin(controls, task.live.request.control_images)
+        for control, (network, pixels) in zip(controls, reading.result(), strict=True):
+            self.controlnets.keep(network)
+            hint = network.hint((torch.tensor(pixels).float() / 255.0).movedim(2, 0))  # of (3, H, W)
+            yield HeldControl(network, hint, control.scale)
+
+    def _embeddings(self, task: ImageTask, conditioning: AnyConditioning, loras: LoRASet | None) -> Conditioning:
+        """What ControlNets are told of the texts, where the UNet is told pages of them."""
+        if isinstance(conditioning, Conditioning):
+            return conditioning
+        prompt, negative = self._texts(task)
+        settings = task.settings
+        size = {"width_px": settings.width_px, "height_px": settings.height_px}
+        return self.model.text.encode(prompt, negative or "", **size, reading=TextReading(loras, settings.clip_skip))
 
     @staticmethod
     def _texts(task: ImageTask) -> tuple[str, str | None]:
@@ -145,13 +240,20 @@ class Preparer:
         return draw_noise([state], self.model.device)[0]
 
 
+def _reads_as_all(task: ImageTask) -> bool:
+    """Whether its texts are what they are for most."""
+    return not task.settings.loras and task.settings.clip_skip == 1
+
+
 def kin_of(task: ImageTask) -> Hashable:
     """What pictures have in common of which one may begin from another's latents: their size, what they avoid, and all
-    that a picture may turn out badly by, its steps, guidance and savings. Not sampler, seed and noise."""
+    that a picture may turn out badly by, its steps, guidance, savings and adapters. Not sampler, seed and noise."""
     settings, negative = task.live.settings, task.live.request.negative_prompt
     avoided = negative.strip() if settings.guided.any() else ""
-    savings = settings.guidance_interval, settings.cache_interval, settings.token_merging
-    return settings.width_px, settings.height_px, avoided, settings.num_steps, settings.guidance_scale, savings
+    savings = settings.guidance_interval, settings.guidance_rescale, settings.cache_interval, settings.token_merging
+    size = settings.width_px, settings.height_px, settings.micro_conditioning, settings.switch_at
+    digest = settings.lora_digest + settings.control_digest + bytes([settings.clip_skip])
+    return size, avoided, settings.num_steps, settings.guidance_scale, savings, digest, settings.controlnets
 
 
 def cells_of(mask: Picture) -> Tensor:

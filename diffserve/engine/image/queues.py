@@ -11,7 +11,8 @@ and among clients with one image each the shortest comes first.
 
 ``now`` is the clock of whoever is served first. A client that comes, or comes back, starts there: nobody saves up by
 staying away. A client that is served last stays behind on its clock, so newcomers come after it sooner or later, and
-nobody starves. (Start-time fair queueing, Goyal et al. 1996, with tags that follow what is left.)
+nobody starves. (Start-time fair queueing, Goyal et al. 1996, with tags that follow what is left.) For a client with a
+share of its own, work counts by that share's part.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from typing import Final
 
 from diffserve.engine.image.task import ImageTask
 from diffserve.engine.records import Stage
+from diffserve.types import Priority
 
 Order = Callable[[ImageTask], float]
+Line = tuple[str, Priority]
 
 LANES_PER_LANE_LEFT: Final = 7
 """A client may take another lane while it holds fewer than so many for each that is left."""
@@ -45,10 +48,17 @@ class FairShare:
         self._forgiven = forgiven
         self._clocks: dict[str, float] = {}
         self._num_live = Counter[str]()
+        self._shares: dict[str, float] = {}
         self._leader: str | None = None
 
-    def join(self, client: str) -> None:
-        """Another request of ``client`` is live."""
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody has a live request."""
+        return bool(self._num_live)
+
+    def join(self, client: str, share: float = 1.0) -> None:
+        """Another request of ``client`` is live, who gets ``share`` times what others do."""
+        self._shares[client] = share
         if not self._num_live[client]:
             self._clocks[client] = max(self._clocks.get(client, self.now), self.now)
         self._num_live[client] += 1
@@ -58,7 +68,7 @@ class FairShare:
         self._num_live[client] -= 1
         if self._num_live[client]:
             return
-        del self._num_live[client]
+        del self._num_live[client], self._shares[client]
         if self._clocks[client] <= self.now:
             del self._clocks[client]
         if not self._num_live:
@@ -66,6 +76,13 @@ class FairShare:
             self.now = 0.0
         elif len(self._clocks) > len(self._num_live) + MOST_REMEMBERED:
             self._clocks = {name: clock for name, clock in self._clocks.items() if name in self._num_live}
+
+    def copy(self) -> FairShare:
+        """One to play with."""
+        made = FairShare(self._forgiven)
+        made.now, made._leader = self.now, self._leader
+        made._clocks, made._num_live, made._shares = self._clocks.copy(), self._num_live.copy(), self._shares.copy()
+        return made
 
     def in_order(self, tasks: Iterable[ImageTask], order: Order) -> list[ImageTask]:
         """``tasks`` as they are to run. ``order``: the order within a client, the smallest first."""
@@ -76,9 +93,9 @@ class FairShare:
             return [task for own in of_client.values() for task in own]
         tagged: list[tuple[float, float, int, ImageTask]] = []
         for client, own in of_client.items():
-            tag = self.start(client, own[0])
+            tag, share = self._start(client, own[0]), self._shares[client]
             for task in own:
-                tag += task.cost_left
+                tag += task.cost_left / share
                 tagged.append((tag, order(task), len(tagged), task))
         return [task for *_, task in sorted(tagged)]
 
@@ -92,9 +109,9 @@ class FairShare:
             seen[client] += 1
         return [task for *_, task in sorted(ranked)]
 
-    def start(self, client: str, first: ImageTask) -> float:
+    def _start(self, client: str, first: ImageTask) -> float:
         """The clock of ``client``, whose next image is ``first``; what it was owed beyond that image is forgotten."""
-        self._clocks[client] = max(self._clocks[client], self.now - first.cost_left)
+        self._clocks[client] = max(self._clocks[client], self.now - first.cost_left / self._shares[client])
         return self._clocks[client]
 
     def led_by(self, client: str) -> None:
@@ -104,41 +121,41 @@ class FairShare:
 
     def charge(self, client: str, cost: float) -> None:
         """``cost`` of work was done for ``client``."""
-        clock = self._clocks[client]
+        clock, cost = self._clocks[client], cost / self._shares[client]
         most = math.inf if client == self._leader else max(clock, self.now + self._forgiven)
         self._clocks[client] = min(clock + cost, most)
 
 
 class ImageQueue:
-    """Entries are (key, number, task): the smallest key of a client is its next, and what came first among equals."""
+    """Entries are (key, number, task): the smallest key of a line is its next, and what came first among equals."""
 
     def __init__(self) -> None:
-        self._of_client: dict[str, list[tuple[float, int, ImageTask]]] = {}
+        self._lines: dict[Line, list[tuple[float, int, ImageTask]]] = {}
 
     def __iter__(self) -> Iterator[ImageTask]:
-        return (task for heap in self._of_client.values() for _, _, task in heap if _waits(task))
+        return (task for heap in self._lines.values() for _, _, task in heap if _waits(task))
 
     def add(self, task: ImageTask, key: float, number: int) -> None:
         """Let ``task`` wait; ``number`` in the order of arrival."""
-        heapq.heappush(self._of_client.setdefault(task.live.client, []), (key, number, task))
+        heapq.heappush(self._lines.setdefault(task.live.line, []), (key, number, task))
 
     def heads(self, order: Order) -> list[ImageTask]:
-        """The next image of every client that has one; those who left meanwhile are forgotten.
+        """The next image of every line that has one; those who left meanwhile are forgotten.
 
         order  the keys as of now, none smaller than when its image was added
         """
-        for client, heap in list(self._of_client.items()):
+        for line, heap in list(self._lines.items()):
             while heap and (not _waits(heap[0][2]) or order(heap[0][2]) > heap[0][0]):
                 key, number, task = heapq.heappop(heap)
                 if _waits(task):
                     heapq.heappush(heap, (max(key, order(task)), number, task))
             if not heap:
-                del self._of_client[client]
-        return [heap[0][2] for heap in self._of_client.values()]
+                del self._lines[line]
+        return [heap[0][2] for heap in self._lines.values()]
 
-    def take(self, client: str) -> tuple[ImageTask, int]:
-        """The next image of ``client``, which waits no more, and its number."""
-        _, number, task = heapq.heappop(self._of_client[client])
+    def take(self, line: Line) -> tuple[ImageTask, int]:
+        """The next image of ``line``, which waits no more, and its number."""
+        _, number, task = heapq.heappop(self._lines[line])
         return task, number
 
 

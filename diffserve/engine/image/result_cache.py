@@ -19,12 +19,18 @@ from diffserve.engine_stats import CacheStats
 from diffserve.types import GenerationRequest, ModelInfo
 
 NOT_OF_THE_PICTURE: Final[dict[str, Any]] = {
+    "best_of": None,
     "client": "",
     "deadline_s": None,
+    "refuses_late": True,
+    "model": "",  # its digest counts
     "num_images": 1,  # image i is the picture that seed + i gives alone
     "preview_every": 0,
+    "priority": "interactive",
     "request_id": "",
+    "encodings": None,  # of its texts, by this model
     "rewriting": None,  # by now the prompt is the one that is painted
+    "share": 1.0,
 }
 """Fields of a request that change no byte of its pictures, and what they are for a key."""
 
@@ -44,11 +50,12 @@ class Kept(NamedTuple):
         return self.picture.nbytes + (0 if self.latents is None else self.latents.nbytes)
 
 
-def key_of(request: GenerationRequest, seed: int, info: ModelInfo) -> bytes:
-    """SHA-256 of all that the picture of ``request`` with ``seed`` depends on, the model and its precision included."""
+def key_of(request: GenerationRequest, seed: int, info: ModelInfo, adapters: bytes = b"") -> bytes:
+    """SHA-256 of all that the picture of ``request`` with ``seed`` depends on, the model and its precision
+    included, and ``adapters``, for another file may have the name of a LoRA or a ControlNet by now."""
     alone = replace(request, seed=seed, **NOT_OF_THE_PICTURE)
     painter = (info.digest, info.device, info.dtype)
-    return hashlib.sha256(msgspec.msgpack.encode((painter, alone))).digest()
+    return hashlib.sha256(msgspec.msgpack.encode((painter, alone, adapters))).digest()
 
 
 class ResultCache:

@@ -7,6 +7,7 @@ the same, because others took the memory meanwhile, is halved by ``unet_calls``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cached_property
 from typing import Final
@@ -18,7 +19,9 @@ from diffserve.engine.image.buckets import NO_LIMIT
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.activations import Activations, margin
+from diffserve.runtime.low_rank import adaptable, factor_bytes, shape_of
 from diffserve.runtime.memory import free_bytes
+from diffserve.runtime.unet.controlnet import residual_shapes
 from diffserve.runtime.vae.vae import least_tile
 
 LOOK_EVERY_S: Final = 1.0
@@ -33,10 +36,18 @@ class Room:
     free, nothing is capped.
 
     most_rows  that a call ever has
+    planned_bytes  that are free at first and will not be: of the weights of ControlNets
     set_aside  says how many bytes look free and are not
     """
 
-    def __init__(self, model: DiffusionModel, config: EngineConfig, most_rows: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        model: DiffusionModel,
+        config: EngineConfig,
+        most_rows: int,
+        clock: Callable[[], float],
+        planned_bytes: int = 0,
+    ) -> None:
         self.model = model
         self._config = config
         self._most_rows = most_rows
@@ -45,7 +56,7 @@ class Room:
         self._bound = Activations.at_most(model)
         self._looked_s = clock()
         self.set_aside: Callable[[], int] = lambda: 0
-        self._now_bytes = self._first_bytes = self._look()
+        self._now_bytes, self._first_bytes = self._look(), self._look(planned_bytes)
 
     @cached_property
     def activations(self) -> Activations:
@@ -69,22 +80,30 @@ class Room:
         """Cells of the latents (height, width) that may be decoded in one piece."""
         return self._picture_cells(height * width)
 
-    def check(self, width_px: int, height_px: int, least_rows: int, *, is_encoded: bool = False) -> None:
+    def check(
+        self, width_px: int, height_px: int, least_rows: int, *, is_encoded: bool = False, is_controlled: bool = False
+    ) -> None:
         """InvalidRequest for a picture that never fits: a call of ``least_rows`` rows, or its smallest tile, or, where
-        it begins with a picture, that one, which is encoded in one piece.
+        it begins with a picture, that one, which is encoded in one piece; a control map takes less.
 
         Said with the bytes that there would have to be, and with a size of this aspect that fits.
         """
         free = self._first_bytes
-        asked = (width_px, height_px, least_rows, is_encoded)
+        asked = (width_px, height_px, least_rows, is_encoded or is_controlled, is_controlled)
         if free is None or self._least(self._bound, *asked) <= free:
             return
         need = self._least(self.activations, *asked)
         share, factor = min(1.0, free / need) ** 0.5, self.model.vae.factor
         width, height = (int(side_px * share) // factor * factor for side_px in (width_px, height_px))
         smaller = f"ask for {width}x{height} or less" if min(width, height) else "choose a smaller model"
-        said = f"{width_px}x{height_px} px takes {_said(need)} of memory beside the weights, there are {_said(free)}"
+        said = f"{width_px}x{height_px} px takes {said_bytes(need)} of memory beside the weights, "
+        said += f"there are {said_bytes(free)}"
         check(need <= free, f"{said}: {smaller}{self._further_ways()}.", "size", "invalid_size")
+
+    @cached_property
+    def _adaptable(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the weights that adapters may change."""
+        return tuple(shape_of(layer) for layer in adaptable(self.model.unet.network).values())
 
     def _further_ways(self) -> str:
         """What else helps than a smaller picture, as a clause."""
@@ -97,20 +116,33 @@ class Room:
     def _rows(self, group: GroupKey, free: int | None) -> int:
         cells = self._cells(group.width_px, group.height_px)
 
+        factors = factor_bytes(self._adaptable, group.lora_rank, self.model.dtype.itemsize)
+
         def fitting(known: Activations) -> int:
             row = known.of_row(cells, group.num_tokens, is_shallow=group.is_shallow)
-            return int((free or 0) / (self._margin * row))
+            row += self._residual_bytes(group.width_px, group.height_px) * (group.is_controlled or bool(group.control))
+            return int((free or 0) / (self._margin * row + factors))
 
         if free is None or fitting(self._bound) >= self._most_rows:
             return NO_LIMIT
         return fitting(self.activations)
 
-    def _least(self, known: Activations, width_px: int, height_px: int, num_rows: int, is_encoded: bool) -> float:
+    def _least(
+        self, known: Activations, width_px: int, height_px: int, num_rows: int, is_encoded: bool, is_controlled: bool
+    ) -> float:
         """Bytes without which this picture cannot be painted."""
         factor, cells = self.model.vae.factor, self._cells(width_px, height_px)
-        step = num_rows * known.of_row(cells, self.model.text.window_tokens)
+        row = known.of_row(cells, self.model.text.window_tokens)
+        step = num_rows * (row + is_controlled * self._residual_bytes(width_px, height_px))
         tile = known.picture_cell_bytes * least_tile(height_px // factor, width_px // factor)
         return self._margin * max(step, tile, is_encoded * cells * known.encoded_cell_bytes)
+
+    def _residual_bytes(self, width_px: int, height_px: int) -> float:
+        """Of a row: what its ControlNets add, what the last of them said, and the skips that it is added to, new and
+        old. Beside them a ControlNet holds less than its UNet, which is deeper."""
+        factor = self.model.vae.factor
+        shapes = residual_shapes(self.model.unet.network, height_px // factor, width_px // factor)
+        return 3.0 * self.model.dtype.itemsize * sum(map(math.prod, shapes))
 
     def _picture_cells(self, wanted: int) -> int:
         """Cells that may be decoded at once; any number that is ``wanted`` or more says that so many may."""
@@ -122,11 +154,13 @@ class Room:
     def _cells(self, width_px: int, height_px: int) -> int:
         return (width_px // self.model.vae.factor) * (height_px // self.model.vae.factor)
 
-    def _look(self) -> int | None:
-        found = (free_bytes(self.model.device), self._config.activation_bytes)
+    def _look(self, planned_bytes: int = 0) -> int | None:
+        free = free_bytes(self.model.device)
+        found = (None if free is None else free - planned_bytes, self._config.activation_bytes)
         left = min((known for known in found if known is not None), default=None)
         return None if left is None else max(0, left - self.set_aside())
 
 
-def _said(num_bytes: float) -> str:
+def said_bytes(num_bytes: float) -> str:
+    """In GiB from one on, else in MiB."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

@@ -3,38 +3,72 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from diffserve.config import EngineConfig
 from diffserve.engine.engine import failure_of
 from diffserve.engine.image.batch import ImageBatch, LanePool
 from diffserve.engine.image.buckets import RowCaps
-from diffserve.engine.image.decoder import PictureDecoder
+from diffserve.engine.image.decoder import LatentTeller, PictureDecoder
 from diffserve.engine.image.latent_cache import LatentCache
 from diffserve.engine.image.preparer import Preparer
 from diffserve.engine.image.room import Room
+from diffserve.engine.image.second_device import SecondDevice
 from diffserve.engine.image.shape_groups import Groups, is_deterministic, most_rows
 from diffserve.engine.image.state import Health
 from diffserve.engine.image.task import GroupKey, ImageTask, TickOutcome, TickPlan
 from diffserve.engine.image.unet_calls import UNetCaller
 from diffserve.engine.records import FailureReason
 from diffserve.runtime import DiffusionModel
+from diffserve.runtime.controlnet_shelf import ControlNetShelf
 from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.kv import PagePool, PoolBusy
+from diffserve.runtime.lora_shelf import LoRAShelf
 from diffserve.runtime.memory import without_frames
-from diffserve.runtime.text.conditioning import make_conditioner
+from diffserve.runtime.text.conditioning import Conditioner, make_conditioner, make_pool
 from diffserve.runtime.threads import make_threads
 from diffserve.runtime.transfer import fetch, send
-from schedulers.update import advance, guide, renoise
+from schedulers.update import advance, guide, renoise, rescale_guided
 
 SHAPES_KEPT = 8
 LEAST_ROWS = 2
 """A guided image needs two rows in one tick, in one call or in two."""
 
 logger = logging.getLogger(__name__)
+
+
+class Expert(NamedTuple):
+    """A UNet, and all that its calls take."""
+
+    conditioner: Conditioner
+    room: Room
+    groups: Groups
+    caps: RowCaps
+    caller: UNetCaller
+
+    @classmethod
+    def make(
+        cls,
+        model: DiffusionModel,
+        config: EngineConfig,
+        clock: Callable[[], float],
+        pages: PagePool | None,
+        beside: Expert | None = None,
+        planned_bytes: int = 0,
+        second: SecondDevice | None = None,
+    ) -> Expert:
+        """That of ``model``; ``beside``: of its refiner, which is there already; ``planned_bytes``: see ``Room``."""
+        conditioner = make_conditioner(model, config, is_exact=is_deterministic(model, config), pool=pages)
+        room = Room(model, config, most_rows(model, config), clock, planned_bytes)
+        groups = Groups(model, config, conditioner, room, make_threads(config, model.device), clock)
+        caps = RowCaps(clock, room.rows)
+        others = None if beside is None else beside.caller
+        return cls(conditioner, room, groups, caps, UNetCaller(model, conditioner, groups, caps, clock, others, second))
 
 
 class ImageRunner:
@@ -54,14 +88,30 @@ class ImageRunner:
         self.clock = clock
         self.pool = LanePool(model.device)
         self._num_lanes = config.max_lanes
-        self.conditioner = make_conditioner(model, config, is_exact=is_deterministic(model, config), pool=pages)
-        self.room = Room(model, config, most_rows(model, config), clock)
-        self.groups = Groups(model, config, self.conditioner, self.room, make_threads(config, model.device), clock)
-        self.caps = RowCaps(clock, self.room.rows)
-        self.caller = UNetCaller(model, self.conditioner, self.groups, self.caps, clock)
+        self.controlnets = ControlNetShelf(model, config.controlnet_bytes)
+        self.refiner: Expert | None = None
+        if model.refiner is not None:
+            if pages is None and config.cross_attention == "paged":
+                pages = make_pool(model, config, is_exact=is_deterministic(model, config))
+            its_config = replace(config, compile="off", cuda_graphs=False)
+            self.refiner = Expert.make(model.refiner, its_config, clock, pages)
+        self.second: SecondDevice | None = None
+        if config.split_guidance and model.device.type != "meta":
+            self.second = SecondDevice(model, config, is_exact=is_deterministic(model, config))
+            config = replace(config, compile="off", cuda_graphs=False)
+        planned_bytes = self.controlnets.planned_bytes
+        base = Expert.make(model, config, clock, pages, self.refiner, planned_bytes, self.second)
+        self.conditioner, self.room, self.groups, self.caps, self.caller = base
+        self.groups.control = self.controlnets.of_digest
+        if self.refiner is not None:
+            self.refiner.room.set_aside = self.room.set_aside
+        self._experts = (base,) if self.refiner is None else (base, self.refiner)
         self.kept = LatentCache(config.latent_cache_bytes)
-        self._preparer = Preparer(model, self.conditioner, self.pool, self.kept)
-        self._decoder = PictureDecoder(
+        self.loras = LoRAShelf(model, config.lora_bytes)
+        refiner = None if self.refiner is None else self.refiner.conditioner
+        self._preparer = Preparer(model, self.conditioner, self.pool, self.kept, self.loras, self.controlnets, refiner)
+        made = LatentTeller if config.stage == "denoise" else PictureDecoder
+        self.decoder = made(
             model,
             self.pool,
             clock,
@@ -72,27 +122,49 @@ class ImageRunner:
             tile_px=config.decode_tile_px,
         )
 
-    def row_cap(self, group: GroupKey) -> int:
-        """Rows that a tick of ``group`` may hold."""
-        return min(self.groups.row_cap(group), max(LEAST_ROWS, self.caps.cap(group)))
+    def row_cap(self, group: GroupKey, *, may_probe: bool = True) -> int:
+        """Rows that a tick of ``group`` may hold; see ``TickCosts``."""
+        expert, group = self._expert(group)
+        return min(expert.groups.row_cap(group, may_probe=may_probe), max(LEAST_ROWS, expert.caps.cap(group)))
 
-    def check_room(self, width_px: int, height_px: int, is_encoded: bool) -> None:
+    def check_room(
+        self, width_px: int, height_px: int, is_encoded: bool, is_controlled: bool = False, is_refined: bool = False
+    ) -> None:
         """InvalidRequest for a picture that the memory can never hold; ``is_encoded``: it begins with a picture."""
-        least_rows = self.groups.least_rows(width_px, height_px)
-        self.room.check(width_px, height_px, least_rows, is_encoded=is_encoded)
+        for expert in self._experts[: 1 + is_refined] if self._paints else ():
+            least_rows, is_base = expert.groups.least_rows(width_px, height_px), expert is self._experts[0]
+            expert.room.check(
+                width_px, height_px, least_rows, is_encoded=is_encoded, is_controlled=is_controlled and is_base
+            )
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
         """Seconds that ``num_rows`` rows of ``group`` take; an estimate where the group was never seen."""
-        return self.groups.call_s(group, num_rows)
+        expert, group = self._expert(group)
+        return expert.groups.call_s(group, num_rows)
+
+    def is_wanted(self, group: GroupKey) -> bool:
+        """Whether ``group`` is still to be measured."""
+        expert, group = self._expert(group)
+        return expert.groups.is_wanted(group)
+
+    def _expert(self, group: GroupKey) -> tuple[Expert, GroupKey]:
+        """Whose calls those of ``group`` are, and what it is called there: each knows only of itself."""
+        expert = self._experts[group.is_refined]
+        return expert, group._replace(is_refined=False)
 
     @torch.inference_mode()
     def study(self, group: GroupKey | None = None) -> bool:
         """Make one call for what is still to be measured; False where there is nothing."""
-        return self.groups.study(group) or (group is None and self._study_texts())
+        if group is not None:
+            expert, group = self._expert(group)
+            return expert.groups.study(group)
+        if not self._paints:
+            return False
+        return any(expert.groups.study() for expert in self._experts) or self._study_texts()
 
     def _study_texts(self) -> bool:
         try:
-            return self.conditioner.study()
+            return any(expert.conditioner.study() for expert in self._experts)
         except Exception as error:
             raise_if_sticky(error)
             logger.warning("texts are encoded one by one: %s", type(error).__name__, exc_info=error)
@@ -100,22 +172,38 @@ class ImageRunner:
 
     def trim(self, in_flight: Iterable[ImageTask]) -> None:
         """Drop what was stacked for images that have left, and shapes nobody paints beyond ``SHAPES_KEPT``."""
-        self.caller.trim()
-        self._decoder.trim()
+        for expert in self._experts:
+            expert.caller.trim()
+        self.decoder.trim()
         if self.pool.num_shapes > SHAPES_KEPT:
             self.pool.keep_only(task.held.shape for task in in_flight if task.state is not None)
 
+    def close(self, kept: Collection[str]) -> None:
+        """See ``Engine.close``."""
+        self.groups.compiled.close()
+        if self.second is not None:
+            self.second.close()
+        for tenant in set(self.conditioner.tenants) - set(kept):
+            assert self.conditioner.pool is not None
+            self.conditioner.pool.retire(tenant)
+
     def check_integrity(self, in_flight: Iterable[ImageTask]) -> None:
         """Raises when a page is lost, or held for other images than those ``in_flight``."""
-        self.conditioner.check_integrity(sum(task.state is not None for task in in_flight))
+        held = [task for task in in_flight if task.state is not None]
+        num_switched = sum(task.group is not None and task.group.is_refined for task in held)
+        self.conditioner.check_integrity(len(held) - num_switched)
+        if self.refiner is not None:
+            num_ready = sum(task.held.refined is not None for task in held)
+            self.refiner.conditioner.check_integrity(num_switched + num_ready)
 
-    @torch.inference_mode()
     def group_of_short_prompts(self, width_px: int, height_px: int) -> GroupKey:
         """Where most images of this size are painted."""
-        conditioning = self.conditioner.condition("a", "", width_px=width_px, height_px=height_px)
-        num_tokens = conditioning.num_tokens
-        conditioning.close()
-        return GroupKey(height_px, width_px, num_tokens)
+        return GroupKey(height_px, width_px, self.model.text.window_tokens)
+
+    @property
+    def _paints(self) -> bool:
+        """Whether the UNet is here (see ``engine.stages``)."""
+        return not self.model.unet.is_hollow
 
     @torch.inference_mode()
     def warm_up(self, sizes: Sequence[tuple[int, int]]) -> None:
@@ -124,18 +212,40 @@ class ImageRunner:
         Encodes a text and decodes a latent once, has room for all lanes of that size, and finds out on how many threads
         to begin.
         """
-        self.room.know()
-        while self._study_texts():
-            pass
+        if self.model.text.handed is None:
+            self._read_a_text(*sizes[0])
+        if self._paints:
+            self._know_calls(sizes)
+        if self._decodes:
+            info, (width_px, height_px) = self.model.info, sizes[0]
+            cells = (height_px // info.vae_factor, width_px // info.vae_factor)
+            self.decoder.try_once(torch.zeros((info.latent_channels, *cells)))
+
+    @property
+    def _decodes(self) -> bool:
+        return "vae" not in self.model.choice.hollow
+
+    def _read_a_text(self, width_px: int, height_px: int) -> None:
+        if self._paints:
+            self.conditioner.condition("a", "", width_px=width_px, height_px=height_px).close()
+            while self._study_texts():
+                pass
+        else:
+            self.conditioner.hand_over("a", "")
+
+    def _know_calls(self, sizes: Sequence[tuple[int, int]]) -> None:
+        for expert in self._experts:
+            expert.room.know()
         native, *others = (self.group_of_short_prompts(*size) for size in sizes)
         self.groups.learn(native)
         self.groups.choose_threads(self.groups.best(native))
+        if self.refiner is not None:
+            self.refiner.groups.learn(native)
         for group in others:
             self.groups.known(group)  # else it is measured when there is time
         info = self.model.info
         cells = (native.height_px // info.vae_factor, native.width_px // info.vae_factor)
         self.pool.reserve((info.latent_channels, *cells), self._num_lanes)
-        self._decoder.try_once(torch.zeros((info.latent_channels, *cells)))
 
     @torch.inference_mode()
     def run(self, plan: TickPlan) -> TickOutcome:
@@ -149,7 +259,7 @@ class ImageRunner:
         if plan.rows:
             self._advance(plan, outcome)
         done = [task for task in plan.decode if task not in outcome.failures]
-        self._decoder.decode(done, outcome, may_wait=not (plan.rows or plan.prepare))
+        self.decoder.decode(done, outcome, may_wait=not (plan.rows or plan.prepare))
         return outcome
 
     def _prepare(self, task: ImageTask, outcome: TickOutcome, together_s: float) -> None:
@@ -161,10 +271,14 @@ class ImageRunner:
         started_s = self.clock()
         try:
             group = self.caller.with_room(lambda: self._preparer.prepare(task))
-            if task.settings.full.all() and not group.merged_share:  # both are the network's own calls
+            # the network's own calls
+            is_own = not (group.merged_share or group.is_refined or task.settings.controlnets)
+            if is_own and task.settings.full.all():
                 group = self.groups.best(group)
             outcome.prepare_s[task] = together_s + self.clock() - started_s
-            self.groups.known(group)  # else it is measured when there is time
+            for one in filter(None, (group, task.refined_group, *control_groups(task, group))):
+                expert, own = self._expert(one)
+                expert.groups.known(own)  # else it is measured when there is time
             outcome.groups[task] = group
         except PoolBusy:
             outcome.postponed.append(task)
@@ -172,11 +286,12 @@ class ImageRunner:
             outcome.failures[task] = failure_of(error, "painting this image")
 
     def _advance(self, plan: TickPlan, outcome: TickOutcome) -> None:
-        """Advance all rows of ``plan`` together, the shallow ones after the others; where there is no memory for that,
-        in halves."""
+        """Advance all rows of ``plan`` together, those with ControlNets after the others, then shallow ones; where
+        there is no memory for that, in halves."""
         outcome.rows_started_s = self.clock()
-        parts = (tuple(task for task in plan.rows if task.is_full_now is is_full) for is_full in (True, False))
-        pending = [tasks for tasks in parts if tasks]
+        outcome.named = {(task.live.request_id, task.image_index): task for task in plan.rows}
+        groups = sorted({task.group_now for task in plan.rows})
+        pending = [tuple(task for task in plan.rows if task.group_now == group) for group in groups]
         has_eased = False
         while pending:
             tasks = pending.pop(0)
@@ -198,14 +313,14 @@ class ImageRunner:
     def _advance_together(self, tasks: Sequence[ImageTask], plan: TickPlan, outcome: TickOutcome) -> None:
         """One step of ``tasks``, all full or all shallow: of everyone, or, where memory runs out, of none, their draws
         taken back."""
-        group = tasks[0].group_now
+        expert, group = self._expert(tasks[0].group_now)
         batch = ImageBatch.gather(tasks, self.pool)
         draws = [(task.held, task.held.mark()) for task in tasks if task.draws_now]
         try:
             if not group.is_shallow:
                 for task in tasks:
                     task.held.features.clear()
-            output, errors = self.caller.predict(batch, group, outcome.calls)
+            output, errors = expert.caller.predict(batch, group, outcome.calls)
             guided = guided_output(batch, output)
             x_next, denoised, history = advance(batch.x, guided, batch.history, batch.noise, batch.rows)
             for index, task in enumerate(tasks):
@@ -239,11 +354,11 @@ class ImageRunner:
         """Previews of those of ``denoised`` (len(tasks), C, h, w) who want one and live, in one call; where it fails,
         the images go on unseen."""
         try:
-            shown = [task for task in living if task in plan.previews and not self._decoder.is_showing(task)]
+            shown = [task for task in living if task in plan.previews and not self.decoder.is_showing(task)]
             if shown:
                 places = send(torch.tensor([tasks.index(task) for task in shown]), denoised.device)
-                self._decoder.show(shown, denoised.index_select(0, places))
-            self._decoder.tell_previews(living, outcome)
+                self.decoder.show(shown, denoised.index_select(0, places))
+            self.decoder.tell_previews(living, outcome)
         except Exception as error:
             raise_if_sticky(error)
             logger.warning("no previews in this tick: they raised %s", type(error).__name__, exc_info=error)
@@ -256,7 +371,12 @@ def guided_output(batch: ImageBatch, output: Tensor) -> Tensor:
         return cond
     uncond = cond.clone()
     uncond.index_copy_(0, batch.owners[len(batch.tasks) :], output[len(batch.tasks) :])
-    return guide(uncond, cond, batch.guidance)
+    guided = guide(uncond, cond, batch.guidance)
+    for place in batch.guided:
+        share = batch.tasks[place].settings.guidance_rescale
+        if share:
+            guided[place] = rescale_guided(guided[place], cond[place], share)
+    return guided
 
 
 def keep_outside(task: ImageTask, x: Tensor, row: Tensor) -> Tensor:
@@ -269,6 +389,17 @@ def keep_outside(task: ImageTask, x: Tensor, row: Tensor) -> Tensor:
         known = renoise(repaint.latents[None], repaint.noise[None], row[None])[0]
     blended: Tensor = (1.0 - repaint.mask) * known + repaint.mask * x
     return blended
+
+
+def control_groups(task: ImageTask, group: GroupKey) -> list[GroupKey]:
+    """Groups of the calls that an image of ``group`` makes because of its ControlNets: of its rows, and of each of
+    them."""
+    texts = task.held.texts
+    if texts is None:
+        return []
+    digests = dict.fromkeys(control.network.digest for control in task.held.controls)
+    own = [GroupKey(group.height_px, group.width_px, len(texts.cond), control=digest) for digest in digests]
+    return [group._replace(is_controlled=True), *own]
 
 
 def not_finite(task: ImageTask, step_index: int) -> FailureReason:

@@ -5,7 +5,8 @@ ageing, and an image's key is
 
     remaining work + ageing_rows_per_tick * tick of submission          (smaller runs first)
 
-with work in UNet rows of the native size. Between clients ``FairShare`` decides.
+with work in UNet rows of the native size. Between clients ``FairShare`` decides, between priorities
+``PriorityShare``.
 """
 
 from __future__ import annotations
@@ -13,17 +14,24 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Literal
 
+from msgspec.structs import replace
+
 from diffserve.config import EngineConfig
-from diffserve.engine.image.outputs import ImageOutputs
+from diffserve.engine.image.forecast import Forecast
+from diffserve.engine.image.outputs import Digests, ImageOutputs
 from diffserve.engine.image.policy import POLICIES, Moment, TickCosts, solo_s
-from diffserve.engine.image.queues import LANES_PER_LANE_LEFT, FairShare, ImageQueue, LaneTable
+from diffserve.engine.image.priorities import PriorityShare
+from diffserve.engine.image.queues import LANES_PER_LANE_LEFT, ImageQueue, LaneTable
 from diffserve.engine.image.result_cache import Kept, ResultCache, key_of
+from diffserve.engine.image.scoring import PictureScores
 from diffserve.engine.image.task import ImageTask, LiveRequest, TickOutcome, TickPlan
 from diffserve.engine.records import FailureReason, Scheduler, Stage
-from diffserve.types import Event, ImageFailed, ModelInfo, Queued
+from diffserve.errors import DiffserveError
+from diffserve.types import Event, ImageFailed, ImageResult, ModelInfo, Painted, Priority, Progress, Queued
 
 PLACES_EVERY_S = 0.5
 """Places in the queue are told no more often, however fast it moves."""
@@ -31,16 +39,35 @@ PLACES_EVERY_S = 0.5
 KEPT_OF_LANES = 8
 """One lane, and one more for so many, is kept beyond ``max_lanes`` for clients who hold none."""
 
+IDLE = (Stage.DONE, Stage.FOLLOWING, Stage.SCORING)
+"""There is nothing to compute for images that stand there."""
+
+FORESEEN_EVERY_S = 0.1
+FORESEEING_PART = 0.05
+MOST_LINES = 1024
+"""Times left are looked at anew no more often, and in no larger a part of the time, unless somebody is new."""
+
+SURELY = 0.75
+"""Of the time that what is left of a request would take alone, as measured. A deadline that leaves less is lost."""
+
 FORGIVEN_PICTURES = 8
 """By as many pictures of the model's default a client may get ahead, by room in ticks that others could not use."""
 
 
 class RequestScheduler(Scheduler[LiveRequest, Event]):
-    """Owns the waiting room, the lanes and the images in flight. ``costs``: of UNet calls, as they are known now."""
+    """Owns the waiting room, the lanes and the images in flight. ``costs``: of UNet calls, as they are known now;
+    ``scores``: who chooses from several pictures; ``digests``: see ``ImageOutputs``."""
 
     product = "picture"
 
-    def __init__(self, config: EngineConfig, info: ModelInfo, costs: TickCosts) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: ModelInfo,
+        costs: TickCosts,
+        scores: PictureScores | None = None,
+        digests: Digests = lambda _: ({}, {}),
+    ) -> None:
         super().__init__()
         self.config = config
         self.costs = costs
@@ -48,14 +75,22 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         self._moment = Moment()
         self.lanes = LaneTable(config.max_lanes, num_kept=1 + config.max_lanes // KEPT_OF_LANES)
         self._waiting = ImageQueue()
-        self._share = FairShare(2.0 * FORGIVEN_PICTURES * info.default_num_steps)
+        self.forecast = Forecast(costs, config)
+        self._done_s: dict[ImageTask, float] = {}  # when pictures will be done, as was seen last
+        self._foresee_at_s = self._look_at_s = -math.inf
+        self._per_work_s = 0.0  # of those who were looked for last
+        self._waits_s: dict[tuple[str, Priority], float] = {}  # of each line, what its last newcomer waits for others
+        self._applied_s: float | None = None
+        self._share = PriorityShare(2.0 * FORGIVEN_PICTURES * info.default_num_steps)
         self._flight: dict[ImageTask, int] = {}  # with its number in the order of arrival
         self._order = itertools.count()
-        self._report = ImageOutputs(info)
+        self._report = ImageOutputs(info, digests)
         self._info = info
         self.results = ResultCache(config.result_cache_bytes)
         self._painting: dict[bytes, ImageTask] = {}  # by key, those whose picture others may share
         self._hits: list[tuple[ImageTask, Kept]] = []
+        self._scores = scores or PictureScores(None)
+        self._scoring: dict[ImageTask, tuple[ImageResult, Future[float]]] = {}
         self._places_told_s = -math.inf
 
     @property
@@ -64,18 +99,21 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         return tuple(self._flight)
 
     @property
+    def waits(self) -> bool:
+        """Whether there are images for which there may be nothing to do just now."""
+        return bool(self._flight or self._scoring)
+
+    @property
     def cost_left(self) -> float:
         """Work still to do for everything accepted, in UNet rows of the native size."""
         tasks = [task for live in list(self.live.values()) for task in live.tasks]
-        return sum(task.cost_left for task in tasks if task.stage not in (Stage.DONE, Stage.FOLLOWING))
+        return sum(task.cost_left for task in tasks if task.stage not in IDLE)
 
     def add(self, live: LiveRequest) -> None:
         """Let a validated request into the waiting room."""
-        live.submitted_tick = self.num_ticks
-        live.solo_s = solo_s(live, self.costs) + live.request.num_images * self._report.decode_s
-        live.due_s = live.submitted_s + min(self.config.slo_scale * live.solo_s, live.request.deadline_s or math.inf)
+        self._rate(live)
         self.live[live.request_id] = live
-        self._share.join(live.client)
+        self._share.join(live)
         for task in live.tasks:
             if not self._is_painted_already(task):
                 self._waiting.add(task, self._key(task), next(self._order))
@@ -84,6 +122,8 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         """Choose this tick's work; newcomers get their lanes here. ``now_s``: a reading of the engine's clock."""
         self.num_ticks += 1
         self._moment = Moment(self.num_ticks, now_s)
+        if self._applied_s is not None:
+            self.forecast.learn_gap(now_s - self._applied_s)
         prepare = tuple(self._admit())
         rows = self._choose_rows()
         done = [task for task in self._flight if task.stage is Stage.DECODING]
@@ -98,8 +138,10 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
             decode=tuple(done[: self.config.max_decodes_per_tick]),
         )
 
-    def apply(self, plan: TickPlan, outcome: TickOutcome) -> list[Event]:
+    def apply(self, plan: TickPlan, outcome: TickOutcome, now_s: float) -> list[Event]:
         """Move everybody on by what the tick achieved, free what is finished, and tell the world."""
+        self.forecast.learn(plan, outcome, now_s - self._moment.now_s)
+        self._applied_s = now_s
         events: list[Event] = []
         for task, kept in self._take_hits():
             events += self._answer(task, kept, "hit")
@@ -117,18 +159,55 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
                 events += self._advance(task, outcome)
         for task in plan.decode:
             if task.stage is Stage.DECODING and task in outcome.pictures:
-                task.live.num_painted += 1
-                self._share.charge(task.live.client, task.settings.row_cost)
+                self._share.charge(task, task.settings.row_cost)
                 skipped = task.settings.skipped_steps
                 kept = Kept(outcome.pictures[task], outcome.latents.get(task), task.similarity, skipped)
-                events.append(self._report.painted(task, kept, outcome.decode_s[task]))
+                painted = self._report.painted(task, kept, outcome.decode_s[task])
                 if task.key is not None:
                     self.results.put(task.key, kept)
                 followers = self._take_followers(task)
-                events += self._leave(task)
+                events += self._finish(task, painted)
                 for one in followers:
                     events += self._answer(one, kept, "shared")
+        events += self._take_scored()
+        if not self._flight:
+            self._applied_s = None
+        return self._with_seconds_left(events, now_s)
+
+    def expire(self, now_s: float) -> list[Event]:
+        """Also those who could not be done by their deadline even if they were alone from now on."""
+        events = super().expire(now_s)
+        for live in list(self.live.values()):
+            left_s = math.inf if live.request.deadline_s is None else live.submitted_s + live.request.deadline_s - now_s
+            if left_s < live.solo_s and left_s < self._least_s(live):
+                said = f"the deadline of {live.request.deadline_s:g} s cannot be kept any more; what is left of the "
+                said += f"{self.product} takes longer than {max(left_s, 0.0):.1f} s."
+                events += self.give_up(live, FailureReason("deadline_exceeded", said, "deadline_s"))
         return events
+
+    def seconds_left(
+        self, live: LiveRequest, others: Iterable[LiveRequest], now_s: float, *, must_look: bool = False
+    ) -> float | None:
+        """Seconds until a newcomer has all of its pictures, with ``others`` who are not in yet, either; ``None``
+        while nothing is known. While looking takes too much of the time, and unless one ``must_look``, it is taken to
+        wait as long as its line's last one. Changes nothing of the queue."""
+        self._rate(live)
+        if not must_look and now_s < self._look_at_s and live.line in self._waits_s:
+            return self._waits_s[live.line] + self.least_s(live)
+        for one in others:
+            self._rate(one)
+        left_s = self._look(now_s, (*others, live), set(live.tasks))
+        if len(left_s) < len(live.tasks):
+            return None
+        seconds = max(left_s.values())
+        if len(self._waits_s) >= MOST_LINES:
+            self._waits_s.clear()
+        self._waits_s[live.line] = max(seconds - self.least_s(live), 0.0)
+        return seconds
+
+    def least_s(self, live: LiveRequest) -> float:
+        """Seconds that a newcomer takes if it is alone, at the pace that is seen."""
+        return live.solo_s * (self.forecast.pace or 1.0)
 
     def give_up(self, live: LiveRequest, failure: FailureReason) -> list[Event]:
         """All images of a request that are not painted yet are given up."""
@@ -140,12 +219,17 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
             return []
         self._places_told_s = now_s
         waiting = {live.tasks[0]: live for live in self.live.values() if not live.has_started}
-        order = self._share.in_order((*self._flight, *waiting), self._key)
+        order = self._share.copy().in_order((*self._flight, *waiting), self._key)
         events: list[Event] = []
         for place, live in enumerate(waiting[task] for task in order if task in waiting):
             if live.queue_position != place:
                 live.queue_position = place
                 events.append(Queued(request_id=live.request_id, queue_position=place))
+        left_s = self._look(now_s) if events and now_s >= self._look_at_s else {}
+        for index, event in enumerate(events):
+            seconds = [left_s[task] for task in self.live[event.request_id].tasks if task in left_s]
+            if seconds:
+                events[index] = replace(event, seconds_left=round(max(seconds), 4))
         return events
 
     def fail(self, task: ImageTask, failure: FailureReason) -> list[Event]:
@@ -153,8 +237,10 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         if task.stage is Stage.DONE:
             return []
         live = task.live
-        live.num_failed += 1
         live.first_failure = live.first_failure or failure
+        if live.request.best_of is not None:  # others may be good enough
+            return self._leave(task)
+        live.num_failed += 1
         code, message, _ = failure
         told = ImageFailed(request_id=live.request_id, image_index=task.image_index, code=code, message=message)
         return [told, *self._leave(task)]
@@ -165,29 +251,85 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         holders = {task.lane: task for task in self._flight}
         assert holders == self.lanes.owners, "the lane table and the images in flight disagree"
         living = {task for live in self.live.values() for task in live.tasks if task.stage is not Stage.DONE}
-        waiting = set(self._waiting) | {task for task, _ in self._hits}
+        waiting = set(self._waiting) | {task for task, _ in self._hits} | self._scoring.keys()
         waiting |= {task for painter in self._painting.values() for task in painter.followers}
         assert waiting | set(self._flight) == living, "an image is lost, or queued although gone"
         assert not any(live.is_over for live in self.live.values()), "a finished request is still live"
+
+    def _rate(self, live: LiveRequest) -> None:
+        """What it would take alone, and when it should be done; its place in the order of ageing is here."""
+        live.submitted_tick = self.num_ticks
+        live.solo_s = solo_s(live, self.costs) + live.request.num_painted * self._report.decode_s
+        live.due_s = live.submitted_s + min(self.config.slo_scale * live.solo_s, live.request.deadline_s or math.inf)
+
+    def _least_s(self, live: LiveRequest) -> float:
+        """Seconds that what is left of ``live`` takes at the very least."""
+        left, whole = sum(task.cost_left for task in live.tasks), sum(task.cost_whole for task in live.tasks)
+        return SURELY * live.solo_s * left / whole * min(self.forecast.pace or 0.0, 1.0)
+
+    def _look(
+        self, now_s: float, newcomers: Sequence[LiveRequest] = (), wanted: set[ImageTask] | None = None
+    ) -> dict[ImageTask, float]:
+        """As ``_foresee``, which is not to be done again before it is a small part of the time that has passed."""
+        began_s = self.forecast.timer()
+        left_s = self._foresee(now_s, newcomers, wanted)
+        self._look_at_s = now_s + (self.forecast.timer() - began_s) / FORESEEING_PART
+        return left_s
+
+    def _foresee(
+        self, now_s: float, newcomers: Sequence[LiveRequest] = (), wanted: set[ImageTask] | None = None
+    ) -> dict[ImageTask, float]:
+        """Seconds until everybody who is to be painted is done, or those of ``wanted``."""
+        tasks = [task for live in (*dict(self.live).values(), *newcomers) for task in live.tasks]
+        known = [task for task in tasks if task.stage not in IDLE and task not in dict(self._hits)]
+        share = self._share.copy(newcomers)
+        order = share.in_order(known, self._key)
+        return self.forecast.seconds_left(order, share, self._moment._replace(now_s=now_s), wanted)
+
+    def _with_seconds_left(self, events: list[Event], now_s: float) -> list[Event]:
+        """``events`` with the time left where they tell of steps."""
+        told = [(index, event) for index, event in enumerate(events) if isinstance(event, Progress)]
+        if not told:
+            return events
+        task_of = {(task.live.request_id, task.image_index): task for task in self._flight}
+        task_of |= {(one.live.request_id, one.image_index): task for task in self._flight for one in task.followers}
+        shown = [(index, event, task_of.get((event.request_id, event.image_index))) for index, event in told]
+        is_new = any(task is not None and task not in self._done_s for *_, task in shown)
+        if (is_new or now_s >= self._foresee_at_s) and now_s >= self._look_at_s:
+            left_s = self._look(now_s, wanted=set(self._flight))
+            self._done_s = {task: now_s + seconds for task, seconds in left_s.items()}
+            work = sum(task.cost_left for task in left_s)
+            self._per_work_s = sum(left_s.values()) / work if work else 0.0
+            self._foresee_at_s = now_s + FORESEEN_EVERY_S
+        for index, event, task in shown:
+            until_s = now_s if task is None else self._done_s.get(task)  # None: it is a picture by now
+            if until_s is None and task is not None and self._per_work_s:  # not yet looked for
+                until_s = now_s + self._per_work_s * task.cost_left
+            if until_s is not None:
+                events[index] = replace(event, seconds_left=round(max(until_s - now_s, 0.0), 4))
+        return events
 
     def _key(self, task: ImageTask) -> float:
         return self.policy.key(task, self._moment)
 
     def _admit(self) -> Iterator[ImageTask]:
         """Newcomers, with their lanes."""
-        held = Counter(task.live.client for task in self._flight)
+        held = Counter(task.live.line for task in self._flight)
+        num_batch = sum(task.live.request.priority == "batch" for task in self._flight)
         for _ in range(self.config.max_prepares_per_tick):
             most = LANES_PER_LANE_LEFT * self.lanes.num_left if self.lanes.num_free else min(1, self.lanes.num_left)
-            heads = [task for task in self._waiting.heads(self._key) if held[task.live.client] < most]
+            heads = [task for task in self._waiting.heads(self._key) if held[task.live.line] < most]
+            heads = [task for task in heads if self._share.may_hold(task, self.lanes, num_batch)]
             if not heads:
                 return
             if len(heads) > 1:
                 order = self._share.in_order((*self._flight, *heads), self._key)
                 heads = [task for task in order if task.lane is None]
-            task, number = self._waiting.take(heads[0].live.client)
+            task, number = self._waiting.take(heads[0].live.line)
             task.lane = self.lanes.allocate(task)
             self._flight[task] = number
-            held[task.live.client] += 1
+            held[task.live.line] += 1
+            num_batch += task.live.request.priority == "batch"
             yield task
 
     def _is_painted_already(self, task: ImageTask) -> bool:
@@ -195,12 +337,15 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         request = task.live.request
         if self.results.max_bytes == 0 or request.seed is None:
             return False
-        key = key_of(request, task.seed, self._info)
+        settings = task.settings
+        key = key_of(request, task.seed, self._info, settings.lora_digest + settings.control_digest)
         kept, leader = self.results.get(key), self._painting.get(key)
         if kept is not None:
             task.stage = Stage.DECODING
             self._hits.append((task, kept))
             self.results.num_hits += 1
+        elif leader is not None and leader.live.request.priority == "batch" and request.priority != "batch":
+            self.results.num_misses += 1  # who is in no hurry is not waited for
         elif leader is not None:
             task.stage, task.leader = Stage.FOLLOWING, leader
             leader.followers.append(task)
@@ -224,8 +369,50 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         return followers
 
     def _answer(self, task: ImageTask, kept: Kept, cached: Literal["hit", "shared"]) -> list[Event]:
-        task.live.num_painted += 1
-        return [self._report.known(task, kept, cached), *self._leave(task)]
+        return self._finish(task, self._report.known(task, kept, cached))
+
+    def _finish(self, task: ImageTask, painted: Painted) -> list[Event]:
+        """The picture of ``task`` is there: it is told, or, of a best-of, to be scored."""
+        if task.live.request.best_of is None:
+            task.live.num_painted += 1
+            return [painted, *self._leave(task)]
+        self._release(task)
+        task.stage = Stage.SCORING
+        self._scoring[task] = painted.result, self._scores.ask(painted.result)
+        return []
+
+    def _take_scored(self) -> list[Event]:
+        """Those whose score is known are candidates."""
+        events: list[Event] = []
+        for task, (result, score) in [(task, asked) for task, asked in self._scoring.items() if asked[1].done()]:
+            try:
+                task.live.candidates.append(replace(result, score=score.result()))
+                events += self._leave(task)
+            except Exception as error:  # what the scorer raises is this picture's affair
+                said = f"the picture could not be scored: {type(error).__name__}: {error}"
+                events += self.fail(task, FailureReason(DiffserveError.default_code, said))
+        return events
+
+    @staticmethod
+    def _choose_best(live: LiveRequest) -> Iterator[Event]:
+        """The best candidates, in their order, and a failure for each that there should be and is not."""
+        num_kept = live.request.num_images
+        ranked = sorted(live.candidates, key=lambda one: (-(one.score or 0.0), one.image_index))
+        rows = sum(one.num_evaluations for one in ranked[num_kept:])
+        others = {
+            "num_discarded": max(0, len(ranked) - num_kept),
+            "discarded_evaluations": rows,
+            "discarded_device_s": sum(one.device_s for one in ranked[num_kept:]),
+        }
+        for rank, one in enumerate(ranked[:num_kept]):
+            result = replace(one, image_index=rank, **({} if rank else others))
+            yield Painted(request_id=live.request_id, result=result)
+        live.num_painted = min(len(ranked), num_kept)
+        live.num_failed = num_kept - live.num_painted
+        failure = live.first_failure
+        for rank in range(live.num_painted, num_kept if failure else 0):
+            assert failure is not None
+            yield ImageFailed(request_id=live.request_id, image_index=rank, code=failure.code, message=failure.message)
 
     def _part(self, task: ImageTask) -> ImageTask:
         """``task`` leaves, and whoever waits for the same picture does not: what can be released.
@@ -269,7 +456,8 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         chosen = self.policy.choose(self._share.in_order(ready, self._key), self._moment) if ready else ()
         if not chosen:
             return ()
-        self._share.led_by(chosen[0].live.client)
+        chosen = self._share.spared(chosen, ready, self.costs)
+        self._share.led_by(chosen)
         return tuple(sorted(chosen, key=lambda task: task.lane or 0))  # the same rows keep the same order
 
     @staticmethod
@@ -282,19 +470,23 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         if task.clock.denoise_started_s is None:
             task.clock.denoise_started_s = outcome.rows_started_s
         task.clock.denoise_ended_s = outcome.rows_ended_s
-        self._share.charge(task.live.client, task.cost_now)
+        self._share.charge(task, task.cost_now)
         task.num_evaluations += task.rows_now
         task.row_index += 1
         if task.row_index == task.table.num_rows:
             task.stage = Stage.DECODING
+        elif task.row_index == task.settings.switch_row:
+            task.group = task.switch()
         return list(self._report.stepped(task, outcome)) if ends_step else []
 
     def _leave(self, task: ImageTask) -> list[Event]:
         self._release(task)
-        if not task.live.is_over:
+        live = task.live
+        if not live.is_over:
             return []
-        self._forget(task.live)
-        return [self._report.terminal(task.live)]
+        self._forget(live)
+        best = [] if live.request.best_of is None else [*self._choose_best(live)]
+        return [*best, self._report.terminal(live)]
 
     def _drop(self, live: LiveRequest) -> None:
         for task in tuple(live.tasks):
@@ -303,12 +495,14 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
 
     def _forget(self, live: LiveRequest) -> None:
         """A request is over."""
+        live.reading = live.mapping = None
         if self.live.pop(live.request_id, None) is not None:
-            self._share.leave(live.client)
+            self._share.leave(live)
 
     def _release(self, task: ImageTask) -> None:
         """The one exit: whatever the reason, the lane, the pages and the state are given back here."""
         task.stage = Stage.DONE
+        self._scoring.pop(task, None)
         if task.key is not None and self._painting.get(task.key) is task:
             del self._painting[task.key]
         if task.state is not None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from diffserve.config import EngineConfig
+from diffserve.controlnets import WORK_SHARE
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.buckets import CostCurve, KneeCap
 from diffserve.engine.image.compiled_groups import CLOSE, CompiledGroups, is_worth, prove
@@ -29,6 +30,7 @@ from diffserve.runtime.unet.batch_invariance import (
     SOLO,
     FactsOnDisk,
     GroupFacts,
+    Predict,
     Study,
     Trial,
     Try,
@@ -39,7 +41,8 @@ from diffserve.runtime.unet.batch_invariance import (
     study,
     timed,
 )
-from diffserve.runtime.unet.random_rows import random_call, random_rows
+from diffserve.runtime.unet.controlnet import ControlNetRunner
+from diffserve.runtime.unet.random_rows import random_call, random_control_rows, random_rows
 
 MOST_ROWS_CPU = 16
 MOST_ROWS_DEVICE = 32
@@ -84,7 +87,8 @@ class Known(NamedTuple):
 class Groups:
     """A :class:`CostCurve` for each group: read from disk, or cautious until it is measured, a UNet call at a time.
 
-    A group that is new is painted at once: row by row where bytes are promised, else a few rows together.
+    A group that is new is painted at once: row by row where bytes are promised, else a few rows together. ``control``
+    gives a ControlNet by its digest, or raises KeyError.
     """
 
     def __init__(
@@ -108,6 +112,7 @@ class Groups:
         self._knee_cap = KneeCap(self.most_rows, config.policy)
         self._disk = FactsOnDisk(DiskCache.at(config.cache_dir), self._circumstances(config))
         self.compiled = CompiledGroups(model, config)
+        self.control: Callable[[str], ControlNetRunner] = dict[str, ControlNetRunner]().__getitem__
         if (graphs := self.compiled.graphs) is not None:
             room.set_aside = lambda: graphs.num_bytes
         self._known: OrderedDict[GroupKey, Known] = OrderedDict()
@@ -135,6 +140,10 @@ class Groups:
         going = self._wanted[group]
         if going is None:
             going = self._wanted[group] = self._begin(group)
+        if group.control and not self._has(group.control):  # measured when it comes again
+            del self._wanted[group]
+            self._known.pop(group, None)
+            return True
         try:
             next(going)
         except StopIteration as end:
@@ -181,24 +190,30 @@ class Groups:
             if not choice.is_trying:
                 return
 
-    def row_cap(self, group: GroupKey) -> int:
+    def row_cap(self, group: GroupKey, *, may_probe: bool = True) -> int:
         """Rows that a tick of ``group`` may hold: as configured, else the knee of its curve."""
         if self.has_fixed_cap:
             return self.most_rows
-        return self._knee_cap.of(self.known(group).curve, may_probe=not self.is_wanted(group))
+        return self._knee_cap.of(self.known(group).curve, may_probe=may_probe and not self.is_wanted(group))
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
         """Seconds that ``num_rows`` rows of ``group`` take, by what is known now: nothing is measured for that.
 
         Of a group that is not known another of its size tells, else the native size and its pixels; 0 where even that
-        is not known.
+        is not known. Those of a group that is controlled are counted with those of a ControlNet.
         """
-        same_size = (other for other in self._known if other[:2] == group[:2] and other.is_shallow == group.is_shallow)
-        teller = group if group in self._known else next(same_size, self._native)
+        network = group._replace(is_controlled=False)
+        same_size = (
+            other
+            for other in self._known
+            if other[:2] == group[:2] and other.is_shallow == group.is_shallow and not other.control
+        )
+        teller = next((known for known in (group, network) if known in self._known), next(same_size, self._native))
         if teller not in self._known:
             return 0.0
         pixels = group.height_px * group.width_px / (teller.height_px * teller.width_px)
-        return pixels * self._known[teller].curve.total_s(num_rows)
+        share = 1.0 + WORK_SHARE * group.is_controlled
+        return share * pixels * self._known[teller].curve.total_s(num_rows)
 
     def describe(self) -> dict[GroupKey, tuple[int, ...]]:
         """Bucket sizes in use, by group."""
@@ -219,7 +234,7 @@ class Groups:
         """Sizes of compiled calls of ``group`` that there are."""
         return self.compiled.load(
             group,
-            lambda: random_call(self.model, group.shape, 1, self.conditioner).kind,
+            lambda: random_call(self.model, group.shape, 1, self.conditioner, group.lora_rank).kind,
             self.sizes_to_compile(group),
         )
 
@@ -298,23 +313,37 @@ class Groups:
         has_sums = is_strict and self.is_deterministic and self.model.dtype.itemsize == 2
 
         def attempt(rows: range, num_threads: int) -> Trial:
-            predict = random_rows(
-                self.model,
-                group.shape,
-                num_rows,
-                self.conditioner,
-                rows,
-                self.compiled.of(group),
-                is_shallow=group.is_shallow,
-                merged_share=group.merged_share,
-            )
+            predict = self._predict(group, num_rows, rows)
             with self.threads.using(num_threads):
                 trial = timed(predict, self._clock)(rows, num_threads)
                 if has_sums:
-                    trial = trial._replace(output=with_layer_sums(self.model.unet.network, lambda: predict(rows)))
+                    network = self.control(group.control).network if group.control else self.model.unet.network
+                    trial = trial._replace(output=with_layer_sums(network, lambda: predict(rows)))
                 return trial
 
         return attempt
+
+    def _has(self, digest: str) -> bool:
+        try:
+            return bool(self.control(digest))
+        except KeyError:
+            return False
+
+    def _predict(self, group: GroupKey, num_rows: int, rows: range) -> Predict:
+        if group.control:
+            return random_control_rows(self.model, self.control(group.control), group.shape, num_rows, rows)
+        return random_rows(
+            self.model,
+            group.shape,
+            num_rows,
+            self.conditioner,
+            rows,
+            self.compiled.of(group),
+            is_shallow=group.is_shallow,
+            merged_share=group.merged_share,
+            lora_rank=group.lora_rank,
+            is_controlled=group.is_controlled,
+        )
 
     def _reference_of(self, group: GroupKey) -> int:
         """The size of call that decides a row's bytes: one for all groups but those of a single row."""
@@ -371,4 +400,7 @@ def _name_of_packages(group: GroupKey, sizes: Sequence[int]) -> str:
 def _name(group: GroupKey) -> str:
     """Of ``group``, on disk."""
     merged = f" merged {group.merged_share}" if group.merged_share else ""
-    return f"{(group.height_px, group.width_px, group.num_tokens)}{' shallow' * group.is_shallow}{merged}"
+    lora = f" lora {group.lora_rank}" if group.lora_rank else ""
+    control = f" control {group.control}" if group.control else " controlled" * group.is_controlled
+    shape = group.height_px, group.width_px, group.num_tokens
+    return f"{shape}{' shallow' * group.is_shallow}{merged}{lora}{control}"

@@ -11,9 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from diffserve.runtime.low_rank import LoRASet
 from diffserve.runtime.philox import WORD, Draw, normals
 from diffserve.runtime.text.conditioning import AnyConditioning
+from diffserve.runtime.text.encoding import Conditioning
 from diffserve.runtime.transfer import Fetched, send
+from diffserve.runtime.unet.controlnet import ControlNetRunner
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,15 @@ class Repaint:
 
 
 @dataclass(frozen=True)
+class HeldControl:
+    """A ControlNet of one image: what it makes of its picture (C, h, w), and how much of what it adds is taken."""
+
+    network: ControlNetRunner
+    hint: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
 class Health:
     """Whether an image's latent was finite after a step (0-based): its place among a tick's answers."""
 
@@ -43,6 +55,14 @@ class Health:
         return bool(self.answers.read()[self.place])
 
 
+@dataclass(frozen=True)
+class Refined:
+    """What an image takes up when the refiner's UNet goes on with it: what that is told."""
+
+    conditioning: AnyConditioning
+    time_ids: Tensor | None
+
+
 @dataclass
 class ImageState:
     """What one image holds, given back when it leaves.
@@ -53,7 +73,13 @@ class ImageState:
     extra   (1 + C, h, w) mask and masked image latents, for 9-channel inpainting UNets
     health  of its last step, once it made one
     embedding  (D,) of the prompt, where the finished latents are to be kept for similar ones
+    loras   what changes the model for its rows, ``None`` where nothing does
+    time_ids  (2, 6) sizes that its conditional and its unconditional row are told instead of the picture's own; (2, 5)
+              for SDXL's refiner
+    controls  the ControlNets of its recipe, in their order
+    texts   what they are told of its prompts, embeddings; ``None`` where there are none
     features  by whether they are of the unconditional row: what the last full call left (F, h, w) for shallow ones
+    refined   what is ready for the refiner, until it goes on
     """
 
     conditioning: AnyConditioning
@@ -64,7 +90,12 @@ class ImageState:
     extra: Tensor | None = None
     health: Health | None = None
     embedding: NDArray[np.float32] | None = None
+    loras: LoRASet | None = None
+    time_ids: Tensor | None = None
+    controls: tuple[HeldControl, ...] = ()
+    texts: Conditioning | None = None
     features: dict[bool, Tensor] = field(default_factory=dict)
+    refined: Refined | None = None
 
     def mark(self) -> tuple[Tensor, int | None]:
         """What has been drawn so far, for ``go_back``."""
@@ -75,9 +106,19 @@ class ImageState:
         state, self.next_draw = mark
         self.rng.set_state(state)
 
+    def switch(self) -> None:
+        """From now on the refiner's UNet evaluates it; what only the base was told is given back, adapters among it."""
+        assert self.refined is not None
+        self.conditioning.close()
+        self.features.clear()
+        self.conditioning, self.time_ids = self.refined.conditioning, self.refined.time_ids
+        self.loras = self.refined = None
+
     def close(self) -> None:
         """Give the conditioning's pages back."""
         self.conditioning.close()
+        if self.refined is not None:
+            self.refined.conditioning.close()
 
 
 def draw_noise(states: Sequence[ImageState], device: torch.device) -> Tensor:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from diffserve.controlnets import WORK_SHARE
 from diffserve.engine.records import FailureReason, Live, Stage
-from diffserve.types import DenoisingRecipe, GenerationRequest
+from diffserve.types import DenoisingRecipe, GenerationRequest, ImageResult, Priority
 from schedulers import StepTable
 
 if TYPE_CHECKING:
@@ -29,6 +31,9 @@ class GroupKey(NamedTuple):
     only the UNet's shallow part runs, on kept features (DeepCache); an image's own group is never such.
     ``is_compiled``: a picture is painted by compiled calls from its first step to its last, or by none, for they round
     differently. ``merged_share``: of the tokens in self-attention at the highest resolution (token merging).
+    ``lora_rank``: that the adapters of each row are padded to; 0: no row has any. ``is_refined``: by the refiner.
+    ``is_controlled``: ControlNets add to every row; an image's own group is never such. ``control``: not calls of the
+    UNet, but of the ControlNet of this digest.
     """
 
     height_px: int
@@ -37,6 +42,10 @@ class GroupKey(NamedTuple):
     is_shallow: bool = False
     is_compiled: bool = False
     merged_share: float = 0.0
+    lora_rank: int = 0
+    is_controlled: bool = False
+    control: str = ""
+    is_refined: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -54,6 +63,10 @@ class PaintSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, dict=T
     skipped_steps  the first steps, which the table leaves out: it begins from latents of a similar prompt
     shorter  the same for each of ``latent_cache.SKIPS``, for a request that may begin so
     shallow_share  work of a shallow row over that of a full one
+    lora_digest  of which adapters they are, and how much of each; empty where there are none
+    control_digest  the same of ControlNets
+    controlled   for each table row the places of the ControlNets that are at work; empty where there never are any
+    switch_row   the first table row that the refiner's UNet evaluates, ``None`` where it evaluates none
     """
 
     width_px: int
@@ -66,6 +79,10 @@ class PaintSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, dict=T
     shallow_share: float = 1.0
     skipped_steps: int = 0
     shorter: tuple[PaintSettings, ...] = ()
+    lora_digest: bytes = b""
+    control_digest: bytes = b""
+    controlled: tuple[tuple[int, ...], ...] = ()
+    switch_row: int | None = None
 
     @cached_property
     def rows_at(self) -> tuple[int, ...]:
@@ -75,13 +92,22 @@ class PaintSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, dict=T
     @cached_property
     def cost_of_row(self) -> tuple[float, ...]:
         """Work of table row i, in UNet rows of the native size: two rows where it is guided."""
-        pairs = zip(self.full.tolist(), self.guided.tolist(), strict=True)
-        return tuple((1.0 if full else self.shallow_share) * (1 + guided) * self.row_cost for full, guided in pairs)
+        controlled = self.controlled or ((),) * len(self.full)
+        rows = zip(self.full.tolist(), self.guided.tolist(), controlled, strict=True)
+        return tuple(
+            ((1.0 if full else self.shallow_share) + WORK_SHARE * len(controls)) * (1 + guided) * self.row_cost
+            for full, guided, controls in rows
+        )
 
     @cached_property
     def cost_left(self) -> tuple[float, ...]:
         """Work still to do before table row i, in the same unit; the last entry, behind the table, is 0."""
         return tuple(itertools.accumulate(reversed(self.cost_of_row), initial=0.0))[::-1]
+
+    @cached_property
+    def rows_left(self) -> tuple[int, ...]:
+        """UNet rows still to run before table row i; the last entry, behind the table, is 0."""
+        return tuple(itertools.accumulate(reversed(self.rows_at), initial=0))[::-1]
 
 
 @dataclass(eq=False, slots=True)
@@ -90,7 +116,11 @@ class LiveRequest(Live):
 
     solo_s          seconds that it would take alone, as was thought when it came
     due_s           when it should be done, a reading of the engine's clock
+    seconds_left    until all of it is done, as was thought when it came; ``None`` where that was not known
     queue_position  others that begin before it, as its caller was last told
+    candidates      finished pictures with their scores, of a best-of
+    reading         its adapters on their way from the disk, where it has some; it holds them until it is over
+    mapping         its ControlNets on theirs, and its control maps; the same
     """
 
     request: GenerationRequest
@@ -101,19 +131,28 @@ class LiveRequest(Live):
     submitted_tick: int = 0
     solo_s: float = 0.0
     due_s: float = math.inf
+    seconds_left: float | None = None
     queue_position: int = 0
+    reading: Future[Any] | None = None
+    mapping: Future[Any] | None = None
     tasks: list[ImageTask] = field(default_factory=list)
     num_painted: int = 0
     num_failed: int = 0
     first_failure: FailureReason | None = None
+    candidates: list[ImageResult] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tasks = [ImageTask(self, index) for index in range(self.request.num_images)]
+        self.tasks = [ImageTask(self, index) for index in range(self.request.num_painted)]
 
     @property
     def client(self) -> str:
         """Whose request it is."""
         return self.request.client
+
+    @property
+    def line(self) -> tuple[str, Priority]:
+        """Where it queues: a client has a line for each priority."""
+        return self.request.client, self.request.priority
 
     def wants_preview(self, num_steps: int) -> bool:
         """Whether a preview was asked for after ``num_steps`` steps."""
@@ -128,12 +167,16 @@ class LiveRequest(Live):
 
 @dataclass(slots=True)
 class Clock:
-    """Readings (seconds, monotonic) along an image's way; durations are differences of these."""
+    """Readings (seconds, monotonic) along an image's way; durations are differences of these.
+
+    device_s  its share of the ticks so far
+    """
 
     prepare_s: float = 0.0
     denoise_started_s: float | None = None
     denoise_ended_s: float = 0.0
     decode_s: float = 0.0
+    device_s: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -144,6 +187,7 @@ class ImageTask:
     num_evaluations  UNet rows run so far (two a step under guidance)
     settings         the request's resolved settings; once it began from a similar picture, the shorter ones of that
     similarity       of the prompt that it began from, ``None`` where it begins from noise
+    refined_group    its group from ``settings.switch_row`` on
     key              of its picture in the result cache, where it has one and paints it
     leader           who paints the same picture, and is waited for; it has this one among its ``followers``
     """
@@ -156,6 +200,7 @@ class ImageTask:
     row_index: int = 0
     lane: int | None = None
     group: GroupKey | None = None
+    refined_group: GroupKey | None = None
     state: ImageState | None = None
     num_evaluations: int = 0
     clock: Clock = field(default_factory=Clock)
@@ -171,6 +216,12 @@ class ImageTask:
         """Its state, while it has one."""
         assert self.state is not None
         return self.state
+
+    def switch(self) -> GroupKey:
+        """The refiner's UNet goes on with it, in the group that is returned."""
+        assert self.refined_group is not None
+        self.held.switch()
+        return self.refined_group
 
     @property
     def table(self) -> StepTable:
@@ -209,10 +260,15 @@ class ImageTask:
         return not self.is_last_row and not self.settings.full[self.row_index + 1]
 
     @property
+    def controls_now(self) -> tuple[int, ...]:
+        """The places of the ControlNets that add to the next row."""
+        return self.settings.controlled[self.row_index] if self.settings.controlled else ()
+
+    @property
     def group_now(self) -> GroupKey:
         """The group whose calls its next rows can join."""
         assert self.group is not None
-        return self.group if self.is_full_now else self.group._replace(is_shallow=True)
+        return self.group._replace(is_shallow=not self.is_full_now, is_controlled=bool(self.controls_now))
 
     @property
     def rows_now(self) -> int:
@@ -284,7 +340,8 @@ class RowLabel(NamedTuple):
 
 @dataclass(frozen=True)
 class UNetCall:
-    """One UNet call as it ran: the rows that mattered, how many padded it, its wall time, and whether it was shallow.
+    """One UNet call as it ran: the rows that mattered, how many padded it, its wall time, and whether it was shallow;
+    or a call of the ControlNet named ``control``.
 
     On a device that works asynchronously ``wall_s`` is the time to launch; the tick's ``wall_s`` is the whole truth.
     """
@@ -293,6 +350,7 @@ class UNetCall:
     num_padded: int
     wall_s: float
     is_shallow: bool = False
+    control: str = ""
 
 
 @dataclass(frozen=True)
@@ -308,12 +366,12 @@ class TickTrace:
     @property
     def request_ids(self) -> tuple[str, ...]:
         """The request of every row, call after call."""
-        return tuple(row.request_id for call in self.calls for row in call.rows)
+        return tuple(row.request_id for call in self.calls if not call.control for row in call.rows)
 
     @property
     def num_rows(self) -> int:
         """UNet rows that mattered."""
-        return sum(len(call.rows) for call in self.calls)
+        return sum(len(call.rows) for call in self.calls if not call.control)
 
 
 class ShownPreview(NamedTuple):
@@ -331,6 +389,7 @@ class TickOutcome:
     pictures             (height_px, width_px, 3) uint8
     previews             of this step or an earlier one, as they come from the device
     latents              (C, h, w) float32, for requests that asked for them
+    named                by request and index, the images of ``calls`` when these began: another may take one over
     """
 
     groups: dict[ImageTask, GroupKey] = field(default_factory=dict)
@@ -344,3 +403,13 @@ class TickOutcome:
     rows_started_s: float = 0.0
     rows_ended_s: float = 0.0
     calls: list[UNetCall] = field(default_factory=list)
+    named: dict[tuple[str, int], ImageTask] = field(default_factory=dict)
+
+
+def row_seconds(plan: TickPlan, outcome: TickOutcome) -> dict[ImageTask, float]:
+    """Of each image of ``plan`` that advances, the seconds that its rows took: of each call an equal part for each."""
+    seconds = dict.fromkeys(plan.rows, 0.0)
+    for call in outcome.calls:
+        for row in call.rows:
+            seconds[outcome.named[row.request_id, row.image_index]] += call.wall_s / len(call.rows)
+    return seconds

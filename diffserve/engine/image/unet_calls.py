@@ -1,11 +1,17 @@
-"""UNet calls for the rows of a mixed batch: laid into buckets, padded, timed, and taken apart when one fails."""
+"""UNet calls for the rows of a mixed batch: laid into buckets, padded, timed, and taken apart when one fails.
+
+Rows that ControlNets add to make UNet calls of their own, behind a call of each ControlNet for those that it adds to.
+Both have sizes that were seen to give a row the same bytes, and what is added is summed row by row in the order of the
+ControlNets' digests: so a row knows nothing of its neighbours' ControlNets.
+"""
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -13,13 +19,18 @@ from torch import Tensor
 
 from diffserve.engine.image.batch import ImageBatch
 from diffserve.engine.image.buckets import CostCurve, RowCaps
+from diffserve.engine.image.second_device import AwayCall, SecondDevice
 from diffserve.engine.image.shape_groups import Groups
+from diffserve.engine.image.state import HeldControl
 from diffserve.engine.image.task import GroupKey, ImageTask, UNetCall
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.device_health import raise_if_sticky
+from diffserve.runtime.low_rank import RowLoRAs
 from diffserve.runtime.memory import give_memory_back, without_frames
 from diffserve.runtime.stopwatch import Stopwatch, TimeSpan
 from diffserve.runtime.text.conditioning import Conditioner, ToldRow
+from diffserve.runtime.transfer import send
+from diffserve.runtime.unet.controlnet import Residuals, residual_shapes
 from diffserve.runtime.unet.cross_attention import Contexts, KeysValues
 from schedulers import COLUMNS
 
@@ -34,17 +45,27 @@ TIMESTEP = COLUMNS.index("timestep")
 
 class Stack(NamedTuple):
     """What the rows of one call are told: their texts, and where the UNet reads it pooled (R, P), time_ids (R, 6) and
-    extra (R, 1 + C, h, w)."""
+    extra (R, 1 + C, h, w); ``guidance`` (R,), which few UNets are told; ``loras``: what changes the network for each of
+    them, where anything does."""
 
     contexts: Contexts
     pooled: Tensor | None
     time_ids: Tensor | None
     extra: Tensor | None
+    guidance: Tensor | None
+    loras: RowLoRAs | None
+
+    @property
+    def conditions(self) -> dict[str, Tensor | None]:
+        """What a UNet is told beside contexts and adapters, by its names in ``UNetRunner``."""
+        told = {"pooled": self.pooled, "time_ids": self.time_ids, "extra": self.extra}
+        return {**told, "guidance": self.guidance}
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the contexts take; the rest is small."""
-        return self.contexts.num_bytes if isinstance(self.contexts, KeysValues) else self.contexts.nbytes
+        """Memory that contexts and adapters take; the rest is small."""
+        contexts = self.contexts.num_bytes if isinstance(self.contexts, KeysValues) else self.contexts.nbytes
+        return contexts + (self.loras.num_bytes if self.loras else 0)
 
 
 class UNetCaller:
@@ -52,6 +73,8 @@ class UNetCaller:
 
     clock      in seconds
     stopwatch  what the costs of calls are learnt by; its readings may come some calls later
+    beside     another one on the same device, which gives back what it keeps as well
+    second     a device that makes the calls of unconditional rows, where they are plain ones
     """
 
     def __init__(
@@ -61,7 +84,11 @@ class UNetCaller:
         groups: Groups,
         caps: RowCaps,
         clock: Callable[[], float] = time.perf_counter,
+        beside: UNetCaller | None = None,
+        second: SecondDevice | None = None,
     ) -> None:
+        self.beside = beside
+        self.second = second
         self.model = model
         self.conditioner = conditioner
         self.groups = groups
@@ -79,12 +106,61 @@ class UNetCaller:
         """
         output = torch.zeros((batch.num_rows, *batch.x.shape[1:]), device=batch.x.device)
         failed: dict[int, Exception] = {}
-        pending = self._layout(range(batch.num_rows), group)
+        residuals = self._residuals(batch, group, calls, failed) if group.is_controlled else None
+
+        def call(rows: range, bucket: int) -> None:
+            output[rows.start : rows.stop] = self._call(batch, rows, bucket, group, calls, residuals)
+
+        if self.second is not None and _is_plain(batch, group):
+            return output, self._split(batch, group, calls, self.second, output, call)
+        return output, self._make(range(batch.num_rows), group, call) | failed
+
+    def _split(
+        self,
+        batch: ImageBatch,
+        group: GroupKey,
+        calls: list[UNetCall],
+        second: SecondDevice,
+        output: Tensor,
+        call: Callable[[range, int], None],
+    ) -> dict[int, Exception]:
+        """Have unconditional rows run on ``second`` while ``call`` makes the calls of all others, and the calls that
+        failed there; ``output`` gets what it gives. What went wrong by row."""
+        threads, counts = self.groups.threads, self.groups.known(group).counts
+        num_threads = threads.choice.current if threads.choice.current in counts else counts[0]
+        started_s, failed, num_images = self._clock(), dict[int, Exception](), len(batch.tasks)
+        away: list[tuple[range, AwayCall, int]] = []
+        try:
+            for rows, bucket in self._layout(range(num_images, batch.num_rows), group):
+                owners, told = self._told(batch, rows, bucket)
+                network_call = self.model.unet.call(
+                    batch.scaled.index_select(0, owners),
+                    batch.rows.index_select(0, owners)[:, TIMESTEP],
+                    told.contexts,
+                    **told.conditions,
+                )
+                away.append((rows, second.begin(network_call, num_threads), bucket))
+            failed |= self._make(range(num_images), group, call)
+        finally:
+            found = [one.result() for _, one, _ in away]
+        for (rows, _, bucket), result in zip(away, found, strict=True):
+            if result is None:
+                failed |= self._make(rows, group, call)
+                continue
+            output[rows.start : rows.stop] = send(result[: len(rows)], output.device)
+            labels = tuple(map(batch.label, rows))
+            calls.append(UNetCall(labels, bucket - len(rows), self._clock() - started_s))
+        return failed
+
+    def _make(self, rows: range, group: GroupKey, call: Callable[[range, int], None]) -> dict[int, Exception]:
+        """Have ``call`` make the calls for ``rows``, each with its bucket; what went wrong by row."""
+        failed: dict[int, Exception] = {}
+        pending = self._layout(rows, group)
         has_eased = False
         while pending:
             rows, bucket = pending.pop(0)
             try:
-                output[rows.start : rows.stop] = self._call(batch, rows, bucket, group, calls)
+                call(rows, bucket)
                 self.caps.ran(group, bucket, self.groups.most_rows)
             except Exception as error:
                 raise_if_sticky(error)
@@ -101,7 +177,59 @@ class UNetCaller:
                 else:
                     middle = len(rows) // 2
                     pending[:0] = [*self._layout(rows[:middle], group), *self._layout(rows[middle:], group)]
-        return output, failed
+        return failed
+
+    def _residuals(
+        self, batch: ImageBatch, group: GroupKey, calls: list[UNetCall], failed: dict[int, Exception]
+    ) -> Residuals:
+        """What ControlNets add to all rows of ``batch``, (num_rows, C, h, w) each; ``failed`` gets what went wrong."""
+        height, width = batch.x.shape[-2:]
+        shapes = residual_shapes(self.model.unet.network, height, width)
+        residuals = tuple(
+            torch.zeros((batch.num_rows, *shape), device=batch.x.device, dtype=self.model.dtype) for shape in shapes
+        )
+        for rows in told_rows(batch):
+            num_tokens = rows[0].contexts.shape[0]
+            own = GroupKey(group.height_px, group.width_px, num_tokens, control=rows[0].control.network.digest)
+            found = tuple(tensor.new_zeros((len(rows), *tensor.shape[1:])) for tensor in residuals)
+            wrong = self._make(range(len(rows)), own, partial(self._call_control, batch, rows, found, own, calls))
+            failed |= {rows[place].row: error for place, error in wrong.items()}
+            numbers = send(torch.tensor([one.row for one in rows]), batch.x.device)
+            for total, more in zip(residuals, found, strict=True):
+                total.index_add_(0, numbers, more)
+        return residuals
+
+    def _call_control(
+        self,
+        batch: ImageBatch,
+        rows: Sequence[ControlledRow],
+        found: Residuals,
+        group: GroupKey,
+        calls: list[UNetCall],
+        places: range,
+        bucket: int,
+    ) -> None:
+        """One call of the ControlNet of ``rows`` of exactly ``bucket`` rows; ``found`` gets what it adds to those at
+        ``places``."""
+        chosen = [rows[place] for place in places]
+        padded = [*chosen, *chosen[-1:] * (bucket - len(chosen))]
+        network, device = chosen[0].control.network, batch.x.device
+        started_s, stop = self._clock(), self.stopwatch.start()
+        owners = send(torch.tensor([one.image for one in padded]), device)
+        with self._measured(group, bucket, stop):
+            residuals = network.predict(
+                batch.scaled.index_select(0, owners),
+                batch.rows.index_select(0, owners)[:, TIMESTEP],
+                torch.stack([one.contexts for one in padded]),
+                torch.stack([one.control.hint for one in padded]),
+                send(torch.tensor([one.control.scale for one in padded]), device),
+                pooled=stack_all([one.pooled for one in padded]),
+                time_ids=stack_all([one.time_ids for one in padded]),
+            )
+        for kept, more in zip(found, residuals, strict=True):
+            kept[places.start : places.stop] = more[: len(chosen)]
+        labels = tuple(batch.label(one.row) for one in chosen)
+        calls.append(UNetCall(labels, bucket - len(chosen), self._clock() - started_s, control=network.name))
 
     def _layout(self, rows: range, group: GroupKey) -> list[tuple[range, int]]:
         """``rows`` in the calls that are to be made for them, each with its bucket."""
@@ -111,6 +239,8 @@ class UNetCaller:
     def ease(self) -> None:
         """Give back all memory that is only kept to save time."""
         self._stacks.clear()
+        if self.beside is not None:
+            self.beside.ease()
         if self.groups.compiled.graphs is not None:
             self.groups.compiled.graphs.clear()
         give_memory_back(self.model.device)
@@ -124,49 +254,73 @@ class UNetCaller:
         self.ease()
         return run()
 
-    def _call(self, batch: ImageBatch, rows: range, bucket: int, group: GroupKey, calls: list[UNetCall]) -> Tensor:
+    def _call(
+        self,
+        batch: ImageBatch,
+        rows: range,
+        bucket: int,
+        group: GroupKey,
+        calls: list[UNetCall],
+        residuals: Residuals | None,
+    ) -> Tensor:
         """One UNet call of exactly ``bucket`` rows; the last row is repeated to fill it."""
-        padded = [*rows, *[rows[-1]] * (bucket - len(rows))]
-        owners = batch.owners[rows.start : rows.stop]
-        if len(padded) > len(rows):
-            owners = torch.cat([owners, owners[-1:].expand(len(padded) - len(rows))])
-        threads = self.groups.threads
-        curve, counts = self.groups.known(group)
-        num_threads = threads.choice.next_count((group, bucket), counts)
         started_s, stop = self._clock(), self.stopwatch.start()
-        told = self._stack(tuple((batch.tasks[batch.image_of_row[row]], batch.is_uncond(row)) for row in padded))
+        owners, told = self._told(batch, rows, bucket)
         images = [batch.tasks[batch.image_of_row[row]] for row in rows]
         features = None
         if group.is_shallow:
             kept = [task.held.features[batch.is_uncond(row)] for task, row in zip(images, rows, strict=True)]
             features = torch.stack([*kept, *kept[-1:] * (bucket - len(rows))])
+        added = None
+        if residuals is not None:
+            numbers = send(torch.tensor(_padded(rows, bucket)), batch.x.device)
+            added = tuple(tensor.index_select(0, numbers) for tensor in residuals)
         is_watched = any(task.is_full_now and task.keeps_features for task in images)
-        with threads.using(num_threads), self._keeping(is_watched) as found:
-            called_s = self._clock()
+        with self._keeping(is_watched) as found, self._measured(group, bucket, stop):
             output = self.model.unet.predict(
                 batch.scaled.index_select(0, owners),
                 batch.rows.index_select(0, owners)[:, TIMESTEP],
                 told.contexts,
-                pooled=told.pooled,
-                time_ids=told.time_ids,
-                extra=told.extra,
+                **told.conditions,
                 features=features,
                 merged_share=group.merged_share,
                 compiled=self.groups.compiled.of(group, is_watched=is_watched),
+                loras=told.loras,
+                residuals=added,
             )
-            ended_s, span = self._clock(), stop()
         for kept_of_rows in found:
             for place, (task, row) in enumerate(zip(images, rows, strict=True)):
                 if task.keeps_features:
                     task.held.features[batch.is_uncond(row)] = kept_of_rows[place].clone()
+        labels = tuple(batch.label(row) for row in rows)
+        calls.append(UNetCall(labels, bucket - len(rows), self._clock() - started_s, group.is_shallow))
+        return output[: len(rows)]
+
+    def _told(self, batch: ImageBatch, rows: range, bucket: int) -> tuple[Tensor, Stack]:
+        """Of each row of a call of ``bucket`` rows, the image that it is of (bucket,) and what it is told."""
+        padded = _padded(rows, bucket)
+        owners = batch.owners[rows.start : rows.stop]
+        if len(padded) > len(rows):
+            owners = torch.cat([owners, owners[-1:].expand(len(padded) - len(rows))])
+        return owners, self._stack(
+            tuple((batch.tasks[batch.image_of_row[row]], batch.is_uncond(row)) for row in padded)
+        )
+
+    @contextmanager
+    def _measured(self, group: GroupKey, bucket: int, stop: Callable[[], TimeSpan | None]) -> Iterator[None]:
+        """A call of ``group``, on as many threads as are worth it; what it took since ``stop`` was given is learnt."""
+        threads = self.groups.threads
+        curve, counts = self.groups.known(group)
+        num_threads = threads.choice.next_count((group, bucket), counts)
+        with threads.using(num_threads):
+            called_s = self._clock()
+            yield
+            ended_s, span = self._clock(), stop()
         if span is not None:
             self._timed.append((curve, bucket, span))
         self._learn()
-        if batch.x.device.type == "cpu":
+        if self.model.device.type == "cpu":
             threads.choice.observe((group, bucket), num_threads, ended_s - called_s)
-        labels = tuple(batch.label(row) for row in rows)
-        calls.append(UNetCall(labels, bucket - len(rows), ended_s - started_s, group.is_shallow))
-        return output[: len(rows)]
 
     def _learn(self) -> None:
         """Tell the curves what calls took, in their order, as far as that is known by now."""
@@ -196,15 +350,72 @@ class UNetCaller:
             del self._stacks[key]
 
 
+def _padded(rows: range, bucket: int) -> list[int]:
+    """``rows``, the last of them repeated up to ``bucket``."""
+    return [*rows, *[rows[-1]] * (bucket - len(rows))]
+
+
+def _is_plain(batch: ImageBatch, group: GroupKey) -> bool:
+    """Whether ``batch`` has unconditional rows, and its calls are the UNet's own: whole ones without ControlNets,
+    adapters or merged tokens, of which nothing is kept."""
+    is_changed = group.is_controlled or group.is_shallow or group.lora_rank > 0 or group.merged_share > 0.0
+    return bool(batch.guided) and not is_changed and not any(task.keeps_features for task in batch.tasks)
+
+
 def stack_conditioning(rows: Sequence[tuple[ImageTask, bool]], conditioner: Conditioner) -> Stack:
     """Stack what each row, an image and whether it is its unconditional one, is told."""
     told = [ToldRow(task.held.conditioning, is_uncond) for task, is_uncond in rows]
+    loras = [task.held.loras for task, _ in rows if task.held.loras is not None]
     return Stack(
         conditioner.contexts(told),
         stack_all([text.pooled_uncond if is_uncond else text.pooled_cond for text, is_uncond in told]),
-        stack_all([text.time_ids for text, _ in told]),
+        stack_all([_time_ids(task, is_uncond) for task, is_uncond in rows]),
         stack_all([task.held.extra for task, _ in rows]),
+        _guidance(rows, conditioner.model),
+        RowLoRAs(loras) if loras else None,
     )
+
+
+class ControlledRow(NamedTuple):
+    """A row that a ControlNet adds to: its number, its image's number, and what the ControlNet is told of it."""
+
+    row: int
+    image: int
+    control: HeldControl
+    contexts: Tensor
+    pooled: Tensor | None
+    time_ids: Tensor | None
+
+
+def told_rows(batch: ImageBatch) -> list[list[ControlledRow]]:
+    """The rows of each call of a ControlNet, which share it and the length of their texts, in the order in which what
+    they add is summed: that of the ControlNets' digests. One that an image has twice is called twice."""
+    found: dict[tuple[str, int, int], list[ControlledRow]] = {}
+    for row, image in enumerate(batch.image_of_row):
+        task = batch.tasks[image]
+        texts = task.held.texts
+        assert texts is not None
+        is_uncond, times = batch.is_uncond(row), Counter[str]()
+        contexts, pooled = (texts.uncond, texts.pooled_uncond) if is_uncond else (texts.cond, texts.pooled_cond)
+        for place in task.controls_now:
+            control = task.held.controls[place]
+            digest = control.network.digest
+            told = ControlledRow(row, image, control, contexts, pooled, _time_ids(task, is_uncond))
+            found.setdefault((digest, times[digest], len(contexts)), []).append(told)
+            times[digest] += 1
+    return [found[key] for key in sorted(found)]
+
+
+def _time_ids(task: ImageTask, is_uncond: bool) -> Tensor | None:
+    own = task.held.time_ids
+    return task.held.conditioning.time_ids if own is None else own[int(is_uncond)]
+
+
+def _guidance(rows: Sequence[tuple[ImageTask, bool]], model: DiffusionModel) -> Tensor | None:
+    """The scales (R,) of a UNet that is told them."""
+    if not model.unet.guidance_dim:
+        return None
+    return send(torch.tensor([task.settings.guidance_scale for task, _ in rows]), model.device)
 
 
 def stack_all(tensors: Sequence[Tensor | None]) -> Tensor | None:

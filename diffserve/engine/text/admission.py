@@ -19,7 +19,7 @@ from diffserve.engine.records import Stage
 from diffserve.engine.text.pages import SequencePages
 from diffserve.engine.text.task import LiveText, Sequence, TextTask
 from diffserve.errors import InvalidRequest
-from diffserve.runtime.decoding import BeamSearch, SamplingState, TextStream, TokenConstraint
+from diffserve.runtime.decoding import AnyConstraint, BeamSearch, SamplingState, TextStream
 from diffserve.runtime.kv import PoolTooSmall
 from diffserve.runtime.language import LanguageModel
 from diffserve.runtime.language.chat import render
@@ -40,7 +40,7 @@ class TextAdmission:
         self.config = config
         self._lock = threading.Lock()  # a tokenizer is not for two threads at once
 
-    def admit(self, request: TextRequest, now_s: float, constraint: TokenConstraint | None = None) -> LiveText:
+    def admit(self, request: TextRequest, now_s: float, constraint: AnyConstraint | None = None) -> LiveText:
         """Check ``request`` and resolve it. ``now_s`` starts its clock."""
         prompt_ids = self._prompt_ids(request)
         params = self._params(request, len(prompt_ids))
@@ -105,7 +105,7 @@ class TextAdmission:
                 param="max_tokens",
             )
 
-    def _task(self, live: LiveText, index: int, constraint: TokenConstraint | None) -> TextTask:
+    def _task(self, live: LiveText, index: int, constraint: AnyConstraint | None) -> TextTask:
         params = live.request.params
         row = SamplingState(
             params, live.prompt_ids, end_ids=self.model.end_ids, constraint=constraint, seed=live.seed + index

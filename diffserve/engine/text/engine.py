@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from diffserve.bounds import check
 from diffserve.engine.delivery import raise_if_failed
-from diffserve.engine.engine import CoreEngine
-from diffserve.engine.records import Stage, TickBudget
+from diffserve.engine.engine import CoreEngine, failure_of
+from diffserve.engine.records import FailureReason, Stage, TickBudget, shares
 from diffserve.engine.text.admission import TextAdmission
 from diffserve.engine.text.pages import SequencePages
 from diffserve.engine.text.runner import TextRunner
 from diffserve.engine.text.scheduler import TextScheduler
-from diffserve.engine.text.task import LiveText, TextOutcome, TextPlan, TextTick
-from diffserve.errors import ConfigError
+from diffserve.engine.text.task import LiveText, TextOutcome, TextPlan, TextTask, TextTick
+from diffserve.errors import ConfigError, DeadlineUnreachable
+from diffserve.json_schemas import no_json
 from diffserve.pace import TokenCost
-from diffserve.runtime.decoding import TokenConstraint
+from diffserve.runtime.decoding import AnyConstraint, JsonConstraints
 from diffserve.runtime.kv import PagePool
 from diffserve.runtime.language import LanguageModel, LanguageRunner, load_language_model
 from diffserve.text_types import (
@@ -34,8 +37,10 @@ from diffserve.text_types import (
 
 POOL_BYTES = 256 << 20
 LEAST_TOKENS: Final = 16
+COMPILE_POLL_S: Final = 0.001
+"""How often a schema that is being compiled is looked at, while there is nothing else to do."""
 
-Order = tuple[TextRequest, TokenConstraint | None]
+Order = tuple[TextRequest, AnyConstraint | None]
 
 
 class Unread(NamedTuple):
@@ -93,7 +98,9 @@ class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
         self.reads_late = model.device.type in ("cuda", "meta") if reads_late is None else reads_late
         self._unread: Unread | None = None
         self._num_computed = 0
+        self._refused: list[tuple[LiveText, FailureReason]] = []
         self._admission = TextAdmission(model, self.pages, self.config)
+        self._schemas = None if model.spelling is None else JsonConstraints(model.spelling)
 
     @classmethod
     def from_model(
@@ -152,7 +159,7 @@ class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
             )
 
     def submit(  # type: ignore[override]  # an order is both
-        self, request: TextRequest, *, constraint: TokenConstraint | None = None
+        self, request: TextRequest, *, constraint: AnyConstraint | None = None
     ) -> str:
         """Queue ``request`` and return its id. ``constraint``: which tokens may be said.
 
@@ -161,7 +168,7 @@ class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
         return self._enter((request, constraint), is_followed=False)
 
     def generate(
-        self, request: str | TextRequest | Sequence[TextRequest], *, constraint: TokenConstraint | None = None
+        self, request: str | TextRequest | Sequence[TextRequest], *, constraint: AnyConstraint | None = None
     ) -> list[TextFinished]:
         """Continue and wait: one answer for each request, in order. A list may be longer than the waiting room.
 
@@ -176,7 +183,7 @@ class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
             raise_if_failed(end)
         return [end for end in ends if isinstance(end, TextFinished)]
 
-    def stream(self, request: str | TextRequest, *, constraint: TokenConstraint | None = None) -> Iterator[TextEvent]:
+    def stream(self, request: str | TextRequest, *, constraint: AnyConstraint | None = None) -> Iterator[TextEvent]:
         """Continue and watch: the request's events up to its terminal one. Closing the iterator cancels the request."""
         if isinstance(request, str):
             request = TextRequest(prompt=request)
@@ -199,7 +206,51 @@ class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
     def _admit(self, order: Order) -> LiveText:
         request, constraint = order
         self.scheduler.drafts.check(request)
-        return self._admission.admit(request, self.clock(), constraint)
+        live = self._admission.admit(request, self.clock(), constraint)
+        schema = request.params.json_schema
+        if schema is not None:
+            check(constraint is None, "a text is held to json_schema or to a constraint, not to both.", "json_schema")
+            if self._schemas is None:
+                raise no_json(self.info.model_id, "json_schema")
+            live.compiling = self._schemas.begin(schema)
+        return live
+
+    def _take_inbox(self) -> None:
+        super()._take_inbox()
+        refused, self._refused = self._refused, []
+        for live, failure in refused:
+            self._deliver(self.scheduler.give_up(live, failure))
+
+    def _is_at_hand(self, live: LiveText) -> bool:
+        """Schemas are compiled beside the ticks; one that cannot be followed ends its request at once."""
+        compiling = live.compiling
+        if compiling is None:
+            return True
+        if not compiling.done():
+            return self.clock() - live.submitted_s > (live.request.deadline_s or math.inf)
+        try:
+            live.constrain(compiling.result())
+        except Exception as error:
+            self._refused.append((live, failure_of(error, "compiling this schema")))
+        return True
+
+    def _foresee(self, live: LiveText) -> None:
+        """When an answer ends nobody knows, so what counts is when its prompt can be read, those before it first."""
+        deadline_s, (fixed_s, per_token_s) = live.request.deadline_s, self.cost.line
+        if deadline_s is None or not per_token_s:
+            return
+        others = [
+            task for one in (*self._inbox.values(), *dict(self.scheduler.live).values()) for task in one.tasks[:1]
+        ]
+        ahead = sum(pending_tokens(task) for task in others if self.scheduler.is_before(task, live))
+        own = pending_tokens(live.tasks[0])
+
+        def seconds(num_tokens: int) -> float:
+            num_calls = math.ceil(num_tokens / self.config.max_batch_tokens)
+            return num_calls * fixed_s + num_tokens * per_token_s
+
+        if seconds(ahead + own) > deadline_s:
+            raise DeadlineUnreachable.of(deadline_s, seconds(ahead + own), seconds(own))
 
     def _accepted(self, live: LiveText, num_ahead: int) -> TextEvent:
         return TextAccepted(
@@ -212,13 +263,17 @@ class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
 
     def _plan(self, budget: TickBudget) -> TextPlan:
         self._is_shared = budget.time_s is not None
-        return self.scheduler.plan(self.max_tokens(budget), admits=budget.admits)
+        plan = self.scheduler.plan(self.max_tokens(budget), admits=budget.admits)
+        if self._inbox and not plan.pieces and not self._is_shared:
+            time.sleep(COMPILE_POLL_S)
+        return plan
 
     def _apply(self, plan: TextPlan, outcome: TextOutcome, started_s: float) -> list[TextEvent]:
         events = self._read_late()
         now_s = self.clock()
         # seconds that somebody shares out must be those of the device: then all is read at once
         if self.reads_late and not self._is_shared and self.scheduler.may_go_unread(outcome):
+            charged_s = self._charge(plan, started_s)
             if self.scheduler.go_unread(plan, outcome, now_s):
                 self._unread = Unread(plan, outcome, max(started_s, now_s - outcome.forward_s))
             is_known = False
@@ -227,10 +282,26 @@ class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
             self.runners.read(outcome)
             now_s = self.clock()
             outcome.forward_s += now_s - waited_s
+            charged_s = self._charge(plan, started_s)
             events += self.scheduler.apply(plan, outcome, now_s)
             is_known = True
         self._remember(plan, outcome, now_s - started_s, is_known=is_known)
+        self._owed_s += now_s - started_s - charged_s if plan.pieces else 0.0
         return events
+
+    def _charge(self, plan: TextPlan, started_s: float) -> float:
+        """Share out the seconds of this tick so far, and what the one before took after its tokens were told: by tokens
+        of the call, drafts that were wrong among them."""
+        if not plan.pieces:
+            return 0.0
+        spent_s = self.clock() - started_s
+        tokens: Counter[LiveText] = Counter()
+        for piece in plan.pieces:
+            tokens[piece.task.live] += piece.num_tokens
+        for live, share_s in shares(spent_s + self._owed_s, tokens).items():
+            live.device_s += share_s
+        self._owed_s = 0.0
+        return spent_s
 
     def _read_late(self) -> list[TextEvent]:
         """What the tick before has said, where that is not read yet."""
@@ -264,6 +335,11 @@ class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
                 wall_s=wall_s,
             )
         )
+
+
+def pending_tokens(task: TextTask) -> int:
+    """Tokens of its prompt that are still to be read."""
+    return 0 if task.stage is Stage.DONE or task.is_decoding else task.sequences[0].num_pending
 
 
 def draft_tenant(tenant: str) -> str:

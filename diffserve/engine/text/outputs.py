@@ -78,6 +78,7 @@ class TextOutputs:
                 cached_tokens=live.cached_tokens or 0,
                 draft_tokens=live.draft_tokens,
                 accepted_tokens=live.accepted_tokens,
+                device_s=live.device_s,
             ),
             timings=timings(live, results, now_s),
         )

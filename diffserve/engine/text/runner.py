@@ -11,6 +11,7 @@ from torch import Tensor
 
 from diffserve.engine.engine import failure_of
 from diffserve.engine.text.task import ScheduledTokens, TextOutcome, TextPlan, TextTask
+from diffserve.errors import InvalidRequest, NumericalError
 from diffserve.runtime.decoding import SamplingState, accept, choose_soon, draft_next
 from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.language import LanguageRunner, TokenChunk
@@ -48,7 +49,7 @@ class TextRunner:
                 continue
             for task, choice in zip(tasks, found, strict=True):
                 if isinstance(choice, Exception):
-                    outcome.failures[task] = failure_of(choice, "computing this text")
+                    outcome.failures[task] = failure_of(_blamed(task, choice), "computing this text")
                 else:
                     outcome.said[task] = [choice]
         outcome.unread = []
@@ -75,6 +76,8 @@ class TextRunner:
             assert task.search is not None
             try:
                 outcome.forks[task] = task.search.step(logits.index_select(0, _places(lines, logits)))
+                if task.search.is_done and not task.search.best(1):
+                    raise _blamed(task, NumericalError("every beam came to a place where nothing may be said."))
             except Exception as error:
                 outcome.failures[task] = failure_of(error, "computing this text")
         if not batch.rows:
@@ -90,7 +93,7 @@ class TextRunner:
             return
         for task, draft, found in zip(batch.tasks, batch.drafts, said, strict=True):
             if isinstance(found, Exception):
-                outcome.failures[task] = failure_of(found, "computing this text")
+                outcome.failures[task] = failure_of(_blamed(task, found, draft), "computing this text")
             else:
                 outcome.said[task] = found
                 outcome.drafted[task] = len(draft)
@@ -134,6 +137,21 @@ class TextRunner:
             piece.draft = piece.sequence.row.crop(proposed)
             piece.sequence.num_draft_computed = computed[piece]
         return {piece: torch.stack(probs[piece][: len(piece.draft)]) for piece in pieces if piece.draft}
+
+
+def _blamed(task: TextTask, error: Exception, draft: Sequence[int] = ()) -> Exception:
+    """``error``, or what the constraint of ``task`` gave up for, perhaps within ``draft``: then nothing was allowed."""
+    row = task.sequences[0].row
+    if row.constraint is None:
+        return error
+    state = row.state
+    for token_id in draft:
+        state = row.constraint.advance(state, token_id)
+    problem = row.constraint.problem(state)
+    if not problem:
+        return error
+    message = f"response_format: the schema cannot be followed any further ({problem})."
+    return InvalidRequest(message, param="response_format", code="invalid_json_schema")
 
 
 def _places(lines: Sequence[int], logits: Tensor) -> Tensor:

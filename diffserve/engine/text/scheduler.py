@@ -4,8 +4,8 @@ Everything a sequence still has to compute is its pending tokens: the whole prom
 decodes, prompt and output after a preemption. A tick's tokens go to
 
 1. decoding texts, one token for each sequence, those that waited longest first;
-2. pieces of pending prompts, in order of arrival, of which a quarter of the tick is kept free;
-3. texts that are let in, while there are pages for all that is known of them;
+2. pieces of pending prompts, in turn (``turns``), for which a quarter of the tick is kept free;
+3. texts that are let in, in turn, while there are pages for all that is known of them;
 4. drafts, with what is left.
 
 When a sequence cannot grow, texts that came later give way (``queues``).
@@ -14,6 +14,7 @@ When a sequence cannot grow, texts that came later give way (``queues``).
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 
 from diffserve.engine.records import FailureReason, Scheduler, Stage
@@ -22,8 +23,13 @@ from diffserve.engine.text.outputs import TextOutputs
 from diffserve.engine.text.pages import SequencePages
 from diffserve.engine.text.queues import RunningQueue, WaitingQueue
 from diffserve.engine.text.task import LiveText, ScheduledTokens, TextOutcome, TextPlan, TextTask
+from diffserve.engine.text.turns import Turns
 from diffserve.runtime.language import LanguageModel
 from diffserve.text_types import TextConfig, TextEvent
+
+KEPT_PART = 8
+BATCH_KEPT_PART = 4
+"""One sequence for so many is kept for clients who have none running; of batch work so many are left to others."""
 
 PREFILL_SHARE = 4
 """One token in so many of a tick is kept for prompts when any are pending."""
@@ -46,6 +52,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         self.num_cached_tokens = 0
         self.waiting = WaitingQueue(pages)
         self.running = RunningQueue(pages, self.waiting)
+        self._turns = Turns()
         self._arrivals = itertools.count()
 
     @property
@@ -61,8 +68,15 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
     def add(self, live: LiveText) -> None:
         """Let a checked request into the waiting room."""
         live.arrival = next(self._arrivals)
+        if not self.live:
+            self._turns.rest()
+        self._turns.join(live)
         self.live[live.request_id] = live
         self.waiting.add(live.tasks[0])
+
+    def is_before(self, task: TextTask, newcomer: LiveText) -> bool:
+        """Whether the prompt of ``task`` is read before that of ``newcomer``, who is not in yet."""
+        return task.stage is Stage.RUNNING or task.live.turn <= self._turns.of(newcomer)[1]
 
     def plan(self, max_tokens: int, *, admits: bool = True) -> TextPlan:
         """Choose this tick's work, of at most ``max_tokens`` tokens; everything in it has its pages.
@@ -183,15 +197,26 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
         return left
 
     def _plan_newcomers(self, max_tokens: int, pieces: dict[TextTask, list[ScheduledTokens]]) -> int:
-        left = max_tokens
+        left, reserved = max_tokens, 0
         for task in self.waiting.candidates(self.running):
-            room = self.config.max_sequences - self.num_running
-            if left < 1 or width_of(task) > room:
+            if left < 1:
                 break
+            if width_of(task) > self._room_for(task, reserved):
+                reserved = reserved or (width_of(task) if task.live.request.priority == "interactive" else 0)
+                continue
             if not self._let_in(task):
                 break
             left -= self._plan_chunks(task, left, pieces)
         return left
+
+    def _room_for(self, task: TextTask, reserved: int) -> int:
+        """Sequences that may join those that run, were they of ``task``: batch work leaves some of ``max_sequences`` to
+        others; who has none running may have some beyond them, and what is ``reserved`` for one who has."""
+        most, held = self.config.max_sequences, Counter(one.live.line for one in self.running)
+        room = most - self.num_running - reserved
+        if not held[task.live.line]:
+            return room + most // KEPT_PART
+        return room - most // BATCH_KEPT_PART if task.live.request.priority == "batch" else room
 
     def _plan_chunks(self, task: TextTask, max_tokens: int, pieces: dict[TextTask, list[ScheduledTokens]]) -> int:
         """A piece of what ``task`` has pending, of at most ``max_tokens`` tokens; returns how many that are.
@@ -223,6 +248,7 @@ class TextScheduler(Scheduler[LiveText, TextEvent]):
             return False
         self.waiting.remove(task)
         self.running.add(task)
+        self._turns.begun(task.live)
         if task.live.cached_tokens is None:
             task.live.cached_tokens = sequence.num_computed
             self.num_cached_tokens += sequence.num_computed

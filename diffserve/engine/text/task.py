@@ -7,11 +7,22 @@ from typing import TYPE_CHECKING
 
 from diffserve.engine.records import FailureReason, Live, Stage
 from diffserve.text_types import TextRequest, TextResult
+from diffserve.types import Priority
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from torch import Tensor
 
-    from diffserve.runtime.decoding import BeamSearch, Choice, Chosen, Fork, SamplingState, TextStream
+    from diffserve.runtime.decoding import (
+        AnyConstraint,
+        BeamSearch,
+        Choice,
+        Chosen,
+        Fork,
+        SamplingState,
+        TextStream,
+    )
     from diffserve.runtime.kv import PageTable
 
 
@@ -67,9 +78,9 @@ class TextTask:
     last_tick: int = 0
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Arrival, which decides who goes first and who gives way."""
-        return self.live.arrival, self.text_index
+    def order(self) -> tuple[float, int, int]:
+        """Its turn, which decides who goes first and who gives way."""
+        return self.live.turn, self.live.arrival, self.text_index
 
     @property
     def is_decoding(self) -> bool:
@@ -79,13 +90,19 @@ class TextTask:
 
 @dataclass(eq=False, slots=True)
 class LiveText(Live):
-    """A request from submit to its terminal event. Times are clock readings in seconds."""
+    """A request from submit to its terminal event. Times are clock readings in seconds; ``turn``: see ``turns``.
+
+    compiling  what its texts will be held to, once that is compiled
+    device_s   its share of the ticks so far
+    """
 
     request: TextRequest
     prompt_ids: list[int]
     seed: int
     submitted_s: float
     arrival: int = 0
+    starts: float = 0.0
+    turn: float = 0.0
     tasks: list[TextTask] = field(default_factory=list)
     results: list[TextResult] = field(default_factory=list)
     started_s: float | None = None
@@ -94,11 +111,23 @@ class LiveText(Live):
     cached_tokens: int | None = None
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    compiling: Future[AnyConstraint] | None = None
+    device_s: float = 0.0
+
+    @property
+    def line(self) -> tuple[str, Priority]:
+        """Where it queues: a client has a line for each priority."""
+        return self.request.client, self.request.priority
 
     @property
     def followers(self) -> list[TextTask]:
         """Texts that wait for the prompt to be computed."""
         return [task for task in self.tasks if task.stage is Stage.FOLLOWING]
+
+    def constrain(self, constraint: AnyConstraint) -> None:
+        """Hold every text to ``constraint``; before anything is said."""
+        for task in self.tasks:
+            task.sequences[0].row.constrain(constraint)
 
     @property
     def has_started(self) -> bool:

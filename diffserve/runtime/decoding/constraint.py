@@ -1,4 +1,4 @@
-"""TokenConstraint: which tokens may come next, as an automaton over token ids.
+"""Constraint: which tokens may come next; TokenConstraint, of them the one that is an automaton over token ids.
 
 What may be said is a graph: from node to node leads a word, spelled in token ids, and a text is a walk from the start
 to one of the ends. Words in any order are the graph of two nodes, because most tokenizers spell a word differently
@@ -15,9 +15,10 @@ when first visited and then kept, with its mask. ::
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Hashable, Iterable, Sequence
-from typing import Final, NamedTuple, Self
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Final, Generic, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,8 +42,53 @@ class Arc(NamedTuple):
     target: Hashable
 
 
-class TokenConstraint:
-    """An automaton that says which token ids may follow. One serves many sequences: each holds its own state, an int.
+StateT = TypeVar("StateT")
+
+
+class Constraint(ABC, Generic[StateT]):
+    """Which token ids may follow. One serves many sequences: each holds its own state, which nothing changes.
+
+    start    the state before the first token
+    end_ids  tokens that end a text, allowed wherever it may end
+    """
+
+    start: StateT
+    end_ids: frozenset[int]
+
+    @abstractmethod
+    def advance(self, state: StateT, token_id: int) -> StateT:
+        """The state after ``token_id``; one from which nothing may follow when it was not allowed."""
+
+    @abstractmethod
+    def mask(self, state: StateT, vocab_size: int) -> Tensor:
+        """(vocab_size,) bool on the CPU, True where a token is allowed. Not to be changed."""
+
+    @abstractmethod
+    def num_allowed(self, state: StateT, token_ids: Sequence[int]) -> int:
+        """How many of ``token_ids`` may follow one after another: what is left of a draft."""
+
+    @abstractmethod
+    def forced(self, state: StateT, limit: int) -> list[int]:
+        """At most ``limit`` tokens to which there is no alternative worth trying: a draft that is mostly accepted."""
+
+    def moves(self, state: StateT) -> Mapping[int, StateT] | None:
+        """Allowed token id -> next state, where they are few enough to be listed; else None. Not to be changed."""
+        return None
+
+    def usual(self, state: StateT) -> int | None:
+        """What is known to follow mostly, if anything is."""
+        return None
+
+    def problem(self, state: StateT) -> str:
+        """Why nothing may follow although nothing wrong was said; empty where that is not so."""
+        return ""
+
+
+AnyConstraint = Constraint[Any]
+
+
+class TokenConstraint(Constraint[int]):
+    """An automaton that says which token ids may follow; a state is an int.
 
     first    the words that a text may begin with, each a sequence of token ids
     later    the words that may follow another word; empty: the text is exactly one of ``first``
@@ -123,7 +169,7 @@ class TokenConstraint:
             self._masks.popitem(last=False)
         return allowed
 
-    def num_allowed(self, state: int, token_ids: Iterable[int]) -> int:
+    def num_allowed(self, state: int, token_ids: Sequence[int]) -> int:
         """How many of ``token_ids`` may follow one after another: what is left of a draft."""
         count = 0
         for token_id in token_ids:

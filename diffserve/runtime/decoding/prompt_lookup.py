@@ -20,10 +20,10 @@ from array import array
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from diffserve.errors import ConfigError
-from diffserve.runtime.decoding.constraint import TokenConstraint
+from diffserve.runtime.decoding.constraint import AnyConstraint
 
 ITEM_BYTES = array("q").itemsize
 
@@ -68,16 +68,17 @@ class PromptLookup:
                 return list(token_ids[end : end + self.num_draft_tokens])
         return []
 
-    def propose_allowed(self, token_ids: Sequence[int], constraint: TokenConstraint, state: int) -> list[int]:
+    def propose_allowed(self, token_ids: Sequence[int], constraint: AnyConstraint, state: Any) -> list[int]:
         """The same for a text that is in ``state`` of ``constraint``: only what may be said, as far as that is known.
 
         The last ``max_ngram`` tokens are looked for, else fewer, down to the last one alone. On 200 held-out wishes,
         were the embedded rewriter always right, a call would say 1.85 tokens and check 1.5: 1.4 and 0.6 without what
         is usual, 1.2 and 0.4 with what is forced alone.
         """
+        if constraint.moves(state) is None:  # too many to vote on
+            return constraint.forced(state, self.num_draft_tokens) or self.propose(token_ids)
         text = list(token_ids)
-        while len(text) < len(token_ids) + self.num_draft_tokens:
-            moves = constraint.moves(state)
+        while len(text) < len(token_ids) + self.num_draft_tokens and (moves := constraint.moves(state)) is not None:
             token_id = next(iter(moves)) if len(moves) == 1 else self._vote(text, moves)
             token_id = constraint.usual(state) if token_id is None else token_id
             if token_id is None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable, Sequence
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
 from diffserve.errors import InvalidRequest
-from diffserve.runtime.decoding.constraint import TokenConstraint
+from diffserve.runtime.decoding.constraint import AnyConstraint
 from diffserve.runtime.decoding.uniforms import Uniforms
 from diffserve.sampling_params import SamplingParams
 
@@ -74,7 +74,7 @@ class SamplingState:
         prompt_ids: Sequence[int],
         *,
         end_ids: Collection[int] = (),
-        constraint: TokenConstraint | None = None,
+        constraint: AnyConstraint | None = None,
         seed: int | None = None,
     ) -> None:
         if not prompt_ids:
@@ -83,10 +83,14 @@ class SamplingState:
         self.token_ids = list(prompt_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.stop_ids = frozenset(end_ids) | frozenset(params.stop_token_ids)
-        self.constraint = constraint
-        self.state = constraint.start if constraint else 0
+        self.constrain(constraint)
         self.uniforms = Uniforms(params.seed if seed is None else seed)
         self.counts = TokenCounts(self.token_ids) if params.has_penalties else None
+
+    def constrain(self, constraint: AnyConstraint | None) -> None:
+        """Hold the row to ``constraint``; before anything is said."""
+        self.constraint = constraint
+        self.state: Any = constraint.start if constraint else None
 
     @property
     def output_ids(self) -> list[int]:

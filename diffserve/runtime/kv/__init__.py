@@ -82,7 +82,7 @@ from diffserve.runtime.kv.page_table import PageTable
 from diffserve.runtime.kv.pool import PagePool
 from diffserve.runtime.kv.prefix_index import salt_of
 from diffserve.runtime.kv.spec import KVSpec, LayerPlace, LayerSpec, PagePlan
-from diffserve.runtime.kv.tenant import PoolStats
+from diffserve.runtime.kv.tenant import PoolStats, TenantStats
 
 __all__ = [
     "Gathered",
@@ -99,5 +99,6 @@ __all__ = [
     "PoolIntegrityError",
     "PoolStats",
     "PoolTooSmall",
+    "TenantStats",
     "salt_of",
 ]

@@ -46,12 +46,19 @@ class PagePool:
         self._tables: set[PageTable] = set()
 
     @classmethod
-    def for_specs(cls, budget_bytes: int, specs: Sequence[KVSpec], *, device: torch.device | str = "cpu") -> Self:
-        """A pool of at most ``budget_bytes`` whose pages suit ``specs``, all registered.
+    def for_specs(
+        cls,
+        budget_bytes: int,
+        specs: Sequence[KVSpec],
+        *,
+        page_bytes: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """A pool of at most ``budget_bytes`` whose pages suit ``specs``, all registered, or have ``page_bytes``.
 
         Raises ConfigError when the budget does not hold a single page.
         """
-        page_bytes = PagePlan.smallest_page_bytes(specs)
+        page_bytes = page_bytes or PagePlan.smallest_page_bytes(specs)
         if budget_bytes < page_bytes:
             raise ConfigError(f"the page pool has {budget_bytes} bytes and one page takes {page_bytes}: give it more.")
         pool = cls(budget_bytes // page_bytes, page_bytes, device=device)

@@ -34,6 +34,9 @@ CHUNK_TOKENS: Final = 512
 ROUND_BYTES: Final = {"cpu": 1 << 20}
 """Of keys gathered at a time, by kind of device: on a CPU what fits a cache. Values take as much again."""
 ROUND_ELSEWHERE: Final = 64 << 20
+CPU_QUERIES: Final = 8
+"""Queries of a head on a CPU are a multiple of this. Each thread has Q (514 + D) floats of scratch memory there, one
+behind the other, and MKL rounds by how they lie: only where all lie alike does no byte depend on which thread works."""
 AGREES: Final = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """Largest difference of the fused attention from the one that is written out, of numbers about 1."""
 
@@ -149,7 +152,9 @@ def _fused(
     """torch's own attention, asked for the level that ``scaled_dot_product_attention`` keeps to itself."""
     if query.device.type == "cpu":
         attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        output, level = attention(query, keys, values, 0.0, False, attn_mask=mask, scale=scale)
+        padded = F.pad(query, (0, 0, 0, -query.shape[2] % CPU_QUERIES))
+        output, level = attention(padded, keys, values, 0.0, False, attn_mask=mask, scale=scale)
+        output = output[:, :, : query.shape[2]]
     else:
         N, G, Q, _ = query.shape
         bias = None if mask is None else mask.expand(N, G, Q, -1)

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
+import msgspec
 
 from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError, ModelNotFound
+from diffserve.runtime.decoding import JsonSpelling
 from diffserve.runtime.language.attention import register
 from diffserve.runtime.language.compatibility import check_config, check_parity, find_layers
 from diffserve.runtime.language.model import LanguageModel
@@ -52,7 +53,7 @@ def load_language_model(
     choice = compute_choice(device, dtype, offload)
     check_manifest(directory)
     settings = read_json(directory / "config.json")
-    files = find_weights(directory, "model", prefer_fp16=choice.compute_dtype == torch.float16)
+    files = find_weights(directory, "model", dtype=str(choice.compute_dtype).removeprefix("torch."))
     with _quietly():
         config = _load_config(directory, settings)
         check_config(config, str(directory))
@@ -64,7 +65,9 @@ def load_language_model(
     layers = find_layers(network, str(directory), choice.device)
     digest = digest_files(files, cache)
     info = _describe(directory, model_id or directory.name, network, tokenizer, choice, digest)
-    model = LanguageModel(network, tokenizer, info, layers, choice.device, choice.compute_dtype)
+    spelling = JsonSpelling.of(tokenizer, info.vocab_size, info.end_ids)
+    info = msgspec.structs.replace(info, speaks_json=spelling is not None)
+    model = LanguageModel(network, tokenizer, info, layers, choice.device, choice.compute_dtype, spelling)
     if choice.device.type != "meta":  # where there are no numbers to compare
         check_parity(model)
     logger.info("language model %s: %s", info.model_id, choice.reason)

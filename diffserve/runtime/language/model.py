@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from diffserve.runtime.decoding import JsonSpelling
 from diffserve.runtime.kv import KVSpec, LayerSpec
 from diffserve.runtime.language.attention import PAGED, LayerCall
 from diffserve.text_types import LanguageModelInfo
@@ -32,6 +33,7 @@ class LanguageModel:
     network    transformers' ``...ForCausalLM``, on its device, attending through ``paged_attention``
     tokenizer  transformers' tokenizer of the same directory
     layers     its attention layers, first to last
+    spelling   what its tokens say, for texts that must be JSON; None where that is not known
     """
 
     network: Any
@@ -40,6 +42,7 @@ class LanguageModel:
     layers: tuple[LayerShape, ...]
     device: torch.device
     dtype: torch.dtype
+    spelling: JsonSpelling | None = None
 
     @property
     def end_ids(self) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import time
 from collections.abc import Iterable
@@ -25,7 +26,13 @@ from safetensors import SafetensorError, safe_open
 from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError
 
+logger = logging.getLogger(__name__)
+
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
+VARIANT_OF_DTYPE: Final = {"float16": "fp16", "bfloat16": "bf16"}
+VARIANTS: Final = ("", "fp16", "bf16", "non_ema")
+"""Variants of weights in the order in which they are taken; others come last."""
+
 DIGESTS = "digests"
 DIGEST = re.compile("[0-9a-f]{64}")
 KEEP_FROM_BYTES = 1 << 26
@@ -35,6 +42,8 @@ SETTLED_NS = 2_000_000_000
 MANIFEST_FILE: Final = "manifest-sha256.json"
 NOT_COVERED: Final = frozenset({MANIFEST_FILE, "fewest_steps.json", "world.json"})
 """The manifest itself, and what is told of the weights later: no network is made of it."""
+IP_ADAPTER: Final = re.compile(r"(image_proj|ip_adapter|encoder_hid_proj\.image_projection_layers)\.|.*\.to_[kv]_ip\.")
+"""How tensors of an IP-Adapter begin (Ye et al. 2023, arXiv 2308.06721), in its own file and within a UNet."""
 
 OUR_OWN: Final = Path(__file__).resolve().parents[2]
 """The installed package."""
@@ -84,6 +93,15 @@ class Checkpoint:
                 raise ModelLoadError(f"tensor {key!r} is in both {self.entries[key].file} and {file}; keep one.")
             self.entries[key] = TensorEntry(file, tuple(handle.get_slice(key).get_shape()))
 
+    def refuse_ip_adapter(self) -> None:
+        """ModelLoadError where these tensors are an IP-Adapter, or have one among them."""
+        key = next(filter(IP_ADAPTER.match, self.entries), None)
+        if key is not None:
+            raise ModelLoadError(
+                f"{self.where(key)} holds an IP-Adapter (its tensor {key!r} says so), which diffserve does not serve; "
+                "leave it out, and start from a picture or take a ControlNet."
+            )
+
     def read(self, key: str) -> torch.Tensor:
         """The tensor ``key`` as stored, still backed by the file: copy what you keep."""
         entry = self.entries[key]
@@ -92,6 +110,11 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"tensor {key!r} of {entry.file} cannot be read ({error}).") from error
         return tensor
+
+    def holds_floats(self, key: str) -> bool:
+        """Whether the tensor ``key`` does, as its header says; none of its numbers are read."""
+        code: str = self._handles[self.entries[key].file].get_slice(key).get_dtype()
+        return code.startswith(("F", "BF"))
 
     def where(self, key: str | None = None) -> str:
         """The file of ``key`` (or all files), for an error message."""
@@ -109,20 +132,40 @@ def refuse_pickle(file: Path) -> None:
         )
 
 
-def find_weights(directory: Path, stem: str, *, prefer_fp16: bool) -> list[Path]:
-    """The safetensors files of a component: ``stem`` plain, sharded by an index, or as the fp16 variant.
+def find_weights(directory: Path, stem: str, *, dtype: str) -> list[Path]:
+    """The safetensors files of a component: ``stem`` plain or as a variant (fp16, bf16, non_ema, ...), maybe sharded.
 
+    The variant of ``dtype`` goes first, then what is plain, and what was chosen is logged where there was a choice.
     Raises ModelLoadError naming the pickle file found instead, or the file that is missing.
     """
-    plain = [directory / f"{stem}.safetensors", directory / f"{stem}.safetensors.index.json"]
-    fp16 = [directory / f"{stem}.fp16.safetensors", directory / f"{stem}.safetensors.index.fp16.json"]
-    for candidate in [*fp16, *plain] if prefer_fp16 else [*plain, *fp16]:
-        if candidate.is_file():
-            return _shards(candidate) if candidate.suffix == ".json" else [candidate]
-    for suffix in PICKLE_SUFFIXES:
-        for pickle in sorted(directory.glob(f"*{suffix}")):
-            refuse_pickle(pickle)
-    raise ModelLoadError(f"{plain[0]} is missing; a diffusers directory holds {stem}.safetensors there.")
+    found = _variants(directory, stem)
+    if not found:
+        for suffix in PICKLE_SUFFIXES:
+            for pickle in sorted(directory.glob(f"*{suffix}")):
+                refuse_pickle(pickle)
+        plain = directory / f"{stem}.safetensors"
+        raise ModelLoadError(f"{plain} is missing; a diffusers directory holds {stem}.safetensors there.")
+    order = dict.fromkeys([VARIANT_OF_DTYPE.get(dtype, ""), *VARIANTS])
+    chosen = next((name for name in order if name in found), min(found))
+    if set(found) != {""}:
+        others = ", ".join(found[name].name for name in sorted(found) if name != chosen)
+        logger.info("of %s %s is read%s", directory, found[chosen].name, f", and not {others}" if others else "")
+    file = found[chosen]
+    return _shards(file) if file.suffix == ".json" else [file]
+
+
+def _variants(directory: Path, stem: str) -> dict[str, Path]:
+    """Variant ("": plain) -> its file, or the index of its shards as any release of diffusers names it."""
+    word = r"(?:\.(\w+))?"
+    one = re.compile(rf"{re.escape(stem)}{word}\.safetensors")
+    index = re.compile(rf"{re.escape(stem)}{word}\.safetensors{word}\.index{word}\.json")
+    found: dict[str, Path] = {}
+    for pattern in (index, one):  # a whole file goes before shards
+        for file in sorted(directory.glob(f"{stem}*")):
+            match = pattern.fullmatch(file.name)
+            if match and file.is_file():
+                found["".join(filter(None, match.groups()))] = file
+    return found
 
 
 def _shards(index: Path) -> list[Path]:

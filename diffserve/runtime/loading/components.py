@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -30,10 +31,11 @@ KNOWN_CONDITIONS: Final[Mapping[str, tuple[Any, ...]]] = {
     "addition_embed_type": (None, "text_time"),
     "class_embed_type": (None,),
     "num_class_embeds": (None,),
-    "time_cond_proj_dim": (None,),
     "encoder_hid_dim_type": (None,),
     "addition_embed_type_num_heads": (64, None),
 }
+OLD_ATTENTION_WORDS: Final = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+OLD_ATTENTION = re.compile(rf"(?<=\.attentions\.0)\.({'|'.join(OLD_ATTENTION_WORDS)})\.")
 PREFIX = "text_model."
 OFFLINE: Final = {"local_files_only": True, "trust_remote_code": False}
 
@@ -42,9 +44,10 @@ def build_unet(config: Mapping[str, Any], where: str, choice: DeviceChoice) -> A
     """``UNet2DConditionModel``, empty. Raises ModelLoadError when it needs conditions we cannot give."""
     for name, known in KNOWN_CONDITIONS.items():
         if config.get(name, known[0]) not in known:
-            raise ModelLoadError(
-                f"{where}: {name} is {config[name]!r}; diffserve serves text-to-image UNets without it."
-            )
+            said = f"{where}: {name} is {config[name]!r}; diffserve serves text-to-image UNets without it."
+            if config[name] == "ip_image_proj":
+                said = f"{said[:-1]}: it is an IP-Adapter's, so give the UNet as it was before."
+            raise ModelLoadError(said)
     network = build("UNet2DConditionModel", config, where)
     if choice.device.type == "cpu":
         use_steady_layers(network, choice.compute_dtype)
@@ -66,12 +69,24 @@ def build_text_encoder(name: str, config: Mapping[str, Any], where: str) -> Any:
     cls = import_quietly("transformers", name)
     config_cls = import_quietly("transformers", "CLIPTextConfig")
     dropped = {"architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path"}
+    config = config.get("text_config") or config  # that of a whole CLIP, its vision beside it
     try:
         with hushed("transformers"):
             known = config_cls(**{key: value for key, value in config.items() if key not in dropped})
             return build_on_meta(lambda: cls(known))
     except Exception as error:  # the same
         raise ModelLoadError(f"{where}: {name} cannot be built from this configuration ({error}).") from error
+
+
+def build_clip(config: Mapping[str, Any], where: str) -> Any:
+    """transformers' ``CLIPModel``, text and vision, empty."""
+    cls, config_cls = (import_quietly("transformers", name) for name in ("CLIPModel", "CLIPConfig"))
+    known = {name: config[name] for name in ("text_config", "vision_config", "projection_dim") if name in config}
+    try:
+        with hushed("transformers"):
+            return build_on_meta(lambda: cls(config_cls(**known)))
+    except Exception as error:  # the same
+        raise ModelLoadError(f"{where}: CLIPModel cannot be built from this configuration ({error}).") from error
 
 
 def load_component(
@@ -84,7 +99,12 @@ def load_component(
     channels_last: bool = False,
 ) -> Any:
     """Fill ``network`` from a checkpoint in the layout diffusers and transformers write; ``adapt`` may change it."""
-    names = {_own_name(key, network): key for key in checkpoint.entries}
+    checkpoint.refuse_ip_adapter()
+    names: dict[str, str] = {}
+    for key in checkpoint.entries:
+        other = names.setdefault(_own_name(key, network), key)
+        if other != key:
+            raise ModelLoadError(f"{checkpoint.where()} holds {other!r} and {key!r}, which are one weight; keep one.")
     source = TensorSource.renamed(checkpoint, names)
     if adapt is not None:
         adapt(source)
@@ -93,7 +113,13 @@ def load_component(
 
 
 def _own_name(key: str, network: Any) -> str:
-    """A text encoder's tensors carry the prefix ``text_model.`` on disk; its parameters do in some versions only."""
+    """The parameter of ``network`` that ``key`` is on disk.
+
+    A VAE's attention had other names before diffusers 0.17. A text encoder's tensors carry the prefix ``text_model.``;
+    its parameters do in some versions only.
+    """
+    if type(network).__name__ == "AutoencoderKL":
+        return OLD_ATTENTION.sub(lambda found: f".{OLD_ATTENTION_WORDS[found[1]]}.", key)
     if not type(network).__name__.startswith("CLIPText"):
         return key
     bare = key.removeprefix(PREFIX)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,68 +12,58 @@ from diffserve.runtime.loading.checkpoint import Checkpoint, check_manifest, fin
 from diffserve.runtime.loading.components import (
     ALLOWED_CLASSES,
     IGNORED_COMPONENTS,
-    build,
-    build_text_encoder,
     build_unet,
     load_component,
-    load_tokenizer,
 )
 from diffserve.runtime.loading.formulation import read_scheduler
-from diffserve.runtime.loading.weight_loading import LoadedParts, TensorSource, vae_precision
+from diffserve.runtime.loading.named_parts import (
+    DIFFUSERS_STEM,
+    OWN_PARTS,
+    TEXT_CLASSES,
+    Adapt,
+    NamedParts,
+    load_text_encoders,
+    load_vae,
+)
+from diffserve.runtime.loading.weight_loading import LoadedParts
 from diffserve.runtime.precision import DeviceChoice
-from diffserve.runtime.text.encoding import TextEncoder
 from diffserve.runtime.unet.pruning import shrink_as_told
 
-REQUIRED = ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
-DIFFUSERS_STEM = "diffusion_pytorch_model"
-TRANSFORMERS_STEM = "model"
+REQUIRED = ("unet", "vae", "scheduler")
+TEXT_PARTS = ("text_encoder", "tokenizer")
 
 
-Adapt = Callable[[str, TensorSource], None]
-
-
-def load_directory(path: Path, choice: DeviceChoice, *, adapt: Adapt | None = None) -> LoadedParts:
+def load_directory(
+    path: Path, choice: DeviceChoice, named: NamedParts = OWN_PARTS, *, adapt: Adapt | None = None
+) -> LoadedParts:
     """Load the diffusers directory ``path``. Raises ModelLoadError with the file and what is wrong in it.
 
-    ``adapt(component, source)`` may change what text encoders and UNet are filled from.
+    ``named``: parts that are read elsewhere. ``adapt(component, source)`` may change what text encoders and UNet are
+    filled from.
     """
     check_manifest(path)
     index = read_index(path)
     scheduler_config = read_scheduler(path, index)
-    files: list[Path] = []
-
-    def open_weights(component: str, stem: str) -> Checkpoint:
-        found = find_weights(path / component, stem, prefer_fp16=choice.dtype == "float16")
-        checkpoint = Checkpoint.open(found)
-        files.extend(checkpoint.files)
-        return checkpoint
-
-    def load_text(suffix: str) -> TextEncoder:
-        component = f"text_encoder{suffix}"
-        config_file = path / component / "config.json"
-        network = build_text_encoder(index[component][1], read_json(config_file), str(config_file))
-        weights = open_weights(component, TRANSFORMERS_STEM)
-        load_component(network, weights, choice, quantise=choice.text_scheme, adapt=adapt and partial(adapt, component))
-        return TextEncoder.pair(load_tokenizer(path / f"tokenizer{suffix}"), network)
-
-    suffixes = ("", "_2") if "text_encoder_2" in index else ("",)
-    encoders = tuple(load_text(suffix) for suffix in suffixes)
-    unet_config, vae_config = (read_json(path / part / "config.json") for part in ("unet", "vae"))
-    unet = build_unet(unet_config, str(path / "unet" / "config.json"), choice)
-    files.extend(shrink_as_told(unet, path / "unet"))
-    unet_weights = open_weights("unet", DIFFUSERS_STEM)
-    load_component(unet, unet_weights, choice, quantise=choice.unet_scheme, adapt=adapt and partial(adapt, "unet"))
-    vae = build("AutoencoderKL", vae_config, str(path / "vae" / "config.json"))
-    vae_choice = vae_precision(choice, vae_config, is_sdxl=len(encoders) == 2)
-    load_component(vae, open_weights("vae", DIFFUSERS_STEM), vae_choice, channels_last=True)
+    suffixes = _text_encoders(index)
+    classes = [TEXT_CLASSES[suffix] if named.text_encoder else index[f"text_encoder{suffix}"][1] for suffix in suffixes]
+    encoders, text_files = load_text_encoders(
+        named.text_directories(suffixes, path), choice.of("text"), classes, adapt, suffixes
+    )
+    unet_config = read_json(path / "unet" / "config.json")
+    unet_choice = choice.of("unet")
+    unet = build_unet(unet_config, str(path / "unet" / "config.json"), unet_choice)
+    unet_files = shrink_as_told(unet, path / "unet")
+    weights = Checkpoint.open(find_weights(path / "unet", DIFFUSERS_STEM, dtype=choice.dtype))
+    load_component(unet, weights, unet_choice, quantise=choice.unet_scheme, adapt=adapt and partial(adapt, "unet"))
+    vae = named.made_vae or load_vae(named.vae_place(path / "vae"), choice.of("vae"), is_sdxl="_2" in suffixes)
     return LoadedParts(
         unet=unet,
-        vae=vae,
+        vae=vae.network,
         encoders=encoders,
         scheduler_config=scheduler_config,
         zero_empty_negative=bool(index.get("force_zeros_for_empty_prompt", True)),
-        vae_dtype=vae_choice.compute_dtype,
-        files=tuple(files),
+        vae_dtype=vae.dtype,
+        files=(*text_files, *unet_files, *weights.files, *vae.files),
     )
 
 
@@ -83,17 +73,22 @@ def read_index(path: Path) -> dict[str, Any]:
     if not file.is_file():
         _explain_missing_index(path)
     index = {name: value for name, value in read_json(file).items() if value not in (None, [None, None])}
-    if index.get("requires_aesthetics_score"):
-        raise ModelLoadError(f"{file} is a refiner, which repaints pictures only; give the base model's directory.")
     for name, value in index.items():
         if name.startswith("_") or name in IGNORED_COMPONENTS or not isinstance(value, list):
             continue
         _check_component(file, name, value)
-    missing = [name for name in REQUIRED if not isinstance(index.get(name), list)]
-    missing += ["tokenizer_2"] if "text_encoder_2" in index and "tokenizer_2" not in index else []
+    needed = (*REQUIRED, *(f"{name}{suffix}" for suffix in _text_encoders(index) for name in TEXT_PARTS))
+    missing = [name for name in needed if not isinstance(index.get(name), list)]
     if missing:
-        raise ModelLoadError(f"{file} names no {' and no '.join(missing)}; diffserve needs {', '.join(REQUIRED)}.")
+        raise ModelLoadError(f"{file} names no {' and no '.join(missing)}; diffserve needs {', '.join(needed)}.")
     return index
+
+
+def _text_encoders(index: Mapping[str, Any]) -> tuple[str, ...]:
+    """What comes behind the names of the text encoders: SDXL has two, its refiner the second one alone."""
+    if "text_encoder_2" not in index:
+        return ("",)
+    return ("_2",) if "text_encoder" not in index and "tokenizer" not in index else ("", "_2")
 
 
 def _check_component(file: Path, name: str, value: list[Any]) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from diffserve.types import ModelProfile
+from diffserve.types import AUTO_SPACING, ModelProfile
 from diffserve.vocabulary import EMBEDDED_DIRECTORY
 
 SD1, SD2, SDXL, EMBEDDED = "sd1", "sd2", "sdxl", "embedded"
+REFINER: Final = "sdxl-refiner"  # a layout of single files; loaded, it is of SDXL's family
 EMBEDDED_TURBO: Final = "embedded-turbo"
 #: The models that ship inside -> their directories.
 BUILT_IN: Final[Mapping[str, Path]] = {
@@ -27,9 +28,9 @@ def location_of(path: str | Path) -> Path:
     return BUILT_IN.get(str(path)) or Path(path).expanduser()
 
 
-def detect_family(unet_config: Any, num_encoders: int) -> str:
-    """sdxl for two text encoders, sd2 for linear projections or OpenCLIP's width, else sd1."""
-    if num_encoders == 2:
+def detect_family(unet_config: Any) -> str:
+    """sdxl where it is told sizes, as its refiner is; sd2 for linear projections or OpenCLIP's width; else sd1."""
+    if unet_config.addition_embed_type is not None:
         return SDXL
     is_sd2 = unet_config.use_linear_projection or unet_config.cross_attention_dim == SD2_TEXT_WIDTH
     return SD2 if is_sd2 else SD1
@@ -45,9 +46,8 @@ def native_size(unet_config: Any, vae_factor: int) -> tuple[int, int]:
 def default_profile(
     family: str, *, model_id: str, path: str, native: tuple[int, int], scheduler_config: dict[str, Any]
 ) -> ModelProfile:
-    """The family's defaults, with the spacing that the model's own scheduler configuration names."""
+    """The family's defaults, with the spacing that the model's own scheduler configuration names, if it names one."""
     num_steps, guidance_scale = DEFAULTS[family]
-    spacing = scheduler_config.get("timestep_spacing", "leading")
     return ModelProfile(
         model_id=model_id,
         path=path,
@@ -56,7 +56,7 @@ def default_profile(
         sampler="dpmpp_2m",
         num_steps=num_steps,
         guidance_scale=guidance_scale,
-        spacing=spacing if spacing in ("leading", "trailing", "linspace") else "leading",
+        spacing=str(scheduler_config.get("timestep_spacing") or AUTO_SPACING),
         good_sizes=(native,),
         max_side_px=2 * max(native),
     )

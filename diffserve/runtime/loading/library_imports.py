@@ -58,7 +58,9 @@ def hushed(*names: str) -> Iterator[None]:
 
 def import_quietly(module: str, name: str) -> Any:
     """Attribute ``name`` of ``module``, imported now if it has not been."""
-    with hushed(*NOISY_LOGGERS):
+    if name in (there := vars(sys.modules.get(module) or object)):
+        return there[name]
+    with hushed(*NOISY_LOGGERS):  # which has every logger of the process ask anew what it may say
         return getattr(import_module(module), name)
 
 
@@ -79,7 +81,7 @@ def _import_lean() -> bool:
     before = set(sys.modules)
     try:
         with _standing_in():
-            with _one_scan():
+            with one_scan():
                 import transformers.models  # noqa: F401
             for module, name in WANTED:
                 getattr(__import__(module), name)
@@ -108,7 +110,7 @@ def _uncollected() -> Iterator[None]:
 
 
 @contextmanager
-def _one_scan() -> Iterator[None]:
+def one_scan() -> Iterator[None]:
     """To find its classes transformers reads its 3 300 files, for itself and again for ``models``: once will do."""
     from transformers.utils import import_utils
 

@@ -22,8 +22,9 @@ from diffserve.errors import ConfigError, ModelLoadError
 from diffserve.profiles import ADAPTER_FILE
 from diffserve.runtime.loading.checkpoint import MANIFEST_FILE, Checkpoint, find_weights, read_json, write_manifest
 from diffserve.runtime.loading.components import ALLOWED_CLASSES, build, load_component
-from diffserve.runtime.loading.directory import DIFFUSERS_STEM, read_index
+from diffserve.runtime.loading.directory import read_index
 from diffserve.runtime.loading.family import location_of
+from diffserve.runtime.loading.named_parts import DIFFUSERS_STEM
 from diffserve.runtime.precision import choose_device
 from diffserve.runtime.unet.pruning import PRUNED_FILE, Shares, prune, shrink_as_told, widths_of
 from diffserve.vocabulary import WORLD_FILE
@@ -79,7 +80,7 @@ def _load_unet(directory: Path) -> Any:
     file = directory / CONFIG_FILE
     network = build("UNet2DConditionModel", read_json(file), str(file))
     shrink_as_told(network, directory)
-    checkpoint = Checkpoint.open(find_weights(directory, DIFFUSERS_STEM, prefer_fp16=False))
+    checkpoint = Checkpoint.open(find_weights(directory, DIFFUSERS_STEM, dtype="float32"))
     stored = checkpoint.read(next(iter(checkpoint.entries))).dtype
     return load_component(network, checkpoint, replace(choose_device("cpu", "float32"), compute_dtype=stored))
 

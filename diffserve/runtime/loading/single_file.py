@@ -6,9 +6,11 @@ only its json and tokenizer files are read), or else from the shapes of the tens
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,15 +18,24 @@ from diffserve.errors import ModelLoadError
 from diffserve.runtime.loading import single_file_config as infer
 from diffserve.runtime.loading import single_file_keys as keys
 from diffserve.runtime.loading.checkpoint import Checkpoint, read_json
-from diffserve.runtime.loading.components import build, build_text_encoder, build_unet, load_tokenizer
+from diffserve.runtime.loading.components import build_text_encoder, build_unet, load_tokenizer
 from diffserve.runtime.loading.directory import read_index
-from diffserve.runtime.loading.family import SD1, SD2, SDXL
+from diffserve.runtime.loading.family import REFINER, SD1, SD2, SDXL
 from diffserve.runtime.loading.formulation import SCHEDULER_FILE, edm_normalisation, edm_scheduler, read_scheduler
-from diffserve.runtime.loading.weight_loading import LoadedParts, TensorSource, fill, vae_precision
+from diffserve.runtime.loading.named_parts import (
+    OWN_PARTS,
+    NamedParts,
+    load_text_encoders,
+    load_vae,
+)
+from diffserve.runtime.loading.original_vae import LoadedVAE, read_original_vae
+from diffserve.runtime.loading.weight_loading import LoadedParts, TensorSource, fill_renamed
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.text.clip_vocabulary import END, VOCABULARY_SIZE, clip_tokenizer
 from diffserve.runtime.text.encoding import TextEncoder
 from schedulers.formulations import is_edm
+
+logger = logging.getLogger(__name__)
 
 #: Tensors of training and of other programs that single files carry along and that painting does not need.
 LEFT_ALONE = re.compile(
@@ -34,14 +45,20 @@ LEFT_ALONE = re.compile(
 )
 
 
+#: What is no mere luggage: a UNet with more to it, noise of another kind.
+CHANGES_THE_UNET = re.compile(r"model\.diffusion_model\.|edm_")
+
+
 class EncoderSpec(NamedTuple):
-    """One text encoder of a single file: where it lies, whose layout it has, which class it becomes."""
+    """One text encoder of a single file: where it lies, whose layout it has, which class it becomes, and what comes
+    behind its name in a directory."""
 
     prefix: str
     is_open_clip: bool
     cls: str
     pad: str
     drop_last: bool = False
+    suffix: str = ""
 
 
 ENCODERS = {
@@ -49,8 +66,9 @@ ENCODERS = {
     SD2: (EncoderSpec("cond_stage_model.model.", True, "CLIPTextModel", "!", drop_last=True),),
     SDXL: (
         EncoderSpec("conditioner.embedders.0.transformer.text_model.", False, "CLIPTextModel", END),
-        EncoderSpec("conditioner.embedders.1.model.", True, "CLIPTextModelWithProjection", "!"),
+        EncoderSpec("conditioner.embedders.1.model.", True, "CLIPTextModelWithProjection", "!", suffix="_2"),
     ),
+    REFINER: (EncoderSpec("conditioner.embedders.0.model.", True, "CLIPTextModelWithProjection", "!", suffix="_2"),),
 }
 
 
@@ -68,6 +86,10 @@ class SingleFile:
         """The file, for an error message."""
         return self.checkpoint.where()
 
+    def leave(self, *prefixes: str) -> None:
+        """Tensors that begin with one of ``prefixes`` are not read, as that part lies elsewhere."""
+        self.used |= {key for key in self.checkpoint.entries if key.startswith(prefixes)}
+
     def config(self, component: str, inferred: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The configuration beside the file, or the one read off its shapes."""
         if self.beside:
@@ -80,56 +102,52 @@ class SingleFile:
             ) from error
 
     def fill(self, network: Any, add: Callable[[TensorSource, str], str], choice: DeviceChoice, **settings: Any) -> Any:
-        """Fill ``network``; ``add`` gives the source one parameter by name and returns the key that it comes from.
-
-        ``settings`` are those of ``weight_loading.fill``.
-        """
-        source = TensorSource(self.checkpoint)
-        for name in network.state_dict():
-            try:
-                self.used.add(add(source, name))
-            except KeyError as missing:
-                raise ModelLoadError(
-                    f"{type(network).__name__}: tensor {missing.args[0]!r} (for {name}) is missing from {self.where}."
-                ) from missing
-        fill(network, source, choice, **settings)
+        """``weight_loading.fill_renamed`` from this file; returns ``network``."""
+        self.used |= fill_renamed(network, self.checkpoint, add, choice, **settings)
         return network
 
 
-def load_single_file(path: Path, choice: DeviceChoice) -> LoadedParts:
-    """Load ``path``. Raises ModelLoadError with the tensor at fault, or when the file is no such checkpoint."""
+def load_single_file(path: Path, choice: DeviceChoice, named: NamedParts = OWN_PARTS) -> LoadedParts:
+    """Load ``path``, ``named`` parts from elsewhere.
+
+    Raises ModelLoadError with the tensor at fault, or when the file is no such checkpoint.
+    """
     checkpoint = Checkpoint.open([path])
+    checkpoint.refuse_ip_adapter()
     beside = path.with_suffix("")
     has_config = (beside / "model_index.json").is_file()
-    file = SingleFile(checkpoint, infer.detect_layout(checkpoint), beside if has_config else None, set())
+    family = infer.detect_layout(checkpoint, needs_text=named.text_encoder is None)
+    file = SingleFile(checkpoint, family, beside if has_config else None, set())
     index = read_index(beside) if has_config else {}
     scheduler_config, guess = _scheduler_config(file, index)
-    encoders = tuple(_load_encoder(file, number, spec, choice) for number, spec in enumerate(ENCODERS[file.family]))
-    unet = _load_unet(file, encoders[-1], choice)
-    vae_config = file.config("vae", lambda: infer.infer_vae(checkpoint, file.family) | edm_normalisation(checkpoint))
-    vae_choice = vae_precision(choice, vae_config, is_sdxl=file.family == SDXL)
-    vae = build("AutoencoderKL", vae_config, file.where)
-    num_levels = len(vae.config.block_out_channels)
-
-    def add(source: TensorSource, name: str) -> str:
-        return keys.add_vae_tensor(source, name, keys.vae_key(name, num_levels))
-
-    file.fill(vae, add, vae_choice, channels_last=True)
+    specs, files = ENCODERS[family], [path]
+    if named.text_encoder is None:
+        encoders = tuple(_load_encoder(file, spec, choice.of("text")) for spec in specs)
+    else:
+        directories = named.text_directories([spec.suffix for spec in specs])
+        encoders, read = load_text_encoders(directories, choice.of("text"), [spec.cls for spec in specs])
+        file.leave("cond_stage_model.", "conditioner.")
+        files += read
+    unet = _load_unet(file, encoders[-1], choice.of("unet"))
+    if named.vae is None and named.made_vae is None:
+        vae = _load_vae(file, choice.of("vae"))
+    else:
+        vae = named.made_vae or load_vae(named.vae_place(path), choice.of("vae"), is_sdxl=family == SDXL)
+        file.leave(keys.VAE_PREFIX)
     _check_leftovers(file)
     return LoadedParts(
         unet=unet,
-        vae=vae,
+        vae=vae.network,
         encoders=encoders,
         scheduler_config=scheduler_config,
         zero_empty_negative=bool(index.get("force_zeros_for_empty_prompt", True)),
-        vae_dtype=vae_choice.compute_dtype,
-        files=(path,),
+        vae_dtype=vae.dtype,
+        files=(*files, *vae.files),
         guess_prediction=guess,
     )
 
 
-def _load_encoder(file: SingleFile, number: int, spec: EncoderSpec, choice: DeviceChoice) -> TextEncoder:
-    suffix = f"_{number + 1}" if number else ""
+def _load_encoder(file: SingleFile, spec: EncoderSpec, choice: DeviceChoice) -> TextEncoder:
     checkpoint, prefix = file.checkpoint, spec.prefix
     if not spec.is_open_clip and not any(key.startswith(prefix) for key in checkpoint.entries):
         prefix = prefix.removesuffix("text_model.")  # some converters drop it
@@ -145,10 +163,10 @@ def _load_encoder(file: SingleFile, number: int, spec: EncoderSpec, choice: Devi
         bare, third = keys.open_clip_key(name)
         return keys.add_open_clip_tensor(source, name, prefix + bare, third)
 
-    config = file.config(f"text_encoder{suffix}", inferred)
+    config = file.config(f"text_encoder{spec.suffix}", inferred)
     network = build_text_encoder(spec.cls, config, file.where)
     if file.beside:
-        tokenizer = load_tokenizer(file.beside / f"tokenizer{suffix}")
+        tokenizer = load_tokenizer(file.beside / f"tokenizer{spec.suffix}")
     elif network.config.vocab_size == VOCABULARY_SIZE:
         tokenizer = clip_tokenizer(pad=spec.pad)
     else:
@@ -179,11 +197,36 @@ def _load_unet(file: SingleFile, last_encoder: TextEncoder, choice: DeviceChoice
     return file.fill(network, add, choice, quantise=choice.unet_scheme)
 
 
+def _load_vae(file: SingleFile, choice: DeviceChoice) -> LoadedVAE:
+    checkpoint, is_sdxl = file.checkpoint, file.family in (SDXL, REFINER)
+    if not any(key.startswith(keys.VAE_PREFIX) for key in checkpoint.entries):
+        raise ModelLoadError(
+            f"{file.where} holds no VAE; give a complete checkpoint, or name the VAE that belongs to it, a file "
+            "or a directory (--vae, model.vae)."
+        )
+    inferred = partial(infer.infer_vae, checkpoint, keys.VAE_PREFIX, is_sdxl=is_sdxl)
+    config = file.config("vae", lambda: inferred() | edm_normalisation(checkpoint))
+    vae, used = read_original_vae(checkpoint, keys.VAE_PREFIX, config, choice, is_sdxl=is_sdxl)
+    file.used |= used
+    return vae._replace(files=[])
+
+
 def _check_leftovers(file: SingleFile) -> None:
+    """Say once which tensors nothing is made of. Raises ModelLoadError where they change what the UNet computes."""
     left = [key for key in file.checkpoint.entries if key not in file.used and not LEFT_ALONE.fullmatch(key)]
+    if foreign := [key for key in left if CHANGES_THE_UNET.match(key)]:
+        raise ModelLoadError(
+            f"{file.where} holds tensors that no part of an {file.family} model takes, and that change what its UNet "
+            f"computes: {_shown(foreign)}; give a file without such an extension."
+        )
     if left:
-        shown = ", ".join(repr(key) for key in left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
-        raise ModelLoadError(f"{file.where} holds tensors that no part of an {file.family} model takes: {shown}.")
+        logger.warning(
+            "%s: %d tensors that painting does not need are ignored: %s", file.where, len(left), _shown(left)
+        )
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(repr(name) for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _scheduler_config(file: SingleFile, index: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -201,7 +244,7 @@ def _scheduler_config(file: SingleFile, index: Mapping[str, Any]) -> tuple[dict[
         return continuous, False
     declared = _declared_prediction(file)
     zero_snr = "ztsnr" in file.checkpoint
-    config = infer.infer_scheduler(velocity=declared == "v", zero_snr=zero_snr)
+    config = infer.infer_scheduler(file.family, velocity=declared == "v", zero_snr=zero_snr)
     return config, declared is None and file.family == SD2
 
 

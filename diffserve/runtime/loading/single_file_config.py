@@ -9,20 +9,24 @@ import re
 from typing import Any, Final
 
 from diffserve.errors import ModelLoadError
+from diffserve.micro_conditioning import NUM_REFINER_IDS, NUM_SDXL_IDS
 from diffserve.runtime.loading.checkpoint import Checkpoint
-from diffserve.runtime.loading.family import SD1, SD2, SDXL
-from diffserve.runtime.loading.single_file_keys import UNET_PREFIX, VAE_PREFIX
+from diffserve.runtime.loading.family import REFINER, SD1, SD2, SDXL
+from diffserve.runtime.loading.single_file_keys import UNET_PREFIX
 
 HEAD_WIDTH: Final = 64
 SD1_HEADS: Final = 8
-TIME_IDS: Final = 6
+TIME_IDS: Final = {SDXL: NUM_SDXL_IDS, REFINER: NUM_REFINER_IDS}
 CLIP_WINDOW: Final = 77
-SCALING_FACTORS: Final = {SD1: 0.18215, SD2: 0.18215, SDXL: 0.13025}
-SAMPLE_SIZES: Final = {SD1: 64, SD2: 64, SDXL: 128}
+SCALING_FACTORS: Final = {SD1: 0.18215, SD2: 0.18215, SDXL: 0.13025, REFINER: 0.13025}
+SAMPLE_SIZES: Final = {SD1: 64, SD2: 64, SDXL: 128, REFINER: 128}
 
 
-def detect_layout(checkpoint: Checkpoint) -> str:
-    """Family of a single file, by the text encoders it holds. Raises ModelLoadError when it is none we serve."""
+def detect_layout(checkpoint: Checkpoint, *, needs_text: bool = True) -> str:
+    """Family of a single file, by the text encoders it holds, or by its UNet where it holds and ``needs_text`` none.
+
+    Raises ModelLoadError when it is none we serve.
+    """
     keys = checkpoint.entries
     where = checkpoint.where()
     if f"{UNET_PREFIX}input_blocks.0.0.weight" not in keys:
@@ -32,22 +36,25 @@ def detect_layout(checkpoint: Checkpoint) -> str:
         )
     for family, prefix in (
         (SDXL, "conditioner.embedders.1.model."),
+        (REFINER, "conditioner.embedders.0.model."),
         (SD2, "cond_stage_model.model."),
         (SD1, "cond_stage_model.transformer."),
     ):
         if any(key.startswith(prefix) for key in keys):
             return family
-    if any(key.startswith("conditioner.embedders.0.model.") for key in keys):
-        raise ModelLoadError(f"{where} is a refiner, which repaints pictures only; give the base model's file.")
-    raise ModelLoadError(
-        f"{where} holds a UNet but no text encoder; give a complete checkpoint or a diffusers directory."
-    )
+    if needs_text:
+        raise ModelLoadError(
+            f"{where} holds a UNet but no text encoder; give a complete checkpoint, or name the directory of a model "
+            "that has the same (--text-encoder, model.text_encoder)."
+        )
+    if f"{UNET_PREFIX}label_emb.0.0.weight" in keys:
+        return SDXL
+    return SD2 if len(_projection(checkpoint)) == 2 else SD1
 
 
 def infer_unet(checkpoint: Checkpoint, family: str, pooled_width: int) -> dict[str, Any]:
     """Configuration of ``UNet2DConditionModel``; ``pooled_width`` is that of the pooled text vector (SDXL)."""
     channels, depths, layers = _read_levels(checkpoint)
-    projection = _shape(checkpoint, _first_match(checkpoint, r"input_blocks\.\d+\.1\.proj_in\.weight"))
     context = _shape(
         checkpoint, _first_match(checkpoint, r"input_blocks\.\d+\.1\.transformer_blocks\.0\.attn2\.to_k\.weight")
     )
@@ -62,15 +69,15 @@ def infer_unet(checkpoint: Checkpoint, family: str, pooled_width: int) -> dict[s
         "transformer_layers_per_block": [depth or 1 for depth in depths[:-1]] + [mid_depth or 1],
         "attention_head_dim": SD1_HEADS if family == SD1 else [max(1, width // HEAD_WIDTH) for width in channels],
         "cross_attention_dim": context[1],
-        "use_linear_projection": len(projection) == 2,
+        "use_linear_projection": len(_projection(checkpoint)) == 2,
         "upcast_attention": family == SD2,
         "sample_size": SAMPLE_SIZES[family],
     }
-    if family == SDXL:
+    if family in TIME_IDS:
         joint = _shape(checkpoint, f"{UNET_PREFIX}label_emb.0.0.weight")[1]
         config |= {
             "addition_embed_type": "text_time",
-            "addition_time_embed_dim": (joint - pooled_width) // TIME_IDS,
+            "addition_time_embed_dim": (joint - pooled_width) // TIME_IDS[family],
             "projection_class_embeddings_input_dim": joint,
         }
     return config
@@ -96,9 +103,9 @@ def _read_levels(checkpoint: Checkpoint) -> tuple[list[int], list[int], int]:
         number += 1
 
 
-def infer_vae(checkpoint: Checkpoint, family: str) -> dict[str, Any]:
-    """Configuration of ``AutoencoderKL``."""
-    encoder = f"{VAE_PREFIX}encoder."
+def infer_vae(checkpoint: Checkpoint, prefix: str, *, is_sdxl: bool) -> dict[str, Any]:
+    """Configuration of ``AutoencoderKL`` from the tensors below ``prefix``."""
+    encoder, family = f"{prefix}encoder.", SDXL if is_sdxl else SD1
     num_levels = _count(checkpoint, f"{encoder}down.")
     channels = [_shape(checkpoint, f"{encoder}down.{level}.block.0.conv1.weight")[0] for level in range(num_levels)]
     return {
@@ -108,7 +115,7 @@ def infer_vae(checkpoint: Checkpoint, family: str) -> dict[str, Any]:
         "layers_per_block": _count(checkpoint, f"{encoder}down.0.block."),
         "latent_channels": _shape(checkpoint, f"{encoder}conv_out.weight")[0] // 2,
         "scaling_factor": SCALING_FACTORS[family],
-        "force_upcast": family == SDXL,
+        "force_upcast": is_sdxl,
         "sample_size": SAMPLE_SIZES[family] * 2 ** (num_levels - 1),
     }
 
@@ -154,8 +161,12 @@ def _text_config(checkpoint: Checkpoint, *, tokens: str, inner: str, layers: int
     }
 
 
-def infer_scheduler(*, velocity: bool, zero_snr: bool) -> dict[str, Any]:
-    """The noise schedule that all three families were trained with."""
+def infer_scheduler(family: str, *, velocity: bool, zero_snr: bool) -> dict[str, Any]:
+    """The noise schedule that all three families were trained with, and the spacing that SDXL's configuration names.
+
+    Those of Stable Diffusion 1 and 2 name none, and so each sampler has its own.
+    """
+    spacing = "trailing" if zero_snr else "leading" if family in TIME_IDS else None
     return {
         "_class_name": "DDIMScheduler",
         "beta_start": 0.00085,
@@ -164,11 +175,16 @@ def infer_scheduler(*, velocity: bool, zero_snr: bool) -> dict[str, Any]:
         "num_train_timesteps": 1000,
         "prediction_type": "v_prediction" if velocity else "epsilon",
         "rescale_betas_zero_snr": zero_snr,
-        "timestep_spacing": "trailing" if zero_snr else "leading",
+        **({} if spacing is None else {"timestep_spacing": spacing}),
         "steps_offset": 1,
         "clip_sample": False,
         "set_alpha_to_one": False,
     }
+
+
+def _projection(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """Shape of what leads into the UNet's first transformer: a matrix from Stable Diffusion 2 on."""
+    return _shape(checkpoint, _first_match(checkpoint, r"input_blocks\.\d+\.1\.proj_in\.weight"))
 
 
 def _shape(checkpoint: Checkpoint, key: str) -> tuple[int, ...]:

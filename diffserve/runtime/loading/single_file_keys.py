@@ -88,12 +88,12 @@ def unet_key(name: str, layers_per_block: int, attention_up: frozenset[int]) -> 
 
 
 def vae_key(name: str, num_levels: int) -> str:
-    """Original key of the VAE parameter ``name``."""
+    """Original key of the VAE parameter ``name``, which ``VAE_PREFIX`` goes before in a whole checkpoint."""
     key = re.sub(r"up_blocks\.(\d+)", lambda found: f"up.{num_levels - 1 - int(found[1])}", name)
     key = key.replace("down_blocks.", "down.")
     for ours, theirs in _VAE_WORDS.items():
         key = key.replace(ours, theirs)
-    return VAE_PREFIX + key
+    return key
 
 
 def open_clip_key(name: str) -> tuple[str, int | None]:

@@ -27,8 +27,8 @@ from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.quantisation import quantise_layer, schemes
 from diffserve.runtime.text.encoding import TextEncoder
 
-#: Buffers that old checkpoints carry and that are computed, not learned.
-IGNORED_KEYS = re.compile(r"(^|\.)(position_ids|logit_scale)$")
+#: Buffers that old checkpoints carry and that are computed, not learned; and of a whole CLIP what no prompt needs.
+IGNORED_KEYS = re.compile(r"(^|\.)(position_ids|logit_scale)$|^(vision_model|visual_projection|text_projection)\.")
 MAX_NAMED_KEYS = 5
 HEAP_BYTES = 1 << 27
 """Of weights that may have been let go of before the heap is given back."""
@@ -69,6 +69,11 @@ class TensorSource:
         self.readers[name] = (key, shape or stored, read)
         return key
 
+    def outline(self, name: str) -> torch.Tensor:
+        """Parameter ``name`` without its numbers: of a file of floats only the header is read."""
+        key, shape, read = self.readers[name]
+        return torch.empty(shape, device="meta") if self.checkpoint.holds_floats(key) else read()
+
 
 class WithoutInit(TorchFunctionMode):
     """Leaves parameters on the meta device as they are, and gives counted buffers their values at once.
@@ -83,8 +88,8 @@ class WithoutInit(TorchFunctionMode):
             tensor = args[0] if args else kwargs["tensor"]
             if tensor.is_meta:
                 return tensor
-        if func is torch.arange:
-            kwargs = {"device": "cpu", **kwargs}
+        if func is torch.arange and torch.device(kwargs.get("device") or "meta").type == "meta":
+            kwargs = {**kwargs, "device": "cpu"}
         return func(*args, **kwargs)
 
 
@@ -112,7 +117,7 @@ def fill(
     """
     set_tensor = import_quietly("accelerate.utils", "set_module_tensor_to_device")
     expected: dict[str, Any] = dict(module.state_dict(keep_vars=True))
-    _check_keys(type(module).__name__, expected, source)
+    check_keys(type(module).__name__, expected, source)
     parameters = dict(module.named_parameters())
     narrow = schemes(module, quantise) if quantise else {}
     device_map = make_device_map(module, choice)
@@ -144,10 +149,34 @@ def fill(
         dispatch(module, device_map, resting, str(choice.device))
 
 
+def fill_renamed(
+    network: nn.Module,
+    checkpoint: Checkpoint,
+    add: Callable[[TensorSource, str], str],
+    choice: DeviceChoice,
+    **settings: Any,
+) -> set[str]:
+    """Fill ``network``; ``add`` gives the source one parameter by name and returns the key that it comes from.
+
+    ``settings`` are those of :func:`fill`. Returns the keys. Raises ModelLoadError.
+    """
+    source, used = TensorSource(checkpoint), set[str]()
+    for name in network.state_dict():
+        try:
+            used.add(add(source, name))
+        except KeyError as missing:
+            raise ModelLoadError(
+                f"{type(network).__name__}: tensor {missing.args[0]!r} (for {name}) is missing from "
+                f"{checkpoint.where()}."
+            ) from missing
+    fill(network, source, choice, **settings)
+    return used
+
+
 def _read(source: TensorSource, name: str, device: Any, choice: DeviceChoice, *, channels_last: bool) -> torch.Tensor:
-    """Parameter ``name`` on ``device``, a copy of what the file holds."""
+    """Parameter ``name`` on ``device``, a copy of what the file holds; on the meta device nothing of it is read."""
     key, _, read = source.readers[name]
-    tensor = read()
+    tensor = source.outline(name) if choice.device.type == "meta" else read()
     if not tensor.is_floating_point():
         raise ModelLoadError(f"tensor {key!r} of {source.checkpoint.where(key)} holds {tensor.dtype}, not floats.")
     tensor = tensor.to(device, choice.compute_dtype, copy=True)
@@ -158,7 +187,8 @@ def _read(source: TensorSource, name: str, device: Any, choice: DeviceChoice, *,
     return tensor.contiguous(memory_format=torch.channels_last if is_last else torch.contiguous_format)
 
 
-def _check_keys(owner: str, expected: Mapping[str, torch.Tensor], source: TensorSource) -> None:
+def check_keys(owner: str, expected: Mapping[str, torch.Tensor], source: TensorSource) -> None:
+    """ModelLoadError unless ``source`` has all of ``expected``, in its shapes, and nothing else."""
     where = source.checkpoint.where()
     missing = [name for name in expected if name not in source.readers]
     if missing:

@@ -11,6 +11,7 @@ They agree within rounding (``Engine.tolerance`` of the free mode).
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
@@ -22,12 +23,15 @@ from diffserve.disk_cache import DiskCache
 from diffserve.errors import ConfigError
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.kv import KVSpec, PagePlan, PagePool, PoolBusy
-from diffserve.runtime.text.encoding import Conditioning
+from diffserve.runtime.text.encoding import AS_TRAINED, Conditioning, TextReading
 from diffserve.runtime.text.prompt_pages import ImageSpecs, PagedConditioning, PromptPages
 from diffserve.runtime.unet.cross_attention import Contexts
 
 AUTO_WINDOWS = 64
 """Different prompts of one window that a pool of automatic size holds at once."""
+
+HELD_ELSEWHERE: Final = 2
+"""The same where no picture is painted."""
 
 AUTO_TEXT_TOKENS: Final = 256
 """A pool of automatic size holds ``max_sequences`` texts of so many tokens."""
@@ -46,21 +50,40 @@ class PlainConditioner:
     """From texts to what the UNet is told: embeddings, projected by the UNet in every layer at every step.
 
     pool            where pages are, ``None`` where there are none
+    tenants         whose they are there
     mixes_lengths   whether rows of different token counts may share a call
     """
 
     pool: PagePool | None = None
+    tenants: tuple[str, ...] = ()
     mixes_lengths = False
 
     def __init__(self, model: DiffusionModel) -> None:
         self.model = model
 
-    def condition(self, prompt: str, negative: str | None, *, width_px: int, height_px: int) -> Conditioning:
+    def condition(
+        self,
+        prompt: str,
+        negative: str | None,
+        *,
+        width_px: int,
+        height_px: int,
+        reading: TextReading = AS_TRAINED,
+    ) -> Conditioning:
         """What one image is told, to be closed when it leaves. ``negative`` is None for images without guidance.
 
         Raises InvalidRequest, and PoolBusy when the image has to wait for pages.
         """
-        return self.model.text.encode(prompt, negative or "", width_px=width_px, height_px=height_px)
+        size = {"width_px": width_px, "height_px": height_px}
+        return self.model.text.encode(prompt, negative or "", **size, reading=reading)
+
+    def embed(self, windows: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """(P,) for each of ``windows``: what the last text encoder pools of it. PoolBusy while pages are short."""
+        return [self.model.text.pooled(ids) for ids in windows]
+
+    def hand_over(self, prompt: str, negative: str | None, reading: TextReading = AS_TRAINED) -> dict[bytes, Tensor]:
+        """What ``condition`` needs of the encoders, for who has none (``TextEncoderRunner.handed``)."""
+        return self.model.text.hand_over((prompt, negative or ""), reading)
 
     def make_ready(self, texts: Iterable[tuple[str, str | None]]) -> None:
         """Compute what is new of prompts and negative prompts in few calls, for who will ask before ``let_go``."""
@@ -99,20 +122,38 @@ class PagedConditioner:
         self.pool: PagePool = pool
         self.mixes_lengths = not is_exact
         specs = image_specs(model, is_exact=is_exact)
+        self.tenants: tuple[str, ...] = tuple(spec.tenant for spec in specs)
         self.pages = PromptPages(pool, model.text, model.unet, specs, is_exact=is_exact, cache=cache)
-        self._waiting: tuple[tuple[str, str | None], int] | None = None
+        self._waiting: tuple[tuple[str, str | None, bytes, int], int] | None = None
 
-    def condition(self, prompt: str, negative: str | None, *, width_px: int, height_px: int) -> PagedConditioning:
+    def condition(
+        self,
+        prompt: str,
+        negative: str | None,
+        *,
+        width_px: int,
+        height_px: int,
+        reading: TextReading = AS_TRAINED,
+    ) -> PagedConditioning:
         """See ``PlainConditioner``. Who was refused is not tried again before more pages can be had than then."""
-        texts = (prompt, negative)
+        texts = prompt, negative, reading.adapters, reading.clip_skip
         if self._waiting is not None and self._waiting[0] == texts and self.pool.num_available <= self._waiting[1]:
             raise PoolBusy("no page came free since this prompt was last tried.")
         self._waiting = None
         try:
-            return self.pages.condition(prompt, negative, width_px=width_px, height_px=height_px)
+            size = {"width_px": width_px, "height_px": height_px}
+            return self.pages.condition(prompt, negative, **size, reading=reading)
         except PoolBusy:
             self._waiting = texts, self.pool.num_available
             raise
+
+    def embed(self, windows: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """See ``PlainConditioner``."""
+        return self.pages.embed(windows)
+
+    def hand_over(self, prompt: str, negative: str | None, reading: TextReading = AS_TRAINED) -> dict[bytes, Tensor]:
+        """See ``PlainConditioner``."""
+        return self.pages.hand_over(prompt, negative, reading)
 
     def make_ready(self, texts: Iterable[tuple[str, str | None]]) -> None:
         """See ``PlainConditioner``."""
@@ -147,11 +188,23 @@ Conditioner = PlainConditioner | PagedConditioner
 def image_specs(model: DiffusionModel, *, is_exact: bool) -> ImageSpecs:
     """What ``model`` asks of a page pool; for whoever makes one pool for several models.
 
-    Pages made in deterministic mode (``is_exact``) and in the free mode are told apart, as are dtypes and adapters.
+    Pages made in deterministic mode (``is_exact``) and in the free mode are told apart, as are dtypes and adapters;
+    those of a text encoder that several models share are not.
     Raises ConfigError for a UNet that cannot be paged.
     """
-    words = f"{model.digest} {model.choice.dtype} {'exact' if is_exact else 'free'}"
-    return ImageSpecs.of(model.text, model.unet, hashlib.sha256(words.encode()).digest())
+    beside = f"{model.choice.dtype} {'exact' if is_exact else 'free'}"
+
+    def identity(digest: str) -> bytes:
+        return hashlib.sha256(f"{digest} {beside}".encode()).digest()
+
+    parts, kind = model.part_digests, "of SDXL" if model.text.is_sdxl else "alone"  # of which another layer is read
+    own = [f"{parts[name]} {kind}" if name in parts else model.digest for name in model.encoder_names]
+    return ImageSpecs.of(model.text, model.unet, identity(model.digest), list(map(identity, own)))
+
+
+def image_tenants(model: DiffusionModel, *, is_exact: bool) -> list[ImageSpecs]:
+    """What ``model`` asks of a page pool, and its refiner where it has one. Raises ConfigError as ``image_specs``."""
+    return [image_specs(one, is_exact=is_exact) for one in (model, model.refiner) if one is not None]
 
 
 def make_conditioner(
@@ -164,9 +217,7 @@ def make_conditioner(
     if config.cross_attention == "plain":
         return PlainConditioner(model)
     if pool is None:
-        specs = list(image_specs(model, is_exact=is_exact))
-        num_bytes = config.kv_pool_bytes or wanted_bytes(specs, (), model.text.window_tokens)
-        pool = PagePool.for_specs(num_bytes, specs, device=model.device)
+        pool = make_pool(model, config, is_exact=is_exact)
     elif pool.arena.data.device.type != model.device.type:
         raise ConfigError(
             f"the page pool is on {pool.arena.data.device}, the model on {model.device}; put both on one."
@@ -174,16 +225,43 @@ def make_conditioner(
     return PagedConditioner(model, pool, is_exact=is_exact, cache=DiskCache.at(config.cache_dir))
 
 
+def make_pool(
+    model: DiffusionModel,
+    config: EngineConfig,
+    *,
+    is_exact: bool,
+    texts: Sequence[KVSpec] = (),
+    max_sequences: int = 0,
+    others: Sequence[tuple[Sequence[KVSpec], int]] = (),
+) -> PagePool:
+    """One pool for ``model``, its refiner and ``texts``, of ``config.kv_pool_bytes`` or of what each would like.
+
+    ``others``: what models that come later will ask for, and the tokens in their windows. Raises ConfigError for a UNet
+    that cannot be paged, and for a pool that is too small.
+    """
+    images = image_tenants(model, is_exact=is_exact) if config.cross_attention == "paged" else []
+    own = [*itertools.chain(*images), *texts]
+    page_bytes = PagePlan.smallest_page_bytes([*own, *itertools.chain(*(specs for specs, _ in others))])
+    num_windows = HELD_ELSEWHERE if model.unet.is_hollow else AUTO_WINDOWS
+    tokens = model.text.window_tokens
+    wanted = wanted_bytes(images, texts, tokens, max_sequences, num_windows, page_bytes=page_bytes)
+    wanted += sum(wanted_bytes([specs], (), tokens, page_bytes=page_bytes) for specs, tokens in others)
+    return PagePool.for_specs(config.kv_pool_bytes or wanted, own, page_bytes=page_bytes, device=model.device)
+
+
 def wanted_bytes(
-    images: Sequence[KVSpec],
+    images: Sequence[Iterable[KVSpec]],
     texts: Sequence[KVSpec],
     window_tokens: int,
     max_sequences: int = 0,
     num_windows: int = AUTO_WINDOWS,
+    *,
+    page_bytes: int | None = None,
 ) -> int:
-    """Room for ``num_windows`` different windows while one is being encoded, and for ``max_sequences`` texts."""
-    page_bytes = PagePlan.smallest_page_bytes([*images, *texts])
-    per_window = [PagePlan(spec, page_bytes).num_pages(window_tokens) for spec in images]
-    num_pages = num_windows * per_window[0] + max(per_window[1:]) if per_window else 0
+    """Room for ``num_windows`` different windows while one is being encoded, of each image model, and for
+    ``max_sequences`` texts, on pages of ``page_bytes`` where others ask for larger ones."""
+    page_bytes = page_bytes or PagePlan.smallest_page_bytes([*itertools.chain(*images), *texts])
+    per_window = [[PagePlan(spec, page_bytes).num_pages(window_tokens) for spec in specs] for specs in images]
+    num_pages = sum(num_windows * unet + max(encoders) for unet, *encoders in filter(None, per_window))
     per_text = [PagePlan(spec, page_bytes).num_pages(AUTO_TEXT_TOKENS) for spec in texts]
     return page_bytes * (num_pages + max_sequences * sum(per_text))

@@ -6,15 +6,20 @@ import hashlib
 import itertools
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
+from diffserve.errors import InvalidRequest
+from diffserve.micro_conditioning import NUM_REFINER_IDS, PLAIN
 from diffserve.runtime.kv import salt_of
-from diffserve.runtime.text.prompt import Chunk, SpecialTokens, chunk_prompt, parse_prompt
+from diffserve.runtime.low_rank import LoRASet, RowLoRAs, adapting
+from diffserve.runtime.text.handover import Handed, handed, text_name
+from diffserve.runtime.text.learnt_words import LearntWords
+from diffserve.runtime.text.prompt import Chunk, SpecialTokens, chunk_prompt, chunk_tokens, parse_prompt
 from diffserve.runtime.transfer import send
 
 CACHED_TEXTS = 128
@@ -23,6 +28,21 @@ CUT_TEXTS = 64
 MEAN_FLOOR = 0.01
 TOKEN_BITS = 31
 """A token id of one encoder; two fit into the 64 bits that the pool takes."""
+
+
+class TextReading(NamedTuple):
+    """How texts are read: by networks that ``loras`` change, ``clip_skip`` layers from the encoders' end."""
+
+    loras: LoRASet | None = None
+    clip_skip: int = 1
+
+    @property
+    def adapters(self) -> bytes:
+        """A digest of what changes the encoders, or keys and values; empty where nothing does."""
+        return self.loras.text_digest if self.loras else b""
+
+
+AS_TRAINED: Final = TextReading()
 
 WindowName = tuple[bytes, tuple[int, ...]]
 """A salt and token ids: what the pages of a window, or of its beginning, are filed under."""
@@ -42,10 +62,15 @@ class Window:
               token's values depend on every other token: tokens and weights together are one name, shared whole or
               not at all.
     silent    SDXL's empty negative prompt, which is zeros and no text (no encoder runs): one name for everybody.
+
+    ``adapters``: a digest of what changes the encoders, or the UNet's keys and values, for it: such windows share pages
+    with those of the same digest alone. ``clip_skip``: as ``DiffusionParams`` has it.
     """
 
     chunks: tuple[Chunk, ...]
     is_silent: bool = False
+    adapters: bytes = b""
+    clip_skip: int = 1
 
     @property
     def num_tokens(self) -> int:
@@ -66,12 +91,15 @@ class Window:
     @cached_property
     def salt(self) -> bytes:
         """What must be equal besides the leading tokens; empty for plain windows."""
+        parts = [b"adapters", self.adapters] if self.adapters else []
         if self.is_silent:
-            return salt_of(b"silent")
-        if not self.is_weighted:
-            return b""
-        weights = array("d", itertools.chain.from_iterable(chunk.weights for chunk in self.chunks))
-        return salt_of(b"weighted", weights.tobytes(), array("q", self.token_ids).tobytes())
+            return salt_of(*parts, b"silent")
+        if self.clip_skip != 1:
+            parts += [b"clip skip", str(self.clip_skip).encode()]
+        if self.is_weighted:
+            weights = array("d", itertools.chain.from_iterable(chunk.weights for chunk in self.chunks))
+            parts += [b"weighted", weights.tobytes(), array("q", self.token_ids).tobytes()]
+        return salt_of(*parts)
 
     @property
     def name(self) -> WindowName:
@@ -92,7 +120,7 @@ class Conditioning:
     key                        hash over the model, both texts and the size: equal keys, equal conditioning
     cond, uncond               (tokens, dim) embeddings of the prompt and of the negative prompt
     pooled_cond, pooled_uncond (P,) pooled projections of the second encoder (SDXL), else ``None``
-    time_ids                   (6,) original size, crop and target size (SDXL), else ``None``
+    time_ids                   (6,) original size, crop and target size (SDXL), or (5,), see ``time_ids``; else ``None``
     """
 
     key: str
@@ -125,6 +153,7 @@ class TextEncoder(NamedTuple):
     network: Any
     window_tokens: int
     special: SpecialTokens
+    learnt: LearntWords | None = None
 
     @classmethod
     def pair(cls, tokenizer: Any, network: Any) -> TextEncoder:
@@ -136,35 +165,86 @@ class TextEncoder(NamedTuple):
 
     def chunks(self, text: str) -> list[Chunk]:
         """The windows ``text`` fills."""
-        return chunk_prompt(parse_prompt(text), self._tokenize, self.special, self.window_tokens)
+        whole = self.learnt.num_vectors if self.learnt else {}
+        return chunk_prompt(parse_prompt(text), self._tokenize, self.special, self.window_tokens, whole)
+
+    def windows_of(self, given: str | Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
+        """The windows that a text fills as it stands, brackets and all, or that token ids do: the ids of each, marks
+        and padding included, and how many of them are the text's. InvalidRequest for what is too long or unknown."""
+        tokens = self._tokenize(given) if isinstance(given, str) else given
+        most = int(self.network.config.vocab_size) - 1
+        unknown = None if isinstance(given, str) else next((token for token in given if not 0 <= token <= most), None)
+        if unknown is not None:
+            said = f"token id {str(unknown)[:40]} is not of this model's tokenizer; its ids are 0 to {most}."
+            raise InvalidRequest(said, param="input")
+        whole = self.learnt.num_vectors if self.learnt else {}
+        return chunk_tokens(tokens, self.special, self.window_tokens, whole)
 
     def _tokenize(self, text: str) -> Sequence[int]:
+        if self.learnt is None:
+            return self._tokenize_plain(text)
+        pieces = self.learnt.split(text)
+        return [token for one in pieces for token in (self._tokenize_plain(one) if isinstance(one, str) else one)]
+
+    def _tokenize_plain(self, text: str) -> Sequence[int]:
         ids: Sequence[int] = self.tokenizer(text, add_special_tokens=False, truncation=False, verbose=False).input_ids
         return ids
 
 
 class TextEncoderRunner:
-    """Runs the text encoders of one model. ``encoders``: one (SD 1.x, 2.x) or two (SDXL).
+    """Runs the text encoders of one model. ``encoders``: one (SD 1.x, 2.x, SDXL's refiner) or two (SDXL).
 
-    A single encoder gives its last hidden state, normalised; a pair gives both next-to-last hidden states side by
-    side and the second one's pooled projection. Texts are encoded one chunk at a time, so what a prompt becomes does
+    ``num_time_ids``: numbers that the UNet is told of sizes, 6 (SDXL), 5 (its refiner) or none. Without them an encoder
+    gives its last hidden state, normalised; with them all give their next-to-last hidden states side by side and the
+    last one its pooled projection. Texts are encoded one chunk at a time, so what a prompt becomes does
     not depend on its neighbours; the last ``CACHED_TEXTS`` texts, of ``CACHED_CHUNKS`` chunks in all, are kept.
+
+    handed  where the encoders are elsewhere: what they made of the texts that are asked for now
     """
 
     def __init__(
-        self, encoders: Sequence[TextEncoder], *, device: torch.device, digest: str, zero_empty_negative: bool = True
+        self,
+        encoders: Sequence[TextEncoder],
+        *,
+        device: torch.device,
+        digest: str,
+        num_time_ids: int = 0,
+        zero_empty_negative: bool = True,
     ) -> None:
         self.encoders = tuple(encoders)
+        self.num_time_ids = num_time_ids
         self.device = device
         self.digest = digest
-        self.zero_empty_negative = zero_empty_negative and self.is_pair
-        self._cache: OrderedDict[str, EncodedText] = OrderedDict()
+        self.zero_empty_negative = zero_empty_negative and self.is_sdxl
+        self.handed: Handed | None = None
+        self._cache: OrderedDict[tuple[str, bytes], EncodedText] = OrderedDict()
         self.windows = lru_cache(maxsize=CUT_TEXTS)(self._cut)
 
     @property
-    def is_pair(self) -> bool:
-        """Whether this is SDXL's pair of encoders."""
-        return len(self.encoders) == 2
+    def is_sdxl(self) -> bool:
+        """Whether these are the encoders of SDXL, or of its refiner."""
+        return self.num_time_ids > 0
+
+    @property
+    def has_score(self) -> bool:
+        """Whether the UNet is told how well a picture is to please (SDXL's refiner)."""
+        return self.num_time_ids == NUM_REFINER_IDS
+
+    @property
+    def learnt_words(self) -> tuple[str, ...]:
+        """What prompts may call them, in small letters (textual inversion)."""
+        learnt = self.encoders[0].learnt
+        return tuple(learnt.ids) if learnt else ()
+
+    def word_digests(self, text: str) -> dict[str, str]:
+        """SHA-256 of the files of the learnt words in ``text``, by their names."""
+        learnt = self.encoders[0].learnt
+        return learnt.digests(text) if learnt else {}
+
+    @cached_property
+    def most_clip_skip(self) -> int:
+        """The largest ``clip_skip`` that leaves a layer of every encoder."""
+        return min(int(encoder.network.config.num_hidden_layers) for encoder in self.encoders) - self.is_sdxl
 
     @cached_property
     def window_tokens(self) -> int:
@@ -172,19 +252,28 @@ class TextEncoderRunner:
         return min(encoder.window_tokens for encoder in self.encoders)
 
     @torch.inference_mode()
-    def encode(self, prompt: str, negative: str = "", *, width_px: int, height_px: int) -> Conditioning:
+    def encode(
+        self,
+        prompt: str,
+        negative: str = "",
+        *,
+        width_px: int,
+        height_px: int,
+        reading: TextReading = AS_TRAINED,
+    ) -> Conditioning:
         """Embeddings of ``prompt`` and ``negative``, padded to the same number of chunks.
 
         Raises InvalidRequest for a prompt that is too long or weighted beyond measure.
         """
         num_chunks = max(self.count_chunks(prompt), self.count_chunks(negative))
-        cond, pooled_cond = self._encode_padded(prompt, num_chunks)
+        cond, pooled_cond = self._encode_padded(prompt, num_chunks, reading)
         if self.zero_empty_negative and not negative:
             uncond = torch.zeros_like(cond)
             pooled_uncond = None if pooled_cond is None else torch.zeros_like(pooled_cond)
         else:
-            uncond, pooled_uncond = self._encode_padded(negative, num_chunks)
-        key = _hash(self.digest, prompt, negative, f"{width_px}x{height_px}" if self.is_pair else "")
+            uncond, pooled_uncond = self._encode_padded(negative, num_chunks, reading)
+        way = f"{reading.adapters.hex()} {reading.clip_skip}"
+        key = _hash(self.digest, prompt, negative, f"{width_px}x{height_px}" if self.is_sdxl else "", way)
         time_ids = self.time_ids(width_px, height_px)
         return Conditioning(key, cond, uncond, pooled_cond, pooled_uncond, time_ids)
 
@@ -198,16 +287,25 @@ class TextEncoderRunner:
         tokens = self._encode_cached(text).chunks[:, 1:].flatten(0, 1)  # (tokens, D)
         return torch.nn.functional.normalize(tokens.float().mean(0), dim=0)
 
+    @torch.inference_mode()
+    def pooled(self, ids: tuple[int, ...]) -> torch.Tensor:
+        """(P,) what the last encoder pools of a window: the state of its end mark, projected where it has a
+        projection."""
+        output = self.encoders[-1].network(torch.tensor([ids], device=self.device))
+        pooled: torch.Tensor = output.text_embeds if hasattr(output, "text_embeds") else output.pooler_output
+        return pooled[0]
+
     def count_chunks(self, text: str) -> int:
         """How many encoder windows ``text`` fills; raises InvalidRequest as :meth:`encode` does, at little cost."""
-        cached = self._cache.get(text)
+        cached = self._cache.get((text, b""))
         return cached.chunks.shape[0] if cached else len(self.windows(text))
 
     def time_ids(self, width_px: int, height_px: int) -> torch.Tensor | None:
-        """(6,) float32 original size, crop and target size, height first (SDXL), else ``None``."""
-        if not self.is_pair:
+        """(6,) float32 original size, crop and target size, height first (SDXL); (5,) original size, crop and score of
+        a prompt's row (its refiner); else ``None``."""
+        if not self.is_sdxl:
             return None
-        values = [height_px, width_px, 0, 0, height_px, width_px]
+        values = PLAIN.numbers(width_px, height_px, has_score=self.has_score)
         return send(torch.tensor(values, dtype=torch.float32), self.device)
 
     def _cut(self, text: str) -> tuple[Window, ...]:
@@ -218,41 +316,70 @@ class TextEncoderRunner:
             chunks.extend(encoder.chunks("") * (num_windows - len(chunks)))
         return tuple(Window(chunks) for chunks in zip(*per_encoder, strict=True))
 
-    def _encode_padded(self, text: str, num_chunks: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        encoded = self._encode_cached(text)
+    def _encode_padded(
+        self, text: str, num_chunks: int, reading: TextReading
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        encoded = self._encode_cached(text, reading)
         chunks = encoded.chunks  # (chunks, window, dim)
         missing = num_chunks - chunks.shape[0]
         if missing:
-            filler = self._encode_cached("").chunks
+            filler = self._encode_cached("", reading).chunks
             chunks = torch.cat([chunks, *[filler] * missing])
         return chunks.flatten(0, 1), encoded.pooled
 
-    def _encode_cached(self, text: str) -> EncodedText:
-        if text not in self._cache:
-            self._cache[text] = self._encode_text(text)
+    def _encode_cached(self, text: str, reading: TextReading = AS_TRAINED) -> EncodedText:
+        key = (text, self._way(reading))
+        if key not in self._cache:
+            if self.handed is not None:
+                pooled = handed(self.handed, text_name(b"text pooled", *key)) if self.is_sdxl else None
+                self._cache[key] = EncodedText(handed(self.handed, text_name(b"text", *key)), pooled)
+            else:
+                with adapting(RowLoRAs([reading.loras]) if reading.loras else None):
+                    self._cache[key] = self._encode_text(text, reading.clip_skip)
             while len(self._cache) > CACHED_TEXTS or self._num_cached_chunks() > CACHED_CHUNKS:
                 self._cache.popitem(last=False)
-        self._cache.move_to_end(text)
-        return self._cache[text]
+        self._cache.move_to_end(key)
+        return self._cache[key]
+
+    @torch.inference_mode()
+    def hand_over(self, texts: Iterable[str], reading: TextReading = AS_TRAINED) -> dict[bytes, torch.Tensor]:
+        """What :meth:`encode` and :meth:`embedding` need of ``texts`` where ``handed`` has it."""
+        table: dict[bytes, torch.Tensor] = {}
+        for text in {"", *texts}:
+            encoded, way = self._encode_cached(text, reading), self._way(reading)
+            table[text_name(b"text", text, way)] = encoded.chunks
+            if encoded.pooled is not None:
+                table[text_name(b"text pooled", text, way)] = encoded.pooled
+        return table
+
+    @staticmethod
+    def _way(reading: TextReading) -> bytes:
+        return reading.adapters + (b" %d" % reading.clip_skip if reading.clip_skip != 1 else b"")
 
     def _num_cached_chunks(self) -> int:
         return sum(encoded.chunks.shape[0] for encoded in self._cache.values())
 
-    def _encode_text(self, text: str) -> EncodedText:
+    def _encode_text(self, text: str, clip_skip: int) -> EncodedText:
         windows = self.windows(text)
         parts: list[torch.Tensor] = []
         pooled: torch.Tensor | None = None
         for index, encoder in enumerate(self.encoders):
-            outputs = [self._encode_chunk(encoder, window.chunks[index]) for window in windows]
+            outputs = [self._encode_chunk(encoder, window.chunks[index], clip_skip) for window in windows]
             parts.append(torch.stack([hidden for hidden, _ in outputs]))
-            pooled = outputs[0][1] if self.is_pair else None
+            pooled = outputs[0][1] if self.is_sdxl else None
         return EncodedText(torch.cat(parts, dim=-1), pooled)
 
-    def _encode_chunk(self, encoder: TextEncoder, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+    def _encode_chunk(self, encoder: TextEncoder, chunk: Chunk, clip_skip: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states (window, dim) with the chunk's weights applied, and the pooled vector."""
         ids = torch.tensor([chunk.ids], device=self.device)
-        output = encoder.network(ids, output_hidden_states=self.is_pair)
-        hidden = output.hidden_states[-2] if self.is_pair else output.last_hidden_state
+        output = encoder.network(ids, output_hidden_states=self.is_sdxl or clip_skip > 1)
+        if self.is_sdxl:
+            hidden = output.hidden_states[-1 - clip_skip]
+        elif clip_skip > 1:
+            body = getattr(encoder.network, "text_model", encoder.network)
+            hidden = body.final_layer_norm(output.hidden_states[-clip_skip])
+        else:
+            hidden = output.last_hidden_state
         return weigh(hidden[0], chunk.weights), output[0][0]
 
 

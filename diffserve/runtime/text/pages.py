@@ -13,7 +13,7 @@ the rest is one segment.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -23,6 +23,9 @@ from torch.nn import functional as F
 
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagedBatch, PagePool, PageTable
 from diffserve.runtime.transfer import send
+
+Cut = Callable[[int], Iterable[range]]
+"""Places of so many texts, in as many ranges as calls are made."""
 
 
 def segments(first: int, stop: int, page_tokens: int, *, is_exact: bool) -> list[tuple[int, int]]:
@@ -39,6 +42,11 @@ class Encoded(NamedTuple):
 
     hidden: Tensor
     last: Tensor
+
+
+def together(num_texts: int) -> list[range]:
+    """All in one call."""
+    return [range(num_texts)]
 
 
 class PagedTextEncoder:
@@ -61,39 +69,56 @@ class PagedTextEncoder:
     def _body(self) -> Any:
         return getattr(self.network, "text_model", self.network)
 
-    def encode(self, token_ids: tuple[int, ...], *, first: int) -> Encoded:
+    def encode(self, token_ids: tuple[int, ...], *, first: int, salt: bytes = b"") -> Encoded:
         """Hidden states of tokens ``first`` onwards; those before them are computed only where the pool lacks them.
 
         Raises PoolBusy or PoolTooSmall when the text's pages cannot be had.
         """
-        return self.encode_together([token_ids], first=first)[0]
+        return self.encode_together([token_ids], first=first, salt=salt)[0]
 
     @torch.inference_mode()
-    def encode_together(self, texts: Sequence[tuple[int, ...]], *, first: int) -> list[Encoded]:
-        """The same for texts of equal length; those of which the pool has equally much run in one call."""
+    def encode_together(
+        self,
+        texts: Sequence[tuple[int, ...]],
+        *,
+        first: int,
+        salt: bytes = b"",
+        clip_skip: int = 1,
+        cut: Cut = together,
+    ) -> list[Encoded]:
+        """The same for texts of equal length; those of which the pool has equally much run in calls as ``cut`` says.
+        ``salt``: what the network is changed by meanwhile. ``clip_skip``: how far from the last layer ``hidden`` is
+        read."""
         page_tokens = self.spec.page_tokens
         with ExitStack() as tables:
             by_cached = defaultdict[int, dict[int, PageTable]](dict)
             for place, text in enumerate(texts):
-                table, num_cached = self.pool.open(self.spec.tenant, text, reserve=len(text), most_cached=first)
+                table, num_cached = self.pool.open(self.spec.tenant, text, salt, reserve=len(text), most_cached=first)
                 tables.callback(self.pool.close, table)
                 by_cached[num_cached][place] = table
             found: dict[int, Encoded] = {}
-            for num_cached, group in by_cached.items():
-                ids = torch.tensor([texts[place] for place in group])  # (B, tokens)
-                cuts = segments(num_cached, ids.shape[1], page_tokens, is_exact=self.is_exact)
-                parts = [self._encode_segment([*group.values()], ids, start, stop) for start, stop in cuts]
-                of_all = Encoded(*(torch.cat(states, dim=1) for states in zip(*parts, strict=True)))
-                for row, (place, table) in enumerate(group.items()):
-                    found[place] = Encoded(*(states[row, first - num_cached :] for states in of_all))
-                    self.pool.commit(table, texts[place])
+            for num_cached, alike in by_cached.items():
+                places = [*alike]
+                for chosen in cut(len(places)):
+                    group = places[chosen.start : chosen.stop]
+                    ids = torch.tensor([texts[place] for place in group])  # (B, tokens)
+                    cuts = segments(num_cached, ids.shape[1], page_tokens, is_exact=self.is_exact)
+                    held = [alike[place] for place in group]
+                    parts = [self._encode_segment(held, ids, start, stop, clip_skip) for start, stop in cuts]
+                    of_all = Encoded(*(torch.cat(states, dim=1) for states in zip(*parts, strict=True)))
+                    for row, place in enumerate(group):
+                        found[place] = Encoded(*(states[row, first - num_cached :] for states in of_all))
+                        self.pool.commit(alike[place], texts[place])
         return [found[place] for place in range(len(texts))]
 
     @torch.inference_mode()
     def pooled(self, last: Tensor) -> Tensor:
-        """(P,) the projection of one token's last hidden state (dim,); the token is that of :meth:`place_of_end`."""
-        projected: Tensor = self.network.text_projection(self._body.final_layer_norm(last[None]))[0]
-        return projected
+        """(P,) one token's last hidden state (dim,), normalised, and projected where there is a projection; the token
+        is that of :meth:`place_of_end`."""
+        state: Tensor = self._body.final_layer_norm(last[None])
+        project = getattr(self.network, "text_projection", None)
+        projected: Tensor = state if project is None else project(state)
+        return projected[0]
 
     def place_of_end(self, token_ids: tuple[int, ...]) -> int:
         """Where the pooled vector is read: at the first end mark, as transformers finds it.
@@ -105,7 +130,9 @@ class PagedTextEncoder:
             end = max(token_ids)
         return token_ids.index(end) if end in token_ids else 0
 
-    def _encode_segment(self, tables: Sequence[PageTable], token_ids: Tensor, start: int, stop: int) -> Encoded:
+    def _encode_segment(
+        self, tables: Sequence[PageTable], token_ids: Tensor, start: int, stop: int, clip_skip: int
+    ) -> Encoded:
         """States (B, n, dim) of tokens ``start .. stop - 1`` of ``token_ids`` (B, tokens)."""
         batch = self.pool.batch(tables, [start] * len(tables), [stop] * len(tables))
         device = batch.positions.device
@@ -113,11 +140,13 @@ class PagedTextEncoder:
         positions = batch.positions[None, : stop - start]
         state = self._body.embeddings(input_ids=ids, position_ids=positions)  # (B, n, dim)
         mask = None if start == 0 else torch.ones((stop - start, stop), dtype=torch.bool, device=device).tril(start)
-        before = state
-        for index, layer in enumerate(self._body.encoder.layers):
-            before, state = state, self._layer(layer, state, batch, index, mask)
-        hidden = before if self.stops_early else self._body.final_layer_norm(state)
-        return Encoded(hidden, state)
+        layers = self._body.encoder.layers
+        last_read = len(layers) - clip_skip - self.stops_early  # the layer whose output the UNet reads
+        hidden = state
+        for index, layer in enumerate(layers):
+            state = self._layer(layer, state, batch, index, mask)
+            hidden = state if index <= last_read else hidden
+        return Encoded(hidden if self.stops_early else self._body.final_layer_norm(hidden), state)
 
     @staticmethod
     def _layer(layer: Any, state: Tensor, batch: PagedBatch, index: int, mask: Tensor | None) -> Tensor:

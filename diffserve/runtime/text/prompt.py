@@ -2,7 +2,7 @@
 
     a (red) hat        weight 1.1        a (red:1.3) hat     weight 1.3
     a [red] hat        weight 1 / 1.1    a ((red)) hat       weights multiply
-    a \\(red\\) hat      plain brackets    a cat BREAK a dog   a new chunk starts after BREAK
+    a \\(red\\) hat      plain brackets    a cat BREAK a dog   a new chunk starts after BREAK, but not \\BREAK
 
 Malformed input is never an error: a closing bracket with no partner and a ``:1.2`` outside brackets are text, an
 opening bracket with no partner weighs everything after it, as there.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,8 +25,8 @@ ROUND_WEIGHT = 1.1
 SQUARE_WEIGHT = 1 / 1.1
 MAX_WEIGHT = 100.0
 
-_TOKEN = re.compile(r"\\[()\[\]\\]|[()\[\]]|:\s*[+-]?(?:\d+(?:\.\d*)?|\.\d+)\s*\)|[^\\()\[\]:]+|[\\:]")
-_BREAK = re.compile(r"\bBREAK\b")
+_TOKEN = re.compile(r"\\(?:[()\[\]\\<]|BREAK\b)|[()\[\]]|:\s*[+-]?(?:\d+(?:\.\d*)?|\.\d+)\s*\)|[^\\()\[\]:]+|[\\:]")
+_BREAK = re.compile(r"(?<!\\)\bBREAK\b")
 MAX_CHUNKS = 32
 COMMA_BACKTRACK = (20, 75)  # a comma at most 20 tokens back, in a chunk of 75
 Token = tuple[int, float]
@@ -83,6 +83,7 @@ def parse_prompt(prompt: str) -> list[list[Piece]]:
             )
         parts = _BREAK.split(text)
         for index, part in enumerate(parts):  # the blanks around a BREAK go with it
+            part = part.replace("\\BREAK", "BREAK")
             before = part if index == len(parts) - 1 else part.rstrip()
             if index:
                 sections.append([])
@@ -141,34 +142,55 @@ def chunk_prompt(
     tokenize: Callable[[str], Sequence[int]],
     special: SpecialTokens,
     window_tokens: int,
+    whole: Mapping[int, int] | None = None,
 ) -> list[Chunk]:
     """Chunks of ``window_tokens`` ids each for the parsed prompt; at least one.
 
-    ``tokenize`` gives the ids of a text without marks. Raises InvalidRequest beyond MAX_CHUNKS chunks.
+    ``tokenize`` gives the ids of a text without marks. ``whole``: how many tokens from one on are never cut apart, for
+    those that begin such a run. Raises InvalidRequest beyond MAX_CHUNKS chunks.
     """
     room = window_tokens - 2
     bodies: list[list[Token]] = []
     for index, section in enumerate(sections):
         tokens = [(token, piece.weight) for piece in section for token in tokenize(piece.text)]
-        parts = _cut(tokens, room, special.comma)
+        parts = _cut(tokens, room, special.comma, whole or {})
         is_trailing_break = index == len(sections) - 1 and index > 0 and not tokens
         bodies.extend([] if is_trailing_break else parts)
-        if len(bodies) > MAX_CHUNKS:
-            raise InvalidRequest(
-                f"the prompt needs more than {MAX_CHUNKS} chunks of {room} tokens; shorten it.",
-                param="prompt",
-                code="string_above_max_length",
-            )
+        _check_num(bodies, room, "the prompt")
     return [_seal(body, special, window_tokens) for body in bodies]
 
 
-def _cut(tokens: Sequence[Token], room: int, comma: int) -> list[list[Token]]:
+def chunk_tokens(
+    tokens: Sequence[int], special: SpecialTokens, window_tokens: int, whole: Mapping[int, int] | None = None
+) -> list[tuple[tuple[int, ...], int]]:
+    """The same of ``tokens`` that weigh nothing: the ids of each chunk, and how many of them are no marks or padding.
+
+    Raises InvalidRequest beyond MAX_CHUNKS chunks.
+    """
+    bodies = _cut([(token, 1.0) for token in tokens], window_tokens - 2, special.comma, whole or {})
+    _check_num(bodies, window_tokens - 2, "the text")
+    return [(_seal(body, special, window_tokens).ids, len(body)) for body in bodies]
+
+
+def _check_num(bodies: Sequence[object], room: int, what: str) -> None:
+    if len(bodies) > MAX_CHUNKS:
+        raise InvalidRequest(
+            f"{what} needs more than {MAX_CHUNKS} chunks of {room} tokens; shorten it.",
+            param="prompt",
+            code="string_above_max_length",
+        )
+
+
+def _cut(tokens: Sequence[Token], room: int, comma: int, whole: Mapping[int, int]) -> list[list[Token]]:
     backtrack = room * COMMA_BACKTRACK[0] // COMMA_BACKTRACK[1]
     parts: list[list[Token]] = [[]]
     after_comma = 0  # length of the current part up to and with its last comma
     for token in tokens:
         part = parts[-1]
-        if len(part) == room:
+        if len(part) < room < len(part) + whole.get(token[0], 1):
+            parts.append([])
+            after_comma = 0
+        elif len(part) == room:
             is_near = after_comma and token[0] != comma and room - after_comma < backtrack
             keep = after_comma if is_near else room
             parts.append(part[keep:])

@@ -16,8 +16,8 @@ from __future__ import annotations
 import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,8 +25,10 @@ from torch import Tensor
 from diffserve.disk_cache import DiskCache
 from diffserve.errors import ConfigError, InvalidRequest
 from diffserve.runtime.kv import KVSpec, PagePool, PageTable, PoolBusy, PoolTooSmall
+from diffserve.runtime.low_rank import RowLoRAs, adapting
 from diffserve.runtime.precision import hardware_name
-from diffserve.runtime.text.encoding import TextEncoderRunner, Window, WindowName, weigh
+from diffserve.runtime.text.encoding import AS_TRAINED, TextEncoderRunner, TextReading, Window, WindowName, weigh
+from diffserve.runtime.text.handover import handed, pooled_name, window_name
 from diffserve.runtime.text.pages import PagedTextEncoder, segments, text_spec
 from diffserve.runtime.text.prompt import Chunk
 from diffserve.runtime.text.window_batches import MOST_WINDOWS, WindowBatches
@@ -36,6 +38,9 @@ from diffserve.runtime.unet.unet import UNetRunner
 
 POOLED_KEPT = 1024
 """Pooled vectors of 1280 numbers: 5 MB in float32."""
+
+HIDDEN_KEPT = 256
+"""Windows whose hidden states are kept, to be handed over: 77 tokens of 2048 numbers are 0.3 MB in 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -49,20 +54,27 @@ class ImageSpecs:
         return iter((self.unet, *self.encoders))
 
     @classmethod
-    def of(cls, text: TextEncoderRunner, unet: UNetRunner, identity: bytes) -> ImageSpecs:
-        """``identity``: a hash of all that decides the numbers: weights, adapters, quantisation, the cut of segments.
+    def of(
+        cls, text: TextEncoderRunner, unet: UNetRunner, identity: bytes, encoders: Sequence[bytes] | None = None
+    ) -> ImageSpecs:
+        """``identity``: a hash of all that decides the numbers: weights, adapters, quantisation, the cut of segments;
+        ``encoders``: the same of each text encoder, ``None``: no other.
 
         Raises ConfigError for a UNet whose cross-attention cannot be paged.
         """
-        name, dtype = identity.hex()[:12], unet.dtype
-        layers = unet.cross_attention.layers
+        dtype, layers = unet.dtype, unet.cross_attention.layers
+        named = enumerate(zip(text.encoders, encoders or [identity] * len(text.encoders), strict=True), start=1)
         return cls(
-            KVSpec(f"unet:{name}", layers, dtype, model_digest=identity, whole_sequences=True),
+            KVSpec(f"unet:{_short(identity)}", layers, dtype, model_digest=identity, whole_sequences=True),
             tuple(
-                text_spec(encoder.network, tenant=f"text{index}:{name}", dtype=dtype, identity=identity)
-                for index, encoder in enumerate(text.encoders, start=1)
+                text_spec(encoder.network, tenant=f"text{index}:{_short(own)}", dtype=dtype, identity=own)
+                for index, (encoder, own) in named
             ),
         )
+
+
+def _short(identity: bytes) -> str:
+    return identity.hex()[:12]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +83,7 @@ class PagedConditioning:
 
     cond, uncond                 one table for each window of the prompt and, for guided images, of the negative prompt
     pooled_cond, pooled_uncond   (P,) pooled projections of the second encoder (SDXL), else ``None``
-    time_ids                     (6,) original size, crop and target size (SDXL), else ``None``
+    time_ids                     (6,) or (5,) as ``TextEncoderRunner.time_ids`` has them (SDXL), else ``None``
     """
 
     owner: PromptPages
@@ -118,15 +130,16 @@ class PromptPages:
         self.num_open = 0
         pool.register(specs.unet)
         self.encoders = tuple(
-            PagedTextEncoder(pool, encoder.network, spec, stops_early=text.is_pair, is_exact=is_exact)
+            PagedTextEncoder(pool, encoder.network, spec, stops_early=text.is_sdxl, is_exact=is_exact)
             for encoder, spec in zip(text.encoders, specs.encoders, strict=True)
         )
-        self._pooled: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
+        self._pooled: OrderedDict[WindowName, Tensor] = OrderedDict()
+        self._hidden: OrderedDict[bytes, Tensor] = OrderedDict()
         self._ready: dict[WindowName, PageTable] = {}
         machine = f"{hardware_name(unet.device)} torch {torch.__version__} threads {torch.get_num_threads()}"
         disk = FactsOnDisk(cache or DiskCache(None), f"{specs.unet.digest.hex()} {machine}")
         fitting = pool.num_pages // (pool.num_pages_for(specs.unet.tenant, text.window_tokens) + self._encoding_pages)
-        most = max(1, min(MOST_WINDOWS, fitting))
+        most = max(1, min(MOST_WINDOWS, fitting if text.handed is None and not unet.is_hollow else 1))
         self.batches = WindowBatches(timed(self._try), disk, is_exact=is_exact, most=most)
         least = 2 * pool.num_pages_for(specs.unet.tenant, text.window_tokens) + self._encoding_pages
         if least > pool.num_pages:
@@ -137,13 +150,21 @@ class PromptPages:
             )
 
     @torch.inference_mode()
-    def condition(self, prompt: str, negative: str | None, *, width_px: int, height_px: int) -> PagedConditioning:
+    def condition(
+        self,
+        prompt: str,
+        negative: str | None,
+        *,
+        width_px: int,
+        height_px: int,
+        reading: TextReading = AS_TRAINED,
+    ) -> PagedConditioning:
         """Pages of ``prompt`` and, unless ``None``, of ``negative``, both of the same number of windows.
 
         Raises InvalidRequest for a prompt that is too long or weighted beyond measure, PoolTooSmall when its pages can
         never be held, and PoolBusy when they cannot be now; then nothing is held, and what was computed is idle.
         """
-        cond, uncond = self.windows(prompt, negative)
+        cond, uncond = self._read(prompt, negative, reading)
         need = self.num_pages((*cond, *uncond))
         if need > self.pool.num_pages:
             raise PoolTooSmall(
@@ -153,9 +174,10 @@ class PromptPages:
             )
         tables: list[PageTable] = []
         try:
-            for window in (*cond, *uncond):
-                tables.append(self._open(window))
-            pooled_cond, pooled_uncond = self._pooled_of(cond), self._pooled_of(uncond)
+            with reading_with(reading):
+                for window in (*cond, *uncond):
+                    tables.append(self._open(window))
+                pooled_cond, pooled_uncond = self._pooled_of(cond), self._pooled_of(uncond)
         except BaseException:
             self._close(tables)
             raise
@@ -168,6 +190,39 @@ class PromptPages:
             pooled_uncond,
             self.text.time_ids(width_px, height_px),
         )
+
+    @torch.inference_mode()
+    def hand_over(self, prompt: str, negative: str | None, reading: TextReading = AS_TRAINED) -> dict[bytes, Tensor]:
+        """What :meth:`condition` needs of the encoders for both texts, where ``text.handed`` has it. Raises as it does,
+        but for pages of the UNet, of which none are held."""
+        cond, uncond = self._read(prompt, negative, reading)
+        table: dict[bytes, Tensor] = {}
+        with reading_with(reading):
+            for window in (*cond, *uncond):
+                if not window.is_silent:
+                    name = window_name(*window.name)
+                    if name not in self._hidden:
+                        self._hidden[name] = self._contexts([window], 0)[0]
+                    self._hidden.move_to_end(name)
+                    table[name] = self._hidden[name]
+            for windows in (cond, uncond):
+                pooled = self._pooled_of(windows)
+                if pooled is not None and not windows[0].is_silent:
+                    table[pooled_name(*self._name_of_pooled(windows[0]))] = pooled
+        while len(self._hidden) > HIDDEN_KEPT:
+            self._hidden.popitem(last=False)
+        return table
+
+    def _read(
+        self, prompt: str, negative: str | None, reading: TextReading
+    ) -> tuple[tuple[Window, ...], tuple[Window, ...]]:
+        """The windows of both texts, as they are read."""
+        adapters, clip_skip = reading.adapters, reading.clip_skip
+        cond, uncond = self.windows(prompt, negative)
+        if not adapters and clip_skip == 1:
+            return cond, uncond
+        changed = [[replace(one, adapters=adapters, clip_skip=clip_skip) for one in part] for part in (cond, uncond)]
+        return tuple(changed[0]), tuple(changed[1])
 
     @torch.inference_mode()
     def make_ready(self, texts: Iterable[tuple[str, str | None]]) -> None:
@@ -191,6 +246,24 @@ class PromptPages:
                 for places in self.batches.cut(len(names)):
                     chosen = [missing.pop(names[place]) for place in places]
                     self._ready |= zip((window.name for window in chosen), self._open_together(chosen), strict=True)
+
+    def embed(self, windows: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """(P,) for each of ``windows`` of the last encoder: what it pools of it. What lies behind the page of the end
+        mark is not computed: no token looks ahead. PoolBusy while pages are short."""
+        encoder, page_tokens = self.encoders[-1], self.specs.encoders[-1].page_tokens
+        ends = [encoder.place_of_end(ids) for ids in windows]
+        by_page = defaultdict[int, list[int]](list)
+        for place, end in enumerate(ends):
+            by_page[end // page_tokens * page_tokens].append(place)
+        found: dict[int, Tensor] = {}
+        for first, places in by_page.items():
+            for chosen in self.batches.cut(len(places)):
+                texts = [windows[places[index]][: first + page_tokens] for index in chosen]
+                encoded = encoder.encode_together(texts, first=first, cut=self.batches.cut)
+                for index, one in zip(chosen, encoded, strict=True):
+                    place = places[index]
+                    found[place] = encoder.pooled(one.last[ends[place] - first])
+        return [found[place] for place in range(len(windows))]
 
     def let_go(self) -> None:
         """Close what was made ready and nobody asked for; it is idle in the pool."""
@@ -312,15 +385,21 @@ class PromptPages:
         if windows[0].is_silent:
             shape = (len(windows), windows[0].num_tokens - first, self.unet.network.config.cross_attention_dim)
             return torch.zeros(shape, dtype=self.unet.dtype, device=self.unet.device)
+        if self.text.handed is not None:
+            table = self.text.handed
+            return torch.stack([handed(table, window_name(*window.name)) for window in windows])[:, first:]
         start = 0 if windows[0].is_weighted else first  # the mean that weighting restores is the whole window's
         read = list(zip(*(window.chunks for window in windows), strict=True))  # by encoder, of every window
+        adapters, clip_skip = windows[0].adapters, windows[0].clip_skip
         encoded = [
-            encoder.encode_together([chunk.ids for chunk in chunks], first=start)
+            encoder.encode_together(
+                [chunk.ids for chunk in chunks], first=start, salt=adapters, clip_skip=clip_skip, cut=self.batches.cut
+            )
             for encoder, chunks in zip(self.encoders, read, strict=True)
         ]
-        if self.text.is_pair:
+        if self.text.is_sdxl:
             for chunk, one in zip(read[-1], encoded[-1], strict=True):
-                self._keep_pooled(chunk.ids, start, one.last)
+                self._keep_pooled(chunk.ids, start, one.last, windows[0].adapters)
         weighed = [
             torch.stack([weigh(one.hidden, chunk.weights) for one, chunk in zip(of_all, chunks, strict=True)])
             for of_all, chunks in zip(encoded, read, strict=True)
@@ -338,22 +417,34 @@ class PromptPages:
 
     def _pooled_of(self, windows: Sequence[Window]) -> Tensor | None:
         """The pooled vector (P,) of the first of ``windows``, ``None`` where the model has none."""
-        if not self.text.is_pair or not windows:
+        if not self.text.is_sdxl or not windows:
             return None
         if windows[0].is_silent:
             width = self.text.encoders[-1].network.config.projection_dim
             return torch.zeros(width, dtype=self.unet.dtype, device=self.unet.device)
-        ids = windows[0].chunks[-1].ids
-        end = self.encoders[-1].place_of_end(ids)
-        if ids[: end + 1] not in self._pooled:
-            self._keep_pooled(ids, end, self.encoders[-1].encode(ids, first=end).last)
-        self._pooled.move_to_end(ids[: end + 1])
-        return self._pooled[ids[: end + 1]]
+        name = salt, read = self._name_of_pooled(windows[0])
+        if self.text.handed is not None:
+            return handed(self.text.handed, pooled_name(*name))
+        if name not in self._pooled:
+            ids, end = windows[0].chunks[-1].ids, len(read) - 1
+            self._keep_pooled(ids, end, self.encoders[-1].encode(ids, first=end, salt=salt).last, salt)
+        self._pooled.move_to_end(name)
+        return self._pooled[name]
 
-    def _keep_pooled(self, ids: tuple[int, ...], first: int, last: Tensor) -> None:
+    def _name_of_pooled(self, window: Window) -> WindowName:
+        """What is pooled of ``window`` is kept by its adapters and the tokens up to the end mark."""
+        ids = window.chunks[-1].ids
+        return window.adapters, ids[: self.encoders[-1].place_of_end(ids) + 1]
+
+    def _keep_pooled(self, ids: tuple[int, ...], first: int, last: Tensor, salt: bytes) -> None:
         """Keep the pooled vector when the end mark is among ``last`` (tokens, dim), tokens ``first`` onwards."""
         end = self.encoders[-1].place_of_end(ids)
         if end >= first:
-            self._pooled[ids[: end + 1]] = self.encoders[-1].pooled(last[end - first])
+            self._pooled[salt, ids[: end + 1]] = self.encoders[-1].pooled(last[end - first])
             if len(self._pooled) > POOLED_KEPT:
                 self._pooled.popitem(last=False)
+
+
+def reading_with(reading: TextReading) -> AbstractContextManager[None]:
+    """While texts are read as ``reading`` says."""
+    return adapting(RowLoRAs([reading.loras]) if reading.loras and reading.adapters else None)

@@ -31,7 +31,7 @@ class WindowBatches:
         facts = disk.read(NAME) if is_exact else None
         if facts is not None:
             self._take(facts)
-        elif is_exact:
+        elif is_exact and most > 1:
             self._study = study(attempt, sizes_to_check(most), reference=SOLO)
 
     def cut(self, num_windows: int) -> list[range]:

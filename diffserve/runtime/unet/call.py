@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
+from diffserve.runtime.low_rank import Factors
 from diffserve.runtime.unet.cross_attention import Contexts, KeysValues
+
+GUIDANCE: Final = "timestep_cond"
+"""What diffusers calls guidance that the network is told as a vector."""
 
 Kind = tuple[tuple[int, ...], ...]
 """Shapes of a call's tensors less their first dimension, the rows."""
@@ -19,21 +23,24 @@ class UNetArguments(NamedTuple):
     sample     (R, C, h, w) in the network's dtype
     timesteps  (R,) float32
     contexts   embeddings (R, tokens, dim), or keys and values made of them
-    added      pooled texts (R, P) and time_ids (R, 6) by diffusers' names, or ``None``
+    added      pooled texts (R, P) and time_ids (R, 6) by diffusers' names, and ``GUIDANCE`` (R, dim), or ``None``
+    factors    what changes the network for each row, layer by layer as ``low_rank.of_pictures`` has them; only compiled
+               calls are told, and empty where there is nothing
     """
 
     sample: Tensor
     timesteps: Tensor
     contexts: Contexts
     added: dict[str, Tensor] | None
+    factors: tuple[Factors, ...] = ()
 
     @property
     def tensors(self) -> list[Tensor]:
         """All of them, in one order for all calls."""
         tensors = [self.sample, self.timesteps, *(self.added.values() if self.added else ())]
-        if isinstance(self.contexts, Tensor):
-            return [*tensors, self.contexts]
-        return [*tensors, *(tensor for pair in self.contexts.layers for tensor in pair)]
+        pairs = () if isinstance(self.contexts, Tensor) else self.contexts.layers
+        texts = [self.contexts] if isinstance(self.contexts, Tensor) else [each for pair in pairs for each in pair]
+        return [*tensors, *texts, *(each for pair in self.factors for each in pair)]
 
     @property
     def kind(self) -> Kind | None:
@@ -42,6 +49,12 @@ class UNetArguments(NamedTuple):
         if isinstance(self.contexts, KeysValues) and self.contexts.mask is not None:
             return None
         return tuple(tuple(tensor.shape[1:]) for tensor in self.tensors)
+
+
+def conditions(added: Mapping[str, Tensor] | None) -> dict[str, Any]:
+    """``UNetArguments.added`` as the keyword arguments of diffusers' UNet."""
+    told = dict(added or {})
+    return {GUIDANCE: told.pop(GUIDANCE, None), "added_cond_kwargs": told or None}
 
 
 Compiled = Callable[[UNetArguments], Tensor | None]

@@ -2,7 +2,8 @@
 
 A package is code for one number of rows, canvas and text length. Where the weights are small they are baked into it
 (Inductor packs them for the processor); otherwise it uses those of the loaded network, so that all packages of a model
-share one copy, and all models of one architecture share the packages. Nothing is traced, guarded or compiled while
+share one copy, and all models of one architecture share the packages. Adapters are told layer by layer, with zeros for
+the layers that they leave alone: a package serves all of one padded rank. Nothing is traced, guarded or compiled while
 pictures are painted: a shape without a package goes the eager way.
 """
 
@@ -20,15 +21,15 @@ from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, Final
 from zipfile import BadZipFile
 
-import diffusers
 import torch
 from torch import Tensor, nn
 
 from diffserve.disk_cache import DiskCache
 from diffserve.errors import ConfigError
 from diffserve.runtime.device_health import raise_if_sticky
+from diffserve.runtime.low_rank import Factors, RowLoRAs, adapting, of_pictures
 from diffserve.runtime.precision import INT8, INT8_DYNAMIC, TORCH_DTYPES, hardware_name, tensor_bytes
-from diffserve.runtime.unet.call import Kind, UNetArguments
+from diffserve.runtime.unet.call import Kind, UNetArguments, conditions
 from diffserve.runtime.unet.cross_attention import KeysValues, Pair
 from diffserve.runtime.unet.package import Package
 from diffserve.runtime.unet.pruning import widths_of
@@ -73,19 +74,24 @@ class FlatUNet(nn.Module):
         self.network = network
         self._added = tuple(call.added or ())
         self._is_paged = isinstance(call.contexts, KeysValues)
+        self._layers = of_pictures(network, has_keys_values=self._is_paged) if call.factors else ()
 
     def forward(self, sample: Tensor, timesteps: Tensor, *rest: Tensor) -> Tensor:
         """(R, C, h, w) in the network's dtype."""
-        added = dict(zip(self._added, rest, strict=False)) or None
-        texts = rest[len(self._added) :]
+        added = dict(zip(self._added, rest, strict=False))
+        end = len(rest) - 2 * len(self._layers)
+        texts, numbers = rest[len(self._added) : end], rest[end:]
         pairs = tuple(Pair(*texts[at : at + 2]) for at in range(0, len(texts), 2)) if self._is_paged else ()
-        output: Tensor = self.network(
-            sample,
-            timesteps,
-            encoder_hidden_states=KeysValues(pairs) if self._is_paged else texts[0],
-            added_cond_kwargs=added,
-            return_dict=False,
-        )[0]
+        factors = (Factors(*numbers[at : at + 2]) for at in range(0, len(numbers), 2))
+        changed = dict(zip(self._layers, factors, strict=True))
+        with adapting(RowLoRAs.of_factors(changed) if changed else None):
+            output: Tensor = self.network(
+                sample,
+                timesteps,
+                encoder_hidden_states=KeysValues(pairs) if self._is_paged else texts[0],
+                **conditions(added),
+                return_dict=False,
+            )[0]
         return output
 
 
@@ -231,6 +237,8 @@ def _reason(model: DiffusionModel, folder: Path | None) -> str | None:
 
 def _circumstances(model: DiffusionModel, is_baked: bool) -> str:
     """All that a package depends on, but the shapes."""
+    import diffusers  # of which a process may want a part: it says so first
+
     network = model.unet.network
     config = json.dumps({key: value for key, value in network.config.items() if key[0] != "_"}, default=str)
     widths = widths_of(network)  # of a pruned one others than its configuration says

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from diffserve.runtime.unet.call import UNetArguments
+from diffserve.runtime.unet.call import GUIDANCE, UNetArguments, conditions
 from diffserve.runtime.unet.cross_attention import Contexts
 
 NUM_SKIPS: Final = 2
@@ -74,9 +74,11 @@ class ShallowPart:
     def predict(self, call: UNetArguments, features: Tensor) -> Tensor:
         """What ``network`` would give (R, C, h, w), were ``features`` those of this very ``call``."""
         network = self.network
-        sample, timesteps, contexts, added = call
-        embedding = network.time_embedding(network.get_time_embed(sample=sample, timestep=timesteps))
-        further = network.get_aug_embed(emb=embedding, encoder_hidden_states=contexts, added_cond_kwargs=added)
+        sample, timesteps, contexts, added, _ = call
+        told = conditions(added)
+        times = network.get_time_embed(sample=sample, timestep=timesteps)
+        embedding = network.time_embedding(times, told.pop(GUIDANCE))
+        further = network.get_aug_embed(emb=embedding, encoder_hidden_states=contexts, **told)
         embedding = embedding if further is None else embedding + further
         embedding = embedding if network.time_embed_act is None else network.time_embed_act(embedding)
         hidden = network.conv_in(sample)

@@ -8,9 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffserve.micro_conditioning import PLAIN
+from diffserve.runtime.layer_sums import bit_sums
+from diffserve.runtime.low_rank import LoRASet, RowLoRAs, adaptable, random_set
 from diffserve.runtime.model import DiffusionModel
 from diffserve.runtime.text.conditioning import Conditioner, PlainConditioner
 from diffserve.runtime.unet.call import Compiled, UNetArguments
+from diffserve.runtime.unet.controlnet import ControlNetRunner, Residuals, random_residuals
 from diffserve.runtime.unet.cross_attention import KeysValues
 
 Shape = tuple[int, int, int]
@@ -35,9 +39,13 @@ def random_inputs(model: DiffusionModel, shape: Shape, num_rows: int, chosen: ra
     inputs["timesteps"] = torch.linspace(0, model.info.train_timesteps - 1, num_rows).round()
     inputs["contexts"] = randn(num_tokens, config.cross_attention_dim)
     if model.unet.has_size_conditioning:
-        inputs["pooled"] = randn(config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim)
-        sizes = [height_px, width_px, 0, 0, height_px, width_px]
-        inputs["time_ids"] = torch.tensor([sizes] * num_rows, dtype=torch.float32)
+        told = PLAIN.numbers(width_px, height_px, has_score=model.text.has_score)
+        inputs["pooled"] = randn(
+            config.projection_class_embeddings_input_dim - len(told) * config.addition_time_embed_dim
+        )
+        inputs["time_ids"] = torch.tensor([told] * num_rows, dtype=torch.float32)
+    if model.unet.guidance_dim:
+        inputs["guidance"] = torch.linspace(1.0, 15.0, num_rows)
     if model.unet.extra_channels:
         inputs["extra"] = randn(model.unet.extra_channels, *cells)
     order = torch.tensor(chosen or range(num_rows))
@@ -54,37 +62,80 @@ def random_rows(
     *,
     is_shallow: bool = False,
     merged_share: float = 0.0,
+    lora_rank: int = 0,
+    is_controlled: bool = False,
 ) -> Callable[[range], Tensor]:
     """The real UNet of ``model`` on ``num_rows`` random rows of ``shape``.
 
     ``conditioner`` makes of their embeddings what the UNet is told; without one it is told the embeddings. With
     ``chosen_rows`` only those are brought to the device, and may be asked for. ``compiled`` makes the calls it can.
     ``is_shallow``: only the shallow part, on features that one full call of all these rows leaves, made at once.
-    ``merged_share``: as ``UNetRunner.predict`` has it.
+    ``merged_share``: as ``UNetRunner.predict`` has it. ``lora_rank``: of random adapters that change every layer for
+    all rows, not those of texts; 0: none. ``is_controlled``: ControlNets add random numbers to all rows.
     """
     kept = chosen_rows or range(num_rows)
     place = {row: index for index, row in enumerate(kept)}
     inputs = random_inputs(model, shape, num_rows, kept)
+    lora = _random_lora(model, lora_rank)
     contexts = (conditioner or PlainConditioner(model)).of_embeddings(inputs.pop("contexts"))
     if is_shallow:
         assert model.unet.shallow is not None
         with model.unet.shallow.keeping() as found:
-            model.unet.predict(contexts=contexts, merged_share=merged_share, **inputs)
+            loras = RowLoRAs([lora] * len(kept)) if lora else None
+            model.unet.predict(contexts=contexts, merged_share=merged_share, loras=loras, **inputs)
         inputs["features"] = found[0]
+    residuals: Residuals = ()
+    if is_controlled:
+        cells = inputs["model_input"].shape[-2:]
+        residuals = random_residuals(model.unet.network, cells, kept, inputs["model_input"].to(model.dtype))
 
     def predict(rows: range) -> Tensor:
         index = torch.tensor([place[row] for row in rows], device=model.device)
         chosen = {name: value.index_select(0, index) for name, value in inputs.items()}
         told = contexts.select(index) if isinstance(contexts, KeysValues) else contexts.index_select(0, index)
-        return model.unet.predict(contexts=told, merged_share=merged_share, compiled=compiled, **chosen).cpu()
+        loras = RowLoRAs([lora] * len(rows)) if lora else None
+        added = tuple(tensor.index_select(0, index) for tensor in residuals) or None
+        output = model.unet.predict(
+            contexts=told, merged_share=merged_share, compiled=compiled, loras=loras, residuals=added, **chosen
+        )
+        return output.cpu()
+
+    return predict
+
+
+def random_control_rows(
+    model: DiffusionModel, control: ControlNetRunner, shape: Shape, num_rows: int, rows: range
+) -> Callable[[range], Tensor]:
+    """``control`` on random rows of ``shape`` in place of the UNet, of which ``rows`` may be asked for: what tells its
+    residuals from others, (R, numbers) int64."""
+    place = {row: index for index, row in enumerate(rows)}
+    inputs = random_inputs(model, shape, num_rows, rows)
+    inputs = {name: value for name, value in inputs.items() if name not in ("guidance", "extra")}
+    cells = inputs["model_input"].shape[-2:]
+    rngs = [torch.Generator("cpu").manual_seed(row) for row in rows]
+    hints = torch.stack([torch.randn((control.hint_channels, *cells), generator=rng) for rng in rngs])
+    inputs["hints"] = hints.to(model.device, control.dtype)
+    inputs["scales"] = torch.ones(len(rows), device=model.device)
+
+    def predict(rows: range) -> Tensor:
+        index = torch.tensor([place[row] for row in rows], device=model.device)
+        chosen = {name: value.index_select(0, index) for name, value in inputs.items()}
+        return bit_sums(control.predict(**chosen))
 
     return predict
 
 
 def random_call(
-    model: DiffusionModel, shape: Shape, num_rows: int, conditioner: Conditioner | None = None
+    model: DiffusionModel, shape: Shape, num_rows: int, conditioner: Conditioner | None = None, lora_rank: int = 0
 ) -> UNetArguments:
-    """A call of the UNet with ``num_rows`` random rows of ``shape``."""
+    """A call of the UNet with ``num_rows`` random rows of ``shape``, and adapters as ``random_rows`` has them."""
     inputs = random_inputs(model, shape, num_rows)
     contexts = (conditioner or PlainConditioner(model)).of_embeddings(inputs.pop("contexts"))
-    return model.unet.call(contexts=contexts, **inputs)
+    lora = _random_lora(model, lora_rank)
+    call = model.unet.call(contexts=contexts, **inputs)
+    return model.unet.with_factors(call, RowLoRAs([lora] * num_rows) if lora else None)
+
+
+def _random_lora(model: DiffusionModel, rank: int) -> LoRASet | None:
+    like = torch.empty(0, dtype=model.dtype, device=model.device)
+    return random_set(adaptable(model.unet.network).values(), rank, like) if rank else None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from diffserve.runtime.unet.call import Compiled, UNetArguments
-from diffserve.runtime.unet.cross_attention import Contexts, CrossAttention
+from diffserve.runtime.low_rank import RowLoRAs, adapting, of_pictures
+from diffserve.runtime.unet.call import GUIDANCE, Compiled, UNetArguments, conditions
+from diffserve.runtime.unet.controlnet import Residuals
+from diffserve.runtime.unet.cross_attention import Contexts, CrossAttention, KeysValues
 from diffserve.runtime.unet.deep_cache import ShallowPart
 from diffserve.runtime.unet.token_merging import merging
 
@@ -18,14 +21,18 @@ class UNetRunner:
 
     latent_channels  channels of the latents (and of the prediction)
     extra_channels   channels beyond them that an inpainting UNet reads: mask and masked image's latents, 5 or 0
+    guidance_dim     of the vector that guidance is told as (latent consistency models), 0 where it takes a second row
     """
 
-    def __init__(self, network: Any, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, network: Any, *, device: torch.device, dtype: torch.dtype, is_hollow: bool = False) -> None:
         self.network = network
         self.device = device
         self.dtype = dtype
+        self.is_hollow = is_hollow
+        self._layers: dict[bool, tuple[torch.nn.Module, ...]] = {}
         self.latent_channels: int = network.config.out_channels
         self.extra_channels: int = network.config.in_channels - network.config.out_channels
+        self.guidance_dim: int = network.config.time_cond_proj_dim or 0
         self.has_size_conditioning: bool = network.config.addition_embed_type == "text_time"
 
     @cached_property
@@ -51,9 +58,12 @@ class UNetRunner:
         pooled: torch.Tensor | None = None,
         time_ids: torch.Tensor | None = None,
         extra: torch.Tensor | None = None,
+        guidance: torch.Tensor | None = None,
         features: torch.Tensor | None = None,
         merged_share: float = 0.0,
         compiled: Compiled | None = None,
+        loras: RowLoRAs | None = None,
+        residuals: Residuals | None = None,
     ) -> torch.Tensor:
         """The network's output (R, C, h, w) in float32, in whatever prediction type it was trained for.
 
@@ -62,30 +72,46 @@ class UNetRunner:
         contexts     embeddings (R, tokens, dim), or the ``KeysValues`` that ``cross_attention`` made of them
         pooled       (R, P), time_ids (R, 6): SDXL only, and needed there
         extra        (R, extra_channels, h, w): inpainting UNets only, and needed there
+        guidance     (R,) scales, for UNets with a ``guidance_dim``; without it as for 1, which is none
         features     (R, F, h, w) that ``shallow`` kept of a full call: only the shallow part runs, on them
         merged_share of the tokens in self-attention at the highest resolution (see ``token_merging``); 0: all stay
         compiled     makes a full call where it can; the network itself does else
+        loras        what changes the network for each row
+        residuals    what ControlNets add for each row; then no call is a compiled one
         """
-        call = self.call(model_input, timesteps, contexts, pooled=pooled, time_ids=time_ids, extra=extra)
+        told = {"pooled": pooled, "time_ids": time_ids, "extra": extra, "guidance": guidance}
+        call = self.call(model_input, timesteps, contexts, **told)
+        if compiled and merged_share == 0.0 and residuals is None and features is None:
+            output = compiled(self.with_factors(call, loras))
+            if output is not None:
+                return output.float()
         height, width = call.sample.shape[-2:]
-        with merging(self.network, height, width, merged_share):
-            return self._run(call, features, compiled if merged_share == 0.0 else None).float()
-
-    def _run(self, call: UNetArguments, features: torch.Tensor | None, compiled: Compiled | None) -> torch.Tensor:
-        if features is not None:
+        with merging(self.network, height, width, merged_share), adapting(loras):
+            if features is None:
+                return self.plain(call, residuals).float()
             if self.shallow is None:
                 raise ValueError("this UNet has no shallow part to run on kept features")
-            return self.shallow.predict(call, features)
-        output = compiled(call) if compiled else None
-        return self.plain(call) if output is None else output
+            return self.shallow.predict(call, features).float()
 
-    def plain(self, call: UNetArguments) -> torch.Tensor:
+    def with_factors(self, call: UNetArguments, loras: RowLoRAs | None) -> UNetArguments:
+        """``call`` as compiled ones are told of ``loras``."""
+        if loras is None:
+            return call
+        if (is_paged := isinstance(call.contexts, KeysValues)) not in self._layers:
+            self._layers[is_paged] = of_pictures(self.network, has_keys_values=is_paged)
+        return call._replace(factors=loras.of_all(self._layers[is_paged]))
+
+    def plain(self, call: UNetArguments, residuals: Residuals | None = None) -> torch.Tensor:
         """What the network itself gives (R, C, h, w) for ``call``, in its dtype."""
+        added: dict[str, Any] = {}
+        if residuals is not None:
+            added = {"down_block_additional_residuals": residuals[:-1], "mid_block_additional_residual": residuals[-1]}
         output: torch.Tensor = self.network(
             call.sample,
             call.timesteps,
             encoder_hidden_states=call.contexts,
-            added_cond_kwargs=call.added,
+            **conditions(call.added),
+            **added,
             return_dict=False,
         )[0]
         return output
@@ -99,13 +125,17 @@ class UNetRunner:
         pooled: torch.Tensor | None = None,
         time_ids: torch.Tensor | None = None,
         extra: torch.Tensor | None = None,
+        guidance: torch.Tensor | None = None,
     ) -> UNetArguments:
         """The arguments of :meth:`predict` as the network takes them. ValueError where one is missing."""
-        added = None
+        added: dict[str, torch.Tensor] = {}
         if self.has_size_conditioning:
             if pooled is None or time_ids is None:
                 raise ValueError("this UNet needs pooled text embeddings and time_ids for every row")
-            added = {"text_embeds": pooled.to(self.device, self.dtype), "time_ids": time_ids.to(self.device)}
+            added |= {"text_embeds": pooled.to(self.device, self.dtype), "time_ids": time_ids.to(self.device)}
+        if self.guidance_dim:
+            scales = torch.ones(len(model_input)) if guidance is None else guidance
+            added[GUIDANCE] = guidance_vectors(scales.to(self.device), self.guidance_dim).to(self.dtype)
         if (extra is None) != (self.extra_channels == 0):
             raise ValueError(f"this UNet takes {self.extra_channels} extra channels")
         if isinstance(contexts, torch.Tensor):
@@ -113,4 +143,13 @@ class UNetRunner:
         sample = model_input.to(self.device)
         if extra is not None:
             sample = torch.cat([sample, extra.to(self.device)], dim=1)
-        return UNetArguments(sample.to(self.dtype), timesteps.to(self.device, torch.float32), contexts, added)
+        return UNetArguments(sample.to(self.dtype), timesteps.to(self.device, torch.float32), contexts, added or None)
+
+
+def guidance_vectors(scales: torch.Tensor, dim: int) -> torch.Tensor:
+    """(R, dim) float32 for guidance ``scales`` (R,): sines and cosines of w = scale - 1, a thousandfold (Luo et al.
+    2023, arXiv 2310.04378, section 4.2, as timesteps in Vaswani et al. 2017)."""
+    half = dim // 2
+    rates = torch.exp(torch.arange(half, device=scales.device) * (-math.log(10000.0) / (half - 1)))
+    angles = (scales.float() - 1.0)[:, None] * 1000.0 * rates
+    return torch.nn.functional.pad(torch.cat([angles.sin(), angles.cos()], dim=1), (0, dim % 2))

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from diffserve.errors import ModelLoadError
 from diffserve.runtime.loading.checkpoint import Checkpoint, find_weights, read_json
 from diffserve.runtime.loading.components import ALLOWED_CLASSES, build
-from diffserve.runtime.loading.directory import DIFFUSERS_STEM
+from diffserve.runtime.loading.named_parts import DIFFUSERS_STEM
 from diffserve.runtime.loading.weight_loading import TensorSource, build_on_meta, fill
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.vae.vae import Decoded, shrunk, to_bytes
@@ -176,7 +176,7 @@ def load_preview(directory: Path, choice: DeviceChoice) -> PreviewRunner | None:
         raise ModelLoadError(f"{file}: _class_name is {name!r}; diffserve builds {known} there and runs no other code.")
     runner = _own(file, config, choice) if name == OWN_CLASS else _tiny(file, config, choice)
     prefix = "" if name == OWN_CLASS else TINY_PREFIX  # tensors of other names are never read
-    checkpoint = Checkpoint.open(find_weights(directory, DIFFUSERS_STEM, prefer_fp16=choice.dtype == "float16"))
+    checkpoint = Checkpoint.open(find_weights(directory, DIFFUSERS_STEM, dtype=choice.dtype))
     names = {key.removeprefix(prefix): key for key in checkpoint.entries if key.startswith(prefix)}
     fill(runner.network, TensorSource.renamed(checkpoint, names), choice, channels_last=True)
     return runner

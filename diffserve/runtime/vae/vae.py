@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from diffserve.errors import NumericalError
+from diffserve.errors import NOT_FINITE, NumericalError
 from diffserve.runtime.memory import give_memory_back, without_frames
 from diffserve.runtime.transfer import Fetched, fetch, send
 
@@ -162,13 +162,13 @@ class VAERunner:
     def _guarded(self, run: Any, value: torch.Tensor, visible: Any) -> Any:
         """``run`` on ``value``; a picture of it that float16 cannot hold is made once more, alone, in float32."""
         if not bool(torch.isfinite(value).all()):
-            raise NumericalError("the latents are not finite; try another seed, fewer steps or a wider dtype.")
+            raise NumericalError(f"{NOT_FINITE['denoise']}; try another seed, fewer steps or a wider dtype.")
         output = run(value.to(self.device, self.dtype))
         is_whole = torch.isfinite(visible(output)).flatten(1).all(1).tolist()
         if all(is_whole):
             return output
         if self.dtype != torch.float16:
-            raise NumericalError(f"the VAE gave a picture that is not finite in {self.dtype}; try another dtype.")
+            raise NumericalError(f"{NOT_FINITE['vae_decode']} in {self.dtype}; try another dtype.")
         logger.warning("the VAE overflowed in float16; this picture is made in float32")
         with self._in_float32():
             if len(value) == 1:

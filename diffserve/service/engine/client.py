@@ -17,16 +17,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from diffserve import ipc
 from diffserve.config import Settings
 from diffserve.disk_cache import DiskCache
+from diffserve.engine_stats import EngineStats
 from diffserve.errors import DiffserveError, EngineUnavailable, ModelLoadError
-from diffserve.service.engine.connection import EngineConnection, Job, Loss, Watch
+from diffserve.service.engine.connection import EngineConnection, Loss
+from diffserve.service.engine.engines import Job, Watch, refuse_unready
 from diffserve.service.metrics import Metrics
 from diffserve.text_types import LanguageModelInfo
-from diffserve.types import Asks, ModelInfo
+from diffserve.types import Asks, ModelInfo, ServedModel
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
@@ -53,21 +56,31 @@ class EngineClient:
     """Keeps an engine process alive and hands requests to it.
 
     settings   what it was started with
-    info       the loaded model, ``None`` until the first engine is up
+    info       the first model, ``None`` until the first engine is up
     text_info  the language model beside it; ``None`` until then, and where there is none
     metrics    what the answers showed, over all engines
     failed     resolves to the error for which no further engine is started
+    silent_s   seconds for which the engine has said nothing, counted while we listen: a loop that stood still heard
+               nothing, and proves nothing
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, metrics: Metrics | None = None, member: str = "") -> None:
+        """``metrics``: of all engines, where this is one of several, the ``member``; ``None``: its own."""
         self.settings = settings
+        self._of = {"member": member} if member else {}  # for the log
         self.info: ModelInfo | None = None
         self.text_info: LanguageModelInfo | None = None
-        self.metrics = Metrics()
+        self._known_models: tuple[ServedModel, ...] = ()
+        self.metrics = metrics or Metrics()
         self.failed: asyncio.Future[DiffserveError] = asyncio.get_running_loop().create_future()
         self._hang_after_s = settings.serve.hang_after_s
         self._load = ipc.Load(
-            model=settings.model, engine=settings.engine, text=settings.text, hang_after_s=self._hang_after_s
+            model=settings.model,
+            engine=settings.engine,
+            text=settings.text,
+            hang_after_s=self._hang_after_s,
+            models=settings.models,
+            unload_after_s=settings.serve.unload_after_s,
         )
         self._load_times = LoadTimes(settings)
         self._ready_at_s = 0.0  # when it should be
@@ -77,16 +90,38 @@ class EngineClient:
         self._spare_since_s = 0.0
         self._has_spare = settings.serve.spare_engine
         self._is_up = False
-        self._silent_s = 0.0  # counted while we listen: a loop that stood still heard nothing, and proves nothing
+        self.silent_s = 0.0
         self._losses: deque[float] = deque(maxlen=MAX_LOSSES)
         self._supervising: asyncio.Task[None] | None = None
+        if metrics is None:
+            watch_engines(self.metrics, [self])
+
+    @property
+    def models(self) -> tuple[ServedModel, ...]:
+        """Every image model that requests may name, the first one first; none until the first engine is up."""
+        return self._known_models if self._connection is None else self._connection.models or self._known_models
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the engine, also of one that loads or was lost; ``None`` before the first."""
+        return None if self._connection is None else self._connection.pid
+
+    @property
+    def load_s(self) -> float | None:
+        """Seconds that the engine took to load, 0 while it does; ``None`` before the first began."""
+        return None if self._connection is None else self._connection.load_s
 
     @property
     def is_ready(self) -> bool:
         """Whether a request handed over now would be painted."""
         connection = self._connection
         is_up = self._is_up and connection is not None and not connection.lost.done()
-        return is_up and self._silent_s < SILENT_AFTER_S
+        return is_up and self.silent_s < SILENT_AFTER_S
+
+    @property
+    def num_ready(self) -> int:
+        """Whether there is one that works: 1 or 0."""
+        return int(self.is_ready)
 
     @property
     def retry_after_s(self) -> float:
@@ -99,11 +134,7 @@ class EngineClient:
 
     def require_ready(self) -> None:
         """EngineUnavailable, with when to come back, unless a request handed over now would be painted."""
-        if not self.is_ready:
-            raise EngineUnavailable(
-                "the engine is not ready: it is loading its model; please try again in a moment.",
-                retry_after_s=self.retry_after_s,
-            )
+        refuse_unready(self)
 
     def start(self) -> None:
         """Start the first engine and watch over it."""
@@ -121,14 +152,43 @@ class EngineClient:
             await self._connection.stop(**({} if self._is_up else {"grace_s": 0.0}))
         self._is_up = False
 
-    def submit(self, request: Asks[E], watch: Watch | None = None) -> Job[E]:
-        """Hand ``request`` to the engine. EngineUnavailable while there is none.
+    def submit(self, request: Asks[E], watch: Watch | None = None, *, is_whole: bool = False) -> Job[E]:
+        """Hand ``request`` to the engine. EngineUnavailable while there is none; ``is_whole``: see ``Engines``, there
+        is no other that could begin it anew.
 
         Its job raises InvalidRequest where nothing is loaded that could do it.
         """
-        return self.up().submit(request, watch)
+        job = Job(request, self.cancel, watch, is_whole=is_whole)
+        self.take(job)
+        return job
 
-    def up(self) -> EngineConnection:
+    def take(self, job: Job[Any]) -> None:
+        """Have the engine do the request of ``job``, and feed it. EngineUnavailable while there is none."""
+        self._up().take(job)
+
+    def cancel(self, request_id: str) -> None:
+        """Give a request up, if it is not over; its place is free at the engine's next step."""
+        if self._connection is not None:
+            self._connection.cancel(request_id)
+
+    def look_again(self, name: str) -> None:
+        """Have the engine look at the files of a model that it could not read. EngineUnavailable without one."""
+        self._up().look_again(name)
+
+    async def num_requests(self) -> int:
+        """How many requests are in the engine, by its own books. EngineUnavailable while there is none."""
+        return (await self._up().ping()).num_requests
+
+    async def trace(self) -> list[list[str]]:
+        """Per recent UNet call, the request id of every row. EngineUnavailable while there is none."""
+        return await self._up().trace()
+
+    async def stats(self) -> EngineStats | None:
+        """The engine's numbers as of a moment ago; ``None`` before its first tick. EngineUnavailable while there is
+        none."""
+        return await self._up().stats()
+
+    def _up(self) -> EngineConnection:
         """The engine. EngineUnavailable while there is none."""
         self.require_ready()
         assert self._connection is not None
@@ -145,13 +205,13 @@ class EngineClient:
             self._losses.append(self._now())
             if len(self._losses) == MAX_LOSSES and self._losses[-1] - self._losses[0] < LOSS_WINDOW_S:
                 often = f"{MAX_LOSSES} times within {LOSS_WINDOW_S:g} s"
-                log.error("no further engine is started", extra={"reason": f"lost {often}"})
+                log.error("no further engine is started", extra={"reason": f"lost {often}", **self._of})
                 self._give_up(EngineUnavailable(f"the engine was lost {often}; giving up."))
                 return
             recent = sum(self._now() - lost_at_s < LOSS_WINDOW_S for lost_at_s in self._losses)
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (recent - 2)) if recent > 1 else 0.0
             self._ready_at_s = self._now() + pause_s + self._load_times.expected_s(spare=self._stands_by)
-            log.warning("engine restarts", extra={"pause_s": pause_s})
+            log.warning("engine restarts", extra={"pause_s": pause_s, **self._of})
             await asyncio.sleep(pause_s)
 
     async def _one_life(self) -> None:
@@ -171,10 +231,11 @@ class EngineClient:
             await connection.stop()
             self._load_failed(error)
         else:
-            self.info, self.text_info = ready.info, ready.language
+            self.info, self.text_info, self._known_models = ready.info, ready.language, ready.models
             self._is_up = True
             seconds = {"load_s": round(connection.load_s, 1)}
-            log.info("engine ready", extra={"model": ready.info.model_id, "engine_pid": connection.pid, **seconds})
+            told = {"model": ready.info.model_id, "engine_pid": connection.pid, **seconds, **self._of}
+            log.info("engine ready", extra=told)
             await asyncio.to_thread(self._load_times.learn, connection.load_s, spare=was_spare)
             up_since_s = self._now()
             preparing = asyncio.create_task(self._keep_spare())
@@ -227,7 +288,7 @@ class EngineClient:
     async def _watch(self, connection: EngineConnection, *, until: asyncio.Future[Any]) -> None:
         """Ask how it gets on ``until`` that is done, or it is lost; give it up when it does not get on."""
         pong: asyncio.Task[ipc.Pong] | None = None
-        self._silent_s = 0.0
+        self.silent_s = 0.0
         patience_s = self._hang_after_s if self._is_up else max(self._hang_after_s, LOADING_ANSWERS_S)
         overs: set[asyncio.Future[Any]] = {connection.lost, until}
         try:
@@ -237,15 +298,15 @@ class EngineClient:
                 if any(over.done() for over in overs):
                     return
                 if pong.done():
-                    self._silent_s = 0.0
+                    self.silent_s = 0.0
                     told, pong = pong.result(), None
                     if told.hangs:
                         connection.abandon(Loss("hang", f"tick {told.num_ticks + 1} has taken {told.tick_s:.0f} s"))
                     await asyncio.wait(overs, timeout=PING_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
                     continue
-                self._silent_s += PING_EVERY_S
-                if self._silent_s > patience_s:
-                    connection.abandon(Loss("silence", f"no word for {self._silent_s:.0f} s"))
+                self.silent_s += PING_EVERY_S
+                if self.silent_s > patience_s:
+                    connection.abandon(Loss("silence", f"no word for {self.silent_s:.0f} s"))
         finally:
             if pong is not None:
                 pong.cancel()
@@ -258,14 +319,14 @@ class EngineClient:
         closing.cancel()
         loss = connection.lost.result()
         self.metrics.lost_engine(loss.kind)
-        said = {"engine_pid": connection.pid, "exit_code": connection.exit_code, "reason": loss.reason}
+        said = {"engine_pid": connection.pid, "exit_code": connection.exit_code, "reason": loss.reason, **self._of}
         log.error("engine lost", extra=said)
 
     def _load_failed(self, error: DiffserveError) -> None:
         if self.info is None:
             self._give_up(error)
         else:
-            log.error("engine did not come back", extra={"reason": error.message})
+            log.error("engine did not come back", extra={"reason": error.message, **self._of})
 
     def _give_up(self, error: DiffserveError) -> None:
         if not self.failed.done():
@@ -274,6 +335,23 @@ class EngineClient:
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
+
+
+def watch_engines(metrics: Metrics, engines: Sequence[EngineClient]) -> None:
+    """Tell of ``engines`` at each scrape: of the one that has been silent for longest, and took longest to load."""
+
+    def infos() -> dict[tuple[str, ...], float]:
+        served = ((one.name, one.info) for engine in engines for one in engine.models)
+        return {(name, info.digest, info.dtype): 1.0 for name, info in served if info is not None}
+
+    def loads() -> dict[tuple[str, ...], float]:
+        known = [engine.load_s for engine in engines if engine.load_s is not None]
+        return {(): max(known)} if known else {}
+
+    said = "Seconds for which the engine has said nothing, also while it loads."
+    metrics.watch("engine_heartbeat_age_seconds", said, lambda: {(): max(engine.silent_s for engine in engines)})
+    metrics.watch("model_load_seconds", "Seconds from telling the engine what to load to its first tick.", loads)
+    metrics.watch("model_info", "The models that are served; always 1.", infos, "model", "digest", "dtype")
 
 
 class LoadTimes:

@@ -13,28 +13,31 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Generic, NamedTuple, Self, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 from diffserve import ipc
 from diffserve.engine_stats import EngineStats
-from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, ModelLoadError, QueueFull
-from diffserve.rewrite_types import REWRITE_TERMINAL
+from diffserve.errors import (
+    DeadlineUnreachable,
+    DiffserveError,
+    EngineUnavailable,
+    InvalidRequest,
+    ModelLoadError,
+    QueueFull,
+)
+from diffserve.service.engine.engines import LAST, Job
 from diffserve.service.engine.output import EngineOutput
-from diffserve.service.http.errors import OUR_MISTAKE, error_of
+from diffserve.service.http.errors import ABOUT_SERVER, OUR_MISTAKE
 from diffserve.service.metrics import Metrics
-from diffserve.text_types import TEXT_TERMINAL
-from diffserve.types import TERMINAL, Asks, Cancelled, Failed
+from diffserve.types import Progress, ServedModel
 from diffserve.wait_policy import bound_spinning
 
 ENGINE_MODULE = "diffserve.engine.process"
-LAST = (*TERMINAL, *TEXT_TERMINAL, *REWRITE_TERMINAL)
+READ_BYTES = 1 << 18
 MALLOC_ARENAS = "2"
 """Heaps of glibc in an engine; it would make eight for every core, and none gives the others what it has free."""
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DIFFUSERS_DISABLE_REMOTE_CODE": "1"}
-E = TypeVar("E")
-Watch = Callable[[object], None]
 Answer = ipc.Pong | ipc.Trace | ipc.Stats
 
 
@@ -43,47 +46,6 @@ class Loss(NamedTuple):
 
     kind: str
     reason: str
-
-
-class Job(Generic[E]):
-    """A submitted request as an asynchronous iterator of its events, the terminal one last.
-
-    Iterating raises what the engine refuses it with (InvalidRequest, QueueFull), what it failed at, or that it was
-    cancelled or the engine is lost (EngineUnavailable). Leaving its ``async with`` block early cancels the request.
-    ``watch`` is told of every event when it comes, however slowly they are read.
-    """
-
-    def __init__(self, request: Asks[E], connection: EngineConnection, watch: Watch | None = None) -> None:
-        self.request_id = request.request_id
-        self.kind = request.kind
-        self._connection = connection
-        self._events: asyncio.Queue[E | DiffserveError] = asyncio.Queue()
-        self._watch = watch
-
-    def feed(self, event: E | DiffserveError) -> None:
-        """Take the next event, or the error that ends the job."""
-        if self._watch is not None:
-            self._watch(event)
-        self._events.put_nowait(event)
-
-    async def __aiter__(self) -> AsyncIterator[E]:
-        while True:
-            event = await self._events.get()
-            if isinstance(event, DiffserveError):
-                raise event
-            if isinstance(event, Failed):
-                raise error_of(event)
-            if isinstance(event, Cancelled):
-                raise EngineUnavailable("the request was cancelled by the server.")
-            yield event
-            if isinstance(event, LAST):
-                return
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._connection.cancel(self.request_id)
 
 
 class EngineConnection:
@@ -119,6 +81,7 @@ class EngineConnection:
         self._process = process
         self._reader = reader
         self._writer = writer
+        self.models: tuple[ServedModel, ...] = ()
         self._jobs: dict[str, Job[Any]] = {}
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._numbers = itertools.count()
@@ -158,21 +121,26 @@ class EngineConnection:
         self._told_s = asyncio.get_running_loop().time()
         self._send(load)
 
-    def submit(self, request: Asks[E], watch: Watch | None = None) -> Job[E]:
-        """Hand ``request`` over. EngineUnavailable where the process is gone."""
+    def take(self, job: Job[Any]) -> None:
+        """Hand the request of ``job`` over, and feed it. EngineUnavailable where the process is gone."""
         if self.lost.done():
             raise self._gone()
-        data = ipc.frame(ipc.Submit(request=cast(ipc.AnyRequest, request)))  # before it is in the books: may be refused
-        job = self._jobs[request.request_id] = Job(request, self, watch)
+        request = cast(ipc.AnyRequest, job.request)
+        data = ipc.frame(ipc.Submit(request=request))  # before it is in the books: may be refused
+        self._jobs[job.request_id] = job
         self._write(data)
-        return job
 
     def cancel(self, request_id: str) -> None:
         """Give a request up, if it is not over; its place is free at the engine's next step."""
         job = self._jobs.pop(request_id, None)
         if job is not None:
             self._metrics.ended(job.kind, "cancelled")
+            self._metrics.wasted(*job.wasted_by(None))
             self._send(ipc.Cancel(request_id=request_id))
+
+    def look_again(self, name: str) -> None:
+        """Have the engine look at the files of a model that it could not read."""
+        self._send(ipc.LookAgain(name=name))
 
     async def ping(self) -> ipc.Pong:
         """How the engine gets on. EngineUnavailable where it is gone; waits for ever while it is silent."""
@@ -235,20 +203,25 @@ class EngineConnection:
     async def _read(self) -> None:
         """Give every report to whom it concerns, until the stream ends; then end everything that still waits."""
         try:
-            while True:
-                header = await self._reader.readexactly(ipc.HEADER.size)
-                body = await self._reader.readexactly(ipc.body_length(header))
-                self._dispatch(ipc.decode_report(body))
-        except (asyncio.IncompleteReadError, ConnectionError):
+            frames = ipc.FrameReader()
+            while data := await self._reader.read(READ_BYTES):
+                for body in frames.feed(data):
+                    self._dispatch(ipc.decode_report(body))
+        except ConnectionError:
             pass
         finally:
             await self._finish()
 
     def _dispatch(self, report: ipc.Report) -> None:
         match report:
+            case Progress():  # first, being most of them
+                self._feed(report.request_id, report)
             case ipc.Ready():
                 self.load_s = asyncio.get_running_loop().time() - self._told_s
+                self.models = report.models
                 self.ready.set_result(report)
+            case ipc.NewModels():
+                self.models = report.models
             case ipc.Lost():
                 self._lose(Loss("device", report.reason))
             case ipc.LoadFailed():
@@ -258,7 +231,7 @@ class EngineConnection:
                 if answer is not None and not answer.done():
                     answer.set_result(report)
             case ipc.Rejected():
-                self._feed(report.request_id, _error_of(report))
+                self._feed(report.request_id, refusal_in(report))
             case _:
                 self._feed(report.request_id, report)
 
@@ -271,6 +244,11 @@ class EngineConnection:
             self._metrics.ended(job.kind, "lost" if isinstance(event, EngineUnavailable) else "rejected")
         else:
             self._metrics.observe(job.kind, event)
+            if (waited_s := job.waited_for_preview_s(event)) is not None:
+                self._metrics.observe_first_preview(waited_s)
+        reason, num_steps = job.wasted_by(event)
+        if num_steps:
+            self._metrics.wasted(reason, num_steps)
         job.feed(event)
 
     def _lose(self, loss: Loss) -> None:
@@ -306,11 +284,16 @@ class EngineConnection:
         self.closed.set()
 
 
-def _error_of(report: ipc.Rejected) -> DiffserveError:
+def refusal_in(report: ipc.Rejected) -> DiffserveError:
+    """The error that ``report`` stands for."""
+    if report.code == DeadlineUnreachable.default_code:
+        predicted_s, retry_after_s = report.predicted_s, report.retry_after_s
+        return DeadlineUnreachable(report.message, predicted_s=predicted_s, retry_after_s=retry_after_s)
     if report.retry_after_s is not None:
         return QueueFull(report.message, retry_after_s=report.retry_after_s)
-    if report.code == EngineUnavailable.default_code:
-        return EngineUnavailable(report.message)
+    known = ABOUT_SERVER.get(report.code)
+    if known is not None:
+        return known(report.message)
     if report.code == DiffserveError.default_code:
         return DiffserveError(OUR_MISTAKE)
     return InvalidRequest(report.message, param=report.param, code=report.code)

@@ -14,19 +14,25 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Annotated, Any, ClassVar, Final, TypedDict, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from diffserve.errors import InvalidRequest
+from diffserve.types import Priority
 
 MAX_SHOWN_FIELDS = 10
 
 MAX_JSON_DEPTH: Final = 32
 MAX_KEYS: Final = 10_000
 MAX_VALUES: Final = 262_144  # the token ids of a long context are as many
+LONG_BYTES: Final = 1 << 20
+MAX_LONG_QUOTES: Final = 40_000  # what is longer is so for its pictures
 MAX_SHOWN_CHARS: Final = 40
+MAX_DEADLINE_S: Final = 1_000_000.0
+FLEX: Final = "flex"
+BY_THEN: Final = "Seconds, from now, after which nobody wants it: refused if it cannot be done by then."
 _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)  # one that does not end is one, too
 _ALL_BUT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 
@@ -50,6 +56,26 @@ class Body(BaseModel):
         extra = self.model_extra or {}
         unknown = [show_name(name) for name in extra if name not in self.ignored and name not in self.refused]
         return [f"unknown fields were ignored: {', '.join(unknown[:MAX_SHOWN_FIELDS])}."] if unknown else []
+
+
+class WorkBody(Body):
+    """What a body may say of how urgent its work is."""
+
+    priority: Annotated[Priority, Field(description="batch: gets what interactive work leaves.")] | None = None
+    service_tier: Annotated[str, Field(max_length=64, description="flex means the priority batch.")] | None = None
+    deadline_s: Annotated[float, Field(gt=0.0, le=MAX_DEADLINE_S, description=BY_THEN)] | None = None
+
+    def urgency(self, timeout_s: float) -> Urgency:
+        """Of its requests, which are given up after ``timeout_s`` in any case."""
+        tier: Priority = "batch" if self.service_tier == FLEX else "interactive"
+        return {"priority": self.priority or tier, "deadline_s": min(self.deadline_s or timeout_s, timeout_s)}
+
+
+class Urgency(TypedDict):
+    """The same in the words of requests."""
+
+    priority: Priority
+    deadline_s: float
 
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -109,7 +135,8 @@ def _explain(error: ValidationError, hints: Mapping[str, str]) -> InvalidRequest
     if kind == "missing":
         return InvalidRequest(f"{name} is missing; {hint}.", param=name, code="missing_required_parameter")
     if kind == "string_too_short":
-        return InvalidRequest(f"the {name} is empty; {hint}.", param=name, code=f"empty_{name}")
+        called = name if "[" in name else f"the {name}"
+        return InvalidRequest(f"{called} is empty; {hint}.", param=name, code=f"empty_{_bare(name)}")
     if kind == "too_short":
         return InvalidRequest(f"{name} is an empty list; {hint}.", param=name, code="empty_array")
     if kind in _TOO_LONG:
@@ -127,6 +154,7 @@ _TOO_LONG: Final = {
     "string_too_long": ("characters", "string_above_max_length"),
     "too_long": ("entries", "array_above_max_length"),
 }
+_KIND: Final = re.compile(r"[A-Z][A-Za-z0-9]*")
 _BRANCHES: Final = frozenset({"str", "int", "float", "bool", "none"})
 
 
@@ -136,9 +164,14 @@ def _path(loc: tuple[int | str, ...]) -> str | None:
     for part in loc:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part not in _BRANCHES and not part[:1].isupper() and not any(mark in part for mark in "[]-"):
+        elif part not in _BRANCHES and not _KIND.fullmatch(part) and not any(mark in part for mark in "[]-"):
             path += f".{show_name(part)}" if path else show_name(part)
     return path or None
+
+
+def _bare(path: str) -> str:
+    """The field that ``path`` leads to, without the place in a list."""
+    return re.sub(r"\[\d+\]", "", path).rpartition(".")[2]
 
 
 def _wanted(kind: str, context: dict[str, Any]) -> str:
@@ -169,7 +202,7 @@ def check_shape(data: bytes) -> None:
     InvalidRequest says which. What is no JSON at all may pass: whoever parses it says that better.
     """
     num_quotes = data.count(b'"') - data.count(b'\\"')
-    if num_quotes > 4 * MAX_VALUES:
+    if num_quotes > (4 * MAX_VALUES if len(data) <= LONG_BYTES else MAX_LONG_QUOTES):
         raise _too_many("values", num_quotes // 2, MAX_VALUES)
     if data.count(b"{") + data.count(b"[") > MAX_JSON_DEPTH or data.count(b":") + data.count(b",") > MAX_KEYS:
         _check_counts(_STRING.sub(b"", data))

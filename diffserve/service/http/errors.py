@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import errno
 import math
-from typing import Final, NamedTuple
+import sqlite3
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from starlette.responses import Response
 
 from diffserve.errors import (
     DeadlineExceeded,
+    DeadlineUnreachable,
     DiffserveError,
     EngineUnavailable,
+    InsufficientMemory,
     InvalidRequest,
+    ModelLoadError,
     ModelNotFound,
+    ModerationBlocked,
     QueueFull,
 )
 from diffserve.types import Failed, ImageFailed
@@ -26,8 +31,17 @@ from diffserve.types import Failed, ImageFailed
 MAX_RETRY_AFTER_S = 60
 ENGINE_RETRY_AFTER_S = 2.0
 
+A1111: Final = "/sdapi/v1"
+"""Where A1111's words are spoken."""
+
 OUR_MISTAKE: Final = "the server made a mistake; its log has the request id of this answer."
 
+ABOUT_SERVER: Final[dict[str, type[DiffserveError]]] = {
+    kind.default_code: kind for kind in (EngineUnavailable, ModelLoadError, InsufficientMemory)
+}
+"""By their codes, errors of the engine that are not about what was asked for."""
+
+BLOCKED: Final = "image_generation_user_error"
 _KINDS: Final[dict[int, str]] = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -51,6 +65,13 @@ class ErrorReply(NamedTuple):
     body: bytes
     headers: dict[str, str]
 
+    def in_a1111s_words(self) -> ErrorReply:
+        """The same with the body that A1111's clients read."""
+        told = msgspec.json.decode(self.body)["error"]
+        body = {"error": "HTTPException", "detail": told["message"], "body": "", "errors": told["message"]}
+        body |= {"code": told["code"] or told["type"]}  # ours
+        return self._replace(body=msgspec.json.encode(body))
+
     @property
     def response(self) -> Response:
         """The reply as a response."""
@@ -59,29 +80,57 @@ class ErrorReply(NamedTuple):
 
 def reply_to(error: Exception) -> ErrorReply:
     """What the caller is told of ``error``. An error that is not ours becomes a 500 that says nothing of its inside."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if _is_sick_disk(error):
+        said = "the server's disk does not take what is written; its log tells whoever runs it."
+        error = HttpError(507, said, code="disk_error")
+    elif _is_disk_full(error):
         error = HttpError(507, "there is no room on the server's disk for this.", code="no_room")
     elif not isinstance(error, DiffserveError):
         error = DiffserveError(OUR_MISTAKE)
     status = status_of(error)
     headers: dict[str, str] = {}
-    if isinstance(error, QueueFull):
+    if isinstance(error, QueueFull | DeadlineUnreachable) and error.retry_after_s is not None:
         headers |= _come_back(error.retry_after_s)
     elif isinstance(error, EngineUnavailable):
         headers |= _come_back(ENGINE_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s)
-    elif status >= 500:
+    elif status >= 500 or isinstance(error, DeadlineUnreachable):
         headers["x-should-retry"] = "false"
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, HttpError) and error.allow is not None:
         headers["Allow"] = error.allow
     if isinstance(error, HttpError) and error.is_last:
         headers["Connection"] = "close"
-    body = {
+    body: dict[str, Any] = {
         "message": error.message,
-        "type": _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error"),
+        "type": BLOCKED
+        if isinstance(error, ModerationBlocked)
+        else _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error"),
         "param": error.param,
         "code": error.code,
     }
+    if isinstance(error, DeadlineUnreachable) and error.predicted_s is not None:
+        body["predicted_s"] = round(error.predicted_s, 3)
     return ErrorReply(status, msgspec.json.encode({"error": body}), headers)
+
+
+def _is_sick_disk(error: Exception) -> bool:
+    """Whether reading or writing failed for another reason than want of room."""
+    if isinstance(error, sqlite3.Error):
+        return (getattr(error, "sqlite_errorcode", 0) or 0) & 0xFF in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)
+    return isinstance(error, OSError) and error.errno in (errno.EIO, errno.EROFS)
+
+
+def _is_disk_full(error: Exception) -> bool:
+    if isinstance(error, sqlite3.Error):
+        return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def reply_for(path: str, error: Exception) -> ErrorReply:
+    """The same in the words of those who ask for ``path``."""
+    reply = reply_to(error)
+    return reply.in_a1111s_words() if path.startswith(A1111) else reply
 
 
 def status_of(error: DiffserveError) -> int:
@@ -92,8 +141,10 @@ def status_of(error: DiffserveError) -> int:
         (InvalidRequest, 400),
         (ModelNotFound, 404),
         (QueueFull, 429),
+        (DeadlineUnreachable, 429),
         (EngineUnavailable, 503),
         (DeadlineExceeded, 504),
+        (InsufficientMemory, 507),
     )
     return next((status for kind, status in statuses if isinstance(error, kind)), 500)
 
@@ -102,6 +153,10 @@ def error_of(event: Failed) -> DiffserveError:
     """The error that a Failed event stands for."""
     if event.code == DeadlineExceeded.default_code:
         return DeadlineExceeded(event.message)
+    if event.code == DeadlineUnreachable.default_code:
+        return DeadlineUnreachable(event.message)
+    if event.code in ABOUT_SERVER:
+        return ABOUT_SERVER[event.code](event.message)
     if event.param is not None:
         return InvalidRequest(event.message, param=event.param, code=event.code)
     return DiffserveError(told(event), code=event.code)

@@ -25,16 +25,26 @@ from diffserve.errors import DiffserveError
 from diffserve.service.http.errors import HttpError, reply_to, status_of
 from diffserve.service.http.hosts import NOT_OURS, HostNames, hostname, is_loopback
 from diffserve.service.lifecycle import hung_up
+from diffserve.service.metrics import Metrics
 from diffserve.types import new_request_id
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-ALLOWED_METHODS = "GET, POST, OPTIONS"
+ALLOWED_METHODS = "GET, POST, DELETE, OPTIONS"
 PREFLIGHT_MAX_AGE_S = 600
 PROBES = frozenset({"/livez", "/readyz", "/health", "/ping"})  # asked every second or so; not worth a line each
+UNTRACED = PROBES | {"/metrics"}
 BODY_TIMEOUT_S = 60.0
 SLOWEST_BYTES_PER_S = 16 * 1024  # of a body that takes longer than BODY_TIMEOUT_S
 TEXT_BODY_BYTES: Final = 1 << 20
 """Of any body but an upload (multipart/form-data): where no picture is sent."""
+PICTURE_BODY_BYTES: Final = 6 << 20
+"""Of one whose JSON may hold pictures; beside them it has ``TEXT_BODY_BYTES`` at most."""
+WITH_PICTURES: Final = "/images/generations"
+OF_PICTURES: Final = ("/images/edits", "/images/variations", "/provenance/verify", "/responses", "/sdapi/v1/")
+"""Where JSON is as good as an upload."""
+FILES: Final = "/files"
+FILE_BYTES: Final = 200_000_000
+"""Of a file that is uploaded to be kept."""
 
 _AUTHORITY = re.compile(r"[A-Za-z0-9.\-_\[\]:]+")
 _HIDDEN = re.compile(rb"%(?:2f|5c|00)", re.IGNORECASE)
@@ -46,15 +56,21 @@ log = logging.getLogger("diffserve.http")
 class Outermost:
     """Gives the request an id, answers for every unexpected error, and writes one log line without any content."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: Metrics | None = None) -> None:
         self.app = app
+        self.metrics = metrics or Metrics()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":  # nothing here speaks it, and no guard below would look at it
+            await send({"type": "websocket.close", "code": 1008, "reason": ""})
+            return
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         request_id, started_s = new_request_id(), time.perf_counter()
         scope.setdefault("state", {})["request_id"] = request_id
+        traces = None if scope["path"] in UNTRACED else self.metrics.traces
+        trace_id = "" if traces is None else traces.begin(request_id, scope)
         status = 0
 
         async def send_marked(message: Message) -> None:
@@ -74,19 +90,36 @@ class Outermost:
             if not isinstance(error, DiffserveError) or status_of(error) >= 500:
                 log.exception("request failed", extra={"request_id": request_id})
             if status == 0:
+                scope["state"]["error_code"] = getattr(error, "code", DiffserveError.default_code)
                 await reply_to(error).response(scope, receive, send_marked)
         finally:
+            seconds, code = time.perf_counter() - started_s, scope["state"].get("error_code", "")
+            self.metrics.answered(endpoint_of(scope), status, code, seconds)
+            if traces is not None:
+                traces.end(request_id, endpoint_of(scope), status, code)
             facts = {
                 "request_id": request_id,
                 "method": scope["method"][:16],
                 "endpoint": getattr(scope.get("route"), "path", ""),
                 "status": status,
-                "duration_ms": round((time.perf_counter() - started_s) * 1000),
+                "duration_ms": round(seconds * 1000),
             }
-            if code := scope["state"].get("error_code"):
+            if key_id := scope["state"].get("key_id"):
+                facts["key_id"] = key_id
+            if code:
                 facts["error"] = code
+            if trace_id:
+                facts["trace_id"] = trace_id
             is_quiet = facts["endpoint"] in PROBES or (scope["state"].get("is_page", False) and status < 400)
             log.log(logging.DEBUG if is_quiet else logging.INFO, "request", extra=facts)
+
+
+def endpoint_of(scope: Scope) -> str:
+    """The template of the route that answered; "page" for all of the page's, "none" where there was no route."""
+    if scope["state"].get("is_page", False):
+        return "page"
+    path: str | None = getattr(scope.get("route"), "path", None)
+    return "none" if path is None else path.rstrip("/") or "/"
 
 
 class OriginGuard:
@@ -169,8 +202,9 @@ class FramingGuard:
 class BodyLimit:
     """Refuses a body that is too long, by its announced length or as soon as it is, and one that comes too slowly.
 
-    Uploads may have ``max_bytes``, everything else ``TEXT_BODY_BYTES`` at most. A body may take ``BODY_TIMEOUT_S``,
-    and longer only while its mean rate is at least ``SLOWEST_BYTES_PER_S``.
+    Uploads, and JSON to ``OF_PICTURES``, may have ``max_bytes``, everything else ``TEXT_BODY_BYTES`` at most, or
+    ``PICTURE_BODY_BYTES``. A body may take ``BODY_TIMEOUT_S``, and longer only while its mean rate is at least
+    ``SLOWEST_BYTES_PER_S``.
     """
 
     def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
@@ -183,7 +217,11 @@ class BodyLimit:
             return
         headers = Headers(scope=scope)
         is_upload = headers.get("content-type", "").lower().startswith("multipart/form-data")
-        max_bytes = self.max_bytes if is_upload else min(self.max_bytes, TEXT_BODY_BYTES)
+        path = scope["path"].removeprefix("/v1")
+        most = PICTURE_BODY_BYTES if path.startswith(WITH_PICTURES) else TEXT_BODY_BYTES
+        max_bytes = self.max_bytes if is_upload or path.startswith(OF_PICTURES) else min(self.max_bytes, most)
+        if is_upload and path.rstrip("/") == FILES:
+            max_bytes = FILE_BYTES + TEXT_BODY_BYTES  # what lies around the file in the form
         refusal = self._refusal(headers, max_bytes)
         if refusal is not None:
             await reply_to(refusal).response(scope, receive, send)
@@ -206,7 +244,7 @@ class BodyLimit:
             received += len(message.get("body", b""))
             is_read = not message.get("more_body", False)
             if received > max_bytes:
-                raise _too_long(max_bytes)
+                raise too_long(max_bytes)
             return message
 
         await self.app(scope, counted, send)
@@ -217,13 +255,14 @@ class BodyLimit:
         if not announced.isascii() or not announced.isdigit():
             return HttpError(400, "Content-Length must be a whole number.", code="invalid_content_length")
         if int(announced[:20]) > max_bytes:
-            return _too_long(max_bytes)
+            return too_long(max_bytes)
         if headers.get("content-encoding", "identity").lower() != "identity":
             return HttpError(415, "compressed bodies are not taken.", code="unsupported_content_encoding")
         return None
 
 
-def _too_long(max_bytes: int) -> HttpError:
+def too_long(max_bytes: int) -> HttpError:
+    """The answer to a body of more than ``max_bytes``."""
     return HttpError(413, f"the body is longer than {max_bytes} bytes.", code="body_too_large")
 
 
@@ -245,7 +284,8 @@ def _allowing(send: Send, origin: str) -> Send:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
             headers["Access-Control-Allow-Origin"] = origin
-            headers["Access-Control-Expose-Headers"] = "x-request-id, x-diffserve-warnings, retry-after"
+            told = "x-request-id, x-diffserve-warnings, x-content-provenance, retry-after"
+            headers["Access-Control-Expose-Headers"] = told
             headers.add_vary_header("Origin")
         await send(message)
 

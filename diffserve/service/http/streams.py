@@ -131,6 +131,7 @@ class EventStreamResponse(Response):
         if self._interrupted.done():
             error = self._interrupted.result()
         if error.code == hung_up().code:
+            self._error_code = error.code
             return
         try:
             async with asyncio.timeout(GOODBYE_S):

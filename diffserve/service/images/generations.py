@@ -5,28 +5,44 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
-from typing import Any, Final, ParamSpec, TypeVar
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar, Final, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from diffserve.client.on_behalf import HEADER as ON_BEHALF
+from diffserve.client.on_behalf import asker_in
 from diffserve.config import ServeConfig
-from diffserve.errors import DiffserveError, EngineUnavailable, NumericalError
+from diffserve.errors import (
+    DiffserveError,
+    EngineUnavailable,
+    ModelLoadError,
+    ModerationBlocked,
+    NumericalError,
+)
 from diffserve.logs import reason_of
-from diffserve.service.admission import Admission, Backlog, Ticket, work_of
+from diffserve.service.admission import Admission, Backlog, Ticket, share_of, work_of
 from diffserve.service.endpoint import Endpoint, Place
-from diffserve.service.engine.client import EngineClient
+from diffserve.service.engine.engines import Engines
 from diffserve.service.http.bodies import show
 from diffserve.service.http.errors import HttpError, told
+from diffserve.service.http.middleware import TEXT_BODY_BYTES, too_long
 from diffserve.service.http.streams import Events
-from diffserve.service.images.events import ImageEvents
+from diffserve.service.images.answers import answer, image_entry
+from diffserve.service.images.events import ImageEvents, Teller
 from diffserve.service.images.kept_pictures import KeptPictures, PictureUrls, base_url_of
-from diffserve.service.images.painting import CheckedImages, answer, image_entry, plan_painting
+from diffserve.service.images.painting import CheckedImages, Start, plan_painting
+from diffserve.service.images.picture_checks import PictureChecks
+from diffserve.service.images.remembering import PictureHistory
 from diffserve.service.images.schemas import GenerateBody
-from diffserve.service.lifecycle import Gate, json_response
-from diffserve.service.models import check_model
+from diffserve.service.lifecycle import PARSE_IN_THREAD_BYTES, Gate, json_response
+from diffserve.service.models import find_model
 from diffserve.service.texts.schemas import RewriterMode
 from diffserve.types import Accepted, ImageFailed, ImageResult, Painted, Preview, Progress, Queued
 
@@ -36,7 +52,18 @@ T = TypeVar("T")
 OUR_CODES: Final = frozenset(kind.default_code for kind in (DiffserveError, NumericalError, EngineUnavailable))
 """Of failures that are not the client's mistake."""
 
+MARKED: Final = "watermark: false changes nothing; the server's configuration alone can leave it out (--no-watermark)."
+WITHHELD: Final = "partial pictures are withheld: the safety filter of this server judges finished ones."
+
 log = logging.getLogger("diffserve.http")
+
+
+class PaintedImages(NamedTuple):
+    """The pictures of a request in order, each with its entry in an answer, and what the caller should know."""
+
+    results: list[ImageResult]
+    entries: list[dict[str, Any]]
+    warnings: list[str]
 
 
 class Generations(Endpoint[GenerateBody, CheckedImages]):
@@ -44,39 +71,98 @@ class Generations(Endpoint[GenerateBody, CheckedImages]):
 
     body = GenerateBody
     ending = b""
+    events: ClassVar[str] = "image_generation"
+    """What the events of a stream are called by."""
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: Engines,
         config: ServeConfig,
         gate: Gate,
         admission: Admission,
         *,
         rewriter: RewriterMode,
+        checks: PictureChecks,
         pictures: KeptPictures | None = None,
+        history: PictureHistory | None = None,
+        beside: Generations | None = None,
     ) -> None:
+        """``checks``: what pictures pass on their way.
+
+        ``beside``: an endpoint whose requests and these are cancelled at one address, and encoded in one queue."""
         super().__init__(engine, config, gate, admission)
         self._rewriter: RewriterMode = rewriter
         self._pictures = pictures
-        self._encoders = asyncio.Semaphore(os.cpu_count() or 1)
+        self._history = history
+        self._checks = checks
+        self._encoders, self._readers = (asyncio.Semaphore(os.cpu_count() or 1) for _ in range(2))
+        if beside is not None:
+            self._in_flight, self._encoders, self._readers = beside._in_flight, beside._encoders, beside._readers
 
     @property
     def _backlog(self) -> Backlog:
         return self._admission.images
 
     async def _check(self, body: GenerateBody, request: Request, client: str) -> tuple[CheckedImages, Place]:
-        info = self._engine.info
-        if info is None:
-            raise EngineUnavailable("the engine is loading its model; please try again in a moment.")
-        check_model(body.model, info, self._engine.text_info)
-        painting = plan_painting(
-            body, info, self._config, request.state.request_id, client=client, rewriter=self._rewriter
-        )
+        try:
+            info = find_model(body.model, self._engine.models, self._engine.text_info)
+        except ModelLoadError:
+            self._engine.look_again(body.model or "")
+            raise
+        with_pictures = self._with_pictures(body)
+        await self._checks.files.fill(request, *with_pictures)
+        await self._checks.fetcher.fill(*with_pictures)
+        body, start = await self._start(body)
+        plan = partial(
+            plan_painting, body, info, self._config, request.state.request_id,
+            client=client, share=share_of(request), rewriter=self._rewriter, start=start,
+        )  # fmt: skip
+        painting = await self._reading(plan) if body.controlnets or start is not None else plan()
+        painting = await self._checked(painting, body, request)
         if self._pictures is not None and painting.has_urls:
             urls = PictureUrls(self._pictures, base_url_of(request, self._config.public_url))
             painting = msgspec.structs.replace(painting, urls=urls)
-        work = work_of(painting.request, info)
-        return painting, self._backlog.entered(client, work, painting.request.num_images)
+        work = work_of(painting.request, info, self._engine.info)
+        asked = painting.request
+        return painting, self._backlog.entered(client, work, asked.num_painted, priority=asked.priority)
+
+    async def _read(self, request: Request) -> GenerateBody:
+        body = await super()._read(request)
+        in_pictures = sum(len(one.image) for one in body.controlnets or ())
+        if len(await request.body()) - in_pictures > TEXT_BODY_BYTES:
+            raise too_long(TEXT_BODY_BYTES)
+        return body
+
+    async def _checked(self, painting: CheckedImages, body: GenerateBody, request: Request) -> CheckedImages:
+        """``painting`` with what its pictures pass before they leave. Raises what the prompt is refused with.
+
+        Pictures of the way are withheld where there is a filter: it knows finished ones.
+        """
+        marks, safety = self._checks.marks, self._checks.safety
+        if body.watermark is False and marks.has_watermark:
+            if asker_in(request.headers.get(ON_BEHALF)) is None:
+                painting = msgspec.structs.replace(painting, warnings=(*painting.warnings, MARKED))
+            else:  # the page in this process, which measures
+                marks = marks.without_watermark()
+        asked = painting.request
+        if safety is not None:
+            with self._traced(asked.request_id, "safety"):
+                await self._in_thread(safety.check_prompt, asked.prompt)
+            if asked.preview_every:
+                asked = msgspec.structs.replace(asked, preview_every=0)
+                painting = msgspec.structs.replace(painting, warnings=(*painting.warnings, WITHHELD))
+        history = None if self._history is None else self._history.of(request)
+        return msgspec.structs.replace(
+            painting, events=self.events, request=asked, marks=marks, safety=safety, history=history
+        )
+
+    def _with_pictures(self, body: GenerateBody) -> tuple[BaseModel, ...]:
+        """What of ``body`` may hold pictures, or addresses of such."""
+        return (body,)
+
+    async def _start(self, body: GenerateBody) -> tuple[GenerateBody, Start | None]:
+        """``body``, and the picture that it starts from, where it does."""
+        return body, None
 
     async def cancel(self, request: Request) -> Response:
         """End the request whose id stands in the address; its lanes are free at the next step."""
@@ -88,55 +174,110 @@ class Generations(Endpoint[GenerateBody, CheckedImages]):
         return JSONResponse({"id": request_id, "object": "image.generation", "status": "cancelled"})
 
     async def _answer(self, painting: CheckedImages, ticket: Ticket) -> Response:
+        painted = await self.painted(painting, ticket)
+        if sum(len(entry["b64_json"]) for entry in painted.entries) <= PARSE_IN_THREAD_BYTES:
+            return json_response(answer(painting, *painted), painted.warnings)
+        content = await asyncio.to_thread(answer, painting, *painted)
+        return json_response(content, painted.warnings)
+
+    async def painted(self, painting: CheckedImages, ticket: Ticket) -> PaintedImages:
+        """All pictures of a request, once they are there. Raises what went wrong where there is none."""
         warnings = list(painting.warnings)
         results: list[ImageResult] = []
         entries: dict[int, dict[str, Any]] = {}
-        async with self._engine.submit(painting.request, ticket.watch) as job:
+        blocked: ModerationBlocked | None = None
+        async with self._engine.submit(painting.request, ticket.watch, is_whole=True) as job:
             async for event in job:
                 match event:
                     case Accepted():
                         warnings += event.warnings
                     case Painted():
+                        try:
+                            entry = await self._encoded(event.result, image_entry, painting, event.result)
+                        except ModerationBlocked as error:
+                            blocked = error
+                            warnings.append(f"image {event.result.image_index} was withheld: {error.message}")
+                            continue
                         results.append(event.result)
-                        entry = await self._in_thread(image_entry, painting, event.result)
                         entries[event.result.image_index] = entry
                     case ImageFailed():
                         warnings.append(f"image {event.image_index} failed: {_blamed(event)}")
         if not results:
-            raise DiffserveError("the engine finished without a picture.")
+            raise blocked or DiffserveError("the engine finished without a picture.")
         said = (text for result in results for text in result.warnings)
         warnings = list(dict.fromkeys([*warnings, *said, *painting.url_warnings]))
-        data = [entries[index] for index in sorted(entries)]
-        content = await asyncio.to_thread(answer, painting, results, data, warnings)
-        return json_response(content, warnings)
+        results.sort(key=lambda result: result.image_index)
+        return PaintedImages(results, [entries[index] for index in sorted(entries)], warnings)
 
-    async def _events(self, painting: CheckedImages, ticket: Ticket) -> Events:
-        events, warnings = ImageEvents(painting), list(painting.warnings)
+    def _events(self, painting: CheckedImages, ticket: Ticket) -> Events:
+        return self.told(painting, ticket, ImageEvents(painting))
+
+    async def told(self, painting: CheckedImages, ticket: Ticket, events: Teller) -> Events:
+        """What ``events`` makes of everything that happens to a request. Raises what went wrong."""
+        warnings = list(painting.warnings)
+        blocked: ModerationBlocked | None = None
+        num_told = 0
         async with self._engine.submit(painting.request, ticket.watch) as job:
             async for event in job:
                 chunk: bytes | None = None
                 match event:
                     case Accepted():  # the first: with the id, by which the request can be cancelled
                         warnings += event.warnings
-                        chunk = events.progress(step=0, queue_position=event.queue_position, seed=event.seed)
+                        chunk = events.queued(event, seed=event.seed)
                     case Queued():
-                        chunk = events.progress(step=0, queue_position=event.queue_position)
+                        chunk = events.queued(event)
                     case Progress():
                         chunk = events.progressed(event)
                     case Preview():
                         chunk = await self._in_thread(events.partial, event)
                     case Painted():
                         said = list(dict.fromkeys([*warnings, *event.result.warnings]))
-                        chunk = await self._in_thread(events.completed, event.result, said)
+                        try:
+                            chunk = await self._encoded(event.result, events.completed, event.result, said)
+                            num_told += 1
+                        except ModerationBlocked as error:
+                            blocked = error
+                            if painting.request.num_images > 1:
+                                chunk = events.image_failed(_withheld(event.result, error))
                     case ImageFailed():
                         _blamed(event)
                         chunk = events.image_failed(event)
                 if chunk is not None:
                     yield chunk
+        if blocked is not None and not num_told:
+            raise blocked
+
+    async def _reading(self, read: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """The same for pictures that come in: whoever reads large ones keeps nobody's finished ones waiting."""
+        async with self._readers:
+            return await asyncio.to_thread(read, *arguments, **named)
+
+    async def _encoded(self, result: ImageResult, encode: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """The same of a finished picture, its safety filter asked before."""
+        own = {"diffserve.image_index": result.image_index}
+        with self._traced(result.request_id, "image_encode", **own):
+            return await self._in_thread(encode, *arguments, **named)
+
+    @contextmanager
+    def _traced(self, request_id: str, name: str, **told: int) -> Iterator[None]:
+        """The block is a span within that of the request, where there are traces."""
+        traces, started_ns = self._engine.metrics.traces, time.time_ns()
+        try:
+            yield
+        finally:
+            if traces is not None:
+                traces.beside(request_id, name, started_ns, **told)
 
     async def _in_thread(self, encode: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         async with self._encoders:
             return await asyncio.to_thread(encode, *arguments, **named)
+
+
+def _withheld(result: ImageResult, error: ModerationBlocked) -> ImageFailed:
+    """What is told of a picture that nobody shall see."""
+    return ImageFailed(
+        request_id=result.request_id, image_index=result.image_index, code=error.code, message=error.message
+    )
 
 
 def _blamed(event: ImageFailed) -> str:

@@ -14,20 +14,21 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import BinaryIO, Final, NamedTuple
 
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from diffserve.images import MEDIA_TYPES, SUFFIXES, ImageFormat
 from diffserve.service.http.errors import HttpError
+from diffserve.service.http.sending import send_file
 
 KEPT_S: Final = 3600.0
 SWEEP_EVERY_S: Final = 60.0
 ROUTE: Final = "/v1/images/files"
-CHUNK_BYTES: Final = 256 * 1024
 FREED_SHARE: Final = 0.1
 """Where the pictures are too many, so much of the bound is freed at once, so that not every one looks for room."""
 
@@ -42,27 +43,37 @@ log = logging.getLogger("diffserve.http")
 class KeptPictures:
     """A folder for this user alone, of at most ``max_bytes``: the oldest pictures go first, all after ``kept_s``.
 
-    Safe to share between threads; ``now`` is the clock that the files' times are held against.
+    Safe to share between threads; ``now`` is the clock that the files' times are held against. ``headers`` go with
+    every picture.
     """
 
     def __init__(
-        self, folder: Path, *, max_bytes: int, kept_s: float = KEPT_S, now: Callable[[], float] = time.time
+        self,
+        folder: Path,
+        *,
+        max_bytes: int,
+        kept_s: float = KEPT_S,
+        now: Callable[[], float] = time.time,
+        headers: Mapping[str, str] = MappingProxyType({}),
+        gone: Callable[[list[str]], None] = lambda _: None,
     ) -> None:
-        self._folder = folder
+        """``headers`` go with each picture. ``gone`` is told which are removed because they are too old or too many."""
+        self.folder = self._folder = folder
+        self._headers = headers
+        self._gone = gone
         self._max_bytes = max_bytes
         self._kept_s = kept_s
         self._now = now
         self._num_bytes: int | None = None  # unknown before the first look
         self._lock = threading.Lock()
 
-    def keep(self, data: bytes, image_format: ImageFormat) -> str:
-        """The name under which ``data`` is kept from now on. OSError where it cannot be."""
+    def keep(self, data: bytes, name: str) -> str:
+        """Keep ``data`` from now on under ``name``, a new one. OSError where it cannot be."""
         if len(data) > self._max_bytes:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
         with self._lock:
             if self._num_bytes is None or self._num_bytes + len(data) > self._max_bytes:
                 self._make_room(len(data))
-            name = f"{secrets.token_hex(16)}.{image_format}"
             part = self._folder / f"{name}.part"
             try:
                 with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -76,6 +87,12 @@ class KeptPictures:
             self._num_bytes = (self._num_bytes or 0) + len(data)
             return name
 
+    def remove(self, name: str) -> None:
+        """Remove a picture, if it is there."""
+        with self._lock:
+            self._num_bytes = None  # to be counted anew
+            (self._folder / name).unlink(missing_ok=True)
+
     def open(self, name: str) -> KeptPicture:
         """The picture called ``name``. HttpError 404 where there is none, or its hour is over."""
         try:
@@ -85,7 +102,7 @@ class KeptPictures:
             status = os.fstat(file.fileno())
             left_s = status.st_mtime + self._kept_s - self._now()
             if left_s > 0:
-                return KeptPicture(name, file, status.st_size, left_s)
+                return KeptPicture(name, file, status.st_size, left_s, self._headers)
             file.close()
         except OSError:
             pass
@@ -121,13 +138,16 @@ class KeptPictures:
         bound = self._max_bytes - num_bytes
         if total_bytes > bound:
             bound = max(0, bound - int(FREED_SHARE * self._max_bytes))
-        oldest_s = self._now() - self._kept_s
+        oldest_s, removed = self._now() - self._kept_s, list[str]()
         for file in files:
             if file.changed_s > oldest_s and total_bytes <= bound:
                 break
             file.path.unlink(missing_ok=True)
+            removed.append(file.path.name)
             total_bytes -= file.num_bytes
         self._num_bytes = total_bytes
+        if removed:
+            self._gone(removed)
 
     def _files(self) -> list[_File]:
         found = []
@@ -147,25 +167,22 @@ class KeptPicture(NamedTuple):
     file: BinaryIO
     num_bytes: int
     left_s: float
+    headers: Mapping[str, str] = MappingProxyType({})
 
     def response(self, *, is_head: bool) -> Response:
         """It as an answer, read in threads as fast as it is taken; its headers alone for ``is_head``."""
         headers = {
-            "Content-Length": str(self.num_bytes),
+            **self.headers,
             "Content-Disposition": f'inline; filename="{self.name}"',
             "Cache-Control": f"private, max-age={int(self.left_s)}",
-            "Content-Security-Policy": "default-src 'none'; sandbox",
         }
         media_type = MEDIA_TYPES[SUFFIXES[Path(self.name).suffix]]
-        if is_head:
-            self.file.close()
-            return Response(headers=headers, media_type=media_type)
-        return StreamingResponse(self._chunks(), headers=headers, media_type=media_type)
+        return send_file(self.file, self.num_bytes, media_type, headers, is_head=is_head)
 
-    async def _chunks(self) -> AsyncIterator[bytes]:
-        with self.file:
-            while chunk := await asyncio.to_thread(self.file.read, CHUNK_BYTES):
-                yield chunk
+
+def new_name(image_format: ImageFormat) -> str:
+    """A name that nobody can guess."""
+    return f"{secrets.token_hex(16)}.{image_format}"
 
 
 class PictureUrls:
@@ -177,10 +194,10 @@ class PictureUrls:
         self._pictures = pictures
         self._base_url = base_url
 
-    def keep(self, file: bytes, image_format: ImageFormat) -> str | None:
+    def keep(self, file: bytes, name: str) -> str | None:
         """The URL of ``file``; ``None``, with a warning, where it cannot be kept."""
         try:
-            return f"{self._base_url}{ROUTE}/{self._pictures.keep(file, image_format)}"
+            return f"{self._base_url}{ROUTE}/{self._pictures.keep(file, name)}"
         except OSError as error:
             log.error("a picture could not be kept", exc_info=error)
             self.warnings = [NOT_KEPT]

@@ -1,54 +1,54 @@
-"""From a body to what the engine is asked for, and from its results to the answer."""
+"""From a body to what the engine is asked for, and how its pictures are to be delivered."""
 
 from __future__ import annotations
 
-import base64
 import math
 import re
-import time
-from collections.abc import Iterable
-from typing import Any, Final
+from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
 from diffserve.config import ServeConfig
 from diffserve.errors import InvalidRequest
-from diffserve.images import ImageFormat, encode_image
-from diffserve.infotext import write_infotext
+from diffserve.images import ImageFormat, decode_image
+from diffserve.prompt_syntax import A1111, in_a1111
+from diffserve.provenance import HEADER, Marks
 from diffserve.quality import AUTO, QUALITIES, is_quality, steps_of
 from diffserve.service.endpoint import Checked
 from diffserve.service.http.bodies import show
 from diffserve.service.images.kept_pictures import PictureUrls
-from diffserve.service.images.schemas import MAX_NAME_CHARS, GenerateBody
+from diffserve.service.images.parameters import diffusion_of
+from diffserve.service.images.pictures_in import picture_bytes
+from diffserve.service.images.remembering import Remembered
+from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.models import URL_BY_DEFAULT
+from diffserve.service.safety import Safety
 from diffserve.service.texts.rewrites import rewriting_of
 from diffserve.service.texts.schemas import RewriterMode
-from diffserve.sizes import SizePlan, plan_size
-from diffserve.types import DiffusionParams, GenerationRequest, ImageResult, ModelInfo
-from schedulers import SIGMA_SCHEDULES, SPACINGS, UnknownSampler, resolve_sampler
-
-SCHEDULE_TYPES: Final[dict[str, str | None]] = {
-    "automatic": None,
-    "karras": "karras",
-    "exponential": "exponential",
-    "sgm uniform": "sgm_uniform",
-    "sgm_uniform": "sgm_uniform",
-    "simple": "simple",
-    "beta": "beta",
-}
-"""Schedule types as clients write them, to :class:`DiffusionParams.sigma_schedule`."""
+from diffserve.sizes import SizePlan, fit_controls, plan_size
+from diffserve.start_picture import StartPicture
+from diffserve.types import DiffusionParams, GenerationRequest, ImageResult, ModelInfo, Picture
+from diffserve.watermark import Kind
 
 
-SAME_BY_NAME: Final = {*DiffusionParams.__struct_fields__} & {*GenerateBody.model_fields} - {
-    "sampler",
-    "sigma_schedule",
-    "guidance_scale",
-}
-"""Fields of a body that need no more than to be handed on."""
+class Start(NamedTuple):
+    """What a painting starts from, how much of it is repainted, and what the caller should know."""
+
+    picture: StartPicture
+    strength: float
+    warnings: tuple[str, ...] = ()
 
 
 class CheckedImages(Checked, frozen=True, kw_only=True):
-    """A checked body: the engine's request, and how its pictures are to be delivered."""
+    """A checked body: the engine's request, and how its pictures are to be delivered.
+
+    history where they are remembered; ``None``: nowhere
+    start   what they begin from, which is laid around them where a mask says so
+    kind    what they say of themselves, and ``marks``, how; ``safety``: what judges them before
+    events  what the events of a stream are called by
+    asked   the body, for a protocol that tells it again
+    """
 
     request: GenerationRequest
     plan: SizePlan
@@ -59,6 +59,42 @@ class CheckedImages(Checked, frozen=True, kw_only=True):
     has_progress: bool = False
     has_urls: bool = False
     urls: PictureUrls | None = None
+    history: Remembered | None = None
+    start: StartPicture | None = None
+    kind: Kind = "generated"
+    marks: Marks = Marks()
+    safety: Safety | None = None
+    events: str = ""
+    asked: GenerateBody | None = None
+
+    def deliver(self, picture: Picture) -> Picture:
+        """What was painted, as the caller gets it, but for its mark."""
+        sized = self.plan.deliver(picture)
+        return sized if self.start is None else self.start.lay_around(sized)
+
+    def file(self, result: ImageResult, infotext: str) -> bytes:
+        """What was painted, judged, marked and written as the caller gets it. Takes a while: call it in a thread.
+
+        Raises ModerationBlocked, or EngineUnavailable, for what nobody shall see.
+        """
+        if self.safety is not None:
+            self.safety.check(result)
+        mark, sized = partial(self.marks.mark, kind=self.kind), self.plan.deliver(result.picture)
+        return self._written(mark(sized) if self.start is None else self.start.lay_around(sized, mark), infotext)
+
+    def preview_file(self, picture: Picture) -> bytes:
+        """The same of a picture of the way, at its own size."""
+        return self._written(self.marks.mark(picture, self.kind))
+
+    def _written(self, marked: Picture, infotext: str | None = None) -> bytes:
+        return self.marks.write(
+            marked, kind=self.kind, image_format=self.image_format, quality=self.compression, infotext=infotext
+        )
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What its pictures bear."""
+        return {HEADER: self.marks.header}
 
     @property
     def url_warnings(self) -> list[str]:
@@ -73,36 +109,61 @@ def plan_painting(
     request_id: str,
     *,
     client: str = "",
+    share: float = 1.0,
     rewriter: RewriterMode = "off",
+    start: Start | None = None,
 ) -> CheckedImages:
-    """What ``body`` asks for, in the terms of the loaded model; ``rewriter`` where it says nothing of one.
+    """What ``body`` asks for, in the terms of the model that it names; ``rewriter`` where it says nothing of one.
 
-    Raises InvalidRequest for what it cannot have.
+    ``start``: a picture to begin from; the size is its own where the body gives none.
+
+    Raises InvalidRequest for what it cannot have. Takes a while where it brings pictures: call it in a thread then.
     """
     _refuse_unsupported(body, config)
     warnings: list[str] = []
-    plan = plan_size(info, _size(body), min_side_px=config.min_size_px, max_side_px=config.max_size_px)
+    low, high = config.min_size_px, config.max_size_px
+    if start is None:
+        plan = plan_size(info, _size(body), min_side_px=low, max_side_px=high)
+    else:
+        plan = start.picture.plan(info, _size(body), min_side_px=low, max_side_px=high, may_shrink=True)
+        warnings += start.warnings
     if plan.warning is not None:
         warnings.append(plan.warning)
     quality = _quality(body, warnings)
     if body.partial_images and not body.stream:
         warnings.append("partial_images changes nothing without stream.")
     warnings += body.warnings
-    diffusion = _diffusion(body, None if quality == AUTO else steps_of(quality, info))
+    images = _control_images(body)
+    diffusion = diffusion_of(body, None if quality == AUTO else steps_of(quality, info), images)
+    painted = plan.paint_width_px, plan.paint_height_px
+    num_steps, init, mask = diffusion.num_steps or info.default_num_steps, None, None
+    if start is not None:
+        diffusion = _from_picture(diffusion, start, has_words=bool(body.prompt.strip()))
+        init, mask = start.picture.fitted(*painted)
+        num_steps = math.ceil(num_steps * start.strength)
+    rewriting = rewriting_of(body.prompt_rewriter, rewriter) if body.prompt.strip() else None
+    syntax = body.prompt_syntax or A1111
     return CheckedImages(
         request=GenerationRequest(
             request_id=request_id,
-            prompt=body.prompt,
-            negative_prompt=body.negative_prompt or "",
+            prompt=body.prompt if rewriting else in_a1111(body.prompt, syntax),
+            negative_prompt=in_a1111(body.negative_prompt or "", syntax),
             width_px=plan.paint_width_px,
             height_px=plan.paint_height_px,
+            control_images=fit_controls(images, (plan.width_px, plan.height_px), painted),
             num_images=body.n or 1,
+            best_of=body.best_of,
             seed=None if body.seed in (None, -1) else body.seed,
             diffusion=diffusion,
-            preview_every=_preview_every(body, diffusion.num_steps or info.default_num_steps),
-            rewriting=rewriting_of(body.prompt_rewriter, rewriter),
-            deadline_s=config.request_timeout_s,
+            init_image=init,
+            mask_image=mask,
+            preview_every=_preview_every(body, num_steps),
+            rewriting=rewriting,
+            **body.urgency(config.request_timeout_s),
+            refuses_late=body.deadline_s is not None,  # the server's own limit is no wish of anybody
+            model=info.model_id,
             client=client,
+            share=share,
         ),
         plan=plan,
         image_format=body.output_format or "png",
@@ -113,68 +174,16 @@ def plan_painting(
         is_stream=bool(body.stream),
         has_progress=body.progress is not False,
         has_urls=_wants_urls(body) and config.url_pictures_bytes > 0,
+        start=None if start is None else start.picture,
+        kind="generated" if start is None else "composite",
+        price=config.price,
     )
 
 
-def image_entry(painting: CheckedImages, result: ImageResult) -> dict[str, Any]:
-    """One element of ``data``: resized, encoded, in base64, and with ``urls`` also at one. Takes a while: call it in a
-    thread.
-
-    ``revised_prompt`` is what the text encoder was given, null where that is what was sent. Beside a
-    ``similarity_threshold``, ``similarity`` is of the prompt whose picture it began from, null where that was noise.
-    """
-    width_px, height_px = painting.plan.width_px, painting.plan.height_px
-    file = encode_image(
-        painting.plan.deliver(result.picture),
-        image_format=painting.image_format,
-        quality=painting.compression,
-        infotext=write_infotext(result, width_px=width_px, height_px=height_px),
-    )
-    url = {} if painting.urls is None else {"url": painting.urls.keep(file, painting.image_format)}
-    begun = {"similarity": result.similarity, "skipped_steps": result.skipped_steps}
-    return url | {
-        "b64_json": base64.b64encode(file).decode("ascii"),
-        "revised_prompt": None if result.original_prompt is None else result.prompt,
-        "seed": result.seed,
-        **({} if result.similarity_threshold is None else begun),
-    }
-
-
-def answer(
-    painting: CheckedImages, results: list[ImageResult], entries: list[dict[str, Any]], warnings: list[str]
-) -> bytes:
-    """The whole body of a 200 answer. Takes a while with large pictures: call it in a thread."""
-    return msgspec.json.encode(
-        {
-            "created": int(time.time()),
-            "data": entries,
-            **delivery(painting),
-            "usage": usage(painting, results),
-            "warnings": warnings,
-            **recipe(painting, results[0]),
-        }
-    )
-
-
-def delivery(painting: CheckedImages) -> dict[str, Any]:
-    """How the pictures are delivered, in OpenAI's words."""
-    return {
-        "background": "opaque",
-        "output_format": painting.image_format,
-        "quality": painting.quality,
-        "size": f"{painting.plan.width_px}x{painting.plan.height_px}",
-        "safety_identifier": painting.safety_identifier,
-    }
-
-
-def recipe(painting: CheckedImages, result: ImageResult) -> dict[str, Any]:
-    """How ``result``, and every other picture of the request, was painted."""
-    return {
-        "id": painting.request.request_id,
-        "model": result.model,
-        "model_digest": result.model_digest,
-        **{"num_inference_steps" if name == "num_steps" else name: value for name, value in result.recipe().items()},
-    }
+def _from_picture(diffusion: DiffusionParams, start: Start, *, has_words: bool) -> DiffusionParams:
+    """Without words there is nothing to be guided to."""
+    changed = msgspec.structs.replace(diffusion, strength=start.strength)
+    return changed if has_words else msgspec.structs.replace(changed, guidance_scale=1.0)
 
 
 def _wants_urls(body: GenerateBody) -> bool:
@@ -223,70 +232,11 @@ def _size(body: GenerateBody) -> tuple[int, int] | None:
     return body.width, body.height
 
 
-def _diffusion(body: GenerateBody, quality_steps: int | None) -> DiffusionParams:
-    """``quality_steps`` are taken where the body gives no number of steps."""
-    sampler = _one_of(body, "sampler", "sampler_name")
-    schedule = body.sigma_schedule
-    if body.scheduler is not None and body.scheduler.strip().lower() in SCHEDULE_TYPES:
-        told = SCHEDULE_TYPES[body.scheduler.strip().lower()]
-        _check_agree(schedule, "sigma_schedule", told, f"scheduler {show(body.scheduler)}", "scheduler")
-        schedule = schedule or told
-    elif body.scheduler is not None:
-        if sampler is not None:
-            raise InvalidRequest(
-                f"scheduler is {show(body.scheduler)} beside sampler {show(sampler)}; "
-                f"with a sampler it is one of {', '.join(SCHEDULE_TYPES)}.",
-                param="scheduler",
-                code="unknown_scheduler",
-            )
-        sampler = body.scheduler
-    if sampler is not None:
-        _check_sampler(sampler)
-        _check_agree(schedule, "sigma_schedule", resolve_sampler(sampler)[1], f"sampler {show(sampler)}", "sampler")
-    _check_listed("sigma_schedule", schedule, SIGMA_SCHEDULES)
-    _check_listed("spacing", body.spacing, SPACINGS)
-    return DiffusionParams(
-        sampler=sampler,
-        num_steps=_one_of(body, "num_inference_steps", "steps") or quality_steps,
-        guidance_scale=_one_of(body, "guidance_scale", "cfg_scale"),
-        sigma_schedule=schedule,
-        **{name: getattr(body, name) for name in SAME_BY_NAME if getattr(body, name) is not None},
-    )
-
-
-def _check_agree(one: str | None, name: str, other: str | None, told_by: str, param: str) -> None:
-    """InvalidRequest where two fields name two sigma schedules."""
-    if one is not None and other is not None and one != other:
-        raise InvalidRequest(f"{name} is {show(one)} and {told_by} says {show(other)}; give one of them.", param=param)
-
-
-def _check_sampler(name: str) -> None:
-    shortened = name if len(name) <= MAX_NAME_CHARS else f"{name[:MAX_NAME_CHARS]}..."
-    try:
-        resolve_sampler(shortened)
-    except UnknownSampler as error:
-        raise InvalidRequest(str(error), param="sampler", code="unknown_sampler") from None
-    if shortened != name:  # the engine would compare all of it with every name it knows
-        raise InvalidRequest(
-            f"sampler has {len(name)} characters; a name has at most {MAX_NAME_CHARS}.",
-            param="sampler",
-            code="unknown_sampler",
-        )
-
-
-def _check_listed(name: str, value: str | None, known: Iterable[str]) -> None:
-    if value is not None and value not in known:
-        raise InvalidRequest(f"{name} is {show(value)}; it must be one of {', '.join(known)}.", param=name)
-
-
-def _one_of(body: GenerateBody, name: str, other: str) -> Any:
-    """The value of a field that goes by two names; InvalidRequest where they disagree."""
-    first, second = getattr(body, name), getattr(body, other)
-    if first is not None and second is not None and first != second:
-        raise InvalidRequest(
-            f"{name} is {show(first)} but {other} is {show(second)}; they mean the same, give one of them.", param=name
-        )
-    return second if first is None else first
+def _control_images(body: GenerateBody) -> tuple[Picture, ...]:
+    """The pictures of its ControlNets, as they came."""
+    chosen = enumerate(body.controlnets or ())
+    named = [(one.image, f"controlnets[{place}].image") for place, one in chosen]
+    return tuple(decode_image(picture_bytes(image, name), name=name) for image, name in named)
 
 
 def _quality(body: GenerateBody, warnings: list[str]) -> str:
@@ -295,17 +245,3 @@ def _quality(body: GenerateBody, warnings: list[str]) -> str:
         return quality
     warnings.append(f"quality {show(quality)} is unknown and was taken as auto; choose from {', '.join(QUALITIES)}.")
     return AUTO
-
-
-def usage(painting: CheckedImages, results: list[ImageResult]) -> dict[str, Any]:
-    """Token counts as OpenAI's clients expect them: an image token is one cell of the painted latents' 8x8 grid."""
-    image_tokens = sum(result.picture.width_px * result.picture.height_px // 64 for result in results)
-    text_tokens = len(results[0].prompt.split())
-    return {
-        "input_tokens": text_tokens,
-        "output_tokens": image_tokens,
-        "total_tokens": text_tokens + image_tokens,
-        "input_tokens_details": {"text_tokens": text_tokens, "image_tokens": 0},
-        "num_evaluations": sum(result.num_evaluations for result in results),
-        "num_cached": sum(result.cached is not None for result in results),
-    }

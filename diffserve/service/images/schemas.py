@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Final, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from diffserve.service.http.bodies import Body
+from diffserve.controlnets import MAX_CONTROLNETS, PASSED_THROUGH
+from diffserve.controlnets import MAX_NAME_CHARS as MAX_CONTROLNET_CHARS
+from diffserve.controlnets import MAX_SCALE as MAX_CONTROLNET_SCALE
+from diffserve.loras import MAX_LORAS, MAX_SCALE
+from diffserve.loras import MAX_NAME_CHARS as MAX_LORA_CHARS
+from diffserve.micro_conditioning import MAX_SIDE
+from diffserve.prompt_syntax import PromptSyntax
+from diffserve.service.http.bodies import WorkBody
 from diffserve.service.texts.schemas import RewriterChoice, RewriterMode
 from diffserve.types import (
     MAX_CACHE_INTERVAL,
+    MAX_CLIP_SKIP,
     MAX_GUIDANCE,
     MAX_IMAGES,
     MAX_MERGING,
     MAX_PROMPT_CHARS,
     MAX_SEED,
+    SWITCH_AT,
     NoiseSource,
 )
 
@@ -59,19 +68,63 @@ Similarity = Annotated[
 Noise = Annotated[
     NoiseSource, Field(description="A CPU generator for each picture, or CUDA's numbers; omitted: the server's own.")
 ]
+Syntax = Annotated[
+    PromptSyntax, Field(description="Whether brackets weigh words; a wish that is rewritten first is read as it is.")
+]
 Seed = Annotated[int, Field(ge=-1, le=MAX_SEED, description="-1 or null: random, and told in the answer.")]
 HOW_MANY: Final = "draft, standard or fine (low, medium, high): how many steps, where none are given."
 Quality = Annotated[str, Field(max_length=256, description=HOW_MANY)]
 FOR_AN_HOUR: Final = "url: also at a URL, for an hour; what dall-e-2 and dall-e-3 do where nothing is said."
 Delivery = Annotated[Literal["b64_json", "url"], Field(description=FOR_AN_HOUR)]
+PAINTED: Final = "So many are painted, and the n with the highest scores come back, the best first."
 FIRST: Final = "Whether the language model turns the wish into a prompt first."
 Rewriter = Annotated[RewriterMode | RewriterChoice, Field(description=FIRST)]
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 Label = Annotated[str, Field(max_length=512, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Ignored = Annotated[str, Field(max_length=256, description="Taken for compatibility; changes nothing.")]
 
+Edge = Annotated[int, Field(ge=0, le=MAX_SIDE)]
+CropPair = Annotated[list[Edge], Field(min_length=2, max_length=2)]
+Side = Annotated[int, Field(ge=1, le=MAX_SIDE)]
+SizePair = Annotated[list[Side], Field(min_length=2, max_length=2)]
 
-class GenerateBody(Body):
+
+class LoraChoice(BaseModel):
+    """An adapter, by a name that /v1/models lists; the prompt may name one as well, <lora:NAME:SCALE>."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    name: Annotated[str, Field(min_length=1, max_length=MAX_LORA_CHARS)]
+    scale: Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE)] = 1.0
+
+
+class ControlNetChoice(BaseModel):
+    """A ControlNet, by a name that /v1/models lists, and what it goes by: a picture of the aspect that is painted."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    name: Annotated[str, Field(min_length=1, max_length=MAX_CONTROLNET_CHARS)]
+    image: Annotated[str, Field(min_length=1, description="A PNG, JPEG or WebP in base64, or a data URL of it.")]
+    scale: Annotated[float, Field(ge=0.0, le=MAX_CONTROLNET_SCALE)] = 1.0
+    start: Annotated[Fraction, Field(description="The share of the steps from which on it is at work.")] = 0.0
+    end: Annotated[Fraction, Field(description="The share up to which it is.")] = 1.0
+    preprocessor: Annotated[str, Field(description="canny: find edges first.")] = PASSED_THROUGH
+
+
+class SizesChoice(BaseModel):
+    """The sizes that SDXL is told of a picture, in pixels: [width, height], a crop as [left, top]."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    original_size: SizePair | None = None
+    crop: CropPair | None = None
+    target_size: SizePair | None = None
+    negative_original_size: SizePair | None = None
+    negative_crop: CropPair | None = None
+    negative_target_size: SizePair | None = None
+
+
+class GenerateBody(WorkBody):
     """OpenAI's fields, and beside them the ones that self-hosted servers agree on."""
 
     model_config = ConfigDict(title="CreateImageRequest")
@@ -79,8 +132,9 @@ class GenerateBody(Body):
     refused: ClassVar[Mapping[str, str]] = REFUSED
 
     prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
-    model: Annotated[str, Field(description="A name from /v1/models; omitted: the loaded model.")] | None = None
+    model: Annotated[str, Field(description="A name from /v1/models; omitted: the first model.")] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_IMAGES, description="Image i has seed + i.")] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_IMAGES, description=PAINTED)] | None = None
     size: Annotated[str, Field(description="WIDTHxHEIGHT in pixels, or auto.")] | None = None
     quality: Quality | None = None
     response_format: Delivery | None = None
@@ -95,8 +149,10 @@ class GenerateBody(Body):
     partial_images: Annotated[int, Field(ge=0, le=3, description="Previews on the way, with stream.")] | None = None
     progress: Annotated[bool, Field(description="With stream: an event for every step; omitted: yes.")] | None = None
     prompt_rewriter: Rewriter | None = None
+    watermark: Annotated[bool, Field(description="False: of the server's own page alone, for measuring.")] | None = None
 
     negative_prompt: Annotated[str, Field(max_length=MAX_PROMPT_CHARS)] | None = None
+    prompt_syntax: Syntax | None = None
     num_inference_steps: Steps | None = None
     steps: Annotated[Steps, Field(description="Another name for num_inference_steps.")] | None = None
     guidance_scale: Guidance | None = None
@@ -109,9 +165,18 @@ class GenerateBody(Body):
     seed: Seed | None = None
     eta: Fraction | None = None
     guidance_interval: Interval | None = None
+    clip_skip: (
+        Annotated[int, Field(ge=1, le=MAX_CLIP_SKIP, description="Layers from the text encoders' end.")] | None
+    ) = None
+    guidance_rescale: Annotated[Fraction, Field(description="Towards the unguided spread.")] | None = None
     cache_interval: Every | None = None
     token_merging: Merging | None = None
     similarity_threshold: Similarity | None = None
     noise_source: Noise | None = None
+    micro_conditioning: SizesChoice | None = None
+    loras: Annotated[list[LoraChoice], Field(max_length=MAX_LORAS)] | None = None
+    controlnets: Annotated[list[ControlNetChoice], Field(max_length=MAX_CONTROLNETS)] | None = None
+    refiner: Annotated[bool, Field(description=f"It paints the end, from {SWITCH_AT} on or switch_at.")] | None = None
+    switch_at: Annotated[Fraction, Field(description="The share of the way where the refiner does.")] | None = None
     width: Annotated[int, Field(description="With height, another way to give size.")] | None = None
     height: int | None = None

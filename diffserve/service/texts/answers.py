@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from diffserve.service.endpoint import Checked
 from diffserve.service.texts.texts import CheckedTexts
 from diffserve.text_types import FinishReason, TextDelta, TextFinished, TextResult, TextUsage, TokenInfo
 
@@ -128,8 +129,8 @@ def chunk(plan: CheckedTexts, kind: str, choices: list[Json], usage: Json | None
     return {**_head(plan, kind), "choices": choices, **told}
 
 
-def usage(used: Sequence[TextUsage]) -> Json:
-    """Tokens as OpenAI counts them, summed over the prompts of a request."""
+def usage(plan: Checked, used: Sequence[TextUsage]) -> Json:
+    """Tokens as OpenAI counts them, and seconds of the device, summed over the prompts of a request."""
     prompt_tokens = sum(one.prompt_tokens for one in used)
     output_tokens = sum(one.output_tokens for one in used)
     return {
@@ -137,6 +138,7 @@ def usage(used: Sequence[TextUsage]) -> Json:
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in used)},
+        **plan.spent(sum(one.device_s for one in used)),
     }
 
 
@@ -150,7 +152,7 @@ def _answer(plan: CheckedTexts, kind: str, choices: list[Json], finished: Sequen
     return {
         **_head(plan, kind),
         "choices": choices,
-        "usage": usage([one.usage for one in finished]),
+        "usage": usage(plan, [one.usage for one in finished]),
         "timings": timings_of(finished),
         "warnings": list(plan.warnings),
     }

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from diffserve.config import ServeConfig
-from diffserve.service.admission import Ticket
+from diffserve.service.admission import Ticket, share_of
 from diffserve.service.endpoint import Endpoint, Place
 from diffserve.service.http.streams import Events, event
 from diffserve.service.lifecycle import json_response
@@ -42,10 +42,13 @@ class Completions(Endpoint[SamplingT, CheckedTexts]):
     dialect: type[Dialect]
 
     async def _check(self, body: SamplingT, request: Request, client: str) -> tuple[CheckedTexts, Place]:
-        info = check_language_model(body.model, self._engine.text_info, self._engine.info)
+        info = check_language_model(body.model, self._engine.text_info, self._engine.models)
         plan = await asyncio.to_thread(self.plan, body, info, self._config, request.state.request_id)
-        num = len(plan.requests)
-        return plan, self._backlog.entered(client, sum(one.num_texts for one in plan.requests), num, num)
+        share, num = share_of(request), len(plan.requests)
+        asked = tuple(msgspec.structs.replace(one, client=client, share=share) for one in plan.requests)
+        work, priority = sum(one.num_texts for one in asked), asked[0].priority
+        place = self._backlog.entered(client, work, num, num, priority=priority)
+        return msgspec.structs.replace(plan, requests=asked), place
 
     async def _answer(self, plan: CheckedTexts, ticket: Ticket) -> Response:
         finished: dict[int, TextFinished] = {}
@@ -69,7 +72,7 @@ class Completions(Endpoint[SamplingT, CheckedTexts]):
                 case TextFinished():
                     used.append(told.usage)
         if plan.has_usage_chunk:
-            yield event(chunk(plan, dialect.chunk_kind, [], usage(used)))
+            yield event(chunk(plan, dialect.chunk_kind, [], usage(plan, used)))
 
     async def _told(self, plan: CheckedTexts, ticket: Ticket) -> AsyncGenerator[tuple[int, TextEvent], None]:
         """What is said to every prompt, as it comes, each with the prompt's number; raises where one fails."""
@@ -77,7 +80,8 @@ class Completions(Endpoint[SamplingT, CheckedTexts]):
 
         async def listen(index: int, request: TextRequest) -> None:
             try:
-                async with self._engine.submit(request, partial(ticket.watch_texts, index)) as job:
+                watch, is_whole = partial(ticket.watch_texts, index), not plan.is_stream
+                async with self._engine.submit(request, watch, is_whole=is_whole) as job:
                     async for told in job:
                         said.put_nowait((index, told))
             except Exception as error:
@@ -101,10 +105,12 @@ class Completions(Endpoint[SamplingT, CheckedTexts]):
 class ChatCompletions(Completions[ChatBody]):
     """The endpoint of conversations."""
 
+    asks = "chat"
     body, plan, dialect = ChatBody, staticmethod(plan_chat), ChatAnswers
 
 
 class TextCompletions(Completions[CompletionBody]):
     """The endpoint of plain texts."""
 
+    asks = "text"
     body, plan, dialect = CompletionBody, staticmethod(plan_completion), CompletionAnswers

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from diffserve.config import ServeConfig
 from diffserve.errors import DiffserveError, InvalidRequest
 from diffserve.rewrite_types import Rewrite, RewriteDelta, RewriteFinished, RewriteRequest
-from diffserve.service.admission import Ticket
+from diffserve.service.admission import Ticket, share_of
 from diffserve.service.endpoint import Checked, Endpoint, Place
 from diffserve.service.http.bodies import show
 from diffserve.service.http.streams import Events, event
@@ -35,15 +35,17 @@ class RewritePlan(Checked, frozen=True, kw_only=True):
 class RewriteEndpoint(Endpoint[RewriteBody, RewritePlan]):
     """The endpoint."""
 
+    asks = "chat"
     body = RewriteBody
 
     async def _check(self, body: RewriteBody, request: Request, client: str) -> tuple[RewritePlan, Place]:
-        check_language_model(body.model, self._engine.text_info, self._engine.info)
-        plan = plan_rewrite(body, self._config, request.state.request_id)
-        return plan, self._backlog.entered(client, plan.request.num_prompts)
+        check_language_model(body.model, self._engine.text_info, self._engine.models)
+        name, share = request.state.request_id, share_of(request)
+        plan = plan_rewrite(body, self._config, name, client=client, share=share)
+        return plan, self._backlog.entered(client, plan.request.num_prompts, priority=plan.request.priority)
 
     async def _answer(self, plan: RewritePlan, ticket: Ticket) -> Response:
-        async with self._engine.submit(plan.request, partial(ticket.watch_texts, 0)) as job:
+        async with self._engine.submit(plan.request, partial(ticket.watch_texts, 0), is_whole=True) as job:
             async for told in job:
                 if isinstance(told, RewriteFinished):
                     return json_response(msgspec.json.encode(answer_of(plan, told)), plan.warnings)
@@ -60,17 +62,21 @@ class RewriteEndpoint(Endpoint[RewriteBody, RewritePlan]):
                         yield event({"type": COMPLETED, **answer_of(plan, told)}, COMPLETED)
 
 
-def plan_rewrite(body: RewriteBody, config: ServeConfig, request_id: str) -> RewritePlan:
+def plan_rewrite(
+    body: RewriteBody, config: ServeConfig, request_id: str, *, client: str = "", share: float = 1.0
+) -> RewritePlan:
     """What ``body`` asks for. InvalidRequest for what it cannot have."""
     request = RewriteRequest(
         wish=body.prompt,
         num_prompts=body.n or 1,
         options=options_of(body, "style"),
         deltas=bool(body.stream),
-        deadline_s=config.request_timeout_s,
+        **body.urgency(config.request_timeout_s),
+        client=client,
+        share=share,
         request_id=f"rwt-{request_id.rpartition('-')[2]}",
     )
-    return RewritePlan(request=request, is_stream=bool(body.stream), warnings=tuple(body.warnings))
+    return RewritePlan(request=request, is_stream=bool(body.stream), warnings=tuple(body.warnings), price=config.price)
 
 
 def answer_of(plan: RewritePlan, finished: RewriteFinished) -> dict[str, Any]:
@@ -82,7 +88,7 @@ def answer_of(plan: RewritePlan, finished: RewriteFinished) -> dict[str, Any]:
         "model": finished.model,
         "style": finished.style,
         "data": [_entry(plan.request.wish, rewrite) for rewrite in finished.rewrites],
-        "usage": usage([finished.usage]),
+        "usage": usage(plan, [finished.usage]),
         "timings": {name: round(getattr(finished.timings, name), 6) for name in finished.timings.__struct_fields__},
         "warnings": list(plan.warnings),
     }

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from diffserve.config import configs_dir
 from diffserve.sampling_params import MAX_LOGPROBS, MAX_STOPS, MAX_TOKENS
-from diffserve.service.http.bodies import Body
+from diffserve.service.http.bodies import WorkBody
 from diffserve.text_types import MAX_MESSAGES, MAX_PROMPT_TOKENS, MAX_TEXT_CHARS, MAX_TEXTS, MAX_TOKEN_ID
 from diffserve.types import MAX_PROMPT_CHARS, MAX_SEED
 
@@ -21,7 +21,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 IGNORED: Final = frozenset(
     {
         *("metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options"),
-        *("prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier", "store", "tool_choice"),
+        *("prompt_cache_retention", "reasoning_effort", "safety_identifier", "store", "tool_choice"),
         *("function_call", "user", "verbosity"),
     }
 )
@@ -37,7 +37,7 @@ REFUSED: Final[dict[str, str]] = {
             *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar"),
             *("json_schema", "bad_words", "logits_processors"),
         ),
-        "what the model may say cannot be constrained by a request.",
+        'a text is held to a JSON Schema and nothing else, by response_format {"type": "json_schema", ...}.',
     ),
     **dict.fromkeys(("prompt_logprobs", "echo"), "the prompt itself is not repeated or scored."),
     **dict.fromkeys(("audio", "web_search_options"), "this server answers in text alone and looks nothing up."),
@@ -85,13 +85,23 @@ class StreamOptions(Strict):
     include_usage: bool | None = None
 
 
+class NamedSchema(Strict):
+    """What a text is to follow. It is held to that token by token, ``strict`` or not."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any] | None, Field(alias="schema", description="Omitted: any object.")] = None
+    strict: bool | None = None
+
+
 class Format(Strict):
-    """Only plain text."""
+    """Plain text, any JSON object, or JSON that follows a schema."""
 
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
 
 
-class SamplingBody(Body):
+class SamplingBody(WorkBody):
     """How texts are continued: OpenAI's fields, and beside them those that self-hosted servers agree on."""
 
     refused: ClassVar[Mapping[str, str]] = REFUSED
@@ -151,7 +161,7 @@ class CompletionBody(SamplingBody):
     add_special_tokens: Annotated[bool, Field(description="The tokenizer's own marks around a prompt.")] | None = None
 
 
-class RewriteBody(Body):
+class RewriteBody(WorkBody):
     """A wish to be turned into prompts that the image model reads well."""
 
     model_config = ConfigDict(title="RewritePromptRequest")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 from diffserve.config import ServeConfig
 from diffserve.errors import InvalidRequest
+from diffserve.json_schemas import ANY_OBJECT, check_schema, no_json
 from diffserve.sampling_params import SamplingParams
 from diffserve.service.endpoint import Checked
 from diffserve.service.texts.schemas import (
@@ -15,6 +17,7 @@ from diffserve.service.texts.schemas import (
     DEFAULT_COMPLETION_TOKENS,
     ChatBody,
     CompletionBody,
+    Format,
     Message,
     SamplingBody,
 )
@@ -55,14 +58,16 @@ def plan_chat(body: ChatBody, info: LanguageModelInfo, config: ServeConfig, requ
         )
     request = TextRequest(
         messages=tuple(_message(message) for message in body.messages),
-        params=_params(body, most or older or DEFAULT_CHAT_TOKENS, (body.top_logprobs or 0) if body.logprobs else None),
+        params=_params(
+            body, info, most or older or DEFAULT_CHAT_TOKENS, (body.top_logprobs or 0) if body.logprobs else None
+        ),
         num_texts=body.n or 1,
         deltas=bool(body.stream),
         cache_salt=(body.cache_salt or "").encode(),
-        deadline_s=config.request_timeout_s,
+        **body.urgency(config.request_timeout_s),
         request_id=f"txt-{_suffix(request_id)}",
     )
-    return _plan(body, info, f"chatcmpl-{_suffix(request_id)}", (request,))
+    return _plan(body, info, config, f"chatcmpl-{_suffix(request_id)}", (request,))
 
 
 def plan_completion(
@@ -70,7 +75,7 @@ def plan_completion(
 ) -> CheckedTexts:
     """What ``body`` asks for. InvalidRequest for what it cannot have."""
     _refuse_unsupported(body)
-    params = _params(body, body.max_tokens or DEFAULT_COMPLETION_TOKENS, body.logprobs)
+    params = _params(body, info, body.max_tokens or DEFAULT_COMPLETION_TOKENS, body.logprobs)
     prompts = list(_prompts(body))
     if len(prompts) * (body.n or 1) > MAX_TEXTS:
         raise InvalidRequest(
@@ -87,16 +92,20 @@ def plan_completion(
             add_special_tokens=body.add_special_tokens is not False,
             deltas=bool(body.stream),
             cache_salt=(body.cache_salt or "").encode(),
-            deadline_s=config.request_timeout_s,
+            **body.urgency(config.request_timeout_s),
             request_id=f"txt-{_suffix(request_id)}-{index}",
         )
         for index, prompt in enumerate(prompts)
     )
-    return _plan(body, info, f"cmpl-{_suffix(request_id)}", requests)
+    return _plan(body, info, config, f"cmpl-{_suffix(request_id)}", requests)
 
 
 def _plan(
-    body: SamplingBody, info: LanguageModelInfo, answer_id: str, requests: tuple[TextRequest, ...]
+    body: SamplingBody,
+    info: LanguageModelInfo,
+    config: ServeConfig,
+    answer_id: str,
+    requests: tuple[TextRequest, ...],
 ) -> CheckedTexts:
     return CheckedTexts(
         answer_id=answer_id,
@@ -108,6 +117,7 @@ def _plan(
         has_usage_chunk=body.stream_options is not None and bool(body.stream_options.include_usage),
         end_ids=frozenset(info.end_ids) | frozenset(body.stop_token_ids or ()),
         warnings=tuple(body.warnings),
+        price=config.price,
     )
 
 
@@ -122,7 +132,37 @@ def _refuse_unsupported(body: SamplingBody) -> None:
         )
 
 
-def _params(body: SamplingBody, max_tokens: int, logprobs: int | None) -> SamplingParams:
+def schema_of(wanted: Format | None, info: LanguageModelInfo, param: str = "response_format") -> str | None:
+    """The JSON Schema that texts are held to; None where any text will do. InvalidRequest for one that cannot be."""
+    if wanted is None or wanted.type == "text":
+        return None
+    if not info.speaks_json:
+        raise no_json(info.model_id, param)
+    if wanted.type == "json_object":
+        return ANY_OBJECT
+    if wanted.json_schema is None:
+        raise InvalidRequest(
+            f'{param}.json_schema is missing; give {{"name": ..., "schema": ...}}.',
+            param=f"{param}.json_schema",
+            code="missing_required_parameter",
+        )
+    return schema_text(wanted.json_schema.json_schema, f"{param}.json_schema.schema")
+
+
+def schema_text(schema: dict[str, Any] | None, place: str) -> str:
+    """``schema``, which stands at ``place``, as the engine is told it; None: any object. InvalidRequest where a text
+    cannot be held to it."""
+    if schema is None:
+        return ANY_OBJECT
+    try:
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        raise InvalidRequest(f"{place} holds a number that is not finite; JSON has none.", param=place) from None
+    check_schema(text, place)
+    return text
+
+
+def _params(body: SamplingBody, info: LanguageModelInfo, max_tokens: int, logprobs: int | None) -> SamplingParams:
     """What is given, and the defaults of SamplingParams for the rest."""
     given = {name: getattr(body, name) for name in SAME_NAMES if getattr(body, name) is not None}
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
@@ -134,6 +174,7 @@ def _params(body: SamplingBody, max_tokens: int, logprobs: int | None) -> Sampli
         stop_token_ids=tuple(body.stop_token_ids or ()),
         seed=None if body.seed in (None, -1) else body.seed,
         logprobs=logprobs,
+        json_schema=schema_of(body.response_format, info),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diffserve.rewrite_types import Rewrite
+from diffserve.rewriting.cleaning import find_lost_numbers
 from diffserve.rewriting.judging import Judge, loops, refuses
 from diffserve.rewriting.style import load_style
 from diffserve.rewriting.window import TextWindow
@@ -100,3 +101,19 @@ def test_the_embedded_style_says_that_its_language_lacks_a_quoted_text_and_reads
 def test_the_wish_itself_is_never_touched() -> None:
     wish = "  a  CAT \n"
     assert judged(wish, "").prompt == wish
+
+
+@pytest.mark.parametrize(
+    ("wish", "caption", "lost"),
+    [
+        ("I want five penguins", "three penguins in the snow", ("five",)),
+        ("5 penguins", "a penguin", ("5",)),
+        ("two penguins", "three penguins", ("two",)),
+        ("a pair of penguins", "two penguins on the beach", ()),
+        ("2 doggos chillin", "two dogs on the beach", ()),
+        ("two friends, a cat and a dog", "a cat next to a dog", ()),
+        ("a 4k photo of an owl, 2.5 metres high", "an owl", ()),
+    ],
+)
+def test_how_many_were_wanted_is_not_changed(wish: str, caption: str, lost: tuple[str, ...]) -> None:
+    assert find_lost_numbers(wish, caption) == lost

@@ -55,8 +55,8 @@ def test_pool_of_automatic_size_is_the_sum_of_what_both_sides_want(tiny_model: M
     texts = [spec for name, spec in specs.items() if name == "llm"]
     images = sorted((spec for name, spec in specs.items() if name != "llm"), key=lambda spec: not spec.whole_sequences)
     window_tokens = studio.engine.model.text.window_tokens
-    only_images = wanted_bytes(images, [], window_tokens, 5)
-    assert studio.pool.num_pages * studio.pool.page_bytes == wanted_bytes(images, texts, window_tokens, 5)
+    only_images = wanted_bytes([images], [], window_tokens, 5)
+    assert studio.pool.num_pages * studio.pool.page_bytes == wanted_bytes([images], texts, window_tokens, 5)
     text_pages = PagePlan(texts[0], studio.pool.page_bytes).num_pages(AUTO_TEXT_TOKENS)
     assert studio.pool.num_pages == only_images // studio.pool.page_bytes + 5 * text_pages
 

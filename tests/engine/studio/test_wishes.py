@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from diffserve.engine.pending_images import BUSY, FAILED, NO_MODEL
+from diffserve.engine.rewriter import Rewriter
 from diffserve.engine.studio import Studio
 from diffserve.errors import InvalidRequest, QueueFull
+from diffserve.rewriting import TextWindow
 from diffserve.runtime.language import LanguageModel
 from diffserve.types import (
     Accepted,
@@ -44,6 +46,29 @@ def test_a_wish_is_painted_as_its_rewritten_prompt_and_both_are_told(make_studio
     assert (rewritten.prompt, rewritten.original_prompt, rewritten.warnings) == (SAYS, WISH, ())
     assert (direct.prompt, direct.original_prompt) == (SAYS, None)
     assert rewritten.picture == direct.picture
+
+
+def test_a_wish_for_a_model_of_another_family_is_written_in_the_style_that_it_reads(make_studio: MakeStudio) -> None:
+    studio = make_studio()
+    assert studio.texts is not None
+    assert studio.rewriter is not None
+    follows = Rewriter(studio.texts, style="tags", window=studio.rewriter.window, follows=True)
+    own = RewriteOptions(style="prose", seed=4)
+    assert follows.options_for(RewriteOptions(seed=4), "embedded") == RewriteOptions(seed=4, style="embedded")
+    assert follows.options_for(own, "embedded") == own
+    assert studio.rewriter.options_for(RewriteOptions(), "embedded").style is None, "it was given one for all"
+
+
+def test_a_rewritten_prompt_must_fit_the_model_that_paints_whatever_the_first_one_reads(
+    make_studio: MakeStudio,
+) -> None:
+    studio = make_studio()
+    assert studio.rewriter is not None
+    own = studio.rewriter.window
+    studio.rewriter.window = TextWindow(0, own.count)  # a first model that reads nothing
+    (painted,) = results(studio, wish())
+    assert (painted.prompt, painted.warnings) == (SAYS, ())
+    assert studio.images.window_of(wish(), studio.rewriter.window).num_tokens == own.num_tokens
 
 
 def test_a_prompt_that_stays_as_it_is_has_no_original(make_studio: MakeStudio) -> None:
@@ -168,7 +193,7 @@ class Clock:
 
 def test_rewriting_takes_half_of_the_deadline_at_most(make_studio: MakeStudio) -> None:
     studio = make_studio(clock=Clock())
-    (result,) = results(studio, wish(deadline_s=250.0))
+    (result,) = results(studio, wish(deadline_s=600.0))
     assert (result.prompt, result.warnings) == (WISH, (FAILED,))
 
 

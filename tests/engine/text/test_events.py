@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from diffserve.engine.text import TickBudget
-from diffserve.errors import DeadlineExceeded, DiffserveError
+from diffserve.errors import DeadlineExceeded, DeadlineUnreachable, DiffserveError
+from diffserve.pace import TokenCost
 from diffserve.runtime.decoding import allowed_words
 from diffserve.text_types import TextAccepted, TextDelta, TextFinished
 from diffserve.types import Cancelled, Failed
@@ -219,3 +220,21 @@ def test_a_budget_smaller_than_the_crowd_gives_everybody_a_turn(make_engine: Mak
                 ends[event.request_id] = said(event)
     assert [ends[name] for name in names] == [expected("llama", ids, 6) for ids in prompts]
     assert max(tick.num_tokens for tick in engine.trace) == 2
+
+
+def test_a_prompt_that_cannot_be_read_in_time_is_refused_at_the_door(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.generate(greedy(tiny.random_ids(24, seed=1), 4))
+    engine.cost = TokenCost()
+    for num_tokens in (1, 20, 40):
+        engine.cost.learn(num_tokens, 0.5 * num_tokens)
+    with pytest.raises(
+        DeadlineUnreachable, match=r"deadline_s is 5, and this would be done in about 1\d\.\d s"
+    ) as late:
+        engine.submit(greedy(tiny.random_ids(24, seed=2), 4, deadline_s=5.0))
+    assert late.value.retry_after_s is None, "it takes as long alone"
+    assert not engine.has_work
+    engine.submit(greedy(tiny.random_ids(24, seed=2), 4, deadline_s=60.0))
+    with pytest.raises(DeadlineUnreachable) as behind:
+        engine.submit(greedy(tiny.random_ids(24, seed=3), 4, deadline_s=15.0))
+    assert (behind.value.retry_after_s or 0.0) > 1.0, "there is somebody before it"

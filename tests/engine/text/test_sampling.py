@@ -125,3 +125,11 @@ def test_a_constraint_leaves_only_its_words(settings: dict[str, int], make_engin
     assert set(whole) <= {"cat", "sun", "sunny", ","}
     if not settings:
         assert engine.stats().accepted_tokens > 0  # where there is no alternative, nothing is asked
+
+
+def test_seconds_are_shared_by_tokens_and_add_up_to_the_busy_time(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_batch_tokens=24)
+    answers = engine.generate([greedy(IDS, 20), greedy(IDS[:3], 3), drawn(1, 9, num_texts=3), greedy(IDS[:4], 8)])
+    told_s = [answer.usage.device_s for answer in answers]
+    assert sum(told_s) == pytest.approx(engine.stats().busy_s - engine._owed_s, rel=1e-9)
+    assert 0.0 < told_s[1] < told_s[0]

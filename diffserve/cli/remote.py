@@ -1,0 +1,179 @@
+"""``diffserve generate --server`` and ``rewrite --server``: the same requests, painted by a server that runs already.
+No torch here, and no model: files, names and metadata are as of a local run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+
+from diffserve.cli.generate import (
+    ANY_SEED,
+    EXIT_FAILED,
+    JPEG_QUALITY,
+    GenerateArguments,
+    check_quality,
+    note,
+    progress_bar,
+    read_bytes,
+    read_pictures,
+    told_of,
+)
+from diffserve.cli.outputs import STDOUT, plan_outputs, write_output
+from diffserve.client import Client, CompletedImage, ImageEvent, LostImage, RewriteFields, Stream
+from diffserve.client import Progress as Moment
+from diffserve.client.calls import KEY_VARIABLE
+from diffserve.config import Flag
+from diffserve.errors import DiffserveError, InvalidRequest, QueueFull
+from diffserve.images import image_format_of
+from diffserve.rewrite_types import RewriteRequest
+
+VARIABLE: Final = "DIFFSERVE_SERVER"
+
+
+def run(order: GenerateArguments, server: str, *, model: str | None, flags: Mapping[str, Flag]) -> int:
+    """Have ``order`` painted by ``server``; the exit code. Leaving early, as Ctrl-C does, ends the work there.
+
+    Mistakes, a server that is not there and one that is lost are raised as DiffserveError.
+    """
+    refuse_placement(flags)
+    check_quality(order)
+    read_pictures(order)
+    files = plan_outputs(order.output, order.prompt, order.num_images, overwrite=order.overwrite)
+    fields = fields_of(order, files[0])
+    if model is not None:
+        fields["model"] = model
+    console = Console(stderr=True, highlight=False)
+    started_s = time.perf_counter()
+    with (
+        Client(server) as client,
+        progress_bar(console) as progress,
+        in_words_of_a_shell(),
+        _stream(client, order, fields) as stream,
+    ):
+        lines, num_failed = _follow(stream, order, files, progress)
+    seconds = time.perf_counter() - started_s
+    for line in lines:
+        print(f"{line}, {seconds:.2f} s in all", file=sys.stderr if order.output == STDOUT else sys.stdout)
+    return EXIT_FAILED if num_failed else 0
+
+
+@contextmanager
+def in_words_of_a_shell() -> Iterator[None]:
+    """What a server refuses is raised with the way out of somebody at a command line."""
+    try:
+        yield
+    except QueueFull as full:
+        full.message = f"{full.message} Try again in {max(1, round(full.retry_after_s))} s."
+        raise
+    except DiffserveError as error:
+        if error.code == "invalid_api_key":
+            error.message = f"{error.message} Put a good one into {KEY_VARIABLE}."
+        raise
+
+
+def refuse_placement(flags: Mapping[str, Flag]) -> None:
+    """InvalidRequest where a flag says how a model is to be loaded, which is the server's to decide."""
+    for flag in flags.values():
+        if flag.value is not None:
+            raise InvalidRequest(
+                f"{flag.name} is given, and a server is to do it (--server, or {VARIABLE}), which has loaded its "
+                f"models already; leave {flag.name} out, or the server.",
+                param=flag.name,
+            )
+
+
+def fields_of(order: GenerateArguments, file: Path) -> dict[str, Any]:
+    """The fields of ``order`` as the API has them, the format after the name of ``file``; what is left to the model is
+    left out."""
+    image_format = "png" if file == STDOUT else image_format_of(file)
+    given = {
+        **order.further,
+        "loras": order.further.get("loras") or None,
+        "controlnets": [
+            {**msgspec.structs.asdict(control), "image": read_bytes(Path(image), f"--controlnet {control.name}")}
+            for control, image in order.controlnets
+        ]
+        or None,
+        "negative_prompt": order.negative or None,
+        "size": None if order.size == "auto" else order.size,
+        "n": order.num_images,
+        "seed": None if order.seed == ANY_SEED else order.seed,
+        "quality": order.quality,
+        "sampler": order.sampler,
+        "num_inference_steps": order.num_steps,
+        "guidance_scale": order.guidance_scale,
+        "best_of": order.best_of,
+        "strength": order.strength,
+        "output_format": image_format,
+        "output_compression": None if image_format == "png" else JPEG_QUALITY,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _stream(client: Client, order: GenerateArguments, fields: dict[str, Any]) -> Stream[ImageEvent]:
+    if order.init is None:
+        return client.generate_stream(order.prompt, **fields)
+    mask = None if order.mask is None else read_bytes(order.mask, "--mask")
+    return client.edit_stream(order.prompt, read_bytes(order.init, "--init"), mask, **fields)
+
+
+def _follow(
+    stream: Stream[ImageEvent], order: GenerateArguments, files: list[Path], progress: Progress
+) -> tuple[list[str], int]:
+    """Move the bar and write each picture as it comes: a line for each, and how many were lost."""
+    started_s = time.perf_counter()
+    steps_done: dict[int, int] = {}
+    bar = progress.add_task("waiting", total=None, speed="")
+    lines: list[str] = []
+    notes: dict[str, None] = {}
+    num_failed = 0
+    for event in stream:
+        match event:
+            case Moment(image_index=None):
+                ahead = event.queue_position
+                progress.update(bar, description=f"place {ahead + 1} in the queue" if ahead else "waiting")
+            case Moment(image_index=int(index), step=int(step), steps=int(steps)):
+                steps_done[index] = step
+                done = sum(steps_done.values())
+                speed = f"{done / (time.perf_counter() - started_s):.1f}/s"
+                total = steps * max(order.num_images, order.best_of or 1)
+                progress.update(bar, description="painting", completed=done, total=total, speed=speed)
+            case CompletedImage():
+                file = files[event.image_index]
+                write_output(file, event.file)
+                lines.append(told_of(file, event, event.num_inference_steps))
+                notes |= dict.fromkeys(event.warnings)
+            case LostImage():
+                num_failed += 1
+                notes[f"image {event.image_index} failed: {event.failure.message}"] = None
+            case _:
+                pass
+    note(progress.console, *notes)
+    return lines, num_failed
+
+
+def rewrite(request: RewriteRequest, style: str | None, server: str, *, is_json: bool) -> int:
+    """Have ``server`` rewrite; the exit code. The same lines as of a local model."""
+    fields = RewriteFields(n=request.num_prompts)
+    if style is not None:
+        fields["style"] = style
+    if request.options.seed is not None:
+        fields["seed"] = request.options.seed
+    with Client(server) as client, in_words_of_a_shell():
+        answer = client.rewrite(request.wish, **fields)
+    if is_json:
+        print(msgspec.json.encode(answer).decode())
+        return 0
+    for one in answer.prompts:
+        print(" ".join((one.revised_prompt or one.prompt).split()))
+    warnings = dict.fromkeys(filter(None, (one.warning for one in answer.prompts)))
+    note(Console(stderr=True, highlight=False), *warnings)
+    return 0

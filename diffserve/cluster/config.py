@@ -1,0 +1,162 @@
+"""``cluster.toml``: how many replicas there may be, what each takes, and which stages share one. Literal, and checked.
+
+::
+
+    [replicas]
+    min = 1
+    max = 4
+    cpus = 2.0
+    gpus = 1.0
+
+    [scaling]
+    rows_per_replica = 64.0
+    idle_s = 300.0
+
+    [stages]
+    together = true
+
+Where ``together`` is false, texts are encoded and rewritten, and latents decoded, by replicas of their own, which
+``[encode]`` and ``[decode]`` describe as ``[replicas]`` describes those that denoise.
+
+Every key may be left out; an unknown one is a ConfigError that names the nearest. No ray here.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from diffserve.config import Settings, nearest
+from diffserve.errors import ConfigError
+
+MOST_REPLICAS: Final = 1000
+
+
+class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[replicas]``.
+
+    min   that are held, whether there is work or not; 0: the first is started by the first request, which is told
+          when to come back
+    max   that there may be
+    cpus  that Ray keeps for one, and so many threads has its engine
+    gpus  the same of GPUs
+    """
+
+    min: int = 1
+    max: int = 1
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+
+class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[scaling]``.
+
+    rows_per_replica  work that one is given before another is started, in UNet rows of the native size
+    idle_s            for how long fewer must have been enough before one goes; at least as long as one takes to start
+    """
+
+    rows_per_replica: float = 64.0
+    idle_s: float = 300.0
+
+
+class StagesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[stages]``: ``together``: text encoding, denoising and decoding share a replica."""
+
+    together: bool = True
+
+
+class Deployment(NamedTuple):
+    """A replica that there may be: its name, what it does of a picture (``EngineConfig.stage``), and what it takes."""
+
+    name: str
+    stage: str
+    takes: ReplicaConfig
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All of it. ConfigError where something is out of bounds."""
+
+    replicas: ReplicaConfig = ReplicaConfig()
+    scaling: ScalingConfig = ScalingConfig()
+    stages: StagesConfig = StagesConfig()
+    encode: ReplicaConfig = ReplicaConfig()
+    decode: ReplicaConfig = ReplicaConfig()
+
+    def __post_init__(self) -> None:
+        for name, each in (("replicas", self.replicas), ("encode", self.encode), ("decode", self.decode)):
+            _check_replicas(name, each)
+        _check_amount("scaling.idle_s", self.scaling.idle_s)
+        rows = self.scaling.rows_per_replica
+        if not (math.isfinite(rows) and rows > 0.0):
+            raise ConfigError(f"scaling.rows_per_replica is {rows}; it must be more than 0.", param="scaling")
+        for name in ("encode", "decode"):
+            if self.stages.together and getattr(self, name) != ReplicaConfig():
+                raise ConfigError(
+                    f"[{name}] has no meaning while stages.together is true; set it to false.", param=name
+                )
+
+    @property
+    def deployments(self) -> list[Deployment]:
+        """Every replica that there may be, of all stages."""
+        if self.stages.together:
+            return [Deployment(f"replica-{number}", "all", self.replicas) for number in range(self.replicas.max)]
+        stages = (("encode", self.encode), ("denoise", self.replicas), ("decode", self.decode))
+        return [Deployment(f"{stage}-{number}", stage, each) for stage, each in stages for number in range(each.max)]
+
+    def of_stage(self, stage: str) -> ClusterConfig:
+        """The same for the replicas of one stage alone."""
+        each = {"encode": self.encode, "decode": self.decode}.get(stage, self.replicas)
+        return replace(self, replicas=each, stages=StagesConfig(), encode=ReplicaConfig(), decode=ReplicaConfig())
+
+
+def _check_replicas(name: str, each: ReplicaConfig) -> None:
+    if not 1 <= each.max <= MOST_REPLICAS:
+        raise ConfigError(f"{name}.max is {each.max}; it must be between 1 and {MOST_REPLICAS}.", param=name)
+    if not 0 <= each.min <= each.max:
+        raise ConfigError(f"{name}.min is {each.min}; it must be between 0 and max, {each.max}.", param=name)
+    _check_amount(f"{name}.cpus", each.cpus)
+    _check_amount(f"{name}.gpus", each.gpus)
+
+
+def _check_amount(name: str, number: float) -> None:
+    if not (math.isfinite(number) and number >= 0.0):
+        raise ConfigError(f"{name} is {number}; it must be 0 or more.", param=name)
+
+
+def settings_of(settings: Settings, stage: str) -> Settings:
+    """``settings`` for a replica of ``stage``."""
+    return replace(settings, engine=replace(settings.engine, stage=stage))
+
+
+def read_cluster(path: Path | None) -> ClusterConfig:
+    """What ``path`` says; what is built in where there is none. ConfigError where it cannot be read or is wrong."""
+    if path is None:
+        return ClusterConfig()
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the cluster's file {str(path)!r}: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}.") from None
+    _check_names(path, tables)
+    try:
+        return msgspec.convert(tables, ClusterConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}.") from None
+
+
+def _check_names(path: Path, tables: dict[str, Any]) -> None:
+    known: dict[str, type[msgspec.Struct]] = {"replicas": ReplicaConfig, "scaling": ScalingConfig}
+    known |= {"stages": StagesConfig, "encode": ReplicaConfig, "decode": ReplicaConfig}
+    for table, entries in tables.items():
+        if table not in known:
+            raise ConfigError(f"{path}: unknown table [{table}]; {nearest(table, known)}")
+        for key in entries if isinstance(entries, dict) else ():
+            fields = known[table].__struct_fields__
+            if key not in fields:
+                raise ConfigError(f"{path}: unknown key {table}.{key}; {nearest(key, fields)}")

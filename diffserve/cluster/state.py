@@ -1,0 +1,137 @@
+"""What a front tells of its cluster to ``diffserve cluster status``, ``redeploy`` and ``down``: a file in the server's
+folder.
+
+The front holds a lock on it for as long as it lives, so that a number in it is of no other process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from diffserve.errors import ConfigError
+
+FILE: Final = "cluster.json"
+LOCK: Final = "cluster.lock"
+TOKEN: Final = "cluster-token"
+AGAIN_AFTER_S: Final = 5.0
+
+
+class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica: what it is called, "ready", "starting", "leaving" or "off", the requests in its engine as of a second
+    ago, what it was given and is not over (UNet rows of the native size), and the seconds that it took to start."""
+
+    name: str
+    state: str
+    num_requests: int
+    cost: float
+    start_s: float
+
+
+class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
+    """A cluster: the front's process, the address of the Ray that was joined ("": its own), the replicas, and how often
+    it was told to take other settings and is done with it, and the ``problem`` for which it did not the last time."""
+
+    pid: int
+    address: str = ""
+    replicas: tuple[ReplicaState, ...] = ()
+    num_redeploys: int = 0
+    problem: str = ""
+
+
+class StateFile:
+    """The file of a front that lives, in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+        self._lock = folder / LOCK
+        self._told: ClusterState | None = None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """ConfigError where another front has it."""
+        self._lock.parent.mkdir(parents=True, exist_ok=True)
+        with self._lock.open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise ConfigError(
+                    f"a cluster is up in {str(self._lock.parent)!r}; end it (diffserve cluster down), or give another "
+                    "--data-dir."
+                ) from None
+            self._path.unlink(missing_ok=True)  # what a front told that was killed: its number may be another's by now
+            try:
+                yield
+            finally:
+                self._path.unlink(missing_ok=True)
+
+    def tell(self, state: ClusterState) -> None:
+        """Write it, where it is news."""
+        if state != self._told:
+            self._told = state
+            new = self._path.with_suffix(".new")
+            new.write_bytes(msgspec.json.encode(state))
+            new.replace(self._path)
+
+    def read(self) -> ClusterState | None:
+        """What the front that lives has told; ``None`` where there is none."""
+        if not self.is_held():
+            return None
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=ClusterState)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def is_held(self) -> bool:
+        """Whether a front lives."""
+        try:
+            with self._lock.open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
+
+    def renew(self) -> bool:
+        """Have the front read its settings anew, and wait until its replicas have them; whether there was one.
+        ConfigError where they have not: it cannot be, or the front ended."""
+        state = self.read()
+        if state is None:
+            return False
+        if not state.replicas:
+            raise ConfigError(f"the front, process {state.pid}, is only coming up; try again in a moment.")
+        os.kill(state.pid, signal.SIGUSR1)
+        while (told := self.read()) is None or told.num_redeploys == state.num_redeploys:
+            if not self.is_held():
+                raise ConfigError(f"the front, process {state.pid}, ended before its replicas had other settings.")
+            time.sleep(0.2)
+        if told.problem:
+            raise ConfigError(told.problem)
+        return True
+
+    def end(self, patience_s: float) -> bool:
+        """Have the front end, and all that it started with it; whether there was one. ConfigError where it does not
+        within ``patience_s``."""
+        state = self.read()
+        if state is None:
+            return False
+        told_s, until_s = 0.0, time.monotonic() + patience_s
+        while self.is_held():
+            if time.monotonic() > until_s:
+                raise ConfigError(f"the front, process {state.pid}, has not ended within {patience_s:g} s.")
+            is_coming_up = not (self.read() or state).replicas  # then Ray may not have listened
+            if not told_s or (is_coming_up and time.monotonic() - told_s > AGAIN_AFTER_S):
+                told_s = time.monotonic()
+                with suppress(ProcessLookupError):
+                    os.kill(state.pid, signal.SIGTERM)
+            time.sleep(0.2)
+        return True

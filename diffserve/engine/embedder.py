@@ -1,0 +1,216 @@
+"""Embedder: texts as vectors, by the text encoder of an image model, a few windows between two steps of the images.
+
+A text's vector is what the encoder pools of it: the state of its end mark behind the last layer, normalised, and
+projected where the encoder has a projection (CLIP; Radford et al. 2021, section 2.4), at length 1. A text of several
+windows is the mean of theirs, each counting by its tokens. Brackets weigh nothing here. Windows of all requests share
+calls, in turns, so that a request of thousands keeps none waiting; what becomes of one depends on no other. Interactive
+requests come before batch work, but for every ``EQUAL_TURN``-th call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from diffserve.embedding_types import Embedded, EmbeddingEvent, EmbeddingRequest
+from diffserve.engine.engine import failure_of
+from diffserve.engine.image.engine import Engine
+from diffserve.engine.image.engines import Engines
+from diffserve.engine.records import FailureReason
+from diffserve.errors import DeadlineExceeded, DiffserveError, InvalidRequest, QueueFull
+from diffserve.runtime.kv import PoolBusy
+from diffserve.runtime.text.encoding import TextEncoder
+from diffserve.runtime.text.window_batches import MOST_WINDOWS
+
+MAX_WAITING: Final = 256
+EQUAL_TURN: Final = 8
+
+
+class EmbeddedWindow(NamedTuple):
+    """A window of input ``place``: its ids, marks and padding included, and how many of them are the text's."""
+
+    place: int
+    ids: tuple[int, ...]
+    num_tokens: int
+
+
+@dataclass(eq=False)
+class LiveEmbedding:
+    """A request on its way. ``sums``: by input, the sum of its windows' vectors so far, each by its tokens."""
+
+    request: EmbeddingRequest
+    until_s: float
+    next_input: int = 0
+    pieces: deque[EmbeddedWindow] = field(default_factory=deque)
+    sums: dict[int, Tensor] = field(default_factory=dict)
+    num_tokens: int = 0
+
+    def take(self, encoder: TextEncoder) -> EmbeddedWindow | None:
+        """The next window; ``None`` where there is none left. InvalidRequest names the input that cannot be read."""
+        while not self.pieces and self.next_input < self.request.num_inputs:
+            place, given = self.next_input, self.request.inputs[self.next_input]
+            try:
+                windows = encoder.windows_of(given)
+            except InvalidRequest as error:
+                said = f"input[{place}]: {error.message}"
+                raise InvalidRequest(said, param="input", code=error.code) from None
+            self.pieces.extend(EmbeddedWindow(place, ids, count) for ids, count in windows)
+            self.num_tokens += sum(count for _, count in windows)
+            self.next_input += 1
+        return self.pieces.popleft() if self.pieces else None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every window has become a vector."""
+        return not self.pieces and self.next_input == self.request.num_inputs
+
+
+class Embedder:
+    """``submit`` and ``cancel`` from any thread, ``tick`` in the one that ticks ``images``. ``clock`` in seconds."""
+
+    def __init__(self, images: Engines, clock: Callable[[], float]) -> None:
+        self._images = images
+        self._clock = clock
+        self._lock = RLock()
+        self._live: dict[str, LiveEmbedding] = {}
+        self._most_windows = MOST_WINDOWS
+        self._num_calls = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a tick would get on: not while models are loaded for all that there is to do."""
+        now_s = self._clock()
+        with self._lock:
+            waiting = list(self._live.values())
+        return any(one.until_s <= now_s or not self._images.is_loading(one.request.model) for one in waiting)
+
+    def submit(self, request: EmbeddingRequest) -> None:
+        """Queue it, and have its model loaded. Raises ModelNotFound, QueueFull, and what loading raised."""
+        self._images.want(request.model)
+        with self._lock:
+            if len(self._live) >= MAX_WAITING:
+                raise QueueFull(f"{len(self._live)} requests for embeddings are waiting; try again later.")
+            until_s = self._clock() + (request.deadline_s or math.inf)
+            self._live[request.request_id] = LiveEmbedding(request, until_s)
+
+    def cancel(self, request_id: str) -> bool:
+        """Forget a request; False where it is not here."""
+        with self._lock:
+            return self._live.pop(request_id, None) is not None
+
+    def fail_all(self) -> None:
+        """Forget everybody, who have been told."""
+        with self._lock:
+            self._live.clear()
+
+    def tick(self) -> tuple[list[EmbeddingEvent], bool]:
+        """Encode some windows of one model; what happened, and whether anybody got on."""
+        events = self._expire()
+        with self._lock:
+            waiting = list(self._live.values())
+        is_equal = self._num_calls % EQUAL_TURN == EQUAL_TURN - 1
+        if not is_equal:
+            waiting.sort(key=_is_batch)
+        for one in waiting:
+            try:
+                engine = self._images.want(one.request.model)
+            except DiffserveError as error:
+                events += self._fail([one], error)
+                continue
+            if engine is not None:
+                mine = [other for other in waiting if other.request.model == one.request.model]
+                self._num_calls += 1
+                return self._serve(engine, mine, events, is_equal=is_equal)
+        return events, bool(events)
+
+    def _serve(
+        self, engine: Engine, live: list[LiveEmbedding], events: list[EmbeddingEvent], *, is_equal: bool
+    ) -> tuple[list[EmbeddingEvent], bool]:
+        chosen: list[tuple[LiveEmbedding, EmbeddedWindow]] = []
+        conditioner = engine.runners.conditioner
+        for one in self._turns(live, is_equal=is_equal):
+            try:
+                piece = one.take(conditioner.model.text.encoders[-1])
+            except Exception as error:
+                live.remove(one)
+                chosen = [(other, taken) for other, taken in chosen if other is not one]
+                events += self._fail([one], error)
+                continue
+            if piece is not None:
+                chosen.append((one, piece))
+            if len(chosen) == self._most_windows:
+                break
+        try:
+            vectors = conditioner.embed([piece.ids for _, piece in chosen])
+        except PoolBusy:  # pages are short: fewer at a time, and later
+            for one, piece in reversed(chosen):
+                one.pieces.appendleft(piece)
+            self._most_windows = max(1, self._most_windows // 2)
+            return events, bool(events)
+        except Exception as error:
+            return [*events, *self._fail(list(dict.fromkeys(one for one, _ in chosen)), error)], True
+        self._most_windows = min(MOST_WINDOWS, 2 * self._most_windows)
+        for (one, piece), vector in zip(chosen, vectors, strict=True):
+            share = max(1, piece.num_tokens) * F.normalize(vector.float(), dim=0).cpu()
+            one.sums[piece.place] = share if piece.place not in one.sums else one.sums[piece.place] + share
+        self._turn(one for one, _ in chosen)
+        return [*events, *self._finish(engine, live)], True
+
+    @staticmethod
+    def _turns(live: list[LiveEmbedding], *, is_equal: bool) -> Iterator[LiveEmbedding]:
+        """Everybody in turn for as long as there is anything left: batch work ``is_equal``, or comes after the rest."""
+        before = [one for one in live if is_equal or not _is_batch(one)]
+        for each in (before, [one for one in live if one not in before]):
+            left = deque(each)
+            while left:
+                one = left.popleft()
+                yield one
+                if not one.is_done and one in live:
+                    left.append(one)
+
+    def _turn(self, served: Iterable[LiveEmbedding]) -> None:
+        """Who was served comes last."""
+        with self._lock:
+            for one in served:
+                if self._live.pop(one.request.request_id, None) is not None:
+                    self._live[one.request.request_id] = one
+
+    def _finish(self, engine: Engine, live: list[LiveEmbedding]) -> list[EmbeddingEvent]:
+        done = [one for one in live if one.is_done and self.cancel(one.request.request_id)]
+        events: list[EmbeddingEvent] = []
+        for one in done:
+            vectors = torch.stack([F.normalize(one.sums[place], dim=0) for place in range(one.request.num_inputs)])
+            events.append(
+                Embedded(
+                    request_id=one.request.request_id,
+                    model=engine.info.model_id,
+                    dimensions=vectors.shape[1],
+                    data=vectors.numpy().astype("<f4").tobytes(),
+                    num_tokens=one.num_tokens,
+                )
+            )
+        return events
+
+    def _expire(self) -> list[EmbeddingEvent]:
+        now_s = self._clock()
+        with self._lock:
+            late = [one for one in self._live.values() if one.until_s <= now_s]
+        said = "the deadline passed before the texts were embedded."
+        return self._fail(late, DeadlineExceeded(said, param="deadline_s"))
+
+    def _fail(self, lost: list[LiveEmbedding], error: Exception) -> list[EmbeddingEvent]:
+        reason: FailureReason = failure_of(error, "embedding these texts")
+        gone = [one.request.request_id for one in lost if self.cancel(one.request.request_id)]
+        return [reason.of(request_id) for request_id in gone]
+
+
+def _is_batch(one: LiveEmbedding) -> bool:
+    return one.request.priority == "batch"

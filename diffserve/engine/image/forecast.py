@@ -1,0 +1,195 @@
+"""When pictures will be done: the queue played forward by the policy itself, over what calls cost. No torch.
+
+What is played with are copies of the images and of the shares; the policy, the fair shares and the priorities are those
+that serve. From one picture's end to the next the ticks are much alike, and the later they are, the more are taken as
+one stride::
+
+    ticks of a stride   until the first of those who run is done, or a tenth of the way so far
+    seconds of a tick   pace * call_s(group, rows), shallow rows and ControlNets by their share of the work
+
+``pace`` is what a second of calls has lately taken in truth, with everything besides: planning, previews, the language
+model's turns, other engines' ticks, neighbours on the machine. Encoding and decoding are added where they come.
+
+What it cannot know: who comes later, and goes first; what is not measured yet; when a cap is probed.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Final
+
+from diffserve.config import EngineConfig
+from diffserve.engine.image.policy import POLICIES, Moment, TickCosts
+from diffserve.engine.image.priorities import PriorityShare
+from diffserve.engine.image.task import GroupKey, ImageTask, TickOutcome, TickPlan
+from diffserve.engine.records import Stage
+
+MEMORY_S: Final = 8.0
+"""What was seen longer ago counts for less and less."""
+
+RECENT: Final = 0.8
+"""Weight of what was known of a newcomer's or a picture's seconds, for each new one."""
+
+MOST_STRIDES: Final = 64
+"""Whoever is not done after so many is taken to follow at the pace seen in them."""
+
+SHORTEST_STRIDE: Final = 2
+GROWTH: Final = 0.1
+"""A stride is no longer than that part of all before it, for in the middle of one others may get their turn."""
+
+UNKNOWN_CAP: Final = 8
+"""Rows of a tick of a size that was never painted."""
+
+
+class QuietCosts:
+    """``costs``, asked without consequences."""
+
+    def __init__(self, costs: TickCosts) -> None:
+        self._costs = costs
+        self.call_s = costs.call_s
+
+    def row_cap(self, group: GroupKey, *, may_probe: bool = False) -> int:
+        """See ``TickCosts``; nothing is probed."""
+        return self._costs.row_cap(group, may_probe=False) if group.num_tokens else UNKNOWN_CAP
+
+
+class Forecast:
+    """What is known of an engine's pace, and when its pictures will be done by that. ``costs``: of calls as they are
+    known now; ``timer``: of what looking takes, in seconds."""
+
+    def __init__(self, costs: TickCosts, config: EngineConfig) -> None:
+        self._costs = QuietCosts(costs)
+        self._config = config
+        self.timer: Callable[[], float] = time.perf_counter
+        self._policy = POLICIES[config.policy](config, self._costs)
+        self._called_s = self._took_s = 0.0
+        self._prepare_s = self._decode_s = 0.0
+        self._groups: dict[tuple[int, int], GroupKey] = {}  # by size, the latest that was seen
+
+    @property
+    def pace(self) -> float | None:
+        """Seconds that a second of calls takes; ``None`` while nothing has been seen."""
+        return self._took_s / self._called_s if self._called_s > 0.0 else None
+
+    def learn(self, plan: TickPlan, outcome: TickOutcome, seconds: float) -> None:
+        """A tick took ``seconds`` from its plan to its end. ``plan`` was not yet applied."""
+        for spent_s in outcome.prepare_s.values():
+            self._prepare_s = spent_s if not self._prepare_s else RECENT * self._prepare_s + (1 - RECENT) * spent_s
+        for spent_s in outcome.decode_s.values():
+            self._decode_s = spent_s if not self._decode_s else RECENT * self._decode_s + (1 - RECENT) * spent_s
+        if plan.group is None or not plan.rows:
+            return
+        self._groups[plan.group[:2]] = plan.group
+        rows = sum(task.rows_now for task in plan.rows)
+        work = sum(task.cost_now / task.settings.row_cost for task in plan.rows)
+        at_once = [spent_s for task, spent_s in outcome.decode_s.items() if task in plan.rows]  # not beside the steps
+        besides_s = sum(outcome.prepare_s.values()) + sum(at_once)
+        self._remember(seconds)
+        self._called_s += self._costs.call_s(plan.group, rows) * work / rows
+        self._took_s += max(seconds - besides_s, 0.0)
+
+    def learn_gap(self, seconds: float) -> None:
+        """So much passed between two ticks, though there was work."""
+        self._remember(seconds)
+        self._took_s += seconds if self._called_s else 0.0
+
+    def _remember(self, seconds: float) -> None:
+        kept = math.exp(-seconds / MEMORY_S)
+        self._called_s *= kept
+        self._took_s *= kept
+
+    def seconds_left(
+        self,
+        order: Sequence[ImageTask],
+        share: PriorityShare,
+        moment: Moment,
+        wanted: Collection[ImageTask] | None = None,
+    ) -> dict[ImageTask, float]:
+        """Seconds from ``moment`` until each image is a picture, or each of ``wanted``; empty while no pace is known.
+
+        order  everybody who is not done, those without a lane in the order in which they will get one
+        share  a copy, to be used up
+        """
+        if self.pace is None:
+            return {}
+        played = {self._copy(task): task for task in order}
+        running = [one for one in played if one.lane is not None]
+        waiting = deque(one for one in played if one.lane is None)
+        missing = set(order if wanted is None else wanted)
+        done_s: dict[ImageTask, float] = {}
+        begun_s = now_s = moment.now_s
+        tick, work = moment.tick, 0.0
+        for _ in range(MOST_STRIDES):
+            while waiting and len(running) < self._config.max_lanes:
+                running.append(waiting.popleft())
+                now_s += self._prepare_s if running[-1].stage is Stage.WAITING else 0.0
+            if not running or not missing:
+                return done_s
+            ready = [one for one in running if not is_painted(one)]
+            chosen = self._choose(ready, share, Moment(tick, now_s)) if ready else ()
+            if ready and not chosen:
+                break  # they wait for others of their kind
+            if chosen:
+                ticks = min(one.table.num_rows - one.row_index for one in chosen)
+                ticks = min(ticks, SHORTEST_STRIDE + int(GROWTH * (tick - moment.tick)))
+                now_s += self._seconds(chosen, ticks)
+                tick += ticks
+                work += self._advance(chosen, share, ticks)
+            over = [one for one in running if is_painted(one)]
+            for start in range(0, len(over), self._config.max_decodes_per_tick):
+                decoded = [played[one] for one in over[start : start + self._config.max_decodes_per_tick]]
+                now_s += self._decode_s * len(decoded)
+                done_s.update(dict.fromkeys(decoded, now_s - begun_s))
+                missing.difference_update(decoded)
+            running = [one for one in running if not is_painted(one)]
+        per_work_s = (now_s - begun_s) / work if work else 0.0
+        moment = Moment(tick, now_s)
+        for one in (*share.in_order(running, lambda task: self._policy.key(task, moment)), *waiting):
+            now_s += one.cost_left * per_work_s
+            done_s[played[one]] = now_s - begun_s
+        return done_s
+
+    def _choose(self, ready: Sequence[ImageTask], share: PriorityShare, moment: Moment) -> Sequence[ImageTask]:
+        chosen = self._policy.choose(share.in_order(ready, lambda task: self._policy.key(task, moment)), moment)
+        if chosen:
+            chosen = share.spared(chosen, ready, self._costs)
+            share.led_by(chosen)
+        return chosen
+
+    def _seconds(self, chosen: Sequence[ImageTask], ticks: int) -> float:
+        """Of so many ticks of ``chosen``."""
+        assert self.pace is not None
+        assert chosen[0].group is not None
+        rows, work = 0, 0.0
+        for one in chosen:
+            settings, now, then = one.settings, one.row_index, one.row_index + ticks
+            rows += settings.rows_left[now] - settings.rows_left[then]
+            work += (settings.cost_left[now] - settings.cost_left[then]) / settings.row_cost
+        return ticks * self.pace * self._costs.call_s(chosen[0].group, max(1, round(rows / ticks))) * work / rows
+
+    @staticmethod
+    def _advance(chosen: Sequence[ImageTask], share: PriorityShare, ticks: int) -> float:
+        """The work of it."""
+        done = 0.0
+        for one in chosen:
+            before = one.cost_left
+            one.row_index += ticks
+            share.charge(one, before - one.cost_left)
+            done += before - one.cost_left
+        return done
+
+    def _copy(self, task: ImageTask) -> ImageTask:
+        """One to play with. Of what was not read yet, the group is that of the last of its size."""
+        one = copy.copy(task)
+        size = task.settings.height_px, task.settings.width_px
+        one.group = task.group or self._groups.get(size) or GroupKey(*size, 0)
+        return one
+
+
+def is_painted(task: ImageTask) -> bool:
+    """Whether all of its steps are done."""
+    return task.row_index >= task.table.num_rows

@@ -1,0 +1,73 @@
+"""A safety filter in a process of its own: ``python -m diffserve.engine.safety_process --fd N --filter NAME``.
+
+It says what it judges, then answers one question after the other, and leaves when the other side does. Whatever its
+filter raises ends it, with a reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+from diffserve.errors import ConfigError
+from diffserve.safety import OF_MODEL, FilterReady, Judgement, SafetyQuestion, Trouble, receive, send
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Answer until the other side closes the socket."""
+    parser = argparse.ArgumentParser(prog="diffserve-safety", description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="the inherited socket to the parent")
+    parser.add_argument("--filter", required=True, help="model, or MODULE:FACTORY")
+    parser.add_argument("--model", default="", help="the directory of the model")
+    options = parser.parse_args(arguments)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides
+        signal.signal(number, signal.SIG_IGN)
+    with socket.socket(fileno=options.fd) as connection:
+        try:
+            _answer(connection, load_filter(options.filter, options.model))
+        except OSError as error:
+            if connection.fileno() >= 0 and not isinstance(error, ConnectionError):
+                send(connection, Trouble(f"{type(error).__name__}: {error}"))
+        except Exception as error:  # it is somebody else's code
+            send(connection, Trouble(f"{type(error).__name__}: {error}"))
+            return 1
+    return 0
+
+
+def load_filter(name: str, model: str) -> Any:
+    """The filter called ``name``, of the model in the directory ``model``. Raises ConfigError, and what it raises."""
+    if name == OF_MODEL:
+        from diffserve.runtime.safety_checker import SafetyChecker
+
+        return SafetyChecker.load(model)
+    module, _, factory = name.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        made: Callable[[], Any] = getattr(import_module(module), factory)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"safety_filter {name!r} cannot be imported: {error}.", param="safety_filter") from None
+    return made()
+
+
+def _answer(connection: socket.socket, safety_filter: Any) -> None:
+    prompts, pictures = (getattr(safety_filter, f"blocks_{what}", None) for what in ("prompt", "picture"))
+    if prompts is None and pictures is None:
+        raise ConfigError("it has neither blocks_prompt nor blocks_picture.", param="safety_filter")
+    send(connection, FilterReady(prompts is not None, pictures is not None))
+    while isinstance(question := receive(connection), SafetyQuestion):
+        subject = question.subject
+        judge, given = (prompts, subject) if isinstance(subject, str) else (pictures, subject.array)
+        answer = judge(given) if judge is not None else False
+        if not isinstance(answer, (bool, int)) and str(answer) not in ("True", "False"):  # numpy's own bool is fine
+            raise TypeError(f"it answered {answer!r}; True and False are answers.")
+        send(connection, Judgement(bool(answer)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

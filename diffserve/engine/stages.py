@@ -1,0 +1,222 @@
+"""Stages of a picture that stand apart: encoding texts, and decoding latents, in processes that paint nothing.
+
+Who denoises is an ``Engine`` as ever; it is told the texts by ``GenerationRequest.encodings``, and tells latents. What
+travels in between are values (``diffserve.stage_types``), so that any process of a stage may go on with them.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import RLock
+from typing import Any, Final, Generic, TypeVar
+
+import torch
+
+from diffserve.engine.engine import failure_of
+from diffserve.engine.image.engine import Engine
+from diffserve.engine.image.engines import Engines
+from diffserve.engine.image.outputs import kept_outside_mask
+from diffserve.errors import DeadlineExceeded, QueueFull
+from diffserve.rewriting.window import TextWindow
+from diffserve.runtime.kv import PoolBusy
+from diffserve.runtime.low_rank import LoRASet
+from diffserve.runtime.text.encoding import AS_TRAINED, TextReading
+from diffserve.runtime.text.handover import to_value
+from diffserve.stage_types import DecodeRequest, PictureDecoded, TextsEncoded
+from diffserve.tensor_values import Encodings
+from diffserve.types import Failed, GenerationRequest, LatentArray, Picture
+
+HOLLOW: Final = {
+    "all": frozenset[str](),
+    "encode": frozenset({"unet", "vae"}),
+    "denoise": frozenset({"text"}),
+    "decode": frozenset({"text", "unet"}),
+}
+"""Parts of the model that a process of each stage does without. Who denoises keeps the VAE: it reads the pictures that
+others begin from, with the picture's own draws."""
+
+R = TypeVar("R", GenerationRequest, DecodeRequest)
+
+
+@dataclass(eq=False)
+class StageRequest(Generic[R]):
+    """A request, when it came, until when it is wanted, and what is being read for it beside the ticks."""
+
+    request: R
+    since_s: float
+    until_s: float
+    reading: Future[LoRASet] | None = None
+
+    @property
+    def place(self) -> tuple[bool, float]:
+        """Interactive requests come first, then in turn."""
+        return self.request.priority == "batch", self.since_s
+
+
+class StageQueue(ABC, Generic[R]):
+    """Requests of one stage, done one after the other. ``submit`` and ``cancel`` from any thread.
+
+    doing  what it does, in words
+    """
+
+    doing: str
+
+    def __init__(self, images: Engines, most: int, clock: Callable[[], float]) -> None:
+        self._images = images
+        self._most = most
+        self._clock = clock
+        self._lock = RLock()
+        self._waiting: dict[str, StageRequest[R]] = {}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a tick would get on: not while models are loaded for all that there is to do."""
+        with self._lock:
+            waiting = list(self._waiting.values())
+        now_s = self._clock()
+        return any(one.until_s <= now_s or not self._images.is_loading(one.request.model) for one in waiting)
+
+    def submit(self, request: R) -> None:
+        """Queue it, and have its model loaded. Raises QueueFull, and what :meth:`check` raises."""
+        self.check(request)
+        with self._lock:
+            if len(self._waiting) >= self._most:
+                raise QueueFull(f"{len(self._waiting)} requests wait for {self.doing}; try again later.")
+            now_s = self._clock()
+            one = StageRequest(request, now_s, now_s + (request.deadline_s or math.inf))
+            self._waiting[request.request_id] = one
+        self._begin(one)
+
+    def cancel(self, request_id: str) -> bool:
+        """Forget a request; False where it is not here."""
+        with self._lock:
+            return self._waiting.pop(request_id, None) is not None
+
+    def fail_all(self) -> None:
+        """Forget everybody, who have been told."""
+        with self._lock:
+            self._waiting.clear()
+
+    def tick(self) -> list[Any]:
+        """Do the next request; what happened."""
+        now_s = self._clock()
+        with self._lock:
+            waiting = sorted(self._waiting.values(), key=lambda one: one.place)
+        late = DeadlineExceeded("the deadline passed before the picture was finished.", param="deadline_s")
+        gone = [one for one in waiting if one.until_s <= now_s and self.cancel(one.request.request_id)]
+        events: list[Any] = [self._failed(one, late) for one in gone]
+        for one in waiting:
+            if one.until_s <= now_s or (one.reading is not None and not one.reading.done()):
+                continue
+            try:
+                engine = self._images.want(one.request.model)
+                done = None if engine is None else self._do(engine, one, now_s)
+            except PoolBusy:  # texts of the language model have the pages
+                break
+            except Exception as error:
+                done = self._failed(one, error)
+            if done is not None and self.cancel(one.request.request_id):
+                return [*events, done]
+        return events
+
+    def check(self, request: R, *, num_ahead: int = 0) -> None:
+        """Raise what is known to be wrong with ``request``."""
+        self._images.want(request.model)
+
+    def _begin(self, one: StageRequest[R]) -> None:  # nobody has to
+        """Read what ``one`` needs, beside the ticks."""
+
+    @abstractmethod
+    def _do(self, engine: Engine, one: StageRequest[R], started_s: float) -> Any:
+        """The event that ends ``one``. Raises PoolBusy where it has to wait."""
+
+    def _failed(self, one: StageRequest[R], error: Exception) -> Failed:
+        return failure_of(error, self.doing).of(one.request.request_id)
+
+
+class EncodingStage(StageQueue[GenerationRequest]):
+    """Encodes the texts of requests; what an ``Engines`` is to a ``RewriteQueue``, whose requests end here."""
+
+    doing = "encoding texts"
+
+    def check(self, request: GenerationRequest, *, num_ahead: int = 0) -> None:
+        """See ``Engines``: all that painting would refuse is refused here."""
+        engine = self._images.want(request.model)
+        if engine is not None:
+            engine.admitted(request)
+
+    def window_of(self, request: GenerationRequest, first: TextWindow) -> TextWindow:
+        """See ``Engines``."""
+        return self._images.window_of(request, first)
+
+    def family_of(self, request: GenerationRequest) -> str:
+        """See ``Engines``."""
+        return self._images.family_of(request)
+
+    def _begin(self, one: StageRequest[GenerationRequest]) -> None:
+        engine = self._images.want(one.request.model)
+        settings = None if engine is None else engine.admitted(one.request).settings
+        if engine is not None and settings is not None and settings.loras:
+            one.reading = engine.runners.loras.begin(settings.loras, settings.lora_digest)
+
+    def _do(self, engine: Engine, one: StageRequest[GenerationRequest], started_s: float) -> TextsEncoded:
+        request, settings = one.request, engine.admitted(one.request).settings
+        loras = engine.runners.loras.take(settings.loras, one.reading) if settings.loras else None
+        encodings = encode(engine, request, TextReading(loras, settings.clip_skip))
+        ended_s = self._clock()
+        return TextsEncoded(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            encodings=encodings,
+            encode_s=ended_s - started_s,
+            waited_s=ended_s - one.since_s,
+        )
+
+
+def encode(engine: Engine, request: GenerationRequest, reading: TextReading) -> Encodings:
+    """Everything that painting ``request`` asks of text encoders. Raises PoolBusy, and InvalidRequest."""
+    settings, runner = engine.admitted(request).settings, engine.runners
+    texts = request.prompt, request.negative_prompt if settings.guided.any() else None
+    base = runner.conditioner.hand_over(*texts, reading)
+    whole = [text or "" for text in texts]
+    if settings.controlnets:  # which are told embeddings
+        base |= engine.model.text.hand_over(whole, reading)
+    if settings.similarity_threshold is not None:
+        base |= engine.model.text.hand_over(whole[:1], AS_TRAINED)
+    refiner = {}
+    if settings.switch_row is not None and runner.refiner is not None:
+        refiner = runner.refiner.conditioner.hand_over(*texts, TextReading(clip_skip=settings.clip_skip))
+    parts = [{name: to_value(tensor) for name, tensor in part.items()} for part in (base, refiner)]
+    return Encodings(base=parts[0], refiner=parts[1])
+
+
+class DecodingStage(StageQueue[DecodeRequest]):
+    """Decodes finished latents, each picture in a call of its own, as an engine that promises bytes does."""
+
+    doing = "decoding this picture"
+
+    def _do(self, engine: Engine, one: StageRequest[DecodeRequest], started_s: float) -> PictureDecoded:
+        request = one.request
+        with torch.inference_mode():
+            latents = torch.from_numpy(request.latents.array.copy()).to(engine.model.device)
+            decoded = engine.runners.decoder.pictures(latents[None]).picture(0)
+        picture = Picture.from_array(kept_outside_mask(request.init_image, request.mask_image, decoded))
+        ended_s = self._clock()
+        return PictureDecoded(
+            request_id=request.request_id,
+            picture=picture,
+            decode_s=ended_s - started_s,
+            waited_s=ended_s - one.since_s,
+        )
+
+
+def trial_latents(engine: Engine) -> DecodeRequest:
+    """A grey picture of the model's native size, to be decoded once before the first request."""
+    width_px, height_px = engine.info.good_sizes[0]
+    factor = engine.info.vae_factor
+    shape = (engine.info.latent_channels, height_px // factor, width_px // factor)
+    return DecodeRequest(request_id="trial", latents=LatentArray.from_array(torch.zeros(shape).numpy()))

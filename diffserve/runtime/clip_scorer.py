@@ -1,0 +1,122 @@
+"""How well a picture shows what its prompt says, by a CLIP model on disk: the cosine of the two (Radford et al. 2021,
+arXiv 2103.00020, section 2.3). PickScore and its like, trained on people's choices, are such models.
+
+The picture is prepared as the model's ``preprocessor_config.json`` says, in its order: shortest edge, crop, scale,
+colours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from diffserve.errors import ModelLoadError, ModelNotFound
+from diffserve.runtime.loading.checkpoint import Checkpoint, find_weights, read_json
+from diffserve.runtime.loading.components import build_clip, load_component, load_tokenizer
+from diffserve.runtime.precision import DeviceChoice
+from diffserve.runtime.transfer import SideQueue, send
+
+PREPARED: Final = "preprocessor_config.json"
+CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """From a picture to what CLIP looks at.
+
+    edge_px  length that the shortest side is brought to, by Pillow's filter ``resample``
+    crop_px  (height, width) that are kept of its middle
+    """
+
+    edge_px: int
+    crop_px: tuple[int, int]
+    resample: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def read(cls, file: Path, side_px: int) -> Preparation:
+        """As ``file`` says, of a model that looks at ``side_px`` squared. Raises ModelLoadError."""
+        config = read_json(file)
+        try:
+            size, crop = config.get("size", side_px), config.get("crop_size", side_px)
+            edge = size["shortest_edge"] if isinstance(size, dict) else size
+            height, width = (crop["height"], crop["width"]) if isinstance(crop, dict) else (crop, crop)
+            mean, std = (tuple(map(float, config.get(f"image_{name}", own))) for name, own in COLOURS)
+            found = cls(int(edge), (int(height), int(width)), int(config.get("resample", 3)), mean, std)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ModelLoadError(f"{file} is not as CLIP's image processor writes it ({error!r}).") from None
+        if found.crop_px != (side_px, side_px) or found.edge_px < side_px or len(mean) != 3 or len(std) != 3:
+            raise ModelLoadError(f"{file} makes pictures of {found.crop_px}; the model looks at {side_px}x{side_px}.")
+        return found
+
+    def __call__(self, pixels: NDArray[np.uint8]) -> Tensor:
+        """(1, 3, height, width) float32 of a picture (height, width, 3)."""
+        image = Image.fromarray(pixels)
+        short, long = sorted(image.size)
+        further = int(self.edge_px * long / short)
+        size = (self.edge_px, further) if image.width <= image.height else (further, self.edge_px)
+        resized = np.asarray(image.resize(size, Image.Resampling(self.resample)), dtype=np.float32) / 255.0
+        (height, width), (tall, wide) = self.crop_px, resized.shape[:2]
+        top, left = (tall - height) // 2, (wide - width) // 2
+        cropped = torch.from_numpy(resized[top : top + height, left : left + width])
+        colours = (cropped - torch.tensor(self.mean)) / torch.tensor(self.std)
+        return colours.permute(2, 0, 1)[None].contiguous()
+
+
+COLOURS: Final = (("mean", CLIP_MEAN), ("std", CLIP_STD))
+
+
+class ClipScorer:
+    """transformers' ``CLIPModel``, its tokenizer and its preparation. For one thread at a time.
+
+    name  of its directory
+    """
+
+    def __init__(self, name: str, network: Any, tokenizer: Any, prepare: Preparation, device: torch.device) -> None:
+        self.name = name
+        self.network = network
+        self._tokenizer = tokenizer
+        self._prepare = prepare
+        self._device = device
+        self._queue = SideQueue(device)
+        self._window = int(network.config.text_config.max_position_embeddings)
+
+    @classmethod
+    def load(cls, path: str | Path, choice: DeviceChoice) -> ClipScorer:
+        """From a directory as transformers writes it. Raises ModelNotFound or ModelLoadError."""
+        directory = Path(path).expanduser()
+        if not directory.is_dir():
+            raise ModelNotFound(f"there is no scorer at {directory}; model.scorer names the directory of a CLIP model.")
+        file = directory / "config.json"
+        config = read_json(file)
+        if config.get("model_type") != "clip" or "vision_config" not in config:
+            raise ModelLoadError(f"{file} is of a {config.get('model_type')!r} model; a scorer is a whole CLIPModel.")
+        network = build_clip(config, str(file))
+        load_component(network, Checkpoint.open(find_weights(directory, "model", dtype=choice.dtype)), choice)
+        prepare = Preparation.read(directory / PREPARED, int(network.config.vision_config.image_size))
+        return cls(directory.name, network, load_tokenizer(directory), prepare, choice.device)
+
+    def begin(self) -> None:
+        """Have torch set up the thread: its first work there sets numbers of threads for all, and others rely on them
+        while they paint."""
+        torch.get_num_threads()
+
+    @torch.inference_mode()
+    def score(self, prompt: str, pixels: NDArray[np.uint8]) -> float:
+        """The cosine, -1 to 1, of ``prompt`` (as far as CLIP reads it) and a picture (height, width, 3)."""
+        told = self._tokenizer(prompt, truncation=True, max_length=self._window, verbose=False).input_ids
+        prepared = self._prepare(pixels)
+        with self._queue:
+            ids = send(torch.tensor([told]), self._device)
+            picture = send(prepared, self._device).to(self.network.dtype)
+            found = self.network(input_ids=ids, pixel_values=picture)
+            return float((found.text_embeds.float() * found.image_embeds.float()).sum())

@@ -1,0 +1,219 @@
+"""JsonConstraint: JSON that follows a schema, token by token, by llguidance's parser; and those of an engine, kept.
+
+The parser (Earley's, over a lexer of regex derivatives) says of every token of a vocabulary whether its bytes may
+follow. A state is such a parser, and going on makes another one: a few microseconds, and drafts, beams and followers
+need no way back. ::
+
+    {"name":"   any bytes of a string, then the quote     ,"age":   forced: a draft that is nearly always right
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diffserve.errors import InvalidRequest
+from diffserve.json_schemas import matcher
+from diffserve.runtime.decoding.constraint import AnyConstraint, Constraint
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+KEPT_SCHEMAS: Final = 32
+"""Compiled ones that an engine keeps: each may come to hold tens of megabytes, and whoever asks chooses which."""
+
+PARAM: Final = "response_format"
+SAMPLE: Final = '{"name": ["a", -2.5e3, true, null], "b c": "caf\u00e9 \N{FOX FACE}"}'
+NEEDED: Final = frozenset(bytes([byte]) for byte in (*range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF5)))
+"""What a vocabulary must be able to say byte by byte, so that no text ends up where nothing can follow."""
+
+BEGINNING: Final = "{"
+"""What is before a text of which the spelling is asked: many tokenizers put a space before the first word."""
+
+BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class JsonConstraint(Constraint["LLMatcher | None"]):
+    """Texts that follow a schema. A state is a parser, None after a token that was not allowed or that ended the text.
+
+    A parser that gave up, as on a schema that requires parts without end, allows nothing and has its ``problem``.
+
+    Raises InvalidRequest for a schema that cannot be followed.
+    """
+
+    def __init__(self, tokenizer: LLTokenizer, schema: str) -> None:
+        try:
+            start = matcher(tokenizer, schema)
+        except ValueError as error:
+            raise InvalidRequest(f"{PARAM}: {error}", param=PARAM, code="invalid_json_schema") from None
+        if start.is_error():
+            raise InvalidRequest(f"{PARAM}: {start.get_error()}", param=PARAM, code="invalid_json_schema")
+        self.start = start
+        self.end_ids = frozenset(tokenizer.eos_tokens)
+        self._ends = np.array(sorted(self.end_ids), dtype=np.int64)
+
+    def advance(self, state: LLMatcher | None, token_id: int) -> LLMatcher | None:
+        """The state after ``token_id``."""
+        if state is None or token_id in self.end_ids:
+            return None
+        if state.is_error():
+            return state
+        after = state.deep_copy()
+        if after.consume_token(token_id):
+            return after
+        return after if state.deep_copy().validate_tokens([token_id]) else None  # allowed, and the parser gave up on it
+
+    def mask(self, state: LLMatcher | None, vocab_size: int) -> Tensor:
+        """(vocab_size,) bool on the CPU; an end token is allowed where all that was begun is closed."""
+        allowed = np.zeros(vocab_size, dtype=np.uint8)
+        if state is not None:
+            told = np.unpackbits(np.frombuffer(state.compute_bitmask(), dtype=np.uint8), bitorder="little")
+            allowed[: len(told)] = told[:vocab_size]
+            allowed[self._ends[self._ends < vocab_size]] = state.is_accepting()
+        return torch.from_numpy(allowed.view(np.bool_))
+
+    def num_allowed(self, state: LLMatcher | None, token_ids: Sequence[int]) -> int:
+        """How many of ``token_ids`` may follow one after another; an end is not guessed."""
+        inside = list(takewhile(lambda token_id: token_id not in self.end_ids, token_ids))
+        return 0 if state is None else int(state.validate_tokens(inside))
+
+    def forced(self, state: LLMatcher | None, limit: int) -> list[int]:
+        """Tokens that spell the only bytes that may follow, as the tokenizer would spell them."""
+        return [] if state is None else state.compute_ff_tokens()[:limit]
+
+    def problem(self, state: LLMatcher | None) -> str:
+        """What the parser gave up for."""
+        return "" if state is None or not state.is_error() else state.get_error()
+
+
+@dataclass(frozen=True)
+class JsonSpelling:
+    """A vocabulary as llguidance reads it: the bytes of every token, and how a text is cut into tokens.
+
+    Made once for a model: it takes a second for a hundred thousand tokens.
+    """
+
+    tokenizer: LLTokenizer
+
+    @classmethod
+    def of(cls, tokenizer: Any, vocab_size: int, end_ids: Sequence[int]) -> JsonSpelling | None:
+        """For a transformers tokenizer; None where it is not known what its tokens say, or they cannot say all of JSON.
+
+        vocab_size  of the network, which may have room for more tokens than the tokenizer knows
+        """
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        spelled = token_bytes(tokenizer, vocab_size)
+        if spelled is None or not end_ids or not set(spelled) >= NEEDED or not _is_right(tokenizer, spelled):
+            return None
+        wrapped = TokenizerWrapper(_Vocabulary(tokenizer, spelled, end_ids[0]))
+        return cls(LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=list(end_ids)))
+
+
+class JsonConstraints:
+    """Constraints by schema, compiled in a thread beside the ticks; the ``KEPT_SCHEMAS`` used last are kept.
+
+    Safe to call from any thread.
+    """
+
+    def __init__(self, spelling: JsonSpelling) -> None:
+        self._spelling = spelling
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, Future[AnyConstraint]] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="json-schemas")
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def begin(self, schema: str) -> Future[AnyConstraint]:
+        """The constraint of ``schema``, when it is there; InvalidRequest comes from its ``result``."""
+        with self._lock:
+            known = self._kept.get(schema)
+            if known is None:
+                known = self._thread.submit(JsonConstraint, self._spelling.tokenizer, schema)
+                self._kept[schema] = known
+            self._kept.move_to_end(schema)
+            while len(self._kept) > KEPT_SCHEMAS:
+                self._kept.popitem(last=False)
+            return known
+
+
+def token_bytes(tokenizer: Any, vocab_size: int) -> list[bytes] | None:
+    """What each token says, for tokenizers of bytes (GPT-2), of words with a mark for spaces (Llama), of words with a
+    mark for their ends (CLIP). None for others. Special tokens say nothing, nor do ids that no token has.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.decoder is None:
+        return None
+    kind = backend.decoder.__getstate__().decode()
+    letters = _letters() if '"ByteLevel"' in kind else None
+    suffix = getattr(backend.model, "end_of_word_suffix", None) or ""
+    added = tokenizer.added_tokens_decoder
+    special = set(tokenizer.all_special_ids)
+    spelled = [b""] * vocab_size
+    for token, token_id in tokenizer.get_vocab().items():
+        if token_id >= vocab_size or token_id in special:
+            continue
+        if token_id in added:
+            spelled[token_id] = b"" if added[token_id].special else token.encode()
+            continue
+        word, space = (token.removesuffix(suffix), " ") if suffix and token.endswith(suffix) else (token, "")
+        if letters is not None:
+            if not all(letter in letters for letter in word):
+                return None
+            spelled[token_id] = bytes(letters[letter] for letter in word) + space.encode()
+        elif byte := BYTE_TOKEN.fullmatch(word):
+            spelled[token_id] = bytes([int(byte[1], 16)])
+        else:
+            spelled[token_id] = (word.replace("\N{LOWER ONE EIGHTH BLOCK}", " ") + space).encode()
+    return spelled
+
+
+def _letters() -> dict[str, int]:
+    """The letter of each byte in GPT-2's vocabulary: printable ones stand for themselves, the others for 256 and on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+def _is_right(tokenizer: Any, spelled: Sequence[bytes]) -> bool:
+    """Whether the tokens of a text say what the tokenizer reads back from them."""
+    ids = tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
+    told: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return max(ids) < len(spelled) and b"".join(spelled[token_id] for token_id in ids).strip() == told.strip().encode()
+
+
+class _Vocabulary:
+    """What llguidance asks of a tokenizer that it does not know."""
+
+    def __init__(self, tokenizer: Any, spelled: Sequence[bytes], end_id: int) -> None:
+        self.eos_token_id = end_id
+        self.bos_token_id = None
+        self.tokens = spelled
+        self.special_token_ids = [token_id for token_id, said in enumerate(spelled) if not said]
+        self._tokenizer = tokenizer
+        self._begun = self._ids(BEGINNING)
+        self._of_byte = {said[0]: token_id for token_id, said in enumerate(spelled) if len(said) == 1}
+
+    def __call__(self, text: str) -> list[int]:
+        """``text`` as it is spelled within a text, byte by byte where that cannot be told; llguidance believes it."""
+        if not isinstance(text, str):
+            raise TypeError("texts only")
+        ids = self._ids(BEGINNING + text)
+        begun, said = ids[: len(self._begun)], ids[len(self._begun) :]
+        is_right = begun == self._begun and b"".join(self.tokens[token_id] for token_id in said) == text.encode()
+        return said if is_right else [self._of_byte[byte] for byte in text.encode()]
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids

@@ -1,0 +1,207 @@
+"""The adapters of a folder in memory, ready for rows: read when they are asked for, the longest unused forgotten."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Final, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from diffserve.errors import InvalidRequest, ModelLoadError
+from diffserve.loras import CheckedLoras, Lora, LoraFolders
+from diffserve.runtime.loading.lora import UNET, LoRAFile, LowRank
+from diffserve.runtime.low_rank import KEYS_VALUES, RANKS, LoRASet, adaptable, joined, padded_rank, shape_of
+from diffserve.runtime.model import DiffusionModel
+
+CHECKED_KEPT: Final = 1024
+NUM_READERS: Final = 2
+"""Files read at once."""
+
+Stamp = tuple[str, int, int]
+"""A file as it was read: name, bytes, time of its last change. Another file by this name has another stamp."""
+
+
+class Header(NamedTuple):
+    """What a file's header says: the largest rank of its layers, and words that it teaches."""
+
+    rank: int
+    words: str
+
+
+class LoRAShelf:
+    """The adapters of ``model``'s folder. Those whose pictures are being painted are kept; of others, ``max_bytes``."""
+
+    def __init__(self, model: DiffusionModel, max_bytes: int) -> None:
+        self.folder = LoraFolders(model.lora_dirs)
+        self.model = model
+        self.max_bytes = max_bytes
+        self._headers: OrderedDict[Stamp, Header] = OrderedDict()
+        self._alive: WeakValueDictionary[bytes, LoRASet] = WeakValueDictionary()
+        self._kept: OrderedDict[bytes, LoRASet] = OrderedDict()
+        self._file_digests: OrderedDict[Stamp, str] = OrderedDict()
+        self._digests: OrderedDict[bytes, dict[str, str]] = OrderedDict()
+
+    @property
+    def num_kept(self) -> int:
+        """Sets of adapters that are kept, whether or not anything is painted with them."""
+        return len(self._kept)
+
+    @property
+    def num_bytes(self) -> int:
+        """That they take."""
+        return sum(one.num_bytes for one in self._kept.values())
+
+    def check(self, loras: Sequence[Lora]) -> CheckedLoras:
+        """What is known of ``loras``, at least one, by their files' headers.
+
+        Raises InvalidRequest for one that is not there, was made for another model, or is of a kind that is not taken.
+        """
+        stamped = [(lora, *self._stamped(lora.name)) for lora in loras]
+        rank = 0
+        for lora, path, stamp in stamped:
+            if stamp not in self._headers:
+                file = self._opened(lora.name, path)
+                self._matched(lora.name, path, file)
+                self._headers[stamp] = Header(file.rank, file.words)
+                while len(self._headers) > CHECKED_KEPT:
+                    self._headers.popitem(last=False)
+            rank += self._headers[stamp].rank
+        padded = padded_rank(rank)
+        if padded is None:
+            said = f"the ranks of these LoRAs are {rank} together; at most {RANKS[-1]} are taken: leave some out."
+            raise InvalidRequest(said, param="loras")
+        digest = hashlib.sha256("\n".join(f"{stamp} {lora.scale!r}" for lora, _, stamp in stamped).encode()).digest()
+        return CheckedLoras(padded, digest, tuple(self._headers[stamp].words for *_, stamp in stamped))
+
+    def ranks(self) -> tuple[int, ...]:
+        """What each adapter of the folder that can be used is padded to when it is alone."""
+        found = set[int]()
+        for name in self.folder.names():
+            with suppress(InvalidRequest):
+                found.add(self.check((Lora(name),)).rank)
+        return tuple(sorted(found))
+
+    def begin(self, loras: Sequence[Lora], digest: bytes) -> Future[LoRASet]:
+        """``loras``, checked and of this ``digest``, on their way into memory, read beside whatever else is done."""
+        there: Future[LoRASet] = Future()
+        found = self._alive.get(digest)
+        if found is not None:
+            there.set_result(found)
+            return there
+        try:
+            return self._readers.submit(self._read, loras, self.check(loras))
+        except InvalidRequest as error:  # it was there a moment ago
+            there.set_exception(error)
+            return there
+
+    def take(self, loras: Sequence[Lora], reading: Future[LoRASet] | None = None) -> LoRASet:
+        """``loras`` as a row has them, as ``reading`` has read them, or read now unless they are in memory.
+
+        Raises InvalidRequest as ``check`` does.
+        """
+        checked = self.check(loras)
+        found = self._alive.get(checked.digest)
+        if found is None:
+            found = reading.result() if reading is not None else self._read(loras, checked)
+            self._alive[checked.digest] = found
+        self._kept[checked.digest] = found
+        self._kept.move_to_end(checked.digest)
+        num_bytes = self.num_bytes
+        while num_bytes > self.max_bytes:
+            _, dropped = self._kept.popitem(last=False)
+            num_bytes -= dropped.num_bytes
+        return found
+
+    def digests(self, digest: bytes) -> dict[str, str]:
+        """Of those of this ``digest`` that were read, by name: SHA-256 of their files without the header, in which some
+        tools write later."""
+        return self._digests.get(digest, {})
+
+    @cached_property
+    def _readers(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(NUM_READERS, "loras")
+
+    @cached_property
+    def _networks(self) -> dict[str, dict[str, nn.Module]]:
+        """By component, the layers that adapters may change."""
+        encoders = [encoder.network for encoder in self.model.text.encoders]
+        networks = dict(zip(("text_encoder", "text_encoder_2"), encoders, strict=False))
+        networks[UNET] = self.model.unet.network
+        return {component: adaptable(network) for component, network in networks.items()}
+
+    def _stamped(self, name: str) -> tuple[Path, Stamp]:
+        path = self.folder.find(name)
+        try:
+            status = path.stat()
+        except OSError:
+            raise InvalidRequest(f"the LoRA {name!r} has just been removed; leave it out.", param="loras") from None
+        return path, (name, status.st_size, status.st_mtime_ns)
+
+    def _opened(self, name: str, path: Path) -> LoRAFile:
+        try:
+            return LoRAFile.open([path])
+        except ModelLoadError as error:
+            raise _refused(name, path, error) from None
+
+    def _matched(self, name: str, path: Path, file: LoRAFile) -> dict[str, dict[str, LowRank]]:
+        """By component and layer, what ``file`` changes."""
+        found = {}
+        for component in file.layers:
+            if component not in self._networks:
+                said = f"the LoRA {name!r} changes a {component}, which {self.model.model_id} has not: leave it out."
+                raise InvalidRequest(said, param="loras")
+            shapes = {layer: shape_of(module) for layer, module in self._networks[component].items()}
+            try:
+                found[component] = file.matched(component, shapes, self.model.model_id)
+            except ModelLoadError as error:
+                raise _refused(name, path, error) from None
+        return found
+
+    def _read(self, loras: Sequence[Lora], checked: CheckedLoras) -> LoRASet:
+        changes = defaultdict[nn.Module, list[tuple[Tensor, Tensor]]](list)
+        of_texts, digests = [], dict[str, str]()
+        for lora in loras:
+            path, stamp = self._stamped(lora.name)
+            digests[lora.name] = self._file_digest(path, stamp)
+            file = self._opened(lora.name, path)
+            for component, matched in self._matched(lora.name, path, file).items():
+                if component != UNET or any(layer.endswith(KEYS_VALUES) for layer in matched):
+                    of_texts.append(f"{path} {stamp} {lora.scale!r}")  # other models' folders may have it by that name
+                for layer, change in matched.items():
+                    try:
+                        down, up = file.read(change)
+                    except ModelLoadError as error:
+                        raise _refused(lora.name, path, error) from None
+                    if not bool(torch.isfinite(down).all() and torch.isfinite(up).all()):
+                        said = f"the LoRA {lora.name!r} holds numbers in {layer} that are not finite: leave it out."
+                        raise InvalidRequest(said, param="loras")
+                    changes[self._networks[component][layer]].append((down, lora.scale * up))
+        like = torch.empty(0, dtype=self.model.dtype, device=self.model.device)
+        layers = {layer: joined(layer, pairs, checked.rank, like) for layer, pairs in changes.items()}
+        self._digests[checked.digest] = digests
+        while len(self._digests) > CHECKED_KEPT:
+            self._digests.popitem(last=False)
+        digest = hashlib.sha256("\n".join(of_texts).encode()).digest() if of_texts else b""
+        return LoRASet(checked.rank, layers, digest)
+
+    def _file_digest(self, path: Path, stamp: Stamp) -> str:
+        if stamp not in self._file_digests:
+            with path.open("rb") as file:
+                file.seek(8 + int.from_bytes(file.read(8), "little"))
+                self._file_digests[stamp] = hashlib.file_digest(file, "sha256").hexdigest()
+            while len(self._file_digests) > CHECKED_KEPT:
+                self._file_digests.popitem(last=False)
+        return self._file_digests[stamp]
+
+
+def _refused(name: str, path: Path, error: ModelLoadError) -> InvalidRequest:
+    """In the words of ``error``, without the place where the folder lies."""
+    return InvalidRequest(f"LoRA {name!r} cannot be used: {error.message.replace(str(path), path.name)}", param="loras")

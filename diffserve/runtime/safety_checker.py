@@ -1,0 +1,61 @@
+"""The safety checker that Stable Diffusion ships with: CLIP's embedding of a picture, held against those of concepts
+that nobody shall see (Rando et al., 2022, arXiv 2210.04610, on what it knows and what it does not).
+
+As diffusers writes it: ``safety_checker/`` with a ``StableDiffusionSafetyChecker`` in safetensors, and
+``feature_extractor/`` beside it, which says how pictures are brought to its size.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from diffserve.errors import ModelLoadError
+from diffserve.runtime.loading.checkpoint import read_json
+
+COMPONENT = "safety_checker"
+EXTRACTOR = "feature_extractor"
+
+
+class SafetyChecker:
+    """Says of pictures whether they show what nobody shall see. A ViT-L takes a second on a CPU."""
+
+    def __init__(self, network: Any, extractor: Any) -> None:
+        self._network = network
+        self._extractor = extractor
+
+    @classmethod
+    def load(cls, model: str) -> SafetyChecker:
+        """That of the diffusers directory ``model``. Raises ModelLoadError where there is none."""
+        from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
+        from transformers import CLIPImageProcessor
+
+        folder = Path(model).expanduser()
+        if not (folder / COMPONENT / "config.json").is_file():
+            raise ModelLoadError(
+                f"{model!r} has no {COMPONENT}; give a diffusers directory that has one, or safety_filter = "
+                '"MODULE:FACTORY".'
+            )
+        if not list((folder / COMPONENT).glob("*.safetensors")):
+            raise ModelLoadError(f"the {COMPONENT} of {model!r} has no safetensors; other weights are not read.")
+        told = read_json(folder / EXTRACTOR / "preprocessor_config.json")
+        settings = {key: value for key, value in told.items() if not key.endswith("_type")}
+        try:
+            network = StableDiffusionSafetyChecker.from_pretrained(
+                str(folder / COMPONENT), use_safetensors=True, local_files_only=True
+            )
+        except (OSError, ValueError, RuntimeError, KeyError, json.JSONDecodeError) as error:
+            raise ModelLoadError(f"the {COMPONENT} of {model!r} cannot be read: {error}") from None
+        return cls(network.eval(), CLIPImageProcessor(**settings))
+
+    @torch.inference_mode()
+    def blocks_picture(self, pixels: NDArray[np.uint8]) -> bool:
+        """Whether the picture of ``pixels`` (height, width, 3) is one of those."""
+        seen = self._extractor(images=[pixels], return_tensors="pt").pixel_values
+        _, flags = self._network(images=np.zeros((1, 1, 1, 3), dtype=np.float32), clip_input=seen)
+        return bool(flags[0])

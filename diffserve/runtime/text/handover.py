@@ -1,0 +1,66 @@
+"""What text encoders make of texts, handed from the process that has them to one that has not.
+
+Both sides cut a prompt into the same windows and name what becomes of each alike, so that what travels is a table of
+tensors by names: the encoders' hidden states of every window, and what is pooled of it. Keys and values are made of
+them where the UNet is, and shared there as ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diffserve.errors import EngineUnavailable
+from diffserve.tensor_values import TensorValue
+
+Handed = Mapping[bytes, Tensor]
+NOTHING: Final[Handed] = {}
+
+NAME_BYTES: Final = 16
+_DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def window_name(salt: bytes, token_ids: tuple[int, ...]) -> bytes:
+    """Of the hidden states (tokens, dim) of a window, by its salt and tokens."""
+    return _name(b"window", salt, token_ids)
+
+
+def pooled_name(salt: bytes, token_ids: tuple[int, ...]) -> bytes:
+    """Of what is pooled (P,) of a window that begins with ``token_ids``, up to its end mark."""
+    return _name(b"pooled", salt, token_ids)
+
+
+def text_name(part: bytes, text: str, way: bytes) -> bytes:
+    """Of the ``part`` of a whole text that is read in that ``way``: its chunks, or what is pooled of it."""
+    return _name(part, way + b"\0" + text.encode("utf-8", "surrogatepass"), ())
+
+
+def handed(table: Handed, name: bytes) -> Tensor:
+    """The tensor of that name. EngineUnavailable where it was not handed over: the other side has another model."""
+    if name not in table:
+        raise EngineUnavailable("the texts were encoded by another model, or another version of it; please try again.")
+    return table[name]
+
+
+def to_value(tensor: Tensor) -> TensorValue:
+    """``tensor``, of any device, as it travels."""
+    own = tensor.detach().cpu().contiguous()
+    return TensorValue(str(own.dtype).removeprefix("torch."), tuple(own.shape), own.view(torch.uint8).numpy().tobytes())
+
+
+def to_tensor(value: TensorValue, device: torch.device) -> Tensor:
+    """``value`` on ``device``."""
+    own = torch.from_numpy(np.frombuffer(value.data, dtype=np.uint8).copy()).view(_DTYPES[value.dtype])
+    return own.view(value.shape).to(device)
+
+
+def _name(kind: bytes, salt: bytes, token_ids: tuple[int, ...]) -> bytes:
+    ids = array("Q", [part for token in token_ids for part in divmod(token, 1 << 62)])
+    parts = (kind, salt, ids.tobytes())
+    return hashlib.sha256(b"".join(len(part).to_bytes(4, "little") + part for part in parts)).digest()[:NAME_BYTES]

@@ -1,0 +1,349 @@
+"""From a body of A1111's to the body of ours that asks for the same, and the picture that it starts from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+from PIL import Image, ImageFilter
+from pydantic import PrivateAttr
+
+from diffserve.errors import InvalidRequest
+from diffserve.images import decode_image, decode_mask, resize, stretch
+from diffserve.infotext import SCHEDULE_LABELS, parse_infotext
+from diffserve.service.a1111.schemas import MAX_SIDE, Img2ImgBody, Txt2ImgBody
+from diffserve.service.a1111.styles import PromptStyle, with_styles
+from diffserve.service.http.bodies import show, show_name
+from diffserve.service.http.errors import HttpError
+from diffserve.service.images.painting import Start
+from diffserve.service.images.parameters import SCHEDULE_TYPES
+from diffserve.service.images.pictures_in import picture_bytes
+from diffserve.service.images.schemas import ControlNetChoice, GenerateBody
+from diffserve.start_picture import StartPicture, check_large_enough
+from diffserve.types import MAX_IMAGES, Picture
+
+USUAL_STEPS: Final = 20
+"""Where a body says nothing, to tell how far something is."""
+
+STRENGTH: Final = 0.75
+HIRES_STRENGTH: Final = 0.75
+HIRES_SCALE: Final = 2.0
+MASK_BLUR_PX: Final = 4
+STRETCHED, CROPPED, FILLED = 0, 1, 2
+CONTROLNET: Final = "controlnet"
+FILL, ORIGINAL = 0, 1
+MOST_FILLED_PX: Final = 1024
+"""The longer side of what is blurred to fill a mask."""
+
+SETTINGS: Final = ("sd_model_checkpoint", "CLIP_stop_at_last_layers")
+"""That mean something here."""
+
+_OF_DISK_OR_CODE: Final = re.compile(r"(?i)dir(?:$|_|ector)|path|file|script|(?:^|_)save(?:$|_)|callback|command")
+_SAME_SCHEDULE: Final = {"polyexponential": "exponential", "turbo": "simple"}
+"""The first with the exponent 1, which is what A1111 gives it; the second takes the same timesteps."""
+
+_NEAREST_SCHEDULE: Final = {
+    "kl optimal": "Automatic",
+    "ddim": "Automatic",
+    "align your steps": "Automatic",
+    "align your steps 11": "Automatic",
+    "align your steps gits": "Exponential",
+    "align your steps 32": "Karras",
+}
+"""By the logarithms of the noise levels of ten steps, squared."""
+
+_FILL_RADII: Final = (64, 32, 16, 8, 4, 2, 1)
+_OF_INFOTEXT: Final = {
+    "Steps": "steps",
+    "Sampler": "sampler_name",
+    "Schedule type": "scheduler",
+    "CFG scale": "cfg_scale",
+    "Seed": "seed",
+    "Denoising strength": "denoising_strength",
+    "Clip skip": "clip_skip",
+    "Eta": "eta",
+    "Hires upscale": "hr_scale",
+    "Hires steps": "hr_second_pass_steps",
+    "Hires prompt": "hr_prompt",
+    "Hires sampler": "hr_sampler_name",
+    "Hires schedule type": "hr_scheduler",
+}
+
+
+class Hires(NamedTuple):
+    """The second pass: what the first has painted, enlarged, is painted over in part. ``values``: of its body."""
+
+    width_px: int
+    height_px: int
+    strength: float
+    values: dict[str, Any]
+
+    @property
+    def work(self) -> float:
+        """Pixels times steps, as far as it says."""
+        num_steps = self.values.get("num_inference_steps") or USUAL_STEPS
+        return float(self.width_px * self.height_px * num_steps * self.strength)
+
+
+class AskedBody(GenerateBody):
+    """Our body, and what it was made from."""
+
+    _asked: Txt2ImgBody = PrivateAttr()
+    _hires: Hires | None = PrivateAttr(default=None)
+
+    @property
+    def asked(self) -> Txt2ImgBody:
+        """The body as it came."""
+        return self._asked
+
+    @property
+    def hires(self) -> Hires | None:
+        """The second pass, where there is one."""
+        return self._hires
+
+
+def ask(body: Txt2ImgBody, options: dict[str, Any], styles: Sequence[PromptStyle]) -> AskedBody:
+    """What ``body`` asks for; ``options``: those that its client has set. Raises InvalidRequest."""
+    body = _filled(body)
+    if body.num_images > MAX_IMAGES:
+        raise InvalidRequest(
+            f"batch_size times n_iter is {body.num_images}; at most {MAX_IMAGES} pictures are painted at a time.",
+            param="batch_size",
+        )
+    if body.script_name not in (None, "", "None"):
+        raise HttpError(422, f"there is no script {show(body.script_name)}; none is run here.", code="unknown_script")
+    overridden = body.override_settings or {}
+    check_settings(overridden, SETTINGS)
+    settings = options | overridden
+    prompt, negative = with_styles(body.prompt or "", body.negative_prompt or "", body.styles or (), styles)
+    skip = body.clip_skip or settings.get("CLIP_stop_at_last_layers")
+    model = settings.get("sd_model_checkpoint")
+    values: dict[str, Any] = {
+        "prompt": prompt,
+        "negative_prompt": negative,
+        "model": str(model).partition(" [")[0] if model else None,
+        "n": body.num_images,
+        "seed": body.seed,
+        "priority": body.priority,
+        "deadline_s": body.deadline_s,
+        "sampler": body.sampler_name or body.sampler_index,
+        "scheduler": _schedule(body.scheduler),
+        "num_inference_steps": body.steps,
+        "guidance_scale": body.cfg_scale,
+        "eta": body.eta,
+        "clip_skip": skip if isinstance(skip, int) and not isinstance(skip, bool) and skip > 1 else None,
+    }
+    if units := _controlnets(body):
+        values["controlnets"] = units
+    if body.refiner_checkpoint not in (None, "", "None"):
+        values |= {"refiner": True, "switch_at": body.refiner_switch_at}
+    if not isinstance(body, Img2ImgBody) and not prompt.strip():
+        raise InvalidRequest("the prompt is empty; say what to paint.", param="prompt", code="empty_prompt")
+    if body.width is not None or body.height is not None:
+        side = body.width or body.height
+        values |= {"width": body.width or side, "height": body.height or side}
+    made = AskedBody.model_construct(**{name: value for name, value in values.items() if value is not None})
+    made._asked = body
+    if body.enable_hr and not isinstance(body, Img2ImgBody):
+        made._hires = _hires(body, values)
+    return made
+
+
+def warnings_of(body: Txt2ImgBody) -> list[str]:
+    """What ``body`` asks for that nothing here does."""
+    given = {name: told for name, told in (body.alwayson_scripts or {}).items() if name.lower() != CONTROLNET}
+    scripts = sorted(name for name, told in given.items() if told)
+    left = [
+        f"{name} changes nothing here"
+        for name, is_asked in (
+            ("restore_faces", body.restore_faces),
+            ("tiling", body.tiling),
+            ("subseed_strength", body.subseed_strength),
+        )
+        if is_asked
+    ]
+    return [*(f"{text}." for text in left), *(f"the script {show(name)} is not here." for name in scripts)]
+
+
+def _controlnets(body: Txt2ImgBody) -> list[ControlNetChoice]:
+    """The units of the ControlNet extension that are switched on. Raises InvalidRequest for one that is none."""
+    told = next((told for name, told in (body.alwayson_scripts or {}).items() if name.lower() == CONTROLNET), None)
+    units = told.get("args") if isinstance(told, dict) else None
+    found = []
+    for place, unit in enumerate(units if isinstance(units, list) else ()):
+        if not isinstance(unit, dict) or unit.get("enabled") is False or unit.get("model") in (None, "", "None"):
+            continue
+        image = unit.get("image") or unit.get("input_image")
+        values = {
+            "name": str(unit["model"]).partition(" [")[0],
+            "image": image.get("image") if isinstance(image, dict) else image,
+            "scale": unit.get("weight"),
+            "start": unit.get("guidance_start"),
+            "end": unit.get("guidance_end"),
+            "preprocessor": None if unit.get("module") in (None, "", "None", "none") else unit["module"],
+        }
+        try:
+            found.append(ControlNetChoice.model_validate({n: v for n, v in values.items() if v is not None}))
+        except ValueError:
+            said = f"unit {place} of controlnet is not whole; it needs model, image, weight 0 to 2, guidance 0 to 1."
+            raise InvalidRequest(said, param="alwayson_scripts") from None
+    return found
+
+
+def start_of(body: Img2ImgBody, width_px: int | None, height_px: int | None) -> Start:
+    """What ``body`` starts from, to be painted at that size, or its own. Takes a while: call it in a thread.
+
+    Raises InvalidRequest.
+    """
+    if not body.init_images:
+        said = "init_images is missing; give a picture in base64."
+        raise InvalidRequest(said, param="init_images", code="missing_required_parameter")
+    picture = decode_image(picture_bytes(body.init_images[0], "init_images"), name="init_images")
+    check_large_enough(picture, "init_images")
+    mask = decode_mask(picture_bytes(body.mask, "mask")) if body.mask else None
+    if mask is not None:
+        if (mask.width_px, mask.height_px) != (picture.width_px, picture.height_px):
+            mask = stretch(mask, picture.width_px, picture.height_px)
+        if body.inpainting_mask_invert:
+            mask = Picture.from_array(255 - mask.array)
+    width, height = width_px or picture.width_px, height_px or picture.height_px
+    is_region = mask is not None and body.inpaint_full_res is not False
+    if not is_region:
+        picture = _brought(picture, width, height, body.resize_mode or STRETCHED)
+        mask = None if mask is None else _brought(mask, width, height, body.resize_mode or STRETCHED)
+    names = ("init_images", "mask")
+    start = StartPicture(picture=picture, mask=mask, names=names)
+    if mask is not None and (body.inpainting_fill or FILL) != ORIGINAL:
+        picture = _filled_in(picture, mask)
+    blurs = [blur for blur in (body.mask_blur_x, body.mask_blur_y) if blur is not None]
+    blur = body.mask_blur if body.mask_blur is not None else max(blurs, default=MASK_BLUR_PX)
+    start = msgspec.structs.replace(start, picture=picture, feather_px=float(blur))
+    if is_region:
+        start = start.around_mask(width / height, body.inpaint_full_res_padding or 0)
+    strength = STRENGTH if body.denoising_strength is None else body.denoising_strength
+    warnings = [f"{len(body.init_images)} pictures were sent; the first is used."] if len(body.init_images) > 1 else []
+    return Start(start, strength, tuple(warnings))
+
+
+def _filled(body: Txt2ImgBody) -> Txt2ImgBody:
+    """``body`` with what its ``infotext`` says of fields that it leaves out."""
+    if not body.infotext:
+        return body
+    said = parse_infotext(body.infotext)
+    told: dict[str, Any] = {"prompt": said.prompt, "negative_prompt": said.negative_prompt}
+    told |= {field: said.fields[key] for key, field in _OF_INFOTEXT.items() if key in said.fields} | _size(
+        said.fields.get("Size", "")
+    )
+    if "Hires upscale" in said.fields or "Hires resize" in said.fields:
+        sides = _size(said.fields.get("Hires resize", ""))
+        told |= {"enable_hr": True, "hr_resize_x": sides.get("width"), "hr_resize_y": sides.get("height")}
+    missing = {name: value for name, value in told.items() if value and getattr(body, name) is None}
+    try:
+        checked = type(body).model_validate(missing)
+    except ValueError:
+        said_wrong = "a value in the infotext cannot be used; give the fields themselves."
+        raise InvalidRequest(said_wrong, param="infotext") from None
+    return body.model_copy(update={name: getattr(checked, name) for name in missing})
+
+
+def _size(text: str) -> dict[str, int]:
+    width, _, height = text.partition("x")
+    sides = [int(side) for side in (width, height) if side.isascii() and side.isdigit() and len(side) < 6]
+    return {"width": sides[0], "height": sides[1]} if len(sides) == 2 and 0 < min(sides) <= MAX_SIDE else {}
+
+
+def _schedule(name: str | None) -> str | None:
+    """A1111's name for a schedule type in our words; None where it is left to the sampler. Raises InvalidRequest."""
+    key = "" if name is None else name.strip().lower().replace("_", " ")
+    if key in ("", "automatic", "uniform", "normal"):
+        return None
+    if key in SCHEDULE_TYPES or key in _SAME_SCHEDULE:
+        return _SAME_SCHEDULE.get(key, name)
+    labels = ("Automatic", *SCHEDULE_LABELS.values())
+    near = _NEAREST_SCHEDULE.get(key) or next(iter(get_close_matches(key.title(), labels, 1, 0.5)), "Automatic")
+    said = f"scheduler is {show(name)}, which is not here; the nearest is {near}, and there are {', '.join(labels)}."
+    raise InvalidRequest(said, param="scheduler", code="unknown_scheduler")
+
+
+def check_settings(told: Mapping[str, Any], names: Iterable[str]) -> None:
+    """InvalidRequest where ``told`` says anything of a place on the disk, or of code to run; what else is not known
+    changes nothing, and passes. ``names``: of settings that are taken."""
+    for name, value in told.items():
+        if name not in names and value not in (None, False, "", [], {}) and _OF_DISK_OR_CODE.search(name):
+            said = f"override_settings has {show_name(name)}; requests name no places on the disk and no code here."
+            raise InvalidRequest(said, param=f"override_settings.{show_name(name)}", code="unsupported_parameter")
+
+
+def _hires(body: Txt2ImgBody, values: dict[str, Any]) -> Hires:
+    first = body.width or body.height, body.height or body.width
+    if None in first and not (body.hr_resize_x and body.hr_resize_y):
+        raise InvalidRequest("enable_hr needs width and height, or hr_resize_x and hr_resize_y.", param="enable_hr")
+    scale = body.hr_scale or HIRES_SCALE
+    width, height = (round((side or 0) * scale) for side in first)
+    if body.hr_resize_x or body.hr_resize_y:
+        aspect = (first[0] or 1) / (first[1] or 1)
+        width = body.hr_resize_x or round((body.hr_resize_y or 0) * aspect)
+        height = body.hr_resize_y or round((body.hr_resize_x or 0) / aspect)
+    changed = {
+        "prompt": body.hr_prompt or values["prompt"],
+        "negative_prompt": body.hr_negative_prompt or values["negative_prompt"],
+        "num_inference_steps": body.hr_second_pass_steps or body.steps,
+        "sampler": None if body.hr_sampler_name in (None, "", "Use same sampler") else body.hr_sampler_name,
+        "scheduler": None if body.hr_scheduler in (None, "", "Use same scheduler") else _schedule(body.hr_scheduler),
+    }
+    strength = HIRES_STRENGTH if body.denoising_strength is None else body.denoising_strength
+    own = {name: value for name, value in changed.items() if value is not None}
+    return Hires(width, height, strength, values | own | {"width": width, "height": height})
+
+
+def second_pass(asked: AskedBody) -> GenerateBody:
+    """The body of the second pass."""
+    assert asked.hires is not None
+    values = asked.hires.values
+    return GenerateBody.model_construct(**{name: value for name, value in values.items() if value is not None})
+
+
+def _brought(picture: Picture, width: int, height: int, mode: int) -> Picture:
+    """To width x height as A1111's resize modes have it: stretched, cropped, or with its edges going on."""
+    if mode == STRETCHED or mode > FILLED:
+        return stretch(picture, width, height)
+    return resize(picture, width, height, is_padded=mode == FILLED)
+
+
+def _filled_in(picture: Picture, mask: Picture) -> Picture:
+    """``picture`` with the colours from around where ``mask`` is, softer further in; of a large one in coarse."""
+    coarse = MOST_FILLED_PX / max(picture.width_px, picture.height_px)
+    if coarse >= 1.0:
+        filled = _colours_around(picture, mask)
+    else:
+        sides = [max(1, round(side * coarse)) for side in (picture.width_px, picture.height_px)]
+        small = Image.fromarray(_colours_around(stretch(picture, *sides), stretch(mask, *sides)))
+        filled = np.asarray(small.resize((picture.width_px, picture.height_px), Image.Resampling.BILINEAR))
+    return Picture.from_array(np.where(mask.array[..., None] > 0, filled, picture.array))
+
+
+def _colours_around(picture: Picture, mask: Picture) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """(height, width, 3): for each pixel the colour of what ``mask`` leaves around it."""
+    kept = Image.fromarray(255 - mask.array)
+    pixels = np.asarray(picture.array, dtype=np.float32) * (np.asarray(kept, dtype=np.float32)[..., None] / 255)
+    source, filled = Image.fromarray(pixels.astype(np.uint8)), None
+    for radius in _FILL_RADII:  # the wide ones reach everywhere, the narrow ones are truer near the edge
+        colour = np.asarray(source.filter(ImageFilter.GaussianBlur(radius)), dtype=np.float32)
+        weight = np.asarray(kept.filter(ImageFilter.GaussianBlur(radius)), dtype=np.float32)[..., None] / 255
+        guess, is_near = colour / np.maximum(weight, 1e-3), weight > 0.05
+        filled = guess if filled is None else np.where(is_near, guess, filled)
+    assert filled is not None
+    return filled.clip(0, 255).astype(np.uint8)
+
+
+def echo_of(body: Txt2ImgBody) -> dict[str, Any]:
+    """``parameters`` of the answer: what was asked, without pictures unless those are wanted."""
+    told = body.model_dump(exclude_none=True)
+    if isinstance(body, Img2ImgBody) and not body.include_init_images:
+        for name in ("init_images", "mask"):
+            told.pop(name, None)
+    return msgspec.to_builtins(told)  # type: ignore[no-any-return]

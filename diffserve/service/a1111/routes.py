@@ -1,0 +1,235 @@
+"""The routes of ``/sdapi/v1`` beside those that paint: lists, options, progress, interruption, png-info."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from diffserve.config import ServeConfig
+from diffserve.images import read_infotext
+from diffserve.infotext import SCHEDULE_LABELS, parse_infotext
+from diffserve.loras import LoraFolders
+from diffserve.service.a1111.jobs import IDLE, Jobs, PolledJob
+from diffserve.service.a1111.schemas import OptionsBody, PngInfoBody, ProgressBody
+from diffserve.service.a1111.styles import FILE, read_styles
+from diffserve.service.admission import Clients
+from diffserve.service.engine.engines import Engines
+from diffserve.service.http.errors import A1111 as PREFIX
+from diffserve.service.images.fetching import Fetcher
+from diffserve.service.images.pictures_in import picture_bytes
+from diffserve.service.lifecycle import read_body
+from diffserve.service.models import find_model
+from diffserve.types import ModelInfo
+from schedulers import SAMPLERS
+
+EMPTY: Final = {
+    "sd-vae": [], "sd-modules": [], "hypernetworks": [], "face-restorers": [], "realesrgan-models": [],
+    "script-info": [], "extensions": [], "latent-upscale-modes": [], "scripts": {"txt2img": [], "img2img": []},
+    "cmd-flags": {}, "memory": {"ram": {}, "cuda": {}},
+}  # fmt: skip
+"""What clients list and this server has none of."""
+
+DONE_ALREADY: Final = ("refresh-checkpoints", "refresh-loras", "refresh-vae", "unload-checkpoint", "reload-checkpoint")
+"""What clients ask for and nothing has to be done for: folders are read as they are, models come and go by use."""
+
+AnyRoute = TypeVar("AnyRoute", bound=Callable[..., Any])
+
+
+class A1111Routes:
+    """Adds them to ``app``. ``clients`` tells who asks."""
+
+    def __init__(
+        self, app: FastAPI, engine: Engines, config: ServeConfig, clients: Clients, jobs: Jobs, fetcher: Fetcher
+    ) -> None:
+        self._app = app
+        self._engine = engine
+        self._folder = Path(config.data_dir).expanduser()
+        self._clients = clients
+        self._jobs = jobs
+        self._add_lists()
+        self._add_options()
+        self._add_progress()
+
+        async def png_info(request: Request) -> Response:
+            return await _png_info(request, fetcher)
+
+        self._post(f"{PREFIX}/png-info", png_info, "The parameters that a picture says it was painted by", PngInfoBody)
+
+    def _get(self, name: str, told: Callable[[], Any], summary: str) -> None:
+        async def answer() -> Response:
+            return JSONResponse(await asyncio.to_thread(told))
+
+        self._app.add_api_route(f"{PREFIX}/{name}", answer, methods=["GET"], summary=summary)
+
+    def _post(self, path: str, answer: Callable[..., Any], summary: str, body: type[Any] | None = None) -> None:
+        described: dict[str, Any] = {}
+        if body is not None:
+            schema = body.model_json_schema()
+            described = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+        self._app.add_api_route(path, answer, methods=["POST"], summary=summary, openapi_extra=described)
+
+    def _info(self, name: str | None = None) -> ModelInfo:
+        return find_model(name, self._engine.models)
+
+    def _models(self) -> list[dict[str, Any]]:
+        return [model_entry(model.info) for model in self._engine.models if model.info is not None]
+
+    def _add_lists(self) -> None:
+        self._get("sd-models", self._models, "The models")
+        self._get("samplers", lambda: SAMPLER_LIST, "The samplers")
+        self._get("schedulers", lambda: SCHEDULE_LIST, "How noise levels are spaced")
+        self._get("upscalers", lambda: UPSCALERS, "What enlarges a picture before its second pass")
+        self._get("prompt-styles", self._styles, f"The styles in {FILE}")
+        self._get("loras", self._loras, "The adapters")
+        self._get("embeddings", self._embeddings, "The learnt words")
+        for name, nothing in EMPTY.items():
+            self._get(name, lambda nothing=nothing: nothing, "Nothing of this kind is here")  # type: ignore[misc]
+
+    def _styles(self) -> list[dict[str, str]]:
+        return [style._asdict() for style in read_styles(self._folder)]
+
+    def _loras(self) -> list[dict[str, Any]]:
+        names = LoraFolders(self._info().lora_dirs).names()
+        return [{"name": name, "alias": name, "path": f"{name}.safetensors", "metadata": {}} for name in names]
+
+    def _embeddings(self) -> dict[str, Any]:
+        loaded = {
+            word: {"step": None, "sd_checkpoint": None, "shape": 0, "vectors": 0} for word in self._info().learnt_words
+        }
+        return {"loaded": loaded, "skipped": {}}
+
+    def _add_options(self) -> None:
+        async def get_options(request: Request) -> Response:
+            with self._clients.known(request) as client:
+                own = self._jobs.options(client)
+            known = {
+                "sd_model_checkpoint": title_of(self._info()),
+                "CLIP_stop_at_last_layers": 1,
+                "samples_format": "png",
+            }
+            return JSONResponse(known | own)
+
+        async def set_options(request: Request) -> Response:
+            body = await read_body(request, OptionsBody)
+            told = body.model_dump(include={"sd_model_checkpoint", "CLIP_stop_at_last_layers"}, exclude_unset=True)
+            if name := told.get("sd_model_checkpoint"):
+                self._info(model_of(str(name)))
+            with self._clients.known(request) as client:
+                self._jobs.set_options(client, told)
+            return JSONResponse(None)
+
+        self._app.add_api_route(f"{PREFIX}/options", get_options, methods=["GET"], summary="Settings of this client")
+        self._post(f"{PREFIX}/options", set_options, "Change settings of this client", OptionsBody)
+
+    def _add_progress(self) -> None:
+        async def progress(request: Request) -> Response:
+            with self._clients.known(request) as client:
+                jobs = self._jobs.of(client)
+            if not jobs:
+                told = {"progress": 0.0, "eta_relative": 0.0, "state": IDLE, "current_image": None, "textinfo": None}
+                return JSONResponse(told)
+            skips_image = request.query_params.get("skip_current_image", "").lower() in ("true", "1")
+            image = None if skips_image else await asyncio.to_thread(_preview, jobs[0])
+            waits = None if jobs[0].has_begun else "Waiting..."
+            told = {"progress": jobs[0].progress, "eta_relative": jobs[0].seconds_left, "state": jobs[0].state()}
+            return JSONResponse(told | {"current_image": image, "textinfo": waits})
+
+        async def task_progress(request: Request) -> Response:
+            body = await read_body(request, ProgressBody)
+            with self._clients.known(request) as client:
+                job, is_over = self._jobs.find(client, body.id_task), self._jobs.is_over(client, body.id_task)
+            told: dict[str, Any] = {
+                "active": job is not None and job.has_begun, "queued": job is not None and not job.has_begun,
+                "completed": is_over and job is None, "progress": None, "eta": None, "live_preview": None,
+                "id_live_preview": -1, "textinfo": "Waiting...",
+            }  # fmt: skip
+            if job is not None:
+                told |= {"progress": job.progress, "eta": job.seconds_left, "id_live_preview": job.num_previews}
+                told["textinfo"] = None if job.has_begun else "In queue..."
+                if body.live_preview is not False and body.id_live_preview != job.num_previews:
+                    image = await asyncio.to_thread(_preview, job)
+                    told["live_preview"] = image and f"data:image/png;base64,{image}"
+            return JSONResponse(told)
+
+        async def pending(request: Request) -> Response:
+            with self._clients.known(request) as client:
+                tasks = [job.task for job in self._jobs.of(client)]
+            return JSONResponse({"size": len(tasks), "tasks": tasks})
+
+        def stops(how: str, num_jobs: int | None) -> Callable[[Request], Any]:
+            async def stop(request: Request) -> Response:
+                with self._clients.known(request) as client:
+                    self._jobs.stop(client, how, num_jobs)
+                return JSONResponse({} if num_jobs is None else None)
+
+            return stop
+
+        async def nothing() -> Response:
+            return JSONResponse(None)
+
+        told = "Whether to leave the preview out."
+        skip = {"name": "skip_current_image", "in": "query", "description": told, "schema": {"type": "boolean"}}
+        self._app.add_api_route(
+            f"{PREFIX}/progress", progress, methods=["GET"], summary="How far one's own pictures are",
+            openapi_extra={"parameters": [skip]},
+        )  # fmt: skip
+        self._post("/internal/progress", task_progress, "How far one of one's own tasks is", ProgressBody)
+        self._app.add_api_route("/internal/pending-tasks", pending, methods=["GET"], summary="One's own tasks")
+        self._post(
+            f"{PREFIX}/interrupt", stops("interrupt", None), "End one's own tasks; they answer with what is done"
+        )
+        self._post(f"{PREFIX}/skip", stops("skip", 1), "End the oldest of one's own tasks")
+        for name in DONE_ALREADY:
+            self._post(f"{PREFIX}/{name}", nothing, "Taken for compatibility; there is nothing to do")
+
+
+async def _png_info(request: Request, fetcher: Fetcher) -> Response:
+    body = await read_body(request, PngInfoBody)
+    await fetcher.fill(body)
+    text = await asyncio.to_thread(lambda: read_infotext(picture_bytes(body.image, "image"), may_shorten=True))
+    said = parse_infotext(text) if text else None
+    parameters = {} if said is None else {"Prompt": said.prompt, "Negative prompt": said.negative_prompt, **said.fields}
+    return JSONResponse({"info": text or "", "items": {}, "parameters": parameters})
+
+
+def _preview(job: PolledJob) -> str | None:
+    if job.preview is None:
+        return None
+    return base64.b64encode(job.write(job.preview.picture)).decode("ascii")
+
+
+def model_of(title: str) -> str:
+    """The name in a title."""
+    return title.partition(" [")[0]
+
+
+def title_of(info: ModelInfo) -> str:
+    """How A1111's clients name a model: with the beginning of its hash."""
+    return f"{info.model_id} [{info.digest[:10]}]"
+
+
+def model_entry(info: ModelInfo) -> dict[str, Any]:
+    """A model as A1111 lists one."""
+    names = {"title": title_of(info), "model_name": info.model_id, "filename": info.model_id}
+    return names | {"hash": info.digest[:10], "sha256": info.digest, "config": None}
+
+
+SAMPLER_LIST: Final = [
+    {"name": sampler.label, "aliases": [sampler.name, f"k_{sampler.name}"], "options": {}}
+    for sampler in SAMPLERS.values()
+]
+SCHEDULE_LIST: Final = [
+    {"name": name, "label": label, "aliases": None, "default_rho": -1, "need_inner_model": False}
+    for name, label in {"automatic": "Automatic", **SCHEDULE_LABELS}.items()
+]
+UPSCALERS: Final = [
+    {"name": name, "model_name": None, "model_path": None, "model_url": None, "scale": 4}
+    for name in ("None", "Lanczos")
+]

@@ -1,0 +1,171 @@
+"""The engine's snapshot (``engine_stats``) as Prometheus' families, by model where it tells models apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Final, TypeVar
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from diffserve.engine_stats import BATCH_ROWS, STEP_S, EngineStats, ImageStats, ModelStats, PageStats, StepStats
+from diffserve.text_types import TextStats
+
+Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily)
+BEYOND: Final = "+Inf"
+
+
+class Snapshot(Collector):
+    """The engine's numbers as Prometheus' families; counters start anew with every engine."""
+
+    def __init__(self) -> None:
+        self._stats: EngineStats | None = None
+        self._is_up = False
+
+    def take(self, stats: EngineStats | None) -> None:
+        """Show these from now on; the old ones again when there are none."""
+        self._is_up = stats is not None
+        self._stats = stats or self._stats
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family, as Prometheus' client asks for them."""
+        yield gauge("up", "Whether the engine answered this scrape.", float(self._is_up))
+        if self._stats is not None:
+            yield from _queues(self._stats)
+            yield from _work(self._stats)
+            yield from _models(self._stats.models)
+            if self._stats.texts is not None:
+                yield from _texts(self._stats.texts)
+            if self._stats.pages is not None:
+                yield from _pages(self._stats.pages)
+
+
+def _queues(stats: EngineStats) -> Iterator[Metric]:
+    running = family(GaugeMetricFamily, "requests_running", "Images, and texts, that are being worked on.", "kind")
+    waiting = family(GaugeMetricFamily, "requests_waiting", "Requests that nothing was done for yet.", "kind")
+    running.add_metric(("image",), stats.images.num_running)
+    waiting.add_metric(("image",), stats.images.num_waiting)
+    waiting.add_metric(("wish",), stats.num_wishes)
+    if stats.texts is not None:
+        running.add_metric(("text",), stats.texts.num_running)
+        waiting.add_metric(("text",), stats.texts.num_waiting)
+    yield from (running, waiting)
+    yield gauge("live_requests", "Requests accepted and not yet over.", stats.num_live)
+
+
+def _work(stats: EngineStats) -> Iterator[Metric]:
+    share = stats.share
+    yield from _caches(stats.images)
+    busy = family(CounterMetricFamily, "busy_seconds", "Seconds of work.", "side")
+    shared = family(CounterMetricFamily, "shared_seconds", "Seconds of work while both sides wanted some.", "side")
+    busy.add_metric(("images",), stats.images.busy_s)
+    busy.add_metric(("texts",), 0.0 if stats.texts is None else stats.texts.busy_s)
+    shared.add_metric(("images",), share.image_s)
+    shared.add_metric(("texts",), share.text_s)
+    yield from (busy, shared)
+    yield gauge("text_time_share", "What texts are to get of the time that both sides want.", share.share)
+    yield gauge("text_time_share_taken", "What they got of it.", share.text_share)
+
+
+def _models(models: Sequence[ModelStats]) -> Iterator[Metric]:
+    loaded = family(GaugeMetricFamily, "model_loaded", "Whether an image model is in memory.", "model")
+    slots = family(GaugeMetricFamily, "batch_slots", "Places for images that are being painted.", "model", "state")
+    loras = family(GaugeMetricFamily, "lora_sets", "Sets of adapters that are kept in memory.", "model")
+    lora_bytes = family(GaugeMetricFamily, "lora_bytes", "Bytes of adapters that are kept in memory.", "model")
+    painted = family(CounterMetricFamily, "images", "Images that are over.", "model", "outcome")
+    rows = family(CounterMetricFamily, "unet_rows", "Rows of the UNet, padding left out.", "model")
+    steps = family(CounterMetricFamily, "steps", "Ticks in which images got on.", "model")
+    busy = family(CounterMetricFamily, "model_busy_seconds", "Seconds of work by model.", "model")
+    seconds = family(
+        HistogramMetricFamily, "denoise_step_seconds", "What steps of so many rows take that do nothing beside.",
+        "model", "batch_bucket",
+    )  # fmt: skip
+    batches = family(HistogramMetricFamily, "batch_size", "Rows of a step.", "model")
+    for one in models:
+        images = one.images
+        loaded.add_metric((one.name,), float(one.is_loaded))
+        slots.add_metric((one.name, "used"), images.num_running)
+        slots.add_metric((one.name, "free"), max(0, images.num_lanes - images.num_running))
+        loras.add_metric((one.name,), images.num_loras)
+        lora_bytes.add_metric((one.name,), images.lora_bytes)
+        painted.add_metric((one.name, "painted"), images.num_painted)
+        painted.add_metric((one.name, "failed"), images.num_failed)
+        rows.add_metric((one.name,), images.num_rows)
+        steps.add_metric((one.name,), images.num_steps)
+        busy.add_metric((one.name,), images.busy_s)
+        batches.add_metric((one.name,), _buckets(BATCH_ROWS, images.steps.num_steps), images.num_rows)
+        _add_steps(seconds, one.name, images.steps)
+    yield from (loaded, slots, loras, lora_bytes, painted, rows, steps, busy, seconds, batches)
+
+
+def _add_steps(told: HistogramMetricFamily, model: str, steps: StepStats) -> None:
+    for most_rows, counts, seconds in zip((*BATCH_ROWS, BEYOND), steps.counts, steps.seconds, strict=True):
+        if any(counts):
+            told.add_metric((model, str(most_rows)), _buckets(STEP_S, counts), seconds)
+
+
+def _buckets(bounds: Sequence[float], counts: Iterable[int]) -> list[tuple[str, float]]:
+    """As Prometheus has them: all up to each bound."""
+    return [(str(bound), float(sum_)) for bound, sum_ in zip((*bounds, BEYOND), accumulate(counts), strict=True)]
+
+
+def _caches(images: ImageStats) -> Iterator[Metric]:
+    asked = family(CounterMetricFamily, "cache_requests", "Images that a cache was asked for.", "cache", "result")
+    kept = family(GaugeMetricFamily, "cache_bytes", "Bytes of pictures or of latents that are kept.", "cache")
+    evicted = family(CounterMetricFamily, "cache_evictions", "Pictures or latents dropped for newer ones.", "cache")
+    for name, stats in (("image", images.results), ("latent", images.latents)):
+        asked.add_metric((name, "hit"), stats.num_hits)
+        asked.add_metric((name, "miss"), stats.num_misses)
+        kept.add_metric((name,), stats.num_bytes)
+        evicted.add_metric((name,), stats.num_evicted)
+    asked.add_metric(("image", "shared"), images.results.num_shared)
+    yield from (asked, kept, evicted)
+
+
+def _texts(texts: TextStats) -> Iterator[Metric]:
+    tokens = family(CounterMetricFamily, "llm_tokens", "Tokens of the language model.", "type")
+    kinds = {"input": "prompt", "output": "output", "cached": "cached", "computed": "computed", "draft": "draft"}
+    for kind, name in (kinds | {"accepted": "accepted"}).items():
+        tokens.add_metric((kind,), getattr(texts, f"{name}_tokens"))
+    yield tokens
+    yield counter("llm_preemptions", "Times that a text gave its pages back for an older one.", texts.preemptions)
+    yield gauge("llm_tokens_per_second", "Tokens said per second of work.", texts.tokens_per_s)
+    yield gauge("llm_prefix_hit_ratio", "Share of prompt tokens that had not to be computed.", texts.hit_rate)
+    yield gauge("llm_speculative_acceptance_ratio", "Share of draft tokens that were right.", texts.acceptance)
+    yield gauge("llm_entropy_mean_nats", "Nats per token said.", texts.mean_entropy)
+
+
+def _pages(pages: PageStats) -> Iterator[Metric]:
+    yield gauge("pool_pages", "Pages of the pool.", pages.num_pages)
+    yield gauge("pool_page_bytes", "Bytes of a page.", pages.page_bytes)
+    yield gauge("pool_free_pages", "Pages that hold nothing.", pages.free_pages)
+    held_pages = sum(one.held_pages for one in pages.tenants)
+    yield gauge("kv_cache_usage_ratio", "Share of the pages that are in use.", held_pages / max(1, pages.num_pages))
+    held = family(GaugeMetricFamily, "pages", "Pages by tenant: in use, or kept for later.", "tenant", "state")
+    evicted = family(CounterMetricFamily, "pages_evicted", "Pages given to somebody else.", "tenant")
+    asked = family(CounterMetricFamily, "prefix_tokens", "Tokens of the texts looked up.", "tenant", "what")
+    ratio = family(GaugeMetricFamily, "prefix_hit_ratio", "Share of tokens found.", "tenant")
+    for one in pages.tenants:
+        held.add_metric((one.tenant, "held"), one.held_pages)
+        held.add_metric((one.tenant, "idle"), one.idle_pages)
+        evicted.add_metric((one.tenant,), one.evicted_pages)
+        asked.add_metric((one.tenant, "asked"), one.asked_tokens)
+        asked.add_metric((one.tenant, "found"), one.found_tokens)
+        ratio.add_metric((one.tenant,), one.hit_rate)
+    yield from (held, evicted, asked, ratio)
+
+
+def family(kind: type[Family], name: str, text: str, *labels: str) -> Family:
+    """An empty family by its name without "diffserve_"."""
+    return kind(f"diffserve_{name}", text, labels=labels)
+
+
+def gauge(name: str, text: str, value: float) -> Metric:
+    """A single number as it is now."""
+    return GaugeMetricFamily(f"diffserve_{name}", text, value=value)
+
+
+def counter(name: str, text: str, value: float) -> Metric:
+    """A single number that only grows."""
+    return CounterMetricFamily(f"diffserve_{name}", text, value=value)

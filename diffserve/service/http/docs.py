@@ -1,0 +1,126 @@
+"""``/docs``: the description of the API as a plain page of this server alone, without scripts or foreign files."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from html import escape
+from typing import Any, Final
+
+import msgspec
+from fastapi import FastAPI
+from starlette.responses import HTMLResponse, Response
+
+from diffserve.service.http.openapi import operations
+
+PATH: Final = "/docs"
+POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'"
+STYLE: Final = """
+:root { color-scheme: light dark }
+body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem }
+details { border-top: 1px solid #8884; padding: .4rem 0 } summary { cursor: pointer }
+code { font-size: .95em } table { border-collapse: collapse; margin: .5rem 0; width: 100% }
+th, td { text-align: left; vertical-align: top; padding: .15rem .8rem .15rem 0; border-top: 1px solid #8883 }
+b { display: inline-block; min-width: 3.5rem }
+"""
+
+
+def add_docs(app: FastAPI) -> None:
+    """Offer the page; it tells what ``app`` says of itself by then."""
+    made: dict[str, bytes] = {}
+    turns = asyncio.Lock()
+
+    async def once(name: str, make: Callable[[], bytes]) -> bytes:
+        async with turns:  # in a thread and for one reader, for it takes a third of a second
+            if name not in made:
+                made[name] = await asyncio.to_thread(make)
+        return made[name]
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def describe() -> Response:
+        document = await once("document", lambda: msgspec.json.encode(app.openapi()))
+        return Response(document, media_type="application/json")
+
+    @app.get(PATH, summary="This description as a page", response_class=HTMLResponse)
+    async def answer() -> Response:
+        page = await once("page", lambda: render(app.openapi()).encode())
+        return HTMLResponse(page, headers={"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer"})
+
+
+def render(described: dict[str, Any]) -> str:
+    """The page of a description."""
+    title = f"{described['info']['title']} {described['info']['version']}"
+    parts = described.get("components", {}).get("schemas", {})
+    told = "".join(_operation(*one, parts) for one in operations(described))
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body><main>'
+        f"<h1>{escape(title)}</h1><p>{_words(described['info'].get('description', ''))}</p>"
+        f'<p>For programs: <a href="openapi.json">openapi.json</a></p>{told}</main></body></html>'
+    )
+
+
+def _operation(path: str, method: str, operation: dict[str, Any], parts: dict[str, Any]) -> str:
+    bodies = operation.get("requestBody", {}).get("content", {})
+    inside = [_parameters(operation.get("parameters", []))]
+    inside += [_body(kind, body.get("schema", {}), parts) for kind, body in bodies.items()]
+    inside.append(_table("Answers", _responses(operation["responses"])))
+    return (
+        f"<details><summary><b>{escape(method.upper())}</b> <code>{escape(path)}</code> "
+        f"{escape(operation.get('summary', ''))}</summary>{''.join(inside)}</details>"
+    )
+
+
+def _parameters(parameters: list[dict[str, Any]]) -> str:
+    rows = [
+        (f"<code>{escape(one['name'])}</code>", f"in the {escape(one['in'])}", _words(one.get("description", "")))
+        for one in parameters
+    ]
+    return _table("Parameters", rows) if rows else ""
+
+
+def _body(kind: str, schema: dict[str, Any], parts: dict[str, Any]) -> str:
+    schema = _resolved(schema, parts)
+    rows = []
+    for name, field in schema.get("properties", {}).items():
+        whole = _resolved(field, parts)
+        needed = "needed" if name in schema.get("required", ()) else f"else {escape(str(whole.get('default')))}"
+        said = whole.get("description", "")
+        rows.append((f"<code>{escape(name)}</code>", escape(type_of(field)), needed, _words(said)))
+    return _table(f"Body: {kind}", rows)
+
+
+def _responses(responses: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    for status, told in sorted(responses.items()):
+        yield escape(status), escape(", ".join(told.get("content", {}))), _words(told.get("description", ""))
+
+
+def type_of(field: dict[str, Any]) -> str:
+    """What may stand in a field, in words."""
+    if "$ref" in field:
+        return str(field["$ref"]).rpartition("/")[2]
+    if "anyOf" in field:
+        return " or ".join(dict.fromkeys(type_of(one) for one in field["anyOf"] if one.get("type") != "null"))
+    if "enum" in field or "const" in field:
+        return ", ".join(str(value) for value in field.get("enum", [field.get("const")]))
+    kind = str(field.get("type", "anything"))
+    if kind == "array":
+        return f"list of {type_of(field.get('items', {}))}"
+    low, high = field.get("minimum"), field.get("maximum")
+    return kind if low is None or high is None else f"{kind} from {low} to {high}"
+
+
+def _resolved(schema: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = parts.get(str(schema.get("$ref", "")).rpartition("/")[2], {})
+    return found | schema
+
+
+def _table(title: str, rows: Any) -> str:
+    told = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<h3>{escape(title)}</h3><table>{told}</table>"
+
+
+def _words(text: str) -> str:
+    """Text with `code` in it."""
+    pieces = escape(text).split("`")
+    return "".join(f"<code>{piece}</code>" if number % 2 else piece for number, piece in enumerate(pieces))

@@ -1,0 +1,114 @@
+"""Forms (multipart/form-data): fields and files, bounded, and fields read as if they had stood in JSON."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+
+from diffserve.errors import InvalidRequest
+from diffserve.service.http.bodies import Body, BodyT, parse, show_name
+from diffserve.service.http.errors import HttpError
+from diffserve.service.lifecycle import hung_up
+
+MEDIA_TYPE: Final = "multipart/form-data"
+MAX_FIELDS: Final = 100
+MAX_FIELD_BYTES: Final = 1 << 18
+
+
+class MultipartForm(NamedTuple):
+    """``fields``: text by name, lists where a name ends in []; ``files``: what was uploaded, in order, by name without
+    such brackets."""
+
+    fields: dict[str, str | list[str]]
+    files: dict[str, list[bytes]]
+
+
+def is_form(request: Request) -> bool:
+    """Whether the body says that it is one."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower() == MEDIA_TYPE
+
+
+class OpenForm(NamedTuple):
+    """The same, with files that are read when they are wanted."""
+
+    fields: dict[str, str | list[str]]
+    files: dict[str, list[UploadFile]]
+
+
+async def read_form(request: Request, *, max_files: int) -> MultipartForm:
+    """The form in the body of ``request``. Raises InvalidRequest or HttpError for what is none, or holds too much."""
+    async with open_form(request, max_files=max_files) as form:
+        files = {name: [await one.read() for one in uploads] for name, uploads in form.files.items()}
+    return MultipartForm(form.fields, files)
+
+
+@asynccontextmanager
+async def open_form(request: Request, *, max_files: int) -> AsyncIterator[OpenForm]:
+    """The same for the length of the block, in which long files lie on disk."""
+    fields: dict[str, str | list[str]] = {}
+    files: dict[str, list[UploadFile]] = {}
+    try:
+        async with request.form(max_files=max_files, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES) as form:
+            for name, value in form.multi_items():
+                bare = name.removesuffix("[]")
+                if isinstance(value, UploadFile):
+                    files.setdefault(bare, []).append(value)
+                elif name.endswith("[]"):
+                    kept = fields.setdefault(bare, [])
+                    fields[bare] = [*([kept] if isinstance(kept, str) else kept), value]
+                elif bare in fields:
+                    raise InvalidRequest(f"{show_name(bare)} is given twice; give it once.", param=show_name(bare))
+                else:
+                    fields[bare] = value
+            yield OpenForm(fields, files)
+    except HTTPException as error:  # what starlette makes of a form that it cannot read
+        raise HttpError(400, f"the form cannot be read: {error.detail}", code="invalid_form") from None
+    except ClientDisconnect:
+        raise hung_up() from None
+
+
+def parse_fields(kind: type[BodyT], fields: Mapping[str, str | list[str]]) -> BodyT:
+    """``fields``, in which numbers arrive as text, as the body that JSON of the same names would be. An empty field is
+    one that was left out. Raises InvalidRequest."""
+    known = _described(kind)
+    properties, parts = known["properties"], known.get("$defs", {})
+    values = {
+        name: [_value(one, properties.get(name, {}), parts) for one in text]
+        if isinstance(text, list)
+        else _value(text, properties.get(name, {}), parts)
+        for name, text in fields.items()
+        if text
+    }
+    return parse(kind, msgspec.json.encode(values))
+
+
+@functools.cache
+def _described(kind: type[Body]) -> dict[str, Any]:
+    return kind.model_json_schema()
+
+
+def _value(text: str, described: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
+    """``text`` itself where the field takes text, else what it is as JSON."""
+    if _takes_text(described, parts) and not text.lstrip().startswith(("{", "[")):
+        return text
+    if not described:
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _takes_text(described: Mapping[str, Any], parts: Mapping[str, Any]) -> bool:
+    if "$ref" in described:
+        return _takes_text(parts.get(described["$ref"].rpartition("/")[2], {}), parts)
+    ways = described.get("anyOf", ())
+    return described.get("type") == "string" or any(_takes_text(way, parts) for way in ways)

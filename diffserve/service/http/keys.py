@@ -1,0 +1,284 @@
+"""Who may come in: with keys, nobody without one, on no path but those that are listed as open.
+
+A key comes as ``Authorization: Bearer KEY``, as the password of ``Authorization: Basic`` (A1111's clients), as
+``X-Api-Key``, or as a session, which ``/login`` gives to a browser for one: a cookie that names the key and is signed.
+Where there are no keys, and never were, everybody on this machine may come in.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import logging
+import math
+import sqlite3
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from http.cookies import CookieError, SimpleCookie
+from typing import Final
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import RedirectResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from diffserve.client.on_behalf import HEADER, asker_in, own_key
+from diffserve.errors import QueueFull
+from diffserve.service.http.errors import HttpError, reply_for
+from diffserve.store.database import Database
+from diffserve.store.keys import Key, Keys, digest_of
+from diffserve.store.keys import Scope as KeyScope
+
+LOGIN: Final = "/login"
+OPEN: Final = frozenset({"/livez", "/readyz", "/health", "/ping", LOGIN})
+"""What everybody may ask."""
+
+PAGE: Final = "/gradio_api/"
+COOKIE: Final = "diffserve_session"
+SESSION_S: Final = 30 * 24 * 3600.0
+LOOK_EVERY_S: Final = 1.0
+MAX_KEY_CHARS: Final = 512
+MAX_BUCKETS: Final = 10_000
+ENV_KEY: Final = "DIFFSERVE_API_KEY"
+OF_ENV: Final = "key-environment"
+
+OF_PAGE: Final = Key(id="key-page", name="page", digest=b"", scopes=("generate",), created_s=0.0)
+"""Of what the page of this very process asks for itself."""
+
+log = logging.getLogger("diffserve.http")
+
+
+class KeyRing:
+    """The keys that are good now, read anew when their file has changed.
+
+    ``own``: a key that the environment gives, for everything. Raises ConfigError where the file cannot be used.
+    """
+
+    def __init__(self, database: Database, own: str = "", clock: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._keys = Keys(database)
+        self._own = digest_of(own) if own else b""
+        self._clock = clock
+        self._secret = database.secret("sessions")
+        self._stamp: object = None
+        self._mark: object = None
+        self._looked_s = -math.inf
+        self._good: dict[bytes, Key] = {}
+        self.is_closed = False
+        self.look()
+
+    def look(self) -> None:
+        """See whether anything has changed, if that was not seen just now. Once closed, it stays so."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < LOOK_EVERY_S:
+            return
+        self._looked_s, stamp = now_s, self._database.stamp
+        if stamp == self._stamp:
+            return
+        try:
+            mark = self._keys.mark()
+            if mark == self._mark:
+                self._stamp = stamp
+                return
+            found = self._keys.all()
+        except sqlite3.Error as error:
+            log.error("the keys cannot be read; those known before stay good", extra={"reason": type(error).__name__})
+            return
+        self._stamp, self._mark = stamp, mark
+        self._good = {key.digest: key for key in found if key.revoked_s is None}
+        if self._own:
+            own = Key(id=OF_ENV, name=ENV_KEY, digest=self._own, scopes=("admin",), created_s=0.0)
+            self._good[self._own] = own
+        self.is_closed = self.is_closed or bool(found) or bool(self._own)
+
+    def find(self, text: str) -> Key | None:
+        """The key that ``text`` is."""
+        self.look()
+        digest = digest_of(text)
+        found = self._good.get(digest)
+        return found if found is not None and hmac.compare_digest(found.digest, digest) else None
+
+    def session(self, key: Key) -> str:
+        """A session for ``key``, to be kept by a browser."""
+        told = f"{key.id}.{int(self._clock() + SESSION_S)}"
+        return f"{told}.{self._signed(told, key)}"
+
+    def key_of_session(self, text: str) -> Key | None:
+        """The key that a session was given for, while both are good."""
+        self.look()
+        told, _, signature = text[:MAX_KEY_CHARS].rpartition(".")
+        name, _, until = told.rpartition(".")
+        key = next((key for key in self._good.values() if key.id == name), None)
+        if key is None or not until.isascii() or not until.isdigit() or int(until[:12]) < self._clock():
+            return None
+        return key if hmac.compare_digest(self._signed(told, key).encode(), signature.encode()) else None
+
+    def by_id(self, name: str) -> Key | None:
+        """The key of that id, while it is good."""
+        return next((key for key in self._good.values() if key.id == name), None)
+
+    def _signed(self, told: str, key: Key) -> str:
+        return hmac.new(self._secret, told.encode() + key.digest, hashlib.sha256).hexdigest()
+
+
+class RateLimited(QueueFull):
+    """The key has asked too often; ``headers`` tell of its limit."""
+
+    default_code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after_s: float, headers: dict[str, str]) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.headers = headers
+
+
+class RateLimits:
+    """A bucket for each key: it holds a minute's requests and fills evenly. ``clock`` in seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def take(self, key: Key) -> dict[str, str]:
+        """Count one request; the headers that tell how many are left. RateLimited where there is none."""
+        most = key.requests_per_minute
+        if most is None:
+            return {}
+        now_s = self._clock()
+        left, seen_s = self._buckets.pop(key.id, (float(most), now_s))
+        left = min(float(most), left + (now_s - seen_s) * most / 60.0)
+        has_room = left >= 1.0
+        left -= has_room
+        self._buckets[key.id] = (left, now_s)
+        while len(self._buckets) > MAX_BUCKETS:
+            self._buckets.popitem(last=False)
+        if not has_room:
+            again_s = (1.0 - left) * 60.0 / most
+            said = f"this key may ask {most} times a minute; try again in {again_s:.1f} s."
+            raise RateLimited(said, retry_after_s=again_s, headers=_told(most, left))
+        return _told(most, left)
+
+
+def _told(most: int, left: float) -> dict[str, str]:
+    """OpenAI's headers of a limit of ``most`` a minute, of which so many are ``left``."""
+    return {
+        "x-ratelimit-limit-requests": str(most),
+        "x-ratelimit-remaining-requests": str(int(left)),
+        "x-ratelimit-reset-requests": f"{(most - left) * 60.0 / most:.1f}s",
+    }
+
+
+class KeyGuard:
+    """Lets in who has a key that allows the path, and tells others what is missing. Only ``OPEN`` is open, and what
+    lies below one of ``open_below``: by names that cannot be guessed, which are as good as keys."""
+
+    def __init__(self, app: ASGIApp, *, ring: KeyRing, open_below: tuple[str, ...] = ()) -> None:
+        self.open_below = open_below
+        self.app = app
+        self.ring = ring
+        self.limits = RateLimits()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        self.ring.look()
+        path: str = scope["path"]
+        if not self.ring.is_closed or path in OPEN or path.startswith(self.open_below):
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        try:
+            told = self._enter(scope, headers)
+        except (HttpError, RateLimited) as error:
+            scope.setdefault("state", {})["error_code"] = error.code
+            if is_visit(scope, headers) and isinstance(error, HttpError) and error.status == 401:
+                await RedirectResponse(LOGIN, status_code=303)(scope, receive, send)
+                return
+            send = _telling(send, error.headers) if isinstance(error, RateLimited) else send
+            await reply_for(scope["path"], error).response(scope, receive, send)
+            return
+        await self.app(scope, receive, _telling(send, told) if told else send)
+
+    def _enter(self, scope: Scope, headers: Headers) -> dict[str, str]:
+        """Note whose request it is; the headers that its answer gets. Raises HttpError or RateLimited."""
+        asker = asker_in(headers.get(HEADER))
+        if asker is not None:  # the page of this very process: its visitor has come in by a key
+            scope.setdefault("state", {})["key_id"] = asker.key_id
+            key = self.ring.by_id(asker.key_id)
+            scope["state"]["key_share"] = 1.0 if key is None else key.share
+            return {} if key is None or scope["method"] != "POST" else self.limits.take(key)
+        key = self._key(headers)
+        wanted = scope_of(scope["path"])
+        if not key.allows(wanted):
+            raise HttpError(
+                403, f"this key may not do that; it lacks the scope {wanted}.", code="insufficient_permissions"
+            )
+        scope.setdefault("state", {}).update(key_id=key.id, key_share=key.share)
+        is_work = scope["method"] == "POST" and not scope["path"].startswith(PAGE)  # the page asks for its work itself
+        return self.limits.take(key) if is_work else {}
+
+    def _key(self, headers: Headers) -> Key:
+        text = key_in(headers)
+        if hmac.compare_digest(text.encode("utf-8", "replace"), own_key().encode()):
+            return OF_PAGE
+        if text:
+            found = self.ring.find(text)
+        else:
+            session = session_in(headers)
+            found = self.ring.key_of_session(session) if session else None
+        if found is not None:
+            return found
+        said = "that key is not good here" if text else "this server asks for a key: send Authorization: Bearer KEY"
+        raise HttpError(401, f"{said}.", code="invalid_api_key")
+
+
+def key_in(headers: Headers) -> str:
+    """The key that a request brings, "" where there is none. One that could not be any is as good as a wrong one."""
+    given = headers.getlist("authorization")
+    if len(given) > 1:
+        return "\0"
+    kind, _, rest = (given[0] if given else "").strip().partition(" ")
+    rest = rest.strip()
+    if kind.lower() == "bearer":
+        return rest[:MAX_KEY_CHARS] or "\0"
+    if kind.lower() == "basic":
+        try:
+            told = base64.b64decode(rest[: 4 * MAX_KEY_CHARS], validate=True).decode("utf-8", "replace")
+        except (binascii.Error, ValueError):
+            return "\0"
+        name, _, password = told.partition(":")
+        return (password or name)[:MAX_KEY_CHARS]
+    return headers.get("x-api-key", "")[:MAX_KEY_CHARS]
+
+
+def session_in(headers: Headers) -> str:
+    """The session in a request's cookies, "" where there is none."""
+    cookies: SimpleCookie = SimpleCookie()
+    try:
+        cookies.load(headers.get("cookie", ""))
+    except CookieError:
+        return ""
+    return cookies[COOKIE].value if COOKIE in cookies else ""
+
+
+def scope_of(path: str) -> KeyScope:
+    """What a key must allow to ask for ``path``."""
+    if path.rstrip("/") == "/metrics":
+        return "metrics"
+    return "admin" if path.startswith("/debug/") or path.rstrip("/").endswith("/usage/keys") else "generate"
+
+
+def is_visit(scope: Scope, headers: Headers) -> bool:
+    """Whether a browser wants to see the page."""
+    return scope["path"] == "/" and scope["method"] == "GET" and "text/html" in headers.get("accept", "")
+
+
+def _telling(send: Send, told: dict[str, str]) -> Send:
+    async def send_telling(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message).update(told)
+        await send(message)
+
+    return send_telling

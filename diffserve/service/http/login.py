@@ -1,0 +1,70 @@
+"""``/login``: a browser gives its key once, and has a session from then on; ``/logout`` ends that."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+
+from diffserve.service.http.errors import HttpError
+from diffserve.service.http.forms import read_form
+from diffserve.service.http.keys import COOKIE, LOGIN, MAX_KEY_CHARS, SESSION_S, KeyRing
+
+LOGOUT: Final = "/logout"
+FORM: Final = "application/x-www-form-urlencoded"
+POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; frame-ancestors 'none'"
+PAGE: Final = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>diffserve</title>
+<meta name="viewport" content="width=device-width"><style>
+body {{ font-family: system-ui, sans-serif; margin: 4rem auto; max-width: 24rem; padding: 0 1rem }}
+:root {{ color-scheme: light dark }}
+input, button {{ font: inherit; padding: .6rem; width: 100%; box-sizing: border-box; margin-top: .5rem }}
+button {{ background: #11766e; color: #fff; border: 0; border-radius: .5rem }}
+</style></head><body><main><h1>diffserve</h1><form method="post" action="/login">
+<label for="key">This server asks for a key.</label>
+<input id="key" name="key" type="password" autocomplete="current-password" required autofocus>
+<button>Come in</button></form><p role="alert">{said}</p></main></body></html>"""
+
+
+def add_login(app: FastAPI, ring: KeyRing) -> None:
+    """Add both to ``app``."""
+
+    @app.get(LOGIN, summary="A form for a key", response_class=HTMLResponse)
+    async def ask() -> Response:
+        return _page("")
+
+    page = {"content": {"text/html": {"schema": {"type": "string"}}}, "description": "The form again."}
+    sent = {"type": "object", "required": ["key"], "properties": {"key": {"type": "string"}}}
+    form = {"requestBody": {"required": True, "content": {FORM: {"schema": sent}}}}
+    to_page: dict[int | str, dict[str, Any]] = {303: {"description": "To the page, with a session."}, 401: page}
+
+    @app.post(
+        LOGIN, summary="Give a key, and have a session", openapi_extra=form, responses=to_page, status_code=303,
+        response_class=RedirectResponse,
+    )  # fmt: skip
+    async def enter(request: Request) -> Response:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != FORM:
+            raise HttpError(415, f"a key is sent as a form ({FORM}).", code="unsupported_media_type")
+        given = (await read_form(request, max_files=0)).fields.get("key", "")
+        key = ring.find(given.strip()[:MAX_KEY_CHARS]) if isinstance(given, str) else None
+        if key is None or not key.allows("generate"):
+            return _page("That key is not good here." if key is None else "That key may not paint.", 401)
+        answer = RedirectResponse("/", status_code=303)
+        is_https = request.scope.get("scheme") == "https"
+        answer.set_cookie(
+            COOKIE, ring.session(key), max_age=int(SESSION_S), httponly=True, samesite="strict", secure=is_https
+        )
+        return answer
+
+    @app.post(LOGOUT, summary="End the session", status_code=303, response_class=RedirectResponse)
+    async def leave() -> Response:
+        answer = RedirectResponse(LOGIN, status_code=303)
+        answer.delete_cookie(COOKIE, httponly=True, samesite="strict")
+        return answer
+
+
+def _page(said: str, status: int = 200) -> Response:
+    headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-store", "Referrer-Policy": "same-origin"}
+    return HTMLResponse(PAGE.format(said=said), status, headers=headers)

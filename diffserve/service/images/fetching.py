@@ -1,0 +1,276 @@
+"""Pictures that a request names by their addresses: fetched from the hosts that the configuration lists, and from no
+others; with nothing listed, which is the default, nothing is.
+
+By https alone, to exact hosts. The name is resolved once; every address that it has must be a public one, whatever way
+it is written or wrapped in, and it is that address that is connected to, under the name that was asked for. No redirect
+is followed, no proxy of the environment asked, and no more read than a picture may have. What was fetched is judged as
+what was sent: by its first bytes, never by what its server says of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import ipaddress
+import re
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, NamedTuple
+from urllib.parse import urlsplit
+
+import h11
+from pydantic import BaseModel
+
+from diffserve.errors import InvalidRequest
+from diffserve.service.http.bodies import show
+from diffserve.service.images.pictures_in import is_address
+from diffserve.version import __version__
+
+MAX_FETCHED_BYTES: Final = 10 << 20
+MAX_REQUEST_BYTES: Final = 20 << 20
+"""Of all that one request has fetched."""
+
+FETCH_S: Final = 5.0
+"""For all of it, from the name to the last byte."""
+
+MAX_FETCHES: Final = 16
+"""Of one request."""
+
+AT_ONCE: Final = 8
+MOST_NAMED: Final = 5
+"""Hosts in the sentence that refuses another one."""
+
+PICTURE_KEYS: Final = frozenset({"image", "images", "mask", "image_url", "init_images", "input_image"})
+"""What pictures are called in JSON; nothing else of a body is ever taken for an address."""
+
+PLAIN: Final = (bool, int, float)
+_URL: Final = re.compile(r"https://[A-Za-z0-9.\-\[\]:]{1,260}(?:[/?][!#-;=?-Z\[\]_a-z|~$&']{0,2000})?", re.ASCII)
+_NAT64: Final = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class _Place(NamedTuple):
+    """Where an address stands: ``holder[key]``, or an attribute of a model; ``name`` is what errors call it."""
+
+    holder: Any
+    key: Any
+    name: str
+    url: str
+
+    def fill(self, text: str) -> None:
+        if isinstance(self.holder, BaseModel):
+            setattr(self.holder, self.key, text)
+        else:
+            self.holder[self.key] = text
+
+
+class _Room:
+    """How much may still be fetched for one request."""
+
+    def __init__(self, left_bytes: int) -> None:
+        self.left_bytes = left_bytes
+
+
+class Fetcher:
+    """Fetches pictures from ``hosts``, each HOST or HOST:PORT. ``resolve`` and ``connect`` are how names become
+    addresses, and addresses connections; ``context`` says whose certificates are believed."""
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        *,
+        resolve: Callable[[str, int], Sequence[str]] | None = None,
+        connect: Callable[..., Awaitable[Streams]] = asyncio.open_connection,
+        context: ssl.SSLContext | None = None,
+        limit_s: float = FETCH_S,
+    ) -> None:
+        self._hosts = frozenset(host if ":" in host else f"{host}:443" for host in hosts)
+        self._resolve = resolve or _resolve
+        self._connect = connect
+        self._context = context
+        self._limit_s = limit_s
+        self._at_once = asyncio.Semaphore(AT_ONCE)
+        self._resolvers = ThreadPoolExecutor(
+            2, thread_name_prefix="resolver"
+        )  # one that hangs is nobody else's trouble
+
+    async def fill(self, *bodies: BaseModel) -> None:
+        """Put into ``bodies``, for each address that stands where a picture belongs, the picture as a data URL.
+
+        Raises InvalidRequest.
+        """
+        places = [place for body in bodies for place in _places(body, "", is_picture=False)]
+        if len(places) > MAX_FETCHES:
+            said = f"{len(places)} pictures are given by their addresses; at most {MAX_FETCHES} are fetched at a time."
+            raise InvalidRequest(said, param=places[0].name, code="url_not_allowed")
+        targets = [self._target(place.url, place.name) for place in places]
+        room = _Room(MAX_REQUEST_BYTES)
+        files = await asyncio.gather(*(self._fetch(*target, room) for target in targets))
+        for place, file in zip(places, files, strict=True):
+            place.fill(f"data:;base64,{await asyncio.to_thread(_base64, file)}")
+
+    async def fetch(self, url: str, name: str = "image") -> bytes:
+        """The file at ``url``. Raises InvalidRequest, which blames ``name``."""
+        return await self._fetch(*self._target(url, name), _Room(MAX_FETCHED_BYTES))
+
+    def _target(self, url: str, name: str) -> tuple[str, int, str, str]:
+        """Host, port, path and ``name``, of an address that may be asked at all."""
+        if not self._hosts:
+            said = (
+                f"{name} is an address, and this server fetches nothing; send the picture as a data URL "
+                "(data:image/png;base64,...) or upload it."
+            )
+            raise InvalidRequest(said, param=name, code="url_not_allowed")
+        try:
+            parts = urlsplit(url) if _URL.fullmatch(url) else urlsplit("")
+            host, port = (parts.hostname or "").lower(), parts.port or 443
+        except ValueError:
+            parts, host, port = urlsplit(""), "", 443
+        if f"{host}:{port}" not in self._hosts:
+            known, more = sorted(one.removesuffix(":443") for one in self._hosts), len(self._hosts) - MOST_NAMED
+            hosts = ", ".join(known[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+            said = f"{name} is {show(url)}; pictures are fetched by https from {hosts} alone."
+            raise InvalidRequest(said, param=name, code="url_not_allowed")
+        path = parts.path or "/"
+        return host, port, f"{path}?{parts.query}" if parts.query else path, name
+
+    async def _fetch(self, host: str, port: int, path: str, name: str, room: _Room) -> bytes:
+        try:
+            async with self._at_once, asyncio.timeout(self._limit_s):
+                loop = asyncio.get_running_loop()
+                found = await loop.run_in_executor(self._resolvers, self._resolve, host, port)
+                address = _public(found, name)
+                if self._context is None:
+                    self._context = await asyncio.to_thread(ssl.create_default_context)
+                reader, writer = await self._connect(address, port, ssl=self._context, server_hostname=host)
+                try:
+                    return await _get(reader, writer, host if port == 443 else f"{host}:{port}", path, name, room)
+                finally:
+                    writer.transport.abort()
+        except TimeoutError:
+            raise _unread(name, f"did not answer within {self._limit_s:g} s") from None
+        except ssl.SSLError:
+            raise _unread(name, "has no certificate that can be believed") from None
+        except (OSError, asyncio.IncompleteReadError, UnicodeError):
+            raise _unread(name, "cannot be reached") from None
+
+
+def is_public(address: Address) -> bool:
+    """Whether ``address``, and every one that it wraps, is of the public net."""
+    if isinstance(address, ipaddress.IPv6Address):
+        if address in _NAT64[0]:  # how a net of IPv6 alone reaches those of IPv4
+            return is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+        inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+        if address in _NAT64[1] or address.is_site_local or not all(is_public(one) for one in inner if one is not None):
+            return False
+    return address.is_global and not (address.is_multicast or address.is_reserved or address.is_unspecified)
+
+
+def _resolve(host: str, port: int) -> list[str]:
+    return [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+
+
+def _public(found: Sequence[str], name: str) -> str:
+    """The first of the addresses, all of which must be public: a host that has others is not asked at all."""
+    try:
+        addresses = [ipaddress.ip_address(one) for one in found]
+    except ValueError:
+        addresses = []
+    if not addresses or not all(map(is_public, addresses)):
+        said = f"{name} lies at an address that is not of the public net; such are not fetched from."
+        raise InvalidRequest(said, param=name, code="url_not_allowed")
+    return str(addresses[0])
+
+
+async def _get(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, path: str, name: str, room: _Room
+) -> bytes:
+    """The body of the answer to GET ``path``."""
+    connection = h11.Connection(h11.CLIENT)
+    headers = [
+        ("Host", host), ("Accept", "image/png, image/jpeg, image/webp"), ("Accept-Encoding", "identity"),
+        ("User-Agent", f"diffserve/{__version__}"), ("Connection", "close"),
+    ]  # fmt: skip
+    asked = connection.send(h11.Request(method="GET", target=path, headers=headers))
+    writer.write((asked or b"") + (connection.send(h11.EndOfMessage()) or b""))
+    await writer.drain()
+    body = bytearray()
+    while True:
+        try:
+            event = connection.next_event()
+        except h11.RemoteProtocolError:
+            raise _unread(name, "does not answer in HTTP") from None
+        if event is h11.NEED_DATA:
+            connection.receive_data(await reader.read(65536))
+        elif isinstance(event, h11.Response):
+            _check_head(event, name)
+        elif isinstance(event, h11.Data):
+            body += event.data
+            room.left_bytes -= len(event.data)
+            if len(body) > MAX_FETCHED_BYTES or room.left_bytes < 0:
+                raise _too_large(name)
+        elif isinstance(event, h11.EndOfMessage):
+            return bytes(body)
+        elif isinstance(event, h11.ConnectionClosed):
+            raise _unread(name, "hung up")
+
+
+def _check_head(response: h11.Response, name: str) -> None:
+    headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in response.headers}
+    if 300 <= response.status_code < 400:
+        said = f"{name} is an address that leads elsewhere; redirects are not followed, give the one that it leads to."
+        raise InvalidRequest(said, param=name, code="url_not_allowed")
+    if response.status_code != 200:
+        raise _unread(name, f"answered {response.status_code}")
+    if headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise _unread(name, "answered with compressed bytes")
+    with contextlib.suppress(ValueError):
+        if int(headers.get("content-length", "0")) > MAX_FETCHED_BYTES:
+            raise _too_large(name)
+
+
+def _places(value: Any, path: str, *, is_picture: bool) -> Iterator[_Place]:
+    """Where addresses stand in ``value``, which are pictures' (``is_picture``) or lie deeper under such names."""
+    entries: list[tuple[str | int, Any]]
+    if isinstance(value, BaseModel):
+        fields, held = type(value).model_fields, value.__dict__
+        entries = [(name, one) for name, one in held.items() if name in fields]
+    elif isinstance(value, dict):
+        entries = [*value.items()]
+    elif isinstance(value, list):
+        entries = [*enumerate(value)]
+    else:
+        return
+    for key, one in entries:
+        if one is None or isinstance(one, PLAIN):
+            continue
+        is_place = is_picture if isinstance(key, int) else key in PICTURE_KEYS
+        if isinstance(one, str):
+            if is_place and is_address(one):
+                yield _Place(value, key, _named(path, key), one)
+        else:
+            name = _named(path, key)
+            yield from _places(one, name, is_picture=is_place)
+
+
+def _named(path: str, key: str | int) -> str:
+    return f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}" if path else key
+
+
+def _base64(file: bytes) -> str:
+    return base64.b64encode(file).decode("ascii")
+
+
+def _unread(name: str, why: str) -> InvalidRequest:
+    said = f"{name} cannot be fetched: its server {why}; send the picture itself."
+    return InvalidRequest(said, param=name, code="url_unreadable")
+
+
+def _too_large(name: str) -> InvalidRequest:
+    said = f"{name} is too long; {MAX_FETCHED_BYTES} bytes are fetched of a picture, {MAX_REQUEST_BYTES} for a request."
+    return InvalidRequest(said, param=name, code="image_too_large")

@@ -1,0 +1,132 @@
+"""From a body's fields to how a picture is denoised, where they go by several names or may contradict each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+from diffserve.controlnets import Control, digest_of
+from diffserve.errors import InvalidRequest
+from diffserve.loras import Lora
+from diffserve.micro_conditioning import MicroConditioning
+from diffserve.service.http.bodies import show
+from diffserve.service.images.schemas import MAX_NAME_CHARS, GenerateBody
+from diffserve.types import SWITCH_AT, DiffusionParams, Picture
+from schedulers import SIGMA_SCHEDULES, SPACINGS, UnknownSampler, resolve_sampler
+
+SCHEDULE_TYPES: Final[dict[str, str | None]] = {
+    "automatic": None,
+    "karras": "karras",
+    "exponential": "exponential",
+    "sgm uniform": "sgm_uniform",
+    "sgm_uniform": "sgm_uniform",
+    "simple": "simple",
+    "beta": "beta",
+}
+"""Schedule types as clients write them, to :class:`DiffusionParams.sigma_schedule`."""
+
+
+SAME_BY_NAME: Final = {*DiffusionParams.__struct_fields__} & {*GenerateBody.model_fields} - {
+    "sampler",
+    "sigma_schedule",
+    "guidance_scale",
+    "loras",
+    "controlnets",
+    "micro_conditioning",
+    "switch_at",
+}
+"""Fields of a body that need no more than to be handed on."""
+
+
+def diffusion_of(body: GenerateBody, quality_steps: int | None, images: tuple[Picture, ...]) -> DiffusionParams:
+    """``quality_steps`` are taken where the body gives no number of steps; ``images`` are those of its ControlNets."""
+    sampler = _one_of(body, "sampler", "sampler_name")
+    schedule = body.sigma_schedule
+    if body.scheduler is not None and body.scheduler.strip().lower() in SCHEDULE_TYPES:
+        told = SCHEDULE_TYPES[body.scheduler.strip().lower()]
+        _check_agree(schedule, "sigma_schedule", told, f"scheduler {show(body.scheduler)}", "scheduler")
+        schedule = schedule or told
+    elif body.scheduler is not None:
+        if sampler is not None:
+            raise InvalidRequest(
+                f"scheduler is {show(body.scheduler)} beside sampler {show(sampler)}; "
+                f"with a sampler it is one of {', '.join(SCHEDULE_TYPES)}.",
+                param="scheduler",
+                code="unknown_scheduler",
+            )
+        sampler = body.scheduler
+    if sampler is not None:
+        _check_sampler(sampler)
+        _check_agree(schedule, "sigma_schedule", resolve_sampler(sampler)[1], f"sampler {show(sampler)}", "sampler")
+    _check_listed("sigma_schedule", schedule, SIGMA_SCHEDULES)
+    _check_listed("spacing", body.spacing, SPACINGS)
+    return DiffusionParams(
+        sampler=sampler,
+        num_steps=_one_of(body, "num_inference_steps", "steps") or quality_steps,
+        guidance_scale=_one_of(body, "guidance_scale", "cfg_scale"),
+        sigma_schedule=schedule,
+        micro_conditioning=_sizes(body),
+        loras=tuple(Lora(one.name, one.scale) for one in body.loras or ()),
+        controlnets=tuple(
+            Control(
+                one.name,
+                one.scale,
+                one.start,
+                one.end,
+                one.preprocessor,
+                digest_of(image.width_px, image.height_px, image.data),
+            )
+            for one, image in zip(body.controlnets or (), images, strict=True)
+        ),
+        switch_at=_switch_at(body),
+        **{name: getattr(body, name) for name in SAME_BY_NAME if getattr(body, name) is not None},
+    )
+
+
+def _switch_at(body: GenerateBody) -> float | None:
+    if body.refiner is False and body.switch_at is not None:
+        said = f"refiner is false but switch_at is {body.switch_at:g}, where it would take over; give one of them."
+        raise InvalidRequest(said, param="switch_at")
+    return SWITCH_AT if body.refiner and body.switch_at is None else body.switch_at
+
+
+def _sizes(body: GenerateBody) -> MicroConditioning | None:
+    if body.micro_conditioning is None:
+        return None
+    given = body.micro_conditioning.model_dump(exclude_none=True)
+    return MicroConditioning(**{name: tuple(pair) for name, pair in given.items()})
+
+
+def _check_agree(one: str | None, name: str, other: str | None, told_by: str, param: str) -> None:
+    """InvalidRequest where two fields name two sigma schedules."""
+    if one is not None and other is not None and one != other:
+        raise InvalidRequest(f"{name} is {show(one)} and {told_by} says {show(other)}; give one of them.", param=param)
+
+
+def _check_sampler(name: str) -> None:
+    shortened = name if len(name) <= MAX_NAME_CHARS else f"{name[:MAX_NAME_CHARS]}..."
+    try:
+        resolve_sampler(shortened)
+    except UnknownSampler as error:
+        raise InvalidRequest(str(error), param="sampler", code="unknown_sampler") from None
+    if shortened != name:  # the engine would compare all of it with every name it knows
+        raise InvalidRequest(
+            f"sampler has {len(name)} characters; a name has at most {MAX_NAME_CHARS}.",
+            param="sampler",
+            code="unknown_sampler",
+        )
+
+
+def _check_listed(name: str, value: str | None, known: Iterable[str]) -> None:
+    if value is not None and value not in known:
+        raise InvalidRequest(f"{name} is {show(value)}; it must be one of {', '.join(known)}.", param=name)
+
+
+def _one_of(body: GenerateBody, name: str, other: str) -> Any:
+    """The value of a field that goes by two names; InvalidRequest where they disagree."""
+    first, second = getattr(body, name), getattr(body, other)
+    if first is not None and second is not None and first != second:
+        raise InvalidRequest(
+            f"{name} is {show(first)} but {other} is {show(second)}; they mean the same, give one of them.", param=name
+        )
+    return second if first is None else first

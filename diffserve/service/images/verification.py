@@ -1,0 +1,60 @@
+"""``POST /v1/provenance/verify``: a picture in, and what it says of where it is from. It is not kept."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Annotated, Any, Final
+
+import msgspec
+from pydantic import ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from diffserve.errors import InvalidRequest
+from diffserve.provenance import Provenance, examine
+from diffserve.service.http.bodies import Body
+from diffserve.service.http.forms import is_form, parse_fields, read_form
+from diffserve.service.images.fetching import Fetcher
+from diffserve.service.images.pictures_in import picture_bytes
+from diffserve.service.lifecycle import json_response, read_body
+
+UPLOADS: Final[dict[str, Any]] = {"image": {"type": "string", "format": "binary"}}
+
+
+class VerifyBody(Body):
+    """The picture, in base64, as a data URL, or in a form as a file."""
+
+    model_config = ConfigDict(title="VerifyProvenanceRequest")
+
+    image: Annotated[str, Field(min_length=1, description="base64, or a data URL")] | None = None
+
+
+class Verification:
+    """The endpoint. It looks at as many pictures at a time as there are cores."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher = fetcher
+        self._at_once = asyncio.Semaphore(os.cpu_count() or 1)
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer one request. Raises InvalidRequest for what is no picture."""
+        files: list[bytes] = []
+        if is_form(request):
+            form = await read_form(request, max_files=1)
+            files = form.files.get("image", [])
+            body = parse_fields(VerifyBody, form.fields)
+        else:
+            body = await read_body(request, VerifyBody)
+        if not files and body.image is None:
+            said = "image is missing; upload a PNG, JPEG or WebP file, or send it in base64."
+            raise InvalidRequest(said, param="image", code="missing_required_parameter")
+        await self._fetcher.fill(body)
+        async with self._at_once:
+            found = await asyncio.to_thread(_look, files, body.image or "")
+        told = {"object": "provenance.verification", **found.told()}
+        return json_response(msgspec.json.encode(told), body.warnings)
+
+
+def _look(files: list[bytes], image: str) -> Provenance:
+    return examine(files[0] if files else picture_bytes(image, "image"))

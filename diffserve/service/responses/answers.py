@@ -1,0 +1,136 @@
+"""Responses as OpenAI's objects: the response itself, the messages and the pictures in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffserve.errors import ModerationBlocked
+from diffserve.service.http.bodies import FLEX
+from diffserve.service.http.errors import BLOCKED
+from diffserve.service.images.answers import delivery, recipe
+from diffserve.service.images.answers import usage as image_usage
+from diffserve.service.images.painting import CheckedImages
+from diffserve.service.responses.conversation import Turn
+from diffserve.service.responses.schemas import PAINTS, ConversationId, ResponseBody, TextFormat, Tool, ToolChoice
+from diffserve.service.texts.answers import bounded
+from diffserve.text_types import TextUsage, TokenInfo
+from diffserve.types import ImageResult
+
+Json = dict[str, Any]
+NOTHING_SAID = TextUsage(prompt_tokens=0, output_tokens=0)
+"""By a language model that was not asked."""
+
+
+def head_of(body: ResponseBody, response_id: str, created: int, model: str) -> Json:
+    """What an object "response" says whatever becomes of it; of the tool not its pictures."""
+    choice, form = body.tool_choice, (body.text and body.text.format) or TextFormat()
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": created,
+        "model": model,
+        "background": bool(body.background),
+        "conversation": None if body.conversation is None else {"id": conversation_of(body)},
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": None, "summary": None},
+        "service_tier": FLEX if body.service_tier == FLEX else "default",
+        "store": body.store is not False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {"format": form.model_dump(by_alias=True, exclude_none=True)},
+        "tool_choice": choice.model_dump(exclude_none=True) if isinstance(choice, ToolChoice) else choice or "auto",
+        "tools": [_told(tool) for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": body.truncation or "disabled",
+    }
+
+
+def conversation_of(body: ResponseBody) -> str:
+    """The id of the conversation that it belongs to; "" where to none."""
+    named = body.conversation
+    return named.id if isinstance(named, ConversationId) else named or ""
+
+
+def response_of(head: Json, status: str, output: list[Json], **told: Any) -> Json:
+    """The whole object."""
+    blank = {"status": status, "error": None, "incomplete_details": None, "output": output, "usage": None}
+    return head | blank | told
+
+
+def usage_of(used: TextUsage) -> Json:
+    """Tokens of the language model, as responses count them."""
+    return {
+        "input_tokens": used.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": used.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": used.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": used.prompt_tokens + used.output_tokens,
+    }
+
+
+def tool_usage_of(painting: CheckedImages, results: list[ImageResult]) -> Json:
+    """What painting took."""
+    return {"image_gen": image_usage(painting, results), "web_search": {"num_requests": 0}}
+
+
+def message_of(item_id: str, status: str, content: list[Json]) -> Json:
+    """What the language model says."""
+    return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def text_part(text: str, logprobs: list[Json] | None = None) -> Json:
+    """A part of a message."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
+
+
+def logprob_of(token: TokenInfo) -> Json:
+    """A token as responses tell it."""
+    top = [_token(text, logprob) for text, _, logprob in token.top]
+    return _token(token.text, token.logprob) | {"top_logprobs": top}
+
+
+def call_of(painting: CheckedImages, item_id: str, status: str) -> Json:
+    """A picture that is asked for."""
+    action = "generate" if painting.start is None else "edit"
+    return {"id": item_id, "type": f"{PAINTS}_call", "status": status, "result": None, "action": action}
+
+
+def call_error(code: str, message: str) -> Json:
+    """Why there is no picture; where a filter withholds it, when it was asked: it names no categories."""
+    if code != ModerationBlocked.default_code:
+        return {"type": "image_generation_error", "code": code, "message": message, "param": None}
+    details = {"categories": [], "moderation_stage": "output"}
+    told = {"type": BLOCKED, "code": code, "message": message, "param": None}
+    return told | {"moderation_details": details}
+
+
+def painted_call(painting: CheckedImages, item_id: str, entry: Json, result: ImageResult) -> Json:
+    """A picture that is there, with how it was painted."""
+    told = {name: value for name, value in entry.items() if name != "b64_json"}
+    how = recipe(painting, result) | delivery(painting) | told
+    picture = {"result": entry["b64_json"], "revised_prompt": result.prompt}
+    return how | call_of(painting, item_id, "completed") | picture
+
+
+def output_turns(output: list[Json]) -> list[Turn]:
+    """What was said and painted, for the conversation to go on."""
+    return [
+        Turn("assistant", "".join(part["text"] for part in item["content"]), id=item["id"])
+        if item["type"] == "message"
+        else Turn("assistant", "", (item["result"],), item["id"])
+        for item in output
+        if item["type"] == "message" or item["result"]
+    ]
+
+
+def _told(tool: Tool) -> Json:
+    return tool.model_dump(exclude_none=True, exclude={"input_image_mask", "controlnets"})
+
+
+def _token(text: str, logprob: float) -> Json:
+    whole = "\N{REPLACEMENT CHARACTER}" not in text
+    return {"token": text, "logprob": bounded(logprob), "bytes": list(text.encode()) if whole else []}

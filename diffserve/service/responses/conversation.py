@@ -1,0 +1,146 @@
+"""What was said and painted so far: read from the input of a response, and told to whoever answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple
+
+from diffserve.errors import InvalidRequest
+from diffserve.service.http.bodies import show
+from diffserve.service.responses.schemas import InputPart, Item
+from diffserve.text_types import ChatMessage
+
+MAX_PAGE: Final = 100
+TURN_BYTES: Final = 200  # of one without a word
+Role = Literal["user", "assistant", "system", "developer"]
+
+
+class Turn(NamedTuple):
+    """Something said, or painted, or both. ``pictures``: in base64, bare or as data URLs; ``id``: of its item."""
+
+    role: Role
+    text: str
+    pictures: tuple[str, ...] = ()
+    id: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes."""
+        return TURN_BYTES + len(self.text) + sum(map(len, self.pictures))
+
+
+Find = Callable[[str], Turn | None]
+"""The turn that an earlier response said or painted, by its item's id."""
+
+
+def read_turns(given: str | Sequence[Item], find: Find, name: str = "input") -> tuple[Turn, ...]:
+    """The turns of an input, or of the field ``name``. InvalidRequest names what cannot be read of it."""
+    if isinstance(given, str):
+        return (Turn("user", given),)
+    if not given:
+        said = "input is an empty list; give a text, or messages."
+        raise InvalidRequest(said, param="input", code="empty_array")
+    read = [_turn(item, f"{name}[{place}]", find) for place, item in enumerate(given)]
+    return tuple(turn for turn in read if turn is not None)
+
+
+def messages_of(turns: Sequence[Turn], instructions: str | None) -> tuple[ChatMessage, ...]:
+    """What the language model reads, which sees no pictures: turns without a word are left out."""
+    told = [ChatMessage(role="system", content=instructions)] if instructions else []
+    return (*told, *(ChatMessage(role=turn.role, content=turn.text) for turn in turns if turn.text))
+
+
+def prompt_of(turns: Sequence[Turn]) -> str:
+    """What is to be painted: the last words of the user. InvalidRequest where there are none."""
+    said = [turn.text for turn in turns if turn.role == "user" and turn.text.strip()]
+    if not said:
+        raise InvalidRequest("the input has no words of the user's; say what to paint.", param="input")
+    return said[-1]
+
+
+def pictures_of(turns: Sequence[Turn]) -> tuple[str, ...]:
+    """The latest pictures, sent or painted."""
+    return next((turn.pictures for turn in reversed(turns) if turn.pictures), ())
+
+
+def _turn(item: Item, place: str, find: Find) -> Turn | None:
+    match item.type:
+        case "reasoning":  # of another model, sent back by clients that send everything back
+            return None
+        case "image_generation_call" if item.result:
+            return Turn("assistant", "", (item.result,), item.id or "")
+        case "image_generation_call" | "item_reference":
+            return _known(item.id, place, find)
+    if item.role is None:
+        raise _missing(f"{place}.role", "give user, assistant, system or developer")
+    if item.content is None:
+        raise _missing(f"{place}.content", "give a text, or parts")
+    if isinstance(item.content, str):
+        return Turn(item.role, item.content, id=item.id or "")
+    parts = [(part, f"{place}.content[{number}]") for number, part in enumerate(item.content)]
+    texts = [_text(part, name) for part, name in parts if part.type != "input_image"]
+    pictures = tuple(_picture(part, name) for part, name in parts if part.type == "input_image")
+    return Turn(item.role, "".join(texts), pictures, item.id or "")
+
+
+def _known(item_id: str | None, place: str, find: Find) -> Turn:
+    if item_id is None:
+        raise _missing(f"{place}.id", "give it, or the item itself")
+    found = find(item_id)
+    if found is None:
+        raise InvalidRequest(
+            f"{place}.id is {show(item_id)}, of which nothing is kept here (any more); send the item itself.",
+            param=f"{place}.id",
+            code="item_not_found",
+        )
+    return found
+
+
+def _text(part: InputPart, name: str) -> str:
+    field = "refusal" if part.type == "refusal" else "text"
+    text = part.refusal if part.type == "refusal" else part.text
+    if text is None:
+        raise _missing(f"{name}.{field}", "give the words")
+    return text
+
+
+def _picture(part: InputPart, name: str) -> str:
+    if not part.image_url:
+        raise _missing(f"{name}.image_url", "give a data URL (data:image/png;base64,...), or a file_id")
+    return part.image_url
+
+
+def _missing(name: str, hint: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} is missing; {hint}.", param=name, code="missing_required_parameter")
+
+
+def items_of(turns: Sequence[Turn], suffix: str) -> list[dict[str, Any]]:
+    """``turns`` as a list of items, whose ids end in ``suffix`` where they came without."""
+    return [{"id": turn.id or f"in_{suffix}{place:02x}", **_item(turn)} for place, turn in enumerate(turns)]
+
+
+def page_of(items: list[dict[str, Any]], asked: Mapping[str, str]) -> dict[str, Any]:
+    """OpenAI's list of ``items`` as query parameters ask for it: the last first unless ``order`` is asc, ``limit`` of
+    them, after the item of id ``after``. InvalidRequest."""
+    order, limit, after = asked.get("order", "desc"), asked.get("limit", "20"), asked.get("after")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"order is {show(order)}; give asc or desc.", param="order")
+    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:4]) <= MAX_PAGE:
+        raise InvalidRequest(f"limit is {show(limit)}; give a whole number from 1 to {MAX_PAGE}.", param="limit")
+    listed = items if order == "asc" else items[::-1]
+    places = [place for place, item in enumerate(listed) if item["id"] == after]
+    if after is not None and not places:
+        raise InvalidRequest(f"after is {show(after)}; there is no such item here.", param="after")
+    rest = listed[places[0] + 1 :] if places else listed
+    page = rest[: int(limit)]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": page, **ends, "has_more": len(rest) > len(page)}
+
+
+def _item(turn: Turn) -> dict[str, Any]:
+    if turn.role == "assistant" and turn.pictures:
+        return {"type": "image_generation_call", "status": "completed", "result": turn.pictures[0]}
+    kind = "output_text" if turn.role == "assistant" else "input_text"
+    texts: list[dict[str, Any]] = [{"type": kind, "text": turn.text}] if turn.text or not turn.pictures else []
+    pictures = [{"type": "input_image", "image_url": one, "detail": "auto"} for one in turn.pictures]
+    return {"type": "message", "role": turn.role, "status": "completed", "content": [*texts, *pictures]}

@@ -1,0 +1,384 @@
+"""``POST /v1/responses``: read, check, ask the language model or have it painted, tell, and keep; and those that are
+kept: ``GET`` and ``DELETE /v1/responses/{id}``, ``GET /v1/responses/{id}/input_items``; and ``POST .../cancel`` for one
+that is made in the background, while nobody waits for it.
+
+What is asked for, a text or a picture, says ``planning``. Pictures are painted by the endpoints of pictures, under
+their bounds and in their queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import ExitStack, aclosing
+from functools import partial
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from diffserve.config import ServeConfig
+from diffserve.errors import DiffserveError, InvalidRequest, ModelNotFound
+from diffserve.service.admission import Admission, Ticket, share_of
+from diffserve.service.endpoint import Checked, Endpoint, Place
+from diffserve.service.engine.engines import Engines
+from diffserve.service.http.errors import OUR_MISTAKE
+from diffserve.service.http.middleware import TEXT_BODY_BYTES, too_long
+from diffserve.service.http.streams import Events
+from diffserve.service.images.edit_schemas import EditBody
+from diffserve.service.images.edits import read_start
+from diffserve.service.images.generations import Generations
+from diffserve.service.images.painting import CheckedImages, Start
+from diffserve.service.images.schemas import GenerateBody
+from diffserve.service.lifecycle import CANCELLED, Gate, Interruption, json_response, work_until
+from diffserve.service.models import check_language_model, is_alias
+from diffserve.service.responses.answers import (
+    NOTHING_SAID,
+    Json,
+    conversation_of,
+    head_of,
+    logprob_of,
+    message_of,
+    output_turns,
+    painted_call,
+    response_of,
+    text_part,
+    tool_usage_of,
+    usage_of,
+)
+from diffserve.service.responses.conversation import Turn, items_of, page_of, read_turns
+from diffserve.service.responses.conversations import TOO_LONG, Conversations
+from diffserve.service.responses.events import CallEvents, ResponseEvents, TextEvents
+from diffserve.service.responses.kept import KeptResponse, KeptResponses, owner_of
+from diffserve.service.responses.planning import check_background, in_tool, plan_picture, plan_text, tool_of
+from diffserve.service.responses.schemas import ResponseBody, Tool
+from diffserve.service.texts.answers import timings_of
+from diffserve.text_types import TextAccepted, TextDelta, TextFinished, TextRequest
+
+log = logging.getLogger("diffserve.http")
+
+
+class CheckedResponse(Checked, frozen=True, kw_only=True):
+    """A checked body: a request of the language model, or one of the painter.
+
+    head     what the object says whatever becomes of it
+    owner    whose it is
+    turns    the conversation, ``asked`` with this of them
+    end_ids  the tokens that end a text, which are not part of it
+    """
+
+    head: Json
+    owner: str
+    turns: tuple[Turn, ...]
+    asked: slice
+    is_kept: bool
+    text: TextRequest | None = None
+    painting: CheckedImages | None = None
+    end_ids: frozenset[int] = frozenset()
+
+    def item_id(self, kind: str, index: int = 0) -> str:
+        """A name for what the response says ("msg") or paints ("ig")."""
+        return f"{kind}_{self.head['id'].removeprefix('resp_')}{index:02x}"
+
+    def blame(self, error: InvalidRequest) -> InvalidRequest:
+        """What the engine says of its request, in terms of the response."""
+        if self.painting is not None:
+            return in_tool(error)
+        param = "input" if error.param in ("messages", "prompt") else error.param
+        return InvalidRequest(error.message, param=param, code=error.code)
+
+
+class ToolPainter(Generations):
+    """Paints what responses ask for."""
+
+    async def read_files(self, body: ResponseBody, request: Request) -> None:
+        """Put the pictures into ``body`` that it names by files. Raises InvalidRequest."""
+        await self._checks.files.fill(request, body)
+
+    async def check(self, body: GenerateBody, request: Request, client: str) -> tuple[CheckedImages, Place]:
+        """See ``Endpoint``. Raises InvalidRequest in terms of the response."""
+        try:
+            return await self._check(body, request, client)
+        except InvalidRequest as error:
+            raise in_tool(error) from None
+        except ModelNotFound as error:
+            raise ModelNotFound(error.message, param="tools[0].model") from None
+
+    async def _start(self, body: GenerateBody) -> tuple[GenerateBody, Start | None]:
+        return await self._reading(read_start, body) if isinstance(body, EditBody) else (body, None)
+
+
+class Responses(Endpoint[ResponseBody, CheckedResponse]):
+    """The endpoint. ``painter``: its requests and these are cancelled at one address."""
+
+    body = ResponseBody
+    ending = b""
+
+    def __init__(
+        self,
+        engine: Engines,
+        config: ServeConfig,
+        gate: Gate,
+        admission: Admission,
+        *,
+        painter: ToolPainter,
+        kept: KeptResponses,
+        conversations: Conversations,
+    ) -> None:
+        super().__init__(engine, config, gate, admission)
+        self._painter = painter
+        self._in_flight = painter._in_flight
+        self._behind: set[asyncio.Task[None]] = set()
+        self.kept = kept
+        self.conversations = conversations
+
+    def _refuse_if_full(self, client: str) -> None:
+        """Whether a text or a picture is asked for, the body will say: here only where neither would be let in."""
+        if not self._admission.images.lets_in(client):
+            self._admission.texts.check(client)
+
+    async def _read(self, request: Request) -> ResponseBody:
+        body = await super()._read(request)
+        items = () if isinstance(body.input, str) else body.input
+        parts = (part for item in items if isinstance(item.content, list) for part in item.content)
+        masks = (tool.input_image_mask for tool in body.tools or ())
+        pictures = [part.image_url for part in parts] + [item.result for item in items]
+        pictures += [mask.image_url for mask in masks if mask is not None]
+        if len(await request.body()) - sum(map(len, filter(None, pictures))) > TEXT_BODY_BYTES:
+            raise too_long(TEXT_BODY_BYTES)
+        return body
+
+    async def _check(self, body: ResponseBody, request: Request, client: str) -> tuple[CheckedResponse, Place]:
+        tool, owner = tool_of(body), owner_of(request)
+        check_background(body)
+        await self._painter.read_files(body, request)
+        own = read_turns(body.input, self.kept.finder(owner))
+        before = self._before(body, owner)
+        turns = (*before, *own)
+        suffix = request.state.request_id.rpartition("-")[2]
+        warnings, end_ids, text, painting = body.warnings, frozenset[int](), None, None
+        place: Place
+        if tool is None:
+            info = check_language_model(body.model, self._engine.text_info, self._engine.models)
+            text = plan_text(body, turns, own, info, self._config, f"txt-{suffix}")
+            text = msgspec.structs.replace(text, client=client, share=share_of(request))
+            place = self._admission.texts.entered(client, 1, priority=text.priority)
+            model, end_ids = info.model_id, frozenset(info.end_ids)
+        else:
+            asked = plan_picture(body, tool, turns, self._painter_name(body, tool))
+            painting, place = await self._painter.check(asked, request, client)
+            model = painting.request.model
+            warnings += painting.warnings
+            if body.instructions:
+                warnings.append("instructions change nothing of a picture.")
+        checked = CheckedResponse(
+            head=head_of(body, f"resp_{suffix}", int(time.time()), model),
+            owner=owner,
+            turns=turns,
+            asked=slice(len(before), len(turns)),
+            is_kept=body.store is not False,
+            text=text,
+            painting=painting,
+            end_ids=end_ids,
+            warnings=tuple(warnings),
+            is_stream=bool(body.stream),
+        )
+        return checked, place
+
+    def _before(self, body: ResponseBody, owner: str) -> tuple[Turn, ...]:
+        """What was said before ``body``. InvalidRequest, or HttpError 404."""
+        if body.conversation is None:
+            return self.kept.previous(body.previous_response_id, owner) if body.previous_response_id else ()
+        if body.previous_response_id:
+            said = "previous_response_id is given beside conversation; give one of them."
+            raise InvalidRequest(said, param="previous_response_id")
+        return self.conversations.turns(conversation_of(body), owner)
+
+    def _painter_name(self, body: ResponseBody, tool: Tool) -> str | None:
+        """The model that paints: the tool's, else the response's where that is one. Any other name is that of the
+        language model, which is not asked."""
+        if tool.model is not None or body.model is None:
+            return tool.model
+        paints = is_alias(body.model) or any(model.name == body.model for model in self._engine.models)
+        return body.model if paints else None
+
+    def _begin(self, checked: CheckedResponse, ticket: Ticket, request: Request, stack: ExitStack) -> Response | None:
+        if not checked.head["background"]:
+            return None
+        interrupted: Interruption = asyncio.get_running_loop().create_future()
+        work = request.state.request_id
+        stack.enter_context(self._in_flight.listed(work, interrupted))
+        begun = self._keep(checked, response_of(checked.head, "in_progress", []), work)
+        task = asyncio.create_task(
+            self._make(checked, ticket, interrupted, stack.pop_all()), name="background response"
+        )
+        self._behind.add(task)
+        task.add_done_callback(self._behind.discard)
+        return json_response(begun, checked.warnings)
+
+    async def _make(self, checked: CheckedResponse, ticket: Ticket, interrupted: Interruption, held: ExitStack) -> None:
+        """A response in the background, which is kept, whatever becomes of it, before ``held`` is let go."""
+        with held:
+            try:
+                await work_until(interrupted, self._answer(checked, ticket), limit_s=self._limit_s)
+                if not self.kept.holds_work(checked.head["id"]):
+                    return
+                error = DiffserveError("the response is too large to be kept; ask for it without background.")
+            except DiffserveError as said:
+                error = said
+            except Exception:
+                log.exception("a response in the background failed")
+                error = DiffserveError(OUR_MISTAKE, code="internal_error")
+            told = None if error.code == CANCELLED else {"code": error.code, "message": error.message}
+            self._keep(checked, response_of(checked.head, "failed" if told else "cancelled", [], error=told))
+
+    async def _answer(self, checked: CheckedResponse, ticket: Ticket) -> Response:
+        try:
+            response = await (self._said if checked.painting is None else self._painted)(checked, ticket)
+        except InvalidRequest as error:
+            raise checked.blame(error) from None
+        return json_response(self._keep(checked, response), response["warnings"])
+
+    async def _painted(self, checked: CheckedResponse, ticket: Ticket) -> Json:
+        painting = checked.painting
+        assert painting is not None
+        painted = await self._painter.painted(painting, ticket)
+        output = [
+            painted_call(painting, checked.item_id("ig", result.image_index), entry, result)
+            for result, entry in zip(painted.results, painted.entries, strict=True)
+        ]
+        used = {"usage": usage_of(NOTHING_SAID), "tool_usage": tool_usage_of(painting, painted.results)}
+        warnings = list(dict.fromkeys([*checked.warnings, *painted.warnings]))
+        return response_of(checked.head, "completed", output, **used, warnings=warnings)
+
+    async def _said(self, checked: CheckedResponse, ticket: Ticket) -> Json:
+        assert checked.text is not None
+        async with self._engine.submit(checked.text, partial(ticket.watch_texts, 0), is_whole=True) as job:
+            async for told in job:
+                if isinstance(told, TextFinished):
+                    return finished(checked, told)
+        raise DiffserveError("the engine finished without an answer.")
+
+    async def _events(self, checked: CheckedResponse, ticket: Ticket) -> Events:
+        events = ResponseEvents(checked.head)
+        telling = self._telling_text if checked.painting is None else self._telling_pictures
+        output: list[Json] = []
+        try:
+            async with aclosing(telling(checked, ticket, events, output)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except DiffserveError as error:
+            said = checked.blame(error) if isinstance(error, InvalidRequest) else error
+            if events.is_open:
+                yield events.failed(said, output)
+            raise said from None
+
+    async def _telling_text(
+        self, checked: CheckedResponse, ticket: Ticket, events: ResponseEvents, output: list[Json]
+    ) -> Events:
+        """``output``: what there is when it breaks off."""
+        assert checked.text is not None
+        has_logprobs = checked.text.params.logprobs is not None
+        message = TextEvents(events, checked.item_id("msg"), checked.end_ids, has_logprobs)
+        async with self._engine.submit(checked.text, partial(ticket.watch_texts, 0)) as job:
+            async for told in job:
+                match told:
+                    case TextAccepted():
+                        yield message.opened()
+                    case TextDelta():
+                        chunk = message.delta(told)
+                        output[:] = message.so_far()
+                        if chunk:
+                            yield chunk
+                    case TextFinished():
+                        response = finished(checked, told)
+                        self._keep(checked, response)
+                        yield message.done(response["output"][0]) + events.ended(response)
+
+    async def _telling_pictures(
+        self, checked: CheckedResponse, ticket: Ticket, events: ResponseEvents, output: list[Json]
+    ) -> Events:
+        """The same of pictures."""
+        painting = checked.painting
+        assert painting is not None
+        ids = [checked.item_id("ig", index) for index in range(painting.request.num_images)]
+        calls = CallEvents(events, painting, ids)
+        try:
+            async with aclosing(self._painter.told(painting, ticket, calls)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            if not calls.results:
+                raise DiffserveError("the engine finished without a picture.")
+        except DiffserveError as error:
+            output[:] = calls.so_far(error)
+            raise
+        used = {"usage": usage_of(NOTHING_SAID), "tool_usage": tool_usage_of(painting, calls.results)}
+        warnings = list(dict.fromkeys([*checked.warnings, *calls.warnings]))
+        response = response_of(checked.head, "completed", calls.output, **used, warnings=warnings)
+        self._keep(checked, response)
+        yield events.ended(response)
+
+    def _keep(self, checked: CheckedResponse, response: Json, work: str = "") -> bytes:
+        """``response`` as JSON, which is kept where that is wanted. ``work``: the request that still makes it."""
+        said = output_turns(response["output"])
+        if checked.head["conversation"] and response["status"] in ("completed", "incomplete"):
+            new = (*checked.turns[checked.asked], *said)
+            if not self.conversations.add(checked.head["conversation"]["id"], checked.owner, new):
+                response["warnings"].append(TOO_LONG)
+        body = msgspec.json.encode(response)
+        if checked.is_kept:
+            turns = (*checked.turns, *said)
+            self.kept.put(response["id"], KeptResponse(checked.owner, body, turns, checked.asked, work))
+        return body
+
+    async def get(self, request: Request) -> Response:
+        """A response that is kept."""
+        if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
+            said = "stream is not offered for a response that is there; leave it out."
+            raise InvalidRequest(said, param="stream", code="unsupported_parameter")
+        return Response(self._found(request).body, media_type="application/json")
+
+    async def remove(self, request: Request) -> Response:
+        """Forget one, and end what still makes it."""
+        response_id = str(request.path_params["response_id"])
+        await self._in_flight.cancel(self._found(request).work)
+        self.kept.remove(response_id, owner_of(request))
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request) -> Response:
+        """End what makes one in the background; one that is over stays as it is."""
+        if not msgspec.json.decode(self._found(request).body)["background"]:
+            said = "only a response in the background can be cancelled; hang up where you wait for one."
+            raise InvalidRequest(said, param="response_id")
+        await self._in_flight.cancel(self._found(request).work)
+        return Response(self._found(request).body, media_type="application/json")
+
+    async def input_items(self, request: Request) -> Response:
+        """What one was asked with, the last first as OpenAI has it unless ``order`` is asc; ``limit`` of them, those
+        that come ``after`` an id."""
+        found, suffix = self._found(request), str(request.path_params["response_id"]).removeprefix("resp_")
+        return JSONResponse(page_of(items_of(found.turns[found.asked], suffix), request.query_params))
+
+    def _found(self, request: Request) -> KeptResponse:
+        return self.kept.get(str(request.path_params["response_id"]), owner_of(request))
+
+
+def finished(checked: CheckedResponse, told: TextFinished) -> Json:
+    """A text as a whole response."""
+    assert checked.text is not None
+    [result] = told.results
+    is_whole = result.finish_reason == "stop"
+    status = "completed" if is_whole else "incomplete"
+    tokens = [token for token in result.tokens if token.token_id not in checked.end_ids]
+    has_logprobs = checked.text.params.logprobs is not None
+    part = text_part(result.text, [logprob_of(token) for token in tokens] if has_logprobs else None)
+    return response_of(
+        checked.head,
+        status,
+        [message_of(checked.item_id("msg"), status, [part])],
+        incomplete_details=None if is_whole else {"reason": "max_output_tokens"},
+        usage=usage_of(told.usage),
+        timings=timings_of([told]),
+        warnings=list(checked.warnings),
+    )

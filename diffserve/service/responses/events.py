@@ -1,0 +1,215 @@
+"""A response piece by piece: OpenAI's events, numbered in turn, of what is said and of what is painted.
+
+::
+
+    created, in_progress                                                    once it is in the queue
+    output_item.added, content_part.added, output_text.delta ..., output_text.done, content_part.done, output_item.done
+    output_item.added, image_generation_call.in_progress, generating, partial_image ..., completed, output_item.done
+    completed, incomplete or failed                                         with the whole object
+
+``response.diffserve.progress`` is ours, told where the tool says ``progress``: how far a picture is, or its place in
+the queue.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter
+from typing import Any, Final
+
+from diffserve.errors import DiffserveError
+from diffserve.service.http.errors import told
+from diffserve.service.http.streams import event
+from diffserve.service.images.answers import delivery, image_entry
+from diffserve.service.images.events import Throttle
+from diffserve.service.images.painting import CheckedImages
+from diffserve.service.responses.answers import (
+    Json,
+    call_error,
+    call_of,
+    logprob_of,
+    message_of,
+    painted_call,
+    response_of,
+    text_part,
+)
+from diffserve.text_types import TextDelta
+from diffserve.types import Accepted, ImageFailed, ImageResult, Preview, Progress, Queued
+
+PROGRESS: Final = "diffserve.progress"
+
+
+class ResponseEvents:
+    """Numbers the events of one response and writes them as bytes; ``head`` is what its object says anyway."""
+
+    def __init__(self, head: Json) -> None:
+        self.head = head
+        self.is_open = False
+        self._number = 0
+
+    def opened(self) -> bytes:
+        """That it has begun; nothing where that was said."""
+        if self.is_open:
+            return b""
+        self.is_open = True
+        begun = response_of(self.head, "in_progress", [])
+        return self.write("created", response=begun) + self.write("in_progress", response=begun)
+
+    def ended(self, response: Json) -> bytes:
+        """The last: the whole of it."""
+        return self.write(response["status"], response=response)
+
+    def failed(self, error: DiffserveError, output: list[Json]) -> bytes:
+        """The last, where something went wrong on the way."""
+        said = {"code": error.code, "message": error.message, "param": error.param}
+        return self.ended(response_of(self.head, "failed", output, error=said))
+
+    def write(self, kind: str, **fields: Any) -> bytes:
+        """One event."""
+        kind = f"response.{kind}"
+        number, self._number = self._number, self._number + 1
+        return event({"type": kind, "sequence_number": number, **fields}, kind)
+
+
+class TextEvents:
+    """A message while it is said."""
+
+    def __init__(self, events: ResponseEvents, item_id: str, end_ids: frozenset[int], has_logprobs: bool) -> None:
+        self._events = events
+        self._at = {"item_id": item_id, "output_index": 0, "content_index": 0}
+        self._item_id = item_id
+        self._end_ids = end_ids
+        self._has_logprobs = has_logprobs
+        self._text = ""
+
+    def opened(self) -> bytes:
+        """That there is one."""
+        item = message_of(self._item_id, "in_progress", [])
+        return (
+            self._events.opened()
+            + self._events.write("output_item.added", output_index=0, item=item)
+            + self._events.write("content_part.added", **self._at, part=text_part(""))
+        )
+
+    def delta(self, told: TextDelta) -> bytes:
+        """What is new of it."""
+        tokens = [token for token in told.tokens if self._has_logprobs and token.token_id not in self._end_ids]
+        if not told.text and not tokens:
+            return b""
+        self._text += told.text
+        said = {"delta": told.text, "logprobs": [logprob_of(token) for token in tokens]}
+        return self._events.write("output_text.delta", **self._at, **said)
+
+    def done(self, message: Json) -> bytes:
+        """The whole of it."""
+        [part] = message["content"]
+        return (
+            self._events.write("output_text.done", **self._at, text=part["text"], logprobs=part["logprobs"])
+            + self._events.write("content_part.done", **self._at, part=part)
+            + self._events.write("output_item.done", output_index=0, item=message)
+        )
+
+    def so_far(self) -> list[Json]:
+        """What was said of it when it broke off."""
+        return [message_of(self._item_id, "incomplete", [text_part(self._text)])]
+
+
+class CallEvents:
+    """Pictures while they are painted, in the place of ``images.events.ImageEvents``: each is an item, by its index.
+
+    Those with pictures take a while: call them in a thread.
+    """
+
+    def __init__(self, events: ResponseEvents, painting: CheckedImages, ids: list[str]) -> None:
+        self._events = events
+        self._painting = painting
+        self._ids = ids
+        self._throttle = Throttle()
+        self._num_partials: Counter[int] = Counter()
+        self._begun: set[int] = set()
+        self.output = [call_of(painting, item_id, "in_progress") for item_id in ids]
+        self.results: list[ImageResult] = []
+        self.warnings: list[str] = []
+
+    def queued(self, event: Accepted | Queued, **fields: Any) -> bytes | None:
+        """The place in the queue, and the seconds until all of it is done; with the first of these it begins."""
+        opened = self._opened()
+        if not self._painting.has_progress:
+            return opened or None
+        place = {"step": 0, "queue_position": event.queue_position, "seconds_left": event.seconds_left}
+        return opened + self._events.write(PROGRESS, **place, **fields)
+
+    def progressed(self, progress: Progress) -> bytes | None:
+        """Steps done and seconds left; ``None`` where the last such event is too fresh."""
+        index = progress.image_index
+        if not self._is_told(index):
+            return None
+        head = self._generating(index)
+        if not self._painting.has_progress or not self._throttle.lets_pass(progress):
+            return head or None
+        far = {"step": progress.step_index, "steps": progress.num_steps, "seconds_left": progress.seconds_left}
+        return head + self._events.write(PROGRESS, **self._at(index), **far)
+
+    def partial(self, preview: Preview) -> bytes | None:
+        """A picture of the way."""
+        picture, painting, index = preview.picture, self._painting, preview.image_index
+        if not self._is_told(index):
+            return None
+        file = painting.preview_file(picture)
+        number = self._num_partials[index]
+        self._num_partials[index] += 1
+        how = delivery(painting) | {"size": f"{picture.width_px}x{picture.height_px}"}
+        return self._generating(index) + self._call(
+            index,
+            "partial_image",
+            partial_image_index=number,
+            partial_image_b64=base64.b64encode(file).decode("ascii"),
+            **how,
+        )
+
+    def completed(self, result: ImageResult, warnings: list[str]) -> bytes:
+        """A finished picture."""
+        index, entry = result.image_index, image_entry(self._painting, result)
+        item = self.output[index] = painted_call(self._painting, self._ids[index], entry, result)
+        self.results.append(result)
+        self.warnings = list(dict.fromkeys([*self.warnings, *warnings]))
+        head = self._generating(index) + self._call(index, "completed")
+        return head + self._events.write("output_item.done", output_index=index, item=item)
+
+    def image_failed(self, failed: ImageFailed) -> bytes | None:
+        """One picture is lost, not the response."""
+        if not self._is_told(failed.image_index):
+            return None
+        index, said = failed.image_index, call_error(failed.code, told(failed))
+        item = self.output[index] = call_of(self._painting, self._ids[index], "failed") | {"error": said}
+        return self._opened() + self._events.write("output_item.done", output_index=index, item=item)
+
+    def so_far(self, error: DiffserveError) -> list[Json]:
+        """What there was when it broke off because of ``error``: what was not finished has failed."""
+        ended, failed = ("completed", "failed"), {"status": "failed", "error": call_error(error.code, error.message)}
+        return [item if item["status"] in ended else item | failed for item in self.output]
+
+    def _opened(self) -> bytes:
+        if self._events.is_open:
+            return b""
+        said = self._events.opened()
+        for index, item in enumerate(self.output):
+            said += self._events.write("output_item.added", output_index=index, item=item)
+            said += self._call(index, "in_progress")
+        return said
+
+    def _is_told(self, index: int) -> bool:
+        """Whether it is an item: of a best-of more are painted than are."""
+        return index < len(self._ids)
+
+    def _generating(self, index: int) -> bytes:
+        if index in self._begun:
+            return b""
+        self._begun.add(index)
+        return self._opened() + self._call(index, "generating")
+
+    def _call(self, index: int, kind: str, **fields: Any) -> bytes:
+        return self._events.write(f"image_generation_call.{kind}", **self._at(index), **fields)
+
+    def _at(self, index: int) -> Json:
+        return {"item_id": self._ids[index], "output_index": index}

@@ -1,0 +1,186 @@
+"""From the body of a response to what it asks for: a text, or pictures.
+
+Which of the two is decided here, for the language model that serves pictures is a writer of prompts and chooses no
+tools. Whoever brings the tool ``image_generation`` wants a picture: with ``tool_choice`` auto, required or the tool
+itself one is painted, with none the language model answers. What is painted is the last words of the user; it begins
+from the latest picture of the conversation, sent or painted, where there is one (``action`` auto), never (generate), or
+always (edit), as ``/v1/images/edits`` does. Instructions and earlier words do not reach the painter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from diffserve.config import ServeConfig
+from diffserve.errors import InvalidRequest
+from diffserve.json_schemas import ANY_OBJECT, no_json
+from diffserve.sampling_params import SamplingParams
+from diffserve.service.http.bodies import WorkBody, parse, show
+from diffserve.service.images.edit_schemas import EditBody, ImageReference
+from diffserve.service.images.schemas import GenerateBody
+from diffserve.service.responses.conversation import Turn, messages_of, pictures_of, prompt_of
+from diffserve.service.responses.schemas import PAINTS, ResponseBody, Tool, ToolChoice
+from diffserve.service.texts.schemas import DEFAULT_CHAT_TOKENS
+from diffserve.service.texts.texts import schema_text
+from diffserve.text_types import LanguageModelInfo, TextRequest
+
+LOGPROBS: Final = "message.output_text.logprobs"
+OUR_OWN: Final = frozenset({"type", "action", "input_image_mask", "model", "input_fidelity"})
+FROM_ELSEWHERE: Final = (
+    *("prompt", "image", "images", "mask", "stream", "response_format", "user", "safety_identifier"),
+)
+"""Fields of a picture that the response itself gives, or that mean nothing within it."""
+
+
+def check_background(body: ResponseBody) -> None:
+    """InvalidRequest where nobody could ask for what is made in the background."""
+    if not body.background:
+        return
+    if body.stream:
+        said = "background answers at once and stream while it is made; leave one of them out."
+        raise InvalidRequest(said, param="stream", code="unsupported_parameter")
+    if body.store is False:
+        raise InvalidRequest("store is false, and a response in the background is asked for later.", param="store")
+
+
+def tool_of(body: ResponseBody) -> Tool | None:
+    """The tool that is to paint; ``None``: the language model is to answer. InvalidRequest for what is not here."""
+    tools = body.tools or []
+    for place, tool in enumerate(tools):
+        if tool.type != PAINTS:
+            raise InvalidRequest(
+                f"tools[{place}].type is {show(tool.type)}; the tool of this server is {PAINTS}, it calls no others.",
+                param=f"tools[{place}].type",
+                code="unsupported_value",
+            )
+        if place:
+            raise InvalidRequest(f"tools has {PAINTS} {len(tools)} times; give it once.", param="tools")
+    wanted = _wanted(body.tool_choice)
+    if wanted == "none" or (wanted == "auto" and not tools):
+        return None
+    if not tools:
+        raise InvalidRequest(
+            f"tool_choice asks for a tool and tools has none; give {{'type': '{PAINTS}'}} there.", param="tool_choice"
+        )
+    return tools[0]
+
+
+def plan_text(
+    body: ResponseBody,
+    turns: Sequence[Turn],
+    own: Sequence[Turn],
+    info: LanguageModelInfo,
+    config: ServeConfig,
+    request_id: str,
+) -> TextRequest:
+    """What the language model is asked for; ``own``: those of ``turns`` that came with the body. InvalidRequest."""
+    if any(turn.pictures and turn.role == "user" for turn in own):
+        raise InvalidRequest(
+            "the input has a picture, and the language model reads none; to paint from it add "
+            f"{{'type': '{PAINTS}'}} to tools.",
+            param="input",
+            code="unsupported_value",
+        )
+    messages = messages_of(turns, body.instructions)
+    if not any(turn.text for turn in own):
+        raise InvalidRequest("the input has no words; say something.", param="input", code="empty_input")
+    wants_logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
+    given = {name: getattr(body, name) for name in ("temperature", "top_p") if getattr(body, name) is not None}
+    params = SamplingParams(
+        **given,
+        max_tokens=body.max_output_tokens or DEFAULT_CHAT_TOKENS,
+        seed=None if body.seed in (None, -1) else body.seed,
+        logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
+        json_schema=_held_to(body, info),
+    )
+    return TextRequest(
+        messages=messages,
+        params=params,
+        deltas=bool(body.stream),
+        **body.urgency(config.request_timeout_s),
+        request_id=request_id,
+    )
+
+
+def _held_to(body: ResponseBody, info: LanguageModelInfo) -> str | None:
+    """The JSON Schema that the text follows; None where any text will do. InvalidRequest for one that cannot be."""
+    wanted = None if body.text is None else body.text.format
+    if wanted is None or wanted.type == "text":
+        return None
+    if not info.speaks_json:
+        raise no_json(info.model_id, "text.format")
+    return ANY_OBJECT if wanted.type == "json_object" else schema_text(wanted.json_schema, "text.format.schema")
+
+
+def plan_picture(body: ResponseBody, tool: Tool, turns: Sequence[Turn], model: str | None) -> GenerateBody:
+    """The body that ``/v1/images/generations``, or ``edits`` where it begins from a picture, would be asked with;
+    ``model`` paints. InvalidRequest in terms of the response."""
+    extra = tool.model_extra or {}
+    for name in FROM_ELSEWHERE:
+        if name in extra:
+            said = f"tools[0].{name} is not taken within a response; leave it out."
+            raise InvalidRequest(said, param=f"tools[0].{name}", code="unsupported_parameter")
+    pictures = () if tool.action == "generate" else pictures_of(turns)
+    if tool.action == "edit" and not pictures:
+        raise InvalidRequest(
+            "tools[0].action is edit and the conversation has no picture; send one as input_image.", param="input"
+        )
+    asked = tool.model_dump(exclude=set(OUR_OWN))
+    asked |= {"prompt": prompt_of(turns), "model": model, "stream": bool(body.stream), "response_format": "b64_json"}
+    asked["progress"] = extra.get("progress", False)
+    asked |= {name: said for name in WorkBody.model_fields if (said := getattr(body, name)) is not None}
+    if not pictures:
+        if tool.input_image_mask is not None:
+            said = "tools[0].input_image_mask needs a picture that it is of; send one as input_image."
+            raise InvalidRequest(said, param="tools[0].input_image_mask")
+        return _parsed(GenerateBody, asked)
+    edit = _parsed(EditBody, asked | {"input_fidelity": tool.input_fidelity})
+    mask = tool.input_image_mask and tool.input_image_mask.image_url
+    begun = {
+        "images": [ImageReference.model_construct(image_url=one) for one in pictures],
+        "mask": ImageReference.model_construct(image_url=mask) if mask else None,
+    }
+    return edit.model_copy(update=begun)
+
+
+def _parsed(kind: type[GenerateBody], asked: dict[str, Any]) -> GenerateBody:
+    """``asked`` as a body; errors name what is the tool's as such."""
+    try:
+        return parse(kind, msgspec.json.encode({name: value for name, value in asked.items() if value is not None}))
+    except InvalidRequest as error:
+        raise in_tool(error) from None
+
+
+def in_tool(error: InvalidRequest) -> InvalidRequest:
+    """``error`` about a body that ``plan_picture`` made, in terms of the response."""
+    if error.param in (None, "prompt"):
+        return InvalidRequest(error.message, param="input", code=error.code)
+    if error.param in ("image", "mask"):
+        param = "input" if error.param == "image" else "tools[0].input_image_mask"
+        return InvalidRequest(error.message, param=param, code=error.code)
+    said = f"tools[0].{error.message}" if error.message.startswith(error.param) else error.message
+    return InvalidRequest(said, param=f"tools[0].{error.param}", code=error.code)
+
+
+def _wanted(choice: str | ToolChoice | None) -> str:
+    """ "none", "auto" or "paint". InvalidRequest for a choice that is none of ours."""
+    match choice:
+        case None | "auto":
+            return "auto"
+        case "none":
+            return "none"
+        case "required" | ToolChoice(type="image_generation"):
+            return "paint"
+        case ToolChoice(type="allowed_tools", tools=allowed, mode=mode):
+            if not any(tool.get("type") == PAINTS for tool in allowed or ()):
+                return "none"
+            return "paint" if mode == "required" else "auto"
+    told = choice.type if isinstance(choice, ToolChoice) else choice
+    raise InvalidRequest(
+        f"tool_choice is {show(told)}; give auto, required, none, or {{'type': '{PAINTS}'}}.",
+        param="tool_choice",
+        code="unsupported_value",
+    )

@@ -1,0 +1,162 @@
+"""What may stand in the body of ``POST /v1/responses``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from diffserve.sampling_params import MAX_LOGPROBS
+from diffserve.service.http.bodies import WorkBody
+from diffserve.service.texts.schemas import ChatTokens, Seed, Strict
+from diffserve.text_types import MAX_MESSAGES, MAX_TEXT_CHARS
+from diffserve.types import MAX_SEED
+
+PAINTS: Final = "image_generation"
+MAX_TOOLS: Final = 128
+MAX_METADATA: Final = 16
+
+Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
+Id = Annotated[str, Field(min_length=1, max_length=128)]
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=MAX_METADATA)
+]
+FileId = Annotated[str, Field(max_length=256, description="A file of yours, from /v1/files.")]
+IGNORED: Final = frozenset(
+    {
+        *("max_tool_calls", "moderation", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        *("reasoning", "safety_identifier", "stream_options", "user", "context_management"),
+    }
+)
+REFUSED: Final[dict[str, str]] = {
+    "prompt": "no templates are kept here; write the text into input.",
+    "response_format": "it is called text.format here.",
+    "messages": "they are called input here.",
+}
+
+
+class InputPart(Strict):
+    """Of a message in parts. A picture is a data URL or a file, and what the tool image_generation begins from."""
+
+    type: Literal["input_text", "output_text", "input_image", "refusal"]
+    text: Text | None = None
+    refusal: Text | None = None
+    image_url: str | None = None
+    file_id: FileId | None = None
+
+
+class Item(Strict):
+    """A turn of the conversation, or what an earlier response said or painted: whole, or by its id."""
+
+    type: Literal["message", "image_generation_call", "item_reference", "reasoning"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Text | Annotated[list[InputPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    id: Id | None = None
+    result: Annotated[str, Field(description="A picture in base64.")] | None = None
+    revised_prompt: Text | None = None
+
+
+class Mask(Strict):
+    """Transparent, or white: paint here."""
+
+    image_url: Annotated[str, Field(description="A data URL.")] | None = None
+    file_id: FileId | None = None
+
+
+class Tool(BaseModel):
+    """``image_generation``, with every field of ``POST /v1/images/generations`` that says how to paint."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, title="ImageGenerationTool")
+
+    type: Annotated[str, Field(max_length=64, description=f"{PAINTS}: no other tool is here.")]
+    action: Annotated[
+        Literal["generate", "edit", "auto"], Field(description="auto: edit where there is a picture to begin from.")
+    ] = "auto"
+    input_image_mask: Mask | None = None
+    model: Annotated[str, Field(max_length=256, description="An image model; omitted: the first.")] | None = None
+    size: str | None = None
+    quality: str | None = None
+    output_format: Literal["png", "jpeg", "webp"] | None = None
+    output_compression: Annotated[int, Field(ge=0, le=100)] | None = None
+    background: Literal["transparent", "opaque", "auto"] | None = None
+    input_fidelity: Literal["high", "low"] | None = None
+    partial_images: Annotated[int, Field(ge=0, le=3)] | None = None
+    seed: Annotated[int, Field(ge=-1, le=MAX_SEED)] | None = None
+
+
+class ToolChoice(BaseModel):
+    """One tool by its type, or such as are allowed."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Annotated[str, Field(max_length=64)]
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+
+
+class ConversationId(Strict):
+    """One that was begun by ``POST /v1/conversations``."""
+
+    id: Id
+
+
+class TextFormat(Strict):
+    """Of a text, which is held to a schema token by token, ``strict`` or not."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any] | None, Field(alias="schema", description="Omitted: any object.")] = None
+    strict: bool | None = None
+
+
+class TextShape(Strict):
+    """How a text is to look."""
+
+    format: TextFormat | None = None
+    verbosity: Annotated[str, Field(max_length=16, description="Changes nothing.")] | None = None
+
+
+class ResponseBody(WorkBody):
+    """OpenAI's fields of a response; ``seed`` is ours."""
+
+    model_config = ConfigDict(title="CreateResponseRequest")
+    hints: ClassVar[Mapping[str, str]] = {"input": "give a text, or messages"}
+    refused: ClassVar[Mapping[str, str]] = REFUSED
+    ignored: ClassVar[frozenset[str]] = IGNORED
+
+    input: (
+        Annotated[str, Field(min_length=1, max_length=MAX_TEXT_CHARS)]
+        | Annotated[list[Item], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+    )
+    model: (
+        Annotated[
+            str,
+            Field(
+                max_length=256,
+                description="The language model, or one that paints; while a tool paints, any other name.",
+            ),
+        ]
+        | None
+    ) = None
+    instructions: Text | None = None
+    max_output_tokens: ChatTokens | None = None
+    temperature: Annotated[float, Field(description="0: always the likeliest token; omitted: 1.")] | None = None
+    top_p: float | None = None
+    seed: Seed | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    include: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=32)] | None = None
+    text: TextShape | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Annotated[str, Field(max_length=64)] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = None
+    background: (
+        Annotated[bool, Field(description="Answered at once, and asked for by its id until it is made.")] | None
+    ) = None
+    store: Annotated[bool, Field(description="Omitted: it is kept, for a while.")] | None = None
+    previous_response_id: Id | None = None
+    conversation: Id | ConversationId | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: Metadata | None = None

@@ -1,0 +1,296 @@
+"""Works on batches: a few lines at a time, through the endpoints that answer everybody, while nobody else waits.
+
+One process of those that share a folder does so, whichever has its lock. What it stops in the middle of, at its end or
+because it was killed, is done anew by the next; what is done is never done again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message
+
+from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, QueueFull
+from diffserve.service.admission import BATCH, Admission
+from diffserve.service.stored.batch_lines import Told, expired_lines, is_stream, line_done, name_in, told_of
+from diffserve.service.stored.owners import Owners
+from diffserve.store.batch_input import lines_of, read_line
+from diffserve.store.batches import Batch, Batches, LineDone
+from diffserve.store.files import Files
+from diffserve.types import new_request_id
+
+LINES_AT_ONCE: Final = 8
+"""Of all batches together."""
+
+LOOK_EVERY_S: Final = 2.0
+YIELD_S: Final = 10.0
+"""So long a line waits for others to have begun; then it begins beside them."""
+
+TURN_S: Final = 0.05
+FULL_S: Final = 5.0
+SWEEP_EVERY_S: Final = 3600.0
+MAX_LOSSES: Final = 3
+"""Engines that may be lost with one line in them."""
+
+Answer = Callable[[Request], Awaitable[Response]]
+T = TypeVar("T")
+
+log = logging.getLogger("diffserve.batches")
+
+
+class KeyGoneError(Exception):
+    """The key that made a batch is good no more."""
+
+
+class BatchRunner:
+    """Works on ``batches``. ``endpoints``: what answers a line, by its path."""
+
+    def __init__(
+        self,
+        app: FastAPI,
+        batches: Batches,
+        files: Files,
+        owners: Owners,
+        admission: Admission,
+        endpoints: Mapping[str, Answer],
+    ) -> None:
+        self._app = app
+        self._batches = batches
+        self._files = files
+        self._owners = owners
+        self._admission = admission
+        self._endpoints = endpoints
+        self._places = asyncio.Semaphore(LINES_AT_ONCE)
+        self._woken = asyncio.Event()
+        self._running: dict[str, asyncio.Task[None]] = {}
+
+    def wake(self) -> None:
+        """There is something new."""
+        self._woken.set()
+
+    def stop(self, name: str) -> None:
+        """Batch ``name`` is to be cancelled."""
+        if name in self._running:
+            self._running[name].cancel()
+        self.wake()
+
+    async def run_for_ever(self) -> None:
+        """Work on what there is and what comes."""
+        lock = await self._locked(self._files.folder.parent / "batches.lock")
+        swept_s = -SWEEP_EVERY_S
+        try:
+            while True:
+                self._woken.clear()
+                try:
+                    if time.monotonic() - swept_s >= SWEEP_EVERY_S:
+                        swept_s = time.monotonic()
+                        await asyncio.to_thread(self._sweep)
+                    for batch in await asyncio.to_thread(self._batches.unfinished):
+                        if batch.id not in self._running:
+                            task = self._running[batch.id] = asyncio.create_task(self._run(batch))
+                            task.add_done_callback(partial(self._over, batch.id))
+                except (OSError, sqlite3.Error) as error:
+                    log.error("batches cannot be read", extra={"reason": type(error).__name__})
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_EVERY_S):
+                        await self._woken.wait()
+        finally:
+            running = list(self._running.values())
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            os.close(lock)
+
+    async def _locked(self, path: Path) -> int:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return lock
+                except BlockingIOError:
+                    await asyncio.sleep(LOOK_EVERY_S)
+        except BaseException:
+            os.close(lock)
+            raise
+
+    def _sweep(self) -> None:
+        self._batches.sweep()
+        self._files.sweep(self._batches.files_in_use())
+
+    def _over(self, name: str, _: asyncio.Task[None]) -> None:
+        self._running.pop(name, None)
+        self.wake()
+
+    async def _run(self, batch: Batch) -> None:
+        """Work on one until it is over; where it cannot be gone on with now, it is begun with again later."""
+        facts = {"batch": batch.id, "num_lines": batch.num_lines}
+        try:
+            await self._go_on(batch)
+            log.info("batch over", extra=facts)
+        except (OSError, sqlite3.Error) as error:
+            log.error("a batch waits", extra=facts | {"reason": type(error).__name__})
+            await asyncio.sleep(FULL_S)
+        except Exception:
+            log.exception("a batch failed", extra=facts)
+            await _settled(self._batches.finish, batch.id, "failed", "internal_error: the server made a mistake.")
+
+    async def _go_on(self, batch: Batch) -> None:
+        if batch.status == "cancelling":
+            await _settled(self._batches.finish, batch.id, "cancelled")
+            return
+        if batch.status != "finalizing":
+            if batch.endpoint not in self._endpoints:
+                said = f"unknown_endpoint: {batch.endpoint} is not offered any more."
+                await _settled(self._batches.finish, batch.id, "failed", said)
+                return
+            moved = await _settled(self._batches.move, batch.id, "in_progress", of=("validating",))
+            if moved is None or moved.status != "in_progress":
+                return
+            try:
+                async with asyncio.timeout(max(0.0, batch.expires_s - time.time())):
+                    await self._work_through(batch)
+            except TimeoutError:
+                await self._expire(batch)
+                return
+            except (FileNotFoundError, KeyGoneError) as error:
+                is_key = isinstance(error, KeyGoneError)
+                said = "invalid_key: its key is good no more." if is_key else "no_file: its file is there no more."
+                await _settled(self._batches.finish, batch.id, "failed", said)
+                return
+            await _settled(self._batches.move, batch.id, "finalizing", of=("in_progress",))
+        await _settled(self._batches.finish, batch.id, "completed")
+
+    async def _work_through(self, batch: Batch) -> None:
+        """Every line that is not done, in order, as many at once as there are places."""
+        done = await asyncio.to_thread(self._batches.done_lines, batch)
+        writing = asyncio.Lock()
+        with closing(await asyncio.to_thread(self._files.path(batch.input_file).open, "rb")) as file:
+            left = (line for line in lines_of(file) if line[0] not in done)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    while (line := await _settled(next, left, None)) is not None:
+                        await self._take_place()
+                        task = group.create_task(self._work_on(batch, line[0], line[1], writing))
+                        task.add_done_callback(lambda _: self._places.release())  # one that never began, too
+            except BaseExceptionGroup as failed:
+                raise failed.exceptions[0] from None
+
+    async def _take_place(self) -> None:
+        """Wait for a place, and until those who wait for an answer have begun."""
+        await self._places.acquire()
+        try:
+            until_s = time.monotonic() + YIELD_S
+            while self._admission.has_waiting and time.monotonic() < until_s:
+                await asyncio.sleep(TURN_S)
+        except BaseException:
+            self._places.release()
+            raise
+
+    async def _work_on(self, batch: Batch, number: int, line: bytes, writing: asyncio.Lock) -> None:
+        done = await self._done(batch, number, line)
+        async with writing:
+            await _settled(self._batches.finish_lines, batch.id, [done])
+
+    async def _done(self, batch: Batch, number: int, line: bytes) -> LineDone:
+        if not self._owners.is_good(batch.owner):
+            raise KeyGoneError
+        try:
+            asked = read_line(line)
+            if is_stream(asked.body):
+                said = "stream is true; a line of a batch is answered whole."
+                raise InvalidRequest(said, param="stream", code="unsupported_value")
+        except InvalidRequest as error:
+            wrong = InvalidRequest(f"line {number}: {error.message}", param=error.param, code=error.code)
+            return line_done(number, name_in(line), told_of(wrong, new_request_id()))
+        told = await self._told(batch, bytes(asked.body))
+        return line_done(number, asked.custom_id, told)
+
+    async def _told(self, batch: Batch, body: bytes) -> Told:
+        """The answer to ``body``. Where there is no room or no engine, it is asked for again."""
+        num_losses = 0
+        while True:
+            request = self._request(batch, body)
+            request_id = request.state.request_id
+            was_ready = self._app.state.engine.is_ready
+            try:
+                answer = await self._endpoints[batch.endpoint](request)
+                return Told(answer.status_code, request_id, bytes(answer.body))
+            except QueueFull as full:
+                await asyncio.sleep(min(max(full.retry_after_s, TURN_S), FULL_S))
+            except EngineUnavailable as error:
+                num_losses += was_ready
+                if num_losses >= MAX_LOSSES:
+                    return told_of(error, request_id)
+                await asyncio.sleep(LOOK_EVERY_S)
+            except Exception as error:
+                if not isinstance(error, DiffserveError):
+                    log.exception("a line of a batch failed", extra={"request_id": request_id})
+                return told_of(error, request_id)
+
+    def _request(self, batch: Batch, body: bytes) -> Request:
+        """``body`` as its key would ask it itself, but for who waits for it: the one place that says it can wait."""
+        said = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def receive() -> Message:
+            for message in said:
+                return message
+            await asyncio.Event().wait()  # nobody hangs up
+            raise AssertionError
+
+        state = {
+            "request_id": new_request_id(),
+            "key_id": batch.owner,
+            "client": f"{BATCH}{batch.owner}",
+            "priority": "batch",
+        }
+        scope: dict[str, Any] = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": batch.endpoint,
+            "raw_path": batch.endpoint.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))],
+            "client": None,
+            "server": None,
+            "app": self._app,
+            "path_params": {},
+            "state": state,
+        }
+        return Request(scope, receive)
+
+    async def _expire(self, batch: Batch) -> None:
+        """Say of every line that is left that it was too late."""
+        done = await asyncio.to_thread(self._batches.done_lines, batch)
+        path = self._files.path(batch.input_file)
+        await _settled(self._batches.finish_lines, batch.id, await asyncio.to_thread(expired_lines, path, done))
+        await _settled(self._batches.finish, batch.id, "expired")
+
+
+async def _settled(work: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    """``work`` in a thread, which is over when this is, even where it is cancelled."""
+    task = asyncio.create_task(asyncio.to_thread(work, *arguments, **named))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        if task.done() and not task.cancelled():
+            task.exception()  # nobody is left to hear of it
+        raise

@@ -1,0 +1,157 @@
+"""``/v1/batches``: many requests in one file, worked on when nobody else waits; as OpenAI has it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+from fastapi import FastAPI
+from pydantic import ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from diffserve.errors import InvalidRequest
+from diffserve.service.http.bodies import Body, show
+from diffserve.service.http.errors import HttpError
+from diffserve.service.http.named import PAGE_PARAMETERS, named, page_asked, query, responses
+from diffserve.service.lifecycle import read_body
+from diffserve.service.stored.batch_runner import BatchRunner
+from diffserve.service.stored.files import listed, no_file
+from diffserve.service.stored.owners import Owners
+from diffserve.store.batch_input import check_input, path_of
+from diffserve.store.batches import Batch, Batches
+from diffserve.store.files import File, Files
+
+TIMES: Final = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+MAX_METADATA: Final = 16
+
+
+class BatchBody(Body):
+    """The body of ``POST /v1/batches``."""
+
+    model_config = ConfigDict(title="CreateBatchRequest")
+    hints: ClassVar[dict[str, str]] = {
+        "input_file_id": "upload a file with the purpose batch first",
+        "endpoint": "say which endpoint all lines are for",
+        "completion_window": "it is 24h",
+    }
+    ignored: ClassVar[frozenset[str]] = frozenset({"output_expires_after"})
+
+    input_file_id: Annotated[str, Field(description="A file with the purpose batch: a JSON object a line.")]
+    endpoint: Annotated[str, Field(description="Which all lines are for, such as /v1/images/generations.")]
+    completion_window: Literal["24h"]
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+            Field(max_length=MAX_METADATA),
+        ]
+        | None
+    ) = None
+
+
+class BatchRoutes:
+    """The routes of ``batches``, which ``runner`` works on. ``endpoints``: the paths that lines may be for."""
+
+    def __init__(
+        self,
+        app: FastAPI,
+        batches: Batches,
+        files: Files,
+        owners: Owners,
+        runner: BatchRunner,
+        endpoints: Callable[[], list[str]],
+    ) -> None:
+        self._batches = batches
+        self._files = files
+        self._owners = owners
+        self._runner = runner
+        self._endpoints = endpoints
+        told: dict[str, Any] = {"summary": "The batches", "openapi_extra": query(*PAGE_PARAMETERS)}
+        named(app, "/v1/batches", ["GET"], responses=responses(400), **told)(self.list)
+        one: dict[str, Any] = {"responses": responses(404)}
+        named(app, "/v1/batches/{batch_id}", ["GET"], summary="One batch", **one)(self.retrieve)
+        one = {"responses": responses(404, 409)}
+        named(app, "/v1/batches/{batch_id}/cancel", ["POST"], summary="Stop a batch", **one)(self.cancel)
+
+    async def create(self, request: Request) -> Response:
+        """Begin one. What is wrong with its file as a whole is said here, what is wrong with a line in its error
+        file."""
+        owner = self._owners.of(request)
+        body = await read_body(request, BatchBody)
+        endpoint, known = path_of(body.endpoint), self._endpoints()
+        if endpoint not in known:
+            said = f"endpoint is {show(body.endpoint)}; batches are worked on for {', '.join(known)}."
+            raise InvalidRequest(said, param="endpoint")
+        file = await asyncio.to_thread(self._files.get, owner, body.input_file_id)
+        if file is None:
+            raise no_file(body.input_file_id)
+        if file.purpose != "batch":
+            said = f"the purpose of {file.id} is {file.purpose!r}; upload it with the purpose 'batch'."
+            raise InvalidRequest(said, param="input_file_id")
+        batch = await asyncio.to_thread(self._add, file, endpoint, body.metadata or {})
+        self._runner.wake()
+        return JSONResponse(told_batch(batch))
+
+    async def list(self, request: Request) -> Response:
+        """A page of them."""
+        owner, asked = self._owners.of(request), page_asked(request, most=100, usual=20)
+        found = await asyncio.to_thread(self._batches.page, owner, asked)
+        return listed(None if found is None else ([told_batch(one) for one in found[0]], found[1]))
+
+    async def retrieve(self, request: Request, batch_id: str) -> Response:
+        """How far one is."""
+        return JSONResponse(told_batch(await self._found(request, batch_id)))
+
+    async def cancel(self, request: Request, batch_id: str) -> Response:
+        """Stop one; what was done of it by then is in its files. Again is no mistake."""
+        batch = await self._found(request, batch_id)
+        moved = await asyncio.to_thread(self._batches.move, batch.id, "cancelling", of=("validating", "in_progress"))
+        if moved is None or moved.status not in ("cancelling", "cancelled"):
+            said = f"{batch.id} is {batch.status if moved is None else moved.status}; there is nothing to cancel."
+            raise HttpError(409, said, code="batch_over")
+        self._runner.stop(batch.id)
+        return JSONResponse(told_batch(moved))
+
+    async def _found(self, request: Request, name: str) -> Batch:
+        owner = self._owners.of(request)
+        batch = await asyncio.to_thread(self._batches.get, name)
+        if batch is None or batch.owner != owner:
+            raise HttpError(404, f"there is no batch {show(name)} of yours.", code="batch_not_found")
+        return batch
+
+    def _add(self, file: File, endpoint: str, metadata: dict[str, str]) -> Batch:
+        self._files.require_share(file.owner)
+        try:
+            with self._files.open(file) as opened:
+                num_lines = check_input(opened, endpoint)
+        except FileNotFoundError:
+            raise no_file(file.id) from None
+        return self._batches.add(file.owner, endpoint, file.id, num_lines, metadata)
+
+
+def told_batch(batch: Batch) -> dict[str, Any]:
+    """``batch`` in OpenAI's words."""
+    code, _, message = batch.error.partition(": ")
+    errors = {"object": "list", "data": [{"code": code, "message": message, "line": None, "param": None}]}
+    has_output, has_errors = (batch.is_over and num_bytes > 0 for num_bytes in (batch.output_bytes, batch.error_bytes))
+    return {
+        "id": batch.id,
+        "object": "batch",
+        "endpoint": batch.endpoint,
+        "errors": errors if batch.error else None,
+        "input_file_id": batch.input_file,
+        "completion_window": "24h",
+        "status": batch.status,
+        "output_file_id": batch.output_file if has_output else None,
+        "error_file_id": batch.error_file if has_errors else None,
+        "created_at": int(batch.created_s),
+        "expires_at": int(batch.expires_s),
+        **{f"{name}_at": int(batch.times[name]) if name in batch.times else None for name in TIMES},
+        "request_counts": {
+            "total": batch.num_lines,
+            "completed": batch.num_completed,
+            "failed": batch.num_failed,
+        },
+        "metadata": batch.metadata or None,
+    }

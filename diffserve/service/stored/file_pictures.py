@@ -1,0 +1,94 @@
+"""Pictures that a request names by files of its key (``file_id``), read in before anything else is made of it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from typing import Final, Protocol, cast
+
+from pydantic import BaseModel
+from starlette.requests import Request
+
+from diffserve.errors import InvalidRequest
+from diffserve.service.http.bodies import show
+from diffserve.service.stored.owners import Owners
+from diffserve.store.files import Files
+
+MAX_PICTURE_BYTES: Final = 10 << 20
+MAX_REQUEST_BYTES: Final = 20 << 20
+"""Of all files that one request names."""
+
+
+class Reference(Protocol):
+    """A picture within a body: where it lies, or which file it is."""
+
+    image_url: str | None
+    file_id: str | None
+
+
+class FilePictures:
+    """Finds them in ``files``; ``None``: this server keeps none."""
+
+    def __init__(self, files: Files | None, owners: Owners | None) -> None:
+        self._files = files
+        self._owners = owners
+
+    async def fill(self, request: Request, *bodies: BaseModel) -> None:
+        """Put into ``bodies``, for each ``file_id`` beside an ``image_url``, the picture as a data URL of that.
+
+        Raises InvalidRequest, the same for a file that never was and for another key's.
+        """
+        left_bytes = MAX_REQUEST_BYTES
+        for holder, name in [place for body in bodies for place in _places(body, "")]:
+            data = await asyncio.to_thread(self._read, request, holder, name, left_bytes)
+            left_bytes -= len(data)
+            holder.image_url = f"data:;base64,{await asyncio.to_thread(_base64, data)}"
+            holder.file_id = None
+
+    def _read(self, request: Request, holder: Reference, name: str, left_bytes: int) -> bytes:
+        file_id = str(holder.file_id)
+        if holder.image_url is not None:
+            said = f"{name} is given beside image_url; give one of them."
+            raise InvalidRequest(said, param=name, code="invalid_image")
+        if self._files is None or self._owners is None:
+            said = f"{name} is given, and this server keeps no files; send the picture as a data URL in image_url."
+            raise InvalidRequest(said, param=name, code="file_not_found")
+        file = self._files.get(self._owners.of(request), file_id)
+        if file is None:
+            raise _no_file(file_id, name)
+        if file.num_bytes > min(MAX_PICTURE_BYTES, left_bytes):
+            said = (
+                f"{name} is a file of {file.num_bytes} bytes; at most {MAX_PICTURE_BYTES} are read of a picture, "
+                f"{MAX_REQUEST_BYTES} for a request."
+            )
+            raise InvalidRequest(said, param=name, code="image_too_large")
+        try:
+            with self._files.open(file) as opened:
+                return opened.read()
+        except FileNotFoundError:
+            raise _no_file(file_id, name) from None
+
+
+def _places(value: object, path: str) -> list[tuple[Reference, str]]:
+    """The models in ``value`` that name a file, with what errors call the field."""
+    found: list[tuple[Reference, str]] = []
+    if isinstance(value, BaseModel):
+        fields, held = type(value).model_fields, value.__dict__
+        if held.get("file_id") and "file_id" in fields:
+            found.append((cast(Reference, value), f"{path}.file_id"))
+        for name, one in held.items():
+            if isinstance(one, (BaseModel, list)) and name in fields:
+                found += _places(one, f"{path}.{name}" if path else name)
+    elif isinstance(value, list):
+        for place, one in enumerate(value):
+            found += _places(one, f"{path}[{place}]")
+    return found
+
+
+def _no_file(file_id: str, name: str) -> InvalidRequest:
+    said = f"{name} is {show(file_id)}, and there is no such file of yours; upload it to /v1/files first."
+    return InvalidRequest(said, param=name, code="file_not_found")
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")

@@ -1,0 +1,200 @@
+"""``Idempotency-Key``: whoever asks again by the same key, because the answer never came, is told the same answer.
+
+A request with one is worked on though its client hangs up, and whoever asks the same by it meanwhile waits for that
+work; for a day after, it is answered at once, with ``Idempotent-Replayed: true``. Another request by the same key is
+refused (422). A key is its client's own, and of one address. What failed is not kept: asked again, it is done again.
+Nor is an answer of more than 32 MiB.
+
+A stream is the exception while it goes on: hanging up ends it, as without a key. One that came to its end is told again
+as a whole, event by event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import sqlite3
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from typing import Final
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from diffserve.errors import InvalidRequest
+from diffserve.service.http.errors import HttpError
+from diffserve.service.http.openapi import IDEMPOTENCY_KEY
+from diffserve.service.http.streams import EventStreamResponse
+from diffserve.service.lifecycle import hung_up, in_thread_if_long
+from diffserve.service.stored.owners import Owners
+from diffserve.store.replies import MAX_REPLY_BYTES, Replies, Reply, name_of
+
+REPLAYED: Final = "Idempotent-Replayed"
+MAX_KEY_CHARS: Final = 255
+NOT_KEPT: Final = frozenset({"content-length", "x-request-id", "openai-processing-ms"})
+PARAMETER: Final = {
+    "name": IDEMPOTENCY_KEY,
+    "in": "header",
+    "description": "Asked again by the same one within a day, the answer is the same.",
+    "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY_CHARS, "pattern": "^[!-~]([ -~]*[!-~])?$"},
+}
+
+Answer = Callable[[Request], Awaitable[Response]]
+
+log = logging.getLogger("diffserve.http")
+
+
+class Idempotency:
+    """Answers each key once. ``replies`` keeps the answers for ``owners``."""
+
+    def __init__(self, replies: Replies, owners: Owners) -> None:
+        self._replies = replies
+        self._owners = owners
+        self._running: dict[bytes, tuple[bytes, asyncio.Future[Reply | None]]] = {}
+
+    async def answer(self, request: Request, endpoint: Answer) -> Response:
+        """What ``endpoint`` answers, or answered before."""
+        keys = request.headers.getlist(IDEMPOTENCY_KEY)
+        owner = self._owners.known(request) if keys else None
+        if owner is None:
+            return await endpoint(request)
+        name = name_of(owner, request.url.path.rstrip("/").removeprefix("/v1"), _checked(keys))
+        digest = await _digest(request)
+        while (running := self._running.get(name)) is not None:
+            _require_same(running[0], digest)
+            reply = await asyncio.shield(running[1])
+            if reply is not None:
+                return _replayed(reply)
+        over = asyncio.get_running_loop().create_future()
+        self._running[name] = digest, over
+        try:
+            kept = await asyncio.to_thread(self._replies.get, name)
+            if kept is not None:
+                _require_same(kept.request, digest)
+                self._end(name, kept)
+                return _replayed(kept)
+            held = _Held(request)
+            response = await endpoint(Request(request.scope, held.receive))
+            if isinstance(response, EventStreamResponse):
+                held.may_hang_up.set()
+                return _Recorded(response, partial(self._keep, name, digest, response))
+            await self._keep(name, digest, response, bytes(response.body))
+            return response
+        except BaseException:
+            self._end(name, None)
+            raise
+
+    async def _keep(self, name: bytes, digest: bytes, response: Response, body: bytes | None) -> None:
+        """The work for ``name`` is over; ``body``: the whole answer, ``None`` where none is worth keeping.
+        An answer that cannot be kept is an answer all the same."""
+        reply = None
+        if body is not None and response.status_code == 200:
+            headers = {name: value for name, value in response.headers.items() if name not in NOT_KEPT}
+            reply = Reply(digest, response.status_code, headers, body)
+        try:
+            if reply is not None:
+                await asyncio.to_thread(self._replies.add, name, reply)
+        except sqlite3.Error as error:
+            log.error("an answer could not be kept", extra={"reason": type(error).__name__})
+        finally:
+            self._end(name, reply)
+
+    def _end(self, name: bytes, reply: Reply | None) -> None:
+        _, over = self._running.pop(name, (b"", None))
+        if over is not None and not over.done():
+            over.set_result(reply)
+
+
+class _Held:
+    """What ``request`` sends, but for its hanging up, unless it ``may_hang_up``."""
+
+    def __init__(self, request: Request) -> None:
+        self.may_hang_up = asyncio.Event()
+        self._request = request
+        self._is_read = False
+
+    async def receive(self) -> Message:
+        """The body, which is read already, and then nothing."""
+        if not self._is_read:
+            self._is_read = True
+            return {"type": "http.request", "body": await self._request.body(), "more_body": False}
+        while (message := await self._request.receive())["type"] != "http.disconnect":
+            pass
+        await self.may_hang_up.wait()
+        return message
+
+
+class _Recorded(Response):
+    """A stream as it goes, which is kept when it has come to its end."""
+
+    def __init__(self, response: EventStreamResponse, keep: Callable[[bytes | None], Awaitable[None]]) -> None:
+        self._response = response
+        self._keep = keep
+        self.status_code = response.status_code
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it, and keep what was sent where it is whole and no error."""
+        chunks: list[bytes] = []
+        num_bytes, is_whole = 0, False
+
+        async def send_recorded(message: Message) -> None:
+            nonlocal num_bytes, is_whole
+            if message["type"] == "http.response.body":
+                num_bytes += len(message["body"])
+                if num_bytes <= MAX_REPLY_BYTES:
+                    chunks.append(message["body"])
+                is_whole = not message.get("more_body", False)
+            await send(message)
+
+        try:
+            await self._response(scope, receive, send_recorded)
+        finally:
+            is_good = is_whole and num_bytes <= MAX_REPLY_BYTES and "error_code" not in scope.get("state", {})
+            await self._keep(b"".join(chunks) if is_good else None)
+
+
+async def _digest(request: Request) -> bytes:
+    """Of what is asked: forms that differ in their boundary alone are equal, as is JSON in its order and spaces."""
+    try:
+        body = await request.body()
+    except ClientDisconnect:
+        raise hung_up() from None
+    return await in_thread_if_long(body, _digest_of, request.headers.get("content-type", ""), body)
+
+
+def _digest_of(media_type: str, body: bytes) -> bytes:
+    kind, _, rest = media_type.partition(";")
+    boundary = rest.partition("boundary=")[2].partition(";")[0].strip().strip('"').encode("latin-1")
+    if boundary:
+        body = body.replace(boundary, b"")
+    else:
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            body = msgspec.json.encode(msgspec.json.decode(body), order="deterministic")
+    return hashlib.sha256(kind.strip().lower().encode("latin-1") + b"\0" + body).digest()
+
+
+def _checked(keys: list[str]) -> str:
+    if len(keys) > 1:
+        raise InvalidRequest(f"{IDEMPOTENCY_KEY} is given {len(keys)} times; give it once.", param=IDEMPOTENCY_KEY)
+    [key] = keys
+    if not 0 < len(key) <= MAX_KEY_CHARS or not (key.isascii() and key.isprintable()):
+        said = f"{IDEMPOTENCY_KEY} has {len(key)} characters"
+        if 0 < len(key) <= MAX_KEY_CHARS:
+            said = f"{IDEMPOTENCY_KEY} holds what is no printable ASCII"
+        raise InvalidRequest(f"{said}; it has 1 to {MAX_KEY_CHARS}, printable ASCII.", param=IDEMPOTENCY_KEY)
+    return key
+
+
+def _require_same(digest: bytes, other: bytes) -> None:
+    if digest != other:
+        said = f"this {IDEMPOTENCY_KEY} stands for another request; take a new one for this."
+        raise HttpError(422, said, code="idempotency_key_reused")
+
+
+def _replayed(reply: Reply) -> Response:
+    return Response(reply.body, reply.status, reply.headers | {REPLAYED: "true"})

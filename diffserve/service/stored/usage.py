@@ -1,0 +1,101 @@
+"""``/v1/usage``: what a key has used, by day; ``/v1/usage/keys``: what all have."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from diffserve.service.http.errors import HttpError
+from diffserve.service.http.named import named, number_asked, query, responses
+from diffserve.service.stored.owners import Owners
+from diffserve.store.usage import MAX_DAYS, Usage, Used, day_of
+
+TOGETHER_S: Final = 0.05
+USUAL_DAYS: Final = 30
+DAYS: Final = ("days", {"type": "integer", "minimum": 1, "maximum": MAX_DAYS}, "How many, with today.")
+
+log = logging.getLogger("diffserve.http")
+
+
+class UsageBook:
+    """Writes down what is used, ``TOGETHER_S`` after it is at the latest; what comes until then is written together.
+    Cancelled, it writes what it has."""
+
+    def __init__(self, usage: Usage, clock: Callable[[], float] = time.time) -> None:
+        self._usage = usage
+        self._clock = clock
+        self._left: dict[tuple[str, str], Used] = {}
+        self._writing: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()
+
+    def count(self, owner: str, used: Used) -> None:
+        """``owner`` has used that."""
+        whose = owner, day_of(self._clock())
+        self._left[whose] = self._left.get(whose, Used()).plus(used)
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.get_running_loop().create_task(self._write())
+
+    async def _write(self) -> None:
+        try:
+            while self._left:
+                await asyncio.sleep(TOGETHER_S)
+                await self.settle()
+        finally:
+            if self._left:
+                self._add(self._taken())
+
+    async def settle(self) -> None:
+        """Write down all that was used so far."""
+        async with self._turn:
+            if self._left:
+                await asyncio.to_thread(self._add, self._taken())
+
+    def _taken(self) -> dict[tuple[str, str], Used]:
+        left, self._left = self._left, {}
+        return left
+
+    def _add(self, used: dict[tuple[str, str], Used]) -> None:
+        try:
+            self._usage.add(used)
+        except sqlite3.Error as error:
+            log.error("what was used could not be written down", extra={"reason": type(error).__name__})
+
+
+class UsageRoutes:
+    """The routes of ``usage``."""
+
+    def __init__(self, app: FastAPI, usage: Usage, book: UsageBook, owners: Owners) -> None:
+        self._usage = usage
+        self._book = book
+        self._owners = owners
+        told: dict[str, Any] = {"openapi_extra": query(DAYS), "responses": responses(400)}
+        named(app, "/v1/usage", ["GET"], summary="What the key that asks has used, by day", **told)(self.own)
+        named(app, "/v1/usage/keys", ["GET"], summary="What every key has used, by day", **told)(self.everybodys)
+
+    async def own(self, request: Request) -> Response:
+        """Of whoever asks."""
+        return await self._told(request, self._owners.of(request))
+
+    async def everybodys(self, request: Request) -> Response:
+        """Of all; ``key_id`` is "" where there was no key."""
+        if not self._owners.is_admin(request):
+            raise HttpError(403, "only a key with the scope admin may see this.", code="insufficient_permissions")
+        return await self._told(request, None)
+
+    async def _told(self, request: Request, owner: str | None) -> Response:
+        num_days = number_asked(request, "days", range(1, MAX_DAYS + 1), USUAL_DAYS)
+        await self._book.settle()
+        found = await asyncio.to_thread(self._usage.days, day_of(time.time(), num_days - 1), owner)
+        total = Used()
+        for _, _, used in found:
+            total = total.plus(used)
+        data = [{"object": "usage.day", "key_id": whose, "day": day, **used._asdict()} for whose, day, used in found]
+        return JSONResponse({"object": "list", "data": data, "total": total._asdict()})

@@ -1,0 +1,148 @@
+"""``POST /v1/embeddings``: texts as vectors, by the text encoder of an image model, pooled and of length 1."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from diffserve.config import ServeConfig
+from diffserve.embedding_types import MAX_INPUT_TOKENS, MAX_INPUTS, Embedded, EmbeddingRequest
+from diffserve.errors import DiffserveError, InvalidRequest
+from diffserve.service.admission import Backlog, Ticket
+from diffserve.service.endpoint import Checked, Endpoint, Place
+from diffserve.service.http.bodies import WorkBody
+from diffserve.service.http.streams import Events
+from diffserve.service.lifecycle import json_response
+from diffserve.service.models import find_model
+from diffserve.service.texts.schemas import TokenId
+from diffserve.types import MAX_PROMPT_CHARS, ModelInfo
+
+MAX_DIMENSIONS: Final = 65_536
+_ALIAS: Final = re.compile(r"text-embedding-[A-Za-z0-9][A-Za-z0-9._\-]{0,63}")
+
+Input = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
+Tokens = Annotated[list[TokenId], Field(max_length=MAX_INPUT_TOKENS, fail_fast=True)]
+Dimensions = Annotated[
+    int, Field(ge=1, le=MAX_DIMENSIONS, description="The first so many, at length 1 again; omitted: all there are.")
+]
+
+
+class EmbeddingBody(WorkBody):
+    """OpenAI's fields. The answer's model is the image model whose text encoder read the input."""
+
+    model_config = ConfigDict(title="CreateEmbeddingRequest")
+    hints: ClassVar[Mapping[str, str]] = {"input": "give a text, or several"}
+    ignored: ClassVar[frozenset[str]] = frozenset({"user"})
+
+    input: (
+        Input
+        | Annotated[list[Input], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+        | Tokens
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+    )
+    model: (
+        Annotated[str, Field(max_length=256, description="An image model; omitted, or text-embedding-...: the first.")]
+        | None
+    ) = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Dimensions | None = None
+
+
+class EmbeddingPlan(Checked, frozen=True, kw_only=True):
+    """A checked body: the engine's request, and how its vectors are to be delivered."""
+
+    request: EmbeddingRequest
+    is_base64: bool
+    dimensions: int | None
+
+
+class Embeddings(Endpoint[EmbeddingBody, EmbeddingPlan]):
+    """The endpoint."""
+
+    body = EmbeddingBody
+
+    @property
+    def _backlog(self) -> Backlog:
+        return self._admission.embeddings
+
+    async def _check(self, body: EmbeddingBody, request: Request, client: str) -> tuple[EmbeddingPlan, Place]:
+        name = None if body.model is not None and _ALIAS.fullmatch(body.model) else body.model
+        info = find_model(name, self._engine.models, self._engine.text_info)
+        plan = plan_embedding(body, info, self._config, request.state.request_id)
+        asked, num_inputs = plan.request, plan.request.num_inputs
+        self._backlog.check_deadline(num_inputs, asked.deadline_s, asked.priority)
+        return plan, self._backlog.entered(client, num_inputs, priority=asked.priority)
+
+    async def _answer(self, plan: EmbeddingPlan, ticket: Ticket) -> Response:
+        async with self._engine.submit(plan.request, ticket.watch, is_whole=True) as job:
+            async for told in job:
+                if isinstance(told, Embedded):
+                    return json_response(await asyncio.to_thread(answer_of, plan, told), plan.warnings)
+        raise DiffserveError("the engine finished without vectors.")
+
+    def _events(self, checked: EmbeddingPlan, ticket: Ticket) -> Events:
+        raise NotImplementedError("vectors are not streamed")  # nor is_stream ever set
+
+
+def plan_embedding(body: EmbeddingBody, info: ModelInfo, config: ServeConfig, request_id: str) -> EmbeddingPlan:
+    """What ``body`` asks for. InvalidRequest for what it cannot have."""
+    given = [body.input] if isinstance(body.input, str) else body.input
+    texts = tuple(one for one in given if isinstance(one, str))
+    ids = tuple(one for one in given if isinstance(one, int))
+    lists = tuple(tuple(one) for one in given if isinstance(one, list))
+    return EmbeddingPlan(
+        request=EmbeddingRequest(
+            texts=texts,
+            token_ids=(ids,) if ids else lists,
+            model=info.model_id,
+            **body.urgency(config.request_timeout_s),
+            request_id=f"emb-{request_id.rpartition('-')[2]}",
+        ),
+        is_base64=body.encoding_format == "base64",
+        dimensions=body.dimensions,
+        warnings=tuple(body.warnings),
+    )
+
+
+def answer_of(plan: EmbeddingPlan, told: Embedded) -> bytes:
+    """The whole answer. InvalidRequest where more dimensions are asked for than there are. Takes a while: call it in a
+    thread."""
+    vectors = np.frombuffer(told.data, dtype="<f4").reshape(-1, told.dimensions)
+    if plan.dimensions is not None:
+        vectors = cut(vectors, plan.dimensions)
+    data = [
+        {"object": "embedding", "index": index, "embedding": _written(vector, plan.is_base64)}
+        for index, vector in enumerate(vectors)
+    ]
+    used = {"prompt_tokens": told.num_tokens, "total_tokens": told.num_tokens}
+    answer: dict[str, Any] = {"object": "list", "data": data, "model": told.model, "usage": used}
+    return msgspec.json.encode(answer | {"warnings": list(plan.warnings)})
+
+
+def cut(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
+    """The first ``dimensions`` numbers of each of ``vectors`` (N, D), at length 1 again. InvalidRequest."""
+    if dimensions > vectors.shape[1]:
+        said = f"dimensions is {dimensions}; this model's vectors have {vectors.shape[1]}, ask for at most as many."
+        raise InvalidRequest(said, param="dimensions")
+    if dimensions == vectors.shape[1]:
+        return vectors
+    shorter = vectors[:, :dimensions]
+    lengths = np.linalg.norm(shorter, axis=1, keepdims=True)
+    return np.asarray(shorter / np.maximum(lengths, np.finfo(np.float32).tiny), dtype="<f4")
+
+
+def _written(vector: NDArray[np.float32], is_base64: bool) -> Any:
+    """One by one, so that others get their turn of the interpreter between them."""
+    return (
+        base64.b64encode(vector.tobytes()).decode() if is_base64 else msgspec.Raw(msgspec.json.encode(vector.tolist()))
+    )

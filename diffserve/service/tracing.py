@@ -1,0 +1,221 @@
+"""Traces for OpenTelemetry, where its own variables ask for them: a span for every request that asks for work, and
+within it what the events tell: waiting, reading texts, denoising, decoding; waiting and saying, of a language model.
+
+Nothing is measured for it: a stage's length is what its answer says, its end is when the event came. A caller's
+``traceparent`` is gone on with; one that is malformed is none. What anybody asked for is never in a span. The package
+is the extra ``otel``; ``OTEL_EXPORTER_OTLP_ENDPOINT`` says where traces go, over HTTP.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from diffserve.rewrite_types import RewriteFinished
+from diffserve.text_types import TextFinished, TextTimings
+from diffserve.types import ImageResult, Painted, Progress
+from diffserve.version import __version__
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span
+
+EVENT_EVERY: Final = 10
+"""Steps, of which a span of denoising tells one."""
+
+MISSING: Final = "OTEL_ variables ask for traces, and the packages are not installed: pip install 'diffserve[otel]'"
+OTLP: Final = "http/protobuf"
+HEADER_NAMES: Final = ("traceparent", "tracestate")
+
+log = logging.getLogger("diffserve.http")
+
+
+class Traces:
+    """Spans of the requests that are inside, by the part of their id that all they ask the engine for has, too."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._provider = provider
+        self._tracer = provider.get_tracer("diffserve", __version__)
+        self._propagator = TraceContextTextMapPropagator()
+        self._inside: dict[str, _Request] = {}
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str]) -> Traces | None:
+        """As the standard variables say; ``None`` where they ask for nothing that can be done."""
+        wanted = env.get("OTEL_TRACES_EXPORTER", "").strip().lower()
+        places = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+        is_asked = wanted == "otlp" or (not wanted and any(env.get(name) for name in places))
+        if wanted not in ("", "otlp", "none"):
+            log.warning(
+                "no traces", extra={"reason": f"OTEL_TRACES_EXPORTER is {wanted[:40]!r}; otlp is what there is"}
+            )
+        if not is_asked or env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+            return None
+        spoken = env.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or env.get("OTEL_EXPORTER_OTLP_PROTOCOL") or OTLP
+        if spoken != OTLP:
+            said = f"OTEL_EXPORTER_OTLP_PROTOCOL is {spoken[:40]!r}; traces are sent as {OTLP}"
+            log.warning("traces go another way", extra={"reason": said})
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ModuleNotFoundError:
+            log.warning("no traces", extra={"reason": MISSING})
+            return None
+        named = {} if env.get("OTEL_SERVICE_NAME") else {"service.name": "diffserve"}
+        provider = TracerProvider(resource=Resource.create({"service.version": __version__, **named}))
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        return cls(provider)
+
+    def begin(self, request_id: str, scope: Scope) -> str:
+        """A request has come; the id of its trace."""
+        from opentelemetry.trace import SpanKind
+
+        headers = Headers(scope=scope)
+        carrier = {name: headers[name] for name in HEADER_NAMES if name in headers}
+        span = self._tracer.start_span(
+            scope["method"][:16], self._propagator.extract(carrier), kind=SpanKind.SERVER,
+            attributes={"http.request.method": scope["method"][:16], "url.scheme": scope["scheme"]},
+        )  # fmt: skip
+        self._inside[key_of(request_id)] = _Request(span)
+        return format(span.get_span_context().trace_id, "032x")
+
+    def end(self, request_id: str, endpoint: str, status: int, code: str) -> None:
+        """It is answered by the route ``endpoint``, or by none; ``code``: of the error, if there was one."""
+        from opentelemetry.trace import StatusCode
+
+        request = self._inside.pop(key_of(request_id), None)
+        if request is None or endpoint == "page":  # whose events are no work of the engine's
+            return
+        span = request.span
+        span.update_name(f"{request.method} {endpoint}" if endpoint != "none" else request.method)
+        span.set_attribute("http.response.status_code", status)
+        if endpoint != "none":
+            span.set_attribute("http.route", endpoint)
+        if code:
+            span.set_attribute("error.type", code)
+        if status >= 500 or (code and status < 400):
+            span.set_status(StatusCode.ERROR)
+        span.end()
+
+    def observe(self, event: Any) -> None:
+        """Something happened to what a request has asked the engine for."""
+        request = self._inside.get(key_of(event.request_id))
+        if request is None:
+            return
+        now_ns = time.time_ns()
+        match event:
+            case Progress():
+                request.progressed(event, now_ns)
+            case Painted(result=result):
+                self._painted(request, result, now_ns)
+            case TextFinished() | RewriteFinished():
+                is_chat = isinstance(event, TextFinished)
+                self._said(request, "chat" if is_chat else "rewrite", event.timings, now_ns)
+                usage = {"gen_ai.usage.input_tokens": event.usage.prompt_tokens}
+                usage["gen_ai.usage.output_tokens"] = event.usage.output_tokens
+                request.span.set_attributes(
+                    {"gen_ai.operation.name": "chat", "gen_ai.provider.name": "diffserve", **usage}
+                )
+
+    def beside(self, request_id: str, name: str, started_ns: int, **told: int) -> None:
+        """The service itself did something for a request, from then until now."""
+        request = self._inside.get(key_of(request_id))
+        if request is not None:
+            self._stage(request, name, started_ns, time.time_ns(), told)
+
+    def close(self) -> None:
+        """Send what is left; takes as long as the exporter's own variables let it."""
+        self._provider.shutdown()
+
+    def _painted(self, request: _Request, result: ImageResult, now_ns: int) -> None:
+        request.span.set_attributes(
+            {
+                "gen_ai.operation.name": "generate_content",
+                "gen_ai.provider.name": "diffserve",
+                "gen_ai.output.type": "image",
+                "gen_ai.response.model": result.model,
+                "gen_ai.response.id": result.request_id,
+                "diffserve.steps": result.num_steps,
+                "diffserve.scheduler": result.sampler,
+                "diffserve.guidance_scale": result.guidance_scale,
+                "diffserve.width": result.picture.width_px,
+                "diffserve.height": result.picture.height_px,
+            }
+        )
+        index, timings = result.image_index, result.timings
+        own = {"diffserve.image_index": index, "gen_ai.request.seed": result.seed}
+        if result.cached is not None:
+            request.span.add_event("cached", {**own, "diffserve.cached": result.cached}, now_ns)
+            return
+        told = request.steps.pop(index, [])
+        ended_ns = told[-1][0] if told else now_ns - _ns(timings.decode_s)
+        started_ns = ended_ns - _ns(timings.denoise_s)
+        encoded_ns = started_ns - _ns(timings.encode_s)
+        self._stage(request, "queue.wait", encoded_ns - _ns(timings.queue_s), encoded_ns, own)
+        self._stage(request, "text_encode", encoded_ns, started_ns, own)
+        denoise = self._stage(request, "denoise", started_ns, None, own)
+        for at_ns, step in told:
+            if step % EVENT_EVERY == 0:
+                denoise.add_event("step", {"diffserve.step": step}, at_ns)
+        denoise.end(ended_ns)
+        self._stage(request, "vae_decode", ended_ns, ended_ns + _ns(timings.decode_s), own)
+
+    def _said(self, request: _Request, name: str, timings: TextTimings, now_ns: int) -> None:
+        started_ns = now_ns - _ns(timings.total_s)
+        self._stage(request, "queue.wait", started_ns, started_ns + _ns(timings.queue_s), {})
+        span = self._stage(request, name, started_ns + _ns(timings.queue_s), None, {})
+        span.add_event("first token", None, started_ns + _ns(timings.ttft_s))
+        span.end(now_ns)
+
+    def _stage(
+        self, request: _Request, name: str, start_ns: int, end_ns: int | None, told: Mapping[str, int | str]
+    ) -> Span:
+        span = self._tracer.start_span(name, request.context, attributes=told, start_time=start_ns)
+        if end_ns is not None:
+            span.end(end_ns)
+        return span
+
+
+class _Request:
+    """The span of one, and when its pictures were at which step."""
+
+    def __init__(self, span: Span) -> None:
+        self.span = span
+        self.steps: dict[int, list[tuple[int, int]]] = {}
+
+    @property
+    def method(self) -> str:
+        name: str = getattr(self.span, "name", "HTTP")
+        return name
+
+    @property
+    def context(self) -> Context:
+        from opentelemetry.trace import set_span_in_context
+
+        return set_span_in_context(self.span)
+
+    def progressed(self, event: Progress, now_ns: int) -> None:
+        """Keep what will be told: every tenth step, and the last."""
+        told = self.steps.setdefault(event.image_index, [])
+        if told and told[-1][1] % EVENT_EVERY:
+            told.pop()
+        told.append((now_ns, event.step_index))
+
+
+def key_of(request_id: str) -> str:
+    """What the id of a request has in common with those of all that it asks the engine for."""
+    return request_id.split("-", 2)[1] if "-" in request_id else request_id
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)

@@ -1,0 +1,241 @@
+"""The SQLite file of a server: its schema with a version, and connections that do not wait for each other for long."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from diffserve.errors import ConfigError
+
+FILE: Final = "diffserve.sqlite"
+BUSY_S: Final = 5.0
+MOST_IDLE: Final = 2
+"""Connections that stay open between two writes that need not be on the disk at once."""
+
+MIGRATIONS: Final = (
+    """
+    CREATE TABLE keys (
+        id TEXT PRIMARY KEY,
+        name TEXT NOT NULL,
+        digest BLOB NOT NULL UNIQUE,
+        scopes TEXT NOT NULL,
+        requests_per_minute INTEGER,
+        created_s REAL NOT NULL,
+        revoked_s REAL
+    ) STRICT;
+    CREATE UNIQUE INDEX keys_by_name ON keys (name) WHERE revoked_s IS NULL;
+    CREATE TABLE secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
+    """,
+    """
+    CREATE TABLE files (
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        owner TEXT NOT NULL,
+        purpose TEXT NOT NULL,
+        filename TEXT NOT NULL,
+        num_bytes INTEGER NOT NULL,
+        created_s REAL NOT NULL,
+        expires_s REAL NOT NULL
+    ) STRICT;
+    CREATE INDEX files_by_owner ON files (owner, number);
+    CREATE TABLE batches (
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        owner TEXT NOT NULL,
+        endpoint TEXT NOT NULL,
+        input_file TEXT NOT NULL,
+        output_file TEXT NOT NULL,
+        error_file TEXT NOT NULL,
+        status TEXT NOT NULL,
+        metadata TEXT NOT NULL,
+        error TEXT NOT NULL,
+        times TEXT NOT NULL,
+        created_s REAL NOT NULL,
+        expires_s REAL NOT NULL,
+        num_lines INTEGER NOT NULL,
+        num_completed INTEGER NOT NULL,
+        num_failed INTEGER NOT NULL,
+        output_bytes INTEGER NOT NULL,
+        error_bytes INTEGER NOT NULL
+    ) STRICT;
+    CREATE INDEX batches_by_owner ON batches (owner, number);
+    CREATE INDEX batches_by_status ON batches (status);
+    CREATE TABLE batch_lines (
+        batch TEXT NOT NULL,
+        line INTEGER NOT NULL,
+        PRIMARY KEY (batch, line)
+    ) STRICT, WITHOUT ROWID;
+    CREATE TABLE replies (
+        id BLOB PRIMARY KEY,
+        request BLOB NOT NULL,
+        status INTEGER NOT NULL,
+        headers TEXT NOT NULL,
+        body BLOB NOT NULL,
+        created_s REAL NOT NULL
+    ) STRICT;
+    CREATE INDEX replies_by_age ON replies (created_s);
+    CREATE TABLE history (
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        owner TEXT NOT NULL,
+        file TEXT NOT NULL,
+        words TEXT NOT NULL,
+        model TEXT NOT NULL,
+        recipe TEXT NOT NULL,
+        created_s REAL NOT NULL
+    ) STRICT;
+    CREATE INDEX history_by_owner ON history (owner, number);
+    CREATE INDEX history_by_age ON history (created_s);
+    CREATE UNIQUE INDEX history_by_file ON history (file);
+    CREATE TABLE usage (
+        owner TEXT NOT NULL,
+        day TEXT NOT NULL,
+        requests INTEGER NOT NULL,
+        pictures INTEGER NOT NULL,
+        evaluations INTEGER NOT NULL,
+        input_tokens INTEGER NOT NULL,
+        output_tokens INTEGER NOT NULL,
+        PRIMARY KEY (owner, day)
+    ) STRICT, WITHOUT ROWID;
+    """,
+    "ALTER TABLE keys ADD COLUMN share REAL NOT NULL DEFAULT 1.0",
+)
+"""One entry for each version of the schema: what leads to it from the one before. What is here is never changed."""
+
+LOOKED_THROUGH_BYTES: Final = 64 << 20
+"""A file of at most so many is looked through for damage when it is opened."""
+
+
+class Database:
+    """The file in ``folder``, made where it is missing, in the mode 0600. Raises ConfigError where it cannot be used,
+    being of a newer version, damaged or not to be written; it is left as it was."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / FILE
+        self.tell_commit: Callable[[float], None] = lambda _: None
+        """Is told how many seconds every commit took, in the thread that made it."""
+        self._idle: deque[sqlite3.Connection] = deque()
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            os.close(os.open(self.file, os.O_CREAT | os.O_RDWR, 0o600))
+            with self.connected() as connection:
+                self._check(connection)
+                connection.execute("PRAGMA journal_mode = WAL")
+            self._migrate()
+        except OSError as error:
+            said = (
+                f"{self.file} cannot be written: {error.strerror}; mend that, or name another folder (serve.data_dir)."
+            )
+            raise ConfigError(said, param="data_dir") from None
+        except sqlite3.Error as error:
+            raise ConfigError(
+                f"{self.file} cannot be used ({error}); move it away, or name another folder (serve.data_dir).",
+                param="data_dir",
+            ) from None
+
+    @contextlib.contextmanager
+    def connected(self, *, at_once: bool = True) -> Iterator[sqlite3.Connection]:
+        """A connection of one's own, to be used by one thread; what is done in it is kept when the block ends well:
+        ``at_once`` on the disk, which takes milliseconds, or else soon: then it outlives this process, but perhaps not
+        a machine without power. Those are many, and small: their connections are used again."""
+        connection = self._opened(at_once=True) if at_once else self._idle_one() or self._opened(at_once=False)
+        is_good = False
+        try:
+            with connection:
+                yield connection
+                began_s = time.perf_counter() if connection.in_transaction else None
+            if began_s is not None:
+                self.tell_commit(time.perf_counter() - began_s)
+            is_good = True
+        finally:
+            if is_good and not at_once and len(self._idle) < MOST_IDLE:
+                self._idle.append(connection)
+            else:
+                connection.close()
+
+    def _opened(self, *, at_once: bool) -> sqlite3.Connection:
+        connection = sqlite3.connect(self.file, timeout=BUSY_S, check_same_thread=at_once)
+        connection.row_factory = sqlite3.Row
+        connection.execute(f"PRAGMA synchronous = {'FULL' if at_once else 'NORMAL'}")
+        connection.execute("PRAGMA secure_delete = ON")
+        return connection
+
+    def _idle_one(self) -> sqlite3.Connection | None:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """For the length of the block one connection stays, so that no other is the last, which would tidy up."""
+        with contextlib.closing(sqlite3.connect(self.file, check_same_thread=False)) as connection:
+            connection.execute("SELECT count(*) FROM secrets").fetchone()
+            yield
+
+    def forget(self) -> None:
+        """Overwrite in the log of writes, too, what was deleted."""
+        with self.connected() as connection:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    @property
+    def wal_bytes(self) -> int:
+        """Of the log of writes beside the file, 0 where there is none."""
+        try:
+            return self.file.with_name(f"{FILE}-wal").stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    @property
+    def stamp(self) -> tuple[tuple[int, int], ...]:
+        """Another one after every change, by whatever process."""
+        return tuple(_stamp(file) for file in (self.file, self.file.with_name(f"{FILE}-wal")))
+
+    def secret(self, name: str) -> bytes:
+        """32 random bytes by ``name``, the same ever after."""
+        with self.connected() as connection:
+            connection.execute("INSERT OR IGNORE INTO secrets VALUES (?, ?)", (name, os.urandom(32)))
+            return bytes(connection.execute("SELECT value FROM secrets WHERE name = ?", (name,)).fetchone()[0])
+
+    def _check(self, connection: sqlite3.Connection) -> None:
+        """Before anything is written. Raises ConfigError or sqlite3.Error."""
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version > len(MIGRATIONS):
+            raise ConfigError(
+                f"{self.file} was written by a newer diffserve (version {version}, this one knows "
+                f"{len(MIGRATIONS)}); use that, or name another folder (serve.data_dir).",
+                param="data_dir",
+            )
+        if self.file.stat().st_size <= LOOKED_THROUGH_BYTES:
+            (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+            if found != "ok":
+                raise sqlite3.DatabaseError("it is damaged")
+        if 0 < version < len(MIGRATIONS):
+            part = self.file.with_name(f"{FILE}.{os.getpid()}.part")
+            part.unlink(missing_ok=True)
+            connection.execute("VACUUM INTO ?", (str(part),))
+            part.chmod(0o600)
+            part.replace(self.file.with_name(f"{FILE}.version-{version}"))
+
+    def _migrate(self) -> None:
+        with self.connected() as connection:
+            connection.execute("BEGIN IMMEDIATE")  # of two processes that start together, one migrates
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            for script in MIGRATIONS[version:]:
+                for statement in filter(str.strip, script.split(";")):
+                    connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {max(version, len(MIGRATIONS))}")
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    try:
+        status = file.stat()
+    except OSError:
+        return (0, 0)
+    return status.st_mtime_ns, status.st_size

@@ -1,0 +1,75 @@
+"""Answers that are told again to whoever asks the same by the same key: of the last day, and not too many."""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import time
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import msgspec
+
+from diffserve.store.database import Database
+
+KEPT_S: Final = 24 * 3600.0
+MAX_REPLY_BYTES: Final = 32 << 20
+"""Longer answers are not kept."""
+
+MAX_BYTES: Final = 512 << 20
+"""Of all; the oldest go first."""
+
+
+class Reply(NamedTuple):
+    """What was answered to a request with the digest ``request``."""
+
+    request: bytes
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+class Replies:
+    """The answers in ``database``. ``clock``: seconds since 1970."""
+
+    def __init__(
+        self, database: Database, *, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._database = database
+        self._max_bytes = max_bytes
+        self._clock = clock
+
+    def get(self, name: bytes) -> Reply | None:
+        """What was answered under ``name`` in the last day."""
+        with self._database.connected() as connection:
+            said = "SELECT * FROM replies WHERE id = ? AND created_s > ?"
+            row = connection.execute(said, (name, self._clock() - KEPT_S)).fetchone()
+        if row is None:
+            return None
+        return Reply(row["request"], row["status"], msgspec.json.decode(row["headers"]), row["body"])
+
+    def add(self, name: bytes, reply: Reply) -> None:
+        """Keep ``reply``, unless it is too long, and forget those that are too old or too many."""
+        if len(reply.body) > min(MAX_REPLY_BYTES, self._max_bytes):
+            return
+        now_s = self._clock()
+        headers = msgspec.json.encode(reply.headers).decode()
+        with self._database.connected(at_once=False) as connection:
+            connection.execute("DELETE FROM replies WHERE created_s <= ?", (now_s - KEPT_S,))
+            row = (name, reply.request, reply.status, headers, reply.body, now_s)
+            connection.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?, ?)", row)
+            _trim(connection, self._max_bytes)
+
+
+def name_of(owner: str, path: str, key: str) -> bytes:
+    """Under what the answer to ``owner``'s request for ``path`` with the idempotency key ``key`` is kept."""
+    return hashlib.sha256("\0".join((owner, path, key)).encode()).digest()
+
+
+def _trim(connection: sqlite3.Connection, max_bytes: int) -> None:
+    (total,) = connection.execute("SELECT coalesce(sum(length(body)), 0) FROM replies").fetchone()
+    while total > max_bytes:
+        said = "SELECT id, length(body) AS num_bytes FROM replies ORDER BY created_s LIMIT 1"
+        oldest = connection.execute(said).fetchone()
+        connection.execute("DELETE FROM replies WHERE id = ?", (oldest["id"],))
+        total -= oldest["num_bytes"]

@@ -1,0 +1,1 @@
+"""Scenes in a real browser, which is the fixtures' package: it is closed when the last scene is over."""

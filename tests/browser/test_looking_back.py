@@ -1,0 +1,65 @@
+"""What was painted is found again in the tab History: searched for, taken up again, edited, deleted."""
+
+from __future__ import annotations
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser.test_editing import expect_no_barrier
+from tests.browser.test_manners import assert_fits
+from tests.browser.visit import Screenshot, Visitor
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+
+def test_a_picture_is_searched_for_taken_up_again_and_deleted(visit: Visitor, screenshot: Screenshot) -> None:
+    here = visit()
+    here.set_advanced(steps=4, seed=77, negative_prompt="night")
+    for number, prompt in enumerate(("a zebra in the snow", "a zebra on the beach"), 1):
+        here.write("prompt", prompt)
+        here.press("generate")
+        expect(here.gallery()).to_have_count(number)
+        here.until_rested()
+
+    there = visit()  # another tab, which painted nothing
+    there.page.get_by_role("tab", name="History").click()
+    grid = there.part("history-grid").locator(".thumbnail-item")
+    expect(grid.first).to_be_visible()
+    there.write("history-words", "zebra snow")
+    there.press("history-go")
+    expect(grid).to_have_count(1)
+    grid.first.click()
+    there.expect_text("history-said", "a zebra in the snow.*128x128, seed 77")
+    screenshot(there, "history")
+    expect_no_barrier(there)
+    there.press("history-restore")
+    expect(there.field("prompt")).to_have_value("a zebra in the snow")
+    expect(there.field("steps")).to_have_value("4")
+    expect(there.field("negative-prompt")).to_have_value("night")
+
+    there.page.get_by_role("tab", name="History").click()
+    expect(grid).to_have_count(1)
+    grid.first.click()
+    there.press("history-edit")
+    expect(there.part("start-picture").locator("canvas")).to_be_visible()
+    there.expect_caption("say what it is to become")
+    there.page.get_by_role("tab", name="History").click()
+    grid.first.click()
+    there.press("history-restore")
+    there.expect_caption("these are the settings of that picture")
+    expect(there.part("start-picture").locator("canvas")).to_have_count(0)  # that began from noise
+    there.page.get_by_role("tab", name="History").click()
+    grid.first.click()
+    there.press("history-delete")
+    expect(there.part("history-delete")).to_contain_text("for good?")
+    there.press("history-delete")
+    there.press("history-go")
+    there.expect_text("history-said", "no picture of yours")
+    there.page.set_viewport_size({"width": 390, "height": 844})
+    there.page.emulate_media(color_scheme="dark")
+    there.write("history-words", "zebra")
+    there.press("history-go")
+    expect(grid).to_have_count(1)
+    assert_fits(there)
+    expect_no_barrier(there)
+    screenshot(there, "history-phone")

@@ -1,0 +1,74 @@
+"""A server with several models, and then with keys: somebody chooses, comes in, and goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+
+from diffserve.store import Database, Keys
+from tests.browser.test_editing import expect_no_barrier
+from tests.browser.visit import Screenshot, Visitor
+from tests.service.server import START_S, RunningServer, running_server, wait_for
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("two-models")
+
+
+@pytest.fixture(scope="module")
+def two_models(folder: Path) -> Iterator[RunningServer]:
+    config = '[models]\nturbo = "embedded-turbo"\n'
+    with running_server(Path("embedded"), folder, config=config, page=True) as server:
+        server.wait_until_ready()
+        wait_for(lambda: server.status("/config") == 200, START_S, "the page")
+        yield server
+
+
+def test_another_model_is_chosen_and_paints_as_it_does_best(
+    visit: Visitor, screenshot: Screenshot, two_models: RunningServer
+) -> None:
+    here = visit(two_models.url)
+    expect(here.part("leave")).to_be_hidden()
+    expect(here.field("model")).to_have_value("embedded")
+    expect(here.part("quality")).to_contain_text("Standard, 25 steps")
+    here.field("model").click()
+    here.page.get_by_role("option", name="turbo").click()
+    expect(here.part("quality")).to_contain_text("Standard, 4 steps")
+    expect(here.part("about")).to_contain_text("turbo on cpu")
+    here.field("prompt").fill("a red apple on the beach")
+    here.paint()
+    here.expect_caption("4 steps")
+    screenshot(here, "create-model")
+    here.page.reload()
+    expect(here.field("model")).to_have_value("turbo")
+    expect(here.part("quality")).to_contain_text("Standard, 4 steps")
+
+
+def test_who_has_a_key_comes_in_and_goes(
+    visit: Visitor, screenshot: Screenshot, two_models: RunningServer, folder: Path
+) -> None:
+    """The last of this file: the server asks for keys from then on."""
+    text, _ = Keys(Database(folder / "data")).add("painter", ["generate"])
+    wait_for(lambda: two_models.status("/config") != 200, START_S, "keys are asked for")
+    here = visit()
+    here.page.goto(two_models.url)
+    expect_no_barrier(here)
+    here.page.get_by_label("asks for a key").fill("ds-wrong")
+    here.page.get_by_role("button", name="Come in").click()
+    expect(here.page.get_by_role("alert")).to_contain_text("not good here")
+    here.page.emulate_media(color_scheme="dark")
+    expect_no_barrier(here)
+    here.page.get_by_label("asks for a key").fill(text)
+    here.page.get_by_role("button", name="Come in").click()
+    here.expect_ready()
+    screenshot(here, "let-in")
+    here.page.get_by_role("button", name="Log out").click()
+    expect(here.page.get_by_label("asks for a key")).to_be_visible()
+    here.page.goto(two_models.url)
+    expect(here.page.get_by_label("asks for a key")).to_be_visible()

@@ -1,0 +1,97 @@
+"""Who is listened to at the ports of Ray's processes: a client of Ray's own protocols, with a token and without."""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, Final
+
+import psutil
+import pytest
+
+METHODS: Final = (
+    "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo",  # the GCS
+    "/ray.rpc.NodeManagerService/GetNodeStats",  # a raylet
+    "/ray.rpc.ObjectManagerService/Pull",
+    "/ray.rpc.CoreWorkerService/GetCoreWorkerStats",  # a worker, and the front, which is one of Ray's drivers
+    "/ray.rpc.ReporterService/GetTraceback",  # the agent of a node
+    "/ray.serve.ASGIService/HandleRequest",  # a replica of Ray Serve
+)
+"""One that each kind of gRPC server here knows."""
+WRONG: Final = "0" * 64
+PATIENCE_S: Final = 20.0
+
+
+class Port:
+    """A port of a process that listens."""
+
+    def __init__(self, process: psutil.Process, name: str, host: str, number: int) -> None:
+        self.process = process
+        self.name = name
+        self.host = ipaddress.ip_address(host.removeprefix("::ffff:"))
+        self.number = number
+
+    def __repr__(self) -> str:
+        return f"{self.name} at {self.host}:{self.number}"
+
+    def calls(self, token: str | None) -> set[str]:
+        """What becomes of calls of gRPC with ``token``; empty where no method is known here."""
+        grpc: Any = pytest.importorskip("grpc")
+        metadata = None if token is None else [("authorization", f"Bearer {token}")]
+        told = set()
+        with grpc.insecure_channel(f"127.0.0.1:{self.number}") as channel:
+            for method in METHODS:
+                call = channel.unary_unary(method, request_serializer=bytes, response_deserializer=bytes)
+                try:
+                    call(b"", timeout=PATIENCE_S, metadata=metadata)
+                    told.add("OK")
+                except grpc.RpcError as error:
+                    told.add(error.code().name)
+                    if error.code().name == "UNAVAILABLE":
+                        break  # it does not speak gRPC
+        return told - {"UNIMPLEMENTED", "UNAVAILABLE"}
+
+    def page(self, token: str | None) -> tuple[int, bytes]:
+        """What is answered over HTTP with ``token``."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.number, timeout=PATIENCE_S)
+        try:
+            connection.request("GET", "/", headers={} if token is None else {"Authorization": f"Bearer {token}"})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+
+def listening(processes: Iterable[psutil.Process]) -> list[Port]:
+    """All ports that ``processes`` listen at."""
+    found = []
+    for one in processes:
+        with suppress(psutil.NoSuchProcess):  # which a process is, too, that has ended and is not yet waited for
+            found += [
+                Port(one, one.name(), each.laddr.ip, each.laddr.port)
+                for each in one.net_connections("tcp")
+                if each.status == psutil.CONN_LISTEN
+            ]
+    return found
+
+
+def check_refusals(ports: Iterable[Port], token: str) -> dict[str, int]:
+    """How many of ``ports`` speak gRPC ("grpc"), HTTP that asks for the token ("http"), or tell nothing but metrics
+    ("metrics"). AssertionError where one takes anything without the token, or is of none of these kinds."""
+    kinds = {"grpc": 0, "http": 0, "metrics": 0}
+    for port in ports:
+        if known := port.calls(token):
+            assert "UNAUTHENTICATED" not in known, port
+            assert port.calls(None) == port.calls(WRONG) == {"UNAUTHENTICATED"}, port
+            kinds["grpc"] += 1
+            continue
+        (without, text), (wrong, _), (right, _) = (port.page(each) for each in (None, WRONG, token))
+        if text.startswith(b"# HELP"):
+            kinds["metrics"] += 1
+            continue
+        assert (without, wrong) == (401, 403), port
+        assert right == 404, port
+        kinds["http"] += 1
+    return kinds

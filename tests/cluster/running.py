@@ -1,0 +1,133 @@
+"""``diffserve cluster up`` in a process of its own, and what tests ask of it; answers without what time decides."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from diffserve.cluster.state import StateFile
+from tests.service.server import GENERATIONS, SOON_S, RunningServer, running_server, wait_for
+
+TWO = "[replicas]\nmin = 2\nmax = 2\ncpus = 1.0\n"
+CONFIG = '[model]\ndtype = "float32"\n[engine]\nmax_waiting = 3\nthreads = 1\n'
+OWN = ("timings", "history_id", "created", "id")
+
+
+class Cluster:
+    """A cluster that is up: its front, and the folder that it keeps its things in."""
+
+    def __init__(self, server: RunningServer, workspace: Path) -> None:
+        self.server = server
+        self.folder = workspace / "server" / "data"
+        self._workspace = workspace
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """All that ``up`` started."""
+        started: list[psutil.Process] = psutil.Process(self.server.process.pid).children(recursive=True)
+        return started
+
+    @property
+    def state(self) -> list[dict[str, Any]]:
+        """What it tells of its replicas."""
+        told = json.loads((self.folder / "cluster.json").read_text())
+        replicas: list[dict[str, Any]] = told["replicas"]
+        return replicas
+
+    @property
+    def num_ready(self) -> int:
+        return sum(one["state"] == "ready" for one in self.state)
+
+    @property
+    def states(self) -> list[str]:
+        """How its replicas stand, in the order of these words."""
+        return sorted(one["state"] for one in self.state)
+
+    def write(self, cluster: str = TWO, config: str = CONFIG) -> bool:
+        """Have its files say this; whether that is new."""
+        files = {self._workspace / "cluster.toml": cluster, self._workspace / "server" / "serve.toml": config}
+        is_new = any(path.read_text() != text for path, text in files.items())
+        for path, text in files.items():
+            path.write_text(text)
+        return is_new
+
+    def settle(self) -> None:
+        """Two replicas with the usual settings, both ready and with nothing to do."""
+        if self.write():
+            StateFile(self.folder).renew()
+        wait_for(lambda: self.num_ready == 2, 3 * SOON_S, "two replicas")
+        self.server.wait_until_idle()
+
+    def told(self, event: str) -> list[dict[str, Any]]:
+        """What its log tells of ``event``."""
+        lines = [json.loads(line) for line in self.server.errors.read_text().splitlines() if line.startswith("{")]
+        return [line for line in lines if line["event"] == event]
+
+    def wait_until_told_idle(self) -> None:
+        """Until its state, which lags by a second, tells of no request in a replica."""
+        wait_for(lambda: not any(one["num_requests"] for one in self.state), SOON_S, "replicas without requests")
+
+    def holder(self) -> dict[str, Any]:
+        """The replica in which requests are, by its own books, as soon as there is one."""
+        return wait_for(
+            lambda: next((one for one in self.state if one["num_requests"]), None), SOON_S, "a request in a replica"
+        )
+
+    def process_of(self, name: str) -> psutil.Process:
+        """Of a replica."""
+        for one in self.processes:
+            with suppress(psutil.NoSuchProcess):  # which a process is, too, that has ended and is not yet waited for
+                if one.name().startswith("ray::ServeRep") and name in " ".join(one.cmdline()):
+                    return one
+        raise AssertionError(f"no process is {name}")
+
+
+@contextmanager
+def running_cluster(model: Path, workspace: Path, file: str = TWO) -> Iterator[Cluster]:
+    """Replicas of ``model`` as ``file`` says, and their front, all ready."""
+    (workspace / "cluster.toml").write_text(file)
+    command = ["-m", "diffserve", "cluster", "up", str(workspace / "cluster.toml")]
+    with running_server(model, workspace / "server", config=CONFIG, command=command) as server:
+        cluster = Cluster(server, workspace)
+        server.wait_until_ready()
+        wait_for(lambda: set(cluster.states) == {"ready"}, 3 * SOON_S, "all replicas")
+        yield cluster
+
+
+def parts(reply: httpx.Response) -> list[Any]:
+    """The documents of an answer; of a stream, its events without those of steps, as many as there was time for."""
+    if not reply.headers["content-type"].startswith("text/event-stream"):
+        return [reply.json()]
+    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: {")]
+    events = [json.loads(line) for line in lines]
+    return [one for one in events if not one.get("type", "").endswith(".progress")]
+
+
+def bare(value: Any) -> Any:
+    """``value`` without times and ids."""
+    if isinstance(value, dict):
+        return {
+            key: bare(one) for key, one in value.items() if key not in OWN and not key.endswith(("_id", "_s", "_at"))
+        }
+    return [bare(one) for one in value] if isinstance(value, list) else value
+
+
+def answers(server: RunningServer) -> list[Any]:
+    """What clients are told, but for what differs between two answers of one server."""
+    asked = [
+        {"prompt": "a red fox", "num_inference_steps": 3, "seed": 1},
+        {"prompt": "a red fox", "num_inference_steps": 3, "seed": 1, "n": 2, "guidance_scale": 4},
+        {"prompt": "a fox", "num_inference_steps": 2, "seed": 2, "stream": True, "partial_images": 1},
+        {"prompt": "a fox", "num_inference_steps": -1},
+        {"prompt": "a fox", "model": "nobody"},
+    ]
+    replies = [server.client.post(GENERATIONS, json=one) for one in asked]
+    replies += [server.client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hello"}]})]
+    replies += [server.client.get("/v1/models"), server.client.get("/readyz")]
+    return [(reply.status_code, *(bare(part) for part in parts(reply))) for reply in replies]

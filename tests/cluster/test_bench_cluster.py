@@ -1,0 +1,24 @@
+"""The benchmark of the cluster, in small: between the clusters and servers that other tests have."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.bench_cluster import own_cost, throughput
+from tests.cluster.running import Cluster
+from tests.service.server import RunningServer
+
+pytestmark = [pytest.mark.slow, pytest.mark.chaos]
+
+
+def test_what_a_request_costs_more_and_what_replicas_paint_is_told(cluster: Cluster, local: RunningServer) -> None:
+    cost = own_cost((local, cluster.server), 4, 1)
+    assert cost["num_pairs"] == 4
+    assert cost["local_ms"] > 0.0
+    assert cost["cluster_ms"] > 0.0
+    assert cost["more_ms_quartiles"][0] <= cost["more_ms"] <= cost["more_ms_quartiles"][1]
+    told = throughput((local, cluster.server), 1, 2, 6, 2, clients_each=2)
+    assert told["num_clients"] == 2
+    assert told["one_per_s"] > 0.0
+    assert told["more_per_s"] > 0.0
+    assert told["ratio_quartiles"][0] <= told["ratio"] <= told["ratio_quartiles"][1]

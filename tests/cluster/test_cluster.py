@@ -1,0 +1,138 @@
+"""``diffserve cluster``: two replicas behind the front of ``serve``, and what a local server answers beside."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.cluster.ports import check_refusals, listening
+from tests.cluster.running import Cluster, answers, parts
+from tests.service.server import GENERATIONS, RunningServer
+
+pytestmark = [pytest.mark.slow, pytest.mark.chaos]
+
+LONG: dict[str, Any] = {"prompt": "a fox", "num_inference_steps": 600, "seed": 5}
+STEPS = 250
+LARGE: dict[str, Any] = {"prompt": "a fox", "num_inference_steps": STEPS, "size": "512x512"}
+
+
+def test_a_cluster_answers_as_a_local_server_does(cluster: Cluster, local: RunningServer) -> None:
+    told, wanted = answers(cluster.server), answers(local)
+    assert [one[0] for one in wanted][:5] == [200, 200, 200, 400, 404]
+    for one, other in zip(told, wanted, strict=True):
+        assert one == other
+
+
+def test_nothing_listens_beyond_the_loopback_and_no_port_of_ray_takes_anything_without_the_token(
+    cluster: Cluster,
+) -> None:
+    token = cluster.folder / "cluster-token"
+    assert token.stat().st_mode & 0o777 == 0o600
+    front = psutil.Process(cluster.server.process.pid)
+    found = listening([front, *cluster.processes])
+    assert [one for one in found if not one.host.is_loopback] == []
+    names = {one.name for one in found}
+    assert {"gcs_server", "raylet"} <= names
+    assert sum(name.startswith("ray::ServeRep") for name in names) >= 1
+    of_ray = [one for one in found if (one.process, one.number) != (front, cluster.server.port)]
+    assert len(of_ray) == len(found) - 1
+    kinds = check_refusals(of_ray, token.read_text())
+    assert kinds["grpc"] >= 9, "a GCS, a raylet and its store, an agent, a controller, a front, replicas with two each"
+    assert kinds["http"] >= 1, "an agent"
+
+
+def test_ray_takes_nobody_in_without_the_token(cluster: Cluster) -> None:
+    token = cluster.folder / "cluster-token"
+    (gcs,) = [one for one in listening(cluster.processes) if one.name == "gcs_server"]
+    join = f"import ray; ray.init(address='127.0.0.1:{gcs.number}', log_to_driver=False); print(ray.is_initialized())"
+
+    def joins(**own: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0", **own}
+        return subprocess.run([sys.executable, "-c", join], capture_output=True, text=True, timeout=120, env=env)
+
+    with_token = joins(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
+    assert with_token.stdout.endswith("True\n")
+    refused = joins(RAY_AUTH_MODE="disabled")
+    assert refused.returncode != 0
+    assert "True" not in refused.stdout
+    assert "uthenticat" in refused.stderr + refused.stdout
+
+
+def test_who_is_too_many_is_told_in_openais_words(cluster: Cluster) -> None:
+    url, asked = cluster.server.url + GENERATIONS, {"prompt": "a fox", "num_inference_steps": 60}
+    with ThreadPoolExecutor(16) as pool:
+        replies = list(pool.map(lambda _: httpx.post(url, json=asked, timeout=200), range(16)))
+    refused = [reply for reply in replies if reply.status_code != 200]
+    assert refused
+    for reply in refused:
+        assert reply.status_code == 429
+        assert int(reply.headers["retry-after"]) >= 1
+        assert set(reply.json()["error"]) >= {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_who_hangs_up_has_left_the_replica_within_a_few_steps(cluster: Cluster, is_streamed: bool) -> None:
+    url, known = cluster.server.url + GENERATIONS, set(calls(cluster.server))
+    num_cancelled = cluster.server.num_ended("cancelled")
+    step = 0
+    if is_streamed:
+        with httpx.stream("POST", url, json=LARGE | {"stream": True}, timeout=200) as reply:
+            told = (json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: {"))
+            step = next(one["step"] for one in told if one.get("step", 0) >= 3)
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url, json=LARGE, timeout=1.0)
+    cluster.server.wait_until_idle()
+    after = calls(cluster.server)
+    [own] = set(after) - known
+    assert step <= after[own] < STEPS / 2, "it had begun, and far from all of it was done"
+    assert cluster.server.num_ended("cancelled") == num_cancelled + 1
+    assert calls(cluster.server) == after, "and nothing more is"
+
+
+def calls(server: RunningServer) -> Counter[str]:
+    """How many of the last UNet calls were of each request."""
+    told: list[list[str]] = server.client.get("/debug/trace").json()["unet_calls"]
+    return Counter(call[0] for call in told)
+
+
+def test_what_a_killed_replica_held_begins_anew_elsewhere_or_is_said_to_be_lost(cluster: Cluster) -> None:
+    url, num_lost = cluster.server.url + GENERATIONS, len(cluster.told("replica lost"))
+    whole = httpx.post(url, json=LONG, timeout=200).json()["data"][0]["b64_json"]
+    cluster.wait_until_told_idle()
+    with ThreadPoolExecutor(1) as pool:
+        painting = pool.submit(httpx.post, url, json=LONG, timeout=200)
+        first = cluster.holder()
+        assert not painting.done()
+        cluster.process_of(first["name"]).kill()
+        again = painting.result()
+        assert again.status_code == 200, again.text[:500]
+        assert again.json()["data"][0]["b64_json"] == whole
+        [moved] = cluster.told("request begins anew")
+        assert moved["reason"] == f"{first['name']} was lost"
+
+        cluster.server.wait_until_ready()
+        cluster.wait_until_told_idle()
+        streaming = pool.submit(httpx.post, url, json=LONG | {"stream": True}, timeout=200)
+        second = cluster.holder()
+        assert not streaming.done()
+        cluster.process_of(second["name"]).kill()
+        told = streaming.result()
+    assert told.status_code == 200, "it had begun"
+    last = parts(told)[-1]
+    assert last["error"]["code"] == "engine_unavailable"
+    assert "try again" in last["error"]["message"]
+    assert "b64_json" not in told.text
+    assert len(cluster.told("request begins anew")) == 1
+    cluster.settle()
+    assert httpx.post(url, json=LONG, timeout=200).json()["data"][0]["b64_json"] == whole
+    assert len(cluster.told("replica lost")) == num_lost + 2, "who is begun anew stays"

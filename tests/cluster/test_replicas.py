@@ -1,0 +1,264 @@
+"""The replicas as one, over pretenders: books, scaling, requests that move, and other settings for all, under load."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from diffserve.cluster.config import ClusterConfig, ReplicaConfig, ScalingConfig
+from diffserve.cluster.engines import RayEngines
+from diffserve.cluster.redeploy import redeploy
+from diffserve.config import Settings, load_settings
+from diffserve.errors import DiffserveError, EngineUnavailable, ModelLoadError
+from diffserve.types import Finished, GenerationRequest
+from tests.cluster.pretenders import BROKEN, PretendReplica
+
+SOON_S = 20.0
+
+
+class Fleet:
+    """Replicas of nothing behind a front's engines."""
+
+    def __init__(self, least: int, most: int, *, rows: float = 1e6, idle_s: float = 1e6, **moments: float) -> None:
+        self.settings = load_settings(env={})
+        self.cluster = ClusterConfig(
+            replicas=ReplicaConfig(min=least, max=most),
+            scaling=ScalingConfig(rows_per_replica=rows, idle_s=idle_s),
+        )
+        self.replicas = {f"replica-{number}": PretendReplica(self.settings, **moments) for number in range(most)}
+        self.engines = RayEngines(self.settings, self.cluster, self.replicas)
+
+    @property
+    def held(self) -> list[str]:
+        return [name for name, one in self.replicas.items() if one.is_held]
+
+    @property
+    def renew(self) -> dict[str, Callable[[Settings], Coroutine[Any, Any, None]]]:
+        return {name: one.renew for name, one in self.replicas.items()}
+
+    async def paint(self, prompt: str = "a fox", *, is_whole: bool = True, seed: int | None = None) -> list[object]:
+        """All events of a picture."""
+        request = GenerationRequest(prompt=prompt, seed=seed)
+        async with self.engines.submit(request, is_whole=is_whole) as job:
+            return [event async for event in job]
+
+    async def until(self, look: Callable[[], object]) -> None:
+        async with asyncio.timeout(SOON_S):
+            while not look():
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def up(least: int, most: int, num_ready: int, **moments: float) -> AsyncIterator[Fleet]:
+    fleet = Fleet(least, most, **moments)
+    fleet.engines.start()
+    try:
+        await fleet.until(lambda: fleet.engines.num_ready == num_ready)
+        yield fleet
+    finally:
+        await fleet.engines.stop()
+
+
+def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(work())
+
+
+def other(settings: Settings, path: str) -> Settings:
+    return replace(settings, model=replace(settings.model, path=path))
+
+
+def test_how_many_are_inside_the_replicas_own_books_say() -> None:
+    async def work() -> None:
+        async with up(2, 2, 2, paint_s=60.0) as fleet:
+            painting = asyncio.create_task(fleet.paint())
+            await fleet.until(lambda: any(one.inside for one in fleet.replicas.values()))
+            assert await fleet.engines.num_requests() == 1
+            fleet.replicas["replica-1"].num_strangers = 5  # which this front has sent nobody
+            assert await fleet.engines.num_requests() == 6
+            await fleet.until(lambda: sum(seat.num_inside for seat in fleet.engines.seats) == 1)
+            painting.cancel()
+            await fleet.until(lambda: not any(one.inside for one in fleet.replicas.values()))
+            assert await fleet.engines.num_requests() == 5
+
+    run(work)
+
+
+def test_a_replica_that_is_lost_while_it_is_asked_is_left_out_and_without_any_that_is_said() -> None:
+    async def work() -> None:
+        async with up(1, 2, 1) as fleet:
+            fleet.engines.seats[1].ready = fleet.engines.seats[0].ready  # that it is up is not true any more
+
+            async def lost(question: bytes) -> bytes:
+                raise RuntimeError("gone")
+
+            fleet.replicas["replica-1"].ask = lost  # type: ignore[method-assign]
+            fleet.replicas["replica-0"].num_strangers = 2
+            assert await fleet.engines.num_requests() == 2
+        with pytest.raises(EngineUnavailable):
+            await fleet.engines.num_requests()
+
+    run(work)
+
+
+def test_threads_that_have_no_loop_may_ask_which_models_there_are() -> None:
+    async def work() -> None:
+        async with up(1, 1, 1) as fleet:
+            [model] = await asyncio.to_thread(lambda: fleet.engines.models)
+            assert model.is_loaded
+            assert await asyncio.to_thread(lambda: fleet.engines.is_ready)
+            assert await asyncio.to_thread(lambda: fleet.engines.retry_after_s) >= 1.0
+
+    run(work)
+
+
+def test_scaling_goes_on_after_it_failed_and_tells_of_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("diffserve.cluster.engines.SCALE_EVERY_S", 0.01)
+
+    async def work() -> None:
+        async with up(1, 2, 1, rows=1.0, paint_s=0.5) as fleet:
+            wanted = fleet.engines._scaler.wanted
+            fallen: list[None] = []
+
+            def falls(*args: Any, **kwargs: Any) -> int:
+                if len(fallen) < 3:
+                    fallen.append(None)
+                    raise ZeroDivisionError
+                return wanted(*args, **kwargs)
+
+            monkeypatch.setattr(fleet.engines._scaler, "wanted", falls)
+            await asyncio.gather(*(fleet.paint(str(number)) for number in range(4)))
+            await fleet.until(lambda: len(fleet.held) == 2)
+            assert len(fallen) == 3
+
+    with caplog.at_level(logging.ERROR, "diffserve.cluster"):
+        run(work)
+    assert [one.getMessage() for one in caplog.records] == ["scaling failed; it is tried again"] * 3
+
+
+def test_what_a_lost_replica_held_begins_anew_with_its_seed_unless_somebody_heard_of_it() -> None:
+    async def work() -> None:
+        async with up(2, 2, 2, paint_s=0.3) as fleet:
+            for is_whole in (True, False):
+                painting = asyncio.create_task(fleet.paint(is_whole=is_whole))
+                await fleet.until(lambda: any(one.inside for one in fleet.replicas.values()))
+                [holder] = [one for one in fleet.replicas.values() if one.inside]
+                [left] = [one for one in fleet.replicas.values() if one is not holder]
+                await asyncio.sleep(0.1)
+                holder.kill()
+                if is_whole:
+                    assert isinstance((await painting)[-1], Finished)
+                    assert [seed for _, seed in left.painted] == [77]
+                    await fleet.until(lambda: fleet.engines.num_ready == 2)
+                else:
+                    with pytest.raises(EngineUnavailable, match="please try again"):
+                        await painting
+                    assert len(left.painted) + len(holder.painted) == 1
+
+    run(work)
+
+
+def test_work_of_a_lost_replica_that_nobody_says_anything_of_moves_at_once_also_before_it_began() -> None:
+    async def work() -> None:
+        async with up(2, 2, 2) as fleet:
+            for one in fleet.replicas.values():
+                one.is_silent = True
+            painting = asyncio.create_task(fleet.paint())
+            await fleet.until(lambda: any(one.inside for one in fleet.replicas.values()))
+            [holder] = [one for one in fleet.replicas.values() if one.inside]
+            for one in fleet.replicas.values():
+                one.is_silent = one is holder
+            holder.kill()
+            assert isinstance((await painting)[-1], Finished)
+            assert not holder.inside
+            await fleet.until(lambda: fleet.engines.num_ready == 2)
+            job = fleet.engines.submit(GenerationRequest(prompt="a fox"))
+            await asyncio.gather(*(seat.let_go() for seat in fleet.engines.seats))
+            with pytest.raises(EngineUnavailable, match="please try again"):
+                _ = [event async for event in job]
+
+    run(work)
+
+
+@pytest.mark.parametrize(("least", "most"), [(1, 2), (2, 2), (2, 3)])
+def test_other_settings_come_replica_by_replica_and_nothing_is_lost(least: int, most: int) -> None:
+    async def work() -> None:
+        async with up(least, most, least, start_s=0.1, paint_s=0.05) as fleet:
+            is_over, answered, least_ready = asyncio.Event(), list[object](), [least]
+
+            async def client(number: int) -> None:
+                while not is_over.is_set():
+                    answered.append((await fleet.paint(f"{number}", is_whole=number % 2 == 0))[-1])
+                    least_ready.append(fleet.engines.num_ready)
+
+            clients = [asyncio.create_task(client(number)) for number in range(4)]
+            new = other(fleet.settings, "embedded-turbo")
+            await redeploy(fleet.engines, fleet.renew, new)
+            num_before = len(answered)
+            await fleet.until(lambda: len(answered) > num_before + 8)
+            is_over.set()
+            await asyncio.gather(*clients)
+            assert num_before > 4
+            assert all(isinstance(one, Finished) for one in answered)
+            assert {one.settings.model.path for one in fleet.replicas.values()} == {"embedded-turbo"}
+            assert fleet.engines.settings is new
+            assert len(fleet.held) == least
+            assert min(least_ready) >= max(1, least - (least == most)), "all that were wanted were there all the time"
+
+    run(work)
+
+
+@pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 2), (2, 2)])
+def test_settings_that_do_not_load_are_taken_back_and_the_reason_is_said(least: int, most: int) -> None:
+    async def work() -> None:
+        async with up(least, most, least) as fleet:
+            with pytest.raises(ModelLoadError, match="there is no such model"):
+                await redeploy(fleet.engines, fleet.renew, other(fleet.settings, BROKEN))
+            assert all(one.settings is fleet.settings for one in fleet.replicas.values())
+            assert fleet.engines.settings is fleet.settings
+            await fleet.until(lambda: fleet.engines.num_ready >= least)
+            assert isinstance((await fleet.paint())[-1], Finished)
+            assert not fleet.engines.failed.done()
+
+    run(work)
+
+
+def test_a_sole_replica_is_missed_while_it_changes_and_those_who_ask_are_told_when_to_come_back() -> None:
+    async def work() -> None:
+        async with up(1, 1, 1, start_s=0.2, paint_s=0.2) as fleet:
+            painting = asyncio.create_task(fleet.paint())
+            await fleet.until(lambda: fleet.replicas["replica-0"].inside)
+            changing = asyncio.create_task(
+                redeploy(fleet.engines, fleet.renew, other(fleet.settings, "embedded-turbo"))
+            )
+            await fleet.until(lambda: not fleet.engines.is_ready)
+            with pytest.raises(DiffserveError) as refused:
+                await fleet.paint()
+            assert isinstance(refused.value, EngineUnavailable)
+            assert (refused.value.retry_after_s or 0.0) >= 1.0
+            assert isinstance((await painting)[-1], Finished), "what it had it ends"
+            await changing
+            assert isinstance((await fleet.paint())[-1], Finished)
+
+    run(work)
+
+
+def test_one_that_is_leaving_stays_for_who_comes_meanwhile() -> None:
+    async def work() -> None:
+        async with up(0, 1, 1, paint_s=0.3) as fleet:
+            painting = asyncio.create_task(fleet.paint())
+            await fleet.until(lambda: fleet.replicas["replica-0"].inside)
+            fleet.engines.seats[0].leave()
+            assert not fleet.engines.is_ready
+            assert isinstance((await fleet.paint())[-1], Finished)
+            assert isinstance((await painting)[-1], Finished)
+            assert fleet.engines.num_ready == 1
+
+    run(work)

@@ -1,0 +1,126 @@
+"""``cluster.toml``, and how many replicas it asks for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from diffserve.cluster.config import ClusterConfig, ReplicaConfig, ScalingConfig, read_cluster
+from diffserve.cluster.scaling import Scaler
+from diffserve.cluster.state import ClusterState, StateFile
+from diffserve.errors import ConfigError
+
+UP_TO_THREE = ClusterConfig(
+    replicas=ReplicaConfig(min=0, max=3), scaling=ScalingConfig(rows_per_replica=10.0, idle_s=5.0)
+)
+
+
+def test_a_file_says_some_and_the_rest_is_built_in(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text("[replicas]\nmin = 0\nmax = 3\n[scaling]\nrows_per_replica = 10\nidle_s = 5\n")
+    assert read_cluster(path) == UP_TO_THREE
+    assert read_cluster(None) == ClusterConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[replicas]\nmaxx = 3", "unknown key replicas.maxx; did you mean max?"),
+        ("[replica]\nmax = 3", "unknown table [replica]; did you mean replicas?"),
+        ("[replicas]\nmax = 0", "replicas.max is 0"),
+        ("[replicas]\nmin = 3\nmax = 2", "replicas.min is 3"),
+        ("[replicas]\ncpus = -1.0", "replicas.cpus is -1.0"),
+        ("[replicas]\nmax = 'two'", "replicas.max"),
+        ("[scaling]\nrows_per_replica = 0", "scaling.rows_per_replica is 0"),
+        ("[decode]\nmax = 2", "[decode] has no meaning while stages.together is true; set it to false."),
+        ("[stages]\ntogether = false\n[encode]\nmin = 2", "encode.min is 2; it must be between 0 and max, 1."),
+        ("[stages]\ntogether = false\n[decode]\ngpus = -0.5", "decode.gpus is -0.5; it must be 0 or more."),
+        ("max = ", "is not valid TOML"),
+    ],
+)
+def test_a_wrong_file_is_told_with_the_way_out(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        read_cluster(path)
+    assert said in refused.value.message
+
+
+def test_stages_apart_have_replicas_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text("[stages]\ntogether = false\n[replicas]\nmax = 2\ngpus = 1.0\n[encode]\ncpus = 0.5\n")
+    cluster = read_cluster(path)
+    found = [(one.name, one.stage, one.takes.cpus, one.takes.gpus) for one in cluster.deployments]
+    assert found == [
+        ("encode-0", "encode", 0.5, 0.0),
+        ("denoise-0", "denoise", 1.0, 1.0),
+        ("denoise-1", "denoise", 1.0, 1.0),
+        ("decode-0", "decode", 1.0, 0.0),
+    ]
+    assert [one.name for one in cluster.of_stage("denoise").deployments] == ["replica-0", "replica-1"]
+    assert cluster.of_stage("encode").replicas == cluster.encode
+
+
+def test_more_work_asks_for_more_at_once_up_to_the_most() -> None:
+    scaler = Scaler(UP_TO_THREE)
+    asked = [scaler.wanted(cost, 0, start_s=1.0, now_s=0.0) for cost in (0.0, 0.5, 10.0, 10.5, 1000.0)]
+    assert asked == [0, 1, 1, 2, 3]
+
+
+def test_fewer_are_held_one_by_one_and_only_when_they_were_enough_for_a_while() -> None:
+    scaler = Scaler(UP_TO_THREE)
+    assert scaler.wanted(30.0, 3, start_s=1.0, now_s=0.0) == 3
+    assert [scaler.wanted(0.0, 3, start_s=1.0, now_s=now_s) for now_s in (1.0, 5.9, 6.0)] == [3, 3, 2]
+    assert [scaler.wanted(0.0, 2, start_s=1.0, now_s=now_s) for now_s in (10.9, 11.0)] == [2, 1]
+    assert scaler.wanted(11.0, 1, start_s=1.0, now_s=12.0) == 2
+    assert scaler.wanted(0.0, 2, start_s=1.0, now_s=13.0) == 2
+
+
+def test_one_that_took_long_to_start_is_kept_for_as_long() -> None:
+    scaler = Scaler(UP_TO_THREE)
+    assert [scaler.wanted(0.0, 1, start_s=60.0, now_s=now_s) for now_s in (0.0, 59.0, 60.0)] == [1, 1, 0]
+
+
+def wanted_while(told: list[tuple[float, float]], start_s: float) -> list[int]:
+    """Replicas that are wanted at each of some times, with so much in the queue, while one is held."""
+    scaler = Scaler(UP_TO_THREE)
+    return [scaler.wanted(cost, 1, start_s=start_s, now_s=now_s) for now_s, cost in told]
+
+
+def test_a_queue_that_grows_is_foreseen_by_as_long_as_one_takes_to_start() -> None:
+    ramp = [(float(second), float(second)) for second in range(9)]
+    assert wanted_while(ramp, 4.0) == [1, 1, 1, 1, 1, 1, 1, 2, 2], "7 are queued, and 4 more will be"
+    assert wanted_while(ramp, 0.0) == [1] * 9
+    assert wanted_while([(now_s, 6.0) for now_s, _ in ramp], 4.0) == [1] * 9
+
+
+def test_many_requests_at_once_are_no_trend() -> None:
+    burst = [(0.5 * tick, 0.0 if tick < 20 else 9.0 - 0.1 * (tick - 20)) for tick in range(60)]
+    assert max(wanted_while(burst, 4.0)) == 1
+
+
+def test_the_first_is_not_let_go_before_it_was_there_however_long_it_takes() -> None:
+    scaler = Scaler(UP_TO_THREE)
+    starting = [scaler.wanted(0.0, 1, start_s=1.0, now_s=now_s, is_starting=True) for now_s in (0.0, 60.0, 600.0)]
+    assert starting == [1, 1, 1]
+    assert [scaler.wanted(0.0, 1, start_s=1.0, now_s=now_s) for now_s in (601.0, 605.9, 606.0)] == [1, 1, 0]
+
+
+def test_what_a_killed_front_told_is_nobody_s(tmp_path: Path) -> None:
+    stranger = subprocess.Popen(["sleep", "60"])
+    (tmp_path / "cluster.json").write_text(f'{{"pid": {stranger.pid}, "replicas": []}}')
+    state, reader = StateFile(tmp_path), StateFile(tmp_path)
+    try:
+        with state.held():
+            assert reader.is_held()
+            assert reader.read() is None
+            assert not reader.end(1.0)
+            state.tell(ClusterState(pid=os.getpid()))
+            assert reader.read() == ClusterState(pid=os.getpid())
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()

@@ -1,0 +1,342 @@
+"""Several models behind one loop: each paints as it does alone, comes when it is asked for, goes when it is idle."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import shutil
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil
+import pytest
+
+from diffserve.config import load_settings
+from diffserve.controlnets import Control
+from diffserve.engine.image import engines
+from diffserve.engine.studio import Studio
+from diffserve.errors import InsufficientMemory, ModelLoadError, ModelNotFound
+from diffserve.loras import Lora
+from diffserve.rewriting import TextWindow
+from diffserve.runtime import load_model
+from diffserve.types import Cancelled, DiffusionParams, Failed, Finished, GenerationRequest, Painted, Queued
+from tests.engine.controlnets import control_map
+from tests.engine.controlnets import write_folder as write_controlnets
+from tests.engine.loras import write_folder
+from tests.engine.studio.test_isolation import break_once
+from tests.tiny_models import save_model
+
+RESIDENT = psutil.Process()
+Model = Callable[[str], Path]
+MakeStudio = Callable[..., Studio]
+
+
+@pytest.fixture
+def make_models(tiny_model: Model) -> Iterator[MakeStudio]:
+    """``make_models(first, NAME=path, ...)``: a studio that has loaded ``first``, and may load the others."""
+    made: list[Studio] = []
+
+    def make(
+        first: str = "sd15",
+        unload_after_s: float = 0.0,
+        lora_dir: Path | str = "",
+        controlnet_dir: Path | str = "",
+        **others: Path,
+    ) -> Studio:
+        env = {"DIFFSERVE_MODEL_DTYPE": "float32", "DIFFSERVE_TEXT_MODEL": "", "DIFFSERVE_ENGINE_MAX_ROWS": "4"}
+        env |= {"DIFFSERVE_ENGINE_KV_POOL_BYTES": "auto", "DIFFSERVE_SERVE_UNLOAD_AFTER_S": str(unload_after_s)}
+        env |= {"DIFFSERVE_MODEL_LORA_DIR": str(lora_dir), "DIFFSERVE_MODEL_CONTROLNET_DIR": str(controlnet_dir)}
+        asked = [f"{name}={path}" for name, path in others.items()]
+        made.append(Studio.from_settings(load_settings(model=str(tiny_model(first)), models=asked, env=env)))
+        return made[-1]
+
+    yield make
+    for studio in made:
+        studio.check_integrity()
+        assert not studio.num_live
+        assert studio.pool is not None
+        assert studio.pool.stats().held_pages == 0
+
+
+def picture(
+    model: str = "",
+    *,
+    seed: int = 1,
+    num_steps: int = 3,
+    loras: tuple[Lora, ...] = (),
+    edges: bool = False,
+    **fields: Any,
+) -> GenerationRequest:
+    controls = (Control("edges", 0.8),) if edges else ()
+    params = DiffusionParams(num_steps=num_steps, sampler="ddim", loras=loras, controlnets=controls)
+    return GenerationRequest(
+        prompt=f"fox {seed}",
+        seed=seed,
+        diffusion=params,
+        model=model,
+        width_px=64,
+        height_px=64,
+        control_images=(control_map(seed),) if edges else (),
+        **fields,
+    )
+
+
+def paint(studio: Studio, *requests: GenerationRequest) -> dict[str, bytes]:
+    """The pixels of each request's picture, all of them painted together."""
+    for request in requests:
+        studio.submit(request)
+    painted = [event for event in studio.events() if isinstance(event, Painted)]
+    return {event.request_id: event.result.picture.data for event in painted}
+
+
+def loaded(studio: Studio) -> list[str]:
+    return [one.name for one in studio.images.served if one.is_loaded]
+
+
+@pytest.mark.slow
+def test_pictures_of_two_models_in_one_burst_are_those_of_each_alone(
+    make_models: MakeStudio, tiny_model: Model
+) -> None:
+    studio = make_models(other=tiny_model("sdxl"))
+    asked = [picture(model, seed=seed) for seed in range(3) for model in ("", "other", "sd15")]
+    together = paint(studio, *asked)
+    assert loaded(studio) == ["sd15", "other"]
+    assert len(set(together.values())) == 6, "the first one goes by its name, too"
+    alone = {request.request_id: paint(studio, request)[request.request_id] for request in asked}
+    assert together == alone
+    assert studio.pool is not None
+    kinds = sorted(name.partition(":")[0] for name in studio.pool.stats().tenants)
+    assert kinds == ["text1", "text1", "text2", "unet", "unet"], "one pool for all"
+    stats = studio.stats()
+    assert [(one.name, one.images.num_painted) for one in stats.models] == [("sd15", 12), ("other", 6)]
+    assert stats.images.num_painted == 18
+
+
+def test_an_idle_model_goes_and_comes_back_when_it_is_asked_for(
+    make_models: MakeStudio, tiny_model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    studio = make_models(unload_after_s=1000.0, other=tiny_model("sd15"))
+    first = paint(studio, one := picture("other"))[one.request_id]
+    engine = weakref.ref(studio.images.loaded[1].model)
+    studio.images._unload_after_s = 1e-9
+    with caplog.at_level(logging.INFO):
+        assert studio.has_work, "there is one to unload"
+        list(studio.events())
+    assert loaded(studio) == []
+    assert engine() is None, "nobody holds its weights"
+    assert studio.images.rest_s is None
+    assert "other is unloaded, idle for" in caplog.text
+    assert studio.pool is not None
+    assert not studio.pool.stats().tenants
+    studio.images._unload_after_s = 0.0
+    again = paint(studio, two := picture("other"), three := picture())
+    assert (again[two.request_id], again[three.request_id]) == (first, first), "the same weights under two names"
+    assert [one.images.num_painted for one in studio.stats().models] == [1, 2], "what is counted stays counted"
+    mine, other = (engine.model for engine in studio.images.loaded)
+    assert (mine.text.encoders[0].network is other.text.encoders[0].network, mine.vae is other.vae) == (True, True)
+
+
+@pytest.mark.slow
+def test_nobody_waits_for_a_model_that_cannot_be_loaded_and_the_others_go_on(
+    make_models: MakeStudio, tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "other"
+    place.symlink_to(tiny_model("sd15"))
+    (unread := tmp_path / "unread").mkdir()
+    studio = make_models(other=place, unread=unread)
+    place.unlink()
+    assert [one.info is None for one in studio.images.served] == [False, False, True]
+    assert "unread has no model_index.json" in studio.images.served[2].problem
+    waiting, cancelled, painted = picture("other"), picture("other"), picture()
+    for request in (waiting, cancelled, painted):
+        studio.submit(request)
+    assert studio.cancel(cancelled.request_id)
+    events = {(event.request_id, type(event)): event for event in studio.events()}
+    failed = events[waiting.request_id, Failed]
+    assert isinstance(failed, Failed)
+    assert (failed.code, str(tmp_path) in failed.message, failed.param) == ("model_load_error", False, None)
+    assert (cancelled.request_id, Cancelled) in events
+    assert (waiting.request_id, Queued) in events
+    assert (painted.request_id, Finished) in events
+    with pytest.raises(ModelLoadError, match="other"):
+        studio.submit(picture("other"))
+    for name in ("../other", "nobody", str(place)):
+        with pytest.raises(ModelNotFound, match="this server has sd15, other, unread"):
+            studio.submit(picture(name))
+    place.symlink_to(tiny_model("sd15"))
+    monkeypatch.setattr(engines, "TRY_AGAIN_S", 0.0)
+    assert paint(studio, picture("other"))
+    unread.rmdir()
+    unread.symlink_to(tiny_model("sd15"))
+    studio.images.look_again("unread")
+    while not studio.has_work:
+        assert studio.images.rest_s == engines.LOAD_POLL_S, "somebody looks whether it is done"
+    studio.tick()
+    assert studio.images.served[2].info is not None
+    assert not studio.images.served[2].problem
+
+
+@pytest.mark.slow
+def test_thirty_two_pictures_of_two_models_three_adapters_and_a_controlnet_are_each_as_they_are_alone(
+    make_models: MakeStudio, tiny_model: Model, tmp_path: Path
+) -> None:
+    other, folder = save_model("sd15", tmp_path / "other", seed=1), tmp_path / "adapters"
+    for part in ("text_encoder", "vae"):
+        shutil.rmtree(other / part)
+        shutil.copytree(tiny_model("sd15") / part, other / part)
+    folder.mkdir()
+    model = load_model(tiny_model("sd15"), dtype="float32", device="cpu")
+    write_folder(folder, model)
+    folders = {"lora_dir": folder, "controlnet_dir": write_controlnets(tmp_path / "controlnets", model.unet.network)}
+    studio = make_models(**folders, other=other)
+    adapters = ((), ("queries",), ("everything",), ("kernels", "attention"))
+    asked = [
+        picture(
+            name,
+            seed=seed,
+            num_steps=2,
+            loras=tuple(Lora(lora, 0.5 + seed / 10) for lora in names),
+            edges=seed % 2 == 1,
+        )
+        for seed in range(4)
+        for name in ("", "other")
+        for names in adapters
+    ]
+    together = paint(studio, *asked)
+    assert len(set(together.values())) == len(asked) == 32
+    first, second = (engine.model for engine in studio.images.loaded)
+    assert first.text.encoders[0].network is second.text.encoders[0].network
+    assert (first.vae is second.vae, first.unet is second.unet) == (True, False)
+    assert together == {request.request_id: paint(studio, request)[request.request_id] for request in reversed(asked)}
+    fresh = make_models(**folders, other=other)
+    assert studio.images._unload(studio.images._served["sd15"], "the other one has its parts, too")
+    for request in asked[4:8]:
+        (alone,) = paint(fresh, request).values()
+        assert {together[request.request_id]} == {alone, *paint(studio, request).values()}
+
+
+class HeapInfo(ctypes.Structure):
+    """What glibc's ``mallinfo2`` gives, of all arenas together."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "top",
+        )
+    ]
+
+
+def allocated_bytes() -> int:
+    """Memory that is in use. The resident set is that and what lies free between: tens of MB, in other arenas each time
+    for the small blocks that threads read adapters into."""
+    tell = ctypes.CDLL(None).mallinfo2
+    tell.restype = HeapInfo
+    told = tell()
+    return int(told.uordblks + told.hblkhd)
+
+
+@pytest.mark.slow
+def test_memory_returns_when_a_model_goes(make_models: MakeStudio, tiny_model: Model, tmp_path: Path) -> None:
+    """With all that it has read: adapters of every kind of layer, and a ControlNet."""
+    model = load_model(tiny_model("sd2"), dtype="float32", device="cpu")
+    (folder := tmp_path / "adapters").mkdir()
+    controlnets = write_controlnets(tmp_path / "controlnets", model.unet.network)
+    studio = make_models(lora_dir=write_folder(folder, model), controlnet_dir=controlnets, other=tiny_model("sd2"))
+    del model
+    asked = [
+        picture("other"),
+        picture("other", loras=(Lora("everything"), Lora("kernels", 0.5)), seed=2),
+        picture("other", loras=(Lora("attention"),), edges=True, seed=3),
+    ]
+    left = []
+    for _ in range(8):
+        assert len(set(paint(studio, *asked).values())) == len(asked)
+        one = studio.images._served["other"]
+        held = RESIDENT.memory_info().rss
+        assert studio.images._unload(one, "to be loaded again")
+        assert RESIDENT.memory_info().rss < held
+        left.append(allocated_bytes())
+    assert (left[-1] - left[1]) / (len(left) - 2) < 1e6, "bytes that one coming and going loses"
+
+
+@pytest.mark.slow
+def test_a_model_comes_only_where_there_is_room_and_idle_ones_make_room(
+    make_models: MakeStudio, tiny_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    studio = make_models(other=tiny_model("sd15"), third=tiny_model("sd15"))
+    room = {"models": 2}
+    needs = studio.images._served["other"].survey.needs_bytes  # type: ignore[union-attr]
+    monkeypatch.setattr(
+        engines, "free_bytes", lambda _: needs if len(studio.images.loaded) < room["models"] else needs // 100
+    )
+    paint(studio, picture("other"))
+    assert loaded(studio) == ["sd15", "other"]
+    paint(studio, picture("third"))
+    assert loaded(studio) == ["other", "third"], "the longest idle one went"
+    room["models"] = 1
+    studio.submit(busy := picture("other", num_steps=20))
+    studio.submit(picture("third", num_steps=20))
+    studio.tick()
+    studio.submit(refused := picture())
+    events = [event for event in studio.events() if isinstance(event, (Failed, Finished))]
+    (failed,) = [event for event in events if event.request_id == refused.request_id]
+    assert isinstance(failed, Failed)
+    assert failed.code == InsufficientMemory.default_code
+    assert "beside other, third, at work" in failed.message
+    assert "MiB are free" in failed.message
+    assert busy.request_id in {event.request_id for event in events if isinstance(event, Finished)}
+
+
+@pytest.mark.slow
+def test_models_take_turns_and_what_goes_wrong_in_one_costs_the_others_nothing(
+    make_models: MakeStudio, tiny_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    studio = make_models(other=tiny_model("sd15"))
+    paint(studio, picture("other"))
+    reads = count()
+    monkeypatch.setattr(studio.images, "_clock", lambda: float(next(reads)))  # all ticks take as long
+    crowd = [picture(num_steps=20, seed=seed) for seed in range(6)]
+    for request in crowd:
+        studio.submit(request)
+    for _ in range(4):
+        studio.tick()
+    studio.submit(newcomer := picture("other", num_steps=4))
+    ended = list[str]()
+    num_ticks = 0
+    while newcomer.request_id not in ended:
+        ended += [event.request_id for event in studio.tick() if isinstance(event, Finished)]
+        num_ticks += 1
+    assert ended == [newcomer.request_id]
+    assert num_ticks <= 2 * (4 + 2), "every other tick is its, and two are for decoding"
+    studio.submit(lost := picture("other", num_steps=4))
+    break_once(monkeypatch, studio.images.loaded[1].scheduler, "plan")
+    ends = {event.request_id: type(event) for event in studio.events() if isinstance(event, (Finished, Failed))}
+    assert ends == {lost.request_id: Failed, **{request.request_id: Finished for request in crowd}}
+
+
+@pytest.mark.slow
+def test_what_a_model_reads_in_one_piece_is_known_before_it_is_loaded(
+    make_models: MakeStudio, tiny_model: Model
+) -> None:
+    studio = make_models("sd15", other=tiny_model("sdxl"))
+    first = TextWindow.of(studio.images.first.model.text)
+    nothing = TextWindow(0, first.count)
+    known = studio.images.window_of(picture("other"), nothing)
+    assert (known.num_tokens, known.count) == (first.num_tokens, first.count), "as long as its files say"
+    studio.submit(picture("other"))
+    list(studio.events())
+    assert len(studio.images.loaded) == 2
+    read = studio.images.window_of(picture("other"), nothing)
+    assert (read.num_tokens, read.count == first.count) == (known.num_tokens, False), "by its own tokenizers"

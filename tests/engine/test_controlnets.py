@@ -1,0 +1,346 @@
+"""ControlNets: they add what diffusers' pipelines add, in a batch of rows with others, with none, and with LoRA."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from diffserve.config import EngineConfig
+from diffserve.controlnets import Control, digest_of, read_control
+from diffserve.engine import Engine
+from diffserve.engine.image.buckets import NO_LIMIT
+from diffserve.errors import InvalidRequest
+from diffserve.runtime import load_model
+from diffserve.runtime.dry_run import DryRun, ListIndices
+from diffserve.runtime.loading.controlnet import ControlNetFiles
+from diffserve.runtime.loading.library_imports import hushed, import_quietly
+from diffserve.runtime.unet.controlnet import residual_shapes
+from diffserve.types import TERMINAL, GenerationRequest, ImageResult
+from tests.engine.controlnets import control_map, controlled, with_folder, write_folder
+from tests.engine.loras import with_folder as with_loras
+from tests.engine.loras import write_folder as write_loras
+from tests.engine.pipelines import load_pipeline, pipeline_latents
+from tests.engine.test_out_of_memory import Shortage
+
+TOLERANCE = 1e-3
+PIPELINES = {"sd15": "StableDiffusionPipeline", "sdxl": "StableDiffusionXLPipeline"}
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="session")
+def folders(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of two ControlNets for the tiny model of a kind."""
+    written: dict[str, Path] = {}
+
+    def folder(kind: str) -> Path:
+        if kind not in written:
+            unet = import_quietly("diffusers", "UNet2DConditionModel").from_pretrained(str(tiny_model(kind) / "unet"))
+            written[kind] = write_folder(tmp_path_factory.mktemp(f"controlnets-{kind}"), unet)
+        return written[kind]
+
+    return folder
+
+
+@pytest.fixture
+def make(folders: Callable[[str], Path], _models: Callable[[str], Any]) -> MakeEngine:
+    def made(kind: str = "sd15", **config: Any) -> Engine:
+        return Engine(with_folder(_models(kind), folders(kind)), EngineConfig(**config))
+
+    return made
+
+
+def make_one(make: MakeEngine, folder: Path, **config: Any) -> Engine:
+    """An engine with ControlNets and adapters."""
+    engine = make(**config)
+    if not any(folder.iterdir()):
+        write_loras(folder, engine.model)
+    return Engine(with_loras(engine.model, folder), engine.config)
+
+
+def latents(result: ImageResult) -> Any:
+    assert result.latents is not None
+    return result.latents.array
+
+
+def their_latents(
+    request: GenerationRequest, kind: str, model: Path, folder: Path, purpose: str = "", **inputs: Any
+) -> Any:
+    """Those of diffusers' own pipeline with ControlNets, for text or another ``purpose``."""
+    controls = request.diffusion.controlnets
+    plain = load_pipeline.__wrapped__(PIPELINES[kind], model)
+    cls = import_quietly("diffusers", PIPELINES[kind].replace("Pipeline", f"ControlNet{purpose}Pipeline"))
+    load = import_quietly("diffusers", "ControlNetModel").from_pretrained
+    networks = [load(str(folder / control.name)) for control in controls]
+    with hushed("transformers", "diffusers"):
+        parts = {**plain.components, "controlnet": networks if len(networks) > 1 else networks[0]}
+        pipeline = cls(**parts, **({} if "XL" in cls.__name__ else {"requires_safety_checker": False}))
+    pipeline.set_progress_bar_config(disable=True)
+    images = [Image.fromarray(picture.array) for picture in request.control_images]
+    told: dict[str, Any] = {
+        "control_image" if purpose else "image": images,
+        "controlnet_conditioning_scale": [control.scale for control in controls],
+        "control_guidance_start": [control.start for control in controls],
+        "control_guidance_end": [control.end for control in controls],
+    }
+    told = told if len(controls) > 1 else {name: values[0] for name, values in told.items()}
+    size: dict[str, Any] = {"width": request.width_px, "height": request.height_px}
+    return pipeline_latents(pipeline, request, kind, **told, **size, **inputs)
+
+
+ONE = (Control("edges", 0.8),)
+TWO = (Control("depth", 1.5, 0.3, 0.9), Control("edges", 0.5, 0.0, 0.5))
+
+
+@pytest.mark.parametrize("kind", ["sd15", "sdxl"])
+@pytest.mark.parametrize(("way", "controls"), [("paged", ONE), ("paged", TWO), ("plain", TWO)])
+@pytest.mark.slow
+def test_latents_are_those_of_the_pipelines_of_diffusers(
+    kind: str, way: Any, controls: tuple[Control, ...], make: MakeEngine, tiny_model: Any, folders: Any
+) -> None:
+    request = controlled(*controls, kind=kind, num_steps=6)
+    engine = make(kind, cross_attention=way)
+    plain, ours = engine.generate([controlled(kind=kind, num_steps=6), request])
+    theirs = their_latents(request, kind, tiny_model(kind), folders(kind))
+    assert np.abs(latents(ours) - theirs).max() < TOLERANCE
+    assert np.abs(latents(plain) - theirs).max() > 30 * TOLERANCE
+    engine.check_integrity()
+
+
+@pytest.mark.slow
+def test_a_picture_that_is_repainted_goes_by_controlnets_too(make: MakeEngine, tiny_model: Any, folders: Any) -> None:
+    """Shares of the steps are those that are left."""
+    init = control_map(9)
+    request = controlled(*TWO, num_steps=10, strength=0.6, init_image=init)
+    [ours] = make().generate(request)
+    told = {"image": Image.fromarray(init.array), "strength": 0.6}
+    theirs = their_latents(request, "sd15", tiny_model("sd15"), folders("sd15"), "Img2Img", **told)
+    assert np.abs(latents(ours) - theirs).max() < TOLERANCE
+
+
+def company() -> list[GenerationRequest]:
+    """Requests with none, one and two ControlNets, one twice, at work all the time or not, and with adapters."""
+    once, half = Control("edges"), Control("depth", 0.7, 0.0, 0.5)
+    return [
+        controlled(once, seed=1, num_steps=2),
+        controlled(seed=2, num_steps=2),
+        controlled(half, once, seed=3, num_steps=2),
+        controlled(once, seed=4, num_steps=2, prompt="cat <lora:queries>"),
+        controlled(Control("edges", 0.4, 0.4), once, seed=5, sampler="euler", guidance_scale=1.0),
+        controlled(half, seed=6, num_steps=2, prompt="the dog", sampler="dpmpp_2m"),
+        controlled(seed=7, num_steps=2, prompt="cat <lora:queries>"),
+    ]
+
+
+@pytest.mark.parametrize("is_measured", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_rows_with_and_without_share_ticks_and_none_depends_on_another(
+    is_measured: bool, make: MakeEngine, tmp_path: Path
+) -> None:
+    wanted = company() if is_measured else company()[:3]
+    alone = {one.seed: make_one(make, tmp_path).generate(one)[0] for one in wanted}
+    engine = make_one(make, tmp_path, max_rows=8)
+    if is_measured:
+        for request in wanted[:4]:
+            engine.generate(request)
+        while engine.study():
+            pass
+    together = engine.generate(list(reversed(wanted)))
+    for result in together:
+        assert np.array_equal(latents(result), latents(alone[result.seed])), result.seed
+        assert result.picture == alone[result.seed].picture
+    ticks = [{call.control or bool(call.rows) for call in tick.calls} for tick in engine.trace]
+    assert {True, "edges", "depth"} in ticks
+    if is_measured:
+        calls = [call for tick in engine.trace for call in tick.calls if call.control]
+        assert max(len({row.request_id for row in call.rows}) for call in calls) > 1, "no two shared a call"
+    engine.check_integrity()
+
+
+def test_images_of_other_sizes_are_resized_where_the_aspect_is_that_of_the_picture(
+    make: MakeEngine, tiny_model: Any, folders: Any
+) -> None:
+    images = (control_map(0, 160, 160), control_map(1))
+    asked_for = controlled(*TWO, num_steps=4, control_images=images)
+    [ours] = make().generate(asked_for)
+    theirs = their_latents(asked_for, "sd15", tiny_model("sd15"), folders("sd15"))
+    assert np.abs(latents(ours) - theirs).max() < TOLERANCE
+    assert ours.controlnets == asked_for.diffusion.controlnets
+    assert [told.image for told in ours.controlnets] == [digest_of(p.width_px, p.height_px, p.data) for p in images]
+
+
+def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touched(
+    tmp_path: Path, folders: Callable[[str], Path], loaded: Callable[[str], Any]
+) -> None:
+    for name in ("edges", "torn", "cut", "pickle", "union", "bare"):
+        copytree(folders("sd15") / "edges", tmp_path / name)
+    copytree(folders("sdxl") / "edges", tmp_path / "xl")
+    weights = "diffusion_pytorch_model.safetensors"
+    tensors = load_file(tmp_path / "torn" / weights)
+    save_file({name: tensor for name, tensor in tensors.items() if name != "conv_in.bias"}, tmp_path / "torn" / weights)
+    (tmp_path / "cut" / weights).write_bytes((tmp_path / "cut" / weights).read_bytes()[:100])
+    (tmp_path / "pickle" / weights).rename(tmp_path / "pickle" / "diffusion_pytorch_model.bin")
+    config = json.loads((tmp_path / "union" / "config.json").read_text())
+    (tmp_path / "union" / "config.json").write_text(json.dumps(config | {"_class_name": "ControlNetUnionModel"}))
+    (tmp_path / "bare" / "config.json").write_text(json.dumps(config | {"global_pool_conditions": True}))
+    engine = Engine(with_folder(loaded("sd15"), tmp_path), EngineConfig())
+    neighbour = engine.submit(controlled(Control("edges"), num_steps=1))
+    for request, said in (
+        (controlled(Control("nowhere")), "there is no ControlNet 'nowhere'; there are bare, cut, edges"),
+        (controlled(Control("xl")), "ControlNet 'xl' cannot be used with sd15: it reads texts of 128 numbers"),
+        (controlled(Control("torn")), "tensor 'conv_in.bias' is missing from"),
+        (controlled(Control("cut")), "is not a complete safetensors file"),
+        (controlled(Control("pickle")), "is a pickle file"),
+        (controlled(Control("union")), "config.json is of a ControlNetUnionModel; diffserve builds ControlNetModel"),
+        (controlled(Control("bare")), "for conditional rows alone"),
+        (
+            controlled(Control("edges", preprocessor="openpose")),
+            "preprocessor is 'openpose'; there are none, canny",
+        ),
+        (
+            controlled(Control("edges"), control_images=(control_map(0, 64, 72),)),
+            "edges' is 64x72 px, the picture",
+        ),
+        (controlled(Control("edges"), cache_interval=2), "ControlNets need every step in full"),
+    ):
+        with pytest.raises(InvalidRequest, match=said) as refused:
+            engine.submit(request)
+        assert refused.value.param in ("controlnets", "cache_interval")
+        assert str(tmp_path) not in refused.value.message
+    with pytest.raises(InvalidRequest, match="image is 64x72 px, the picture 64x64; give one of that aspect"):
+        engine.generate(controlled(Control("edges"), control_images=(control_map(0, 64, 72),)))
+    for name, fields, said in (
+        ("../edges", (), "without folders before it"),
+        ("edges", (float("nan"),), "scale of ControlNet 'edges' is nan"),
+        ("edges", (2.5,), "must lie between 0 and 2"),
+        ("edges", (1.0, 0.5, 0.5), "0 <= start < end <= 1"),
+    ):
+        with pytest.raises(InvalidRequest, match=said):
+            Control(name, *fields)
+    with pytest.raises(InvalidRequest, match="5 ControlNets are asked for at once"):
+        controlled(*[Control("edges")] * 5)
+    with pytest.raises(InvalidRequest, match="1 ControlNets are asked for with 2 pictures"):
+        controlled(Control("edges"), control_images=(control_map(0), control_map(1)))
+    assert engine.num_live == 1
+    events = [event for _ in range(50) for event in engine.tick() if event.request_id == neighbour]
+    assert type(events[-1]).__name__ == "Finished"
+
+
+def test_memory_goes_to_those_asked_for_last(make: MakeEngine) -> None:
+    engine = make(controlnet_bytes=1)
+    shelf = engine.runners.controlnets
+    assert shelf.planned_bytes == 1
+    held = shelf.take("edges")
+    assert shelf.take("edges") is held, "one that is in use was read twice"
+    assert held.num_bytes == make().runners.controlnets.planned_bytes / 2
+    digest = held.digest
+    group = engine.runners.group_of_short_prompts(64, 64)._replace(control=digest)
+    engine.runners.groups.known(group)
+    del held
+    with pytest.raises(KeyError):
+        shelf.of_digest(digest)
+    assert engine.study()
+    assert not engine.runners.groups.is_wanted(group)
+
+
+@pytest.mark.parametrize(
+    ("text", "image", "more"),
+    [
+        ("edges:C:\\maps\\a-1.png", "C:\\maps\\a-1.png", {}),
+        ("edges:a.png:0.8:canny", "a.png", {"scale": 0.8, "preprocessor": "canny"}),
+        ("edges:a.png:canny:0-0.5", "a.png", {"preprocessor": "canny", "end": 0.5}),
+        ("edges:a.png:2:.2-1", "a.png", {"scale": 2.0, "start": 0.2}),
+    ],
+)
+def test_a_shell_says_what_is_wanted_of_a_controlnet_in_order(text: str, image: str, more: dict[str, Any]) -> None:
+    assert read_control(text) == (Control("edges", **more), image)
+
+
+def test_who_reads_a_controlnet_or_looks_for_edges_stops_nobody_else(
+    make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, may_read, load = make(), threading.Event(), ControlNetFiles.load
+    num_read = []
+
+    def slowly(files: ControlNetFiles, *args: Any) -> Any:
+        assert may_read.wait(30)
+        num_read.append(files)
+        return load(files, *args)
+
+    monkeypatch.setattr(ControlNetFiles, "load", slowly)
+    waiting = [engine.submit(controlled(*ONE, seed=seed, num_steps=2)) for seed in (1, 2)]
+    neighbour = engine.submit(controlled(seed=3, num_steps=2))
+    over: dict[str, str] = {}
+    while neighbour not in over:
+        over |= {event.request_id: type(event).__name__ for event in engine.tick() if isinstance(event, TERMINAL)}
+    assert over == {neighbour: "Finished"}
+    may_read.set()
+    over |= {event.request_id: type(event).__name__ for event in engine.events() if isinstance(event, TERMINAL)}
+    assert [over[name] for name in waiting] == ["Finished", "Finished"]
+    assert len(num_read) == 1, "one that two asked for was read twice"
+    engine.check_integrity()
+
+
+@pytest.mark.slow
+def test_memory_that_runs_out_once_costs_no_byte(make: MakeEngine) -> None:
+    def pair() -> list[GenerationRequest]:
+        return [controlled(*TWO, seed=seed, num_steps=2, sampler="euler_a") for seed in (1, 2)]
+
+    def engine() -> Engine:
+        """With its ControlNets read: what goes wrong while a file is read is told to whoever asked for it."""
+        made = make(max_rows=8)
+        made.runners.controlnets.check(TWO)
+        for control in TWO:
+            made.runners.controlnets.take(control.name)
+        return made
+
+    engine().generate(pair())
+    expected = [latents(result) for result in engine().generate(pair())]
+    made = engine()
+    with Shortage() as calm:
+        made.generate(pair())
+    for when in range(1, calm.num_operations, max(1, calm.num_operations // 12)):
+        made = engine()
+        with Shortage(when):
+            found = [latents(result) for result in made.generate(pair())]
+        assert all(map(np.array_equal, found, expected)), f"operation {when}"
+
+
+def test_a_controlled_tick_does_not_wait_for_the_device(
+    tiny_model: Callable[[str], Path], folders: Callable[[str], Path]
+) -> None:
+    model = with_folder(load_model(tiny_model("sd15"), dtype="float16", device="meta"), folders("sd15"))
+    engine = Engine(model, EngineConfig(max_rows=8, deterministic=False))
+    for request in (controlled(*TWO, seed=1), controlled(*ONE, seed=2), controlled(seed=3)):
+        engine.submit(request)
+    for live in engine._inbox.values():
+        assert live.mapping is None or live.mapping.result()
+    engine.tick()
+    with torch.inference_mode(), DryRun() as counted, ListIndices(counted.work):
+        engine.tick()
+    calls = [(call.control, len(call.rows)) for call in engine.last_tick.calls]
+    assert calls == [("", 2), ("edges", 4), ("", 4)]
+    assert counted.work.copies <= 20
+
+
+def test_what_controlnets_add_takes_room(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = make(activation_bytes=1 << 30).runners.room
+    plain = make().runners.group_of_short_prompts(64, 64)
+    room._most_rows = NO_LIMIT
+    capped = [room.rows(group) for group in (plain, plain._replace(is_controlled=True), plain._replace(control="any"))]
+    assert capped[0] > capped[1] == capped[2] > 0
+    residuals = sum(map(math.prod, residual_shapes(room.model.unet.network, 8, 8))) * 4
+    row = room.activations.of_row(64, plain.num_tokens)
+    assert abs(capped[0] / capped[1] - (1 + 3 * residuals / row)) < 0.01
+    monkeypatch.setattr("diffserve.engine.image.room.free_bytes", lambda _: 1 << 30)
+    planned = make().runners.controlnets.planned_bytes
+    assert (make().runners.room._first_bytes, room._first_bytes) == ((1 << 30) - planned, 1 << 30)

@@ -1,0 +1,189 @@
+"""An ensemble of experts: a second UNet takes over for the last steps, as in diffusers' two pipelines, row by row."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from diffserve.config import EngineConfig, load_settings
+from diffserve.engine import Engine
+from diffserve.errors import InvalidRequest, ModelLoadError
+from diffserve.runtime import DiffusionModel, load_model
+from diffserve.runtime.loading.library_imports import hushed
+from diffserve.types import DiffusionParams, GenerationRequest, ImageResult, ModelProfile, Painted, Preview
+from tests.engine.conftest import MakeEngine
+from tests.engine.loras import with_folder, write_folder
+from tests.engine.pipelines import asked, load_pipeline, pipeline_latents, use_sampler
+from tests.engine.test_init_images import fields_of, inputs_of
+
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(scope="session")
+def ensemble(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> DiffusionModel:
+    """The tiny SDXL with the tiny refiner, and a folder of adapters."""
+    path, folder = tiny_model("sdxl"), tmp_path_factory.mktemp("loras")
+    model = load_model(path, dtype="float32", device="cpu", profile=profile_of(path, refiner=tiny_model("refiner")))
+    return with_folder(model, write_folder(folder, model))  # type: ignore[no-any-return]
+
+
+def profile_of(path: Path, *, refiner: Path) -> ModelProfile:
+    """Of the tiny model at ``path``, which answers as nothing that was trained."""
+    own = load_settings(model=str(path), env={}).model
+    return msgspec.structs.replace(own, refiner=str(refiner), probe=False)
+
+
+def engine_of(model: DiffusionModel, **config: Any) -> Engine:
+    """A fresh engine of few rows."""
+    return Engine(model, EngineConfig(max_rows=4, **config))
+
+
+def theirs(request: GenerationRequest, base: Path, refiner: Path) -> NDArray[np.float32]:
+    """Final latents (C, h, w) of diffusers' two pipelines, one after the other."""
+    params, latents = request.diffusion, None
+    for name, directory in (("StableDiffusionXLPipeline", base), ("StableDiffusionXLImg2ImgPipeline", refiner)):
+        pipeline = load_pipeline(name, directory)
+        assert params.sampler is not None
+        use_sampler(pipeline, params.sampler, "leading")
+        is_base = latents is None
+        own: dict[str, Any] = {"denoising_end": params.switch_at, "width": 64, "height": 64}
+        own = own if is_base else {"denoising_start": params.switch_at, "image": latents}
+        with hushed("transformers", "diffusers"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=DeprecationWarning)
+            latents = pipeline(
+                request.prompt,
+                negative_prompt=request.negative_prompt or None,
+                num_inference_steps=params.num_steps,
+                guidance_scale=params.guidance_scale,
+                generator=torch.Generator("cpu").manual_seed(request.seed or 0),
+                output_type="latent",
+                **own,
+            ).images
+    assert latents is not None
+    found: NDArray[np.float32] = latents[0].float().numpy()
+    return found
+
+
+def latents_of(result: ImageResult) -> NDArray[np.float32]:
+    assert result.latents is not None
+    return result.latents.array
+
+
+def check_integrity(engine: Engine) -> None:
+    """Nothing is lost, and nobody holds a page."""
+    engine.check_integrity()
+    held = engine.page_stats.tenants.values() if engine.page_stats is not None else ()
+    assert not any(stats.held_pages for stats in held)
+
+
+def test_the_refiner_goes_on_where_diffusers_has_it_go_on(
+    ensemble: DiffusionModel, tiny_model: Callable[[str], Path]
+) -> None:
+    request = asked("sdxl", "euler", seed=3, switch_at=0.6, num_steps=3, negative_prompt="")
+    engine = engine_of(ensemble)
+    events = list(engine.stream(msgspec.structs.replace(request, preview_every=1)))
+    [ours] = [event.result for event in events if isinstance(event, Painted)]
+    assert np.abs(latents_of(ours) - theirs(request, tiny_model("sdxl"), tiny_model("refiner"))).max() < TOLERANCE
+    assert ours.refiner.startswith("refiner [")
+    assert [event.step_index for event in events if isinstance(event, Preview)] == [1, 2]
+    check_integrity(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cross_attention", ["paged", "plain"])
+def test_pictures_of_both_networks_share_ticks_and_none_depends_on_another(
+    cross_attention: str, ensemble: DiffusionModel, tiny_model: Callable[[str], Path]
+) -> None:
+    judged = [
+        asked("sdxl", "euler", seed=3, switch_at=0.8, num_steps=5),
+        asked("sdxl", "ddim", seed=4, switch_at=0.45, num_steps=7),
+    ]
+    others = [
+        asked("sdxl", "dpmpp_2m", seed=5, num_steps=3),
+        asked("sdxl", "heun", seed=6, switch_at=0.5, num_steps=2, guidance_scale=1.0),
+        asked("sdxl", "euler_a", seed=7, switch_at=0.0, num_steps=2),
+        asked("sdxl", "ddim", seed=8, switch_at=0.6, cache_interval=2, num_steps=5),
+        asked("sdxl", "ddim", seed=9, switch_at=0.5, num_steps=4, prompt="cat <lora:everything>"),
+    ]
+    engine = engine_of(ensemble, cross_attention=cross_attention)
+    alone = [engine.generate(request)[0] for request in (*judged, *others)]
+    for request, ours in zip(judged, alone, strict=False):
+        expected = theirs(request, tiny_model("sdxl"), tiny_model("refiner"))
+        assert np.abs(latents_of(ours) - expected).max() < TOLERANCE, request.diffusion.sampler
+    plain = msgspec.structs.replace(judged[0], diffusion=msgspec.structs.replace(judged[0].diffusion, switch_at=None))
+    assert np.abs(latents_of(engine.generate(again(plain))[0]) - latents_of(alone[0])).max() > 0.01
+    mixed = engine.generate([again(request) for request in (*judged, *others)])
+    for one, other in zip(alone, mixed, strict=True):
+        assert latents_of(one).tobytes() == latents_of(other).tobytes(), one.sampler
+        assert one.picture == other.picture
+    check_integrity(engine)
+
+
+def again(request: GenerationRequest) -> GenerationRequest:
+    """The same request under another name."""
+    return msgspec.structs.replace(request, request_id=f"{request.request_id}-again")
+
+
+@pytest.mark.slow
+def test_a_refiner_alone_repaints_pictures_as_in_diffusers(tiny_model: Callable[[str], Path]) -> None:
+    model = load_model(tiny_model("refiner"), dtype="float32", device="cpu")
+    assert (model.family, model.text.has_score, len(model.text.encoders)) == ("sdxl", True, 1)
+    request = asked("refiner", "euler", seed=4, num_steps=5, strength=0.6, **fields_of(with_mask=False))
+    pipeline = load_pipeline("StableDiffusionXLImg2ImgPipeline", tiny_model("refiner"))
+    expected = pipeline_latents(pipeline, request, "refiner", strength=0.6, **inputs_of(with_mask=False))
+    [ours] = Engine(model).generate(request)
+    assert np.abs(latents_of(ours) - expected).max() < TOLERANCE
+    assert ours.refiner == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("embedded", "it paints 8 latent channels, the model 4"),
+        ("sd2", "asked as v_prediction"),
+        ("inpaint9", "one of the two is an inpainting model"),
+    ],
+)
+def test_what_is_no_refiner_is_refused_in_a_sentence(
+    kind: str, problem: str, tiny_model: Callable[[str], Path]
+) -> None:
+    path = tiny_model("sd15")
+    with pytest.raises(ModelLoadError, match=f"cannot refine what this model paints: .*{problem}"):
+        load_model(path, dtype="float32", device="cpu", profile=profile_of(path, refiner=tiny_model(kind)))
+
+
+def test_room_is_looked_for_beside_the_refiner_too_where_it_is_asked(
+    ensemble: DiffusionModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runners = engine_of(ensemble).runners
+    base, refiner = runners._experts[0], runners._experts[-1]
+    asked_for: list[str] = []
+    monkeypatch.setattr(base.room, "check", lambda *_, **more: asked_for.append(f"base {more['is_controlled']}"))
+    monkeypatch.setattr(refiner.room, "check", lambda *_, **more: asked_for.append(f"refiner {more['is_controlled']}"))
+    runners.check_room(64, 64, False, True)
+    runners.check_room(64, 64, False, True, is_refined=True)
+    assert asked_for == ["base True", "base True", "refiner False"]
+
+
+def test_where_to_switch_is_checked_and_what_is_shared_is_held_once(
+    ensemble: DiffusionModel, make_engine: MakeEngine
+) -> None:
+    with pytest.raises(InvalidRequest, match=r"switch_at is 0.8; sd15 has no refiner to switch to: leave it out"):
+        make_engine().submit(asked("sd15", "euler", seed=1, switch_at=0.8))
+    for share in (1.5, -0.1, float("nan")):
+        with pytest.raises(InvalidRequest, match=r"switch_at is .*; it must lie between 0 and 1"):
+            DiffusionParams(switch_at=share)
+    assert ensemble.refiner is not None
+    assert ensemble.refiner.text.encoders[0] is ensemble.text.encoders[1], "held twice"
+    assert [one.component for one in ensemble.memory_report() if "refiner" in one.component] == ["refiner unet"]
+    [whole] = engine_of(ensemble).generate(asked("sdxl", "euler", seed=1, num_steps=2, switch_at=1.0))
+    assert whole.refiner == ""
+    assert "switch_at 1 leaves the refiner none of 2 steps." in whole.warnings

@@ -1,0 +1,187 @@
+"""Texts that are JSON of a schema: the models' weights are random, and what they say is valid all the same."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any, Final
+
+import jsonschema
+import pytest
+
+from diffserve.errors import InvalidRequest
+from diffserve.json_schemas import ANY_OBJECT, check_schema
+from diffserve.runtime.decoding import json_constraint
+from diffserve.sampling_params import SamplingParams
+from diffserve.text_types import TextAccepted, TextFinished, TextRequest, TextResult
+from tests.engine.text.asking import greedy, said
+from tests.engine.text.conftest import MakeEngine
+from tests.runtime.language import tiny
+
+IDS: Final = tiny.random_ids(7, seed=3)
+SHORT: Final = {"type": "string", "maxLength": 4}
+PERSON: Final = {
+    "type": "object",
+    "properties": {"name": SHORT, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TREE: Final = {
+    "$defs": {"leaf": {"enum": [1, "two", None]}, "two": {"type": "array", "items": {"$ref": "#/$defs/leaf"}}},
+    "type": "object",
+    "properties": {"left": {"$ref": "#/$defs/two", "maxItems": 2}, "right": {"$ref": "#/$defs/leaf"}},
+    "required": ["left", "right"],
+    "additionalProperties": False,
+}
+CASE: Final = {
+    "oneOf": [
+        {"type": "object", "properties": {"kind": {"const": kind}, kind: {"type": "boolean"}}, "required": ["kind"]}
+        | {"additionalProperties": False}
+        for kind in ("cat", "dog")
+    ]
+}
+SCHEMAS: Final[list[dict[str, Any]]] = [
+    PERSON,
+    TREE,
+    CASE,
+    {"type": "boolean"},
+    {"enum": ["sepia", "ink", {"a": [1, 2]}, None]},
+    {"type": ["string", "null"], "maxLength": 3},
+    {"type": "string", "pattern": "^[a-f]{2,5}$"},
+    {"type": "string", "format": "date"},
+    {"type": "number", "minimum": 0.25, "maximum": 7},
+    {"type": "array", "items": {"type": "integer", "minimum": -9, "maximum": 9}, "minItems": 1, "maxItems": 3},
+    {"type": "array", "prefixItems": [{"const": "é\N{FOX FACE}"}, SHORT], "items": False, "minItems": 2},
+    {"type": "object", "additionalProperties": {"type": "boolean"}, "maxProperties": 1},
+    {"anyOf": [PERSON, {"type": "null"}]},
+]
+
+
+def held(schema: dict[str, Any], seed: int, max_tokens: int = 120, **fields: Any) -> TextRequest:
+    own = {name: fields.pop(name) for name in list(fields) if name in TextRequest.__struct_fields__}
+    params = {"temperature": 1.5, "seed": seed, "max_tokens": max_tokens, **fields}
+    settings = SamplingParams(json_schema=json.dumps(schema), **params)
+    return TextRequest(token_ids=tuple(IDS), params=settings, **own)
+
+
+def check_follows(result: TextResult, schema: dict[str, Any]) -> Any:
+    """What ``result`` says: valid, or the beginning of something that is not finished."""
+    if result.finish_reason == "length":
+        return ...
+    found = json.loads(result.text)
+    jsonschema.validate(found, schema, jsonschema.Draft202012Validator)
+    return found
+
+
+def test_a_model_of_random_weights_says_what_every_schema_allows(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_sequences=64)
+    free = TextRequest(token_ids=tuple(IDS), params=SamplingParams(seed=5, max_tokens=24))
+    asked = [(schema, held(schema, seed, 80)) for seed, schema in enumerate([PERSON, *SCHEMAS])]
+    *answers, beside = engine.generate([*(request for _, request in asked), free])
+    found = [check_follows(answer.results[0], schema) for (schema, _), answer in zip(asked, answers, strict=True)]
+    assert sum(one is not ... for one in found) > len(found) * 3 / 4
+    assert found[0] != found[1] or found[0] is ...  # the seeds differ
+    assert said(beside) == said(make_engine().generate(free)[0])  # nobody's neighbours matter to anybody
+    alone = make_engine()
+    assert [said(alone.generate(request)[0]) for _, request in asked[:2]] == [said(answer) for answer in answers[:2]]
+
+
+@pytest.mark.parametrize("draft_seed", [None, 1])
+def test_drafts_do_not_change_what_is_said_and_keys_are_forced(draft_seed: int | None, make_engine: MakeEngine) -> None:
+    asked = [held(PERSON, 3, num_texts=2), held(PERSON, 3, temperature=0.0), held(TREE, 4)]
+    plain = make_engine().generate(asked)
+    engine = make_engine(num_draft_tokens=4, draft_seed=draft_seed)
+    drafted = engine.generate(asked)
+    for schema, request, one, other in zip((PERSON, PERSON, TREE), asked, plain, drafted, strict=True):
+        for result in other.results:
+            check_follows(result, schema)
+        if draft_seed is None or request.params.is_greedy:  # what a model proposes takes random numbers of its own
+            assert [result.text for result in one.results] == [result.text for result in other.results]
+    assert engine.stats().accepted_tokens > 0
+
+
+def test_beams_follow_too_and_other_fields_mean_what_they_do(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    beams = engine.generate(held(PERSON, 1, temperature=0.0, num_beams=3, num_texts=2, logprobs=2))[0]
+    assert all(check_follows(result, PERSON) is not ... for result in beams.results)
+    assert len(beams.results[0].tokens) == len(beams.results[0].token_ids)
+    cut = engine.generate(held(PERSON, 1, max_tokens=5))[0].results[0]
+    assert (cut.finish_reason, cut.text) == ("length", '{"nam')
+    stopped = engine.generate(held(PERSON, 1, stop=("age",)))[0].results[0]
+    assert (stopped.finish_reason, stopped.stop_text) == ("stop", "age")
+    longer = engine.generate(held({"type": "integer", "minimum": 1}, 1, min_tokens=9))[0].results[0]
+    assert len(longer.token_ids) >= 9
+    assert check_follows(longer, {"type": "integer"}) is not None
+    assert json.loads(engine.generate(held({"const": {"a": 1}}, 1, presence_penalty=2.0))[0].text) == {"a": 1}
+
+
+def test_schemas_are_compiled_beside_the_ticks_and_few_are_kept(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_constraint, "KEPT_SCHEMAS", 3)
+    engine = make_engine()
+    assert engine._schemas is not None
+    for number in range(9):
+        assert json.loads(engine.generate(held({"const": number}, 0))[0].text) == number
+    assert len(engine._schemas) == 3
+    gate = threading.Event()
+    engine._schemas._thread.submit(gate.wait)
+    engine.submit(held({"const": 99}, 0, request_id="later"))
+    first = engine.submit(greedy(IDS, 2))
+    told = set[str]()
+    for _ in range(9):
+        told |= {event.request_id for event in engine.tick() if not isinstance(event, TextAccepted)}
+    gate.set()
+    assert told == {first}, "somebody waits for a schema who did not ask for it"
+    assert [event.text for event in engine.events() if isinstance(event, TextFinished)] == ["99"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "place", "words"),
+    [
+        ('{"type":"objekt"}', "", "objekt"),
+        ('{"properties":{"a":{"type":"array","items":{"not":{}}}}}', ".properties.a.items", "not"),
+        ('{"$ref":"#/$defs/b","$defs":{"b":{"type":"array","uniqueItems":true}}}', ".$defs.b", "uniqueItems"),
+        ('{"properties":{"a":{"type":"string","pattern":"(("}}}', ".properties.a", "unclosed"),
+        ('{"anyOf":[{"type":"object","minProperties":2}]}', ".anyOf[0].minProperties", "minProperties"),
+        ('{"$ref":"#"}', "", "nothing"),
+        ('{"$ref":"file:///etc/passwd"}', "", "not"),
+        ('{"x-guidance":{"lenient":true},"not":{}}', "", "x-guidance"),
+        ('{"type":"integer","minimum":5,"maximum":3}', "", "minimum"),
+        ("[1]", "", "object"),
+        ("{", "", "JSON"),
+        ('{"a":' * 65 + "1" + "}" * 65, "", "deep"),
+        ("[" * 60_000, "", "deep"),
+        ('"' + "x" * 70_000 + '"', "", "70002"),
+        (json.dumps({"allOf": [{"anyOf": [{"const": i + j} for j in range(30)]} for i in range(60)]}), "", "large"),
+        (json.dumps({"properties": {"p" * 9000: {"not": {}}}}), ".properties.", "not"),
+    ],
+)
+def test_a_schema_that_cannot_be_followed_is_refused_with_its_place(schema: str, place: str, words: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check_schema(schema, "schema")
+    assert (refused.value.param or "").startswith(f"schema{place}")
+    assert words in refused.value.message
+    assert len(refused.value.message) < 1000
+
+
+def test_the_engine_refuses_what_nobody_checked_before(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    with pytest.raises(InvalidRequest, match="objekt"):
+        engine.generate(held({"type": "objekt"}, 0))
+    assert engine.generate(greedy(IDS, 2))
+    with pytest.raises(InvalidRequest, match="json_schema has 70"):
+        SamplingParams(json_schema="x" * 70_000)
+    assert check_follows(engine.generate(held(json.loads(ANY_OBJECT), 1))[0].results[0], {"type": "object"}) is not None
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 4])
+def test_a_schema_whose_texts_never_end_is_its_askers_mistake(num_draft_tokens: int, make_engine: MakeEngine) -> None:
+    endless = {"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}, "required": ["a"]}
+    later = {**endless, "properties": {"n": {"enum": [1, 2]}, "a": {"$ref": "#/$defs/b"}}, "required": ["n", "a"]}
+    engine = make_engine(num_draft_tokens=num_draft_tokens)
+    for schema in ({**endless, "$defs": {"b": endless}}, {**later, "$defs": {"b": endless}}):
+        check_schema(json.dumps(schema), "schema")
+        with pytest.raises(InvalidRequest, match="cannot be followed any further"):
+            engine.generate(held(schema, 0))
+    assert check_follows(engine.generate(held(PERSON, 1))[0].results[0], PERSON)

@@ -1,0 +1,182 @@
+"""Learnt words: every layout of their files, read as diffusers reads them, and refused where they cannot be."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from diffserve.errors import InvalidRequest, ModelLoadError, ModelNotFound
+from diffserve.infotext import parse_infotext, write_infotext
+from diffserve.runtime import DiffusionModel, load_model
+from diffserve.runtime.loading.library_imports import hushed, import_quietly
+from diffserve.runtime.loading.textual_inversion import read_words
+from tests.engine.pipelines import asked
+from tests.runtime.conftest import PIPELINES, LoadTiny
+from tests.runtime.paged_prompts import pages_of
+
+DIM = 64
+PROMPTS = ("a sloth cat", "red, sloth on the sloth", "sloth")
+NUM_VECTORS = (1, 3)
+
+
+def vectors(count: int, seed: int = 7) -> torch.Tensor:
+    return torch.randn((count, DIM), generator=torch.Generator().manual_seed(seed))
+
+
+def save(path: Path, content: dict[str, Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(content, path) if path.suffix == ".safetensors" else torch.save(content, path)
+    return path
+
+
+def knowing(model: DiffusionModel, directory: Path, folder: Path) -> DiffusionModel:
+    """``model`` of ``directory`` loaded anew with the learnt words in ``folder``."""
+    profile = msgspec.structs.replace(model.profile, embeddings_dir=str(folder), probe=False)
+    return load_model(directory, dtype="float32", device="cpu", profile=profile)
+
+
+def encode(model: DiffusionModel, prompt: str) -> torch.Tensor:
+    return model.text.encode(prompt, width_px=64, height_px=64).cond
+
+
+@pytest.mark.parametrize("count", NUM_VECTORS)
+@pytest.mark.parametrize("kind", ["sd15", "sd2", "sdxl"])
+def test_words_are_read_as_by_diffusers(
+    tiny: LoadTiny, tiny_model: Callable[[str], Path], tmp_path: Path, kind: str, count: int
+) -> None:
+    first, second = vectors(count), vectors(count, seed=8)
+    is_pair = kind == "sdxl"
+    save(tmp_path / "sloth.safetensors", {"clip_l": first, "clip_g": second} if is_pair else {"emb_params": first})
+    model = knowing(tiny(kind), tiny_model(kind), tmp_path)
+    with hushed("transformers", "diffusers"):
+        theirs = import_quietly("diffusers", PIPELINES.get(kind, "StableDiffusionPipeline")).from_pretrained(
+            str(tiny_model(kind)), **({} if is_pair else {"safety_checker": None, "requires_safety_checker": False})
+        )
+        places = (("text_encoder", "tokenizer", first), ("text_encoder_2", "tokenizer_2", second))[: 1 + is_pair]
+        for encoder, tokenizer, learnt in places:
+            where = {"text_encoder": getattr(theirs, encoder), "tokenizer": getattr(theirs, tokenizer)}
+            theirs.load_textual_inversion({"sloth": learnt if count > 1 else learnt[0]}, token="sloth", **where)
+    for prompt in PROMPTS:
+        with torch.inference_mode():
+            expected = theirs.encode_prompt(prompt) if is_pair else theirs.encode_prompt(prompt, "cpu", 1, True)
+        found = model.text.encode(prompt, width_px=64, height_px=64)
+        torch.testing.assert_close(found.cond, expected[0][0], rtol=0, atol=1e-5)
+        if is_pair:
+            torch.testing.assert_close(found.pooled_cond, expected[2][0], rtol=0, atol=1e-5)
+    assert torch.equal(encode(model, "a slothful cat"), encode(tiny(kind), "a slothful cat")), "a word is whole"
+    assert model.info.learnt_words == ("sloth",)
+
+
+def test_every_layout_is_the_same_word_and_pages_tell_it_from_letters(
+    tiny: LoadTiny, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    learnt = vectors(2)
+    a1111 = {"string_to_token": {"*": 265}, "name": "old", "step": 9, "sd_checkpoint": None}
+    layouts: dict[str, dict[str, Any]] = {
+        "a.pt": {**a1111, "string_to_param": {"*": learnt}},
+        "b.pt": {**a1111, "string_to_param": nn.ParameterDict({"*": nn.Parameter(learnt)})},
+        "deep/c.bin": {"<c-toy>": learnt},
+        "d.safetensors": {"<d-toy>": learnt},
+        "e.safetensors": {"emb_params": learnt},
+        "f.bin": {"f": learnt},
+    }
+    for name, content in layouts.items():
+        save(tmp_path / name, content)
+    (tmp_path / "readme.txt").write_text("not a word")
+    model = knowing(tiny("sd15"), tiny_model("sd15"), tmp_path)
+    assert model.info.learnt_words == ("a", "b", "d", "<d-toy>", "c", "<c-toy>", "e", "f")
+    found = {name: encode(model, f"red {name} fox") for name in model.info.learnt_words}
+    assert all(torch.equal(one, found["a"]) for one in found.values())
+    assert not torch.equal(found["a"], encode(tiny("sd15"), "red a fox"))
+    pages = pages_of(model)
+    told = [pages.condition(f"red {name} fox", None, width_px=64, height_px=64) for name in ("a", "zz")]
+    keys = [pages.gather([one.cond]).layers[0].keys for one in told]
+    plain = model.unet.cross_attention.keys_values(found["a"][None]).layers[0].keys
+    torch.testing.assert_close(keys[0], plain, rtol=0, atol=1e-5)
+    assert not torch.allclose(keys[0], keys[1], atol=1e-3)
+
+
+def test_a_word_is_weighed_found_in_capitals_and_never_cut(
+    tiny: LoadTiny, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    save(tmp_path / "sloth.pt", {"string_to_param": {"*": vectors(6)}})
+    model = knowing(tiny("sd15"), tiny_model("sd15"), tmp_path)
+    assert torch.equal(encode(model, "a SLOTH"), encode(model, "a sloth"))
+    weighted = model.text.windows("a (sloth:1.3)")[0].chunks[0]
+    assert weighted.weights[:9] == (1.0, 1.0, *(1.3,) * 6, 1.0)
+    filler = "cat " * 71
+    first, second = (window.chunks[0].ids for window in model.text.windows(f"{filler}sloth dog"))
+    ids = list(model.text.encoders[0].learnt.ids["sloth"]) if model.text.encoders[0].learnt else []
+    assert not set(ids) & set(first)
+    assert list(second[1:7]) == ids
+
+
+def test_words_of_another_family_stay_out_and_prompts_with_them_are_refused(
+    tiny: LoadTiny, tiny_model: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path / "wide.safetensors", {"emb_params": torch.zeros(2, 1024)})
+    save(tmp_path / "two.safetensors", {"clip_l": vectors(1), "clip_g": vectors(1)})
+    model = knowing(tiny("sd15"), tiny_model("sd15"), tmp_path)
+    assert (
+        "the learnt word 'wide' stays out: wide.safetensors is 1024 numbers wide, this model reads 64." in caplog.text
+    )
+    assert model.info.learnt_words == ()
+    for name, why in (("Wide", "is 1024 numbers wide"), ("two", "is 64 and 64 numbers wide")):
+        with pytest.raises(InvalidRequest, match=f"the learnt word '{name}' cannot be used: .* {why}") as no:
+            encode(model, f"a {name} fox")
+        assert no.value.param == "prompt"
+    assert torch.equal(encode(model, "a widely red fox"), encode(tiny("sd15"), "a widely red fox"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("x.safetensors", {"a": torch.zeros(64), "b": torch.zeros(64)}, "holds 'a', 'b', which is no learnt word"),
+        ("x.safetensors", {"emb_params": torch.zeros(1, 2, 64)}, "holds 'emb_params', which is no learnt word"),
+        ("x.safetensors", {"emb_params": torch.full((1, 64), torch.nan)}, "1 to 75, all finite"),
+        ("x.safetensors", {"emb_params": torch.zeros(76, 64)}, "holds 76 vectors"),
+        ("x.pt", {"string_to_param": {}}, "which is no learnt word"),
+        ("x.bin", [1, 2], "holds nothing"),
+        ("x.pt", Path("/"), "cannot be read as a learnt word"),
+    ],
+)
+def test_what_is_no_word_is_named(tmp_path: Path, name: str, content: Any, why: str) -> None:
+    save(tmp_path / name, content)
+    with pytest.raises(ModelLoadError, match=why) as no:
+        read_words(tmp_path, [DIM])
+    assert str(tmp_path / name) in no.value.message
+    assert "\n" not in no.value.message
+
+
+def test_folders_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"there is no folder .*none; model.embeddings_dir names"):
+        read_words(tmp_path / "none", [DIM])
+    for name in ("one/cat.pt", "two/Cat.bin"):
+        save(tmp_path / name, {"cat": vectors(1)})
+    with pytest.raises(ModelLoadError, match=r"two files in .* are called 'Cat'; rename one"):
+        read_words(tmp_path, [DIM])
+
+
+def test_a_picture_with_a_learnt_word_is_another(
+    tiny: LoadTiny, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    from diffserve.config import EngineConfig
+    from diffserve.engine import Engine
+
+    save(tmp_path / "sloth.pt", {"string_to_param": {"*": vectors(1)}})
+    model = knowing(tiny("sd15"), tiny_model("sd15"), tmp_path)
+    request = asked("sd15", "ddim", prompt="a sloth", seed=1, num_steps=2)
+    (learnt,), (plain,) = (Engine(one, EngineConfig(max_rows=2)).generate([request]) for one in (model, tiny("sd15")))
+    assert learnt.picture != plain.picture
+    digest = hashlib.sha256((tmp_path / "sloth.pt").read_bytes()).hexdigest()
+    told = parse_infotext(write_infotext(learnt, width_px=64, height_px=64)).fields["TI hashes"]
+    assert told == f"sloth: {digest[:12]}"
+    assert not plain.word_digests

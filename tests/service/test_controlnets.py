@@ -1,0 +1,93 @@
+"""ControlNets over HTTP: listed, refused, painted with, and told in answers and files."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from diffserve.client import Client
+from diffserve.client.answers import Images
+from diffserve.controlnets import Control, digest_of
+from diffserve.errors import InvalidRequest
+from diffserve.images import encode_image, read_infotext
+from diffserve.infotext import parse_infotext
+from diffserve.runtime.loading.library_imports import import_quietly
+from diffserve.service.http.middleware import TEXT_BODY_BYTES
+from diffserve.types import Picture
+from tests.engine.controlnets import control_map, save_controlnet
+from tests.service.server import running_server
+from tests.ui.asking import Request
+from tests.ui.test_creating import Page
+from ui.server import Server
+
+
+@pytest.mark.slow
+def test_pictures_go_by_files_in_base64_and_say_so(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    unet = import_quietly("diffusers", "UNet2DConditionModel").from_pretrained(str(tiny_model("sd15") / "unet"))
+    folder = save_controlnet(unet, tmp_path / "controls" / "edges", 1).parent
+    config = f'[model]\ndtype = "float32"\ncontrolnet_dir = {json.dumps(str(folder))}\n'
+    fields = {"prompt": "a cat", "seed": 3, "num_inference_steps": 2, "size": "64x64", "sampler": "ddim"}
+    picture = control_map(5, 128, 128)
+    file = encode_image(picture)
+    told = Control("edges", 0.8, 0.0, 0.5, "canny", digest_of(128, 128, picture.data))
+    chosen = {"name": "edges", "scale": 0.8, "end": 0.5, "preprocessor": "canny"}
+    with running_server(tiny_model("sd15"), tmp_path / "server", config=config) as server, Client(server.url) as client:
+        server.wait_until_ready()
+        url = f"{server.url}/v1/images/generations"
+
+        def painted(**more: object) -> bytes:
+            answer = httpx.post(url, json=fields | more, timeout=60).raise_for_status().json()
+            controls = answer["controlnets"]
+            assert controls == ([{name: getattr(told, name) for name in told.__struct_fields__}] if more else [])
+            return base64.b64decode(answer["data"][0]["b64_json"])
+
+        plain = base64.b64encode(file).decode()
+        first = painted(controlnets=[chosen | {"image": plain}])
+        assert painted(controlnets=[chosen | {"image": f"data:image/png;base64,{plain}"}]) == first != painted()
+        assert parse_infotext(read_infotext(first) or "").fields["ControlNet 0"] == told.label
+        [image] = [model.capabilities.image for model in client.models() if model.capabilities is not None]
+        assert image is not None
+        assert image.controlnets == ("edges",)
+        made = paint(client, file)
+        assert [(one.name, one.scale, one.image) for one in made.controlnets] == [("edges", 1.0, told.image)]
+        with pytest.raises(InvalidRequest, match="image is 128x64 px, the picture 64x64"):
+            paint(client, encode_image(control_map(0, 128, 64)))
+        noise = np.random.default_rng(0).integers(0, 256, (1024, 1024, 3), dtype=np.uint8)
+        large = encode_image(Picture.from_array(noise))
+        assert len(large) > 3 * TEXT_BODY_BYTES
+        paint(client, large)
+        assert server.num_stalls() == 0
+        asyncio.run(at_the_page(server.url, tmp_path / "edges.png", file))
+
+
+async def at_the_page(url: str, upload: Path, file: bytes) -> None:
+    """A picture is chosen for a ControlNet, is no longer where it was sent, and is gone by."""
+    server = Server(url)
+    page = Page(server)
+    try:
+        chosen = {"control": "edges", "control_scale": "0.8", "control_steps": "0-0.5", "preprocessor": "canny"}
+        await page.rest(page.ask(**chosen))
+        assert "has no picture to go by" in page.caption
+        upload.write_bytes(b"no picture")
+        assert 'role="alert"' in (await page.choose_control(upload))[1]
+        upload.write_bytes(file)
+        assert (await page.choose_control(upload))[0] == "edges.png, 128x128"
+        assert not upload.exists()
+        await page.rest(page.ask(**chosen, size="64x64"))
+        [picture] = page.visitors.of(Request.session_hash).pictures
+        assert "Module: canny, Model: edges, Weight: 0.8" in picture.infotext
+    finally:
+        await server.close()
+
+
+def paint(client: Client, image: bytes) -> Images:
+    return client.generate(
+        "a cat", controlnets=[{"name": "edges", "image": image}], size="64x64", num_inference_steps=1
+    )

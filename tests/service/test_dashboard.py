@@ -1,0 +1,66 @@
+"""The dashboard and the alerts that are shipped, held against the metrics of a live server."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.service.server import RunningServer
+
+pytestmark = pytest.mark.slow
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+METRIC = re.compile(r"(diffserve_\w+)(?:\{([^}]*)\})?")
+GROUPED = re.compile(r"\bby \(([^)]*)\)")
+MATCHED = re.compile(r"(\w+)(?:=~|!~|!=|=)")
+SHOWN = re.compile(r"\{\{\s*(?:\$labels\.)?(\w+)\s*\}\}")
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """Every expression, and the words that are shown with it."""
+    for panel in json.loads((CONFIGS / "grafana.json").read_text())["panels"]:
+        for target in panel["targets"]:
+            yield target["expr"], target["legendFormat"]
+    for group in yaml.safe_load((CONFIGS / "alerts.yml").read_text())["groups"]:
+        for rule in group["rules"]:
+            yield rule["expr"], rule["annotations"]["summary"]
+
+
+def seen(server: RunningServer) -> dict[str, set[str]]:
+    """The labels of every metric that ``server`` tells, once it has painted, said and refused something."""
+    assert server.paint(stream=True, partial_images=1, num_steps=3).status_code == 200
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
+    assert server.client.post("/v1/chat/completions", json=body).status_code == 200
+    assert server.client.get("/nowhere").status_code == 404
+    found: dict[str, set[str]] = {}
+    told = server.client.get("/metrics").text
+    assert re.search(r"^diffserve_image_encode_seconds_count [1-9]", told, re.MULTILINE)
+    for family in text_string_to_metric_families(told):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def test_every_metric_and_label_that_is_drawn_or_watched_exists(text_server: RunningServer) -> None:
+    found = seen(text_server)
+    unknown = []
+    for expression, words in expressions():
+        used = METRIC.findall(expression)
+        assert used, expression
+        known = set.union(*(found.get(name, set()) for name, _ in used))
+        unknown += [name for name, _ in used if name not in found]
+        for name, matchers in used:
+            unknown += [f"{name}{{{one}}}" for one in set(MATCHED.findall(matchers)) - found.get(name, set())]
+        grouped = {one.strip() for group in GROUPED.findall(expression) for one in group.split(",")}
+        unknown += [f"{one} in {expression}" for one in grouped | set(SHOWN.findall(words)) if one not in known]
+        grouped.discard("le")
+        is_aggregated = "sum" in expression
+        assert not is_aggregated or set(SHOWN.findall(words)) <= grouped, f"{words} of {expression}"
+    assert not unknown
+    assert len(list(expressions())) > 40

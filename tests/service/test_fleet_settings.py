@@ -1,0 +1,94 @@
+"""What each of several engines is started with, and how their numbers become one."""
+
+from __future__ import annotations
+
+import pytest
+
+from diffserve.config import Flag, Settings, load_settings
+from diffserve.engine_stats import EngineStats, ImageStats, ModelStats, PageStats, ShareStats, TenantPages, gone, merged
+from diffserve.errors import ConfigError
+from diffserve.service.engine import fleet
+from diffserve.service.engine.fleet import settings_of_each, told_of_devices
+
+
+def settings(devices: str, **env: str) -> Settings:
+    return load_settings(env={"DIFFSERVE_SERVE_DEVICES": devices, **env}, models=["turbo=embedded-turbo"])
+
+
+def stats(scale: int) -> EngineStats:
+    """Whose every number is a multiple of ``scale``."""
+    tenant = TenantPages(
+        tenant="unet", held_pages=scale, idle_pages=scale, evicted_pages=scale, asked_tokens=scale, found_tokens=scale
+    )
+    images = ImageStats(
+        num_running=scale,
+        num_waiting=scale,
+        num_steps=scale,
+        num_rows=scale,
+        num_painted=scale,
+        num_failed=scale,
+        busy_s=scale,
+        num_lanes=scale,
+    )
+    return EngineStats(
+        num_live=scale,
+        num_wishes=scale,
+        images=images,
+        share=ShareStats(share=0.25, image_s=scale, text_s=scale),
+        models=(ModelStats(name="photo", is_loaded=scale > 1, images=images),),
+        pages=PageStats(num_pages=scale, page_bytes=64, free_pages=scale, tenants=(tenant,)),
+    )
+
+
+def test_every_engine_has_its_device_for_all_models_and_its_part_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "_num_cores", lambda: 7)
+    each = settings_of_each(settings("cuda:0, cpu,cpu"))
+    assert [(one.model.device, one.models[0].device) for one in each] == [("cuda:0",) * 2, ("cpu",) * 2, ("cpu",) * 2]
+    assert [one.engine.threads for one in each] == [None, 3, 3]
+    assert (
+        told_of_devices(settings("cpu,cpu", DIFFSERVE_ENGINE_THREADS="1")) == "2 engines: cpu, 1 thread; cpu, 1 thread"
+    )
+    assert told_of_devices(settings("cuda:0,cuda:1")) == "2 engines: cuda:0; cuda:1"
+    many = [one.engine.threads for one in settings_of_each(settings(",".join(["cpu"] * 20)))]
+    assert many == [1] * 20
+
+
+def test_without_devices_there_is_one_engine_as_configured() -> None:
+    plain = load_settings(env={})
+    assert settings_of_each(plain) == [plain]
+    assert told_of_devices(plain) == ""
+    [one] = settings_of_each(settings("cuda:1"))
+    assert (one.model.device, one.engine.threads, told_of_devices(settings("cuda:1"))) == ("cuda:1", None, "")
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [(["cuda:0", "cuda:0"], "twice"), (["cuda", "cuda:0"], "twice"), (["tpu"], "'tpu'"), (["cpu", ""], "''")],
+)
+def test_devices_that_cannot_be_are_refused(devices: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--devices: devices has .*{said}"):
+        load_settings(env={}, flags={"serve.devices": Flag("--devices", devices)})
+
+
+def test_engines_side_by_side_do_not_share_a_second_device() -> None:
+    split = {"DIFFSERVE_ENGINE_SPLIT_GUIDANCE": "cuda:2"}
+    assert settings("cuda:0", **split).engine.split_guidance == "cuda:2"
+    with pytest.raises(ConfigError, match="'cuda:2' cannot be the second device of several engines"):
+        settings("cuda:0,cuda:1", **split)
+
+
+def test_numbers_of_several_engines_are_added_up() -> None:
+    both = merged([stats(1), stats(2)])
+    assert (both.num_live, both.images.num_painted, both.share.image_s, both.share.share) == (3, 3, 3, 0.25)
+    assert [(one.name, one.is_loaded, one.images.num_steps) for one in both.models] == [("photo", True, 3)]
+    assert both.pages is not None
+    assert (both.pages.num_pages, both.pages.page_bytes, both.pages.tenants[0].found_tokens) == (3, 64, 3)
+    assert (both.texts, merged([stats(4)])) == (None, stats(4))
+
+
+def test_of_an_engine_that_is_gone_the_counters_stay() -> None:
+    left = gone(stats(2))
+    assert (left.num_live, left.images.num_running, left.images.num_lanes) == (0, 0, 0)
+    assert (left.images.num_painted, left.images.busy_s, left.models[0].is_loaded) == (2, 2, False)
+    assert left.pages is not None
+    assert (left.pages.num_pages, left.pages.tenants[0].held_pages, left.pages.tenants[0].asked_tokens) == (0, 0, 2)

@@ -1,0 +1,161 @@
+"""One answer for each Idempotency-Key: without an engine, and of a real server that is killed between."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from diffserve.config import load_settings
+from diffserve.errors import DiffserveError, QueueFull
+from diffserve.service.app import _reply
+from diffserve.service.stored.idempotency import Idempotency
+from diffserve.service.stored.owners import Owners
+from diffserve.store import Database
+from diffserve.store.replies import Replies
+from tests.service.server import GENERATIONS, RunningServer, error_of, files_of, running_server
+
+KEY = "Idempotency-Key"
+
+
+def test_the_same_is_answered_once_and_another_is_refused(tmp_path: Path) -> None:
+    """Together, one after the other, and by an application that knows nothing but the file."""
+    asked: list[bytes] = []
+    release = asyncio.Event()
+
+    async def work(request: Request) -> Response:
+        asked.append(await request.body())
+        await release.wait()
+        if b"wrong" in asked[-1]:
+            raise QueueFull("full", retry_after_s=1.0)
+        return JSONResponse({"number": len(asked)}, headers={"x-diffserve-warnings": "one"})
+
+    def application() -> FastAPI:
+        app = FastAPI()
+        app.add_exception_handler(DiffserveError, _reply)
+        idempotency = Idempotency(Replies(Database(tmp_path)), Owners(load_settings(env={}).serve, None))
+
+        async def answer(request: Request) -> Response:
+            return await idempotency.answer(request, work)
+
+        app.add_api_route("/v1/a", answer, methods=["POST"])
+        app.add_api_route("/v1/b", answer, methods=["POST"])
+        return app
+
+    async def ask_all() -> None:
+        def client() -> httpx.AsyncClient:
+            return httpx.AsyncClient(transport=httpx.ASGITransport(application()), base_url="http://x")
+
+        async with client() as one:
+            both = [asyncio.create_task(one.post("/v1/a", json={"a": 1, "b": 2}, headers={KEY: "k"})) for _ in range(5)]
+            while not asked:
+                await asyncio.sleep(0.001)
+            other = await one.post("/v1/a", json={"a": 2}, headers={KEY: "k"})
+            assert (other.status_code, error_of(other)["code"]) == (422, "idempotency_key_reused")
+            release.set()
+            answers = await asyncio.gather(*both)
+            assert [answer.json() for answer in answers] == [{"number": 1}] * 5
+            assert [answer.headers.get("idempotent-replayed") for answer in answers] == [None, *["true"] * 4]
+            assert (await one.post("/v1/b", json={"a": 1, "b": 2}, headers={KEY: "k"})).json() == {"number": 2}
+            assert (await one.post("/v1/a", json={"a": 1, "b": 2})).json() == {"number": 3}, "without a key, anew"
+            for number in (4, 5):
+                refused = await one.post("/v1/a", json={"wrong": 1}, headers={KEY: "w"})
+                assert (refused.status_code, len(asked)) == (429, number), "what failed is done again"
+            for file in (b"x", b"x", b"y"):
+                sent = await one.post("/v1/a", files={"file": file}, headers={KEY: "form"})
+            assert (sent.status_code, len(asked)) == (422, 6), "a form is the same whatever its boundary"
+            for bad in (b"", b"k" * 256, "schlüssel".encode("latin-1"), b"a\tb"):
+                answer = await one.post("/v1/a", json={}, headers=[(KEY.encode(), bad)])
+                assert (answer.status_code, error_of(answer)["param"]) == (400, KEY)
+        async with client() as later:
+            again = await later.post("/v1/a/".rstrip("/"), content=b'{"b":2,  "a":1}', headers={KEY: "k"})
+            assert (again.status_code, len(asked)) == (422, 6), "JSON that does not say so is something else"
+            again = await later.post("/v1/a", json={"b": 2, "a": 1}, headers={KEY: "k"})
+            assert (again.json(), again.headers["x-diffserve-warnings"]) == ({"number": 1}, "one")
+
+    asyncio.run(ask_all())
+
+
+def test_answers_are_kept_for_a_day_and_within_bounds(tmp_path: Path) -> None:
+    from diffserve.store.replies import Reply, name_of
+
+    now_s = 1e9
+    replies = Replies(Database(tmp_path), max_bytes=100, clock=lambda: now_s)
+    for number in range(4):
+        replies.add(name_of("", "/a", str(number)), Reply(b"d", 200, {}, b"x" * 40))
+        now_s += 1
+    kept = [replies.get(name_of("", "/a", str(number))) is not None for number in range(4)]
+    assert kept == [False, False, True, True]
+    replies.add(name_of("", "/a", "long"), Reply(b"d", 200, {}, b"x" * 101))
+    assert replies.get(name_of("", "/a", "long")) is None
+    assert replies.get(name_of("key-other", "/a", "3")) is None
+    now_s += 24 * 3600
+    assert replies.get(name_of("", "/a", "3")) is None
+
+
+@pytest.mark.slow
+def test_a_picture_comes_to_whoever_asks_again(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Its first client hangs up; a second waits for the same work; a third asks a server that was killed since."""
+    body: dict[str, Any] = {"prompt": "a red fox", "num_inference_steps": 150, "size": "64x64"}
+    told = {KEY: "my order"}
+    with running_server(tiny_model("sd15"), tmp_path) as server:
+        server.wait_until_ready()
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}{GENERATIONS}", json=body, headers=told, timeout=0.5)
+        waited = server.client.post(GENERATIONS, json=body, headers=told)
+        assert waited.headers["idempotent-replayed"] == "true"
+        first = files_of(waited)
+        assert server.num_ended("finished") == 1
+        assert server.num_ended("cancelled") == 0
+        streamed = _stream(server, body | {"stream": True, "num_inference_steps": 3}, "stream")
+        assert b"completed" in streamed
+        assert _stream(server, body | {"stream": True, "num_inference_steps": 3}, "stream") == streamed
+        _hang_up(server, body | {"stream": True}, "left")
+        deadline_s = time.monotonic() + 60
+        while server.num_ended("cancelled") == 0 and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        assert server.num_ended("cancelled") == 1, "hanging up ends a stream"
+        server.process.kill()
+        server.process.wait()
+    with running_server(tiny_model("sd15"), tmp_path) as server:
+        server.wait_until_ready()
+        assert files_of(server.client.post(GENERATIONS, json=body, headers=told)) == first
+        assert server.num_ended("finished") == 0
+
+
+def _stream(server: RunningServer, body: dict[str, Any], key: str) -> bytes:
+    answer = server.client.post(GENERATIONS, json=body, headers={KEY: key})
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+    return answer.content
+
+
+def _hang_up(server: RunningServer, body: dict[str, Any], key: str) -> None:
+    with server.client.stream("POST", GENERATIONS, json=body, headers={KEY: key}) as answer:
+        next(answer.iter_bytes())
+
+
+@pytest.mark.slow
+def test_fifty_at_once_paint_one_picture(server: RunningServer) -> None:
+    before = server.num_ended("finished")
+    body = {"prompt": "a blue whale", "num_inference_steps": 5, "size": "64x64"}
+    seeds: list[int] = []
+
+    def ask() -> None:
+        answer = httpx.post(f"{server.url}{GENERATIONS}", json=body, headers={KEY: "fifty"}, timeout=120)
+        seeds.append(answer.json()["data"][0]["seed"])
+
+    threads = [threading.Thread(target=ask) for _ in range(50)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(seeds), len(set(seeds)), server.num_ended("finished") - before) == (50, 1, 1)

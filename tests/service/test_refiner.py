@@ -1,0 +1,51 @@
+"""A refiner and a scorer over HTTP: asked for by a field, told in the answer, in the stream and in the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from diffserve.client import Client, CompletedImage, Progress
+from diffserve.images import read_infotext
+from diffserve.infotext import parse_infotext
+from tests.service.server import running_server
+from tests.tiny_models import save_clip
+
+
+@pytest.mark.slow
+def test_a_picture_is_refined_and_the_best_of_several_are_delivered(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    config = "".join(
+        f"{name} = {json.dumps(str(value))}\n"
+        for name, value in (("refiner", tiny_model("refiner")), ("scorer", save_clip(tmp_path / "clip")))
+    )
+    config = f'[model]\ndtype = "float32"\n{config}'
+    with running_server(tiny_model("sdxl"), tmp_path / "server", config=config) as server:
+        server.wait_until_ready()
+        with Client(server.url) as client:
+            [image] = [model.capabilities.image for model in client.models() if model.capabilities is not None]
+            assert image is not None
+            assert image.scorer == "clip"
+            plain, refined = (
+                client.generate("a cat", seed=1, num_inference_steps=4, sampler="ddim", refiner=refiner)
+                for refiner in (False, True)
+            )
+            assert plain.images[0].file != refined.images[0].file
+            assert (plain.refiner, plain.switch_at) == (None, None)
+            assert (refined.refiner, refined.switch_at) == (image.refiner, 0.8)
+            fields = parse_infotext(read_infotext(refined.images[0].file) or "").fields
+            assert (fields["Refiner"], fields["Refiner switch at"]) == (image.refiner, "0.8")
+            best = client.generate("a cat", seed=1, num_inference_steps=1, n=2, best_of=3)
+            scores = [one.score or 0.0 for one in best.images]
+            assert scores == sorted(scores, reverse=True)
+            assert len(set(scores)) == 2
+            assert best.usage.num_evaluations == 6
+            again = client.generate("a cat", seed=best.images[0].seed, num_inference_steps=1)
+            assert again.images[0].score is None
+            told = list(client.generate_stream("a cat", seed=1, num_inference_steps=1, best_of=3))
+            assert {one.image_index for one in told if isinstance(one, Progress)} == {None, 0, 1, 2}
+            assert [(one.image_index, one.score) for one in told if isinstance(one, CompletedImage)] == [(0, scores[0])]

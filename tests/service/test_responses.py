@@ -1,0 +1,595 @@
+"""OpenAI's own client and its Responses over a real socket: texts, conversations that go on, pictures as a tool."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from diffserve.client import AsyncClient, Client, Embeddings, PaintedPicture, Response, ResponseDelta, ResponseEnd
+from diffserve.config import load_settings
+from diffserve.errors import DiffserveError, InvalidRequest
+from diffserve.service.http.errors import HttpError
+from diffserve.service.responses.conversation import Turn, items_of, page_of, read_turns
+from diffserve.service.responses.kept import KeptResponse, KeptResponses
+from diffserve.service.responses.planning import plan_picture, plan_text
+from diffserve.service.responses.schemas import ResponseBody, Tool
+from diffserve.store import Database, Keys
+from tests.service import talker
+from tests.service.server import GENERATIONS, SOON_S, RunningServer, error_of, files_of, running_server, wait_for
+from tests.service.talker import FOX, SCRIPT
+from tests.service.test_capabilities import LANGUAGE
+
+RESPONSES = "/v1/responses"
+HOW: dict[str, Any] = {"size": "64x64", "num_inference_steps": 3, "seed": 7}
+TOOL: dict[str, Any] = {"type": "image_generation", **HOW}
+ASKED: dict[str, Any] = {"model": "talker", "input": "a fox", "temperature": 0}
+PAINTED: dict[str, Any] = {"model": "gpt-5", "input": "a red fox", "tools": [TOOL]}
+MESSAGE = [
+    *("response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"),
+    *["response.output_text.delta"] * len(SCRIPT["fox"]),
+    *("response.output_text.done", "response.content_part.done", "response.output_item.done", "response.completed"),
+]
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """The events of a stream, after checking that each is called what it is and that they are numbered in turn."""
+    told = []
+    for block in text.removesuffix("\n\n").split("\n\n"):
+        name, _, data = block.partition("\n")
+        if not block.startswith(":"):
+            told.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {told[-1]['type']}"
+    assert [one["sequence_number"] for one in told] == list(range(len(told)))
+    return told
+
+
+def data_url(file: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(file).decode()}"
+
+
+def test_urgency_reaches_texts_and_pictures() -> None:
+    config = load_settings(env={}).serve
+    body = ResponseBody(input="a fox", service_tier="flex", deadline_s=9.0, tools=[Tool(type="image_generation")])
+    turns = read_turns(body.input, lambda _: None)
+    text = plan_text(body, turns, turns, LANGUAGE, config, "txt-1")
+    assert (text.priority, text.deadline_s) == ("batch", 9.0)
+    picture = plan_picture(body, body.tools[0], turns, None) if body.tools else None
+    assert picture is not None
+    assert picture.urgency(600.0) == {"priority": "batch", "deadline_s": 9.0}
+    assert ResponseBody(input="a fox").urgency(600.0) == {"priority": "interactive", "deadline_s": 600.0}
+
+
+@pytest.mark.slow
+def test_it_says_what_a_chat_says(text_client: OpenAI) -> None:
+    answer = text_client.responses.create(**ASKED, instructions="be brief", metadata={"a": "b"})
+    chat = text_client.chat.completions.create(
+        model="talker",
+        messages=[{"role": "system", "content": "be brief"}, {"role": "user", "content": "a fox"}],
+        temperature=0,
+    )
+    assert answer.output_text == chat.choices[0].message.content == FOX
+    assert (answer.status, answer.error, answer.incomplete_details) == ("completed", None, None)
+    assert (answer.object, answer.model, answer.metadata) == ("response", "talker", {"a": "b"})
+    assert (answer.temperature, answer.tools, answer.tool_choice) == (0.0, [], "auto")
+    [message] = answer.output
+    assert (message.type, message.status, message.id[:4]) == ("message", "completed", "msg_")
+    assert answer.usage is not None
+    assert chat.usage is not None
+    assert answer.usage.total_tokens == chat.usage.total_tokens
+    assert answer.usage.input_tokens_details.cached_tokens >= 0
+
+
+@pytest.mark.slow
+def test_a_stream_tells_it_in_openais_events(text_client: OpenAI, text_server: RunningServer) -> None:
+    told = events_of(text_server.client.post(RESPONSES, json={**ASKED, "stream": True}).text)
+    assert [one["type"] for one in told] == MESSAGE
+    assert [one["delta"] for one in told if "delta" in one] == list(SCRIPT["fox"])
+    assert told[-1]["response"]["output"][0] == told[-2]["item"]
+    with text_client.responses.stream(**ASKED) as stream:
+        assert [one.type for one in stream] == MESSAGE
+        assert stream.get_final_response().output_text == FOX
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_text_that_is_too_long_is_incomplete(text_server: RunningServer, is_stream: bool) -> None:
+    response = text_server.client.post(RESPONSES, json={**ASKED, "max_output_tokens": 2, "stream": is_stream})
+    answer = events_of(response.text)[-1]["response"] if is_stream else response.json()
+    assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert answer["output"][0]["content"][0]["text"] == "a red fox, deep snow"
+    assert not is_stream or events_of(response.text)[-1]["type"] == "response.incomplete"
+
+
+@pytest.mark.slow
+def test_logprobs_come_where_they_are_asked_for(text_client: OpenAI) -> None:
+    answer = text_client.responses.create(
+        model="talker", input="either", temperature=0, top_logprobs=3, include=["message.output_text.logprobs"]
+    )
+    [part] = answer.output[0].content
+    [token] = part.logprobs
+    assert (token.token, len(token.top_logprobs)) == ("a boat", 3)
+
+
+@pytest.mark.slow
+def test_a_conversation_goes_on_by_its_id_and_by_its_items(text_client: OpenAI) -> None:
+    first = text_client.responses.create(**ASKED)
+    nonce = uuid.uuid4().hex
+    told = [
+        text_client.responses.create(
+            model="talker", input=f"{nonce} umlaut", temperature=0, previous_response_id=first.id
+        ),
+        text_client.responses.create(
+            model="talker",
+            input=[
+                {"role": "user", "content": "a fox"},
+                *(item.to_dict() for item in first.output),
+                {"role": "user", "content": [{"type": "input_text", "text": f"{nonce} umlaut"}]},
+            ],
+            temperature=0,
+        ),
+        text_client.responses.create(
+            model="talker",
+            input=[
+                {"role": "user", "content": "a fox"},
+                {"type": "item_reference", "id": first.output[0].id},
+                {"role": "user", "content": f"{nonce} umlaut"},
+            ],
+            temperature=0,
+        ),
+    ]
+    assert {one.output_text for one in told} == {"ein Bär \N{FOX FACE}"}
+    used = {one.usage.input_tokens for one in told if one.usage}
+    assert len(used) == 1, "each of them is the same conversation"
+    assert first.usage is not None
+    assert used.pop() > first.usage.input_tokens
+    assert told[0].previous_response_id == first.id
+
+
+@pytest.mark.slow
+def test_a_conversation_of_its_own_takes_up_what_is_said_and_painted_in_it(text_client: OpenAI) -> None:
+    begun: list[Any] = [{"role": "user", "content": "a fox"}, {"role": "assistant", "content": "yes"}]
+    made = text_client.conversations.create(metadata={"for": "a test"}, items=begun)
+    assert text_client.conversations.retrieve(made.id) == made
+    assert made.metadata == {"for": "a test"}
+    said = text_client.responses.create(model="talker", input="umlaut", temperature=0, conversation=made.id)
+    by_hand = [*begun, {"role": "user", "content": "umlaut"}]
+    told = text_client.responses.create(model="talker", input=by_hand, temperature=0)
+    assert said.conversation is not None
+    assert (said.conversation.id, said.output_text) == (made.id, told.output_text)
+    assert said.usage is not None
+    assert told.usage is not None
+    assert said.usage.input_tokens == told.usage.input_tokens, "it goes on with what is there"
+    with text_client.responses.stream(model="gpt-5", input="an owl", tools=[TOOL], conversation=made.id) as stream:
+        painted = stream.get_final_response()
+    items = list(text_client.conversations.items.list(made.id, order="asc", limit=2))
+    assert [getattr(item, "role", "painted") for item in items] == ["user", "assistant"] * 2 + ["user", "painted"]
+    assert [items[-3].id, items[-1].id] == [said.output[0].id, painted.output[0].id]
+    text_client.responses.delete(said.id)
+    assert len(list(text_client.conversations.items.list(made.id))) == 6, "those stay that were said"
+    both: Any = {"previous_response_id": painted.id, "conversation": {"id": made.id}}
+    with pytest.raises(openai.BadRequestError, match="give one of them"):
+        text_client.responses.create(**ASKED, **both)
+    assert text_client.conversations.delete(made.id).deleted
+    for gone in (text_client.conversations.retrieve, text_client.conversations.delete):
+        with pytest.raises(openai.NotFoundError, match="there is no conversation") as caught:
+            gone(made.id)
+        assert caught.value.code == "conversation_not_found"
+    with pytest.raises(openai.NotFoundError):
+        text_client.responses.create(**ASKED, conversation=made.id)
+    with pytest.raises(openai.BadRequestError, match=r"items\[0\].role is missing"):
+        text_client.conversations.create(items=[{"type": "message", "content": "x"}])
+
+
+@pytest.mark.slow
+def test_what_is_kept_can_be_had_again_and_forgotten(text_client: OpenAI) -> None:
+    made = text_client.responses.create(**ASKED)
+    with text_client.responses.stream(**ASKED) as stream:
+        streamed = stream.get_final_response()
+    assert text_client.responses.retrieve(made.id).to_dict() == made.to_dict()
+    assert text_client.responses.retrieve(streamed.id).output_text == streamed.output_text == FOX
+    items = text_client.responses.input_items.list(made.id).data
+    assert [item.content[0].text for item in items] == ["a fox"]
+    text_client.responses.delete(made.id)
+    passing = text_client.responses.create(**ASKED, store=False)
+    for gone in (made.id, passing.id, "resp_none"):
+        with pytest.raises(openai.NotFoundError, match="kept in memory") as caught:
+            text_client.responses.retrieve(gone)
+        assert caught.value.code == "response_not_found"
+        with pytest.raises(openai.NotFoundError):
+            text_client.responses.delete(gone)
+        with pytest.raises(openai.BadRequestError) as refused:
+            text_client.responses.create(**ASKED, previous_response_id=gone)
+        assert (refused.value.param, refused.value.code) == ("previous_response_id", "previous_response_not_found")
+
+
+@pytest.mark.slow
+def test_in_the_background_it_is_made_while_nobody_waits_and_can_be_cancelled(
+    client: OpenAI, server: RunningServer
+) -> None:
+    waited = client.responses.create(**PAINTED)
+    begun = client.responses.create(**PAINTED, background=True)
+    assert (begun.status, begun.background, begun.output) == ("in_progress", True, [])
+
+    def over(response_id: str) -> Any:
+        found = client.responses.retrieve(response_id)
+        return None if found.status == "in_progress" else found
+
+    made = wait_for(lambda: over(begun.id), SOON_S, "the response in the background")
+    assert (made.status, made.output[0].result) == ("completed", waited.output[0].result)
+    assert client.responses.cancel(made.id).status == "completed", "what is over stays as it is"
+    with pytest.raises(openai.BadRequestError, match="in the background"):
+        client.responses.cancel(waited.id)
+
+    long = PAINTED | {"tools": [TOOL | {"num_inference_steps": 1000}], "background": True}
+    cancelled, deleted = client.responses.create(**long), client.responses.create(**long)
+    server.wait_for_requests(2)
+    with pytest.raises(openai.BadRequestError, match="still being made"):
+        client.responses.create(**PAINTED, previous_response_id=cancelled.id)
+    assert client.responses.cancel(cancelled.id).status == "cancelled"
+    assert client.responses.retrieve(cancelled.id).error is None
+    server.wait_for_requests(1)
+    client.responses.delete(deleted.id)
+    server.wait_until_idle()
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(deleted.id)
+
+
+@pytest.mark.slow
+def test_a_tool_paints_the_very_picture_that_the_endpoint_of_pictures_does(
+    client: OpenAI, server: RunningServer
+) -> None:
+    [alone] = files_of(server.client.post(GENERATIONS, json={"prompt": "a red fox", **HOW}))
+    for choice in ("auto", "required", {"type": "image_generation"}):
+        answer = client.responses.create(**PAINTED, tool_choice=choice)
+        [call] = answer.output
+        assert call.type == "image_generation_call"
+        assert base64.b64decode(call.result or "") == alone
+        assert (call.status, call.action, call.revised_prompt) == ("completed", "generate", "a red fox")
+        assert (call.output_format, call.size, call.background) == ("png", "64x64", "opaque")
+        assert call.model_extra is not None
+        assert (call.model_extra["seed"], call.model_extra["num_inference_steps"]) == (7, 3)
+    assert answer.model == "sd15", "what painted, whatever the language model was called"
+    assert answer.tool_usage is not None
+    assert answer.tool_usage.image_gen.output_tokens == 64
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == 0
+    assert client.responses.retrieve(answer.id).output[0].result == call.result
+
+
+@pytest.mark.slow
+def test_pictures_are_streamed_with_parts_on_the_way(client: OpenAI) -> None:
+    tool = TOOL | {"partial_images": 2, "output_format": "webp", "n": 2, "num_inference_steps": 6}
+    call = "response.image_generation_call"
+    told = list(client.responses.create(**PAINTED | {"tools": [tool]}, stream=True))
+    kinds = [one.type for one in told]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[2:6] == ["response.output_item.added", f"{call}.in_progress"] * 2
+    assert kinds[-1] == "response.completed"
+    assert [one.sequence_number for one in told] == list(range(len(told)))
+    for index in range(2):
+        mine = [one for one in told if getattr(one, "output_index", None) == index]
+        names = [one.type.removeprefix(f"{call}.").removeprefix("response.") for one in mine]
+        assert names[:3] == ["output_item.added", "in_progress", "generating"]
+        assert names[-2:] == ["completed", "output_item.done"]
+        parts = [one for one in mine if one.type == f"{call}.partial_image"]
+        assert [one.partial_image_index for one in parts] == [0, 1]
+        assert all(base64.b64decode(one.partial_image_b64)[8:12] == b"WEBP" for one in parts)
+    whole = told[-1].response
+    files = [base64.b64decode(item.result) for item in whole.output]
+    assert len(set(files)) == 2
+    alone = client.responses.create(**PAINTED | {"tools": [tool | {"partial_images": 0, "n": 1}]})
+    assert base64.b64decode(alone.output[0].result or "") == files[0]
+
+
+@pytest.mark.slow
+def test_a_picture_in_the_conversation_is_where_painting_begins(client: OpenAI, server: RunningServer) -> None:
+    first = client.responses.create(**PAINTED)
+    picture = first.output[0].result or ""
+    body = {"prompt": "in snow", "image": picture, **HOW}
+    [edited] = files_of(server.client.post("/v1/images/edits", json=body))
+    words = {"type": "input_text", "text": "in snow"}
+    sent = {
+        "role": "user",
+        "content": [words, {"type": "input_image", "image_url": f"data:image/png;base64,{picture}"}],
+    }
+    call = {"type": "image_generation_call", "id": first.output[0].id}
+    ways: list[dict[str, Any]] = [
+        {"input": [sent]},
+        {"input": [{"role": "user", "content": "in snow"}, call]},
+        {"input": [call | {"result": picture}, {"role": "user", "content": "in snow"}]},
+        {"input": "in snow", "previous_response_id": first.id},
+    ]
+    for way in ways:
+        [item] = client.responses.create(model="gpt-5", tools=[TOOL], **way).output
+        assert (item.type, base64.b64decode(item.result or ""), item.action) == (
+            "image_generation_call", edited, "edit",
+        )  # fmt: skip
+    anew = client.responses.create(
+        model="gpt-5",
+        input="a red fox",
+        previous_response_id=first.id,
+        tools=[TOOL | {"action": "generate"}],
+    )
+    assert anew.output[0].result == picture
+    masked = TOOL | {"input_image_mask": {"image_url": data_url(_half_mask())}, "input_fidelity": "high"}
+    [kept] = client.responses.create(model="gpt-5", input=[sent], tools=[masked]).output
+    assert base64.b64decode(kept.result or "") not in (edited, base64.b64decode(picture))
+
+
+def _half_mask() -> bytes:
+    from io import BytesIO
+
+    from PIL import Image
+
+    mask = Image.new("L", (64, 64), 0)
+    mask.paste(255, (0, 0, 64, 32))
+    file = BytesIO()
+    mask.save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.mark.slow
+def test_with_a_language_model_the_choice_decides(text_client: OpenAI) -> None:
+    said = text_client.responses.create(**ASKED, tools=[TOOL], tool_choice="none")
+    assert said.output_text == FOX
+    painted = text_client.responses.create(**ASKED, tools=[TOOL])
+    assert painted.output[0].type == "image_generation_call"
+    wish = TOOL | {"prompt_rewriter": "force"}
+    asked = {"model": "talker", "input": "a fox", "tools": [wish], "instructions": "be brief"}
+    rewritten = text_client.responses.create(**asked)
+    assert rewritten.output[0].revised_prompt == FOX
+    assert rewritten.model_extra is not None
+    assert "instructions change nothing of a picture." in rewritten.model_extra["warnings"]
+    after = text_client.responses.create(model="talker", input="umlaut", temperature=0, previous_response_id=painted.id)
+    assert after.output_text == "ein Bär \N{FOX FACE}"
+
+
+BAD: list[tuple[str, dict[str, Any], str, str]] = [
+    ("no-input", {"input": ...}, "input", "missing_required_parameter"),
+    ("empty-input", {"input": ""}, "input", "empty_input"),
+    ("no-items", {"input": []}, "input", "empty_array"),
+    ("number", {"input": 7}, "input", "invalid_value"),
+    ("odd-item", {"input": [{"type": "function_call_output", "call_id": "1"}]}, "input[0].type", "invalid_value"),
+    ("no-role", {"input": [{"content": "a"}]}, "input[0].role", "missing_required_parameter"),
+    ("no-content", {"input": [{"role": "user"}]}, "input[0].content", "missing_required_parameter"),
+    ("odd-role", {"input": [{"role": "god", "content": "a"}]}, "input[0].role", "invalid_value"),
+    ("odd-part", {"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type",
+     "invalid_value"),
+    ("no-text", {"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text",
+     "missing_required_parameter"),
+    ("no-picture", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+     "input[0].content[0].image_url", "missing_required_parameter"),
+    ("unknown-item", {"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id", "item_not_found"),
+    ("no-item-id", {"input": [{"type": "image_generation_call"}]}, "input[0].id", "missing_required_parameter"),
+    ("tool", {"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_value"),
+    ("function", {"tools": [{"type": "function", "name": "f", "parameters": {}}]}, "tools[0].type",
+     "unsupported_value"),
+    ("tool-twice", {"tools": [TOOL, TOOL]}, "tools", "invalid_value"),
+    ("choice", {"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "unsupported_value"),
+    ("choice-without", {"tool_choice": "required"}, "tool_choice", "invalid_value"),
+    ("steps", {"tools": [TOOL | {"num_inference_steps": 0}]}, "tools[0].num_inference_steps", "invalid_value"),
+    ("too-many-steps", {"tools": [TOOL | {"num_inference_steps": 1000, "eta": 2}]}, "tools[0].eta", "invalid_value"),
+    ("beyond-training", {"tools": [TOOL | {"num_inference_steps": 1000, "clip_skip": 99}]}, "tools[0].clip_skip",
+     "invalid_value"),
+    ("size", {"tools": [TOOL | {"size": "0x0"}]}, "tools[0].size", "invalid_size"),
+    ("format", {"tools": [TOOL | {"output_format": "gif"}]}, "tools[0].output_format", "invalid_value"),
+    ("parts", {"tools": [TOOL | {"partial_images": 4}]}, "tools[0].partial_images", "invalid_value"),
+    ("painter", {"tools": [TOOL | {"model": "nope"}]}, "tools[0].model", "model_not_found"),
+    ("twice-said", {"tools": [TOOL | {"prompt": "a"}]}, "tools[0].prompt", "unsupported_parameter"),
+    ("edit-nothing", {"tools": [TOOL | {"action": "edit"}]}, "input", "invalid_value"),
+    ("mask-nothing", {"tools": [TOOL | {"input_image_mask": {"image_url": "data:,"}}]}, "tools[0].input_image_mask",
+     "invalid_value"),
+    ("nothing-to-paint", {"tools": [TOOL], "input": [{"role": "assistant", "content": "a"}]}, "input",
+     "invalid_value"),
+    ("address", {"tools": [TOOL], "input": [{"role": "user", "content": [
+        {"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "http://localhost/a.png"}]}]},
+     "tools[0].images[0].image_url", "url_not_allowed"),
+    ("no-image", {"tools": [TOOL], "input": [{"role": "user", "content": [
+        {"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}]}]},
+     "input", "invalid_image"),
+    ("seen", {"input": [{"role": "user", "content": [
+        {"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}]}]},
+     "input", "unsupported_value"),
+    ("schema", {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "no"}}}},
+     "text.format.schema", "invalid_json_schema"),
+    ("tokens", {"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
+    ("heat", {"temperature": -1}, "temperature", "invalid_value"),
+    ("top_p", {"top_p": 1.5}, "top_p", "invalid_value"),
+    ("background-stream", {"background": True, "stream": True}, "stream", "unsupported_parameter"),
+    ("background-unkept", {"background": True, "store": False}, "store", "invalid_value"),
+    ("conversation", {"conversation": {"id": ""}}, "conversation.id", "empty_id"),
+    ("template", {"prompt": {"id": "pmpt_1"}}, "prompt", "unsupported_parameter"),
+    ("messages", {"messages": [{"role": "user", "content": "a"}]}, "messages", "unsupported_parameter"),
+    ("metadata", {"metadata": {"a": 1}}, "metadata.a", "invalid_value"),
+    ("long", {"input": "a" * 3000}, "input", "context_length_exceeded"),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fields", "param", "code"), [row[1:] for row in BAD], ids=[row[0] for row in BAD])
+def test_what_is_wrong_is_named(text_server: RunningServer, fields: dict[str, Any], param: str, code: str) -> None:
+    body = {
+        name: value
+        for name, value in (ASKED | {"stream": param.startswith("tools")} | fields).items()
+        if value is not ...
+    }
+    response = text_server.client.post(
+        RESPONSES, content=json.dumps(body), headers={"Content-Type": "application/json"}
+    )
+    error = error_of(response)
+    assert response.status_code == (404 if code == "model_not_found" else 400), error
+    assert (error["param"], error["code"]) == (param, code), error
+
+
+@pytest.mark.slow
+def test_a_server_without_a_language_model_says_how_to_get_one(server: RunningServer) -> None:
+    response = server.client.post(RESPONSES, json={"input": "a fox"})
+    assert (response.status_code, error_of(response)["code"]) == (404, "model_not_found")
+    assert "[text] model" in error_of(response)["message"]
+
+
+@pytest.mark.slow
+def test_a_client_that_hangs_up_ends_the_painting_and_one_may_be_cancelled_by_its_id(server: RunningServer) -> None:
+    long = PAINTED | {"stream": True, "tools": [TOOL | {"num_inference_steps": 900, "n": 8, "progress": True}]}
+    with httpx.stream("POST", f"{server.url}{RESPONSES}", json=long, timeout=SOON_S) as stream:
+        lines = stream.iter_lines()  # held, for whoever drops it hangs up
+        assert next(lines) == "event: response.created"
+        wait_for(server.num_requests, SOON_S, "the picture in the engine")
+    wait_for(lambda: server.num_requests() == 0, SOON_S, "the cancellation")
+    with httpx.stream("POST", f"{server.url}{RESPONSES}", json=long, timeout=SOON_S) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        request_id = stream.headers["x-request-id"]
+        assert server.client.post(f"{GENERATIONS}/{request_id}/cancel").status_code == 200
+        assert '"code":"cancelled"' in "".join(lines)
+
+
+@pytest.fixture(scope="module")
+def keyed(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, list[OpenAI]]]:
+    """A server of its own that asks for keys, and two clients that have one each."""
+    workspace = tmp_path_factory.mktemp("keyed")
+    keys = Keys(Database(workspace / "data"))
+    texts = [keys.add(name, ["generate"])[0] for name in ("mine", "theirs")]
+    with running_server(tiny_model("sd15"), workspace, env=talker.save(workspace)) as server:
+        server.wait_until_ready()
+        yield server, [OpenAI(base_url=f"{server.url}/v1", api_key=text, max_retries=0) for text in texts]
+
+
+@pytest.mark.slow
+def test_whose_key_it_is_not_finds_nothing(keyed: tuple[RunningServer, list[OpenAI]]) -> None:
+    _, (mine, theirs) = keyed
+    made, painted = mine.responses.create(**ASKED), mine.responses.create(**PAINTED)
+    assert mine.responses.retrieve(made.id).id == made.id
+    with pytest.raises(openai.NotFoundError):
+        theirs.responses.retrieve(made.id)
+    with pytest.raises(openai.NotFoundError):
+        theirs.responses.input_items.list(made.id)
+    with pytest.raises(openai.NotFoundError):
+        theirs.responses.delete(made.id)
+    talk = mine.conversations.create()
+    with pytest.raises(openai.NotFoundError):
+        theirs.conversations.items.list(talk.id)
+    with pytest.raises(openai.NotFoundError):
+        theirs.responses.create(**ASKED, conversation=talk.id)
+    with pytest.raises(openai.BadRequestError):
+        theirs.responses.create(**ASKED, previous_response_id=made.id)
+    call: Any = {"type": "image_generation_call", "id": painted.output[0].id}
+    with pytest.raises(openai.BadRequestError, match="nothing is kept"):
+        theirs.responses.create(model="gpt-5", input=[call], tools=[TOOL])
+    mine.responses.delete(made.id)
+
+
+@pytest.mark.slow
+def test_a_picture_that_is_lost_on_the_way_ends_in_response_failed(keyed: tuple[RunningServer, list[OpenAI]]) -> None:
+    server, (client, _) = keyed
+    told: list[Any] = []
+
+    def watch() -> None:
+        for one in client.responses.create(
+            model="gpt-5", input="a red fox", tools=[TOOL | {"num_inference_steps": 500}], stream=True
+        ):
+            told.append(one)
+            if one.type == "response.image_generation_call.generating":
+                server.engine.kill()
+
+    with pytest.raises(openai.APIError, match="stopped before this was finished"):
+        watch()
+    assert told[-1].type == "response.failed"
+    assert told[-1].response.error.code == "engine_unavailable"
+    assert told[-1].response.output[0].status == "failed"
+    server.wait_until_ready()
+
+
+@pytest.mark.slow
+def test_our_own_client_responds(text_server: RunningServer) -> None:
+    with Client(text_server.url) as client:
+        first = client.respond("a fox", temperature=0, store=True)
+        assert (first.text, first.pictures, first.status) == (FOX, [], "completed")
+        [item] = client.respond("in snow", previous_response_id=first.id, tools=[TOOL]).output
+        assert isinstance(item, PaintedPicture)
+        assert (item.action, item.status, item.seed) == ("generate", "completed", 7)
+        *deltas, end = client.respond_stream([{"role": "user", "content": "a fox"}], temperature=0)
+        assert [delta.text for delta in deltas if isinstance(delta, ResponseDelta)] == list(SCRIPT["fox"])
+        assert isinstance(end, ResponseEnd)
+        assert end.response.text == FOX
+        assert client.response(first.id) == first
+        assert (client.forget_response(first.id), client.forget_response(first.id)) == (True, False)
+        with pytest.raises(DiffserveError, match="kept in memory"):
+            client.response(first.id)
+
+    async def all_at_once() -> tuple[Response, Embeddings]:
+        async with AsyncClient(text_server.url) as other:
+            return await asyncio.gather(other.respond("a fox", temperature=0), other.embed("a fox"))
+
+    said, embedded = asyncio.run(all_at_once())
+    assert (said.text, len(embedded.vectors)) == (FOX, 1)
+
+
+def test_what_is_kept_is_bounded_and_whose_it_is() -> None:
+    kept = KeptResponses(max_responses=3, max_bytes=10_000)
+
+    def put(name: str, num_chars: int, owner: str = "me") -> bool:
+        turns = (Turn("assistant", "a" * num_chars, id=f"msg_{name}"),)
+        return kept.put(name, KeptResponse(owner, b"{}", turns))
+
+    def there(name: str, owner: str = "me") -> bool:
+        try:
+            return kept.get(name, owner).owner == owner
+        except HttpError:
+            return False
+
+    assert put("a", 1000)
+    assert put("b", 1000, "they")
+    assert [there("a"), there("a", "they"), there("b", "they"), there("b")] == [True, False, True, False]
+    assert (kept.finder("me")("msg_b"), kept.finder("they")("msg_b")) == (
+        None,
+        Turn("assistant", "a" * 1000, id="msg_b"),
+    )
+    with pytest.raises(InvalidRequest, match="kept in memory"):
+        kept.previous("b", "me")
+    assert put("c", 10)
+    assert put("d", 10)
+    assert [there(name) for name in "acd"] == [False, True, True], "the oldest goes where there are too many"
+    assert put("e", 8000)
+    assert [there(name) for name in "cde"] == [False, True, True]
+    assert put("f", 5000)
+    assert [there(name) for name in "cdef"] == [False, False, False, True], "and where they are too large"
+    assert not put("g", 10010)
+    assert there("f")
+    kept.remove("f", "me")
+    assert not there("f")
+    assert put("theirs", 1000, "they")
+    for name in "hijklm":
+        assert put(name, 3000)
+    assert there("theirs", "they"), "nobody drives out what others keep"
+    assert there("m")
+
+
+def test_the_items_of_an_input_are_told_by_the_page() -> None:
+    turns = (Turn("user", "a", ("data:,",)), Turn("assistant", "", ("AAAA",), "ig_1"), Turn("user", "b", id="msg_1"))
+    items = items_of(turns, "0")
+    assert [item["id"] for item in items] == ["in_000", "ig_1", "msg_1"]
+    assert [item["type"] for item in items] == ["message", "image_generation_call", "message"]
+    assert [part["type"] for part in items[0]["content"]] == ["input_text", "input_image"]
+    pages = [
+        ({}, ["msg_1", "ig_1", "in_000"], False),
+        ({"limit": "2"}, ["msg_1", "ig_1"], True),
+        ({"order": "asc", "limit": "1"}, ["in_000"], True),
+        ({"order": "asc", "after": "ig_1"}, ["msg_1"], False),
+        ({"after": "in_000"}, [], False),
+    ]
+    for asked, names, has_more in pages:
+        page = page_of(items, asked)
+        assert ([item["id"] for item in page["data"]], page["has_more"]) == (names, has_more)
+    for wrong in ({"limit": "0"}, {"limit": "101"}, {"limit": "x"}, {"order": "up"}, {"after": "nobody"}):
+        with pytest.raises(InvalidRequest, match=next(iter(wrong))):
+            page_of(items, wrong)

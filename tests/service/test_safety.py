@@ -1,0 +1,181 @@
+"""The safety filter: a process of its own, asked about all that leaves, and closed where it gives no answer."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffserve.cli import main
+from diffserve.errors import ConfigError, EngineUnavailable, ModerationBlocked
+from diffserve.safety import SafetyQuestion
+from diffserve.service.safety import Safety
+from diffserve.types import Picture
+from tests.conftest import SERVER_CONFIG
+from tests.service.server import RunningServer, error_of, running_server
+from tests.tiny_models import save_safety_checker
+
+pytestmark = pytest.mark.slow
+
+PLUG = """
+import os, time
+
+class EverySecond:
+    count = 0
+
+    def blocks_prompt(self, prompt):
+        if "hang" in prompt:
+            time.sleep(60)
+        if "fall" in prompt:
+            os._exit(1)
+        return "forbidden" in prompt
+
+    def blocks_picture(self, pixels):
+        assert pixels.dtype == "uint8" and pixels.shape[2] == 3
+        EverySecond.count += 1
+        return EverySecond.count % 2 == 0
+
+class Odd:
+    def blocks_picture(self, pixels):
+        return "maybe"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "plug.py").write_text(PLUG)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+    return tmp_path
+
+
+def safety(name: str, model: str = "", timeout_s: float = 20.0) -> Safety:
+    made = Safety(name, model, timeout_s=timeout_s, startup_s=100.0)
+    made.start()
+    return made
+
+
+def test_a_filter_that_falls_or_hangs_lets_nothing_through_and_comes_back(folder: Path) -> None:
+    asked = safety("plug:EverySecond", timeout_s=8.0)
+    asked.check_prompt("a fox")
+    with pytest.raises(ModerationBlocked):
+        asked.check_prompt("a forbidden fox")
+    for prompt in ("fall", "hang"):
+        with pytest.raises(EngineUnavailable) as refused:
+            asked.check_prompt(prompt)
+        assert refused.value.code == "safety_filter_unavailable"
+        asked.check_prompt("a fox")
+    asked.stop()
+    odd = safety("plug:Odd")
+    with pytest.raises(EngineUnavailable):
+        odd._is_blocked(_question())
+    odd.stop()
+
+
+def _question() -> SafetyQuestion:
+    return SafetyQuestion(Picture.from_array(np.zeros((8, 8, 3), np.uint8)))
+
+
+@pytest.mark.parametrize("name", ["plug:Missing", "nowhere:Filter", "model", "os:getcwd"])
+def test_a_filter_that_cannot_be_used_keeps_the_server_from_starting(folder: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"safety_filter '{name}' cannot be used"):
+        safety(name, str(folder))
+
+
+def test_a_models_own_checker_is_asked_where_that_is_wanted(folder: Path) -> None:
+    for threshold in (-2.0, 2.0):
+        asked = safety("model", str(save_safety_checker(folder / str(threshold), threshold)))
+        assert not asked.judges_prompts
+        assert asked._is_blocked(_question()) is (threshold < 0)
+        asked.stop()
+
+
+@pytest.fixture
+def filtered(tiny_model: Callable[[str], Path], tmp_path: Path) -> Iterator[RunningServer]:
+    (tmp_path / "plug.py").write_text(PLUG)
+    config = f'{SERVER_CONFIG}[serve]\nsafety_filter = "plug:EverySecond"\n'
+    env = {"PYTHONPATH": str(tmp_path)}
+    with running_server(tiny_model("sd15"), tmp_path / "work", config=config, env=env) as server:
+        server.wait_until_ready()
+        yield server
+
+
+def test_every_door_withholds_what_the_filter_blocks(filtered: RunningServer) -> None:
+    [entry] = filtered.paint(n=2).json()["data"]
+    assert entry["b64_json"]
+    assert filtered.paint().status_code == 200
+    blocked = filtered.paint()
+    assert blocked.status_code == 400
+    assert error_of(blocked) == {
+        "message": "the safety filter withholds the picture; ask for something else.",
+        "type": "image_generation_user_error", "param": None, "code": "moderation_blocked",
+    }  # fmt: skip
+    assert error_of(filtered.paint("a forbidden fox"))["param"] == "prompt"
+    two = filtered.paint(n=2, stream=True, partial_images=3, num_steps=4)
+    assert "partial pictures are withheld" in two.headers["x-diffserve-warnings"]
+    kinds = [line[7:].rpartition(".")[2] for line in two.text.split("\n") if line.startswith("event: ")]
+    assert sorted(set(kinds)) == ["completed", "image_failed", "progress"]
+    assert '"code":"moderation_blocked"' in two.text
+    assert two.text.count("b64_json") == 1
+    filtered.paint()
+    one = filtered.paint(stream=True)
+    assert '"type":"image_generation_user_error"' in one.text
+    assert "b64_json" not in one.text
+    for count in (2, 1, 1):  # the last but one passes
+        tool = {"type": "image_generation", "num_inference_steps": 2, "n": count}
+        answer = filtered.client.post("/v1/responses", json={"input": "a fox", "tools": [tool], "stream": True})
+        last = json.loads([line for line in answer.text.splitlines() if line.startswith("data: {")][-1][6:])
+        errors = [item["error"] for item in last.get("response", {}).get("output", ()) if item["status"] == "failed"]
+        said = {"categories": [], "moderation_stage": "output"}
+        assert [error["moderation_details"] for error in errors] == [said] * (count == 2)
+        assert "error" in last or last["response"]["status"] == "completed"
+    assert '"moderation_stage":"output"' in answer.text, "also where nothing is left"
+    told = filtered.client.post("/sdapi/v1/txt2img", json={"prompt": "a fox", "steps": 2, "batch_size": 2}).json()
+    assert sorted(json.loads(told["info"])["nsfw_content_detected"]) == [False, True]
+    brightest = [np.asarray(Image.open(BytesIO(base64.b64decode(file)))).max() for file in told["images"]]
+    assert sorted(bright > 0 for bright in brightest) == [False, True]
+    refused = filtered.client.post("/sdapi/v1/txt2img", json={"prompt": "forbidden"})
+    assert (refused.status_code, refused.json()["code"]) == (400, "moderation_blocked")
+    lost = filtered.paint("fall")
+    assert (lost.status_code, error_of(lost)["code"]) == (503, "safety_filter_unavailable")
+    assert int(lost.headers["retry-after"]) > 0
+    told_to_all = filtered.client.get("/metrics").text
+    for stage, decision in (("prompt", "blocked"), ("prompt", "unavailable"), ("picture", "allowed")):
+        assert f'diffserve_safety_total{{decision="{decision}",stage="{stage}"}} 0.0' not in told_to_all
+        assert f'diffserve_safety_total{{decision="{decision}",stage="{stage}"}}' in told_to_all
+    model = filtered.client.get("/v1/models").json()["data"][0]["capabilities"]["image"]
+    assert (model["safety_filter"], model["provenance"]) == ("plug:EverySecond", ["xmp", "wm"])
+
+
+def test_the_command_line_withholds_what_the_filter_blocks(
+    folder: Path, tiny_model: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "filtered.toml").write_text('[serve]\nsafety_filter = "plug:EverySecond"\n')
+    common = ["--model", str(tiny_model("sd15")), "--config", str(folder / "filtered.toml")]
+
+    def ran(*words: str) -> object:
+        with pytest.raises(SystemExit) as caught:
+            main([*words, *common])
+        return caught.value.code
+
+    how = ("--steps", "2", "--seed", "1", "-o")
+    assert ran("generate", "a fox", "-n", "2", *how, "a.png") == 1
+    assert len(list(folder.glob("a*.png"))) == 1, "every second one is blocked"
+    assert "is withheld: the safety filter withholds the picture" in " ".join(capsys.readouterr().err.split())
+    for prompt, said in (("forbidden", "does not allow the prompt"), ("fall", "gives no answer")):
+        assert ran("generate", prompt, *how, "b.png") != 0
+        assert said in capsys.readouterr().err
+    assert not (folder / "b.png").exists()
+    prompts = [{"prompt": one, "num_inference_steps": 2} for one in ("a", "forbidden", "fall", "b", "c")]
+    (folder / "lines.jsonl").write_text("\n".join(json.dumps(one) for one in prompts))
+    assert ran("batch", "lines.jsonl", "-o", "many", "--concurrency", "1") == 1
+    told = [json.loads(line) for line in (folder / "many" / "results.jsonl").read_text().splitlines()]
+    codes = [one["error"]["code"] if one.get("error") else None for one in told]
+    assert codes == [None, "moderation_blocked", "safety_filter_unavailable", None, "moderation_blocked"]
+    assert len(list((folder / "many").glob("*.png"))) == 2

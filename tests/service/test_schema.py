@@ -1,0 +1,60 @@
+"""Whatever the description allows, and what it does not: schemathesis asks a live server, and no answer is a mistake of
+the server, or one that the description does not know."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.service.server import RunningServer
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+NUM_EXAMPLES = int(os.environ.get("TEST_EXAMPLES", "6"))
+PATIENCE_S = 3.0
+CHECKS: Any = (not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance)
+
+
+@pytest.mark.parametrize("is_good", [True, False], ids=["allowed", "not-allowed"])
+def test_no_request_of_any_kind_is_a_mistake_of_the_server(text_server: RunningServer, is_good: bool) -> None:
+    """``TEST_EXAMPLES``: how many of each operation. Pictures that take longer than ``PATIENCE_S`` are hung up on."""
+    schema: Any = schemathesis.openapi.from_url(f"{text_server.url}/openapi.json")
+    mode = schemathesis.GenerationMode.POSITIVE if is_good else schemathesis.GenerationMode.NEGATIVE
+    num_answered = 0
+    for operation in schema.get_all_operations():
+        found = operation.ok()
+
+        @settings(
+            max_examples=NUM_EXAMPLES,
+            database=None,
+            deadline=None,
+            derandomize=True,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=found.as_strategy(generation_mode=mode))
+        def ask(case: Any) -> None:
+            nonlocal num_answered
+            try:
+                answer = case.call(base_url=text_server.url, timeout=PATIENCE_S)
+            except requests.RequestException:
+                return
+            num_answered += 1
+            case.validate_response(answer, checks=CHECKS)
+
+        with suppress(Unsatisfiable):  # nothing that may not be sent can be sent there
+            ask()
+    assert num_answered > 50

@@ -1,0 +1,111 @@
+"""Structured answers with OpenAI's own helpers: what is parsed is what was asked for, whatever the model would say."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+import openai
+import pytest
+from openai import OpenAI
+from pydantic import BaseModel, ConfigDict, Field
+
+from diffserve.client import ChatMessage, Client
+from tests.service.server import RunningServer
+from tests.service.test_chat import joined, says
+
+pytestmark = pytest.mark.slow
+
+
+class Closed(BaseModel):
+    """A model of random weights would never stop adding properties."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Cat(Closed):
+    kind: Literal["cat"]
+    lives: Annotated[int, Field(ge=1, le=9)]
+
+
+class Dog(Closed):
+    kind: Literal["dog"]
+    name: Annotated[str, Field(max_length=6)]
+
+
+class Scene(Closed):
+    title: Annotated[str, Field(max_length=12)]
+    animals: Annotated[list[Annotated[Cat | Dog, Field(discriminator="kind")]], Field(min_length=1, max_length=2)]
+    at_night: bool
+    mood: Literal["calm", "wild"] | None
+
+
+SCENE: Any = {"type": "json_schema", "json_schema": {"name": "scene", "schema": Scene.model_json_schema()}}
+
+
+def test_openais_helper_parses_what_comes_and_neighbours_go_on(text_client: OpenAI) -> None:
+    free = text_client.chat.completions.create(model="talker", messages=says("a fox"), temperature=0)
+    for temperature, n in ((0.0, 1), (1.3, 3)):
+        parsed = text_client.chat.completions.parse(
+            model="talker", messages=says("a fox"), response_format=Scene, temperature=temperature, n=n, seed=7
+        )
+        assert [choice.finish_reason for choice in parsed.choices] == ["stop"] * n
+        assert all(isinstance(choice.message.parsed, Scene) for choice in parsed.choices)
+    again = text_client.chat.completions.create(model="talker", messages=says("a fox"), temperature=0)
+    assert again.choices[0].message.content == free.choices[0].message.content
+
+
+def test_a_stream_and_logprobs_and_a_completion_follow_too(text_client: OpenAI) -> None:
+    with text_client.chat.completions.stream(
+        model="talker", messages=says("a fox"), response_format=Scene, temperature=0, logprobs=True, top_logprobs=2
+    ) as stream:
+        kinds = {event.type for event in stream}
+        answer = stream.get_final_completion().choices[0]
+    assert {"content.delta", "content.done", "logprobs.content.delta"} <= kinds
+    assert isinstance(answer.message.parsed, Scene)
+    assert answer.logprobs is not None
+    assert "".join(token.token for token in answer.logprobs.content or ()) == answer.message.content
+    chunks = list(
+        text_client.chat.completions.create(
+            model="talker", messages=says("a sign"), response_format=SCENE, temperature=1.5, seed=3, stream=True
+        )
+    )
+    Scene.model_validate_json(joined(chunks))
+    text = text_client.completions.create(
+        model="talker", prompt="a fox", max_tokens=300, temperature=1, seed=2, extra_body={"response_format": SCENE}
+    )
+    Scene.model_validate_json(text.choices[0].text)
+
+
+def test_what_is_cut_says_so_and_any_object_will_do(text_client: OpenAI, text_server: RunningServer) -> None:
+    with pytest.raises(openai.LengthFinishReasonError):
+        text_client.chat.completions.parse(
+            model="talker", messages=says("a fox"), response_format=Scene, max_completion_tokens=5
+        )
+    with Client(text_server.url) as client:
+        messages = [ChatMessage(role="user", content="a fox")]
+        told = client.chat(messages, temperature=0.0, response_format={"type": "json_object"}, max_completion_tokens=64)
+        plain = client.chat(messages, temperature=0.0, response_format={"type": "text"})
+    choice = told.choices[0]
+    assert choice.message.content.startswith("{")
+    assert choice.finish_reason == "length" or isinstance(json.loads(choice.message.content), dict)
+    assert plain.text == "a red fox, deep snow, moonlight"
+
+
+def test_hostile_schemas_cost_nobody_anything(text_client: OpenAI, text_server: RunningServer) -> None:
+    stalls = text_server.num_stalls()
+    wide = {"anyOf": [{"type": "array", "items": {"type": ["integer", "string"]}} for _ in range(300)]}
+    for number in range(40):  # more than are kept
+        wide["title"] = str(number)  # type: ignore[assignment]
+        schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": wide}}
+        text_client.chat.completions.create(
+            model="talker",
+            messages=says("a fox"),
+            response_format=schema,
+            max_completion_tokens=2,
+        )
+    large = {"allOf": [{"anyOf": [{"const": i + j} for j in range(30)]} for i in range(60)]}
+    refused = {"type": "json_schema", "json_schema": {"name": "x", "schema": large}}
+    with pytest.raises(openai.BadRequestError, match="large"):
+        text_client.chat.completions.create(model="talker", messages=says("a"), response_format=refused)
+    assert text_server.num_stalls() == stalls

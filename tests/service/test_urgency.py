@@ -1,0 +1,150 @@
+"""Priorities and deadlines at the door: what bodies say of them, who is refused, and in which words."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from contextlib import ExitStack
+
+import msgspec
+import pytest
+
+from diffserve import ipc
+from diffserve.client.errors import ErrorObject, error_of
+from diffserve.config import load_settings
+from diffserve.errors import DeadlineUnreachable, InvalidRequest, QueueFull
+from diffserve.images import encode_image
+from diffserve.service.a1111.asking import ask
+from diffserve.service.a1111.jobs import PolledJob
+from diffserve.service.a1111.schemas import Txt2ImgBody
+from diffserve.service.admission import Backlog
+from diffserve.service.engine.connection import refusal_in
+from diffserve.service.http.bodies import parse
+from diffserve.service.http.errors import reply_to
+from diffserve.service.images.painting import plan_painting
+from diffserve.service.images.schemas import GenerateBody
+from diffserve.service.metrics import Metrics
+from diffserve.service.texts.embeddings import EmbeddingBody, plan_embedding
+from diffserve.service.texts.rewrites import plan_rewrite
+from diffserve.service.texts.schemas import ChatBody, RewriteBody
+from diffserve.types import Accepted, Progress
+from tests.engine.desk import INFO
+
+CONFIG = load_settings(env={}).serve
+
+
+@pytest.mark.parametrize(
+    ("said", "priority", "deadline_s"),
+    [
+        ({}, "interactive", CONFIG.request_timeout_s),
+        ({"priority": "batch", "deadline_s": 2.5}, "batch", 2.5),
+        ({"service_tier": "flex"}, "batch", CONFIG.request_timeout_s),
+        ({"service_tier": "default", "deadline_s": 1e5}, "interactive", CONFIG.request_timeout_s),
+        ({"service_tier": "flex", "priority": "interactive"}, "interactive", CONFIG.request_timeout_s),
+    ],
+)
+def test_bodies_of_pictures_chats_and_rewrites_say_how_urgent_they_are(
+    said: dict[str, object], priority: str, deadline_s: float
+) -> None:
+    image = parse(GenerateBody, msgspec.json.encode({"prompt": "a fox"} | said))
+    planned = plan_painting(image, INFO, CONFIG, "img-1", client="key/a", share=2.0).request
+    assert (planned.priority, planned.deadline_s, planned.client, planned.share) == (priority, deadline_s, "key/a", 2.0)
+    chat = parse(ChatBody, msgspec.json.encode({"messages": [{"role": "user", "content": "hello"}]} | said))
+    assert chat.urgency(CONFIG.request_timeout_s) == {"priority": priority, "deadline_s": deadline_s}
+    wish = parse(RewriteBody, msgspec.json.encode({"prompt": "a fox"} | said))
+    rewrite = plan_rewrite(wish, CONFIG, "img-1", client="key/a").request
+    assert (rewrite.priority, rewrite.deadline_s, rewrite.client) == (priority, deadline_s, "key/a")
+    texts = plan_embedding(parse(EmbeddingBody, msgspec.json.encode({"input": "a fox"} | said)), INFO, CONFIG, "img-1")
+    assert (texts.request.priority, texts.request.deadline_s) == (priority, deadline_s)
+    asked = ask(
+        parse(Txt2ImgBody, msgspec.json.encode({"prompt": "a fox", "priority": "batch", "deadline_s": 2})), {}, []
+    )
+    assert asked.urgency(9.0) == {"priority": "batch", "deadline_s": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("said", "param"),
+    [({"priority": "urgent"}, "priority"), ({"deadline_s": 0}, "deadline_s"), ({"deadline_s": "2"}, "deadline_s")],
+)
+def test_what_makes_no_sense_is_refused_by_name(said: dict[str, object], param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse(GenerateBody, msgspec.json.encode({"prompt": "a fox"} | said))
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(("least_s", "header"), [(1.0, "Retry-After"), (5.0, "x-should-retry")])
+def test_a_deadline_out_of_reach_says_when_it_would_be_done_and_whether_to_come_back(
+    least_s: float, header: str
+) -> None:
+    """From the engine's process over the socket to the answer, and back to an exception of the client's."""
+    error = DeadlineUnreachable.of(2.0, 6.5, least_s)
+    report = ipc.Rejected(
+        request_id="img-1",
+        code=error.code,
+        message=error.message,
+        param=error.param,
+        retry_after_s=error.retry_after_s,
+        predicted_s=error.predicted_s,
+    )
+    reply = reply_to(refusal_in(report))
+    assert (reply.status, header in reply.headers) == (429, True)
+    assert reply.headers.get("Retry-After", "5") == "5"
+    told = msgspec.json.decode(reply.body)["error"]
+    assert (told["code"], told["param"], told["predicted_s"]) == ("deadline_unreachable", "deadline_s", 6.5)
+    assert told["message"].startswith("deadline_s is 2, and this would be done in about 6.5 s; ")
+    back = error_of(msgspec.convert(told, ErrorObject), reply.headers)
+    assert isinstance(back, DeadlineUnreachable)
+    assert (back.predicted_s, back.retry_after_s) == (6.5, error.retry_after_s)
+
+
+def test_batch_work_fills_its_places_and_not_those_of_the_same_clients_interactive_work() -> None:
+    clock = itertools.count().__next__
+    backlog = Backlog("image", 16, 10.0, Metrics(), clock)
+    held = [backlog.entered("one", 5.0, priority="batch") for _ in range(16)]
+    with ExitStack() as stack:
+        refused = 0
+        for place in held:
+            try:
+                stack.enter_context(place)
+            except QueueFull:
+                refused += 1
+        assert 4 <= refused <= 8
+        backlog.check("one")
+        backlog.pace.did(10.0)
+        assert backlog.wait_s("one") == 0.0
+        assert (backlog.wait_s("one", "batch") or 0.0) > 0.0
+
+
+def test_texts_that_would_be_vectors_too_late_are_refused_with_the_time_that_they_would_take() -> None:
+    now_s = 0.0
+    backlog = Backlog("embedding", 16, 100.0, Metrics(), lambda: now_s)
+    backlog.check_deadline(1000.0, 0.1)  # nobody knows yet
+    with backlog.entered("one", 40.0, priority="batch"), backlog.entered("two", 4.0) as ticket:
+        now_s = 2.0
+        backlog.pace.did(4.0)  # two a second
+        ticket.advance(0, 0.0)
+        backlog.check_deadline(8.0, 6.5)
+        with pytest.raises(DeadlineUnreachable, match=r"done in about 6\.0 s; try again") as caught:
+            backlog.check_deadline(8.0, 5.0)
+        assert caught.value.retry_after_s == pytest.approx(1.0, abs=0.1)
+        with pytest.raises(DeadlineUnreachable, match=r"about 10\.0 s"):
+            backlog.check_deadline(8.0, 6.5, "batch")
+        with pytest.raises(DeadlineUnreachable, match="ask for less"):
+            backlog.check_deadline(8.0, 3.0)
+
+
+def test_a_polled_job_tells_the_time_until_its_last_picture_and_its_second_pass() -> None:
+    asyncio.run(_poll())
+
+
+async def _poll() -> None:
+    job = PolledJob("one", "task", num_images=2, further=0.5, write=encode_image)
+    assert job.seconds_left == 0.0
+    job.watch(Accepted(request_id="a", seed=1, num_images=2, queue_position=0, seconds_left=8.0))
+    assert job.seconds_left == pytest.approx(12.0, abs=0.5)
+    for index, left_s in ((0, 2.0), (1, 6.0)):
+        job.watch(Progress(request_id="a", image_index=index, step_index=1, num_steps=4, seconds_left=left_s))
+    assert job.seconds_left == pytest.approx(9.0, abs=0.5)
+    job.next_pass()
+    job.watch(Progress(request_id="b", image_index=0, step_index=1, num_steps=4, seconds_left=3.0), 1)
+    assert job.seconds_left == pytest.approx(3.0, abs=0.5)

@@ -1,0 +1,198 @@
+"""What is kept in the folder of a server beside keys: files, batches, usage; and the file that it is kept in."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import sqlite3
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from diffserve.errors import ConfigError, InvalidRequest
+from diffserve.service.stored.usage import TOGETHER_S, UsageBook
+from diffserve.store import Database, Keys
+from diffserve.store.batch_input import check_input, lines_of, path_of
+from diffserve.store.batches import WINDOW_S, Batches, LineDone
+from diffserve.store.database import FILE, MIGRATIONS
+from diffserve.store.files import Files
+from diffserve.store.pages import PageAsked
+from diffserve.store.usage import Usage, Used, day_of
+
+
+class Clock:
+    now_s = 1e9
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Shelf:
+    """Files and batches over one database."""
+
+    def __init__(self, folder: Path, max_bytes: int = 1000) -> None:
+        self.clock = Clock()
+        self.database = Database(folder)
+        self.files = Files(self.database, max_bytes, self.clock)
+        self.batches = Batches(self.database, self.files, self.clock)
+
+    def add(self, data: bytes = b"x", owner: str = "key-1", purpose: str = "batch") -> str:
+        return self.files.add(owner, purpose, "a.jsonl", io.BytesIO(data), max_bytes=500).id
+
+    @property
+    def names(self) -> set[str]:
+        return {path.name for path in self.files.folder.iterdir()}
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Shelf:
+    return Shelf(tmp_path)
+
+
+def test_a_file_is_whole_or_not_there_and_its_owners_alone(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [shelf.add(b"x" * 300), shelf.add(b"y" * 300, purpose="vision"), shelf.add(owner="key-2")]
+    for too_much, said in ((b"z" * 501, "longer than 500"), (b"z" * 401, "take 600 bytes of 1000")):
+        with pytest.raises(InvalidRequest, match=said):
+            shelf.add(too_much)
+    with monkeypatch.context() as full:
+        full.setattr("diffserve.store.files.SPARE_BYTES", 1 << 62)
+        with pytest.raises(OSError, match="No space"):
+            shelf.add()
+    with monkeypatch.context() as broken:
+        broken.setattr("diffserve.store.files.insert_file", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            shelf.add()
+    assert shelf.names == set(names), "nothing half-written"
+    file = shelf.files.get("key-1", names[0])
+    assert file is not None
+    with shelf.files.open(file) as opened:
+        assert opened.read() == b"x" * 300
+    assert shelf.files.get("key-2", names[0]) is None
+    assert shelf.files.get("key-1", "../diffserve.sqlite") is None
+    page = shelf.files.page("key-1", PageAsked(1))
+    assert page is not None
+    assert ([one.id for one in page[0]], page[1]) == ([names[1]], True)
+    shelf.clock.now_s += 31 * 24 * 3600
+    assert shelf.files.get("key-1", names[0]) is None
+    shelf.files.sweep(in_use={names[1]})
+    assert shelf.names == {names[1]}
+
+
+def test_each_line_is_in_the_output_once_whatever_is_torn(shelf: Shelf, tmp_path: Path) -> None:
+    batch = shelf.batches.add("key-1", "/v1/images/generations", shelf.add(), 4, {"for": "me"})
+    shelf.batches.move(batch.id, "in_progress", of=("validating",))
+    shelf.batches.finish_lines(batch.id, [LineDone(1, b"one\n", False), LineDone(2, b"bad\n", True)])
+    with shelf.files.path(batch.output_file).open("ab") as torn:
+        torn.write(b"half of a line that was never done" * 9)
+    again = Shelf(tmp_path)
+    [found] = again.batches.unfinished()
+    assert (found.status, found.num_completed, found.num_failed, found.output_bytes) == ("in_progress", 1, 1, 4)
+    assert again.batches.done_lines(found) == {1, 2}
+    again.batches.finish_lines(batch.id, [LineDone(3, b"three\n", False)])
+    with pytest.raises(sqlite3.IntegrityError):
+        again.batches.finish_lines(batch.id, [LineDone(3, b"three again\n", False)])
+    assert batch.output_file in again.batches.files_in_use()
+    again.files.sweep(again.batches.files_in_use())
+    again.batches.finish(batch.id, "cancelled")
+    again.batches.finish(batch.id, "completed")
+    over = again.batches.get(batch.id)
+    assert over is not None
+    assert (over.status, set(over.times), again.batches.files_in_use()) == (
+        "cancelled", {"in_progress", "cancelled"}, set(),
+    )  # fmt: skip
+    output = again.files.get("key-1", batch.output_file)
+    assert output is not None
+    with again.files.open(output) as opened:
+        assert (opened.read(), output.num_bytes) == (b"one\nthree\n", 10)
+    assert over.expires_s == over.created_s + WINDOW_S
+
+
+def test_lines_are_found_whatever_ends_them() -> None:
+    said = b'\n{"custom_id":"a","body":{},"url":"images/generations/"}\r\n\r\nno json\n{"custom_id":"b","body":{}}'
+    assert [number for number, _ in lines_of(io.BytesIO(said))] == [2, 4, 5]
+    assert check_input(io.BytesIO(said), "/v1/images/generations") == 3
+    assert path_of("/v1/chat/completions/") == path_of("/chat/completions") == "/v1/chat/completions"
+    with pytest.raises(InvalidRequest, match="line 1 is longer than"):
+        check_input(io.BytesIO(b" " * (9 << 20)), "/v1/images/generations")
+
+
+def test_usage_adds_up_by_key_and_day(tmp_path: Path) -> None:
+    usage = Usage(Database(tmp_path))
+    usage.add({("key-1", "2026-01-02"): Used(1, 2, 3, 4, 5), ("", "2026-01-02"): Used(requests=1)})
+    usage.add({("key-1", "2026-01-02"): Used(1, 1, 1, 1, 1), ("key-1", "2025-12-31"): Used(requests=9)})
+    assert usage.days("2026-01-01", "key-1") == [("key-1", "2026-01-02", Used(2, 3, 4, 5, 6))]
+    assert [owner for owner, _, _ in usage.days("2020-01-01")] == ["", "key-1", "key-1"]
+    assert (day_of(0.0), day_of(86400.0 * 366, 366)) == ("1970-01-01", "1970-01-01")
+
+
+def test_what_is_used_at_about_one_time_is_written_together_and_at_the_end(tmp_path: Path) -> None:
+    usage, written = Usage(Database(tmp_path)), list[int]()
+
+    class Noted(Usage):
+        def add(self, used: Mapping[tuple[str, str], Used]) -> None:
+            written.append(len(used))
+            usage.add(used)
+
+    async def live() -> None:
+        book = UsageBook(Noted(Database(tmp_path)), clock=lambda: 0.0)
+        for _ in range(3):
+            book.count("key-1", Used(requests=1))
+        await asyncio.sleep(4 * TOGETHER_S)
+        assert written == [1]
+        book.count("key-1", Used(pictures=1))  # and the server is stopped before it is time
+
+    asyncio.run(live())
+    assert written == [1, 1]
+    assert usage.days("1970-01-01") == [("key-1", "1970-01-01", Used(requests=3, pictures=1))]
+
+
+def test_a_write_that_failed_is_undone_and_its_connection_not_used_again(tmp_path: Path) -> None:
+    database = Database(tmp_path)
+    usage = Usage(database)
+    usage.add({("key-1", "2026-01-02"): Used(requests=1)})
+    with database.connected(at_once=False) as connection:
+        first = connection
+    with pytest.raises(sqlite3.IntegrityError), database.connected(at_once=False) as connection:
+        connection.executescript("BEGIN; DELETE FROM usage; INSERT INTO usage (owner) VALUES ('key-2')")
+    assert connection is first, "small writes share one"
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        first.execute("SELECT 1")
+    with database.connected(at_once=False) as connection:
+        assert connection is not first
+    assert usage.days("2026-01-01") == [("key-1", "2026-01-02", Used(requests=1))]
+
+
+def test_a_file_of_before_is_copied_and_led_on(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / FILE) as connection:
+        connection.executescript(MIGRATIONS[0])
+        connection.execute("INSERT INTO keys VALUES ('key-1', 'app', x'00', 'generate', NULL, 1.0, NULL)")
+        connection.execute("PRAGMA user_version = 1")
+    connection.close()
+    assert [key.name for key in Keys(Database(tmp_path)).all()] == ["app"]
+    assert Usage(Database(tmp_path)).days("2000-01-01") == []
+    with sqlite3.connect(tmp_path / f"{FILE}.version-1") as before:
+        assert before.execute("PRAGMA user_version").fetchone() == (1,)
+        assert before.execute("SELECT name FROM keys").fetchone() == ("app",)
+    before.close()
+
+
+def test_a_damaged_file_and_one_that_may_not_be_written_are_said_and_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # row 90 of the bad input
+    for number in range(50):
+        Keys(Database(tmp_path)).add(f"app-{number}")
+    whole = (tmp_path / FILE).read_bytes()
+    damaged = whole[:4096] + b"\xff" * 8192 + whole[12288:]
+    (tmp_path / FILE).write_bytes(damaged)
+    with pytest.raises(ConfigError, match=r"cannot be used .* move it away, or name another folder"):
+        Database(tmp_path)
+    assert (tmp_path / FILE).read_bytes() == damaged
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(30, "Read-only file system")
+
+    monkeypatch.setattr("diffserve.store.database.os.open", refuse)
+    with pytest.raises(ConfigError, match=r"cannot be written: Read-only file system; mend that, or name another"):
+        Database(tmp_path)
+    assert (tmp_path / FILE).read_bytes() == damaged

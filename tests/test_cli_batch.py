@@ -1,0 +1,164 @@
+"""``diffserve batch``: every line once, whatever ends a run; and a line that is wrong is that line's affair."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diffserve.cli import main
+from diffserve.cli.batch.lines import read_lines
+from diffserve.cli.batch.manifest import NAME, Manifest, Outcome
+from diffserve.cli.generate import open_engine
+from diffserve.config import Settings
+from diffserve.errors import InvalidRequest
+from diffserve.images import read_infotext
+from tests.service.server import RunningServer, wait_for
+
+
+def written(path: Path, *lines: object) -> Path:
+    """``path`` with these lines, text as it is."""
+    rows = (line if isinstance(line, str) else json.dumps(line) for line in lines)
+    path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def outcomes(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / NAME).read_text(encoding="utf-8").splitlines()]
+
+
+def batch(*arguments: object) -> int:
+    """The exit code of ``diffserve batch`` with these."""
+    with pytest.raises(SystemExit) as caught:
+        main(["batch", *map(str, arguments)])
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def test_a_line_is_a_prompt_or_a_request_and_what_is_wrong_with_one_stays_with_it(tmp_path: Path) -> None:
+    (tmp_path / "start.png").write_bytes(b"picture")
+    file = written(
+        tmp_path / "p.jsonl",
+        '"a fox"', "", {"prompt": "owl", "id": "../Owls & more", "n": 2, "output_format": "webp", "seed": None},
+        "{nope", "[1]", {"seed": 3}, {"prompt": "x", "id": "Owls-more-1", "output_format": "webp"},
+        {"prompt": "x", "id": "."}, {"image": "start.png"}, {"prompt": "x", "image": "gone.png"},
+    )  # fmt: skip
+    lines = read_lines(file)
+    assert [line.number for line in lines] == [1, 3, 4, 5, 6, 7, 8, 9, 10]
+    fox, owls, *others = lines
+    assert (fox.prompt, fox.names(), fox.error) == ("a fox", ["01.png"], None)
+    assert owls.names() == ["Owls-more-1.webp", "Owls-more-2.webp"]
+    assert "seed" not in owls.fields
+    said = [str(line.error and line.error.message) for line in others]
+    expected = ["no JSON", "neither", "no prompt", "which line 3 is", "the id is '.'", "None", "cannot read the image"]
+    assert [want for want, text in zip(expected, said, strict=True) if want not in text] == []
+    assert others[5].fields["image"] == base64.b64encode(b"picture").decode()
+    text = read_lines(written(tmp_path / "p.txt", '"quoted" stays', "{}"))
+    assert [line.prompt for line in text] == ['"quoted" stays', "{}"]
+    for bad in (written(tmp_path / "empty.jsonl", " "), tmp_path / "none.jsonl"):
+        with pytest.raises(InvalidRequest, match=bad.name):
+            read_lines(bad)
+
+
+def test_a_run_takes_over_what_is_painted_and_nothing_that_is_torn_changed_or_gone(tmp_path: Path) -> None:
+    file = written(tmp_path / "p.txt", *(f"prompt {index}" for index in range(5)))
+    lines, folder = read_lines(file), tmp_path / "out"
+    with Manifest.open(folder, lines) as first:
+        assert not first.painted
+        for line in lines[:4]:
+            (folder / line.names()[0]).write_bytes(b"picture")
+            digest = line.digest if line.number != 3 else "another"
+            first.add(
+                Outcome(line=line.number, id=line.id, digest=digest, prompt=line.prompt, files=tuple(line.names()))
+            )
+        with pytest.raises(InvalidRequest, match="another batch"), Manifest.open(folder, lines):
+            pass
+    whole = (folder / NAME).read_bytes()
+    (folder / NAME).write_bytes(whole[:-20])
+    (folder / lines[1].names()[0]).unlink()
+    with Manifest.open(folder, lines) as second:
+        assert list(second.painted) == [1]
+    assert [one["line"] for one in outcomes(folder)] == [1]
+
+
+@pytest.mark.slow
+def test_a_batch_that_is_stopped_goes_on_where_it_was_and_paints_nothing_twice(
+    server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "out"
+    short = [{"prompt": "a fox", "steps": 2, "seed": seed} for seed in range(3)]
+    odd = {"prompt": "an owl", "sampler": "nope"}
+    file = written(tmp_path / "p.jsonl", *short, odd, {"prompt": "b", "steps": 1000, "n": 8})
+    command = [sys.executable, "-m", "diffserve", "batch", str(file), "-o", str(folder), "--server", server.url]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: (folder / NAME).exists() and len(outcomes(folder)) == 4, 120, "four lines")
+        server.wait_for_requests(1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        assert process.stderr is not None
+        assert "stopped; 3 lines are painted, and the same command" in process.stderr.read()
+    server.wait_until_idle()
+    assert sorted(path.name for path in folder.glob("*.*g")) == ["1.png", "2.png", "3.png"]
+
+    times = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.png")}
+    written(file, *short, odd, {"prompt": "b", "steps": 2})
+    assert batch(file, "-o", folder, "--server", server.url) == 1
+    told = capsys.readouterr()
+    assert "4 of 5 lines are painted" in told.out
+    assert "3 of them before; 1 failed" in told.out
+    assert "line 4: sampler is 'nope'" in told.err
+    assert {name: (folder / name).stat().st_mtime_ns for name in times} == times
+    found = outcomes(folder)
+    assert [one["line"] for one in found] == [1, 2, 3, 4, 5]
+    assert (found[2]["seeds"], found[2]["recipe"]["num_inference_steps"]) == ([2], 2)
+    assert found[3]["error"]["code"] == "unknown_sampler"
+    assert "Seed: 2" in str(read_infotext((folder / "3.png").read_bytes()))
+
+
+@pytest.mark.slow
+def test_a_server_that_is_lost_and_a_disk_that_is_full_are_said_with_the_way_to_go_on(
+    server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path / "p.jsonl", {"prompt": "a fox", "steps": 2})
+    assert batch(file, "-o", tmp_path / "away", "--server", "http://127.0.0.1:9") == 2
+    said = capsys.readouterr().err
+    assert "no server answers" in said
+    assert "0 lines are painted, and the same command paints what is missing" in said
+    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))"
+    code, folder = f"{full}; from diffserve.cli import main; main()", tmp_path / "full"
+    command = [sys.executable, "-c", code, "batch", str(file), "-o", str(folder), "--server", server.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)
+    assert done.returncode == 2
+    assert "cannot write" in done.stderr
+    assert "the same command" in done.stderr
+    assert [path.name for path in folder.iterdir() if path.suffix == ".png"] == []
+
+
+@pytest.mark.slow
+def test_lines_share_the_ticks_of_the_engine_here_and_their_pictures_are_those_of_each_alone(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines: list[Any] = []
+
+    def keep(settings: Settings) -> Any:
+        engines.append(open_engine(settings))
+        return engines[-1]
+
+    monkeypatch.setattr("diffserve.cli.batch.run.open_engine", keep)
+    requests = [{"prompt": f"fox {seed}", "steps": 6 + seed, "seed": seed} for seed in range(4)]
+    file = written(tmp_path / "p.jsonl", *requests, {"prompt": "x", "model": "another"})
+    model = ("--model", tiny_model("sd15"))
+    assert batch(file, "-o", tmp_path / "all", *model) == 1
+    assert "another" in outcomes(tmp_path / "all")[4]["error"]["message"]
+    assert max(tick.num_rows for tick in engines[0].trace) > 2
+    written(file, requests[2])
+    assert batch(file, "-o", tmp_path / "alone", *model, "--concurrency", 1) == 0
+    assert (tmp_path / "alone" / "1.png").read_bytes() == (tmp_path / "all" / "3.png").read_bytes()

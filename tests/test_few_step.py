@@ -1,0 +1,124 @@
+"""Few-step models are known by what lies on disk, and start right; what only sounds like one starts as ever."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from numpy import zeros
+from safetensors.numpy import save_file
+
+from diffserve.config import load_settings
+from diffserve.few_step import begin_with_loras, find_few_step
+from diffserve.loras import Lora
+from diffserve.runtime import load_model
+from diffserve.types import DiffusionParams
+
+TRAILING = {"timestep_spacing": "trailing"}
+EULER, ANCESTRAL, LCM = (
+    {"_class_name": f"{name}Scheduler"} for name in ("EulerDiscrete", "EulerAncestralDiscrete", "LCM")
+)
+START = ("sampler", "num_steps", "guidance_scale", "spacing")
+
+
+def directory(path: Path, scheduler: dict[str, Any], unet: dict[str, Any] | None = None) -> Path:
+    for part, content in (("scheduler/scheduler_config.json", scheduler), ("unet/config.json", unet or {})):
+        (path / part).parent.mkdir(parents=True)
+        (path / part).write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "scheduler", "unet", "start"),
+    [
+        ("sd-turbo", EULER | TRAILING, {}, ("euler", 4, 1.0, "trailing")),
+        ("models--stabilityai--sdxl-turbo/snapshots/f4b0", ANCESTRAL | TRAILING, {}, ("euler_a", 4, 1.0, "trailing")),
+        ("Hyper-SDXL-1step-Unet", EULER | TRAILING, {}, ("euler", 1, 1.0, "trailing")),
+        ("some-distilled", LCM, {"time_cond_proj_dim": 256}, ("lcm", 4, 8.5, "leading")),
+        ("some-merged", LCM, {}, ("lcm", 4, 1.0, "leading")),
+        ("lcm-ssd", EULER, {}, ("lcm", 4, 1.0, "leading")),
+    ],
+)
+def test_directories_start_right(
+    tmp_path: Path, name: str, scheduler: dict[str, Any], unet: dict[str, Any], start: tuple[Any, ...]
+) -> None:
+    model = load_settings(model=str(directory(tmp_path / name, scheduler, unet)), env={}).model
+    assert tuple(getattr(model, key) for key in START) == start
+
+
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [
+        ("sdxl_lightning_8step", ("euler", 8, 1.0, "trailing")),
+        ("sdxl_lightning_2step_unet", ("euler", 2, 1.0, "trailing")),
+        ("Hyper-SDXL-8steps-CFG", ("euler", 8, 5.0, "trailing")),
+        ("sd_xl_turbo_1.0_fp16", ("euler_a", 4, 1.0, "trailing")),
+        ("DreamShaperXL_Turbo_v2_1", ("euler_a", 4, 1.0, "trailing")),
+        ("dreamshaper_8LCM", ("lcm", 4, 1.0, "leading")),
+    ],
+)
+def test_single_files_start_right(tmp_path: Path, name: str, start: tuple[Any, ...]) -> None:
+    save_file({"conditioner.embedders.1.model.ln_final.weight": zeros(2)}, tmp_path / f"{name}.safetensors")
+    model = load_settings(model=str(tmp_path / f"{name}.safetensors"), env={}).model
+    assert tuple(getattr(model, key) for key in START) == start
+    assert (model.good_sizes == ((512, 512),)) == ("turbo" in name.lower())
+
+
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [
+        ("sdxl_lightning_4step_lora", ("euler", 4, 1.0, "trailing")),
+        ("Hyper-SD15-8steps-CFG-lora", ("euler", 8, 5.0, "trailing")),
+        ("sd_xl_turbo_lora_v1", ("euler_a", 4, 1.0, "trailing")),
+        ("lcm-lora-sdv1-5", ("lcm", 4, 1.0, "leading")),
+        *((style, (None, None, None, None)) for style in ("lightning-bolts", "hyper_realism_lora", "turbocat_lora")),
+    ],
+)
+def test_requests_of_an_adapter_that_distils_start_right_where_they_leave_it_open(
+    name: str, start: tuple[Any, ...], tmp_path: Path
+) -> None:
+    params, said = begin_with_loras(DiffusionParams(loras=(Lora("ink"), Lora(name))))
+    assert tuple(getattr(params, key) for key in START) == start
+    assert [f"LoRA {name!r} is distilled to few steps" in one for one in said] == [True] * (start[0] is not None)
+    asked = DiffusionParams(loras=(Lora(name),), sampler="ddim", num_steps=30, guidance_scale=7.0, spacing="linspace")
+    assert begin_with_loras(asked) == (asked, said)
+    taken_away = DiffusionParams(loras=(Lora(name, -1.0),))
+    assert begin_with_loras(taken_away) == (taken_away, ())
+    if said:
+        base = directory(tmp_path / "base", EULER | {"timestep_spacing": "leading"})
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter.json").write_text(json.dumps({"base": str(base)}))
+        model = load_settings(model=str(tmp_path / name), env={}).model
+        assert tuple(getattr(model, key) for key in START) == start, "as the model that it makes of its base"
+
+
+def test_a_name_alone_does_not_make_a_directory_one(tmp_path: Path) -> None:
+    for name in ("turbo-tests", "lightning", "turbocat"):
+        assert find_few_step(directory(tmp_path / name, EULER | {"timestep_spacing": "leading"})) is None
+    assert find_few_step(directory(tmp_path / "turbos", EULER | TRAILING)) is None
+    assert find_few_step(tmp_path / "none") is None
+
+
+def test_what_is_given_wins_and_a_bare_load_starts_the_same(
+    tiny_model: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "tiny-lightning-2step"
+    path.symlink_to(tiny_model("sd2"))  # its scheduler is "trailing"
+    config = tmp_path / "own.toml"
+    config.write_text("[model]\nnum_steps = 7\n")
+    settings = load_settings(model=str(path), config=config, env={})
+    assert (settings.model.num_steps, settings.model.spacing, settings.origins["model.spacing"]) == (
+        7,
+        "trailing",
+        str(path),
+    )
+    with caplog.at_level("INFO", "diffserve"):
+        profile = load_model(path, dtype="float32", device="cpu").profile
+    assert tuple(getattr(profile, key) for key in START) == ("euler", 2, 1.0, "trailing")
+    assert (
+        "distilled to few steps (lightning); unless asked otherwise 2 of euler, spacing trailing, guidance 1"
+        in caplog.text
+    )

@@ -1,0 +1,69 @@
+"""The tab History: what a page would not send is refused, and what the server says is shown."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import gradio as gr
+
+from diffserve.client import HistoryEntry
+from tests.ui.asking import Request
+from ui.fields import MAX_FIELD_CHARS
+from ui.history.tab import ASK, History, Looking
+from ui.server import Server
+from ui.visitors import Visitors
+
+
+def entry(**changes: Any) -> HistoryEntry:
+    told: dict[str, Any] = {
+        "id": "h",
+        "created_at": 0,
+        "model": "m",
+        "prompt": "<b>a fox</b>",
+        "width": 8,
+        "height": 8,
+        "seed": 1,
+    }
+    return HistoryEntry(**told | {"restore": None} | changes)
+
+
+def test_nothing_is_done_with_a_picture_that_was_not_chosen_and_a_server_that_is_away_is_a_sentence() -> None:
+    async def story() -> None:
+        server, visitors = Server("http://127.0.0.1:9"), Visitors()
+        history, request = History(server, visitors), Request()
+        here: Any = request
+        for index in (0, -1, 10**9, "x", None, [0]):
+            chosen = gr.SelectData(None, {"index": index, "value": None})
+            assert (await history.choose(chosen, here))[3] == gr.update(visible=False)
+        assert (await history.delete(here))[4] == gr.update(value="Delete")
+        assert all(value == gr.skip() for value in await history.restore(here))
+        assert "no longer here" in (await history.edit(here))[3]
+        assert visitors.of(request.session_hash).start is None
+        for words, said in (("fox", "diffserve serve"), ("x" * (MAX_FIELD_CHARS + 1), "at most")):
+            assert said in (await history.search(words, here))[0]
+        await server.close()
+
+    asyncio.run(story())
+
+
+def test_what_is_chosen_while_the_same_words_are_looked_for_again_stays_chosen(tmp_path: Any) -> None:
+    before, same, other = Looking("fox"), Looking("fox"), Looking("owl")
+    before.found, before.chosen, before.is_asking = [(entry(), tmp_path)], 0, True
+    for looking in (same, other):
+        looking.found = [(entry(id="newer"), tmp_path), (entry(), tmp_path)]
+        looking.keep_choice(before)
+    assert (same.chosen, same.is_asking, other.chosen) == (1, True, None)
+    gone = Looking("fox")
+    gone.keep_choice(before)
+    assert (gone.chosen, gone.is_asking) == (None, False)
+
+
+def test_what_others_wrote_is_text_and_deleting_asks_first(tmp_path: Any) -> None:
+    looking = Looking("fox")
+    assert "No picture of yours" in looking.draw()[0]
+    looking.found, looking.chosen, looking.is_asking = [(entry(), tmp_path)], 0, True
+    said, *_, delete = looking.draw()
+    assert "&lt;b&gt;a fox" in said
+    assert "8x8, seed 1, 1970-01-01 00:00 UTC" in said
+    assert delete == gr.update(value=ASK)

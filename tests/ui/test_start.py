@@ -1,0 +1,102 @@
+"""What a request begins from: the browser's marks, a visitor's own pictures, and nothing of anybody else."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from io import BytesIO
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffserve.errors import InvalidRequest
+from diffserve.images import decode_image
+from tests.ui.asking import Request
+from tests.ui.capabilities import MODEL
+from ui.create.painting import FinishedPicture
+from ui.create.parameters import Form, order_of
+from ui.create.start import GONE, MASK, MAX_MARKS_CHARS, PageMarks, Starting, start_of
+from ui.server import Models, Server
+from ui.visitors import Visitors
+
+PNG = b"\x89PNG\r\n\x1a\nand so on"
+URL = MASK + base64.b64encode(PNG).decode()
+
+
+def painted(path: Path) -> FinishedPicture:
+    """One that lies at ``path``."""
+    path.write_bytes(PNG)
+    return FinishedPicture(path=path, seed=1, prompt="", wish="", rewrites=False, infotext="", warnings=(), settings="")
+
+
+def marks(mask: str = "", *, is_edit: bool = True) -> str:
+    return msgspec.json.encode(PageMarks(is_edit, mask)).decode()
+
+
+def test_what_is_marked_comes_with_the_picture_and_its_own_size(tmp_path: Path) -> None:
+    start = start_of(marks(URL), "0,5", tmp_path)
+    assert start is not None
+    assert (start.path, start.mask, start.strength) == (tmp_path, PNG, 0.5)
+    assert order_of(Form(prompt="a fox"), MODEL, start).fields["size"] == "auto"
+    assert order_of(Form(prompt="a fox", size="96x64"), MODEL, start).fields["size"] == "96x64"
+    for noise in (None, "", marks(is_edit=False)):
+        assert start_of(noise, "nonsense", tmp_path) is None
+    with pytest.raises(InvalidRequest, match=GONE[:30]):
+        start_of(marks(), "", None)
+    with pytest.raises(InvalidRequest, match="strength is '2'"):
+        start_of(marks(), "2", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "odd", ["[", "[1]", "5", marks("data:image/svg+xml,x"), marks(MASK + "%%"), "x" * (MAX_MARKS_CHARS + 1)]
+)
+def test_marks_that_the_page_would_not_send_are_refused_in_a_sentence(odd: str) -> None:
+    with pytest.raises(InvalidRequest, match="mark it again"):
+        start_of(odd, "", Path("start.png"))
+
+
+def test_a_visitor_begins_from_what_they_sent_or_painted_and_from_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def models(self: Server, *, is_fresh: bool = False) -> Models:
+        return Models("tiny", msgspec.structs.replace(MODEL, max_side_px=64))
+
+    async def story() -> None:
+        server, visitors = Server("http://127.0.0.1:9"), Visitors()
+        starting = Starting(server, visitors, None)  # type: ignore[arg-type]
+        visitor = visitors.of(Request.session_hash)
+        own, foreign = painted(tmp_path / "own.png"), painted(tmp_path / "foreign.png")
+        visitor.pictures = [own]
+        for name in (str(foreign.path), "/etc/passwd", None, {"path": [1]}, 7):
+            assert "no such picture" in (await starting.edit(name, Request()))[-1]  # type: ignore[arg-type]
+            assert visitor.start is None
+        assert str(own.path) in (await starting.edit({"path": str(own.path)}, Request()))[1]  # type: ignore[arg-type]
+        assert visitor.start == own.path
+
+        sent = BytesIO()
+        Image.fromarray(np.zeros((32, 128, 3), np.uint8)).save(sent, "JPEG", exif=_sideways())
+        upload = tmp_path / "photo.jpg"
+        upload.write_bytes(sent.getvalue())
+        await starting.choose(str(upload), Request())  # type: ignore[arg-type]
+        assert not upload.exists()
+        assert visitor.start is not None
+        read = decode_image(visitor.start.read_bytes())
+        assert (read.width_px, read.height_px) == (16, 64), "upright, and no larger than the model paints"
+        upload.write_bytes(b"<svg>")
+        assert "PNG, JPEG or WebP" in (await starting.choose(str(upload), Request()))[-1]  # type: ignore[arg-type]
+        assert visitor.start is not None, "what was there stays"
+        visitor.start.unlink()
+        assert GONE in (await starting.restore(True, Request()))[-1]  # type: ignore[arg-type]
+        await server.close()
+
+    monkeypatch.setattr(Server, "models", models)
+    asyncio.run(story())
+
+
+def _sideways() -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return exif
