@@ -240,7 +240,7 @@ def open_studio(model: str, rewriter: str, device: str, dtype: str, clock: Clock
     engine, texts, plain = load_parts(found.model, found.engine, found.text, clock=clock)
     if texts is None or plain is None:
         raise typer.BadParameter(f"{rewriter} cannot rewrite: give a model with a chat template.")
-    watched = WatchedRewriter(texts, style=plain.style.name, window=TextWindow.of(engine.model.text), clock=clock)
+    watched = WatchedRewriter(texts, style=plain.style.name, window=plain.window, clock=clock)
     studio = Studio(engine, texts, watched, time_share=found.text.time_share, clock=clock)
     studio.warm_up()
     return studio

@@ -18,9 +18,10 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Annotated, Any, Final
 
 import httpx
@@ -49,13 +50,16 @@ def memory_of_tree(pid: int) -> dict[str, int]:
     return found
 
 
-def measure(options: Sequence[str], num_pictures: int, settle_s: float = 0.0) -> dict[str, Any]:
-    """One server with ``options`` and at least two pictures; ``settle_s``: from its first picture to the next."""
+def measure(
+    options: Sequence[str], num_pictures: int, settle_s: float = 0.0, fields: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """One server with ``options`` and at least two pictures; ``settle_s``: from its first picture to the next;
+    ``fields``: what is asked beside prompt and seed."""
     seconds: list[float] = []
     anonymous: list[int] = []
     with tempfile.TemporaryDirectory() as folder, server(options, Path(folder)) as (url, pid):
         for number in range(num_pictures + 1):
-            body = {"prompt": f"a red apple on a table number {number}", "seed": number}
+            body = {"prompt": f"a red apple on a table number {number}", "seed": number, **fields}
             started_s = time.monotonic()
             response = httpx.post(f"{url}/v1/images/generations", json=body, timeout=300.0, trust_env=False)
             response.raise_for_status()

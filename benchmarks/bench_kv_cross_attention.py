@@ -119,7 +119,7 @@ def unet_steps(model: DiffusionModel, ways: dict[str, Conditioner], rows: int, r
 
 def gathering(model: DiffusionModel, ways: dict[str, Conditioner], rows: int, rounds: int) -> dict[str, Any]:
     """Stacking what ``rows`` rows of different prompts are told: once for each set of rows that runs together."""
-    size = dict(zip(("width_px", "height_px"), model.info.good_sizes[0], strict=True))
+    size: dict[str, Any] = dict(zip(("width_px", "height_px"), model.info.good_sizes[0], strict=True))
     arms: Arms = {}
     held: list[AnyConditioning] = []
     for name, way in ways.items():
@@ -137,7 +137,7 @@ def gathering(model: DiffusionModel, ways: dict[str, Conditioner], rows: int, ro
 def lengths(model: DiffusionModel, way: PagedConditioner, rows: int, rounds: int) -> dict[str, Any]:
     """``rows`` rows of one window and as many of two: in one call behind a mask, and in a call for each length."""
     width_px, height_px = model.info.good_sizes[0]
-    size = {"width_px": width_px, "height_px": height_px}
+    size: dict[str, Any] = {"width_px": width_px, "height_px": height_px}
     inputs = random_inputs(model, (height_px, width_px, 1), 2 * rows)
     del inputs["contexts"]
     held = [way.condition(text, None, **size) for text in (START, f"{START} BREAK {START}")]
@@ -169,7 +169,7 @@ def lengths(model: DiffusionModel, way: PagedConditioner, rows: int, rounds: int
 def prompts(model: DiffusionModel, rounds: int) -> dict[str, Any]:
     """Encoding one prompt, by what is known of it already; pages exact (cut at logical pages) and free (in one
     piece)."""
-    size = dict(zip(("width_px", "height_px"), model.info.good_sizes[0], strict=True))
+    size: dict[str, Any] = dict(zip(("width_px", "height_px"), model.info.good_sizes[0], strict=True))
     numbers = itertools.count(1000)
 
     def plain() -> None:

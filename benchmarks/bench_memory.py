@@ -102,11 +102,13 @@ def growth(samples: Sequence[Sample], name: str, settle: int) -> dict[str, float
 
 
 @contextlib.contextmanager
-def server(options: Sequence[str], folder: Path) -> Iterator[tuple[str, int]]:
-    """(url, process id) of a server with ``options`` that is ready."""
+def server(
+    options: Sequence[str], folder: Path, *, entry: Sequence[str] = ("-m", "diffserve")
+) -> Iterator[tuple[str, int]]:
+    """(url, process id) of a server with ``options`` that is ready; ``entry``: what python is to run."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "diffserve", "serve", "--port", str(port), *options]
+    command = [sys.executable, *entry, "serve", "--port", str(port), *options]
     url = f"http://127.0.0.1:{port}"
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)

@@ -7,7 +7,9 @@ Wants torch, diffserve's requirements and this tree, and nothing from anywhere e
 published shapes. Points are made in order of worth until the time is up; each stands in the JSON as soon as it is made,
 and one that fails stands there with its error while the next begins. For every model and precision: the cost curve
 (D1), everything mixed against diffusers' own pipeline behind a lock and in static batches (D2, D4), exactness (D9),
-recorded and compiled calls, and what a tick leaves in memory (D8). The second command is the dry run, on any machine.
+recorded and compiled calls, what a tick leaves in memory (D8), and how long requests take that come by themselves at
+0.9 of the rate of which the engine is capable (D3). On a Hopper float8 comes last, of our engine alone. The second
+command is the dry run, on any machine.
 """
 
 from __future__ import annotations
@@ -29,11 +31,16 @@ import torch
 
 from benchmarks.arms import PipelineArm, exactness, make_arms
 from benchmarks.bench_engine import curve, open_arms, run_rung, say
+from benchmarks.open_loop import quantile
+from benchmarks.painted_trace import run
+from benchmarks.random_models import directory_of
 from benchmarks.report import RESULTS, hardware, versions, write
+from benchmarks.trace import Recorded, at_poisson_times
 from benchmarks.workload import batches
+from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
 from diffserve.engine import Engine
-from diffserve.engine.image.compiling import compile_shape
+from diffserve.engine.image.compiling import compile_group
 from diffserve.experiments import provenance
 from diffserve.runtime.unet.compiled import CompiledUNet, Packages
 from diffserve.runtime.unet.graphs import CallGraphs, CudaRecord
@@ -41,6 +48,10 @@ from diffserve.runtime.unet.random_rows import random_call, random_rows
 
 MODELS = "sd15-random,sdxl-random"
 DTYPES = "float16,bfloat16"
+FLOAT8 = "float8"
+HOPPER = (9, 0)
+SERVED_STEPS = 20
+SERVED_LOAD = 0.9
 COMPILED_ROWS = (2, 8)
 NO_GPU = 3
 RAN_INTO_ERRORS = 1
@@ -113,11 +124,75 @@ def measure_model(suite: Suite, model: str, device: str, dtype: str, *, quick: b
         kind[0] for kind in batches("+guidance", engine.info.good_sizes, copies=1, round_index=99, step_divisor=divisor)
     ]
     suite.point(f"{name}: D9 exactness", lambda: exactness(engine, arm, sample[: 2 if quick else 4]))
+    suite.point(f"{name}: D3 served", lambda: served(engine, quick=quick))
     suite.point(f"{name}: D8 memory", lambda: memory(engine))
     if engine.model.device.type == "cuda":
         suite.point(f"{name}: recorded calls", lambda: recorded(engine, (1, most_rows), repeats=repeats))
     if not quick:  # it takes a minute a row count
         suite.point(f"{name}: compiled calls", lambda: compiled(engine, COMPILED_ROWS, repeats=repeats))
+
+
+def measure_alone(suite: Suite, model: str, device: str, dtype: str, *, quick: bool) -> None:
+    """What there is to measure in a precision that diffusers has not."""
+    name = f"{Path(model).name} {dtype}"
+
+    def load() -> Engine:
+        with directory_of(model, device, dtype) as directory:
+            path = model if model == "embedded" else directory
+            return Engine.from_pretrained(path, device=device, dtype=dtype, config=EngineConfig(max_waiting=4096))
+
+    engine: Engine | None = suite.point(f"{name}: load", load)
+    if engine is None or suite.point(f"{name}: warm-up", lambda: warmed(engine)) is None:
+        return
+    group = next(iter(engine.buckets))
+    most_rows, repeats = (2, 1) if quick else (16, 5)
+    suite.point(f"{name}: D1 cost curve", lambda: curve(engine, group, repeats=repeats, most_rows=most_rows))
+    suite.point(f"{name}: D3 served", lambda: served(engine, quick=quick))
+    suite.point(f"{name}: D8 memory", lambda: memory(engine))
+
+
+class RealTime:
+    """The engine's own clock; where nothing is to do, time passes."""
+
+    def __call__(self) -> float:
+        """Seconds."""
+        return time.perf_counter()
+
+    def skip_to(self, until_s: float) -> None:
+        """Sleep until then."""
+        time.sleep(max(0.0, until_s - self()))
+
+
+def served(engine: Engine, *, quick: bool) -> dict[str, Any]:
+    """Guided pictures of the native size, all at once for the rate, then at Poisson times at ``SERVED_LOAD`` of it."""
+    width_px, height_px = engine.info.good_sizes[0]
+    count, num_steps = (3, 2) if quick else (32, SERVED_STEPS)
+    requests = [
+        Recorded(
+            arrival_s=0.0,
+            num_steps=num_steps,
+            sampler="euler",
+            guidance_scale=7.5,
+            width_px=width_px,
+            height_px=height_px,
+            seed=seed,
+        )
+        for seed in range(count)
+    ]
+    clock = RealTime()
+    began_s = clock()
+    run(engine, clock, requests)
+    rate_per_s = count / (clock() - began_s)
+    found = run(engine, clock, at_poisson_times(requests, SERVED_LOAD * rate_per_s, seed=1))
+    latencies = [one.latency_s for one in found.served if one.latency_s is not None]
+    return {
+        "images": count,
+        "num_steps": num_steps,
+        "offline_images_per_s": round(rate_per_s, 3),
+        "load": SERVED_LOAD,
+        "p50_s": round(quantile(latencies, 0.5), 3),
+        "p99_s": round(quantile(latencies, 0.99), 3),
+    }
 
 
 def warmed(engine: Engine) -> dict[str, Any]:
@@ -195,7 +270,7 @@ def compiled(engine: Engine, sizes: tuple[int, ...], *, repeats: int) -> list[di
         packages = Packages(model, DiskCache(Path(scratch)))
         for num_rows in sizes:
             started_s = time.monotonic()
-            compile_shape(model, conditioner, packages, group.shape, (num_rows,))
+            compile_group(model, conditioner, packages, group, (num_rows,))
             compile_s = time.monotonic() - started_s
             calls = CompiledUNet(packages)
             calls.load(random_call(model, group.shape, 1, conditioner).kind, (num_rows,))
@@ -231,9 +306,12 @@ def main(
         raise typer.Exit(NO_GPU)
     path = out or RESULTS / f"gpu-suite-{device.replace(':', '')}-{provenance.now()[:10]}.json"
     suite = Suite(path, 60.0 * minutes, device)
+    if device.startswith("cuda") and dtypes == DTYPES and torch.cuda.get_device_capability(device) >= HOPPER:
+        dtypes += f",{FLOAT8}"
     for model in models.split(","):
         for dtype in dtypes.split(","):
-            measure_model(suite, model, device, dtype, quick=quick)
+            measure = measure_alone if dtype == FLOAT8 else measure_model
+            measure(suite, model, device, dtype, quick=quick)
             if device.startswith("cuda"):
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -12,7 +12,7 @@ import msgspec
 from benchmarks.trace import Recorded
 from diffserve.engine import Engine
 from diffserve.engine.image.task import TickTrace
-from diffserve.types import TERMINAL, Painted
+from diffserve.types import TERMINAL, Event, Painted
 
 
 class Clock(Protocol):
@@ -59,7 +59,11 @@ class PaintedTrace(NamedTuple):
     digests: list[str]
 
 
-def run(engine: Engine, clock: Clock, trace: Sequence[Recorded]) -> PaintedTrace:
+Watch = Callable[[Event, float], None]
+"""Told of every event, and when it came."""
+
+
+def run(engine: Engine, clock: Clock, trace: Sequence[Recorded], watch: Watch | None = None) -> PaintedTrace:
     """Paint ``trace`` as it comes, on the ``clock`` of the ``engine``.
 
     A request enters between two ticks, when it is due; its latency counts from when it was due. RuntimeError where a
@@ -77,6 +81,8 @@ def run(engine: Engine, clock: Clock, trace: Sequence[Recorded]) -> PaintedTrace
             place, one = coming.pop()
             engine.submit(one.request(f"{first_tick} {place}"))
         for event in engine.tick():
+            if watch is not None:
+                watch(event, clock())
             if isinstance(event, Painted):
                 num_painted += 1
                 digests[event.request_id].update(event.result.picture.data)

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import gc
 import heapq
+import itertools
 import json
 import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -37,7 +38,7 @@ from diffserve.engine.image.buckets import CostCurve, KneeCap
 from diffserve.engine.image.policy import solo_s
 from diffserve.engine.image.scheduler import RequestScheduler
 from diffserve.engine.image.task import GroupKey, LiveRequest, TickOutcome, TickPlan
-from diffserve.types import Finished, ModelInfo
+from diffserve.types import Event, Finished, ModelInfo
 from schedulers import NoiseSchedule
 
 IDLE_S = 1e-3
@@ -81,9 +82,9 @@ class SimulatedCalls:
         self._fixed = config.max_rows
         self._seconds: dict[tuple[GroupKey, int], float] = {}
 
-    def row_cap(self, group: GroupKey) -> int:
+    def row_cap(self, group: GroupKey, *, may_probe: bool = True) -> int:
         """Rows that a tick may hold."""
-        return self._fixed or self._knee_cap.of(self._curves[group[:2]])
+        return self._fixed or self._knee_cap.of(self._curves[group[:2]], may_probe=may_probe)
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
         """Seconds of ``num_rows`` rows. Raises KeyError for a size that was not measured."""
@@ -99,6 +100,7 @@ class SimulatedEngine:
         self.costs = costs
         self.calls = SimulatedCalls(costs, config)
         self.scheduler = RequestScheduler(config, info, self.calls)
+        self.scheduler.forecast.timer = itertools.count().__next__  # nobody asks when: looks are few
         self.inbox: list[LiveRequest] = []
         self.busy_s = 0.0
         self._plan: TickPlan | None = None
@@ -123,8 +125,8 @@ class SimulatedEngine:
         self.busy_s += seconds
         return now_s + seconds, plan.cost
 
-    def end(self, now_s: float) -> Iterator[str]:
-        """Apply the tick that ends at ``now_s``; the requests that are over."""
+    def end(self, now_s: float) -> list[Event]:
+        """Apply the tick that ends at ``now_s``, and tell what happened."""
         plan = self._plan
         assert plan is not None
         outcome = TickOutcome(rows_started_s=now_s, rows_ended_s=now_s)
@@ -134,8 +136,7 @@ class SimulatedEngine:
         for task in plan.decode:
             outcome.pictures[task] = PIXELS
             outcome.decode_s[task] = self.costs.decode_s
-        events = self.scheduler.apply(plan, outcome)
-        return (event.request_id for event in events if isinstance(event, Finished))
+        return self.scheduler.apply(plan, outcome, now_s)
 
 
 class Served(NamedTuple):
@@ -203,7 +204,7 @@ def replay(trace: Sequence[Recorded], costs: Costs, config: EngineConfig, *, num
         now_s = 0.0
         while ends and ends[0][0] <= until_s:
             now_s, number = heapq.heappop(ends)
-            for request_id in engines[number].end(now_s):
+            for request_id in (event.request_id for event in engines[number].end(now_s) if isinstance(event, Finished)):
                 place, live = arrived.pop(request_id)
                 served[place] = Served(now_s - live.submitted_s, isolated_s(live, calls, costs))
             if engines[number].has_work:
@@ -268,7 +269,7 @@ def capacity_per_s(requests: Sequence[Recorded], costs: Costs, config: EngineCon
     for number, one in enumerate(requests):
         live = door.admit(one.request(f"request {number}"), 0.0)
         group = GroupKey(one.height_px, one.width_px, 0)
-        cap = min(calls.row_cap(group) for _ in range(2))  # one of two is no probe
+        cap = calls.row_cap(group, may_probe=False)
         num_rows = live.settings.table.num_rows + int(live.settings.guided.sum())
         a_row_s = (calls.call_s(group, cap) + costs.tick_s) / cap
         seconds += one.num_images * (num_rows * a_row_s + costs.prepare_s + costs.decode_s)

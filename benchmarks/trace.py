@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from benchmarks.workload import SAMPLERS
-from diffserve.types import DiffusionParams, GenerationRequest
+from diffserve.types import DiffusionParams, GenerationRequest, Priority
 
 STEPS: Final = {4: 0.3, 20: 0.4, 30: 0.2, 50: 0.1}
 GUIDANCE: Final = (1.0, 5.0, 7.5, 12.0)
@@ -32,6 +32,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     num_images: int = 1
     seed: int = 0
     client: str = ""
+    priority: Priority = "interactive"
     latency_s: float | None = None
 
     def request(self, request_id: str) -> GenerationRequest:
@@ -44,6 +45,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
             height_px=self.height_px,
             num_images=self.num_images,
             client=self.client,
+            priority=self.priority,
             diffusion=DiffusionParams(
                 sampler=self.sampler, num_steps=self.num_steps, guidance_scale=self.guidance_scale, spacing="leading"
             ),

@@ -56,8 +56,14 @@ class Peers:
         while engine.study():  # packages that nobody has proven yet
             pass
         self.compiled_group = engine.runners.groups.best(self.group)
-        self._inputs = random_inputs(self.model, self.group.shape, 2 * most_rows)  # a call may be padded
+        self._inputs = random_inputs(self.model, self.group.shape, self._rows_laid(most_rows))
         self._exported: dict[str, Any] = {}
+
+    def _rows_laid(self, most_rows: int) -> int:
+        """Rows that the calls of up to ``most_rows`` have padded to what was measured to be cheap."""
+        curves = [self.engine.runners.groups.known(group).curve for group in (self.group, self.compiled_group)]
+        padded = max(sum(curve.cover(rows)) for curve in curves for rows in range(1, most_rows + 1))
+        return most_rows + padded  # a size that was long passed over is called before the others
 
     def inputs(self, rows: range) -> dict[str, Any]:
         """Arguments of ``UNetRunner.predict`` for some of the rows, with embeddings for ``contexts``."""

@@ -1,0 +1,194 @@
+"""Bulk benchmark: a batch over Ray whose worker is killed twice and which is itself killed once, each picture once.
+
+    python benchmarks/bench_bulk.py --lines 2000 --out benchmarks/results/bulk.json
+    python benchmarks/bench_bulk.py --lines 100000 --workers 8 --shard-lines 200 --model DIR --webdataset
+
+``diffserve batch --cluster`` paints a file of prompts. After a quarter and after half of the shards a worker is killed,
+after three quarters the command itself (SIGKILL, with all that it started), and the same command goes on. Then every
+line must be told of once and every picture be there once. Told are pictures a second over all of it, and what was
+painted twice. Progress goes to stderr, one JSON document to stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import psutil
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from diffserve.cli.batch.manifest import NAME, read_outcomes
+from tests.tiny_models import save_model
+
+ENV: Final = {"RAY_worker_niceness": "0"}  # which lets everything else go first
+ENDS_S: Final = 60.0
+
+Batch = subprocess.Popen[str]
+
+
+class Bulk:
+    """A batch that is begun, hurt and gone on with; ``look`` sees the command while its first worker paints."""
+
+    def __init__(
+        self,
+        prompts: Path,
+        folder: Path,
+        *options: str,
+        patience_s: float = 600.0,
+        look: Callable[[Batch], None] = lambda _: None,
+    ) -> None:
+        """``patience_s``: for a shard, and for a worker to begin."""
+        self.folder = folder
+        self._command = [sys.executable, "-m", "diffserve", "batch", str(prompts), "-o", str(folder), "--cluster"]
+        self._command += options
+        self._patience_s = patience_s
+        self._look = look
+
+    @property
+    def shards(self) -> dict[Path, int]:
+        """Those that are over, and when that was written."""
+        return {path: path.stat().st_mtime_ns for path in (self.folder / "shards").glob("*.jsonl")}
+
+    def run(self, kills: tuple[int, int], restart: int) -> dict[str, Any]:
+        """Kill a worker after each of ``kills`` shards and the command after ``restart``; then all of it.
+
+        TimeoutError where it does not get on, RuntimeError where it ends otherwise than with every line painted.
+        """
+        begun_s = time.monotonic()
+        with self._start() as batch:
+            for number, count in enumerate(kills):
+                self._until(batch, count)
+                if number == 0:
+                    self._look(batch)
+                worker = self._worker_of(batch)
+                worker.kill()
+                worker.wait(ENDS_S)
+                print(f"a worker is killed after {len(self.shards)} shards", file=sys.stderr)
+            self._until(batch, max(restart, len(self.shards) + 1))
+            children = psutil.Process(batch.pid).children(recursive=True)
+            batch.send_signal(signal.SIGKILL)
+            batch.wait(ENDS_S)
+        for one in psutil.wait_procs(children, 20)[1]:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        psutil.wait_procs(children, ENDS_S)
+        before = self.shards
+        print(f"the command is killed after {len(before)} shards, and begun again", file=sys.stderr)
+        with self._start() as batch:
+            said, told = batch.communicate()
+        if batch.returncode:
+            raise RuntimeError(f"the batch ended with {batch.returncode}: {told[-2000:]}")
+        return {
+            "seconds": round(time.monotonic() - begun_s, 1),
+            "num_shards": len(self.shards),
+            "num_shards_before_restart": len(before),
+            "num_shards_painted_again": sum(self.shards[path] != told_ns for path, told_ns in before.items()),
+            "said": said.strip().splitlines()[-1],
+        }
+
+    def _start(self) -> Batch:
+        return subprocess.Popen(
+            self._command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | ENV
+        )
+
+    def _until(self, batch: Batch, count: int) -> None:
+        until_s = time.monotonic() + self._patience_s
+        while len(self.shards) < count:
+            if batch.poll() is not None:
+                raise RuntimeError(f"the batch ended early: {batch.communicate()[1][-2000:]}")
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"waited {self._patience_s:g} s for shard {count}")
+            time.sleep(0.02)
+
+    def _worker_of(self, batch: Batch) -> psutil.Process:
+        """One that paints."""
+        until_s = time.monotonic() + self._patience_s
+        while time.monotonic() < until_s:
+            for child in psutil.Process(batch.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    if child.name().startswith("ray::MapWorker"):
+                        return child
+            time.sleep(0.02)
+        raise TimeoutError("no worker paints")
+
+
+def counted(folder: Path) -> dict[str, int]:
+    """What the results tell of, and what there is: lines, those told of more than once, pictures that are told of,
+    files, and files of which nobody tells or that are missing."""
+    outcomes = list(read_outcomes(folder / NAME))
+    lines = Counter(one.line for one in outcomes)
+    told = Counter(name for one in outcomes for name in one.files)
+    there = Counter(path.name for path in folder.glob("*.png"))
+    for path in folder.glob("*.tar"):
+        with tarfile.open(path) as tar:
+            there.update(name for name in tar.getnames() if name.endswith(".png"))
+    return {
+        "num_lines": len(lines),
+        "num_lines_twice": sum(count > 1 for count in lines.values()),
+        "num_pictures": sum(told.values()),
+        "num_files": sum(there.values()),
+        "num_files_amiss": sum(((told - there) + (there - told)).values()),
+        "num_parts_left": sum(1 for _ in folder.rglob("*part")),
+    }
+
+
+def main(
+    lines: Annotated[int, typer.Option(min=12, help="Prompts, of a picture each.")] = 2000,
+    steps: Annotated[int, typer.Option(help="Of each picture.")] = 4,
+    workers: Annotated[int, typer.Option(help="Engines.")] = 1,
+    shard_lines: Annotated[int, typer.Option(help="Lines that go together.")] = 50,
+    webdataset: Annotated[bool, typer.Option("--webdataset", help="A tar for each shard.")] = False,
+    model: Annotated[Path | None, typer.Option(help="A model directory; a tiny random one where left out.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A file for the document, too.")] = None,
+) -> None:
+    """Measure, and print one JSON document; 1 where a picture is missing or there twice."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prompts = folder / "prompts.jsonl"
+        prompts.write_text("".join(f'{{"prompt": "fox {each}", "steps": {steps}}}\n' for each in range(lines)))
+        options = ["--workers", str(workers), "--shard-lines", str(shard_lines)]
+        options += ["--model", str(model or save_model("sd15", folder / "model"))]
+        options += ["--webdataset"] if webdataset else []
+        num_shards = -(-lines // shard_lines)
+        bulk = Bulk(prompts, folder / "out", *options)
+        told = bulk.run((max(1, num_shards // 4), num_shards // 2), 3 * num_shards // 4)
+        found = counted(bulk.folder)
+    is_right = found["num_files"] == found["num_pictures"] == found["num_lines"] == lines
+    is_right = is_right and not found["num_lines_twice"] and not found["num_files_amiss"]
+    report = {
+        "benchmark": "bulk",
+        "command": " ".join(["python", "benchmarks/bench_bulk.py", *sys.argv[1:]]),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "lines": lines,
+        "steps": steps,
+        "workers": workers,
+        "killed_workers": 2,
+        "restarts": 1,
+        "each_once": is_right,
+        "pictures_per_s": round(lines / told["seconds"], 3),
+        **told,
+        **found,
+    }
+    if out is not None:
+        out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(report))
+    if not is_right:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,165 @@
+"""Cluster benchmark: what a request costs more for going through Ray Serve, and what a second replica brings.
+
+    python benchmarks/bench_cluster.py
+    python benchmarks/bench_cluster.py --requests 200 --steps 4 --model DIR
+    python benchmarks/bench_cluster.py --replicas 2 --rounds 8 --out benchmarks/results/cluster-2-replicas.json
+
+Two servers of one tiny random model, ``serve`` and ``cluster up`` with one replica of one core, asked in turns for the
+same pictures of one step, one at a time: each pair is of one seed, and which comes first alternates. Told are the
+medians, and the median and the quartiles of the differences.
+
+With ``--replicas`` these are two clusters, of one replica and of so many, of a core each; the same clients paint in
+both in turns, and told are pictures a second and the ratios. Progress goes to stderr, one JSON document to stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.service.server import START_S, RunningServer, running_server, wait_for
+from tests.tiny_models import save_model
+
+CONFIG = "[engine]\nthreads = 1\n"
+WARM = 10
+CLIENTS_EACH = 8
+"""Of a replica: so many pictures share its calls, with one replica and with several."""
+
+
+def main(
+    requests: Annotated[int, typer.Option(min=2, help="Pairs that are measured; with --replicas: of a round.")] = 100,
+    steps: Annotated[int | None, typer.Option(help="Of each picture: 1; with --replicas 20.")] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="What so many paint more than one does.")] = 1,
+    rounds: Annotated[int, typer.Option(min=2, help="Of --replicas: each of both clusters.")] = 6,
+    model: Annotated[Path | None, typer.Option(help="A model directory; a tiny random one where left out.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A file for the document, too.")] = None,
+) -> None:
+    """Measure, and print one JSON document."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        directory = model or save_model("sd15", folder / "model")
+        if replicas > 1:
+            with (
+                cluster_of(1, directory, folder / "one") as one,
+                cluster_of(replicas, directory, folder / "more") as it,
+            ):
+                report = throughput((one, it), replicas, rounds, requests, steps or 20)
+        else:
+            with (
+                running_server(directory, folder / "local", config=CONFIG) as local,
+                cluster_of(1, directory, folder / "cluster") as cluster,
+            ):
+                local.wait_until_ready()
+                report = own_cost((local, cluster), requests, steps or 1)
+    report["command"] = " ".join(["python", "benchmarks/bench_cluster.py", *sys.argv[1:]])
+    report["machine"] = f"{platform.machine()}, {os.cpu_count()} cores"
+    report["load"] = [round(one, 1) for one in os.getloadavg()]
+    if out is not None:
+        out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(report))
+
+
+@contextmanager
+def cluster_of(num_replicas: int, model: Path, folder: Path) -> Iterator[RunningServer]:
+    """``cluster up`` with so many replicas of a core each, all ready."""
+    folder.mkdir()
+    (folder / "cluster.toml").write_text(f"[replicas]\nmin = {num_replicas}\nmax = {num_replicas}\ncpus = 1.0\n")
+    command = ["-m", "diffserve", "cluster", "up", str(folder / "cluster.toml")]
+    with running_server(model, folder / "server", config=CONFIG, command=command) as server:
+        told = folder / "server" / "data" / "cluster.json"
+        server.wait_until_ready()
+        wait_for(lambda: told.read_text().count('"ready"') == num_replicas, START_S, "all replicas")
+        print(f"{num_replicas} replicas are ready", file=sys.stderr)
+        yield server
+
+
+def own_cost(pair: tuple[RunningServer, RunningServer], num_pairs: int, steps: int) -> dict[str, Any]:
+    """What a picture of the second takes more than one of the first."""
+    for server in pair:
+        for seed in range(WARM):
+            paint_s(server, steps, seed)
+    taken: list[tuple[float, float]] = []
+    for seed in range(num_pairs):
+        first, second = pair if seed % 2 else pair[::-1]
+        one, other = paint_s(first, steps, seed), paint_s(second, steps, seed)
+        taken.append((one, other) if seed % 2 else (other, one))
+    more_ms = [1e3 * (there - here) for here, there in taken]
+    low, middle, high = statistics.quantiles(more_ms, n=4)
+    return {
+        "benchmark": "cluster",
+        "num_pairs": num_pairs,
+        "steps": steps,
+        "local_ms": round(1e3 * statistics.median(here for here, _ in taken), 2),
+        "cluster_ms": round(1e3 * statistics.median(there for _, there in taken), 2),
+        "more_ms": round(middle, 2),
+        "more_ms_quartiles": [round(low, 2), round(high, 2)],
+    }
+
+
+def throughput(
+    pair: tuple[RunningServer, RunningServer],
+    num_replicas: int,
+    num_rounds: int,
+    num_pictures: int,
+    steps: int,
+    clients_each: int = CLIENTS_EACH,
+) -> dict[str, Any]:
+    """Pictures a second of both, in turns, with as many clients as keep the second busy, and the ratio."""
+    num_clients = clients_each * num_replicas
+    for server in pair:
+        painted_per_s(server, num_clients, WARM, steps)
+    rates: list[tuple[float, float]] = []
+    for number in range(num_rounds):
+        first, second = pair if number % 2 else pair[::-1]
+        one, other = (painted_per_s(each, num_clients, num_pictures, steps) for each in (first, second))
+        rates.append((one, other) if number % 2 else (other, one))
+        print(f"round {number + 1}: {rates[-1][0]:.2f} and {rates[-1][1]:.2f} pictures/s", file=sys.stderr)
+    ratios = [more / one for one, more in rates]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return {
+        "benchmark": "cluster-throughput",
+        "replicas": num_replicas,
+        "num_rounds": num_rounds,
+        "num_pictures": num_pictures,
+        "num_clients": num_clients,
+        "steps": steps,
+        "one_per_s": round(statistics.median(one for one, _ in rates), 3),
+        "more_per_s": round(statistics.median(more for _, more in rates), 3),
+        "ratio": round(middle, 3),
+        "ratio_quartiles": [round(low, 3), round(high, 3)],
+    }
+
+
+def painted_per_s(server: RunningServer, num_clients: int, num_pictures: int, steps: int) -> float:
+    """Pictures a second, each of a prompt of its own."""
+    begun_s = time.perf_counter()
+    with ThreadPoolExecutor(num_clients) as pool:
+        painted = pool.map(lambda seed: server.paint(f"{seed} foxes", num_steps=steps, seed=seed), range(num_pictures))
+        for reply in painted:
+            reply.raise_for_status()
+    return num_pictures / (time.perf_counter() - begun_s)
+
+
+def paint_s(server: RunningServer, steps: int, seed: int) -> float:
+    """Seconds for a picture, from asking to its last byte."""
+    begun_s = time.perf_counter()
+    server.paint(num_steps=steps, seed=seed).raise_for_status()
+    return time.perf_counter() - begun_s
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,195 @@
+"""One key asks for ten times what a server can do: what does that cost another key? And are times left told truly?
+
+    python benchmarks/bench_fairness.py --model embedded
+
+A server of its own is started. In ``--rounds`` rounds, for the machine may be faster now and slower then, a guest asks
+for one picture after another: first alone, then beside a crowd of one key, which sends ``--times`` what the server does
+when that key has it for itself, whether or not it is answered. The goal is that the guest's 95th percentile beside the
+crowd is at most twice the one alone.
+
+The guest's pictures are streamed. Each event tells the seconds that are left, and is held against when the picture came
+in truth, as ``bench_time_left`` does; where others compete for the cores, that says more of them. At last a mixed load
+without a crowd is held against its events in the same way: Poisson arrivals of several keys, sizes and steps.
+
+Progress goes to stderr, one JSON document to stdout and to results/.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, NamedTuple
+
+import httpx
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.bench_overload import say, serving
+from benchmarks.bench_time_left import spread
+from benchmarks.open_loop import GENERATIONS, Answer, ask, flood, quantile, saturate
+from benchmarks.report import RESULTS, hardware, versions, write
+
+MIXED_STEPS: Final = (5, 10, 25, 40)
+MIXED_SIZES: Final = ("128x128", "128x192")
+MIXED_KEYS: Final = 4
+
+
+class Watched(NamedTuple):
+    """A streamed picture: its seconds, and of each event of progress (has it begun, told, true) seconds left."""
+
+    seconds: float
+    told: list[tuple[bool, float, float]]
+
+
+class Load(NamedTuple):
+    """What is asked for."""
+
+    url: str
+    num_steps: int
+    rounds: int
+    part_s: float
+    times: float
+
+
+async def watch(http: httpx.AsyncClient, body: dict[str, Any], key: str) -> Watched | None:
+    """Ask for a streamed picture; ``None`` where it was refused."""
+    started_s, told = time.perf_counter(), list[tuple[bool, float, float]]()
+    headers = {"authorization": f"Bearer {key}"}
+    async with http.stream("POST", GENERATIONS, json=body | {"stream": True}, headers=headers) as response:
+        if response.status_code != 200:
+            return None
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event, now_s = json.loads(line[6:]), time.perf_counter()
+            if event.get("seconds_left") is not None:
+                told.append((bool(event["step"]), event["seconds_left"], now_s))
+    ended_s = time.perf_counter()
+    return Watched(ended_s - started_s, [(begun, left_s, ended_s - at_s) for begun, left_s, at_s in told])
+
+
+def errors_of(watched: Sequence[Watched], *, begun: bool) -> dict[str, float]:
+    """How far what was told is from the truth, before or after the first step."""
+    return spread((told_s, true_s) for one in watched for has_begun, told_s, true_s in one.told if has_begun is begun)
+
+
+def times_left(watched: Sequence[Watched]) -> dict[str, Any]:
+    """Of events with steps, and of those with places in the queue."""
+    return {"steps": errors_of(watched, begun=True), "queue": errors_of(watched, begun=False)}
+
+
+async def guests(load: Load, http: httpx.AsyncClient, seconds: float) -> list[Watched]:
+    """One picture after the other; none of them is refused."""
+    until_s, found = time.perf_counter() + seconds, list[Watched]()
+    while time.perf_counter() < until_s:
+        body = {"prompt": "a fox on the beach", "seed": len(found), "num_inference_steps": load.num_steps}
+        watched = await watch(http, body, "guest")
+        if watched is None:
+            raise RuntimeError("the guest was refused")
+        found.append(watched)
+    return found
+
+
+async def crowded(load: Load, http: httpx.AsyncClient) -> dict[str, Any]:
+    """Quiet and crowded rounds in turns."""
+
+    async def send(seed: int) -> Answer:
+        body = {"prompt": "a cat in the snow", "seed": seed, "num_inference_steps": load.num_steps}
+        return await ask(load.url, body, key="crowd")
+
+    started_s = time.perf_counter()
+    answers = await saturate(send, num_workers=8, seconds=load.part_s)
+    rate = sum(one.status == 200 for one in answers) / (time.perf_counter() - started_s)
+    say(f"the crowd alone: {rate:.2f} pictures/s")
+    quiet, busy, sent = list[Watched](), list[Watched](), list[Answer]()
+    for number in range(load.rounds):
+        quiet += await guests(load, http, load.part_s)
+        flooding = asyncio.create_task(flood(send, rate_per_s=load.times * rate, seconds=load.part_s + 2.0))
+        await asyncio.sleep(2.0)
+        busy += await guests(load, http, load.part_s)
+        sent += await flooding
+        say(f"round {number}: guest alone {p95(quiet):.2f} s, beside the crowd {p95(busy):.2f} s (p95)")
+    ratio = p95(busy) / p95(quiet)
+    return {
+        "crowd_alone_per_s": round(rate, 3),
+        "crowd_statuses": {str(status): number for status, number in sorted(Counter(o.status for o in sent).items())},
+        "guest_alone_s": seconds_of(quiet),
+        "guest_beside_s": seconds_of(busy),
+        "p95_ratio": round(ratio, 3),
+        "goals": {"p95 beside the crowd within twice the quiet one": ratio <= 2.0},
+        "time_left": {"alone": times_left(quiet), "beside_the_crowd": times_left(busy)},
+    }
+
+
+async def mixed(load: Load, http: httpx.AsyncClient, rate: float) -> dict[str, Any]:
+    """Poisson arrivals at half of what the server does."""
+    draw, asked = random.Random(1), list[asyncio.Task[Watched | None]]()
+    until_s = time.perf_counter() + load.rounds * load.part_s
+    while time.perf_counter() < until_s:
+        body = {
+            "prompt": "a ship on a lake", "seed": len(asked), "size": draw.choice(MIXED_SIZES),
+            "num_inference_steps": draw.choice(MIXED_STEPS),
+        }  # fmt: skip
+        asked.append(asyncio.create_task(watch(http, body, f"key {draw.randrange(MIXED_KEYS)}")))
+        await asyncio.sleep(draw.expovariate(0.5 * rate))
+    answers = await asyncio.gather(*asked)
+    found = [one for one in answers if one is not None]
+    return {"requests": len(asked), "refused": len(asked) - len(found), "time_left": times_left(found)}
+
+
+def p95(watched: Sequence[Watched]) -> float:
+    """Seconds."""
+    return quantile([one.seconds for one in watched], 0.95)
+
+
+def seconds_of(watched: Sequence[Watched]) -> dict[str, float]:
+    """How many, and their seconds."""
+    p50 = quantile([one.seconds for one in watched], 0.5)
+    return {"pictures": len(watched), "p50": round(p50, 3), "p95": round(p95(watched), 3)}
+
+
+async def measure(load: Load) -> dict[str, Any]:
+    """All of it."""
+    async with httpx.AsyncClient(base_url=load.url, timeout=600.0) as http:
+        found = await crowded(load, http)
+        say(json.dumps(found["time_left"]))
+        found["mixed"] = await mixed(load, http, found["crowd_alone_per_s"])
+    return found
+
+
+def main(
+    model: Annotated[str, typer.Option(help="What the server loads.")] = "embedded",
+    num_steps: Annotated[int, typer.Option(help="Steps of every picture of guest and crowd.")] = 20,
+    rounds: Annotated[int, typer.Option(help="Of a quiet and a crowded part.")] = 3,
+    part_s: Annotated[float, typer.Option(help="How long each part is.")] = 20.0,
+    times: Annotated[float, typer.Option(help="How many times what the server does the crowd asks for.")] = 10.0,
+    output: Annotated[Path | None, typer.Option(help="Where the JSON goes; else results/.")] = None,
+) -> None:
+    """Crowd a server and say what a guest has of it."""
+    with serving(model, backlog_s=20.0) as (url, _):
+        found = asyncio.run(measure(Load(url, num_steps, rounds, part_s, times)))
+    now = datetime.datetime.now(datetime.UTC)
+    document = {
+        "benchmark": "fairness",
+        "date": now.isoformat(timespec="seconds"),
+        "model": Path(model).name,
+        "settings": {"num_steps": num_steps, "rounds": rounds, "part_s": part_s, "times": times},
+        "hardware": hardware("cpu") | {"load_average_at_end": [round(load, 2) for load in os.getloadavg()]},
+        "versions": versions(),
+        **found,
+    }
+    write(document, output or RESULTS / f"fairness-{Path(model).name}-{now:%Y-%m-%d}.json")
+    print(json.dumps(document, indent=1))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,203 @@
+"""LoRA benchmark: rows that each have an adapter of their own against as many plain rows, in calls of one size.
+
+    python benchmarks/bench_lora.py
+    python benchmarks/bench_lora.py --layers everything --rank 64
+    python benchmarks/bench_lora.py --model sd15-random --side-px 128 --dtype float32 --pairs 3 --calls-alone
+
+Requests without guidance, a row each, painted together by one engine: with as many different adapters, and with none,
+in turns (ABBA), by calls that are not compiled. Seconds are those of their UNet calls, which have all rows where bytes
+allow it, so that one arm is not cut up otherwise than the other; with --calls-alone those of the network's own calls.
+Either way, how many of the pictures with adapters have the bytes that they have alone. One JSON document to stdout and
+to results/.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import torch
+import typer
+from msgspec.structs import replace
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.random_models import NAMES, lora_tensors, save_random_model
+from benchmarks.report import RESULTS, head, summary, write
+from diffserve.config import EngineConfig, load_settings
+from diffserve.engine import Engine
+from diffserve.engine.image.buckets import CostCurve
+from diffserve.engine.image.task import GroupKey
+from diffserve.loras import Lora
+from diffserve.runtime.low_rank import RowLoRAs, adapting
+from diffserve.runtime.unet.random_rows import random_call
+from diffserve.types import DiffusionParams, GenerationRequest
+
+LAYERS: Final = {"attention": (".to_q", ".to_k", ".to_v", ".to_out.0"), "everything": ("",)}
+"""What adapters change of the UNet, by the ends of its layers' names: what most trainers take, and all there is."""
+
+
+def requests(count: int, steps: int, side_px: int, num_round: int, *, has_loras: bool) -> list[GenerationRequest]:
+    """``count`` requests of one row each; round for round other seeds, the same with adapters and without."""
+    return [
+        GenerationRequest(
+            prompt=f"a fox {place}",
+            seed=100 * num_round + place,
+            width_px=side_px,
+            height_px=side_px,
+            diffusion=DiffusionParams(
+                sampler="ddim",
+                num_steps=steps,
+                guidance_scale=1.0,
+                loras=(Lora(f"lora{place}", 0.8),) if has_loras else (),
+            ),
+        )
+        for place in range(count)
+    ]
+
+
+def run(engine: Engine, wanted: Sequence[GenerationRequest]) -> dict[str, Any]:
+    """Paint ``wanted`` together: milliseconds a row, wall seconds, and calls by their number of rows."""
+    for request in wanted:
+        engine.submit(request)
+    seconds, calls, started_s = 0.0, Counter[int](), time.perf_counter()
+    while engine.has_work:
+        engine.tick()
+        tick = engine.last_tick
+        for call in () if tick is None else tick.calls:
+            seconds += call.wall_s
+            calls[len(call.rows)] += 1
+    num_rows = sum(size * count for size, count in calls.items())
+    return {"ms_per_row": 1e3 * seconds / num_rows, "wall_s": time.perf_counter() - started_s, "calls": dict(calls)}
+
+
+def measure(engine: Engine, rows: int, steps: int, side_px: int, pairs: int) -> dict[str, Any]:
+    """Both arms in turns, ``pairs`` times each, after one of each that is not counted."""
+    arms: dict[str, list[dict[str, Any]]] = {"plain": [], "loras": []}
+    for turn in range(-1, pairs):
+        for name in ("plain", "loras") if turn % 2 == 0 else ("loras", "plain"):
+            found = run(engine, requests(rows, steps, side_px, turn + 1, has_loras=name == "loras"))
+            if turn >= 0:
+                arms[name].append(found)
+            print(f"{name} {turn}: {found}", file=sys.stderr, flush=True)
+    ratios = [one["ms_per_row"] / plain["ms_per_row"] for one, plain in zip(arms["loras"], arms["plain"], strict=True)]
+    return {
+        "calls": {name: runs[-1]["calls"] for name, runs in arms.items()},
+        "ms_per_row": {name: summary([one["ms_per_row"] for one in runs]) for name, runs in arms.items()},
+        "wall_s": {name: summary([one["wall_s"] for one in runs]) for name, runs in arms.items()},
+        "loras_over_plain": summary(ratios),
+    }
+
+
+def measure_calls(engine: Engine, group: GroupKey, rows: int, pairs: int) -> dict[str, Any]:
+    """The network's own calls of ``rows`` random rows of ``group``, with an adapter each and without, in turns; CPU
+    time beside wall time, for machines that are shared."""
+    call = random_call(engine.model, group.shape, rows, engine.runners.conditioner)
+    loras = RowLoRAs([engine.runners.loras.take([Lora(f"lora{place}", 0.8)]) for place in range(rows)])
+
+    def seconds(has_loras: bool) -> list[float]:
+        started_s = time.perf_counter(), time.process_time()
+        with torch.inference_mode(), adapting(loras if has_loras else None):
+            engine.model.unet.plain(call)
+        return [time.perf_counter() - started_s[0], time.process_time() - started_s[1]]
+
+    found: dict[bool, list[list[float]]] = {False: [], True: []}
+    for turn in range(-1, pairs):
+        for has_loras in (False, True) if turn % 2 == 0 else (True, False):
+            taken_s = seconds(has_loras)
+            if turn >= 0:
+                found[has_loras].append([1e3 * each / rows for each in taken_s])
+            print(f"{'loras' if has_loras else 'plain'} {turn}: {taken_s} s", file=sys.stderr, flush=True)
+    document: dict[str, Any] = {"stacked_bytes": loras.num_bytes}
+    for place, suffix in enumerate(("", "_cpu_time")):
+        plain, own = ([one[place] for one in found[has_loras]] for has_loras in (False, True))
+        document[f"ms_per_row{suffix}"] = {"plain": summary(plain), "loras": summary(own)}
+        ratios = [one / other for one, other in zip(own, plain, strict=True)]
+        document[f"loras_over_plain{suffix}"] = summary(ratios)
+    return document
+
+
+def same_bytes(engine: Engine, rows: int, side_px: int) -> int:
+    """How many pictures with adapters are, byte for byte, those that they are alone."""
+    wanted = requests(rows, 2, side_px, 50, has_loras=True)
+    alone = [engine.generate(replace(request, request_id=f"alone-{request.seed}"))[0] for request in wanted]
+    return sum(one.picture == other.picture for one, other in zip(engine.generate(wanted), alone, strict=True))
+
+
+def pin(engine: Engine, group: GroupKey, size: int) -> None:
+    """Have calls of ``group`` made with ``size`` rows where bytes allow, whatever a busy moment said that they cost."""
+    groups = engine.runners.groups
+    if size in groups.known(group).curve.buckets:
+        groups._known[group] = groups.known(group)._replace(curve=CostCurve((size,)))
+
+
+def learn_sizes(engine: Engine, groups: dict[str, GroupKey], rows: int) -> dict[str, tuple[int, ...]]:
+    """Sizes of calls that bytes allow, by the names of ``groups``; from then on they are called with ``rows``."""
+    buckets = {}
+    for name, group in groups.items():
+        engine.runners.groups.learn(group)
+        buckets[name] = engine.buckets[group]
+        pin(engine, group, rows)
+    return buckets
+
+
+def main(
+    model: Annotated[str, typer.Option(help=f"{', '.join(NAMES)}, embedded or a directory.")] = "embedded",
+    dtype: Annotated[str, typer.Option(help="Of the model.")] = "auto",
+    device: Annotated[str, typer.Option(help="A torch device.")] = "auto",
+    side_px: Annotated[int, typer.Option(help="Side of the pictures.")] = 128,
+    rows: Annotated[int, typer.Option(help="Requests, each with an adapter of its own.")] = 8,
+    rank: Annotated[int, typer.Option(help="Of the adapters.")] = 16,
+    layers: Annotated[str, typer.Option(help=f"That they change: {' or '.join(LAYERS)}.")] = "attention",
+    steps: Annotated[int, typer.Option(help="Of every picture.")] = 10,
+    pairs: Annotated[int, typer.Option(help="Runs of each arm.")] = 5,
+    calls_alone: Annotated[
+        bool, typer.Option(help="The network's calls alone: engines on a CPU call a large one row by row.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+) -> None:
+    """Measure, and print one JSON document as the last line of stdout."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(save_random_model(model, Path(folder), dtype=torch.float32)) if model in NAMES else model
+        adapters = Path(folder) / "loras"
+        adapters.mkdir()
+        profile = replace(
+            load_settings(model=path, env={}).model, lora_dir=str(adapters), model_id=Path(model).name, probe=False
+        )
+        engine = Engine.from_pretrained(
+            path, dtype=dtype, device=device, config=EngineConfig(compile="off"), profile=profile
+        )
+        for place in range(rows):
+            tensors = lora_tensors(engine.model, LAYERS[layers], place, rank, of_texts=False)
+            save_file(tensors, adapters / f"lora{place}.safetensors")
+        group = engine.runners.group_of_short_prompts(side_px, side_px)
+        document = head("lora", Path(model).name, engine.info)
+        document |= {"rows": rows, "rank": rank, "layers": layers, "side_px": side_px}
+        document["adapter_bytes"] = (adapters / "lora0.safetensors").stat().st_size
+        [checked] = {engine.runners.loras.check([Lora(f"lora{place}")]).rank for place in range(rows)}
+        document["padded_rank"] = checked
+        if not calls_alone:
+            document["buckets"] = learn_sizes(
+                engine, {"plain": group, "loras": group._replace(lora_rank=checked)}, rows
+            )
+        document["same_bytes_as_alone"] = [same_bytes(engine, rows, side_px), rows]
+        if calls_alone:
+            document |= measure_calls(engine, group, rows, pairs)
+        else:
+            document |= measure(engine, rows, steps, side_px, pairs)
+        info = document["model"]
+        name = f"lora-{info['id']}-{info['device'].replace(':', '')}-{info['dtype']}-{layers}-{rank}"
+        name += "-calls" * calls_alone
+        write(document, out or RESULTS / f"{name}-{document['date'][:10]}.json")
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    typer.run(main)

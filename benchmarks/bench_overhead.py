@@ -1,0 +1,214 @@
+"""What the server itself takes: of every picture, of memory, and of a step while a thousand readers wait for events.
+
+    python benchmarks/bench_overhead.py
+    python benchmarks/bench_overhead.py --parts request,memory
+
+request  pictures of an engine that computes nothing (``noop_engine``), one after the other on one connection: from the
+         first byte sent to the last byte read, and the CPU time that the server's process takes, which others on the
+         machine do not make longer; whole, and streamed. Beside it the PNG alone, encoded in this process.
+memory   resident bytes of the process that answers, when it is ready and after pictures, with the page and without.
+readers  steps of a real model while so many readers hold an event stream of the page open on which nothing happens, and
+         while none does, in turns; from the server's own metrics, with the CPU time that the engine took for a step.
+
+Progress goes to stderr, one JSON document to stdout and to results/.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Final
+
+import httpx
+import psutil
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.bench_memory import engine_of, server
+from benchmarks.noop_engine import picture_of
+from benchmarks.report import RESULTS, hardware, summary, versions, write
+from diffserve.images import encode_image
+
+GENERATIONS: Final = "/v1/images/generations"
+NOOP: Final = (str(Path(__file__).resolve().parent / "noop_engine.py"),)
+STEP: Final = re.compile(r"^diffserve_denoise_step_seconds_(count|sum)\{[^}]*\} (\S+)$", re.MULTILINE)
+SETTLED_S: Final = 2.0
+"""After readers have come or gone."""
+
+GOALS: Final = {"request_ms": 5.0, "readers_ratio": 1.1, "memory_bytes": 200e6}
+
+
+def say(text: str) -> None:
+    """Progress for eyes."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def serving(*options: str, entry: Sequence[str] = ("-m", "diffserve")) -> Iterator[tuple[str, int]]:
+    """A server with an empty folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        own = ("--data-dir", str(Path(folder) / "data"))
+        with server((*options, *own), Path(folder), entry=entry) as started:
+            yield started
+
+
+def measure_requests(url: str, pid: int, count: int, num_steps: int, size: str) -> dict[str, Any]:
+    """Milliseconds of each of ``count`` requests, whole and streamed in turns, after twenty that do not count; and the
+    CPU milliseconds of the server's process for one of either kind."""
+    taken: dict[str, list[float]] = {"whole": [], "stream": []}
+    process, before_s = psutil.Process(pid), 0.0
+    with httpx.Client(base_url=url, trust_env=False, timeout=60.0) as client:
+        for number in range(20 + count):
+            before_s = used_s(process) if number == 20 else before_s
+            for kind, ms in taken.items():
+                body = {"prompt": "a red fox", "num_inference_steps": num_steps, "seed": number, "size": size}
+                started_s = time.perf_counter()
+                client.post(GENERATIONS, json=body | {"stream": kind == "stream"}).raise_for_status()
+                if number >= 20:
+                    ms.append(1e3 * (time.perf_counter() - started_s))
+    cpu_ms = 1e3 * (used_s(process) - before_s) / (2 * count)
+    told = {kind: summary(ms) | {"p95": round(sorted(ms)[int(0.95 * len(ms))], 3)} for kind, ms in taken.items()}
+    return told | {"server_cpu_ms": round(cpu_ms, 3)}
+
+
+def encode_ms(size: str) -> float:
+    """CPU milliseconds that encoding the no-op engine's picture as PNG takes by itself, the median of 51."""
+    width, _, height = size.partition("x")
+    picture = picture_of(int(width), int(height))
+    taken = []
+    for _ in range(51):
+        started_s = time.thread_time()
+        encode_image(picture, infotext="a red fox\nSteps: 20")
+        taken.append(1e3 * (time.thread_time() - started_s))
+    return round(median(taken), 3)
+
+
+def measure_memory(url: str, pid: int) -> dict[str, int]:
+    """Resident bytes of the server's own process: ready, and after a hundred pictures."""
+    process = psutil.Process(pid)
+    before = process.memory_info().rss
+    with httpx.Client(base_url=url, trust_env=False, timeout=60.0) as client:
+        for number in range(100):
+            client.post(GENERATIONS, json={"prompt": "a red fox", "seed": number}).raise_for_status()
+    return {"ready_bytes": before, "after_100_pictures_bytes": process.memory_info().rss}
+
+
+def wait_for_page(url: str) -> None:
+    """Return when the page is there."""
+    with httpx.Client(base_url=url, trust_env=False, timeout=60.0) as client:
+        while client.get("/config").status_code != 200:
+            time.sleep(0.2)
+
+
+def steps_of(url: str) -> tuple[float, float]:
+    """Steps that did nothing beside, and the seconds that they took, so far."""
+    found = {"count": 0.0, "sum": 0.0}
+    for name, value in STEP.findall(httpx.get(f"{url}/metrics", trust_env=False, timeout=60.0).text):
+        found[name] += float(value)
+    return found["count"], found["sum"]
+
+
+async def measure_readers(url: str, pid: int, num_readers: int, rounds: int, num_steps: int) -> dict[str, Any]:
+    """Milliseconds of a step, and of the engine's CPU for one, with readers and without, in turns."""
+    engine = psutil.Process(engine_of(pid))
+    points: dict[str, dict[str, list[float]]] = {
+        kind: {"step_ms": [], "cpu_ms": [], "server_cpu": []} for kind in ("none", "readers")
+    }
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=600.0) as client:
+        for number in range(2 * rounds + 2):
+            kind = "readers" if number % 2 else "none"
+            readers = [await open_reader(url, i) for i in range(num_readers)] if kind == "readers" else []
+            await asyncio.sleep(SETTLED_S)
+            front, body = psutil.Process(pid), {"prompt": "a red fox", "num_inference_steps": num_steps}
+            before, cpu_s, front_s, started_s = steps_of(url), used_s(engine), used_s(front), time.monotonic()
+            (await client.post(GENERATIONS, json=body | {"sampler": "ddim"})).raise_for_status()
+            wall_s = time.monotonic() - started_s
+            await asyncio.sleep(1.2)  # the engine counts once a second
+            after = steps_of(url)
+            num_done, seconds = after[0] - before[0], after[1] - before[1]
+            if number >= 2:
+                points[kind]["step_ms"].append(1e3 * seconds / num_done)
+                points[kind]["cpu_ms"].append(1e3 * (used_s(engine) - cpu_s) / num_done)
+                points[kind]["server_cpu"].append((used_s(front) - front_s) / (wall_s + 1.2))
+                say(f"{kind}: {points[kind]['step_ms'][-1]:.1f} ms a step")
+            for writer in readers:
+                writer.close()
+
+    def ratio(name: str) -> dict[str, float]:
+        """With readers over without, turn by turn."""
+        both = zip(points["readers"][name], points["none"][name], strict=True)
+        return summary([with_ / without for with_, without in both])
+
+    told = {kind: {name: summary(values) for name, values in of.items()} for kind, of in points.items()}
+    return told | {"num_readers": num_readers, "ratio": ratio("step_ms"), "cpu_ratio": ratio("cpu_ms")}
+
+
+async def open_reader(url: str, number: int) -> asyncio.StreamWriter:
+    """A connection on which the page's events for a visitor come, of which there are none; RuntimeError if refused."""
+    place = httpx.URL(url)
+    reader, writer = await asyncio.open_connection(place.host, place.port)
+    asked = f"GET /gradio_api/heartbeat/reader{number} HTTP/1.1\r\nHost: {place.host}:{place.port}\r\n\r\n"
+    writer.write(asked.encode())
+    head = await reader.readuntil(b"\r\n\r\n")
+    if b" 200 " not in head.splitlines()[0]:
+        raise RuntimeError(f"reader {number} was refused: {head.splitlines()[0].decode()}")
+    return writer
+
+
+def used_s(process: psutil.Process) -> float:
+    """CPU seconds so far."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def main(
+    parts: Annotated[str, typer.Option(help="Of request, memory and readers, with commas.")] = "request,memory,readers",
+    count: Annotated[int, typer.Option(min=3, help="Requests that count, of each kind.")] = 200,
+    steps: Annotated[int, typer.Option(min=1, help="Steps, each with an event, of a request.")] = 20,
+    readers: Annotated[int, typer.Option(min=1, help="Readers.")] = 1000,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns with readers and without.")] = 5,
+    reader_steps: Annotated[int, typer.Option(min=10, help="Steps of a turn.")] = 60,
+    model: Annotated[str, typer.Option(help="Whose steps the readers may slow.")] = "embedded",
+    out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
+) -> None:
+    """Measure, and print one JSON document as the last line of stdout."""
+    document: dict[str, Any] = {
+        "benchmark": "overhead", "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python", "benchmarks/bench_overhead.py", *sys.argv[1:]]),
+        "hardware": hardware("cpu"), "versions": versions(), "goals": GOALS,
+    }  # fmt: skip
+    wanted = set(parts.split(","))
+    if "request" in wanted:
+        with serving("--model", model, "--no-page", entry=NOOP) as (url, pid):
+            found = {size: measure_requests(url, pid, count, steps, size) for size in ("64x64", "128x128", "512x512")}
+        document["request_ms"] = {size: told | {"png_cpu_ms": encode_ms(size)} for size, told in found.items()}
+        say(json.dumps(document["request_ms"]))
+    if "memory" in wanted:
+        document["memory"] = {}
+        for name in ("no-page", "page"):
+            with serving("--model", model, f"--{name}", entry=NOOP) as (url, pid):
+                if name == "page":
+                    wait_for_page(url)
+                document["memory"][name] = measure_memory(url, pid)
+        say(json.dumps(document["memory"]))
+    if "readers" in wanted:
+        with serving("--model", model, "--page") as (url, pid):
+            wait_for_page(url)
+            document["readers"] = asyncio.run(measure_readers(url, pid, readers, rounds, reader_steps))
+        say(json.dumps(document["readers"]))
+    write(document, out or RESULTS / "overhead.json")
+    print(json.dumps(document), flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

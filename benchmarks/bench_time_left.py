@@ -1,0 +1,129 @@
+"""Are times left told truly? Every event of a mixed load beside when its picture came.
+
+    OMP_NUM_THREADS=1 python benchmarks/bench_time_left.py --model embedded
+
+The engine paints on a clock of its own, the processor time of the thread that ticks (``painted_trace``), so that
+neighbours on a shared machine do not count. First all requests come at once and none after them, which is what the
+forecast knows of; then they come as Poisson arrivals at ``--loads`` times what it can do, of ``KEYS`` keys, some of
+batch priority, with 4 to 50 steps in two sizes. An error is (told - true) / true, of what came more than ``LEAST_S``
+later. What the forecast cannot know, those who come later and go first, is part of it.
+
+Progress goes to stderr, one JSON document to stdout and to results/.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+import torch
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.open_loop import quantile
+from benchmarks.painted_trace import WorkingTime, run
+from benchmarks.report import RESULTS, head, write
+from benchmarks.trace import Recorded, at_poisson_times, mixed
+from diffserve.config import EngineConfig
+from diffserve.engine import Engine
+from diffserve.runtime import load_model
+from diffserve.types import Accepted, Event, Painted, Progress
+
+LEAST_S: Final = 0.2
+WITHIN: Final = 0.2
+KEYS: Final = 3
+BATCH_EVERY: Final = 6
+SIZES: Final = ((128, 128), (192, 128))
+
+
+def spread(told: Iterable[tuple[float, float]]) -> dict[str, float]:
+    """How far what was told is from the truth, of (told, true) seconds."""
+    errors = [(told_s - true_s) / true_s for told_s, true_s in told if true_s > LEAST_S]
+    if not errors:
+        return {"events": 0}
+    far = [abs(error) for error in errors]
+    return {
+        "events": len(errors),
+        "median": round(statistics.median(errors), 3),
+        "median_far": round(quantile(far, 0.5), 3),
+        "p90_far": round(quantile(far, 0.9), 3),
+        "within_20_percent": round(statistics.fmean(one <= WITHIN for one in far), 3),
+    }
+
+
+def measure(engine: Engine, clock: WorkingTime, trace: Sequence[Recorded]) -> dict[str, Any]:
+    """Paint ``trace`` and hold its events against the truth: those with steps, and those that let a request in."""
+    told: list[tuple[str, float, float]] = []
+    done: dict[str, float] = {}
+    accepted: dict[str, float] = {}
+
+    def watch(event: Event, now_s: float) -> None:
+        match event:
+            case Accepted() if event.seconds_left is not None:
+                accepted[event.request_id] = event.seconds_left
+            case Progress() if event.seconds_left is not None:
+                told.append((event.request_id, event.seconds_left, now_s))
+            case Painted():
+                done[event.request_id] = now_s
+
+    painted = run(engine, clock, trace, watch)
+    latency_s = dict(zip(done, (0.0,) * len(done), strict=True))
+    for place, one in enumerate(painted.served):
+        name = next(name for name in latency_s if name.endswith(f" {place}"))
+        latency_s[name] = one.latency_s or 0.0
+    return {
+        "requests": len(trace),
+        "steps": spread((seconds, done[name] - at_s) for name, seconds, at_s in told),
+        "accepted": spread((seconds, latency_s[name]) for name, seconds in accepted.items()),
+    }
+
+
+def requests(count: int, seed: int) -> list[Recorded]:
+    """Of several keys, some of batch priority."""
+    drawn = mixed(count, SIZES, seed=seed)
+    return [
+        msgspec.structs.replace(
+            one, client=f"key {place % KEYS}", priority="batch" if place % BATCH_EVERY == 0 else "interactive"
+        )
+        for place, one in enumerate(drawn)
+    ]
+
+
+def main(
+    model: Annotated[str, typer.Option(help="What is painted with.")] = "embedded",
+    count: Annotated[int, typer.Option(help="Requests of each part.")] = 40,
+    loads: Annotated[str, typer.Option(help="Of what the engine can do, with commas.")] = "0.4,0.8",
+    dtype: Annotated[str, typer.Option(help="Precision.")] = "auto",
+    output: Annotated[Path | None, typer.Option(help="Where the JSON goes; else results/.")] = None,
+) -> None:
+    """Paint, and say how true the times left were."""
+    torch.set_num_threads(1)
+    clock = WorkingTime()
+    loaded = load_model(model, dtype=dtype)
+    engine = Engine(loaded, EngineConfig(max_waiting=1000), clock=clock)
+    engine.runners.warm_up(SIZES)
+    document = head("time-left", model, loaded.info) | {"count": count, "parts": {}}
+    run(engine, clock, requests(6, seed=5))
+    begun_s = clock()
+    parts = {"all at once": measure(engine, clock, requests(count, seed=1))}
+    rate_per_s = count / (clock() - begun_s)
+    print(parts, file=sys.stderr, flush=True)
+    for load in map(float, loads.split(",")):
+        arrivals = at_poisson_times(requests(count, seed=2), load * rate_per_s, seed=3)
+        parts[f"load {load:g}"] = measure(engine, clock, arrivals)
+        print(parts, file=sys.stderr, flush=True)
+    document["parts"] = parts
+    now = datetime.datetime.now(datetime.UTC)
+    write(document, output or RESULTS / f"time-left-{Path(model).name}-{now:%Y-%m-%d}.json")
+    print(json.dumps(document, indent=1))
+
+
+if __name__ == "__main__":
+    typer.run(main)
