@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tests.service.server import RunningServer
 
 SHARED = {
-    "a cluster": re.compile(r"^def test_\w+\(\s*cluster: ", re.MULTILINE),
+    "a cluster": re.compile(r"^def test_\w+\(\s*(cluster|apart): |importorskip\(\"ray", re.MULTILINE),
     "the page": re.compile(r"\bpage_server: |^def test_\w+\([^)]*\bvisit: ", re.MULTILINE),
     "servers": re.compile(r"\btext_server: |^def test_\w+\([^)]*\bserver: ", re.MULTILINE),
 }
@@ -63,7 +63,8 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A file is one worker's, as with ``--dist loadfile``; and so are all files that ask for a shared server, and all
-    that ask for the page or a browser, so that each of these is started once, and not once for every worker."""
+    that ask for the page or a browser, so that each of these is started once, and not once for every worker. Of Ray there
+    is one at a time: two that start together on two cores take minutes."""
     from xdist.scheduler import LoadFileScheduling
 
     scheduling = LoadFileScheduling(config, log)

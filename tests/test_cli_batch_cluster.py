@@ -171,7 +171,6 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path, capsys: pyt
 NO_RAY = """
 import sys
 sys.modules["ray"] = None
-from benchmarks.bench_bulk import Batch, Bulk, counted
 from diffserve.cli import main
 main(["batch", *sys.argv[1:]])
 """
