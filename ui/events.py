@@ -7,8 +7,9 @@ the page's stream of answers just when the page counts on it. So only what takes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from inspect import Parameter, Signature
+from typing import Any, Final, TypeVar
 
 import gradio as gr
 from gradio.components import Component
@@ -17,6 +18,21 @@ PRIVATE: Final[dict[str, Any]] = {"api_visibility": "private", "show_progress": 
 
 SILENT: Final[dict[str, Any]] = {"fn": None, "api_visibility": "private", "show_progress": "hidden"}
 """Those that never leave the browser: JavaScript alone."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def called_with(*names: str) -> Callable[[Function], Function]:
+    """For a method that takes any arguments: gradio gives it values that its client may call by ``names``, and then
+    its request."""
+
+    def decorate(function: Function) -> Function:
+        every = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *names, "request")]
+        function.__signature__ = Signature(every)  # type: ignore[attr-defined]
+        function.__annotations__ = {"request": gr.Request}
+        return function
+
+    return decorate
 
 
 def shown_if(is_shown: bool) -> dict[str, Any]:

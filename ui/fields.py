@@ -1,32 +1,22 @@
-"""What stands in a single field: how long it may be, and the number in it."""
+"""What stands in a single field: how long it may be, and the number in it; and all that is told of one few know of."""
 
 from __future__ import annotations
 
 import math
 import re
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
 
+import msgspec
+
+from diffserve.client import ImageCapabilities
 from diffserve.errors import InvalidRequest
-from diffserve.types import MAX_PROMPT_CHARS, MAX_SEED
+from diffserve.micro_conditioning import MicroConditioning
+from diffserve.types import MAX_CACHE_INTERVAL, MAX_CLIP_SKIP, MAX_MERGING, MAX_PROMPT_CHARS, MAX_SEED
 
 MAX_FIELD_CHARS: Final = 200
 """Of a field that holds a number or a name."""
 
-LABELS: Final = {
-    "eta": "Fresh noise",
-    "guidance_interval": "Guided part",
-    "cache_interval": "Whole network every",
-    "token_merging": "Merged tokens",
-    "similarity_threshold": "Similar enough",
-    "micro_conditioning": "Told sizes",
-    "guidance_rescale": "Rescaled guidance",
-    "clip_skip": "Clip skip",
-    "switch_at": "Refiner from",
-    "best_of": "Best of",
-}
-"""What the page calls the fields of a request that nobody who only paints has heard of."""
-
-KNOWN_BY: Final = re.compile(rf"(?:\bthe )?\b({'|'.join(LABELS)})\b", re.IGNORECASE)
 DASH: Final = re.compile(r"(?<![eE])-")
 """Between two numbers, not in the exponent of one: "1e-05-0.5"."""
 
@@ -43,11 +33,6 @@ def check_text(text: object, name: str, most: int = MAX_PROMPT_CHARS) -> None:
             param=name,
             code="string_above_max_length",
         )
-
-
-def as_labelled(text: str) -> str:
-    """``text`` with fields called as on the page."""
-    return KNOWN_BY.sub(lambda found: f"“{LABELS[found[1].lower()]}”", text)
 
 
 def read_number(text: str | None, name: str, most: float = math.inf) -> float | None:
@@ -103,3 +88,74 @@ def read_seed(text: str | None) -> int | None:
             param="seed",
         )
     return int(digits)
+
+
+def read_sizes(text: str | None) -> dict[str, Any] | None:
+    """What SDXL is to be told of sizes, as the server takes it, ``None`` for an empty text. Raises InvalidRequest."""
+    return msgspec.structs.asdict(MicroConditioning.read(text)) if text and text.strip() else None
+
+
+class TypedField(NamedTuple):
+    """A field of a request that nobody who only paints has heard of, typed as text under Advanced.
+
+    label        what the page calls it
+    placeholder  what stands there for nothing
+    info         a line below
+    infotext     what the parameters of a picture call it; "" where they do not tell it
+    read         from the text, the field's name and what the model can do, the value; InvalidRequest
+    """
+
+    label: str
+    placeholder: str
+    info: str
+    infotext: str
+    read: Callable[[str | None, str, ImageCapabilities], Any]
+
+
+def _part(text: str | None, name: str, image: ImageCapabilities) -> float | None:
+    return read_number(text, name, 1.0)
+
+
+TYPED: Final = {
+    "eta": TypedField("Fresh noise", "the sampler's own", "Of every step (eta), 0 to 1.", "Eta", _part),
+    "guidance_interval": TypedField(
+        "Guided part", "all steps", "From and to, as parts of the way: 0.2-0.8.", "Guidance interval",
+        lambda text, name, image: read_interval(text, name, "guided part"),
+    ),
+    "cache_interval": TypedField(
+        "Whole network every", "1", "So many steps, a part of it between (DeepCache).", "Cache interval",
+        lambda text, name, image: read_count(text, name, MAX_CACHE_INTERVAL),
+    ),
+    "token_merging": TypedField(
+        "Merged tokens", "none", "Share of them in self-attention, 0 to 0.75.", "Token merging ratio",
+        lambda text, name, image: read_number(text, name, MAX_MERGING),
+    ),
+    "similarity_threshold": TypedField(
+        "Similar enough", "never", "To begin from a kept picture, above 0 to 1.", "Similarity threshold", _part
+    ),
+    "clip_skip": TypedField(
+        "Clip skip", "1", "Layers from the text encoders' end.", "Clip skip",
+        lambda text, name, image: read_count(text, name, MAX_CLIP_SKIP),
+    ),
+    "micro_conditioning": TypedField(
+        "Told sizes", "the picture's own",
+        "What SDXL is told: original_size 640x480 crop 0x0 target_size 1024x1024.", "Micro conditioning",
+        lambda text, name, image: read_sizes(text),
+    ),
+    "guidance_rescale": TypedField(
+        "Rescaled guidance", "none", "To the spread of what is not guided, 0 to 1.", "CFG rescale phi", _part
+    ),
+    "switch_at": TypedField("Refiner from", "never", "Where it takes over, 0 to 1: 0.8.", "Refiner switch at", _part),
+    "best_of": TypedField(
+        "Best of", "all are kept", "Painted, of which the best are kept.", "",
+        lambda text, name, image: read_count(text, name, image.max_images),
+    ),
+}  # fmt: skip
+"""By the names that a request calls them, in the order in which the page shows them."""
+
+KNOWN_BY: Final = re.compile(rf"(?:\bthe )?\b({'|'.join(TYPED)})\b", re.IGNORECASE)
+
+
+def as_labelled(text: str) -> str:
+    """``text`` with fields called as on the page."""
+    return KNOWN_BY.sub(lambda found: f"“{TYPED[found[1].lower()].label}”", text)

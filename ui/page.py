@@ -58,7 +58,7 @@ def build(server: Server) -> gr.Blocks:
             with gr.Tab("History", id="history", elem_id="history-tab") as opened:
                 kept = history.lay_out()
                 history.History(server, visitors).connect(kept, opened, tab)
-        keep_form(page, "create", tab.fields)
+        keep_form(page, "create", tab.fields.all)
         keep_tab(page)
         _greet(page, server, visitors, creating, starting, tab, about, leaving)
         page.unload(leave)

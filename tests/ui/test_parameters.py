@@ -15,6 +15,7 @@ from tests.ui.capabilities import MODEL
 from ui.create.layout import Fields
 from ui.create.parameters import (
     ASPECTS,
+    FORM_FIELDS,
     REWRITE_MODES,
     Form,
     check_lengths,
@@ -52,7 +53,7 @@ def test_an_untouched_form_asks_for_what_the_model_does_best() -> None:
 def test_every_field_reaches_the_request() -> None:
     form = Form(
         prompt="a fox", negative_prompt="night", quality="draft", aspect="landscape", num_images=3, rewrite_mode="Auto",
-        steps="7", sampler=" ddim ", guidance="4,5", size="96 x 80", seed="11", eta="0.5", spacing="leading",
+        steps="7", sampler=" ddim ", guidance="4,5", size="96 x 80", seed="11", spacing="leading", typed={"eta": "0.5"},
     )  # fmt: skip
     assert order_of(form, MODEL).fields == {
         "n": 3,
@@ -115,12 +116,12 @@ def test_an_aspect_is_a_good_size_or_one_of_the_same_area(
         ({"steps": "many"}, "'many'"),
         ({"guidance": "31"}, "from 0 to 30"),
         ({"guidance": "nan"}, "'nan'"),
-        ({"eta": "2"}, "from 0 to 1"),
+        ({"typed": {"eta": "2"}}, "from 0 to 1"),
         ({"size": "big"}, "'big'"),
         ({"aspect": "round"}, "'round'"),
     ],
 )
-def test_a_wrong_value_is_named_with_the_way_out(changes: dict[str, str], said: str) -> None:
+def test_a_wrong_value_is_named_with_the_way_out(changes: dict[str, Any], said: str) -> None:
     form = msgspec.structs.replace(Form(prompt="a fox"), **changes)
     with pytest.raises(InvalidRequest) as caught:
         order_of(form, MODEL)
@@ -216,7 +217,7 @@ def test_where_a_refiner_took_over_reads_back_and_another_one_raises_a_doubt() -
     assert order_of(form_of(told, model), model).fields["switch_at"] == 0.75
     assert doubts(told, model) == ()
     assert "painted by xl [01], which is not loaded" in doubts(told, MODEL)[0]
-    assert order_of(Form(prompt="a fox", best_of="4"), MODEL).fields["best_of"] == 4
+    assert order_of(Form(prompt="a fox", typed={"best_of": "4"}), MODEL).fields["best_of"] == 4
 
 
 def test_adapters_are_read_by_name_and_scale_and_have_to_be_there() -> None:
@@ -257,6 +258,9 @@ def test_a_chosen_model_is_asked_for_by_its_name() -> None:
 
 def test_the_form_and_the_page_have_their_fields_in_one_order() -> None:
     assert Form.__struct_fields__ == Fields._fields
+    values = [f"{number}" for number in range(len(FORM_FIELDS))]
+    assert [*Form.of(values).values] == values
+    assert Form(prompt="a fox").values[:2] == ("a fox", "")
 
 
 def test_sizes_that_a_model_was_told_read_back_as_a_picture_tells_them() -> None:
@@ -264,7 +268,7 @@ def test_sizes_that_a_model_was_told_read_back_as_a_picture_tells_them() -> None
     told = {name: pair for name, pair in fields["micro_conditioning"].items() if pair is not None}
     assert told == {"crop": (8, 16), "target_size": (96, 80)}
     with pytest.raises(InvalidRequest, match="micro_conditioning is 'large'; write names and pairs"):
-        order_of(Form(prompt="a fox", micro_conditioning="large"), MODEL)
+        order_of(Form(prompt="a fox", typed={"micro_conditioning": "large"}), MODEL)
 
 
 def test_whose_noise_it_was_and_what_it_began_from_read_back_as_a_picture_tells_them() -> None:
@@ -275,7 +279,7 @@ def test_whose_noise_it_was_and_what_it_began_from_read_back_as_a_picture_tells_
     assert "similarity_threshold" not in order_of(form_of(begun, MODEL), MODEL).fields, "it began from noise"
     assert order_of(form_of(f"{begun}, Similarity: 0.95", MODEL), MODEL).fields["similarity_threshold"] == 0.9
     with pytest.raises(InvalidRequest, match=r"The similarity_threshold is '1.5'; give a number from 0 to 1"):
-        order_of(Form(prompt="a fox", similarity_threshold="1.5"), MODEL)
+        order_of(Form(prompt="a fox", typed={"similarity_threshold": "1.5"}), MODEL)
 
 
 def test_no_number_of_pictures_is_one() -> None:

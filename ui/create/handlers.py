@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any, Final
 
 import gradio as gr
 import msgspec
@@ -15,13 +16,16 @@ from diffserve.infotext import parse_infotext
 from ui import captions
 from ui.create.layout import CreateTab, Fields
 from ui.create.painting import FinishedPicture
-from ui.create.parameters import CheckedForm, Form, check_lengths, doubts, form_of, infotext_of, order_of
+from ui.create.parameters import FORM_FIELDS, CheckedForm, Form, check_lengths, doubts, form_of, infotext_of, order_of
 from ui.create.start import start_of, still_shown
 from ui.create.view import Screen, Update, follow, resume, shown
-from ui.events import PRIVATE, SILENT
+from ui.events import PRIVATE, SILENT, called_with
 from ui.files import MAX_NAME_CHARS, Files
 from ui.server import Models, Server, sentence
 from ui.visitors import Visitors, ask_for_visitor
+
+CALLED: Final = {"num_images": "count"}
+"""Fields that those who paint by gradio's client know by another name."""
 
 
 class Creating:
@@ -39,7 +43,7 @@ class Creating:
         gr.on(
             [showing.generate.click, fields.prompt.submit],
             self.generate,
-            inputs=[*fields, tab.start.marks],
+            inputs=[*fields.all, tab.start.marks],
             js="(...values) => diffserve.withMarks(values)",
             outputs=list(showing),
             api_name="generate",
@@ -65,7 +69,7 @@ class Creating:
         tab.read_parameters.upload(
             self.read_parameters,
             tab.read_parameters,
-            [*fields, tab.advanced, showing.caption],
+            [*fields.all, tab.advanced, showing.caption],
             api_name="read_parameters",
             show_progress="hidden",
             concurrency_limit=None,
@@ -79,65 +83,26 @@ class Creating:
             concurrency_limit=None,
         )
 
-    async def generate(
-        self,
-        prompt: str | None,
-        negative_prompt: str | None,
-        quality: str | None,
-        aspect: str | None,
-        count: int | None,
-        rewrite_mode: str,
-        steps: str | None,
-        sampler: str | None,
-        guidance: str | None,
-        size: str | None,
-        seed: str | None,
-        eta: str | None,
-        spacing: str | None,
-        guidance_interval: str | None,
-        cache_interval: str | None,
-        token_merging: str | None,
-        similarity_threshold: str | None,
-        noise_source: str | None,
-        micro_conditioning: str | None,
-        guidance_rescale: str | None,
-        loras: str | None,
-        clip_skip: str | None,
-        model: str | None,
-        switch_at: str | None,
-        best_of: str | None,
-        strength: str | None,
-        control: str | None,
-        control_scale: str | None,
-        control_steps: str | None,
-        preprocessor: str | None,
-        control_picture: str | None,
-        marks: str | None,
-        request: gr.Request,
-    ) -> AsyncIterator[list[Update]]:
-        """Paint, and show how far it is; closing this generator hangs up, and the server frees the lane."""
-        form = Form(
-            prompt=prompt, negative_prompt=negative_prompt, quality=quality, aspect=aspect, num_images=count,
-            rewrite_mode=rewrite_mode, steps=steps, sampler=sampler, guidance=guidance, size=size, seed=seed, eta=eta,
-            spacing=spacing, guidance_interval=guidance_interval, cache_interval=cache_interval,
-            token_merging=token_merging, similarity_threshold=similarity_threshold, noise_source=noise_source,
-            micro_conditioning=micro_conditioning, guidance_rescale=guidance_rescale, loras=loras, clip_skip=clip_skip,
-            model=model,
-            switch_at=switch_at, best_of=best_of, strength=strength, control=control, control_scale=control_scale,
-            control_steps=control_steps, preprocessor=preprocessor, control_picture=control_picture,
-        )  # fmt: skip
+    @called_with(*(CALLED.get(name, name) for name in FORM_FIELDS), "marks")
+    async def generate(self, *arguments: Any) -> AsyncIterator[list[Update]]:
+        """Paint, and show how far it is; closing this generator hangs up, and the server frees the lane.
+
+        ``arguments``: what stands in the fields, in the order of ``FORM_FIELDS``, the marks, and gradio's request.
+        """
+        *values, marks, request = arguments
+        form = Form.of(values)
         screen = Screen()
         visitor = self._visitors.of(request.session_hash)
         ask_for_visitor(request)
         try:
             check_lengths(form)
-            start = start_of(marks, strength, visitor.start)
-            picture = await asyncio.to_thread(_kept, visitor.control) if control else None
+            start = start_of(marks, form.strength, visitor.start)
+            picture = await asyncio.to_thread(_kept, visitor.control) if form.control else None
             try:
-                image = (await self._server.models()).image_of(model)
+                image = (await self._server.models()).image_of(form.model)
                 asked: CheckedForm | Form = order_of(form, image, start, picture)
             except EngineUnavailable:  # nobody knows yet what the models can do
-                if control:
+                if form.control:
                     raise
                 asked = form
         except DiffserveError as error:
@@ -181,10 +146,10 @@ class Creating:
             form, notes = await asyncio.to_thread(_read_once, Path(file), models)
         except (DiffserveError, OSError) as error:
             said = captions.status(sentence(error), is_error=True)
-            return [*[gr.skip()] * len(self._tab.fields), gr.skip(), said]
+            return [*[gr.skip()] * len(FORM_FIELDS), gr.skip(), said]
         self._visitors.of(request.session_hash).begin_as(form)
         said = captions.status("These are the settings of that picture; paint it again.", notes=notes)
-        return [*(getattr(form, name) for name in Form.__struct_fields__), gr.update(open=True), said]
+        return [*form.values, gr.update(open=True), said]
 
     async def look_at_start(self, request: gr.Request) -> list[Update]:
         """Show no picture to begin from where the settings that were read know of none."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 import gradio as gr
+from gradio.components import Component
 
 from ui.captions import READY, status
 from ui.create import palette, start
 from ui.create.palette import Palette
 from ui.create.parameters import ASPECTS, NOISE_SOURCES, REWRITE_MODES, SPACINGS
 from ui.create.start import StartPanel
-from ui.fields import LABELS
+from ui.fields import TYPED
 from ui.uploads import keep_no_copies
 
 EXAMPLES: Final = (
@@ -27,7 +28,7 @@ GALLERY_COLUMNS: Final = 6
 
 
 class Fields(NamedTuple):
-    """Everything that can be set, in the order of :class:`ui.create.parameters.Form`."""
+    """Everything that can be set, as :class:`ui.create.parameters.Form` has it."""
 
     prompt: gr.Textbox
     negative_prompt: gr.Textbox
@@ -40,26 +41,22 @@ class Fields(NamedTuple):
     guidance: gr.Textbox
     size: gr.Textbox
     seed: gr.Textbox
-    eta: gr.Textbox
     spacing: gr.Dropdown
-    guidance_interval: gr.Textbox
-    cache_interval: gr.Textbox
-    token_merging: gr.Textbox
-    similarity_threshold: gr.Textbox
     noise_source: gr.Dropdown
-    micro_conditioning: gr.Textbox
-    guidance_rescale: gr.Textbox
     loras: gr.Textbox
-    clip_skip: gr.Textbox
     model: gr.Dropdown
-    switch_at: gr.Textbox
-    best_of: gr.Textbox
     strength: gr.Textbox
     control: gr.Dropdown
     control_scale: gr.Textbox
     control_steps: gr.Textbox
     preprocessor: gr.Dropdown
     control_picture: gr.Textbox
+    typed: dict[str, gr.Textbox]
+
+    @property
+    def all(self) -> list[Component]:
+        """One after the other, as :data:`ui.create.parameters.FORM_FIELDS` names them."""
+        return [*self[:-1], *self.typed.values()]
 
 
 class Wording(NamedTuple):
@@ -278,15 +275,6 @@ def _advanced() -> tuple[gr.Accordion, gr.Button, dict[str, Any]]:
             info="On the way from noise to picture.",
             elem_id="spacing",
         )
-        with gr.Row():
-            size = _number("Size", "as the aspect says", "size", info="In pixels, 512x512.")
-            eta = _labelled("eta", "the sampler's own", info="Of every step (eta), 0 to 1.")
-        with gr.Row():
-            guided = _labelled("guidance_interval", "all steps", info="From and to, as parts of the way: 0.2-0.8.")
-            cached = _labelled("cache_interval", "1", info="So many steps, a part of it between (DeepCache).")
-        with gr.Row():
-            merged = _labelled("token_merging", "none", info="Share of them in self-attention, 0 to 0.75.")
-            similar = _labelled("similarity_threshold", "never", info="To begin from a kept picture, above 0 to 1.")
         noise_source = gr.Dropdown(
             [("Server's own", ""), *NOISE_SOURCES.items()],
             value="",
@@ -295,15 +283,13 @@ def _advanced() -> tuple[gr.Accordion, gr.Button, dict[str, Any]]:
             elem_id="noise-source",
         )
         with gr.Row():
+            size = _number("Size", "as the aspect says", "size", info="In pixels, 512x512.")
             loras = _number("Adapters", "none", "loras", info="LoRA by name and how much of it: ink:0.8, paper.")
-            skipped = _labelled("clip_skip", "1", info="Layers from the text encoders' end.")
-        with gr.Row():
-            told = "What SDXL is told: original_size 640x480 crop 0x0 target_size 1024x1024."
-            sizes = _labelled("micro_conditioning", "the picture's own", info=told)
-            rescaled = _labelled("guidance_rescale", "none", info="To the spread of what is not guided, 0 to 1.")
-        with gr.Row():
-            switched = _labelled("switch_at", "never", info="Where it takes over, 0 to 1: 0.8.")
-            best = _labelled("best_of", "all are kept", info="Painted, of which the best are kept.")
+        typed: dict[str, gr.Textbox] = {}
+        names = tuple(TYPED)
+        for at in range(0, len(names), 2):
+            with gr.Row():
+                typed |= {name: _typed(name) for name in names[at : at + 2]}
         with gr.Row(elem_id="seeds"):
             seed = _number("Seed", "random", "seed")
             random_seed = gr.Button("Random", size="sm", elem_id="random-seed")
@@ -312,10 +298,7 @@ def _advanced() -> tuple[gr.Accordion, gr.Button, dict[str, Any]]:
         random_seed,
         {
             **{"negative_prompt": negative, "steps": steps, "sampler": sampler, "guidance": guidance, "size": size},
-            **{"seed": seed, "eta": eta, "spacing": spacing, "guidance_interval": guided, "cache_interval": cached},
-            **{"token_merging": merged, "similarity_threshold": similar, "noise_source": noise_source},
-            **{"micro_conditioning": sizes, "guidance_rescale": rescaled, "loras": loras},
-            **{"clip_skip": skipped, "switch_at": switched, "best_of": best},
+            **{"seed": seed, "spacing": spacing, "noise_source": noise_source, "loras": loras, "typed": typed},
         },
     )
 
@@ -347,9 +330,9 @@ def _upload(label: str, elem_id: str) -> gr.UploadButton:
     return button
 
 
-def _labelled(name: str, placeholder: str, info: str) -> gr.Textbox:
-    """The same for the field ``name`` of a request, as ``LABELS`` calls it."""
-    return _number(LABELS[name], placeholder, name.replace("_", "-"), info=info)
+def _typed(name: str) -> gr.Textbox:
+    """The same for a field of ``TYPED``."""
+    return _number(TYPED[name].label, TYPED[name].placeholder, name.replace("_", "-"), info=TYPED[name].info)
 
 
 def _number(label: str, placeholder: str, elem_id: str, *, info: str | None = None) -> gr.Textbox:

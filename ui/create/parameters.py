@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, cast
 
@@ -15,17 +15,9 @@ from diffserve.errors import InvalidRequest
 from diffserve.images import read_infotext
 from diffserve.infotext import RNG_LABELS, parse_infotext
 from diffserve.loras import read_list
-from diffserve.micro_conditioning import MicroConditioning
 from diffserve.sizes import parse_size
-from diffserve.types import (
-    MAX_CACHE_INTERVAL,
-    MAX_CLIP_SKIP,
-    MAX_GUIDANCE,
-    MAX_MERGING,
-    MAX_PROMPT_CHARS,
-    NoiseSource,
-)
-from ui.fields import MAX_FIELD_CHARS, check_text, read_count, read_interval, read_number, read_seed
+from diffserve.types import MAX_GUIDANCE, MAX_PROMPT_CHARS, NoiseSource
+from ui.fields import MAX_FIELD_CHARS, TYPED, check_text, read_interval, read_number, read_seed
 
 RewriteMode = Literal["Off", "Suggest", "Auto"]
 REWRITE_MODES: Final[tuple[RewriteMode, ...]] = ("Off", "Suggest", "Auto")
@@ -66,26 +58,33 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     guidance: str | None = None
     size: str | None = None
     seed: str | None = None
-    eta: str | None = None
     spacing: str | None = None
-    guidance_interval: str | None = None
-    cache_interval: str | None = None
-    token_merging: str | None = None
-    similarity_threshold: str | None = None
     noise_source: str | None = None
-    micro_conditioning: str | None = None
-    guidance_rescale: str | None = None
     loras: str | None = None
-    clip_skip: str | None = None
     model: str | None = None
-    switch_at: str | None = None
-    best_of: str | None = None
     strength: str | None = None
     control: str | None = None
     control_scale: str | None = None
     control_steps: str | None = None
     preprocessor: str | None = None
     control_picture: str | None = None
+    typed: Mapping[str, str | None] = {}  # of ui.fields.TYPED, by their names
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> Form:
+        """Of what stands in the fields, in the order of ``FORM_FIELDS``."""
+        named = dict(zip(FORM_FIELDS, values, strict=True))
+        typed = {name: named.pop(name) for name in TYPED}
+        return cls(**named, typed=typed)
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """What stands in the fields, in the order of ``FORM_FIELDS``."""
+        return tuple(self.typed.get(name) if name in TYPED else getattr(self, name) for name in FORM_FIELDS)
+
+
+FORM_FIELDS: Final = (*(name for name in Form.__struct_fields__ if name != "typed"), *TYPED)
+"""The names of all fields, in the order in which the page gives and takes them."""
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,8 +113,9 @@ def check_lengths(form: Form) -> None:
     """InvalidRequest where a field of ``form`` is longer than what it is for ever is, or no text."""
     check_text(form.prompt, "prompt", MAX_PROMPT_CHARS)
     check_text(form.negative_prompt, "negative prompt", MAX_PROMPT_CHARS)
-    for name in {*Form.__struct_fields__} - {"prompt", "negative_prompt", "num_images"}:
-        check_text(getattr(form, name), name.replace("_", " "), MAX_FIELD_CHARS)
+    for name, value in zip(FORM_FIELDS, form.values, strict=True):
+        if name not in ("prompt", "negative_prompt", "num_images"):
+            check_text(value, name.replace("_", " "), MAX_FIELD_CHARS)
 
 
 def order_of(
@@ -141,22 +141,13 @@ def order_of(
         "negative_prompt": negative if negative.strip() else None,
         "sampler": (form.sampler or "").strip() or None,
         "guidance_scale": read_number(form.guidance, "guidance", MAX_GUIDANCE),
-        "eta": read_number(form.eta, "eta", 1.0),
         "spacing": form.spacing or None,
-        "guidance_interval": read_interval(form.guidance_interval, "guidance_interval", "guided part"),
-        "guidance_rescale": read_number(form.guidance_rescale, "guidance_rescale", 1.0),
-        "cache_interval": read_count(form.cache_interval, "cache_interval", MAX_CACHE_INTERVAL),
-        "token_merging": read_number(form.token_merging, "token_merging", MAX_MERGING),
-        "similarity_threshold": read_number(form.similarity_threshold, "similarity_threshold", 1.0),
         "noise_source": form.noise_source or None,
-        "micro_conditioning": _sizes(form.micro_conditioning),
-        "clip_skip": read_count(form.clip_skip, "clip_skip", MAX_CLIP_SKIP),
-        "switch_at": read_number(form.switch_at, "switch_at", 1.0),
-        "best_of": read_count(form.best_of, "best_of", image.max_images),
         "loras": _loras(form.loras, image) or None,
         "controlnets": _controls(form, image, control_picture) or None,
         "seed": read_seed(form.seed),
         "model": (form.model or "").strip() or None,
+        **{name: one.read(form.typed.get(name), name, image) for name, one in TYPED.items()},
     }
     fields |= cast(StreamedImageFields, {name: value for name, value in own.items() if value is not None})
     return CheckedForm(prompt=prompt, fields=fields, rewrites=form.rewrite_mode == "Auto")
@@ -187,11 +178,6 @@ def _controls(form: Form, image: ImageCapabilities, picture: bytes | None) -> li
     start, end = read_interval(form.control_steps, "controlnets", "ControlNet's part") or (0.0, 1.0)
     found = Control(name, 1.0 if scale is None else scale, start, end, form.preprocessor or PASSED_THROUGH)
     return [{key: value for key, value in msgspec.structs.asdict(found).items() if key != "image"} | {"image": picture}]
-
-
-def _sizes(text: str | None) -> dict[str, Any] | None:
-    """What SDXL is to be told, as the server takes it. Raises InvalidRequest."""
-    return msgspec.structs.asdict(MicroConditioning.read(text)) if text and text.strip() else None
 
 
 def size_of(aspect: str, image: ImageCapabilities) -> tuple[int, int]:
@@ -244,6 +230,7 @@ def form_of(infotext: str, image: ImageCapabilities | None) -> Form:
     sizes = {name: "{}x{}".format(*size_of(name, image)) for name in ASPECTS} if image is not None else {}
     quality, steps = _named(fields.get("Steps"), Form(prompt=None).quality, counts)
     aspect, size = _named(fields.get("Size"), Form(prompt=None).aspect, sizes)
+    unsaid = {""} if "Similarity" in fields else {"", "Similarity threshold"}
     return Form(
         prompt=read.prompt,
         negative_prompt=read.negative_prompt,
@@ -255,17 +242,9 @@ def form_of(infotext: str, image: ImageCapabilities | None) -> Form:
         guidance=fields.get("CFG scale"),
         size=size,
         seed=fields.get("Seed"),
-        eta=fields.get("Eta"),
         spacing=_spacing(fields),
-        guidance_interval=fields.get("Guidance interval"),
-        guidance_rescale=fields.get("CFG rescale phi"),
-        cache_interval=fields.get("Cache interval"),
-        token_merging=fields.get("Token merging ratio"),
-        similarity_threshold=fields.get("Similarity threshold") if "Similarity" in fields else None,
-        clip_skip=fields.get("Clip skip"),
-        switch_at=fields.get("Refiner switch at"),
-        micro_conditioning=fields.get("Micro conditioning"),
         strength=None if _is_enlarged(fields) else fields.get("Denoising strength"),
+        typed={name: fields.get(one.infotext) for name, one in TYPED.items() if one.infotext not in unsaid},
         noise_source=next((name for name, label in RNG_LABELS.items() if label == fields.get("RNG")), None),
     )
 

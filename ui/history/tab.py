@@ -10,7 +10,6 @@ from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import gradio as gr
-import msgspec
 
 from diffserve.client import HistoryEntry
 from diffserve.errors import DiffserveError
@@ -18,7 +17,7 @@ from diffserve.images import format_of
 from ui import captions
 from ui.create.handlers import settings_in
 from ui.create.layout import CreateTab, thumbnails
-from ui.create.parameters import Form
+from ui.create.parameters import FORM_FIELDS
 from ui.create.start import shown as shown_start
 from ui.create.start import still_shown
 from ui.events import PRIVATE, SILENT
@@ -110,7 +109,7 @@ class History:
         tab.more.click(self.more, None, tab.outputs, **PRIVATE)
         tab.grid.select(self.choose, None, tab.outputs, **PRIVATE)
         tab.delete.click(self.delete, None, tab.outputs, **PRIVATE)
-        form = [*create.fields, create.advanced, create.showing.caption, *create.start.outputs, tab.said]
+        form = [*create.fields.all, create.advanced, create.showing.caption, *create.start.outputs, tab.said]
         edited = [*create.start.outputs, create.fields.strength, create.showing.caption]
         to_create = "() => diffserve.openTab('Create')"
         tab.restore.click(self.restore, None, form, **PRIVATE).success(js=to_create, **SILENT)
@@ -154,7 +153,7 @@ class History:
     async def restore(self, request: gr.Request) -> list[Update]:
         """How the chosen one was painted, into the fields."""
         looking = self._of(request)
-        nothing = [gr.skip()] * (len(Form.__struct_fields__) + 6)
+        nothing = [gr.skip()] * (len(FORM_FIELDS) + 6)
         if looking.chosen is None:
             return [*nothing, gr.skip()]
         try:
@@ -168,7 +167,7 @@ class History:
         if "mask" in looking.found[looking.chosen][0].restore.needs:
             notes = (*notes, "What was marked on it is not kept either: mark it again.")
         said = captions.status("These are the settings of that picture; paint it again.", notes=notes)
-        return [*msgspec.structs.astuple(form), gr.update(open=True), said, *still_shown(visitor.start), gr.skip()]
+        return [*form.values, gr.update(open=True), said, *still_shown(visitor.start), gr.skip()]
 
     async def edit(self, request: gr.Request) -> list[Update]:
         """Begin from the chosen one."""
