@@ -16,14 +16,19 @@ EARLY = "The server is loading its models; painting begins by itself once they a
 
 LOST = "What was being painted was lost with the server; press Generate to paint it again."
 
+OLDER = "The picture above is the one before."
+
 SHUT_OUT = "this is asked for again until there is room."
 """Behind what the server says: that its queue is full, or how often the visitor's own key may ask."""
 
 
-def caption_of(painting: Painting, num_waiting: int = 0, trouble: str | None = None) -> str:
-    """How far ``painting`` is or how it ended, as HTML; ``num_waiting`` further requests of the same visitor, and why
-    another one of theirs came to nothing."""
-    notes = (trouble,) if trouble and trouble != painting.error else ()
+def caption_of(
+    painting: Painting, num_waiting: int = 0, trouble: str | None = None, *, is_beside_older: bool = False
+) -> str:
+    """How far ``painting`` is or how it ended, as HTML; ``num_waiting`` further requests of the same visitor, why
+    another one of theirs came to nothing, and whether an older picture stands above, for want of this one."""
+    others = [trouble] if trouble and trouble != painting.error else []
+    notes = (*others, *([OLDER] if is_beside_older else []))
     if painting.is_over:
         return _ending(painting, notes)
     after = f" {num_waiting} more of yours to come." if num_waiting else ""

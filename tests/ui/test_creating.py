@@ -15,7 +15,7 @@ import pytest
 from diffserve.errors import EngineUnavailable
 from tests.service.server import SOON_S, RunningServer
 from tests.ui.asking import Request
-from ui.captions import EARLY
+from ui.captions import EARLY, OLDER
 from ui.create.handlers import Creating
 from ui.create.view import OF_PICTURE, PARTS, Screen
 from ui.server import Models, Server
@@ -115,6 +115,7 @@ def test_what_came_to_nothing_is_said_beside_what_is_painted_until_another_one_i
         await page.rest(painting)
         await page.rest(another)
         assert "Stopped" in page.caption
+        assert OLDER not in page.caption
 
     tell(server, story)
 
@@ -202,6 +203,7 @@ def test_a_click_before_the_models_are_loaded_waits_for_them(
         page.stop()
         await page.rest(given_up)
         assert "Stopped" in page.caption
+        assert OLDER in page.caption
 
     tell(server, story)
 

@@ -130,8 +130,10 @@ def test_suggest_writes_word_by_word_and_shows_what_changed(page: Client) -> Non
     assert re.search(r"<ins>.*dogs", moments[-1][1])
 
 
-def test_auto_says_what_it_painted_from(page: Client) -> None:
-    painted = Painted(*page.predict("two doggos on teh beach", rewrite_mode="Auto", steps="4", api_name="/generate"))
+def test_auto_says_what_it_painted_from_and_the_caption_what_it_was_painted_with(page: Client) -> None:
+    asked = {"rewrite_mode": "Auto", "steps": "4", "loras": "sepia:0.5"}
+    painted = Painted(*page.predict("two doggos on teh beach", **asked, api_name="/generate"))
+    assert ", sepia 0.5, seed " in painted.caption
     assert "two dogs on the beach" in painted.painted_from
     assert painted.parameters.startswith("two dogs on the beach\n")
 

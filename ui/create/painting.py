@@ -218,7 +218,16 @@ class Painting:
             rewrites=self.asked.rewrites,
             infotext=infotext,
             warnings=event.warnings,
-            settings=f"{steps}, {sampler}, guidance {event.guidance_scale:g}, {event.size}{_repainted(event.strength)}",
+            settings=", ".join(
+                (
+                    steps,
+                    sampler,
+                    f"guidance {event.guidance_scale:g}",
+                    event.size,
+                    *(f"{one.name} {one.scale:g}" for one in event.loras),
+                    *(() if event.strength is None else (f"strength {event.strength:g}",)),
+                )
+            ),
             number=event.image_index,
             begun="" if event.similarity is None else _begun(event.similarity, event.skipped_steps),
         )
@@ -229,10 +238,6 @@ class Painting:
 
 def _begun(similarity: float, skipped_steps: int) -> str:
     return f", without the first {skipped_steps} from a prompt {similarity:g} similar"
-
-
-def _repainted(strength: float | None) -> str:
-    return "" if strength is None else f", strength {strength:g}"
 
 
 def _numbered(indices: Sequence[int]) -> str:

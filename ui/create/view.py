@@ -127,8 +127,9 @@ def _going_on(visitor: Visitor, painting: Painting) -> dict[str, Update]:
 def _over(visitor: Visitor, painting: Painting) -> dict[str, Update]:
     """Its picture; where there is none, the newest of the gallery in place of its preview."""
     visitor.trouble = painting.error or visitor.trouble
+    is_beside_older = not painting.pictures and bool(visitor.pictures)
     parts = {
-        "caption": captions.caption_of(painting, trouble=visitor.trouble),
+        "caption": captions.caption_of(painting, trouble=visitor.trouble, is_beside_older=is_beside_older),
         "gallery": _gallery(visitor),
         **_buttons(visitor.is_busy),
     }
