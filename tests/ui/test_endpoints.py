@@ -135,7 +135,7 @@ def test_auto_says_what_it_painted_from_and_the_caption_what_it_was_painted_with
     painted = Painted(*page.predict("two doggos on teh beach", **asked, api_name="/generate"))
     assert ", sepia 0.5, seed " in painted.caption
     assert "two dogs on the beach" in painted.painted_from
-    assert painted.parameters.startswith("two dogs on the beach\n")
+    assert painted.parameters.startswith("two dogs on the beach <lora:sepia:0.5>\n")
 
 
 @pytest.mark.parametrize(
