@@ -27,7 +27,7 @@ from benchmarks.report import RESULTS, head, write
 from diffserve.config import Settings, load_settings
 from diffserve.disk_cache import DiskCache
 from diffserve.engine import Engine
-from diffserve.experiments.gate import Limits, PrecisionGate
+from diffserve.experiments.gate import GateLimits, PrecisionGate
 from diffserve.experiments.gate_run import run_gate
 from diffserve.experiments.plan import SweepPlan
 from diffserve.experiments.prompts import held_out_prompts
@@ -88,7 +88,7 @@ def main(
             f"--steps {steps}"
         )
         gate = PrecisionGate(WHOLE, tuple(which for which in paths if which != WHOLE))
-        report = run_gate(gate, plan, Limits(), Path(folder) / "gate", open_engine)
+        report = run_gate(gate, plan, GateLimits(), Path(folder) / "gate", open_engine)
         document["models"] = {
             row.precision: {**cost(paths[row.precision], dtype, settings), **msgspec.to_builtins(row)}
             for row in report.rows

@@ -207,7 +207,7 @@ class TextSettings(TextConfig, frozen=True, kw_only=True, forbid_unknown_fields=
             )
 
 
-class Price(NamedTuple):
+class HourlyPrice(NamedTuple):
     """What an hour of the device costs; ``currency`` in three letters."""
 
     per_hour: float
@@ -341,9 +341,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(said, param="devices")
 
     @property
-    def price(self) -> Price | None:
+    def price(self) -> HourlyPrice | None:
         """What requests are told to cost, where they are."""
-        return Price(self.price_per_hour, self.currency) if self.price_per_hour else None
+        return HourlyPrice(self.price_per_hour, self.currency) if self.price_per_hour else None
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

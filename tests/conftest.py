@@ -63,8 +63,8 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A file is one worker's, as with ``--dist loadfile``; and so are all files that ask for a shared server, and all
-    that ask for the page or a browser, so that each of these is started once, and not once for every worker. Of Ray there
-    is one at a time: two that start together on two cores take minutes."""
+    that ask for the page or a browser, so that each of these is started once, and not once for every worker. Of
+    Ray there is one at a time: two that start together on two cores take minutes."""
     from xdist.scheduler import LoadFileScheduling
 
     scheduling = LoadFileScheduling(config, log)

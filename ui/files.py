@@ -49,7 +49,7 @@ class _Upload(NamedTuple):
     num_bytes: int
 
 
-class Files:
+class PageFiles:
     """A temporary folder for at most ``max_bytes``; the oldest files go first. Safe to share between threads. Gradio
     lays uploads beside them, which are counted as of ``sweep``.
 

@@ -12,7 +12,7 @@ from diffserve.errors import DiffserveError
 from diffserve.vocabulary import MOST_NAMED
 from ui.captions import LOST, READY, status
 from ui.create import palette
-from ui.create.handlers import Creating
+from ui.create.handlers import CreateHandlers
 from ui.create.layout import CreateTab, lay_out
 from ui.create.parameters import quality_labels, sampler_labels
 from ui.create.rewriting import Rewriting
@@ -46,7 +46,7 @@ def build(server: Server) -> gr.Blocks:
         with gr.Tabs(elem_id="tabs"):
             with gr.Tab("Create", id="create", elem_id="create-tab"):
                 tab = lay_out()
-                creating = Creating(server, visitors, tab)
+                creating = CreateHandlers(server, visitors, tab)
                 creating.connect()
                 starting = Starting(server, visitors, tab.start)
                 starting.connect(tab.showing.edit, tab.showing.picture)
@@ -57,7 +57,7 @@ def build(server: Server) -> gr.Blocks:
                 add_experiment(server, page, experiment)
             with gr.Tab("History", id="history", elem_id="history-tab") as opened:
                 kept = history.lay_out()
-                history.History(server, visitors).connect(kept, opened, tab)
+                history.HistoryHandlers(server, visitors).connect(kept, opened, tab)
         keep_form(page, "create", tab.fields.all)
         keep_tab(page)
         _greet(page, server, visitors, creating, starting, tab, about, leaving)
@@ -71,7 +71,7 @@ def _greet(
     page: gr.Blocks,
     server: Server,
     visitors: Visitors,
-    creating: Creating,
+    creating: CreateHandlers,
     starting: Starting,
     tab: CreateTab,
     about: gr.HTML,

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from diffserve.client import AsyncClient, ImageCapabilities, LanguageCapabilities, Model
 from diffserve.errors import DiffserveError, EngineUnavailable, QueueFull
 from ui.fields import as_labelled
-from ui.files import Files
+from ui.files import PageFiles
 
 LOOK_AGAIN_S: Final = 1.0
 PATIENCE_S: Final = 300.0
@@ -47,12 +47,12 @@ class Server:
     long what was asked for goes on while nobody watches: ``grace_s``."""
 
     def __init__(
-        self, url: str, *, files: Files | None = None, grace_s: float = GRACE_S, api_key: str | None = None
+        self, url: str, *, files: PageFiles | None = None, grace_s: float = GRACE_S, api_key: str | None = None
     ) -> None:
         self._api_key = api_key
         self.url = url.rstrip("/")
         self.grace_s = grace_s
-        self.files = files or Files()
+        self.files = files or PageFiles()
         self._client: AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._models: Models | None = None

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
-from ui.files import UPLOAD_S, Files
+from ui.files import UPLOAD_S, PageFiles
 
 if TYPE_CHECKING:
     import gradio as gr
@@ -19,7 +19,7 @@ MAX_FIELDS: Final = 0
 """Beside the files, for which the page has no use."""
 
 
-def limit_uploads(page: gr.Blocks, files: Files) -> None:
+def limit_uploads(page: gr.Blocks, files: PageFiles) -> None:
     """From now on an upload of this process is one file, which ``files`` keep for ``UPLOAD_S``. Of several pages of a
     process this holds for the latest: gradio has one place for uploads."""
     from gradio import route_utils
@@ -63,7 +63,7 @@ def keep_no_copies(button: gr.UploadButton) -> None:
 class _Sweeper:
     """Sweeps ``files`` in a thread: with every upload, and once more when the last one is old enough."""
 
-    def __init__(self, page: gr.Blocks, files: Files) -> None:
+    def __init__(self, page: gr.Blocks, files: PageFiles) -> None:
         self._page = page
         self._files = files
         self._later: asyncio.TimerHandle | None = None

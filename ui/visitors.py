@@ -22,15 +22,15 @@ import msgspec
 
 from diffserve.client import Asker, ask_for
 from ui.create.painting import FinishedPicture, Painting
-from ui.create.parameters import CheckedForm, Form, Start
-from ui.files import Files, owner_of
+from ui.create.parameters import CheckedForm, Form, StartFile
+from ui.files import PageFiles, owner_of
 from ui.server import GRACE_S, Server
 
 
 class Galleries:
     """Visitors' pictures in ``files``, by their owner: a digest of the visitor's token, which itself lies nowhere."""
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: PageFiles) -> None:
         self._files = files
         self._left = _found(files.left)
 
@@ -143,7 +143,7 @@ class Visitor:
         if form.strength is None:
             self._start = None
 
-    def paint(self, server: Server, asked: CheckedForm | Form, start: Start | None = None) -> Painting:
+    def paint(self, server: Server, asked: CheckedForm | Form, start: StartFile | None = None) -> Painting:
         """Begin to paint what is ``asked`` for, from ``start`` or from noise."""
         self.trouble = None
         painting = Painting(server, asked, self._take, start)
@@ -205,7 +205,7 @@ class Visitor:
 class Visitors:
     """All open pages, by the session that gradio gives each of them, and those that may come back, by their token."""
 
-    def __init__(self, files: Files | None = None, *, grace_s: float = GRACE_S) -> None:
+    def __init__(self, files: PageFiles | None = None, *, grace_s: float = GRACE_S) -> None:
         self._grace_s = grace_s
         self._visitors: OrderedDict[str, Visitor] = OrderedDict()
         self._tokens: OrderedDict[str, str] = OrderedDict()

@@ -15,7 +15,7 @@ from diffserve.config import Flag, Settings, load_settings
 from diffserve.disk_cache import DiskCache
 from diffserve.errors import ConfigError, InvalidRequest
 from diffserve.experiments.folder import refuse_folder
-from diffserve.experiments.gate import JSON, RESULTS, SUMMARY, GateReport, Limits, PrecisionGate
+from diffserve.experiments.gate import JSON, RESULTS, SUMMARY, GateLimits, GateReport, PrecisionGate
 
 if TYPE_CHECKING:
     from diffserve.engine import Engine
@@ -27,7 +27,7 @@ EXIT_GATE_FAILED = 3
 
 @dataclass(frozen=True)
 class GateOptions:
-    """``gate`` as it was written, and the limits that were given; ``None``: as they are in :class:`Limits`."""
+    """``gate`` as it was written, and the limits that were given; ``None``: as they are in :class:`GateLimits`."""
 
     gate: str
     exact_points: float | None = None
@@ -35,10 +35,10 @@ class GateOptions:
     frechet: float | None = None
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> GateLimits:
         """Those given, and the others as they are. Raises InvalidRequest."""
         given = {"exact_points": self.exact_points, "psnr_db": self.psnr_db, "frechet": self.frechet}
-        return Limits(**{name: value for name, value in given.items() if value is not None})
+        return GateLimits(**{name: value for name, value in given.items() if value is not None})
 
 
 def run(

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from diffserve.embedding_types import Embedded, EmbeddingEvent, EmbeddingRequest
 from diffserve.engine.engine import failure_of
 from diffserve.engine.image.engine import Engine
-from diffserve.engine.image.engines import Engines
+from diffserve.engine.image.engines import ImageEngines
 from diffserve.engine.records import FailureReason
 from diffserve.errors import DeadlineExceeded, DiffserveError, InvalidRequest, QueueFull
 from diffserve.runtime.kv import PoolBusy
@@ -76,7 +76,7 @@ class LiveEmbedding:
 class Embedder:
     """``submit`` and ``cancel`` from any thread, ``tick`` in the one that ticks ``images``. ``clock`` in seconds."""
 
-    def __init__(self, images: Engines, clock: Callable[[], float]) -> None:
+    def __init__(self, images: ImageEngines, clock: Callable[[], float]) -> None:
         self._images = images
         self._clock = clock
         self._lock = RLock()

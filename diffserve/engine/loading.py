@@ -14,7 +14,7 @@ import msgspec
 from diffserve.config import AUTO_STYLE, EngineConfig, TextSettings
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.engine import Engine
-from diffserve.engine.image.engines import Engines, Loader, Served, Survey
+from diffserve.engine.image.engines import ImageEngines, Loader, Served, Survey
 from diffserve.engine.image.room import said_bytes
 from diffserve.engine.image.runner import LEAST_ROWS
 from diffserve.engine.image.shape_groups import is_deterministic
@@ -45,7 +45,7 @@ WARM_TOKENS: Final = (64, 16, 1)
 
 logger = logging.getLogger(__name__)
 
-Parts = tuple[Engines, TextEngine | None, Rewriter | None]
+Parts = tuple[ImageEngines, TextEngine | None, Rewriter | None]
 
 
 def load_parts(
@@ -74,7 +74,7 @@ def load_parts(
     pool = shared_pool(model, languages, config, text, surveys) if languages or surveys else None
     engine = Engine(model, config, profile=profile, pool=pool, clock=clock)
     has_loader = bool(served) or unload_after_s > 0.0
-    engines = Engines(
+    engines = ImageEngines(
         engine,
         served,
         loader=make_loader(config, cache) if has_loader else None,

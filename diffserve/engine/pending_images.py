@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from diffserve.engine.engine import failure_of
-from diffserve.engine.image.engines import Engines
+from diffserve.engine.image.engines import ImageEngines
 from diffserve.engine.stages import EncodingStage
 from diffserve.errors import DeadlineExceeded, DiffserveError, InvalidRequest, QueueFull
 from diffserve.ipc import AnyEvent
@@ -63,7 +63,9 @@ class PendingImage:
 class RewriteQueue:
     """Stands before ``engine``; ``rewriter`` is None where there is no language model. Safe from any thread."""
 
-    def __init__(self, engine: Engines | EncodingStage, rewriter: Rewriter | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, engine: ImageEngines | EncodingStage, rewriter: Rewriter | None, clock: Callable[[], float]
+    ) -> None:
         self._engine = engine
         self._rewriter = rewriter
         self._clock = clock

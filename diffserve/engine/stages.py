@@ -18,7 +18,7 @@ import torch
 
 from diffserve.engine.engine import failure_of
 from diffserve.engine.image.engine import Engine
-from diffserve.engine.image.engines import Engines
+from diffserve.engine.image.engines import ImageEngines
 from diffserve.engine.image.outputs import kept_outside_mask
 from diffserve.errors import DeadlineExceeded, QueueFull
 from diffserve.rewriting.window import TextWindow
@@ -65,7 +65,7 @@ class StageQueue(ABC, Generic[R]):
 
     doing: str
 
-    def __init__(self, images: Engines, most: int, clock: Callable[[], float]) -> None:
+    def __init__(self, images: ImageEngines, most: int, clock: Callable[[], float]) -> None:
         self._images = images
         self._most = most
         self._clock = clock
@@ -139,22 +139,22 @@ class StageQueue(ABC, Generic[R]):
 
 
 class EncodingStage(StageQueue[GenerationRequest]):
-    """Encodes the texts of requests; what an ``Engines`` is to a ``RewriteQueue``, whose requests end here."""
+    """Encodes the texts of requests; what an ``ImageEngines`` is to a ``RewriteQueue``, whose requests end here."""
 
     doing = "encoding texts"
 
     def check(self, request: GenerationRequest, *, num_ahead: int = 0) -> None:
-        """See ``Engines``: all that painting would refuse is refused here."""
+        """See ``ImageEngines``: all that painting would refuse is refused here."""
         engine = self._images.want(request.model)
         if engine is not None:
             engine.admitted(request)
 
     def window_of(self, request: GenerationRequest, first: TextWindow) -> TextWindow:
-        """See ``Engines``."""
+        """See ``ImageEngines``."""
         return self._images.window_of(request, first)
 
     def family_of(self, request: GenerationRequest) -> str:
-        """See ``Engines``."""
+        """See ``ImageEngines``."""
         return self._images.family_of(request)
 
     def _begin(self, one: StageRequest[GenerationRequest]) -> None:

@@ -6,7 +6,7 @@ A tick is one call of the language model or one step of the images: whose turn i
     embeddings ──────────────────────────────► Embedder ────┤
     rewrites ────────────────────► Rewriter ─► TextEngine   ├── tick ──► events
     pictures ──► RewriteQueue ───► Rewriter ─► TextEngine   │
-      └──────────────┴───────────────────────► Engines ─────┘
+      └──────────────┴───────────────────────► ImageEngines ┘
 
 Where the stages of a picture stand apart (``config.stage``), texts of pictures end at an EncodingStage instead, and
 latents become pictures at a DecodingStage; ``stages`` says more.
@@ -27,7 +27,7 @@ from diffserve.embedding_types import EMBEDDING_TERMINAL, EmbeddingRequest
 from diffserve.engine.delivery import Shell, raise_if_failed
 from diffserve.engine.embedder import Embedder
 from diffserve.engine.image.engine import Engine
-from diffserve.engine.image.engines import Engines
+from diffserve.engine.image.engines import ImageEngines
 from diffserve.engine.pending_images import RewriteQueue
 from diffserve.engine.records import FailureReason
 from diffserve.engine.stages import DecodingStage, EncodingStage, StageQueue, trial_latents
@@ -75,7 +75,7 @@ class Studio(Shell[AnyRequest, AnyEvent]):
 
     def __init__(
         self,
-        engine: Engine | Engines,
+        engine: Engine | ImageEngines,
         texts: TextEngine | None = None,
         rewriter: Rewriter | None = None,
         *,
@@ -83,7 +83,7 @@ class Studio(Shell[AnyRequest, AnyEvent]):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__()
-        self.images = Engines(engine, clock=clock) if isinstance(engine, Engine) else engine
+        self.images = ImageEngines(engine, clock=clock) if isinstance(engine, Engine) else engine
         self.texts = texts
         self.rewriter = rewriter
         self.share = TimeShare(time_share)

@@ -22,7 +22,7 @@ RESULTS = (JSON, SUMMARY, PICTURES)
 FORM = "write it as REFERENCE:CANDIDATE,CANDIDATE, for example float32:bfloat16,int8."
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class GateLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What a candidate must keep to. How the defaults were found is in ``benchmarks/LOG.md`` (2026-11-23).
 
     exact_points  exact prompt match, where it can be checked, may lie so many percentage points below the reference's
@@ -102,7 +102,7 @@ class GateReport:
     """What came out. ``rows``: the reference first, then the candidates in order, each in every cell."""
 
     gate: PrecisionGate
-    limits: Limits
+    limits: GateLimits
     rows: tuple[GateRow, ...]
     folder: Path
 
@@ -112,7 +112,7 @@ class GateReport:
         return tuple(dict.fromkeys(row.precision for row in self.rows if row.failures))
 
 
-def broken(row: GateRow, limits: Limits) -> Iterator[str]:
+def broken(row: GateRow, limits: GateLimits) -> Iterator[str]:
     """Every limit that the candidate of ``row`` breaks, with its value."""
     if row.exact_change is not None and -100 * row.exact_change.value > limits.exact_points:
         lost = -100 * row.exact_change.value

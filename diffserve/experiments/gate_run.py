@@ -20,7 +20,7 @@ from diffserve.experiments.engine_painter import EnginePainter, request_for
 from diffserve.experiments.estimates import Estimate
 from diffserve.experiments.experiment import complete
 from diffserve.experiments.folder import PARTS, refuse_folder
-from diffserve.experiments.gate import RESULTS, GateReport, GateRow, Limits, PrecisionGate, broken
+from diffserve.experiments.gate import RESULTS, GateLimits, GateReport, GateRow, PrecisionGate, broken
 from diffserve.experiments.gate_report import write_gate
 from diffserve.experiments.intervals import bootstrap_interval
 from diffserve.experiments.measure import ImageMeasures, PromptCheck
@@ -46,7 +46,7 @@ class GateProgress:
 def run_gate(
     gate: PrecisionGate,
     plan: SweepPlan,
-    limits: Limits,
+    limits: GateLimits,
     folder: Path,
     open_engine: Callable[[str], Engine],
     on_progress: Callable[[GateProgress], None] = lambda _: None,
@@ -133,7 +133,7 @@ def _is_done(image: PlannedImage, store: Store, *, is_reference: bool) -> bool:
     return image.place in store.records(image.cell) and (not is_reference or store.has(image.cell, image.place))
 
 
-def judge(one: _Painted, cell: Cell, reference: _Painted, limits: Limits) -> GateRow:
+def judge(one: _Painted, cell: Cell, reference: _Painted, limits: GateLimits) -> GateRow:
     """The measures of a precision in a cell, and the limits that it breaks; the reference breaks none."""
     from diffserve.experiments.metrics.set_distance import frechet_distance
 

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from diffserve.config import Price, ServeConfig
+from diffserve.config import HourlyPrice, ServeConfig
 from diffserve.service.admission import Admission, Backlog, Ticket
 from diffserve.service.engine.engines import Engines
 from diffserve.service.http.bodies import BodyT, WorkBody
@@ -23,7 +23,7 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
 
     warnings: tuple[str, ...]
     is_stream: bool = False
-    price: Price | None = None
+    price: HourlyPrice | None = None
 
     def spent(self, device_s: float) -> dict[str, Any]:
         """So many seconds of the device, as ``usage`` tells them: with the money where there is a price."""

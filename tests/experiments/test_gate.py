@@ -18,7 +18,7 @@ from diffserve.config import EngineConfig
 from diffserve.engine import Engine
 from diffserve.errors import InvalidRequest
 from diffserve.experiments.estimates import Estimate
-from diffserve.experiments.gate import JSON, RESULTS, GateReport, GateRow, Limits, PrecisionGate, broken
+from diffserve.experiments.gate import JSON, RESULTS, GateLimits, GateReport, GateRow, PrecisionGate, broken
 from diffserve.experiments.gate_run import GateProgress, run_gate
 from diffserve.experiments.plan import Cell, SweepPlan
 from tests.tiny_models import ONE_LEVEL
@@ -57,7 +57,7 @@ def opener(path: Path, damaged: str | None = None) -> Callable[[str], Engine]:
 def passed(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Passed:
     """What a gate found that nobody failed at, its folder, and what it said on the way."""
     folder, seen = tmp_path_factory.mktemp("gate"), list[GateProgress]()
-    return run_gate(GATE, PLAN, Limits(), folder, opener(tiny_model(ONE_LEVEL)), seen.append), folder, seen
+    return run_gate(GATE, PLAN, GateLimits(), folder, opener(tiny_model(ONE_LEVEL)), seen.append), folder, seen
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_the_same_pictures_pass_and_coarse_weights_fail(
     assert good.rows[1].worst_psnr_db is not None
     assert 20 < good.rows[1].worst_psnr_db <= psnr.value < 99
     assert good.rows[1].unet_bytes == good.rows[0].unet_bytes / 2
-    limits = Limits(psnr_db=psnr.value - 3)
+    limits = GateLimits(psnr_db=psnr.value - 3)
     bad = run_gate(GATE, PLAN, limits, tmp_path, opener(tiny_model(ONE_LEVEL), "bfloat16"))
     assert bad.failed == ("bfloat16",)
     assert any(line.startswith("PSNR is") for line in bad.rows[1].failures)
@@ -96,7 +96,7 @@ def test_a_gate_leaves_a_document_a_page_and_pictures_and_paints_nothing_twice(
     with Image.open(folder / "gate.png") as sheet:
         assert sheet.size == (2 * 64 + 2, 2 * 64 + 2)  # two prompts, two precisions
     more = list[GateProgress]()
-    again = run_gate(GATE, PLAN, Limits(), folder, opener(tiny_model(ONE_LEVEL)), more.append)
+    again = run_gate(GATE, PLAN, GateLimits(), folder, opener(tiny_model(ONE_LEVEL)), more.append)
     assert more == []
     assert again.rows == first.rows
 
@@ -111,7 +111,7 @@ def test_a_gate_leaves_a_document_a_page_and_pictures_and_paints_nothing_twice(
     ],
 )
 def test_every_limit_that_is_broken_is_told(row: dict[str, object], failures: list[str]) -> None:
-    limits = Limits(exact_points=5, psnr_db=20, frechet=1)
+    limits = GateLimits(exact_points=5, psnr_db=20, frechet=1)
     found = list(broken(msgspec.structs.replace(ROW, **row), limits))
     assert [line[: len(start)] for line, start in zip(found, failures, strict=True)] == failures
 
@@ -129,7 +129,7 @@ def test_a_gate_that_is_not_written_as_one_is_refused(text: str) -> None:
 @pytest.mark.parametrize(("name", "value"), [("psnr_db", -1), ("exact_points", 101), ("frechet", float("nan"))])
 def test_a_limit_that_nobody_can_keep_or_break_is_refused(name: str, value: float) -> None:
     with pytest.raises(InvalidRequest, match=f"{name} is .*; it must lie between 0 and"):
-        Limits(**{name: value})
+        GateLimits(**{name: value})
 
 
 def run_main(*arguments: object) -> int:

@@ -16,7 +16,7 @@ from diffserve.errors import EngineUnavailable
 from tests.service.server import SOON_S, RunningServer
 from tests.ui.asking import Request
 from ui.captions import EARLY, OLDER
-from ui.create.handlers import Creating
+from ui.create.handlers import CreateHandlers
 from ui.create.view import OF_PICTURE, PARTS, Screen
 from ui.server import Models, Server
 from ui.visitors import Visitors
@@ -24,7 +24,7 @@ from ui.visitors import Visitors
 pytestmark = pytest.mark.slow
 LONG = "1000"
 BUTTONS = ("reuse_seed", "copy_parameters", "download")
-NAMES = (*inspect.signature(Creating.generate).parameters,)[1:-1]
+NAMES = (*inspect.signature(CreateHandlers.generate).parameters,)[1:-1]
 FORM: dict[str, Any] = {
     "prompt": "a red fox", "negative_prompt": "", "quality": "draft", "aspect": "square", "count": 1,
     "rewrite_mode": "Off", "steps": "2", "seed": "3",
@@ -37,7 +37,7 @@ class Page:
     def __init__(self, server: Server) -> None:
         self.shown: dict[str, Any] = {}
         self.visitors = Visitors()
-        self._events = Creating(server, self.visitors, None)  # type: ignore[arg-type]
+        self._events = CreateHandlers(server, self.visitors, None)  # type: ignore[arg-type]
 
     @property
     def caption(self) -> str:

@@ -20,7 +20,7 @@ from tests.ui.asking import Request
 from tests.ui.painted import paint
 from ui.captions import EARLY
 from ui.experiment import view
-from ui.experiment.handlers import NOT_YET, Experimenting
+from ui.experiment.handlers import NOT_YET, ExperimentHandlers
 from ui.experiment.run import GridRun
 from ui.experiment.speed import ServerSpeed, Timing
 from ui.experiment.view import Shown, View, names_of, work_text
@@ -46,13 +46,13 @@ def form(**fields: Any) -> dict[str, Any]:
     return chosen | fields
 
 
-async def run(events: Experimenting, **fields: Any) -> list[Shown]:
+async def run(events: ExperimentHandlers, **fields: Any) -> list[Shown]:
     return [shown async for shown in events.run(**form(**fields), request=Request())]  # type: ignore[arg-type]
 
 
 def test_an_experiment_ends_with_curves_and_files(here: Server) -> None:
     async def paint() -> tuple[str, list[Shown]]:
-        events = Experimenting(here)
+        events = ExperimentHandlers(here)
         estimate = await events.estimate(**form(has_converged=True))
         shown = await run(events, has_converged=True)
         await here.client.close()
@@ -75,7 +75,7 @@ def test_a_stop_is_for_its_own_page_alone(here: Server, server: RunningServer) -
         session_hash = "somebody else"
 
     async def paint() -> list[Shown]:
-        events, shown = Experimenting(here), []
+        events, shown = ExperimentHandlers(here), []
         async for one in events.run(**form(steps="2, 900"), request=Request()):  # type: ignore[arg-type]
             await events.stop(Other())  # type: ignore[arg-type]
             shown.append(one)
@@ -92,7 +92,7 @@ def test_a_stop_is_for_its_own_page_alone(here: Server, server: RunningServer) -
 
 def test_what_cannot_be_painted_is_said_where_it_was_asked(here: Server) -> None:
     async def ask() -> tuple[str, list[Shown]]:
-        events = Experimenting(here)
+        events = ExperimentHandlers(here)
         answers = await events.estimate(**form(samplers=["ddin"])), await run(events, steps="5000")
         await here.client.close()
         return answers
@@ -107,7 +107,7 @@ def test_what_cannot_be_painted_is_said_where_it_was_asked(here: Server) -> None
 def test_a_server_that_is_away_is_a_sentence_with_the_way_out() -> None:
     async def ask() -> tuple[str, list[Shown]]:
         server = Server(NOBODY)
-        events = Experimenting(server)
+        events = ExperimentHandlers(server)
         answers = await events.estimate(**form()), await run(events)
         server.files.remove()
         return answers
@@ -120,7 +120,7 @@ def test_a_server_that_is_away_is_a_sentence_with_the_way_out() -> None:
 def test_a_server_lost_in_mid_paint_is_one_sentence_and_what_is_painted_stays(server: RunningServer) -> None:
     async def paint(cable: Cable) -> tuple[list[Shown], str]:
         page_server, shown = Server(cable.url), []
-        events = Experimenting(page_server)
+        events = ExperimentHandlers(page_server)
         try:
             async for one in events.run(**form(steps="2, 900"), request=Request()):  # type: ignore[arg-type]
                 shown.append(one)
@@ -165,7 +165,7 @@ def test_an_estimate_waits_for_the_models_without_alarm_and_a_run_begins_with_th
     monkeypatch: pytest.MonkeyPatch, here: Server
 ) -> None:
     async def ask() -> tuple[str, list[Shown]]:
-        events, fetch = Experimenting(here), here.client.models
+        events, fetch = ExperimentHandlers(here), here.client.models
 
         async def not_yet() -> Any:
             monkeypatch.setattr(here.client, "models", fetch)

@@ -15,17 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from ui.files import LEFT_S, MAX_NAME_CHARS, UPLOAD_S, Files, safe_name
+from ui.files import LEFT_S, MAX_NAME_CHARS, UPLOAD_S, PageFiles, safe_name
 
 
 @pytest.fixture
-def files() -> Iterator[Files]:
-    files = Files(max_bytes=100)
+def files() -> Iterator[PageFiles]:
+    files = PageFiles(max_bytes=100)
     yield files
     files.remove()
 
 
-def test_what_is_written_is_read_back_from_a_place_of_its_own(files: Files) -> None:
+def test_what_is_written_is_read_back_from_a_place_of_its_own(files: PageFiles) -> None:
     one, other = files.write(b"one", "a fox.png"), files.write(b"other", "a fox.png")
     assert (one.read_bytes(), other.read_bytes()) == (b"one", b"other")
     assert one.name == "a-fox.png"
@@ -33,16 +33,16 @@ def test_what_is_written_is_read_back_from_a_place_of_its_own(files: Files) -> N
     assert len(one.parent.name) == 32
 
 
-def test_the_oldest_make_room_for_the_newest(files: Files) -> None:
+def test_the_oldest_make_room_for_the_newest(files: PageFiles) -> None:
     paths = [files.write(bytes(40), f"{number}.png") for number in range(4)]
     assert [path.exists() for path in paths] == [False, False, True, True]
 
 
-def test_a_single_file_may_be_larger_than_the_bound(files: Files) -> None:
+def test_a_single_file_may_be_larger_than_the_bound(files: PageFiles) -> None:
     assert files.write(bytes(500), "large.png").exists()
 
 
-def uploaded(files: Files, num_bytes: int, *, age_s: float = 0.0) -> Path:
+def uploaded(files: PageFiles, num_bytes: int, *, age_s: float = 0.0) -> Path:
     """A file as gradio lays it, in a folder of its own that is named after its content."""
     place = files.folder / secrets.token_hex(32)
     place.mkdir()
@@ -51,7 +51,7 @@ def uploaded(files: Files, num_bytes: int, *, age_s: float = 0.0) -> Path:
     return place / "a.png"
 
 
-def test_an_upload_that_nobody_reads_goes_after_some_minutes(files: Files) -> None:
+def test_an_upload_that_nobody_reads_goes_after_some_minutes(files: PageFiles) -> None:
     old, new = uploaded(files, 1, age_s=UPLOAD_S + 1), uploaded(files, 1)
     (files.folder / "tmpold").write_bytes(b"x")
     os.utime(files.folder / "tmpold", (time.time() - UPLOAD_S - 1,) * 2)
@@ -61,7 +61,7 @@ def test_an_upload_that_nobody_reads_goes_after_some_minutes(files: Files) -> No
     assert [path.exists() for path in (old.parent, new, files.folder / "tmpold", picture)] == [False, True, False, True]
 
 
-def test_uploads_count_and_drive_out_one_another_first(files: Files) -> None:
+def test_uploads_count_and_drive_out_one_another_first(files: PageFiles) -> None:
     pictures = [files.write(bytes(45), "x.png") for _ in range(2)]
     old, new = uploaded(files, 12, age_s=20), uploaded(files, 12, age_s=10)
     files.sweep()
@@ -72,11 +72,11 @@ def test_uploads_count_and_drive_out_one_another_first(files: Files) -> None:
     assert pictures[1].exists()
 
 
-def test_nobody_else_on_the_machine_may_look(files: Files) -> None:
+def test_nobody_else_on_the_machine_may_look(files: PageFiles) -> None:
     assert stat.S_IMODE(files.folder.stat().st_mode) == 0o700
 
 
-def test_nothing_is_left_behind(files: Files) -> None:
+def test_nothing_is_left_behind(files: PageFiles) -> None:
     files.write(b"x", "x.png")
     (files.folder / "tmp-of-gradio").write_bytes(b"x")
     files.remove()
@@ -84,16 +84,16 @@ def test_nothing_is_left_behind(files: Files) -> None:
     files.remove()
 
 
-def test_a_folder_that_somebody_cleaned_away_is_made_again(files: Files) -> None:
+def test_a_folder_that_somebody_cleaned_away_is_made_again(files: PageFiles) -> None:
     shutil.rmtree(files.folder)
     assert files.write(b"x", "x.png").read_bytes() == b"x"
-    with closing(Files()):
+    with closing(PageFiles()):
         assert files.folder.exists()
 
 
-def test_what_a_killed_process_left_is_removed_and_what_a_living_one_keeps_is_not(files: Files) -> None:
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_keeps_is_not(files: PageFiles) -> None:
     orphan = left_behind("a" * 32)
-    with closing(Files()) as others:
+    with closing(PageFiles()) as others:
         assert not orphan.exists()
         assert others.left == []
         assert files.folder.exists()
@@ -101,7 +101,7 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_keeps_is_no
 
 def left_behind(name: str) -> Path:
     """The folder of a process that was killed, with a picture in the folder ``name``."""
-    program = "import os, ui.files; print(ui.files.Files().folder, flush=True); os.kill(os.getpid(), 9)"
+    program = "import os, ui.files; print(ui.files.PageFiles().folder, flush=True); os.kill(os.getpid(), 9)"
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     orphan = Path(told.stdout.strip())
     (orphan / name).mkdir(parents=True)
@@ -110,7 +110,7 @@ def left_behind(name: str) -> Path:
 
 
 @contextmanager
-def closing(files: Files) -> Iterator[Files]:
+def closing(files: PageFiles) -> Iterator[PageFiles]:
     try:
         yield files
     finally:
@@ -123,16 +123,16 @@ def test_what_a_killed_process_left_for_somebody_is_taken_over_for_an_hour() -> 
         (orphan / name).mkdir(exist_ok=True)
         (orphan / name / "somebody.note.json").write_text("{}")
         os.utime(orphan / name, (time.time() - age_s,) * 2)
-    with closing(Files()) as files:
+    with closing(PageFiles()) as files:
         assert [folder.name for folder in files.left] == ["new"]
         assert (files.folder / "new" / "a.png").read_bytes() == b"x"
         assert not orphan.exists()
-        with closing(Files()) as others:
+        with closing(PageFiles()) as others:
             assert others.left == []
 
 
 def test_what_belongs_to_who_is_still_here_outlives_the_process_and_nothing_else() -> None:
-    files = Files()
+    files = PageFiles()
     mine, theirs, nobodys = (files.write(b"x", "x.png") for _ in range(3))
     files.note(mine, "me", b"{}")
     files.note(theirs, "them", b"{}")

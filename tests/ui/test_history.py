@@ -10,7 +10,7 @@ import gradio as gr
 from diffserve.client import HistoryEntry
 from tests.ui.asking import Request
 from ui.fields import MAX_FIELD_CHARS
-from ui.history.tab import ASK, History, Looking
+from ui.history.tab import ASK, HistoryHandlers, Looking
 from ui.server import Server
 from ui.visitors import Visitors
 
@@ -31,7 +31,7 @@ def entry(**changes: Any) -> HistoryEntry:
 def test_nothing_is_done_with_a_picture_that_was_not_chosen_and_a_server_that_is_away_is_a_sentence() -> None:
     async def story() -> None:
         server, visitors = Server("http://127.0.0.1:9"), Visitors()
-        history, request = History(server, visitors), Request()
+        history, request = HistoryHandlers(server, visitors), Request()
         here: Any = request
         for index in (0, -1, 10**9, "x", None, [0]):
             chosen = gr.SelectData(None, {"index": index, "value": None})

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 import ui
 from ui.__main__ import main
-from ui.files import Files
+from ui.files import PageFiles
 from ui.mounting import MAX_SESSIONS, without_interface_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,13 +96,13 @@ def test_gradio_remembers_no_more_sessions_than_fit_into_a_little_memory() -> No
 @pytest.mark.slow
 def test_the_folder_of_pictures_goes_with_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     folders: list[Path] = []
-    kept = Files.__init__
+    kept = PageFiles.__init__
 
-    def noting(self: Files, **settings: int) -> None:
+    def noting(self: PageFiles, **settings: int) -> None:
         kept(self, **settings)
         folders.append(self.folder)
 
-    monkeypatch.setattr(Files, "__init__", noting)
+    monkeypatch.setattr(PageFiles, "__init__", noting)
 
     async def story(client: httpx.AsyncClient) -> None:
         assert [folder.exists() for folder in folders] == [True]
@@ -141,7 +141,7 @@ def test_components_are_imported_without_reading_their_sources(monkeypatch: pyte
     monkeypatch.setattr(component_meta, "extract_class_source_code", read)
     with without_interface_files():
         component_meta.create_or_modify_pyi(Textbox, "Textbox", [])
-        assert inspect.getfile(Files).endswith("files.py")
+        assert inspect.getfile(PageFiles).endswith("files.py")
     with pytest.raises(LookupError):
         component_meta.create_or_modify_pyi(Textbox, "Textbox", [])
 

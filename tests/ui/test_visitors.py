@@ -15,7 +15,7 @@ from tests.service.server import SOON_S, RunningServer
 from tests.ui.test_painting import LONG, order, until_step
 from ui.create.painting import FinishedPicture
 from ui.create.view import PARTS, Screen, follow, resume
-from ui.files import Files
+from ui.files import PageFiles
 from ui.server import Server
 from ui.visitors import MAX_EMPTY, MAX_TOKENS, Galleries, Visitor, Visitors, owner_named
 
@@ -160,7 +160,7 @@ def test_who_was_forgotten_is_the_same_visitor_to_their_tab() -> None:
 
 @pytest.mark.slow
 def test_pictures_of_who_is_still_here_are_there_when_the_server_was_started_anew(server: RunningServer) -> None:
-    files = Files()
+    files = PageFiles()
 
     async def story(page: Server) -> None:
         visitors = Visitors(files)
@@ -173,7 +173,7 @@ def test_pictures_of_who_is_still_here_are_there_when_the_server_was_started_ane
     with contextlib.closing(_Ended(files)):
         tell(server.url, story)
         files._hold.close()  # as if its process had been killed
-        again = Files()
+        again = PageFiles()
         pictures = Visitor(pictures=Galleries(again).take(owner_named(TOKEN))).pictures
         assert [picture.seed for picture in pictures] == [4, 3] or [picture.seed for picture in pictures] == [3, 4]
         assert all(picture.path.is_relative_to(again.folder) for picture in pictures)
@@ -188,7 +188,7 @@ def test_pictures_of_who_is_still_here_are_there_when_the_server_was_started_ane
 class _Ended:
     """Removes what a test left, whatever happens."""
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: PageFiles) -> None:
         self._files = files
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from ui.create.parameters import FORM_FIELDS, CheckedForm, Form, check_lengths, 
 from ui.create.start import start_of, still_shown
 from ui.create.view import Screen, Update, follow, resume, shown
 from ui.events import PRIVATE, SILENT, called_with
-from ui.files import MAX_NAME_CHARS, Files
+from ui.files import MAX_NAME_CHARS, PageFiles
 from ui.server import Models, Server, sentence
 from ui.visitors import Visitors, ask_for_visitor
 
@@ -28,7 +28,7 @@ CALLED: Final = {"num_images": "count"}
 """Fields that those who paint by gradio's client know by another name."""
 
 
-class Creating:
+class CreateHandlers:
     """The events of the tab, for all visitors."""
 
     def __init__(self, server: Server, visitors: Visitors, tab: CreateTab) -> None:
@@ -167,7 +167,7 @@ class Creating:
         return [said, gr.skip()]
 
 
-def _keep_control(file: Path, files: Files) -> tuple[Path, str]:
+def _keep_control(file: Path, files: PageFiles) -> tuple[Path, str]:
     """Where an upload that is a picture lies from now on, and what to say of it."""
     data = file.read_bytes()
     file.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from diffserve.client import (
 )
 from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, QueueFull
 from diffserve.images import read_infotext
-from ui.create.parameters import CheckedForm, Form, Start, order_of, sampler_of
+from ui.create.parameters import CheckedForm, Form, StartFile, order_of, sampler_of
 from ui.fields import as_labelled
 from ui.server import LONGEST_WAIT_S, LOOK_AGAIN_S, PATIENCE_S, Server, sentence, whole
 
@@ -74,7 +74,7 @@ class Painting:
         server: Server,
         asked: CheckedForm | Form,
         changed: Callable[[FinishedPicture | None], None],
-        start: Start | None = None,
+        start: StartFile | None = None,
     ) -> None:
         self.asked = asked
         self._start = start

@@ -87,7 +87,7 @@ FORM_FIELDS: Final = (*(name for name in Form.__struct_fields__ if name != "type
 """The names of all fields, in the order in which the page gives and takes them."""
 
 
-class Start(msgspec.Struct, frozen=True, kw_only=True):
+class StartFile(msgspec.Struct, frozen=True, kw_only=True):
     """What pictures begin from in place of noise: a file, where a mask (a PNG file, transparent there) has it painted
     anew, and how much; ``None``: as the server does."""
 
@@ -119,7 +119,7 @@ def check_lengths(form: Form) -> None:
 
 
 def order_of(
-    form: Form, image: ImageCapabilities, start: Start | None = None, control_picture: bytes | None = None
+    form: Form, image: ImageCapabilities, start: StartFile | None = None, control_picture: bytes | None = None
 ) -> CheckedForm:
     """The request that ``form`` stands for, of the size of what it begins from where it says none. ``control_picture``:
     the file that its ControlNet goes by. InvalidRequest names the field, the value and the way out."""

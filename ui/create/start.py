@@ -19,7 +19,7 @@ import msgspec
 from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest
 from diffserve.images import decode_image, encode_image, resize
 from ui.captions import status
-from ui.create.parameters import Start
+from ui.create.parameters import StartFile
 from ui.events import PRIVATE, SILENT
 from ui.fields import read_number
 from ui.server import Server, sentence
@@ -163,7 +163,7 @@ class Starting:
         return shown(visitor.start)
 
 
-def start_of(marks: str | None, strength: str | None, picture: Path | None) -> Start | None:
+def start_of(marks: str | None, strength: str | None, picture: Path | None) -> StartFile | None:
     """What a request begins from: the visitor's ``picture``, where the page says that it is to. InvalidRequest where
     that is gone, and where what is said makes no sense."""
     if not marks:
@@ -181,7 +181,7 @@ def start_of(marks: str | None, strength: str | None, picture: Path | None) -> S
         return None
     if picture is None:
         raise InvalidRequest(GONE, param="image")
-    return Start(path=picture, mask=mask, strength=read_number(strength, "strength", 1.0))
+    return StartFile(path=picture, mask=mask, strength=read_number(strength, "strength", 1.0))
 
 
 def _read_once(file: Path, most_px: int | None) -> tuple[bytes, str]:

@@ -24,7 +24,7 @@ from ui.visitors import ask_for_visitor
 NOT_YET: Final = "How long this takes is known once the server has loaded its models."
 
 
-class Experimenting:
+class ExperimentHandlers:
     """The events of one page's tab; runs are kept by the session that gradio gives each open page."""
 
     def __init__(self, server: Server) -> None:

@@ -13,7 +13,7 @@ from diffserve.experiments.prompts import held_out_prompts
 from diffserve.experiments.svg import STYLE
 from ui.captions import status
 from ui.events import PRIVATE, SILENT, keep_form
-from ui.experiment.handlers import NOT_YET, Experimenting
+from ui.experiment.handlers import NOT_YET, ExperimentHandlers
 from ui.server import Models, Server, sentence
 
 SAID: Final = """
@@ -176,7 +176,7 @@ def _connect(
     estimate: gr.HTML,
     outputs: ExperimentOutputs,
 ) -> None:
-    events = Experimenting(server)
+    events = ExperimentHandlers(server)
     outputs.run.click(
         events.run,
         list(fields),

@@ -26,7 +26,7 @@ from ui.experiment import table
 from ui.experiment.board import Board
 from ui.experiment.run import GridRun
 from ui.experiment.speed import TIMED_PICTURES, ServerSpeed
-from ui.files import Files
+from ui.files import PageFiles
 from ui.server import sentence
 
 TELL_EVERY_S: Final = 1.0
@@ -91,7 +91,7 @@ class View:
         steps, seconds = await asyncio.to_thread(self._curves, PENDING)
         return shown._replace(curves_over_steps=steps, curves_over_seconds=seconds)
 
-    async def ending(self, files: Files) -> Shown:
+    async def ending(self, files: PageFiles) -> Shown:
         """The curves of what is painted, the files, and how it ended; Stop becomes Run."""
         buttons = ({**shown_if(True), "interactive": True}, shown_if(False))
         try:
@@ -135,7 +135,7 @@ class View:
         each = f"its UNet evaluations times {_short_text(timing.row_s)}{rest}"
         return f"Seconds are those of one picture alone: {each}; {when}."
 
-    def _files(self, files: Files) -> tuple[Path | None, Path | None]:
+    def _files(self, files: PageFiles) -> tuple[Path | None, Path | None]:
         """The table and the picture on disk; none where nothing was painted."""
         summaries, board = self._summaries(), self._run.board
         if not summaries:

@@ -94,7 +94,7 @@ class Looking:
         return captions.status("Choose a picture to take it up again.")
 
 
-class History:
+class HistoryHandlers:
     """The events of the tab, for all visitors."""
 
     def __init__(self, server: Server, visitors: Visitors) -> None:

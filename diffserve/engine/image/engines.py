@@ -1,4 +1,4 @@
-"""Engines: the image engines of one process, one for each model that is loaded, behind one face.
+"""ImageEngines: the image engines of one process, one for each model that is loaded, behind one face.
 
 ::
 
@@ -130,7 +130,7 @@ class Served:
         return sum_of([self.past, *([self.engine.stats()] if self.engine else [])])
 
 
-class Engines:
+class ImageEngines:
     """``first`` and engines of ``others``, which ``loader`` loads when they are asked for.
 
     A face as an Engine has it: ``submit`` and ``cancel`` from any thread, the rest for the thread that ticks.
