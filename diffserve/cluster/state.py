@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 import msgspec
 
@@ -45,6 +45,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     replicas: tuple[ReplicaState, ...] = ()
     num_redeploys: int = 0
     problem: str = ""
+    is_deployed: bool = False
 
 
 class StateFile:
@@ -56,17 +57,18 @@ class StateFile:
         self._told: ClusterState | None = None
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """ConfigError where another front has it."""
+    def held(self, patience_s: float = 0.0) -> Iterator[None]:
+        """ConfigError where another front has it, and still has after ``patience_s``."""
         self._lock.parent.mkdir(parents=True, exist_ok=True)
+        until_s = time.monotonic() + patience_s
         with self._lock.open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise ConfigError(
-                    f"a cluster is up in {str(self._lock.parent)!r}; end it (diffserve cluster down), or give another "
-                    "--data-dir."
-                ) from None
+            while not _is_locked(lock):
+                if time.monotonic() >= until_s:
+                    raise ConfigError(
+                        f"a cluster is up in {str(self._lock.parent)!r}; end it (diffserve cluster down), or give "
+                        "another --data-dir."
+                    )
+                time.sleep(0.2)
             self._path.unlink(missing_ok=True)  # what a front told that was killed: its number may be another's by now
             try:
                 yield
@@ -107,6 +109,7 @@ class StateFile:
         state = self.read()
         if state is None:
             return False
+        _refuse_deployed(state, "give its args another revision, and serve deploy it again")
         if not state.replicas:
             raise ConfigError(f"the front, process {state.pid}, is only coming up; try again in a moment.")
         os.kill(state.pid, signal.SIGUSR1)
@@ -124,6 +127,7 @@ class StateFile:
         state = self.read()
         if state is None:
             return False
+        _refuse_deployed(state, "serve shutdown ends it, or whoever made the RayService")
         told_s, until_s = 0.0, time.monotonic() + patience_s
         while self.is_held():
             if time.monotonic() > until_s:
@@ -135,3 +139,17 @@ class StateFile:
                     os.kill(state.pid, signal.SIGTERM)
             time.sleep(0.2)
         return True
+
+
+def _is_locked(file: IO[str]) -> bool:
+    """Whether ``file`` is this process's own from now on."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _refuse_deployed(state: ClusterState, way: str) -> None:
+    if state.is_deployed:
+        raise ConfigError(f"the front here is a deployment of Ray Serve: {way}.")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from diffserve.cluster.config import ClusterConfig, ReplicaConfig, ScalingConfig, read_cluster
+from diffserve.cluster.config import ClusterConfig, ReplicaConfig, ScalingConfig, read_arguments, read_cluster
+from diffserve.cluster.ray_calls import FIXED, SERVED, check_environment
 from diffserve.cluster.scaling import Scaler
 from diffserve.cluster.state import ClusterState, StateFile
 from diffserve.errors import ConfigError
@@ -47,6 +48,27 @@ def test_a_wrong_file_is_told_with_the_way_out(tmp_path: Path, text: str, said: 
     with pytest.raises(ConfigError) as refused:
         read_cluster(path)
     assert said in refused.value.message
+
+
+def test_an_application_of_ray_serve_is_told_where_the_files_are(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text(
+        "[replicas]\nmin = 0\nmax = 3\n[scaling]\nrows_per_replica = 10\nidle_s = 5\n"
+    )
+    (tmp_path / "serve.toml").write_text("[serve]\nshutdown_timeout_s = 7\n")
+    files = {"cluster": str(tmp_path / "cluster.toml"), "config": str(tmp_path / "serve.toml"), "revision": "2"}
+    settings, cluster = read_arguments(files)
+    assert (settings.serve.shutdown_timeout_s, cluster) == (7.0, UP_TO_THREE)
+    assert read_arguments({})[1] == ClusterConfig()
+    with pytest.raises(ConfigError, match=r"unknown argument clusters; did you mean cluster\?"):
+        read_arguments({"clusters": "cluster.toml"})
+
+
+def test_a_ray_of_somebody_else_needs_a_token_and_proxies_as_we_say() -> None:
+    check_environment(FIXED | SERVED)
+    with pytest.raises(ConfigError, match="asks nobody for a token; start it with RAY_AUTH_MODE=token"):
+        check_environment(SERVED)
+    with pytest.raises(ConfigError, match="was not started with RAY_SERVE_ENABLE_HA_PROXY=0"):
+        check_environment(FIXED | SERVED | {"RAY_SERVE_ENABLE_HA_PROXY": "1"})
 
 
 def test_stages_apart_have_replicas_of_their_own(tmp_path: Path) -> None:
