@@ -85,6 +85,25 @@ ServerOption = Annotated[
         "--server", envvar="DIFFSERVE_SERVER", help="A running server that does it, by its address.", metavar="URL"
     ),
 ]
+HostOption = Annotated[str | None, typer.Option("--host", help="Address to listen on.")]
+PortOption = Annotated[int | None, typer.Option("--port", help="Port to listen on; 0: any free one.")]
+AllowOpenOption = Annotated[
+    bool | None, typer.Option("--allow-open", help="Let other machines in, though there are no keys.")
+]
+PageOption = Annotated[bool | None, typer.Option("--page/--no-page", help="A page for browsers at /, or none.")]
+ModelsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model",
+        help="As for generate, or NAME=MODEL; several: the others are loaded when requests name them.",
+        metavar="MODEL",
+        autocompletion=_models,
+    ),
+]
+UnloadAfterOption = Annotated[
+    float | None,
+    typer.Option("--unload-after", help="Unload a model after so long without work; 0: never.", metavar="SECONDS"),
+]
 LoraDirOption = Annotated[
     str | None, typer.Option("--lora-dir", help="A folder of adapters that requests may name.", metavar="DIR")
 ]
@@ -412,27 +431,14 @@ def rewrite(
 
 @app.command()
 def serve(
-    host: Annotated[str | None, typer.Option("--host", help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option("--port", help="Port to listen on; 0: any free one.")] = None,
-    allow_open: Annotated[
-        bool | None, typer.Option("--allow-open", help="Let other machines in, though there are no keys.")
-    ] = None,
+    host: HostOption = None,
+    port: PortOption = None,
+    allow_open: AllowOpenOption = None,
     config: ConfigOption = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model",
-            help="As for generate, or NAME=MODEL; several: the others are loaded when requests name them.",
-            metavar="MODEL",
-            autocompletion=_models,
-        ),
-    ] = None,
-    unload_after: Annotated[
-        float | None,
-        typer.Option("--unload-after", help="Unload a model after so long without work; 0: never.", metavar="SECONDS"),
-    ] = None,
+    model: ModelsOption = None,
+    unload_after: UnloadAfterOption = None,
     data_dir: Annotated[str | None, typer.Option("--data-dir", help="Where pictures lie for their URLs.")] = None,
-    page: Annotated[bool | None, typer.Option("--page/--no-page", help="A page for browsers at /, or none.")] = None,
+    page: PageOption = None,
     watermark: WatermarkOption = None,
     lora_dir: LoraDirOption = None,
     controlnet_dir: ControlNetDirOption = None,
@@ -452,21 +458,12 @@ def serve(
     """Serve the model over HTTP (OpenAI's image endpoints, and a page for browsers) until stopped."""
     from functools import partial
 
-    from diffserve.config import Flag, load_settings, split_name
+    from diffserve.config import Flag, load_settings
     from diffserve.service.run import serve as run
     from ui import mount_page
 
-    name, first = split_name(model[0]) if model else (None, None)
-    flags = {
-        "serve.host": Flag("--host", host),
-        "serve.port": Flag("--port", port),
-        "serve.allow_open": Flag("--allow-open", allow_open),
-        "serve.data_dir": Flag("--data-dir", data_dir),
-        "serve.page": Flag("--page/--no-page", page),
-        "serve.unload_after_s": Flag("--unload-after", unload_after),
-        "serve.devices": Flag("--devices", None if devices is None else [one.strip() for one in devices.split(",")]),
-        "model.model_id": Flag("--model", name),
-    }
+    flags, first = _serving(host, port, allow_open, data_dir, page, unload_after, model)
+    flags["serve.devices"] = Flag("--devices", None if devices is None else [one.strip() for one in devices.split(",")])
     flags |= _beside(lora_dir, controlnet_dir, refiner, scorer, watermark)
     flags |= _placement(device, dtype, offload, vae, text_encoder, embeddings_dir)
     settings = load_settings(model=first, models=(model or [])[1:], config=config, flags=flags)
@@ -740,8 +737,9 @@ def cluster_up(
     file: Annotated[
         Path | None, typer.Argument(help="How many replicas, and of what size; one where left out.", metavar="TOML")
     ] = None,
-    host: Annotated[str | None, typer.Option("--host", help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option("--port", help="Port to listen on; 0: any free one.")] = None,
+    host: HostOption = None,
+    port: PortOption = None,
+    allow_open: AllowOpenOption = None,
     address: Annotated[
         str, typer.Option("--address", help="A Ray to join; else one is started here.", metavar="HOST:PORT")
     ] = "",
@@ -750,30 +748,37 @@ def cluster_up(
     ] = None,
     is_detached: Annotated[bool, typer.Option("--detach", help="Come back when a replica is ready.")] = False,
     config: ConfigOption = None,
-    model: ModelOption = None,
+    model: ModelsOption = None,
+    unload_after: UnloadAfterOption = None,
     data_dir: DataDirOption = None,
-    page: Annotated[bool | None, typer.Option("--page/--no-page", help="A page for browsers at /, or none.")] = None,
+    page: PageOption = None,
+    watermark: WatermarkOption = None,
+    lora_dir: LoraDirOption = None,
+    controlnet_dir: ControlNetDirOption = None,
+    refiner: RefinerOption = None,
+    scorer: ScorerOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
+    offload: OffloadOption = None,
+    vae: VAEOption = None,
+    text_encoder: TextEncoderOption = None,
+    embeddings_dir: EmbeddingsOption = None,
 ) -> int:
     """Start the replicas, and serve over them until stopped."""
     from functools import partial
 
     from diffserve.cluster.config import ClusterConfig, read_cluster
     from diffserve.cluster.run import detach, up
-    from diffserve.config import Flag, load_settings
+    from diffserve.config import load_settings
     from ui import mount_page
 
-    flags = {
-        "serve.host": Flag("--host", host),
-        "serve.port": Flag("--port", port),
-        "serve.data_dir": Flag("--data-dir", data_dir),
-        "serve.page": Flag("--page/--no-page", page),
-    }
-    flags |= _placement(device, dtype, None)
+    flags, first = _serving(host, port, allow_open, data_dir, page, unload_after, model)
+    flags |= _beside(lora_dir, controlnet_dir, refiner, scorer, watermark)
+    flags |= _placement(device, dtype, offload, vae, text_encoder, embeddings_dir)
 
     def read() -> tuple[Settings, ClusterConfig]:
-        return load_settings(model=model, config=config, flags=flags), read_cluster(file)
+        settings = load_settings(model=first, models=(model or [])[1:], config=config, flags=flags)
+        return settings, read_cluster(file)
 
     settings, cluster = read()
     if is_detached:
@@ -812,6 +817,31 @@ def _served(data_dir: str | None, config: str | None) -> Settings:
     from diffserve.config import Flag, load_settings
 
     return load_settings(config=config, flags={"serve.data_dir": Flag("--data-dir", data_dir)})
+
+
+def _serving(
+    host: str | None,
+    port: int | None,
+    allow_open: bool | None,
+    data_dir: str | None,
+    page: bool | None,
+    unload_after: float | None,
+    models: list[str] | None,
+) -> tuple[dict[str, Flag], str | None]:
+    """Who may come where, for what, and the first model: options of commands that serve."""
+    from diffserve.config import Flag, split_name
+
+    name, first = split_name(models[0]) if models else (None, None)
+    flags = {
+        "serve.host": Flag("--host", host),
+        "serve.port": Flag("--port", port),
+        "serve.allow_open": Flag("--allow-open", allow_open),
+        "serve.data_dir": Flag("--data-dir", data_dir),
+        "serve.page": Flag("--page/--no-page", page),
+        "serve.unload_after_s": Flag("--unload-after", unload_after),
+        "model.model_id": Flag("--model", name),
+    }
+    return flags, first
 
 
 def _beside(

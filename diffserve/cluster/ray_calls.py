@@ -11,8 +11,6 @@ import asyncio
 import math
 import os
 import secrets
-import shutil
-import tempfile
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
@@ -195,12 +193,13 @@ def check_environment(environment: Mapping[str, str]) -> None:
 
 @contextmanager
 def ray_cluster(
-    settings: Settings, cluster: ClusterConfig, *, address: str = "", token_file: Path
+    settings: Settings, cluster: ClusterConfig, *, address: str = "", token_file: Path, folder: Path | None = None
 ) -> Iterator[dict[str, RayCalls]]:
     """The replicas' deployments, by their names, in a Ray of this process or in the one at ``address``.
 
     ``token_file``: of a Ray of this process it is made anew, readable to its owner alone; at ``address`` it must be
-    that of the cluster. Afterwards nothing that was started here is left; a cluster that was joined goes on.
+    that of the cluster. ``folder``: where a Ray of this process keeps its things. Afterwards nothing that was started
+    here is left running; a cluster that was joined goes on.
     Raises ConfigError where ray is not installed, or there is no cluster, or not one with that token.
     """
     os.environ.update(FIXED | {"RAY_AUTH_TOKEN_PATH": str(token_file)} | ({} if address else LOCAL))
@@ -216,9 +215,8 @@ def ray_cluster(
         if (error.name or "").partition(".")[0] != "ray":
             raise
         raise ConfigError("the package ray is not installed: pip install 'diffserve[cluster]'.") from None
-    own = None if address else Path(tempfile.mkdtemp(prefix="diffserve-ray-"))
     try:
-        _connect(ray, cluster, address, own)
+        _connect(ray, cluster, address, folder)
         serve.start(proxy_location="Disabled")
         yield _deploy(serve, settings, cluster)
     finally:
@@ -226,8 +224,6 @@ def ray_cluster(
             for one in cluster.deployments:
                 serve.delete(f"{APPLICATION}-{one.name}")
         ray.shutdown()
-        if own is not None:
-            shutil.rmtree(own, ignore_errors=True)
 
 
 def _connect(ray: Any, cluster: ClusterConfig, address: str, folder: Path | None) -> None:
@@ -244,7 +240,7 @@ def _connect(ray: Any, cluster: ClusterConfig, address: str, folder: Path | None
             num_gpus=math.ceil(sum(each.gpus for each in taken)),
             object_store_memory=OBJECT_STORE_BYTES,
             _node_ip_address="127.0.0.1",
-            _temp_dir=str(folder),
+            _temp_dir=None if folder is None else str(folder),
             **quiet,
         )
     except Exception as error:  # Ray raises of every kind

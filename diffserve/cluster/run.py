@@ -57,12 +57,14 @@ def up(
     token = token_file or folder / TOKEN
     with state.held(), ExitStack() as started:
         state.tell(ClusterState(pid=os.getpid(), address=address))
-        calls = started.enter_context(ray_cluster(settings, cluster, address=address, token_file=token))
+        own = None if address else started.enter_context(state.ray_folder())
+        ray = ray_cluster(settings, cluster, address=address, token_file=token, folder=own)
+        calls = started.enter_context(ray)
         renewing = _Renewing(cluster, {name: one.renew for name, one in calls.items()}, read_again)
         told = Told(state, ClusterState(pid=os.getpid(), address=address))
 
-        def over(own: Settings) -> Replicas:
-            engines = replicas_over(own, cluster, calls)
+        def over(settings: Settings) -> Replicas:
+            engines = replicas_over(settings, cluster, calls)
             told.begin(engines, renewing)
             return engines
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +24,9 @@ from diffserve.errors import ConfigError
 FILE: Final = "cluster.json"
 LOCK: Final = "cluster.lock"
 TOKEN: Final = "cluster-token"
+RAY: Final = "cluster-ray"
+"""Says where the Ray of a front keeps its things."""
+RAY_FOLDERS: Final = "diffserve-ray-"
 AGAIN_AFTER_S: Final = 5.0
 
 
@@ -54,6 +59,7 @@ class StateFile:
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
         self._lock = folder / LOCK
+        self._ray = folder / RAY
         self._told: ClusterState | None = None
 
     @contextmanager
@@ -70,10 +76,32 @@ class StateFile:
                     )
                 time.sleep(0.2)
             self._path.unlink(missing_ok=True)  # what a front told that was killed: its number may be another's by now
+            self._sweep()
             try:
                 yield
             finally:
                 self._path.unlink(missing_ok=True)
+
+    @contextmanager
+    def ray_folder(self) -> Iterator[Path]:
+        """An empty folder for a Ray of this process, gone afterwards; where this process is killed before, the next
+        front here removes it, or ``end``. Only for who holds this."""
+        folder = Path(tempfile.mkdtemp(prefix=RAY_FOLDERS))
+        self._ray.write_text(str(folder), encoding="utf-8")
+        try:
+            yield folder
+        finally:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove what is left of the last Ray here, and nothing else."""
+        try:
+            folder = Path(self._ray.read_text(encoding="utf-8"))
+        except OSError:
+            return
+        if folder.name.startswith(RAY_FOLDERS) and folder.parent == Path(tempfile.gettempdir()):
+            shutil.rmtree(folder, ignore_errors=True)  # which follows no link
+        self._ray.unlink(missing_ok=True)
 
     def tell(self, state: ClusterState) -> None:
         """Write it, where it is news."""
@@ -126,6 +154,9 @@ class StateFile:
         within ``patience_s``."""
         state = self.read()
         if state is None:
+            if self._ray.exists():  # of a front that was killed
+                with suppress(ConfigError), self.held():
+                    pass
             return False
         _refuse_deployed(state, "serve shutdown ends it, or whoever made the RayService")
         told_s, until_s = 0.0, time.monotonic() + patience_s

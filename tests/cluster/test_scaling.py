@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -146,3 +148,62 @@ def test_what_a_killed_front_told_is_nobody_s(tmp_path: Path) -> None:
     finally:
         stranger.kill()
         stranger.wait()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from diffserve.cluster.state import StateFile
+state = StateFile(Path(sys.argv[1]))
+with state.held(), state.ray_folder() as folder:
+    (folder / "session").mkdir()
+    print(folder, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("who", ["the next front", "cluster down"])
+def test_what_the_ray_of_a_killed_front_left_is_removed_and_nothing_else(tmp_path: Path, who: str) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    left, other = Path(killed.stdout.strip()), tmp_path / "diffserve-ray-other"
+    other.mkdir()
+    assert (left / "session").is_dir()
+    state = StateFile(tmp_path)
+    if who == "cluster down":
+        assert not state.end(1.0)
+    else:
+        with state.held():
+            pass
+    assert not left.exists()
+    (tmp_path / "cluster-ray").write_text(str(other))
+    with state.held(), state.ray_folder() as folder:
+        assert folder.is_dir()
+    assert not folder.exists()
+    assert other.is_dir(), "it is not where we make them"
+    assert not (tmp_path / "cluster-ray").exists()
+
+
+def test_a_deployed_front_is_told_nothing_by_signals(tmp_path: Path) -> None:
+    state, reader = StateFile(tmp_path), StateFile(tmp_path)
+    with state.held():
+        state.tell(ClusterState(pid=os.getpid(), is_deployed=True))
+        with pytest.raises(ConfigError, match="give its args another revision"):
+            reader.renew()
+        with pytest.raises(ConfigError, match="serve shutdown ends it"):
+            reader.end(1.0)
+
+
+def test_a_front_that_is_patient_has_the_folder_when_the_other_goes(tmp_path: Path) -> None:
+    state, patient = StateFile(tmp_path), StateFile(tmp_path)
+
+    def take() -> bool:
+        with patient.held(60.0):
+            return patient.is_held()
+
+    with ThreadPoolExecutor(1) as pool:
+        with state.held():
+            taken = pool.submit(take)
+            with pytest.raises(ConfigError, match="a cluster is up in"), StateFile(tmp_path).held():
+                pass
+            assert not taken.done()
+        assert taken.result()
