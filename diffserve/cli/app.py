@@ -66,6 +66,9 @@ EmbeddingsOption = Annotated[
 OffloadOption = Annotated[
     str | None, typer.Option("--offload", help="Where weights rest between uses: none, auto, cpu or disk.")
 ]
+DeviceMapOption = Annotated[
+    str | None, typer.Option("--device-map", help="One model over all GPUs: none, auto or balanced.")
+]
 VAEOption = Annotated[
     str | None,
     typer.Option("--vae", help="A VAE, or a model that has one, in place of the model's own.", metavar="PATH"),
@@ -265,6 +268,7 @@ def generate(
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     offload: OffloadOption = None,
+    device_map: DeviceMapOption = None,
     vae: VAEOption = None,
     text_encoder: TextEncoderOption = None,
     embeddings_dir: EmbeddingsOption = None,
@@ -296,7 +300,7 @@ def generate(
         best_of=best_of,
         init=init, strength=strength, mask=mask, controlnets=tuple(map(read_control, controlnet or ())),
     )  # fmt: skip
-    flags = _placement(device, dtype, offload, vae, text_encoder, embeddings_dir)
+    flags = _placement(device, dtype, offload, device_map, vae, text_encoder, embeddings_dir)
     flags |= _beside(lora_dir, controlnet_dir, refiner, scorer, watermark)
     if server:
         from diffserve.cli.remote import run as run_there
@@ -351,6 +355,7 @@ def batch(
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     offload: OffloadOption = None,
+    device_map: DeviceMapOption = None,
     vae: VAEOption = None,
     text_encoder: TextEncoderOption = None,
     embeddings_dir: EmbeddingsOption = None,
@@ -362,7 +367,7 @@ def batch(
     """
     from diffserve.cli.batch.run import run
 
-    flags = _placement(device, dtype, offload, vae, text_encoder, embeddings_dir)
+    flags = _placement(device, dtype, offload, device_map, vae, text_encoder, embeddings_dir)
     flags |= _beside(lora_dir, controlnet_dir, refiner, scorer, watermark)
     if cluster:
         from diffserve.cli.batch.cluster_run import Ordered
@@ -451,6 +456,7 @@ def serve(
     ] = None,
     dtype: DtypeOption = None,
     offload: OffloadOption = None,
+    device_map: DeviceMapOption = None,
     vae: VAEOption = None,
     text_encoder: TextEncoderOption = None,
     embeddings_dir: EmbeddingsOption = None,
@@ -465,7 +471,7 @@ def serve(
     flags, first = _serving(host, port, allow_open, data_dir, page, unload_after, model)
     flags["serve.devices"] = Flag("--devices", None if devices is None else [one.strip() for one in devices.split(",")])
     flags |= _beside(lora_dir, controlnet_dir, refiner, scorer, watermark)
-    flags |= _placement(device, dtype, offload, vae, text_encoder, embeddings_dir)
+    flags |= _placement(device, dtype, offload, device_map, vae, text_encoder, embeddings_dir)
     settings = load_settings(model=first, models=(model or [])[1:], config=config, flags=flags)
     mount = partial(mount_page, grace_s=settings.serve.page_grace_s)
     return run(settings, mount_page=mount if settings.serve.page else None)
@@ -537,6 +543,7 @@ def sweep(
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     offload: OffloadOption = None,
+    device_map: DeviceMapOption = None,
     vae: VAEOption = None,
     text_encoder: TextEncoderOption = None,
 ) -> int:
@@ -561,7 +568,7 @@ def sweep(
         samplers=samplers, steps=steps, guidance=guidance, prompts=prompts, num_seeds=seeds, first_seed=seed,
         reference_steps=reference_steps, output=output,
     )  # fmt: skip
-    flags = _placement(device, dtype, offload, vae, text_encoder)
+    flags = _placement(device, dtype, offload, device_map, vae, text_encoder)
     given = {"exact_points": gate_exact, "psnr_db": gate_psnr, "frechet": gate_frechet}
     if gate is not None:
         from diffserve.cli.gate import GateOptions
@@ -592,6 +599,7 @@ def doctor(
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     offload: OffloadOption = None,
+    device_map: DeviceMapOption = None,
     vae: VAEOption = None,
     text_encoder: TextEncoderOption = None,
     gpu: Annotated[
@@ -603,9 +611,8 @@ def doctor(
     from diffserve.cli.doctor import run
     from diffserve.config import load_settings
 
-    return run(
-        load_settings(model=model, config=config, flags=_placement(device, dtype, offload, vae, text_encoder)), gpu
-    )
+    flags = _placement(device, dtype, offload, device_map, vae, text_encoder)
+    return run(load_settings(model=model, config=config, flags=flags), gpu)
 
 
 @app.command()
@@ -626,7 +633,7 @@ def warm(
     from diffserve.cli.warm import run
     from diffserve.config import load_settings
 
-    flags = _placement(device, dtype, None, vae, text_encoder)
+    flags = _placement(device, dtype, None, None, vae, text_encoder)
     return run(load_settings(model=model, config=config, flags=flags), size or [], has_loras=loras)
 
 
@@ -760,6 +767,7 @@ def cluster_up(
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     offload: OffloadOption = None,
+    device_map: DeviceMapOption = None,
     vae: VAEOption = None,
     text_encoder: TextEncoderOption = None,
     embeddings_dir: EmbeddingsOption = None,
@@ -774,7 +782,7 @@ def cluster_up(
 
     flags, first = _serving(host, port, allow_open, data_dir, page, unload_after, model)
     flags |= _beside(lora_dir, controlnet_dir, refiner, scorer, watermark)
-    flags |= _placement(device, dtype, offload, vae, text_encoder, embeddings_dir)
+    flags |= _placement(device, dtype, offload, device_map, vae, text_encoder, embeddings_dir)
 
     def read() -> tuple[Settings, ClusterConfig]:
         settings = load_settings(model=first, models=(model or [])[1:], config=config, flags=flags)
@@ -863,6 +871,7 @@ def _placement(
     device: str | None,
     dtype: str | None,
     offload: str | None,
+    device_map: str | None,
     vae: str | None = None,
     text_encoder: str | None = None,
     embeddings_dir: str | None = None,
@@ -877,4 +886,5 @@ def _placement(
         "model.vae": Flag("--vae", vae),
         "model.text_encoder": Flag("--text-encoder", text_encoder),
         "engine.offload": Flag("--offload", offload),
+        "engine.device_map": Flag("--device-map", device_map),
     }

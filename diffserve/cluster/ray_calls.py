@@ -43,7 +43,7 @@ FIXED: Final = {
 }
 SERVED: Final = {
     **{name: value for name, value in FIXED.items() if name.startswith("RAY_SERVE_")},
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "diffserve.cluster.proxy:middlewares",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "diffserve.service.http.proxy:middlewares",
 }
 """What a Ray that somebody else starts must have in its environment, beside a token, to serve our application."""
 LOCAL: Final = {

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from fastapi import FastAPI
 from msgspec.structs import replace
 from ray import serve
 
@@ -78,7 +77,7 @@ class Ingress:
         self._front: Front | None = None
         self._held = contextlib.ExitStack()
 
-    async def __serve_build_asgi_app__(self) -> FastAPI:
+    async def __serve_build_asgi_app__(self) -> Any:
         """What answers. Ray Serve calls this on the loop that requests are answered on. Raises ConfigError where
         another front has the folder, or others may come in without a key."""
         try:
@@ -87,7 +86,7 @@ class Ingress:
             self._held.close()
             raise
 
-    async def _open(self) -> FastAPI:
+    async def _open(self) -> Any:
         config, enter = self._settings.serve, self._held.enter_context
         state = StateFile(Path(config.data_dir).expanduser())
         patience_s = config.shutdown_timeout_s + LEAVES_S + DRAIN_S  # one that goes when this one comes has its folder

@@ -1,6 +1,6 @@
 """What stands before Ray Serve's proxies, where a front of ours is behind them: one id, one kind of error.
 
-Named in the environment of the cluster (``ray_calls.SERVED``). A proxy of Ray Serve takes words of its own in headers
+Named in the environment of the cluster (``cluster.ray_calls``). A proxy of Ray Serve takes words of its own in headers
 from whoever asks, puts an id of its own beside that of the front, and says of a front that is lost what is no error
 object; nothing of that is told here.
 """
