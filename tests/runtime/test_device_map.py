@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +16,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from diffserve import DiffusionParams, Engine, GenerationRequest
+from diffserve.cli import doctor
 from diffserve.config import EngineConfig, load_settings
+from diffserve.engine.image import room
+from diffserve.engine.image.room import Room
+from diffserve.engine.image.task import GroupKey
 from diffserve.errors import ConfigError, InsufficientMemory
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.loading import spread
@@ -172,6 +177,31 @@ def test_nothing_is_mixed_on_the_way_and_pictures_are_the_same_bytes(
         adapters = [random_set(adaptable(unet.network).values(), 16, torch.empty(0)) for _ in range(2)]
         residuals = random_residuals(unet.network, (8, 8), range(2), torch.empty(0))
         unet.predict(**rows, contexts=pages, loras=RowLoRAs(adapters), residuals=residuals, merged_share=0.5)
+
+
+def test_room_is_what_the_fullest_device_has_and_the_doctor_tells_of_each(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tiny_model("sd15")
+    engine = in_pieces(path, monkeypatch, "plain")
+    free = {"cpu": 900, "cpu:1": 700}
+    monkeypatch.setattr(room, "free_bytes", lambda device: free[str(device)])
+    assert Room(engine.model, EngineConfig(), 2, time.monotonic).rows(GroupKey(64, 64, 77)) == 1
+    free |= {"cpu": 1 << 40, "cpu:1": 1 << 40}
+    assert Room(engine.model, EngineConfig(), 2, time.monotonic).rows(GroupKey(64, 64, 77)) >= 2
+    settings = load_settings(
+        model=str(path), env={"DIFFSERVE_ENGINE_DEVICE_MAP": "balanced", "DIFFSERVE_MODEL_DEVICE": "cpu"}
+    )
+    with two_devices(monkeypatch, room_of(path, 0.7)):
+        doctor.run(settings)
+    told = " ".join(capsys.readouterr().out.split())
+    for line in (
+        "text, at the most on cpu",
+        "unet, at the most on cpu ",
+        "unet, at the most on cpu:1",
+        "free on cpu:1",
+    ):
+        assert line in told
 
 
 def test_without_what_brings_them_over_devices_would_be_mixed(
