@@ -1,12 +1,14 @@
 """Cluster benchmark: what a request costs more for going through Ray Serve, and what a second replica brings.
 
-    python benchmarks/bench_cluster.py
+    python benchmarks/bench_cluster.py --out benchmarks/results/cluster-cost.json
     python benchmarks/bench_cluster.py --requests 200 --steps 4 --model DIR
     python benchmarks/bench_cluster.py --replicas 2 --rounds 8 --out benchmarks/results/cluster-2-replicas.json
 
-Two servers of one tiny random model, ``serve`` and ``cluster up`` with one replica of one core, asked in turns for the
-same pictures of one step, one at a time: each pair is of one seed, and which comes first alternates. Told are the
-medians, and the median and the quartiles of the differences.
+Two servers, ``serve`` and ``cluster up`` with one replica of one core, asked for one picture at a time over a
+connection each. Without ``--model`` their engines compute nothing (``noop_engine``): what a request then takes is all
+the way's own. Each measure is four requests, local, cluster, cluster, local, or the other way round, and the difference
+of its halves, from which a machine that grows slower or faster falls out. Told are the medians, the median and the
+quartiles of the differences, and between which bounds that median is with a probability of 95 %.
 
 With ``--replicas`` these are two clusters, of one replica and of so many, of a core each; the same clients paint in
 both in turns, and told are pictures a second and the ratios. Progress goes to stderr, one JSON document to stdout.
@@ -14,7 +16,10 @@ both in turns, and told are pictures a second and the ratios. Progress goes to s
 
 from __future__ import annotations
 
+import gc
+import http.client
 import json
+import math
 import os
 import platform
 import statistics
@@ -31,7 +36,8 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.service.server import START_S, RunningServer, running_server, wait_for
+from benchmarks.noop_engine import MODULE
+from tests.service.server import GENERATIONS, ROOT, START_S, RunningServer, running_server, wait_for
 from tests.tiny_models import save_model
 
 CONFIG = "[engine]\nthreads = 1\n"
@@ -41,11 +47,13 @@ CLIENTS_EACH = 8
 
 
 def main(
-    requests: Annotated[int, typer.Option(min=2, help="Pairs that are measured; with --replicas: of a round.")] = 100,
+    requests: Annotated[int, typer.Option(min=2, help="Measures of four; with --replicas: requests of a round.")] = 200,
     steps: Annotated[int | None, typer.Option(help="Of each picture: 1; with --replicas 20.")] = None,
     replicas: Annotated[int, typer.Option(min=1, help="What so many paint more than one does.")] = 1,
     rounds: Annotated[int, typer.Option(min=2, help="Of --replicas: each of both clusters.")] = 6,
-    model: Annotated[Path | None, typer.Option(help="A model directory; a tiny random one where left out.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="A model directory; else engines of nothing, with --replicas a tiny random one.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="A file for the document, too.")] = None,
 ) -> None:
     """Measure, and print one JSON document."""
@@ -59,12 +67,14 @@ def main(
             ):
                 report = throughput((one, it), replicas, rounds, requests, steps or 20)
         else:
+            env = {} if model else without_engines(folder)
             with (
-                running_server(directory, folder / "local", config=CONFIG) as local,
-                cluster_of(1, directory, folder / "cluster") as cluster,
+                running_server(directory, folder / "local", config=CONFIG, env=env) as local,
+                cluster_of(1, directory, folder / "cluster", env) as cluster,
             ):
                 local.wait_until_ready()
                 report = own_cost((local, cluster), requests, steps or 1)
+            report["engines"] = "of nothing" if model is None else "painting"
     report["command"] = " ".join(["python", "benchmarks/bench_cluster.py", *sys.argv[1:]])
     report["machine"] = f"{platform.machine()}, {os.cpu_count()} cores"
     report["load"] = [round(one, 1) for one in os.getloadavg()]
@@ -73,13 +83,25 @@ def main(
     print(json.dumps(report))
 
 
+def without_engines(folder: Path) -> dict[str, str]:
+    """The environment in which whatever Python starts has engines that compute nothing, replicas of Ray's, too."""
+    own = folder / "site"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text(
+        f"from diffserve.service.engine import connection\nconnection.ENGINE_MODULE = {MODULE!r}\n"
+    )
+    return {"PYTHONPATH": f"{own}{os.pathsep}{ROOT}"}
+
+
 @contextmanager
-def cluster_of(num_replicas: int, model: Path, folder: Path) -> Iterator[RunningServer]:
+def cluster_of(
+    num_replicas: int, model: Path, folder: Path, env: dict[str, str] | None = None
+) -> Iterator[RunningServer]:
     """``cluster up`` with so many replicas of a core each, all ready."""
     folder.mkdir()
     (folder / "cluster.toml").write_text(f"[replicas]\nmin = {num_replicas}\nmax = {num_replicas}\ncpus = 1.0\n")
     command = ["-m", "diffserve", "cluster", "up", str(folder / "cluster.toml")]
-    with running_server(model, folder / "server", config=CONFIG, command=command) as server:
+    with running_server(model, folder / "server", config=CONFIG, command=command, env=env) as server:
         told = folder / "server" / "data" / "cluster.json"
         server.wait_until_ready()
         wait_for(lambda: told.read_text().count('"ready"') == num_replicas, START_S, "all replicas")
@@ -87,27 +109,56 @@ def cluster_of(num_replicas: int, model: Path, folder: Path) -> Iterator[Running
         yield server
 
 
-def own_cost(pair: tuple[RunningServer, RunningServer], num_pairs: int, steps: int) -> dict[str, Any]:
+def own_cost(pair: tuple[RunningServer, RunningServer], num_measures: int, steps: int) -> dict[str, Any]:
     """What a picture of the second takes more than one of the first."""
-    for server in pair:
-        for seed in range(WARM):
-            paint_s(server, steps, seed)
-    taken: list[tuple[float, float]] = []
-    for seed in range(num_pairs):
-        first, second = pair if seed % 2 else pair[::-1]
-        one, other = paint_s(first, steps, seed), paint_s(second, steps, seed)
-        taken.append((one, other) if seed % 2 else (other, one))
-    more_ms = [1e3 * (there - here) for here, there in taken]
+    askers = [Asker(server, steps) for server in pair]
+    for seed in range(WARM):
+        for asker in askers:
+            asker.ask_s(seed)
+    here_s: list[float] = []
+    there_s: list[float] = []
+    gc.disable()  # of this process, which is the clock
+    for seed in range(num_measures):
+        order = (0, 1, 1, 0) if seed % 2 else (1, 0, 0, 1)
+        took = [(place, askers[place].ask_s(seed)) for place in order]
+        local, cluster = (sum(one for at, one in took if at == place) / 2 for place in (0, 1))
+        here_s.append(local)
+        there_s.append(cluster)
+    gc.enable()
+    more_ms = sorted(1e3 * (there - here) for here, there in zip(here_s, there_s, strict=True))
     low, middle, high = statistics.quantiles(more_ms, n=4)
+    off = math.ceil(0.98 * math.sqrt(num_measures))  # of ranks: a median's bounds by the sign test, 95 %
+    least, most = max(0, num_measures // 2 - off), min(num_measures - 1, num_measures // 2 + off)
     return {
         "benchmark": "cluster",
-        "num_pairs": num_pairs,
+        "num_measures": num_measures,
         "steps": steps,
-        "local_ms": round(1e3 * statistics.median(here for here, _ in taken), 2),
-        "cluster_ms": round(1e3 * statistics.median(there for _, there in taken), 2),
+        "local_ms": round(1e3 * statistics.median(here_s), 2),
+        "cluster_ms": round(1e3 * statistics.median(there_s), 2),
         "more_ms": round(middle, 2),
         "more_ms_quartiles": [round(low, 2), round(high, 2)],
+        "more_ms_bounds": [round(more_ms[least], 2), round(more_ms[most], 2)],
     }
+
+
+class Asker:
+    """One connection to a server, by which it is asked for pictures of so many ``steps``."""
+
+    def __init__(self, server: RunningServer, steps: int) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
+        self._asked = {"prompt": "a red fox", "num_inference_steps": steps}
+
+    def ask_s(self, seed: int) -> float:
+        """Seconds for a picture, from asking to its last byte."""
+        body = json.dumps({**self._asked, "seed": seed})
+        begun_s = time.perf_counter()
+        self._connection.request("POST", GENERATIONS, body, {"Content-Type": "application/json"})
+        reply = self._connection.getresponse()
+        told = reply.read()
+        took_s = time.perf_counter() - begun_s
+        if reply.status != 200:
+            raise RuntimeError(f"a server answered {reply.status}: {told[:500]!r}")
+        return took_s
 
 
 def throughput(
@@ -152,13 +203,6 @@ def painted_per_s(server: RunningServer, num_clients: int, num_pictures: int, st
         for reply in painted:
             reply.raise_for_status()
     return num_pictures / (time.perf_counter() - begun_s)
-
-
-def paint_s(server: RunningServer, steps: int, seed: int) -> float:
-    """Seconds for a picture, from asking to its last byte."""
-    begun_s = time.perf_counter()
-    server.paint(num_steps=steps, seed=seed).raise_for_status()
-    return time.perf_counter() - begun_s
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ VAE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 TEXT_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4")
 DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp8": "float8"}
 OFFLOADS = ("none", "auto", "cpu", "disk")
+DEVICE_MAPS = ("none", "auto", "balanced")
 POLICIES = ("latency", "throughput", "goodput", "serial", "static", "same-key")
 AUTO_STYLE = "auto"
 ENV_PREFIX = "DIFFSERVE_"
@@ -119,6 +120,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                            torch's own number and fewer
     offload                where the weights of every model rest while their layer does not run: "none": on the device;
                            "cpu": in main memory; "disk": in their files; "auto": on the device as far as it has room
+    device_map             one model over all GPUs: "balanced": its UNet on the first, text encoders and VAE where most
+                           room is; "auto": the same where the first has too little for all. A UNet that none has room
+                           for is split; it is not compiled then, and has no DeepCache. "none": on one device
     split_guidance         a second device, for the unconditional rows of guided pictures: the two rows of one then take
                            the time of one. Nothing is compiled then, nor recorded. "": none
     compile                "off": the UNet as it is; "warm": compiled for shapes that ``diffserve warm`` was run for;
@@ -152,6 +156,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     activation_bytes: int | None = None
     threads: int | None = None
     offload: str = "none"
+    device_map: str = "none"
     split_guidance: str = ""
     compile: Literal["off", "warm", "background"] = "warm"
     cuda_graphs: bool = False
@@ -162,6 +167,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         check_bounds(self, ENGINE_BOUNDS)
         if self.offload not in OFFLOADS:
             raise ConfigError(f"offload is {self.offload!r}; choose one of {', '.join(OFFLOADS)}.", param="offload")
+        if self.device_map not in DEVICE_MAPS:
+            said = f"device_map is {self.device_map!r}; choose one of {', '.join(DEVICE_MAPS)}."
+            raise ConfigError(said, param="device_map")
+        for name, unset in (("offload", "none"), ("split_guidance", "")):
+            if self.device_map != "none" and getattr(self, name) != unset:
+                raise ConfigError(
+                    f"device_map is {self.device_map!r} and {name} {getattr(self, name)!r}; give one of them.",
+                    param="device_map",
+                )
         if self.policy not in POLICIES:
             raise ConfigError(f"policy is {self.policy!r}; choose one of {', '.join(POLICIES)}.", param="policy")
 
@@ -433,6 +447,9 @@ def load_settings(
     if settings.engine.split_guidance and len(settings.serve.devices) > 1:
         said = f"{settings.engine.split_guidance!r} cannot be the second device of several engines; leave out devices"
         raise ConfigError(f"split_guidance: {said}, or split_guidance.", param="split_guidance")
+    if settings.engine.device_map != "none" and len(settings.serve.devices) > 1:
+        said = "one model cannot be on all GPUs while each has an engine of its own; leave out devices"
+        raise ConfigError(f"device_map: {said}, or device_map.", param="device_map")
     return msgspec.structs.replace(settings, models=tuple(others))
 
 

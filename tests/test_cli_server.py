@@ -7,13 +7,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import typer
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from diffserve.cli import main
+from diffserve.cli.app import app
+from diffserve.config import Settings
 from diffserve.images import decode_image, read_infotext
 from tests.service.server import RunningServer, files_of
 
@@ -42,6 +46,41 @@ def test_what_the_server_has_decided_is_refused_before_anybody_is_asked(
     said = capsys.readouterr().err
     assert said.startswith(f"diffserve: {option} is given")
     assert "DIFFSERVE_SERVER" in said
+
+
+def test_a_cluster_takes_every_option_of_a_server_but_devices_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command: Any = typer.main.get_command(app)
+    own = {option.name: option for option in command.commands["serve"].params}
+    other = {option.name: option for option in command.commands["cluster"].commands["up"].params}
+    assert set(own) - set(other) == {"devices"}
+    for name in set(own) & set(other):
+        assert own[name].opts == other[name].opts, name
+    told = list[Settings]()
+
+    def up(settings: Settings, *_: object, **__: object) -> int:
+        told.append(settings)
+        return 0
+
+    monkeypatch.setattr("diffserve.cluster.run.up", up)
+    given = [
+        "--model",
+        "embedded",
+        "--model",
+        "small=embedded-turbo",
+        "--lora-dir",
+        str(tmp_path),
+        "--unload-after",
+        "5",
+    ]
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster", "up", *given, "--offload", "disk", "--no-page"])
+    [settings] = told
+    assert ended.value.code == 0
+    assert settings.model.lora_dir == str(tmp_path)
+    assert [one.model_id for one in settings.models] == ["small"]
+    assert (settings.serve.unload_after_s, settings.engine.offload, settings.serve.page) == (5.0, "disk", False)
 
 
 def test_a_server_that_is_away_is_one_line(

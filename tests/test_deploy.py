@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import re
 import shlex
@@ -16,8 +17,8 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from diffserve.cli.app import app as command_line
-from diffserve.cluster.config import read_cluster
-from diffserve.cluster.ray_calls import DRAIN_S
+from diffserve.cluster.config import read_arguments, read_cluster
+from diffserve.cluster.ray_calls import DRAIN_S, SERVED
 from diffserve.config import NOT_SETTINGS, Settings, load_settings
 from diffserve.service.admission import Admission
 from diffserve.service.app import create_app
@@ -37,6 +38,7 @@ WANTED = {
     ("keda.sh/v1alpha1", "ScaledObject"): ("spec.scaleTargetRef.name", "spec.triggers"),
     ("v1", "ConfigMap"): ("data",),
     ("ray.io/v1", "RayCluster"): ("spec.headGroupSpec.template.spec", "spec.workerGroupSpecs"),
+    ("ray.io/v1", "RayService"): ("spec.serveConfigV2", "spec.rayClusterConfig.headGroupSpec.template.spec"),
     ("ray.io/v1", "RayJob"): ("spec.entrypoint", "spec.rayClusterSpec.headGroupSpec.template.spec"),
 }
 METRIC = re.compile(r"diffserve_\w+(?:\{[^}]*\})?")
@@ -224,6 +226,41 @@ def test_a_cluster_has_its_front_beside_the_head_and_room_for_every_replica(rout
     assert float(worker["resources"]["requests"]["nvidia.com/gpu"]) == cluster.replicas.gpus
     assert float(worker["resources"]["requests"]["cpu"]) == cluster.replicas.cpus
     assert group["template"]["spec"]["terminationGracePeriodSeconds"] > DRAIN_S
+
+
+def test_a_ray_service_has_an_application_that_there_is_and_lets_it_finish(tmp_path: Path) -> None:
+    by_kind = {document["kind"]: document for document in documents("ray-service.yaml")}
+    spec, files = by_kind["RayService"]["spec"], by_kind["ConfigMap"]["data"]
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    told = yaml.safe_load(spec["serveConfigV2"])
+    [application] = told["applications"]
+    module, builder = application["import_path"].split(":")
+    defined = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")).body
+    assert builder in [one.name for one in defined if isinstance(one, ast.FunctionDef)]
+    own = {name: value.replace("/config", str(tmp_path)) for name, value in application["args"].items()}
+    settings, cluster = read_arguments(own)
+    ray = spec["rayClusterConfig"]
+    [group] = ray["workerGroupSpecs"]
+    head, worker = ray["headGroupSpec"]["template"]["spec"], group["template"]["spec"]
+    assert ray["authOptions"] == {"mode": "token"}
+    for pod in (head, worker):
+        [container] = pod["containers"]
+        assert {one["name"]: one.get("value") for one in container["env"]}.items() >= SERVED.items()
+        [config] = [one["configMap"]["name"] for one in pod["volumes"] if one["name"] == "config"]
+        assert config == by_kind["ConfigMap"]["metadata"]["name"], "an application may be built on any of them"
+        waits_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+        assert waits_s >= settings.serve.shutdown_timeout_s + 10
+        assert pod["terminationGracePeriodSeconds"] > waits_s + 5
+    assert spec["rayClusterDeletionDelaySeconds"] > settings.serve.shutdown_timeout_s + 10
+    [front] = head["containers"]
+    ports = {one["name"]: one["containerPort"] for one in front["ports"]}
+    assert told["http_options"] == {"host": "0.0.0.0", "port": ports["serve"]}
+    assert "DIFFSERVE_API_KEY" in {one["name"] for one in front["env"]}, "proxies are for others, too"
+    assert f"{by_kind['RayService']['metadata']['name']}-serve-svc" in settings.serve.allowed_hosts
+    assert group["replicas"] == cluster.replicas.max
+    asked = worker["containers"][0]["resources"]["requests"]
+    assert (float(asked["nvidia.com/gpu"]), float(asked["cpu"])) == (cluster.replicas.gpus, cluster.replicas.cpus)
 
 
 def test_a_job_runs_a_command_that_there_is() -> None:

@@ -66,6 +66,9 @@ EmbeddingsOption = Annotated[
 OffloadOption = Annotated[
     str | None, typer.Option("--offload", help="Where weights rest between uses: none, auto, cpu or disk.")
 ]
+DeviceMapOption = Annotated[
+    str | None, typer.Option("--device-map", help="One model over all GPUs: none, auto or balanced.")
+]
 VAEOption = Annotated[
     str | None,
     typer.Option("--vae", help="A VAE, or a model that has one, in place of the model's own.", metavar="PATH"),
@@ -84,6 +87,25 @@ ServerOption = Annotated[
     typer.Option(
         "--server", envvar="DIFFSERVE_SERVER", help="A running server that does it, by its address.", metavar="URL"
     ),
+]
+HostOption = Annotated[str | None, typer.Option("--host", help="Address to listen on.")]
+PortOption = Annotated[int | None, typer.Option("--port", help="Port to listen on; 0: any free one.")]
+AllowOpenOption = Annotated[
+    bool | None, typer.Option("--allow-open", help="Let other machines in, though there are no keys.")
+]
+PageOption = Annotated[bool | None, typer.Option("--page/--no-page", help="A page for browsers at /, or none.")]
+ModelsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model",
+        help="As for generate, or NAME=MODEL; several: the others are loaded when requests name them.",
+        metavar="MODEL",
+        autocompletion=_models,
+    ),
+]
+UnloadAfterOption = Annotated[
+    float | None,
+    typer.Option("--unload-after", help="Unload a model after so long without work; 0: never.", metavar="SECONDS"),
 ]
 LoraDirOption = Annotated[
     str | None, typer.Option("--lora-dir", help="A folder of adapters that requests may name.", metavar="DIR")
@@ -246,6 +268,7 @@ def generate(
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     offload: OffloadOption = None,
+    device_map: DeviceMapOption = None,
     vae: VAEOption = None,
     text_encoder: TextEncoderOption = None,
     embeddings_dir: EmbeddingsOption = None,
@@ -277,7 +300,7 @@ def generate(
         best_of=best_of,
         init=init, strength=strength, mask=mask, controlnets=tuple(map(read_control, controlnet or ())),
     )  # fmt: skip
-    flags = _placement(device, dtype, offload, vae, text_encoder, embeddings_dir)
+    flags = _placement(device, dtype, offload, device_map, vae, text_encoder, embeddings_dir)
     flags |= _beside(lora_dir, controlnet_dir, refiner, scorer, watermark)
     if server:
         from diffserve.cli.remote import run as run_there
@@ -332,6 +355,7 @@ def batch(
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     offload: OffloadOption = None,
+    device_map: DeviceMapOption = None,
     vae: VAEOption = None,
     text_encoder: TextEncoderOption = None,
     embeddings_dir: EmbeddingsOption = None,
@@ -343,7 +367,7 @@ def batch(
     """
     from diffserve.cli.batch.run import run
 
-    flags = _placement(device, dtype, offload, vae, text_encoder, embeddings_dir)
+    flags = _placement(device, dtype, offload, device_map, vae, text_encoder, embeddings_dir)
     flags |= _beside(lora_dir, controlnet_dir, refiner, scorer, watermark)
     if cluster:
         from diffserve.cli.batch.cluster_run import Ordered
@@ -412,27 +436,14 @@ def rewrite(
 
 @app.command()
 def serve(
-    host: Annotated[str | None, typer.Option("--host", help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option("--port", help="Port to listen on; 0: any free one.")] = None,
-    allow_open: Annotated[
-        bool | None, typer.Option("--allow-open", help="Let other machines in, though there are no keys.")
-    ] = None,
+    host: HostOption = None,
+    port: PortOption = None,
+    allow_open: AllowOpenOption = None,
     config: ConfigOption = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model",
-            help="As for generate, or NAME=MODEL; several: the others are loaded when requests name them.",
-            metavar="MODEL",
-            autocompletion=_models,
-        ),
-    ] = None,
-    unload_after: Annotated[
-        float | None,
-        typer.Option("--unload-after", help="Unload a model after so long without work; 0: never.", metavar="SECONDS"),
-    ] = None,
+    model: ModelsOption = None,
+    unload_after: UnloadAfterOption = None,
     data_dir: Annotated[str | None, typer.Option("--data-dir", help="Where pictures lie for their URLs.")] = None,
-    page: Annotated[bool | None, typer.Option("--page/--no-page", help="A page for browsers at /, or none.")] = None,
+    page: PageOption = None,
     watermark: WatermarkOption = None,
     lora_dir: LoraDirOption = None,
     controlnet_dir: ControlNetDirOption = None,
@@ -445,6 +456,7 @@ def serve(
     ] = None,
     dtype: DtypeOption = None,
     offload: OffloadOption = None,
+    device_map: DeviceMapOption = None,
     vae: VAEOption = None,
     text_encoder: TextEncoderOption = None,
     embeddings_dir: EmbeddingsOption = None,
@@ -452,23 +464,14 @@ def serve(
     """Serve the model over HTTP (OpenAI's image endpoints, and a page for browsers) until stopped."""
     from functools import partial
 
-    from diffserve.config import Flag, load_settings, split_name
+    from diffserve.config import Flag, load_settings
     from diffserve.service.run import serve as run
     from ui import mount_page
 
-    name, first = split_name(model[0]) if model else (None, None)
-    flags = {
-        "serve.host": Flag("--host", host),
-        "serve.port": Flag("--port", port),
-        "serve.allow_open": Flag("--allow-open", allow_open),
-        "serve.data_dir": Flag("--data-dir", data_dir),
-        "serve.page": Flag("--page/--no-page", page),
-        "serve.unload_after_s": Flag("--unload-after", unload_after),
-        "serve.devices": Flag("--devices", None if devices is None else [one.strip() for one in devices.split(",")]),
-        "model.model_id": Flag("--model", name),
-    }
+    flags, first = _serving(host, port, allow_open, data_dir, page, unload_after, model)
+    flags["serve.devices"] = Flag("--devices", None if devices is None else [one.strip() for one in devices.split(",")])
     flags |= _beside(lora_dir, controlnet_dir, refiner, scorer, watermark)
-    flags |= _placement(device, dtype, offload, vae, text_encoder, embeddings_dir)
+    flags |= _placement(device, dtype, offload, device_map, vae, text_encoder, embeddings_dir)
     settings = load_settings(model=first, models=(model or [])[1:], config=config, flags=flags)
     mount = partial(mount_page, grace_s=settings.serve.page_grace_s)
     return run(settings, mount_page=mount if settings.serve.page else None)
@@ -540,6 +543,7 @@ def sweep(
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     offload: OffloadOption = None,
+    device_map: DeviceMapOption = None,
     vae: VAEOption = None,
     text_encoder: TextEncoderOption = None,
 ) -> int:
@@ -564,7 +568,7 @@ def sweep(
         samplers=samplers, steps=steps, guidance=guidance, prompts=prompts, num_seeds=seeds, first_seed=seed,
         reference_steps=reference_steps, output=output,
     )  # fmt: skip
-    flags = _placement(device, dtype, offload, vae, text_encoder)
+    flags = _placement(device, dtype, offload, device_map, vae, text_encoder)
     given = {"exact_points": gate_exact, "psnr_db": gate_psnr, "frechet": gate_frechet}
     if gate is not None:
         from diffserve.cli.gate import GateOptions
@@ -595,6 +599,7 @@ def doctor(
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     offload: OffloadOption = None,
+    device_map: DeviceMapOption = None,
     vae: VAEOption = None,
     text_encoder: TextEncoderOption = None,
     gpu: Annotated[
@@ -606,9 +611,8 @@ def doctor(
     from diffserve.cli.doctor import run
     from diffserve.config import load_settings
 
-    return run(
-        load_settings(model=model, config=config, flags=_placement(device, dtype, offload, vae, text_encoder)), gpu
-    )
+    flags = _placement(device, dtype, offload, device_map, vae, text_encoder)
+    return run(load_settings(model=model, config=config, flags=flags), gpu)
 
 
 @app.command()
@@ -629,7 +633,7 @@ def warm(
     from diffserve.cli.warm import run
     from diffserve.config import load_settings
 
-    flags = _placement(device, dtype, None, vae, text_encoder)
+    flags = _placement(device, dtype, None, None, vae, text_encoder)
     return run(load_settings(model=model, config=config, flags=flags), size or [], has_loras=loras)
 
 
@@ -740,8 +744,9 @@ def cluster_up(
     file: Annotated[
         Path | None, typer.Argument(help="How many replicas, and of what size; one where left out.", metavar="TOML")
     ] = None,
-    host: Annotated[str | None, typer.Option("--host", help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option("--port", help="Port to listen on; 0: any free one.")] = None,
+    host: HostOption = None,
+    port: PortOption = None,
+    allow_open: AllowOpenOption = None,
     address: Annotated[
         str, typer.Option("--address", help="A Ray to join; else one is started here.", metavar="HOST:PORT")
     ] = "",
@@ -750,30 +755,38 @@ def cluster_up(
     ] = None,
     is_detached: Annotated[bool, typer.Option("--detach", help="Come back when a replica is ready.")] = False,
     config: ConfigOption = None,
-    model: ModelOption = None,
+    model: ModelsOption = None,
+    unload_after: UnloadAfterOption = None,
     data_dir: DataDirOption = None,
-    page: Annotated[bool | None, typer.Option("--page/--no-page", help="A page for browsers at /, or none.")] = None,
+    page: PageOption = None,
+    watermark: WatermarkOption = None,
+    lora_dir: LoraDirOption = None,
+    controlnet_dir: ControlNetDirOption = None,
+    refiner: RefinerOption = None,
+    scorer: ScorerOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
+    offload: OffloadOption = None,
+    device_map: DeviceMapOption = None,
+    vae: VAEOption = None,
+    text_encoder: TextEncoderOption = None,
+    embeddings_dir: EmbeddingsOption = None,
 ) -> int:
     """Start the replicas, and serve over them until stopped."""
     from functools import partial
 
     from diffserve.cluster.config import ClusterConfig, read_cluster
     from diffserve.cluster.run import detach, up
-    from diffserve.config import Flag, load_settings
+    from diffserve.config import load_settings
     from ui import mount_page
 
-    flags = {
-        "serve.host": Flag("--host", host),
-        "serve.port": Flag("--port", port),
-        "serve.data_dir": Flag("--data-dir", data_dir),
-        "serve.page": Flag("--page/--no-page", page),
-    }
-    flags |= _placement(device, dtype, None)
+    flags, first = _serving(host, port, allow_open, data_dir, page, unload_after, model)
+    flags |= _beside(lora_dir, controlnet_dir, refiner, scorer, watermark)
+    flags |= _placement(device, dtype, offload, device_map, vae, text_encoder, embeddings_dir)
 
     def read() -> tuple[Settings, ClusterConfig]:
-        return load_settings(model=model, config=config, flags=flags), read_cluster(file)
+        settings = load_settings(model=first, models=(model or [])[1:], config=config, flags=flags)
+        return settings, read_cluster(file)
 
     settings, cluster = read()
     if is_detached:
@@ -814,6 +827,31 @@ def _served(data_dir: str | None, config: str | None) -> Settings:
     return load_settings(config=config, flags={"serve.data_dir": Flag("--data-dir", data_dir)})
 
 
+def _serving(
+    host: str | None,
+    port: int | None,
+    allow_open: bool | None,
+    data_dir: str | None,
+    page: bool | None,
+    unload_after: float | None,
+    models: list[str] | None,
+) -> tuple[dict[str, Flag], str | None]:
+    """Who may come where, for what, and the first model: options of commands that serve."""
+    from diffserve.config import Flag, split_name
+
+    name, first = split_name(models[0]) if models else (None, None)
+    flags = {
+        "serve.host": Flag("--host", host),
+        "serve.port": Flag("--port", port),
+        "serve.allow_open": Flag("--allow-open", allow_open),
+        "serve.data_dir": Flag("--data-dir", data_dir),
+        "serve.page": Flag("--page/--no-page", page),
+        "serve.unload_after_s": Flag("--unload-after", unload_after),
+        "model.model_id": Flag("--model", name),
+    }
+    return flags, first
+
+
 def _beside(
     lora_dir: str | None, controlnet_dir: str | None, refiner: str | None, scorer: str | None, watermark: bool | None
 ) -> dict[str, Flag]:
@@ -833,6 +871,7 @@ def _placement(
     device: str | None,
     dtype: str | None,
     offload: str | None,
+    device_map: str | None,
     vae: str | None = None,
     text_encoder: str | None = None,
     embeddings_dir: str | None = None,
@@ -847,4 +886,5 @@ def _placement(
         "model.vae": Flag("--vae", vae),
         "model.text_encoder": Flag("--text-encoder", text_encoder),
         "engine.offload": Flag("--offload", offload),
+        "engine.device_map": Flag("--device-map", device_map),
     }

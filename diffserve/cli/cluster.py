@@ -8,7 +8,7 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from diffserve.cluster.state import StateFile
+from diffserve.cluster.state import ClusterState, StateFile
 from diffserve.config import Settings
 
 LEAVES_S: Final = 60.0  # beside what work in progress is given
@@ -20,7 +20,7 @@ def status(settings: Settings) -> int:
     if told is None:
         print("no cluster is up here")
         return 1
-    print(f"front: process {told.pid}; Ray: {told.address or 'its own'}")
+    print(f"front: process {told.pid}; Ray: {_where(told)}")
     table = Table("replica", "state", "requests", "rows queued", "start, s")
     for one in told.replicas:
         table.add_row(one.name, one.state, str(one.num_requests), f"{one.cost:g}", f"{one.start_s:g}")
@@ -40,6 +40,10 @@ def down(settings: Settings) -> int:
     was_up = _file(settings).end(settings.serve.shutdown_timeout_s + LEAVES_S)
     print("down" if was_up else "no cluster is up here")
     return 0
+
+
+def _where(told: ClusterState) -> str:
+    return told.address or ("that which it was deployed in" if told.is_deployed else "its own")
 
 
 def _file(settings: Settings) -> StateFile:

@@ -42,6 +42,7 @@ def run(settings: Settings, gpu: str | None = None) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from diffserve.runtime import choose_for, load_model
     from diffserve.runtime.loading.library_imports import hushed
+    from diffserve.runtime.loading.spread import with_spread
     from diffserve.runtime.needs import needs_of
 
     folders = list(_folders(settings))
@@ -51,10 +52,11 @@ def run(settings: Settings, gpu: str | None = None) -> int:
     _section(console, "device", _device(choice))
     with hushed("diffserve"):  # what it would warn of is in the report
         needs = needs_of(profile.path, dtype=choice.dtype, config=settings.engine, profile=profile, rows=ROWS)
+        choice = with_spread(choice, needs.model.memory_report(), settings.engine.device_map)
         _section(console, "memory", _memory(needs, choice, settings.engine), headings=("part", "parameters", "weights"))
         _section(console, f"one step at {_size(needs)}", _steps(needs, roof), headings=STEP_HEADINGS)
         load = partial(load_model, device=profile.device, dtype=profile.dtype, offload=offload)
-        model = load(profile.path, profile=profile, cache=cache)
+        model = load(profile.path, device_map=settings.engine.device_map, profile=profile, cache=cache)
     _section(console, "model", _model(model))
     left = model.left_in_full()
     if left:
@@ -142,8 +144,13 @@ def _memory(needs: Needs, choice: DeviceChoice, config: EngineConfig) -> Iterabl
         yield "a row's features for DeepCache", "", _mebibytes(needs.feature_bytes)
         yield "a shallow row's activations", "", _mebibytes(needs.shallow.peak_bytes)
     yield f"at the most, {max(needs.steps)} rows", "", _mebibytes(needs.peak_bytes)
-    free = free_bytes(choice.device)
-    yield f"free on {choice.device}", "", "unknown" if free is None else _mebibytes(free)
+    spread = {} if choice.spread is None else choice.spread._asdict()
+    for part, rooms in spread.items():
+        for name, num_bytes in rooms:
+            yield f"{part}, at the most on {name}", "", _mebibytes(num_bytes)
+    for device in choice.devices:
+        free = free_bytes(device)
+        yield f"free on {device}", "", "unknown" if free is None else _mebibytes(free)
 
 
 def _size(needs: Needs) -> str:

@@ -25,16 +25,18 @@ from __future__ import annotations
 
 import math
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
-from diffserve.config import Settings, nearest
+from diffserve.config import Settings, load_settings, nearest
 from diffserve.errors import ConfigError
 
 MOST_REPLICAS: Final = 1000
+ARGUMENTS: Final = ("cluster", "config", "model", "revision")
 
 
 class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,6 +133,24 @@ def _check_amount(name: str, number: float) -> None:
 def settings_of(settings: Settings, stage: str) -> Settings:
     """``settings`` for a replica of ``stage``."""
     return replace(settings, engine=replace(settings.engine, stage=stage))
+
+
+def read_arguments(arguments: Mapping[str, str]) -> tuple[Settings, ClusterConfig]:
+    """What an application of Ray Serve is told of the files. All may be left out:
+
+    cluster   the cluster's file, as of ``diffserve cluster up``
+    config    a settings file, or the name of one that is built in
+    model     as ``--model``
+    revision  any word; another one has the files read anew
+
+    ConfigError for any other, and for what cannot be read, or is wrong.
+    """
+    for name in arguments:
+        if name not in ARGUMENTS:
+            raise ConfigError(f"unknown argument {name}; {nearest(name, ARGUMENTS)}")
+    settings = load_settings(model=arguments.get("model"), config=arguments.get("config"))
+    file = arguments.get("cluster")
+    return settings, read_cluster(None if file is None else Path(file))
 
 
 def read_cluster(path: Path | None) -> ClusterConfig:

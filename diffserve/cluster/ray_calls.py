@@ -11,13 +11,13 @@ import asyncio
 import math
 import os
 import secrets
-import shutil
-import tempfile
-from collections.abc import AsyncGenerator, Iterator
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import Context
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -41,16 +41,31 @@ FIXED: Final = {
     "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",  # the first replica waits for that; 10 s else
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
 }
+SERVED: Final = {
+    **{name: value for name, value in FIXED.items() if name.startswith("RAY_SERVE_")},
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "diffserve.service.http.proxy:middlewares",
+}
+"""What a Ray that somebody else starts must have in its environment, beside a token, to serve our application."""
 LOCAL: Final = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # else Ray takes an address that others reach
     "RAY_enable_metrics_collection": "0",
 }
 
 
+class Place(Protocol):
+    """A deployment of one replica, or none."""
+
+    def is_there(self) -> bool:
+        """Whether it has a replica, also one that is closing."""
+
+    def begin(self, settings: Settings) -> Any:
+        """Without a replica, with ``settings``. A DeploymentHandle."""
+
+
 class RayCalls:
     """Calls of the one replica of a deployment: see :class:`~diffserve.cluster.seat.Calls`."""
 
-    def __init__(self, deployed: Deployed, settings: Settings) -> None:
+    def __init__(self, deployed: Place, settings: Settings) -> None:
         self._deployed = deployed
         self._settings = settings
         self._was_held = False
@@ -60,7 +75,7 @@ class RayCalls:
         """The parts of an answer as they come; closing it leaves the call, which is cancelled there."""
         if method == "live":
             await self._have_none_that_closes()
-        answer = getattr(self._streams, method).remote(*arguments)
+        answer = Context().run(getattr(self._streams, method).remote, *arguments)  # else a request's end is its end
         try:
             async for part in answer:
                 yield part
@@ -92,13 +107,12 @@ class RayCalls:
 class Deployed:
     """The application of one replica in Ray Serve, by its name."""
 
-    def __init__(self, serve: Any, name: str, each: ReplicaConfig, lock: Lock, *, is_local: bool) -> None:
+    def __init__(self, serve: Any, name: str, each: ReplicaConfig, lock: Lock) -> None:
         """``lock``: one at a time begins."""
         self._serve = serve
         self._name = name
         self._each = each
         self._lock = lock
-        self._is_local = is_local
 
     @property
     def _application(self) -> str:
@@ -106,43 +120,86 @@ class Deployed:
 
     def is_there(self) -> bool:
         """Whether it has a replica, also one that is closing."""
-        told = self._serve.status().applications.get(self._application)
-        return told is not None and any(any(one.replica_states.values()) for one in told.deployments.values())
+        return has_replica(self._serve, self._application, self._name)
 
     def begin(self, settings: Settings) -> Any:
         """Without a replica, with ``settings``; one that was there is ended. A DeploymentHandle."""
-        from diffserve.cluster.replica import EngineReplica
-
-        deployment = self._serve.deployment(
-            name=self._name,
-            max_ongoing_requests=MANY,  # the front and the engine count; nothing waits in between
-            graceful_shutdown_timeout_s=DRAIN_S,
-            ray_actor_options={"num_cpus": self._each.cpus, "num_gpus": self._each.gpus},
-            autoscaling_config={
-                "min_replicas": 0,
-                "max_replicas": 1,
-                "target_ongoing_requests": MANY,
-                "upscale_delay_s": 0.0,
-                "downscale_delay_s": CLOSES_AFTER_S,
-                "downscale_to_zero_delay_s": CLOSES_AFTER_S,
-                "look_back_period_s": LOOK_BACK_S,
-            },
-        )(EngineReplica)
-        bound = deployment.bind(msgspec.msgpack.encode(settings), is_local=self._is_local)
+        bound = bind_replica(self._serve, self._name, self._each, settings)
         with self._lock:
             if self._application in self._serve.status().applications:
                 self._serve.delete(self._application)
             return self._serve.run(bound, name=self._application, route_prefix=None)
 
 
+class Bound:
+    """The deployment of one replica in an application that has the front, too: it cannot begin alone."""
+
+    def __init__(self, serve: Any, application: str, name: str, handle: Any) -> None:
+        self._serve = serve
+        self._application = application
+        self._name = name
+        self._handle = handle
+
+    def is_there(self) -> bool:
+        """Whether it has a replica, also one that is closing."""
+        return has_replica(self._serve, self._application, self._name)
+
+    def begin(self, settings: Settings) -> Any:
+        """Its DeploymentHandle, once it has no replica, which nobody holds and Ray Serve ends; ``settings`` are the
+        application's."""
+        until_s = time.monotonic() + DRAIN_S
+        while self.is_there() and time.monotonic() < until_s:
+            time.sleep(0.2)
+        return self._handle
+
+
+def has_replica(serve: Any, application: str, name: str) -> bool:
+    """Whether the deployment ``name`` has a replica, also one that is closing."""
+    told = serve.status().applications.get(application)
+    deployed = None if told is None else told.deployments.get(name)
+    return deployed is not None and any(deployed.replica_states.values())
+
+
+def bind_replica(serve: Any, name: str, each: ReplicaConfig, settings: Settings, drain_s: float = DRAIN_S) -> Any:
+    """An application of Ray Serve that is one replica with ``settings``, or none while nobody holds it."""
+    from diffserve.cluster.replica import EngineReplica
+
+    deployment = serve.deployment(
+        name=name,
+        max_ongoing_requests=MANY,  # the front and the engine count; nothing waits in between
+        graceful_shutdown_timeout_s=drain_s,
+        ray_actor_options={"num_cpus": each.cpus, "num_gpus": each.gpus},
+        autoscaling_config={
+            "min_replicas": 0,
+            "max_replicas": 1,
+            "target_ongoing_requests": MANY,
+            "upscale_delay_s": 0.0,
+            "downscale_delay_s": CLOSES_AFTER_S,
+            "downscale_to_zero_delay_s": CLOSES_AFTER_S,
+            "look_back_period_s": LOOK_BACK_S,
+        },
+    )(EngineReplica)
+    return deployment.bind(msgspec.msgpack.encode(settings))
+
+
+def check_environment(environment: Mapping[str, str]) -> None:
+    """ConfigError unless the Ray that was started with it asks for a token and serves as ``SERVED`` says."""
+    if environment.get("RAY_AUTH_MODE") != "token":
+        raise ConfigError("this Ray asks nobody for a token; start it with RAY_AUTH_MODE=token.")
+    for name, value in SERVED.items():
+        if environment.get(name) != value:
+            raise ConfigError(f"this Ray was not started with {name}={value}; every process of it must have that.")
+
+
 @contextmanager
 def ray_cluster(
-    settings: Settings, cluster: ClusterConfig, *, address: str = "", token_file: Path
+    settings: Settings, cluster: ClusterConfig, *, address: str = "", token_file: Path, folder: Path | None = None
 ) -> Iterator[dict[str, RayCalls]]:
     """The replicas' deployments, by their names, in a Ray of this process or in the one at ``address``.
 
     ``token_file``: of a Ray of this process it is made anew, readable to its owner alone; at ``address`` it must be
-    that of the cluster. Afterwards nothing that was started here is left; a cluster that was joined goes on.
+    that of the cluster. ``folder``: where a Ray of this process keeps its things. Afterwards nothing that was started
+    here is left running; a cluster that was joined goes on.
     Raises ConfigError where ray is not installed, or there is no cluster, or not one with that token.
     """
     os.environ.update(FIXED | {"RAY_AUTH_TOKEN_PATH": str(token_file)} | ({} if address else LOCAL))
@@ -158,18 +215,15 @@ def ray_cluster(
         if (error.name or "").partition(".")[0] != "ray":
             raise
         raise ConfigError("the package ray is not installed: pip install 'diffserve[cluster]'.") from None
-    own = None if address else Path(tempfile.mkdtemp(prefix="diffserve-ray-"))
     try:
-        _connect(ray, cluster, address, own)
+        _connect(ray, cluster, address, folder)
         serve.start(proxy_location="Disabled")
-        yield _deploy(serve, settings, cluster, is_local=not address)
+        yield _deploy(serve, settings, cluster)
     finally:
         if address and ray.is_initialized():
             for one in cluster.deployments:
                 serve.delete(f"{APPLICATION}-{one.name}")
         ray.shutdown()
-        if own is not None:
-            shutil.rmtree(own, ignore_errors=True)
 
 
 def _connect(ray: Any, cluster: ClusterConfig, address: str, folder: Path | None) -> None:
@@ -186,7 +240,7 @@ def _connect(ray: Any, cluster: ClusterConfig, address: str, folder: Path | None
             num_gpus=math.ceil(sum(each.gpus for each in taken)),
             object_store_memory=OBJECT_STORE_BYTES,
             _node_ip_address="127.0.0.1",
-            _temp_dir=str(folder),
+            _temp_dir=None if folder is None else str(folder),
             **quiet,
         )
     except Exception as error:  # Ray raises of every kind
@@ -195,12 +249,10 @@ def _connect(ray: Any, cluster: ClusterConfig, address: str, folder: Path | None
         raise ConfigError(f"{where}: {said}") from None
 
 
-def _deploy(serve: Any, settings: Settings, cluster: ClusterConfig, *, is_local: bool) -> dict[str, RayCalls]:
+def _deploy(serve: Any, settings: Settings, cluster: ClusterConfig) -> dict[str, RayCalls]:
     lock = Lock()
     return {
-        one.name: RayCalls(
-            Deployed(serve, one.name, one.takes, lock, is_local=is_local), settings_of(settings, one.stage)
-        )
+        one.name: RayCalls(Deployed(serve, one.name, one.takes, lock), settings_of(settings, one.stage))
         for one in cluster.deployments
     }
 

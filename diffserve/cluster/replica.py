@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import sys
 from collections.abc import AsyncIterator
 from typing import Any, Final, cast
@@ -29,10 +30,9 @@ LOOK_EVERY_S: Final = 0.05
 class EngineReplica:
     """What Ray Serve makes one of for each replica."""
 
-    def __init__(self, settings: bytes, *, is_local: bool) -> None:
-        """``settings``: as msgpack. ``is_local``: all of the cluster is in this machine."""
-        if is_local:
-            _listen_to_this_machine_alone()
+    def __init__(self, settings: bytes) -> None:
+        """``settings``: as msgpack."""
+        listen_no_further_than_ray()
         self._settings = msgspec.msgpack.decode(settings, type=Settings)
         self._client: EngineClient | None = None
 
@@ -146,10 +146,18 @@ def _pong(num_requests: int) -> ipc.Pong:
     return ipc.Pong(number=0, num_requests=num_requests, num_ticks=0, tick_s=0.0, patience_s=0.0)
 
 
-def _listen_to_this_machine_alone() -> None:
+def listen_no_further_than_ray() -> None:
     """Ray Serve 2.60 opens a port in every replica, for calls that do not go by actors (none of ours do), on all
-    addresses of the machine, and no setting says otherwise. It is opened after this is made: at the loopback, then."""
+    addresses of the machine, and no setting says otherwise. It is opened after the replica's own part is made: at the
+    loopback, where Ray is at the loopback."""
     module = sys.modules.get("ray.serve._private.replica")
     opens = getattr(module, "add_port_to_grpc_server", None)
-    if module is not None and opens is not None:
+    if module is not None and opens is not None and is_on_loopback():
         module.add_port_to_grpc_server = lambda server, _: opens(server, "127.0.0.1:0")  # type: ignore[attr-defined]
+
+
+def is_on_loopback() -> bool:
+    """Whether the Ray of this process is in this machine alone."""
+    import ray.util
+
+    return ipaddress.ip_address(ray.util.get_node_ip_address()).is_loopback

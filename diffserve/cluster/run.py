@@ -20,7 +20,7 @@ from diffserve.cluster.config import ClusterConfig, settings_of
 from diffserve.cluster.engines import RayEngines
 from diffserve.cluster.ray_calls import ray_cluster
 from diffserve.cluster.redeploy import Renew, redeploy
-from diffserve.cluster.seat import Seat
+from diffserve.cluster.seat import Calls, Seat
 from diffserve.cluster.stages import StagedEngines
 from diffserve.cluster.state import TOKEN, ClusterState, ReplicaState, StateFile
 from diffserve.config import Settings
@@ -57,11 +57,23 @@ def up(
     token = token_file or folder / TOKEN
     with state.held(), ExitStack() as started:
         state.tell(ClusterState(pid=os.getpid(), address=address))
-        calls = started.enter_context(ray_cluster(settings, cluster, address=address, token_file=token))
+        own = None if address else started.enter_context(state.ray_folder())
+        ray = ray_cluster(settings, cluster, address=address, token_file=token, folder=own)
+        calls = started.enter_context(ray)
         renewing = _Renewing(cluster, {name: one.renew for name, one in calls.items()}, read_again)
-        told = _Told(state, address, renewing)
-        kind = RayEngines if cluster.stages.together else StagedEngines
-        return serve(settings, mount_page=mount_page, engines=lambda own: told.over(kind(own, cluster, calls)))
+        told = Told(state, ClusterState(pid=os.getpid(), address=address))
+
+        def over(settings: Settings) -> Replicas:
+            engines = replicas_over(settings, cluster, calls)
+            told.begin(engines, renewing)
+            return engines
+
+        return serve(settings, mount_page=mount_page, engines=over)
+
+
+def replicas_over(settings: Settings, cluster: ClusterConfig, calls: Mapping[str, Calls]) -> Replicas:
+    """The replicas that ``calls`` lead to, as one engine."""
+    return (RayEngines if cluster.stages.together else StagedEngines)(settings, cluster, calls)
 
 
 def _stages(engines: Replicas) -> dict[str, RayEngines]:
@@ -120,32 +132,30 @@ class _Renewing:
         engines.settings = settings
 
 
-class _Told:
-    """Writes down how the replicas stand, as long as the loop runs."""
+class Told:
+    """Writes down how the replicas stand, as long as the loop runs, or until it is ended."""
 
-    def __init__(self, state: StateFile, address: str, renewing: _Renewing) -> None:
+    def __init__(self, state: StateFile, first: ClusterState) -> None:
+        """``first``: what is told before there are replicas."""
         self._state = state
-        self._address = address
-        self._renewing = renewing
+        self._first = first
         self._working: list[asyncio.Task[None]] = []
 
-    def over(self, engines: Replicas) -> Replicas:
-        """``engines``, of which is told from now on."""
-        self._working = [
-            asyncio.create_task(self._renewing.work(engines), name="cluster settings"),
-            asyncio.create_task(self._tell(engines), name="cluster state"),
-        ]
-        return engines
+    def begin(self, engines: Replicas, renewing: _Renewing | None = None) -> None:
+        """Tell of ``engines`` from now on, and have them take other settings where ``renewing`` can."""
+        works = [self._tell(engines, renewing), *([] if renewing is None else [renewing.work(engines)])]
+        self._working = [asyncio.create_task(work, name="cluster state") for work in works]
 
-    async def _tell(self, engines: Replicas) -> None:
+    def end(self) -> None:
+        """Tell nothing more."""
+        for task in self._working:
+            task.cancel()
+
+    async def _tell(self, engines: Replicas, renewing: _Renewing | None) -> None:
         while True:
-            told = ClusterState(
-                pid=os.getpid(),
-                address=self._address,
-                replicas=tuple(_state_of(seat) for seat in engines.seats),
-                num_redeploys=self._renewing.num_done,
-                problem=self._renewing.problem,
-            )
+            told = replace(self._first, replicas=tuple(_state_of(seat) for seat in engines.seats))
+            if renewing is not None:
+                told = replace(told, num_redeploys=renewing.num_done, problem=renewing.problem)
             self._state.tell(told)
             await asyncio.sleep(0.5)
 

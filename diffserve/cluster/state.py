@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 import msgspec
 
@@ -22,6 +24,9 @@ from diffserve.errors import ConfigError
 FILE: Final = "cluster.json"
 LOCK: Final = "cluster.lock"
 TOKEN: Final = "cluster-token"
+RAY: Final = "cluster-ray"
+"""Says where the Ray of a front keeps its things."""
+RAY_FOLDERS: Final = "diffserve-ray-"
 AGAIN_AFTER_S: Final = 5.0
 
 
@@ -45,6 +50,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     replicas: tuple[ReplicaState, ...] = ()
     num_redeploys: int = 0
     problem: str = ""
+    is_deployed: bool = False
 
 
 class StateFile:
@@ -53,25 +59,49 @@ class StateFile:
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
         self._lock = folder / LOCK
+        self._ray = folder / RAY
         self._told: ClusterState | None = None
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """ConfigError where another front has it."""
+    def held(self, patience_s: float = 0.0) -> Iterator[None]:
+        """ConfigError where another front has it, and still has after ``patience_s``."""
         self._lock.parent.mkdir(parents=True, exist_ok=True)
+        until_s = time.monotonic() + patience_s
         with self._lock.open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise ConfigError(
-                    f"a cluster is up in {str(self._lock.parent)!r}; end it (diffserve cluster down), or give another "
-                    "--data-dir."
-                ) from None
+            while not _is_locked(lock):
+                if time.monotonic() >= until_s:
+                    raise ConfigError(
+                        f"a cluster is up in {str(self._lock.parent)!r}; end it (diffserve cluster down), or give "
+                        "another --data-dir."
+                    )
+                time.sleep(0.2)
             self._path.unlink(missing_ok=True)  # what a front told that was killed: its number may be another's by now
+            self._sweep()
             try:
                 yield
             finally:
                 self._path.unlink(missing_ok=True)
+
+    @contextmanager
+    def ray_folder(self) -> Iterator[Path]:
+        """An empty folder for a Ray of this process, gone afterwards; where this process is killed before, the next
+        front here removes it, or ``end``. Only for who holds this."""
+        folder = Path(tempfile.mkdtemp(prefix=RAY_FOLDERS))
+        self._ray.write_text(str(folder), encoding="utf-8")
+        try:
+            yield folder
+        finally:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove what is left of the last Ray here, and nothing else."""
+        try:
+            folder = Path(self._ray.read_text(encoding="utf-8"))
+        except OSError:
+            return
+        if folder.name.startswith(RAY_FOLDERS) and folder.parent == Path(tempfile.gettempdir()):
+            shutil.rmtree(folder, ignore_errors=True)  # which follows no link
+        self._ray.unlink(missing_ok=True)
 
     def tell(self, state: ClusterState) -> None:
         """Write it, where it is news."""
@@ -107,6 +137,7 @@ class StateFile:
         state = self.read()
         if state is None:
             return False
+        _refuse_deployed(state, "give its args another revision, and serve deploy it again")
         if not state.replicas:
             raise ConfigError(f"the front, process {state.pid}, is only coming up; try again in a moment.")
         os.kill(state.pid, signal.SIGUSR1)
@@ -123,7 +154,11 @@ class StateFile:
         within ``patience_s``."""
         state = self.read()
         if state is None:
+            if self._ray.exists():  # of a front that was killed
+                with suppress(ConfigError), self.held():
+                    pass
             return False
+        _refuse_deployed(state, "serve shutdown ends it, or whoever made the RayService")
         told_s, until_s = 0.0, time.monotonic() + patience_s
         while self.is_held():
             if time.monotonic() > until_s:
@@ -135,3 +170,17 @@ class StateFile:
                     os.kill(state.pid, signal.SIGTERM)
             time.sleep(0.2)
         return True
+
+
+def _is_locked(file: IO[str]) -> bool:
+    """Whether ``file`` is this process's own from now on."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _refuse_deployed(state: ClusterState, way: str) -> None:
+    if state.is_deployed:
+        raise ConfigError(f"the front here is a deployment of Ray Serve: {way}.")

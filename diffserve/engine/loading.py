@@ -97,6 +97,7 @@ def load_for(profile: ModelProfile, config: EngineConfig, cache: DiskCache) -> D
         dtype=dtype,
         device=device,
         offload=offload,
+        device_map=config.device_map,
         profile=profile,
         cache=cache,
         hollow=HOLLOW[config.stage],

@@ -107,7 +107,7 @@ def margin(model: DiffusionModel) -> float:
 def hollow_twin(model: DiffusionModel) -> DiffusionModel:
     """``model`` on the meta device: its UNet and its VAE anew from their configurations, as narrow as they are, without
     numbers, in the dtype that they compute in."""
-    choice = replace(model.choice, device=torch.device("meta"), offload="none")
+    choice = replace(model.choice, device=torch.device("meta"), offload="none", spread=None)
     unet = _empty("UNet2DConditionModel", model.unet.network.config, model.dtype)
     shrink(unet, widths_of(model.unet.network))
     vae = _empty("AutoencoderKL", model.vae.network.config, model.vae.dtype)

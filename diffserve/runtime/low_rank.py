@@ -113,7 +113,7 @@ class RowLoRAs:
     def add(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """``output`` (R, ...) of ``layer``, and what the rows' own factors make of its input (R, ...): in the place of
         the output, which nobody else has, where it lies in order."""
-        down, up = self.stacked(layer)
+        down, up = (factor.to(output.device) for factor in self.stacked(layer))  # a layer may be on another device
         if isinstance(layer, nn.Conv2d):
             hidden = _convolved(layer, args[0], down)  # (R, rank, h * w)
             there = output.contiguous().flatten(2)

@@ -39,6 +39,7 @@ from diffserve.runtime.loading.named_parts import NamedParts
 from diffserve.runtime.loading.original_vae import LoadedVAE
 from diffserve.runtime.loading.plausibility import Plausibility, judge, kept_or_probed, predicts_velocity, probe
 from diffserve.runtime.loading.single_file import load_single_file
+from diffserve.runtime.loading.spread import with_spread
 from diffserve.runtime.loading.textual_inversion import read_words
 from diffserve.runtime.loading.weight_loading import LoadedParts
 from diffserve.runtime.memory import give_heap_back
@@ -226,6 +227,7 @@ def load_model(
     dtype: str = "auto",
     device: str = "auto",
     offload: str = "none",
+    device_map: str = "none",
     model_id: str | None = None,
     profile: ModelProfile | None = None,
     cache: DiskCache | None = None,
@@ -236,6 +238,7 @@ def load_model(
     ``loading.adapter``), or a single safetensors file of SD 1.x, SD 2.x or SDXL.
 
     ``offload`` says where weights rest while their layer does not run: none (on the device), auto, cpu or disk.
+    ``device_map`` spreads it over all devices of that kind: none, auto or balanced (see ``loading.spread``).
     ``profile`` gives the defaults and good sizes, and may name a VAE or text encoders that lie elsewhere, and a refiner
     to load beside it (its own path, device and dtype are not read); without it the family's own are taken. ``refines``:
     load it as that model's refiner. ``hollow``: parts that another process runs (see ``DeviceChoice``); such a model is
@@ -247,6 +250,9 @@ def load_model(
     its files say, ConfigError for a wrong dtype or device.
     """
     choice = replace(choose_for(path, device, dtype, offload, cache), hollow=frozenset(hollow))
+    if device_map != "none" and choice.device.type != "meta":
+        outline = load_model(path, dtype=choice.dtype, device="meta", profile=profile)
+        choice = with_spread(choice, outline.memory_report(), device_map)
     if profile is not None:
         choice = replace(choice, vae_dtype=TORCH_DTYPES.get(DTYPE_ALIASES.get(profile.vae_dtype, profile.vae_dtype)))
     location = location_of(path)
@@ -254,8 +260,15 @@ def load_model(
     made_vae = None if refines is None else LoadedVAE(refines.vae.network, refines.vae.dtype, [])
     named = NamedParts.of(profile) if made_vae is None else NamedParts(made_vae=made_vae)
     parts = load_adapted(adapter, choice, named) if adapter else _load_parts(location, choice, named)
-    unet = UNetRunner(parts.unet, device=choice.device, dtype=choice.compute_dtype, is_hollow="unet" in choice.hollow)
-    vae = VAERunner(parts.vae, device=choice.device, dtype=parts.vae_dtype)
+    unet = UNetRunner(
+        parts.unet,
+        device=choice.device,
+        dtype=choice.compute_dtype,
+        is_hollow="unet" in choice.hollow,
+        is_split=bool(choice.spread) and not choice.is_unet_whole,
+    )
+    vae_device = choice.device if choice.spread is None else choice.of("vae").device
+    vae = VAERunner(parts.vae, device=vae_device, dtype=parts.vae_dtype)
     is_hollow = choice.device.type == "meta"
     label = "" if refines is None else "refiner"  # pages of a base and of its refiner are told apart by it
     digest = label if is_hollow else digest_files(parts.files, cache)

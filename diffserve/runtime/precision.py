@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import nn
@@ -42,6 +42,18 @@ FLOAT8_CAPABILITY: Final = (9, 0)
 """Of a GPU whose matrix units take float8 with a scale for each row."""
 
 
+Rooms = tuple[tuple[str, int], ...]
+"""Devices, and bytes that weights may take of each."""
+
+
+class Spread(NamedTuple):
+    """Where the parts of a model go that has several devices; one that has one of them is whole there."""
+
+    text: Rooms
+    unet: Rooms
+    vae: Rooms
+
+
 @dataclass(frozen=True)
 class DeviceChoice:
     """Where and how precisely the networks run.
@@ -52,6 +64,8 @@ class DeviceChoice:
     offload        where weights rest while their layer does not run: none (on the device), auto, cpu or disk
     vae_dtype      what the VAE computes in, where that was asked for
     hollow         parts that another process runs, of "text", "unet" and "vae": here they have shapes and no numbers
+    spread         where the parts go of a model that has several devices; ``device`` is that of latents and pages
+    rooms          of one such part (see ``of``): what it may take of which device
 
     Raises ConfigError for weights that are quantised at load and should rest elsewhere.
     """
@@ -63,8 +77,16 @@ class DeviceChoice:
     offload: str = "none"
     vae_dtype: torch.dtype | None = None
     hollow: frozenset[str] = frozenset()
+    spread: Spread | None = None
+    rooms: Rooms = ()
 
     def __post_init__(self) -> None:
+        if self.spread is not None and self.dtype not in TORCH_DTYPES:
+            raise ConfigError(
+                f"a device_map is set with dtype {self.dtype}, whose layers stay on one device; set it to none, or "
+                f"choose a dtype of {', '.join(TORCH_DTYPES)}.",
+                param="device_map",
+            )
         if self.offload != "none" and self.dtype not in TORCH_DTYPES:
             raise ConfigError(
                 f"offload is {self.offload!r} with dtype {self.dtype}, whose weights stay on the device; "
@@ -73,8 +95,34 @@ class DeviceChoice:
             )
 
     def of(self, part: str) -> DeviceChoice:
-        """For ``part``: the same, or on the meta device where another process runs it."""
-        return replace(self, device=torch.device("meta"), offload="none") if part in self.hollow else self
+        """For ``part``: the same, or on the meta device where another process runs it; of a model that is spread with
+        the part's ``rooms``, and for its VAE, which is handed latents and hands out pictures, with its own device."""
+        if part in self.hollow:
+            return replace(self, device=torch.device("meta"), offload="none", spread=None)
+        if self.spread is None:
+            return self
+        rooms: Rooms = getattr(self.spread, part)
+        if part == "vae":
+            return replace(self, device=torch.device(rooms[0][0]), spread=None)
+        return replace(self, rooms=rooms, spread=None)
+
+    @property
+    def is_unet_whole(self) -> bool:
+        """Whether the UNet's weights are on ``device``, and stay there."""
+        elsewhere = self.spread is not None and any(torch.device(name) != self.device for name, _ in self.spread.unet)
+        return self.offload == "none" and not elsewhere
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All on which weights are, ``device`` first."""
+        rooms = () if self.spread is None else (*self.spread.unet, *self.spread.text, *self.spread.vae)
+        return tuple(dict.fromkeys((self.device, *(torch.device(name) for name, _ in rooms))))
+
+    @property
+    def painting_devices(self) -> tuple[torch.device, ...]:
+        """Those on which steps or pictures are computed, ``device`` first."""
+        rooms = () if self.spread is None else (*self.spread.unet, *self.spread.vae)
+        return tuple(dict.fromkeys((self.device, *(torch.device(name) for name, _ in rooms))))
 
     @property
     def unet_scheme(self) -> str | None:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 def with_digests(model: DiffusionModel) -> DiffusionModel:
     """``model``, its parts told apart; as it is where its weights do not rest on the device."""
-    if model.choice.offload != "none" or model.device.type == "meta":
+    if model.choice.offload != "none" or model.choice.spread or model.device.type == "meta":
         return model
     return replace(model, part_digests={name: digest_of(network) for name, network in _parts(model).items()})
 

@@ -72,5 +72,5 @@ def fetch(tensor: Tensor) -> Fetched:
     if not tensor.is_cuda:
         return Fetched(host)
     event = torch.cuda.Event()
-    event.record()
+    event.record(torch.cuda.current_stream(tensor.device))  # which need not be the one that is current
     return Fetched(host, event)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -145,6 +145,11 @@ class Gate:
     def close(self) -> None:
         """Let nobody else in."""
         self.is_closed = True
+
+    async def wait(self, limit_s: float) -> None:
+        """Until the last is out, or for ``limit_s``."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.empty.wait(), limit_s)
 
 
 class InFlight:

@@ -24,19 +24,15 @@ from fastapi import FastAPI
 from diffserve.config import ServeConfig, Settings
 from diffserve.errors import ConfigError, EngineUnavailable
 from diffserve.logs import json_logs
-from diffserve.provenance import HEADER
-from diffserve.service.app import create_app
 from diffserve.service.engine.engines import Engines
 from diffserve.service.engine.fleet import open_engines, told_of_devices
+from diffserve.service.front import Front
 from diffserve.service.http.hosts import is_loopback
 from diffserve.service.http.keys import ENV_KEY, KeyRing
-from diffserve.service.http.loop_lag import keep_loop_nimble, watch_loop
 from diffserve.service.http.protocol import MAX_HEADER_BYTES, Http1
-from diffserve.service.images.kept_pictures import KeptPictures
 from diffserve.service.images.picture_checks import PictureChecks
 from diffserve.service.lifecycle import Gate
 from diffserve.service.page import MountPage, Page
-from diffserve.service.tracing import Traces
 from diffserve.store.database import FILE, Database
 
 SHORTEST_KEY = 16
@@ -56,9 +52,7 @@ def serve(
     Raises ConfigError where the address cannot be bound, ModelLoadError (or another DiffserveError of one line) where
     the model cannot be loaded; returns 1 where the engine is lost again and again.
     """
-    database = open_database(settings.serve)
-    ring = open_ring(database)
-    check_open(settings.serve, ring)
+    database, ring = open_store(settings.serve)
     held = contextlib.nullcontext() if database is None else database.held()
     with json_logs(settings.serve.log_level), bind(settings.serve) as listener, held:
         checks = PictureChecks.of(settings)
@@ -66,6 +60,14 @@ def serve(
             return asyncio.run(_Server(settings, listener, mount_page, ring, database, checks, engines).run())
         finally:
             checks.stop()
+
+
+def open_store(config: ServeConfig) -> tuple[Database | None, KeyRing | None]:
+    """What is kept, and the keys. Raises ConfigError where they cannot be read, or none are and others may come in."""
+    database = open_database(config)
+    ring = open_ring(database)
+    check_open(config, ring)
+    return database, ring
 
 
 def open_database(config: ServeConfig) -> Database | None:
@@ -153,54 +155,41 @@ class _Server:
 
     async def run(self) -> int:
         """Live one life, from the first engine to the last answer."""
-        keep_loop_nimble()
         asyncio.get_running_loop().set_exception_handler(_LoopTrouble())
-        gate = Gate()
         engine = self._open_engines(self._settings)
-        traces = engine.metrics.traces = Traces.from_environment(os.environ)
-        route = None if self._page is None else self._page.route
-        rewriter = self._settings.text.prompt_rewriter
-        config = self._settings.serve
-        pictures = KeptPictures(
-            Path(config.data_dir).expanduser() / "pictures",
-            max_bytes=config.url_pictures_bytes,
-            headers={HEADER: self._checks.marks.header},
-        )
-        app = create_app(
-            engine, config, gate,
-            rewriter=rewriter, page=route, pictures=pictures, ring=self._ring, database=self._database,
+        front = Front(
+            self._settings,
+            engine,
+            ring=self._ring,
+            database=self._database,
             checks=self._checks,
-        )  # fmt: skip
-        http = HttpServer(uvicorn_config(app, _num_connections(config.max_connections)))
+            page=None if self._page is None else self._page.route,
+        )
+        http = HttpServer(uvicorn_config(front.app, _num_connections(self._settings.serve.max_connections)))
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        engine.start()
+        front.begin()
         answering = asyncio.create_task(http.serve(sockets=[self._listener]))
         self._say(f"listening on {self._url()}, loading {self._settings.model.model_id}")
         if told := told_of_devices(self._settings):
             self._say(told)
         is_closed = self._ring is not None and self._ring.is_closed
-        if not is_closed and not is_loopback(config.host):
+        if not is_closed and not is_loopback(self._settings.serve.host):
             self._say("anybody who reaches this address may paint: there are no keys")
         opening = asyncio.create_task(self._open_page())
-        besides = (self._announce(engine), pictures.sweep_for_ever(), watch_loop(engine.metrics.observe_loop))
-        beside = [asyncio.create_task(work) for work in (*besides, *(begin() for begin in app.state.beside))]
+        announcing = asyncio.create_task(self._announce(engine))
         try:
             stop = asyncio.create_task(self._stop.wait())
             ends: set[asyncio.Future[Any]] = {stop, engine.failed, answering}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             stop.cancel()
         finally:
-            for task in beside:
-                task.cancel()
-            gate.close()
-            await self._drain(gate)
-            await engine.stop()
+            announcing.cancel()
+            await front.stop(self._drain(front.gate))
             await self._close_page(opening)
             http.should_exit = True
-            await asyncio.gather(answering, *beside, return_exceptions=True)
-            if traces is not None:
-                await asyncio.to_thread(traces.close)
+            await asyncio.gather(answering, announcing, return_exceptions=True)
+            await front.close()
         if not engine.failed.done():
             return 0
         if isinstance(engine.failed.result(), EngineUnavailable):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,12 +11,15 @@ from typing import Any
 
 import httpx
 import psutil
+import pytest
 
 from diffserve.cluster.state import StateFile
 from tests.service.server import GENERATIONS, SOON_S, RunningServer, running_server, wait_for
 
 TWO = "[replicas]\nmin = 2\nmax = 2\ncpus = 1.0\n"
 CONFIG = '[model]\ndtype = "float32"\n[engine]\nmax_waiting = 3\nthreads = 1\n'
+STEPS = 250
+LARGE: dict[str, Any] = {"prompt": "a fox", "num_inference_steps": STEPS, "size": "512x512"}
 OWN = ("timings", "history_id", "created", "id")
 
 
@@ -131,3 +135,27 @@ def answers(server: RunningServer) -> list[Any]:
     replies += [server.client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hello"}]})]
     replies += [server.client.get("/v1/models"), server.client.get("/readyz")]
     return [(reply.status_code, *(bare(part) for part in parts(reply))) for reply in replies]
+
+
+def check_hang_up(server: RunningServer, *, is_streamed: bool) -> None:
+    """AssertionError unless a large picture whose client hangs up has left its replica within a few steps."""
+    known, num_cancelled, step = set(unet_calls(server)), server.num_ended("cancelled"), 0
+    if is_streamed:
+        with server.client.stream("POST", GENERATIONS, json=LARGE | {"stream": True}) as reply:
+            told = (json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: {"))
+            step = next(one["step"] for one in told if one.get("step", 0) >= 3)
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            server.client.post(GENERATIONS, json=LARGE, timeout=1.0)
+    server.wait_until_idle()
+    after = unet_calls(server)
+    [own] = set(after) - known
+    assert step <= after[own] < STEPS / 2, "it had begun, and far from all of it was done"
+    assert server.num_ended("cancelled") == num_cancelled + 1
+    assert unet_calls(server) == after, "and nothing more is"
+
+
+def unet_calls(server: RunningServer) -> Counter[str]:
+    """How many of the last UNet calls were of each request."""
+    told: list[list[str]] = server.client.get("/debug/trace").json()["unet_calls"]
+    return Counter(call[0] for call in told)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,14 +13,12 @@ import psutil
 import pytest
 
 from tests.cluster.ports import check_refusals, listening
-from tests.cluster.running import Cluster, answers, parts
+from tests.cluster.running import Cluster, answers, check_hang_up, parts
 from tests.service.server import GENERATIONS, RunningServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
 LONG: dict[str, Any] = {"prompt": "a fox", "num_inference_steps": 600, "seed": 5}
-STEPS = 250
-LARGE: dict[str, Any] = {"prompt": "a fox", "num_inference_steps": STEPS, "size": "512x512"}
 
 
 def test_a_cluster_answers_as_a_local_server_does(cluster: Cluster, local: RunningServer) -> None:
@@ -81,28 +77,7 @@ def test_who_is_too_many_is_told_in_openais_words(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_who_hangs_up_has_left_the_replica_within_a_few_steps(cluster: Cluster, is_streamed: bool) -> None:
-    url, known = cluster.server.url + GENERATIONS, set(calls(cluster.server))
-    num_cancelled = cluster.server.num_ended("cancelled")
-    step = 0
-    if is_streamed:
-        with httpx.stream("POST", url, json=LARGE | {"stream": True}, timeout=200) as reply:
-            told = (json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: {"))
-            step = next(one["step"] for one in told if one.get("step", 0) >= 3)
-    else:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(url, json=LARGE, timeout=1.0)
-    cluster.server.wait_until_idle()
-    after = calls(cluster.server)
-    [own] = set(after) - known
-    assert step <= after[own] < STEPS / 2, "it had begun, and far from all of it was done"
-    assert cluster.server.num_ended("cancelled") == num_cancelled + 1
-    assert calls(cluster.server) == after, "and nothing more is"
-
-
-def calls(server: RunningServer) -> Counter[str]:
-    """How many of the last UNet calls were of each request."""
-    told: list[list[str]] = server.client.get("/debug/trace").json()["unet_calls"]
-    return Counter(call[0] for call in told)
+    check_hang_up(cluster.server, is_streamed=is_streamed)
 
 
 def test_what_a_killed_replica_held_begins_anew_elsewhere_or_is_said_to_be_lost(cluster: Cluster) -> None:

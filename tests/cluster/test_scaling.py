@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from diffserve.cluster.config import ClusterConfig, ReplicaConfig, ScalingConfig, read_cluster
+from diffserve.cluster.config import ClusterConfig, ReplicaConfig, ScalingConfig, read_arguments, read_cluster
+from diffserve.cluster.ray_calls import FIXED, SERVED, check_environment
 from diffserve.cluster.scaling import Scaler
 from diffserve.cluster.state import ClusterState, StateFile
 from diffserve.errors import ConfigError
@@ -47,6 +50,27 @@ def test_a_wrong_file_is_told_with_the_way_out(tmp_path: Path, text: str, said: 
     with pytest.raises(ConfigError) as refused:
         read_cluster(path)
     assert said in refused.value.message
+
+
+def test_an_application_of_ray_serve_is_told_where_the_files_are(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text(
+        "[replicas]\nmin = 0\nmax = 3\n[scaling]\nrows_per_replica = 10\nidle_s = 5\n"
+    )
+    (tmp_path / "serve.toml").write_text("[serve]\nshutdown_timeout_s = 7\n")
+    files = {"cluster": str(tmp_path / "cluster.toml"), "config": str(tmp_path / "serve.toml"), "revision": "2"}
+    settings, cluster = read_arguments(files)
+    assert (settings.serve.shutdown_timeout_s, cluster) == (7.0, UP_TO_THREE)
+    assert read_arguments({})[1] == ClusterConfig()
+    with pytest.raises(ConfigError, match=r"unknown argument clusters; did you mean cluster\?"):
+        read_arguments({"clusters": "cluster.toml"})
+
+
+def test_a_ray_of_somebody_else_needs_a_token_and_proxies_as_we_say() -> None:
+    check_environment(FIXED | SERVED)
+    with pytest.raises(ConfigError, match="asks nobody for a token; start it with RAY_AUTH_MODE=token"):
+        check_environment(SERVED)
+    with pytest.raises(ConfigError, match="was not started with RAY_SERVE_ENABLE_HA_PROXY=0"):
+        check_environment(FIXED | SERVED | {"RAY_SERVE_ENABLE_HA_PROXY": "1"})
 
 
 def test_stages_apart_have_replicas_of_their_own(tmp_path: Path) -> None:
@@ -124,3 +148,62 @@ def test_what_a_killed_front_told_is_nobody_s(tmp_path: Path) -> None:
     finally:
         stranger.kill()
         stranger.wait()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from diffserve.cluster.state import StateFile
+state = StateFile(Path(sys.argv[1]))
+with state.held(), state.ray_folder() as folder:
+    (folder / "session").mkdir()
+    print(folder, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("who", ["the next front", "cluster down"])
+def test_what_the_ray_of_a_killed_front_left_is_removed_and_nothing_else(tmp_path: Path, who: str) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    left, other = Path(killed.stdout.strip()), tmp_path / "diffserve-ray-other"
+    other.mkdir()
+    assert (left / "session").is_dir()
+    state = StateFile(tmp_path)
+    if who == "cluster down":
+        assert not state.end(1.0)
+    else:
+        with state.held():
+            pass
+    assert not left.exists()
+    (tmp_path / "cluster-ray").write_text(str(other))
+    with state.held(), state.ray_folder() as folder:
+        assert folder.is_dir()
+    assert not folder.exists()
+    assert other.is_dir(), "it is not where we make them"
+    assert not (tmp_path / "cluster-ray").exists()
+
+
+def test_a_deployed_front_is_told_nothing_by_signals(tmp_path: Path) -> None:
+    state, reader = StateFile(tmp_path), StateFile(tmp_path)
+    with state.held():
+        state.tell(ClusterState(pid=os.getpid(), is_deployed=True))
+        with pytest.raises(ConfigError, match="give its args another revision"):
+            reader.renew()
+        with pytest.raises(ConfigError, match="serve shutdown ends it"):
+            reader.end(1.0)
+
+
+def test_a_front_that_is_patient_has_the_folder_when_the_other_goes(tmp_path: Path) -> None:
+    state, patient = StateFile(tmp_path), StateFile(tmp_path)
+
+    def take() -> bool:
+        with patient.held(60.0):
+            return patient.is_held()
+
+    with ThreadPoolExecutor(1) as pool:
+        with state.held():
+            taken = pool.submit(take)
+            with pytest.raises(ConfigError, match="a cluster is up in"), StateFile(tmp_path).held():
+                pass
+            assert not taken.done()
+        assert taken.result()

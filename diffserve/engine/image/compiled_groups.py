@@ -46,7 +46,7 @@ class CompiledGroups:
     def __init__(self, model: DiffusionModel, config: EngineConfig) -> None:
         self.packages = None if config.compile == "off" else Packages(model, DiskCache.at(config.cache_dir))
         self._compiled = None if self.packages is None else CompiledUNet(self.packages)
-        is_recorded = config.cuda_graphs and model.device.type == "cuda" and model.choice.offload == "none"
+        is_recorded = config.cuda_graphs and model.device.type == "cuda" and model.choice.is_unet_whole
         self.graphs = CallGraphs(CudaRecord(model.device)) if is_recorded else None
         self._plain = model.unet.plain
         can_be = self.packages is not None and self.packages.reason is None

@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from diffserve.config import EngineConfig, load_settings
@@ -114,7 +115,8 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
             profile, config = settings.model, config or settings.engine
         config = config or EngineConfig()
         cache = DiskCache.at(config.cache_dir)
-        loaded = load_model(model, dtype=dtype, device=device, offload=config.offload, profile=profile, cache=cache)
+        load = partial(load_model, device=device, dtype=dtype, offload=config.offload, device_map=config.device_map)
+        loaded = load(model, profile=profile, cache=cache)
         return cls(loaded, config, profile=profile)
 
     # What it is ---------------------------------------------------------------------------------------------------

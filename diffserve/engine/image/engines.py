@@ -45,7 +45,8 @@ from diffserve.errors import (
 from diffserve.rewriting.window import MARKS, TextWindow
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.kv import KVSpec, PagePlan, PagePool
-from diffserve.runtime.memory import free_bytes, give_heap_back, give_memory_back
+from diffserve.runtime.loading.spread import free_over
+from diffserve.runtime.memory import give_heap_back, give_memory_back
 from diffserve.runtime.text.conditioning import image_specs
 from diffserve.types import Cancelled, Event, GenerationRequest, ModelInfo, ModelProfile, Queued, ServedModel
 
@@ -471,7 +472,7 @@ class ImageEngines:
     def _make_room(self, one: Served, survey: Survey) -> None:
         """Unload idle models until ``one`` fits. InsufficientMemory, and nothing is unloaded, where that is too few."""
         device = torch.device(survey.info.device)
-        free, needs = free_bytes(device), survey.needs_bytes
+        free, needs = free_over(device, self.config.device_map), survey.needs_bytes
         if free is None or self.config.offload != "none":
             return
         idle = sorted((other for other in self._served.values() if other.is_idle), key=lambda other: other.used_s)
@@ -485,7 +486,7 @@ class ImageEngines:
                 + "; choose a smaller model or dtype, or set engine.offload."
             )
         for other in idle:
-            if (now := free_bytes(device)) is not None and now >= needs:
+            if (now := free_over(device, self.config.device_map)) is not None and now >= needs:
                 return
             self._unload(other, f"to make room for {one.name}")
 

@@ -155,7 +155,8 @@ class Room:
         return (width_px // self.model.vae.factor) * (height_px // self.model.vae.factor)
 
     def _look(self, planned_bytes: int = 0) -> int | None:
-        free = free_bytes(self.model.device)
+        every = [free_bytes(device) for device in self.model.choice.painting_devices]
+        free = min((one for one in every if one is not None), default=None)  # where there is least
         found = (None if free is None else free - planned_bytes, self._config.activation_bytes)
         left = min((known for known in found if known is not None), default=None)
         return None if left is None else max(0, left - self.set_aside())

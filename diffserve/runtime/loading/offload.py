@@ -9,17 +9,15 @@ from __future__ import annotations
 import logging
 from collections import UserDict
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
+from diffserve.runtime.loading.spread import WEIGHTS_SHARE, spread_map
 from diffserve.runtime.memory import keep_heap_small
 from diffserve.runtime.precision import DeviceChoice
-
-WEIGHTS_SHARE: Final = 0.7
-"""Of the memory that is free before a network is loaded; the rest is for activations, the page pool and other parts."""
 
 Place = torch.device | int | str
 """A device, or "disk"."""
@@ -45,6 +43,8 @@ def max_memory(choice: DeviceChoice) -> dict[int | str, int]:
 
 def make_device_map(network: nn.Module, choice: DeviceChoice) -> dict[str, Place]:
     """Module names -> where their weights rest, "" for all that no other says; ``network`` may be empty."""
+    if choice.rooms:
+        return {**spread_map(network, choice)}
     if choice.offload in ("cpu", "disk"):
         return {"": choice.offload}
     if choice.offload == "none":

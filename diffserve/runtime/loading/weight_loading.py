@@ -22,6 +22,7 @@ from diffserve.errors import ModelLoadError
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.loading.offload import dispatch, make_device_map, place_of
+from diffserve.runtime.loading.spread import straddle
 from diffserve.runtime.memory import give_heap_back
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.quantisation import quantise_layer, schemes
@@ -132,7 +133,7 @@ def fill(
             continue
         tensor = make()
         set_tensor(module, name, tensor.device, tensor, tensor.dtype, clear_cache=False)
-        if tensor.device.type != choice.device.type:
+        if tensor.device.type != choice.device.type and not choice.rooms:
             resting[name] = partial(torch.Tensor.detach, tensor)
         owner, _, part = name.rpartition(".")
         if part == "weight" and owner in narrow:
@@ -145,7 +146,9 @@ def fill(
         give_heap_back()
     _place_computed_buffers(module, choice.device)
     module.eval().requires_grad_(False)
-    if resting:
+    if choice.rooms:
+        straddle(module, {name: torch.device(place) for name, place in device_map.items()}, choice.device)
+    elif resting:
         dispatch(module, device_map, resting, str(choice.device))
 
 

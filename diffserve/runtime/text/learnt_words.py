@@ -31,7 +31,7 @@ class LearntEmbedding(nn.Module):
         """(..., dim) for ids (...)."""
         first = self.base.num_embeddings
         plain = self.base(token_ids.clamp(max=first - 1))
-        learnt = self.vectors[(token_ids - first).clamp(min=0)]
+        learnt = self.vectors.to(plain.device)[(token_ids - first).clamp(min=0)]
         return torch.where((token_ids < first)[..., None], plain, learnt)
 
 

@@ -228,8 +228,8 @@ def _reason(model: DiffusionModel, folder: Path | None) -> str | None:
         return "packages are kept in the cache folder, and engine.cache_dir is empty"
     if model.choice.dtype not in COMPILED_DTYPES:
         return f"weights of {model.choice.dtype} are not compiled; choose one of {', '.join(COMPILED_DTYPES)}"
-    if model.choice.offload != "none":
-        return f"weights that rest elsewhere (offload is {model.choice.offload}) are not compiled"
+    if not model.choice.is_unet_whole:
+        return f"weights that are elsewhere (by offload {model.choice.offload}, or a device_map) are not compiled"
     if model.device.type not in ("cpu", "cuda"):
         return f"nothing is compiled for {model.device.type}"
     return None

@@ -75,10 +75,12 @@ class PagedProcessor:
         if not isinstance(encoder_hidden_states, KeysValues):
             output: Tensor = self.plain(attn, hidden_states, encoder_hidden_states, attention_mask, temb)
             return output
-        keys, values = (tensor.transpose(1, 2) for tensor in encoder_hidden_states.layers[self.layer])
+        device = hidden_states.device  # of a split UNet another than that of its pages
+        keys, values = (tensor.to(device).transpose(1, 2) for tensor in encoder_hidden_states.layers[self.layer])
+        mask = None if encoder_hidden_states.mask is None else encoder_hidden_states.mask.to(device)
         B, N, _ = hidden_states.shape
         query = attn.to_q(hidden_states).view(B, N, attn.heads, -1).transpose(1, 2)  # (R, heads, N, head_dim)
-        attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=encoder_hidden_states.mask)
+        attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
         output = attn.to_out[0](attended.transpose(1, 2).reshape(B, N, -1))
         return output
 
@@ -103,10 +105,12 @@ class CrossAttention:
 
     def project(self, layer: int, contexts: Tensor) -> Pair:
         """Keys and values (..., heads, head_dim) of ``contexts`` (..., dim) in one layer, as the weights are now."""
-        module = self.modules[layer]
+        module, device = self.modules[layer], contexts.device
+        place = module.to_k.weight.device  # of a split UNet another than that of its pages; meta where weights rest
+        there = contexts if place.type == "meta" else contexts.to(place)
         return Pair(
-            module.to_k(contexts).unflatten(-1, (module.heads, -1)),
-            module.to_v(contexts).unflatten(-1, (module.heads, -1)),
+            module.to_k(there).to(device).unflatten(-1, (module.heads, -1)),
+            module.to_v(there).to(device).unflatten(-1, (module.heads, -1)),
         )
 
     def keys_values(self, contexts: Tensor) -> KeysValues:

@@ -24,8 +24,18 @@ class UNetRunner:
     guidance_dim     of the vector that guidance is told as (latent consistency models), 0 where it takes a second row
     """
 
-    def __init__(self, network: Any, *, device: torch.device, dtype: torch.dtype, is_hollow: bool = False) -> None:
+    def __init__(
+        self,
+        network: Any,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        is_hollow: bool = False,
+        is_split: bool = False,
+    ) -> None:
+        """``is_split``: some of its blocks are on other devices, and must be called whole."""
         self.network = network
+        self._is_split = is_split
         self.device = device
         self.dtype = dtype
         self.is_hollow = is_hollow
@@ -45,8 +55,8 @@ class UNetRunner:
 
     @cached_property
     def shallow(self) -> ShallowPart | None:
-        """What runs between full calls under DeepCache; ``None`` for a UNet that has no such part."""
-        return ShallowPart.find(self.network)
+        """What runs between full calls under DeepCache; ``None`` for a UNet that has no such part, or is split."""
+        return None if self._is_split else ShallowPart.find(self.network)
 
     @torch.inference_mode()
     def predict(

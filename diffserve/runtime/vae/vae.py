@@ -96,7 +96,7 @@ class VAERunner:
             posterior = self._guarded(
                 lambda part: self.network.encode(part).latent_dist, image, lambda it: it.parameters
             )
-            moments = posterior.mode() if generators is None else posterior.sample(generators[index])
+            moments = posterior.mode() if generators is None else _sample(posterior, generators[index])
             latents.append((moments.float() - self._mean) * self._scale)
         return torch.cat(latents)
 
@@ -190,6 +190,19 @@ class VAERunner:
         finally:
             self.network.half()
             self.dtype = torch.float16
+
+
+def _sample(posterior: Any, generator: torch.Generator) -> Tensor:
+    """One of ``posterior``, as diffusers draws it; where the VAE is on another GPU than the ``generator``, by what is
+    drawn there."""
+    drawn: Tensor
+    if generator.device.type == "cpu" or generator.device == posterior.mean.device:
+        drawn = posterior.sample(generator)
+        return drawn
+    own = {"device": generator.device, "dtype": posterior.mean.dtype}
+    drawn = torch.randn(posterior.mean.shape, generator=generator, **own).to(posterior.mean.device)
+    drawn = posterior.mean + posterior.std * drawn
+    return drawn
 
 
 def shrunk(latents: torch.Tensor) -> torch.Tensor:

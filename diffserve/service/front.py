@@ -1,0 +1,73 @@
+"""A server but for its socket: what paints, the application over it, and what goes on beside, as one thing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from diffserve.config import Settings
+from diffserve.provenance import HEADER
+from diffserve.service.app import create_app
+from diffserve.service.engine.engines import Engines
+from diffserve.service.http.keys import KeyRing
+from diffserve.service.http.loop_lag import keep_loop_nimble, watch_loop
+from diffserve.service.images.kept_pictures import KeptPictures
+from diffserve.service.images.picture_checks import PictureChecks
+from diffserve.service.lifecycle import Gate
+from diffserve.service.page import PageRoute
+from diffserve.service.tracing import Traces
+from diffserve.store.database import Database
+
+
+class Front:
+    """Made, begun and ended within the loop that answers; ``app`` is what answers, once ``begin`` was called."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine: Engines,
+        *,
+        ring: KeyRing | None,
+        database: Database | None,
+        checks: PictureChecks,
+        page: PageRoute | None = None,
+    ) -> None:
+        keep_loop_nimble()
+        self.gate = Gate()
+        self.engine = engine
+        engine.metrics.traces = self._traces = Traces.from_environment(os.environ)
+        config = settings.serve
+        self._pictures = KeptPictures(
+            Path(config.data_dir).expanduser() / "pictures",
+            max_bytes=config.url_pictures_bytes,
+            headers={HEADER: checks.marks.header},
+        )
+        self.app = create_app(
+            engine, config, self.gate,
+            rewriter=settings.text.prompt_rewriter, page=page, pictures=self._pictures, ring=ring, database=database,
+            checks=checks,
+        )  # fmt: skip
+        self._beside: list[asyncio.Task[None]] = []
+
+    def begin(self) -> None:
+        """Start what paints, and what goes on beside the answers."""
+        self.engine.start()
+        works = (self._pictures.sweep_for_ever(), watch_loop(self.engine.metrics.observe_loop))
+        self._beside = [asyncio.create_task(work) for work in (*works, *(each() for each in self.app.state.beside))]
+
+    async def stop(self, drained: Coroutine[Any, Any, None]) -> None:
+        """Let nobody in, wait for the work in progress as ``drained`` does, and stop what paints."""
+        for task in self._beside:
+            task.cancel()
+        self.gate.close()
+        await drained
+        await self.engine.stop()
+
+    async def close(self) -> None:
+        """When the last is answered: end what went on beside."""
+        await asyncio.gather(*self._beside, return_exceptions=True)
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.close)

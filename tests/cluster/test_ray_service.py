@@ -1,0 +1,158 @@
+"""The application of a RayService, by ``serve run`` on the loopback: what its proxy answers, and what it leaves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from diffserve.cluster.ray_calls import FIXED, LOCAL, SERVED
+from tests.cluster.ports import listening
+from tests.cluster.running import CONFIG, answers, check_hang_up, parts
+from tests.service.server import GENERATIONS, ROOT, SOON_S, START_S, STOP_S, RunningServer, error_of, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.chaos]
+
+KEY = "a-key-of-this-test-alone"
+SMALL: dict[str, Any] = {"prompt": "a fox", "num_inference_steps": 2, "seed": 1}
+
+
+class Served(RunningServer):
+    """``serve run`` as a server: its proxy listens where its file says."""
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}"
+        super().__init__(process, folder / "out", folder / "err")
+        self.client.headers["authorization"] = f"Bearer {KEY}"
+        self.folder = folder
+
+    def _find_url(self) -> str:
+        return self._url
+
+    def has_come_up(self) -> bool:
+        """Whether it is ready. RuntimeError where it ended."""
+        if self.process.poll() is not None:
+            raise RuntimeError(f"serve ended with {self.process.returncode}: {self.errors.read_text()[-3000:]}")
+        try:
+            return self.status("/readyz") == 200
+        except httpx.TransportError:
+            return False
+
+    def stop(self) -> int:
+        """Ctrl-C, as ``serve run`` wants it, and wait."""
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(STOP_S)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return int(one.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def served(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The application on two replicas; when it has ended, nothing that it started is left."""
+    pytest.importorskip("ray", reason="the extra cluster is not installed")
+    folder, port = tmp_path_factory.mktemp("served"), free_port()
+    (folder / "cluster.toml").write_text("[replicas]\nmin = 2\nmax = 2\ncpus = 0.5\n")
+    (folder / "serve.toml").write_text(CONFIG)
+    (folder / "token").write_text("0123456789abcdef" * 4)
+    (folder / "token").chmod(0o600)
+    own = {"cluster": str(folder / "cluster.toml"), "config": str(folder / "serve.toml")}
+    application = {
+        "name": "diffserve",
+        "route_prefix": "/",
+        "import_path": "diffserve.cluster.ray_service:build",
+        "args": {**own, "model": str(tiny_model("sd15"))},
+    }
+    http = {"host": "127.0.0.1", "port": port}
+    file = {"proxy_location": "HeadOnly", "http_options": http, "applications": [application]}
+    (folder / "app.yaml").write_text(yaml.safe_dump(file))
+    rays = tempfile.mkdtemp(prefix="diffserve-ray-")  # a path of sockets is short
+    env = {
+        **os.environ,
+        **FIXED,
+        **LOCAL,
+        **SERVED,
+        "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
+        "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(256 << 20),
+        "RAY_TMPDIR": rays,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "DIFFSERVE_API_KEY": KEY,
+        "DIFFSERVE_SERVE_DATA_DIR": str(folder / "data"),
+        "DIFFSERVE_SERVE_DEBUG": "true",
+        "DIFFSERVE_SERVE_SPARE_ENGINE": "false",
+    }
+    command = [sys.executable, "-m", "ray.serve.scripts", "run", "app.yaml"]
+    with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+        process = subprocess.Popen(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+    server = Served(process, folder, port)
+    try:
+        wait_for(server.has_come_up, START_S, "the application")
+        yield server
+        started = psutil.Process(process.pid).children(recursive=True)
+        server.stop()
+        assert psutil.wait_procs(started, timeout=SOON_S)[1] == []
+    finally:
+        if process.poll() is None:
+            process.kill()
+        shutil.rmtree(rays, ignore_errors=True)
+
+
+def test_a_proxy_answers_as_a_local_server_does(served: Served, local: RunningServer) -> None:
+    told, wanted = answers(served), answers(local)
+    assert [one[0] for one in wanted][:5] == [200, 200, 200, 400, 404]
+    for one, other in zip(told, wanted, strict=True):
+        assert one == other
+
+
+def test_keys_and_ids_are_the_front_s_own(served: Served) -> None:
+    url = served.url + GENERATIONS
+    assert httpx.get(f"{served.url}/livez").status_code == 200
+    for headers in ({}, {"authorization": "Bearer of-somebody-else"}):
+        refused = httpx.post(url, json=SMALL, headers=headers)
+        assert refused.status_code == 401
+        assert error_of(refused)["code"] == "invalid_api_key"
+    painted = served.client.post(GENERATIONS, json=SMALL, headers={"x-request-id": "mine"})
+    [own] = painted.headers.get_list("x-request-id")
+    assert own.startswith("img-")
+    streamed = served.client.post(GENERATIONS, json={**SMALL, "stream": True})
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    assert parts(streamed)[-1]["b64_json"] == painted.json()["data"][0]["b64_json"]
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_who_hangs_up_at_a_proxy_has_left_the_replica_within_a_few_steps(served: Served, is_streamed: bool) -> None:
+    check_hang_up(served, is_streamed=is_streamed)
+
+
+def test_nothing_listens_beyond_the_loopback_and_the_folder_says_whose_it_is(served: Served) -> None:
+    found = listening(
+        [psutil.Process(served.process.pid), *psutil.Process(served.process.pid).children(recursive=True)]
+    )
+    assert [one for one in found if not one.host.is_loopback] == []
+    assert {served.port} < {one.number for one in found}
+
+    def cluster(word: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "diffserve", "cluster", word, "--data-dir", str(served.folder / "data")]
+        return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
+
+    assert cluster("status").stdout.count("ready") == 2
+    for word in ("redeploy", "down"):
+        refused = cluster(word)
+        assert refused.returncode == 2
+        assert "the front here is a deployment of Ray Serve: " in refused.stderr
+    assert served.status("/readyz") == 200
