@@ -166,6 +166,8 @@ def create_app(
     add_metrics(app, engine.metrics, engine.stats)
     if pictures is not None:
         _add_pictures(app, pictures)
+    if history is not None:
+        HistoryRoutes(app, history, owners)
     if usage is not None and book is not None:
         UsageRoutes(app, usage, book, owners)
     if database is not None and files is not None:
@@ -303,9 +305,7 @@ def _history(
     )
     app.state.beside.append(pictures.sweep_for_ever)
     is_kept = config.history_days > 0 and config.history_bytes > 0
-    history = PictureHistory(rows, pictures, owners, urls, is_kept=is_kept)
-    HistoryRoutes(app, history, owners)
-    return history
+    return PictureHistory(rows, pictures, owners, urls, is_kept=is_kept)
 
 
 def _add_stored(

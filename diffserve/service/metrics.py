@@ -30,7 +30,7 @@ from diffserve.service.engine_families import Snapshot, family
 from diffserve.service.tracing import Traces
 from diffserve.stage_types import PictureDecoded, TextsEncoded
 from diffserve.text_types import TextFinished, TextTimings
-from diffserve.types import Cancelled, Failed, Finished, ImageFailed, ImageResult, Painted
+from diffserve.types import Cancelled, Failed, Finished, ImageFailed, ImageResult, Painted, Progress
 from diffserve.version import __version__
 
 ASK_S: Final = 0.5
@@ -103,6 +103,8 @@ class Metrics:
         """Take note of an event of a request of ``kind``: "image", "text", "rewrite" or "embedding"."""
         if self.traces is not None:
             self.traces.observe(event)
+        if isinstance(event, Progress):  # most of them, and nothing is counted by it
+            return
         match event:
             case Painted(result=result):
                 self._painted(result)
