@@ -100,8 +100,8 @@ def without(*packages: str) -> Iterator[None]:
 
 
 def leave_matplotlib() -> None:
-    """Have gradio import no matplotlib at the first visitor's event, 15 MB: it would choose a backend for functions that
-    draw by pyplot, and no function here does."""
+    """Have gradio import no matplotlib, 15 MB, at the first visitor's event: it would choose a backend for functions
+    that draw by pyplot, and no function here does."""
     from gradio import utils
 
     utils.MatplotlibBackendMananger = contextlib.nullcontext  # type: ignore[assignment,misc]
