@@ -28,6 +28,7 @@ from diffserve.provenance import HEADER
 from diffserve.service.app import create_app
 from diffserve.service.engine.engines import Engines
 from diffserve.service.engine.fleet import open_engines, told_of_devices
+from diffserve.service.genai_metrics import GenAiMetrics
 from diffserve.service.http.hosts import is_loopback
 from diffserve.service.http.keys import ENV_KEY, KeyRing
 from diffserve.service.http.loop_lag import keep_loop_nimble, watch_loop
@@ -158,6 +159,7 @@ class _Server:
         gate = Gate()
         engine = self._open_engines(self._settings)
         traces = engine.metrics.traces = Traces.from_environment(os.environ)
+        genai = engine.metrics.genai = GenAiMetrics.from_environment(os.environ)
         route = None if self._page is None else self._page.route
         rewriter = self._settings.text.prompt_rewriter
         config = self._settings.serve
@@ -199,8 +201,9 @@ class _Server:
             await self._close_page(opening)
             http.should_exit = True
             await asyncio.gather(answering, *beside, return_exceptions=True)
-            if traces is not None:
-                await asyncio.to_thread(traces.close)
+            for sent in (traces, genai):
+                if sent is not None:
+                    await asyncio.to_thread(sent.close)
         if not engine.failed.done():
             return 0
         if isinstance(engine.failed.result(), EngineUnavailable):
