@@ -3,10 +3,14 @@
     OMP_NUM_THREADS=1 python benchmarks/bench_time_left.py --model embedded
 
 The engine paints on a clock of its own, the processor time of the thread that ticks (``painted_trace``), so that
-neighbours on a shared machine do not count. First all requests come at once and none after them, which is what the
-forecast knows of; then they come as Poisson arrivals at ``--loads`` times what it can do, of ``KEYS`` keys, some of
-batch priority, with 4 to 50 steps in two sizes. An error is (told - true) / true, of what came more than ``LEAST_S``
-later. What the forecast cannot know, those who come later and go first, is part of it.
+neighbours on a shared machine do not count. Requests are of ``KEYS`` keys, some of batch priority, with 4 to 50 steps
+in two sizes. An error is (told - true) / true, of what came more than ``LEAST_S`` later.
+
+alone        each comes when the one before it is done
+all at once  and none after them, which is what the forecast knows of
+load         Poisson arrivals at ``--loads`` times what it can do. What the forecast cannot know, those who come later
+             and go first, is in ``steps``; ``until_next`` are those of its events after which nobody came before the
+             picture was there
 
 Progress goes to stderr, one JSON document to stdout and to results/.
 """
@@ -17,7 +21,7 @@ import datetime
 import json
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -39,11 +43,12 @@ from diffserve.types import Accepted, Event, Painted, Progress
 LEAST_S: Final = 0.2
 WITHIN: Final = 0.2
 KEYS: Final = 3
+APART_S: Final = 1e4
 BATCH_EVERY: Final = 6
 SIZES: Final = ((128, 128), (192, 128))
 
 
-def spread(told: Iterable[tuple[float, float]]) -> dict[str, float]:
+def spread(told: Sequence[tuple[float, float]]) -> dict[str, float]:
     """How far what was told is from the truth, of (told, true) seconds."""
     errors = [(told_s - true_s) / true_s for told_s, true_s in told if true_s > LEAST_S]
     if not errors:
@@ -61,15 +66,19 @@ def spread(told: Iterable[tuple[float, float]]) -> dict[str, float]:
 def measure(engine: Engine, clock: WorkingTime, trace: Sequence[Recorded]) -> dict[str, Any]:
     """Paint ``trace`` and hold its events against the truth: those with steps, and those that let a request in."""
     told: list[tuple[str, float, float]] = []
+    num_silent, began_s = 0, clock()
     done: dict[str, float] = {}
     accepted: dict[str, float] = {}
 
     def watch(event: Event, now_s: float) -> None:
+        nonlocal num_silent
         match event:
             case Accepted() if event.seconds_left is not None:
                 accepted[event.request_id] = event.seconds_left
             case Progress() if event.seconds_left is not None:
                 told.append((event.request_id, event.seconds_left, now_s))
+            case Progress():
+                num_silent += 1
             case Painted():
                 done[event.request_id] = now_s
 
@@ -78,10 +87,14 @@ def measure(engine: Engine, clock: WorkingTime, trace: Sequence[Recorded]) -> di
     for place, one in enumerate(painted.served):
         name = next(name for name in latency_s if name.endswith(f" {place}"))
         latency_s[name] = one.latency_s or 0.0
+    arrivals_s = [began_s + one.arrival_s for one in trace]
+    quiet = [one for one in told if not any(one[2] < arrival_s < done[one[0]] for arrival_s in arrivals_s)]
     return {
         "requests": len(trace),
-        "steps": spread((seconds, done[name] - at_s) for name, seconds, at_s in told),
-        "accepted": spread((seconds, latency_s[name]) for name, seconds in accepted.items()),
+        "without_a_time": num_silent,
+        "steps": spread([(seconds, done[name] - at_s) for name, seconds, at_s in told]),
+        "until_next": spread([(seconds, done[name] - at_s) for name, seconds, at_s in quiet]),
+        "accepted": spread([(seconds, latency_s[name]) for name, seconds in accepted.items()]),
     }
 
 
@@ -111,8 +124,12 @@ def main(
     engine.runners.warm_up(SIZES)
     document = head("time-left", model, loaded.info) | {"count": count, "parts": {}}
     run(engine, clock, requests(6, seed=5))
+    apart = [
+        msgspec.structs.replace(one, arrival_s=APART_S * place) for place, one in enumerate(requests(count, seed=1))
+    ]
+    parts = {"alone": measure(engine, clock, apart)}
     begun_s = clock()
-    parts = {"all at once": measure(engine, clock, requests(count, seed=1))}
+    parts["all at once"] = measure(engine, clock, requests(count, seed=1))
     rate_per_s = count / (clock() - begun_s)
     print(parts, file=sys.stderr, flush=True)
     for load in map(float, loads.split(",")):

@@ -82,9 +82,9 @@ class SimulatedCalls:
         self._fixed = config.max_rows
         self._seconds: dict[tuple[GroupKey, int], float] = {}
 
-    def row_cap(self, group: GroupKey, *, may_probe: bool = True) -> int:
+    def row_cap(self, group: GroupKey, *, ahead: int | None = None) -> int:
         """Rows that a tick may hold."""
-        return self._fixed or self._knee_cap.of(self._curves[group[:2]], may_probe=may_probe)
+        return self._fixed or self._knee_cap.of(self._curves[group[:2]], ahead=ahead)
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
         """Seconds of ``num_rows`` rows. Raises KeyError for a size that was not measured."""
@@ -269,7 +269,7 @@ def capacity_per_s(requests: Sequence[Recorded], costs: Costs, config: EngineCon
     for number, one in enumerate(requests):
         live = door.admit(one.request(f"request {number}"), 0.0)
         group = GroupKey(one.height_px, one.width_px, 0)
-        cap = calls.row_cap(group, may_probe=False)
+        cap = min(calls.row_cap(group, ahead=0), calls.row_cap(group, ahead=1))
         num_rows = live.settings.table.num_rows + int(live.settings.guided.sum())
         a_row_s = (calls.call_s(group, cap) + costs.tick_s) / cap
         seconds += one.num_images * (num_rows * a_row_s + costs.prepare_s + costs.decode_s)

@@ -12,6 +12,7 @@ are converted, those without one are taken for it.
 from __future__ import annotations
 
 import re
+import zlib
 from io import BytesIO
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
@@ -38,7 +39,7 @@ DIGITAL_SOURCE_TYPES: Final[dict[Kind, str]] = {
 }
 
 THUMBNAIL_QUALITY = 80
-_PNG_COMPRESSION = 4  # a third of the time of the default 6, about 3 % more bytes
+_PNG_STRATEGY: Final = zlib.Z_RLE  # filtered and marked pixels hardly repeat: 0.6 of the time of a search for more
 _COMMENT_PREFIX = b"UNICODE\x00"
 _MAGIC: Final[tuple[tuple[bytes, int, ImageFormat], ...]] = (
     (b"\x89PNG\r\n\x1a\n", 0, "png"),
@@ -77,7 +78,7 @@ def encode_image(
     image, packet = Image.fromarray(picture.array), _XMP % DIGITAL_SOURCE_TYPES[kind]
     file = BytesIO()
     if image_format == "png":
-        image.save(file, "PNG", pnginfo=_png_text(infotext, packet), compress_level=_PNG_COMPRESSION)
+        image.save(file, "PNG", pnginfo=_png_text(infotext, packet), compress_type=_PNG_STRATEGY)
         return file.getvalue()
     exif, xmp = _exif(infotext), packet.encode()
     if image_format == "jpeg":

@@ -36,6 +36,20 @@ _ALIASES = {
     "unipcmultistep": "unipc",
 }
 
+_NEAREST = {
+    "ddim_cfgpp": "ddim",
+    "dpm2": "heun",
+    "dpm2_a": "euler_a",
+    "dpm_adaptive": "dpmpp_2m",
+    "dpm_fast": "dpmpp_2m",
+    "dpmpp_2m_sde_heun": "dpmpp_2m_sde",
+    "dpmpp_2s_a": "dpmpp_2m_sde",
+    "dpmpp_sde": "dpmpp_2m_sde",
+    "ipndm": "deis",
+    "restart": "heun",
+}
+"""What comes nearest to A1111's and ComfyUI's that are not here, of their kind and order."""
+
 _SUFFIXES = tuple(sorted(SIGMA_SCHEDULES, key=len, reverse=True))
 
 
@@ -71,10 +85,13 @@ def resolve_sampler(name: str) -> tuple[str, str | None]:
         found = _look_up(bare)
         if found and (not suffix or bare != key):
             return found, suffix or None
+    bare = next((key.removesuffix(f"_{suffix}") for suffix in _SUFFIXES if key.endswith(f"_{suffix}")), key)
     known = [*SAMPLERS, *_ALIASES, *_LABELS]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     nearest = _look_up(near[0]) if near else None
     hint = f" Did you mean {nearest!r}?" if nearest else ""
+    if kin := _NEAREST.get(bare.removeprefix("k_")):
+        hint = f" The nearest here is {kin!r}."
     raise UnknownSampler(
         f"sampler is {name!r}, which is not known.{hint} Known are {', '.join(SAMPLERS)}, "
         f"each with a sigma schedule after it if wanted ({', '.join(SIGMA_SCHEDULES)})."

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import inspect
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from diffserve.client import own_key
@@ -49,11 +51,13 @@ def create_page(url: str, *, server: Server | None = None) -> gr.Blocks:
     """See :func:`ui.create_page`."""
     server = server or Server(url)
     os.environ.update(QUIET, GRADIO_TEMP_DIR=str(server.files.folder))
+    put_off("pandas")
     with without_interface_files(), without("mcp", "pyarrow"):
         from ui.page import build
     from ui.uploads import keep_sessions_lean, limit_uploads
 
     keep_sessions_lean()
+    leave_matplotlib()
     page = _within_a_loop(lambda: build(server))
     limit_uploads(page, server.files)
     page.state_session_capacity = MAX_SESSIONS
@@ -84,7 +88,7 @@ def without_interface_files() -> Iterator[None]:
 @contextlib.contextmanager
 def without(*packages: str) -> Iterator[None]:
     """For the length of the block those ``packages`` that nobody imported yet seem not to be there: gradio would import
-    all of mcp, 24 MB, for tools that this page does not offer, and pandas all of pyarrow, 36 MB, for its tables."""
+    all of mcp, 24 MB, for tools that this page does not offer, and pandas all of pyarrow, 36 MB."""
     hidden = [name for name in packages if name not in sys.modules]
     for name in hidden:
         sys.modules[name] = None  # type: ignore[assignment]  # which is how an import is refused
@@ -95,15 +99,39 @@ def without(*packages: str) -> Iterator[None]:
             del sys.modules[name]
 
 
+def leave_matplotlib() -> None:
+    """Have gradio import no matplotlib, 15 MB, at the first visitor's event: it would choose a backend for functions
+    that draw by pyplot, and no function here does."""
+    from gradio import utils
+
+    utils.MatplotlibBackendMananger = contextlib.nullcontext  # type: ignore[assignment,misc]
+
+
+class PutOff(ModuleType):
+    """A package that is imported when somebody first asks for something in it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name not in ("__path__", "__version__"):  # who only looks around does not ask
+            raise AttributeError(name)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def put_off(package: str) -> None:
+    """See :class:`PutOff`: gradio would import all of pandas, 34 MB, for tables that this page does not show."""
+    found = None if package in sys.modules else importlib.util.find_spec(package)
+    if found is not None:
+        sys.modules[package] = made = PutOff(package)
+        made.__spec__ = found
+
+
 def mount_page(app: Any, url: str, grace_s: float | None = None) -> tuple[str, ...]:
     """See :func:`ui.mount_page`."""
     server = Server(url, api_key=own_key(), grace_s=GRACE_S if grace_s is None else grace_s)
     page = create_page(url, server=server)
     import gradio as gr
-    from gradio.utils import MatplotlibBackendMananger
 
-    with MatplotlibBackendMananger():  # what it imports would be imported within the loop, at the first visitor's event
-        pass
     _within_a_loop(
         lambda: gr.mount_gradio_app(
             app, page, path="/", max_file_size=MAX_UPLOAD_BYTES, ssr_mode=False, mcp_server=False, pwa=False, **looks()

@@ -47,6 +47,7 @@ from diffserve.service.lifecycle import Gate
 from diffserve.service.metrics import Metrics, add_metrics
 from diffserve.service.models import is_alias, model_entry, model_list
 from diffserve.service.page import PageRoute
+from diffserve.service.responses.chat_pictures import ChatPictures, wants_picture
 from diffserve.service.responses.conversation import MAX_PAGE
 from diffserve.service.responses.conversations import ConversationBody, Conversations
 from diffserve.service.responses.endpoint import Responses, ToolPainter
@@ -143,7 +144,8 @@ def create_app(
     verification = Verification(checks.fetcher)
     told = "Say whether a machine painted a picture"
     _post(app, "/v1/provenance/verify", verification, VerifyBody, told, uploads=VERIFY_UPLOADS, needs_engine=False)
-    chat = ChatCompletions(engine, config, gate, admission)
+    pictured = ChatPictures(engine, config, gate, admission, rewriter=rewriter, **beside)
+    chat = ChatCompletions(engine, config, gate, admission, painter=pictured, wants_picture=wants_picture)
     texts = TextCompletions(engine, config, gate, admission)
     _post(app, "/v1/chat/completions", chat, ChatBody, "Answer a conversation")
     _post(app, "/v1/completions", texts, CompletionBody, "Continue texts")
@@ -166,6 +168,8 @@ def create_app(
     add_metrics(app, engine.metrics, engine.stats)
     if pictures is not None:
         _add_pictures(app, pictures)
+    if history is not None:
+        HistoryRoutes(app, history, owners)
     if usage is not None and book is not None:
         UsageRoutes(app, usage, book, owners)
     if database is not None and files is not None:
@@ -303,9 +307,7 @@ def _history(
     )
     app.state.beside.append(pictures.sweep_for_ever)
     is_kept = config.history_days > 0 and config.history_bytes > 0
-    history = PictureHistory(rows, pictures, owners, urls, is_kept=is_kept)
-    HistoryRoutes(app, history, owners)
-    return history
+    return PictureHistory(rows, pictures, owners, urls, is_kept=is_kept)
 
 
 def _add_stored(

@@ -12,6 +12,7 @@ from diffserve.config import Settings
 from diffserve.provenance import HEADER
 from diffserve.service.app import create_app
 from diffserve.service.engine.engines import Engines
+from diffserve.service.genai_metrics import GenAiMetrics
 from diffserve.service.http.keys import KeyRing
 from diffserve.service.http.loop_lag import keep_loop_nimble, watch_loop
 from diffserve.service.images.kept_pictures import KeptPictures
@@ -38,7 +39,9 @@ class Front:
         keep_loop_nimble()
         self.gate = Gate()
         self.engine = engine
-        engine.metrics.traces = self._traces = Traces.from_environment(os.environ)
+        engine.metrics.traces = traces = Traces.from_environment(os.environ)
+        engine.metrics.genai = genai = GenAiMetrics.from_environment(os.environ)
+        self._sent = [sent for sent in (traces, genai) if sent is not None]
         config = settings.serve
         self._pictures = KeptPictures(
             Path(config.data_dir).expanduser() / "pictures",
@@ -69,5 +72,5 @@ class Front:
     async def close(self) -> None:
         """When the last is answered: end what went on beside."""
         await asyncio.gather(*self._beside, return_exceptions=True)
-        if self._traces is not None:
-            await asyncio.to_thread(self._traces.close)
+        for sent in self._sent:
+            await asyncio.to_thread(sent.close)

@@ -27,10 +27,11 @@ from diffserve.engine_stats import EngineStats
 from diffserve.errors import NOT_FINITE, EngineUnavailable, InsufficientMemory, NumericalError
 from diffserve.rewrite_types import RewriteFinished
 from diffserve.service.engine_families import Snapshot, family
+from diffserve.service.genai_metrics import GenAiMetrics
 from diffserve.service.tracing import Traces
 from diffserve.stage_types import PictureDecoded, TextsEncoded
 from diffserve.text_types import TextFinished, TextTimings
-from diffserve.types import Cancelled, Failed, Finished, ImageFailed, ImageResult, Painted
+from diffserve.types import Cancelled, Failed, Finished, ImageFailed, ImageResult, Painted, Progress
 from diffserve.version import __version__
 
 ASK_S: Final = 0.5
@@ -63,11 +64,12 @@ Look = Callable[[], Mapping[tuple[str, ...], float]]
 class Metrics:
     """Counters and histograms of one server. ``observe`` is fed with every event that passes.
 
-    traces  told of the events as well, where there are any
+    traces, genai  told of the events as well, where there are any
     """
 
     def __init__(self) -> None:
         self.traces: Traces | None = None
+        self.genai: GenAiMetrics | None = None
         self._registry = CollectorRegistry(auto_describe=False)
         self._snapshot = Snapshot()
         self._watched = _Watched()
@@ -103,6 +105,10 @@ class Metrics:
         """Take note of an event of a request of ``kind``: "image", "text", "rewrite" or "embedding"."""
         if self.traces is not None:
             self.traces.observe(event)
+        if isinstance(event, Progress):  # most of them, and nothing is counted by it
+            return
+        if self.genai is not None:
+            self.genai.observe(kind, event)
         match event:
             case Painted(result=result):
                 self._painted(result)

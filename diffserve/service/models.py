@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, get_args
+from typing import Any, Final, Literal, get_args
 
 import msgspec
 
@@ -32,7 +32,15 @@ ALIASES: Final = (
 )
 """The names that are listed; every ``gpt-image-...`` is one."""
 
-_ALIAS: Final = re.compile(r"gpt-image-[A-Za-z0-9][A-Za-z0-9._\-]{0,63}")
+Kind = Literal["image", "text", "embedding"]
+_REST: Final = r"[A-Za-z0-9][A-Za-z0-9._\-]{0,63}"
+_FOREIGN: Final[dict[Kind, re.Pattern[str]]] = {
+    "image": re.compile(rf"dall-e-[23]|chatgpt-image-latest|gpt-image-{_REST}"),
+    "text": re.compile(rf"(?:chat)?gpt-(?=[0-9]){_REST}|o[1-9](?:-{_REST})?"),
+    "embedding": re.compile(rf"text-embedding-{_REST}"),
+}
+"""OpenAI's names by what they are asked for: an app that was written for these is answered by what does that here."""
+
 URL_BY_DEFAULT: Final = frozenset({"dall-e-2", "dall-e-3"})
 """Whoever asks for these without a ``response_format`` expects URLs."""
 
@@ -43,12 +51,18 @@ NO_LANGUAGE_MODEL: Final = (
 )
 
 
-def is_alias(name: str) -> bool:
-    """Whether ``name`` is one that clients have written into their code for whatever paints."""
-    return name in ALIASES or _ALIAS.fullmatch(name) is not None
+def is_alias(name: str, kind: Kind = "image") -> bool:
+    """Whether ``name`` is one that clients have written into their code for whatever does what ``kind`` says."""
+    return _FOREIGN[kind].fullmatch(name) is not None
 
 
-def find_model(name: str | None, models: Sequence[ServedModel], language: LanguageModelInfo | None = None) -> ModelInfo:
+def find_model(
+    name: str | None,
+    models: Sequence[ServedModel],
+    language: LanguageModelInfo | None = None,
+    *,
+    kind: Literal["image", "embedding"] = "image",
+) -> ModelInfo:
     """The image model that ``name`` means: its own, else, for an alias and ``None``, the first of ``models``.
 
     Raises ModelNotFound, ModelLoadError for one whose files cannot be read, EngineUnavailable while there are none.
@@ -56,7 +70,7 @@ def find_model(name: str | None, models: Sequence[ServedModel], language: Langua
     if not models:
         raise EngineUnavailable("the engine is loading its model; please try again in a moment.")
     own = {model.name: model for model in models}
-    is_first = name is None or (name not in own and is_alias(name))
+    is_first = name is None or (name not in own and is_alias(name, kind))
     found = models[0] if is_first else own.get(name or "")
     if found is None:
         several, writes = len(models) > 1, language is not None and name == language.model_id
@@ -76,15 +90,18 @@ def find_model(name: str | None, models: Sequence[ServedModel], language: Langua
 def check_language_model(
     name: str | None, info: LanguageModelInfo | None, models: Sequence[ServedModel]
 ) -> LanguageModelInfo:
-    """The loaded language model, which ``name`` (``None``: whichever is there) must be. Raises ModelNotFound where
-    there is none or it is another, EngineUnavailable while the engine is loading its image ``models``."""
+    """The loaded language model, which ``name`` must be; ``None`` and an alias mean whichever is there.
+
+    Raises ModelNotFound where there is none or it is another, EngineUnavailable while the engine is loading its image
+    ``models``."""
     if not models:
         raise EngineUnavailable("the engine is loading its model; please try again in a moment.")
     if info is None:
         raise ModelNotFound(NO_LANGUAGE_MODEL, param="model")
-    if name is None or name == info.model_id:
+    paints = any(model.name == name for model in models)
+    if name is None or name == info.model_id or (is_alias(name, "text") and not paints):
         return info
-    paints = is_alias(name) or any(model.name == name for model in models)
+    paints = paints or is_alias(name)
     raise ModelNotFound(
         f"{show(name)} paints pictures; the language model is {info.model_id}."
         if paints

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
@@ -23,13 +23,14 @@ from diffserve.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
+    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span
 
 EVENT_EVERY: Final = 10
 """Steps, of which a span of denoising tells one."""
 
-MISSING: Final = "OTEL_ variables ask for traces, and the packages are not installed: pip install 'diffserve[otel]'"
+MISSING: Final = "OTEL_ variables ask for them, and the packages are not installed: pip install 'diffserve[otel]'"
 OTLP: Final = "http/protobuf"
 HEADER_NAMES: Final = ("traceparent", "tracestate")
 
@@ -50,29 +51,16 @@ class Traces:
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> Traces | None:
         """As the standard variables say; ``None`` where they ask for nothing that can be done."""
-        wanted = env.get("OTEL_TRACES_EXPORTER", "").strip().lower()
-        places = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-        is_asked = wanted == "otlp" or (not wanted and any(env.get(name) for name in places))
-        if wanted not in ("", "otlp", "none"):
-            log.warning(
-                "no traces", extra={"reason": f"OTEL_TRACES_EXPORTER is {wanted[:40]!r}; otlp is what there is"}
-            )
-        if not is_asked or env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        if not is_asked(env, "TRACES"):
             return None
-        spoken = env.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or env.get("OTEL_EXPORTER_OTLP_PROTOCOL") or OTLP
-        if spoken != OTLP:
-            said = f"OTEL_EXPORTER_OTLP_PROTOCOL is {spoken[:40]!r}; traces are sent as {OTLP}"
-            log.warning("traces go another way", extra={"reason": said})
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ModuleNotFoundError:
             log.warning("no traces", extra={"reason": MISSING})
             return None
-        named = {} if env.get("OTEL_SERVICE_NAME") else {"service.name": "diffserve"}
-        provider = TracerProvider(resource=Resource.create({"service.version": __version__, **named}))
+        provider = TracerProvider(resource=resource(env))
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         return cls(provider)
 
@@ -210,6 +198,31 @@ class _Request:
         if told and told[-1][1] % EVENT_EVERY:
             told.pop()
         told.append((now_ns, event.step_index))
+
+
+def is_asked(env: Mapping[str, str], kind: Literal["TRACES", "METRICS"]) -> bool:
+    """Whether the standard variables ask for what can be sent here of that kind; the log has what cannot be."""
+    name, wanted = kind.lower(), env.get(f"OTEL_{kind}_EXPORTER", "").strip().lower()
+    places = (f"OTEL_EXPORTER_OTLP_{kind}_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    if wanted not in ("", "otlp", "none"):
+        reason = f"OTEL_{kind}_EXPORTER is {wanted[:40]!r}; otlp is what there is"
+        log.warning(f"no {name}", extra={"reason": reason})
+    is_wanted = wanted == "otlp" or (not wanted and any(env.get(place) for place in places))
+    if not is_wanted or env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return False
+    spoken = env.get(f"OTEL_EXPORTER_OTLP_{kind}_PROTOCOL") or env.get("OTEL_EXPORTER_OTLP_PROTOCOL") or OTLP
+    if spoken != OTLP:
+        said = f"OTEL_EXPORTER_OTLP_PROTOCOL is {spoken[:40]!r}; {name} are sent as {OTLP}"
+        log.warning(f"{name} go another way", extra={"reason": said})
+    return True
+
+
+def resource(env: Mapping[str, str]) -> Resource:
+    """Who sends it. The packages are there."""
+    from opentelemetry.sdk.resources import Resource
+
+    named = {} if env.get("OTEL_SERVICE_NAME") else {"service.name": "diffserve"}
+    return Resource.create({"service.version": __version__, **named})
 
 
 def key_of(request_id: str) -> str:

@@ -61,7 +61,7 @@ class DeskCosts:
     def __init__(self, row_cap: int) -> None:
         self._row_cap = row_cap
 
-    def row_cap(self, group: GroupKey, *, may_probe: bool = True) -> int:
+    def row_cap(self, group: GroupKey, *, ahead: int | None = None) -> int:
         return self._row_cap
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:

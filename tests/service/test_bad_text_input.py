@@ -230,7 +230,7 @@ def test_openais_client_reads_our_errors(text_client: OpenAI) -> None:
         text_client.chat.completions.create(model="talker", messages=says("a" * 3000), stream=True)
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError) as missing:
-        text_client.chat.completions.create(model="gpt-9", messages=says("a"))
+        text_client.chat.completions.create(model="nobody", messages=says("a"))
     assert missing.value.code == "model_not_found"
 
 

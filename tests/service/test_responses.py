@@ -62,7 +62,7 @@ def test_urgency_reaches_texts_and_pictures() -> None:
     turns = read_turns(body.input, lambda _: None)
     text = plan_text(body, turns, turns, LANGUAGE, config, "txt-1")
     assert (text.priority, text.deadline_s) == ("batch", 9.0)
-    picture = plan_picture(body, body.tools[0], turns, None) if body.tools else None
+    picture = plan_picture(body, body.tools[0], turns, None, is_stream=False) if body.tools else None
     assert picture is not None
     assert picture.urgency(600.0) == {"priority": "batch", "deadline_s": 9.0}
     assert ResponseBody(input="a fox").urgency(600.0) == {"priority": "interactive", "deadline_s": 600.0}

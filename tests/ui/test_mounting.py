@@ -124,6 +124,23 @@ def test_the_page_loads_no_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
+def test_what_gradio_imports_for_tables_and_plots_is_left_until_it_is_asked_for() -> None:
+    code = """
+import sys, fastapi, importlib.util, ui.mounting
+ui.mounting.mount_page(fastapi.FastAPI(), "http://127.0.0.1:1")
+from gradio import caching
+loaded = lambda: sorted({name.partition(".")[0] for name in sys.modules} & {"dateutil", "matplotlib", "mcp", "pyarrow"})
+print(loaded(), importlib.util.find_spec("pandas") is not None)
+table = caching.pd.DataFrame({"a": [1]})
+import pandas
+from pandas.io.formats.style import Styler
+print(type(table) is pandas.DataFrame, len(table), "dateutil" in loaded())
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines() == ["[] True", "True 1 True"], done.stderr
+
+
 def test_a_wrong_address_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--server", "nonsense"]) == 2
     told = capsys.readouterr().err

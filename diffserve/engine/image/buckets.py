@@ -7,7 +7,6 @@ rows with 8 + 4 costs less than rounding up to 16.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -149,12 +148,15 @@ class KneeCap:
     def __init__(self, most_rows: int, policy: str) -> None:
         self._most_rows = most_rows
         self._gain = 1.0 if policy == "throughput" else KNEE_GAIN
-        self._asked = itertools.count(1)
+        self._num_asked = 0
 
-    def of(self, curve: CostCurve, *, may_probe: bool = True) -> int:
-        """The cap for one tick. ``may_probe``: whether ``curve`` is measured."""
+    def of(self, curve: CostCurve, *, may_probe: bool = True, ahead: int | None = None) -> int:
+        """The cap for one tick. ``may_probe``: whether ``curve`` is measured; ``ahead``: see ``TickCosts.row_cap``."""
         knee = curve.knee(self._most_rows, self._gain)
-        is_probe = may_probe and next(self._asked) % PROBE_EVERY == 0
+        if not may_probe:
+            return knee
+        self._num_asked += ahead is None
+        is_probe = (self._num_asked + (0 if ahead is None else 1 + ahead)) % PROBE_EVERY == 0
         return min(2 * knee, self._most_rows) if is_probe else knee
 
 

@@ -4,13 +4,13 @@ What is played with are copies of the images and of the shares; the policy, the 
 that serve. From one picture's end to the next the ticks are much alike, and the later they are, the more are taken as
 one stride::
 
-    ticks of a stride   until the first of those who run is done, or a tenth of the way so far
+    ticks of a stride   until the first of those who run is done, or caps change, or a part of the way so far
     seconds of a tick   pace * call_s(group, rows), shallow rows and ControlNets by their share of the work
 
 ``pace`` is what a second of calls has lately taken in truth, with everything besides: planning, previews, the language
 model's turns, other engines' ticks, neighbours on the machine. Encoding and decoding are added where they come.
 
-What it cannot know: who comes later, and goes first; what is not measured yet; when a cap is probed.
+What it cannot know: who comes later, and goes first; what is not measured yet.
 """
 
 from __future__ import annotations
@@ -34,27 +34,46 @@ MEMORY_S: Final = 8.0
 RECENT: Final = 0.8
 """Weight of what was known of a newcomer's or a picture's seconds, for each new one."""
 
-MOST_STRIDES: Final = 64
+MOST_STRIDES: Final = 160
 """Whoever is not done after so many is taken to follow at the pace seen in them."""
 
-SHORTEST_STRIDE: Final = 2
+SHORTEST_STRIDE: Final = 1
 GROWTH: Final = 0.1
-"""A stride is no longer than that part of all before it, for in the middle of one others may get their turn."""
+CONTESTED_GROWTH: Final = 0.03
+"""A stride is no longer than that part of all before it, for in the middle of one others may get their turn; where
+several clients or priorities take turns, they do so every few ticks."""
+
+NEAR_STRIDE: Final = 8
+"""Where strides are longer, single ticks that differ are not told apart."""
 
 UNKNOWN_CAP: Final = 8
 """Rows of a tick of a size that was never painted."""
 
 
 class QuietCosts:
-    """``costs``, asked without consequences."""
+    """``costs``, asked without consequences, for ticks that are to come; see :meth:`look_on`."""
 
     def __init__(self, costs: TickCosts) -> None:
         self._costs = costs
         self.call_s = costs.call_s
+        self.look_on(0)
 
-    def row_cap(self, group: GroupKey, *, may_probe: bool = False) -> int:
-        """See ``TickCosts``; nothing is probed."""
-        return self._costs.row_cap(group, may_probe=False) if group.num_tokens else UNKNOWN_CAP
+    def look_on(self, num_asked: int, *, is_far: bool = False) -> None:
+        """From now on as if caps had been asked for so often since; ``is_far``: ticks in which more are let in are too
+        far away to be told apart, and too few to count."""
+        self.num_asked, self._is_far = num_asked, is_far
+
+    def row_cap(self, group: GroupKey, *, ahead: int | None = None) -> int:
+        """See ``TickCosts``."""
+        cap = self._cap(group, self.num_asked if ahead is None else ahead)
+        self.num_asked += ahead is None
+        return cap
+
+    def _cap(self, group: GroupKey, ahead: int) -> int:
+        if not group.num_tokens:
+            return UNKNOWN_CAP
+        cap = self._costs.row_cap(group, ahead=ahead)
+        return min(cap, self._costs.row_cap(group, ahead=ahead + 1)) if self._is_far else cap
 
 
 class Forecast:
@@ -122,7 +141,8 @@ class Forecast:
         missing = set(order if wanted is None else wanted)
         done_s: dict[ImageTask, float] = {}
         begun_s = now_s = moment.now_s
-        tick, work = moment.tick, 0.0
+        tick, work, num_asked = moment.tick, 0.0, 0
+        growth = GROWTH if len({one.live.line for one in played}) < 2 else CONTESTED_GROWTH
         for _ in range(MOST_STRIDES):
             while waiting and len(running) < self._config.max_lanes:
                 running.append(waiting.popleft())
@@ -130,16 +150,22 @@ class Forecast:
             if not running or not missing:
                 return done_s
             ready = [one for one in running if not is_painted(one)]
+            most = SHORTEST_STRIDE + int(growth * (tick - moment.tick))
+            self._costs.look_on(num_asked, is_far=most > NEAR_STRIDE)
             chosen = self._choose(ready, share, Moment(tick, now_s)) if ready else ()
             if ready and not chosen:
                 break  # they wait for others of their kind
             if chosen:
-                ticks = min(one.table.num_rows - one.row_index for one in chosen)
-                ticks = min(ticks, SHORTEST_STRIDE + int(GROWTH * (tick - moment.tick)))
+                asked = self._costs.num_asked - num_asked
+                ticks = min(most, *(one.table.num_rows - one.row_index for one in chosen))
+                ticks = ticks if most > NEAR_STRIDE else self._alike(chosen, ticks, num_asked, asked)
+                num_asked += ticks * asked
                 now_s += self._seconds(chosen, ticks)
                 tick += ticks
                 work += self._advance(chosen, share, ticks)
             over = [one for one in running if is_painted(one)]
+            for one in over:
+                share.charge(one, one.settings.row_cost)
             for start in range(0, len(over), self._config.max_decodes_per_tick):
                 decoded = [played[one] for one in over[start : start + self._config.max_decodes_per_tick]]
                 now_s += self._decode_s * len(decoded)
@@ -152,6 +178,14 @@ class Forecast:
             now_s += one.cost_left * per_work_s
             done_s[played[one]] = now_s - begun_s
         return done_s
+
+    def _alike(self, chosen: Sequence[ImageTask], ticks: int, num_asked: int, asked: int) -> int:
+        """How many of ``ticks`` let in as many as the first does, in each of which caps are ``asked`` for so often."""
+        group = chosen[0].group
+        assert group is not None
+        first = self._costs.row_cap(group, ahead=num_asked)
+        others = (self._costs.row_cap(group, ahead=num_asked + place * asked) for place in range(1, ticks))
+        return next((place for place, cap in enumerate(others, start=1) if cap != first), ticks)
 
     def _choose(self, ready: Sequence[ImageTask], share: PriorityShare, moment: Moment) -> Sequence[ImageTask]:
         chosen = self._policy.choose(share.in_order(ready, lambda task: self._policy.key(task, moment)), moment)

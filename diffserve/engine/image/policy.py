@@ -48,8 +48,10 @@ them, and whoever is left to its last moment is late by those."""
 class TickCosts(Protocol):
     """What is known of UNet calls."""
 
-    def row_cap(self, group: GroupKey, *, may_probe: bool = True) -> int:
-        """Rows that a tick of ``group`` may hold; ``may_probe``: now and then more, to see what that costs."""
+    def row_cap(self, group: GroupKey, *, ahead: int | None = None) -> int:
+        """Rows that a tick of ``group`` may hold; now and then more, to see what that costs.
+
+        ahead  what it will be when others were asked for so often; then nothing is counted"""
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
         """Seconds that ``num_rows`` rows of ``group`` take; an estimate where the group was never seen."""

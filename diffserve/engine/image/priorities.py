@@ -45,9 +45,10 @@ class PriorityShare:
         """Whether there is work of both priorities."""
         return all(share.is_wanted for share in self._shares.values())
 
-    def copy(self, newcomers: Iterable[LiveRequest] = ()) -> PriorityShare:
-        """One to play with, in which ``newcomers`` are in, and nothing is due."""
+    def copy(self, newcomers: Iterable[LiveRequest] = (), *, is_due: bool = True) -> PriorityShare:
+        """One to play with, in which ``newcomers`` are in; without ``is_due`` batch work is owed nothing."""
         made = PriorityShare(0.0)
+        made._owed = self._owed if is_due else 0.0
         made._shares = {name: share.copy() for name, share in self._shares.items()}
         for live in newcomers:
             made.join(live)

@@ -219,7 +219,7 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
             return []
         self._places_told_s = now_s
         waiting = {live.tasks[0]: live for live in self.live.values() if not live.has_started}
-        order = self._share.copy().in_order((*self._flight, *waiting), self._key)
+        order = self._share.copy(is_due=False).in_order((*self._flight, *waiting), self._key)
         events: list[Event] = []
         for place, live in enumerate(waiting[task] for task in order if task in waiting):
             if live.queue_position != place:
@@ -303,11 +303,22 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
             self._foresee_at_s = now_s + FORESEEN_EVERY_S
         for index, event, task in shown:
             until_s = now_s if task is None else self._done_s.get(task)  # None: it is a picture by now
-            if until_s is None and task is not None and self._per_work_s:  # not yet looked for
-                until_s = now_s + self._per_work_s * task.cost_left
+            if until_s is None and task is not None:  # not yet looked for
+                until_s = self._until_s(task, now_s)
             if until_s is not None:
                 events[index] = replace(event, seconds_left=round(max(until_s - now_s, 0.0), 4))
         return events
+
+    def _until_s(self, task: ImageTask, now_s: float) -> float | None:
+        """When ``task`` will be done at the pace of those looked for last, else as its request was told when it came,
+        else as if it were alone; ``None`` where nothing was seen yet."""
+        live = task.live
+        if self._per_work_s:
+            return now_s + self._per_work_s * task.cost_left
+        if live.seconds_left is not None:
+            return live.submitted_s + live.seconds_left
+        whole = sum(one.cost_whole for one in live.tasks)
+        return None if self.forecast.pace is None else now_s + self.least_s(live) * task.cost_left / whole
 
     def _key(self, task: ImageTask) -> float:
         return self.policy.key(task, self._moment)

@@ -190,11 +190,11 @@ class Groups:
             if not choice.is_trying:
                 return
 
-    def row_cap(self, group: GroupKey, *, may_probe: bool = True) -> int:
-        """Rows that a tick of ``group`` may hold: as configured, else the knee of its curve."""
+    def row_cap(self, group: GroupKey, *, ahead: int | None = None) -> int:
+        """Rows that a tick of ``group`` may hold: as configured, else the knee of its curve. See ``TickCosts``."""
         if self.has_fixed_cap:
             return self.most_rows
-        return self._knee_cap.of(self.known(group).curve, may_probe=may_probe and not self.is_wanted(group))
+        return self._knee_cap.of(self.known(group).curve, may_probe=not self.is_wanted(group), ahead=ahead)
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
         """Seconds that ``num_rows`` rows of ``group`` take, by what is known now: nothing is measured for that.

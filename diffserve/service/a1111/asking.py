@@ -119,6 +119,9 @@ def ask(body: Txt2ImgBody, options: dict[str, Any], styles: Sequence[PromptStyle
     overridden = body.override_settings or {}
     check_settings(overridden, SETTINGS)
     settings = options | overridden
+    if body.subseed_strength:
+        said = f"subseed_strength is {body.subseed_strength:g}; noise of two seeds is not mixed here, leave it at 0."
+        raise InvalidRequest(said, param="subseed_strength", code="unsupported_value")
     prompt, negative = with_styles(body.prompt or "", body.negative_prompt or "", body.styles or (), styles)
     skip = body.clip_skip or settings.get("CLIP_stop_at_last_layers")
     model = settings.get("sd_model_checkpoint")
@@ -162,7 +165,6 @@ def warnings_of(body: Txt2ImgBody) -> list[str]:
         for name, is_asked in (
             ("restore_faces", body.restore_faces),
             ("tiling", body.tiling),
-            ("subseed_strength", body.subseed_strength),
         )
         if is_asked
     ]

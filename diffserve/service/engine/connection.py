@@ -39,6 +39,7 @@ MALLOC_ARENAS = "2"
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DIFFUSERS_DISABLE_REMOTE_CODE": "1"}
 Answer = ipc.Pong | ipc.Trace | ipc.Stats
+ENDS = (*LAST, DiffserveError)
 
 
 class Loss(NamedTuple):
@@ -214,8 +215,12 @@ class EngineConnection:
 
     def _dispatch(self, report: ipc.Report) -> None:
         match report:
-            case Progress():  # first, being most of them
-                self._feed(report.request_id, report)
+            case Progress(request_id=request_id):  # first, being most of them, and no end of anything
+                job = self._jobs.get(request_id)
+                if job is not None:
+                    self._metrics.observe(job.kind, report)
+                    job.wasted_by(report)  # nothing is yet
+                    job.feed(report)
             case ipc.Ready():
                 self.load_s = asyncio.get_running_loop().time() - self._told_s
                 self.models = report.models
@@ -236,7 +241,7 @@ class EngineConnection:
                 self._feed(report.request_id, report)
 
     def _feed(self, request_id: str, event: ipc.AnyEvent | DiffserveError) -> None:
-        is_last = isinstance(event, (*LAST, DiffserveError))
+        is_last = isinstance(event, ENDS)
         job = self._jobs.pop(request_id, None) if is_last else self._jobs.get(request_id)
         if job is None:  # it was cancelled from here and nobody listens
             return

@@ -40,7 +40,9 @@ TEXT_BODY_BYTES: Final = 1 << 20
 PICTURE_BODY_BYTES: Final = 6 << 20
 """Of one whose JSON may hold pictures; beside them it has ``TEXT_BODY_BYTES`` at most."""
 WITH_PICTURES: Final = "/images/generations"
-OF_PICTURES: Final = ("/images/edits", "/images/variations", "/provenance/verify", "/responses", "/sdapi/v1/")
+OF_PICTURES: Final = (
+    *("/images/edits", "/images/variations", "/provenance/verify", "/responses", "/chat/completions", "/sdapi/v1/"),
+)
 """Where JSON is as good as an upload."""
 FILES: Final = "/files"
 FILE_BYTES: Final = 200_000_000

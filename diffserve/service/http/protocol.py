@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import h11
 from h11._receivebuffer import ReceiveBuffer
@@ -23,6 +23,7 @@ MAX_HEADERS = 200
 MAX_READ_BYTES = 16 * 1024  # of a connection in one turn of the loop: a body of one-byte chunks costs 2 us a byte
 FREE_CHUNKS = 1000  # of any size in one body; more of them hold MIN_CHUNK_BYTES each, in the mean
 MIN_CHUNK_BYTES = 64
+MAX_GATHERED_BYTES = 64 * 1024
 
 _LOOSE_LINE: Final = re.compile(rb"(?<!\r)\n|\r[^\n]|\n[ \t]")
 _BAD_HTTP: Final = HttpError(400, "the request is not valid HTTP, or its headers are too long.", code="bad_http")
@@ -70,6 +71,39 @@ class StrictLines(ReceiveBuffer):
         return lines
 
 
+class Gathering:
+    """``transport``, but what is written in one turn of the loop goes out in one: an answer's head with its body."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._gathered = bytearray()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Have ``data`` go out at the end of this turn, or at once where it is long."""
+        if len(self._gathered) + len(data) > MAX_GATHERED_BYTES:
+            self.flush()
+            self._transport.write(data)
+            return
+        if not self._gathered and data:
+            self._loop.call_soon(self.flush)
+        self._gathered += data
+
+    def flush(self) -> None:
+        """Let go what was gathered."""
+        gathered, self._gathered = self._gathered, bytearray()
+        if gathered:
+            self._transport.write(gathered)
+
+    def close(self) -> None:
+        """Close it, when all is written."""
+        self.flush()
+        self._transport.close()
+
+
 class Http1(H11Protocol):
     """One connection; ``limited`` says how many there may be."""
 
@@ -86,6 +120,7 @@ class Http1(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         """Take the connection, or say that there are too many; start the clock for the first request's headers."""
         super().connection_made(transport)
+        self.transport = Gathering(transport, self.loop)  # type: ignore[assignment]  # as far as it is used
         self.conn._receive_buffer = StrictLines()
         transport.max_size = MAX_READ_BYTES  # type: ignore[attr-defined]  # of every transport that reads a socket
         if not self._has_room():
@@ -99,7 +134,8 @@ class Http1(H11Protocol):
         self._keep_time()
 
     def on_response_complete(self) -> None:
-        """Be ready for the next request, whose headers have a clock of their own."""
+        """Let the answer go; be ready for the next request, whose headers have a clock of their own."""
+        self.transport.flush()  # type: ignore[attr-defined]
         super().on_response_complete()
         self._keep_time()
 

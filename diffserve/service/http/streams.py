@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack
 from typing import Any, Final
@@ -68,16 +69,17 @@ class EventStreamResponse(Response):
         self._ending = ending
         self._keep_alive_s = keep_alive_s
         self._error_code = ""
-        self._next = asyncio.create_task(self._pull())
+        self._told_s = 0.0
+        self._first = asyncio.create_task(self._pull())
 
     async def opened(self) -> EventStreamResponse:
         """Itself, once there is something to send or it has been quiet for a while; raises what went wrong by then."""
         try:
-            await first_of(self._next, self._interrupted, timeout_s=HEAD_PATIENCE_S)
+            await first_of(self._first, self._interrupted, timeout_s=HEAD_PATIENCE_S)
             if self._interrupted.done():
                 raise self._interrupted.result()
-            if self._next.done():
-                self._next.result()
+            if self._first.done():
+                self._first.result()
             return self
         except BaseException:
             await self._close()
@@ -102,25 +104,31 @@ class EventStreamResponse(Response):
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._told_s = time.monotonic()
+        filling = asyncio.create_task(self._fill_silence(send))
         try:
-            while (chunk := await self._chunk()) is not None:
+            chunk = await self._first
+            while chunk is not None:
+                self._told_s = time.monotonic()
                 await _send(send, chunk)
+                chunk = await self._pull()
         except DiffserveError as error:
             await _send(send, self._told(error))
         except Exception as error:
             log.exception("stream failed")
             await _send(send, self._told(error))
+        finally:
+            filling.cancel()
         await _send(send, self._ending, is_last=True)
 
-    async def _chunk(self) -> bytes | None:
-        """The next event, a comment where there is none for a while, ``None`` at the end."""
-        done, _ = await asyncio.wait({self._next}, timeout=self._keep_alive_s)
-        if not done:
-            return KEEP_ALIVE
-        chunk = self._next.result()
-        if chunk is not None:
-            self._next = asyncio.create_task(self._pull())
-        return chunk
+    async def _fill_silence(self, send: Send) -> None:
+        """A comment whenever nothing was told for a while."""
+        while True:
+            due_s = self._told_s + self._keep_alive_s - time.monotonic()
+            if due_s <= 0.0:
+                self._told_s = time.monotonic()
+                await _send(send, KEEP_ALIVE)
+            await asyncio.sleep(max(due_s, 0.0))
 
     async def _pull(self) -> bytes | None:
         return await anext(self._events, None)
@@ -145,7 +153,7 @@ class EventStreamResponse(Response):
         return b"data: " + reply_to(error).body + b"\n\n"
 
     async def _close(self) -> None:
-        await _ended(self._next)
+        await _ended(self._first)
         await self._events.aclose()
         self._until.close()
 

@@ -30,6 +30,9 @@ NOT_REPEATED: Final = frozenset({"num_steps", "strength", "loras", "controlnets"
 MAX_WAITING_BYTES: Final = 64 << 20
 """Of pictures that are not on the disk yet."""
 
+PAUSE_S: Final = 0.02
+"""So long a picture that is alone waits before it is written, lest it be in the way of the answer that brings it."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -52,23 +55,29 @@ class PictureHistory:
         self._urls = urls
         self._is_kept = is_kept
         self._thread = ThreadPoolExecutor(1, "history")
-        self._waiting_bytes = 0
+        self._waiting_bytes = self._num_waiting = 0
+        self._wanted = threading.Event()
         self._lock = threading.Lock()
 
     async def do(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """``work`` of this history, when what was asked for before is done."""
+        self._wanted.set()
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments, **named))
 
     def begin(self, add: Callable[[], None], num_bytes: int) -> None:
         """Have ``add``, which raises nothing, done; wait for it only where a lot is waiting already."""
         with self._lock:
             self._waiting_bytes += num_bytes
+            self._num_waiting += 1
             is_much = self._waiting_bytes > MAX_WAITING_BYTES
 
         def work() -> None:
+            self._wanted.wait(PAUSE_S if self._num_waiting == 1 else 0.0)
+            self._wanted.clear()
             add()
             with self._lock:
                 self._waiting_bytes -= num_bytes
+                self._num_waiting -= 1
 
         done = self._thread.submit(work)
         if is_much:

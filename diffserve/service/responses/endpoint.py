@@ -166,7 +166,7 @@ class Responses(Endpoint[ResponseBody, CheckedResponse]):
             place = self._admission.texts.entered(client, 1, priority=text.priority)
             model, end_ids = info.model_id, frozenset(info.end_ids)
         else:
-            asked = plan_picture(body, tool, turns, self._painter_name(body, tool))
+            asked = plan_picture(body, tool, turns, self._painter_name(body, tool), is_stream=bool(body.stream))
             painting, place = await self._painter.check(asked, request, client)
             model = painting.request.model
             warnings += painting.warnings

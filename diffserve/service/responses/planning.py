@@ -115,7 +115,9 @@ def _held_to(body: ResponseBody, info: LanguageModelInfo) -> str | None:
     return ANY_OBJECT if wanted.type == "json_object" else schema_text(wanted.json_schema, "text.format.schema")
 
 
-def plan_picture(body: ResponseBody, tool: Tool, turns: Sequence[Turn], model: str | None) -> GenerateBody:
+def plan_picture(
+    body: WorkBody, tool: Tool, turns: Sequence[Turn], model: str | None, *, is_stream: bool
+) -> GenerateBody:
     """The body that ``/v1/images/generations``, or ``edits`` where it begins from a picture, would be asked with;
     ``model`` paints. InvalidRequest in terms of the response."""
     extra = tool.model_extra or {}
@@ -129,7 +131,7 @@ def plan_picture(body: ResponseBody, tool: Tool, turns: Sequence[Turn], model: s
             "tools[0].action is edit and the conversation has no picture; send one as input_image.", param="input"
         )
     asked = tool.model_dump(exclude=set(OUR_OWN))
-    asked |= {"prompt": prompt_of(turns), "model": model, "stream": bool(body.stream), "response_format": "b64_json"}
+    asked |= {"prompt": prompt_of(turns), "model": model, "stream": is_stream, "response_format": "b64_json"}
     asked["progress"] = extra.get("progress", False)
     asked |= {name: said for name in WorkBody.model_fields if (said := getattr(body, name)) is not None}
     if not pictures:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
@@ -12,10 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from diffserve.config import ServeConfig
-from diffserve.service.admission import Ticket, share_of
+from diffserve.service.admission import Admission, Ticket, share_of
 from diffserve.service.endpoint import Endpoint, Place
+from diffserve.service.engine.engines import Engines
+from diffserve.service.http.middleware import TEXT_BODY_BYTES, too_long
 from diffserve.service.http.streams import Events, event
-from diffserve.service.lifecycle import json_response
+from diffserve.service.lifecycle import Gate, json_response, read_json
 from diffserve.service.models import check_language_model
 from diffserve.service.texts.answers import ChatAnswers, CompletionAnswers, Dialect, chunk, usage
 from diffserve.service.texts.schemas import ChatBody, CompletionBody, SamplingBody
@@ -103,10 +105,35 @@ class Completions(Endpoint[SamplingT, CheckedTexts]):
 
 
 class ChatCompletions(Completions[ChatBody]):
-    """The endpoint of conversations."""
+    """The endpoint of conversations. ``painter`` answers those whose body ``wants_picture``."""
 
     asks = "chat"
     body, plan, dialect = ChatBody, staticmethod(plan_chat), ChatAnswers
+
+    def __init__(
+        self,
+        engine: Engines,
+        config: ServeConfig,
+        gate: Gate,
+        admission: Admission,
+        *,
+        painter: Callable[[Request], Awaitable[Response]],
+        wants_picture: Callable[[bytes], bool],
+    ) -> None:
+        super().__init__(engine, config, gate, admission)
+        self._painter = painter
+        self._wants_picture = wants_picture
+
+    async def __call__(self, request: Request) -> Response:
+        """See ``Endpoint``."""
+        if self._wants_picture(await read_json(request)):
+            return await self._painter(request)
+        return await super().__call__(request)
+
+    async def _read(self, request: Request) -> ChatBody:
+        if len(await request.body()) > TEXT_BODY_BYTES:  # where pictures may come, more is let through
+            raise too_long(TEXT_BODY_BYTES)
+        return await super()._read(request)
 
 
 class TextCompletions(Completions[CompletionBody]):

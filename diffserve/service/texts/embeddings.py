@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -28,7 +27,6 @@ from diffserve.service.texts.schemas import TokenId
 from diffserve.types import MAX_PROMPT_CHARS, ModelInfo
 
 MAX_DIMENSIONS: Final = 65_536
-_ALIAS: Final = re.compile(r"text-embedding-[A-Za-z0-9][A-Za-z0-9._\-]{0,63}")
 
 Input = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
 Tokens = Annotated[list[TokenId], Field(max_length=MAX_INPUT_TOKENS, fail_fast=True)]
@@ -76,8 +74,7 @@ class Embeddings(Endpoint[EmbeddingBody, EmbeddingPlan]):
         return self._admission.embeddings
 
     async def _check(self, body: EmbeddingBody, request: Request, client: str) -> tuple[EmbeddingPlan, Place]:
-        name = None if body.model is not None and _ALIAS.fullmatch(body.model) else body.model
-        info = find_model(name, self._engine.models, self._engine.text_info)
+        info = find_model(body.model, self._engine.models, self._engine.text_info, kind="embedding")
         plan = plan_embedding(body, info, self._config, request.state.request_id)
         asked, num_inputs = plan.request, plan.request.num_inputs
         self._backlog.check_deadline(num_inputs, asked.deadline_s, asked.priority)

@@ -130,6 +130,9 @@ class SamplingBody(WorkBody):
     cache_salt: Salt | None = None
 
 
+PAINTED: Final = 'With "image" in it, or a model called "...:image", a picture is painted and comes in message.images.'
+
+
 class ChatBody(SamplingBody):
     """A conversation to be answered."""
 
@@ -141,7 +144,7 @@ class ChatBody(SamplingBody):
     max_tokens: Annotated[Tokens, Field(description="An older name for max_completion_tokens.")] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    modalities: Annotated[list[Literal["text"]], Field(max_length=1, fail_fast=True)] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1, fail_fast=True, description=PAINTED)] | None = None
 
 
 class CompletionBody(SamplingBody):

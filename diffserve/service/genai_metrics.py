@@ -1,0 +1,111 @@
+"""Metrics of OpenTelemetry's conventions for generative AI, sent over HTTP to a collector, where its variables ask for
+them: ``OTEL_SEMCONV_STABILITY_OPT_IN`` with ``gen_ai_latest_experimental``, for the conventions are not stable, and an
+endpoint. What Prometheus is told (:mod:`diffserve.service.metrics`) is more, and does not need them.
+
+Durations are from when the engine took a request to its end; ``error.type`` is the code of what it ended with.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from diffserve.embedding_types import Embedded
+from diffserve.rewrite_types import RewriteFinished
+from diffserve.service.tracing import MISSING, is_asked, resource
+from diffserve.text_types import TextAccepted, TextFinished
+from diffserve.types import Accepted, Cancelled, Failed, Finished, Painted
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics import MeterProvider
+
+OPT_IN: Final = "gen_ai_latest_experimental"
+OPERATIONS: Final = {"image": "generate_content", "embedding": "embeddings"}
+"""By the kind of a request; of any other it is chat."""
+
+DURATIONS_S: Final = tuple(0.01 * 2**power for power in range(14))
+FIRST_TOKEN_S: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+A_TOKEN_S: Final = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+TOKENS: Final = tuple(4.0**power for power in range(14))
+MOST_INSIDE: Final = 65_536
+
+log = logging.getLogger("diffserve.http")
+
+
+class GenAiMetrics:
+    """Four histograms, told of every event of the engine's requests."""
+
+    def __init__(self, provider: MeterProvider) -> None:
+        self._provider = provider
+        meter = provider.get_meter("diffserve")
+
+        def histogram(name: str, unit: str, said: str, bounds: tuple[float, ...]) -> Any:
+            return meter.create_histogram(
+                f"gen_ai.{name}", unit, said, explicit_bucket_boundaries_advisory=list(bounds)
+            )
+
+        self._duration = histogram("server.request.duration", "s", "Of a request, from queue to end.", DURATIONS_S)
+        said = "From submit to the first token."
+        self._first_token = histogram("server.time_to_first_token", "s", said, FIRST_TOKEN_S)
+        said = "Mean time of each later token."
+        self._a_token = histogram("server.time_per_output_token", "s", said, A_TOKEN_S)
+        self._tokens = histogram("client.token.usage", "{token}", "Read, and said, in a request.", TOKENS)
+        self._begun: dict[str, tuple[float, dict[str, str]]] = {}
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str]) -> GenAiMetrics | None:
+        """As the standard variables say; ``None`` where they ask for nothing that can be done."""
+        wanted = (one.strip() for one in env.get("OTEL_SEMCONV_STABILITY_OPT_IN", "").split(","))
+        if OPT_IN not in wanted or not is_asked(env, "METRICS"):
+            return None
+        try:
+            from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+            from opentelemetry.sdk.metrics import MeterProvider
+            from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+        except ModuleNotFoundError:
+            log.warning("no metrics are sent", extra={"reason": MISSING})
+            return None
+        return cls(MeterProvider([PeriodicExportingMetricReader(OTLPMetricExporter())], resource(env)))
+
+    def observe(self, kind: str, event: Any) -> None:
+        """Something happened to a request of ``kind``: "image", "text", "rewrite" or "embedding"."""
+        match event:
+            case Accepted() | TextAccepted() if len(self._begun) < MOST_INSIDE:
+                self._begun[event.request_id] = time.monotonic(), {}
+            case Painted(result=result) if event.request_id in self._begun:
+                self._begun[event.request_id][1]["gen_ai.response.model"] = result.model
+            case TextFinished(usage=usage, timings=timings) | RewriteFinished(usage=usage, timings=timings):
+                told = self._told(kind)
+                self._begun.pop(event.request_id, None)
+                self._duration.record(timings.total_s, told)
+                self._first_token.record(timings.ttft_s, told)
+                if timings.tpot_s:
+                    self._a_token.record(timings.tpot_s, told)
+                for name, number in (("input", usage.prompt_tokens), ("output", usage.output_tokens)):
+                    self._tokens.record(number, told | {"gen_ai.token.type": name})
+            case Embedded(num_tokens=num_tokens):
+                self._tokens.record(num_tokens, self._told(kind) | {"gen_ai.token.type": "input"})
+            case Finished() | Failed() | Cancelled():
+                self._ended(kind, event)
+
+    def _ended(self, kind: str, event: Finished | Failed | Cancelled) -> None:
+        begun_s, told = self._begun.pop(event.request_id, (None, {}))
+        code = event.code if isinstance(event, Failed) else "cancelled" if isinstance(event, Cancelled) else ""
+        if begun_s is not None:
+            error = {"error.type": code} if code else {}
+            self._duration.record(time.monotonic() - begun_s, self._told(kind) | told | error)
+
+    @staticmethod
+    def _told(kind: str) -> dict[str, str]:
+        output = {"gen_ai.output.type": "image"} if kind == "image" else {}
+        return {
+            "gen_ai.operation.name": OPERATIONS.get(kind, "chat"),
+            "gen_ai.provider.name": "diffserve",
+            **output,
+        }
+
+    def close(self) -> None:
+        """Send what is left; takes as long as the exporter's own variables let it."""
+        self._provider.shutdown()

@@ -1,0 +1,218 @@
+"""Pictures in a conversation of ``/v1/chat/completions``, as OpenRouter has them and LobeChat asks for them: a body
+with "image" in ``modalities``, or a model's name with ``:image`` behind it, is answered by who paints.
+
+What is painted, and from what, is decided as in responses: the last words of the user, from the latest picture. The
+answer's message has ``images``, each as a data URL. Beside OpenAI's fields of a conversation the body takes those of
+``/v1/images/generations``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from diffserve.errors import InvalidRequest
+from diffserve.images import MEDIA_TYPES
+from diffserve.service.admission import Ticket
+from diffserve.service.http.bodies import WorkBody, parse, show
+from diffserve.service.http.middleware import TEXT_BODY_BYTES, too_long
+from diffserve.service.http.streams import DONE, Events, event
+from diffserve.service.images.answers import usage
+from diffserve.service.images.generations import PaintedImages
+from diffserve.service.images.painting import CheckedImages
+from diffserve.service.images.schemas import GenerateBody
+from diffserve.service.lifecycle import in_thread_if_long, json_response, read_json
+from diffserve.service.models import find_model, is_alias
+from diffserve.service.responses.conversation import Turn
+from diffserve.service.responses.endpoint import ToolPainter
+from diffserve.service.responses.planning import plan_picture
+from diffserve.service.responses.schemas import PAINTS, Tool
+from diffserve.service.texts.schemas import IGNORED
+from diffserve.text_types import MAX_MESSAGES
+
+SUFFIX: Final = ":image"
+OF_CHATS: Final = IGNORED | {
+    "stream_options",
+    "response_format",
+    "max_tokens",
+    "max_completion_tokens",
+    "temperature",
+    "top_p",
+}
+"""Fields of a conversation that mean nothing to who paints."""
+
+_ASPECT: Final = re.compile(r"([1-9][0-9]?):([1-9][0-9]?)")
+
+
+class _Asked(msgspec.Struct):
+    model: Any = None
+    modalities: Any = None
+
+
+class Url(BaseModel):
+    """Of a picture: a data URL, or an address where those are fetched."""
+
+    model_config = ConfigDict(strict=True)
+    url: str
+
+
+class Part(BaseModel):
+    """Words, or a picture to begin from."""
+
+    model_config = ConfigDict(strict=True)
+    type: Literal["text", "image_url"]
+    text: str = ""
+    image_url: Url | None = None
+
+
+Parts = Annotated[list[Part], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+class PictureMessage(BaseModel):
+    """One turn; ``images``: those that an answer had, sent back."""
+
+    model_config = ConfigDict(strict=True)
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Parts | None = None
+    images: Parts | None = None
+
+
+class PictureChatBody(WorkBody):
+    """A conversation that wants a picture."""
+
+    hints: ClassVar[dict[str, str]] = {"messages": "give at least one message with role and content"}
+
+    messages: Annotated[list[PictureMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    model: Annotated[str, Field(max_length=256)] | None = None
+    modalities: Annotated[list[Literal["text", "image"]], Field(max_length=2)] | None = None
+    stream: bool | None = None
+    image_config: dict[str, Any] | None = None
+
+
+def wants_picture(data: bytes) -> bool:
+    """Whether the body ``data`` of a conversation, which need not be valid, asks for one."""
+    if b"image" not in data:
+        return False
+    try:
+        asked = msgspec.json.decode(data, type=_Asked)
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return False
+    has_modality = isinstance(asked.modalities, list) and "image" in asked.modalities
+    return has_modality or (isinstance(asked.model, str) and asked.model.endswith(SUFFIX))
+
+
+class ChatPictures(ToolPainter):
+    """Paints what conversations ask for."""
+
+    ending = DONE
+
+    async def _read(self, request: Request) -> GenerateBody:
+        data = await read_json(request)
+        body = await in_thread_if_long(data, parse, PictureChatBody, data)
+        turns = [_turn(message, place) for place, message in enumerate(body.messages)]
+        if len(data) - sum(len(picture) for turn in turns for picture in turn.pictures) > TEXT_BODY_BYTES:
+            raise too_long(TEXT_BODY_BYTES)
+        try:
+            return plan_picture(body, self._tool(body), turns, self._painter_name(body), is_stream=bool(body.stream))
+        except InvalidRequest as error:
+            param = "messages" if error.param == "input" else (error.param or "").removeprefix("tools[0].")
+            said = error.message.replace("tools[0].", "").replace("the input ", "the conversation ")
+            raise InvalidRequest(said, param=param or None, code=error.code) from None
+
+    def _painter_name(self, body: PictureChatBody) -> str | None:
+        """The model that paints; names of language models mean whichever does."""
+        name, language = (body.model or "").removesuffix(SUFFIX), self._engine.text_info
+        speaks = is_alias(name, "text") or (language is not None and name == language.model_id)
+        is_own = any(model.name == name for model in self._engine.models)
+        return None if not name or (speaks and not is_own) else name
+
+    def _tool(self, body: PictureChatBody) -> Tool:
+        """How it is to be painted."""
+        fields = {name: value for name, value in (body.model_extra or {}).items() if name not in OF_CHATS}
+        size = self._size(body)
+        try:
+            return Tool.model_validate({**({} if size is None else {"size": size}), **fields, "type": PAINTS})
+        except ValueError:
+            known = ", ".join(sorted(set(Tool.model_fields) - {"type", "input_image_mask"}))
+            said = f"one of {known} has a value that is not taken; see /v1/images/generations."
+            raise InvalidRequest(said, code="invalid_value") from None
+
+    def _size(self, body: PictureChatBody) -> str | None:
+        """``image_config.aspect_ratio``, with as many pixels as the model's own size has."""
+        aspect = (body.image_config or {}).get("aspect_ratio")
+        if aspect is None:
+            return None
+        match = _ASPECT.fullmatch(aspect) if isinstance(aspect, str) else None
+        if match is None:
+            said = f"image_config.aspect_ratio is {show(aspect)}; write two whole numbers, such as 16:9."
+            raise InvalidRequest(said, param="image_config.aspect_ratio", code="invalid_value")
+        info = find_model(self._painter_name(body), self._engine.models, self._engine.text_info)
+        across, multiple = math.sqrt(int(match[1]) / int(match[2])), info.size_multiple_px
+        side = max(math.sqrt(math.prod(info.good_sizes[0])), self._config.min_size_px * max(across, 1 / across))
+        return "x".join(str(round(side * part / multiple) * multiple) for part in (across, 1 / across))
+
+    async def _answer(self, painting: CheckedImages, ticket: Ticket) -> Response:
+        painted = await self.painted(painting, ticket)
+        choices = [
+            {"index": index, "message": message, "logprobs": None, "finish_reason": "stop"}
+            for index, message in enumerate(_messages(painting, painted))
+        ]
+        told = _head(painting, painted, "chat.completion") | {"choices": choices, "usage": _usage(painting, painted)}
+        return json_response(msgspec.json.encode(told | {"warnings": painted.warnings}), painted.warnings)
+
+    async def _events(self, painting: CheckedImages, ticket: Ticket) -> Events:
+        painted = await self.painted(painting, ticket)
+        head = _head(painting, painted, "chat.completion.chunk")
+        for index, message in enumerate(_messages(painting, painted)):
+            for delta, reason in ((message, None), ({}, "stop")):
+                choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+                yield event(head | {"choices": [choice]})
+
+
+def _turn(message: PictureMessage, place: int) -> Turn:
+    content = message.content
+    parts = [*(message.images or ())] + (content if isinstance(content, list) else [])
+    for part in parts:
+        if part.type == "image_url" and part.image_url is None:
+            name = f"messages[{place}].content"
+            raise InvalidRequest(
+                f"{name} has a picture without image_url.", param=name, code="missing_required_parameter"
+            )
+    words = content if isinstance(content, str) else "\n".join(part.text for part in parts if part.type == "text")
+    return Turn(message.role, words, tuple(part.image_url.url for part in parts if part.image_url is not None))
+
+
+def _messages(painting: CheckedImages, painted: PaintedImages) -> Sequence[dict[str, Any]]:
+    head = f"data:{MEDIA_TYPES[painting.image_format]};base64,"
+    return [
+        {
+            "role": "assistant",
+            "content": "",
+            "refusal": None,
+            "images": [{"type": "image_url", "image_url": {"url": head + entry["b64_json"]}, "index": 0}],
+            "seed": entry["seed"],
+            "revised_prompt": entry["revised_prompt"],
+        }
+        for entry in painted.entries
+    ]
+
+
+def _head(painting: CheckedImages, painted: PaintedImages, kind: str) -> dict[str, Any]:
+    suffix = painting.request.request_id.rpartition("-")[2]
+    model = painted.results[0].model
+    return {"id": f"chatcmpl-{suffix}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def _usage(painting: CheckedImages, painted: PaintedImages) -> dict[str, Any]:
+    """Tokens in the words of conversations."""
+    used = usage(painting, painted.results)
+    names = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens"}
+    return {names.get(name, name): value for name, value in used.items() if name != "input_tokens_details"}

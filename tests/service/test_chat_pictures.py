@@ -1,0 +1,125 @@
+"""Pictures in conversations: as LobeChat asks for them, over a real socket, and what is said where that cannot be."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import pytest
+
+from diffserve.images import decode_image
+from diffserve.service.models import is_alias
+from diffserve.service.responses.chat_pictures import wants_picture
+from tests.service.server import RunningServer, error_of
+
+CHAT = "/v1/chat/completions"
+FOX: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "a red fox"}]}]
+LOBE: dict[str, Any] = {"messages": FOX, "modalities": ["image", "text"], "stream": False}
+
+
+def picture_in(message: dict[str, Any]) -> bytes:
+    head, _, data = message["images"][0]["image_url"]["url"].partition(",")
+    assert head == "data:image/png;base64"
+    return base64.b64decode(data)
+
+
+@pytest.mark.parametrize(
+    ("body", "is_one"),
+    [
+        (b'{"model": "sd15", "modalities": ["image", "text"]}', True),
+        (b'{"model": "sd15:image"}', True),
+        (b'{"model": "sd15"}', False),
+        (b'{"messages": "an :image"}', False),
+        (b'{"modalities": "image"}', False),
+        (b'{"image": ' + b"[" * 100_000, False),
+        (b"image \xff", False),
+    ],
+)
+def test_a_body_that_wants_a_picture_is_known(body: bytes, is_one: bool) -> None:
+    assert wants_picture(body) is is_one
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, "text") for name in ("gpt-4o", "gpt-4.1-mini", "gpt-3.5-turbo", "gpt-5", "chatgpt-4o-latest", "o3")),
+        *((name, "text") for name in ("o4-mini", "gpt-4")),
+        ("gpt-image-1", "image"),
+        ("text-embedding-3-small", "embedding"),
+        *((name, None) for name in ("gpt-", "gpt-oss", "llama-3", "o", "o3/../x", "text-embedding-", "openai/gpt-4o")),
+    ],
+)
+def test_a_foreign_name_is_of_one_kind(name: str, kind: str | None) -> None:
+    kinds: tuple[Any, ...] = ("image", "text", "embedding")
+    assert [one for one in kinds if is_alias(name, one)] == ([] if kind is None else [kind])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{"model": "gpt-image-1"}, {"model": "gpt-4o"}, {"model": "dall-e-3:image"}, {}])
+def test_a_picture_comes_as_an_app_expects_it(server: RunningServer, fields: dict[str, str]) -> None:
+    asked = LOBE | fields | {"size": "64x64", "seed": 5, "num_inference_steps": 2, "temperature": 0.7}
+    answer = server.client.post(CHAT, json=asked)
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
+    assert (told["object"], told["choices"][0]["finish_reason"]) == ("chat.completion", "stop")
+    assert told["usage"]["total_tokens"] == told["usage"]["prompt_tokens"] + told["usage"]["completion_tokens"]
+    message = told["choices"][0]["message"]
+    assert (message["role"], message["seed"], told["warnings"]) == ("assistant", 5, [])
+    alone = server.paint(prompt="a red fox", size="64x64", seed=5, num_inference_steps=2).json()["data"][0]
+    assert decode_image(picture_in(message)) == decode_image(base64.b64decode(alone["b64_json"]))
+
+
+@pytest.mark.slow
+def test_it_begins_from_the_picture_of_the_conversation_and_keeps_an_aspect(server: RunningServer) -> None:
+    asked = LOBE | {"num_inference_steps": 2, "image_config": {"aspect_ratio": "1:2"}}
+    first = server.client.post(CHAT, json=asked).json()["choices"][0]["message"]
+    picture = decode_image(picture_in(first))
+    assert picture.height_px == pytest.approx(2 * picture.width_px, rel=0.2)
+    more = [*FOX, {**first, "content": None}, {"role": "user", "content": "a blue fox"}]
+    edited = server.client.post(CHAT, json=LOBE | {"messages": more, "num_inference_steps": 2})
+    assert edited.status_code == 200, edited.text
+    again = decode_image(picture_in(edited.json()["choices"][0]["message"]))
+    assert (again.width_px, again.height_px) == (picture.width_px, picture.height_px)
+
+
+@pytest.mark.slow
+def test_a_stream_has_the_picture_in_a_chunk(server: RunningServer) -> None:
+    asked = LOBE | {"stream": True, "size": "64x64", "num_inference_steps": 2}
+    answer = server.client.post(CHAT, json=asked)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.text.count('"images":[') == 1
+    assert '"finish_reason":"stop"' in answer.text
+    assert answer.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"messages": []}, 400, "messages"),
+        ({"messages": [{"role": "user", "content": ""}]}, 400, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content"),
+        ({"model": "nobody"}, 404, "model"),
+        ({"size": "1x"}, 400, "size"),
+        ({"n": 0}, 400, "n"),
+        ({"image_config": {"aspect_ratio": "wide"}}, 400, "image_config.aspect_ratio"),
+        ({"messages": [{"role": "user", "content": "x" * (1 << 20)}]}, 413, None),
+    ],
+)
+def test_what_it_cannot_have_is_named(server: RunningServer, fields: dict[str, Any], status: int, param: Any) -> None:
+    answer = server.client.post(CHAT, json=LOBE | fields)
+    assert (answer.status_code, error_of(answer)["param"]) == (status, param), answer.text
+
+
+@pytest.mark.slow
+def test_openais_names_are_answered_by_the_language_model_that_is_here(text_server: RunningServer) -> None:
+    asked: dict[str, Any] = {"model": "gpt-4o", "temperature": 0}
+    said = text_server.client.post(CHAT, json=asked | {"messages": [{"role": "user", "content": "a fox"}]})
+    assert (said.status_code, said.json()["model"]) == (200, "talker")
+    response = text_server.client.post("/v1/responses", json=asked | {"input": "a fox", "model": "gpt-4.1-mini"})
+    assert (response.status_code, response.json()["model"]) == (200, "talker")
+    for name in ("nobody", "gpt-image-1"):
+        for place, words in ((CHAT, {"messages": FOX}), ("/v1/responses", {"input": "a fox"})):
+            refused = text_server.client.post(place, json={"model": name, **words})
+            assert (refused.status_code, error_of(refused)["code"]) == (404, "model_not_found")
+            assert "talker" in error_of(refused)["message"]
