@@ -99,7 +99,7 @@ def measure(engine: Engine, rows: int, steps: int, side_px: int, pairs: int) -> 
 
 def of_pairs(ratios: Sequence[float]) -> dict[str, float]:
     """Their summary, and between which bounds the middle half of them lies."""
-    low, _, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    low, _, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [*ratios] * 3
     return summary(ratios) | {"lower_quartile": round(low, 4), "upper_quartile": round(high, 4)}
 
 

@@ -253,9 +253,8 @@ def _is_by_cells(layer: nn.Module, like: Tensor) -> bool:
     where a grouped convolution takes 1.2 to 1.6 times as long; in 16 bits it does not, and sums would be rounded."""
     if not isinstance(layer, nn.Conv2d):
         return False
-    is_same = all(
-        size % 2 == 1 and pad == size // 2 for size, pad in zip(layer.kernel_size, layer.padding, strict=True)
-    )
+    rows, columns = layer.kernel_size
+    is_same = bool(rows % 2 and columns % 2) and layer.padding == (rows // 2, columns // 2)
     is_same &= (layer.stride, layer.dilation) == ((1, 1), (1, 1))
     return is_same and (math.prod(layer.kernel_size) == 1 or (like.device.type, like.dtype) == ("cpu", torch.float32))
 
@@ -265,9 +264,7 @@ def _summed(layer: nn.Conv2d, images: Tensor, down: Tensor) -> Tensor:
     num_rows, _, height, width = images.shape
     (rows, columns), cells = layer.kernel_size, images.flatten(2)
     found = torch.bmm(down, cells).view(num_rows, rows, -1, height * width)
-    total = found[
-        :, rows // 2
-    ]  # (R, kw * rank, h * w), of the kernel's middle line; others are the same some lines off
+    total = found[:, rows // 2]  # (R, kw * rank, h * w); what other lines of the kernel add stands some lines off
     for line in range(rows):
         _add_shifted(total, found[:, line], (line - rows // 2) * width)
     found = total.view(num_rows, columns, -1, height, width)
