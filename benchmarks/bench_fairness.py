@@ -79,7 +79,8 @@ async def watch(http: httpx.AsyncClient, body: dict[str, Any], key: str) -> Watc
 
 def errors_of(watched: Sequence[Watched], *, begun: bool) -> dict[str, float]:
     """How far what was told is from the truth, before or after the first step."""
-    return spread((told_s, true_s) for one in watched for has_begun, told_s, true_s in one.told if has_begun is begun)
+    found = [(told_s, true_s) for one in watched for has_begun, told_s, true_s in one.told if has_begun is begun]
+    return spread(found)
 
 
 def times_left(watched: Sequence[Watched]) -> dict[str, Any]:

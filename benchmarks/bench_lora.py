@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import quantiles
 from typing import Annotated, Any, Final
 
 import torch
@@ -92,8 +93,14 @@ def measure(engine: Engine, rows: int, steps: int, side_px: int, pairs: int) -> 
         "calls": {name: runs[-1]["calls"] for name, runs in arms.items()},
         "ms_per_row": {name: summary([one["ms_per_row"] for one in runs]) for name, runs in arms.items()},
         "wall_s": {name: summary([one["wall_s"] for one in runs]) for name, runs in arms.items()},
-        "loras_over_plain": summary(ratios),
+        "loras_over_plain": of_pairs(ratios),
     }
+
+
+def of_pairs(ratios: Sequence[float]) -> dict[str, float]:
+    """Their summary, and between which bounds the middle half of them lies."""
+    low, _, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [*ratios] * 3
+    return summary(ratios) | {"lower_quartile": round(low, 4), "upper_quartile": round(high, 4)}
 
 
 def measure_calls(engine: Engine, group: GroupKey, rows: int, pairs: int) -> dict[str, Any]:
@@ -120,7 +127,7 @@ def measure_calls(engine: Engine, group: GroupKey, rows: int, pairs: int) -> dic
         plain, own = ([one[place] for one in found[has_loras]] for has_loras in (False, True))
         document[f"ms_per_row{suffix}"] = {"plain": summary(plain), "loras": summary(own)}
         ratios = [one / other for one, other in zip(own, plain, strict=True)]
-        document[f"loras_over_plain{suffix}"] = summary(ratios)
+        document[f"loras_over_plain{suffix}"] = of_pairs(ratios)
     return document
 
 

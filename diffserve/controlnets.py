@@ -1,6 +1,6 @@
 """ControlNets as people ask for them: by name, with a picture that says what goes where, from a folder. No torch.
 
-NAME:IMAGE[:SCALE][:PREPROCESSOR][:START-END]     on the command line
+NAME:IMAGE[:SCALE][:PREPROCESSOR][:START-END][:resize]     on the command line
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ WORK_SHARE: Final = 0.4
 PASSED_THROUGH: Final = "none"
 """The preprocessor of a picture that is a control map already."""
 
-_WORD, _SPAN = r"[a-z]\w*", r"[\d.]+-[\d.]+"
+RESIZED: Final = "resize"
+_WORD, _SPAN = rf"(?!{RESIZED}$)[a-z]\w*", r"[\d.]+-[\d.]+"
 _TAIL: Final = re.compile(
-    rf"(?P<image>.+?)(?::(?!(?:{_WORD}|{_SPAN})(?::|$))(?P<scale>[^:/\\]*))?"
-    rf"(?::(?P<preprocessor>{_WORD}))?(?::(?P<span>{_SPAN}))?"
+    rf"(?P<image>.+?)(?::(?!(?:{_WORD}|{_SPAN}|{RESIZED})(?::|$))(?P<scale>[^:/\\]*))?"
+    rf"(?::(?P<preprocessor>{_WORD}))?(?::(?P<span>{_SPAN}))?(?P<resize>:{RESIZED})?"
 )
 
 
@@ -46,6 +47,7 @@ class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     start, end    between which shares of the steps it is at work
     preprocessor  what makes a control map of the picture; "none": it is one
     image         digest of the picture as it was given (``digest_of``), filled in by the request that holds it
+    resize        bring its picture to the size of the one that is painted; else it has to have that size
     """
 
     name: str
@@ -54,6 +56,7 @@ class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     end: float = 1.0
     preprocessor: str = PASSED_THROUGH
     image: str = ""
+    resize: bool = False
 
     def __post_init__(self) -> None:
         check_chars(self.name, MAX_NAME_CHARS, PARAM, "the name of a ControlNet")
@@ -83,12 +86,12 @@ class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         scale, start, end = numbers
         return (
             f"Module: {self.preprocessor}, Model: {self.name}, Weight: {scale}, Guidance Start: {start}, "
-            f"Guidance End: {end}, Image: {self.image}"
+            f"Guidance End: {end}, {'Resize Mode: Just Resize, ' * self.resize}Image: {self.image}"
         )
 
 
 def read_control(text: str) -> tuple[Control, str]:
-    """From NAME:IMAGE[:SCALE][:PREPROCESSOR][:START-END], the control and where its picture lies. Raises
+    """From NAME:IMAGE[:SCALE][:PREPROCESSOR][:START-END][:resize], the control and where its picture lies. Raises
     InvalidRequest."""
     name, _, rest = text.partition(":")
     found = _TAIL.fullmatch(rest)
@@ -100,10 +103,11 @@ def read_control(text: str) -> tuple[Control, str]:
     except ValueError:
         said = (
             f"a ControlNet is given as {text[:MAX_NAME_CHARS]!r}; write NAME:IMAGE, and behind it what is "
-            "wanted of :SCALE, :PREPROCESSOR and :START-END, for example canny:edges.png:0.8:0-0.5."
+            "wanted of :SCALE, :PREPROCESSOR, :START-END and :resize, for example canny:edges.png:0.8:0-0.5."
         )
         raise InvalidRequest(said, param=PARAM) from None
-    return Control(name, scale, start, end, found["preprocessor"] or PASSED_THROUGH), found["image"]
+    preprocessor = found["preprocessor"] or PASSED_THROUGH
+    return Control(name, scale, start, end, preprocessor, resize=bool(found["resize"])), found["image"]
 
 
 def check_controls(controls: Sequence[Control]) -> None:

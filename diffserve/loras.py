@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -16,7 +17,7 @@ import msgspec
 
 from diffserve.bounds import check, check_chars, is_plain_name
 from diffserve.errors import InvalidRequest
-from diffserve.safetensors_header import is_whole
+from diffserve.safetensors_header import FILES_KNOWN, is_whole, read_header
 
 MAX_LORAS: Final = 8
 MAX_SCALE: Final = 10.0
@@ -24,6 +25,18 @@ MAX_NAME_CHARS: Final = 200
 SUFFIX: Final = ".safetensors"
 TOLD: Final = 12
 """Names at most that an error lists."""
+
+IP_ADAPTER: Final = re.compile(r"(image_proj|ip_adapter|encoder_hid_proj\.image_projection_layers)\.|.*\.to_[kv]_ip\.")
+"""How tensors of an IP-Adapter begin (Ye et al. 2023, arXiv 2308.06721), in its own file and within a UNet."""
+OTHER_KINDS: Final = {
+    "dora_scale": "DoRA",
+    "lora_magnitude_vector": "DoRA",
+    "hada_": "LoHa",
+    "lokr_": "LoKr",
+    "oft_": "OFT",
+    "lora_mid": "a LoCon in three factors (Tucker)",
+}
+"""What stands in the names of adapters of other kinds -> what people call them."""
 
 _TAG: Final = re.compile(r"(?<!\\)<lora:([^<>]*)>")
 
@@ -99,9 +112,19 @@ class LoraFolders:
         self.paths = tuple(Path(path).expanduser() for path in paths)
 
     def names(self) -> tuple[str, ...]:
-        """In order; those whose names could not be asked for are left out, and files that are not whole."""
-        found = {name: path for path in reversed(self.paths) for name in _names_in(path)}
-        return tuple(sorted(name for name, path in found.items() if is_whole(path / f"{name}{SUFFIX}")))
+        """In order; those whose names could not be asked for are left out, files that are not whole, and adapters of a
+        kind that is not served."""
+        return tuple(name for name, kind in self._kinds().items() if not kind)
+
+    def refused(self) -> dict[str, str]:
+        """Those of a kind that is not served, in order, and why not."""
+        why = "it is {}; plain LoRA is served, on linear layers and convolutions."
+        return {name: why.format(kind) for name, kind in self._kinds().items() if kind}
+
+    def _kinds(self) -> dict[str, str]:
+        """Of those that are whole what they are, "" where that is LoRA."""
+        found = {name: path / f"{name}{SUFFIX}" for path in reversed(self.paths) for name in _names_in(path)}
+        return {name: _kind_of(found[name]) for name in sorted(found) if is_whole(found[name])}
 
     def find(self, name: str) -> Path:
         """The file of adapter ``name``. Raises InvalidRequest where there is none."""
@@ -112,6 +135,26 @@ class LoraFolders:
         there = ", ".join(known[:TOLD]) + ", ..." * (len(known) > TOLD)
         way_out = f"there are {there}." if known else "none are served here: start with --lora-dir DIR."
         raise InvalidRequest(f"there is no LoRA {name!r}; {way_out}", param="loras", code="unknown_lora")
+
+
+def _kind_of(path: Path) -> str:
+    """Of the adapter in a file, by the names of its tensors, which are read once for as long as it stays."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ""
+    return _kind_as_of(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(FILES_KNOWN)
+def _kind_as_of(path: Path, _num_bytes: int, _changed_ns: int) -> str:
+    for name in read_header(path):
+        if IP_ADAPTER.match(name):
+            return "an IP-Adapter"
+        kind = next((kind for mark, kind in OTHER_KINDS.items() if mark in name), "")
+        if kind:
+            return kind
+    return ""
 
 
 def _names_in(folder: Path) -> list[str]:

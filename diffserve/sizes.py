@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from diffserve.bounds import check
-from diffserve.controlnets import PARAM
+from diffserve.controlnets import PARAM, Control
 from diffserve.errors import InvalidRequest
 from diffserve.images import resize
 from diffserve.types import Accepted, Event, GenerationRequest, ModelInfo, Painted, Picture
@@ -162,16 +162,22 @@ def _grid(info: ModelInfo, width: int, height: int) -> Iterator[tuple[int, int]]
                 yield (long, short) if width >= height else (short, long)
 
 
-def fit_controls(images: Sequence[Picture], asked: tuple[int, int], painted: tuple[int, int]) -> tuple[Picture, ...]:
-    """Pictures for ControlNets of the aspect that was ``asked`` for, at the size that is ``painted`` (width, height).
+def fit_controls(
+    controls: Sequence[Control], images: Sequence[Picture], asked: tuple[int, int], painted: tuple[int, int]
+) -> tuple[Picture, ...]:
+    """The pictures of ``controls``, of the size that was ``asked`` for, at the one that is ``painted`` (width, height).
 
-    InvalidRequest for one of another aspect: what it shows would lie elsewhere.
+    InvalidRequest for one of another size that is not to be resized, and for one of another aspect: what it shows would
+    lie elsewhere.
     """
-    for image in images:
-        told = f"{image.width_px}x{image.height_px} px, the picture {asked[0]}x{asked[1]}"
-        said = f"a ControlNet's image is {told}; give one of that aspect, or ask for a size of the image's."
+    for control, image in zip(controls, images, strict=True):
+        own, size = f"{image.width_px}x{image.height_px}", f"{asked[0]}x{asked[1]}"
+        said = f"the image of ControlNet {control.name!r} is {own} px, the picture {size} px; "
         has_aspect = abs(math.log(image.width_px / image.height_px * asked[1] / asked[0])) <= SAME_ASPECT
-        check(has_aspect, said, PARAM, "invalid_image")
+        way_out = "give one of that aspect: resizing keeps it." if control.resize else f"give one of {size} px, or ask "
+        if not control.resize:
+            way_out += f"for size {own}, or for it to be resized (resize)." if has_aspect else f"for size {own}."
+        check((own == size or control.resize) and has_aspect, said + way_out, PARAM, "invalid_image")
     return tuple(resize(image, *painted) for image in images)
 
 
@@ -184,18 +190,18 @@ class Sized(NamedTuple):
     @classmethod
     def of(cls, request: GenerationRequest, info: ModelInfo) -> Sized:
         """A size on the model's grid and within its longest side is painted as it is, and so is one that goes with a
-        picture to start from; pictures for ControlNets are brought to it. Raises InvalidRequest for a size that no door
-        takes."""
+        picture to start from; pictures for ControlNets are of it, or brought to it. Raises InvalidRequest for a size
+        that no door takes."""
         asked, init = (request.width_px, request.height_px), request.init_image
         native = info.good_sizes[0] if init is None else (init.width_px, init.height_px)
         size = (asked[0] or native[0], asked[1] or native[1])
         on_grid = all(side % info.size_multiple_px == 0 and side <= info.max_side_px for side in size)
         if asked == (None, None) or on_grid or init is not None:
-            images = fit_controls(request.control_images, size, size)
+            images = fit_controls(request.diffusion.controlnets, request.control_images, size, size)
             return cls(msgspec.structs.replace(request, control_images=images) if images else request, None)
         plan = plan_size(info, size)
         width_px, height_px = plan.paint_width_px, plan.paint_height_px
-        images = fit_controls(request.control_images, size, (width_px, height_px))
+        images = fit_controls(request.diffusion.controlnets, request.control_images, size, (width_px, height_px))
         changed = {"width_px": width_px, "height_px": height_px, "control_images": images}
         return cls(msgspec.structs.replace(request, **changed), plan)
 

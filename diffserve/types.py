@@ -272,7 +272,8 @@ class GenerationRequest(
     seed                  ``None``: drawn at submit and reported back
     init_image            start from this picture (image-to-image), resized by the caller to width x height
     mask_image            one channel, 255 = repaint here (inpainting); needs ``init_image``
-    control_images        of the ControlNets of ``diffusion``, in turn: what each goes by, resized as an init image is
+    control_images        of the ControlNets of ``diffusion``, in turn: what each goes by, of the picture's size or
+                          to be resized
     preview_every         a Preview event each so many steps; 0: none
     rewriting             have the prompt rewritten first; ``None``: paint it as it is
     deadline_s            seconds after submit at which the work is given up

@@ -242,8 +242,8 @@ def generate(
         list[str] | None,
         typer.Option(
             "--controlnet",
-            help="One of --controlnet-dir, its picture, how much (1), canny for its edges, and when (0-1); several.",
-            metavar="NAME:IMAGE[:SCALE][:PREPROCESSOR][:START-END]",
+            help="One of --controlnet-dir, its picture, how much (1), canny for edges, when (0-1), resize; several.",
+            metavar="NAME:IMAGE[:SCALE][:PREPROCESSOR][:START-END][:resize]",
         ),
     ] = None,
     switch_at: Annotated[

@@ -209,7 +209,7 @@ def _request(
     init, mask = (None, None) if start is None else (start.picture, start.mask)
     if plan is not None and width is not None and height is not None:
         init, mask = (None, None) if start is None else start.fitted(width, height)
-        images = fit_controls(images, (plan.width_px, plan.height_px), (width, height))
+        images = fit_controls(named, images, (plan.width_px, plan.height_px), (width, height))
     parse_size(order.size)
     defaults = settings.model.diffusion
     return types.GenerationRequest(

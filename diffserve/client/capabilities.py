@@ -45,6 +45,7 @@ class ImageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     learnt_words      that prompts may use besides (textual inversion), in small letters
     world             what it can paint and every word it knows, where that can be listed
     loras             adapters that a request may name, as they lay there when this was asked
+    refused_loras     what lies beside them and is no LoRA that can be used, by name, and why not
     controlnets       the same of ControlNets
     refiner           name and digest of the model that may take over for the last steps; "": none
     scorer            what chooses the best of several pictures; "": nothing does
@@ -72,6 +73,7 @@ class ImageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     learnt_words: tuple[str, ...] = ()
     world: World | None = None
     loras: tuple[str, ...] = ()
+    refused_loras: dict[str, str] = {}
     controlnets: tuple[str, ...] = ()
     refiner: str = ""
     scorer: str = ""

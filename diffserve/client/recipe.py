@@ -31,6 +31,7 @@ class ControlNetFields(TypedDict, total=False):
     scale         of what it adds, 0 to 2 (1)
     start, end    between which shares of the steps it is at work (0, 1)
     preprocessor  "canny": find edges first; "none": the picture is a control map already
+    resize        bring a picture of the same aspect to the size that is painted; else it has to have that size
     """
 
     name: str
@@ -39,6 +40,7 @@ class ControlNetFields(TypedDict, total=False):
     start: float
     end: float
     preprocessor: str
+    resize: bool
 
 
 class SizeFields(TypedDict, total=False):
@@ -180,6 +182,7 @@ class ControlNet(msgspec.Struct, frozen=True, kw_only=True):
     end: float
     preprocessor: str
     image: str
+    resize: bool = False
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):

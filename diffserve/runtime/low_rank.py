@@ -6,8 +6,9 @@ The base layer computes as it always does, in whatever precision its weight has;
 
 (Hu et al., 2021, arXiv 2106.09685; rows of different adapters in one product: Chen et al., "Punica: Multi-Tenant LoRA
 Serving", MLSys 2024.) The factors of a call's rows are stacked, padded with zeros to one rank, so it is two batched
-products, or a convolution of as many groups as rows and one product. Outside of :func:`adapting` nothing is there of
-it: a call without adapters is the network's own.
+products. A kernel's ``down`` is a convolution of as many groups as rows; where that is slower (``_is_by_cells``) one
+product too, of every cell with every place of the kernel, and what belongs to one cell is summed. Outside of
+:func:`adapting` nothing is there of it: a call without adapters is the network's own.
 
 Several adapters of a row are one, their factors side by side: the work is that of the sum of their ranks, in no more
 products than for one, and a row's bytes are decided by its own set. They depend on the rank that is padded to, so that
@@ -35,11 +36,14 @@ RANKS: Final = (16, 64, 256)
 KEPT_BYTES: Final = 1 << 28
 """Of stacked factors that are kept from call to call; beyond them layers are stacked anew each time."""
 
+ALIGNED: Final = 128
+"""Numbers: 256 bytes in 16 bits, 512 in 32."""
+
 
 class Factors(NamedTuple):
     """A layer's change for one row, or stacked for R rows, in the dtype that the layer computes in.
 
-    down  (rank, in, kh, kw) for a convolution, (in, rank) for a linear layer
+    down  (rank, in, kh, kw) for a convolution, or (kh * kw * rank, in) for one by cells; (in, rank) for a linear layer
     up    (out, rank) for a convolution, (rank, out) for a linear layer
     """
 
@@ -65,14 +69,20 @@ class LoRASet:
 
 
 class RowLoRAs:
-    """The sets of the rows of a call, one for each, of one rank; ``stacked`` layer by layer where they are wanted."""
+    """The sets of the rows of a call, one for each, of one rank; ``stacked`` layer by layer where they are wanted.
 
-    def __init__(self, sets: Sequence[LoRASet]) -> None:
+    memory  in which the factors of several rows are stacked, flat, of at most ``KEPT_BYTES``; for want of a ``spare``
+            one that is large enough it is made when the first layer is stacked: new pages cost more than what is
+            copied into them
+    """
+
+    def __init__(self, sets: Sequence[LoRASet], spare: Tensor | None = None) -> None:
         self.sets = sets
         self.layers = tuple(dict.fromkeys(layer for one in sets for layer in one.layers))
+        self.memory = spare
+        self._taken: int | None = None
         self._kept: dict[nn.Module, Factors] = {}
         self._nothing: dict[tuple[int, ...], Factors] = {}
-        self.num_bytes = 0
 
     @classmethod
     def of_factors(cls, factors: Mapping[nn.Module, Factors]) -> RowLoRAs:
@@ -81,6 +91,12 @@ class RowLoRAs:
         made.layers = tuple(factors)
         made._kept = dict(factors)
         return made
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the stacked factors take."""
+        zeros = sum(tensor.nbytes for factors in self._nothing.values() for tensor in factors)
+        return zeros + (0 if self.memory is None else self.memory.nbytes)
 
     def of_all(self, layers: Iterable[nn.Module]) -> tuple[Factors, ...]:
         """The factors of all rows for each of ``layers``; where nobody changes any of one shape, zeros that they
@@ -92,30 +108,50 @@ class RowLoRAs:
         """The factors of all rows for ``layer``; zeros for a row that does not change it."""
         if layer in self._kept:
             return self._kept[layer]
-        first = next(one.layers[layer] for one in self.sets if layer in one.layers)
-        nothing = Factors(*map(torch.zeros_like, first))
-        found = Factors(*map(torch.stack, zip(*(one.layers.get(layer, nothing) for one in self.sets), strict=True)))
-        num_bytes = sum(tensor.nbytes for tensor in found)
-        if self.num_bytes + num_bytes <= KEPT_BYTES:
+        own = [one.layers.get(layer) for one in self.sets]
+        nothing = None if all(own) else Factors(*map(torch.zeros_like, next(filter(None, own))))
+        downs, ups = zip(*(factors or nothing for factors in own), strict=True)
+        memory = self._take(len(own) * downs[0].numel()), self._take(len(own) * ups[0].numel())
+        found = Factors(*(_stack(*both) for both in zip((downs, ups), memory, strict=True)))
+        if None not in memory or len(own) == 1:
             self._kept[layer] = found
-            self.num_bytes += num_bytes
         return found
 
-    def _zeros(self, layer: nn.Module) -> Factors:
-        shape = shape_of(layer)
-        if shape not in self._nothing:
+    def _take(self, size: int) -> Tensor | None:
+        """``size`` numbers of the memory, laid as products like it; ``None`` where there is no more."""
+        if len(self.sets) == 1:
+            return None
+        if self._taken is None:
+            self._taken = 0
             like = next(iter(self.sets[0].layers.values())).down
+            changed = (next(one.layers[layer] for one in self.sets if layer in one.layers) for layer in self.layers)
+            needed = len(self.sets) * sum(_aligned(tensor.numel()) for factors in changed for tensor in factors)
+            needed = min(needed, KEPT_BYTES // like.itemsize)
+            if self.memory is None or self.memory.numel() < needed or self.memory.dtype != like.dtype:
+                self.memory = like.new_empty(needed)
+        assert self.memory is not None
+        start, self._taken = self._taken, self._taken + _aligned(size)
+        if start + size > len(self.memory):
+            self._taken = start
+            return None
+        return self.memory[start : start + size]
+
+    def _zeros(self, layer: nn.Module) -> Factors:
+        like = next(iter(self.sets[0].layers.values())).down
+        shape = shape_of(layer)
+        key = (*shape, _is_by_cells(layer, like))
+        if key not in self._nothing:
             none = joined(layer, [(torch.zeros(0, *shape[1:]), torch.zeros(shape[0], 0))], self.sets[0].rank, like)
-            self._nothing[shape] = Factors(*(tensor.new_zeros((len(self.sets), *tensor.shape)) for tensor in none))
-            self.num_bytes += sum(tensor.nbytes for tensor in self._nothing[shape])
-        return self._nothing[shape]
+            self._nothing[key] = Factors(*(tensor.new_zeros((len(self.sets), *tensor.shape)) for tensor in none))
+        return self._nothing[key]
 
     def add(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """``output`` (R, ...) of ``layer``, and what the rows' own factors make of its input (R, ...): in the place of
         the output, which nobody else has, where it lies in order."""
         down, up = (factor.to(output.device) for factor in self.stacked(layer))  # a layer may be on another device
         if isinstance(layer, nn.Conv2d):
-            hidden = _convolved(layer, args[0], down)  # (R, rank, h * w)
+            by_cells = down.ndim == 3
+            hidden = _summed(layer, args[0], down) if by_cells else _convolved(layer, args[0], down)
             there = output.contiguous().flatten(2)
             return there.baddbmm_(up, hidden).view(output.shape)
         tokens = args[0].reshape(len(down), -1, layer.in_features)  # (R, T, in)
@@ -169,6 +205,8 @@ def joined(layer: nn.Module, changes: Sequence[tuple[Tensor, Tensor]], rank: int
     up = F.pad(up, (0, missing))
     if not isinstance(layer, nn.Conv2d):
         down, up = down.t(), up.t()
+    elif _is_by_cells(layer, like):
+        down = down.permute(2, 3, 0, 1).flatten(0, 2)
     return Factors(*(tensor.to(like.device, like.dtype).contiguous() for tensor in (down, up)))
 
 
@@ -197,11 +235,56 @@ def random_set(layers: Iterable[nn.Module], rank: int, like: torch.Tensor) -> Lo
     return LoRASet(rank, made)
 
 
+def _stack(tensors: Sequence[Tensor], memory: Tensor | None) -> Tensor:
+    """(R, ...) of ``tensors``, in ``memory`` where there is some; of a single one no copy."""
+    if len(tensors) == 1:
+        return tensors[0][None]
+    shape = len(tensors), *tensors[0].shape
+    return torch.stack(list(tensors), out=None if memory is None else memory.view(shape))
+
+
+def _aligned(size: int) -> int:
+    """``size`` numbers, and as many as the next ones are away: products round by where in a cache line they begin."""
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def _is_by_cells(layer: nn.Module, like: Tensor) -> bool:
+    """Whether a convolution's ``down`` is one product, summed: where cells stay as many, and in float32 on a CPU alone,
+    where a grouped convolution takes 1.2 to 1.6 times as long; in 16 bits it does not, and sums would be rounded."""
+    if not isinstance(layer, nn.Conv2d):
+        return False
+    rows, columns = layer.kernel_size
+    is_same = bool(rows % 2 and columns % 2) and layer.padding == (rows // 2, columns // 2)
+    is_same &= (layer.stride, layer.dilation) == ((1, 1), (1, 1))
+    return is_same and (math.prod(layer.kernel_size) == 1 or (like.device.type, like.dtype) == ("cpu", torch.float32))
+
+
+def _summed(layer: nn.Conv2d, images: Tensor, down: Tensor) -> Tensor:
+    """(R, rank, h * w) of ``images`` (R, in, h, w), each by its own kernel of ``down`` (R, kh * kw * rank, in)."""
+    num_rows, _, height, width = images.shape
+    (rows, columns), cells = layer.kernel_size, images.flatten(2)
+    found = torch.bmm(down, cells).view(num_rows, rows, -1, height * width)
+    total = found[:, rows // 2]  # (R, kw * rank, h * w); what other lines of the kernel add stands some lines off
+    for line in range(rows):
+        _add_shifted(total, found[:, line], (line - rows // 2) * width)
+    found = total.view(num_rows, columns, -1, height, width)
+    total = found[:, columns // 2]
+    for column in range(columns):
+        _add_shifted(total, found[:, column], column - columns // 2)
+    return total.flatten(2)
+
+
+def _add_shifted(total: Tensor, more: Tensor, places: int) -> None:
+    """To each of the last dimension of ``total`` add what stands so many ``places`` further in ``more``."""
+    if places > 0:
+        total[..., :-places].add_(more[..., places:])
+    elif places < 0:
+        total[..., -places:].add_(more[..., :places])
+
+
 def _convolved(layer: nn.Conv2d, images: Tensor, down: Tensor) -> Tensor:
-    """(R, rank, h * w) of ``images`` (R, in, h, w), each by its own kernel of ``down`` (R, rank, in, kh, kw)."""
+    """(R, rank, h' * w') of ``images`` (R, in, h, w), each by its own kernel of ``down`` (R, rank, in, kh, kw)."""
     num_rows, channels = images.shape[:2]
-    if layer.kernel_size == (1, 1) and layer.stride == (1, 1) and layer.padding == (0, 0):
-        return torch.bmm(down.flatten(2), images.flatten(2))
     side_by_side = images.reshape(1, num_rows * channels, *images.shape[2:])
     found = F.conv2d(
         side_by_side, down.flatten(0, 1), None, layer.stride, layer.padding, layer.dilation, groups=num_rows

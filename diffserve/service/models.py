@@ -150,6 +150,7 @@ def capabilities_of(
 def image_capabilities(info: ModelInfo, config: ServeConfig) -> dict[str, Any]:
     """Sizes are [width, height] in pixels, the native one first."""
     sampler, sigma_schedule = resolve_sampler(info.default_sampler)
+    loras = LoraFolders(info.lora_dirs)
     return {
         **{name: getattr(info, name) for name in ("family", "digest", "device", "dtype")},
         "samplers": [_sampler(choice) for choice in SAMPLERS.values()],
@@ -167,7 +168,8 @@ def image_capabilities(info: ModelInfo, config: ServeConfig) -> dict[str, Any]:
         "max_images": MAX_IMAGES,
         "learnt_words": list(info.learnt_words),
         "world": msgspec.to_builtins(info.world),
-        "loras": list(LoraFolders(info.lora_dirs).names()),
+        "loras": list(loras.names()),
+        "refused_loras": loras.refused(),
         "controlnets": list(ControlNetFolder(info.controlnet_dir).names()),
         "refiner": info.refiner,
         "scorer": info.scorer,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -166,15 +167,16 @@ def test_rows_with_and_without_share_ticks_and_none_depends_on_another(
     engine.check_integrity()
 
 
-def test_images_of_other_sizes_are_resized_where_the_aspect_is_that_of_the_picture(
+def test_images_of_other_sizes_are_resized_where_they_are_said_to_be(
     make: MakeEngine, tiny_model: Any, folders: Any
 ) -> None:
     images = (control_map(0, 160, 160), control_map(1))
-    asked_for = controlled(*TWO, num_steps=4, control_images=images)
+    asked_for = controlled(replace(TWO[0], resize=True), TWO[1], num_steps=4, control_images=images)
     [ours] = make().generate(asked_for)
     theirs = their_latents(asked_for, "sd15", tiny_model("sd15"), folders("sd15"))
     assert np.abs(latents(ours) - theirs).max() < TOLERANCE
     assert ours.controlnets == asked_for.diffusion.controlnets
+    assert ["Resize Mode: Just Resize" in told.label for told in ours.controlnets] == [True, False]
     assert [told.image for told in ours.controlnets] == [digest_of(p.width_px, p.height_px, p.data) for p in images]
 
 
@@ -216,8 +218,15 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touc
             engine.submit(request)
         assert refused.value.param in ("controlnets", "cache_interval")
         assert str(tmp_path) not in refused.value.message
-    with pytest.raises(InvalidRequest, match="image is 64x72 px, the picture 64x64; give one of that aspect"):
-        engine.generate(controlled(Control("edges"), control_images=(control_map(0, 64, 72),)))
+    for size, resized, said in (
+        ((128, 128), False, "64x64 px, or ask for size 128x128, or for it to be resized (resize)."),
+        ((64, 72), False, "64x64 px, or ask for size 64x72."),
+        ((64, 72), True, "that aspect: resizing keeps it."),
+    ):
+        told = f"the image of ControlNet 'edges' is {size[0]}x{size[1]} px, the picture 64x64 px; give one of {said}"
+        with pytest.raises(InvalidRequest) as refused:
+            engine.generate(controlled(Control("edges", resize=resized), control_images=(control_map(0, *size),)))
+        assert refused.value.message == told
     for name, fields, said in (
         ("../edges", (), "without folders before it"),
         ("edges", (float("nan"),), "scale of ControlNet 'edges' is nan"),
@@ -259,6 +268,12 @@ def test_memory_goes_to_those_asked_for_last(make: MakeEngine) -> None:
         ("edges:a.png:0.8:canny", "a.png", {"scale": 0.8, "preprocessor": "canny"}),
         ("edges:a.png:canny:0-0.5", "a.png", {"preprocessor": "canny", "end": 0.5}),
         ("edges:a.png:2:.2-1", "a.png", {"scale": 2.0, "start": 0.2}),
+        ("edges:a.png:resize", "a.png", {"resize": True}),
+        (
+            "edges:a.png:0.8:canny:0-0.5:resize",
+            "a.png",
+            {"scale": 0.8, "preprocessor": "canny", "end": 0.5, "resize": True},
+        ),
     ],
 )
 def test_a_shell_says_what_is_wanted_of_a_controlnet_in_order(text: str, image: str, more: dict[str, Any]) -> None:

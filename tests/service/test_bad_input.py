@@ -27,6 +27,7 @@ BAD_CONTROLS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"start": 0.5, "end": 0.5}, "controlnets", "invalid_value", "start < end"),
     ({"name": "../a"}, "controlnets", "invalid_value", "without folders before it"),
     ({"size": 1}, "controlnets[0].size", "invalid_value", "not taken"),
+    ({"resize": 1}, "controlnets[0].resize", "invalid_value", "1"),
     ({}, "controlnets", "unknown_controlnet", "start with --controlnet-dir"),
 ]
 MAX_BODY_BYTES = load_settings(env={}).serve.max_body_bytes
@@ -84,17 +85,6 @@ def test_what_is_no_json_is_refused(server: RunningServer, content: bytes, code:
     assert response.status_code == 400
     assert error_of(response)["code"] == code
 
-
-CONTROLS: list[tuple[dict[str, Any], str, str, str]] = [
-    ({"image": "//"}, "controlnets[0].image", "invalid_image", "is not base64"),
-    ({"image": "AAAA"}, "controlnets[0].image", "invalid_image", "not a PNG, JPEG or WebP"),
-    ({"image": PIXEL, "scale": 2.5}, "controlnets[0].scale", "invalid_value", "2.5"),
-    ({"image": PIXEL, "start": 0.5, "end": 0.5}, "controlnets", "invalid_value", "start < end"),
-    ({"image": PIXEL, "name": "../a"}, "controlnets", "invalid_value", "without folders before it"),
-    ({"image": PIXEL, "size": 1}, "controlnets[0].size", "invalid_value", "not taken"),
-    ({"image": PIXEL}, "controlnets", "unknown_controlnet", "start with --controlnet-dir"),
-]
-"""A ControlNet that is asked for wrongly."""
 
 WRONG_VALUES: list[tuple[str, dict[str, Any], str | None, str, str]] = [
     ("no-prompt", {"prompt": ...}, "prompt", "missing_required_parameter", "prompt"),
@@ -156,6 +146,13 @@ WRONG_VALUES: list[tuple[str, dict[str, Any], str | None, str, str]] = [
     *(
         (f"control-{place}", {"controlnets": [{"name": "a", "image": PIXEL, **more}]}, param, code, said)
         for place, (more, param, code, said) in enumerate(BAD_CONTROLS)
+    ),
+    (
+        "control-size",
+        {"size": "128x128", "controlnets": [{"name": "a", "image": PIXEL}]},
+        "controlnets",
+        "invalid_image",
+        "64x64 px, the picture 128x128 px; give one of 128x128 px, or ask for size 64x64, or for it to be resized",
     ),
     ("controls-five", {"controlnets": [{}] * 5}, "controlnets", "array_above_max_length", "at most 4"),
     ("refiner-none", {"refiner": True}, "switch_at", "invalid_value", "has no refiner to switch to"),

@@ -81,6 +81,28 @@ def test_adapters_are_listed_as_they_lie_there(tmp_path: Path) -> None:
     assert image_of(info).loras == ("fur",)
 
 
+def test_adapters_of_other_kinds_are_not_offered_and_it_is_told_why(tmp_path: Path) -> None:
+    info = msgspec.structs.replace(INFO, lora_dirs=(str(tmp_path),))
+    tensors = {
+        "face": "ip_adapter.1.to_k_ip.weight",
+        "fur": "lora_unet_conv_in.dora_scale",
+        "ink": "lora_unet_conv_in.lora_up.weight",
+        "paper": "lora_unet_conv_in.hada_w1_a",
+    }
+    for name, tensor in tensors.items():
+        save_file(
+            {"lora_unet_a.alpha": np.zeros(1, np.float32), tensor: np.zeros(1, np.float32)},
+            tmp_path / f"{name}.safetensors",
+        )
+    image = image_of(info)
+    assert image.loras == ("ink",)
+    assert [(name, why.split(";")[0]) for name, why in image.refused_loras.items()] == [
+        ("face", "it is an IP-Adapter"),
+        ("fur", "it is DoRA"),
+        ("paper", "it is LoHa"),
+    ]
+
+
 def test_controlnets_are_listed_as_they_lie_there(tmp_path: Path) -> None:
     info = msgspec.structs.replace(INFO, controlnet_dir=str(tmp_path))
     assert image_of(info).controlnets == image_of(INFO).controlnets == ()

@@ -36,8 +36,8 @@ def test_pictures_go_by_files_in_base64_and_say_so(tiny_model: Callable[[str], P
     fields = {"prompt": "a cat", "seed": 3, "num_inference_steps": 2, "size": "64x64", "sampler": "ddim"}
     picture = control_map(5, 128, 128)
     file = encode_image(picture)
-    told = Control("edges", 0.8, 0.0, 0.5, "canny", digest_of(128, 128, picture.data))
-    chosen = {"name": "edges", "scale": 0.8, "end": 0.5, "preprocessor": "canny"}
+    told = Control("edges", 0.8, 0.0, 0.5, "canny", digest_of(128, 128, picture.data), resize=True)
+    chosen = {"name": "edges", "scale": 0.8, "end": 0.5, "preprocessor": "canny", "resize": True}
     with running_server(tiny_model("sd15"), tmp_path / "server", config=config) as server, Client(server.url) as client:
         server.wait_until_ready()
         url = f"{server.url}/v1/images/generations"
@@ -56,9 +56,16 @@ def test_pictures_go_by_files_in_base64_and_say_so(tiny_model: Callable[[str], P
         assert image is not None
         assert image.controlnets == ("edges",)
         made = paint(client, file)
-        assert [(one.name, one.scale, one.image) for one in made.controlnets] == [("edges", 1.0, told.image)]
-        with pytest.raises(InvalidRequest, match="image is 128x64 px, the picture 64x64"):
+        assert [(one.name, one.image, one.resize) for one in made.controlnets] == [("edges", told.image, True)]
+        with pytest.raises(InvalidRequest, match="'edges' is 128x64 px, the picture 64x64 px; give one of that aspect"):
             paint(client, encode_image(control_map(0, 128, 64)))
+        refused = httpx.post(url, json=fields | {"controlnets": [chosen | {"image": plain, "resize": False}]})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"], error["code"]) == (400, "controlnets", "invalid_image")
+        assert error["message"] == (
+            "the image of ControlNet 'edges' is 128x128 px, the picture 64x64 px; give one of 64x64 px, or ask for "
+            "size 128x128, or for it to be resized (resize)."
+        )
         noise = np.random.default_rng(0).integers(0, 256, (1024, 1024, 3), dtype=np.uint8)
         large = encode_image(Picture.from_array(noise))
         assert len(large) > 3 * TEXT_BODY_BYTES
@@ -83,11 +90,12 @@ async def at_the_page(url: str, upload: Path, file: bytes) -> None:
         await page.rest(page.ask(**chosen, size="64x64"))
         [picture] = page.visitors.of(Request.session_hash).pictures
         assert "Module: canny, Model: edges, Weight: 0.8" in picture.infotext
+        assert "Resize Mode: Just Resize" in picture.infotext
     finally:
         await server.close()
 
 
 def paint(client: Client, image: bytes) -> Images:
     return client.generate(
-        "a cat", controlnets=[{"name": "edges", "image": image}], size="64x64", num_inference_steps=1
+        "a cat", controlnets=[{"name": "edges", "image": image, "resize": True}], size="64x64", num_inference_steps=1
     )

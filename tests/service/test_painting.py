@@ -96,6 +96,12 @@ def test_previews_are_spread_over_the_steps(asked: int, steps: int | None, every
     assert plan(**fields).request.preview_every == 0
 
 
+def test_previews_are_spread_over_the_steps_that_an_adapter_of_few_steps_takes() -> None:
+    few = "a fox <lora:sdxl_lightning_4step_lora>"
+    assert plan(stream=True, partial_images=1, prompt=few).request.preview_every == 2
+    assert plan(stream=True, partial_images=1, prompt=few, steps=20).request.preview_every == 10
+
+
 def test_a_bare_prompt_leaves_everything_to_the_model() -> None:
     painting = plan()
     request = painting.request

@@ -221,14 +221,19 @@ def test_where_a_refiner_took_over_reads_back_and_another_one_raises_a_doubt() -
 
 
 def test_adapters_are_read_by_name_and_scale_and_have_to_be_there() -> None:
-    model = msgspec.structs.replace(MODEL, loras=("ink", "paper cut"))
+    refused = {"fur": "it is DoRA; plain LoRA is served."}
+    model = msgspec.structs.replace(MODEL, loras=("ink", "paper cut"), refused_loras=refused)
     fields = order_of(Form(prompt="a fox", loras=" ink:0.5, paper cut "), model).fields
     assert fields["loras"] == [{"name": "ink", "scale": 0.5}, {"name": "paper cut", "scale": 1.0}]
     assert "loras" not in order_of(Form(prompt="a fox", loras=" , "), model).fields
-    for odd, why in (("chalk", "no adapter 'chalk'; there are ink, paper cut"), ("ink:x", "write NAME or NAME:SCALE")):
-        with pytest.raises(InvalidRequest, match=why) as refused:
+    for odd, why in (
+        ("chalk", "no adapter 'chalk'; there are ink, paper cut"),
+        ("fur:0.5", "adapter 'fur' cannot be used: it is DoRA; plain LoRA is served."),
+        ("ink:x", "write NAME or NAME:SCALE"),
+    ):
+        with pytest.raises(InvalidRequest, match=why) as raised:
             order_of(Form(prompt="a fox", loras=odd), model)
-        assert refused.value.param == "loras"
+        assert raised.value.param == "loras"
     with pytest.raises(InvalidRequest, match="none are served here"):
         order_of(Form(prompt="a fox", loras="ink"), MODEL)
 
@@ -238,7 +243,7 @@ def test_a_controlnet_goes_by_the_picture_that_was_chosen_for_it() -> None:
     form = Form(prompt="a fox", control="edges", control_scale="0,5", control_steps="0-0.5", preprocessor="canny")
     [told] = order_of(form, model, None, b"file").fields["controlnets"]
     numbers = {"scale": 0.5, "start": 0.0, "end": 0.5}
-    assert told == {"name": "edges", "image": b"file", "preprocessor": "canny", **numbers}
+    assert told == {"name": "edges", "image": b"file", "preprocessor": "canny", "resize": True, **numbers}
     assert "controlnets" not in order_of(Form(prompt="a fox", control=""), model, None, b"file").fields
     for changes, picture, why in (
         ({"control": "depth"}, b"file", "no ControlNet 'depth'; there are edges"),

@@ -157,6 +157,9 @@ def _loras(text: str | None, image: ImageCapabilities) -> list[dict[str, Any]]:
     """Adapters as the server takes them, from "NAME:SCALE, NAME". Raises InvalidRequest for one that is not there."""
     found = read_list(text or "")
     for lora in found:
+        if lora.name in image.refused_loras:
+            said = f"The adapter {lora.name!r} cannot be used: {image.refused_loras[lora.name]}"
+            raise InvalidRequest(said, param="loras")
         if lora.name not in image.loras:
             there = f"there are {', '.join(image.loras[:12])}." if image.loras else "none are served here."
             raise InvalidRequest(f"There is no adapter {lora.name!r}; {there}", param="loras")
@@ -176,7 +179,8 @@ def _controls(form: Form, image: ImageCapabilities, picture: bytes | None) -> li
         raise InvalidRequest(said, param="controlnets")
     scale = read_number(form.control_scale, "strength of the ControlNet", MAX_SCALE)
     start, end = read_interval(form.control_steps, "controlnets", "ControlNet's part") or (0.0, 1.0)
-    found = Control(name, 1.0 if scale is None else scale, start, end, form.preprocessor or PASSED_THROUGH)
+    strength, preprocessor = 1.0 if scale is None else scale, form.preprocessor or PASSED_THROUGH
+    found = Control(name, strength, start, end, preprocessor, resize=True)
     return [{key: value for key, value in msgspec.structs.asdict(found).items() if key != "image"} | {"image": picture}]
 
 

@@ -37,6 +37,9 @@ from schedulers import COLUMNS
 STACKS_KEPT = 16
 STACK_BYTES_KEPT = 1 << 29
 """Of SDXL a row's keys and values are 26 MB in 16 bits; the stack of the last call is kept in any case."""
+SPARE_BYTES = 1 << 26
+"""Of stacked adapters whose images have left, for those of the next: new pages take longer than what is copied into
+them. Beside the calls of a network with larger ones that is little."""
 
 Result = TypeVar("Result")
 
@@ -97,6 +100,7 @@ class UNetCaller:
         self._clock = clock
         self._timed: deque[tuple[CostCurve, int, TimeSpan]] = deque()
         self._stacks: OrderedDict[tuple[tuple[ImageTask, bool], ...], Stack] = OrderedDict()
+        self._spare: Tensor | None = None
 
     def predict(self, batch: ImageBatch, group: GroupKey, calls: list[UNetCall]) -> tuple[Tensor, dict[int, Exception]]:
         """(output (rows, C, h, w) float32, what went wrong by row). ``calls`` gets an entry for each call made.
@@ -239,6 +243,7 @@ class UNetCaller:
     def ease(self) -> None:
         """Give back all memory that is only kept to save time."""
         self._stacks.clear()
+        self._spare = None
         if self.beside is not None:
             self.beside.ease()
         if self.groups.compiled.graphs is not None:
@@ -336,18 +341,27 @@ class UNetCaller:
     def _stack(self, key: tuple[tuple[ImageTask, bool], ...]) -> Stack:
         """What the rows are told, gathered once for as long as the same rows run together."""
         if key not in self._stacks:
-            self._stacks[key] = stack_conditioning(key, self.conditioner)
+            self._stacks[key] = stack_conditioning(key, self.conditioner, self._spare)
+            if self._stacks[key].loras is not None:
+                self._spare = None
         self._stacks.move_to_end(key)
         num_bytes = sum(stack.num_bytes for stack in self._stacks.values())
         while len(self._stacks) > 1 and (len(self._stacks) > STACKS_KEPT or num_bytes > STACK_BYTES_KEPT):
-            _, dropped = self._stacks.popitem(last=False)
-            num_bytes -= dropped.num_bytes
+            num_bytes -= self._drop(next(iter(self._stacks)))
         return self._stacks[key]
 
     def trim(self) -> None:
         """Drop the stacks of images that have left."""
         for key in [key for key in self._stacks if any(task.state is None for task, _ in key)]:
-            del self._stacks[key]
+            self._drop(key)
+
+    def _drop(self, key: tuple[tuple[ImageTask, bool], ...]) -> int:
+        """Drop a stack, and say how many bytes it took; what adapters were stacked in may serve for others."""
+        stack = self._stacks.pop(key)
+        memory = None if stack.loras is None else stack.loras.memory
+        if memory is not None and memory.nbytes <= SPARE_BYTES:
+            self._spare = memory
+        return stack.num_bytes
 
 
 def _padded(rows: range, bucket: int) -> list[int]:
@@ -362,8 +376,11 @@ def _is_plain(batch: ImageBatch, group: GroupKey) -> bool:
     return bool(batch.guided) and not is_changed and not any(task.keeps_features for task in batch.tasks)
 
 
-def stack_conditioning(rows: Sequence[tuple[ImageTask, bool]], conditioner: Conditioner) -> Stack:
-    """Stack what each row, an image and whether it is its unconditional one, is told."""
+def stack_conditioning(
+    rows: Sequence[tuple[ImageTask, bool]], conditioner: Conditioner, spare: Tensor | None = None
+) -> Stack:
+    """Stack what each row, an image and whether it is its unconditional one, is told; ``spare`` as ``RowLoRAs`` has
+    it."""
     told = [ToldRow(task.held.conditioning, is_uncond) for task, is_uncond in rows]
     loras = [task.held.loras for task, _ in rows if task.held.loras is not None]
     return Stack(
@@ -372,7 +389,7 @@ def stack_conditioning(rows: Sequence[tuple[ImageTask, bool]], conditioner: Cond
         stack_all([_time_ids(task, is_uncond) for task, is_uncond in rows]),
         stack_all([task.held.extra for task, _ in rows]),
         _guidance(rows, conditioner.model),
-        RowLoRAs(loras) if loras else None,
+        RowLoRAs(loras, spare) if loras else None,
     )
 
 

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError
+from diffserve.loras import IP_ADAPTER
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +43,6 @@ SETTLED_NS = 2_000_000_000
 MANIFEST_FILE: Final = "manifest-sha256.json"
 NOT_COVERED: Final = frozenset({MANIFEST_FILE, "fewest_steps.json", "world.json"})
 """The manifest itself, and what is told of the weights later: no network is made of it."""
-IP_ADAPTER: Final = re.compile(r"(image_proj|ip_adapter|encoder_hid_proj\.image_projection_layers)\.|.*\.to_[kv]_ip\.")
-"""How tensors of an IP-Adapter begin (Ye et al. 2023, arXiv 2308.06721), in its own file and within a UNet."""
 
 OUR_OWN: Final = Path(__file__).resolve().parents[2]
 """The installed package."""

@@ -24,6 +24,7 @@ from typing import Any, Final
 import torch
 
 from diffserve.errors import ModelLoadError
+from diffserve.loras import OTHER_KINDS
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.single_file_keys import UNET_PREFIX, unet_key
 from diffserve.runtime.loading.weight_loading import TensorSource
@@ -54,15 +55,6 @@ METADATA_KEY: Final = "lora_adapter_metadata"
 WORDS_KEY: Final = "modelspec.trigger_phrase"
 """Of the Stability AI Model Metadata Standard, which trainers write."""
 KINDS_REFUSED: Final = ("use_dora", "use_rslora", "alpha_pattern")
-OTHER_KINDS: Final = {
-    "dora_scale": "DoRA",
-    "lora_magnitude_vector": "DoRA",
-    "hada_": "LoHa",
-    "lokr_": "LoKr",
-    "oft_": "OFT",
-    "lora_mid": "a LoCon in three factors (Tucker)",
-}
-"""What stands in the names of adapters of other kinds -> what people call them."""
 
 
 @dataclass

@@ -21,7 +21,7 @@ from torch import Tensor
 from diffserve.disk_cache import DiskCache
 
 KIND: Final = "shapes"
-FORMAT: Final = 2
+FORMAT: Final = 3
 MOST_SIZE: Final = 1 << 16
 
 SOLO = 1

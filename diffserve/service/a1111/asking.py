@@ -187,6 +187,7 @@ def _controlnets(body: Txt2ImgBody) -> list[ControlNetChoice]:
             "start": unit.get("guidance_start"),
             "end": unit.get("guidance_end"),
             "preprocessor": None if unit.get("module") in (None, "", "None", "none") else unit["module"],
+            "resize": True,
         }
         try:
             found.append(ControlNetChoice.model_validate({n: v for n, v in values.items() if v is not None}))

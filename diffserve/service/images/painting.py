@@ -11,6 +11,7 @@ import msgspec
 
 from diffserve.config import ServeConfig
 from diffserve.errors import InvalidRequest
+from diffserve.few_step import begin_with_loras
 from diffserve.images import ImageFormat, decode_image
 from diffserve.prompt_syntax import A1111, in_a1111
 from diffserve.provenance import HEADER, Marks
@@ -136,35 +137,37 @@ def plan_painting(
     images = _control_images(body)
     diffusion = diffusion_of(body, None if quality == AUTO else steps_of(quality, info), images)
     painted = plan.paint_width_px, plan.paint_height_px
-    num_steps, init, mask = diffusion.num_steps or info.default_num_steps, None, None
+    init, mask = None, None
     if start is not None:
         diffusion = _from_picture(diffusion, start, has_words=bool(body.prompt.strip()))
         init, mask = start.picture.fitted(*painted)
-        num_steps = math.ceil(num_steps * start.strength)
     rewriting = rewriting_of(body.prompt_rewriter, rewriter) if body.prompt.strip() else None
     syntax = body.prompt_syntax or A1111
+    request = GenerationRequest(
+        request_id=request_id,
+        prompt=body.prompt if rewriting else in_a1111(body.prompt, syntax),
+        negative_prompt=in_a1111(body.negative_prompt or "", syntax),
+        width_px=plan.paint_width_px,
+        height_px=plan.paint_height_px,
+        control_images=fit_controls(diffusion.controlnets, images, (plan.width_px, plan.height_px), painted),
+        num_images=body.n or 1,
+        best_of=body.best_of,
+        seed=None if body.seed in (None, -1) else body.seed,
+        diffusion=diffusion,
+        init_image=init,
+        mask_image=mask,
+        rewriting=rewriting,
+        **body.urgency(config.request_timeout_s),
+        refuses_late=body.deadline_s is not None,  # the server's own limit is no wish of anybody
+        model=info.model_id,
+        client=client,
+        share=share,
+    )
+    if body.stream and body.partial_images:
+        every = _preview_every(request, info, body.partial_images)
+        request = msgspec.structs.replace(request, preview_every=every)
     return CheckedImages(
-        request=GenerationRequest(
-            request_id=request_id,
-            prompt=body.prompt if rewriting else in_a1111(body.prompt, syntax),
-            negative_prompt=in_a1111(body.negative_prompt or "", syntax),
-            width_px=plan.paint_width_px,
-            height_px=plan.paint_height_px,
-            control_images=fit_controls(images, (plan.width_px, plan.height_px), painted),
-            num_images=body.n or 1,
-            best_of=body.best_of,
-            seed=None if body.seed in (None, -1) else body.seed,
-            diffusion=diffusion,
-            init_image=init,
-            mask_image=mask,
-            preview_every=_preview_every(body, num_steps),
-            rewriting=rewriting,
-            **body.urgency(config.request_timeout_s),
-            refuses_late=body.deadline_s is not None,  # the server's own limit is no wish of anybody
-            model=info.model_id,
-            client=client,
-            share=share,
-        ),
+        request=request,
         plan=plan,
         image_format=body.output_format or "png",
         compression=100 if body.output_compression is None else body.output_compression,
@@ -200,11 +203,12 @@ def _refuse_unsupported(body: GenerateBody, config: ServeConfig) -> None:
         raise InvalidRequest(said, param="background", code="unsupported_value")
 
 
-def _preview_every(body: GenerateBody, num_steps: int) -> int:
-    """Steps between previews, so that at most as many as asked for are spread evenly over the way."""
-    if not body.stream or not body.partial_images:
-        return 0
-    return math.ceil(num_steps / (body.partial_images + 1))
+def _preview_every(request: GenerationRequest, info: ModelInfo, num_previews: int) -> int:
+    """Steps between previews, so that at most so many are spread evenly over the way."""
+    params, _ = begin_with_loras(request.diffusion)
+    num_steps = params.num_steps or info.default_num_steps
+    painted = num_steps if request.init_image is None else math.ceil(num_steps * params.strength)
+    return math.ceil(painted / (num_previews + 1))
 
 
 def _size(body: GenerateBody) -> tuple[int, int] | None:

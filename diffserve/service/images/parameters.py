@@ -75,6 +75,7 @@ def diffusion_of(body: GenerateBody, quality_steps: int | None, images: tuple[Pi
                 one.end,
                 one.preprocessor,
                 digest_of(image.width_px, image.height_px, image.data),
+                one.resize,
             )
             for one, image in zip(body.controlnets or (), images, strict=True)
         ),

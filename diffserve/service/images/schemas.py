@@ -99,7 +99,7 @@ class LoraChoice(BaseModel):
 
 
 class ControlNetChoice(BaseModel):
-    """A ControlNet, by a name that /v1/models lists, and what it goes by: a picture of the aspect that is painted."""
+    """A ControlNet, by a name that /v1/models lists, and what it goes by: a picture of the size that is painted."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -109,6 +109,7 @@ class ControlNetChoice(BaseModel):
     start: Annotated[Fraction, Field(description="The share of the steps from which on it is at work.")] = 0.0
     end: Annotated[Fraction, Field(description="The share up to which it is.")] = 1.0
     preprocessor: Annotated[str, Field(description="canny: find edges first.")] = PASSED_THROUGH
+    resize: Annotated[bool, Field(description="Bring an image of the same aspect to the size that is painted.")] = False
 
 
 class SizesChoice(BaseModel):
