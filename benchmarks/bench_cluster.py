@@ -125,6 +125,8 @@ def own_cost(pair: tuple[RunningServer, RunningServer], num_measures: int, steps
         here_s.append(local)
         there_s.append(cluster)
     gc.enable()
+    for asker in askers:
+        asker.close()
     more_ms = sorted(1e3 * (there - here) for here, there in zip(here_s, there_s, strict=True))
     low, middle, high = statistics.quantiles(more_ms, n=4)
     off = math.ceil(0.98 * math.sqrt(num_measures))  # of ranks: a median's bounds by the sign test, 95 %
@@ -147,6 +149,10 @@ class Asker:
     def __init__(self, server: RunningServer, steps: int) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
         self._asked = {"prompt": "a red fox", "num_inference_steps": steps}
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._connection.close()
 
     def ask_s(self, seed: int) -> float:
         """Seconds for a picture, from asking to its last byte."""
