@@ -75,7 +75,7 @@ ONLY_IN = {
     "typer": ("diffserve.cli", "diffserve.embedded", *OUTSIDE),
     "rich": ("diffserve.cli", "diffserve.embedded", "benchmarks"),
     "mcp": ("diffserve.cli.mcp", "tests"),
-    "opentelemetry": ("diffserve.service.tracing", "tests"),
+    "opentelemetry": ("diffserve.service.tracing", "diffserve.service.genai_metrics", "tests"),
     "gradio": ("ui", "tests.ui"),
     "llguidance": ("diffserve.json_schemas", "diffserve.runtime.decoding"),
     "gradio_client": ("tests",),

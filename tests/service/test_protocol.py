@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from starlette.requests import Request
@@ -286,3 +286,35 @@ def test_a_body_in_crumbs_is_refused(chunk: bytes, num_chunks: int, status: int)
         assert (await caller.head()).startswith(b"HTTP/1.1 %d " % status)
 
     tell(story)
+
+
+class Written:
+    """A transport that keeps what is written to it, piece by piece."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        self.is_closed = False
+
+    def write(self, data: bytes) -> None:
+        self.pieces.append(bytes(data))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_what_is_written_in_one_turn_goes_out_in_one() -> None:
+    async def story() -> None:
+        written: Any = Written()
+        gathering = protocol.Gathering(written, asyncio.get_running_loop())
+        gathering.write(b"head ")
+        gathering.write(b"body")
+        assert not written.pieces
+        await asyncio.sleep(0)
+        gathering.write(b"more")
+        gathering.write(long := bytes(protocol.MAX_GATHERED_BYTES))
+        gathering.write(b"last")
+        gathering.close()
+        assert written.pieces == [b"head body", b"more", long, b"last"]
+        assert written.is_closed
+
+    asyncio.run(story())
