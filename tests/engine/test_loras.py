@@ -192,7 +192,7 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touc
     engine = Engine(model, EngineConfig())
     neighbour = engine.submit(wanted("queries", seed=5))
     for tags, said in {
-        ("nowhere",): "there is no LoRA 'nowhere'; there are attention, dora, everything, face",
+        ("nowhere",): "there is no LoRA 'nowhere'; there are attention, everything",
         ("xl",): "LoRA 'xl' cannot be used: tensor ",
         ("torn",): "their ranks differ",
         ("dora",): "is DoRA",
