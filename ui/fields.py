@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -48,12 +48,18 @@ def read_number(text: str | None, name: str, most: float = math.inf) -> float | 
     return value
 
 
-def read_count(text: str | None, name: str, most: int) -> int | None:
-    """The whole number from 1 to ``most`` in ``text``, ``None`` for an empty one. InvalidRequest for anything else."""
-    value = read_number(text, name)
+def read_count(text: str | None, name: str, most: int, nothing: str = "1", *, param: str | None = None) -> int | None:
+    """The whole number from 1 to ``most`` in ``text``, ``None`` for an empty one, which stands for ``nothing``.
+    InvalidRequest for anything else; ``param``: the field, where it is called otherwise than ``name``."""
+    try:
+        value = read_number(text, name)
+    except InvalidRequest:
+        value = math.nan
     if value is not None and not (value.is_integer() and 1 <= value <= most):
         raise InvalidRequest(
-            f"The {name} is {(text or '')[:40]!r}; give a whole number from 1 to {most}, or nothing for 1.", param=name
+            f"The {name} is {(text or '').strip()[:40]!r}; give a whole number from 1 to {most}, or nothing for "
+            f"{nothing}.",
+            param=param or name,
         )
     return None if value is None else int(value)
 
@@ -152,6 +158,17 @@ TYPED: Final = {
     ),
 }  # fmt: skip
 """By the names that a request calls them, in the order in which the page shows them."""
+
+
+def told(fields: Mapping[str, Any]) -> Iterator[str]:
+    """What a request's ``fields`` say of those in ``TYPED``, in the page's words: "clip skip 2"; sizes are left out."""
+    for name, one in TYPED.items():
+        match fields.get(name):
+            case (first, last):
+                yield f"{one.label.lower()} {first:g}-{last:g}"
+            case int() | float() as number:
+                yield f"{one.label.lower()} {number:g}"
+
 
 KNOWN_BY: Final = re.compile(rf"(?:\bthe )?\b({'|'.join(TYPED)})\b", re.IGNORECASE)
 

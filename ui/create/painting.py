@@ -23,7 +23,7 @@ from diffserve.client import (
 from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, QueueFull
 from diffserve.images import read_infotext
 from ui.create.parameters import CheckedForm, Form, StartFile, order_of, sampler_of
-from ui.fields import as_labelled
+from ui.fields import as_labelled, told
 from ui.server import LONGEST_WAIT_S, LOOK_AGAIN_S, PATIENCE_S, Server, sentence, whole
 
 log = logging.getLogger("diffserve.page")
@@ -226,6 +226,7 @@ class Painting:
                     event.size,
                     *(f"{one.name} {one.scale:g}" for one in event.loras),
                     *(() if event.strength is None else (f"strength {event.strength:g}",)),
+                    *told(self.asked.fields),
                 )
             ),
             number=event.image_index,

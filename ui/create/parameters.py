@@ -17,7 +17,7 @@ from diffserve.infotext import RNG_LABELS, parse_infotext
 from diffserve.loras import read_list
 from diffserve.sizes import parse_size
 from diffserve.types import MAX_GUIDANCE, MAX_PROMPT_CHARS, NoiseSource
-from ui.fields import MAX_FIELD_CHARS, TYPED, check_text, read_interval, read_number, read_seed
+from ui.fields import MAX_FIELD_CHARS, TYPED, check_text, read_count, read_interval, read_number, read_seed
 
 RewriteMode = Literal["Off", "Suggest", "Auto"]
 REWRITE_MODES: Final[tuple[RewriteMode, ...]] = ("Off", "Suggest", "Auto")
@@ -309,16 +309,9 @@ def _named(said: str | None, default: str | None, meant: Mapping[str, str]) -> t
 
 
 def _steps(form: Form, image: ImageCapabilities) -> int:
-    steps = read_number(form.steps, "number of steps")
-    if steps is None:
-        return image.quality_steps.get(form.quality or "", image.default_num_steps)
-    if steps != int(steps) or not 1 <= steps <= image.train_timesteps:
-        raise InvalidRequest(
-            f"The number of steps is {steps:g}; give a whole number from 1 to {image.train_timesteps}, or nothing for "
-            "the quality's own.",
-            param="num_inference_steps",
-        )
-    return int(steps)
+    own = image.quality_steps.get(form.quality or "", image.default_num_steps)
+    most = image.train_timesteps
+    return read_count(form.steps, "number of steps", most, "the quality's own", param="num_inference_steps") or own
 
 
 def _sampler(fields: Mapping[str, str], image: ImageCapabilities | None) -> str | None:
