@@ -105,6 +105,9 @@ def with_tags(prompt: str, loras: Sequence[Lora]) -> str:
     return " ".join([prompt, *(f"<lora:{lora}>" for lora in loras)])
 
 
+TORN: Final = "no whole safetensors file, or not yet"
+
+
 class LoraFolders:
     """The safetensors files in the folders ``paths``, as they are at the moment of asking; of one name, the first."""
 
@@ -117,14 +120,14 @@ class LoraFolders:
         return tuple(name for name, kind in self._kinds().items() if not kind)
 
     def refused(self) -> dict[str, str]:
-        """Those of a kind that is not served, in order, and why not."""
+        """Those that are not whole or of a kind that is not served, in order, and why not."""
         why = "it is {}; plain LoRA is served, on linear layers and convolutions."
         return {name: why.format(kind) for name, kind in self._kinds().items() if kind}
 
     def _kinds(self) -> dict[str, str]:
-        """Of those that are whole what they are, "" where that is LoRA."""
+        """What they are, "" where that is LoRA."""
         found = {name: path / f"{name}{SUFFIX}" for path in reversed(self.paths) for name in _names_in(path)}
-        return {name: _kind_of(found[name]) for name in sorted(found) if is_whole(found[name])}
+        return {name: _kind_of(found[name]) if is_whole(found[name]) else TORN for name in sorted(found)}
 
     def find(self, name: str) -> Path:
         """The file of adapter ``name``. Raises InvalidRequest where there is none."""

@@ -66,7 +66,9 @@ class Ingress:
     def __init__(self, settings: bytes, cluster: bytes, handles: dict[str, Any]) -> None:
         """``settings`` and ``cluster``: as msgpack. ``handles``: of the replicas, by their names. Raises ConfigError
         where the Ray is not one with a token, or without what ``SERVED`` says."""
-        check_environment(os.environ)
+        self._front: Front | None = None
+        self._held = contextlib.ExitStack()
+        check_environment(os.environ)  # Ray Serve calls __del__ where this raises, too
         listen_no_further_than_ray()
         own = msgspec.msgpack.decode(settings, type=Settings)
         if not is_on_loopback():  # then proxies are for others, too
@@ -74,8 +76,6 @@ class Ingress:
         self._settings = own
         self._cluster = msgspec.msgpack.decode(cluster, type=ClusterConfig)
         self._handles = handles
-        self._front: Front | None = None
-        self._held = contextlib.ExitStack()
 
     async def __serve_build_asgi_app__(self) -> Any:
         """What answers. Ray Serve calls this on the loop that requests are answered on. Raises ConfigError where

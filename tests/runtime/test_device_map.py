@@ -76,6 +76,11 @@ def test_wrong_values_name_themselves_and_the_way_out() -> None:
         load_model("embedded", device="cpu", dtype="float32", device_map="balanced")
 
 
+def test_auto_leaves_a_single_device_as_it_is(tiny_model: Callable[[str], Path]) -> None:
+    model = load_model(tiny_model("sd15"), device="cpu", dtype="float32", device_map="auto")
+    assert model.device == torch.device("cpu")
+
+
 @contextmanager
 def two_devices(monkeypatch: pytest.MonkeyPatch, rooms: tuple[int, int]) -> Iterator[None]:
     """Main memory under two names, with so many bytes for weights each."""

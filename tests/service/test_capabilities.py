@@ -94,12 +94,14 @@ def test_adapters_of_other_kinds_are_not_offered_and_it_is_told_why(tmp_path: Pa
             {"lora_unet_a.alpha": np.zeros(1, np.float32), tensor: np.zeros(1, np.float32)},
             tmp_path / f"{name}.safetensors",
         )
+    (tmp_path / "torn.safetensors").write_bytes((tmp_path / "ink.safetensors").read_bytes()[:-1])
     image = image_of(info)
     assert image.loras == ("ink",)
     assert [(name, why.split(";")[0]) for name, why in image.refused_loras.items()] == [
         ("face", "it is an IP-Adapter"),
         ("fur", "it is DoRA"),
         ("paper", "it is LoHa"),
+        ("torn", "it is no whole safetensors file, or not yet"),
     ]
 
 

@@ -131,7 +131,13 @@ def test_suggest_writes_word_by_word_and_shows_what_changed(page: Client) -> Non
 
 
 def test_auto_says_what_it_painted_from_and_the_caption_what_it_was_painted_with(page: Client) -> None:
-    asked = {"rewrite_mode": "Auto", "steps": "4", "loras": "sepia:0.5", "guidance_interval": "0.1-0.9", "clip_skip": "1"}
+    asked = {
+        "rewrite_mode": "Auto",
+        "steps": "4",
+        "loras": "sepia:0.5",
+        "guidance_interval": "0.1-0.9",
+        "clip_skip": "1",
+    }
     painted = Painted(*page.predict("two doggos on teh beach", **asked, api_name="/generate"))
     assert ", sepia 0.5, guided part 0.1-0.9, clip skip 1, seed " in painted.caption
     assert "two dogs on the beach" in painted.painted_from

@@ -62,6 +62,8 @@ def with_spread(choice: DeviceChoice, report: Iterable[tuple[str, int, int]], de
             param="device_map",
         )
     devices = devices_of(choice)
+    if len(devices) < 2 and device_map == "auto":  # it spreads where it has to; that nothing fits is said elsewhere
+        return choice
     if len(devices) < 2:
         raise ConfigError(
             f"device_map is {device_map!r}, and torch finds one device here, {choice.device}; it spreads a model over "

@@ -112,7 +112,7 @@ class Txt2Img(Generations):
                 passes = [*passes, *results]
         warnings = list(dict.fromkeys([*painting.warnings, *(text for one in results for text in one.warnings)]))
         texts = [infotext_of(last, result, firsts.get(result.seed)) for result in results]
-        encode = [self._in_thread(encoded, last, *each) for each in zip(results, texts, strict=True)]
+        encode = [self._in_thread(last.num_pixels, encoded, last, *each) for each in zip(results, texts, strict=True)]
         told = await asyncio.gather(*encode) if body.asked.send_images is not False else []
         content = await asyncio.to_thread(answer_of, last, body, results, texts, passes, told)
         return json_response(content, warnings)
@@ -175,7 +175,7 @@ class Txt2Img(Generations):
                 history=painting.history,
             )  # fmt: skip
 
-        planned = await asyncio.gather(*(self._in_thread(plan, result) for result in results))
+        planned = await asyncio.gather(*(self._in_thread(painting.num_pixels, plan, result) for result in results))
 
         def watching(index: int) -> Callable[[object], None]:
             def watch(event: object) -> None:

@@ -35,6 +35,7 @@ from diffserve.service.http.errors import HttpError, told
 from diffserve.service.http.middleware import TEXT_BODY_BYTES, too_long
 from diffserve.service.http.streams import Events
 from diffserve.service.images.answers import answer, image_entry
+from diffserve.service.images.encoding_turns import EncodingTurns
 from diffserve.service.images.events import ImageEvents, Teller
 from diffserve.service.images.kept_pictures import KeptPictures, PictureUrls, base_url_of
 from diffserve.service.images.painting import CheckedImages, Start, plan_painting
@@ -67,7 +68,7 @@ class PaintedImages(NamedTuple):
 
 
 class Generations(Endpoint[GenerateBody, CheckedImages]):
-    """The endpoint. Pictures are encoded in threads, as many at a time as there are cores."""
+    """The endpoint. Pictures are encoded in threads, as many at a time as there are cores, small ones first."""
 
     body = GenerateBody
     ending = b""
@@ -95,7 +96,8 @@ class Generations(Endpoint[GenerateBody, CheckedImages]):
         self._pictures = pictures
         self._history = history
         self._checks = checks
-        self._encoders, self._readers = (asyncio.Semaphore(os.cpu_count() or 1) for _ in range(2))
+        num_cores = os.cpu_count() or 1
+        self._encoders, self._readers = EncodingTurns(num_cores), asyncio.Semaphore(num_cores)
         if beside is not None:
             self._in_flight, self._encoders, self._readers = beside._in_flight, beside._encoders, beside._readers
 
@@ -147,7 +149,7 @@ class Generations(Endpoint[GenerateBody, CheckedImages]):
         asked = painting.request
         if safety is not None:
             with self._traced(asked.request_id, "safety"):
-                await self._in_thread(safety.check_prompt, asked.prompt)
+                await self._in_thread(0, safety.check_prompt, asked.prompt)
             if asked.preview_every:
                 asked = msgspec.structs.replace(asked, preview_every=0)
                 painting = msgspec.structs.replace(painting, warnings=(*painting.warnings, WITHHELD))
@@ -193,7 +195,7 @@ class Generations(Endpoint[GenerateBody, CheckedImages]):
                         warnings += event.warnings
                     case Painted():
                         try:
-                            entry = await self._encoded(event.result, image_entry, painting, event.result)
+                            entry = await self._encoded(painting, event.result, image_entry, painting, event.result)
                         except ModerationBlocked as error:
                             blocked = error
                             warnings.append(f"image {event.result.image_index} was withheld: {error.message}")
@@ -229,11 +231,11 @@ class Generations(Endpoint[GenerateBody, CheckedImages]):
                     case Progress():
                         chunk = events.progressed(event)
                     case Preview():
-                        chunk = await self._in_thread(events.partial, event)
+                        chunk = await self._in_thread(painting.num_pixels, events.partial, event)
                     case Painted():
                         said = list(dict.fromkeys([*warnings, *event.result.warnings]))
                         try:
-                            chunk = await self._encoded(event.result, events.completed, event.result, said)
+                            chunk = await self._encoded(painting, event.result, events.completed, event.result, said)
                             num_told += 1
                         except ModerationBlocked as error:
                             blocked = error
@@ -252,11 +254,18 @@ class Generations(Endpoint[GenerateBody, CheckedImages]):
         async with self._readers:
             return await asyncio.to_thread(read, *arguments, **named)
 
-    async def _encoded(self, result: ImageResult, encode: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    async def _encoded(
+        self,
+        painting: CheckedImages,
+        result: ImageResult,
+        encode: Callable[P, T],
+        *arguments: P.args,
+        **named: P.kwargs,
+    ) -> T:
         """The same of a finished picture, its safety filter asked before."""
         own = {"diffserve.image_index": result.image_index}
         with self._traced(result.request_id, "image_encode", **own):
-            return await self._in_thread(encode, *arguments, **named)
+            return await self._in_thread(painting.num_pixels, encode, *arguments, **named)
 
     @contextmanager
     def _traced(self, request_id: str, name: str, **told: int) -> Iterator[None]:
@@ -268,8 +277,8 @@ class Generations(Endpoint[GenerateBody, CheckedImages]):
             if traces is not None:
                 traces.beside(request_id, name, started_ns, **told)
 
-    async def _in_thread(self, encode: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        async with self._encoders:
+    async def _in_thread(self, num_pixels: int, encode: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        async with self._encoders.taken(num_pixels):
             return await asyncio.to_thread(encode, *arguments, **named)
 
 

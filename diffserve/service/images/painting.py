@@ -68,6 +68,11 @@ class CheckedImages(Checked, frozen=True, kw_only=True):
     events: str = ""
     asked: GenerateBody | None = None
 
+    @property
+    def num_pixels(self) -> int:
+        """Of each of its pictures."""
+        return self.plan.width_px * self.plan.height_px
+
     def deliver(self, picture: Picture) -> Picture:
         """What was painted, as the caller gets it, but for its mark."""
         sized = self.plan.deliver(picture)

@@ -1,0 +1,77 @@
+"""Turns of encoders: a small picture goes before large ones, a large one is not overtaken for ever, none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from diffserve.service.images import encoding_turns
+from diffserve.service.images.encoding_turns import AHEAD_S_PER_MPX, EncodingTurns
+
+LARGE = 4_000_000
+
+
+def order(story: Coroutine[Any, Any, list[str]]) -> list[str]:
+    return asyncio.run(asyncio.wait_for(story, 20))
+
+
+def test_a_small_one_goes_before_a_crowd_of_large_ones() -> None:
+    async def story() -> list[str]:
+        turns, seen = EncodingTurns(1), list[str]()
+
+        async def encode(name: str, num_pixels: int) -> None:
+            async with turns.taken(num_pixels):
+                seen.append(name)
+                await asyncio.sleep(0)
+
+        await asyncio.gather(*(encode(f"large {number}", LARGE) for number in range(3)), encode("small", 100))
+        return seen
+
+    assert order(story()) == ["large 0", "small", "large 1", "large 2"]
+
+
+def test_a_large_one_that_came_long_before_is_not_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding_turns, "AHEAD_S_PER_MPX", AHEAD_S_PER_MPX / 1000)
+
+    async def story() -> list[str]:
+        turns, seen = EncodingTurns(1), list[str]()
+
+        async def encode(name: str, num_pixels: int) -> None:
+            async with turns.taken(num_pixels):
+                seen.append(name)
+
+        async with turns.taken(0):
+            large = asyncio.create_task(encode("large", LARGE))
+            await asyncio.sleep(0.1)
+            small = asyncio.create_task(encode("small", 100))
+            await asyncio.sleep(0)
+        await asyncio.gather(large, small)
+        return seen
+
+    assert order(story()) == ["large", "small"]
+
+
+def test_who_leaves_while_waiting_or_at_work_gives_the_place_back() -> None:
+    async def story() -> list[str]:
+        turns = EncodingTurns(2)
+
+        async def encode() -> None:
+            async with turns.taken(0):
+                await asyncio.sleep(60)
+
+        tasks = [asyncio.create_task(encode()) for _ in range(5)]
+        await asyncio.sleep(0)
+        tasks[0].cancel()  # whoever is let in now is cancelled in the same moment
+        tasks[4].cancel()
+        await asyncio.sleep(0)
+        tasks[2].cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        async with turns.taken(0), turns.taken(0):
+            return ["both"]
+
+    assert order(story()) == ["both"]
