@@ -20,9 +20,11 @@ import pytest
 if TYPE_CHECKING:
     from tests.service.server import RunningServer
 
+OWN_RAY = "Rays of their own"
 SHARED = {
-    "a cluster": re.compile(r"^def test_\w+\(\s*(cluster|apart): |importorskip\(\"ray", re.MULTILINE),
+    "a cluster": re.compile(r"^def test_\w+\(\s*cluster: ", re.MULTILINE),
     "the page": re.compile(r"\bpage_server: |^def test_\w+\([^)]*\bvisit: ", re.MULTILINE),
+    OWN_RAY: re.compile(r"importorskip\(\"ray"),
     "servers": re.compile(r"\btext_server: |^def test_\w+\([^)]*\bserver: ", re.MULTILINE),
 }
 SERVER_CONFIG = '[model]\ndtype = "float32"\n[engine]\nmax_rows = 8\nlatent_cache_bytes = 1000000\n'
@@ -51,7 +53,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes long begins first, so that in the end no worker waits for another: what many share, then what is
     killed and begun anew, and what is compiled."""
     dear = {item.path for item in items if item.get_closest_marker("chaos") or item.path.name == "test_compiled.py"}
-    items.sort(key=lambda item: 0 if _shared_by(item.path) else 1 if item.path in dear else 2)
+
+    def rank(item: pytest.Item) -> int:
+        shared = _shared_by(item.path)
+        return 0 if shared and shared != OWN_RAY else 1 if shared or item.path in dear else 2
+
+    items.sort(key=rank)
 
 
 def pytest_collection_finish() -> None:
@@ -63,8 +70,8 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A file is one worker's, as with ``--dist loadfile``; and so are all files that ask for a shared server, and all
-    that ask for the page or a browser, so that each of these is started once, and not once for every worker. Of
-    Ray there is one at a time: two that start together on two cores take minutes."""
+    that ask for the page or a browser, so that each of these is started once, and not once for every worker.
+    Those that start a Ray of their own are one worker's, after these: several that start together take minutes."""
     from xdist.scheduler import LoadFileScheduling
 
     scheduling = LoadFileScheduling(config, log)

@@ -59,7 +59,8 @@ class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """``[scaling]``.
 
     rows_per_replica  work that one is given before another is started, in UNet rows of the native size
-    idle_s            for how long fewer must have been enough before one goes; at least as long as one takes to start
+    idle_s            for how long fewer must have been enough before one goes; as long as one takes to start where that
+                      is longer, up to ten times this
     """
 
     rows_per_replica: float = 64.0

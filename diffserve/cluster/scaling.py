@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from typing import Final
 
 from diffserve.cluster.config import ClusterConfig
+
+MOST_IDLE: Final = 10.0
+"""So many times ``idle_s`` a replica that took long to start is kept at most."""
 
 
 class Scaler:
@@ -21,8 +25,9 @@ class Scaler:
         """Replicas to hold while ``cost`` (UNet rows of the native size) is queued and ``num_held`` are held.
 
         ``start_s``: seconds that one takes to start, as measured. By so much a queue that grows is foreseen; and a
-        replica that took long to start is kept for longer: to be without it costs as much. ``is_starting``: none of
-        those held is ready yet, and somebody waits for the first.
+        replica that took long to start is kept for longer, since to be without it costs as much, up to ten times
+        ``idle_s``: a start on a machine that was busy may have taken minutes. ``is_starting``: none of those held is
+        ready yet, and somebody waits for the first.
         """
         replicas, scaling = self._config.replicas, self._config.scaling
         asked = math.ceil((cost + self._growth(cost, start_s, now_s)) / scaling.rows_per_replica)
@@ -32,7 +37,7 @@ class Scaler:
             return max(wanted, num_held)
         if self._enough_since_s is None:
             self._enough_since_s = now_s
-        if now_s - self._enough_since_s < max(scaling.idle_s, start_s):
+        if now_s - self._enough_since_s < max(scaling.idle_s, min(start_s, MOST_IDLE * scaling.idle_s)):
             return num_held
         self._enough_since_s = now_s
         return num_held - 1

@@ -23,7 +23,7 @@ from tests.service.server import GENERATIONS, SOON_S, wait_for
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
 FEWER_CALLS = f"{CONFIG}trace_ticks = 7\n"
-AS_ASKED = "[replicas]\nmin = 0\nmax = 2\ncpus = 1.0\n[scaling]\nrows_per_replica = 500\nidle_s = 1\n"
+AS_ASKED = "[replicas]\nmin = 0\nmax = 2\ncpus = 1.0\n[scaling]\nrows_per_replica = 500\nidle_s = 0.5\n"
 PATIENCE_S = 4 * SOON_S
 
 

@@ -105,7 +105,9 @@ def test_fewer_are_held_one_by_one_and_only_when_they_were_enough_for_a_while() 
 
 def test_one_that_took_long_to_start_is_kept_for_as_long() -> None:
     scaler = Scaler(UP_TO_THREE)
-    assert [scaler.wanted(0.0, 1, start_s=60.0, now_s=now_s) for now_s in (0.0, 59.0, 60.0)] == [1, 1, 0]
+    assert [scaler.wanted(0.0, 1, start_s=40.0, now_s=now_s) for now_s in (0.0, 39.0, 40.0)] == [1, 1, 0]
+    scaler = Scaler(UP_TO_THREE)
+    assert [scaler.wanted(0.0, 1, start_s=600.0, now_s=now_s) for now_s in (0.0, 49.0, 50.0)] == [1, 1, 0]
 
 
 def wanted_while(told: list[tuple[float, float]], start_s: float) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from typing import Any
 
 import pytest
@@ -88,7 +89,8 @@ def test_a_stream_has_the_picture_in_a_chunk(server: RunningServer) -> None:
     answer = server.client.post(CHAT, json=asked)
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.text.count('"images":[') == 1
-    assert '"finish_reason":"stop"' in answer.text
+    stop = next(line for line in answer.text.splitlines() if '"finish_reason":"stop"' in line)
+    assert json.loads(stop.removeprefix("data: "))["usage"]["completion_tokens"] > 0
     assert answer.text.endswith("data: [DONE]\n\n")
 
 
@@ -102,6 +104,8 @@ def test_a_stream_has_the_picture_in_a_chunk(server: RunningServer) -> None:
         ({"model": "nobody"}, 404, "model"),
         ({"size": "1x"}, 400, "size"),
         ({"n": 0}, 400, "n"),
+        ({"seed": "x"}, 400, "seed"),
+        ({"seed": 2**70}, 400, "seed"),
         ({"image_config": {"aspect_ratio": "wide"}}, 400, "image_config.aspect_ratio"),
         ({"messages": [{"role": "user", "content": "x" * (1 << 20)}]}, 413, None),
     ],

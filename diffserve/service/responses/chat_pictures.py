@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -140,10 +140,10 @@ class ChatPictures(ToolPainter):
         size = self._size(body)
         try:
             return Tool.model_validate({**({} if size is None else {"size": size}), **fields, "type": PAINTS})
-        except ValueError:
-            known = ", ".join(sorted(set(Tool.model_fields) - {"type", "input_image_mask"}))
-            said = f"one of {known} has a value that is not taken; see /v1/images/generations."
-            raise InvalidRequest(said, code="invalid_value") from None
+        except ValidationError as error:
+            name = str(error.errors(include_url=False)[0]["loc"][0])
+            said = f"{name} is {show(fields.get(name))}; that is not taken, see /v1/images/generations."
+            raise InvalidRequest(said, param=name, code="invalid_value") from None
 
     def _size(self, body: PictureChatBody) -> str | None:
         """``image_config.aspect_ratio``, with as many pixels as the model's own size has."""
@@ -170,11 +170,12 @@ class ChatPictures(ToolPainter):
 
     async def _events(self, painting: CheckedImages, ticket: Ticket) -> Events:
         painted = await self.painted(painting, ticket)
-        head = _head(painting, painted, "chat.completion.chunk")
-        for index, message in enumerate(_messages(painting, painted)):
+        head, messages = _head(painting, painted, "chat.completion.chunk"), _messages(painting, painted)
+        for index, message in enumerate(messages):
             for delta, reason in ((message, None), ({}, "stop")):
                 choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
-                yield event(head | {"choices": [choice]})
+                is_last = reason is not None and index == len(messages) - 1
+                yield event(head | {"choices": [choice], "usage": _usage(painting, painted) if is_last else None})
 
 
 def _turn(message: PictureMessage, place: int) -> Turn:

@@ -279,7 +279,7 @@ def test_a_model_comes_only_where_there_is_room_and_idle_ones_make_room(
     room = {"models": 2}
     needs = studio.images._served["other"].survey.needs_bytes  # type: ignore[union-attr]
     monkeypatch.setattr(
-        engines, "free_bytes", lambda _: needs if len(studio.images.loaded) < room["models"] else needs // 100
+        engines, "free_over", lambda *_: needs if len(studio.images.loaded) < room["models"] else needs // 100
     )
     paint(studio, picture("other"))
     assert loaded(studio) == ["sd15", "other"]
