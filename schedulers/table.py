@@ -161,7 +161,8 @@ def check_noise_law(table: StepTable) -> None:
     """
     carried, slack = np.hypot(table.a * table.sigma, table.n), 0.0
     if table.hx.any():
-        carried, slack = propagate_noise(table), _CANCELLATION * float(table.sigma[0])
+        scale = (np.abs(table.a) + np.abs(table.b).sum(axis=1)).max()  # of what cancels: steps that all but stand still
+        carried, slack = propagate_noise(table), _CANCELLATION * float(table.sigma[0] * max(scale, 1.0))
     wrong = np.flatnonzero(np.abs(carried - table.sigma_next) > _TOLERANCE * table.sigma_next + slack)
     if wrong.size:
         row = int(wrong[0])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from tests.service.server import RunningServer
@@ -29,6 +30,8 @@ SHARED = {
 }
 SERVER_CONFIG = '[model]\ndtype = "float32"\n[engine]\nmax_rows = 8\nlatent_cache_bytes = 1000000\n'
 
+settings.register_profile("the same every time", derandomize=True)  # who looks for more sets HYPOTHESIS_PROFILE
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "the same every time"))
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that puts us behind keeps it from us
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
