@@ -23,7 +23,7 @@ from tests.service.server import GENERATIONS, SOON_S, wait_for
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
 FEWER_CALLS = f"{CONFIG}trace_ticks = 7\n"
-AS_ASKED = "[replicas]\nmin = 0\nmax = 2\ncpus = 1.0\n[scaling]\nrows_per_replica = 500\nidle_s = 0.5\n"
+AS_ASKED = "[replicas]\nmin = 0\nmax = 2\ncpus = 1.0\n[scaling]\nrows_per_replica = 150\nidle_s = 0.5\n"
 PATIENCE_S = 4 * SOON_S
 
 
@@ -39,7 +39,7 @@ class Load:
 
     def _paint(self, number: int) -> list[str]:
         pictures = []
-        with httpx.Client(timeout=200) as client:
+        with httpx.Client(timeout=PATIENCE_S) as client:
             while not self._is_over.is_set():
                 body = self._body | {"prompt": f"a fox, {number}", "stream": number % 2 == 1}
                 reply = client.post(self._url, json=body)
@@ -111,9 +111,9 @@ def test_files_that_are_wrong_are_refused_and_all_goes_on_as_it_was(cluster: Clu
 def test_replicas_come_with_the_work_and_go_with_it_down_to_none_and_nothing_is_lost(cluster: Cluster) -> None:
     cluster.write(AS_ASKED)
     StateFile(cluster.folder).renew()
-    with load(cluster, 1, 20):
+    with load(cluster, 1, 5):
         wait_for(lambda: cluster.states == ["off", "ready"], PATIENCE_S, "one replica")
-        with load(cluster, 3, 200):
+        with load(cluster, 3, 60):
             wait_for(lambda: cluster.num_ready == 2, PATIENCE_S, "two replicas")
         wait_for(lambda: cluster.states == ["off", "ready"], PATIENCE_S, "one replica")
     wait_for(lambda: cluster.states == ["off", "off"], PATIENCE_S, "none")

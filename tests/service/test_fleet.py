@@ -52,7 +52,8 @@ def test_a_member_that_is_killed_in_mid_step_costs_neither_its_neighbour_nor_an_
     pair: RunningServer,
 ) -> None:
     assert "2 engines: cpu, " in pair.output.read_text()
-    beside, moved = {"prompt": "a boat", "seed": 5, **STEPS}, {"prompt": "an owl", "seed": 6, **STEPS}
+    beside = {"prompt": "a boat", "seed": 5, **STEPS, "num_steps": NUM_STEPS + 100}  # more than is left of the stream
+    moved = {"prompt": "an owl", "seed": 6, **STEPS}
     pids = {line["member"]: line["engine_pid"] for line in events(pair, "engine ready")}
     with ThreadPoolExecutor(3) as pool:
         body = {"prompt": "a fox", "num_inference_steps": NUM_STEPS, "stream": True}

@@ -5,8 +5,9 @@ a load error at the first start, or five losses within five minutes, none of an 
 ``failed`` resolves and nothing is restarted
 
 It is lost when its process ends, when it says that its device is, and when it does not get on: a tick that takes longer
-than any should, or no word at all for ``[serve] hang_after_s``, also while it loads. Then it is killed. Those inside
-are told at once.
+than any should, or no word at all for ``[serve] hang_after_s``; while it loads, in which its process did not compute
+or read either, since on a busy machine libraries keep it from words for minutes. Then it is killed. Those inside are
+told at once.
 
 With ``[serve] spare_engine`` a second process stands by, its libraries imported and nothing loaded, to take its place
 if it still answers then; one that ends meanwhile is replaced.
@@ -288,7 +289,8 @@ class EngineClient:
     async def _watch(self, connection: EngineConnection, *, until: asyncio.Future[Any]) -> None:
         """Ask how it gets on ``until`` that is done, or it is lost; give it up when it does not get on."""
         pong: asyncio.Task[ipc.Pong] | None = None
-        self.silent_s = 0.0
+        self.silent_s = idle_s = 0.0
+        work = connection.work()
         patience_s = self._hang_after_s if self._is_up else max(self._hang_after_s, LOADING_ANSWERS_S)
         overs: set[asyncio.Future[Any]] = {connection.lost, until}
         try:
@@ -298,14 +300,16 @@ class EngineClient:
                 if any(over.done() for over in overs):
                     return
                 if pong.done():
-                    self.silent_s = 0.0
+                    self.silent_s = idle_s = 0.0
                     told, pong = pong.result(), None
                     if told.hangs:
                         connection.abandon(Loss("hang", f"tick {told.num_ticks + 1} has taken {told.tick_s:.0f} s"))
                     await asyncio.wait(overs, timeout=PING_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
                     continue
                 self.silent_s += PING_EVERY_S
-                if self.silent_s > patience_s:
+                before, work = work, connection.work()
+                idle_s = 0.0 if not self._is_up and work.goes_on_since(before) else idle_s + PING_EVERY_S
+                if idle_s > patience_s:
                     connection.abandon(Loss("silence", f"no word for {self.silent_s:.0f} s"))
         finally:
             if pong is not None:

@@ -15,6 +15,8 @@ import socket
 import sys
 from typing import Any, NamedTuple, cast
 
+import psutil
+
 from diffserve import ipc
 from diffserve.engine_stats import EngineStats
 from diffserve.errors import (
@@ -34,12 +36,24 @@ from diffserve.wait_policy import bound_spinning
 
 ENGINE_MODULE = "diffserve.engine.process"
 READ_BYTES = 1 << 18
+LEAST_WORK_S = 0.1
 MALLOC_ARENAS = "2"
 """Heaps of glibc in an engine; it would make eight for every core, and none gives the others what it has free."""
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DIFFUSERS_DISABLE_REMOTE_CODE": "1"}
 Answer = ipc.Pong | ipc.Trace | ipc.Stats
 ENDS = (*LAST, DiffserveError)
+
+
+class Work(NamedTuple):
+    """What a process has done so far."""
+
+    computed_s: float = 0.0
+    read_bytes: int = 0
+
+    def goes_on_since(self, before: Work) -> bool:
+        """Whether it has done more by now than threads do that wait for one another."""
+        return self.computed_s - before.computed_s >= LEAST_WORK_S or self.read_bytes > before.read_bytes
 
 
 class Loss(NamedTuple):
@@ -142,6 +156,15 @@ class EngineConnection:
     def look_again(self, name: str) -> None:
         """Have the engine look at the files of a model that it could not read."""
         self._send(ipc.LookAgain(name=name))
+
+    def work(self) -> Work:
+        """What its process has done so far; nothing where the system does not say."""
+        try:
+            process = psutil.Process(self.pid)
+            spent = process.cpu_times()
+            return Work(spent.user + spent.system, process.io_counters().read_bytes)
+        except (psutil.Error, OSError, AttributeError):  # of which the last is a system that does not count reads
+            return Work()
 
     async def ping(self) -> ipc.Pong:
         """How the engine gets on. EngineUnavailable where it is gone; waits for ever while it is silent."""
