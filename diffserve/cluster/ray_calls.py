@@ -49,6 +49,7 @@ SERVED: Final = {
 LOCAL: Final = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # else Ray takes an address that others reach
     "RAY_enable_metrics_collection": "0",
+    "RAY_worker_niceness": "0",  # 15 else: a replica would get a thirtieth of a core beside whoever else is at work
 }
 
 

@@ -25,7 +25,7 @@ from ray import serve
 from diffserve.cluster.config import ClusterConfig, read_arguments, settings_of
 from diffserve.cluster.ray_calls import DRAIN_S, MANY, Bound, RayCalls, bind_replica, check_environment
 from diffserve.cluster.replica import is_on_loopback, listen_no_further_than_ray
-from diffserve.cluster.run import Told, replicas_over
+from diffserve.cluster.run import StateReporter, replicas_over
 from diffserve.cluster.state import ClusterState, StateFile
 from diffserve.config import Settings
 from diffserve.logs import json_logs
@@ -98,7 +98,7 @@ class Ingress:
         checks = await asyncio.to_thread(PictureChecks.of, self._settings)
         self._held.callback(checks.stop)
         engines = replicas_over(self._settings, self._cluster, await self._calls())
-        told = Told(state, ClusterState(pid=os.getpid(), is_deployed=True))
+        told = StateReporter(state, ClusterState(pid=os.getpid(), is_deployed=True))
         self._held.callback(told.end)
         told.begin(engines)
         self._front = Front(self._settings, engines, ring=ring, database=database, checks=checks)

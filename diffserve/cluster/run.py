@@ -61,7 +61,7 @@ def up(
         ray = ray_cluster(settings, cluster, address=address, token_file=token, folder=own)
         calls = started.enter_context(ray)
         renewing = _Renewing(cluster, {name: one.renew for name, one in calls.items()}, read_again)
-        told = Told(state, ClusterState(pid=os.getpid(), address=address))
+        told = StateReporter(state, ClusterState(pid=os.getpid(), address=address))
 
         def over(settings: Settings) -> Replicas:
             engines = replicas_over(settings, cluster, calls)
@@ -132,7 +132,7 @@ class _Renewing:
         engines.settings = settings
 
 
-class Told:
+class StateReporter:
     """Writes down how the replicas stand, as long as the loop runs, or until it is ended."""
 
     def __init__(self, state: StateFile, first: ClusterState) -> None:

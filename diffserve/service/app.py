@@ -63,7 +63,7 @@ from diffserve.service.stored.owners import Owners
 from diffserve.service.stored.usage import UsageBook, UsageRoutes
 from diffserve.service.stored.watching import watch_store
 from diffserve.service.texts.completions import ChatCompletions, TextCompletions
-from diffserve.service.texts.embeddings import EmbeddingBody, Embeddings
+from diffserve.service.texts.embeddings import EmbeddingBody, EmbeddingEndpoint
 from diffserve.service.texts.rewrites import RewriteEndpoint
 from diffserve.service.texts.schemas import ChatBody, CompletionBody, RewriteBody, RewriterMode
 from diffserve.store.batches import Batches
@@ -157,7 +157,7 @@ def create_app(
     _post(app, "/v1/responses", responses, ResponseBody, "Say something, or paint it, within a conversation")
     _add_responses(app, responses)
     _add_conversations(app, conversations)
-    embeddings = Embeddings(engine, config, gate, admission)
+    embeddings = EmbeddingEndpoint(engine, config, gate, admission)
     _post(app, "/v1/embeddings", embeddings, EmbeddingBody, "Turn texts into vectors")
     rewrites = RewriteEndpoint(engine, config, gate, admission)
     _post(app, "/v1/prompts/rewrite", rewrites, RewriteBody, "Turn a wish into prompts that the image model reads well")

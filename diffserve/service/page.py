@@ -119,7 +119,7 @@ class PageRoute(BaseRoute):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the page answer. What it raises is answered and logged here, in place of what it says of that itself."""
-        held = _Held(send)
+        held = _WithoutServerError(send)
         try:
             checked = await _checked(scope, receive)
             await self.app(scope, checked, held)
@@ -138,7 +138,7 @@ class PageRoute(BaseRoute):
             await reply.response(scope, receive, send)
 
 
-class _Held:
+class _WithoutServerError:
     """Passes an answer on, but holds back one that says that the server failed."""
 
     def __init__(self, send: Send) -> None:

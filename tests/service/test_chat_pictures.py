@@ -107,6 +107,8 @@ def test_a_stream_has_the_picture_in_a_chunk(server: RunningServer) -> None:
         ({"seed": "x"}, 400, "seed"),
         ({"seed": 2**70}, 400, "seed"),
         ({"image_config": {"aspect_ratio": "wide"}}, 400, "image_config.aspect_ratio"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
         ({"messages": [{"role": "user", "content": "x" * (1 << 20)}]}, 413, None),
     ],
 )

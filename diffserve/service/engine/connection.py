@@ -45,13 +45,13 @@ Answer = ipc.Pong | ipc.Trace | ipc.Stats
 ENDS = (*LAST, DiffserveError)
 
 
-class Work(NamedTuple):
+class ProcessWork(NamedTuple):
     """What a process has done so far."""
 
     computed_s: float = 0.0
     read_bytes: int = 0
 
-    def goes_on_since(self, before: Work) -> bool:
+    def goes_on_since(self, before: ProcessWork) -> bool:
         """Whether it has done more by now than threads do that wait for one another."""
         return self.computed_s - before.computed_s >= LEAST_WORK_S or self.read_bytes > before.read_bytes
 
@@ -157,14 +157,14 @@ class EngineConnection:
         """Have the engine look at the files of a model that it could not read."""
         self._send(ipc.LookAgain(name=name))
 
-    def work(self) -> Work:
+    def work(self) -> ProcessWork:
         """What its process has done so far; nothing where the system does not say."""
         try:
             process = psutil.Process(self.pid)
             spent = process.cpu_times()
-            return Work(spent.user + spent.system, process.io_counters().read_bytes)
+            return ProcessWork(spent.user + spent.system, process.io_counters().read_bytes)
         except (psutil.Error, OSError, AttributeError):  # of which the last is a system that does not count reads
-            return Work()
+            return ProcessWork()
 
     async def ping(self) -> ipc.Pong:
         """How the engine gets on. EngineUnavailable where it is gone; waits for ever while it is silent."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
@@ -35,7 +35,7 @@ from diffserve.service.responses.conversation import Turn
 from diffserve.service.responses.endpoint import ToolPainter
 from diffserve.service.responses.planning import plan_picture
 from diffserve.service.responses.schemas import PAINTS, Tool
-from diffserve.service.texts.schemas import IGNORED
+from diffserve.service.texts.schemas import IGNORED, REFUSED
 from diffserve.text_types import MAX_MESSAGES
 
 SUFFIX: Final = ":image"
@@ -64,7 +64,7 @@ class Url(BaseModel):
     url: str
 
 
-class Part(BaseModel):
+class PicturePart(BaseModel):
     """Words, or a picture to begin from."""
 
     model_config = ConfigDict(strict=True)
@@ -73,7 +73,7 @@ class Part(BaseModel):
     image_url: Url | None = None
 
 
-Parts = Annotated[list[Part], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+Parts = Annotated[list[PicturePart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class PictureMessage(BaseModel):
@@ -89,6 +89,7 @@ class PictureChatBody(WorkBody):
     """A conversation that wants a picture."""
 
     hints: ClassVar[dict[str, str]] = {"messages": "give at least one message with role and content"}
+    refused: ClassVar[Mapping[str, str]] = {name: REFUSED[name] for name in ("tools", "functions")}
 
     messages: Annotated[list[PictureMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     model: Annotated[str, Field(max_length=256)] | None = None
@@ -117,6 +118,7 @@ class ChatPictures(ToolPainter):
     async def _read(self, request: Request) -> GenerateBody:
         data = await read_json(request)
         body = await in_thread_if_long(data, parse, PictureChatBody, data)
+        _check_format((body.model_extra or {}).get("response_format"))
         turns = [_turn(message, place) for place, message in enumerate(body.messages)]
         if len(data) - sum(len(picture) for turn in turns for picture in turn.pictures) > TEXT_BODY_BYTES:
             raise too_long(TEXT_BODY_BYTES)
@@ -176,6 +178,13 @@ class ChatPictures(ToolPainter):
                 choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
                 is_last = reason is not None and index == len(messages) - 1
                 yield event(head | {"choices": [choice], "usage": _usage(painting, painted) if is_last else None})
+
+
+def _check_format(wanted: object) -> None:
+    kind = wanted.get("type", "text") if isinstance(wanted, dict) else "text"
+    if kind != "text":
+        said = f"response_format.type is {show(kind)}, and a picture is asked for, which follows none; leave one out."
+        raise InvalidRequest(said, param="response_format", code="unsupported_parameter")
 
 
 def _turn(message: PictureMessage, place: int) -> Turn:

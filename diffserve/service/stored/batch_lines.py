@@ -14,7 +14,7 @@ from diffserve.store.batch_input import lines_of
 from diffserve.store.batches import LineDone
 
 
-class Told(NamedTuple):
+class LineAnswer(NamedTuple):
     """An endpoint's answer."""
 
     status: int
@@ -34,7 +34,7 @@ def expired_lines(path: Path, done: set[int]) -> Sequence[LineDone]:
     return found
 
 
-def line_done(number: int, name: str | None, told: Told) -> LineDone:
+def line_done(number: int, name: str | None, told: LineAnswer) -> LineDone:
     """What is written of line ``number``, which is called ``name``."""
     body = told.body if b"\n" not in told.body else msgspec.json.encode(msgspec.json.decode(told.body))
     response = {"status_code": told.status, "request_id": told.request_id, "body": msgspec.Raw(body)}
@@ -46,10 +46,10 @@ def _written(name: str | None, response: Any, error: Any) -> bytes:
     return msgspec.json.encode(told) + b"\n"
 
 
-def told_of(error: Exception, request_id: str) -> Told:
+def told_of(error: Exception, request_id: str) -> LineAnswer:
     """``error`` as an endpoint would have answered."""
     reply = reply_to(error)
-    return Told(reply.status, request_id, reply.body)
+    return LineAnswer(reply.status, request_id, reply.body)
 
 
 def name_in(line: bytes) -> str | None:

@@ -25,7 +25,7 @@ from starlette.types import Message
 
 from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, QueueFull
 from diffserve.service.admission import BATCH, Admission
-from diffserve.service.stored.batch_lines import Told, expired_lines, is_stream, line_done, name_in, told_of
+from diffserve.service.stored.batch_lines import LineAnswer, expired_lines, is_stream, line_done, name_in, told_of
 from diffserve.service.stored.owners import Owners
 from diffserve.store.batch_input import lines_of, read_line
 from diffserve.store.batches import Batch, Batches, LineDone
@@ -220,7 +220,7 @@ class BatchRunner:
         told = await self._told(batch, bytes(asked.body))
         return line_done(number, asked.custom_id, told)
 
-    async def _told(self, batch: Batch, body: bytes) -> Told:
+    async def _told(self, batch: Batch, body: bytes) -> LineAnswer:
         """The answer to ``body``. Where there is no room or no engine, it is asked for again."""
         num_losses = 0
         while True:
@@ -229,7 +229,7 @@ class BatchRunner:
             was_ready = self._app.state.engine.is_ready
             try:
                 answer = await self._endpoints[batch.endpoint](request)
-                return Told(answer.status_code, request_id, bytes(answer.body))
+                return LineAnswer(answer.status_code, request_id, bytes(answer.body))
             except QueueFull as full:
                 await asyncio.sleep(min(max(full.retry_after_s, TURN_S), FULL_S))
             except EngineUnavailable as error:

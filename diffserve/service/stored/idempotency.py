@@ -77,7 +77,7 @@ class Idempotency:
                 _require_same(kept.request, digest)
                 self._end(name, kept)
                 return _replayed(kept)
-            held = _Held(request)
+            held = _Lingering(request)
             response = await endpoint(Request(request.scope, held.receive))
             if isinstance(response, EventStreamResponse):
                 held.may_hang_up.set()
@@ -109,7 +109,7 @@ class Idempotency:
             over.set_result(reply)
 
 
-class _Held:
+class _Lingering:
     """What ``request`` sends, but for its hanging up, unless it ``may_hang_up``."""
 
     def __init__(self, request: Request) -> None:

@@ -64,7 +64,7 @@ class EmbeddingPlan(Checked, frozen=True, kw_only=True):
     dimensions: int | None
 
 
-class Embeddings(Endpoint[EmbeddingBody, EmbeddingPlan]):
+class EmbeddingEndpoint(Endpoint[EmbeddingBody, EmbeddingPlan]):
     """The endpoint."""
 
     body = EmbeddingBody
