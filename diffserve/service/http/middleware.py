@@ -3,6 +3,7 @@
 Plain ASGI, outermost first::
 
     Outermost     request id, the answer's common headers, one log line, and a 500 for whatever slips through
+    HeadAsGet     HEAD is answered as GET, without the body (``heads.py``)
     OriginGuard   a page from elsewhere must not make the visitor's browser post to this server
     FramingGuard  what another program on the way could read differently is refused
     BodyLimit     the body is counted and timed while it is read, and refused beyond the limits
@@ -29,7 +30,7 @@ from diffserve.service.metrics import Metrics
 from diffserve.types import new_request_id
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-ALLOWED_METHODS = "GET, POST, DELETE, OPTIONS"
+ALLOWED_METHODS = "GET, HEAD, POST, DELETE, OPTIONS"
 PREFLIGHT_MAX_AGE_S = 600
 PROBES = frozenset({"/livez", "/readyz", "/health", "/ping"})  # asked every second or so; not worth a line each
 UNTRACED = PROBES | {"/metrics"}
