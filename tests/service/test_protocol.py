@@ -172,6 +172,35 @@ def test_clean_requests_are_read_whatever_their_pieces() -> None:
     tell(story)
 
 
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        ("http://localhost/livez", "localhost", 200),
+        ("HTTP://127.0.0.1:8000/livez?x=1", "127.0.0.1:8000", 200),
+        ("http://[::1]:8000/livez", "[::1]:8000", 200),
+        ("http://localhost/v1/models/a%2Fb", "localhost", 503),
+        ("http://localhost/v1%2Fmodels", "localhost", 400),
+        ("http://localhost/nowhere", "localhost", 404),
+        ("http://localhost", "localhost", 404),
+        ("http://localhost?x=1", "localhost", 404),
+        ("http://localhost/livez", "evil.test", 200),
+        ("http://evil.test/livez", "localhost", 403),
+        ("http://localhost:99999/livez", "localhost", 403),
+        ("http://me@localhost/livez", "localhost", 404),
+        ("http:///livez", "localhost", 404),
+        ("ftp://localhost/livez", "localhost", 404),
+    ],
+)
+def test_a_target_that_names_the_server_is_taken_where_the_name_is_ours(target: str, host: str, status: int) -> None:
+    async def story(port: int) -> None:
+        caller = await Caller.at(port)
+        for _ in range(2):
+            await caller.say(f"GET {target} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+            assert (await caller.head()).startswith(b"HTTP/1.1 %d " % status)
+
+    tell(story)
+
+
 def test_an_answer_to_head_has_no_body_and_its_connection_goes_on() -> None:
     async def story(port: int) -> None:
         caller = await Caller.at(port)
