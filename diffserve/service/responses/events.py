@@ -136,8 +136,8 @@ class CallEvents:
         opened = self._opened()
         if not self._painting.has_progress:
             return opened or None
-        place = {"step": 0, "queue_position": event.queue_position, "seconds_left": event.seconds_left}
-        return opened + self._events.write(PROGRESS, **place, **fields)
+        left = {"seconds_left": event.seconds_left, "request_seconds_left": event.seconds_left}
+        return opened + self._events.write(PROGRESS, step=0, queue_position=event.queue_position, **left, **fields)
 
     def progressed(self, progress: Progress) -> bytes | None:
         """Steps done and seconds left; ``None`` where the last such event is too fresh."""
@@ -148,7 +148,8 @@ class CallEvents:
         if not self._painting.has_progress or not self._throttle.lets_pass(progress):
             return head or None
         far = {"step": progress.step_index, "steps": progress.num_steps, "seconds_left": progress.seconds_left}
-        return head + self._events.write(PROGRESS, **self._at(index), **far)
+        whole = progress.request_seconds_left
+        return head + self._events.write(PROGRESS, **self._at(index), **far, request_seconds_left=whole)
 
     def partial(self, preview: Preview) -> bytes | None:
         """A picture of the way."""
