@@ -35,7 +35,7 @@ from diffserve.service.http.keys import KeyGuard, KeyRing
 from diffserve.service.http.login import add_login
 from diffserve.service.http.middleware import BodyLimit, FramingGuard, OriginGuard, Outermost
 from diffserve.service.http.named import named
-from diffserve.service.http.openapi import IDEMPOTENCY_KEY, describe
+from diffserve.service.http.openapi import EVENT, IDEMPOTENCY_KEY, describe
 from diffserve.service.images.edit_schemas import UPLOADS, EditBody, VariationBody
 from diffserve.service.images.edits import Edits, Variations
 from diffserve.service.images.generations import Generations
@@ -84,6 +84,11 @@ PAGE_QUERIES: Final[list[dict[str, Any]]] = [
     {"in": "query", "name": "after", "schema": {"type": "string"}},
 ]
 """Of lists of items."""
+RETOLD_QUERIES: Final[list[dict[str, Any]]] = [
+    {"in": "query", "name": "stream", "schema": {"type": "boolean"}},
+    {"in": "query", "name": "starting_after", "schema": {"type": "integer", "minimum": 0}},
+]
+"""Of a response that is made and told in the background."""
 
 
 def create_app(
@@ -270,7 +275,9 @@ def _add_responses(app: FastAPI, responses: Responses) -> None:
     one = {"in": "path", "name": "response_id", "required": True, "schema": {"type": "string"}}
     place, paged = "/v1/responses/{response_id}", {"parameters": [one, *PAGE_QUERIES]}
     told = {"openapi_extra": {"parameters": [one]}}
-    named(app, place, ["GET"], summary="A response that is kept", **told)(responses.get)
+    events: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": EVENT}}}}
+    again: dict[str, Any] = {"responses": events, "openapi_extra": {"parameters": [one, *RETOLD_QUERIES]}}
+    named(app, place, ["GET"], summary="A response that is kept, or its events", **again)(responses.get)
     named(app, place, ["DELETE"], summary="Forget a response", **told)(responses.remove)
     described = "End a response that is made in the background"
     named(app, f"{place}/cancel", ["POST"], summary=described, **told)(responses.cancel)

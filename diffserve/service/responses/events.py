@@ -5,7 +5,7 @@
     created, in_progress                                                    once it is in the queue
     output_item.added, content_part.added, output_text.delta ..., output_text.done, content_part.done, output_item.done
     output_item.added, image_generation_call.in_progress, generating, partial_image ..., completed, output_item.done
-    completed, incomplete or failed                                         with the whole object
+    completed, incomplete, failed or cancelled                              with the whole object
 
 ``response.diffserve.progress`` is ours, told where the tool says ``progress``: how far a picture is, or its place in
 the queue.
@@ -44,7 +44,7 @@ class ResponseEvents:
 
     def __init__(self, head: Json) -> None:
         self.head = head
-        self.is_open = False
+        self.is_open = self.is_ended = False
         self._number = 0
 
     def opened(self) -> bytes:
@@ -57,6 +57,7 @@ class ResponseEvents:
 
     def ended(self, response: Json) -> bytes:
         """The last: the whole of it."""
+        self.is_ended = True
         return self.write(response["status"], response=response)
 
     def failed(self, error: DiffserveError, output: list[Json]) -> bytes:
