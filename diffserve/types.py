@@ -486,13 +486,15 @@ class Queued(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """``step_index`` of ``num_steps`` steps of image ``image_index`` are done; it is a picture in about
-    ``seconds_left``, with all that is queued now and nothing that comes later."""
+    ``seconds_left``, with all that is queued now and nothing that comes later, and the last of its request is one in
+    ``request_seconds_left``."""
 
     request_id: str
     image_index: int
     step_index: int
     num_steps: int
     seconds_left: float | None = None
+    request_seconds_left: float | None = None
 
 
 class Preview(msgspec.Struct, frozen=True, kw_only=True, tag=True):

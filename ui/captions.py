@@ -48,7 +48,8 @@ def progress_text(painting: Painting) -> str:
     done = f"{painting.num_finished} of {num_images} finished, " if num_images > 1 else ""
     if slowest is None or slowest.step is None:
         return f"{done}{WAITING}"
-    left = f", {seconds_text(slowest.seconds_left)} left" if slowest.seconds_left is not None else ""
+    seconds = slowest.request_seconds_left
+    left = f", {seconds_text(seconds)} left" if seconds is not None else ""
     return f"{done}step {slowest.step} of {slowest.steps}{left}"
 
 

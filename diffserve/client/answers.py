@@ -83,8 +83,10 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """The first events of a stream say the place in the queue as it changes, the others how far a picture is.
 
-    id            by which the request can be cancelled
-    image_index   which picture of the request; ``None`` while it waits
+    id                    by which the request can be cancelled
+    image_index           which picture of the request; ``None`` while it waits
+    seconds_left          until that picture is there; while it waits, until all of them are
+    request_seconds_left  until all of them are there
     """
 
     id: str
@@ -92,6 +94,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     steps: int | None = None
     seconds_left: float | None = None
+    request_seconds_left: float | None = None
     queue_position: int | None = None
     seed: int | None = None
 

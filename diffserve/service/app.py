@@ -13,6 +13,7 @@ from typing import Any, Final
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match
 
 from diffserve.config import ServeConfig
 from diffserve.errors import DiffserveError, EngineUnavailable, ModelNotFound
@@ -28,12 +29,13 @@ from diffserve.service.http.bodies import Body, show
 from diffserve.service.http.docs import add_docs
 from diffserve.service.http.errors import A1111, HttpError, reply_for
 from diffserve.service.http.forms import MEDIA_TYPE
+from diffserve.service.http.heads import HeadAsGet
 from diffserve.service.http.hosts import HostNames, is_loopback
 from diffserve.service.http.keys import KeyGuard, KeyRing
 from diffserve.service.http.login import add_login
 from diffserve.service.http.middleware import BodyLimit, FramingGuard, OriginGuard, Outermost
 from diffserve.service.http.named import named
-from diffserve.service.http.openapi import IDEMPOTENCY_KEY, describe
+from diffserve.service.http.openapi import EVENT, IDEMPOTENCY_KEY, describe
 from diffserve.service.images.edit_schemas import UPLOADS, EditBody, VariationBody
 from diffserve.service.images.edits import Edits, Variations
 from diffserve.service.images.generations import Generations
@@ -82,6 +84,11 @@ PAGE_QUERIES: Final[list[dict[str, Any]]] = [
     {"in": "query", "name": "after", "schema": {"type": "string"}},
 ]
 """Of lists of items."""
+RETOLD_QUERIES: Final[list[dict[str, Any]]] = [
+    {"in": "query", "name": "stream", "schema": {"type": "boolean"}},
+    {"in": "query", "name": "starting_after", "schema": {"type": "integer", "minimum": 0}},
+]
+"""Of a response that is made and told in the background."""
 
 
 def create_app(
@@ -187,6 +194,7 @@ def create_app(
         app.add_middleware(KeyGuard, ring=ring, open_below=below)
     app.add_middleware(FramingGuard)
     app.add_middleware(OriginGuard, hosts=HostNames(config.host, config.allowed_hosts))
+    app.add_middleware(HeadAsGet)
     app.add_middleware(Outermost, metrics=engine.metrics)
     return app
 
@@ -267,7 +275,9 @@ def _add_responses(app: FastAPI, responses: Responses) -> None:
     one = {"in": "path", "name": "response_id", "required": True, "schema": {"type": "string"}}
     place, paged = "/v1/responses/{response_id}", {"parameters": [one, *PAGE_QUERIES]}
     told = {"openapi_extra": {"parameters": [one]}}
-    named(app, place, ["GET"], summary="A response that is kept", **told)(responses.get)
+    events: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": EVENT}}}}
+    again: dict[str, Any] = {"responses": events, "openapi_extra": {"parameters": [one, *RETOLD_QUERIES]}}
+    named(app, place, ["GET"], summary="A response that is kept, or its events", **again)(responses.get)
     named(app, place, ["DELETE"], summary="Forget a response", **told)(responses.remove)
     described = "End a response that is made in the background"
     named(app, f"{place}/cancel", ["POST"], summary=described, **told)(responses.cancel)
@@ -276,17 +286,14 @@ def _add_responses(app: FastAPI, responses: Responses) -> None:
 
 
 def _add_pictures(app: FastAPI, pictures: KeptPictures) -> None:
-    async def get_picture(request: Request, name: str) -> Response:
-        picture = await asyncio.to_thread(pictures.open, name)
-        return picture.response(is_head=request.method == "HEAD")
+    async def get_picture(name: str) -> Response:
+        return (await asyncio.to_thread(pictures.open, name)).response()
 
-    place = f"{ROUTE}/{{name}}"
-    named(app, place, ["GET", "HEAD"], include_in_schema=False)(get_picture)
-    # once: FastAPI gives all methods of a route one operation id
     files = {f"image/{kind}": {"schema": {"type": "string", "format": "binary"}} for kind in ("png", "jpeg", "webp")}
     answers: dict[int | str, dict[str, Any]] = {200: {"description": "The file.", "content": files}}
     said = "A picture that was asked for as a URL"
-    app.add_api_route(place, get_picture, methods=["GET"], summary=said, responses=answers, response_class=Response)
+    told: dict[str, Any] = {"summary": said, "responses": answers, "response_class": Response}
+    named(app, f"{ROUTE}/{{name}}", ["GET"], **told)(get_picture)
 
 
 def _history(
@@ -391,13 +398,19 @@ async def _reply(request: Request, error: Exception) -> Response:
     return reply_for(request.scope["path"], error).response
 
 
+def _allowed(request: Request) -> str:
+    """The methods of all routes at the address of ``request``: the router knows those of the first alone."""
+    there = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    methods = {method for route in there for method in getattr(route, "methods", None) or ()}
+    return ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
+
+
 async def _reply_http(request: Request, error: Exception) -> Response:
     """What the router says: no such address, or not with this method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    headers = (error.headers if isinstance(error, HTTPException) else None) or {}
     where = f"{request.method[:16]} {show(request.scope['path'])}"
     if status == 405:
-        told = HttpError(status, f"{where} is not offered.", code="method_not_allowed", allow=headers.get("Allow"))
+        told = HttpError(status, f"{where} is not offered.", code="method_not_allowed", allow=_allowed(request))
     elif status == 404:
         told = HttpError(status, f"{where} does not exist.", code="unknown_url")
     else:

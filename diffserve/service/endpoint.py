@@ -74,7 +74,7 @@ class Endpoint(ABC, Generic[BodyT, CheckedT]):
                 body.priority = getattr(request.state, "priority", None)  # of a batch's line, where it says none
             checked, place = await self._check(body, request, client)
             ticket = stack.enter_context(place)
-            begun = self._begin(checked, ticket, request, stack)
+            begun = await self._begin(checked, ticket, request, stack)
             if begun is not None:
                 return begun
             interrupted = stack.enter_context(interruption(request))
@@ -95,7 +95,7 @@ class Endpoint(ABC, Generic[BodyT, CheckedT]):
         """So long an answer is waited for at most."""
         return self._config.request_timeout_s + PATIENCE_S
 
-    def _begin(self, checked: CheckedT, ticket: Ticket, request: Request, stack: ExitStack) -> Response | None:
+    async def _begin(self, checked: CheckedT, ticket: Ticket, request: Request, stack: ExitStack) -> Response | None:
         """An answer at once where nobody waits for the work, which takes what ``stack`` holds along; else ``None``."""
         return None
 

@@ -18,6 +18,7 @@ PARSE_IN_THREAD_BYTES = 64 * 1024
 PATIENCE_S = 30.0  # beyond the engine's own deadline: for encoding, and for an engine that hangs
 CLIENT_CLOSED_REQUEST = 499
 CANCELLED = "cancelled"
+WARNINGS = "x-diffserve-warnings"
 
 Interruption = asyncio.Future[HttpError]
 """Resolves, if it ever does, to the reason for which a request is to end at once."""
@@ -110,7 +111,7 @@ def json_response(data: bytes, warnings: Sequence[str]) -> Response:
 
 def warning_headers(warnings: Sequence[str]) -> dict[str, str]:
     """The headers of an answer that comes with ``warnings``; none without."""
-    return {"x-diffserve-warnings": header_text(warnings)} if warnings else {}
+    return {WARNINGS: header_text(warnings)} if warnings else {}
 
 
 class Draining(EngineUnavailable):

@@ -109,7 +109,7 @@ class PageRoute(BaseRoute):
         scope.setdefault("state", {})["is_page"] = True
         if self._is_open:
             await self._answer(scope, receive, _guarded(send))
-        elif scope["path"] == "/" and scope["method"] in ("GET", "HEAD"):
+        elif scope["path"] == "/" and scope["method"] == "GET":
             coming: Response = HTMLResponse(COMING, status_code=503, headers={"Retry-After": "1"})
             await coming(scope, receive, send)
         else:

@@ -48,10 +48,10 @@ class Replies:
             return None
         return Reply(row["request"], row["status"], msgspec.json.decode(row["headers"]), row["body"])
 
-    def add(self, name: bytes, reply: Reply) -> None:
-        """Keep ``reply``, unless it is too long, and forget those that are too old or too many."""
+    def add(self, name: bytes, reply: Reply) -> bool:
+        """Keep ``reply``, and forget those that are too old or too many; False where it is too long."""
         if len(reply.body) > min(MAX_REPLY_BYTES, self._max_bytes):
-            return
+            return False
         now_s = self._clock()
         headers = msgspec.json.encode(reply.headers).decode()
         with self._database.connected(at_once=False) as connection:
@@ -59,6 +59,7 @@ class Replies:
             row = (name, reply.request, reply.status, headers, reply.body, now_s)
             connection.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?, ?)", row)
             _trim(connection, self._max_bytes)
+        return True
 
 
 def name_of(owner: str, path: str, key: str) -> bytes:

@@ -118,6 +118,44 @@ def test_a_picture_alone_is_foreseen_to_a_tick() -> None:
     assert max(watched.errors) < 0.05
 
 
+@pytest.mark.parametrize("is_looked_for", [True, False])
+@pytest.mark.parametrize(("max_lanes", "fields"), [(1, {"num_images": 3}), (2, {"num_images": 5, "seed": 1})])
+def test_a_request_is_foreseen_until_its_last_picture(
+    max_lanes: int, fields: dict[str, int], is_looked_for: bool
+) -> None:
+    """Though some wait for a lane meanwhile, and others want the same pictures."""
+    desk = Desk(max_lanes=max_lanes)
+    if is_looked_for:
+        desk.scheduler.forecast.timer = lambda: 0.0
+    desk.submit(num_steps=10)
+    desk.run()
+    lives = [desk.submit(num_steps=10, **fields) for _ in range(2 if "seed" in fields else 1)]
+    lives[0].seconds_left = 11.0 * fields["num_images"] / max_lanes  # as the engine notes it when it comes
+    told: list[tuple[Progress, float]] = []
+    painted_s: dict[tuple[str, int], float] = {}
+    while desk.scheduler.has_work:
+        for event in desk.tick()[1]:
+            if isinstance(event, Progress):
+                told.append((event, desk.now_s))
+            elif isinstance(event, Painted):
+                painted_s[event.request_id, event.result.image_index] = desk.now_s
+    assert len(told) == 10 * fields["num_images"] * len(lives)
+    for event, now_s in told:
+        assert event.seconds_left is not None
+        assert event.request_seconds_left is not None
+        assert event.request_seconds_left >= event.seconds_left
+        if is_looked_for:
+            last_s = max(at_s for (name, _), at_s in painted_s.items() if name == event.request_id)
+            assert event.request_seconds_left == pytest.approx(last_s - now_s, rel=0.3, abs=3.0)
+            own_s = painted_s[event.request_id, event.image_index]
+            assert event.seconds_left == pytest.approx(own_s - now_s, rel=0.3, abs=3.0)
+    if "seed" not in fields:
+        first = told[0][0]
+        assert first.seconds_left is not None
+        assert first.request_seconds_left is not None
+        assert first.request_seconds_left > 2 * first.seconds_left
+
+
 def test_nothing_is_told_before_anything_was_seen() -> None:
     desk = Desk()
     live = desk.door.admit(desk.submit(num_steps=3).request, 0.0)

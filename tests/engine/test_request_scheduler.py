@@ -28,7 +28,8 @@ def test_a_request_walks_from_waiting_to_painted() -> None:
     assert (task.stage, task.lane) == (Stage.DENOISING, 0)
     plan, events = desk.tick()
     assert (plan.rows, plan.num_rows, plan.decode) == ((task,), 2, ())
-    assert events == [Progress(request_id=live.request_id, image_index=0, step_index=1, num_steps=2, seconds_left=1.0)]
+    left = {"seconds_left": 1.0, "request_seconds_left": 1.0}
+    assert events == [Progress(request_id=live.request_id, image_index=0, step_index=1, num_steps=2, **left)]
     plan, events = desk.tick()
     assert plan.decode == (task,)
     assert [type(event) for event in events] == [Progress, Painted, Finished]

@@ -111,6 +111,7 @@ def test_the_description_names_every_route_and_every_status_of_it(tmp_path: Path
     assert [one["name"] for one in progress["parameters"]] == ["skip_current_image"]
     painted = paths["/v1/images/generations"]["post"]["responses"]["200"]["content"]
     assert set(painted) == {"application/json", "text/event-stream"}
+    assert set(paths["/v1/responses/{response_id}"]["get"]["responses"]["200"]["content"]) == set(painted)
     assert set(whole["components"]["securitySchemes"]) == {"bearer", "header", "basic"}
 
 

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from diffserve.config import load_settings
 from diffserve.errors import DiffserveError, QueueFull
 from diffserve.service.app import _reply
-from diffserve.service.stored.idempotency import Idempotency
+from diffserve.service.stored.idempotency import UNKEPT, Idempotency
 from diffserve.service.stored.owners import Owners
 from diffserve.store import Database
 from diffserve.store.replies import Replies
@@ -100,6 +100,50 @@ def test_answers_are_kept_for_a_day_and_within_bounds(tmp_path: Path) -> None:
     assert replies.get(name_of("key-other", "/a", "3")) is None
     now_s += 24 * 3600
     assert replies.get(name_of("", "/a", "3")) is None
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_an_answer_that_cannot_be_kept_says_so(tmp_path: Path, is_full: bool) -> None:
+    """Because the disk takes nothing, or because it is too long: to whoever waits for it, too."""
+    database = Database(tmp_path)
+    if is_full:
+        with database.connected() as connection:
+            connection.execute("CREATE TRIGGER full BEFORE INSERT ON replies BEGIN SELECT RAISE(ABORT, 'full'); END")
+    replies = Replies(database, max_bytes=1 << 20 if is_full else 8)
+    app, asked, release = FastAPI(), list[bytes](), asyncio.Event()
+    idempotency = Idempotency(replies, Owners(load_settings(env={}).serve, None))
+
+    async def work(request: Request) -> Response:
+        asked.append(await request.body())
+        await release.wait()
+        if b"text" in asked[-1]:
+            return Response(b"no JSON at all")
+        if b"plain" in asked[-1]:
+            return JSONResponse([len(asked), "a list"])
+        return JSONResponse({"data": "ä", "warnings": ["one"]}, headers={"x-diffserve-warnings": "one"})
+
+    async def answer(request: Request) -> Response:
+        return await idempotency.answer(request, work)
+
+    app.add_api_route("/v1/a", answer, methods=["POST"])
+
+    async def ask_all() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+            both = [asyncio.create_task(client.post("/v1/a", json={}, headers={KEY: "k"})) for _ in range(2)]
+            while not asked:
+                await asyncio.sleep(0.001)
+            release.set()
+            for told in await asyncio.gather(*both):
+                assert told.json() == {"data": "ä", "warnings": ["one", UNKEPT]}
+                assert told.headers["x-diffserve-warnings"] == f"{UNKEPT} | one"
+            again = await client.post("/v1/a", json={}, headers={KEY: "k"})
+            assert (again.headers.get("idempotent-replayed"), len(asked)) == (None, 2)
+            for kind in ("text", "plain"):
+                told = await client.post("/v1/a", json={kind: 1}, headers={KEY: kind})
+                assert (told.status_code, told.headers["x-diffserve-warnings"]) == (200, UNKEPT)
+                assert UNKEPT not in told.text
+
+    asyncio.run(ask_all())
 
 
 @pytest.mark.slow

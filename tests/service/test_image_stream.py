@@ -117,7 +117,8 @@ def test_progress_comes_with_an_id_first_and_ends_with_the_last_step(server: Run
     assert first["id"].startswith("img-")
     assert (first["step"], first["queue_position"], first["seed"]) == (0, 0, 5)
     assert (last["step"], last["steps"], last["image_index"]) == (20, 20, 0)
-    assert last["seconds_left"] >= 0
+    assert first["request_seconds_left"] == first["seconds_left"]
+    assert last["request_seconds_left"] >= last["seconds_left"] >= 0
     assert {event["id"] for event in progress} == {first["id"]}
     steps = [event["step"] for event in progress]
     assert steps == sorted(steps)

@@ -69,6 +69,10 @@ def house(tmp_path: Path) -> House:
     return House(tmp_path)
 
 
+OF_ONE_ANSWER = ("x-request-id", "openai-processing-ms")
+"""Headers that no two answers have in common."""
+
+
 def bearer(text: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {text}"}
 
@@ -88,7 +92,7 @@ def test_every_route_is_closed_without_a_good_key_of_its_scope(house: House) -> 
     answers = house.ask(*((method, path, told) for method, path in closed for told in wrong))
     assert {answer.status_code for answer in answers} == {401}
     assert {answer.headers["www-authenticate"] for answer in answers} == {"Bearer"}
-    assert all("key" in answer.text for answer in answers if answer.request.method != "HEAD")
+    assert all("key" in answer.text for answer in answers)
     for scope, others in (("metrics", lambda path: path.rstrip("/") != "/metrics"), ("generate", is_admins)):
         beyond = [(method, path, bearer(house.texts[scope])) for method, path in closed if others(path)]
         assert beyond
@@ -97,6 +101,29 @@ def test_every_route_is_closed_without_a_good_key_of_its_scope(house: House) -> 
     assert picture.status_code == 404, "a picture's name is a key"
     let_in = house.ask(*((method, path, bearer(house.texts["admin"])) for method, path in closed))
     assert not {401, 403} & {answer.status_code for answer in let_in}
+
+
+@pytest.mark.parametrize("scope", ["none", "metrics", "admin"])
+def test_head_is_answered_as_get_without_the_body(house: House, scope: str) -> None:
+    house.ask()
+    told = {"Accept": "text/html"} | (bearer(house.texts[scope]) if scope != "none" else {})
+    paths = sorted({path for method, path in house.routes if method == "GET"} - {"/metrics"})  # which counts them
+    assert len(paths) > 60
+    heads = house.ask(*(("HEAD", path, told) for path in paths))
+    gets = house.ask(*(("GET", path, told) for path in paths))
+    for path, head, get in zip(paths, heads, gets, strict=True):
+        assert (head.status_code, head.content) == (get.status_code, b""), path
+        for name in OF_ONE_ANSWER:
+            assert "" not in (head.headers.pop(name), get.headers.pop(name)), path
+        assert head.headers == get.headers, path
+    assert 405 not in {head.status_code for head in heads}
+
+
+def test_what_an_address_does_not_take_is_told_with_all_that_it_takes(house: House) -> None:
+    admin, one = bearer(house.texts["admin"]), "/v1/responses/x"
+    asked = house.ask(("PUT", "/v1/models", admin), ("PUT", one, admin), ("HEAD", "/v1/images/generations", admin))
+    assert [answer.status_code for answer in asked] == [405, 405, 405]
+    assert [answer.headers["allow"] for answer in asked] == ["GET, HEAD", "DELETE, GET, HEAD", "POST"]
 
 
 def test_no_websocket_passes_whatever_key_it_brings(house: House) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from diffserve.config import load_settings
 from diffserve.service.app import create_app
@@ -43,6 +43,15 @@ async def served(max_connections: int) -> AsyncIterator[int]:
     @app.get("/slow")
     async def slow() -> None:
         await asyncio.sleep(PATIENCE_S)
+
+    @app.get("/lines")
+    async def lines() -> Response:
+        async def for_ever() -> AsyncIterator[bytes]:
+            while True:
+                yield b"line\n"
+                await asyncio.sleep(0.01)
+
+        return StreamingResponse(for_ever())
 
     @app.post("/read")
     async def read(request: Request) -> Response:
@@ -158,6 +167,50 @@ def test_clean_requests_are_read_whatever_their_pieces() -> None:
             assert (await caller.head()).startswith(b"HTTP/1.1 200 ")
         await caller.say(POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nX: y\r\n\r\n" + ALIVE)
         assert not (await caller.head()).startswith(b"HTTP/1.1 5")
+        assert (await caller.head()).startswith(b"HTTP/1.1 200 ")
+
+    tell(story)
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        ("http://localhost/livez", "localhost", 200),
+        ("HTTP://127.0.0.1:8000/livez?x=1", "127.0.0.1:8000", 200),
+        ("http://[::1]:8000/livez", "[::1]:8000", 200),
+        ("http://localhost/v1/models/a%2Fb", "localhost", 503),
+        ("http://localhost/v1%2Fmodels", "localhost", 400),
+        ("http://localhost/nowhere", "localhost", 404),
+        ("http://localhost", "localhost", 404),
+        ("http://localhost?x=1", "localhost", 404),
+        ("http://localhost/livez", "evil.test", 200),
+        ("http://evil.test/livez", "localhost", 403),
+        ("http://localhost:99999/livez", "localhost", 403),
+        ("http://me@localhost/livez", "localhost", 404),
+        ("http:///livez", "localhost", 404),
+        ("ftp://localhost/livez", "localhost", 404),
+    ],
+)
+def test_a_target_that_names_the_server_is_taken_where_the_name_is_ours(target: str, host: str, status: int) -> None:
+    async def story(port: int) -> None:
+        caller = await Caller.at(port)
+        for _ in range(2):
+            await caller.say(f"GET {target} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+            assert (await caller.head()).startswith(b"HTTP/1.1 %d " % status)
+
+    tell(story)
+
+
+def test_an_answer_to_head_has_no_body_and_its_connection_goes_on() -> None:
+    async def story(port: int) -> None:
+        caller = await Caller.at(port)
+        await caller.say(ALIVE.replace(b"GET", b"HEAD") + b"HEAD /lines HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        plain = await caller.reader.readuntil(b"\r\n\r\n")
+        assert plain.startswith(b"HTTP/1.1 200 ")
+        assert b"content-length: 15\r\n" in plain.lower()
+        lines = await caller.reader.readuntil(b"\r\n\r\n")
+        assert lines.startswith(b"HTTP/1.1 200 ")
+        await caller.say(ALIVE)
         assert (await caller.head()).startswith(b"HTTP/1.1 200 ")
 
     tell(story)

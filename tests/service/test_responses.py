@@ -19,6 +19,7 @@ from diffserve.config import load_settings
 from diffserve.errors import DiffserveError, InvalidRequest
 from diffserve.service.http.errors import HttpError
 from diffserve.service.responses.conversation import Turn, items_of, page_of, read_turns
+from diffserve.service.responses.event_log import EventLog
 from diffserve.service.responses.kept import KeptResponse, KeptResponses
 from diffserve.service.responses.planning import plan_picture, plan_text
 from diffserve.service.responses.schemas import ResponseBody, Tool
@@ -244,6 +245,86 @@ def test_in_the_background_it_is_made_while_nobody_waits_and_can_be_cancelled(
 
 
 @pytest.mark.slow
+def test_a_stream_in_the_background_goes_on_without_its_client_and_is_taken_up_again(
+    client: OpenAI, text_client: OpenAI, server: RunningServer
+) -> None:
+    def told(events: Any) -> list[Any]:
+        return [(event.sequence_number, event.type) for event in events]
+
+    slow = PAINTED | {"tools": [TOOL | {"num_inference_steps": 60, "partial_images": 2}]}
+    for who, asked in ((client, slow), (text_client, ASKED)):
+        whole = told(who.responses.create(**asked, stream=True))
+        with who.responses.create(**asked, stream=True, background=True) as stream:
+            first = next(stream)
+            assert first.type == "response.created"
+            name = first.response.id
+        rest = list(who.responses.retrieve(name, stream=True, starting_after=0))
+        assert [(0, first.type), *told(rest)] == whole
+        [last] = rest[-1:]
+        assert last.type == "response.completed"
+        assert last.response == who.responses.retrieve(name)
+        assert told(who.responses.retrieve(name, stream=True)) == whole, "and when it is over"
+        with who.responses.stream(response_id=name, starting_after=1) as again:
+            assert told(again)[-1] == whole[-1]
+            assert again.get_final_response().output[0].id == last.response.output[0].id
+        number = whole[-2][0]
+        assert told(who.responses.retrieve(name, stream=True, starting_after=number)) == whole[-1:]
+        assert not list(who.responses.retrieve(name, stream=True, starting_after=number + 1))
+
+    plain = text_client.responses.create(**ASKED)
+    with pytest.raises(openai.BadRequestError, match="background and stream"):
+        text_client.responses.retrieve(plain.id, stream=True)
+    with pytest.raises(openai.BadRequestError, match="whole number"):
+        client.responses.retrieve(client.responses.create(**PAINTED).id, stream=True, starting_after=-1)
+
+    long = PAINTED | {"tools": [TOOL | {"num_inference_steps": 1000}]}
+    with client.responses.create(**long, stream=True, background=True) as stream:
+        events = iter(stream)
+        name = next(events).response.id
+        server.wait_for_requests(1)
+        assert client.responses.cancel(name).status == "cancelled"
+        assert [event.type for event in events][-1] == "response.cancelled"
+    server.wait_until_idle()
+    late: Any = list(client.responses.retrieve(name, stream=True))[-1]
+    assert (late.type, late.response["status"]) == ("response.cancelled", "cancelled")
+
+
+def test_events_are_told_to_all_who_follow_from_where_they_are() -> None:
+    async def story() -> None:
+        record = EventLog()
+        record.add(b"data: 0\n\ndata: 1\n\n")
+
+        async def all_from(place: int) -> list[bytes]:
+            return [event async for event in record.follow(place)]
+
+        following = [asyncio.create_task(all_from(place)) for place in (0, 1, 3, 9)]
+        await asyncio.sleep(0)
+        record.add(b"data: 2\n\n")
+        await asyncio.sleep(0)
+        record.add(b"data: 3\n\n")
+        record.close()
+        whole = [f"data: {number}\n\n".encode() for number in range(4)]
+        assert await asyncio.gather(*following) == [whole, whole[1:], whole[3:], []]
+        assert await all_from(2) == whole[2:]
+        assert record.num_bytes == sum(map(len, whole))
+
+    asyncio.run(story())
+
+
+def test_events_are_kept_within_the_bounds_of_responses() -> None:
+    kept = KeptResponses(max_bytes=100)
+    kept.put("a", KeptResponse("", b"x" * 40, ()))
+    kept.note_events("a", (b"y" * 30, b"z" * 30))
+    assert kept.get("a", "").events
+    kept.put("b", KeptResponse("", b"x" * 40, ()))
+    assert not kept.has("a", ""), "what its events take counts"
+    kept.note_events("b", (b"y" * 61,))
+    assert not kept.get("b", "").events
+    kept.note_events("c", ())
+    assert not kept.has("c", "")
+
+
+@pytest.mark.slow
 def test_a_tool_paints_the_very_picture_that_the_endpoint_of_pictures_does(
     client: OpenAI, server: RunningServer
 ) -> None:
@@ -404,7 +485,6 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("tokens", {"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
     ("heat", {"temperature": -1}, "temperature", "invalid_value"),
     ("top_p", {"top_p": 1.5}, "top_p", "invalid_value"),
-    ("background-stream", {"background": True, "stream": True}, "stream", "unsupported_parameter"),
     ("background-unkept", {"background": True, "store": False}, "store", "invalid_value"),
     ("conversation", {"conversation": {"id": ""}}, "conversation.id", "empty_id"),
     ("template", {"prompt": {"id": "pmpt_1"}}, "prompt", "unsupported_parameter"),

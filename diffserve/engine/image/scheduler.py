@@ -287,7 +287,7 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         return self.forecast.seconds_left(order, share, self._moment._replace(now_s=now_s), wanted)
 
     def _with_seconds_left(self, events: list[Event], now_s: float) -> list[Event]:
-        """``events`` with the time left where they tell of steps."""
+        """``events`` with the times left where they tell of steps: of the picture and of its whole request."""
         told = [(index, event) for index, event in enumerate(events) if isinstance(event, Progress)]
         if not told:
             return events
@@ -295,30 +295,44 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         task_of |= {(one.live.request_id, one.image_index): task for task in self._flight for one in task.followers}
         shown = [(index, event, task_of.get((event.request_id, event.image_index))) for index, event in told]
         is_new = any(task is not None and task not in self._done_s for *_, task in shown)
+        missing = {event.request_id: self._missing(event.request_id) for _, event in told}
         if (is_new or now_s >= self._foresee_at_s) and now_s >= self._look_at_s:
-            left_s = self._look(now_s, wanted=set(self._flight))
+            wanted = {one for task in self._flight for one in self._missing(task.live.request_id)}
+            left_s = self._look(now_s, wanted=wanted.union(self._flight, *missing.values()))
             self._done_s = {task: now_s + seconds for task, seconds in left_s.items()}
-            work = sum(task.cost_left for task in left_s)
-            self._per_work_s = sum(left_s.values()) / work if work else 0.0
+            work = sum(task.cost_left for task in self._flight)
+            self._per_work_s = sum(left_s.get(task, 0.0) for task in self._flight) / work if work else 0.0
             self._foresee_at_s = now_s + FORESEEN_EVERY_S
         for index, event, task in shown:
-            until_s = now_s if task is None else self._done_s.get(task)  # None: it is a picture by now
-            if until_s is None and task is not None:  # not yet looked for
-                until_s = self._until_s(task, now_s)
-            if until_s is not None:
-                events[index] = replace(event, seconds_left=round(max(until_s - now_s, 0.0), 4))
+            until_s = now_s if task is None else self._until_s(task, now_s)  # None: it is a picture by now
+            if until_s is None:
+                continue
+            others = [self._until_s(one, now_s) for one in missing[event.request_id]]
+            last_s = max([until_s, *(other for other in others if other is not None)])
+            left, whole = (round(max(seconds - now_s, 0.0), 4) for seconds in (until_s, last_s))
+            events[index] = replace(event, seconds_left=left, request_seconds_left=whole)
         return events
 
+    def _missing(self, request_id: str) -> list[ImageTask]:
+        """Who is still to be painted until a request is done."""
+        live, known = self.live.get(request_id), dict(self._hits)
+        left = [] if live is None else [task for task in live.tasks if task not in known]
+        return [task.leader or task for task in left if task.stage not in (Stage.DONE, Stage.SCORING)]
+
     def _until_s(self, task: ImageTask, now_s: float) -> float | None:
-        """When ``task`` will be done at the pace of those looked for last, else as its request was told when it came,
-        else as if it were alone; ``None`` where nothing was seen yet."""
+        """When ``task`` will be done: as was seen when it was last looked for, else (unless it waits) at the pace of
+        those who were, else as its request was told when it came, else as if its request were alone; ``None`` where
+        nothing was seen yet."""
         live = task.live
-        if self._per_work_s:
+        if task in self._done_s:
+            return self._done_s[task]
+        if self._per_work_s and task.lane is not None:
             return now_s + self._per_work_s * task.cost_left
         if live.seconds_left is not None:
             return live.submitted_s + live.seconds_left
         whole = sum(one.cost_whole for one in live.tasks)
-        return None if self.forecast.pace is None else now_s + self.least_s(live) * task.cost_left / whole
+        left = task.cost_left if task.lane is not None else sum(one.cost_left for one in live.tasks)
+        return None if self.forecast.pace is None else now_s + self.least_s(live) * left / whole
 
     def _key(self, task: ImageTask) -> float:
         return self.policy.key(task, self._moment)

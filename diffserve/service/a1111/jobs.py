@@ -46,7 +46,9 @@ class PolledJob:
         self._step = 0
         self._further = further
         self._begun_s = time.monotonic()
-        self._done_s: dict[int | None, float] = {}  # when each picture of this pass will be there; None: all of them
+        self._done_s: dict[
+            int | None, float
+        ] = {}  # when each picture of the second pass will be there; None: the first
         self._pass = 0
 
     def next_pass(self) -> None:
@@ -57,17 +59,15 @@ class PolledJob:
 
     def watch(self, event: object, index: int | None = None) -> None:
         """An event of its pictures; ``index``: which picture of the job it is of, where the event cannot say."""
-        place = index
         match event:
             case Accepted() | Queued() if event.seconds_left is not None:
-                self._done_s[place] = time.monotonic() + event.seconds_left
+                self._done_s[index] = time.monotonic() + event.seconds_left
             case Progress():
                 self.has_begun, self.num_steps = True, event.num_steps
                 place = event.image_index if index is None else index
                 self._shares[place] = (self._pass + event.step_index / event.num_steps) / self.num_passes
                 self._step = event.step_index
-                self._done_s.pop(None, None)
-                self._done_s[place] = time.monotonic() + (event.seconds_left or 0.0)
+                self._done_s[index] = time.monotonic() + (event.request_seconds_left or 0.0)
             case Preview():
                 self.preview, self.num_previews = event, self.num_previews + 1
             case Painted():

@@ -2,7 +2,9 @@
 
 Plain ASGI, outermost first::
 
-    Outermost     request id, the answer's common headers, one log line, and a 500 for whatever slips through
+    Outermost     request id, the answer's common headers, one log line, and a 500 for whatever slips through; a target
+                  in absolute form is brought to the other (``targets.py``)
+    HeadAsGet     HEAD is answered as GET, without the body (``heads.py``)
     OriginGuard   a page from elsewhere must not make the visitor's browser post to this server
     FramingGuard  what another program on the way could read differently is refused
     BodyLimit     the body is counted and timed while it is read, and refused beyond the limits
@@ -24,12 +26,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from diffserve.errors import DiffserveError
 from diffserve.service.http.errors import HttpError, reply_to, status_of
 from diffserve.service.http.hosts import NOT_OURS, HostNames, hostname, is_loopback
+from diffserve.service.http.targets import AUTHORITY, take_origin_form
 from diffserve.service.lifecycle import hung_up
 from diffserve.service.metrics import Metrics
 from diffserve.types import new_request_id
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-ALLOWED_METHODS = "GET, POST, DELETE, OPTIONS"
+ALLOWED_METHODS = "GET, HEAD, POST, DELETE, OPTIONS"
 PREFLIGHT_MAX_AGE_S = 600
 PROBES = frozenset({"/livez", "/readyz", "/health", "/ping"})  # asked every second or so; not worth a line each
 UNTRACED = PROBES | {"/metrics"}
@@ -48,7 +51,6 @@ FILES: Final = "/files"
 FILE_BYTES: Final = 200_000_000
 """Of a file that is uploaded to be kept."""
 
-_AUTHORITY = re.compile(r"[A-Za-z0-9.\-_\[\]:]+")
 _HIDDEN = re.compile(rb"%(?:2f|5c|00)", re.IGNORECASE)
 _NAMES_BELOW = (b"/v1/models/", b"/gradio_api/file=")  # where what follows is one name, whatever it holds
 
@@ -69,6 +71,7 @@ class Outermost:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        take_origin_form(scope)
         request_id, started_s = new_request_id(), time.perf_counter()
         scope.setdefault("state", {})["request_id"] = request_id
         traces = None if scope["path"] in UNTRACED else self.metrics.traces
@@ -167,7 +170,7 @@ class OriginGuard:
     def _is_ours(origin: str, headers: Headers) -> bool:
         scheme, separator, authority = origin.partition("://")
         host = hostname(f"//{authority}")
-        if scheme not in ("http", "https") or not separator or host is None or not _AUTHORITY.fullmatch(authority):
+        if scheme not in ("http", "https") or not separator or host is None or not AUTHORITY.fullmatch(authority):
             return False
         return is_loopback(host) or authority.lower() == headers.get("host", "").lower()
 

@@ -12,14 +12,9 @@ CHUNK_BYTES: Final = 256 * 1024
 HEADERS: Final = {"Content-Security-Policy": "default-src 'none'; sandbox"}
 
 
-def send_file(
-    file: BinaryIO, num_bytes: int, media_type: str, headers: dict[str, str], *, is_head: bool = False
-) -> Response:
-    """The open ``file``, which is closed then; its headers alone for ``is_head``."""
+def send_file(file: BinaryIO, num_bytes: int, media_type: str, headers: dict[str, str]) -> Response:
+    """The open ``file``, which is closed then."""
     headers = {"Content-Length": str(num_bytes), **HEADERS, **headers}
-    if is_head:
-        file.close()
-        return Response(headers=headers, media_type=media_type)
     return StreamingResponse(_chunks(file), headers=headers, media_type=media_type)
 
 

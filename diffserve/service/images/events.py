@@ -5,7 +5,8 @@ Those of edits and variations begin with ``image_edit`` instead.
 ``image_generation.partial_image`` and ``image_generation.completed`` are OpenAI's, with additive fields: they carry no
 index of their own, so ``image_index`` says which picture of the request is meant. Partial images have the preview's own
 size. ``image_generation.progress`` is ours and comes first with the place in the queue, again as that changes, and then
-with the steps; ``image_generation.image_failed`` is ours too and costs one picture, not the request.
+with the steps: ``seconds_left`` is then of that picture, ``request_seconds_left`` always of the last of the request.
+``image_generation.image_failed`` is ours too and costs one picture, not the request.
 """
 
 from __future__ import annotations
@@ -82,11 +83,13 @@ class ImageEvents:
             step=progress.step_index,
             steps=progress.num_steps,
             seconds_left=progress.seconds_left,
+            request_seconds_left=progress.request_seconds_left,
         )
 
     def queued(self, event: Accepted | Queued, **fields: Any) -> bytes | None:
         """The place in the queue, and the seconds until all of it is done."""
-        return self.progress(step=0, queue_position=event.queue_position, seconds_left=event.seconds_left, **fields)
+        left = {"seconds_left": event.seconds_left, "request_seconds_left": event.seconds_left}
+        return self.progress(step=0, queue_position=event.queue_position, **left, **fields)
 
     def partial(self, preview: Preview) -> bytes:
         """A picture of the way, in the format that was asked for."""
@@ -126,7 +129,8 @@ class ImageEvents:
         """How far it is; ``None`` where nobody wants to know."""
         if not self._painting.has_progress:
             return None
-        blank = dict.fromkeys(("image_index", "step", "steps", "seconds_left", "queue_position"))
+        names = ("image_index", "step", "steps", "seconds_left", "request_seconds_left", "queue_position")
+        blank = dict.fromkeys(names)
         return self._event(PROGRESS, **blank | fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:

@@ -169,15 +169,15 @@ class KeptPicture(NamedTuple):
     left_s: float
     headers: Mapping[str, str] = MappingProxyType({})
 
-    def response(self, *, is_head: bool) -> Response:
-        """It as an answer, read in threads as fast as it is taken; its headers alone for ``is_head``."""
+    def response(self) -> Response:
+        """It as an answer, read in threads as fast as it is taken."""
         headers = {
             **self.headers,
             "Content-Disposition": f'inline; filename="{self.name}"',
             "Cache-Control": f"private, max-age={int(self.left_s)}",
         }
         media_type = MEDIA_TYPES[SUFFIXES[Path(self.name).suffix]]
-        return send_file(self.file, self.num_bytes, media_type, headers, is_head=is_head)
+        return send_file(self.file, self.num_bytes, media_type, headers)
 
 
 def new_name(image_format: ImageFormat) -> str:

@@ -1,6 +1,7 @@
 """``POST /v1/responses``: read, check, ask the language model or have it painted, tell, and keep; and those that are
 kept: ``GET`` and ``DELETE /v1/responses/{id}``, ``GET /v1/responses/{id}/input_items``; and ``POST .../cancel`` for one
-that is made in the background, while nobody waits for it.
+that is made in the background, while nobody waits for it. One that is told there too, as a stream, goes on when its
+client hangs up, and ``GET /v1/responses/{id}?stream=true&starting_after=N`` tells what came after event N.
 
 What is asked for, a text or a picture, says ``planning``. Pictures are painted by the endpoints of pictures, under
 their bounds and in their queue.
@@ -11,8 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Coroutine
 from contextlib import ExitStack, aclosing
 from functools import partial
+from typing import Any, Final
 
 import msgspec
 from starlette.requests import Request
@@ -25,13 +28,22 @@ from diffserve.service.endpoint import Checked, Endpoint, Place
 from diffserve.service.engine.engines import Engines
 from diffserve.service.http.errors import OUR_MISTAKE
 from diffserve.service.http.middleware import TEXT_BODY_BYTES, too_long
-from diffserve.service.http.streams import Events
+from diffserve.service.http.named import number_asked
+from diffserve.service.http.streams import Events, EventStreamResponse
 from diffserve.service.images.edit_schemas import EditBody
 from diffserve.service.images.edits import read_start
 from diffserve.service.images.generations import Generations
 from diffserve.service.images.painting import CheckedImages, Start
 from diffserve.service.images.schemas import GenerateBody
-from diffserve.service.lifecycle import CANCELLED, Gate, Interruption, json_response, work_until
+from diffserve.service.lifecycle import (
+    CANCELLED,
+    Gate,
+    Interruption,
+    interruption,
+    json_response,
+    warning_headers,
+    work_until,
+)
 from diffserve.service.models import check_language_model, is_alias
 from diffserve.service.responses.answers import (
     NOTHING_SAID,
@@ -49,12 +61,16 @@ from diffserve.service.responses.answers import (
 )
 from diffserve.service.responses.conversation import Turn, items_of, page_of, read_turns
 from diffserve.service.responses.conversations import TOO_LONG, Conversations
+from diffserve.service.responses.event_log import EventLog, retold
 from diffserve.service.responses.events import CallEvents, ResponseEvents, TextEvents
-from diffserve.service.responses.kept import KeptResponse, KeptResponses, owner_of
+from diffserve.service.responses.kept import MAX_BYTES, KeptResponse, KeptResponses, owner_of
 from diffserve.service.responses.planning import check_background, in_tool, plan_picture, plan_text, tool_of
 from diffserve.service.responses.schemas import ResponseBody, Tool
 from diffserve.service.texts.answers import timings_of
 from diffserve.text_types import TextAccepted, TextDelta, TextFinished, TextRequest
+
+MAX_EVENTS: Final = 10**9
+TOO_LARGE: Final = "the response is too large to be kept; ask for it without background."
 
 log = logging.getLogger("diffserve.http")
 
@@ -130,6 +146,7 @@ class Responses(Endpoint[ResponseBody, CheckedResponse]):
         self._painter = painter
         self._in_flight = painter._in_flight
         self._behind: set[asyncio.Task[None]] = set()
+        self._logs: dict[str, EventLog] = {}  # of those that are made and told in the background, by their ids
         self.kept = kept
         self.conversations = conversations
 
@@ -203,35 +220,72 @@ class Responses(Endpoint[ResponseBody, CheckedResponse]):
         paints = is_alias(body.model) or any(model.name == body.model for model in self._engine.models)
         return body.model if paints else None
 
-    def _begin(self, checked: CheckedResponse, ticket: Ticket, request: Request, stack: ExitStack) -> Response | None:
+    async def _begin(
+        self, checked: CheckedResponse, ticket: Ticket, request: Request, stack: ExitStack
+    ) -> Response | None:
         if not checked.head["background"]:
             return None
         interrupted: Interruption = asyncio.get_running_loop().create_future()
         work = request.state.request_id
         stack.enter_context(self._in_flight.listed(work, interrupted))
         begun = self._keep(checked, response_of(checked.head, "in_progress", []), work)
-        task = asyncio.create_task(
-            self._make(checked, ticket, interrupted, stack.pop_all()), name="background response"
-        )
+        record = EventLog()
+        held = stack.pop_all()
+        if checked.is_stream:
+            self._logs[checked.head["id"]] = record
+            held.callback(self._end, checked.head["id"], record)
+        task = asyncio.create_task(self._make(checked, ticket, interrupted, held, record), name="background response")
         self._behind.add(task)
         task.add_done_callback(self._behind.discard)
+        if checked.is_stream:
+            return await self._followed(record.follow(0), request, warning_headers(checked.warnings))
         return json_response(begun, checked.warnings)
 
-    async def _make(self, checked: CheckedResponse, ticket: Ticket, interrupted: Interruption, held: ExitStack) -> None:
+    def _end(self, response_id: str, record: EventLog) -> None:
+        """What made a response in the background is over, and all of it is in ``record``."""
+        record.close()
+        del self._logs[response_id]
+        self.kept.note_events(response_id, tuple(record.events))
+
+    async def _followed(self, events: Events, request: Request, headers: dict[str, str] | None = None) -> Response:
+        """``events`` as they come, for as long as the client of ``request`` listens."""
+        with ExitStack() as stack:
+            stack.enter_context(self._engine.metrics.reading())
+            interrupted = stack.enter_context(interruption(request))
+            until, limit_s = stack.pop_all(), self._limit_s
+            return await EventStreamResponse(events, interrupted, until, limit_s=limit_s, headers=headers).opened()
+
+    async def _tell(self, checked: CheckedResponse, ticket: Ticket, events: ResponseEvents, record: EventLog) -> None:
+        """Have a response be made and told in ``record``."""
+        async with aclosing(self._told(checked, ticket, events)) as chunks:
+            async for chunk in chunks:
+                if record.num_bytes > MAX_BYTES:
+                    raise DiffserveError(TOO_LARGE)
+                record.add(chunk)
+
+    async def _make(
+        self, checked: CheckedResponse, ticket: Ticket, interrupted: Interruption, held: ExitStack, record: EventLog
+    ) -> None:
         """A response in the background, which is kept, whatever becomes of it, before ``held`` is let go."""
+        events = ResponseEvents(checked.head)
         with held:
             try:
-                await work_until(interrupted, self._answer(checked, ticket), limit_s=self._limit_s)
+                answered = self._tell(checked, ticket, events, record) if checked.is_stream else None
+                work: Coroutine[Any, Any, object] = answered or self._answer(checked, ticket)
+                await work_until(interrupted, work, limit_s=self._limit_s)
                 if not self.kept.holds_work(checked.head["id"]):
                     return
-                error = DiffserveError("the response is too large to be kept; ask for it without background.")
+                error = DiffserveError(TOO_LARGE)
             except DiffserveError as said:
                 error = said
             except Exception:
                 log.exception("a response in the background failed")
                 error = DiffserveError(OUR_MISTAKE, code="internal_error")
             told = None if error.code == CANCELLED else {"code": error.code, "message": error.message}
-            self._keep(checked, response_of(checked.head, "failed" if told else "cancelled", [], error=told))
+            response = response_of(checked.head, "failed" if told else "cancelled", [], error=told)
+            self._keep(checked, response)
+            if checked.is_stream and not events.is_ended:
+                record.add(events.opened() + events.ended(response))
 
     async def _answer(self, checked: CheckedResponse, ticket: Ticket) -> Response:
         try:
@@ -260,8 +314,10 @@ class Responses(Endpoint[ResponseBody, CheckedResponse]):
                     return finished(checked, told)
         raise DiffserveError("the engine finished without an answer.")
 
-    async def _events(self, checked: CheckedResponse, ticket: Ticket) -> Events:
-        events = ResponseEvents(checked.head)
+    def _events(self, checked: CheckedResponse, ticket: Ticket) -> Events:
+        return self._told(checked, ticket, ResponseEvents(checked.head))
+
+    async def _told(self, checked: CheckedResponse, ticket: Ticket, events: ResponseEvents) -> Events:
         telling = self._telling_text if checked.painting is None else self._telling_pictures
         output: list[Json] = []
         try:
@@ -333,11 +389,19 @@ class Responses(Endpoint[ResponseBody, CheckedResponse]):
         return body
 
     async def get(self, request: Request) -> Response:
-        """A response that is kept."""
-        if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
-            said = "stream is not offered for a response that is there; leave it out."
+        """A response that is kept, or its events, from the one after ``starting_after`` on."""
+        found, response_id = self._found(request), str(request.path_params["response_id"])
+        if request.query_params.get("stream", "false").lower() in ("false", "0", ""):
+            return Response(found.body, media_type="application/json")
+        has_seen = "starting_after" in request.query_params
+        place = number_asked(request, "starting_after", range(MAX_EVENTS), 0) + 1 if has_seen else 0
+        record = self._logs.get(response_id)
+        if record is not None:
+            return await self._followed(record.follow(place), request)
+        if not found.events:
+            said = "stream is for a response that was asked for with background and stream, and whose events are kept."
             raise InvalidRequest(said, param="stream", code="unsupported_parameter")
-        return Response(self._found(request).body, media_type="application/json")
+        return await self._followed(retold(found.events[place:]), request)
 
     async def remove(self, request: Request) -> Response:
         """Forget one, and end what still makes it."""

@@ -5,7 +5,7 @@
     created, in_progress                                                    once it is in the queue
     output_item.added, content_part.added, output_text.delta ..., output_text.done, content_part.done, output_item.done
     output_item.added, image_generation_call.in_progress, generating, partial_image ..., completed, output_item.done
-    completed, incomplete or failed                                         with the whole object
+    completed, incomplete, failed or cancelled                              with the whole object
 
 ``response.diffserve.progress`` is ours, told where the tool says ``progress``: how far a picture is, or its place in
 the queue.
@@ -44,7 +44,7 @@ class ResponseEvents:
 
     def __init__(self, head: Json) -> None:
         self.head = head
-        self.is_open = False
+        self.is_open = self.is_ended = False
         self._number = 0
 
     def opened(self) -> bytes:
@@ -57,6 +57,7 @@ class ResponseEvents:
 
     def ended(self, response: Json) -> bytes:
         """The last: the whole of it."""
+        self.is_ended = True
         return self.write(response["status"], response=response)
 
     def failed(self, error: DiffserveError, output: list[Json]) -> bytes:
@@ -136,8 +137,8 @@ class CallEvents:
         opened = self._opened()
         if not self._painting.has_progress:
             return opened or None
-        place = {"step": 0, "queue_position": event.queue_position, "seconds_left": event.seconds_left}
-        return opened + self._events.write(PROGRESS, **place, **fields)
+        left = {"seconds_left": event.seconds_left, "request_seconds_left": event.seconds_left}
+        return opened + self._events.write(PROGRESS, step=0, queue_position=event.queue_position, **left, **fields)
 
     def progressed(self, progress: Progress) -> bytes | None:
         """Steps done and seconds left; ``None`` where the last such event is too fresh."""
@@ -148,7 +149,8 @@ class CallEvents:
         if not self._painting.has_progress or not self._throttle.lets_pass(progress):
             return head or None
         far = {"step": progress.step_index, "steps": progress.num_steps, "seconds_left": progress.seconds_left}
-        return head + self._events.write(PROGRESS, **self._at(index), **far)
+        whole = progress.request_seconds_left
+        return head + self._events.write(PROGRESS, **self._at(index), **far, request_seconds_left=whole)
 
     def partial(self, preview: Preview) -> bytes | None:
         """A picture of the way."""

@@ -30,6 +30,7 @@ class KeptResponse(NamedTuple):
     turns  the whole conversation, its own output included
     asked  which of them its input was
     work   the request that still makes it in the background, "" once it is over
+    events those that it was told with, where it was made and told in the background, and is over
     """
 
     owner: str
@@ -37,11 +38,12 @@ class KeptResponse(NamedTuple):
     turns: tuple[Turn, ...]
     asked: slice = slice(0)
     work: str = ""
+    events: tuple[bytes, ...] = ()
 
     @property
     def num_bytes(self) -> int:
         """About what it takes; what it shares with earlier ones counts for each."""
-        return len(self.body) + sum(turn.num_bytes for turn in self.turns)
+        return len(self.body) + sum(map(len, self.events)) + sum(turn.num_bytes for turn in self.turns)
 
 
 class KeptResponses:
@@ -97,6 +99,11 @@ class KeptResponses:
         """Whether it is there as one that is still being made."""
         found = self._kept.get(response_id)
         return found is not None and bool(found.work)
+
+    def note_events(self, response_id: str, events: tuple[bytes, ...]) -> None:
+        """Keep what a response was told with, if it is there and there is room."""
+        if response_id in self._kept:
+            self.put(response_id, self._kept[response_id]._replace(events=events))
 
     def remove(self, response_id: str, owner: str) -> None:
         """Forget it. Raises HttpError 404 as ``get`` does."""

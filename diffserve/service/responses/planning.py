@@ -37,12 +37,7 @@ FROM_ELSEWHERE: Final = (
 
 def check_background(body: ResponseBody) -> None:
     """InvalidRequest where nobody could ask for what is made in the background."""
-    if not body.background:
-        return
-    if body.stream:
-        said = "background answers at once and stream while it is made; leave one of them out."
-        raise InvalidRequest(said, param="stream", code="unsupported_parameter")
-    if body.store is False:
+    if body.background and body.store is False:
         raise InvalidRequest("store is false, and a response in the background is asked for later.", param="store")
 
 

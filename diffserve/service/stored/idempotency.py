@@ -3,10 +3,10 @@
 A request with one is worked on though its client hangs up, and whoever asks the same by it meanwhile waits for that
 work; for a day after, it is answered at once, with ``Idempotent-Replayed: true``. Another request by the same key is
 refused (422). A key is its client's own, and of one address. What failed is not kept: asked again, it is done again.
-Nor is an answer of more than 32 MiB.
+Nor is an answer of more than 32 MiB, or one that the disk does not take; it says so in its warnings.
 
 A stream is the exception while it goes on: hanging up ends it, as without a key. One that came to its end is told again
-as a whole, event by event.
+as a whole, event by event; whether it could be kept comes too late to be told.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from diffserve.errors import InvalidRequest
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.openapi import IDEMPOTENCY_KEY
 from diffserve.service.http.streams import EventStreamResponse
-from diffserve.service.lifecycle import hung_up, in_thread_if_long
+from diffserve.service.lifecycle import WARNINGS, hung_up, in_thread_if_long, warning_headers
 from diffserve.service.stored.owners import Owners
 from diffserve.store.replies import MAX_REPLY_BYTES, Replies, Reply, name_of
 
 REPLAYED: Final = "Idempotent-Replayed"
 MAX_KEY_CHARS: Final = 255
+UNKEPT: Final = "this answer could not be kept: asked again by the same Idempotency-Key, it is done again."
 NOT_KEPT: Final = frozenset({"content-length", "x-request-id", "openai-processing-ms"})
 PARAMETER: Final = {
     "name": IDEMPOTENCY_KEY,
@@ -82,26 +83,33 @@ class Idempotency:
             if isinstance(response, EventStreamResponse):
                 held.may_hang_up.set()
                 return _Recorded(response, partial(self._keep, name, digest, response))
-            await self._keep(name, digest, response, bytes(response.body))
-            return response
+            return await self._keep(name, digest, response, bytes(response.body))
         except BaseException:
             self._end(name, None)
             raise
 
-    async def _keep(self, name: bytes, digest: bytes, response: Response, body: bytes | None) -> None:
+    async def _keep(self, name: bytes, digest: bytes, response: Response, body: bytes | None) -> Response:
         """The work for ``name`` is over; ``body``: the whole answer, ``None`` where none is worth keeping.
-        An answer that cannot be kept is an answer all the same."""
+        An answer that cannot be kept is an answer all the same, with a warning."""
         reply = None
-        if body is not None and response.status_code == 200:
-            headers = {name: value for name, value in response.headers.items() if name not in NOT_KEPT}
-            reply = Reply(digest, response.status_code, headers, body)
         try:
-            if reply is not None:
-                await asyncio.to_thread(self._replies.add, name, reply)
-        except sqlite3.Error as error:
-            log.error("an answer could not be kept", extra={"reason": type(error).__name__})
+            if body is not None and response.status_code == 200:
+                headers = {name: value for name, value in response.headers.items() if name not in NOT_KEPT}
+                reply = Reply(digest, response.status_code, headers, body)
+                if not await asyncio.to_thread(self._is_kept, name, reply):
+                    reply = await asyncio.to_thread(_warned, reply)
+                    response = Response(reply.body, reply.status, reply.headers)
         finally:
             self._end(name, reply)
+        return response
+
+    def _is_kept(self, name: bytes, reply: Reply) -> bool:
+        """Whether there is room for ``reply`` from now on."""
+        try:
+            return self._replies.add(name, reply)
+        except sqlite3.Error as error:
+            log.error("an answer could not be kept", extra={"reason": type(error).__name__})
+            return False
 
     def _end(self, name: bytes, reply: Reply | None) -> None:
         _, over = self._running.pop(name, (b"", None))
@@ -131,7 +139,7 @@ class _Lingering:
 class _Recorded(Response):
     """A stream as it goes, which is kept when it has come to its end."""
 
-    def __init__(self, response: EventStreamResponse, keep: Callable[[bytes | None], Awaitable[None]]) -> None:
+    def __init__(self, response: EventStreamResponse, keep: Callable[[bytes | None], Awaitable[object]]) -> None:
         self._response = response
         self._keep = keep
         self.status_code = response.status_code
@@ -194,6 +202,18 @@ def _require_same(digest: bytes, other: bytes) -> None:
     if digest != other:
         said = f"this {IDEMPOTENCY_KEY} stands for another request; take a new one for this."
         raise HttpError(422, said, code="idempotency_key_reused")
+
+
+def _warned(reply: Reply) -> Reply:
+    """``reply`` with what is to be known of it, in its header and among the warnings of its body, where it has any."""
+    body, told = reply.body, reply.headers.get(WARNINGS)
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        said = msgspec.json.decode(fields["warnings"], type=list[str]) if "warnings" in fields else None
+        if said is not None:
+            body = msgspec.json.encode(fields | {"warnings": [*said, UNKEPT]})
+    headers = reply.headers | warning_headers([UNKEPT, *([] if told is None else [told])])
+    return reply._replace(headers=headers, body=body)
 
 
 def _replayed(reply: Reply) -> Response:
