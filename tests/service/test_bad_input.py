@@ -33,6 +33,12 @@ BAD_CONTROLS: list[tuple[dict[str, Any], str, str, str]] = [
 MAX_BODY_BYTES = load_settings(env={}).serve.max_body_bytes
 
 
+@pytest.fixture(scope="module", autouse=True)
+def log_start(shared_server: RunningServer) -> int:
+    """Where the log was when the first of these tests began."""
+    return shared_server.errors.stat().st_size
+
+
 def post(server: RunningServer, content: bytes, headers: dict[str, str] | None = None) -> httpx.Response:
     return server.client.post(GENERATIONS, content=content, headers=JSON if headers is None else headers)
 
@@ -371,10 +377,10 @@ def test_after_all_this_a_picture_is_what_it_always_was(server: RunningServer) -
     assert files_of(server.paint(seed=123)) == first
 
 
-def test_the_log_is_json_lines_without_prompts(server: RunningServer) -> None:
+def test_the_log_is_json_lines_without_prompts(server: RunningServer, log_start: int) -> None:
     server.paint("a very secret prompt\r\nwith \x1b[2J codes")
     server.paint("a very secret prompt", sampler="warp")
-    lines = server.errors.read_text(encoding="utf-8").splitlines()
+    lines = server.errors.read_bytes()[log_start:].decode().splitlines()
     records = [json.loads(line) for line in lines]
     assert {"ts", "level", "event"} <= set(records[-1])
     assert not [line for line in lines if "secret" in line]
