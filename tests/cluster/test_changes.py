@@ -1,98 +1,20 @@
-"""A cluster under load while replicas come and go, and while they take other settings: every request is answered."""
+"""A cluster under load while replicas come and go, and whose files are wrong: every request is answered."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any
 
-import httpx
 import pytest
 
 from diffserve.cluster.state import StateFile
 from diffserve.errors import ConfigError
-from tests.cluster.running import CONFIG, TWO, Cluster
-from tests.service.server import GENERATIONS, SOON_S, wait_for
+from tests.cluster.load import PATIENCE_S, load, picture_in
+from tests.cluster.running import TWO, Cluster
+from tests.service.server import GENERATIONS, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
-FEWER_CALLS = f"{CONFIG}trace_ticks = 7\n"
 AS_ASKED = "[replicas]\nmin = 0\nmax = 2\ncpus = 1.0\n[scaling]\nrows_per_replica = 150\nidle_s = 0.5\n"
-PATIENCE_S = 4 * SOON_S
-
-
-class Load:
-    """Clients that paint, one picture after the other."""
-
-    def __init__(self, url: str, num_clients: int, num_steps: int, pool: ThreadPoolExecutor) -> None:
-        self.num_done = 0
-        self._url = url
-        self._body = {"num_inference_steps": num_steps, "seed": 3}
-        self._is_over = threading.Event()
-        self._clients: list[Future[list[str]]] = [pool.submit(self._paint, number) for number in range(num_clients)]
-
-    def _paint(self, number: int) -> list[str]:
-        pictures = []
-        with httpx.Client(timeout=PATIENCE_S) as client:
-            while not self._is_over.is_set():
-                body = self._body | {"prompt": f"a fox, {number}", "stream": number % 2 == 1}
-                reply = client.post(self._url, json=body)
-                if reply.status_code == 429:  # on a slow machine there may be no room: it is said, and nothing lost
-                    time.sleep(0.2)
-                    continue
-                pictures.append(picture_in(reply))
-                self.num_done += 1
-        return pictures
-
-    def end(self) -> list[list[str]]:
-        """What each client got. AssertionError where one was refused, or its picture lost."""
-        self._is_over.set()
-        return [client.result() for client in self._clients]
-
-
-def picture_in(reply: httpx.Response) -> str:
-    """The picture that is told, whole or at the end of a stream."""
-    assert reply.status_code == 200, reply.text[:500]
-    if not reply.headers["content-type"].startswith("text/event-stream"):
-        return str(reply.json()["data"][0]["b64_json"])
-    last = [line for line in reply.text.splitlines() if line.startswith("data: {")][-1]
-    event: dict[str, Any] = json.loads(last.removeprefix("data: "))
-    assert "b64_json" in event, last[:500]
-    return str(event["b64_json"])
-
-
-@contextmanager
-def load(cluster: Cluster, num_clients: int, num_steps: int) -> Iterator[Load]:
-    """Clients at work; afterwards each had one picture at least, and the same every time."""
-    with ThreadPoolExecutor(num_clients) as pool:
-        clients = Load(cluster.server.url + GENERATIONS, num_clients, num_steps, pool)
-        try:
-            yield clients
-        finally:
-            told = clients.end()
-    assert all(len(each) >= 1 and len(set(each)) == 1 for each in told)
-
-
-def test_other_settings_are_taken_replica_by_replica_under_load_and_nothing_is_lost(cluster: Cluster) -> None:
-    known = {cluster.process_of(one["name"]).pid for one in cluster.state}
-    with load(cluster, 3, 20) as clients:
-        wait_for(lambda: clients.num_done > 3, SOON_S, "pictures")
-        cluster.write(config=FEWER_CALLS)
-        command = [sys.executable, "-m", "diffserve", "cluster", "redeploy", "--data-dir", str(cluster.folder)]
-        told = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert (told.returncode, told.stdout) == (0, "redeployed\n"), told.stderr
-        before = clients.num_done
-        wait_for(lambda: clients.num_done > before + 3, SOON_S, "pictures of replicas with other settings")
-        assert cluster.num_ready == 2
-    assert not known & {cluster.process_of(one["name"]).pid for one in cluster.state}
-    assert len(cluster.told("replica has other settings")) == 2
-    assert 7 <= len(cluster.server.client.get("/debug/trace").json()["unet_calls"]) <= 14
 
 
 def test_files_that_are_wrong_are_refused_and_all_goes_on_as_it_was(cluster: Cluster) -> None:

@@ -1,0 +1,35 @@
+"""A cluster under load whose replicas take other settings: every request is answered.
+
+Of the files that share a cluster it is the last: its replicas need not be started once more with the settings that they
+had."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.cluster.load import load
+from tests.cluster.running import CONFIG, Cluster
+from tests.service.server import SOON_S, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.chaos]
+
+FEWER_CALLS = f"{CONFIG}trace_ticks = 7\n"
+
+
+def test_other_settings_are_taken_replica_by_replica_under_load_and_nothing_is_lost(cluster: Cluster) -> None:
+    known = {cluster.process_of(one["name"]).pid for one in cluster.state}
+    with load(cluster, 3, 20) as clients:
+        wait_for(lambda: clients.num_done > 3, SOON_S, "pictures")
+        cluster.write(config=FEWER_CALLS)
+        command = [sys.executable, "-m", "diffserve", "cluster", "redeploy", "--data-dir", str(cluster.folder)]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert (told.returncode, told.stdout) == (0, "redeployed\n"), told.stderr
+        before = clients.num_done
+        wait_for(lambda: clients.num_done > before + 3, SOON_S, "pictures of replicas with other settings")
+        assert cluster.num_ready == 2
+    assert not known & {cluster.process_of(one["name"]).pid for one in cluster.state}
+    assert len(cluster.told("replica has other settings")) == 2
+    assert 7 <= len(cluster.server.client.get("/debug/trace").json()["unet_calls"]) <= 14
