@@ -608,6 +608,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
     info       what it can do: as its files say until it has been loaded once, ``None`` where they say nothing usable
     is_loaded  whether it paints at once; else it is loaded for the first request
+    keeps_latents  whether pictures may begin from those of similar prompts
     problem    why it cannot be loaded, "" where nothing is known to be wrong
     """
 
@@ -615,6 +616,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     info: ModelInfo | None
     is_loaded: bool
     problem: str = ""
+    keeps_latents: bool = False
 
 
 class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

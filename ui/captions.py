@@ -32,11 +32,12 @@ def caption_of(
     if painting.is_over:
         return _ending(painting, notes)
     after = f" {num_waiting} more of yours to come." if num_waiting else ""
-    return status(f"{progress_text(painting)}{after}", notes=notes, share=_share(painting))
+    return status(f"{progress_text(painting)}{after}", notes=notes, share=painting.share)
 
 
 def progress_text(painting: Painting) -> str:
-    """ "step 12 of 20, 3 s left", or the place in the queue; with several pictures also how many are finished."""
+    """ "step 12 of 20, 3 s left", or the place in the queue; of several pictures "1 of 4 finished, 47 % painted, 8 s
+    left", all of them taken together."""
     slowest, num_images = painting.slowest, painting.num_images
     if painting.is_early:
         return EARLY
@@ -45,12 +46,14 @@ def progress_text(painting: Painting) -> str:
     if slowest is None and painting.num_finished == 0:
         ahead = painting.queue_position
         return f"place {ahead + 1} in the queue" if ahead else WAITING
-    done = f"{painting.num_finished} of {num_images} finished, " if num_images > 1 else ""
+    seconds = painting.seconds_left
+    left = "" if seconds is None else f", {seconds_text(seconds)} left"
+    if painting.num_painted > 1:
+        done = f"{painting.num_finished} of {num_images} finished, " if num_images > 1 else ""
+        return f"{done}{math.floor(100 * painting.share)} % painted{left}"
     if slowest is None or slowest.step is None:
-        return f"{done}{WAITING}"
-    seconds = slowest.request_seconds_left
-    left = f", {seconds_text(seconds)} left" if seconds is not None else ""
-    return f"{done}step {slowest.step} of {slowest.steps}{left}"
+        return WAITING
+    return f"step {slowest.step} of {slowest.steps}{left}"
 
 
 def seconds_text(seconds: float) -> str:
@@ -107,13 +110,3 @@ def _ending(painting: Painting, notes: tuple[str, ...]) -> str:
     last = painting.pictures[-1]
     facts = batch_facts(painting.pictures) if num_done > 1 else last.facts
     return status(f"Painted in {painting.seconds:.1f} s: {facts}", notes=(*notes, *last.warnings))
-
-
-def _share(painting: Painting) -> float:
-    slowest, num_images = painting.slowest, painting.num_images
-    part = (slowest.step or 0) / slowest.steps if slowest is not None and slowest.steps else 0.0
-    return (
-        min(1.0, (painting.num_finished + part) / num_images)
-        if num_images == 1 or not slowest
-        else max(part, painting.num_finished / num_images)
-    )

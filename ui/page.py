@@ -19,6 +19,7 @@ from ui.create.rewriting import Rewriting
 from ui.create.start import Starting
 from ui.events import PRIVATE, SILENT, keep_form, keep_tab
 from ui.experiment.layout import add_experiment
+from ui.fields import TYPED
 from ui.history import tab as history
 from ui.server import Models, Server, sentence
 from ui.visitors import Visitors, key_of
@@ -27,6 +28,9 @@ TITLE: Final = "diffserve"
 LOADING: Final = "The server is loading its models; this takes a moment."
 LEAVE: Final = '<form method="post" action="logout"><button>Log out</button></form>'
 NO_REWRITER: Final = "No language model is loaded, so prompts are painted as they are written."
+NOT_TAKEN: Final[Any] = gr.update(value="", visible=False)
+"""Of a field that the model refuses: what nobody sees is not sent either."""
+
 MAX_EVENTS: Final = 1000
 """Events that gradio works on at once: more than the engine takes, so that the engine's queue is the only one."""
 
@@ -81,7 +85,7 @@ def _greet(
     loaded."""
     fields = tab.fields
     of_model: list[Block] = [about, fields.quality, fields.sampler, fields.guidance, fields.loras, fields.num_images]
-    of_model += [tab.controlling, fields.control, tab.palette.panel, tab.palette.things]
+    of_model += [tab.controlling, fields.control, tab.palette.panel, tab.palette.things, *fields.typed.values()]
     outputs = [*of_model, fields.model, fields.rewrite_mode, tab.wording.note, tab.showing.caption]
 
     async def arrive(token: str | None, was_lost: bool | None, request: gr.Request) -> Any:
@@ -121,7 +125,7 @@ def _greet(
         **PRIVATE,
     )
     arrived.then(wait, None, tab.showing.caption, **PRIVATE).then(greet, fields.model, outputs, **PRIVATE)
-    fields.model.input(choose, fields.model, of_model, **PRIVATE)
+    fields.model.change(choose, fields.model, of_model, **PRIVATE)
     arrived.then(
         creating.resume,
         None,
@@ -148,6 +152,7 @@ def _facts(models: Models, model: str | None) -> list[Any]:
         gr.update(visible=bool(image.controlnets)),
         gr.update(choices=[("None", ""), *((name, name) for name in image.controlnets)]),
         *palette.shown(image.world),
+        *(NOT_TAKEN if name in image.refused_fields else gr.update(visible=True) for name in TYPED),
     ]
 
 

@@ -51,6 +51,7 @@ class ImageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     scorer            what chooses the best of several pictures; "": nothing does
     safety_filter     what judges prompts and pictures; "": nothing does
     provenance        what pictures bear: xmp; wm, a mark in their pixels; c2pa, a signed manifest
+    refused_fields    of a request, that have to be left out; an adapter or a ControlNet that is not there aside
     """
 
     family: str
@@ -79,6 +80,7 @@ class ImageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     scorer: str = ""
     safety_filter: str = ""
     provenance: tuple[str, ...] = ()
+    refused_fields: tuple[str, ...] = ()
 
     @property
     def native_size(self) -> tuple[int, int]:

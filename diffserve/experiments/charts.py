@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.plan import Cell
@@ -18,6 +18,9 @@ Names = Mapping[str, str]
 """From a sampler as cells write it to what people read."""
 
 NO_NAMES: Names = MappingProxyType({})
+
+NEAR: Final = 0.01
+"""Dots that are no farther apart hide each other: a share of the height, and of the seconds or steps."""
 
 CellLine = tuple[str, float]
 """(sampler, guidance): one line of a chart, one row of a grid of pictures."""
@@ -59,6 +62,19 @@ class Chart(NamedTuple):
     def dots(self) -> list[ChartDot]:
         """Of all lines."""
         return [dot for line in self.lines for dot in line.dots]
+
+    def num_upon(self, line: ChartLine, dot: ChartDot) -> int:
+        """How many of the lines after ``line``, which are drawn upon it, have a dot so near to ``dot`` that it would be
+        hidden."""
+        values = [each.value.value for each in self.dots]
+        height = 1.0 if self.measure is Measure.EXACT else max(values) - min(values)
+        later = self.lines[self.lines.index(line) + 1 :]
+        return sum(any(_is_upon(other, dot, height) for other in one.dots) for one in later)
+
+
+def _is_upon(one: ChartDot, other: ChartDot, height: float) -> bool:
+    """Whether both stand in one place of a chart whose values span ``height``, as far as can be seen."""
+    return abs(math.log(one.x / other.x)) <= NEAR and abs(one.value.value - other.value.value) <= NEAR * height
 
 
 def over_steps(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 from diffserve.experiments.charts import Chart, ChartDot, ChartLine
@@ -46,6 +47,11 @@ STYLE: Final = """
 .dot { stroke: var(--body-background-fill); stroke-width: 1; }
 """
 
+UPON: Final = "Equal ones lie upon each other, the wider below."
+WIDER_PX: Final = 4.0
+LARGER: Final = 0.8
+"""For each line that lies upon a part of a curve, and for each dot upon another."""
+
 NICE: Final = (1.0, 2.0, 5.0, 10.0)
 
 
@@ -59,6 +65,8 @@ def figure(charts: Sequence[Chart]) -> str:
         f"{escape(name)}</li>"
         for (marker, color), name in ((_look(number), name) for number, name in names.items())
     )
+    if any(chart.num_upon(line, dot) for chart in charts for line in chart.lines for dot in line.dots):
+        legend += f"<li>{UPON}</li>"
     return f'<ul class="legend">{legend}</ul><div class="charts">{"".join(map(_svg, charts))}</div>'
 
 
@@ -121,12 +129,17 @@ def _draw(line: ChartLine, chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
         if dot.value.low is not None and dot.value.high is not None:
             at, low, high = x.place(dot.x), y.place(dot.value.low), y.place(dot.value.high)
             yield f'<path class="reach" d="M{at:.1f},{low:.1f}V{high:.1f}" stroke="{color}"/>'
+    places = [f"{x.place(dot.x):.1f},{y.place(dot.value.value):.1f}" for dot in line.dots]
+    upon = [chart.num_upon(line, dot) for dot in line.dots]
     if chart.is_joined:
-        places = " ".join(f"{x.place(dot.x):.1f},{y.place(dot.value.value):.1f}" for dot in line.dots)
-        yield f'<polyline class="curve" points="{places}" stroke="{color}"/>'
-    for dot in line.dots:
-        at_x, at_y = x.place(dot.x), y.place(dot.value.value)
-        yield f'<path class="dot" d="{marker}" transform="translate({at_x:.1f},{at_y:.1f})" fill="{color}">'
+        for (one, other), num_upon in zip(pairwise(places), map(min, pairwise(upon)), strict=True):
+            if num_upon:
+                width = f'style="stroke-width:{2 + WIDER_PX * num_upon:g}"'
+                yield f'<path class="curve" d="M{one}L{other}" stroke="{color}" {width}/>'
+        yield f'<polyline class="curve" points="{" ".join(places)}" stroke="{color}"/>'
+    for dot, place, num_upon in zip(line.dots, places, upon, strict=True):
+        larger = f" scale({1 + LARGER * num_upon:g})" if num_upon else ""
+        yield f'<path class="dot" d="{marker}" transform="translate({place}){larger}" fill="{color}">'
         yield f"<title>{escape(_hint(line.name, dot, chart.measure))}</title></path>"
 
 

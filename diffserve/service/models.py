@@ -140,14 +140,17 @@ def capabilities_of(
     models: Sequence[ServedModel], language: LanguageModelInfo | None, config: ServeConfig
 ) -> dict[str, dict[str, Any]]:
     """By the name of each model, ``{"image": ...}`` or ``{"language": ...}``."""
-    infos = {model.name: model.info for model in models}
-    found = {name: {"image": image_capabilities(info, config)} for name, info in infos.items() if info is not None}
+    found = {
+        model.name: {"image": image_capabilities(model.info, config, keeps_latents=model.keeps_latents)}
+        for model in models
+        if model.info is not None
+    }
     if language is not None:
         found.setdefault(language.model_id, {})["language"] = language_capabilities(language)
     return found
 
 
-def image_capabilities(info: ModelInfo, config: ServeConfig) -> dict[str, Any]:
+def image_capabilities(info: ModelInfo, config: ServeConfig, *, keeps_latents: bool = False) -> dict[str, Any]:
     """Sizes are [width, height] in pixels, the native one first."""
     sampler, sigma_schedule = resolve_sampler(info.default_sampler)
     loras = LoraFolders(info.lora_dirs)
@@ -175,7 +178,21 @@ def image_capabilities(info: ModelInfo, config: ServeConfig) -> dict[str, Any]:
         "scorer": info.scorer,
         "safety_filter": config.safety_filter,
         "provenance": header_of(config).split(";"),
+        "refused_fields": refused_fields(info, keeps_latents=keeps_latents),
     }
+
+
+def refused_fields(info: ModelInfo, *, keeps_latents: bool) -> list[str]:
+    """Fields that a request to this model has to leave out; those whose choices are told, such as adapters, aside."""
+    takes = {
+        "cache_interval": info.shallow_share is not None,
+        "similarity_threshold": keeps_latents and not info.is_inpainting,
+        "clip_skip": info.most_clip_skip > 1,
+        "micro_conditioning": info.has_size_conditioning,
+        "switch_at": bool(info.refiner),
+        "best_of": bool(info.scorer),
+    }
+    return [name for name, is_taken in takes.items() if not is_taken]
 
 
 def language_capabilities(info: LanguageModelInfo) -> dict[str, Any]:

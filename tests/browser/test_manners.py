@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import re
 from typing import Literal
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
+from PIL import Image
 from playwright.sync_api import ViewportSize, expect
 
 from tests.browser.visit import Screenshot, Visit, Visitor
@@ -18,6 +22,7 @@ NASTY = (
     "${window.owned='template'} {{#each value}}owned{{/each}} </textarea></script><h1>owned</h1>"
 )
 PHONE: ViewportSize = {"width": 390, "height": 844}
+NARROW: ViewportSize = {"width": 360, "height": 740}
 SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 GROWN = """() => [...document.querySelectorAll('#bold, img[src="x"], img[src*="192.0.2.1"], a[href^="javascript"]')]
     .map(element => element.outerHTML)
@@ -32,6 +37,12 @@ UNNAMED = """() => [...document.querySelectorAll('input:not([type=hidden]), text
         || element.innerText.trim() || element.title || element.querySelector('img[alt]:not([alt=""])')))
     .map(element => element.outerHTML.slice(0, 200))"""
 """Visible controls without a name for who cannot see them."""
+
+ARROWS_CUT_OFF = """() => [...document.querySelectorAll('.label-wrap .icon')]
+    .map(icon => [icon.getBoundingClientRect(), icon.closest('.label-wrap').getBoundingClientRect()])
+    .filter(([icon, label]) => icon.right > label.right || icon.top < label.top || icon.bottom > label.bottom)
+    .map(([icon, label]) => JSON.stringify([icon, label]))"""
+"""Arrows of accordions that stand out of their line."""
 
 FOCUS = """() => {
     const element = document.activeElement, shown = getComputedStyle(element);
@@ -54,6 +65,18 @@ def assert_fits(here: Visit) -> None:
     """Nothing is wider than the window."""
     wide = here.page.evaluate("""() => [document.documentElement.scrollWidth, window.innerWidth]""")
     assert wide[0] <= wide[1], f"the page is {wide[0]} px wide in a window of {wide[1]} px"
+
+
+def contrast(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> float:
+    """Of two colours, as WCAG reckons it: 1 to 21."""
+
+    def luminance(color: NDArray[np.uint8]) -> float:
+        share = color / 255.0
+        linear = np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
+        return float(linear @ (0.2126, 0.7152, 0.0722))
+
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
 
 
 def tab_to(here: Visit, name: str, most: int = 60) -> None:
@@ -126,6 +149,25 @@ def test_a_phone_shows_everything_without_scrolling_sideways(visit: Visitor, scr
     expect(here.part("exp-run")).to_be_visible()
     assert_fits(here)
     screenshot(here, "phone-experiment")
+
+
+def test_sliders_stand_out_and_arrows_are_whole_on_a_narrow_phone(visit: Visitor, screenshot: Screenshot) -> None:
+    here = visit(viewport=NARROW, has_touch=True, is_mobile=True)
+    assert here.page.evaluate(ARROWS_CUT_OFF) == []
+    here.write("count", 4)
+    slider = here.part("count").locator("input[type=range]")
+    slider.scroll_into_view_if_needed()
+    for scheme in SCHEMES:
+        here.page.emulate_media(color_scheme=scheme)
+        screenshot(here, f"phone-slider-{scheme}")
+        pixels = np.asarray(Image.open(io.BytesIO(slider.screenshot(animations="disabled"))).convert("RGB"))
+        middle, width = pixels[len(pixels) // 2], pixels.shape[1]
+        parts = {"filled": 0.1, "thumb": 3 / 9, "rail": 0.8}
+        ground = pixels[0, width // 2]
+        found = {name: contrast(middle[round(share * width)], ground) for name, share in parts.items()}
+        assert min(found.values()) >= 3.0, f"WCAG asks for 3 to 1 in the {scheme}: {found}"
+        edge = middle[round(3 / 9 * width) - 40 : round(3 / 9 * width) + 40]
+        assert (edge == ground).all(axis=1).any(), "a gap around the thumb"
 
 
 def test_a_picture_can_be_painted_by_keyboard_alone(visit: Visitor, screenshot: Screenshot) -> None:

@@ -37,6 +37,9 @@ def test_another_model_is_chosen_and_paints_as_it_does_best(
     expect(here.part("leave")).to_be_hidden()
     expect(here.field("model")).to_have_value("embedded")
     expect(here.part("quality")).to_contain_text("Standard, 25 steps")
+    here.open_advanced()
+    expect(here.part("clip-skip")).to_be_visible()
+    expect(here.part("switch-at")).to_have_count(0)  # there is no refiner
     here.field("model").click()
     here.page.get_by_role("option", name="turbo").click()
     expect(here.part("quality")).to_contain_text("Standard, 4 steps")

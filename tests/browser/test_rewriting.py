@@ -33,10 +33,17 @@ def test_a_suggestion_is_edited_and_painted(visit: Visitor, screenshot: Screensh
     here.expect_text("difference", r"doggos.*two")
     screenshot(here, "suggested")
     here.write("suggestion", "three dogs on the beach")
+    here.expect_text("rewrite-note", "paints what stands in the prompt; a suggestion gets there once you accept it")
+    here.set_advanced(steps=1)
+    here.paint()
+    assert prompt_in(here.save("download", tmp_path)) == WISH, "it was not accepted"
     here.press("accept")
     expect(here.field("prompt")).to_have_value("three dogs on the beach")
     here.set_advanced(steps=10)
     here.paint()
+    expect(here.gallery()).to_have_count(2)
+    here.until_rested()
+    here.expect_caption("10 steps")
     screenshot(here, "suggested-edited-painted")
     assert prompt_in(here.save("download", tmp_path)) == "three dogs on the beach"
 

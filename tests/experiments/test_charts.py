@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from xml.etree import ElementTree
 
 import msgspec
@@ -12,7 +13,17 @@ from diffserve.experiments.charts import over_seconds, over_steps
 from diffserve.experiments.estimates import Estimate, Measure
 from diffserve.experiments.plan import Cell
 from diffserve.experiments.summary import CellSummary
-from diffserve.experiments.svg import COLORS, Scale, apart, figure, linear_scale, linear_ticks, log_scale, log_ticks
+from diffserve.experiments.svg import (
+    COLORS,
+    UPON,
+    Scale,
+    apart,
+    figure,
+    linear_scale,
+    linear_ticks,
+    log_scale,
+    log_ticks,
+)
 from ui.experiment.view import knee_sentence
 
 MEASURES = (Measure.EXACT, Measure.PSNR_DB)
@@ -70,8 +81,8 @@ def svgs(html: str) -> list[ElementTree.Element]:
 
 def places(svg: ElementTree.Element, color: str) -> list[tuple[float, float]]:
     dots = [path for path in svg.iter("path") if path.get("class") == "dot" and path.get("fill") == color]
-    found = [(dot.get("transform") or "").removeprefix("translate(").removesuffix(")").split(",") for dot in dots]
-    return [(float(x), float(y)) for x, y in found]
+    found = [re.match(r"translate\(([\d.]+),([\d.]+)\)", dot.get("transform") or "") for dot in dots]
+    return [(float(place[1]), float(place[2])) for place in found if place is not None]
 
 
 def test_every_cell_is_a_dot_on_a_logarithmic_axis_and_better_is_higher() -> None:
@@ -93,6 +104,21 @@ def test_seconds_have_a_front_and_its_knee_is_named() -> None:
     (_, psnr) = svgs(figure(charts))
     assert len(list(psnr.iter("circle"))) == 1
     assert not list(psnr.iter("polyline")), "dots that are not an order of anything are not joined"
+
+
+def test_equal_curves_and_dots_are_seen_below_each_other() -> None:
+    over = over_steps(SWEEP, MEASURES, NAMES)  # all have the same share of exact pictures, and no two one distance
+    exact, psnr = svgs(figure(over))
+    first, second = ([path for path in exact.iter("path") if path.get("stroke") == color] for color in COLORS[:2])
+    assert [path.get("style") for path in first] == ["stroke-width:6"] * 2, "both stretches of the curve below"
+    assert second == []
+    dots = [path.get("transform") or "" for path in exact.iter("path") if path.get("class") == "dot"]
+    assert ["scale" in dot for dot in dots] == [True] * 3 + [False] * 3
+    assert "scale" not in ElementTree.tostring(psnr, "unicode")
+    assert UPON in figure(over)
+    assert UPON not in figure(over[1:])
+    (seconds, _) = svgs(figure(over_seconds(SWEEP, MEASURES, NAMES)))
+    assert ElementTree.tostring(seconds, "unicode").count("scale(1.8)") == 3
 
 
 def test_numbers_beside_dots_do_not_run_into_each_other() -> None:

@@ -19,7 +19,7 @@ from diffserve.sampling_params import MAX_BEAMS, MAX_TEMPERATURE
 from diffserve.service.capabilities import Offer, capabilities
 from diffserve.service.endpoint import Checked
 from diffserve.service.images.schemas import GenerateBody
-from diffserve.service.models import ALIASES, capabilities_of, image_capabilities
+from diffserve.service.models import ALIASES, capabilities_of, image_capabilities, refused_fields
 from diffserve.service.texts.schemas import ChatBody, CompletionBody
 from diffserve.text_types import LanguageModelInfo
 from diffserve.types import MAX_IMAGES, ModelInfo, ServedModel, Timings
@@ -67,6 +67,34 @@ def test_the_client_reads_all_that_is_said_of_an_image_model() -> None:
     assert (image.default_sampler, image.default_sigma_schedule) == ("dpmpp_2m", "karras")
     assert (image.default_num_steps, image.default_guidance_scale, image.train_timesteps) == (30, 7.0, 1000)
     assert set(image_capabilities(INFO, serve_config())) == set(ImageCapabilities.__struct_fields__)
+
+
+def test_fields_are_refused_that_the_model_has_nothing_for() -> None:
+    every = {"cache_interval", "similarity_threshold", "clip_skip", "micro_conditioning", "switch_at", "best_of"}
+    assert set(image_of(INFO).refused_fields) == every
+    able = msgspec.structs.replace(
+        INFO, shallow_share=0.2, most_clip_skip=2, has_size_conditioning=True, refiner="xl [01]", scorer="checker"
+    )
+    assert image_of(able).refused_fields == ("similarity_threshold",)
+    assert refused_fields(able, keeps_latents=True) == []
+    assert refused_fields(msgspec.structs.replace(able, is_inpainting=True), keeps_latents=True) == [
+        "similarity_threshold"
+    ]
+
+
+VALUES: dict[str, Any] = {
+    "cache_interval": 2, "similarity_threshold": 0.9, "clip_skip": 2, "switch_at": 0.5, "best_of": 2,
+    "micro_conditioning": {"original_size": [64, 64], "crop": [0, 0], "target_size": [64, 64]},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_server_refuses_just_what_it_says(server: RunningServer) -> None:
+    (model, *_) = server.client.get("/v1/models").json()["data"]
+    for name, value in VALUES.items():
+        answer = server.paint(**{name: value})
+        is_refused = answer.status_code == 400 and error_of(answer)["param"].startswith(name)
+        assert is_refused == (name in model["capabilities"]["image"]["refused_fields"]), (name, answer.text[:300])
 
 
 def test_adapters_are_listed_as_they_lie_there(tmp_path: Path) -> None:

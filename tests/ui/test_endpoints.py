@@ -164,7 +164,7 @@ def test_a_wrong_value_is_a_sentence_with_the_way_out(page: Client, fields: dict
 def test_an_experiment_is_estimated_painted_and_kept_in_files(page: Client) -> None:
     asked = {
         "samplers": ["ddim", "euler"], "steps": "1, 3", "prompts": "a penguin", "num_seeds": 1, "first_seed": 7,
-        "guidance": None, "has_converged": False,
+        "has_converged": False,
     }  # fmt: skip
     estimate = page.predict(**asked, api_name="/experiment_estimate")
     assert re.search(r"about \d+ (s|min)", estimate)
@@ -185,7 +185,7 @@ def test_an_experiment_is_estimated_painted_and_kept_in_files(page: Client) -> N
      ({"prompts": "\n"}, "prompt"), ({"num_seeds": 0}, "Seeds is 0"), ({"first_seed": -1}, "Seed is -1")],
 )  # fmt: skip
 def test_an_experiment_that_cannot_be_painted_says_why(page: Client, fields: dict[str, Any], sentence: str) -> None:
-    asked = {"samplers": ["ddim"], "steps": "2", "prompts": "a penguin", "guidance": None, **fields}
+    asked = {"samplers": ["ddim"], "steps": "2", "prompts": "a penguin", **fields}
     for told in (
         page.predict(**asked, api_name="/experiment_estimate"),
         Experiment(*page.predict(**asked, api_name="/experiment")).status,

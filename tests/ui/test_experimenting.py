@@ -149,7 +149,7 @@ def test_curves_that_are_still_to_come_are_no_failure(monkeypatch: pytest.Monkey
     async def look() -> tuple[Shown | None, Shown]:
         server = Server(NOBODY)
         run = GridRun(server.client, plan, PromptCheck("sd15", plan.prompts), tmp_path)
-        view = View(run, ServerSpeed(Timing(row_s=0.1, rest_s=0.1), together_row_s=0.1), {"ddim": "DDIM"})
+        view = View(run, ServerSpeed(Timing(row_s=0.1, rest_s=0.1), Timing(row_s=0.1, rest_s=0.1)), {"ddim": "DDIM"})
         paint(run.board, next(plan.images_by_place()))
         both = await view.news(), await view.ending(server.files)
         await server.close()

@@ -78,8 +78,8 @@ def test_the_converged_picture_takes_no_more_steps_than_the_model_was_trained_wi
 def test_the_time_counts_every_row_and_the_few_pictures_that_are_timed() -> None:
     plan = plan_of(guidance_scale="1", has_converged=False)
     assert (plan.num_painted_rows, plan.num_images) == (2 * (2 + 5) * 2, 8)
-    speed = ServerSpeed(Timing(row_s=1.0, rest_s=0.01), together_row_s=0.1)
-    timed = TIMED_PICTURES * (TIMED_STEPS * 1.0 + 0.01)
+    speed = ServerSpeed(alone=Timing(row_s=1.0, rest_s=0.5), together=Timing(row_s=0.1, rest_s=0.01))
+    timed = TIMED_PICTURES * (TIMED_STEPS * 1.0 + 0.5)
     assert speed.seconds(plan) == pytest.approx(28 * 0.1 + 8 * 0.01 + timed)
     guided = plan_of(guidance_scale=2, has_converged=False)
     assert guided.num_painted_rows == 2 * plan.num_painted_rows

@@ -47,7 +47,7 @@ def test_every_square_is_painted_measured_and_a_picture_alone_is_timed(server: R
     async def paint() -> GridRun:
         async with AsyncClient(server.url) as client:
             speed = await SpeedProbe().speed(client)
-            assert min(*speed.alone, speed.together_row_s) > 0
+            assert min(*speed.alone, speed.together.row_s) > 0
             run = run_of(client, plan_of(num_seeds=2), tmp_path)
             await finish(run)
             assert run.error is None

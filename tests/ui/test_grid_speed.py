@@ -7,7 +7,16 @@ import asyncio
 import pytest
 
 from diffserve.client import AsyncClient, ServerUnreachable
-from ui.experiment.speed import SpeedProbe, StepTime, TimedRequest, Timing, each_step_s, timing_of
+from ui.experiment.speed import (
+    SpeedProbe,
+    StepTime,
+    TimedRequest,
+    Timing,
+    WatchedRequest,
+    each_step_s,
+    timing_of,
+    timing_together,
+)
 
 NOBODY = "http://127.0.0.1:9"
 
@@ -23,6 +32,25 @@ def test_a_pause_of_the_machine_does_not_count() -> None:
     timing = timing_of([paused, calm, calm])
     assert timing == pytest.approx(Timing(row_s=0.05, rest_s=0.2))
     assert timing.seconds(20) == pytest.approx(10 * 0.1 + 0.2)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+def test_pictures_together_take_what_all_of_them_take_however_many_share_a_call(at_once: int) -> None:
+    """Four pictures of four steps, ``at_once`` to a call of half a second until they are done; before them a second for
+    the text, after them two for files."""
+    told, clock_s = [], 1.0
+    for first in range(0, 4, at_once):
+        for step in range(1, 5):
+            clock_s += 0.5
+            told += [StepTime(clock_s + 0.001 * index, step, index) for index in range(first, first + at_once)]
+    timing = timing_together(WatchedRequest(0.0, tuple(told), clock_s + 2.0, evaluations=32, num_steps=4), 4)
+    assert timing.row_s == pytest.approx(0.5 / (2 * at_once), rel=0.02)
+    assert timing.rest_s == pytest.approx(3.0 / 4, rel=0.02)
+
+
+def test_pictures_that_are_over_at_once_are_timed_too() -> None:
+    told = tuple(StepTime(1.0, 1, index) for index in range(4))
+    assert timing_together(WatchedRequest(0.0, told, 2.0, evaluations=8, num_steps=1), 4) == Timing(0.25, 0.0)
 
 
 def test_the_speed_of_a_server_that_is_away_is_an_error_that_says_so() -> None:

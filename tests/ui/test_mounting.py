@@ -66,6 +66,23 @@ def test_the_page_is_there_before_its_server_and_asks_for_nothing_from_elsewhere
 
 
 @pytest.mark.slow
+def test_a_script_may_leave_out_whatever_the_page_has_a_value_for() -> None:
+    endpoints = ui.create_page("http://127.0.0.1:9").get_api_info()["named_endpoints"]
+    asked = {
+        name: [each["parameter_name"] for each in told["parameters"] if not each["parameter_has_default"]]
+        for name, told in endpoints.items()
+    }
+    assert asked == {
+        "/generate": ["prompt"],
+        "/suggest": ["prompt"],
+        "/read_parameters": ["file"],
+        "/read_control": ["file"],
+        "/experiment": [],
+        "/experiment_estimate": [],
+    }
+
+
+@pytest.mark.slow
 def test_the_only_queue_is_the_engines() -> None:
     page = ui.create_page("http://127.0.0.1:9")
     assert {event.concurrency_limit for event in page.fns.values() if event.queue} <= {None, "default"}

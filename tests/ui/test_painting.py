@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from diffserve.client import Failure, LostImage, StreamedImageFields
+from diffserve.client import Failure, LostImage, Progress, StreamedImageFields
 from diffserve.service.http.keys import RateLimits
 from diffserve.store.keys import Key
 from tests.service.server import SOON_S, RunningServer, files_of, wait_for
@@ -152,6 +152,27 @@ def test_until_it_begins_its_place_is_said() -> None:
             assert progress_text(painting) == text
         painting.stop()
         await painting.wait()
+
+    tell("http://127.0.0.1:9", story)
+
+
+def test_several_pictures_are_told_as_one_work() -> None:
+    async def story(server: Server) -> None:
+        several, best = (Painting(server, asked, lambda _: None) for asked in (order(n=3), order(best_of=4)))
+        for painting in (several, best):
+            painting.stop()
+            await painting.wait()
+            told = [(0, 4), (1, 1), (2, 1), (1, 2)]
+            shares = []
+            for index, step in told:
+                far = Progress(id="1", image_index=index, step=step, steps=4, request_seconds_left=3.0)
+                await painting._take(far)
+                shares.append(painting.share)
+            assert shares == sorted(shares)
+        assert progress_text(several).startswith("0 of 3 finished, 58 % painted, 3 s left")
+        assert progress_text(best).startswith("43 % painted, ")
+        await several._take(LostImage(id="1", image_index=0, failure=Failure(code="x", message="lost.")))
+        assert progress_text(several).startswith("1 of 3 finished, 58 % painted")
 
     tell("http://127.0.0.1:9", story)
 

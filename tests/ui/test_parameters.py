@@ -220,6 +220,18 @@ def test_where_a_refiner_took_over_reads_back_and_another_one_raises_a_doubt() -
     assert order_of(Form(prompt="a fox", typed={"best_of": "4"}), MODEL).fields["best_of"] == 4
 
 
+def test_what_the_model_refuses_is_not_read_into_fields_that_nobody_sees() -> None:
+    told = f"{TEXT}, Clip skip: 2, Cache interval: 1, Eta: 0.5, Similarity threshold: 0.9, Similarity: 0.95"
+    assert doubts(told, MODEL)[1:] == ()
+    model = msgspec.structs.replace(MODEL, refused_fields=("clip_skip", "cache_interval", "similarity_threshold"))
+    fields = order_of(form_of(told, model), model).fields
+    assert fields["eta"] == 0.5
+    assert not {"clip_skip", "similarity_threshold"} & fields.keys()
+    similar, refused = doubts(told, model)
+    assert "began from a kept picture" in similar
+    assert refused == "The model refuses what it was painted with: Clip skip; expect another picture."
+
+
 def test_adapters_are_read_by_name_and_scale_and_have_to_be_there() -> None:
     refused = {"fur": "it is DoRA; plain LoRA is served."}
     model = msgspec.structs.replace(MODEL, loras=("ink", "paper cut"), refused_loras=refused)

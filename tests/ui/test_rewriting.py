@@ -15,7 +15,7 @@ from diffserve.errors import InvalidRequest
 from diffserve.types import MAX_PROMPT_CHARS
 from tests.ui.asking import Request
 from ui.captions import status
-from ui.create.rewriting import Rewriting, accept, compare
+from ui.create.rewriting import Rewriting, accept, choose, compare
 from ui.create.word_difference import difference_html
 
 WISH = "a <small> fox"
@@ -43,6 +43,13 @@ def test_what_is_said_of_a_wish_that_is_a_good_prompt_stays() -> None:
 def test_an_empty_suggestion_has_no_difference_and_cannot_be_accepted() -> None:
     shown, accept = compare(WISH, " ", difference_html(WISH, "a cat"))
     assert (shown, accept["visible"]) == ("", False)
+
+
+def test_the_way_of_a_suggestion_into_a_picture_is_said_beside_the_choice() -> None:
+    panel, note = choose("Suggest")
+    assert panel["visible"]
+    assert "paints what stands in the prompt" in note
+    assert choose("Off")[1] == ""
 
 
 TOO_LONG = "x" * (MAX_PROMPT_CHARS + 1)

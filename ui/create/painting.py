@@ -22,6 +22,7 @@ from diffserve.client import (
 )
 from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, QueueFull
 from diffserve.images import read_infotext
+from ui.create.advance import Advance
 from ui.create.parameters import CheckedForm, Form, StartFile, order_of, sampler_of
 from ui.fields import as_labelled, told
 from ui.server import LONGEST_WAIT_S, LOOK_AGAIN_S, PATIENCE_S, Server, sentence, whole
@@ -87,6 +88,7 @@ class Painting:
         self.queue_position: int | None = None
         self.seconds = 0.0
         self._progress: dict[int, Progress] = {}
+        self._advance = Advance()
         self._done: set[int] = set()
         self._lost: dict[str, list[int]] = {}
         self._server = server
@@ -103,6 +105,22 @@ class Painting:
     def num_images(self) -> int:
         """How many pictures are asked for."""
         return self.asked.num_images or 1
+
+    @property
+    def num_painted(self) -> int:
+        """The same with those of which only the best are kept."""
+        best_of = self.asked.fields.get("best_of") if isinstance(self.asked, CheckedForm) else None
+        return max(self.num_images, best_of or 0)
+
+    @property
+    def share(self) -> float:
+        """How much of all pictures together is painted, 0 to 1."""
+        return self._advance.share(self.num_painted)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the last of all pictures is there; ``None`` while that is not known."""
+        return self._advance.seconds_left(time.monotonic())
 
     @property
     def num_finished(self) -> int:
@@ -184,6 +202,8 @@ class Painting:
         return client.edit_stream(asked.prompt, picture, start.mask, **fields)
 
     async def _take(self, event: ImageEvent) -> None:
+        if not isinstance(event, PartialImage):
+            self._advance.take(event, time.monotonic())
         match event:
             case Progress(image_index=None):
                 self.queue_position = event.queue_position

@@ -37,6 +37,9 @@ NOISE_SOURCES: Final[dict[str, NoiseSource]] = {
     "As NVIDIA's GPUs draw it (NV)": "device",
 }
 
+TOLD_OTHERWISE: Final = ("switch_at", "similarity_threshold")
+"""Fields of which :func:`doubts` has more to say than that the model refuses them."""
+
 SAME_ASPECT: Final = 0.2
 """A size of the model stands for an aspect when the logarithms of the two are so near."""
 
@@ -227,7 +230,8 @@ def infotext_of(data: bytes) -> str:
 def form_of(infotext: str, image: ImageCapabilities | None) -> Form:
     """The form that paints the picture with the parameters ``infotext`` again. Steps and size that a quality and an
     aspect of ``image`` mean are said by those, others in their own fields; then no quality and no aspect is chosen. A
-    spacing that nobody knows is left out, and so is the threshold of a picture that began from noise."""
+    spacing that nobody knows is left out, and so are what ``image`` refuses and the threshold of a picture that began
+    from noise."""
     read = parse_infotext(infotext)
     fields = read.fields
     counts = {name: str(count) for name, count in image.quality_steps.items()} if image is not None else {}
@@ -235,6 +239,7 @@ def form_of(infotext: str, image: ImageCapabilities | None) -> Form:
     quality, steps = _named(fields.get("Steps"), Form(prompt=None).quality, counts)
     aspect, size = _named(fields.get("Size"), Form(prompt=None).aspect, sizes)
     unsaid = {""} if "Similarity" in fields else {"", "Similarity threshold"}
+    unsaid |= {TYPED[name].infotext for name in _refused(fields, image)}
     return Form(
         prompt=read.prompt,
         negative_prompt=read.negative_prompt,
@@ -279,6 +284,9 @@ def doubts(infotext: str, image: ImageCapabilities) -> tuple[str, ...]:
     refiner = read.fields.get("Refiner", image.refiner)
     if refiner != image.refiner:
         found.append(f"Its end was painted by {refiner[:80]}, which is not loaded: expect another picture.")
+    refused = [TYPED[name].label for name in _refused(read.fields, image) if name not in TOLD_OTHERWISE]
+    if refused:
+        found.append(f"The model refuses what it was painted with: {', '.join(refused)}; expect another picture.")
     if spacing and _spacing(read.fields) is None:
         found.append(
             f"Its steps lie as {spacing[:40]!r} says, which is not known; choose where they lie under Advanced."
@@ -293,6 +301,13 @@ def sampler_of(infotext: str) -> str | None:
 
 def _is_enlarged(fields: Mapping[str, str]) -> bool:
     return "Hires upscale" in fields or "Hires resize" in fields
+
+
+def _refused(fields: Mapping[str, str], image: ImageCapabilities | None) -> list[str]:
+    """What is told in the parameters ``fields`` of a picture and refused by ``image``, by its names in ``TYPED``."""
+    refused = () if image is None else image.refused_fields
+    said = {name: fields[one.infotext] for name, one in TYPED.items() if name in refused and one.infotext in fields}
+    return [name for name, value in said.items() if value != TYPED[name].placeholder]
 
 
 def _spacing(fields: Mapping[str, str]) -> str | None:

@@ -20,7 +20,7 @@ from ui.visitors import ask_for_visitor
 NOTHING_TO_REWRITE: Final = "Say first what you would like to see; then it can be put into better words."
 NOTES: Final = {
     "Off": "",
-    "Suggest": "",
+    "Suggest": "Generate paints what stands in the prompt; a suggestion gets there once you accept it.",
     "Auto": "The language model turns your words into a prompt before they are painted.",
 }
 EDITABLE: Final = "() => ({{__type__: 'update', interactive: {}}})"

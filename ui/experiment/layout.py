@@ -137,7 +137,13 @@ def _fields() -> tuple[ExperimentFields, gr.Button]:
             0, label="First seed", info="then counting", precision=0, min_width=80, elem_id="exp-first-seed"
         )
         guidance = gr.Textbox(
-            label="Guidance", info="one number", placeholder="auto", max_lines=1, min_width=80, elem_id="exp-guidance"
+            "",
+            label="Guidance",
+            info="one number",
+            placeholder="auto",
+            max_lines=1,
+            min_width=80,
+            elem_id="exp-guidance",
         )
     has_converged = gr.Checkbox(
         True,

@@ -17,7 +17,8 @@ from diffserve.experiments.records import ImageRecord, SoloTime
 PROBE_PROMPT: Final = "a star"
 PROBE_SAMPLER: Final = "ddim"
 PROBE_STEPS: Final = 6
-PROBE_PICTURES: Final = 4
+TOGETHER_STEPS: Final = 4
+TOGETHER_PICTURES: Final = 8
 TIMED_STEPS: Final = 16
 TIMED_PICTURES: Final = 3
 FRESH_S: Final = 900.0
@@ -40,25 +41,48 @@ class Timing(NamedTuple):
 
 
 class ServerSpeed(NamedTuple):
-    """How a server paints one picture alone, and seconds of a UNet row of several together."""
+    """How a server paints one picture alone, and what a picture takes among others: they share calls of the UNet, and
+    what is not a row of one goes on beside the rows of the others."""
 
     alone: Timing
-    together_row_s: float
+    together: Timing
 
     def seconds(self, plan: SweepPlan) -> float:
         """How long the whole of ``plan`` takes, the timing at its end included."""
-        together = plan.num_painted_rows * self.together_row_s + plan.num_images * self.alone.rest_s
+        together = plan.num_painted_rows * self.together.row_s + plan.num_images * self.together.rest_s
         rows = TIMED_STEPS * plan.cells[0].rows / plan.cells[0].num_steps
         return together + TIMED_PICTURES * self.alone.seconds(rows)
 
 
+class StepTime(NamedTuple):
+    """A clock in seconds, and steps that are done by then, of one of the pictures of a request."""
+
+    clock_s: float
+    step: int
+    image_index: int = 0
+
+
+class WatchedRequest(NamedTuple):
+    """A request as it was told of.
+
+    told         every step that was told, as it came
+    evaluations  UNet rows of all its pictures
+    num_steps    of each of them
+    """
+
+    start_s: float
+    told: tuple[StepTime, ...]
+    end_s: float
+    evaluations: int
+    num_steps: int
+
+
 class TimedRequest(NamedTuple):
-    """A request that was watched.
+    """A picture that was watched alone.
 
     steps_s      seconds of every step but the first, which nobody saw begin
     rest_s       seconds before the first step and after the last
-    evaluations  UNet rows of all its pictures
-    num_steps    of each of them
+    evaluations  its UNet rows
     """
 
     steps_s: tuple[float, ...]
@@ -67,7 +91,7 @@ class TimedRequest(NamedTuple):
     num_steps: int
 
 
-async def paint_timed(
+async def watch(
     client: AsyncClient,
     prompt: str,
     *,
@@ -77,7 +101,7 @@ async def paint_timed(
     seed: int,
     n: int = 1,
     guidance: float | None = None,
-) -> TimedRequest:
+) -> WatchedRequest:
     """Paint and look at the clock. Raises what the client raises, and DiffserveError where a picture is lost."""
     fields = StreamedImageFields(
         sampler=sampler, num_inference_steps=steps, seed=seed, n=n, prompt_rewriter="off", partial_images=0
@@ -86,34 +110,48 @@ async def paint_timed(
         fields["guidance_scale"] = guidance
     if model:
         fields["model"] = model
-    moments: list[StepTime] = [StepTime(time.perf_counter(), 0)]
+    start_s, told = time.perf_counter(), list[StepTime]()
     num_steps, evaluations = steps, 0
     async with client.generate_stream(prompt, **fields) as events:
         async for event in events:
             match event:
-                case Progress(image_index=0, step=int(step), steps=int(num_steps)):
-                    moments.append(StepTime(time.perf_counter(), step))
+                case Progress(image_index=int(index), step=int(step), steps=int(num_steps)):
+                    told.append(StepTime(time.perf_counter(), step, index))
                 case CompletedImage():
                     evaluations += event.usage.num_evaluations
                 case LostImage():
                     raise DiffserveError(event.failure.message, code=event.failure.code)
-    return _timed_request(moments, time.perf_counter(), num_steps, evaluations)
+    return WatchedRequest(start_s, tuple(told), time.perf_counter(), evaluations, num_steps)
 
 
-class StepTime(NamedTuple):
-    """A clock in seconds, and steps that are done by then."""
+def timed(one: WatchedRequest) -> TimedRequest:
+    """From what was told of a picture alone to its times."""
+    told, num_steps = one.told, one.num_steps
+    if len(told) < 2:  # too few steps to be told of each: what lies between is spread evenly
+        return TimedRequest(((one.end_s - one.start_s) / num_steps,) * num_steps, 0.0, one.evaluations, num_steps)
+    steps_s = each_step_s(told)
+    around_s = told[0].clock_s - one.start_s + one.end_s - told[-1].clock_s
+    rest_s = max(0.0, around_s - told[0].step * median(steps_s))
+    return TimedRequest(steps_s, rest_s, one.evaluations, num_steps)
 
-    clock_s: float
-    step: int
 
-
-def _timed_request(told: Sequence[StepTime], end_s: float, num_steps: int, evaluations: int) -> TimedRequest:
-    """From what was told, the start first, to the times."""
-    if len(told) < 3:  # too few steps to be told of each: what lies between is spread evenly
-        return TimedRequest(((end_s - told[0].clock_s) / num_steps,) * num_steps, 0.0, evaluations, num_steps)
-    steps_s = each_step_s(told[1:])
-    around_s = told[1].clock_s - told[0].clock_s + end_s - told[-1].clock_s
-    return TimedRequest(steps_s, max(0.0, around_s - told[1].step * median(steps_s)), evaluations, num_steps)
+def timing_together(request: WatchedRequest, num_images: int) -> Timing:
+    """Of a picture among the others of ``request``, all of which must be looked at: a call of the UNet moves as many of
+    them as the server sees fit, and any single one may wait for others for most of the time."""
+    steps_of: dict[int, int] = {}
+    at_s, until_there, is_going = request.start_s, 0, False
+    for moment in request.told:
+        is_going = is_going or moment.image_index in steps_of
+        steps_of[moment.image_index] = moment.step
+        if not is_going:  # those who begin together are told of one after the other
+            at_s, until_there = moment.clock_s, sum(steps_of.values())
+    whole_s = request.end_s - request.start_s
+    num_steps = sum(steps_of.values()) - until_there
+    if num_steps <= 0:
+        return Timing(whole_s / request.evaluations, 0.0)
+    step_s = (request.told[-1].clock_s - at_s) / num_steps
+    row_s = step_s * request.num_steps * num_images / request.evaluations
+    return Timing(row_s, max(0.0, whole_s - row_s * request.evaluations) / num_images)
 
 
 def each_step_s(told: Sequence[StepTime]) -> tuple[float, ...]:
@@ -135,20 +173,18 @@ def timing_of(requests: Sequence[TimedRequest]) -> Timing:
 
 async def measure(client: AsyncClient, model: str) -> ServerSpeed:
     """A short picture by ``model`` alone, a few times, then several together. Raises what the client raises."""
-
-    async def probe(n: int) -> TimedRequest:
-        how: dict[str, Any] = {"model": model, "sampler": PROBE_SAMPLER, "steps": PROBE_STEPS, "seed": 0}
-        return await paint_timed(client, PROBE_PROMPT, n=n, **how)
-
-    alone = timing_of([await probe(1) for _ in range(TIMED_PICTURES)])
-    return ServerSpeed(alone, timing_of([await probe(PROBE_PICTURES)]).row_s)
+    how: dict[str, Any] = {"model": model, "sampler": PROBE_SAMPLER, "seed": 0}
+    alone = [timed(await watch(client, PROBE_PROMPT, steps=PROBE_STEPS, **how)) for _ in range(TIMED_PICTURES)]
+    together = await watch(client, PROBE_PROMPT, steps=TOGETHER_STEPS, n=TOGETHER_PICTURES, **how)
+    return ServerSpeed(timing_of(alone), timing_together(together, TOGETHER_PICTURES))
 
 
 async def time_alone(client: AsyncClient, plan: SweepPlan, model: str) -> Timing:
     """Paint a picture of ``plan`` a few times, alone and with its guidance. Raises what the client raises."""
     steps, scale = min(TIMED_STEPS, plan.reference_steps or TIMED_STEPS), plan.guidance[0]
     how: dict[str, Any] = {"model": model, "sampler": PROBE_SAMPLER, "steps": steps, "seed": plan.first_seed}
-    return timing_of([await paint_timed(client, plan.prompts[0], guidance=scale, **how) for _ in range(TIMED_PICTURES)])
+    watched = [await watch(client, plan.prompts[0], guidance=scale, **how) for _ in range(TIMED_PICTURES)]
+    return timing_of([timed(one) for one in watched])
 
 
 class SpeedProbe:

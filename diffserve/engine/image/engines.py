@@ -198,6 +198,7 @@ class ImageEngines:
                 info=one.info,
                 is_loaded=one.engine is not None,
                 problem=one.error.message if one.error else "",
+                keeps_latents=self.config.latent_cache_bytes > 0,
             )
             for one in self._served.values()
         )

@@ -39,6 +39,8 @@ INK, FAINT = "#1b1d21", "#70757d"
 MAX_TITLE_CHARS = 90
 CELL_INCHES = 1.15
 
+LARGER_PT = 3.0  # for each line that lies upon another
+
 WANTED = (Measure.EXACT, Measure.FRECHET, Measure.LATENT_RMSE, Measure.FRECHET_CONVERGED, Measure.PSNR_DB)
 MOST_PANELS = 3
 SHEET_COLORS = 256
@@ -120,25 +122,32 @@ def _draw_chart(axes: Axes, chart: Chart, *, is_narrow: bool) -> None:
     if chart.measure is Measure.EXACT:
         axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}" if share < 1.001 else "")  # there is no more
     for line in chart.lines:
-        _draw_line(axes, line, is_joined=chart.is_joined)
+        _draw_line(axes, line, chart)
     if chart.level is not None:
         axes.axhline(chart.level, color=FAINT, linewidth=1, linestyle=":", zorder=0, label="converged")
     _draw_front(axes, chart)
     _scale_x(axes, chart)
 
 
-def _draw_line(axes: Axes, line: ChartLine, *, is_joined: bool) -> None:
+def _draw_line(axes: Axes, line: ChartLine, chart: Chart) -> None:
+    """A line; where others will lie upon it, it is wider, so that it is seen below them."""
     color, marker = COLORS[line.number % len(COLORS)], MARKERS[line.number % len(MARKERS)]
     x, values = [dot.x for dot in line.dots], [dot.value for dot in line.dots]
     low = [one.value if one.low is None else one.low for one in values]
     high = [one.value if one.high is None else one.high for one in values]
-    if is_joined:
+    if chart.is_joined:
         axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
     else:
         axes.vlines(x, low, high, color=color, linewidth=1, alpha=0.35)
+    upon = [chart.num_upon(line, dot) for dot in line.dots]
+    y, size = [one.value for one in values], 4 if chart.is_joined else 5
+    for index, num_upon in enumerate(upon):
+        axes.plot(x[index], y[index], color=color, marker=marker, markersize=size + LARGER_PT * num_upon)
+        if chart.is_joined and num_upon and min(upon[index : index + 2]) and index + 1 < len(upon):
+            axes.plot(x[index : index + 2], y[index : index + 2], color=color, linewidth=1.4 + LARGER_PT * num_upon)
     axes.plot(
-        x, [one.value for one in values], color=color, marker=marker, markersize=4 if is_joined else 5,
-        linewidth=1.4, linestyle="-" if is_joined else "", label=line.name,
+        x, y, color=color, marker=marker, markersize=size, linewidth=1.4, linestyle="-" if chart.is_joined else "",
+        label=line.name,
     )  # fmt: skip
 
 
