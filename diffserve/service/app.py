@@ -401,8 +401,7 @@ async def _reply(request: Request, error: Exception) -> Response:
 def _allowed(request: Request) -> str:
     """The methods of all routes at the address of ``request``: the router knows those of the first alone."""
     there = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
-    methods = {method for route in there for method in getattr(route, "methods", None) or ()}
-    return ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
+    return ", ".join(sorted({method for route in there for method in getattr(route, "methods", None) or ()}))
 
 
 async def _reply_http(request: Request, error: Exception) -> Response:

@@ -189,6 +189,7 @@ def refused_fields(info: ModelInfo, *, keeps_latents: bool) -> list[str]:
         "similarity_threshold": keeps_latents and not info.is_inpainting,
         "clip_skip": info.most_clip_skip > 1,
         "micro_conditioning": info.has_size_conditioning,
+        "refiner": bool(info.refiner),
         "switch_at": bool(info.refiner),
         "best_of": bool(info.scorer),
     }

@@ -102,6 +102,11 @@ def test_an_event_in_the_queue_fails_in_a_sentence(page: httpx.Client, odd: obje
             assert last["msg"] in ("process_completed", "close_stream")
 
 
+def test_head_is_named_among_what_the_page_allows(page: httpx.Client) -> None:
+    answer = page.put("/config")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD")
+
+
 def test_a_session_that_is_not_there_is_told_so(page: httpx.Client) -> None:
     with page.stream("GET", f"{API}/queue/data", params={"session_hash": "nobody"}) as stream:
         assert "session_not_found" in stream.read().decode()

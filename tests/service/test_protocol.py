@@ -188,6 +188,12 @@ def test_clean_requests_are_read_whatever_their_pieces() -> None:
         ("http://localhost:99999/livez", "localhost", 403),
         ("http://me@localhost/livez", "localhost", 404),
         ("http:///livez", "localhost", 404),
+        ("http://[::1]/livez", "localhost", 200),
+        ("http://[::1].evil.test/livez", "localhost", 404),
+        ("http://[::1]evil/livez", "localhost", 404),
+        ("/livez", "[::1].evil.test", 403),
+        ("/livez", "evil.test@127.0.0.1", 403),
+        ("/livez", "127.0.0.1/evil.test", 403),
         ("ftp://localhost/livez", "localhost", 404),
     ],
 )

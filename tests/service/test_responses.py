@@ -289,6 +289,28 @@ def test_a_stream_in_the_background_goes_on_without_its_client_and_is_taken_up_a
     assert (late.type, late.response["status"]) == ("response.cancelled", "cancelled")
 
 
+@pytest.mark.slow
+def test_who_asks_again_for_a_stream_in_the_background_follows_the_same_work(
+    client: OpenAI, server: RunningServer
+) -> None:
+    asked = PAINTED | {"tools": [TOOL | {"num_inference_steps": 300}], "extra_headers": {"Idempotency-Key": "lasting"}}
+
+    def begin(**changed: Any) -> Any:
+        return client.responses.create(**{**asked, **changed}, stream=True, background=True)
+
+    num_cancelled = server.num_ended("cancelled")
+    with begin() as stream:
+        first = next(iter(stream))
+    work = first.response.id.removeprefix("resp_")
+    assert server.client.post(f"{GENERATIONS}/img-{work}/cancel").status_code == 404, "it is its owner's"
+    again = list(begin())
+    assert (again[0], again[-1].type) == (first, "response.completed")
+    assert list(begin()) == again, "and when it is over"
+    with pytest.raises(openai.UnprocessableEntityError):
+        begin(input="a boat")
+    assert server.num_ended("cancelled") == num_cancelled
+
+
 def test_events_are_told_to_all_who_follow_from_where_they_are() -> None:
     async def story() -> None:
         record = EventLog()
@@ -322,6 +344,17 @@ def test_events_are_kept_within_the_bounds_of_responses() -> None:
     assert not kept.get("b", "").events
     kept.note_events("c", ())
     assert not kept.has("c", "")
+
+
+def test_what_is_still_being_made_is_forgotten_last() -> None:
+    kept = KeptResponses(max_responses=3, max_bytes=100)
+    kept.put("made", KeptResponse("", b"x", (), work="work"))
+    for name in "abc":
+        kept.put(name, KeptResponse("", b"x" * 60, ()))
+    assert (kept.holds_work("made"), kept.has("b", ""), kept.has("c", "")) == (True, False, True)
+    for name in "def":
+        kept.put(name, KeptResponse("", b"x", (), work=name))
+    assert (kept.has("c", ""), kept.holds_work("made"), kept.holds_work("f")) == (False, False, True), "within bounds"
 
 
 @pytest.mark.slow

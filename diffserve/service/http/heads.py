@@ -1,7 +1,8 @@
-"""HEAD: what GET would answer, without its body."""
+"""HEAD: what GET would answer, without its body; and ``Allow`` names it wherever GET is."""
 
 from __future__ import annotations
 
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
@@ -15,8 +16,19 @@ class HeadAsGet:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "HEAD":
+        if scope["type"] != "http":
             await self.app(scope, receive, send)
+            return
+
+        async def send_allowing(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 405:
+                headers = MutableHeaders(scope=message)
+                allowed = {method.strip() for method in headers.get("allow", "").split(",")}
+                headers["allow"] = ", ".join(sorted(allowed | ({"HEAD"} if "GET" in allowed else set())))
+            await send(message)
+
+        if scope["method"] != "HEAD":
+            await self.app(scope, receive, send_allowing)
             return
 
         async def send_head(message: Message) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Sequence
 from typing import Final
 from urllib.parse import urlsplit
 
 ANY: Final = "*"
+AUTHORITY: Final = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.\-_]+)(?::[0-9]*)?")
+"""A host and perhaps a port; userinfo (RFC 9112 4.2.4) is none of ours."""
 NOT_OURS: Final = (
     "this server does not answer to that name; use its address, or have the name listed in "
     "[serve] allowed_hosts of its configuration."
@@ -45,10 +48,12 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" or host.endswith(".localhost") or (address is not None and address.is_loopback)
 
 
-def hostname(url: str) -> str | None:
-    """The host in ``url`` in lower case; ``None`` where there is none or its port is no port."""
+def hostname(authority: str) -> str | None:
+    """The host in ``authority`` in lower case, without brackets; ``None`` where it is none, or its port is no port."""
+    if not AUTHORITY.fullmatch(authority):
+        return None
     try:
-        parts = urlsplit(url)
+        parts = urlsplit(f"//{authority}")
         _ = parts.port
         return parts.hostname
     except ValueError:

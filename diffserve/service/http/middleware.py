@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from diffserve.errors import DiffserveError
 from diffserve.service.http.errors import HttpError, reply_to, status_of
 from diffserve.service.http.hosts import NOT_OURS, HostNames, hostname, is_loopback
-from diffserve.service.http.targets import AUTHORITY, take_origin_form
+from diffserve.service.http.targets import take_origin_form
 from diffserve.service.lifecycle import hung_up
 from diffserve.service.metrics import Metrics
 from diffserve.types import new_request_id
@@ -156,7 +156,7 @@ class OriginGuard:
 
     def _refusal(self, method: str, headers: Headers, origin: str | None) -> HttpError | None:
         named = headers.get("host", "")
-        if named and hostname(f"//{named}") not in self.hosts:
+        if named and hostname(named) not in self.hosts:
             return HttpError(403, NOT_OURS, code="host_not_allowed")
         if method in SAFE_METHODS - {"OPTIONS"}:
             return None
@@ -169,8 +169,8 @@ class OriginGuard:
     @staticmethod
     def _is_ours(origin: str, headers: Headers) -> bool:
         scheme, separator, authority = origin.partition("://")
-        host = hostname(f"//{authority}")
-        if scheme not in ("http", "https") or not separator or host is None or not AUTHORITY.fullmatch(authority):
+        host = hostname(authority)
+        if scheme not in ("http", "https") or not separator or host is None:
             return False
         return is_loopback(host) or authority.lower() == headers.get("host", "").lower()
 

@@ -54,6 +54,11 @@ def page_asked(request: Request, *, most: int, usual: int) -> PageAsked:
     return PageAsked(limit, request.query_params.get("after", "")[:200], "asc" if order == "asc" else "desc")
 
 
+def flag_asked(request: Request, name: str) -> bool:
+    """Whether ``name`` is set in the address; without it, it is not. Raises InvalidRequest."""
+    return choice_asked(request, name, ("false", "true", "False", "True", "0", "1")) in ("true", "True", "1")
+
+
 def number_asked(request: Request, name: str, known: range, usual: int) -> int:
     """The whole number that stands in the address. Raises InvalidRequest."""
     text = request.query_params.get(name, str(usual))

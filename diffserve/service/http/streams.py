@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import ExitStack
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -40,11 +41,20 @@ def event(data: Any, name: str | None = None) -> bytes:
     return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
+class Lasting(NamedTuple):
+    """Of a stream whose work goes on without it: how it is followed from its beginning, and what it was, once it is
+    over (``None``: nothing that is worth keeping)."""
+
+    again: Callable[[Request], Awaitable[Response]]
+    whole: Callable[[], Awaitable[bytes | None]]
+
+
 class EventStreamResponse(Response):
     """Sends what ``events`` yields. It owns ``until`` (what is to be left when the answer is over) and the generator.
 
     ending   what follows the last event, also after an error
     limit_s  seconds after which the answer is given up with an error
+    lasting  where hanging up does not end its work
     """
 
     def __init__(
@@ -61,6 +71,7 @@ class EventStreamResponse(Response):
         self.status_code = 200
         self.media_type = "text/event-stream"
         self.background = None
+        self.lasting: Lasting | None = None
         self.init_headers(HEADERS | (headers or {}))
         self._events = events
         self._interrupted = interrupted

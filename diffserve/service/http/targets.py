@@ -8,7 +8,8 @@ from urllib.parse import unquote
 
 from starlette.types import Scope
 
-AUTHORITY: Final = re.compile(r"[A-Za-z0-9.\-_\[\]:]+")
+from diffserve.service.http.hosts import AUTHORITY
+
 _ABSOLUTE: Final = re.compile(rf"https?://({AUTHORITY.pattern})(/.*)?".encode(), re.IGNORECASE | re.DOTALL)
 
 

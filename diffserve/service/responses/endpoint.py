@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Coroutine
 from contextlib import ExitStack, aclosing
@@ -28,8 +29,8 @@ from diffserve.service.endpoint import Checked, Endpoint, Place
 from diffserve.service.engine.engines import Engines
 from diffserve.service.http.errors import OUR_MISTAKE
 from diffserve.service.http.middleware import TEXT_BODY_BYTES, too_long
-from diffserve.service.http.named import number_asked
-from diffserve.service.http.streams import Events, EventStreamResponse
+from diffserve.service.http.named import flag_asked, number_asked
+from diffserve.service.http.streams import Events, EventStreamResponse, Lasting
 from diffserve.service.images.edit_schemas import EditBody
 from diffserve.service.images.edits import read_start
 from diffserve.service.images.generations import Generations
@@ -226,7 +227,7 @@ class Responses(Endpoint[ResponseBody, CheckedResponse]):
         if not checked.head["background"]:
             return None
         interrupted: Interruption = asyncio.get_running_loop().create_future()
-        work = request.state.request_id
+        work = secrets.token_urlsafe()  # known to nobody: it is cancelled by the response's id and its owner's key
         stack.enter_context(self._in_flight.listed(work, interrupted))
         begun = self._keep(checked, response_of(checked.head, "in_progress", []), work)
         record = EventLog()
@@ -238,7 +239,14 @@ class Responses(Endpoint[ResponseBody, CheckedResponse]):
         self._behind.add(task)
         task.add_done_callback(self._behind.discard)
         if checked.is_stream:
-            return await self._followed(record.follow(0), request, warning_headers(checked.warnings))
+            headers = warning_headers(checked.warnings)
+
+            async def again(request: Request) -> Response:
+                return await self._followed(record.follow(0), request, headers)
+
+            response = await self._followed(record.follow(0), request, headers)
+            response.lasting = Lasting(again, record.whole)
+            return response
         return json_response(begun, checked.warnings)
 
     def _end(self, response_id: str, record: EventLog) -> None:
@@ -247,7 +255,9 @@ class Responses(Endpoint[ResponseBody, CheckedResponse]):
         del self._logs[response_id]
         self.kept.note_events(response_id, tuple(record.events))
 
-    async def _followed(self, events: Events, request: Request, headers: dict[str, str] | None = None) -> Response:
+    async def _followed(
+        self, events: Events, request: Request, headers: dict[str, str] | None = None
+    ) -> EventStreamResponse:
         """``events`` as they come, for as long as the client of ``request`` listens."""
         with ExitStack() as stack:
             stack.enter_context(self._engine.metrics.reading())
@@ -284,6 +294,7 @@ class Responses(Endpoint[ResponseBody, CheckedResponse]):
             told = None if error.code == CANCELLED else {"code": error.code, "message": error.message}
             response = response_of(checked.head, "failed" if told else "cancelled", [], error=told)
             self._keep(checked, response)
+            record.has_failed = True
             if checked.is_stream and not events.is_ended:
                 record.add(events.opened() + events.ended(response))
 
@@ -391,7 +402,7 @@ class Responses(Endpoint[ResponseBody, CheckedResponse]):
     async def get(self, request: Request) -> Response:
         """A response that is kept, or its events, from the one after ``starting_after`` on."""
         found, response_id = self._found(request), str(request.path_params["response_id"])
-        if request.query_params.get("stream", "false").lower() in ("false", "0", ""):
+        if not flag_asked(request, "stream"):
             return Response(found.body, media_type="application/json")
         has_seen = "starting_after" in request.query_params
         place = number_asked(request, "starting_after", range(MAX_EVENTS), 0) + 1 if has_seen else 0

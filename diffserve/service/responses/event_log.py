@@ -10,12 +10,16 @@ END = b"\n\n"
 
 
 class EventLog:
-    """Events in turn, each in the place of its ``sequence_number``, and those who wait for more."""
+    """Events in turn, each in the place of its ``sequence_number``, and those who wait for more.
+
+    has_failed  whether it ended otherwise than it was meant to
+    """
 
     def __init__(self) -> None:
         self.events: list[bytes] = []
         self.num_bytes = 0
-        self._is_over = False
+        self.has_failed = False
+        self._over = asyncio.Event()
         self._news = asyncio.Event()
 
     def add(self, chunk: bytes) -> None:
@@ -26,7 +30,7 @@ class EventLog:
 
     def close(self) -> None:
         """There will be no more."""
-        self._is_over = True
+        self._over.set()
         self._tell()
 
     async def follow(self, place: int) -> Events:
@@ -36,9 +40,14 @@ class EventLog:
                 place += 1
                 yield event
             if place >= len(self.events):
-                if self._is_over:
+                if self._over.is_set():
                     return
                 await self._news.wait()
+
+    async def whole(self) -> bytes | None:
+        """All events, once there are no more to come; ``None`` where it failed."""
+        await self._over.wait()
+        return None if self.has_failed else b"".join(self.events)
 
     def _tell(self) -> None:
         news, self._news = self._news, asyncio.Event()

@@ -48,7 +48,8 @@ class KeptResponse(NamedTuple):
 
 class KeptResponses:
     """By id. Where there are too many, or too many bytes, the oldest of whoever has most of them goes first: nobody
-    drives out what others keep. One that is larger than ``max_bytes`` is not kept at all."""
+    drives out what others keep, and one that is still being made goes last. One that is larger than ``max_bytes`` is
+    not kept at all."""
 
     def __init__(
         self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES, called: str = "response"
@@ -112,12 +113,13 @@ class KeptResponses:
         self._num_bytes -= found.num_bytes
 
     def _drop(self, weigh: Callable[[KeptResponse], int]) -> None:
-        """Forget the oldest of the owner whose responses weigh most."""
+        """Forget the oldest of the owner whose responses weigh most, and of these first one that is over."""
         owned = Counter[str]()
         for one in self._kept.values():
             owned[one.owner] += weigh(one)
         [(owner, _)] = owned.most_common(1)
-        oldest = next(name for name, one in self._kept.items() if one.owner == owner)
+        ours = (name for name, one in self._kept.items() if one.owner == owner)
+        oldest = min(ours, key=lambda name: bool(self._kept[name].work))
         self._num_bytes -= self._kept.pop(oldest).num_bytes
 
     def finder(self, owner: str) -> Callable[[str], Turn | None]:

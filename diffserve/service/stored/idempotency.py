@@ -5,7 +5,8 @@ work; for a day after, it is answered at once, with ``Idempotent-Replayed: true`
 refused (422). A key is its client's own, and of one address. What failed is not kept: asked again, it is done again.
 Nor is an answer of more than 32 MiB, or one that the disk does not take; it says so in its warnings.
 
-A stream is the exception while it goes on: hanging up ends it, as without a key. One that came to its end is told again
+A stream is the exception while it goes on: hanging up ends it, as without a key, unless its work lasts (a response in
+the background): then whoever asks again follows it from its beginning. One that came to its end is told again
 as a whole, event by event; whether it could be kept comes too late to be told.
 """
 
@@ -28,7 +29,7 @@ from starlette.types import Message, Receive, Scope, Send
 from diffserve.errors import InvalidRequest
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.openapi import IDEMPOTENCY_KEY
-from diffserve.service.http.streams import EventStreamResponse
+from diffserve.service.http.streams import EventStreamResponse, Lasting
 from diffserve.service.lifecycle import WARNINGS, hung_up, in_thread_if_long, warning_headers
 from diffserve.service.stored.owners import Owners
 from diffserve.store.replies import MAX_REPLY_BYTES, Replies, Reply, name_of
@@ -56,6 +57,8 @@ class Idempotency:
         self._replies = replies
         self._owners = owners
         self._running: dict[bytes, tuple[bytes, asyncio.Future[Reply | None]]] = {}
+        self._lasting: dict[bytes, Lasting] = {}
+        self._behind: set[asyncio.Task[Response]] = set()
 
     async def answer(self, request: Request, endpoint: Answer) -> Response:
         """What ``endpoint`` answers, or answered before."""
@@ -67,6 +70,8 @@ class Idempotency:
         digest = await _digest(request)
         while (running := self._running.get(name)) is not None:
             _require_same(running[0], digest)
+            if name in self._lasting:
+                return _marked(await self._lasting[name].again(request))
             reply = await asyncio.shield(running[1])
             if reply is not None:
                 return _replayed(reply)
@@ -82,11 +87,25 @@ class Idempotency:
             response = await endpoint(Request(request.scope, held.receive))
             if isinstance(response, EventStreamResponse):
                 held.may_hang_up.set()
+                if response.lasting is not None:
+                    self._outlive(name, digest, response, response.lasting)
+                    return response
                 return _Recorded(response, partial(self._keep, name, digest, response))
             return await self._keep(name, digest, response, bytes(response.body))
         except BaseException:
             self._end(name, None)
             raise
+
+    def _outlive(self, name: bytes, digest: bytes, response: Response, lasting: Lasting) -> None:
+        """Have whoever asks by ``name`` follow ``response`` until it is over, and be told it again from then on."""
+
+        async def keep() -> Response:
+            return await self._keep(name, digest, response, _fitting(await lasting.whole()))
+
+        self._lasting[name] = lasting
+        task = asyncio.create_task(keep(), name="answer of lasting work")
+        self._behind.add(task)
+        task.add_done_callback(self._behind.discard)
 
     async def _keep(self, name: bytes, digest: bytes, response: Response, body: bytes | None) -> Response:
         """The work for ``name`` is over; ``body``: the whole answer, ``None`` where none is worth keeping.
@@ -112,6 +131,7 @@ class Idempotency:
             return False
 
     def _end(self, name: bytes, reply: Reply | None) -> None:
+        self._lasting.pop(name, None)
         _, over = self._running.pop(name, (b"", None))
         if over is not None and not over.done():
             over.set_result(reply)
@@ -217,4 +237,13 @@ def _warned(reply: Reply) -> Reply:
 
 
 def _replayed(reply: Reply) -> Response:
-    return Response(reply.body, reply.status, reply.headers | {REPLAYED: "true"})
+    return _marked(Response(reply.body, reply.status, reply.headers))
+
+
+def _marked(response: Response) -> Response:
+    response.headers[REPLAYED] = "true"
+    return response
+
+
+def _fitting(body: bytes | None) -> bytes | None:
+    return body if body is not None and len(body) <= MAX_REPLY_BYTES else None
