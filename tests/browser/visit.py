@@ -147,8 +147,8 @@ class Visit:
         self.page.wait_for_function(condition, arg=argument, timeout=PATIENCE_S * 1000)
 
     def until_painting(self) -> None:
-        """Wait until the caption counts steps."""
-        self.expect_caption(r"step [1-9]")
+        """Wait until the caption counts steps, or tells how much of several pictures is painted."""
+        self.expect_caption(r"step [1-9]|[1-9]\d* % painted")
 
     def until_rested(self) -> None:
         """Wait until Generate is back."""
