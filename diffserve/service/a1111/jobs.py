@@ -46,9 +46,8 @@ class PolledJob:
         self._step = 0
         self._further = further
         self._begun_s = time.monotonic()
-        self._done_s: dict[
-            int | None, float
-        ] = {}  # when each picture of the second pass will be there; None: the first
+        # when each picture of the second pass will be there; None: all of the first
+        self._done_s: dict[int | None, float] = {}
         self._pass = 0
 
     def next_pass(self) -> None:

@@ -158,13 +158,14 @@ class EngineConnection:
         self._send(ipc.LookAgain(name=name))
 
     def work(self) -> ProcessWork:
-        """What its process has done so far; nothing where the system does not say."""
-        try:
+        """What its process has done so far, as far as the system says."""
+        computed_s, read_bytes = 0.0, 0
+        with contextlib.suppress(psutil.Error, OSError, AttributeError):  # the last: nobody counts reads here
             process = psutil.Process(self.pid)
             spent = process.cpu_times()
-            return ProcessWork(spent.user + spent.system, process.io_counters().read_bytes)
-        except (psutil.Error, OSError, AttributeError):  # of which the last is a system that does not count reads
-            return ProcessWork()
+            computed_s = spent.user + spent.system
+            read_bytes = process.io_counters().read_bytes
+        return ProcessWork(computed_s, read_bytes)
 
     async def ping(self) -> ipc.Pong:
         """How the engine gets on. EngineUnavailable where it is gone; waits for ever while it is silent."""

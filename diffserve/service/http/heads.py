@@ -24,7 +24,8 @@ class HeadAsGet:
             if message["type"] == "http.response.start" and message["status"] == 405:
                 headers = MutableHeaders(scope=message)
                 allowed = {method.strip() for method in headers.get("allow", "").split(",")}
-                headers["allow"] = ", ".join(sorted(allowed | ({"HEAD"} if "GET" in allowed else set())))
+                if "GET" in allowed:
+                    headers["allow"] = ", ".join(sorted(allowed | {"HEAD"}))
             await send(message)
 
         if scope["method"] != "HEAD":

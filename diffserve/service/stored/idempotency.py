@@ -100,7 +100,7 @@ class Idempotency:
         """Have whoever asks by ``name`` follow ``response`` until it is over, and be told it again from then on."""
 
         async def keep() -> Response:
-            return await self._keep(name, digest, response, _fitting(await lasting.whole()))
+            return await self._keep(name, digest, response, await lasting.whole())
 
         self._lasting[name] = lasting
         task = asyncio.create_task(keep(), name="answer of lasting work")
@@ -243,7 +243,3 @@ def _replayed(reply: Reply) -> Response:
 def _marked(response: Response) -> Response:
     response.headers[REPLAYED] = "true"
     return response
-
-
-def _fitting(body: bytes | None) -> bytes | None:
-    return body if body is not None and len(body) <= MAX_REPLY_BYTES else None
