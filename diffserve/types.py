@@ -606,7 +606,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model that requests may name.
 
-    info           what it can do: as its files say until it has been loaded once, ``None`` where they say nothing usable
+    info           what it can do: as its files say until it has been loaded once; ``None``: they say nothing usable
     is_loaded      whether it paints at once; else it is loaded for the first request
     problem        why it cannot be loaded, "" where nothing is known to be wrong
     keeps_latents  whether pictures may begin from those of similar prompts
