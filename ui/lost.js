@@ -18,7 +18,7 @@
       gone: `The server is gone. ${SHOWN}`, stopped: `Stopped: the server is gone. ${SHOWN}`,
     },
   };
-  let isLost = false, isLeaving = false, isBack = false, busy = {};
+  let isLost = false, isLeaving = false, isBack = false, busy = {}, told = {};
 
   const part = (name) => document.getElementById(name);
   const isThere = (element) => element && !element.disabled && getComputedStyle(element).display !== "none";
@@ -42,9 +42,11 @@
     }
   }
 
-  function say(tab, text) {
-    const place = part(tab.said)?.querySelector("[role=status], [role=alert]");
-    if (!place) return;
+  // What a tab is told while the server is gone; told again where gradio, late, puts the last it had heard in its place.
+  function say(name, text) {
+    told[name] = text;
+    const place = part(TABS[name].said)?.querySelector("[role=status], [role=alert]");
+    if (!place || place.textContent === text) return;
     const box = document.createElement("div"), line = document.createElement("p");
     box.className = "error";
     box.setAttribute("role", "alert");
@@ -69,16 +71,17 @@
   function press(name, isRunning) {
     const tab = TABS[name];
     keep(PRESSED, { ...kept(PRESSED), [name]: isRunning ? tab.run : tab.stop });
-    say(tab, isRunning ? LATER : tab.stopped);
+    say(name, isRunning ? LATER : tab.stopped);
     offer(name, isRunning).focus();
   }
 
   // Also a tab that is opened only now.
   function tell() {
     for (const [name, tab] of Object.entries(TABS)) {
-      if (!part(tab.row) || part(tab.row).querySelector(".stand-in")) continue;
-      say(tab, tab.gone);
-      offer(name, busy[name]);
+      if (!part(tab.row)) continue;
+      say(name, told[name] ?? tab.gone);
+      const pressed = kept(PRESSED)[name];
+      if (!part(tab.row).querySelector(".stand-in")) offer(name, pressed ? pressed === tab.run : busy[name]);
     }
   }
 

@@ -113,6 +113,9 @@ def test_a_server_that_dies_in_mid_paint_is_told_at_once_and_the_next_one_goes_o
         first.process.wait()
         here.expect_caption("the server is gone")
         screenshot(here, "gone")
+        late = "document.querySelector('#caption [role=alert]').outerHTML = '<p role=status>step 9 of 1000</p>'"
+        here.page.evaluate(late)  # as gradio does with what it had received before
+        here.expect_caption("the server is gone")
         here.press("lost-stop")
         here.expect_caption("stopped")
         there.expect_text("exp-status", "the server is gone")
