@@ -277,6 +277,9 @@ def test_a_stream_in_the_background_goes_on_without_its_client_and_is_taken_up_a
     with pytest.raises(openai.BadRequestError, match="whole number"):
         client.responses.retrieve(client.responses.create(**PAINTED).id, stream=True, starting_after=-1)
 
+    with pytest.raises(openai.BadRequestError, match="with stream=true"):
+        text_client.responses.retrieve(plain.id, starting_after=1)
+
     long = PAINTED | {"tools": [TOOL | {"num_inference_steps": 1000}]}
     with client.responses.create(**long, stream=True, background=True) as stream:
         events = iter(stream)

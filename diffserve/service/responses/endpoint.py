@@ -402,9 +402,12 @@ class Responses(Endpoint[ResponseBody, CheckedResponse]):
     async def get(self, request: Request) -> Response:
         """A response that is kept, or its events, from the one after ``starting_after`` on."""
         found, response_id = self._found(request), str(request.path_params["response_id"])
-        if not flag_asked(request, "stream"):
-            return Response(found.body, media_type="application/json")
         has_seen = "starting_after" in request.query_params
+        if not flag_asked(request, "stream"):
+            if has_seen:
+                said = "starting_after is about events: ask for them with stream=true, or leave it out."
+                raise InvalidRequest(said, param="starting_after")
+            return Response(found.body, media_type="application/json")
         place = number_asked(request, "starting_after", range(MAX_EVENTS), 0) + 1 if has_seen else 0
         record = self._logs.get(response_id)
         if record is not None:
