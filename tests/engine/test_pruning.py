@@ -22,6 +22,7 @@ from diffserve.runtime import load_model
 from diffserve.runtime.activations import hollow_twin
 from diffserve.runtime.loading.pruned import prune_directory
 from diffserve.runtime.needs import needs_of
+from diffserve.runtime.precision import cpu_int8_unit
 from diffserve.runtime.unet.compiled import _circumstances
 from diffserve.runtime.unet.pruning import PRUNED_FILE, Shares, prune, widths_of
 from diffserve.types import Event, GenerationRequest, ImageResult
@@ -138,7 +139,7 @@ def test_what_reads_shapes_follows_the_pruned_network(pair: Callable[[str], Pair
         assert widths_of(hollow_twin(model).unet.network) == widths_of(model.unet.network)
         needs = needs_of(directory, dtype="float32", config=EngineConfig(), profile=None, rows=(1,))
         assert needs.model.memory_report() == model.memory_report()
-    narrow = load_model(pruned, dtype="int8_dynamic", device="cpu").unet.network
+    narrow = load_model(pruned, dtype="int8_dynamic" if cpu_int8_unit() else "int8", device="cpu").unet.network
     assert widths_of(narrow) == widths_of(loaded[1].unet.network)
     prune(loaded[0].unet.network, HALF)
     same = loaded[0].unet.network.state_dict()

@@ -26,6 +26,7 @@ from diffserve.types import Failed, GenerationRequest, ImageResult, Painted, Pic
 from tests.engine import controlnets, loras
 from tests.engine.controlnets import control_map, controlled
 from tests.engine.pipelines import asked
+from tests.hardware import needs_int8
 
 STAGES: Final = ("encode", "denoise", "decode")
 LONG: Final = ", ".join(["the red fox and a cat"] * 20)
@@ -228,6 +229,7 @@ def test_no_more_tensors_travel_than_a_prompt_may_have() -> None:
 
 
 @pytest.mark.slow
+@needs_int8
 def test_ranges_of_activations_are_measured_by_a_whole_model_alone(tiny_model: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match="int8_static is calibrated with all of a model"):
         load_model(tiny_model("sd15"), dtype="int8_static", device="cpu", hollow={"text"})

@@ -18,6 +18,7 @@ from diffserve.runtime.loading.checkpoint import Checkpoint, read_json
 from diffserve.runtime.loading.components import build_unet, load_component
 from diffserve.runtime.loading.weight_loading import vae_precision
 from diffserve.runtime.precision import cpu_bf16_unit, tensor_bytes
+from tests.hardware import needs_int8
 from tests.runtime.conftest import LoadTiny
 
 #: dtype -> largest relative error (in the norm) of a tiny random UNet's output against float32
@@ -29,6 +30,8 @@ UNET_TOLERANCE = {
     "int8_dynamic": 0.2,
     "int8_static": 0.3,
 }
+INT8_SHARE = 0.45 if cpu_bf16_unit() else 0.62
+"""Of a tiny SDXL's bytes in float32 at most: what is not in int8 is in what this CPU computes in."""
 
 
 def test_a_device_and_dtype_that_are_given_are_taken() -> None:
@@ -143,7 +146,9 @@ def predict(model: DiffusionModel) -> torch.Tensor:
     return model.unet.predict(sample, torch.tensor([40, 900]), contexts)
 
 
-@pytest.mark.parametrize("dtype", UNET_TOLERANCE)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(name, marks=needs_int8 if name[:5] == "int8_" else ()) for name in UNET_TOLERANCE]
+)
 def test_every_dtype_comes_near_float32(tiny_model: Callable[[str], Path], tiny: LoadTiny, dtype: str) -> None:
     model = load_model(tiny_model("sd15"), dtype=dtype, device="cpu")
     exact, found = predict(tiny("sd15")), predict(model)
@@ -169,7 +174,7 @@ def test_int8_holds_a_byte_for_each_linear_weight(tiny_model: Callable[[str], Pa
         assert (
             tensor_bytes(layer.weight) <= values + 5 * scales
         )  # torchao keeps a zero point, a byte, beside each scale
-    assert model.info.weights_bytes < 0.45 * tiny("sdxl").info.weights_bytes
+    assert model.info.weights_bytes < INT8_SHARE * tiny("sdxl").info.weights_bytes
     assert model.info.num_parameters == tiny("sdxl").info.num_parameters
 
 
@@ -190,7 +195,7 @@ def test_quantising_while_loading_never_holds_more_than_the_model_and_one_tensor
     load_component(network, checkpoint, choose_device("cpu", "int8"), quantise="int8")
     final = sum(tensor_bytes(part) for part in network.parameters())
     in_float32 = sum(4 * part.numel() for part in network.parameters())
-    assert max(held) <= final < 0.45 * in_float32
+    assert max(held) <= final < INT8_SHARE * in_float32
     assert len(held) == len(checkpoint.entries)
 
 

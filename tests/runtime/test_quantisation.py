@@ -21,7 +21,7 @@ from diffserve.runtime.dry_run import DryRun, ListIndices
 from diffserve.runtime.loading import checkpoint
 from diffserve.runtime.loading.checkpoint import Checkpoint, read_json
 from diffserve.runtime.loading.components import build_unet, load_component
-from diffserve.runtime.precision import QUANTISED, _refuse_absent_unit, cpu_int8_unit, tensor_bytes, weights_bytes
+from diffserve.runtime.precision import QUANTISED, _refuse_absent_unit, tensor_bytes, weights_bytes
 from diffserve.runtime.quantisation import layers_left, quantise_layer, scheme_for, schemes
 from diffserve.runtime.quantised_layers import (
     Float8Linear,
@@ -33,9 +33,10 @@ from diffserve.runtime.quantised_layers import (
     become_static,
 )
 from diffserve.types import DiffusionParams, GenerationRequest, ImageResult
+from tests.hardware import needs_int8
 from tests.runtime.conftest import LoadTiny
 
-needs_int8 = pytest.mark.skipif(cpu_int8_unit() is None, reason="this CPU does not multiply int8 in hardware")
+MULTIPLIED = [pytest.param(name, marks=needs_int8) for name in ("int8_dynamic", "int8_static")]
 TOLERANCE = {"int8": 0.01, "int8_dynamic": 0.015, "float8": 0.06}
 """Scheme -> largest relative error (in the norm) of a layer's output for normal activations and weights."""
 
@@ -153,7 +154,7 @@ def painted(result: ImageResult) -> tuple[bytes, bytes]:
     return result.latents.data, result.picture.data
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int8_dynamic", "int8_static"])
+@pytest.mark.parametrize("dtype", ["int8", *MULTIPLIED])
 def test_a_mixed_batch_is_neighbour_proof(tiny_model: Callable[[str], Path], dtype: str) -> None:
     model = load_model(tiny_model("sd15"), dtype=dtype, device="cpu")
     samplers = ("ddim", "euler_a", "heun", "dpmpp_2m")
@@ -186,6 +187,7 @@ def network_of(model: DiffusionModel) -> nn.Module:
     return network
 
 
+@needs_int8
 def test_int8_dynamic_multiplies_tokens_in_int8_and_holds_the_rest_as_it_says(
     tiny_model: Callable[[str], Path], tiny: LoadTiny
 ) -> None:
@@ -199,7 +201,7 @@ def test_int8_dynamic_multiplies_tokens_in_int8_and_holds_the_rest_as_it_says(
     assert not any(isinstance(part, Int8DynamicLinear) for one in model.text.encoders for part in one.network.modules())
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int8_dynamic"])
+@pytest.mark.parametrize("dtype", ["int8", MULTIPLIED[0]])
 def test_every_layer_that_is_left_is_named_with_a_reason(tiny_model: Callable[[str], Path], dtype: str) -> None:
     model = load_model(tiny_model("sd15"), dtype=dtype, device="cpu")
     left = layers_left(network_of(model), dtype)
@@ -224,7 +226,7 @@ def test_an_odd_layer_falls_back_and_says_why() -> None:
     assert scheme_for("to_q", nn.Linear(64, 72), "float8")[0] is None
 
 
-@pytest.mark.parametrize("dtype", ["int8_dynamic", "int8_static"])
+@pytest.mark.parametrize("dtype", MULTIPLIED)
 def test_quantising_while_loading_never_holds_more_than_the_model_and_one_tensor(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:

@@ -29,12 +29,11 @@ CPU_ROWS: Final = 16
 
 def compute_choice(device: str, dtype: str, offload: str = "none") -> DeviceChoice:
     """``choose_device``, which also knows int4. Raises ConfigError where the platform has no int4 kernel."""
+    if dtype in QUANTISED and dtype != INT8:
+        known = ", ".join(TEXT_DTYPES)
+        raise ConfigError(f"dtype is {dtype!r}, which is for image models; choose one of {known}.", param="dtype")
     if dtype != INT4:
-        choice = choose_device(device, dtype, offload)
-        if choice.dtype in QUANTISED and choice.dtype != INT8:
-            known = ", ".join(TEXT_DTYPES)
-            raise ConfigError(f"dtype is {dtype!r}, which is for image models; choose one of {known}.", param="dtype")
-        return choice
+        return choose_device(device, dtype, offload)
     choice = choose_device(device, "bfloat16", offload)
     problem = int4_problem(choice.device)
     if problem:
