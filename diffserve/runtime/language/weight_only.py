@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from diffserve.config import TEXT_DTYPES
+from diffserve.config import DTYPE_ALIASES, TEXT_DTYPES
 from diffserve.errors import ConfigError
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.precision import INT8, QUANTISED, DeviceChoice, choose_device, quantise_linear
@@ -29,7 +29,7 @@ CPU_ROWS: Final = 16
 
 def compute_choice(device: str, dtype: str, offload: str = "none") -> DeviceChoice:
     """``choose_device``, which also knows int4. Raises ConfigError where the platform has no int4 kernel."""
-    if dtype in QUANTISED and dtype != INT8:
+    if (name := DTYPE_ALIASES.get(dtype, dtype)) in QUANTISED and name != INT8:
         known = ", ".join(TEXT_DTYPES)
         raise ConfigError(f"dtype is {dtype!r}, which is for image models; choose one of {known}.", param="dtype")
     if dtype != INT4:
