@@ -48,7 +48,10 @@ from diffserve.types import (
 
 APART: Final = ("encode", "denoise", "decode")
 PATIENCE_S: Final = 60.0
+"""With a stage that is away, and twice its usual start where that takes longer, from when it was seen to be."""
 AGAIN_AFTER_S: Final = 0.25
+MOST_LOST: Final = 3
+"""Replicas that one picture may lose while they paint it: it may be the reason."""
 
 E = TypeVar("E")
 log = logging.getLogger("diffserve.cluster")
@@ -233,8 +236,9 @@ class _Way:
 
     async def _denoise(self, encoded: TextsEncoded) -> None:
         """Paint; where its replica is lost and nobody has heard of more than steps, begin anew when there is one."""
-        denoise, until_s = self._engines.denoise, self._now() + PATIENCE_S
+        denoise, num_lost, since_s = self._engines.denoise, 0, self._now()
         while True:
+            was_there = denoise.is_ready
             request = replace(
                 self._request,
                 prompt=encoded.prompt,
@@ -247,7 +251,9 @@ class _Way:
                 await self._steps(request, encoded)
                 return
             except EngineUnavailable:
-                if not self._may_begin_anew or self._now() >= until_s or self._engines.gives_up(denoise):
+                num_lost += was_there
+                since_s = self._now() if was_there else since_s
+                if not self._may_begin_anew or num_lost >= MOST_LOST or not self._is_waited_for(denoise, since_s):
                     raise
             await asyncio.sleep(AGAIN_AFTER_S)
 
@@ -329,7 +335,7 @@ class _Way:
     ) -> Any:
         """The event that ends ``request``. Raises what it ends in otherwise; a stage that is ``away`` for a while, for
         its replica is begun anew or has no room, is waited for: what others did of the picture is not lost with it."""
-        until_s = self._now() + PATIENCE_S
+        since_s: float | None = None
         while True:
             try:
                 async with engines.submit(request, is_whole=True) as events:
@@ -337,10 +343,16 @@ class _Way:
                         last = event
                 return last
             except away:
-                if self._now() >= until_s or self._engines.gives_up(engines):
+                since_s = self._now() if since_s is None else since_s
+                if not self._is_waited_for(engines, since_s):
                     raise
                 self._left_s()
             await asyncio.sleep(AGAIN_AFTER_S)
+
+    def _is_waited_for(self, engines: RayEngines, since_s: float) -> bool:
+        """Whether a stage is that has been away since then."""
+        patience_s = max(PATIENCE_S, *(2.0 * seat.start_s for seat in engines.seats))
+        return self._now() - since_s < patience_s and not self._engines.gives_up(engines)
 
     def _left_s(self) -> float | None:
         """Of the deadline. Raises DeadlineExceeded where nothing is."""

@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator
 from benchmarks.noop_engine import STATS, info_of
 from diffserve import ipc
 from diffserve.config import Settings
+from diffserve.stage_types import EncodeRequest, TextsEncoded
+from diffserve.tensor_values import Encodings
 from diffserve.types import Accepted, Finished, GenerationRequest, Progress, ServedModel
 
 BROKEN = "nowhere"
@@ -86,6 +88,9 @@ class PretendReplica:
         (body,) = ipc.bodies(submit)
         command = ipc.decode_command(body)
         assert isinstance(command, ipc.Submit)
+        if isinstance(command.request, EncodeRequest):
+            yield ipc.frame(_encoded(command.request))
+            return
         assert isinstance(command.request, GenerationRequest)
         request_id, seed = command.request.request_id, command.request.seed
         self.inside.add(request_id)
@@ -105,3 +110,14 @@ class PretendReplica:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._dies.wait(), seconds or 0.001)
             raise RuntimeError("killed")
+
+
+def _encoded(request: EncodeRequest) -> TextsEncoded:
+    return TextsEncoded(
+        request_id=request.request_id,
+        prompt=request.generation.prompt,
+        encodings=Encodings(base={}),
+        encode_s=0.0,
+        rewriting_s=0.0,
+        waited_s=0.0,
+    )

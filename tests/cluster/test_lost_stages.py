@@ -1,0 +1,81 @@
+"""A picture whose stage is lost while it is painted, over pretenders: how long a stage is waited for, and how often."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from diffserve.cluster import stages
+from diffserve.cluster.config import ClusterConfig, StagesConfig
+from diffserve.cluster.stages import MOST_LOST, StagedEngines
+from diffserve.config import load_settings
+from diffserve.errors import EngineUnavailable
+from diffserve.types import Finished, GenerationRequest
+from tests.cluster.pretenders import PretendReplica
+
+PAINT_S = 1.0
+SOON_S = 20.0
+
+
+@asynccontextmanager
+async def up() -> AsyncIterator[tuple[StagedEngines, PretendReplica]]:
+    """Stages of one replica each, and the one that denoises."""
+    settings, cluster = load_settings(env={}), ClusterConfig(stages=StagesConfig(together=False))
+    calls = {one.name: PretendReplica(settings, paint_s=PAINT_S) for one in cluster.deployments}
+    engines = StagedEngines(settings, cluster, calls)
+    engines.start()
+    try:
+        await until(lambda: engines.is_ready)
+        yield engines, calls["denoise-0"]
+    finally:
+        await engines.stop()
+
+
+async def until(look: Callable[[], object]) -> None:
+    async with asyncio.timeout(SOON_S):
+        while not look():
+            await asyncio.sleep(0.01)
+
+
+async def paint(engines: StagedEngines) -> list[object]:
+    async with engines.submit(GenerationRequest(prompt="a fox", seed=5), is_whole=True) as events:
+        return [event async for event in events]
+
+
+def test_a_stage_is_waited_for_from_when_it_is_lost_however_long_it_has_painted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work() -> None:
+        async with up() as (engines, denoiser):
+            for seat in engines.seats:
+                seat.start_s = 0.0
+            painting = asyncio.create_task(paint(engines))
+            await until(lambda: denoiser.inside)
+            await asyncio.sleep(0.8 * PAINT_S)
+            denoiser.kill()
+            assert isinstance((await painting)[-1], Finished)
+            assert [seed for _, seed in denoiser.painted] == [5]
+
+    monkeypatch.setattr(stages, "PATIENCE_S", 0.7 * PAINT_S)
+    monkeypatch.setattr("diffserve.cluster.seat.AGAIN_AFTER_S", 0.01)
+    asyncio.run(work())
+
+
+def test_a_picture_that_loses_every_replica_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        async with up() as (engines, denoiser):
+            painting = asyncio.create_task(paint(engines))
+            for _ in range(MOST_LOST):
+                await until(lambda: denoiser.inside)
+                denoiser.kill()
+                await until(lambda: not denoiser.inside)
+            with pytest.raises(EngineUnavailable, match="please try again"):
+                await painting
+            await until(lambda: engines.is_ready)
+            assert not denoiser.painted
+
+    monkeypatch.setattr("diffserve.cluster.seat.AGAIN_AFTER_S", 0.01)
+    asyncio.run(work())
