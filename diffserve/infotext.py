@@ -110,6 +110,8 @@ def _lines_and_fields(result: ImageResult, width_px: int, height_px: int) -> tup
         "Size": f"{width_px}x{height_px}",
         "Model hash": result.model_digest.rpartition(":")[2][:10] or None,
         "Model": result.model,
+        "Variation seed": result.variation_seed,
+        "Variation seed strength": _number_text(result.variation_strength) if result.variation_strength else None,
         "Denoising strength": None if result.strength is None else _number_text(result.strength),
         "Eta": None if result.eta == _own_eta(result.sampler) else _number_text(result.eta),
         "Guidance interval": None if interval == FULL_INTERVAL else _number_text(*interval),

@@ -8,6 +8,7 @@ to the engine process as msgpack, with no pickle. A value that would be wrong ca
 from __future__ import annotations
 
 import math
+import secrets
 import uuid
 from typing import Any, Final, Generic, Literal, TypeVar, get_args
 
@@ -26,6 +27,8 @@ from diffserve.vocabulary import Vocabulary
 MAX_PROMPT_CHARS = 32_000
 MAX_IMAGES = 10
 MAX_SEED = 2**63 - 1
+DISTINCT_SEEDS = 2**32
+"""Noise is drawn by torch's generator on the CPU, which takes the lower 32 bits; CUDA's is asked for the same."""
 MAX_GUIDANCE = 30.0
 SWITCH_AT: Final = 0.8
 """Where a refiner takes over of whose request no more is said."""
@@ -135,6 +138,9 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                        and leave out the more steps the more similar it is; ``None``: always from noise
     micro_conditioning the sizes that SDXL is told of, the picture's own unless given
     noise_source       "cpu" | "device", see ``EngineConfig``; ``None``: as that says
+    variation_strength how far the noise that a picture begins from is turned towards that of another seed, 0 (off) to 1
+                       (all the way); the images of a request then have one seed and these others
+    variation_seed     that of image 0, which image i adds i to; ``None``: drawn at once
     strength           how much of an init image is repainted, 0 (nothing) to 1 (everything)
     loras              adapters of the server's folder that change the model for this picture alone
     controlnets        of the server's folder, each with a picture among the request's ``control_images``
@@ -155,6 +161,8 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     token_merging: float = 0.0
     similarity_threshold: float | None = None
     noise_source: NoiseSource | None = None
+    variation_seed: int | None = None
+    variation_strength: float = 0.0
     micro_conditioning: MicroConditioning | None = None
     strength: float = 0.75
     loras: tuple[Lora, ...] = ()
@@ -209,6 +217,10 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             f"noise_source is {str(source)[:40]!r}; give {' or '.join(NOISE_SOURCES)}, or leave it out.",
             "noise_source",
         )
+        _check_number(self.variation_strength, "variation_strength", 0.0, 1.0)
+        if self.variation_strength and self.variation_seed is None:
+            drawn = secrets.randbelow(DISTINCT_SEEDS - MAX_IMAGES)
+            msgspec.structs.force_setattr(self, "variation_seed", drawn)
         check_loras(self.loras)
         check_controls(self.controlnets)
 
@@ -266,7 +278,7 @@ class GenerationRequest(
     """What somebody wants painted.
 
     width_px, height_px   multiples of the model's VAE factor (checked at submit); ``None``: the model's native size
-    num_images            image i is the picture that seed + i gives alone
+    num_images            image i is the picture that seed + i gives alone, or the same seed and variation_seed + i
     best_of               so many are painted, and the ``num_images`` with the highest scores are delivered, the best
                           first; ``None``: none are chosen from
     seed                  ``None``: drawn at submit and reported back
@@ -328,15 +340,9 @@ class GenerationRequest(
         best = f"best_of is {str(self.best_of)[:40]}; paint at least the {self.num_images} that are kept, at most "
         is_fine = self.best_of is None or self.num_images <= self.best_of <= MAX_IMAGES
         check(is_fine, f"{best}{MAX_IMAGES}.", "best_of")
-        further = self.num_painted - 1
-        most = MAX_SEED - further
-        check(
-            self.seed is None or 0 <= self.seed <= most,
-            f"seed is {self.seed}; it must lie between 0 and {most}"
-            f"{f', for the last of {self.num_painted} images has {further} more' * (further > 0)},"
-            " or be left out to be drawn.",
-            "seed",
-        )
+        varied = self.diffusion.variation_strength > 0.0
+        self._check_seed("seed", self.seed, 0 if varied else self.num_painted - 1)
+        self._check_seed("variation_seed", self.diffusion.variation_seed, self.num_painted - 1)
         check(self.preview_every >= 0, f"preview_every is {self.preview_every}; 0 or more.", "preview_every")
         check(
             self.mask_image is None or self.init_image is not None,
@@ -346,6 +352,16 @@ class GenerationRequest(
         check_deadline(self.deadline_s)
         check_share(self.share)
         check_priority(self.priority)
+
+    def _check_seed(self, name: str, seed: int | None, further: int) -> None:
+        most = MAX_SEED - further
+        check(
+            seed is None or 0 <= seed <= most,
+            f"{name} is {seed}; it must lie between 0 and {most}"
+            f"{f', for the last of {self.num_painted} images has {further} more' * (further > 0)},"
+            " or be left out to be drawn.",
+            name,
+        )
 
     def _digest_control_images(self) -> None:
         """Tell each ControlNet of which picture it is, unless it knows: a resized one keeps the digest it came with."""
@@ -383,7 +399,8 @@ class DenoisingRecipe(msgspec.Struct, frozen=True, kw_only=True):
 
     The engine paints by it, and result, metadata and answers tell it.
 
-    strength  how much of the init image is repainted, ``None`` where there is none
+    strength        how much of the init image is repainted, ``None`` where there is none
+    variation_seed  ``None`` where nothing is varied; of a result, that of its picture
     """
 
     sampler: str
@@ -398,6 +415,8 @@ class DenoisingRecipe(msgspec.Struct, frozen=True, kw_only=True):
     token_merging: float = 0.0
     similarity_threshold: float | None = None
     noise_source: NoiseSource = "cpu"
+    variation_seed: int | None = None
+    variation_strength: float = 0.0
     micro_conditioning: MicroConditioning | None = None
     eta: float
     strength: float | None = None

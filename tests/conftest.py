@@ -165,6 +165,7 @@ def shared_page_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
     from tests.service.server import START_S, running_server, wait_for
 
     grace = {"DIFFSERVE_SERVE_PAGE_GRACE_S": "12"}  # time enough to come back, on a busy machine, too
+    grace |= {"DIFFSERVE_SERVE_REQUEST_TIMEOUT_S": "3600"}  # there a thousand steps may take more than its ten minutes
     folder = tmp_path_factory.mktemp("page-server")
     with running_server(Path("embedded"), folder, page=True, env=grace) as server:
         server.wait_until_ready()

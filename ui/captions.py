@@ -89,10 +89,11 @@ def painted_from(picture: FinishedPicture) -> str:
 
 def batch_facts(pictures: Sequence[FinishedPicture]) -> str:
     """Of several pictures of one request: what they have in common, and their seeds."""
-    seeds = [picture.seed for picture in pictures]
+    seeds = [picture.seed if picture.variation_seed is None else picture.variation_seed for picture in pictures]
+    called = "seeds" if pictures[0].variation_seed is None else f"seed {pictures[0].seed}, variation seeds"
     in_a_row = seeds == list(range(seeds[0], seeds[0] + len(seeds)))
     told = f"{seeds[0]} to {seeds[-1]}" if in_a_row and len(seeds) > 2 else ", ".join(map(str, seeds))
-    return f"{len(pictures)} pictures, {pictures[-1].settings}, seeds {told}. Choose one to see it alone."
+    return f"{len(pictures)} pictures, {pictures[-1].settings}, {called} {told}. Choose one to see it alone."
 
 
 def _ending(painting: Painting, notes: tuple[str, ...]) -> str:

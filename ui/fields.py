@@ -82,7 +82,7 @@ def read_interval(text: str | None, name: str, called: str) -> tuple[float, floa
     return first, last
 
 
-def read_seed(text: str | None) -> int | None:
+def read_seed(text: str | None, name: str = "seed") -> int | None:
     """The whole number in ``text``, ``None`` for an empty one. InvalidRequest for anything else."""
     text = (text or "").strip()
     if not text or text == "-1":
@@ -90,8 +90,9 @@ def read_seed(text: str | None) -> int | None:
     digits = text.lstrip("0") or "0"
     if not (text.isascii() and text.isdigit() and len(digits) <= MAX_SEED_DIGITS and int(digits) <= MAX_SEED):
         raise InvalidRequest(
-            f"The seed is {text[:40]!r}; give a whole number from 0 to {MAX_SEED}, or nothing for a random one.",
-            param="seed",
+            f"The {name.replace('_', ' ')} is {text[:40]!r}; give a whole number from 0 to {MAX_SEED}, or nothing for "
+            "a random one.",
+            param=name,
         )
     return int(digits)
 
@@ -151,6 +152,13 @@ TYPED: Final = {
     "guidance_rescale": TypedField(
         "Rescaled guidance", "none", "To the spread of what is not guided, 0 to 1.", "CFG rescale phi", _part
     ),
+    "variation_strength": TypedField(
+        "Variation", "none", "How far from the seed's picture, 0 to 1.", "Variation seed strength", _part
+    ),
+    "variation_seed": TypedField(
+        "Variation seed", "random", "Pictures have the same seed, and these in turn.", "Variation seed",
+        lambda text, name, image: read_seed(text, name),
+    ),
     "switch_at": TypedField("Refiner from", "never", "Where it takes over, 0 to 1: 0.8.", "Refiner switch at", _part),
     "best_of": TypedField(
         "Best of", "all are kept", "Painted, of which the best are kept.", "",
@@ -161,12 +169,13 @@ TYPED: Final = {
 
 
 def told(fields: Mapping[str, Any]) -> Iterator[str]:
-    """What a request's ``fields`` say of those in ``TYPED``, in the page's words: "clip skip 2"; sizes are left out."""
+    """What a request's ``fields`` say of those in ``TYPED``, in the page's words: "clip skip 2"; but for sizes,
+    and for seeds, which differ from picture to picture."""
     for name, one in TYPED.items():
         match fields.get(name):
             case (first, last):
                 yield f"{one.label.lower()} {first:g}-{last:g}"
-            case int() | float() as number:
+            case int() | float() as number if name != "variation_seed":
                 yield f"{one.label.lower()} {number:g}"
 
 

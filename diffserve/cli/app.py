@@ -234,6 +234,14 @@ def generate(
         str | None,
         typer.Option("--noise-source", help="cpu, or device: CUDA's numbers (A1111: NV).", metavar="SOURCE"),
     ] = None,
+    variation_strength: Annotated[
+        float,
+        typer.Option("--variation-strength", help="Vary the picture: other noise mixed in, 0 to 1.", metavar="SHARE"),
+    ] = 0.0,
+    variation_seed: Annotated[
+        int | None,
+        typer.Option("--variation-seed", min=0, help="Of that noise: image i has it + i, and the same --seed."),
+    ] = None,
     lora: Annotated[
         list[str] | None,
         typer.Option("--lora", help="An adapter of --lora-dir, and how much of it; several.", metavar="NAME:SCALE"),
@@ -293,6 +301,7 @@ def generate(
             "clip_skip": clip_skip,
             "cache_interval": cache_interval,
             "token_merging": token_merging, "similarity_threshold": similarity_threshold, "noise_source": noise_source,
+            "variation_strength": variation_strength, "variation_seed": variation_seed,
             "loras": tuple(map(Lora.read, lora or ())),
             "micro_conditioning": MicroConditioning.read(sizes) if sizes else None,
             "switch_at": SWITCH_AT if refiner and switch_at is None else switch_at,

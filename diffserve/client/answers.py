@@ -15,6 +15,7 @@ class ImageFile(msgspec.Struct, frozen=True, kw_only=True):
     """One picture, as a file in the format that was asked for.
 
     revised_prompt  what the text encoder was given, ``None`` where that is what was sent
+    variation_seed  towards whose noise it was varied, ``None`` where it was not
     similarity      of the prompt whose picture it began from, ``None`` where it began from noise
     skipped_steps   that it did without for that
     score           by which it was chosen from several (best_of)
@@ -23,6 +24,7 @@ class ImageFile(msgspec.Struct, frozen=True, kw_only=True):
 
     file: bytes = msgspec.field(name="b64_json")
     seed: int
+    variation_seed: int | None = None
     revised_prompt: str | None = None
     similarity: float | None = None
     skipped_steps: int = 0

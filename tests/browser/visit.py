@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from playwright.sync_api import Dialog, Download, Locator, Page, expect
 
-PATIENCE_S = 90.0
+PATIENCE_S = 200.0
 """For what happens within seconds, unless the machine is busy."""
 
 TYPED = 3

@@ -45,6 +45,7 @@ OTHER: dict[str, object] = {
     "sampler": "heun", "num_steps": 7, "spacing": "trailing", "sigma_schedule": "karras", "eta": 0.5,
     "guidance_scale": 2.0, "guidance_interval": (0.1, 0.5), "cache_interval": 3, "strength": 0.5,
     "token_merging": 0.5, "similarity_threshold": 0.9, "noise_source": "device",
+    "variation_seed": 4, "variation_strength": 0.5,
     "loras": (Lora("ink"),), "clip_skip": 2, "guidance_rescale": 0.5,
     "micro_conditioning": MicroConditioning(crop=(1, 2)), "controlnets": (Control("edges", 0.5),),
 }  # fmt: skip
@@ -63,7 +64,7 @@ def plain() -> GenerationRequest:
 
 def key(request: GenerationRequest) -> bytes:
     assert request.seed is not None
-    return key_of(request, request.seed, INFO)
+    return key_of(request, (request.seed, request.diffusion.variation_seed), INFO)
 
 
 @pytest.mark.parametrize("name", GenerationRequest.__struct_fields__)
@@ -80,11 +81,11 @@ def test_every_parameter_changes_the_key(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["digest", "device", "dtype"])
 def test_another_model_or_precision_has_other_keys(name: str) -> None:
-    assert key_of(plain(), 1, msgspec.structs.replace(INFO, **{name: "another"})) != key(plain())
+    assert key_of(plain(), (1, None), msgspec.structs.replace(INFO, **{name: "another"})) != key(plain())
 
 
 def test_another_file_of_an_adapters_name_has_another_key() -> None:
-    assert key_of(plain(), 1, INFO, b"another") != key(plain())
+    assert key_of(plain(), (1, None), INFO, b"another") != key(plain())
 
 
 def wanted(**fields: object) -> GenerationRequest:

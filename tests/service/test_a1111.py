@@ -133,6 +133,36 @@ def test_progress_and_interruption_are_of_ones_own(server: RunningServer) -> Non
     assert not task(others)["completed"]
 
 
+@pytest.mark.slow
+def test_pictures_are_varied_by_a_second_seed_and_their_text_paints_them_again(server: RunningServer) -> None:
+    sent = {
+        "prompt": "a red fox", "seed": 7, "subseed": 20, "subseed_strength": 0.3, "steps": 2, "width": 64,
+        "height": 64, "batch_size": 2, "sampler_name": "DDIM",
+    }  # fmt: skip
+    told = post(server, "txt2img", sent).json()
+    info = json.loads(told["info"])
+    assert (info["seed"], info["all_seeds"]) == (7, [7, 7])
+    assert (info["subseed"], info["all_subseeds"], info["subseed_strength"]) == (20, [20, 21], 0.3)
+    assert "Variation seed: 21, Variation seed strength: 0.3" in info["infotexts"][1]
+    again = post(server, "txt2img", {"infotext": info["infotexts"][1]}).json()["images"]
+    assert pixels_of(again[0]) == pixels_of(told["images"][1]) != pixels_of(told["images"][0])
+    large = sent | {"enable_hr": True, "hr_scale": 1.5, "denoising_strength": 0.5}
+    alone = large | {"subseed": 21, "batch_size": 1}
+    enlarged = [post(server, "txt2img", one).json()["images"] for one in (large, alone)]
+    assert pixels_of(enlarged[0][1]) == pixels_of(enlarged[1][0]), "the second pass is varied as the first is"
+    drawn = json.loads(post(server, "txt2img", sent | {"subseed": -1}).json()["info"])
+    assert drawn["subseed"] != 20
+    assert drawn["all_subseeds"] == [drawn["subseed"], drawn["subseed"] + 1]
+    plain = json.loads(post(server, "txt2img", sent | {"subseed_strength": 0, "seed_resize_from_w": 0}).json()["info"])
+    assert (plain["all_seeds"], plain["all_subseeds"], plain["subseed_strength"]) == ([7, 8], [-1, -1], 0)
+    resized = post(server, "txt2img", sent | {"seed_resize_from_w": 32, "seed_resize_from_h": 32})
+    assert "seed_resize_from_w changes nothing here." in resized.headers["x-diffserve-warnings"]
+
+
+def pixels_of(image: str) -> bytes:
+    return decode_image(base64.b64decode(image)).data
+
+
 SMALL = in_base64(picture(64, 64))
 
 
@@ -143,7 +173,8 @@ SMALL = in_base64(picture(64, 64))
         ("txt2img", {"prompt": ""}, "the prompt is empty; say what to paint."),
         ("txt2img", {"prompt": "a fox", "steps": "many"}, 'steps is "many"; '),
         ("txt2img", {"prompt": "a fox", "sampler_name": "Magic"}, "Magic"),
-        ("txt2img", {"prompt": "a fox", "subseed": 3, "subseed_strength": 0.2}, "subseed_strength is 0.2"),
+        ("txt2img", {"prompt": "a fox", "subseed": 3, "subseed_strength": 1.2}, "subseed_strength is 1.2"),
+        ("txt2img", {"prompt": "a fox", "subseed": -2, "subseed_strength": 0.2}, "subseed is -2"),
         ("txt2img", {"prompt": "a fox", "sampler_name": "DPM++ SDE Karras"}, "nearest here is 'dpmpp_2m_sde'"),
         ("txt2img", {"prompt": "a fox", "batch_size": 4, "n_iter": 4}, "batch_size times n_iter is 16; at most 10"),
         ("txt2img", {"prompt": "a fox", "styles": ["oil"]}, 'there is no style "oil"; there are none'),

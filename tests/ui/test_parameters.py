@@ -211,6 +211,19 @@ def test_rescaled_guidance_reads_back_as_a_picture_tells_it() -> None:
     assert "guidance_rescale" not in order_of(form_of(TEXT, MODEL), MODEL).fields
 
 
+def test_a_variation_reads_back_as_a_picture_tells_it() -> None:
+    fields = order_of(form_of(f"{TEXT}, Variation seed: 21, Variation seed strength: 0.3", MODEL), MODEL).fields
+    assert (fields["variation_seed"], fields["variation_strength"]) == (21, 0.3)
+    assert not {"variation_seed", "variation_strength"} & order_of(form_of(TEXT, MODEL), MODEL).fields.keys()
+    for name, odd, why in (
+        ("variation_strength", "1.5", r"The variation_strength is '1.5'; give a number from 0 to 1"),
+        ("variation_seed", "many", "The variation seed is 'many'; give a whole number from 0 to"),
+    ):
+        with pytest.raises(InvalidRequest, match=why) as refused:
+            order_of(Form(prompt="a fox", typed={name: odd}), MODEL)
+        assert refused.value.param == name
+
+
 def test_where_a_refiner_took_over_reads_back_and_another_one_raises_a_doubt() -> None:
     told = f"{TEXT}, Refiner: xl [01], Refiner switch at: 0.75"
     model = msgspec.structs.replace(MODEL, refiner="xl [01]")

@@ -27,6 +27,9 @@ from ui.visitors import Visitors, ask_for_visitor
 CALLED: Final = {"num_images": "count"}
 """Fields that those who paint by gradio's client know by another name."""
 
+A_LITTLE: Final = "0.15"
+"""So far a picture is varied where nobody says how far."""
+
 
 class CreateHandlers:
     """The events of the tab, for all visitors."""
@@ -54,7 +57,9 @@ class CreateHandlers:
         showing.stop.click(self.stop, **PRIVATE)
         showing.gallery.select(self.look_back, outputs=list(showing), **PRIVATE)
         showing.batch.select(self.look_closer, outputs=list(showing), **PRIVATE)
-        showing.reuse_seed.click(self.reuse_seed, showing.parameters, [fields.seed, tab.advanced], **PRIVATE)
+        varied = [fields.seed, *(fields.typed[name] for name in ("variation_seed", "variation_strength")), tab.advanced]
+        showing.reuse_seed.click(self.reuse_seed, showing.parameters, varied, **PRIVATE)
+        showing.vary.click(self.vary, showing.parameters, varied, **PRIVATE)
         tab.random_seed.click(fn=None, js="() => ''", outputs=fields.seed, api_visibility="private")
         gr.on(
             [showing.generate.click, fields.prompt.submit],
@@ -129,12 +134,16 @@ class CreateHandlers:
         """Show one of the pictures of a request alone."""
         return _alone(self._visitors.of(request.session_hash).batch, chosen.index)
 
-    def reuse_seed(self, parameters: str) -> tuple[Update, Update]:
-        """The seed of the picture that is shown, into its field; what no picture says changes nothing."""
-        try:
-            return form_of(parameters, None).seed or "", gr.update(open=True)
-        except InvalidRequest:
-            return gr.skip(), gr.skip()
+    def reuse_seed(self, parameters: str) -> list[Update]:
+        """The seeds of the picture that is shown, and how far it was varied, into their fields; what no picture says
+        changes nothing."""
+        seeds = _seeds(parameters)
+        return [gr.skip()] * 4 if seeds is None else [*seeds, gr.update(open=True)]
+
+    def vary(self, parameters: str) -> list[Update]:
+        """The same, for pictures like it: each is as far from its seed's as it is, or a little, in a way of its own."""
+        seeds = _seeds(parameters)
+        return [gr.skip()] * 4 if seeds is None else [seeds[0], "", seeds[2] or A_LITTLE, gr.update(open=True)]
 
     async def read_parameters(self, file: str | None, request: gr.Request) -> list[Update]:
         """How the picture in ``file`` was painted, into all fields; where it began from noise, so does the next one.
@@ -194,6 +203,15 @@ def _agree(fields: Fields) -> None:
             outputs=choice,
             **SILENT,
         )
+
+
+def _seeds(parameters: str) -> tuple[str, str, str] | None:
+    """Seed, variation seed and how far it was varied; ``None`` where ``parameters`` are none."""
+    try:
+        form = form_of(parameters, None)
+    except InvalidRequest:
+        return None
+    return form.seed or "", form.typed.get("variation_seed") or "", form.typed.get("variation_strength") or ""
 
 
 def _alone(pictures: Sequence[FinishedPicture], index: object) -> list[Update]:

@@ -83,6 +83,7 @@ class CreateOutputs(NamedTuple):
     generate: gr.Button
     stop: gr.Button
     reuse_seed: gr.Button
+    vary: gr.Button
     copy_parameters: gr.Button
     download: gr.DownloadButton
     edit: gr.Button
@@ -215,6 +216,7 @@ def _show(generate: gr.Button, stop: gr.Button) -> CreateOutputs:
     painted_from = gr.HTML(label="Painted from", elem_id="painted-from", elem_classes="quiet")
     with gr.Row(elem_id="actions"):
         reuse_seed = gr.Button("Use this seed again", size="sm", interactive=False, elem_id="reuse-seed")
+        vary = gr.Button("Vary this picture", size="sm", interactive=False, elem_id="vary")
         copy_parameters = gr.Button("Copy parameters", size="sm", interactive=False, elem_id="copy-parameters")
         download = gr.DownloadButton("Download PNG", size="sm", interactive=False, elem_id="download")
         edit = gr.Button("Edit this picture", size="sm", interactive=False, elem_id="edit-this")
@@ -230,6 +232,7 @@ def _show(generate: gr.Button, stop: gr.Button) -> CreateOutputs:
         generate,
         stop,
         reuse_seed,
+        vary,
         copy_parameters,
         download,
         edit,

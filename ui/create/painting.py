@@ -40,6 +40,7 @@ class FinishedPicture(msgspec.Struct, frozen=True):
     warnings  what the server said about it
     number    which of its request, from 0
     begun     what it began from, where that was not noise
+    variation_seed  towards whose noise it was varied, ``None`` where it was not
     """
 
     path: Path
@@ -52,11 +53,18 @@ class FinishedPicture(msgspec.Struct, frozen=True):
     settings: str
     number: int = 0
     begun: str = ""
+    variation_seed: int | None = None
 
     @property
     def facts(self) -> str:
         """How it was painted: "25 steps, DDIM, guidance 3, 128x128, seed 7"."""
-        return f"{self.settings}, seed {self.seed}{self.begun}"
+        return f"{self.settings}, {self.label}{self.begun}"
+
+    @property
+    def label(self) -> str:
+        """By which it is told from others of its request: "seed 7", "seed 7, variation seed 9"."""
+        varied = "" if self.variation_seed is None else f", variation seed {self.variation_seed}"
+        return f"seed {self.seed}{varied}"
 
 
 class Painting:
@@ -251,6 +259,7 @@ class Painting:
             ),
             number=event.image_index,
             begun="" if event.similarity is None else _begun(event.similarity, event.skipped_steps),
+            variation_seed=event.variation_seed,
         )
 
     async def _file(self, data: bytes, name: str) -> Path:

@@ -21,7 +21,7 @@ LOOK_EVERY_S: Final = 1.0
 
 PARTS: Final = CreateOutputs._fields
 OF_PICTURE: Final = frozenset(
-    {"picture", "batch", "painted_from", "parameters", "reuse_seed", "copy_parameters", "download", "edit"}
+    {"picture", "batch", "painted_from", "parameters", "reuse_seed", "vary", "copy_parameters", "download", "edit"}
 )
 """Those that speak of the picture that is shown, and of no other."""
 
@@ -69,6 +69,7 @@ def shown_unfinished(preview: Path | None, *, is_finished: bool = False) -> dict
         "painted_from": "",
         "parameters": "",
         "reuse_seed": off,
+        "vary": off,
         "copy_parameters": off,
         "download": off,
         "edit": off,
@@ -80,7 +81,7 @@ def shown_together(visitor: Visitor, pictures: Sequence[FinishedPicture]) -> dic
     if len(pictures) == 1:
         return shown(pictures[0])
     visitor.batch = list(pictures)
-    together = gr.update(value=[(str(picture.path), f"seed {picture.seed}") for picture in pictures], visible=True)
+    together = gr.update(value=[(str(picture.path), picture.label) for picture in pictures], visible=True)
     return shown_unfinished(pictures[-1].path) | {"batch": together}
 
 
@@ -154,5 +155,5 @@ def _buttons(is_busy: bool) -> dict[str, Update]:
 
 
 def _gallery(visitor: Visitor) -> Update:
-    pictures = [(str(picture.path), f"seed {picture.seed}") for picture in visitor.pictures]
+    pictures = [(str(picture.path), picture.label) for picture in visitor.pictures]
     return gr.update(value=pictures, visible=bool(pictures))

@@ -27,6 +27,7 @@ from diffserve.loras import NO_LORAS, CheckedLoras, Lora
 from diffserve.sizes import row_cost
 from diffserve.types import (
     AUTO_SPACING,
+    DISTINCT_SEEDS,
     FULL_INTERVAL,
     DiffusionParams,
     GenerationRequest,
@@ -46,9 +47,6 @@ from schedulers import (
     UnknownSampler,
     UnknownSpacing,
 )
-
-DISTINCT_SEEDS = 2**32
-"""Noise is drawn by torch's generator on the CPU, which takes the lower 32 bits; CUDA's is asked for the same."""
 
 PIPELINE_IGNORES = ("clip_sample",)
 """What StableDiffusionPipeline overrules in a model's scheduler configuration."""
@@ -113,7 +111,8 @@ class ImageAdmission:
         warnings += self._check_scores(request, width_px, height_px)
         num_further = request.num_painted - 1
         seed = secrets.randbelow(DISTINCT_SEEDS - num_further) if request.seed is None else request.seed
-        last = seed + num_further
+        varied = settings.variation_seed
+        last = seed + num_further if varied is None else max(seed, varied + num_further)
         if last >= DISTINCT_SEEDS:
             warnings += (
                 f"seeds from {DISTINCT_SEEDS} on repeat the smaller ones: {last} paints what {last % DISTINCT_SEEDS} "
@@ -160,6 +159,8 @@ class ImageAdmission:
         check(params.micro_conditioning is None or info.has_size_conditioning, told_none, "micro_conditioning")
         if params.similarity_threshold is not None:
             self._check_may_begin_from_similar(params.similarity_threshold, kind)
+        if params.variation_seed is not None and not params.variation_strength:
+            warnings += ("variation_seed changes nothing without variation_strength.",)
         if params.guidance_rescale and not guided.any():
             warnings += ("guidance_rescale has no meaning without guidance.",)
         if request.negative_prompt.strip() and not guided.any():
@@ -178,6 +179,8 @@ class ImageAdmission:
             cache_interval=params.cache_interval,
             similarity_threshold=params.similarity_threshold,
             noise_source=params.noise_source or self._noise_source,
+            variation_seed=params.variation_seed if params.variation_strength else None,
+            variation_strength=params.variation_strength,
             token_merging=params.token_merging,
             micro_conditioning=params.micro_conditioning,
             num_steps=num_steps,

@@ -99,7 +99,7 @@ class ImageOutputs:
             lora_digests=lora_digests,
             word_digests=word_digests,
             refiner="" if settings.switch_row is None else self.info.refiner,
-            **settings.recipe(),
+            **settings.recipe() | {"variation_seed": task.variation_seed},
         )
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from diffserve.engine.image.batch import LanePool
 from diffserve.engine.image.latent_cache import LatentCache, skip_of
-from diffserve.engine.image.state import HeldControl, ImageState, Refined, Repaint, draw_noise
+from diffserve.engine.image.state import HeldControl, ImageState, Refined, Repaint, draw_noise, slerp
 from diffserve.engine.image.task import PAINT_FROM, GroupKey, ImageTask
 from diffserve.micro_conditioning import PLAIN
 from diffserve.runtime import DiffusionModel
@@ -185,10 +185,10 @@ class Preparer:
         elif settings.kind == "image":
             assert request.init_image is not None
             latents = self._encode(pixels_of(request.init_image), state)
-            start = latents + float(task.table.sigma[0]) * self._draw(state)
+            start = latents + float(task.table.sigma[0]) * self._noise(task, state)
         else:
             similar = self._similar(task, state)
-            noise = self._draw(state)
+            noise = self._noise(task, state)
             if similar is None:
                 start = task.table.init_scale * noise
             else:
@@ -223,7 +223,7 @@ class Preparer:
         is_full = task.settings.strength in (None, 1.0)
         has_mask_channels = self.model.unet.extra_channels > 0
         latents = None if has_mask_channels and is_full else self._encode(pixels, state)
-        noise = self._draw(state)
+        noise = self._noise(task, state)
         at_full = table.init_scale * noise
         start = at_full if is_full or latents is None else latents + float(table.sigma[0]) * noise
         if has_mask_channels:
@@ -236,8 +236,14 @@ class Preparer:
     def _encode(self, pixels: Tensor, state: ImageState) -> Tensor:
         return self.model.vae.encode(pixels[None], [state.rng])[0].to(self.model.device)
 
-    def _draw(self, state: ImageState) -> Tensor:
-        return draw_noise([state], self.model.device)[0]
+    def _noise(self, task: ImageTask, state: ImageState) -> Tensor:
+        """(C, h, w) that the picture begins from, its first draw, turned towards another seed's where it is varied."""
+        noise = draw_noise([state], self.model.device)[0]
+        if task.variation_seed is None:
+            return noise
+        rng = torch.Generator("cpu").manual_seed(task.variation_seed)
+        other = replace(state, rng=rng, next_draw=None if state.next_draw is None else 0)
+        return slerp(task.settings.variation_strength, noise, draw_noise([other], self.model.device)[0])
 
 
 def _reads_as_all(task: ImageTask) -> bool:

@@ -24,7 +24,7 @@ NOT_OF_THE_PICTURE: Final[dict[str, Any]] = {
     "deadline_s": None,
     "refuses_late": True,
     "model": "",  # its digest counts
-    "num_images": 1,  # image i is the picture that seed + i gives alone
+    "num_images": 1,  # image i is the picture that its own seeds give alone
     "preview_every": 0,
     "priority": "interactive",
     "request_id": "",
@@ -50,10 +50,13 @@ class Kept(NamedTuple):
         return self.picture.nbytes + (0 if self.latents is None else self.latents.nbytes)
 
 
-def key_of(request: GenerationRequest, seed: int, info: ModelInfo, adapters: bytes = b"") -> bytes:
-    """SHA-256 of all that the picture of ``request`` with ``seed`` depends on, the model and its precision
-    included, and ``adapters``, for another file may have the name of a LoRA or a ControlNet by now."""
-    alone = replace(request, seed=seed, **NOT_OF_THE_PICTURE)
+def key_of(request: GenerationRequest, seeds: tuple[int, int | None], info: ModelInfo, adapters: bytes = b"") -> bytes:
+    """SHA-256 of all that the picture of ``request`` with ``seeds``, its own and that of its variation, depends on, the
+    model and its precision included, and ``adapters``, for another file may have the name of a LoRA or a ControlNet by
+    now."""
+    seed, variation_seed = seeds
+    diffusion = replace(request.diffusion, variation_seed=variation_seed)
+    alone = replace(request, seed=seed, diffusion=diffusion, **NOT_OF_THE_PICTURE)
     painter = (info.digest, info.device, info.dtype)
     return hashlib.sha256(msgspec.msgpack.encode((painter, alone, adapters))).digest()
 

@@ -363,7 +363,8 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         if self.results.max_bytes == 0 or request.seed is None:
             return False
         settings = task.settings
-        key = key_of(request, task.seed, self._info, settings.lora_digest + settings.control_digest)
+        seeds = task.seed, task.variation_seed
+        key = key_of(request, seeds, self._info, settings.lora_digest + settings.control_digest)
         kept, leader = self.results.get(key), self._painting.get(key)
         if kept is not None:
             task.stage = Stage.DECODING

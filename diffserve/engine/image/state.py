@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from diffserve.runtime.low_rank import LoRASet
 from diffserve.runtime.philox import WORD, Draw, normals
@@ -17,6 +19,9 @@ from diffserve.runtime.text.conditioning import AnyConditioning
 from diffserve.runtime.text.encoding import Conditioning
 from diffserve.runtime.transfer import Fetched, send
 from diffserve.runtime.unet.controlnet import ControlNetRunner
+
+LEAST_ARC: Final = 1e-4
+"""Sine of the angle below which two noises are taken to point the same way."""
 
 
 @dataclass(frozen=True)
@@ -140,3 +145,19 @@ def draw_noise(states: Sequence[ImageState], device: torch.device) -> Tensor:
         return noise[0]
     order = send(torch.argsort(torch.tensor([*places[0], *places[1]])), device)
     return torch.cat(noise).index_select(0, order)
+
+
+def slerp(share: float, start: Tensor, end: Tensor) -> Tensor:
+    """(C, h, w) that lies ``share`` of the way from ``start`` to ``end`` on the arc between them (Shoemake, "Animating
+    Rotation with Quaternion Curves", 1985), each column of a channel a vector by itself, as A1111's variations have it.
+
+    Columns that point the same way stay what they are.
+    """
+    cosine = (F.normalize(start, dim=1) * F.normalize(end, dim=1)).sum(1, keepdim=True).clamp(-1.0, 1.0)
+    angle = torch.acos(cosine)
+    whole = torch.sin(angle)
+    is_arc = whole > LEAST_ARC
+    whole = torch.where(is_arc, whole, 1.0)
+    first = torch.where(is_arc, torch.sin((1.0 - share) * angle) / whole, 1.0 - share)
+    second = torch.where(is_arc, torch.sin(share * angle) / whole, share)
+    return first * start + second * end

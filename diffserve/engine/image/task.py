@@ -230,8 +230,14 @@ class ImageTask:
 
     @property
     def seed(self) -> int:
-        """Image i of a request is the picture that seed + i gives alone."""
-        return self.live.seed + self.image_index
+        """Image i of a request is the picture that seed + i gives alone; of varied ones each has the same."""
+        return self.live.seed + (self.image_index if self.settings.variation_seed is None else 0)
+
+    @property
+    def variation_seed(self) -> int | None:
+        """Towards whose noise it is varied, where it is: image i of a request has the first one + i."""
+        first = self.settings.variation_seed
+        return None if first is None else first + self.image_index
 
     @property
     def step_index(self) -> int:

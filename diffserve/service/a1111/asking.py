@@ -63,6 +63,8 @@ _OF_INFOTEXT: Final = {
     "Schedule type": "scheduler",
     "CFG scale": "cfg_scale",
     "Seed": "seed",
+    "Variation seed": "subseed",
+    "Variation seed strength": "subseed_strength",
     "Denoising strength": "denoising_strength",
     "Clip skip": "clip_skip",
     "Eta": "eta",
@@ -119,9 +121,6 @@ def ask(body: Txt2ImgBody, options: dict[str, Any], styles: Sequence[PromptStyle
     overridden = body.override_settings or {}
     check_settings(overridden, SETTINGS)
     settings = options | overridden
-    if body.subseed_strength:
-        said = f"subseed_strength is {body.subseed_strength:g}; noise of two seeds is not mixed here, leave it at 0."
-        raise InvalidRequest(said, param="subseed_strength", code="unsupported_value")
     prompt, negative = with_styles(body.prompt or "", body.negative_prompt or "", body.styles or (), styles)
     skip = body.clip_skip or settings.get("CLIP_stop_at_last_layers")
     model = settings.get("sd_model_checkpoint")
@@ -140,6 +139,8 @@ def ask(body: Txt2ImgBody, options: dict[str, Any], styles: Sequence[PromptStyle
         "eta": body.eta,
         "clip_skip": skip if isinstance(skip, int) and not isinstance(skip, bool) and skip > 1 else None,
     }
+    if body.subseed_strength:
+        values |= {"variation_seed": body.subseed, "variation_strength": body.subseed_strength}
     if units := _controlnets(body):
         values["controlnets"] = units
     if body.refiner_checkpoint not in (None, "", "None"):
@@ -165,6 +166,7 @@ def warnings_of(body: Txt2ImgBody) -> list[str]:
         for name, is_asked in (
             ("restore_faces", body.restore_faces),
             ("tiling", body.tiling),
+            ("seed_resize_from_w", min(body.seed_resize_from_w or 0, body.seed_resize_from_h or 0) > 0),
         )
         if is_asked
     ]

@@ -169,7 +169,9 @@ class Txt2Img(Generations):
                 share=first.share,
                 start=start,
             )
-            request = msgspec.structs.replace(again.request, seed=result.seed, num_images=1, deadline_s=left_s)
+            varied = msgspec.structs.replace(again.request.diffusion, variation_seed=result.variation_seed)
+            own = {"seed": result.seed, "diffusion": varied, "num_images": 1, "deadline_s": left_s}
+            request = msgspec.structs.replace(again.request, **own)
             return msgspec.structs.replace(
                 again, request=request, kind=painting.kind, marks=painting.marks, safety=painting.safety,
                 history=painting.history,
@@ -259,9 +261,9 @@ def _info(
         "all_negative_prompts": [result.negative_prompt for result in results],
         "seed": first.seed if first else -1,
         "all_seeds": [result.seed for result in results],
-        "subseed": -1,
-        "all_subseeds": [-1 for _ in results],
-        "subseed_strength": 0,
+        "subseed": _subseed(first),
+        "all_subseeds": [_subseed(result) for result in results],
+        "subseed_strength": first.variation_strength if first else 0,
         "width": painting.plan.width_px,
         "height": painting.plan.height_px,
         "sampler_name": SAMPLERS[sampler].label if sampler in SAMPLERS else sampler,
@@ -288,6 +290,10 @@ def _info(
         "timings": [timings(result) for result in results],
         **painting.spent(sum(result.device_s + result.discarded_device_s for result in passes)),
     }
+
+
+def _subseed(result: ImageResult | None) -> int:
+    return -1 if result is None or result.variation_seed is None else result.variation_seed
 
 
 def _extra(result: ImageResult | None) -> dict[str, Any]:

@@ -34,6 +34,7 @@ def image_entry(painting: CheckedImages, result: ImageResult) -> dict[str, Any]:
         "b64_json": base64.b64encode(file).decode("ascii"),
         "revised_prompt": None if result.original_prompt is None else result.prompt,
         "seed": result.seed,
+        **({} if result.variation_seed is None else {"variation_seed": result.variation_seed}),
         "timings": timings(result),
         **({} if result.similarity_threshold is None else begun),
         **({} if result.score is None else {"score": result.score}),

@@ -34,6 +34,7 @@ SAME_BY_NAME: Final = {*DiffusionParams.__struct_fields__} & {*GenerateBody.mode
     "controlnets",
     "micro_conditioning",
     "switch_at",
+    "variation_seed",
 }
 """Fields of a body that need no more than to be handed on."""
 
@@ -80,6 +81,7 @@ def diffusion_of(body: GenerateBody, quality_steps: int | None, images: tuple[Pi
             for one, image in zip(body.controlnets or (), images, strict=True)
         ),
         switch_at=_switch_at(body),
+        variation_seed=None if body.variation_seed == -1 else body.variation_seed,
         **{name: getattr(body, name) for name in SAME_BY_NAME if getattr(body, name) is not None},
     )
 
