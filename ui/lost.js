@@ -6,6 +6,7 @@
   const LOCKED = Symbol("a key is asked for");
   const PRESSED = "diffserve.pressed", LEFT = "diffserve.left";
   const KEPT = "What is here stays, and the page goes on by itself when the server is back.";
+  const LOST = "lost with the server";  // what a tab says of it after the reload
   const SHOWN = "What is painted stays until it is back, and then the page goes on by itself.";
   const LATER = "The server is gone; this is painted as soon as it is back.";
   const TABS = {
@@ -24,6 +25,8 @@
   const isThere = (element) => element && !element.disabled && getComputedStyle(element).display !== "none";
   const isBusy = (tab) => Boolean(isThere(part(tab.stop)) || part(tab.run)?.disabled);
   const whoIsBusy = () => Object.fromEntries(Object.entries(TABS).map(([name, tab]) => [name, isBusy(tab)]));
+  const whoSaysLost = () =>
+    Object.fromEntries(Object.entries(TABS).map(([name, tab]) => [name, Boolean(part(tab.said)?.textContent.includes(LOST))]));
   const kept = (key) => { try { return JSON.parse(sessionStorage.getItem(key)) || {}; } catch { return {}; } };
   const keep = (key, value) => sessionStorage.setItem(key, JSON.stringify(value));
   const appHere = () => window.gradio_config && window.gradio_config.app_id;
@@ -104,18 +107,19 @@
   window.addEventListener("pagehide", () => {
     isLeaving = true;
     // A page that is left before it has its fields again has nothing of its own to say yet.
-    keep(LEFT, isBack ? { app: appHere(), isLost, busy: isLost ? busy : whoIsBusy() } : left);
+    keep(LEFT, isBack ? { app: appHere(), isLost, busy: isLost ? busy : whoIsBusy(), lost: whoSaysLost() } : left);
   });
   window.addEventListener("pageshow", () => { isLeaving = false; });
   setTimeout(watch, IDLE_MS);
 
   // Whether what a tab was painting before the reload is lost, and is not to be painted anew anyway: an experiment goes with
-  // its page, everything with the server.
+  // its page, everything with the server. What was said of it is said again, until something else happens there.
   const left = kept(LEFT), pressedBefore = kept(PRESSED);
   sessionStorage.removeItem(LEFT);
   diffserve.wasLost = (name) => {
     const isAnother = left.app !== appHere(), isGone = isAnother || (name === "experiment" && left.isLost);
-    return Boolean(left.busy?.[name] && isGone && pressedBefore[name] !== TABS[name].run);
+    const isLostNow = (left.busy?.[name] && isGone) || left.lost?.[name];
+    return Boolean(isLostNow && pressedBefore[name] !== TABS[name].run);
   };
 
   // Called once the page has its fields again: what was pressed while the server was away.

@@ -81,6 +81,8 @@ def expect_both_lost(there: Visit) -> None:
     """The server is back: what was lost is said where it was painted, and everything can be done again."""
     expect(there.part("exp-run")).to_be_visible(timeout=1000 * START_S)
     there.expect_text("exp-status", "lost with the server; press Run")
+    there.page.reload()  # as the page does for a server that was too busy to answer for a moment
+    there.expect_text("exp-status", "lost with the server; press Run")
     expect(there.part("exp-stop")).to_be_hidden()
     there.expect_text("exp-estimate", r"about \d+ (s|min)")
     expect(there.field("exp-steps")).to_have_value("2, 1000")
