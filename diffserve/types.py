@@ -8,7 +8,6 @@ to the engine process as msgpack, with no pickle. A value that would be wrong ca
 from __future__ import annotations
 
 import math
-import secrets
 import uuid
 from typing import Any, Final, Generic, Literal, TypeVar, get_args
 
@@ -27,8 +26,6 @@ from diffserve.vocabulary import Vocabulary
 MAX_PROMPT_CHARS = 32_000
 MAX_IMAGES = 10
 MAX_SEED = 2**63 - 1
-DISTINCT_SEEDS = 2**32
-"""Noise is drawn by torch's generator on the CPU, which takes the lower 32 bits; CUDA's is asked for the same."""
 MAX_GUIDANCE = 30.0
 SWITCH_AT: Final = 0.8
 """Where a refiner takes over of whose request no more is said."""
@@ -140,7 +137,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     noise_source       "cpu" | "device", see ``EngineConfig``; ``None``: as that says
     variation_strength how far the noise that a picture begins from is turned towards that of another seed, 0 (off) to 1
                        (all the way); the images of a request then have one seed and these others
-    variation_seed     that of image 0, which image i adds i to; ``None``: drawn at once
+    variation_seed     that of image 0, which image i adds i to; ``None``: drawn at submit and reported back
     strength           how much of an init image is repainted, 0 (nothing) to 1 (everything)
     loras              adapters of the server's folder that change the model for this picture alone
     controlnets        of the server's folder, each with a picture among the request's ``control_images``
@@ -218,9 +215,6 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             "noise_source",
         )
         _check_number(self.variation_strength, "variation_strength", 0.0, 1.0)
-        if self.variation_strength and self.variation_seed is None:
-            drawn = secrets.randbelow(DISTINCT_SEEDS - MAX_IMAGES)
-            msgspec.structs.force_setattr(self, "variation_seed", drawn)
         check_loras(self.loras)
         check_controls(self.controlnets)
 

@@ -41,8 +41,14 @@ class Draughtsman:
             raise KeyboardInterrupt
         self.seeds.append(seed)
         recipe = {"id": os.urandom(4).hex(), "sampler": "ddim"}
+        first = fields.get("variation_seed")
         places = range(fields.get("n", 1))
-        return [PaintedFile(place, f"picture {seed + place}".encode(), seed + place, recipe, ()) for place in places]
+        if first is None:
+            pairs: list[tuple[int, int | None]] = [(seed + place, None) for place in places]
+        else:
+            pairs = [(seed, first + place) for place in places]
+        files = [f"picture {one} {other}".encode() for one, other in pairs]
+        return [PaintedFile(place, files[place], *pairs[place], recipe, ()) for place in places]
 
     def stop(self) -> None:
         """Nothing goes on."""
@@ -75,7 +81,8 @@ class Desk:
         return self.painter
 
 
-PROMPTS = ("a", {"prompt": "b", "seed": 7}, {"prompt": "none"}, {"prompt": "c", "n": 2, "id": "pair"}, [1], "a")
+PAIR = {"prompt": "c", "n": 2, "id": "pair", "variation_strength": 0.2}
+PROMPTS = ("a", {"prompt": "b", "seed": 7}, {"prompt": "none"}, PAIR, [1], "a")
 
 
 @pytest.mark.parametrize("webdataset", [False, True])
@@ -96,6 +103,9 @@ def test_a_shard_that_is_painted_twice_has_the_same_names_and_bytes(tmp_path: Pa
             assert json.load(told) == {
                 "prompt": "b", "line": 2, "id": "2", "recipe": {"sampler": "ddim"}, "seed": 7,
             }  # fmt: skip
+            pair = [json.loads((tar.extractfile(f"pair-{number}.json") or told).read()) for number in (1, 2)]
+            assert pair[0]["seed"] == pair[1]["seed"]
+            assert pair[0]["variation_seed"] + 1 == pair[1]["variation_seed"]
     else:
         assert names == {"1.png", "2.png", "6.png", "pair-1.png", "pair-2.png"}
     assert all((once.place.folder / name).read_bytes() == (again.place.folder / name).read_bytes() for name in names)

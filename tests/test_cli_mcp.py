@@ -51,6 +51,10 @@ def test_an_assistant_lists_the_tools_and_calls_each(text_server: RunningServer,
         assert (recipe["num_inference_steps"], recipe["size"]) == (3, "64x64")
         first, second = painted.structured_content["images"]
         assert (first["seed"], second["seed"]) == (7, 8)
+        varied = await client.call_tool("generate_image", asked | {"variation_strength": 0.3, "variation_seed": 20})
+        assert not varied.is_error, varied.content
+        told_of = [(one["seed"], one["variation_seed"]) for one in varied.structured_content["images"]]
+        assert told_of == [(7, 20), (7, 21)]
         (tmp_path / "fox.png").write_bytes(files[0])
         whole = base64.b64encode(files[0]).decode()
         edited = set()

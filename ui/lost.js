@@ -19,7 +19,7 @@
       gone: `The server is gone. ${SHOWN}`, stopped: `Stopped: the server is gone. ${SHOWN}`,
     },
   };
-  let isLost = false, isLeaving = false, isBack = false, busy = {}, told = {};
+  let isLost = false, isLeaving = false, isBack = false, busy = {}, lost = {}, told = {};
 
   const part = (name) => document.getElementById(name);
   const isThere = (element) => element && !element.disabled && getComputedStyle(element).display !== "none";
@@ -91,6 +91,7 @@
   function lose() {
     isLost = true;
     busy = whoIsBusy();
+    lost = whoSaysLost();
     document.documentElement.classList.add("lost");
   }
 
@@ -107,7 +108,7 @@
   window.addEventListener("pagehide", () => {
     isLeaving = true;
     // A page that is left before it has its fields again has nothing of its own to say yet.
-    keep(LEFT, isBack ? { app: appHere(), isLost, busy: isLost ? busy : whoIsBusy(), lost: whoSaysLost() } : left);
+    keep(LEFT, isBack ? { app: appHere(), isLost, ...(isLost ? { busy, lost } : { busy: whoIsBusy(), lost: whoSaysLost() }) } : left);
   });
   window.addEventListener("pageshow", () => { isLeaving = false; });
   setTimeout(watch, IDLE_MS);

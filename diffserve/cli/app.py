@@ -186,7 +186,9 @@ def generate(
     seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same picture; -1: any.")] = None,
     negative: Annotated[str, typer.Option("--negative", help="What should not be in the picture.")] = "",
     size: Annotated[str, typer.Option("--size", help="For example 512x512; auto: native.", metavar="WxH")] = "auto",
-    num_images: Annotated[int, typer.Option("-n", help="How many; image i has seed + i.", metavar="N")] = 1,
+    num_images: Annotated[
+        int, typer.Option("-n", help="How many; image i has seed + i, or varied by + i.", metavar="N")
+    ] = 1,
     eta: Annotated[float | None, typer.Option("--eta", help="Fresh noise in ddim and euler_a, 0 to 1.")] = None,
     guidance_interval: Annotated[
         tuple[float, float],
@@ -240,7 +242,7 @@ def generate(
     ] = 0.0,
     variation_seed: Annotated[
         int | None,
-        typer.Option("--variation-seed", min=0, help="Of that noise: image i has it + i, and the same --seed."),
+        typer.Option("--variation-seed", help="Of that noise: image i has it + i, all the same --seed; -1: any."),
     ] = None,
     lora: Annotated[
         list[str] | None,
@@ -301,7 +303,8 @@ def generate(
             "clip_skip": clip_skip,
             "cache_interval": cache_interval,
             "token_merging": token_merging, "similarity_threshold": similarity_threshold, "noise_source": noise_source,
-            "variation_strength": variation_strength, "variation_seed": variation_seed,
+            "variation_strength": variation_strength,
+            "variation_seed": None if variation_seed == -1 else variation_seed,
             "loras": tuple(map(Lora.read, lora or ())),
             "micro_conditioning": MicroConditioning.read(sizes) if sizes else None,
             "switch_at": SWITCH_AT if refiner and switch_at is None else switch_at,

@@ -327,7 +327,8 @@ def told_of(file: Path, how: Painted, num_steps: int) -> str:
         part += f", from {how.switch_at:g} on by {how.refiner}"
     if how.score is not None:
         part += f", score {how.score:.4g}"
-    return f"{file}  seed {how.seed}  {count} of {sampler}{part}"
+    seeds = f"{how.seed}" if how.variation_seed is None else f"{how.seed}, variation seed {how.variation_seed}"
+    return f"{file}  seed {seeds}  {count} of {sampler}{part}"
 
 
 def note(console: Console, *messages: str) -> None:

@@ -40,6 +40,10 @@ READS: Final = ToolAnnotations(read_only_hint=True)
 Size = Annotated[str, Field(description="WIDTHxHEIGHT in pixels, or auto: as the model does best.")]
 Negative = Annotated[str, Field(description="What is not to be seen.")]
 Seed = Annotated[int | None, Field(description="Repeats a picture; left out: drawn, and told.", ge=0)]
+Varied = Annotated[
+    float | None,
+    Field(description="How far pictures of one seed differ, by the noise of variation_seed and the next.", ge=0, le=1),
+]
 Steps = Annotated[int | None, Field(description="Denoising steps; left out: the model's own.", ge=1)]
 Guidance = Annotated[float | None, Field(description="How closely the prompt is followed.", ge=0)]
 Model = Annotated[str | None, Field(description="One of the server's image models; left out: its first.")]
@@ -56,6 +60,7 @@ class PaintedImage(BaseModel):
 
     name: str
     seed: int
+    variation_seed: int | None = None
     revised_prompt: str | None = None
 
 
@@ -97,6 +102,8 @@ class Tools:
         size: Size = "auto",
         n: Annotated[int, Field(description="How many pictures, each from a seed of its own.", ge=1, le=10)] = 1,
         seed: Seed = None,
+        variation_strength: Varied = None,
+        variation_seed: Seed = None,
         steps: Steps = None,
         guidance_scale: Guidance = None,
         sampler: Annotated[str | None, Field(description="Such as euler, ddim, dpmpp_2m, unipc.")] = None,
@@ -107,6 +114,7 @@ class Tools:
         fields = given(
             negative_prompt=negative_prompt or None, size=size, n=n, seed=seed, num_inference_steps=steps,
             guidance_scale=guidance_scale, sampler=sampler, model=model, prompt_rewriter=prompt_rewriter,
+            variation_strength=variation_strength, variation_seed=variation_seed,
         )  # fmt: skip
         return await self._paint(self._client.generate_stream(prompt, **fields), n, ctx)
 
@@ -185,7 +193,13 @@ class Tools:
     def _result(self, painted: list[CompletedImage], lost: list[str]) -> CallToolResult:
         first = painted[0]
         images = [
-            PaintedImage(name=self._keep(one), seed=one.seed, revised_prompt=one.revised_prompt) for one in painted
+            PaintedImage(
+                name=self._keep(one),
+                seed=one.seed,
+                variation_seed=one.variation_seed,
+                revised_prompt=one.revised_prompt,
+            )
+            for one in painted
         ]
         content: list[ContentBlock] = [
             ImageContent(
@@ -193,10 +207,15 @@ class Tools:
             )
             for one in painted
         ]
-        said = [f"{one.name}: seed {one.seed}" for one in images]
+        said = [
+            f"{one.name}: seed {one.seed}"
+            + ("" if one.variation_seed is None else f", variation seed {one.variation_seed}")
+            for one in images
+        ]
         said += list(dict.fromkeys(warning for one in painted for warning in one.warnings)) + lost
         content.append(TextContent(type="text", text="\n".join(said)))
-        own = {"image_index", "b64_json", "seed", "revised_prompt", "created_at", "score", "similarity"}
+        own = {"image_index", "b64_json", "revised_prompt", "created_at", "score", "similarity"}
+        own |= {"seed", "variation_seed"}
         recipe = {name: value for name, value in msgspec.to_builtins(first).items() if name not in own}
         structured = ToolImages(images=images, recipe=recipe).model_dump()
         return CallToolResult(content=content, structured_content=structured)

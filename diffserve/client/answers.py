@@ -120,6 +120,7 @@ class CompletedImage(Recipe, frozen=True, kw_only=True):
     image_index: int
     file: bytes = msgspec.field(name="b64_json")
     seed: int
+    variation_seed: int | None = None
     revised_prompt: str | None = None
     similarity: float | None = None
     skipped_steps: int = 0

@@ -74,7 +74,7 @@ class ImageFields(TypedDict, total=False):
     noise_source       whose numbers the noise is: a generator's on the CPU for each picture, or CUDA's on any device
     variation_strength how far the noise that a picture begins from is turned towards another seed's, 0 to 1
     variation_seed     that of the first picture, which the next adds 1 to, while all have one seed; left out: drawn
-    seed               of the first picture; left out: drawn, and told in the answer
+    seed               of the first picture, or of all that are varied; left out: drawn, and told in the answer
     prompt_rewriter    whether the language model turns the wish into a prompt first
     watermark          False: without one; heard of a server's own page alone
     priority           batch: it gets what interactive work leaves, which is a tenth at least
@@ -208,7 +208,6 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     token_merging: float = 0.0
     similarity_threshold: float | None = None
     noise_source: Literal["cpu", "device"] = "cpu"
-    variation_seed: int | None = None
     variation_strength: float = 0.0
     loras: tuple[Lora, ...] = ()
     controlnets: tuple[ControlNet, ...] = ()

@@ -61,6 +61,7 @@ class PaintedPicture(msgspec.Struct, frozen=True, kw_only=True, tag="image_gener
     revised_prompt: str | None = None
     action: str | None = None
     seed: int | None = None
+    variation_seed: int | None = None
     size: str | None = None
     output_format: str | None = None
 

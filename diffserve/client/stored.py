@@ -76,6 +76,7 @@ class HistoryEntry(msgspec.Struct, frozen=True, kw_only=True):
     width: int
     height: int
     seed: int
+    variation_seed: int | None = None
     restore: Restore
 
 

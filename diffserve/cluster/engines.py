@@ -30,6 +30,8 @@ from diffserve.text_types import LanguageModelInfo
 from diffserve.types import Accepted, Asks, GenerationRequest, ModelInfo, ServedModel
 
 SCALE_EVERY_S: Final = 0.5
+MOST_LOST: Final = 3
+"""Replicas that one request may lose: it may be the reason."""
 
 E = TypeVar("E")
 T = TypeVar("T")
@@ -39,8 +41,11 @@ log = logging.getLogger("diffserve.cluster")
 class _Try(Job[Any]):
     """A request at one replica; ``job`` is what its client reads."""
 
-    def __init__(self, job: Job[Any], request: Asks[Any], seat: Seat, engines: RayEngines, may_move: bool) -> None:
+    def __init__(
+        self, job: Job[Any], request: Asks[Any], seat: Seat, engines: RayEngines, may_move: bool, num_lost: int
+    ) -> None:
         super().__init__(request, engines.cancel)
+        self.num_lost = num_lost
         self.job = job
         self.seat = seat
         self.may_move = may_move
@@ -200,7 +205,9 @@ class RayEngines:
     def _ready(self) -> list[Seat]:
         return [seat for seat in self.seats if seat.is_ready]
 
-    def _send(self, job: Job[Any], request: Asks[Any], seats: Sequence[Seat], *, may_move: bool) -> None:
+    def _send(
+        self, job: Job[Any], request: Asks[Any], seats: Sequence[Seat], *, may_move: bool, num_lost: int = 0
+    ) -> None:
         cost = self._cost_of(request)
         needs = needs_of(cast(Routed, request), cost, "" if self.info is None else self.info.model_id)
         by_name = {seat.name: seat for seat in seats}
@@ -208,7 +215,7 @@ class RayEngines:
             if seat.is_new():
                 self._router.forget(seat.name)
         seat = by_name[self._router.choose(needs, {name: one.queue for name, one in by_name.items()})]
-        one = _Try(job, request, seat, self, may_move)
+        one = _Try(job, request, seat, self, may_move, num_lost)
         seat.take(one, cost)
         self._router.sent(seat.name, needs)
         self._tries[one.request_id] = one
@@ -223,9 +230,10 @@ class RayEngines:
             if left_s <= 0.0:
                 return False
             request = replace(request, deadline_s=left_s)  # type: ignore[type-var]
-        if not others:
+        num_lost = one.num_lost + 1
+        if not others or num_lost >= MOST_LOST:
             return False
-        self._send(one.job, request, others, may_move=True)
+        self._send(one.job, request, others, may_move=True, num_lost=num_lost)
         log.warning("request begins anew", extra={"request_id": one.request_id, "reason": f"{one.seat.name} was lost"})
         return True
 

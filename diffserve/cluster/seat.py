@@ -85,6 +85,11 @@ class Seat:
         return self.ready is not None and not self.is_leaving and self._now() - self._heard_s < SILENT_AFTER_S
 
     @property
+    def num_engines(self) -> int:
+        """Engines that it has had so far, one after the other."""
+        return self._num_engines
+
+    @property
     def cost(self) -> float:
         """What is to be done here, in UNet rows of the native size."""
         return sum(self.jobs.values())

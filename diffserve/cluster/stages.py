@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar, cast
 from msgspec.structs import replace
 
 from diffserve.cluster.config import ClusterConfig, settings_of
-from diffserve.cluster.engines import RayEngines, watch_seats
+from diffserve.cluster.engines import MOST_LOST, RayEngines, watch_seats
 from diffserve.cluster.seat import Calls, Seat
 from diffserve.config import Settings
 from diffserve.engine_stats import EngineStats, merged
@@ -50,8 +50,6 @@ APART: Final = ("encode", "denoise", "decode")
 PATIENCE_S: Final = 60.0
 """With a stage that is away, and twice its usual start where that takes longer, from when it was seen to be."""
 AGAIN_AFTER_S: Final = 0.25
-MOST_LOST: Final = 3
-"""Replicas that one picture may lose while they paint it: it may be the reason."""
 
 E = TypeVar("E")
 log = logging.getLogger("diffserve.cluster")
@@ -184,6 +182,24 @@ class StagedEngines:
             self.failed.set_result(failed.result())
 
 
+class _Patience:
+    """With a stage, the replicas of ``engines``, that work is lost with or that has no room for it."""
+
+    def __init__(self, engines: RayEngines) -> None:
+        self._engines = engines
+        self._num_engines, self._num_lost = -1, 0
+        self._since_s = 0.0
+
+    def lasts(self, now_s: float) -> bool:
+        """Whether it is tried again, now that it was in vain; each engine that came meanwhile is given its own time."""
+        num_engines = sum(seat.num_engines for seat in self._engines.seats)
+        if num_engines != self._num_engines:
+            self._num_engines, self._since_s = num_engines, now_s
+            self._num_lost += 1
+        usual_s = max(seat.start_s for seat in self._engines.seats)
+        return self._num_lost < MOST_LOST and now_s - self._since_s < max(PATIENCE_S, 2.0 * usual_s)
+
+
 class _Way:
     """A request for pictures on its way through the stages; ``job`` is what its client reads."""
 
@@ -236,9 +252,9 @@ class _Way:
 
     async def _denoise(self, encoded: TextsEncoded) -> None:
         """Paint; where its replica is lost and nobody has heard of more than steps, begin anew when there is one."""
-        denoise, num_lost, since_s = self._engines.denoise, 0, self._now()
+        denoise = self._engines.denoise
+        patience = _Patience(denoise)
         while True:
-            was_there = denoise.is_ready
             request = replace(
                 self._request,
                 prompt=encoded.prompt,
@@ -251,9 +267,7 @@ class _Way:
                 await self._steps(request, encoded)
                 return
             except EngineUnavailable:
-                num_lost += was_there
-                since_s = self._now() if was_there else since_s
-                if not self._may_begin_anew or num_lost >= MOST_LOST or not self._is_waited_for(denoise, since_s):
+                if not (self._may_begin_anew and patience.lasts(self._now())) or self._engines.gives_up(denoise):
                     raise
             await asyncio.sleep(AGAIN_AFTER_S)
 
@@ -335,7 +349,7 @@ class _Way:
     ) -> Any:
         """The event that ends ``request``. Raises what it ends in otherwise; a stage that is ``away`` for a while, for
         its replica is begun anew or has no room, is waited for: what others did of the picture is not lost with it."""
-        since_s: float | None = None
+        patience = _Patience(engines)
         while True:
             try:
                 async with engines.submit(request, is_whole=True) as events:
@@ -343,16 +357,10 @@ class _Way:
                         last = event
                 return last
             except away:
-                since_s = self._now() if since_s is None else since_s
-                if not self._is_waited_for(engines, since_s):
+                if not patience.lasts(self._now()) or self._engines.gives_up(engines):
                     raise
                 self._left_s()
             await asyncio.sleep(AGAIN_AFTER_S)
-
-    def _is_waited_for(self, engines: RayEngines, since_s: float) -> bool:
-        """Whether a stage is that has been away since then."""
-        patience_s = max(PATIENCE_S, *(2.0 * seat.start_s for seat in engines.seats))
-        return self._now() - since_s < patience_s and not self._engines.gives_up(engines)
 
     def _left_s(self) -> float | None:
         """Of the deadline. Raises DeadlineExceeded where nothing is."""

@@ -142,6 +142,7 @@ class Traces:
         )
         index, timings = result.image_index, result.timings
         own = {"diffserve.image_index": index, "gen_ai.request.seed": result.seed}
+        own |= {} if result.variation_seed is None else {"diffserve.variation_seed": result.variation_seed}
         if result.cached is not None:
             request.span.add_event("cached", {**own, "diffserve.cached": result.cached}, now_ns)
             return

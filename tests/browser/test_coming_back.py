@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser.cable import cable_to
+from tests.browser.cable import Cable, cable_to
 from tests.browser.visit import Screenshot, Visit, Visitor
 from tests.service.server import SOON_S, START_S, RunningServer, running_server, wait_for
 
@@ -77,11 +77,13 @@ def start_both(there: Visit) -> None:
     there.until("() => [...document.querySelectorAll('#exp-grid td img')].some(image => image.naturalWidth > 0)")
 
 
-def expect_both_lost(there: Visit) -> None:
+def expect_both_lost(there: Visit, cable: Cable) -> None:
     """The server is back: what was lost is said where it was painted, and everything can be done again."""
     expect(there.part("exp-run")).to_be_visible(timeout=1000 * START_S)
     there.expect_text("exp-status", "lost with the server; press Run")
-    there.page.reload()  # as the page does for a server that was too busy to answer for a moment
+    cable.pull_out()  # or a server that is too busy to answer for a moment
+    there.expect_text("exp-status", "the server is gone")
+    cable.plug_in()
     there.expect_text("exp-status", "lost with the server; press Run")
     expect(there.part("exp-stop")).to_be_hidden()
     there.expect_text("exp-estimate", r"about \d+ (s|min)")
@@ -138,6 +140,6 @@ def test_a_server_that_dies_in_mid_paint_is_told_at_once_and_the_next_one_goes_o
             here.gallery().last.click()
             here.expect_caption("25 steps")
             screenshot(here, "back")
-            expect_both_lost(there)
+            expect_both_lost(there, cable)
             screenshot(there, "experiment-back")
             second.wait_until_idle(SOON_S)

@@ -10,7 +10,8 @@ import pytest
 
 from diffserve.cluster import stages
 from diffserve.cluster.config import ClusterConfig, StagesConfig
-from diffserve.cluster.stages import MOST_LOST, StagedEngines
+from diffserve.cluster.engines import MOST_LOST
+from diffserve.cluster.stages import StagedEngines
 from diffserve.config import load_settings
 from diffserve.errors import EngineUnavailable
 from diffserve.types import Finished, GenerationRequest

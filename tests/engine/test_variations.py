@@ -89,6 +89,10 @@ def test_a_picture_that_begins_from_another_is_varied_too(make_engine: MakeEngin
         engine.generate(varied(7, seed, share, **begun))[0] for seed, share in ((None, 0.0), (20, 0.3), (20, 0.3))
     )
     assert others[0].picture == others[1].picture != plain.picture
+    [same] = engine.generate(varied(7, 7, 0.3, **begun))
+    assert same.latents is not None
+    assert plain.latents is not None
+    assert np.abs(same.latents.array - plain.latents.array).max() < 1e-4, "its own noise, turned towards itself"
     mask = {"mask_image": Picture.from_array(pixels[..., 0] // 128 * 255)}
     inside, outside = (engine.generate(varied(7, 20, share, **begun, **mask))[0] for share in (0.3, 0.0))
     assert inside.picture != outside.picture
@@ -98,6 +102,9 @@ def test_a_variation_is_drawn_where_none_is_named_and_told(make_engine: MakeEngi
     engine = make_engine()
     drawn = [engine.generate(varied(7, None, 0.3))[0] for _ in range(2)]
     assert drawn[0].variation_seed != drawn[1].variation_seed
+    request = varied(7, None, 0.3)
+    again = [engine.generate(request)[0] for _ in range(2)]
+    assert again[0].picture == again[1].picture, "who begins the same request anew elsewhere paints the same"
     assert drawn[0].picture != drawn[1].picture
     assert engine.generate(varied(7, drawn[0].variation_seed, 0.3))[0].picture == drawn[0].picture
     [plain] = engine.generate(varied(7, 4, 0.0))
@@ -113,6 +120,9 @@ def test_known_pictures_are_known_by_both_seeds(make_engine: MakeEngine) -> None
     told = [engine.generate(varied(7, seed, 0.3))[0].cached for seed in (20, 21, 22)]
     assert told == ["hit", "hit", None]
     assert engine.generate(varied(8, 20, 0.3))[0].cached is None
+    before = engine.stats().results
+    engine.generate(varied(8, None, 0.3))
+    assert engine.stats().results == before, "what nobody can ask for again is not kept"
 
 
 def test_seeds_that_cannot_be_are_named() -> None:

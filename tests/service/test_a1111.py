@@ -148,12 +148,14 @@ def test_pictures_are_varied_by_a_second_seed_and_their_text_paints_them_again(s
     assert pixels_of(again[0]) == pixels_of(told["images"][1]) != pixels_of(told["images"][0])
     large = sent | {"enable_hr": True, "hr_scale": 1.5, "denoising_strength": 0.5}
     alone = large | {"subseed": 21, "batch_size": 1}
-    enlarged = [post(server, "txt2img", one).json()["images"] for one in (large, alone)]
-    assert pixels_of(enlarged[0][1]) == pixels_of(enlarged[1][0]), "the second pass is varied as the first is"
+    both, second = (post(server, "txt2img", one).json() for one in (large, alone))
+    assert pixels_of(both["images"][1]) == pixels_of(second["images"][0]), "the second pass is varied as the first is"
+    for seed, text in zip((20, 21), json.loads(both["info"])["infotexts"], strict=True):
+        assert f"Variation seed: {seed}," in text
     drawn = json.loads(post(server, "txt2img", sent | {"subseed": -1}).json()["info"])
     assert drawn["subseed"] != 20
     assert drawn["all_subseeds"] == [drawn["subseed"], drawn["subseed"] + 1]
-    plain = json.loads(post(server, "txt2img", sent | {"subseed_strength": 0, "seed_resize_from_w": 0}).json()["info"])
+    plain = json.loads(post(server, "txt2img", sent | {"subseed_strength": 0, "subseed": 1.5}).json()["info"])
     assert (plain["all_seeds"], plain["all_subseeds"], plain["subseed_strength"]) == ([7, 8], [-1, -1], 0)
     resized = post(server, "txt2img", sent | {"seed_resize_from_w": 32, "seed_resize_from_h": 32})
     assert "seed_resize_from_w changes nothing here." in resized.headers["x-diffserve-warnings"]
@@ -174,7 +176,12 @@ SMALL = in_base64(picture(64, 64))
         ("txt2img", {"prompt": "a fox", "steps": "many"}, 'steps is "many"; '),
         ("txt2img", {"prompt": "a fox", "sampler_name": "Magic"}, "Magic"),
         ("txt2img", {"prompt": "a fox", "subseed": 3, "subseed_strength": 1.2}, "subseed_strength is 1.2"),
-        ("txt2img", {"prompt": "a fox", "subseed": -2, "subseed_strength": 0.2}, "subseed is -2"),
+        ("txt2img", {"prompt": "a fox", "subseed": -2, "subseed_strength": 0.2}, "subseed is -2; give a whole number"),
+        (
+            "txt2img",
+            {"prompt": "a fox", "subseed": [1], "subseed_strength": 0.2},
+            "subseed is [1]; give a whole number",
+        ),
         ("txt2img", {"prompt": "a fox", "sampler_name": "DPM++ SDE Karras"}, "nearest here is 'dpmpp_2m_sde'"),
         ("txt2img", {"prompt": "a fox", "batch_size": 4, "n_iter": 4}, "batch_size times n_iter is 16; at most 10"),
         ("txt2img", {"prompt": "a fox", "styles": ["oil"]}, 'there is no style "oil"; there are none'),

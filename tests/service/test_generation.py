@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from io import BytesIO
 
 import pytest
@@ -10,7 +11,7 @@ from PIL import Image
 from diffserve.images import DIGITAL_SOURCE_TYPE, read_infotext
 from diffserve.infotext import SOFTWARE, parse_infotext
 from schedulers import SAMPLERS
-from tests.service.server import RunningServer, files_of
+from tests.service.server import GENERATIONS, RunningServer, files_of
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +47,26 @@ def test_image_i_of_a_batch_is_the_picture_of_seed_plus_i(server: RunningServer)
     response = server.paint(seed=40, n=3)
     assert [entry["seed"] for entry in response.json()["data"]] == [40, 41, 42]
     assert files_of(response) == [files_of(server.paint(seed=seed))[0] for seed in (40, 41, 42)]
+
+
+def test_images_that_are_varied_have_one_seed_and_each_its_variation(server: RunningServer) -> None:
+    response = server.paint(seed=7, variation_seed=-1, variation_strength=0.3, n=2)
+    answer = response.json()
+    first = answer["data"][0]["variation_seed"]
+    assert [(one["seed"], one["variation_seed"]) for one in answer["data"]] == [(7, first), (7, first + 1)]
+    assert answer["variation_strength"] == 0.3
+    assert "variation_seed" not in answer, "each picture has its own"
+    alone = server.paint(seed=7, variation_seed=first + 1, variation_strength=0.3)
+    assert files_of(alone) == files_of(response)[1:]
+    assert "variation_seed" not in server.paint(seed=7).json()["data"][0]
+    with server.client.stream(
+        "POST", GENERATIONS, json={"prompt": "a red fox", "num_inference_steps": 2, "seed": 7, "stream": True,
+                                   "variation_strength": 0.3, "variation_seed": first + 1},
+    ) as stream:  # fmt: skip
+        told = [json.loads(line.removeprefix("data: ")) for line in stream.iter_lines() if line.startswith("data: {")]
+    assert (told[-1]["seed"], told[-1]["variation_seed"], told[-1]["b64_json"]) == (
+        7, first + 1, answer["data"][1]["b64_json"],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("size", ["512x512", "1024x1024", "768x512", "64x64", "101x67", "2048x64"])

@@ -227,7 +227,9 @@ def test_texts_that_are_too_long_are_refused(page: httpx.Client) -> None:
 
 def test_a_seed_that_no_picture_has_changes_nothing(page: httpx.Client) -> None:
     answer = page.post(f"{API}/run/reuse_seed", json={"data": ["x" * 20_000]})
-    assert answer.json()["data"] == [{"__type__": "update"}] * 2
+    assert answer.json()["data"] == [{"__type__": "update"}] * 4
+    answer = page.post(f"{API}/run/vary", json={"data": ["x" * 20_000]})
+    assert "The parameters of this picture take 20000 bytes" in answer.json()["data"][-1]
 
 
 @pytest.mark.parametrize("name", ["X-Forwarded-Host", "X-Forwarded-Proto"])

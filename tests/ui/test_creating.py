@@ -23,7 +23,7 @@ from ui.visitors import Visitors
 
 pytestmark = pytest.mark.slow
 LONG = "1000"
-BUTTONS = ("reuse_seed", "copy_parameters", "download")
+BUTTONS = ("reuse_seed", "vary", "copy_parameters", "download")
 NAMES = (*inspect.signature(CreateHandlers.generate).parameters,)[1:-1]
 FORM: dict[str, Any] = {
     "prompt": "a red fox", "negative_prompt": "", "quality": "draft", "aspect": "square", "count": 1,

@@ -59,7 +59,8 @@ class CreateHandlers:
         showing.batch.select(self.look_closer, outputs=list(showing), **PRIVATE)
         varied = [fields.seed, *(fields.typed[name] for name in ("variation_seed", "variation_strength")), tab.advanced]
         showing.reuse_seed.click(self.reuse_seed, showing.parameters, varied, **PRIVATE)
-        showing.vary.click(self.vary, showing.parameters, varied, **PRIVATE)
+        everything = [*fields.all, tab.advanced, showing.caption]
+        showing.vary.click(self.vary, showing.parameters, everything, **PRIVATE)
         tab.random_seed.click(fn=None, js="() => ''", outputs=fields.seed, api_visibility="private")
         gr.on(
             [showing.generate.click, fields.prompt.submit],
@@ -140,10 +141,19 @@ class CreateHandlers:
         seeds = _seeds(parameters)
         return [gr.skip()] * 4 if seeds is None else [*seeds, gr.update(open=True)]
 
-    def vary(self, parameters: str) -> list[Update]:
-        """The same, for pictures like it: each is as far from its seed's as it is, or a little, in a way of its own."""
-        seeds = _seeds(parameters)
-        return [gr.skip()] * 4 if seeds is None else [seeds[0], "", seeds[2] or A_LITTLE, gr.update(open=True)]
+    async def vary(self, parameters: str, request: gr.Request) -> list[Update]:
+        """All fields for pictures like the one that is shown: each as far from its seed's as it is, or a little, in a
+        way of its own."""
+        try:
+            form, notes = settings_of(parameters, await self._server.models())
+        except DiffserveError as error:
+            said = captions.status(sentence(error), is_error=True)
+            return [*[gr.skip()] * len(FORM_FIELDS), gr.skip(), said]
+        self._visitors.of(request.session_hash).begin_as(form)
+        strength = form.typed.get("variation_strength") or A_LITTLE
+        typed = {**form.typed, "variation_strength": strength, "variation_seed": None}
+        said = captions.status("Paint several: each is another picture like that one.", notes=notes)
+        return [*msgspec.structs.replace(form, typed=typed).values, gr.update(open=True), said]
 
     async def read_parameters(self, file: str | None, request: gr.Request) -> list[Update]:
         """How the picture in ``file`` was painted, into all fields; where it began from noise, so does the next one.
@@ -232,7 +242,11 @@ def _read_once(file: Path, models: Models) -> tuple[Form, tuple[str, ...]]:
 def settings_in(data: bytes, models: Models) -> tuple[Form, tuple[str, ...]]:
     """What the picture file ``data`` puts into the fields, and why it may come out otherwise. InvalidRequest. Takes a
     while: call it in a thread."""
-    infotext = infotext_of(data)
+    return settings_of(infotext_of(data), models)
+
+
+def settings_of(infotext: str, models: Models) -> tuple[Form, tuple[str, ...]]:
+    """The same for the parameters of a picture."""
     name = parse_infotext(infotext).fields.get("Model")
     image = models.image_of(name)
     form = msgspec.structs.replace(form_of(infotext, image), model=name if name in models.names else models.image_id)

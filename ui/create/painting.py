@@ -24,7 +24,7 @@ from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, 
 from diffserve.images import read_infotext
 from ui.create.advance import Advance
 from ui.create.parameters import CheckedForm, Form, StartFile, order_of, sampler_of
-from ui.fields import as_labelled, told
+from ui.fields import as_labelled, seeds_named, seeds_told, told
 from ui.server import LONGEST_WAIT_S, LOOK_AGAIN_S, PATIENCE_S, Server, sentence, whole
 
 log = logging.getLogger("diffserve.page")
@@ -63,8 +63,7 @@ class FinishedPicture(msgspec.Struct, frozen=True):
     @property
     def label(self) -> str:
         """By which it is told from others of its request: "seed 7", "seed 7, variation seed 9"."""
-        varied = "" if self.variation_seed is None else f", variation seed {self.variation_seed}"
-        return f"seed {self.seed}{varied}"
+        return seeds_told(self.seed, self.variation_seed)
 
 
 class Painting:
@@ -235,7 +234,8 @@ class Painting:
         assert isinstance(self.asked, CheckedForm), "only an order is painted"
         prompt = event.revised_prompt or self.asked.prompt
         infotext, sampler = await asyncio.to_thread(_own_words, event.file)
-        path = await self._file(event.file, f"{prompt[:40]}-{event.seed}.{event.output_format}")
+        seeds = seeds_named(event.seed, event.variation_seed)
+        path = await self._file(event.file, f"{prompt[:40]}-{seeds}.{event.output_format}")
         sampler = sampler or event.sampler
         steps = f"{event.num_inference_steps} step{'s' if event.num_inference_steps != 1 else ''}"
         return FinishedPicture(

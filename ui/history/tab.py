@@ -21,7 +21,7 @@ from ui.create.parameters import FORM_FIELDS
 from ui.create.start import shown as shown_start
 from ui.create.start import still_shown
 from ui.events import PRIVATE, SILENT
-from ui.fields import MAX_FIELD_CHARS, check_text
+from ui.fields import MAX_FIELD_CHARS, check_text, seeds_named, seeds_told
 from ui.server import Server, sentence
 from ui.visitors import Visitor, Visitors, ask_for_visitor
 
@@ -74,7 +74,7 @@ class Looking:
 
     def draw(self, trouble: str | None = None) -> list[Update]:
         """Updates of :attr:`HistoryTab.outputs`."""
-        pictures = [(str(path), f"seed {entry.seed}") for entry, path in self.found]
+        pictures = [(str(path), seeds_told(entry.seed, entry.variation_seed)) for entry, path in self.found]
         return [
             captions.status(trouble, is_error=True) if trouble else self._said(),
             gr.update(value=pictures, visible=bool(pictures), selected_index=self.chosen),
@@ -87,7 +87,8 @@ class Looking:
         if self.chosen is not None:
             entry = self.found[self.chosen][0]
             at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(entry.created_at))
-            facts = f"{entry.model}, {entry.width}x{entry.height}, seed {entry.seed}, {at}"
+            seeds = seeds_told(entry.seed, entry.variation_seed)
+            facts = f"{entry.model}, {entry.width}x{entry.height}, {seeds}, {at}"
             return captions.status(entry.prompt or "Painted without words.", notes=(facts,))
         if not self.found:
             return captions.status(NOT_FOUND if self.words else NOTHING)
@@ -210,7 +211,7 @@ class HistoryHandlers:
         return None if data is None else await self._written(entry, data)
 
     async def _written(self, entry: HistoryEntry, data: bytes) -> Path:
-        name = f"{entry.prompt[:40]}-{entry.seed}.{format_of(data)}"
+        name = f"{entry.prompt[:40]}-{seeds_named(entry.seed, entry.variation_seed)}.{format_of(data)}"
         return await asyncio.to_thread(self._server.files.write, data, name)
 
 

@@ -24,7 +24,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a line.
 
     files  in the folder, in order; none where it failed, with the ``error`` as the API tells one
-    seeds  of the pictures
+    seeds  of the pictures, and ``variation_seeds`` where they are varied
     recipe how they were painted, every default resolved, as the API tells it
     """
 
@@ -34,6 +34,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
     files: tuple[str, ...] = ()
     seeds: tuple[int, ...] = ()
+    variation_seeds: tuple[int, ...] = ()
     seconds: float = 0.0
     recipe: dict[str, Any] = {}
     warnings: tuple[str, ...] = ()

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 PATIENCE_S: Final = 300.0
 """For so long a server may load its models."""
 
-NOT_RECIPE: Final = ("b64_json", "image_index", "created_at", "seed", "usage", "warnings", "revised_prompt")
+NOT_RECIPE: Final = frozenset(
+    {"b64_json", "image_index", "created_at", "seed", "variation_seed", "usage", "warnings", "revised_prompt"}
+)
 
 Tell = Callable[[float], None]
 """Is told how much of a line is done, 0 to 1."""
@@ -47,6 +49,7 @@ class PaintedFile(NamedTuple):
     place: int
     data: bytes
     seed: int
+    variation_seed: int | None
     recipe: dict[str, Any]
     warnings: tuple[str, ...]
 
@@ -224,14 +227,15 @@ def _judged() -> Iterator[None]:
 
 def _received(event: CompletedImage) -> PaintedFile:
     told = {name: value for name, value in msgspec.to_builtins(event).items() if name not in NOT_RECIPE}
-    return PaintedFile(event.image_index, event.file, event.seed, told, event.warnings)
+    return PaintedFile(event.image_index, event.file, event.seed, event.variation_seed, told, event.warnings)
 
 
 def _encoded(painting: CheckedImages, result: types.ImageResult, warnings: tuple[str, ...]) -> PaintedFile:
     entry = image_entry(painting, result)
     told = {**delivery(painting), **recipe(painting, result)}
     said = tuple(dict.fromkeys((*warnings, *result.warnings)))
-    return PaintedFile(result.image_index, base64.b64decode(entry["b64_json"]), result.seed, told, said)
+    seeds = result.seed, result.variation_seed
+    return PaintedFile(result.image_index, base64.b64decode(entry["b64_json"]), *seeds, told, said)
 
 
 def _file(text: object, name: str) -> bytes:

@@ -39,6 +39,7 @@ def paint_line(line: Line, painter: LinePainter, tell: Tell) -> tuple[Outcome, S
         prompt=line.prompt,
         files=tuple(names),
         seeds=tuple(picture.seed for picture in pictures),
+        variation_seeds=tuple(one.variation_seed for one in pictures if one.variation_seed is not None),
         seconds=round(time.monotonic() - started_s, 3),
         recipe=pictures[0].recipe,
         warnings=tuple(dict.fromkeys(said for picture in pictures for said in picture.warnings)),

@@ -61,8 +61,8 @@ class ShardRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return cls(number=line.number, id=line.id, error=(error.message, error.param, error.code))
 
     def line(self, prompts: Path) -> Line:
-        """As it was read from ``prompts``; a picture that it names is read here. A line without a seed gets one that is
-        always the same."""
+        """As it was read from ``prompts``; a picture that it names is read here. A line without a seed, or that of
+        its variation, gets one that is always the same."""
         if self.error is not None:
             message, param, code = self.error
             return Line(number=self.number, id=self.id, error=InvalidRequest(message, param=param, code=code))
@@ -73,8 +73,11 @@ class ShardRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         if line.digest != self.digest:
             said = f"line {self.number} names a picture that is another one on {socket.gethostname()!r}; share it."
             return Line(number=self.number, id=self.id, error=InvalidRequest(said, param="image"))
-        drawn = int.from_bytes(hashlib.sha256(f"{self.digest} {self.id}".encode()).digest()[:4]) >> 1
-        return msgspec.structs.replace(line, fields={"seed": drawn, **line.fields})
+        digest = hashlib.sha256(f"{self.digest} {self.id}".encode()).digest()
+        fields = {"seed": int.from_bytes(digest[:4]) >> 1, **line.fields}
+        if fields.get("variation_strength") and fields.get("variation_seed") in (None, -1):
+            fields["variation_seed"] = int.from_bytes(digest[4:8]) >> 1
+        return msgspec.structs.replace(line, fields=fields)
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -253,9 +256,11 @@ class ShardWriter:
         """Pictures, and beside each what is known of it: nothing in it depends on who painted when."""
         recipe = {name: value for name, value in outcome.recipe.items() if name != "id"}
         told = {"prompt": outcome.prompt, "line": outcome.line, "id": outcome.id, "recipe": recipe}
-        for name, data, seed in zip(outcome.files, pictures, outcome.seeds, strict=True):
+        varied_by = outcome.variation_seeds or (None,) * len(outcome.seeds)
+        for name, data, seed, variation_seed in zip(outcome.files, pictures, outcome.seeds, varied_by, strict=True):
+            own = {"seed": seed} if variation_seed is None else {"seed": seed, "variation_seed": variation_seed}
             self._put(name, data)
-            self._put(f"{Path(name).stem}.json", msgspec.json.encode(told | {"seed": seed}))
+            self._put(f"{Path(name).stem}.json", msgspec.json.encode(told | own))
 
     def _put(self, name: str, data: bytes) -> None:
         assert self._tar is not None

@@ -6,6 +6,7 @@ through with a warning that travels with the result.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +28,6 @@ from diffserve.loras import NO_LORAS, CheckedLoras, Lora
 from diffserve.sizes import row_cost
 from diffserve.types import (
     AUTO_SPACING,
-    DISTINCT_SEEDS,
     FULL_INTERVAL,
     DiffusionParams,
     GenerationRequest,
@@ -47,6 +47,9 @@ from schedulers import (
     UnknownSampler,
     UnknownSpacing,
 )
+
+DISTINCT_SEEDS = 2**32
+"""Noise is drawn by torch's generator on the CPU, which takes the lower 32 bits; CUDA's is asked for the same."""
 
 PIPELINE_IGNORES = ("clip_sample",)
 """What StableDiffusionPipeline overrules in a model's scheduler configuration."""
@@ -179,7 +182,7 @@ class ImageAdmission:
             cache_interval=params.cache_interval,
             similarity_threshold=params.similarity_threshold,
             noise_source=params.noise_source or self._noise_source,
-            variation_seed=params.variation_seed if params.variation_strength else None,
+            variation_seed=_variation_seed(request),
             variation_strength=params.variation_strength,
             token_merging=params.token_merging,
             micro_conditioning=params.micro_conditioning,
@@ -381,3 +384,13 @@ def _check_picture(
     )
     wrong = f"the {name} has {picture.channels} channel(s); it must have {channels}."
     check(picture.channels == channels, wrong, param or name, "invalid_image")
+
+
+def _variation_seed(request: GenerationRequest) -> int | None:
+    """That of its first picture; ``None`` where nothing is varied. One that is not named follows from the request's id,
+    so that whoever begins the same request anew elsewhere paints the same pictures."""
+    params = request.diffusion
+    if not params.variation_strength or params.variation_seed is not None:
+        return params.variation_seed if params.variation_strength else None
+    drawn = int.from_bytes(hashlib.sha256(request.request_id.encode()).digest()[:8])
+    return drawn % (DISTINCT_SEEDS - request.num_painted)

@@ -185,7 +185,7 @@ class Preparer:
         elif settings.kind == "image":
             assert request.init_image is not None
             latents = self._encode(pixels_of(request.init_image), state)
-            start = latents + float(task.table.sigma[0]) * self._noise(task, state)
+            start = latents + float(task.table.sigma[0]) * self._noise(task, state, is_encoded=True)
         else:
             similar = self._similar(task, state)
             noise = self._noise(task, state)
@@ -223,7 +223,7 @@ class Preparer:
         is_full = task.settings.strength in (None, 1.0)
         has_mask_channels = self.model.unet.extra_channels > 0
         latents = None if has_mask_channels and is_full else self._encode(pixels, state)
-        noise = self._noise(task, state)
+        noise = self._noise(task, state, is_encoded=latents is not None)
         at_full = table.init_scale * noise
         start = at_full if is_full or latents is None else latents + float(table.sigma[0]) * noise
         if has_mask_channels:
@@ -236,12 +236,15 @@ class Preparer:
     def _encode(self, pixels: Tensor, state: ImageState) -> Tensor:
         return self.model.vae.encode(pixels[None], [state.rng])[0].to(self.model.device)
 
-    def _noise(self, task: ImageTask, state: ImageState) -> Tensor:
-        """(C, h, w) that the picture begins from, its first draw, turned towards another seed's where it is varied."""
+    def _noise(self, task: ImageTask, state: ImageState, *, is_encoded: bool = False) -> Tensor:
+        """(C, h, w) that the picture begins from, turned towards another seed's where it is varied. ``is_encoded``: the
+        seed has drawn for an init image before, and so does the other."""
         noise = draw_noise([state], self.model.device)[0]
         if task.variation_seed is None:
             return noise
         rng = torch.Generator("cpu").manual_seed(task.variation_seed)
+        if is_encoded:
+            torch.randn((1, *state.shape), generator=rng, dtype=self.model.vae.dtype)
         other = replace(state, rng=rng, next_draw=None if state.next_draw is None else 0)
         return slerp(task.settings.variation_strength, noise, draw_noise([other], self.model.device)[0])
 

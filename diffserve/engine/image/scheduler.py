@@ -360,7 +360,8 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
     def _is_painted_already(self, task: ImageTask) -> bool:
         """Whether the picture of a newcomer is known, or being painted; then it takes no part in the queue."""
         request = task.live.request
-        if self.results.max_bytes == 0 or request.seed is None:
+        is_drawn = request.diffusion.variation_strength > 0.0 and request.diffusion.variation_seed is None
+        if self.results.max_bytes == 0 or request.seed is None or is_drawn:
             return False
         settings = task.settings
         seeds = task.seed, task.variation_seed

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 from PIL import Image, ImageFilter
-from pydantic import PrivateAttr
+from pydantic import PrivateAttr, TypeAdapter, ValidationError
 
 from diffserve.errors import InvalidRequest
 from diffserve.images import decode_image, decode_mask, resize, stretch
@@ -22,9 +22,9 @@ from diffserve.service.http.errors import HttpError
 from diffserve.service.images.painting import Start
 from diffserve.service.images.parameters import SCHEDULE_TYPES
 from diffserve.service.images.pictures_in import picture_bytes
-from diffserve.service.images.schemas import ControlNetChoice, GenerateBody
+from diffserve.service.images.schemas import ControlNetChoice, GenerateBody, Seed
 from diffserve.start_picture import StartPicture, check_large_enough
-from diffserve.types import MAX_IMAGES, Picture
+from diffserve.types import MAX_IMAGES, MAX_SEED, Picture
 
 USUAL_STEPS: Final = 20
 """Where a body says nothing, to tell how far something is."""
@@ -140,7 +140,7 @@ def ask(body: Txt2ImgBody, options: dict[str, Any], styles: Sequence[PromptStyle
         "clip_skip": skip if isinstance(skip, int) and not isinstance(skip, bool) and skip > 1 else None,
     }
     if body.subseed_strength:
-        values |= {"variation_seed": body.subseed, "variation_strength": body.subseed_strength}
+        values |= {"variation_seed": _subseed(body.subseed), "variation_strength": body.subseed_strength}
     if units := _controlnets(body):
         values["controlnets"] = units
     if body.refiner_checkpoint not in (None, "", "None"):
@@ -166,11 +166,24 @@ def warnings_of(body: Txt2ImgBody) -> list[str]:
         for name, is_asked in (
             ("restore_faces", body.restore_faces),
             ("tiling", body.tiling),
-            ("seed_resize_from_w", min(body.seed_resize_from_w or 0, body.seed_resize_from_h or 0) > 0),
+            ("seed_resize_from_w", all(map(_is_positive, (body.seed_resize_from_w, body.seed_resize_from_h)))),
         )
         if is_asked
     ]
     return [*(f"{text}." for text in left), *(f"the script {show(name)} is not here." for name in scripts)]
+
+
+def _subseed(value: object) -> int | None:
+    """As a client wrote it, perhaps as text; -1: any. Raises InvalidRequest."""
+    try:
+        return None if value is None else TypeAdapter(Seed).validate_python(value)
+    except ValidationError:
+        said = f"subseed is {show(value)}; give a whole number from 0 to {MAX_SEED}, or -1 for any."
+        raise InvalidRequest(said, param="subseed") from None
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and value > 0
 
 
 def _controlnets(body: Txt2ImgBody) -> list[ControlNetChoice]:

@@ -103,15 +103,15 @@ class Txt2Img(Generations):
                     ticket.count(event)
 
             results = passes = await self._paint(painting.request, watch, job)
-            last, firsts = painting, dict[int, FirstPass]()
+            last, firsts = painting, dict[tuple[int, int | None], FirstPass]()
             if body.hires is not None and not job.stop.done():
                 job.next_pass()
                 plan = painting.plan
-                firsts = {result.seed: FirstPass(result, plan.width_px, plan.height_px) for result in results}
+                firsts = {_seeds(result): FirstPass(result, plan.width_px, plan.height_px) for result in results}
                 last, results = await self._enlarge(painting, body, results, ticket, job)
                 passes = [*passes, *results]
         warnings = list(dict.fromkeys([*painting.warnings, *(text for one in results for text in one.warnings)]))
-        texts = [infotext_of(last, result, firsts.get(result.seed)) for result in results]
+        texts = [infotext_of(last, result, firsts.get(_seeds(result))) for result in results]
         encode = [self._in_thread(last.num_pixels, encoded, last, *each) for each in zip(results, texts, strict=True)]
         told = await asyncio.gather(*encode) if body.asked.send_images is not False else []
         content = await asyncio.to_thread(answer_of, last, body, results, texts, passes, told)
@@ -290,6 +290,10 @@ def _info(
         "timings": [timings(result) for result in results],
         **painting.spent(sum(result.device_s + result.discarded_device_s for result in passes)),
     }
+
+
+def _seeds(result: ImageResult) -> tuple[int, int | None]:
+    return result.seed, result.variation_seed
 
 
 def _subseed(result: ImageResult | None) -> int:

@@ -46,10 +46,10 @@ class Txt2ImgBody(A1111Body):
     negative_prompt: Prompt | None = None
     styles: Annotated[list[Label], Field(max_length=64)] | None = None
     seed: Seed | None = None
-    subseed: Seed | None = None
+    subseed: Any = None  # read where subseed_strength says that it is meant
     subseed_strength: Fraction | None = None
-    seed_resize_from_w: int | None = None
-    seed_resize_from_h: int | None = None
+    seed_resize_from_w: Any = None
+    seed_resize_from_h: Any = None
     sampler_name: Name | None = None
     sampler_index: Name | None = None
     scheduler: Name | None = None

@@ -71,11 +71,13 @@ def delivery(painting: CheckedImages) -> dict[str, Any]:
 
 def recipe(painting: CheckedImages, result: ImageResult) -> dict[str, Any]:
     """How ``result``, and every other picture of the request, was painted."""
+    told = {"num_inference_steps" if name == "num_steps" else name: value for name, value in result.recipe().items()}
+    del told["variation_seed"]  # each has its own
     return {
         "id": painting.request.request_id,
         "model": result.model,
         "model_digest": result.model_digest,
-        **{"num_inference_steps" if name == "num_steps" else name: value for name, value in result.recipe().items()},
+        **told,
         "loras": msgspec.to_builtins(result.loras),
         "controlnets": msgspec.to_builtins(result.controlnets),
         "micro_conditioning": msgspec.to_builtins(result.micro_conditioning),

@@ -178,6 +178,7 @@ def recipe_of(
         "width": size[0],
         "height": size[1],
         "seed": result.seed,
+        "variation_seed": result.variation_seed,
         "model_digest": result.model_digest,
         "num_evaluations": result.num_evaluations,
         "request_id": result.request_id,

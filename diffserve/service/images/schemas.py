@@ -134,7 +134,7 @@ class GenerateBody(WorkBody):
 
     prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
     model: Annotated[str, Field(description="A name from /v1/models; omitted: the first model.")] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_IMAGES, description="Image i has seed + i (or variation_seed).")] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_IMAGES, description="Image i has seed + i; varied: one seed.")] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_IMAGES, description=PAINTED)] | None = None
     size: Annotated[str, Field(description="WIDTHxHEIGHT in pixels, or auto.")] | None = None
     quality: Quality | None = None
@@ -175,7 +175,9 @@ class GenerateBody(WorkBody):
     similarity_threshold: Similarity | None = None
     noise_source: Noise | None = None
     variation_seed: Seed | None = None
-    variation_strength: Annotated[Fraction, Field(description="Towards the noise of variation_seed.")] | None = None
+    variation_strength: (
+        Annotated[Fraction, Field(description="Towards variation_seed's noise; image i adds i to that.")] | None
+    ) = None
     micro_conditioning: SizesChoice | None = None
     loras: Annotated[list[LoraChoice], Field(max_length=MAX_LORAS)] | None = None
     controlnets: Annotated[list[ControlNetChoice], Field(max_length=MAX_CONTROLNETS)] | None = None

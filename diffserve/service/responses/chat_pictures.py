@@ -201,7 +201,7 @@ def _messages(painting: CheckedImages, painted: PaintedImages) -> Sequence[dict[
             "content": "",
             "refusal": None,
             "images": [{"type": "image_url", "image_url": {"url": head + entry["b64_json"]}, "index": 0}],
-            "seed": entry["seed"],
+            **{name: entry[name] for name in ("seed", "variation_seed") if name in entry},
             "revised_prompt": entry["revised_prompt"],
         }
         for entry in painted.entries
