@@ -135,8 +135,8 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                        and leave out the more steps the more similar it is; ``None``: always from noise
     micro_conditioning the sizes that SDXL is told of, the picture's own unless given
     noise_source       "cpu" | "device", see ``EngineConfig``; ``None``: as that says
-    variation_strength how far the noise that a picture begins from is turned towards that of another seed, 0 (off) to 1
-                       (all the way); the images of a request then have one seed and these others
+    variation_strength how far all noise of a picture is turned towards that of another seed, 0 (off) to 1 (its
+                       picture); the images of a request then have one seed and these others
     variation_seed     that of image 0, which image i adds i to; ``None``: drawn at submit and reported back
     strength           how much of an init image is repainted, 0 (nothing) to 1 (everything)
     loras              adapters of the server's folder that change the model for this picture alone

@@ -72,7 +72,7 @@ class ImageFields(TypedDict, total=False):
     switch_at          where it does, 0 to 1
     best_of            so many are painted, and the n with the highest scores come back, the best first
     noise_source       whose numbers the noise is: a generator's on the CPU for each picture, or CUDA's on any device
-    variation_strength how far the noise that a picture begins from is turned towards another seed's, 0 to 1
+    variation_strength how far the noise of a picture is turned towards another seed's, 0 to 1
     variation_seed     that of the first picture, which the next adds 1 to, while all have one seed; left out: drawn
     seed               of the first picture, or of all that are varied; left out: drawn, and told in the answer
     prompt_rewriter    whether the language model turns the wish into a prompt first

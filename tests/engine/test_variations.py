@@ -28,8 +28,9 @@ def noise(seed: int) -> torch.Tensor:
 
 
 def varied(seed: int, variation_seed: int | None, share: float, **fields: Any) -> GenerationRequest:
-    fields = {"num_steps": 3, **fields}
-    return asked("sd15", "ddim", seed, variation_seed=variation_seed, variation_strength=share, **fields)
+    fields = {"num_steps": 3, "sampler": "ddim", **fields}
+    sampler = fields.pop("sampler")
+    return asked("sd15", sampler, seed, variation_seed=variation_seed, variation_strength=share, **fields)
 
 
 def seeds_of(result: ImageResult) -> tuple[int, int | None]:
@@ -61,14 +62,15 @@ def test_a_varied_picture_is_that_of_diffusers_from_the_same_noise(
     assert np.abs(ours.latents.array - theirs).max() < TOLERANCE
 
 
-@pytest.mark.parametrize("source", ["cpu", "device"])
+@pytest.mark.parametrize(("sampler", "source"), [("ddim", "device"), ("dpmpp_2m_sde", "cpu"), ("euler_a", "device")])
 def test_images_of_a_request_share_their_seed_and_each_can_be_painted_alone(
-    make_engine: MakeEngine, source: str
+    make_engine: MakeEngine, sampler: str, source: str
 ) -> None:
     """Beside others, and from the text in its file; all the way it is the other seed's picture."""
     engine = make_engine(max_rows=8)
-    request = varied(7, 20, 0.25, num_images=2, noise_source=source)
-    whole, plain = varied(7, 21, 1.0, noise_source=source), asked("sd15", "ddim", 21, num_steps=3, noise_source=source)
+    how: dict[str, Any] = {"sampler": sampler, "noise_source": source}
+    request = varied(7, 20, 0.25, num_images=2, **how)
+    whole, plain = varied(7, 21, 1.0, **how), varied(21, None, 0.0, **how)
     *together, all_the_way, other = engine.generate([request, whole, plain])
     assert [seeds_of(one) for one in together] == [(7, 20), (7, 21)]
     assert all_the_way.picture == other.picture
@@ -77,7 +79,7 @@ def test_images_of_a_request_share_their_seed_and_each_can_be_painted_alone(
     for one in together:
         told = parse_infotext(write_infotext(one, width_px=64, height_px=64)).fields
         again = int(told["Variation seed"]), float(told["Variation seed strength"])
-        [alone] = engine.generate(varied(int(told["Seed"]), *again, noise_source=source))
+        [alone] = engine.generate(varied(int(told["Seed"]), *again, **how))
         assert alone.picture == one.picture
 
 

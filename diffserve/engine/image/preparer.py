@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from diffserve.engine.image.batch import LanePool
 from diffserve.engine.image.latent_cache import LatentCache, skip_of
-from diffserve.engine.image.state import HeldControl, ImageState, Refined, Repaint, draw_noise, slerp
+from diffserve.engine.image.state import HeldControl, ImageState, NoiseStream, Refined, Repaint, Variation, draw_noise
 from diffserve.engine.image.task import PAINT_FROM, GroupKey, ImageTask
 from diffserve.micro_conditioning import PLAIN
 from diffserve.runtime import DiffusionModel
@@ -178,17 +178,21 @@ class Preparer:
         request, settings = task.live.request, task.settings
         factor = self.model.info.vae_factor
         shape = (self.model.info.latent_channels, settings.height_px // factor, settings.width_px // factor)
-        rng = torch.Generator("cpu").manual_seed(task.seed)
-        state = ImageState(conditioning, rng, shape, 0 if settings.noise_source == "device" else None)
+        stream = NoiseStream.of(task.seed, settings.noise_source)
+        variation = None
+        if task.variation_seed is not None:
+            other = NoiseStream.of(task.variation_seed, settings.noise_source)
+            variation = Variation(other, settings.variation_strength)
+        state = ImageState(conditioning, stream, shape, variation)
         if settings.kind == "inpaint":
             state, start = self._inpaint(task, state)
         elif settings.kind == "image":
             assert request.init_image is not None
             latents = self._encode(pixels_of(request.init_image), state)
-            start = latents + float(task.table.sigma[0]) * self._noise(task, state, is_encoded=True)
+            start = latents + float(task.table.sigma[0]) * self._draw(state)
         else:
             similar = self._similar(task, state)
-            noise = self._noise(task, state)
+            noise = self._draw(state)
             if similar is None:
                 start = task.table.init_scale * noise
             else:
@@ -223,30 +227,28 @@ class Preparer:
         is_full = task.settings.strength in (None, 1.0)
         has_mask_channels = self.model.unet.extra_channels > 0
         latents = None if has_mask_channels and is_full else self._encode(pixels, state)
-        noise = self._noise(task, state, is_encoded=latents is not None)
+        noise = self._draw(state)
         at_full = table.init_scale * noise
         start = at_full if is_full or latents is None else latents + float(table.sigma[0]) * noise
         if has_mask_channels:
             masked = self._encode(pixels * (1.0 - mask[..., None]), state)
             return replace(state, extra=torch.cat([cells, masked])), start
         assert latents is not None
-        torch.randn((1, *state.shape), generator=state.rng, dtype=self.model.vae.dtype)  # diffusers encodes it unused
+        for stream in state.streams:  # diffusers encodes it unused
+            self._draw_posterior(stream, state)
         return replace(state, repaint=Repaint(cells, latents, noise)), start
 
     def _encode(self, pixels: Tensor, state: ImageState) -> Tensor:
-        return self.model.vae.encode(pixels[None], [state.rng])[0].to(self.model.device)
+        """(C, h, w) of ``pixels`` (H, W, 3), by a draw of the image's seed; that of its variation draws in step."""
+        if state.variation is not None:
+            self._draw_posterior(state.variation.stream, state)
+        return self.model.vae.encode(pixels[None], [state.stream.rng])[0].to(self.model.device)
 
-    def _noise(self, task: ImageTask, state: ImageState, *, is_encoded: bool = False) -> Tensor:
-        """(C, h, w) that the picture begins from, turned towards another seed's where it is varied. ``is_encoded``: the
-        seed has drawn for an init image before, and so does the other."""
-        noise = draw_noise([state], self.model.device)[0]
-        if task.variation_seed is None:
-            return noise
-        rng = torch.Generator("cpu").manual_seed(task.variation_seed)
-        if is_encoded:
-            torch.randn((1, *state.shape), generator=rng, dtype=self.model.vae.dtype)
-        other = replace(state, rng=rng, next_draw=None if state.next_draw is None else 0)
-        return slerp(task.settings.variation_strength, noise, draw_noise([other], self.model.device)[0])
+    def _draw_posterior(self, stream: NoiseStream, state: ImageState) -> None:
+        torch.randn((1, *state.shape), generator=stream.rng, dtype=self.model.vae.dtype)
+
+    def _draw(self, state: ImageState) -> Tensor:
+        return draw_noise([state], self.model.device)[0]
 
 
 def _reads_as_all(task: ImageTask) -> bool:

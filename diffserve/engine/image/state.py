@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from diffserve.runtime.text.conditioning import AnyConditioning
 from diffserve.runtime.text.encoding import Conditioning
 from diffserve.runtime.transfer import Fetched, send
 from diffserve.runtime.unet.controlnet import ControlNetRunner
+from diffserve.types import NoiseSource
 
 LEAST_ARC: Final = 1e-4
 """Sine of the angle below which two noises are taken to point the same way."""
@@ -69,12 +70,37 @@ class Refined:
 
 
 @dataclass
+class NoiseStream:
+    """The draws of a seed, one after the other: for the start latent first, then for each drawing row, in diffusers'
+    order.
+
+    rng        a CPU generator of its own
+    next_draw  where noise is counted off on the device instead (``runtime.philox``), the number of the next draw
+    """
+
+    rng: torch.Generator
+    next_draw: int | None = None
+
+    @classmethod
+    def of(cls, seed: int, source: NoiseSource) -> NoiseStream:
+        """That of ``seed``, from its beginning."""
+        return cls(torch.Generator("cpu").manual_seed(seed), 0 if source == "device" else None)
+
+
+class Variation(NamedTuple):
+    """Draws of another seed, towards which an image's own are turned, by ``strength`` of the way."""
+
+    stream: NoiseStream
+    strength: float
+
+
+@dataclass
 class ImageState:
     """What one image holds, given back when it leaves.
 
-    rng     the image's own CPU generator: start latent first, then each drawing row, in diffusers' order
-    next_draw  where noise is counted off on the device instead (``runtime.philox``), the number of the next draw
+    stream  the draws of its seed
     shape   (C, h, w) of its latent
+    variation  what these are turned towards, ``None`` where they are left as they are
     extra   (1 + C, h, w) mask and masked image latents, for 9-channel inpainting UNets
     health  of its last step, once it made one
     embedding  (D,) of the prompt, where the finished latents are to be kept for similar ones
@@ -88,9 +114,9 @@ class ImageState:
     """
 
     conditioning: AnyConditioning
-    rng: torch.Generator
+    stream: NoiseStream
     shape: tuple[int, int, int]
-    next_draw: int | None = None
+    variation: Variation | None = None
     repaint: Repaint | None = None
     extra: Tensor | None = None
     health: Health | None = None
@@ -102,14 +128,20 @@ class ImageState:
     features: dict[bool, Tensor] = field(default_factory=dict)
     refined: Refined | None = None
 
-    def mark(self) -> tuple[Tensor, int | None]:
-        """What has been drawn so far, for ``go_back``."""
-        return self.rng.get_state(), self.next_draw
+    @property
+    def streams(self) -> tuple[NoiseStream, ...]:
+        """From which it draws: its own, and that of its variation."""
+        return (self.stream,) if self.variation is None else (self.stream, self.variation.stream)
 
-    def go_back(self, mark: tuple[Tensor, int | None]) -> None:
+    def mark(self) -> tuple[tuple[Tensor, int | None], ...]:
+        """What has been drawn so far, for ``go_back``."""
+        return tuple((stream.rng.get_state(), stream.next_draw) for stream in self.streams)
+
+    def go_back(self, mark: tuple[tuple[Tensor, int | None], ...]) -> None:
         """As if nothing had been drawn since ``mark``."""
-        state, self.next_draw = mark
-        self.rng.set_state(state)
+        for stream, (drawn, next_draw) in zip(self.streams, mark, strict=True):
+            stream.rng.set_state(drawn)
+            stream.next_draw = next_draw
 
     def switch(self) -> None:
         """From now on the refiner's UNet evaluates it; what only the base was told is given back, adapters among it."""
@@ -128,17 +160,27 @@ class ImageState:
 
 def draw_noise(states: Sequence[ImageState], device: torch.device) -> Tensor:
     """(len(states), C, h, w) float32 on ``device``: the next draw of each, of one shape, in one transfer for
-    each source; where there are both, one more brings each to its place."""
-    shape = states[0].shape
+    each source; where there are both, one more brings each to its place. Those that are varied are turned one by one,
+    so that nobody's bytes depend on who else is."""
+    varied = [(place, state.variation) for place, state in enumerate(states) if state.variation is not None]
+    streams = [*(state.stream for state in states), *(variation.stream for _, variation in varied)]
+    noise = _draws(streams, states[0].shape, device)
+    for other, (place, variation) in enumerate(varied, start=len(states)):
+        noise[place] = slerp(variation.strength, noise[place], noise[other])
+    return noise[: len(states)]
+
+
+def _draws(streams: Sequence[NoiseStream], shape: tuple[int, int, int], device: torch.device) -> Tensor:
+    """(len(streams), C, h, w) float32 on ``device``: the next draw of each."""
     places: tuple[list[int], list[int]] = ([], [])  # of those counted off, and of those from generators
     draws, drawn = [], []
-    for place, state in enumerate(states):
-        if state.next_draw is not None:
-            draws.append(Draw(state.rng.initial_seed() & WORD, state.next_draw))  # what the CPU's generator takes of it
-            state.next_draw += 1
+    for place, stream in enumerate(streams):
+        if stream.next_draw is not None:
+            draws.append(Draw(stream.rng.initial_seed() & WORD, stream.next_draw))  # what the CPU's generator takes
+            stream.next_draw += 1
         else:
-            drawn.append(torch.randn((1, *shape), generator=state.rng))
-        places[state.next_draw is None].append(place)
+            drawn.append(torch.randn((1, *shape), generator=stream.rng))
+        places[stream.next_draw is None].append(place)
     noise = [normals(draws, math.prod(shape), device).view(-1, *shape)] if draws else []
     noise += [send(torch.cat(drawn), device)] if drawn else []
     if len(noise) == 1:
@@ -149,7 +191,7 @@ def draw_noise(states: Sequence[ImageState], device: torch.device) -> Tensor:
 
 def slerp(share: float, start: Tensor, end: Tensor) -> Tensor:
     """(C, h, w) that lies ``share`` of the way from ``start`` to ``end`` on the arc between them (Shoemake, "Animating
-    Rotation with Quaternion Curves", 1985), each column of a channel a vector by itself, as A1111's variations have it.
+    Rotation with Quaternion Curves", 1985), each column of a channel a vector by itself, as A1111 does it.
 
     Columns that point the same way stay what they are.
     """
