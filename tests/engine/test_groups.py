@@ -13,7 +13,7 @@ import pytest
 from diffserve.engine import Engine
 from diffserve.engine.image.shape_groups import GROUPS_KEPT, MOST_TRIALS
 from diffserve.engine.image.task import GroupKey
-from diffserve.runtime.unet.batch_invariance import SHARED
+from diffserve.runtime.unet.batch_invariance import SHARED, GroupFacts
 from diffserve.types import GenerationRequest, Painted
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked
@@ -181,3 +181,21 @@ def test_a_shape_that_cannot_be_measured_is_painted_all_the_same(
         study_all(engine)
     assert "a shape could not be measured" in caplog.text
     assert len(engine.generate(odd_size())) == 1
+
+
+def test_what_a_request_takes_alone_is_told_by_the_calls_that_it_will_be_painted_with(make_engine: MakeEngine) -> None:
+    """By compiled ones where they are used: a deadline by the slower network's leaves all of its pictures late."""
+    groups = make_engine(cache_dir="").runners.groups
+    plain, unread = GroupKey(64, 64, 77), GroupKey(64, 64, 0)
+    groups.known(plain)
+    facts = GroupFacts(buckets=(1, 2), counts=(1,), seconds={1: 1e-6, 2: 2e-6})
+    before = groups.call_s(unread, 2)
+    assert before == groups.call_s(plain, 2) > 2e-6
+    groups._take(plain._replace(is_compiled=True), facts)
+    groups.known(plain._replace(lora_rank=16))
+    groups.known(plain)
+    assert groups.call_s(unread, 2) == pytest.approx(2e-6)
+    assert groups.call_s(plain, 2) == before
+    groups.compiled.forget(plain._replace(is_compiled=True))
+    assert groups.call_s(unread, 2) == before
+    assert groups.call_s(GroupKey(64, 72, 0), 2) == pytest.approx(before * 72 / 64)

@@ -199,21 +199,31 @@ class Groups:
     def call_s(self, group: GroupKey, num_rows: int) -> float:
         """Seconds that ``num_rows`` rows of ``group`` take, by what is known now: nothing is measured for that.
 
-        Of a group that is not known another of its size tells, else the native size and its pixels; 0 where even that
-        is not known. Those of a group that is controlled are counted with those of a ControlNet.
+        Of a group that is not known one of its size tells, else one of the native size and its pixels; 0 where even
+        that is not known. Those of a group that is controlled are counted with those of a ControlNet.
         """
         network = group._replace(is_controlled=False)
-        same_size = (
-            other
-            for other in self._known
-            if other[:2] == group[:2] and other.is_shallow == group.is_shallow and not other.control
-        )
-        teller = next((known for known in (group, network) if known in self._known), next(same_size, self._native))
-        if teller not in self._known:
+        teller = next((known for known in (group, network) if known in self._known), None)
+        teller = teller or self._akin(group, group) or self._akin(self._native, group)
+        if teller is None:
             return 0.0
         pixels = group.height_px * group.width_px / (teller.height_px * teller.width_px)
         share = 1.0 + WORK_SHARE * group.is_controlled
         return share * pixels * self._known[teller].curve.total_s(num_rows)
+
+    def _akin(self, size: GroupKey, group: GroupKey) -> GroupKey | None:
+        """The known group of the canvas of ``size`` that pictures like those of ``group`` are most likely painted in:
+        by compiled calls where these are used, without adapters where they have none, as the last ones were."""
+
+        def rank(other: GroupKey) -> tuple[bool, bool, bool]:
+            return other.is_shallow == group.is_shallow, other.lora_rank == group.lora_rank, other.is_compiled
+
+        there = [
+            other
+            for other in self._known
+            if other[:2] == size[:2] and not other.control and (self.compiled.is_proven(other) or not other.is_compiled)
+        ]
+        return max(reversed(there), key=rank, default=None)
 
     def describe(self) -> dict[GroupKey, tuple[int, ...]]:
         """Bucket sizes in use, by group."""
