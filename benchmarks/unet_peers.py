@@ -23,6 +23,7 @@ from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.unet.call import Compiled, UNetArguments
 from diffserve.runtime.unet.compiled import FlatUNet
 from diffserve.runtime.unet.cross_attention import KeysValues
+from diffserve.runtime.unet.openvino_package import OpenVINOCompiler
 from diffserve.runtime.unet.random_rows import random_inputs
 from diffserve.runtime.unet.unet import UNetRunner
 
@@ -168,14 +169,8 @@ def _torch_compile(peers: Peers, num_rows: int) -> Predict:
 
 def _openvino(peers: Peers, num_rows: int, precision: str) -> Predict:
     openvino = _import("openvino")
-
-    def convert() -> Any:
-        network, call = peers.flat()
-        return openvino.convert_model(network, example_input=tuple(call.tensors))
-
-    model = peers.export("openvino", convert)
     tensors = peers.exact.call(**peers.inputs(range(num_rows))).tensors
-    model.reshape({port: list(tensor.shape) for port, tensor in zip(model.inputs, tensors, strict=True)})
+    model = peers.export("openvino", lambda: OpenVINOCompiler(peers.flat()[0], tensors)).of_rows(num_rows)
     hints = {"INFERENCE_PRECISION_HINT": precision, "PERFORMANCE_HINT": "LATENCY"}
     network = openvino.Core().compile_model(model, "CPU", {**hints, "INFERENCE_NUM_THREADS": peers.num_threads})
     return peers.run(

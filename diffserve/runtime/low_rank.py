@@ -154,8 +154,9 @@ class RowLoRAs:
             hidden = _summed(layer, args[0], down) if by_cells else _convolved(layer, args[0], down)
             there = output.contiguous().flatten(2)
             return there.baddbmm_(up, hidden).view(output.shape)
-        tokens = args[0].reshape(len(down), -1, layer.in_features)  # (R, T, in)
-        there = output.contiguous().view(len(down), -1, output.shape[-1])
+        num_rows = down.shape[0]
+        tokens = args[0].reshape(num_rows, -1, layer.in_features)  # (R, T, in)
+        there = output.contiguous().view(num_rows, -1, output.shape[-1])
         return there.baddbmm_(torch.bmm(tokens, down), up).view(output.shape)
 
 
@@ -284,7 +285,12 @@ def _add_shifted(total: Tensor, more: Tensor, places: int) -> None:
 
 def _convolved(layer: nn.Conv2d, images: Tensor, down: Tensor) -> Tensor:
     """(R, rank, h' * w') of ``images`` (R, in, h, w), each by its own kernel of ``down`` (R, rank, in, kh, kw)."""
-    num_rows, channels = images.shape[:2]
+    num_rows: Any = images.shape[0]
+    channels = images.shape[1]
+    if isinstance(num_rows, torch.SymInt):  # for a compiler that is to make it for any number
+        padding: Any = layer.padding
+        cells = F.unfold(images, layer.kernel_size, layer.dilation, padding, layer.stride)
+        return torch.bmm(down.flatten(2), cells)
     side_by_side = images.reshape(1, num_rows * channels, *images.shape[2:])
     found = F.conv2d(
         side_by_side, down.flatten(0, 1), None, layer.stride, layer.padding, layer.dilation, groups=num_rows

@@ -37,6 +37,7 @@ from diffserve.runtime.text.conditioning import make_conditioner
 from diffserve.runtime.unet import compiled
 from diffserve.runtime.unet.batch_invariance import GroupFacts, Trial, Try, end_of
 from diffserve.runtime.unet.compiled import CompiledUNet, FlatUNet, Packages
+from diffserve.runtime.unet.openvino_package import MEMBER
 from diffserve.runtime.unet.package import Package
 from diffserve.runtime.unet.random_rows import random_call
 from diffserve.types import GenerationRequest, Painted
@@ -65,11 +66,18 @@ from diffserve.engine.image.compiling import compile_group
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import load_model
 from diffserve.runtime.text.conditioning import make_conditioner
+from diffserve.runtime.unet import compiled
 from diffserve.runtime.unet.compiled import Packages
 codecache._HEADER_DIR = codecache._HEADER_LOCK_DIR = os.environ["TORCHINDUCTOR_CACHE_DIR"] = unusable
-model = load_model(path, dtype="int8", device="cpu")
-conditioner = make_conditioner(model, EngineConfig(), is_exact=True)
-compile_group(model, conditioner, Packages(model, DiskCache.at(cache)), GroupKey(64, 64, 77, lora_rank=16), [1, 2])
+def compile(dtype, rank, sizes):
+    model = load_model(path, dtype=dtype, device="cpu")
+    conditioner = make_conditioner(model, EngineConfig(), is_exact=True)
+    packages = Packages(model, DiskCache.at(cache))
+    compile_group(model, conditioner, packages, GroupKey(64, 64, 77, lora_rank=rank), sizes)
+compile("float32", 16, [1, 2])
+compiled.openvino_version = lambda: None
+compile("float32", 0, [1])
+compile("int8", 16, [1])
 assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == unusable
 """
 
@@ -84,8 +92,8 @@ def directory(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPa
 def warmed(directory: Path) -> tuple[Path, str]:
     """The cache folder after ``diffserve warm`` for one and two rows, and what that printed.
 
-    The same process, which has its libraries by then, compiles calls with adapters in int8 for another folder,
-    ``cache-loras``, where torch's compilers can share nothing."""
+    The same process, which has its libraries by then, compiles for another folder, ``cache-more``, where torch's
+    compilers can share nothing: calls with adapters, and without OpenVINO one row's, and one with adapters in int8."""
     home = directory.parent
     cache, config = home / "cache", home / "warm.toml"
     config.write_text(
@@ -95,7 +103,7 @@ def warmed(directory: Path) -> tuple[Path, str]:
     scratch, unusable = home / "scratch", home / "shared"  # where whole files are left, or halves of such
     scratch.mkdir()
     unusable.touch()
-    command = [sys.executable, "-c", WARM, *map(str, (config, directory, home / "cache-loras", unusable))]
+    command = [sys.executable, "-c", WARM, *map(str, (config, directory, home / "cache-more", unusable))]
     env = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
     env |= {"TMPDIR": str(scratch)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=3 * START_S, env=env)
@@ -114,9 +122,9 @@ def adapters(directory: Path, model: DiffusionModel) -> Path:
 
 
 @pytest.fixture(scope="module")
-def adapted(directory: Path, adapters: Path, warmed: tuple[Path, str]) -> tuple[DiffusionModel, Path]:
-    """The model in int8 with that folder, and the cache folder of its compiled calls with adapters."""
-    return with_folder(load_model(directory, dtype="int8", device="cpu"), adapters), warmed[0].with_name("cache-loras")
+def compiled_already(warmed: tuple[Path, str]) -> Path:
+    """The cache folder of calls with adapters, of one row by Inductor, and of one in int8."""
+    return warmed[0].with_name("cache-more")
 
 
 def order_of(model: DiffusionModel, directory: Path, **more: Any) -> dict[str, Any]:
@@ -201,12 +209,21 @@ def test_what_was_compiled_paints_the_same_pictures_alone_and_in_company_without
 
 
 @slow
+@pytest.mark.parametrize(("dtype", "sizes", "closeness"), [("float32", SIZES, 1), ("int8", (1,), 8)])
 def test_adapters_are_told_to_compiled_calls_that_are_the_same_for_all_of_them(
-    adapted: tuple[DiffusionModel, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    directory: Path,
+    adapters: Path,
+    compiled_already: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    dtype: str,
+    sizes: tuple[int, ...],
+    closeness: int,
 ) -> None:
-    """Over quantised weights: as near to the network as plain ones, and alone as in any company."""
+    """As near to the network as plain ones, which computes in 16 bits over quantised weights, and alone as in any
+    company."""
     monkeypatch.setattr("diffserve.engine.image.compiled_groups.LEAST_SAVED", -math.inf)
-    model, compiled_already = adapted
+    model = with_folder(load_model(directory, dtype=dtype, device="cpu"), adapters)
     cache = shutil.copytree(compiled_already, tmp_path / "cache")
     engine = engine_of(model, cache)
     group = engine.runners.group_of_short_prompts(64, 64)._replace(lora_rank=16)
@@ -223,8 +240,7 @@ def test_adapters_are_told_to_compiled_calls_that_are_the_same_for_all_of_them(
     packages = {path.name for path in (tmp_path / "cache" / "compiled").iterdir()}
     compiled = group._replace(is_compiled=True)
     known = engine.runners.groups.known(compiled)
-    sizes = known.curve.buckets
-    assert sizes == SIZES or model.choice.compute_dtype == torch.float32, "in which two rows may round unlike one"
+    assert known.curve.buckets == sizes
     engine.runners.groups._known[compiled] = known._replace(curve=CostCurve(sizes[-1:]))
     together = pixels(engine, *requests)
     calls = [len({row.request_id for row in call.rows}) for tick in engine.trace for call in tick.calls]
@@ -234,7 +250,7 @@ def test_adapters_are_told_to_compiled_calls_that_are_the_same_for_all_of_them(
     for one, other, eager, plain in zip(together, alone, wanted, bare, strict=True):
         assert np.array_equal(one, other)
         off, changed = (np.abs(eager.astype(int) - found.astype(int)).max() for found in (one, plain))
-        assert off <= 8, "int8 computes in 16 bits"
+        assert off <= closeness
         assert changed > 2 * off
     assert {path.name for path in (tmp_path / "cache" / "compiled").iterdir()} == packages, "something was compiled"
     assert "torch._dynamo" not in sys.modules or not torch._dynamo.utils.counters["frames"]
@@ -242,34 +258,34 @@ def test_adapters_are_told_to_compiled_calls_that_are_the_same_for_all_of_them(
 
 @slow
 def test_where_there_are_two_threads_a_call_of_two_rows_is_two_calls_of_one(
-    model: DiffusionModel, warmed: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+    model: DiffusionModel, compiled_already: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    conditioner = make_conditioner(model, EngineConfig(), is_exact=True)
-    call = random_call(model, (64, 64, 77), 2, conditioner)
+    monkeypatch.setattr(compiled, "openvino_version", lambda: None)
+    cache = DiskCache.at(str(shutil.copytree(compiled_already, tmp_path / "cache")))
+    call = random_call(model, (64, 64, 77), 2, make_conditioner(model, EngineConfig(), is_exact=True))
+    asked: list[int] = []
+    honest = Package.__call__
+
+    def watched(package: Package, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        asked.append(len(tensors[0]))
+        return honest(package, tensors)
+
+    monkeypatch.setattr(Package, "__call__", watched)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        unet = CompiledUNet(Packages(model, DiskCache.at(str(warmed[0]))))
+        unet = CompiledUNet(packages := Packages(model, cache))
+        one, two = (packages.path(call.kind, num_rows) for num_rows in SIZES)
+        assert one is not None
+        assert two is not None
+        shutil.copy(one, two)  # it is there, and nobody calls it
         assert unet.load(call.kind, SIZES) == SIZES
-        asked: list[int] = []
-        honest = Package.__call__
-
-        def watched(package: Package, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-            asked.append(len(tensors[0]))
-            return honest(package, tensors)
-
-        monkeypatch.setattr(Package, "__call__", watched)
-        found = []
-        for num_threads in (2, 1):
-            torch.set_num_threads(num_threads)
-            with torch.no_grad():
-                found.append(unet.run(call))
+        with torch.no_grad():
+            side_by_side, whole = unet.run(call), FlatUNet(model.unet.network, call)(*call.tensors)
     finally:
         torch.set_num_threads(before)
-    assert asked == [1, 1, 2]
-    side_by_side, whole = found
+    assert asked == [1, 1]
     assert side_by_side is not None
-    assert whole is not None
     assert torch.allclose(side_by_side, whole, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(side_by_side[0], side_by_side[1], atol=1e-3), "each row is its own"
 
@@ -336,7 +352,13 @@ def test_damaged_packages_and_those_that_compute_something_else_are_not_used(
     assert not list((other / "compiled").iterdir())
 
 
-def test_a_package_that_lost_some_bytes_is_made_anew(model: DiffusionModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("openvino", "member"), [("2026.4", MEMBER), (None, "part/data/aotinductor/model/call.wrapper.so")]
+)
+def test_a_package_that_lost_some_bytes_is_made_anew(
+    model: DiffusionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, openvino: str | None, member: str
+) -> None:
+    monkeypatch.setattr(compiled, "openvino_version", lambda: openvino)
     packages = Packages(model, DiskCache(tmp_path))
     kind = random_call(model, (64, 64, 77), 1, make_conditioner(model, EngineConfig(), is_exact=True)).kind
     path = packages.path(kind, 1)
@@ -344,7 +366,7 @@ def test_a_package_that_lost_some_bytes_is_made_anew(model: DiffusionModel, tmp_
     path.parent.mkdir()
     for kept, is_damaged in ((b"code", False), (b"cod3", True)):
         with ZipFile(path, "w") as package:
-            package.writestr("part/data/aotinductor/model/call.so", b"code")
+            package.writestr(member, b"code")
         path.write_bytes(path.read_bytes().replace(b"code", kept, 1))
         assert CompiledUNet(packages).load(kind, (1,)) == ()
         assert path.exists() is not is_damaged, "what merely does not load may be whole"
@@ -386,7 +408,7 @@ def test_the_oldest_packages_go_and_what_a_killed_compiler_left_behind(
 ) -> None:
     monkeypatch.setattr(compiled, "MOST_PACKAGES", 2)
     now_s = time.time()
-    for age_s, name in enumerate(("c.pt2", "b.pt2", "a.pt2")):
+    for age_s, name in enumerate(("c.pt2", "b.openvino", "a.pt2")):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (now_s, now_s - age_s))
     for age_s, name in ((60, ".going"), (int(compiled.LONGEST_COMPILE_S) + 60, ".left")):
@@ -394,18 +416,19 @@ def test_the_oldest_packages_go_and_what_a_killed_compiler_left_behind(
         (tmp_path / name / "part.pt2").touch()
         os.utime(tmp_path / name, (now_s, now_s - age_s))
     compiled._forget_oldest(tmp_path)
-    assert {entry.name for entry in tmp_path.iterdir()} == {"c.pt2", "b.pt2", ".going"}
+    assert {entry.name for entry in tmp_path.iterdir()} == {"c.pt2", "b.openvino", ".going"}
 
 
 @slow
 def test_packages_of_int8_use_the_weights_of_the_network_and_nothing_that_another_compiler_left(
-    directory: Path, adapted: tuple[DiffusionModel, Path]
+    directory: Path, compiled_already: Path
 ) -> None:
-    model, cache = load_model(directory, dtype="int8", device="cpu"), adapted[1]
+    model, cache = load_model(directory, dtype="int8", device="cpu"), compiled_already
     conditioner = make_conditioner(model, EngineConfig(), is_exact=True)
     packages = Packages(model, DiskCache.at(str(cache)))
     assert not packages.is_baked
-    assert [entry.suffix for entry in (cache / "compiled").iterdir()] == [".pt2", ".pt2"]
+    suffixes = sorted(entry.suffix for entry in (cache / "compiled").iterdir())
+    assert suffixes == [".openvino", ".openvino", ".pt2", ".pt2"]
     with torch.no_grad():
         call = random_call(model, (64, 64, 77), 1, conditioner, lora_rank=16)
         path = packages.path(call.kind, 1)

@@ -20,6 +20,8 @@ PROBE_EVERY = 16
 RETRY_EVERY = 64
 """Ticks after which a size that is thought dear is called again: what made it slow may be over."""
 FALL, RISE = 0.5, 0.05
+CALL_SHARE: Final = 0.03
+"""Of the smallest call, what each call takes beside the UNet: rows are laid into few calls where all cost the same."""
 NO_LIMIT = 1 << 16
 
 
@@ -104,12 +106,13 @@ class CostCurve:
 
     def _cheapest_cover(self, num_rows: int, most: int) -> tuple[int, ...]:
         sizes = [bucket for bucket in self.buckets if bucket <= most] or self.buckets[:1]
+        beside_s = CALL_SHARE * self.seconds(sizes[0])
         best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
         for rows in range(1, num_rows + 1):
             options = []
             for bucket in sizes:
                 cost, parts = best[max(rows - bucket, 0)]
-                options.append((cost + self.seconds(bucket), (*parts, bucket)))
+                options.append((cost + self.seconds(bucket) + beside_s, (*parts, bucket)))
             best.append(min(options))
         return tuple(sorted(best[num_rows][1], reverse=True))
 

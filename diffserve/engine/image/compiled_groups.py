@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Generator, Sequence
+from statistics import median
 from typing import Final
 
 import torch
@@ -68,6 +69,11 @@ class CompiledGroups:
             return plain(call) if output is None else output
 
         return lambda call: graphs.run(call, make, is_compiled=group.is_compiled)
+
+    @property
+    def compiler(self) -> str:
+        """Who makes packages here, and its version."""
+        return self.packages.compiler if self.packages else ""
 
     def is_proven(self, group: GroupKey) -> bool:
         """Whether newcomers are painted in ``group``, which is compiled."""
@@ -134,8 +140,9 @@ def prove(
     is_exact  whether a row's bytes must be the same in every size and place; sizes that differ are left out
 
     Who is faster is judged by the ratio within the pairs, so that whatever disturbs both is in neither; the facts are
-    complete where that is clear. Their seconds are ``curve``'s times the least of the compiled calls over the least of
-    the network's. Raises ArithmeticError where a compiled call is further than ``closeness`` from the network's.
+    complete where that is clear. Their seconds are the least of the compiled calls, on a machine as quiet as ``curve``
+    has the network's: which size costs least a row is between compiled calls. Raises ArithmeticError where a compiled
+    call is further than ``closeness`` from the network's.
     """
     ratios: dict[int, list[float]] = {size: [] for size in sizes}
     least_s: dict[int, tuple[float, float]] = {}
@@ -174,7 +181,8 @@ def prove(
 
     for size in () if is_clear() else (*sizes,) * (MOST_PAIRS - PAIRS):
         yield from pair(size)
-    taken_s = {size: curve.seconds(size) * ours_s / network_s for size, (network_s, ours_s) in least_s.items()}
+    quieter = median(curve.seconds(size) / network_s for size, (network_s, _) in least_s.items())
+    taken_s = {size: quieter * ours_s for size, (_, ours_s) in least_s.items()}
     return replace(facts, seconds=taken_s, is_complete=is_clear())
 
 

@@ -159,7 +159,7 @@ class Groups:
         compiled = group._replace(is_compiled=True)
         if self.compiled.is_new(compiled, self._clock()):
             found = self._load(compiled)
-            facts = self._facts(_name_of_packages(compiled, found)) if found else None
+            facts = self._facts(self._name_of_packages(compiled, found)) if found else None
             if facts is not None:
                 self._take(compiled, facts)
             elif found:
@@ -248,6 +248,10 @@ class Groups:
             self.sizes_to_compile(group),
         )
 
+    def _name_of_packages(self, group: GroupKey, sizes: Sequence[int]) -> str:
+        """Of ``group`` painted by packages of ``sizes`` rows, on disk: calls are made of them."""
+        return f"{tuple(group)} of {tuple(sizes)} by {self.compiled.compiler}"
+
     def _take(self, group: GroupKey, facts: GroupFacts) -> None:
         self._known[group] = Known(CostCurve.of(facts, is_exact=True), facts.counts)
         self.compiled.take(group)
@@ -308,7 +312,7 @@ class Groups:
                 self.compiled.doubt(group, self._clock())
             elif is_worth(group, facts, network, self.sizes_to_compile(group)):
                 self._take(group, facts)
-                self._disk.write(_name_of_packages(group, self._load(group)), facts)
+                self._disk.write(self._name_of_packages(group, self._load(group)), facts)
             return
         self._known[group] = Known(CostCurve.of(facts, is_exact=self.is_deterministic), facts.counts)
         if facts.is_complete and self.room.rows(group) >= self.most_rows:
@@ -400,11 +404,6 @@ class Groups:
         kind = "exact" if self.is_deterministic else "free"
         machine = f"{hardware_name(model.device)} torch {torch.__version__} threads {self.threads.counts}"
         return f"{model.digest} {model.choice.dtype} {config.cross_attention} {kind} {self.most_rows} {machine}"
-
-
-def _name_of_packages(group: GroupKey, sizes: Sequence[int]) -> str:
-    """Of ``group`` painted by packages of ``sizes`` rows, on disk: calls are made of them."""
-    return f"{tuple(group)} of {tuple(sizes)}"
 
 
 def _name(group: GroupKey) -> str:

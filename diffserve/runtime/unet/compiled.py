@@ -1,8 +1,9 @@
-"""UNet calls compiled ahead of time, one package for each shape: by AOTInductor, kept on disk, loaded within moments.
+"""UNet calls compiled ahead of time, one package for each shape: kept on disk, loaded within moments.
 
-A package is code for one number of rows, canvas and text length. Where the weights are small they are baked into it
-(Inductor packs them for the processor); otherwise it uses those of the loaded network, so that all packages of a model
-share one copy, and all models of one architecture share the packages. Adapters are told layer by layer, with zeros for
+A package is code for one number of rows, canvas and text length. Where the weights are small they are baked into it,
+packed for the processor: by OpenVINO in float32 where it is installed, else by AOTInductor. Otherwise AOTInductor's
+code uses those of the loaded network, so that all packages of a model share one copy, and all models of one
+architecture share the packages. Adapters are told layer by layer, with zeros for
 the layers that they leave alone: a package serves all of one padded rank. Nothing is traced, guarded or compiled while
 pictures are painted: a shape without a package goes the eager way.
 """
@@ -31,6 +32,7 @@ from diffserve.runtime.low_rank import Factors, RowLoRAs, adapting, of_pictures
 from diffserve.runtime.precision import INT8, INT8_DYNAMIC, TORCH_DTYPES, hardware_name, tensor_bytes
 from diffserve.runtime.unet.call import Kind, UNetArguments, conditions
 from diffserve.runtime.unet.cross_attention import KeysValues, Pair
+from diffserve.runtime.unet.openvino_package import SUFFIX, OpenVINOCompiler, OpenVINOPackage, openvino_version
 from diffserve.runtime.unet.package import Package
 from diffserve.runtime.unet.pruning import widths_of
 from diffserve.runtime.unet.streams import Streams
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 
 FOLDER: Final = "compiled"
 FORMAT: Final = 1
+INDUCTORS: Final = ".pt2"
+SUFFIXES: Final = (SUFFIX, INDUCTORS)
 MOST_PACKAGES: Final = 256
 """Of all models together; the longest unused go first."""
 
@@ -100,17 +104,23 @@ class Packages:
 
     reason    why there can be none, ``None`` where there can
     is_baked  whether a package holds the weights; never those in int8, which would be held as floats
+    compiler  who makes them, and its version
     """
 
     def __init__(self, model: DiffusionModel, cache: DiskCache) -> None:
         self._network = model.unet.network
+        self._num_threads = torch.get_num_threads()
         self._device = model.device
         self._folder = None if cache.folder is None else cache.folder / FOLDER
         self.reason = _reason(model, self._folder)
         num_bytes = sum(map(tensor_bytes, self._network.parameters()))
         is_small = num_bytes <= MOST_BAKED_BYTES
         self.is_baked = model.device.type == "cpu" and is_small and model.choice.dtype in TORCH_DTYPES
-        self._name = "" if self.reason else _circumstances(model, self.is_baked)
+        openvino = openvino_version() if self.is_baked and model.dtype == torch.float32 else None
+        self.compiler = f"inductor {torch.__version__}" if openvino is None else f"openvino {openvino}"
+        self.is_by_openvino = openvino is not None
+        self._name = "" if self.reason else f"{self.compiler} {_circumstances(model, self.is_baked)}"
+        self._converted: tuple[Kind, OpenVINOCompiler] | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -122,44 +132,65 @@ class Packages:
         if self.reason or self._folder is None or kind is None:
             return None
         key = f"{FORMAT} {self._name} {kind} {num_rows}"
-        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()}.pt2"
+        suffix = SUFFIX if self.is_by_openvino else INDUCTORS
+        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()}{suffix}"
 
     def compile(self, call: UNetArguments) -> Path:
-        """Compile for calls like ``call`` unless that is done. Takes a minute; needs a C++ compiler.
+        """Compile for calls like ``call`` unless that is done: OpenVINO takes half a minute for the first of a kind and
+        a second for each further number of rows, AOTInductor a minute for each, and needs a C++ compiler.
 
         In a folder of its own that is gone afterwards, for a compiler that was killed leaves halves of files behind,
         and torch takes what lies in its shared one as whole.
 
-        Raises what Inductor raises, ConfigError where there can be no package, and OSError of a full disk.
+        Raises what the compilers raise, ConfigError where there can be no package, and OSError of a full disk.
         """
         path = self.path(call.kind, len(call.sample))
         if path is None or self._folder is None:
             raise ConfigError(f"{self.reason or 'texts of different lengths share this call'}.", param="compile")
         if path.is_file():
             return path
-        from torch._inductor import aoti_compile_and_package
-        from torch._inductor.utils import fresh_cache
-
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        options = INDUCTOR_OPTIONS | ({"freezing": True} if self.is_baked else {AS_LOADED: False})
-        part = Path(mkdtemp(dir=self._folder, prefix=".")) / "part.pt2"
+        part = Path(mkdtemp(dir=self._folder, prefix=".")) / f"part{path.suffix}"
         try:
-            with torch.no_grad(), fresh_cache(dir=str(part.parent), delete=False):
-                tensors = tuple(tensor.contiguous() for tensor in call.tensors)
-                program = torch.export.export(FlatUNet(self._network, call).eval(), tensors)
-                aoti_compile_and_package(program, package_path=str(part), inductor_configs=options)
+            if self.is_by_openvino:
+                self._convert(call).compile(len(call.sample), part)
+            else:
+                self._compile_by_inductor(call, part)
             os.replace(part, path)
         finally:
             shutil.rmtree(part.parent, ignore_errors=True)
         _forget_oldest(self._folder)
         return path
 
-    def load(self, path: Path) -> Package:
+    def _convert(self, call: UNetArguments) -> OpenVINOCompiler:
+        """For calls of the kind of ``call``. The last one is kept: a kind is compiled for one size after the other."""
+        assert call.kind is not None
+        if self._converted is None or self._converted[0] != call.kind:
+            self._converted = None
+            network = FlatUNet(self._network, call).eval()
+            self._converted = call.kind, OpenVINOCompiler(network, call.tensors)
+        return self._converted[1]
+
+    def _compile_by_inductor(self, call: UNetArguments, part: Path) -> None:
+        from torch._inductor import aoti_compile_and_package
+        from torch._inductor.utils import fresh_cache
+
+        options = INDUCTOR_OPTIONS | ({"freezing": True} if self.is_baked else {AS_LOADED: False})
+        with torch.no_grad(), fresh_cache(dir=str(part.parent), delete=False):
+            tensors = tuple(tensor.contiguous() for tensor in call.tensors)
+            program = torch.export.export(FlatUNet(self._network, call).eval(), tensors)
+            aoti_compile_and_package(program, package_path=str(part), inductor_configs=options)
+
+    def load(self, path: Path) -> Package | OpenVINOPackage:
         """The package at ``path``, ready to be called. One of ``DAMAGE`` where it is damaged, RuntimeError where it
         does not load, OSError where there is no room to unpack it."""
-        package = Package(path, self._device, torch.get_num_threads() if self.is_baked else 1)
-        if not self.is_baked:
-            package.use_weights(self._network)
+        package: Package | OpenVINOPackage
+        if self.is_by_openvino:
+            package = OpenVINOPackage(path, self._num_threads)
+        else:
+            package = Package(path, self._device, self._num_threads if self.is_baked else 1)
+            if not self.is_baked:
+                package.use_weights(self._network)
         os.utime(path)  # used: it is among the last to go
         return package
 
@@ -169,7 +200,7 @@ class CompiledUNet:
 
     def __init__(self, packages: Packages) -> None:
         self.packages = packages
-        self._loaded: dict[tuple[Kind, int], Package] = {}
+        self._loaded: dict[tuple[Kind, int], Package | OpenVINOPackage] = {}
         self._company: dict[tuple[Kind, int], frozenset[tuple[Kind, int]]] = {}
         """Those that were there when one was loaded: what a call is made of never changes, for it is proven once."""
         self._streams = Streams()
@@ -212,8 +243,9 @@ class CompiledUNet:
 
     def _num_streams(self, kind: Kind, num_rows: int) -> int:
         """Calls side by side that make up one of ``num_rows``, where a network is so small that its weights may be
-        read by each: as many as there are threads, of those numbers of rows for which there are packages."""
-        if not self.packages.is_baked:
+        read by each: as many as there are threads, of those numbers of rows for which there are packages. OpenVINO's
+        threads need no such help."""
+        if not self.packages.is_baked or self.packages.is_by_openvino:
             return 1
         numbers = range(min(torch.get_num_threads(), num_rows), 1, -1)
         parts = ((one, (kind, num_rows // one)) for one in numbers if num_rows % one == 0)
@@ -256,6 +288,6 @@ def _forget_oldest(folder: Path) -> None:
     for entry in entries:
         if entry.name.startswith(".") and entry.stat().st_mtime < time.time() - LONGEST_COMPILE_S:
             shutil.rmtree(entry.path, ignore_errors=True)
-    found = [entry for entry in entries if entry.name.endswith(".pt2")]
+    found = [entry for entry in entries if entry.name.endswith(SUFFIXES)]
     for entry in sorted(found, key=lambda entry: entry.stat().st_mtime)[: max(0, len(found) - MOST_PACKAGES)]:
         Path(entry.path).unlink(missing_ok=True)

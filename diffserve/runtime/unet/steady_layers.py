@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,10 @@ class Pointwise(nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """(B, out, h, w) of (B, in, h, w)."""
-        num_rows, channels, height, width = input.shape
+        num_rows: Any = input.shape[0]
+        if isinstance(num_rows, torch.SymInt):  # for a compiler that has its own
+            return super().forward(input)
+        channels, height, width = input.shape[1:]
         output = torch.matmul(self.weight.view(-1, channels), input.reshape(num_rows, channels, height * width))
         if self.bias is not None:
             output = output + self.bias.view(1, -1, 1)
@@ -35,8 +38,9 @@ class RowLinear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """(R, out) of (R, in); tokens, (R, T, in), go the usual way."""
-        if input.ndim != 2:
+        """(R, out) of (R, in); tokens, (R, T, in), go the usual way, and so do rows whose number is not known yet."""
+        num_rows: Any = input.shape[0]
+        if input.ndim != 2 or isinstance(num_rows, torch.SymInt):
             return super().forward(input)
         parts = [F.pad(part, (0, 0, 0, ROWS_TOGETHER - len(part))) for part in input.split(ROWS_TOGETHER)]
         return torch.cat([super(RowLinear, self).forward(part) for part in parts])[: len(input)]
