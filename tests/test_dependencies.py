@@ -38,7 +38,7 @@ def constraints() -> dict[str, str]:
 
 
 def floors() -> dict[str, str]:
-    return dict(line.split(">=") for line in PYPROJECT["project"]["dependencies"])
+    return dict(line.partition(";")[0].split(">=") for line in PYPROJECT["project"]["dependencies"])
 
 
 def locked() -> dict[str, str]:

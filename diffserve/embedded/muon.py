@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diffserve.runtime.precision import cpu_bf16_unit
+
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:
-    """The nearest matrix (rows, columns) with singular values around one, in bf16 products."""
+    """The nearest matrix (rows, columns) with singular values around one, in bf16 products where these are fast."""
     a, b, c = NEWTON_SCHULZ
-    x = matrix.bfloat16()
+    x = matrix if matrix.device.type == "cpu" and cpu_bf16_unit() is None else matrix.bfloat16()
     wide: Tensor = x if x.shape[0] <= x.shape[1] else x.T
     wide = wide / (wide.norm() + 1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):

@@ -195,11 +195,11 @@ def test_a_few_iterations_lower_the_loss_and_an_interrupted_training_goes_on(
     def look(model: LlamaForCausalLM, iteration: int) -> None:
         losses.append(float(caption_loss(model, pairs)))
 
-    settings = TrainSettings(12, 16, 2e-3, warmup=1, decay_share=0.1, checkpoint_every=6)
+    settings = TrainSettings(12, 4, 2e-3, warmup=1, decay_share=0.1, checkpoint_every=6)
     train_rewriter(settings, tmp_path, look, look_every=4)
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0] - 0.5
-    longer = TrainSettings(14, 16, 2e-3, warmup=1, decay_share=0.1)
+    longer = TrainSettings(14, 4, 2e-3, warmup=1, decay_share=0.1)
     train_rewriter(longer, tmp_path, look, look_every=1)
     assert len(losses) == 3 + 2, "two iterations were left"
     bill = json.loads((tmp_path / "rewriter.json").read_text(encoding="utf-8"))

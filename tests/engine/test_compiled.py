@@ -105,7 +105,7 @@ def warmed(directory: Path) -> tuple[Path, str]:
     unusable.touch()
     command = [sys.executable, "-c", WARM, *map(str, (config, directory, home / "cache-more", unusable))]
     env = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
-    env |= {"TMPDIR": str(scratch)}
+    env |= {"TMPDIR": str(scratch), "HOME": str(scratch)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=3 * START_S, env=env)
     assert done.returncode == 0, done.stderr
     return cache, done.stdout
@@ -162,6 +162,32 @@ def test_warm_compiles_every_size_once_and_says_what_it_saves(warmed: tuple[Path
     assert not [path for path in (cache.parent / "scratch").rglob("*") if path.is_file()], "nothing is left behind"
     assert "64x64: compiling for 2 rows, 1 of 2 to go" in told, "silent without a terminal"
     assert [line.split()[0] for line in told.splitlines()[-2:]] == ["1", "2"]
+
+
+@slow
+def test_openvino_compiles_a_network_of_many_arguments_and_rows_have_their_bytes_in_calls_of_every_size(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = load_model(tiny_model("sdxl"), dtype="float32", device="cpu")
+    conditioner = make_conditioner(model, EngineConfig(), is_exact=True)
+    packages = Packages(model, DiskCache(tmp_path))
+    unet = CompiledUNet(packages)
+    calls = {num_rows: random_call(model, (64, 64, 77), num_rows, conditioner) for num_rows in (1, 3, 16)}
+    whole = calls[16]
+    assert whole.added
+    for num_rows, call in calls.items():
+        packages.compile(call)
+        assert unet.load(call.kind, [num_rows]) == (num_rows,)
+    output = unet.run(whole)
+    assert output is not None
+    with torch.no_grad():
+        wanted = FlatUNet(model.unet.network, whole)(*whole.tensors)
+    assert (output - wanted).norm() / wanted.norm() < 1e-5
+    for num_rows in (1, 3):
+        package = unet._loaded[whole.kind, num_rows]  # type: ignore[index]
+        for start in range(0, 16 - num_rows, num_rows):
+            part = package([tensor[start : start + num_rows] for tensor in whole.tensors])
+            assert torch.equal(part, output[start : start + num_rows])
 
 
 @slow
