@@ -19,7 +19,7 @@ from torch import Tensor
 
 from diffserve.engine import Engine
 from diffserve.engine.image.task import GroupKey
-from diffserve.runtime.loading.library_imports import hushed, import_quietly
+from diffserve.runtime.loading.library_imports import hushed, import_openvino, import_quietly
 from diffserve.runtime.unet.call import Compiled, UNetArguments
 from diffserve.runtime.unet.compiled import FlatUNet
 from diffserve.runtime.unet.cross_attention import KeysValues
@@ -168,7 +168,10 @@ def _torch_compile(peers: Peers, num_rows: int) -> Predict:
 
 
 def _openvino(peers: Peers, num_rows: int, precision: str) -> Predict:
-    openvino = _import("openvino")
+    try:
+        openvino = import_openvino()
+    except ImportError:
+        raise Absent("openvino is not installed") from None
     tensors = peers.exact.call(**peers.inputs(range(num_rows))).tensors
     model = peers.export("openvino", lambda: OpenVINOCompiler(peers.flat()[0], tensors)).of_rows(num_rows)
     hints = {"INFERENCE_PRECISION_HINT": precision, "PERFORMANCE_HINT": "LATENCY"}

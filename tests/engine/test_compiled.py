@@ -32,9 +32,10 @@ from diffserve.engine.image.buckets import CostCurve
 from diffserve.engine.image.compiled_groups import DOUBT_S, is_worth, prove
 from diffserve.engine.image.compiling import BackgroundCompiler
 from diffserve.engine.image.task import GroupKey
+from diffserve.errors import ConfigError
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.text.conditioning import make_conditioner
-from diffserve.runtime.unet import compiled
+from diffserve.runtime.unet import compiled, openvino_package
 from diffserve.runtime.unet.batch_invariance import GroupFacts, Trial, Try, end_of
 from diffserve.runtime.unet.compiled import CompiledUNet, FlatUNet, Packages
 from diffserve.runtime.unet.openvino_package import MEMBER
@@ -395,7 +396,76 @@ def test_a_package_that_lost_some_bytes_is_made_anew(
             package.writestr(member, b"code")
         path.write_bytes(path.read_bytes().replace(b"code", kept, 1))
         assert CompiledUNet(packages).load(kind, (1,)) == ()
-        assert path.exists() is not is_damaged, "what merely does not load may be whole"
+        is_gone = is_damaged or openvino is not None  # which is made anew within a minute
+        assert path.exists() is not is_gone, "what merely does not load may be whole"
+
+
+def test_whichever_byte_of_a_package_is_another_it_is_not_used_and_nobody_fails(
+    model: DiffusionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "openvino_version", lambda: "2026.4")
+    packages = Packages(model, DiskCache(tmp_path))
+    kind = random_call(model, (64, 64, 77), 1, make_conditioner(model, EngineConfig(), is_exact=True)).kind
+    path = packages.path(kind, 1)
+    assert path is not None
+    path.parent.mkdir()
+    with ZipFile(path, "w") as package:
+        package.writestr(MEMBER, b"no blob")
+    content = path.read_bytes()
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 0x41]) + content[place + 1 :])
+        assert CompiledUNet(packages).load(kind, (1,)) == ()
+        assert not path.exists()
+
+
+def test_openvino_that_does_not_load_is_left_out(
+    model: DiffusionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiled, "openvino_version", lambda: "2026.4")
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    openvino_package._core.cache_clear()
+    packages = Packages(model, DiskCache(tmp_path))
+    call = random_call(model, (64, 64, 77), 1, make_conditioner(model, EngineConfig(), is_exact=True))
+    path = packages.path(call.kind, 1)
+    assert path is not None
+    with pytest.raises(ConfigError, match=r"OpenVINO 2026\S* does not load \(.+\); mend it, or uninstall it"):
+        packages.compile(call)
+    with ZipFile(path, "w") as package:
+        package.writestr(MEMBER, b"a blob")
+    with caplog.at_level(logging.WARNING):
+        assert CompiledUNet(packages).load(call.kind, (1,)) == ()
+    assert "does not load" in caplog.text
+    assert path.exists()
+
+
+def test_openvino_is_imported_without_a_word_to_its_makers(tmp_path: Path) -> None:
+    code = """
+import sys
+from diffserve.runtime.loading.library_imports import import_openvino
+import_openvino().Core()
+from openvino.frontend.pytorch import fx_decoder
+found = [name for name in sys.modules if "telemetry" in name or name == "openvino.tools.ovc"]
+assert not found, found
+"""
+    env = {name: value for name, value in os.environ.items() if name != "CI"} | {"HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=START_S)
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.rglob("*openvino*"))
+
+
+def test_a_group_is_compiled_beside_an_engine_once_even_where_what_was_made_does_not_load(
+    make_engine: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = make_engine(cache_dir=str(tmp_path), compile="background").runners.groups.compiled
+    compiler = groups._compiler
+    assert compiler is not None
+    wanted: list[GroupKey] = []
+    monkeypatch.setattr(compiler, "want", lambda group, _: wanted.append(group))
+    monkeypatch.setattr(compiler, "poll", lambda: COMPILED if wanted else None)  # at once, and of no use
+    for _ in range(5):
+        if groups.is_new(COMPILED, 0.0):
+            assert groups.load(COMPILED, lambda: None, SIZES) == ()
+    assert wanted == [COMPILED]
 
 
 @slow

@@ -53,6 +53,7 @@ class CompiledGroups:
         can_be = self.packages is not None and self.packages.reason is None
         self._compiler = BackgroundCompiler(model, config) if can_be and config.compile == "background" else None
         self._looked_for: set[GroupKey] = set()
+        self._done: set[GroupKey] = set()
         self._proven: set[GroupKey] = set()
         self._doubted: dict[GroupKey, float] = {}
 
@@ -69,6 +70,11 @@ class CompiledGroups:
             return plain(call) if output is None else output
 
         return lambda call: graphs.run(call, make, is_compiled=group.is_compiled)
+
+    @property
+    def has_own_threads(self) -> bool:
+        """Whether compiled calls run on the same threads whatever torch is told."""
+        return self.packages is not None and self.packages.is_by_openvino
 
     @property
     def compiler(self) -> str:
@@ -89,19 +95,21 @@ class CompiledGroups:
             return False
         if self._compiler is not None and (done := self._compiler.poll()) is not None:
             self._looked_for.discard(done)
+            self._done.add(done)
         return group not in self._looked_for or self._doubted.get(group, math.inf) <= now_s
 
     def load(self, group: GroupKey, kind: Callable[[], Kind | None], sizes: Sequence[int]) -> tuple[int, ...]:
         """Of ``sizes`` those for which there are packages, taken into use; the others are wanted to be compiled."""
         if len(self._looked_for) >= LOOKED_KEPT:
             self._looked_for = set(self._proven)
+            self._done.clear()
         self._looked_for.add(group)
         self._doubted.pop(group, None)
         found: tuple[int, ...] = ()
         if self._compiled is not None and not self._compiled.packages.is_empty:
             found = self._compiled.load(kind(), sizes)
-        if self._compiler is not None and len(found) < len(sizes):
-            self._compiler.want(group, sizes)
+        if self._compiler is not None and len(found) < len(sizes) and group not in self._done:
+            self._compiler.want(group, sizes)  # once: what does not load then would not the next time
         return found
 
     def doubt(self, group: GroupKey, now_s: float) -> None:

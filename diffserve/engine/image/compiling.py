@@ -49,6 +49,7 @@ def compile_group(
     for num_rows in sizes:
         packages.compile(random_call(model, group.shape, num_rows, conditioner, group.lora_rank))
         told(num_rows)
+    packages.finish()
 
 
 class BackgroundCompiler:

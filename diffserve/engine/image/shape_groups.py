@@ -295,7 +295,7 @@ class Groups:
                 self._try(plain),
                 self._try(group),
                 self._load(group),
-                counts=self.threads.counts,
+                counts=self.threads.counts[:1] if self.compiled.has_own_threads else self.threads.counts,
                 closeness=CLOSE[self.model.dtype],
                 curve=self.known(plain).curve,
                 is_exact=self.is_deterministic,

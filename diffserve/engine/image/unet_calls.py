@@ -324,7 +324,7 @@ class UNetCaller:
         if span is not None:
             self._timed.append((curve, bucket, span))
         self._learn()
-        if self.model.device.type == "cpu":
+        if self.model.device.type == "cpu" and len(counts) > 1:
             threads.choice.observe((group, bucket), num_threads, ended_s - called_s)
 
     def _learn(self) -> None:

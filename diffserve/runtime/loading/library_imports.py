@@ -37,6 +37,9 @@ WANTED: Final = (
 COMPILER: Final = "torch._dynamo"
 TRACING: Final = f"{COMPILER}._trace_wrapped_higher_order_op"
 
+REPORTING: Final = "openvino.tools.ovc"
+"""It converts models, and tells Google Analytics of every import and use (seen in 2026.4)."""
+
 log = logging.getLogger(__name__)
 
 _was_lean = False
@@ -62,6 +65,17 @@ def import_quietly(module: str, name: str) -> Any:
         return there[name]
     with hushed(*NOISY_LOGGERS):  # which has every logger of the process ask anew what it may say
         return getattr(import_module(module), name)
+
+
+def import_openvino() -> Any:
+    """The library, without the part of it that reports each import to its makers. ImportError where it is not there."""
+    if "openvino" not in sys.modules:
+        sys.modules[REPORTING] = None  # type: ignore[assignment]
+    try:
+        return import_module("openvino")
+    finally:
+        if sys.modules.get(REPORTING, ...) is None:
+            del sys.modules[REPORTING]
 
 
 def import_lean() -> bool:

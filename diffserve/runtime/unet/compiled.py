@@ -16,6 +16,7 @@ import logging
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import mkdtemp
@@ -50,13 +51,13 @@ MOST_PACKAGES: Final = 256
 COMPILED_DTYPES: Final = (*TORCH_DTYPES, INT8, INT8_DYNAMIC)
 
 MOST_BAKED_BYTES: Final = 1 << 27
-"""Of a network: every package of it holds its weights once more, on disk and in memory."""
+"""Of a network: every package of it holds its weights once more on disk, and up to three times in memory."""
 
 LONGEST_COMPILE_S: Final = 6 * 3600.0
 """A folder of work that is older was left behind."""
 
-DAMAGE: Final = (BadZipFile, EOFError, ValueError)
-"""What ``ZipFile`` says of a file that lost some of its bytes."""
+DAMAGE: Final = (BadZipFile, EOFError, ValueError, KeyError, NotImplementedError, zlib.error)
+"""What is said of a file in which some bytes are others."""
 
 INDUCTOR_OPTIONS: Final[dict[str, Any]] = {
     "cpp.dynamic_threads": True,  # as many as the engine sets when it calls
@@ -162,6 +163,10 @@ class Packages:
         _forget_oldest(self._folder)
         return path
 
+    def finish(self) -> None:
+        """Nothing more of the last kind is compiled: what was converted for it takes memory."""
+        self._converted = None
+
     def _convert(self, call: UNetArguments) -> OpenVINOCompiler:
         """For calls of the kind of ``call``. The last one is kept: a kind is compiled for one size after the other."""
         assert call.kind is not None
@@ -218,7 +223,7 @@ class CompiledUNet:
                 except DAMAGE as error:  # made anew when it is wanted again
                     self._distrust(error)
                     path.unlink(missing_ok=True)
-                except (OSError, RuntimeError) as error:
+                except (ConfigError, OSError, RuntimeError) as error:
                     self._distrust(error)
             if (kind, num_rows) in self._loaded:
                 found.append(num_rows)

@@ -4,7 +4,8 @@ A network is converted once for any number of rows, which takes seconds and no C
 number within one. Its threads take work from each other (oneTBB) where OpenMP's wait for whichever was interrupted: so
 there is one number of threads, which is right beside busy neighbours, too.
 
-OpenVINO's frontend is asked directly: ``openvino.convert_model`` tells its makers of each use, and asks nobody.
+OpenVINO's frontend is asked directly: ``openvino.convert_model`` tells its makers of each use, and asks nobody. So does
+its import, but by ``import_openvino``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import warnings
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 from zipfile import ZIP_STORED, ZipFile
@@ -20,7 +22,8 @@ from zipfile import ZIP_STORED, ZipFile
 import torch
 from torch import Tensor, nn
 
-from diffserve.runtime.loading.library_imports import hushed
+from diffserve.errors import ConfigError
+from diffserve.runtime.loading.library_imports import hushed, import_openvino
 
 SUFFIX: Final = ".openvino"
 MEMBER: Final = "network.blob"
@@ -49,7 +52,8 @@ class OpenVINOCompiler:
     """Compiles calls of ``network`` for numbers of rows: a ``FlatUNet``, whose arguments are like ``tensors``."""
 
     def __init__(self, network: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """Converts it. Raises what ``torch.export`` and the converter raise."""
+        """Converts it. Raises what ``torch.export`` and the converter raise, ConfigError where there is no OpenVINO."""
+        _core()
         from openvino.frontend import FrontEndManager
         from openvino.frontend.pytorch.fx_decoder import TorchFXPythonDecoder
 
@@ -84,21 +88,32 @@ class OpenVINOCompiler:
 class OpenVINOPackage:
     """One compiled call on ``num_threads`` threads, whose tensors must have the shapes that it was compiled for.
 
-    One of ``DAMAGE`` (see ``compiled``) where the file at ``path`` is damaged, RuntimeError where it does not load.
+    It takes three times the memory of its weights. One of ``DAMAGE`` (see ``compiled``) where the file at ``path`` is
+    damaged or of another machine's making, ConfigError where there is no OpenVINO.
     """
 
     def __init__(self, path: Path, num_threads: int) -> None:
-        with ZipFile(path) as package:
+        with ZipFile(BytesIO(path.read_bytes())) as package:
             content = package.read(MEMBER)  # every byte of it is checked
-        self._network = _core().import_model(content, "CPU", {**EXACT, "INFERENCE_NUM_THREADS": num_threads})
+        settings = {**EXACT, "INFERENCE_NUM_THREADS": num_threads}
+        try:
+            self._network = _core().import_model(content, "CPU", settings)
+        except RuntimeError as error:  # it tells nothing of what is wrong, and another is made within a minute
+            raise ValueError(str(error).strip().rpartition("\n")[2]) from None
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         """(R, C, h, w) float32, of a call's ``tensors`` in their order. Python's lock is others' meanwhile."""
-        return torch.from_numpy(self._network([tensor.contiguous().numpy() for tensor in tensors])[0])
+        request = self._network.create_infer_request()  # which keeps what it was told for as long as it lives
+        request.infer([tensor.contiguous().numpy() for tensor in tensors], share_inputs=True)
+        return torch.from_numpy(request.get_output_tensor(0).data.copy())
 
 
 @lru_cache(maxsize=1)
 def _core() -> Any:
-    import openvino
-
-    return openvino.Core()
+    try:
+        return import_openvino().Core()
+    except ImportError as error:
+        way_out = "mend it, or uninstall it: packages are then made without, by a C++ compiler."
+        raise ConfigError(
+            f"OpenVINO {openvino_version()} does not load ({error}); {way_out}", param="compile"
+        ) from None
