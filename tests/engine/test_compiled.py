@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import logging
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -189,6 +191,12 @@ def test_openvino_compiles_a_network_of_many_arguments_and_rows_have_their_bytes
         for start in range(0, 16 - num_rows, num_rows):
             part = package([tensor[start : start + num_rows] for tensor in whole.tensors])
             assert torch.equal(part, output[start : start + num_rows])
+    tensors = [tensor.clone() for tensor in whole.tensors]
+    alive = [weakref.ref(tensor) for tensor in tensors]
+    assert torch.equal(unet._loaded[whole.kind, 16](tensors), output)  # type: ignore[index]
+    del tensors
+    gc.collect()
+    assert not [ref for ref in alive if ref() is not None], "what a call was told stays in memory"
 
 
 @slow
