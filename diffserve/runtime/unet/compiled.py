@@ -188,7 +188,7 @@ class Packages:
 
     def load(self, path: Path) -> Package | OpenVINOPackage:
         """The package at ``path``, ready to be called. One of ``DAMAGE`` where it is damaged, RuntimeError where it
-        does not load, OSError where there is no room to unpack it."""
+        does not load, ConfigError where its library does not, OSError where there is no room to unpack it."""
         package: Package | OpenVINOPackage
         if self.is_by_openvino:
             package = OpenVINOPackage(path, self._num_threads)
