@@ -1,4 +1,4 @@
-"""How many threads a UNet call runs on: chosen by what calls take, not by what the machine has. No torch.
+"""How many threads a UNet call runs on: chosen by what calls take, not by what the machine has.
 
 Two threads halve a call on an idle machine. Beside a busy neighbour they wait for each other, and one thread is faster,
 by a factor that nobody can foretell. So real calls are compared in pairs, one with another number of threads and one
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
@@ -181,6 +182,7 @@ class ThreadChoice:
 
 class Threads:
     """Everything but UNet calls runs on ``counts[0]``: its bytes might depend on the number, and it takes little time.
+    (What is done beside calls that have threads of their own runs on one, and has the same bytes on any number.)
 
     ``counts``: the reference first; without any, the number that torch has now and no other.
     """
@@ -196,14 +198,15 @@ class Threads:
     @contextmanager
     def using(self, count: int) -> Iterator[None]:
         """Run the block on ``count`` threads."""
-        if count == self.counts[0]:
+        before = torch.get_num_threads()
+        if count == before:
             yield
             return
         torch.set_num_threads(count)
         try:
             yield
         finally:
-            torch.set_num_threads(self.counts[0])
+            torch.set_num_threads(before)
 
 
 def make_threads(config: EngineConfig, device: torch.device) -> Threads:
@@ -213,3 +216,15 @@ def make_threads(config: EngineConfig, device: torch.device) -> Threads:
     elif device.type == "cpu":
         return Threads(candidates(torch.get_num_threads()))
     return Threads()
+
+
+def pool_of_threads(max_workers: int, name: str, num_threads: int | None = None) -> ThreadPoolExecutor:
+    """Each of whose threads computes on ``num_threads``; ``None``: on as many as torch has here and now. Else it would
+    on what torch has when it begins, which may be the number for something that is going on."""
+    return ThreadPoolExecutor(max_workers, name, set_threads, (num_threads or torch.get_num_threads(),))
+
+
+def set_threads(num_threads: int) -> None:
+    """For the thread that says so, and for all that begin after it."""
+    torch.get_num_threads()  # the first thing that a thread asks of torch sets the number that all begin with
+    torch.set_num_threads(num_threads)

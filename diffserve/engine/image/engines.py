@@ -19,7 +19,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from threading import RLock
@@ -48,6 +48,7 @@ from diffserve.runtime.kv import KVSpec, PagePlan, PagePool
 from diffserve.runtime.loading.spread import free_over
 from diffserve.runtime.memory import give_heap_back, give_memory_back
 from diffserve.runtime.text.conditioning import image_specs
+from diffserve.runtime.threads import pool_of_threads
 from diffserve.types import Cancelled, Event, GenerationRequest, ModelInfo, ModelProfile, Queued, ServedModel
 
 LOAD_POLL_S: Final = 0.05
@@ -162,7 +163,7 @@ class ImageEngines:
         self._served = {one.name: one for one in (self._first, *others)}
         self._lock = RLock()  # of who waits, and of which engines there are
         self._news: list[Event] = []
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="loading models")
+        self._thread = pool_of_threads(1, "loading models")
         self._job: tuple[Served, float, Future[Survey | DiffusionModel]] | None = None
         self._turn: Served | None = None
         self._had_work: set[Served] = set()

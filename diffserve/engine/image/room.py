@@ -115,12 +115,12 @@ class Room:
 
     def _rows(self, group: GroupKey, free: int | None) -> int:
         cells = self._cells(group.width_px, group.height_px)
-
-        factors = factor_bytes(self._adaptable, group.lora_rank, self.model.dtype.itemsize)
+        factors = group.lora_rank and factor_bytes(self._adaptable, group.lora_rank, self.model.dtype.itemsize)
 
         def fitting(known: Activations) -> int:
             row = known.of_row(cells, group.num_tokens, is_shallow=group.is_shallow)
-            row += self._residual_bytes(group.width_px, group.height_px) * (group.is_controlled or bool(group.control))
+            if group.is_controlled or group.control:
+                row += self._residual_bytes(group.width_px, group.height_px)
             return int((free or 0) / (self._margin * row + factors))
 
         if free is None or fitting(self._bound) >= self._most_rows:

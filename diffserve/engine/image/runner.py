@@ -32,7 +32,7 @@ from diffserve.runtime.lora_shelf import LoRAShelf
 from diffserve.runtime.memory import without_frames
 from diffserve.runtime.text.conditioning import Conditioner, make_conditioner, make_pool
 from diffserve.runtime.threads import make_threads
-from diffserve.runtime.transfer import fetch, send
+from diffserve.runtime.transfer import Fetched, fetch, send
 from schedulers.update import advance, guide, renoise, rescale_guided
 
 SHAPES_KEPT = 8
@@ -314,6 +314,23 @@ class ImageRunner:
         """One step of ``tasks``, all full or all shallow: of everyone, or, where memory runs out, of none, their draws
         taken back."""
         expert, group = self._expert(tasks[0].group_now)
+        with expert.groups.beside_calls(group):
+            batch, denoised, finite, errors = self._step(expert, group, tasks, outcome)
+        for row, error in errors.items():
+            outcome.failures.setdefault(tasks[batch.image_of_row[row]], failure_of(error, "painting this image"))
+        for index, task in enumerate(tasks):
+            latest = Health(finite, index, task.step_index)
+            known = latest if finite.is_here else task.held.health
+            task.held.health = latest
+            if known is not None and not known.is_finite:
+                outcome.failures.setdefault(task, not_finite(task, known.step_index))
+        self._preview([task for task in tasks if task not in outcome.failures], tasks, denoised, plan, outcome)
+
+    def _step(
+        self, expert: Expert, group: GroupKey, tasks: Sequence[ImageTask], outcome: TickOutcome
+    ) -> tuple[ImageBatch, Tensor, Fetched, dict[int, Exception]]:
+        """The rows of ``tasks`` after a step, in their lanes again: (their batch, what they were denoised to, whether
+        each is finite, what went wrong by row). OutOfMemoryError: they are as before."""
         batch = ImageBatch.gather(tasks, self.pool)
         draws = [(task.held, task.held.mark()) for task in tasks if task.draws_now]
         try:
@@ -333,15 +350,7 @@ class ImageRunner:
                 state.go_back(mark)
             self.pool.scatter(batch.lanes, batch.x, batch.history)
             raise
-        for row, error in errors.items():
-            outcome.failures.setdefault(tasks[batch.image_of_row[row]], failure_of(error, "painting this image"))
-        for index, task in enumerate(tasks):
-            latest = Health(finite, index, task.step_index)
-            known = latest if finite.is_here else task.held.health
-            task.held.health = latest
-            if known is not None and not known.is_finite:
-                outcome.failures.setdefault(task, not_finite(task, known.step_index))
-        self._preview([task for task in tasks if task not in outcome.failures], tasks, denoised, plan, outcome)
+        return batch, denoised, finite, errors
 
     def _preview(
         self,

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from diffserve.bounds import check
 from diffserve.errors import InvalidRequest
+from diffserve.runtime.threads import pool_of_threads
 from diffserve.types import CHECKER, GenerationRequest, ImageResult
 from diffserve.world.checker import SceneSpec, grade, judge, read_picture
 from diffserve.world.picture_reading import MAX_SIDE_PX
@@ -77,7 +78,7 @@ class PictureScores:
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, thread_name_prefix="scorer")
+        return pool_of_threads(1, "scorer")
 
 
 def refuse_best_of(request: GenerationRequest, width_px: int, height_px: int) -> tuple[str, ...]:

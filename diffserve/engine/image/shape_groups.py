@@ -6,6 +6,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -189,6 +190,12 @@ class Groups:
             choice.observe((group, size), count, attempt(range(size), count).wall_s)
             if not choice.is_trying:
                 return
+
+    def beside_calls(self, group: GroupKey) -> AbstractContextManager[None]:
+        """What is done between calls of ``group``: on one thread where these have their own, for torch's would look out
+        for more work for some milliseconds, on the processors that a call wants."""
+        has_own = group.is_compiled and self.compiled.has_own_threads
+        return self.threads.using(1) if has_own else nullcontext()
 
     def row_cap(self, group: GroupKey, *, ahead: int | None = None) -> int:
         """Rows that a tick of ``group`` may hold: as configured, else the knee of its curve. See ``TickCosts``."""

@@ -1,7 +1,7 @@
 """UNet calls compiled ahead of time, one package for each shape: kept on disk, loaded within moments.
 
 A package is code for one number of rows, canvas and text length. Where the weights are small they are baked into it,
-packed for the processor: by OpenVINO in float32 where it is installed, else by AOTInductor. Otherwise AOTInductor's
+packed for the processor: by OpenVINO where it is installed, else by AOTInductor. Otherwise AOTInductor's
 code uses those of the loaded network, so that all packages of a model share one copy, and all models of one
 architecture share the packages. Adapters are told layer by layer, with zeros for
 the layers that they leave alone: a package serves all of one padded rank. Nothing is traced, guarded or compiled while
@@ -30,10 +30,23 @@ from diffserve.disk_cache import DiskCache
 from diffserve.errors import ConfigError
 from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.low_rank import Factors, RowLoRAs, adapting, of_pictures
-from diffserve.runtime.precision import INT8, INT8_DYNAMIC, TORCH_DTYPES, hardware_name, tensor_bytes
+from diffserve.runtime.precision import (
+    INT8,
+    INT8_DYNAMIC,
+    TORCH_DTYPES,
+    cpu_bf16_unit,
+    hardware_name,
+    tensor_bytes,
+)
 from diffserve.runtime.unet.call import Kind, UNetArguments, conditions
 from diffserve.runtime.unet.cross_attention import KeysValues, Pair
-from diffserve.runtime.unet.openvino_package import SUFFIX, OpenVINOCompiler, OpenVINOPackage, openvino_version
+from diffserve.runtime.unet.openvino_package import (
+    BF16_UNITS,
+    SUFFIX,
+    OpenVINOCompiler,
+    OpenVINOPackage,
+    openvino_version,
+)
 from diffserve.runtime.unet.package import Package
 from diffserve.runtime.unet.pruning import widths_of
 from diffserve.runtime.unet.streams import Streams
@@ -108,16 +121,19 @@ class Packages:
     compiler  who makes them, and its version
     """
 
-    def __init__(self, model: DiffusionModel, cache: DiskCache) -> None:
+    def __init__(self, model: DiffusionModel, cache: DiskCache, num_threads: int | None = None) -> None:
+        """``num_threads``: of those who call; ``None``: torch's number."""
         self._network = model.unet.network
-        self._num_threads = torch.get_num_threads()
+        self._num_threads = num_threads or torch.get_num_threads()
         self._device = model.device
         self._folder = None if cache.folder is None else cache.folder / FOLDER
         self.reason = _reason(model, self._folder)
         num_bytes = sum(map(tensor_bytes, self._network.parameters()))
         is_small = num_bytes <= MOST_BAKED_BYTES
         self.is_baked = model.device.type == "cpu" and is_small and model.choice.dtype in TORCH_DTYPES
-        openvino = openvino_version() if self.is_baked and model.dtype == torch.float32 else None
+        is_known = model.dtype == torch.float32 or (model.dtype == torch.bfloat16 and cpu_bf16_unit() in BF16_UNITS)
+        openvino = openvino_version() if self.is_baked and is_known else None
+        self._dtype = model.dtype
         self.compiler = f"inductor {torch.__version__}" if openvino is None else f"openvino {openvino}"
         self.is_by_openvino = openvino is not None
         self._name = "" if self.reason else f"{self.compiler} {_circumstances(model, self.is_baked)}"
@@ -128,11 +144,17 @@ class Packages:
         """Whether there is none, of any model."""
         return bool(self.reason) or self._folder is None or not self._folder.is_dir()
 
+    def num_streams(self, num_rows: int) -> int:
+        """Equal shares that OpenVINO computes side by side of a call of ``num_rows``: as many as there are threads, if
+        that can be. For each of them there is one package."""
+        most = min(self._num_threads, num_rows) if self.is_by_openvino else 1
+        return next(number for number in range(most, 0, -1) if num_rows % number == 0)
+
     def path(self, kind: Kind | None, num_rows: int) -> Path | None:
         """Where the package for ``num_rows`` rows lies or would lie; ``None`` where there can be none."""
         if self.reason or self._folder is None or kind is None:
             return None
-        key = f"{FORMAT} {self._name} {kind} {num_rows}"
+        key = f"{FORMAT} {self._name} {kind} {num_rows // self.num_streams(num_rows)}"
         suffix = SUFFIX if self.is_by_openvino else INDUCTORS
         return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()}{suffix}"
 
@@ -145,7 +167,8 @@ class Packages:
 
         Raises what the compilers raise, ConfigError where there can be no package, and OSError of a full disk.
         """
-        path = self.path(call.kind, len(call.sample))
+        num_rows = len(call.sample)
+        path = self.path(call.kind, num_rows)
         if path is None or self._folder is None:
             raise ConfigError(f"{self.reason or 'texts of different lengths share this call'}.", param="compile")
         if path.is_file():
@@ -154,7 +177,7 @@ class Packages:
         part = Path(mkdtemp(dir=self._folder, prefix=".")) / f"part{path.suffix}"
         try:
             if self.is_by_openvino:
-                self._convert(call).compile(len(call.sample), part)
+                self._convert(call).compile(num_rows // self.num_streams(num_rows), part)
             else:
                 self._compile_by_inductor(call, part)
             os.replace(part, path)
@@ -186,12 +209,14 @@ class Packages:
             program = torch.export.export(FlatUNet(self._network, call).eval(), tensors)
             aoti_compile_and_package(program, package_path=str(part), inductor_configs=options)
 
-    def load(self, path: Path) -> Package | OpenVINOPackage:
-        """The package at ``path``, ready to be called. One of ``DAMAGE`` where it is damaged, RuntimeError where it
-        does not load, ConfigError where its library does not, OSError where there is no room to unpack it."""
+    def load(self, path: Path, num_rows: int) -> Package | OpenVINOPackage:
+        """The package at ``path``, ready to be called with ``num_rows`` rows. One of ``DAMAGE`` where it is damaged,
+        RuntimeError where it does not load, ConfigError where its library does not, OSError where there is no room to
+        unpack it."""
         package: Package | OpenVINOPackage
         if self.is_by_openvino:
-            package = OpenVINOPackage(path, self._num_threads)
+            streams = self.num_streams(num_rows)
+            package = OpenVINOPackage(path, self._dtype, num_threads=self._num_threads, num_streams=streams)
         else:
             package = Package(path, self._device, self._num_threads if self.is_baked else 1)
             if not self.is_baked:
@@ -219,7 +244,7 @@ class CompiledUNet:
                 break
             if (kind, num_rows) not in self._loaded and path.is_file():
                 try:
-                    self._loaded[kind, num_rows] = self.packages.load(path)
+                    self._loaded[kind, num_rows] = self.packages.load(path, num_rows)
                 except DAMAGE as error:  # made anew when it is wanted again
                     self._distrust(error)
                     path.unlink(missing_ok=True)
@@ -249,7 +274,7 @@ class CompiledUNet:
     def _num_streams(self, kind: Kind, num_rows: int) -> int:
         """Calls side by side that make up one of ``num_rows``, where a network is so small that its weights may be
         read by each: as many as there are threads, of those numbers of rows for which there are packages. OpenVINO's
-        threads need no such help."""
+        packages share rows out by themselves."""
         if not self.packages.is_baked or self.packages.is_by_openvino:
             return 1
         numbers = range(min(torch.get_num_threads(), num_rows), 1, -1)

@@ -1,8 +1,9 @@
-"""One compiled call by OpenVINO: of a small network in float32 on a CPU, where it knows better kernels than a compiler.
+"""One compiled call by OpenVINO: of a small network on a CPU, where it knows better kernels than a compiler.
 
 A network is converted once for any number of rows, which takes seconds and no C++ compiler, and then compiled for each
-number within one. Its threads take work from each other (oneTBB) where OpenMP's wait for whichever was interrupted: so
-there is one number of threads, which is right beside busy neighbours, too.
+number within one. A call's rows are shared out over streams, which do not wait for each other after every layer. Its
+threads take work from each other (oneTBB) where OpenMP's wait for whichever was interrupted: so there is one number of
+threads, which is right beside busy neighbours, too.
 
 OpenVINO's frontend is asked directly: ``openvino.convert_model`` tells its makers of each use, and asks nobody. So does
 its import, but by ``import_openvino``.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from io import BytesIO
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 from zipfile import ZIP_STORED, ZipFile
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -31,12 +34,27 @@ EXAMPLE_ROWS: Final = 2
 MOST_ROWS: Final = 63
 """That are exported; from 64 on diffusers goes another way in its code, with the same numbers."""
 
-EXACT: Final[dict[str, Any]] = {
-    "INFERENCE_PRECISION_HINT": "f32",
+DTYPES: Final = {"f32": torch.float32, "bf16": torch.bfloat16}
+"""Those of tensors by OpenVINO's names."""
+
+BF16_UNITS: Final = ("AVX512-BF16", "AMX")
+"""With which it computes in bfloat16; without, in float32."""
+
+SETTINGS: Final[dict[str, Any]] = {
     "PERFORMANCE_HINT": "LATENCY",
-    "NUM_STREAMS": 1,
     "ENABLE_CPU_PINNING": False,  # others live on the machine
 }
+
+
+def settings_of(dtype: torch.dtype, *, num_threads: int = 1, num_streams: int = 1) -> dict[str, Any]:
+    """What OpenVINO is told of calls that compute in ``dtype``, and not in one that it likes better.
+
+    In bfloat16 a stream has one thread: with two its norms round in another way (seen at 8 x 8 cells), and one row
+    could not have the bytes that it has beside others.
+    """
+    precision = next(name for name, known in DTYPES.items() if known == dtype)
+    threads = {"INFERENCE_NUM_THREADS": num_streams if precision == "bf16" else num_threads, "NUM_STREAMS": num_streams}
+    return {**SETTINGS, **threads, "INFERENCE_PRECISION_HINT": precision}
 
 
 @lru_cache(maxsize=1)
@@ -49,7 +67,8 @@ def openvino_version() -> str | None:
 
 
 class OpenVINOCompiler:
-    """Compiles calls of ``network`` for numbers of rows: a ``FlatUNet``, whose arguments are like ``tensors``."""
+    """Compiles calls of ``network`` for numbers of rows: a ``FlatUNet``, whose arguments are like ``tensors``, the
+    first of them in the dtype that it computes in."""
 
     def __init__(self, network: nn.Module, tensors: Sequence[Tensor]) -> None:
         """Converts it. Raises what ``torch.export`` and the converter raise, ConfigError where there is no OpenVINO."""
@@ -67,6 +86,7 @@ class OpenVINOCompiler:
             decoder = TorchFXPythonDecoder.from_exported_program(program)
             frontend = FrontEndManager().load_by_framework("pytorch")
             self._model: Any = frontend.convert(frontend.load(decoder))
+        self._dtype = tensors[0].dtype
         self._shapes = [list(tensor.shape[1:]) for tensor in tensors]
         if len(self._model.inputs) != len(tensors):
             raise RuntimeError("OpenVINO left out arguments of the network")
@@ -79,33 +99,63 @@ class OpenVINOCompiler:
 
     def compile(self, num_rows: int, path: Path) -> None:
         """Write what is called with ``num_rows`` rows to ``path``. OSError of a full disk, RuntimeError."""
-        settings = {**EXACT, "INFERENCE_NUM_THREADS": 1}
-        made = _core().compile_model(self.of_rows(num_rows), "CPU", settings).export_model()
+        made = _core().compile_model(self.of_rows(num_rows), "CPU", settings_of(self._dtype)).export_model()
         with ZipFile(path, "w", ZIP_STORED) as package:
             package.writestr(MEMBER, bytes(made.getbuffer()))
 
 
 class OpenVINOPackage:
-    """One compiled call on ``num_threads`` threads, whose tensors must have the shapes that it was compiled for.
+    """Compiled calls on ``num_threads`` threads of ``num_streams`` times the rows that the file at ``path`` is for.
 
-    It takes three times the memory of its weights. One of ``DAMAGE`` (see ``compiled``) where the file at ``path`` is
-    damaged or of another machine's making, ConfigError where there is no OpenVINO.
+    It takes three times the memory of its weights. One call at a time. One of ``DAMAGE`` (see ``compiled``) where the
+    file is damaged or of another machine's making, ConfigError where there is no OpenVINO.
     """
 
-    def __init__(self, path: Path, num_threads: int) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype, *, num_threads: int, num_streams: int = 1) -> None:
         with ZipFile(BytesIO(path.read_bytes())) as package:
             content = package.read(MEMBER)  # every byte of it is checked
-        settings = {**EXACT, "INFERENCE_NUM_THREADS": num_threads}
+        settings = settings_of(dtype, num_threads=num_threads, num_streams=num_streams)
         try:
-            self._network = _core().import_model(content, "CPU", settings)
+            network = _core().import_model(content, "CPU", settings)
         except RuntimeError as error:  # it tells nothing of what is wrong, and another is made within a minute
             raise ValueError(str(error).strip().rpartition("\n")[2]) from None
+        self._inputs = [_room(port, num_streams) for port in network.inputs]
+        self._output = _room(network.output(0), num_streams)
+        self._requests = [network.create_infer_request() for _ in range(num_streams)]
+        for number, request in enumerate(self._requests):
+            for place, told in enumerate(self._inputs):
+                request.set_input_tensor(place, _shared(told.chunk(num_streams)[number]))
+            request.set_output_tensor(0, _shared(self._output.chunk(num_streams)[number]))
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
-        """(R, C, h, w) float32, of a call's ``tensors`` in their order. Python's lock is others' meanwhile."""
-        request = self._network.create_infer_request()  # which keeps what it was told for as long as it lives
-        request.infer([tensor.contiguous().numpy() for tensor in tensors], share_inputs=True)
-        return torch.from_numpy(request.get_output_tensor(0).data.copy())
+        """(R, C, h, w) of a call's ``tensors`` in their order. Python's lock is others' meanwhile."""
+        for told, tensor in zip(self._inputs, tensors, strict=True):
+            np.copyto(_bits(told), _bits(tensor))  # torch's threads would look out for more work, in the way of ours
+        with ExitStack() as ends:  # each of them is waited for, whichever fails
+            for request in self._requests:
+                request.start_async()
+                ends.callback(request.wait)
+        return self._output.clone()
+
+
+def _room(port: Any, num_streams: int) -> Tensor:
+    """For what all streams together are told, or tell, at ``port`` of a network."""
+    rows, *shape = port.shape
+    with torch.inference_mode(False):  # so that a call may be made outside of it
+        return torch.empty(num_streams * rows, *shape, dtype=DTYPES[port.element_type.get_type_name()])
+
+
+def _shared(tensor: Tensor) -> Any:
+    """``tensor`` as OpenVINO's, of the same memory."""
+    import openvino
+
+    name = next(name for name, dtype in DTYPES.items() if dtype == tensor.dtype)
+    return openvino.Tensor(_bits(tensor), list(tensor.shape), getattr(openvino.Type, name))
+
+
+def _bits(tensor: Tensor) -> Any:
+    """``tensor`` as numpy's, of the same memory; as whole numbers where numpy does not know its dtype."""
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 @lru_cache(maxsize=1)

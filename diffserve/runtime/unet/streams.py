@@ -13,6 +13,8 @@ from threading import Barrier
 import torch
 from torch import Tensor
 
+from diffserve.runtime.threads import pool_of_threads
+
 Make = Callable[[Sequence[Tensor]], Tensor]
 """Makes a call of its tensors, each of as many rows. It must leave Python's lock to others while it computes."""
 
@@ -36,16 +38,11 @@ class Streams:
     def _pool(self, num_streams: int, num_threads: int) -> ThreadPoolExecutor:
         if (num_streams, num_threads) not in self._pools:
             together, started = torch.get_num_threads(), Barrier(num_streams)
-            pool = ThreadPoolExecutor(num_streams, "call", _begin, (num_threads,))
+            pool = pool_of_threads(num_streams, "call", num_threads)
             wait([pool.submit(started.wait) for _ in range(num_streams)])
             torch.set_num_threads(together)  # what a thread says holds for it, and for all that begin after it
             self._pools[num_streams, num_threads] = pool
         return self._pools[num_streams, num_threads]
-
-
-def _begin(num_threads: int) -> None:
-    torch.get_num_threads()  # the first thing that a thread asks of torch sets the number that all begin with
-    torch.set_num_threads(num_threads)
 
 
 @torch.inference_mode()
