@@ -23,7 +23,7 @@ from diffserve.runtime.loading.library_imports import hushed, import_openvino, i
 from diffserve.runtime.unet.call import Compiled, UNetArguments
 from diffserve.runtime.unet.compiled import FlatUNet
 from diffserve.runtime.unet.cross_attention import KeysValues
-from diffserve.runtime.unet.openvino_package import OpenVINOCompiler
+from diffserve.runtime.unet.openvino_package import OpenVINOCompiler, in_waves
 from diffserve.runtime.unet.random_rows import random_inputs
 from diffserve.runtime.unet.unet import UNetRunner
 
@@ -173,13 +173,14 @@ def _openvino(peers: Peers, num_rows: int, precision: str) -> Predict:
     except ImportError:
         raise Absent("openvino is not installed") from None
     tensors = peers.exact.call(**peers.inputs(range(num_rows))).tensors
-    model = peers.export("openvino", lambda: OpenVINOCompiler(peers.flat()[0], tensors)).of_rows(num_rows)
+    plain = peers.exact.network
+    model = peers.export("openvino", lambda: OpenVINOCompiler(peers.flat()[0], plain, tensors)).of_rows(num_rows)
     hints = {"INFERENCE_PRECISION_HINT": precision, "PERFORMANCE_HINT": "LATENCY"}
     network = openvino.Core().compile_model(model, "CPU", {**hints, "INFERENCE_NUM_THREADS": peers.num_threads})
     return peers.run(
         peers.exact,
         num_rows,
-        lambda call: torch.from_numpy(network([tensor.numpy() for tensor in call.tensors])[0].copy()),
+        lambda call: torch.from_numpy(network([tensor.numpy() for tensor in in_waves(plain, call.tensors)])[0].copy()),
     )
 
 

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from diffserve.runtime.model import DiffusionModel
 
 FOLDER: Final = "compiled"
-FORMAT: Final = 1
+FORMAT: Final = 2
 INDUCTORS: Final = ".pt2"
 SUFFIXES: Final = (SUFFIX, INDUCTORS)
 MOST_PACKAGES: Final = 256
@@ -195,8 +195,8 @@ class Packages:
         assert call.kind is not None
         if self._converted is None or self._converted[0] != call.kind:
             self._converted = None
-            network = FlatUNet(self._network, call).eval()
-            self._converted = call.kind, OpenVINOCompiler(network, call.tensors)
+            flat = FlatUNet(self._network, call).eval()
+            self._converted = call.kind, OpenVINOCompiler(flat, self._network, call.tensors)
         return self._converted[1]
 
     def _compile_by_inductor(self, call: UNetArguments, part: Path) -> None:
@@ -216,7 +216,8 @@ class Packages:
         package: Package | OpenVINOPackage
         if self.is_by_openvino:
             streams = self.num_streams(num_rows)
-            package = OpenVINOPackage(path, self._dtype, num_threads=self._num_threads, num_streams=streams)
+            threads = {"num_threads": self._num_threads, "num_streams": streams}
+            package = OpenVINOPackage(path, self._network, self._dtype, **threads)
         else:
             package = Package(path, self._device, self._num_threads if self.is_baked else 1)
             if not self.is_baked:

@@ -12,8 +12,8 @@ its import, but by ``import_openvino``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from io import BytesIO
@@ -67,22 +67,23 @@ def openvino_version() -> str | None:
 
 
 class OpenVINOCompiler:
-    """Compiles calls of ``network`` for numbers of rows: a ``FlatUNet``, whose arguments are like ``tensors``, the
-    first of them in the dtype that it computes in."""
+    """Compiles calls of ``flat`` for numbers of rows: a ``FlatUNet`` of ``network``, whose arguments are like
+    ``tensors``, the first of them in the dtype that it computes in."""
 
-    def __init__(self, network: nn.Module, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, flat: nn.Module, network: Any, tensors: Sequence[Tensor]) -> None:
         """Converts it. Raises what ``torch.export`` and the converter raise, ConfigError where there is no OpenVINO."""
         _core()
         from openvino.frontend import FrontEndManager
         from openvino.frontend.pytorch.fx_decoder import TorchFXPythonDecoder
 
+        tensors = in_waves(network, tensors)
         rows = torch.export.Dim("rows", min=EXAMPLE_ROWS, max=MOST_ROWS)
         sample, timesteps, *rest = ({0: rows} for _ in tensors)
         shapes = {"sample": sample, "timesteps": timesteps, "rest": tuple(rest)}
         example = tuple(torch.cat([tensor] * EXAMPLE_ROWS)[:EXAMPLE_ROWS].contiguous() for tensor in tensors)
-        with torch.no_grad(), warnings.catch_warnings(), hushed("root"):  # of names that torch has dropped since
-            warnings.simplefilter("ignore")
-            program = torch.export.export(network, example, dynamic_shapes=shapes)
+        with torch.no_grad(), told_waves(network), warnings.catch_warnings(), hushed("root"):
+            warnings.simplefilter("ignore")  # of names that torch has dropped since
+            program = torch.export.export(flat, example, dynamic_shapes=shapes)
             decoder = TorchFXPythonDecoder.from_exported_program(program)
             frontend = FrontEndManager().load_by_framework("pytorch")
             self._model: Any = frontend.convert(frontend.load(decoder))
@@ -104,6 +105,30 @@ class OpenVINOCompiler:
             package.writestr(MEMBER, bytes(made.getbuffer()))
 
 
+def in_waves(network: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A call's ``tensors`` with sines and cosines for the timesteps, (R, dim), and for what SDXL is told of sizes,
+    (R, 6 dim): OpenVINO would round 999 to 1000 before it takes them, where it computes in bfloat16."""
+    sample, timesteps, *rest = tensors
+    if (sizes := getattr(network, "add_time_proj", None)) is not None:
+        rest[1] = sizes(rest[1].flatten()).reshape(len(sample), -1).to(sample.dtype)
+    return [sample, network.time_proj(timesteps).to(sample.dtype), *rest]
+
+
+@contextmanager
+def told_waves(network: Any) -> Iterator[None]:
+    """diffusers' ``network`` as it is when it is told these."""
+    sizes = getattr(network, "add_time_proj", None)
+    network.get_time_embed = lambda sample, timestep: timestep
+    if sizes is not None:
+        network.add_time_proj = nn.Identity()
+    try:
+        yield
+    finally:
+        del network.get_time_embed
+        if sizes is not None:
+            network.add_time_proj = sizes
+
+
 class OpenVINOPackage:
     """Compiled calls on ``num_threads`` threads of ``num_streams`` times the rows that the file at ``path`` is for.
 
@@ -111,17 +136,18 @@ class OpenVINOPackage:
     file is damaged or of another machine's making, ConfigError where there is no OpenVINO.
     """
 
-    def __init__(self, path: Path, dtype: torch.dtype, *, num_threads: int, num_streams: int = 1) -> None:
+    def __init__(self, path: Path, network: Any, dtype: torch.dtype, *, num_threads: int, num_streams: int = 1) -> None:
+        self._unet = network
         with ZipFile(BytesIO(path.read_bytes())) as package:
             content = package.read(MEMBER)  # every byte of it is checked
         settings = settings_of(dtype, num_threads=num_threads, num_streams=num_streams)
         try:
-            network = _core().import_model(content, "CPU", settings)
+            loaded = _core().import_model(content, "CPU", settings)
         except RuntimeError as error:  # it tells nothing of what is wrong, and another is made within a minute
             raise ValueError(str(error).strip().rpartition("\n")[2]) from None
-        self._inputs = [_room(port, num_streams) for port in network.inputs]
-        self._output = _room(network.output(0), num_streams)
-        self._requests = [network.create_infer_request() for _ in range(num_streams)]
+        self._inputs = [_room(port, num_streams) for port in loaded.inputs]
+        self._output = _room(loaded.output(0), num_streams)
+        self._requests = [loaded.create_infer_request() for _ in range(num_streams)]
         for number, request in enumerate(self._requests):
             for place, told in enumerate(self._inputs):
                 request.set_input_tensor(place, _shared(told.chunk(num_streams)[number]))
@@ -129,7 +155,7 @@ class OpenVINOPackage:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         """(R, C, h, w) of a call's ``tensors`` in their order. Python's lock is others' meanwhile."""
-        for told, tensor in zip(self._inputs, tensors, strict=True):
+        for told, tensor in zip(self._inputs, in_waves(self._unet, tensors), strict=True):
             np.copyto(_bits(told), _bits(tensor))  # torch's threads would look out for more work, in the way of ours
         with ExitStack() as ends:  # each of them is waited for, whichever fails
             for request in self._requests:
