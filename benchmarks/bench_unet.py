@@ -28,9 +28,10 @@ from torch import Tensor
 
 from benchmarks.random_models import NAMES, directory_of
 from benchmarks.report import default_path, head, summary, write
-from benchmarks.unet_peers import ARMS, OURS, Absent, Peers, Predict, on_threads
+from benchmarks.unet_peers import ARMS, OURS, Absent, Peers, Predict
 from diffserve.config import EngineConfig
 from diffserve.engine import Engine
+from diffserve.runtime.threads import computing_on
 
 GOAL = "ours at most 1.1 of openvino-bf16"
 
@@ -113,7 +114,7 @@ def main(
     if unknown := [name for name in names if name not in ARMS]:
         raise typer.BadParameter(f"{', '.join(unknown)}: no such arm; there are {', '.join(ARMS)}.")
     num_threads = threads or torch.get_num_threads()
-    with on_threads(num_threads), directory_of(model, device, dtype) as directory:
+    with computing_on(num_threads), directory_of(model, device, dtype) as directory:
         name = model if model == "embedded" else directory
         engine = Engine.from_pretrained(name, device=device, dtype=dtype, config=EngineConfig())
         engine.warm_up()

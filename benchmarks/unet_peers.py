@@ -7,8 +7,7 @@ uses, told the text as keys and values that are there already.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -242,17 +241,6 @@ ARMS: Final = {
     "onnxruntime-f32": Arm(_onnxruntime, "float32"),
 }
 OURS: Final = ("ours-compiled", "ours")
-
-
-@contextmanager
-def on_threads(num_threads: int) -> Iterator[None]:
-    """Torch computes on ``num_threads`` until the block ends."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _import(name: str) -> Any:

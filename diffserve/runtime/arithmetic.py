@@ -25,6 +25,7 @@ from diffserve.runtime.loading.adapter import read_adapter
 from diffserve.runtime.loading.family import location_of
 from diffserve.runtime.memory import free_bytes
 from diffserve.runtime.precision import DeviceChoice, choose_device, hardware_name
+from diffserve.runtime.threads import computing_on
 
 WORTH_ITS_MEMORY: Final = 1.2
 """bfloat16 must take so many times as long as float32 before weights are held in twice the bytes."""
@@ -89,12 +90,8 @@ def stored_bytes(path: str | Path) -> int:
 def bfloat16_over_float32() -> float:
     """The least time of this CPU for a convolution and a linear layer in bfloat16, over that in float32; a tenth of a
     second."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with computing_on(1):
         float_s, bfloat_s = _least_s([_layers(dtype) for dtype in (torch.float32, torch.bfloat16)])
-    finally:
-        torch.set_num_threads(num_threads)
     return bfloat_s / float_s
 
 

@@ -195,18 +195,23 @@ class Threads:
         """Numbers to choose from, the reference first."""
         return self.choice.counts
 
-    @contextmanager
-    def using(self, count: int) -> Iterator[None]:
-        """Run the block on ``count`` threads."""
-        before = torch.get_num_threads()
-        if count == before:
-            yield
-            return
-        torch.set_num_threads(count)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
+
+@contextmanager
+def computing_on(num_threads: int) -> Iterator[None]:
+    """Run the block on ``num_threads`` of torch's.
+
+    One keeps small operations out of the way of who computes next on threads of its own: after an operation on several
+    these look out for more work for some milliseconds.
+    """
+    before = torch.get_num_threads()
+    if num_threads == before:
+        yield
+        return
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def make_threads(config: EngineConfig, device: torch.device) -> Threads:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from diffserve.runtime.threads import Threads, pool_of_threads
+from diffserve.runtime.threads import computing_on, pool_of_threads
 
 
 @pytest.fixture(autouse=True)
@@ -20,16 +20,15 @@ def three() -> Iterator[None]:
 
 
 def test_a_block_within_another_gives_back_the_number_of_that_one() -> None:
-    threads = Threads((3, 1))
-    with threads.using(1):
-        with threads.using(3):
+    with computing_on(1):
+        with computing_on(3):
             assert torch.get_num_threads() == 3
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 3
 
 
 def test_a_thread_of_a_pool_computes_on_the_number_that_was_when_it_was_made() -> None:
-    with pool_of_threads(1, "late") as pool, Threads((3, 1)).using(1):
+    with pool_of_threads(1, "late") as pool, computing_on(1):
         assert pool.submit(torch.get_num_threads).result() == 3
         assert torch.get_num_threads() == 1, "what a thread says holds for no other"
     with pool_of_threads(1, "told", 2) as pool:

@@ -24,7 +24,7 @@ from diffserve.runtime.layer_sums import with_layer_sums
 from diffserve.runtime.memory import give_memory_back
 from diffserve.runtime.precision import hardware_name
 from diffserve.runtime.text.conditioning import Conditioner
-from diffserve.runtime.threads import Threads
+from diffserve.runtime.threads import Threads, computing_on
 from diffserve.runtime.unet.batch_invariance import (
     PAIR,
     SHARED,
@@ -192,10 +192,9 @@ class Groups:
                 return
 
     def beside_calls(self, group: GroupKey) -> AbstractContextManager[None]:
-        """What is done between calls of ``group``: on one thread where these have their own, for torch's would look out
-        for more work for some milliseconds, on the processors that a call wants."""
+        """What is done between calls of ``group``: on one thread where these have their own."""
         has_own = group.is_compiled and self.compiled.has_own_threads
-        return self.threads.using(1) if has_own else nullcontext()
+        return computing_on(1) if has_own else nullcontext()
 
     def row_cap(self, group: GroupKey, *, ahead: int | None = None) -> int:
         """Rows that a tick of ``group`` may hold: as configured, else the knee of its curve. See ``TickCosts``."""
@@ -335,7 +334,7 @@ class Groups:
 
         def attempt(rows: range, num_threads: int) -> Trial:
             predict = self._predict(group, num_rows, rows)
-            with self.threads.using(num_threads):
+            with computing_on(num_threads):
                 trial = timed(predict, self._clock)(rows, num_threads)
                 if has_sums:
                     network = self.control(group.control).network if group.control else self.model.unet.network

@@ -29,6 +29,7 @@ from diffserve.runtime.low_rank import RowLoRAs
 from diffserve.runtime.memory import give_memory_back, without_frames
 from diffserve.runtime.stopwatch import Stopwatch, TimeSpan
 from diffserve.runtime.text.conditioning import Conditioner, ToldRow
+from diffserve.runtime.threads import computing_on
 from diffserve.runtime.transfer import send
 from diffserve.runtime.unet.controlnet import Residuals, residual_shapes
 from diffserve.runtime.unet.cross_attention import Contexts, KeysValues
@@ -317,7 +318,7 @@ class UNetCaller:
         threads = self.groups.threads
         curve, counts = self.groups.known(group)
         num_threads = threads.choice.next_count((group, bucket), counts)
-        with threads.using(num_threads):
+        with computing_on(num_threads):
             called_s = self._clock()
             yield
             ended_s, span = self._clock(), stop()

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any, Final
 from zipfile import ZIP_STORED, ZipFile
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from diffserve.errors import ConfigError
 from diffserve.runtime.loading.library_imports import hushed, import_openvino
+from diffserve.runtime.threads import computing_on
 
 SUFFIX: Final = ".openvino"
 MEMBER: Final = "network.blob"
@@ -155,8 +155,9 @@ class OpenVINOPackage:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         """(R, C, h, w) of a call's ``tensors`` in their order. Python's lock is others' meanwhile."""
-        for told, tensor in zip(self._inputs, in_waves(self._unet, tensors), strict=True):
-            np.copyto(_bits(told), _bits(tensor))  # torch's threads would look out for more work, in the way of ours
+        with computing_on(1):
+            for told, tensor in zip(self._inputs, in_waves(self._unet, tensors), strict=True):
+                told.copy_(tensor)
         with ExitStack() as ends:  # each of them is waited for, whichever fails
             for request in self._requests:
                 request.start_async()
@@ -176,12 +177,8 @@ def _shared(tensor: Tensor) -> Any:
     import openvino
 
     name = next(name for name, dtype in DTYPES.items() if dtype == tensor.dtype)
-    return openvino.Tensor(_bits(tensor), list(tensor.shape), getattr(openvino.Type, name))
-
-
-def _bits(tensor: Tensor) -> Any:
-    """``tensor`` as numpy's, of the same memory; as whole numbers where numpy does not know its dtype."""
-    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    bits = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor  # which numpy does not know
+    return openvino.Tensor(bits.numpy(), list(tensor.shape), getattr(openvino.Type, name))
 
 
 @lru_cache(maxsize=1)
