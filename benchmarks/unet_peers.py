@@ -19,6 +19,7 @@ from torch import Tensor
 from diffserve.engine import Engine
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime.loading.library_imports import hushed, import_openvino, import_quietly
+from diffserve.runtime.threads import computing_on
 from diffserve.runtime.unet.call import Compiled, UNetArguments
 from diffserve.runtime.unet.compiled import FlatUNet
 from diffserve.runtime.unet.cross_attention import KeysValues
@@ -176,11 +177,13 @@ def _openvino(peers: Peers, num_rows: int, precision: str) -> Predict:
     model = peers.export("openvino", lambda: OpenVINOCompiler(peers.flat()[0], plain, tensors)).of_rows(num_rows)
     hints = {"INFERENCE_PRECISION_HINT": precision, "PERFORMANCE_HINT": "LATENCY"}
     network = openvino.Core().compile_model(model, "CPU", {**hints, "INFERENCE_NUM_THREADS": peers.num_threads})
-    return peers.run(
-        peers.exact,
-        num_rows,
-        lambda call: torch.from_numpy(network([tensor.numpy() for tensor in in_waves(plain, call.tensors)])[0].copy()),
-    )
+
+    def run(call: UNetArguments) -> Tensor:
+        with computing_on(1):  # as ours: torch's threads would be in the way
+            told = [tensor.numpy() for tensor in in_waves(plain, call.tensors)]
+        return torch.from_numpy(network(told)[0].copy())
+
+    return peers.run(peers.exact, num_rows, run)
 
 
 def _openvino_bf16(peers: Peers, num_rows: int) -> Predict:

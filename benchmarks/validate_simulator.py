@@ -68,7 +68,7 @@ def fit(ticks: Iterable[TickTrace], size: str, known: Costs | None = None) -> Co
 
 
 def compare(real: Sequence[Recorded], costs: Costs, config: EngineConfig) -> dict[str, Any]:
-    """The figures of a run beside those of its replay, and the relative errors (of goodput in points of the share)."""
+    """The figures of a run beside those of its replay, and the relative errors."""
     alone = isolated_times(real, costs, config)
     painted = [
         Served(math.nan if one.latency_s is None else one.latency_s, solo)
