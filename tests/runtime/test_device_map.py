@@ -194,9 +194,8 @@ def test_room_is_what_the_fullest_device_has_and_the_doctor_tells_of_each(
     assert Room(engine.model, EngineConfig(), 2, time.monotonic).rows(GroupKey(64, 64, 77)) == 1
     free |= {"cpu": 1 << 40, "cpu:1": 1 << 40}
     assert Room(engine.model, EngineConfig(), 2, time.monotonic).rows(GroupKey(64, 64, 77)) >= 2
-    settings = load_settings(
-        model=str(path), env={"DIFFSERVE_ENGINE_DEVICE_MAP": "balanced", "DIFFSERVE_MODEL_DEVICE": "cpu"}
-    )
+    asked = {"ENGINE_DEVICE_MAP": "balanced", "MODEL_DEVICE": "cpu", "MODEL_DTYPE": "float32"}
+    settings = load_settings(model=str(path), env={f"DIFFSERVE_{name}": value for name, value in asked.items()})
     with two_devices(monkeypatch, room_of(path, 0.7)):
         doctor.run(settings)
     told = " ".join(capsys.readouterr().out.split())

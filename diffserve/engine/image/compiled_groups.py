@@ -78,7 +78,7 @@ class CompiledGroups:
 
     @property
     def compiler(self) -> str:
-        """Who makes packages here, and its version."""
+        """Who makes packages here, and which version of it."""
         return self.packages.compiler if self.packages else ""
 
     def is_proven(self, group: GroupKey) -> bool:

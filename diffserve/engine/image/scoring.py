@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from diffserve.bounds import check
 from diffserve.errors import InvalidRequest
-from diffserve.runtime.threads import pool_of_threads
 from diffserve.types import CHECKER, GenerationRequest, ImageResult
 from diffserve.world.checker import SceneSpec, grade, judge, read_picture
 from diffserve.world.picture_reading import MAX_SIDE_PX
@@ -78,6 +77,8 @@ class PictureScores:
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
+        from diffserve.runtime.threads import pool_of_threads  # beside torch, and a scheduler needs none
+
         return pool_of_threads(1, "scorer")
 
 

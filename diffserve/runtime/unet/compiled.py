@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from diffserve.runtime.model import DiffusionModel
 
 FOLDER: Final = "compiled"
-FORMAT: Final = 2
+FORMAT: Final = 3
 INDUCTORS: Final = ".pt2"
 SUFFIXES: Final = (SUFFIX, INDUCTORS)
 MOST_PACKAGES: Final = 256
@@ -118,7 +118,7 @@ class Packages:
 
     reason    why there can be none, ``None`` where there can
     is_baked  whether a package holds the weights; never those in int8, which would be held as floats
-    compiler  who makes them, and its version
+    compiler  who makes them, its version and that of how it is told
     """
 
     def __init__(self, model: DiffusionModel, cache: DiskCache, num_threads: int | None = None) -> None:
@@ -134,7 +134,7 @@ class Packages:
         is_known = model.dtype == torch.float32 or (model.dtype == torch.bfloat16 and cpu_bf16_unit() in BF16_UNITS)
         openvino = openvino_version() if self.is_baked and is_known else None
         self._dtype = model.dtype
-        self.compiler = f"inductor {torch.__version__}" if openvino is None else f"openvino {openvino}"
+        self.compiler = f"{f'openvino {openvino}' if openvino else f'inductor {torch.__version__}'} {FORMAT}"
         self.is_by_openvino = openvino is not None
         self._name = "" if self.reason else f"{self.compiler} {_circumstances(model, self.is_baked)}"
         self._converted: tuple[Kind, OpenVINOCompiler] | None = None
@@ -154,7 +154,7 @@ class Packages:
         """Where the package for ``num_rows`` rows lies or would lie; ``None`` where there can be none."""
         if self.reason or self._folder is None or kind is None:
             return None
-        key = f"{FORMAT} {self._name} {kind} {num_rows // self.num_streams(num_rows)}"
+        key = f"{self._name} {kind} {num_rows // self.num_streams(num_rows)}"
         suffix = SUFFIX if self.is_by_openvino else INDUCTORS
         return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()}{suffix}"
 

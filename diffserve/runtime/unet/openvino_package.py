@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from io import BytesIO
 from pathlib import Path
@@ -23,6 +23,7 @@ from zipfile import ZIP_STORED, ZipFile
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from diffserve.errors import ConfigError
 from diffserve.runtime.loading.library_imports import hushed, import_openvino
@@ -47,13 +48,9 @@ SETTINGS: Final[dict[str, Any]] = {
 
 
 def settings_of(dtype: torch.dtype, *, num_threads: int = 1, num_streams: int = 1) -> dict[str, Any]:
-    """What OpenVINO is told of calls that compute in ``dtype``, and not in one that it likes better.
-
-    In bfloat16 a stream has one thread: with two its norms round in another way (seen at 8 x 8 cells), and one row
-    could not have the bytes that it has beside others.
-    """
+    """What OpenVINO is told of calls that compute in ``dtype``, and not in one that it likes better."""
     precision = next(name for name, known in DTYPES.items() if known == dtype)
-    threads = {"INFERENCE_NUM_THREADS": num_streams if precision == "bf16" else num_threads, "NUM_STREAMS": num_streams}
+    threads = {"INFERENCE_NUM_THREADS": num_threads, "NUM_STREAMS": num_streams}
     return {**SETTINGS, **threads, "INFERENCE_PRECISION_HINT": precision}
 
 
@@ -81,7 +78,7 @@ class OpenVINOCompiler:
         sample, timesteps, *rest = ({0: rows} for _ in tensors)
         shapes = {"sample": sample, "timesteps": timesteps, "rest": tuple(rest)}
         example = tuple(torch.cat([tensor] * EXAMPLE_ROWS)[:EXAMPLE_ROWS].contiguous() for tensor in tensors)
-        with torch.no_grad(), told_waves(network), warnings.catch_warnings(), hushed("root"):
+        with torch.no_grad(), exportable(network), warnings.catch_warnings(), hushed("root"):
             warnings.simplefilter("ignore")  # of names that torch has dropped since
             program = torch.export.export(flat, example, dynamic_shapes=shapes)
             decoder = TorchFXPythonDecoder.from_exported_program(program)
@@ -115,18 +112,34 @@ def in_waves(network: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 @contextmanager
-def told_waves(network: Any) -> Iterator[None]:
-    """diffusers' ``network`` as it is when it is told these."""
+def exportable(network: Any) -> Iterator[None]:
+    """diffusers' ``network`` as it is when it is told these, and with norms that round alike on any threads."""
     sizes = getattr(network, "add_time_proj", None)
+    norms = [module for module in network.modules() if isinstance(module, nn.GroupNorm)]
     network.get_time_embed = lambda sample, timestep: timestep
     if sizes is not None:
         network.add_time_proj = nn.Identity()
+    for norm in norms:
+        norm.forward = partial(_normed, norm)  # type: ignore[method-assign]
     try:
         yield
     finally:
         del network.get_time_embed
         if sizes is not None:
             network.add_time_proj = sizes
+        for norm in norms:
+            del norm.forward
+
+
+def _normed(norm: nn.GroupNorm, input: Tensor) -> Tensor:
+    """What ``norm`` gives, (R, C, ...), by a layer norm of each group: OpenVINO sums a group's numbers over its
+    threads, in an order that depends on how many there are, which shows in bfloat16 in a row of two."""
+    groups = input.reshape(input.shape[0] * norm.num_groups, -1)
+    output = F.layer_norm(groups, groups.shape[1:], eps=norm.eps).reshape(input.shape)
+    if not norm.affine:
+        return output
+    like = (-1, *[1] * (input.ndim - 2))
+    return output * norm.weight.view(like) + norm.bias.view(like)
 
 
 class OpenVINOPackage:
