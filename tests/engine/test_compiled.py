@@ -617,6 +617,25 @@ def test_compiled_calls_are_timed_in_pairs_and_used_where_they_save_something() 
     assert not is_worth(COMPILED, slower, curve, (1, 2, 4))
 
 
+def test_what_a_size_costs_is_what_its_calls_take_one_after_the_other() -> None:
+    """The first one after another network's finds none of its weights at hand."""
+    last: list[str] = []
+
+    def told(name: str, attempt: Try, cold_s: float = 0.0) -> Try:
+        def call(rows: range, count: int) -> Trial:
+            is_cold = last[-1:] != [name]
+            last.append(name)
+            return (done := attempt(rows, count))._replace(wall_s=done.wall_s + is_cold * cold_s)
+
+        return call
+
+    sizes = (1, 2, 4)
+    options: Any = {"counts": (1,), "closeness": 1e-3, "curve": CostCurve(sizes), "is_exact": True}
+    facts = end_of(prove(told("network", trial(1.0, 1.0)), told("ours", trial(1.0, 0.5), 0.4), sizes, **options))
+    assert facts.seconds == {1: 0.5, 2: 1.0, 4: 2.0}
+    assert facts.is_complete
+
+
 def test_beside_other_work_the_verdict_comes_from_the_pairs_and_where_they_disagree_there_is_none() -> None:
     loads = itertools.cycle((1.0, 3.0, 2.0))
 
