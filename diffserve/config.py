@@ -621,6 +621,11 @@ def _env_layer(env: Mapping[str, str]) -> Iterator[tuple[str, _Value]]:
             raise ConfigError(f"unknown environment variable {name}={env[name]!r}; {nearest(name, known)}")
 
 
+def num_cores() -> int:
+    """That this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """What to tell somebody who wrote ``word``: the nearest of ``known``, or all of them."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

@@ -153,7 +153,7 @@ def test_lines_share_the_ticks_of_the_engine_here_and_their_pictures_are_those_o
         return engines[-1]
 
     monkeypatch.setattr("diffserve.cli.batch.run.open_engine", keep)
-    requests = [{"prompt": f"fox {seed}", "steps": 6 + seed, "seed": seed} for seed in range(4)]
+    requests = [{"prompt": f"fox {seed}", "steps": 24 + seed, "seed": seed} for seed in range(4)]
     file = written(tmp_path / "p.jsonl", *requests, {"prompt": "x", "model": "another"})
     model = ("--model", tiny_model("sd15"))
     assert batch(file, "-o", tmp_path / "all", *model) == 1

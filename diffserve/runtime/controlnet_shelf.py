@@ -20,6 +20,7 @@ from diffserve.runtime.loading.controlnet import ControlNetFiles
 from diffserve.runtime.memory import free_bytes
 from diffserve.runtime.model import DiffusionModel
 from diffserve.runtime.preprocessors import check_preprocessor, preprocess
+from diffserve.runtime.threads import pool_of_threads
 from diffserve.runtime.unet.controlnet import ControlNetRunner
 from diffserve.types import Picture
 
@@ -110,7 +111,7 @@ class ControlNetShelf:
 
     @cached_property
     def _reader(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, "controlnets")
+        return pool_of_threads(1, "controlnets")
 
     def _found(self, name: str) -> ControlNetRunner:
         directory, digest = self._stamped(name)

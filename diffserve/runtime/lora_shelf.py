@@ -20,6 +20,7 @@ from diffserve.loras import CheckedLoras, Lora, LoraFolders
 from diffserve.runtime.loading.lora import UNET, LoRAFile, LowRank
 from diffserve.runtime.low_rank import KEYS_VALUES, RANKS, LoRASet, adaptable, joined, padded_rank, shape_of
 from diffserve.runtime.model import DiffusionModel
+from diffserve.runtime.threads import pool_of_threads
 
 CHECKED_KEPT: Final = 1024
 NUM_READERS: Final = 2
@@ -127,7 +128,7 @@ class LoRAShelf:
 
     @cached_property
     def _readers(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(NUM_READERS, "loras")
+        return pool_of_threads(NUM_READERS, "loras")
 
     @cached_property
     def _networks(self) -> dict[str, dict[str, nn.Module]]:

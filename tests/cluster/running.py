@@ -18,7 +18,7 @@ from tests.service.server import GENERATIONS, SOON_S, RunningServer, running_ser
 
 TWO = "[replicas]\nmin = 2\nmax = 2\ncpus = 1.0\n"
 CONFIG = '[model]\ndtype = "float32"\n[engine]\nmax_waiting = 3\nthreads = 1\n'
-STEPS = 250
+STEPS = 1000
 LARGE: dict[str, Any] = {"prompt": "a fox", "num_inference_steps": STEPS, "size": "512x512"}
 OWN = ("timings", "history_id", "created", "id")
 
@@ -149,8 +149,8 @@ def check_hang_up(server: RunningServer, *, is_streamed: bool) -> None:
             server.client.post(GENERATIONS, json=LARGE, timeout=1.0)
     server.wait_until_idle()
     after = unet_calls(server)
-    [own] = set(after) - known
-    assert step <= after[own] < STEPS / 2, "it had begun, and far from all of it was done"
+    own = max(set(after) - known, key=after.__getitem__)  # a replica that has just begun has tried one step itself
+    assert step <= after[own] < STEPS / 2, f"it had begun, and far from all of it was done: {after}"
     assert server.num_ended("cancelled") == num_cancelled + 1
     assert unet_calls(server) == after, "and nothing more is"
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
 
 from diffserve.config import POLICIES
+from diffserve.engine.image import runner
 from diffserve.engine.image.buckets import CostCurve
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime.unet.batch_invariance import (
@@ -271,3 +273,21 @@ def test_warming_up_finds_the_buckets_of_the_native_size(make_engine: MakeEngine
     engine = make_engine()
     engine.warm_up()
     assert list(engine.buckets) == [GroupKey(64, 64, 77)]
+
+
+def test_what_is_found_out_of_a_machine_is_kept_under_the_number_of_threads_that_was_asked_for(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, seen = torch.get_num_threads(), list[int]()
+    honest = runner.make_conditioner
+
+    def watched(*args: Any, **options: Any) -> Any:
+        seen.append(torch.get_num_threads())  # which is a part of the name of what it reads
+        return honest(*args, **options)
+
+    monkeypatch.setattr(runner, "make_conditioner", watched)
+    try:
+        make_engine(threads=before + 1)
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [before + 1]

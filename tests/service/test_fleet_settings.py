@@ -41,7 +41,7 @@ def stats(scale: int) -> EngineStats:
 
 
 def test_every_engine_has_its_device_for_all_models_and_its_part_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "_num_cores", lambda: 7)
+    monkeypatch.setattr(fleet, "num_cores", lambda: 7)
     each = settings_of_each(settings("cuda:0, cpu,cpu"))
     assert [(one.model.device, one.models[0].device) for one in each] == [("cuda:0",) * 2, ("cpu",) * 2, ("cpu",) * 2]
     assert [one.engine.threads for one in each] == [None, 3, 3]

@@ -63,7 +63,6 @@ class BackgroundCompiler:
             "device": str(model.device),
             "cross_attention": config.cross_attention,
             "cache_dir": config.cache_dir,
-            "num_threads": torch.get_num_threads(),
         }
         self._wanted: OrderedDict[GroupKey, tuple[int, ...]] = OrderedDict()
         self._process: subprocess.Popen[str] | None = None
@@ -146,8 +145,7 @@ def main() -> None:
     model = load_model(order["path"], dtype=order["dtype"], device=order["device"], profile=profile, cache=cache)
     config = EngineConfig(cross_attention=order["cross_attention"])
     conditioner = make_conditioner(model, config, is_exact=True)
-    packages = Packages(model, cache, order["num_threads"])
-    compile_group(model, conditioner, packages, GroupKey(*order["group"]), order["sizes"])
+    compile_group(model, conditioner, Packages(model, cache), GroupKey(*order["group"]), order["sizes"])
 
 
 def _end_with_input() -> None:

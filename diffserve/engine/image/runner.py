@@ -31,7 +31,7 @@ from diffserve.runtime.kv import PagePool, PoolBusy
 from diffserve.runtime.lora_shelf import LoRAShelf
 from diffserve.runtime.memory import without_frames
 from diffserve.runtime.text.conditioning import Conditioner, make_conditioner, make_pool
-from diffserve.runtime.threads import make_threads
+from diffserve.runtime.threads import Threads, make_threads
 from diffserve.runtime.transfer import Fetched, fetch, send
 from schedulers.update import advance, guide, renoise, rescale_guided
 
@@ -58,6 +58,7 @@ class Expert(NamedTuple):
         config: EngineConfig,
         clock: Callable[[], float],
         pages: PagePool | None,
+        threads: Threads,
         beside: Expert | None = None,
         planned_bytes: int = 0,
         second: SecondDevice | None = None,
@@ -65,7 +66,7 @@ class Expert(NamedTuple):
         """That of ``model``; ``beside``: of its refiner, which is there already; ``planned_bytes``: see ``Room``."""
         conditioner = make_conditioner(model, config, is_exact=is_deterministic(model, config), pool=pages)
         room = Room(model, config, most_rows(model, config), clock, planned_bytes)
-        groups = Groups(model, config, conditioner, room, make_threads(config, model.device), clock)
+        groups = Groups(model, config, conditioner, room, threads, clock)
         caps = RowCaps(clock, room.rows)
         others = None if beside is None else beside.caller
         return cls(conditioner, room, groups, caps, UNetCaller(model, conditioner, groups, caps, clock, others, second))
@@ -84,6 +85,7 @@ class ImageRunner:
         clock: Callable[[], float],
         pages: PagePool | None = None,
     ) -> None:
+        threads = make_threads(config, model.device)  # what is found out from here on holds for that number
         self.model = model
         self.clock = clock
         self.pool = LanePool(model.device)
@@ -94,13 +96,13 @@ class ImageRunner:
             if pages is None and config.cross_attention == "paged":
                 pages = make_pool(model, config, is_exact=is_deterministic(model, config))
             its_config = replace(config, compile="off", cuda_graphs=False)
-            self.refiner = Expert.make(model.refiner, its_config, clock, pages)
+            self.refiner = Expert.make(model.refiner, its_config, clock, pages, Threads(threads.counts))
         self.second: SecondDevice | None = None
         if config.split_guidance and model.device.type != "meta":
             self.second = SecondDevice(model, config, is_exact=is_deterministic(model, config))
             config = replace(config, compile="off", cuda_graphs=False)
         planned_bytes = self.controlnets.planned_bytes
-        base = Expert.make(model, config, clock, pages, self.refiner, planned_bytes, self.second)
+        base = Expert.make(model, config, clock, pages, threads, self.refiner, planned_bytes, self.second)
         self.conditioner, self.room, self.groups, self.caps, self.caller = base
         self.groups.control = self.controlnets.of_digest
         if self.refiner is not None:

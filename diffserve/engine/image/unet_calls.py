@@ -281,11 +281,12 @@ class UNetCaller:
         if residuals is not None:
             numbers = send(torch.tensor(_padded(rows, bucket)), batch.x.device)
             added = tuple(tensor.index_select(0, numbers) for tensor in residuals)
+        scaled, timesteps = batch.scaled.index_select(0, owners), batch.rows.index_select(0, owners)[:, TIMESTEP]
         is_watched = any(task.is_full_now and task.keeps_features for task in images)
         with self._keeping(is_watched) as found, self._measured(group, bucket, stop):
             output = self.model.unet.predict(
-                batch.scaled.index_select(0, owners),
-                batch.rows.index_select(0, owners)[:, TIMESTEP],
+                scaled,
+                timesteps,
                 told.contexts,
                 **told.conditions,
                 features=features,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import time
@@ -26,6 +27,7 @@ from zipfile import BadZipFile
 import torch
 from torch import Tensor, nn
 
+from diffserve.config import num_cores
 from diffserve.disk_cache import DiskCache
 from diffserve.errors import ConfigError
 from diffserve.runtime.device_health import raise_if_sticky
@@ -122,9 +124,9 @@ class Packages:
     """
 
     def __init__(self, model: DiffusionModel, cache: DiskCache, num_threads: int | None = None) -> None:
-        """``num_threads``: of those who call; ``None``: torch's number."""
+        """``num_threads``: of those who call; ``None``: torch's number, or as many as there are cores for."""
         self._network = model.unet.network
-        self._num_threads = num_threads or torch.get_num_threads()
+        self._num_threads = num_threads or min(torch.get_num_threads(), num_cores())
         self._device = model.device
         self._folder = None if cache.folder is None else cache.folder / FOLDER
         self.reason = _reason(model, self._folder)
@@ -145,16 +147,15 @@ class Packages:
         return bool(self.reason) or self._folder is None or not self._folder.is_dir()
 
     def num_streams(self, num_rows: int) -> int:
-        """Equal shares that OpenVINO computes side by side of a call of ``num_rows``: as many as there are threads, if
-        that can be. For each of them there is one package."""
-        most = min(self._num_threads, num_rows) if self.is_by_openvino else 1
-        return next(number for number in range(most, 0, -1) if num_rows % number == 0)
+        """Equal shares that OpenVINO computes side by side of a call of ``num_rows``, on as many threads each: the
+        package of a share's rows makes it."""
+        return math.gcd(self._num_threads, num_rows) if self.is_by_openvino else 1
 
     def path(self, kind: Kind | None, num_rows: int) -> Path | None:
-        """Where the package for ``num_rows`` rows lies or would lie; ``None`` where there can be none."""
+        """Where the package of ``num_rows`` rows lies or would lie; ``None`` where there can be none."""
         if self.reason or self._folder is None or kind is None:
             return None
-        key = f"{self._name} {kind} {num_rows // self.num_streams(num_rows)}"
+        key = f"{self._name} {kind} {num_rows}"
         suffix = SUFFIX if self.is_by_openvino else INDUCTORS
         return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()}{suffix}"
 
@@ -167,8 +168,7 @@ class Packages:
 
         Raises what the compilers raise, ConfigError where there can be no package, and OSError of a full disk.
         """
-        num_rows = len(call.sample)
-        path = self.path(call.kind, num_rows)
+        path = self.path(call.kind, len(call.sample))
         if path is None or self._folder is None:
             raise ConfigError(f"{self.reason or 'texts of different lengths share this call'}.", param="compile")
         if path.is_file():
@@ -177,7 +177,7 @@ class Packages:
         part = Path(mkdtemp(dir=self._folder, prefix=".")) / f"part{path.suffix}"
         try:
             if self.is_by_openvino:
-                self._convert(call).compile(num_rows // self.num_streams(num_rows), part)
+                self._convert(call).compile(len(call.sample), part)
             else:
                 self._compile_by_inductor(call, part)
             os.replace(part, path)
@@ -232,6 +232,7 @@ class CompiledUNet:
     def __init__(self, packages: Packages) -> None:
         self.packages = packages
         self._loaded: dict[tuple[Kind, int], Package | OpenVINOPackage] = {}
+        self._paths: set[Path] = set()
         self._company: dict[tuple[Kind, int], frozenset[tuple[Kind, int]]] = {}
         """Those that were there when one was loaded: what a call is made of never changes, for it is proven once."""
         self._streams = Streams()
@@ -240,7 +241,7 @@ class CompiledUNet:
         """Take the packages for ``kind`` into use; those of ``sizes`` for which there is one."""
         found = []
         for num_rows in sizes:
-            path = self.packages.path(kind, num_rows)
+            path = self.packages.path(kind, num_rows // self.packages.num_streams(num_rows))
             if kind is None or path is None:
                 break
             if (kind, num_rows) not in self._loaded and path.is_file():
@@ -248,10 +249,12 @@ class CompiledUNet:
                     self._loaded[kind, num_rows] = self.packages.load(path, num_rows)
                 except DAMAGE as error:  # made anew when it is wanted again
                     self._distrust(error)
-                    path.unlink(missing_ok=True)
+                    if path not in self._paths:  # or it is whole, for calls of fewer rows are made of it
+                        path.unlink(missing_ok=True)
                 except (ConfigError, OSError, RuntimeError) as error:
                     self._distrust(error)
             if (kind, num_rows) in self._loaded:
+                self._paths.add(path)
                 found.append(num_rows)
         for key in self._loaded:
             self._company.setdefault(key, frozenset(self._loaded))

@@ -41,6 +41,9 @@ DTYPES: Final = {"f32": torch.float32, "bf16": torch.bfloat16}
 BF16_UNITS: Final = ("AVX512-BF16", "AMX")
 """With which it computes in bfloat16; without, in float32."""
 
+MOST_ROOM: Final = 1 << 22
+"""Bytes that a package has for what its calls are told."""
+
 SETTINGS: Final[dict[str, Any]] = {
     "PERFORMANCE_HINT": "LATENCY",
     "ENABLE_CPU_PINNING": False,  # others live on the machine
@@ -145,8 +148,9 @@ def _normed(norm: nn.GroupNorm, input: Tensor) -> Tensor:
 class OpenVINOPackage:
     """Compiled calls on ``num_threads`` threads of ``num_streams`` times the rows that the file at ``path`` is for.
 
-    It takes three times the memory of its weights. One call at a time. One of ``DAMAGE`` (see ``compiled``) where the
-    file is damaged or of another machine's making, ConfigError where there is no OpenVINO.
+    It takes three times the memory of its weights, and room for what a call is told, unless that is much. One call at a
+    time. One of ``DAMAGE`` (see ``compiled``) where the file is damaged or of another machine's making, ConfigError
+    where there is no OpenVINO.
     """
 
     def __init__(self, path: Path, network: Any, dtype: torch.dtype, *, num_threads: int, num_streams: int = 1) -> None:
@@ -158,24 +162,39 @@ class OpenVINOPackage:
             loaded = _core().import_model(content, "CPU", settings)
         except RuntimeError as error:  # it tells nothing of what is wrong, and another is made within a minute
             raise ValueError(str(error).strip().rpartition("\n")[2]) from None
-        self._inputs = [_room(port, num_streams) for port in loaded.inputs]
+        self._loaded, self._num_streams = loaded, num_streams
         self._output = _room(loaded.output(0), num_streams)
-        self._requests = [loaded.create_infer_request() for _ in range(num_streams)]
-        for number, request in enumerate(self._requests):
-            for place, told in enumerate(self._inputs):
-                request.set_input_tensor(place, _shared(told.chunk(num_streams)[number]))
-            request.set_output_tensor(0, _shared(self._output.chunk(num_streams)[number]))
+        self._inputs = [_room(port, num_streams) for port in loaded.inputs]
+        if sum(told.nbytes for told in self._inputs) > MOST_ROOM:
+            self._inputs.clear()  # adapters' factors, say, are read where they are
+        self._requests = self._bound(self._inputs) if self._inputs else []
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         """(R, C, h, w) of a call's ``tensors`` in their order. Python's lock is others' meanwhile."""
         with computing_on(1):
-            for told, tensor in zip(self._inputs, in_waves(self._unet, tensors), strict=True):
-                told.copy_(tensor)
+            told = in_waves(self._unet, tensors)
+            if self._inputs:
+                requests = self._requests
+                for own, tensor in zip(self._inputs, told, strict=True):
+                    own.copy_(tensor)
+            else:
+                told = [tensor.contiguous() for tensor in told]
+                requests = self._bound(told)
         with ExitStack() as ends:  # each of them is waited for, whichever fails
-            for request in self._requests:
+            for request in requests:
                 request.start_async()
                 ends.callback(request.wait)
-        return self._output.clone()
+        with computing_on(1):
+            return self._output.clone()
+
+    def _bound(self, inputs: Sequence[Tensor]) -> list[Any]:
+        """A request for each stream, which reads its share of the rows of ``inputs`` where they are."""
+        requests = [self._loaded.create_infer_request() for _ in range(self._num_streams)]
+        for number, request in enumerate(requests):
+            for place, told in enumerate(inputs):
+                request.set_input_tensor(place, _shared(told.chunk(self._num_streams)[number]))
+            request.set_output_tensor(0, _shared(self._output.chunk(self._num_streams)[number]))
+        return requests
 
 
 def _room(port: Any, num_streams: int) -> Tensor:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -23,7 +22,7 @@ from typing import Any, Final, TypeVar, cast
 
 from msgspec.structs import replace
 
-from diffserve.config import Settings
+from diffserve.config import Settings, num_cores
 from diffserve.embedding_types import EmbeddingRequest
 from diffserve.engine_stats import EngineStats, gone, merged
 from diffserve.errors import DiffserveError, EngineUnavailable
@@ -367,8 +366,4 @@ def _threads_of_each(settings: Settings) -> int | None:
     num_sharing = settings.serve.devices.count("cpu")
     if settings.engine.threads is not None or num_sharing < 2:
         return settings.engine.threads
-    return max(1, _num_cores() // num_sharing)
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, num_cores() // num_sharing)
