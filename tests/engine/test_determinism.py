@@ -10,9 +10,9 @@ import torch
 from msgspec.structs import replace
 
 from diffserve.config import POLICIES
-from diffserve.engine.image import runner
 from diffserve.engine.image.buckets import CostCurve
 from diffserve.engine.image.task import GroupKey
+from diffserve.runtime.text.conditioning import make_conditioner
 from diffserve.runtime.unet.batch_invariance import (
     SHARED,
     SOLO,
@@ -279,13 +279,12 @@ def test_what_is_found_out_of_a_machine_is_kept_under_the_number_of_threads_that
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, seen = torch.get_num_threads(), list[int]()
-    honest = runner.make_conditioner
 
     def watched(*args: Any, **options: Any) -> Any:
         seen.append(torch.get_num_threads())  # which is a part of the name of what it reads
-        return honest(*args, **options)
+        return make_conditioner(*args, **options)
 
-    monkeypatch.setattr(runner, "make_conditioner", watched)
+    monkeypatch.setattr("diffserve.engine.image.runner.make_conditioner", watched)
     try:
         make_engine(threads=before + 1)
     finally:
