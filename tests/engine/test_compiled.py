@@ -39,6 +39,7 @@ from diffserve.errors import ConfigError
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.precision import cpu_bf16_unit
 from diffserve.runtime.text.conditioning import make_conditioner
+from diffserve.runtime.threads import computing_on
 from diffserve.runtime.unet import compiled, openvino_package
 from diffserve.runtime.unet.batch_invariance import GroupFacts, Trial, Try, end_of
 from diffserve.runtime.unet.compiled import CompiledUNet, FlatUNet, Packages
@@ -184,7 +185,9 @@ def test_openvino_compiles_a_network_of_many_arguments_and_rows_have_their_bytes
         pytest.skip("this CPU has no bfloat16 unit: AOTInductor compiles for it")
     model = load_model(tiny_model("sdxl"), dtype=dtype, device="cpu")
     conditioner = make_conditioner(model, EngineConfig(), is_exact=True)
-    packages = Packages(model, DiskCache(tmp_path), num_threads=2)
+    monkeypatch.setattr(compiled, "num_cores", lambda: 2)
+    with computing_on(2):
+        packages = Packages(model, DiskCache(tmp_path))
     assert packages.is_by_openvino
     assert [packages.num_streams(num_rows) for num_rows in (1, 3, 16)] == [1, 1, 2]
     unet = CompiledUNet(packages)

@@ -123,10 +123,9 @@ class Packages:
     compiler  who makes them, its version and that of how it is told
     """
 
-    def __init__(self, model: DiffusionModel, cache: DiskCache, num_threads: int | None = None) -> None:
-        """``num_threads``: of those who call; ``None``: torch's number, or as many as there are cores for."""
+    def __init__(self, model: DiffusionModel, cache: DiskCache) -> None:
         self._network = model.unet.network
-        self._num_threads = num_threads or min(torch.get_num_threads(), num_cores())
+        self._num_threads = min(torch.get_num_threads(), num_cores())  # OpenVINO takes no more
         self._device = model.device
         self._folder = None if cache.folder is None else cache.folder / FOLDER
         self.reason = _reason(model, self._folder)
