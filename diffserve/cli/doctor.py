@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from diffserve.config import KEYS, EngineConfig, Settings
+from diffserve.config import EngineConfig, Settings
 from diffserve.disk_cache import DiskCache
+from diffserve.settings import KEYS
 from diffserve.version import __version__
 
 if TYPE_CHECKING:

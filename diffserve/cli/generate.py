@@ -21,14 +21,15 @@ from diffserve.bounds import check
 from diffserve.cli.outputs import STDOUT, plan_outputs, write_output
 from diffserve.cli.start import import_libraries
 from diffserve.client import CompletedImage
-from diffserve.config import Flag, Settings, load_settings
+from diffserve.config import Settings
 from diffserve.controlnets import Control, digest_of
 from diffserve.errors import EngineUnavailable, InvalidRequest, ModerationBlocked
 from diffserve.images import decode_image, decode_mask, image_format_of
-from diffserve.infotext import write_infotext
+from diffserve.infotext import seeds_told, write_infotext
 from diffserve.provenance import Marks
 from diffserve.quality import QUALITIES, is_quality, steps_of
 from diffserve.service.safety import Safety
+from diffserve.settings import Flag, load_settings
 from diffserve.sizes import SizePlan, fit_controls, parse_size, plan_size
 from diffserve.start_picture import StartPicture
 from diffserve.watermark import Kind
@@ -327,8 +328,7 @@ def told_of(file: Path, how: Painted, num_steps: int) -> str:
         part += f", from {how.switch_at:g} on by {how.refiner}"
     if how.score is not None:
         part += f", score {how.score:.4g}"
-    seeds = f"{how.seed}" if how.variation_seed is None else f"{how.seed}, variation seed {how.variation_seed}"
-    return f"{file}  seed {seeds}  {count} of {sampler}{part}"
+    return f"{file}  {seeds_told(how.seed, how.variation_seed)}  {count} of {sampler}{part}"
 
 
 def note(console: Console, *messages: str) -> None:

@@ -23,6 +23,7 @@ from pydantic import BaseModel, Field
 from diffserve.client import AsyncClient, AsyncStream, CompletedImage, ImageEvent, LostImage, Progress
 from diffserve.errors import DiffserveError, InvalidRequest
 from diffserve.images import decode_image
+from diffserve.infotext import seeds_told
 from diffserve.version import __version__
 
 NUM_KEPT: Final = 16
@@ -207,11 +208,7 @@ class Tools:
             )
             for one in painted
         ]
-        said = [
-            f"{one.name}: seed {one.seed}"
-            + ("" if one.variation_seed is None else f", variation seed {one.variation_seed}")
-            for one in images
-        ]
+        said = [f"{one.name}: {seeds_told(one.seed, one.variation_seed)}" for one in images]
         said += list(dict.fromkeys(warning for one in painted for warning in one.warnings)) + lost
         content.append(TextContent(type="text", text="\n".join(said)))
         own = {"image_index", "b64_json", "revised_prompt", "created_at", "score", "similarity"}

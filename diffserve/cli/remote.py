@@ -30,10 +30,10 @@ from diffserve.cli.outputs import STDOUT, plan_outputs, write_output
 from diffserve.client import Client, CompletedImage, ImageEvent, LostImage, RewriteFields, Stream
 from diffserve.client import Progress as Moment
 from diffserve.client.calls import KEY_VARIABLE
-from diffserve.config import Flag
 from diffserve.errors import DiffserveError, InvalidRequest, QueueFull
 from diffserve.images import image_format_of
 from diffserve.rewrite_types import RewriteRequest
+from diffserve.settings import Flag
 
 VARIABLE: Final = "DIFFSERVE_SERVER"
 

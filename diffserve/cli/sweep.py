@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from diffserve.cli.generate import open_engine
-from diffserve.config import Flag, Settings, load_settings
+from diffserve.config import Settings
 from diffserve.errors import InvalidRequest
 from diffserve.experiments.estimates import Measure
 from diffserve.experiments.plan import (
@@ -31,6 +31,7 @@ from diffserve.experiments.plan import (
 from diffserve.experiments.prompts import held_out_prompts, read_prompts
 from diffserve.experiments.report import SweepReport
 from diffserve.experiments.run import SweepProgress, refuse_early, run_plan
+from diffserve.settings import Flag, load_settings
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from diffserve.cli.batch.shard_worker import ShardJob, ShardTold, ShardWorker
 from diffserve.cli.batch.shards import ShardFolder
 from diffserve.cli.generate import note
 from diffserve.cli.outputs import write_output
-from diffserve.config import ENV_PREFIX, PROFILES, Flag
 from diffserve.errors import ConfigError, DiffserveError
+from diffserve.settings import ENV_PREFIX, PROFILES, Flag
 
 LOOK_S: Final = 2.0
 """How often the shards that are being painted are looked at."""

@@ -23,9 +23,9 @@ from diffserve.cli.generate import EXIT_FAILED, note, open_engine
 from diffserve.cli.outputs import write_output
 from diffserve.cli.remote import refuse_placement
 from diffserve.client import Client
-from diffserve.config import Flag, load_settings
 from diffserve.errors import DiffserveError, InvalidRequest
 from diffserve.service.safety import Safety
+from diffserve.settings import Flag, load_settings
 
 MAX_CONCURRENCY: Final = 64
 MOST_TOLD: Final = 20

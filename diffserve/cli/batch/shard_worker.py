@@ -18,9 +18,10 @@ from diffserve.cli.batch.painters import LinePainter, LocalPainter, PaintedFile
 from diffserve.cli.batch.painting import paint_line
 from diffserve.cli.batch.shards import Layout, Shard, ShardFolder, ShardRow, ShardWriter
 from diffserve.cli.generate import open_engine
-from diffserve.config import Flag, Settings, load_settings
+from diffserve.config import Settings
 from diffserve.errors import DiffserveError, InvalidRequest
 from diffserve.service.safety import Safety
+from diffserve.settings import Flag, load_settings
 from diffserve.wait_policy import bound_spinning
 
 MOST_TRIES: Final = 4
