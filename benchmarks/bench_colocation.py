@@ -34,7 +34,6 @@ import torch
 
 from benchmarks.random_models import NAMES, save_random_model
 from benchmarks.report import RESULTS, head, summary, write
-from diffserve.config import load_settings
 from diffserve.embedded.rewriter_model import build_rewriter, build_tokenizer, export_rewriter
 from diffserve.embedded.wishes import LooseWish, wishes
 from diffserve.engine.loading import load_parts
@@ -48,6 +47,7 @@ from diffserve.ipc import AnyEvent
 from diffserve.rewrite_types import RewriteEvent, RewriteFinished, RewriteRequest
 from diffserve.rewriting import TextWindow, find_rewriter
 from diffserve.runtime import choose_device
+from diffserve.settings import load_settings
 from diffserve.text_types import TextDelta, TextEvent
 from diffserve.types import DiffusionParams, Failed, GenerationRequest
 

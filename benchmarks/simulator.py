@@ -44,6 +44,9 @@ from schedulers import NoiseSchedule
 IDLE_S = 1e-3
 """How soon a tick in which nobody would run is tried again, as in the engine."""
 
+HALVINGS = 10
+"""Of the rates that are looked at for one at which an engine is busy so much of the time."""
+
 PIXELS = np.zeros((8, 8, 3), dtype=np.uint8)
 SCHEDULE = NoiseSchedule(np.linspace(0.999, 0.005, 1000))
 
@@ -286,6 +289,21 @@ def loaded(requests: Sequence[Recorded], costs: Costs, load: float, *, engines: 
     """``requests`` at Poisson times, at ``load`` times what ``engines`` can do with full ticks."""
     capacity = engines * capacity_per_s(requests[:2000], costs, EngineConfig())
     return at_poisson_times(requests, load * capacity, seed=seed)
+
+
+def busy_for(
+    requests: Sequence[Recorded], costs: Costs, share: float, config: EngineConfig, *, seed: int
+) -> list[Recorded]:
+    """``requests`` at Poisson times such that one simulated engine is busy for ``share`` of the time until the last of
+    them is answered. Unlike ``loaded``, it knows that ticks are not always full: 0.95 can be served."""
+    slow, fast = 0.0, 2.0  # of what full ticks can do
+    for _ in range(HALVINGS):
+        middle = (slow + fast) / 2
+        if replay(loaded(requests, costs, middle, seed=seed), costs, config).utilisation < share:
+            slow = middle
+        else:
+            fast = middle
+    return loaded(requests, costs, fast, seed=seed)
 
 
 def main(

@@ -5,9 +5,9 @@
 
 The engine lives on a clock of its own: the processor time of the thread that ticks, which jumps to the next arrival
 when there is nothing to do. So neighbours on a shared machine do not count (but for what they take of its caches), and
-one thread is all there is. Pictures are painted; HTTP is not in it. Least squares over the ticks of a run give what a
-call of each size, a newcomer and a decoded picture take; the simulator is given these, and nothing of when what was
-done.
+one thread is all there is; compiled calls, which compute in threads of their own, are not made. Pictures are painted;
+HTTP is not in it. Least squares over the ticks of a run give what a call of each size, a newcomer and a decoded picture
+take; the simulator is given these, and nothing of when what was done.
 
 Traces, costs and the comparison go to results/simulator-<model>/.
 """
@@ -32,12 +32,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.painted_trace import WorkingTime, run
 from benchmarks.random_models import NAMES, save_random_model
 from benchmarks.report import RESULTS, head, write
-from benchmarks.simulator import Costs, Served, isolated_times, loaded, replay, summary
+from benchmarks.simulator import Costs, Served, busy_for, isolated_times, replay, summary
 from benchmarks.trace import Recorded, mixed, save
-from diffserve.config import EngineConfig, load_settings
+from diffserve.config import EngineConfig
 from diffserve.engine import Engine
 from diffserve.engine.image.task import TickTrace
 from diffserve.runtime import DiffusionModel, load_model
+from diffserve.settings import load_settings
 
 FIGURES = ("p50_s", "p99_s", "goodput")
 SLO_SCALE = 3.0
@@ -83,7 +84,7 @@ def compare(real: Sequence[Recorded], costs: Costs, config: EngineConfig) -> dic
 def main(
     model: Annotated[str, typer.Option(help=f"embedded, {', '.join(NAMES)}, or a diffusers directory.")] = "embedded",
     policy: Annotated[str, typer.Option(help="[engine] policy, with commas.")] = "latency",
-    loads: Annotated[str, typer.Option(help="With commas; 1 is all that full ticks can do.")] = "0.3,0.7,0.95",
+    loads: Annotated[str, typer.Option(help="Shares of the time that it is busy, with commas.")] = "0.3,0.7,0.95",
     requests: Annotated[int, typer.Option(min=4, help="Of each trace.")] = 100,
     out: Annotated[Path | None, typer.Option(help="A folder; else results/simulator-<model>.")] = None,
 ) -> None:
@@ -108,6 +109,7 @@ def main(
                 trace_ticks=100_000,
                 max_waiting=100_000,
                 cross_attention="paged",
+                compile="off",
             )
             clock = WorkingTime()
             engine = Engine(network, config, profile=profile, clock=clock)
@@ -116,7 +118,7 @@ def main(
                 _, ticks, _ = run(engine, clock, mixed(32, [(width_px, height_px)], seed=99))
                 known = fit(ticks, size)
                 save_costs(known, folder / "costs.json")
-            trace = loaded(mixed(requests, [(width_px, height_px)], seed=5), known, load, seed=7)
+            trace = busy_for(mixed(requests, [(width_px, height_px)], seed=5), known, load, config, seed=7)
             real, ticks, _ = run(engine, clock, trace)
             save(real, folder / f"trace-{name}-{load:g}.jsonl")
             costs = fit(ticks, size, known)
