@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from diffserve.config import EngineConfig, load_settings
+from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.delivery import raise_if_failed
 from diffserve.engine.engine import CoreEngine
@@ -25,6 +25,7 @@ from diffserve.errors import DeadlineUnreachable
 from diffserve.pace import Pace
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.kv import PagePool, PoolStats
+from diffserve.settings import load_settings
 from diffserve.sizes import Sized
 from diffserve.types import (
     CHECKER,

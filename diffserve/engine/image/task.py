@@ -274,7 +274,10 @@ class ImageTask:
     def group_now(self) -> GroupKey:
         """The group whose calls its next rows can join."""
         assert self.group is not None
-        return self.group._replace(is_shallow=not self.is_full_now, is_controlled=bool(self.controls_now))
+        is_shallow, is_controlled = not self.is_full_now, bool(self.controls_now)
+        if not (is_shallow or is_controlled):
+            return self.group
+        return self.group._replace(is_shallow=is_shallow, is_controlled=is_controlled)
 
     @property
     def rows_now(self) -> int:
