@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 from diffserve.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from diffserve.config import EngineConfig, Settings, TextSettings, load_settings
+    from diffserve.config import EngineConfig, Settings, TextSettings
     from diffserve.engine import Engine, Rewriter, Studio, TextEngine
     from diffserve.errors import DiffserveError
     from diffserve.rewrite_types import Rewrite, RewriteDelta, RewriteFinished, RewriteRequest
     from diffserve.sampling_params import SamplingParams
+    from diffserve.settings import load_settings
     from diffserve.text_types import ChatMessage, TextDelta, TextFinished, TextRequest
     from diffserve.types import (
         Accepted,
@@ -42,7 +43,16 @@ if TYPE_CHECKING:
         RewriteOptions,
     )
 
-_HOMES = ("errors", "types", "sampling_params", "text_types", "rewrite_types", "config", "engine")  # torch comes last
+_HOMES = (
+    "errors",
+    "types",
+    "sampling_params",
+    "text_types",
+    "rewrite_types",
+    "config",
+    "settings",
+    "engine",
+)  # torch comes last
 
 __all__ = [
     "Accepted",

@@ -253,3 +253,8 @@ def _read_value(line: str, start: int) -> tuple[str, int]:
     comma = line.find(",", start)
     end = len(line) if comma < 0 else comma
     return line[start:end].strip(), end
+
+
+def seeds_told(seed: int, variation_seed: int | None) -> str:
+    """What tells a picture from others of its request: "seed 7", "seed 7, variation seed 9"."""
+    return f"seed {seed}" if variation_seed is None else f"seed {seed}, variation seed {variation_seed}"

@@ -12,8 +12,9 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from diffserve.config import DTYPES, KEYS, PROFILES, Flag, configs_dir, load_settings
+from diffserve.config import DTYPES
 from diffserve.errors import ConfigError
+from diffserve.settings import KEYS, PROFILES, Flag, configs_dir, load_settings
 from diffserve.vocabulary import EMBEDDED_DIRECTORY, WORLD_FILE
 
 

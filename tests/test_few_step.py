@@ -11,10 +11,10 @@ import pytest
 from numpy import zeros
 from safetensors.numpy import save_file
 
-from diffserve.config import load_settings
 from diffserve.few_step import begin_with_loras, find_few_step
 from diffserve.loras import Lora
 from diffserve.runtime import load_model
+from diffserve.settings import load_settings
 from diffserve.types import DiffusionParams
 
 TRAILING = {"timestep_spacing": "trailing"}

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from diffserve import ipc
-from diffserve.config import load_settings
 from diffserve.errors import InvalidRequest
 from diffserve.rewrite_types import RewriteEvent, RewriteRequest
 from diffserve.sampling_params import SamplingParams
+from diffserve.settings import load_settings
 from diffserve.text_types import ChatMessage, TextDelta, TextEvent, TextRequest
 from diffserve.types import Cancelled, Event, GenerationRequest, Picture, Preview, RewriteOptions
 

@@ -30,7 +30,7 @@ MORTAR = (
     "infotext", "logs", "loras", "engine_stats", "ipc", "disk_cache", "quality", "vocabulary", "bounds", "pace",
     "controlnets", "few_step", "fewest_steps", "micro_conditioning", "prompt_syntax", "start_picture", "wait_policy",
     "version", "embedding_types", "json_schemas", "safetensors_header", "watermark", "content_credentials",
-    "provenance", "safety", "stage_types", "tensor_values",
+    "provenance", "safety", "settings", "stage_types", "tensor_values",
 )  # fmt: skip
 FLOORS = {
     "schedulers": 0,

@@ -102,13 +102,8 @@ def read_sizes(text: str | None) -> dict[str, Any] | None:
     return msgspec.structs.asdict(MicroConditioning.read(text)) if text and text.strip() else None
 
 
-def seeds_told(seed: int, variation_seed: int | None) -> str:
-    """What tells a picture from others of its request: "seed 7", "seed 7, variation seed 9"."""
-    return f"seed {seed}" if variation_seed is None else f"seed {seed}, variation seed {variation_seed}"
-
-
 def seeds_named(seed: int, variation_seed: int | None) -> str:
-    """The same in the name of its file: "7", "7-9"."""
+    """What tells a picture from others of its request, in the name of its file: "7", "7-9"."""
     return f"{seed}" if variation_seed is None else f"{seed}-{variation_seed}"
 
 

@@ -12,8 +12,8 @@ from diffserve.cluster import stages
 from diffserve.cluster.config import ClusterConfig, StagesConfig
 from diffserve.cluster.engines import MOST_LOST
 from diffserve.cluster.stages import StagedEngines
-from diffserve.config import load_settings
 from diffserve.errors import EngineUnavailable
+from diffserve.settings import load_settings
 from diffserve.types import Finished, GenerationRequest
 from tests.cluster.pretenders import PretendReplica
 

@@ -14,8 +14,9 @@ from msgspec.structs import replace
 from diffserve.cluster.config import ClusterConfig, ReplicaConfig, ScalingConfig
 from diffserve.cluster.engines import RayEngines
 from diffserve.cluster.redeploy import redeploy
-from diffserve.config import Settings, load_settings
+from diffserve.config import Settings
 from diffserve.errors import DiffserveError, EngineUnavailable, ModelLoadError
+from diffserve.settings import load_settings
 from diffserve.types import Finished, GenerationRequest
 from tests.cluster.pretenders import BROKEN, PretendReplica
 

@@ -14,7 +14,6 @@ from safetensors import safe_open
 from transformers import CLIPTokenizer
 
 import diffserve.embedded
-from diffserve.config import load_settings
 from diffserve.embedded import denoiser_training
 from diffserve.embedded.denoiser_training import TEXT_WIDTH, Denoiser, build_scheduler
 from diffserve.embedded.distillation import DistillSettings, LowRankChange, TrajectoryStore, distill, save_adapter
@@ -28,6 +27,7 @@ from diffserve.embedded.vae_training import LATENT_CHANNELS, build_vae
 from diffserve.engine import Engine
 from diffserve.runtime import load_model
 from diffserve.runtime.loading.checkpoint import MANIFEST_FILE
+from diffserve.settings import load_settings
 from diffserve.types import GenerationRequest
 from diffserve.world.scenes import scenes
 from tests.tiny_models import EMBEDDED, unet

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 from benchmarks.random_models import lora_tensors
 from diffserve.cli import warm
-from diffserve.config import EngineConfig, Flag, load_settings
+from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
 from diffserve.engine import Engine
 from diffserve.engine.image.batch import LanePool
@@ -46,6 +46,7 @@ from diffserve.runtime.unet.compiled import CompiledUNet, FlatUNet, Packages
 from diffserve.runtime.unet.openvino_package import BF16_UNITS, MEMBER
 from diffserve.runtime.unet.package import Package
 from diffserve.runtime.unet.random_rows import random_call
+from diffserve.settings import Flag, load_settings
 from diffserve.types import GenerationRequest, Painted
 from tests.engine.loras import ATTENTION, KERNELS, with_folder
 from tests.engine.pipelines import asked

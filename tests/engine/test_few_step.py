@@ -12,11 +12,11 @@ import pytest
 from safetensors.torch import save_file
 
 from benchmarks.random_models import lora_tensors
-from diffserve.config import load_settings
 from diffserve.engine import Engine
 from diffserve.loras import Lora
 from diffserve.runtime import load_model
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
+from diffserve.settings import load_settings
 from diffserve.types import DiffusionParams
 from tests.engine.loras import ATTENTION, with_folder
 from tests.engine.pipelines import PIPELINES, asked, load_pipeline, pipeline_latents

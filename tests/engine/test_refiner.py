@@ -13,11 +13,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from diffserve.config import EngineConfig, load_settings
+from diffserve.config import EngineConfig
 from diffserve.engine import Engine
 from diffserve.errors import InvalidRequest, ModelLoadError
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.loading.library_imports import hushed
+from diffserve.settings import load_settings
 from diffserve.types import DiffusionParams, GenerationRequest, ImageResult, ModelProfile, Painted, Preview
 from tests.engine.conftest import MakeEngine
 from tests.engine.loras import with_folder, write_folder

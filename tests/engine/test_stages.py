@@ -13,13 +13,14 @@ import pytest
 from msgspec.structs import replace
 
 from diffserve import ipc
-from diffserve.config import TextSettings, load_settings
+from diffserve.config import TextSettings
 from diffserve.controlnets import Control
 from diffserve.engine.process import open_probe, trial
 from diffserve.engine.studio import Studio
 from diffserve.errors import ConfigError, InvalidRequest
 from diffserve.runtime import load_model
 from diffserve.runtime.loading.library_imports import import_quietly
+from diffserve.settings import load_settings
 from diffserve.stage_types import DecodeRequest, EncodeRequest, PictureDecoded, TextsEncoded
 from diffserve.tensor_values import Encodings, TensorValue
 from diffserve.types import Failed, GenerationRequest, ImageResult, Painted, Picture, RewriteOptions

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from diffserve.config import load_settings
 from diffserve.engine import Engine
 from diffserve.errors import DiffserveError
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
+from diffserve.settings import load_settings
 from diffserve.types import GenerationRequest
 from tests.runtime.conftest import LoadTiny
 

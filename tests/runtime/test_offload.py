@@ -15,13 +15,14 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from diffserve import DiffusionParams, Engine, GenerationRequest
-from diffserve.config import EngineConfig, TextSettings, load_settings
+from diffserve.config import EngineConfig, TextSettings
 from diffserve.engine.loading import load_languages
 from diffserve.errors import ConfigError
 from diffserve.runtime import DiffusionModel, choose_device, load_model
 from diffserve.runtime.language import load_language_model
 from diffserve.runtime.loading import offload
 from diffserve.runtime.precision import RESTS
+from diffserve.settings import load_settings
 from diffserve.vocabulary import EMBEDDED_DIRECTORY
 from tests.runtime.language import tiny
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from diffserve.config import load_settings
 from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError
 from diffserve.runtime import DiffusionModel, load_model
@@ -27,6 +26,7 @@ from diffserve.runtime.loading.plausibility import (
     probe,
     readings,
 )
+from diffserve.settings import load_settings
 from diffserve.vocabulary import EMBEDDED_DIRECTORY
 from schedulers import NoiseSchedule, Preconditioning
 from schedulers.table import FloatArray

@@ -14,7 +14,6 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
-from diffserve.config import load_settings
 from diffserve.errors import ConfigError
 from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
@@ -23,6 +22,7 @@ from diffserve.service.http.keys import OPEN, KeyRing
 from diffserve.service.images.kept_pictures import KeptPictures
 from diffserve.service.lifecycle import Gate
 from diffserve.service.run import bind, check_open
+from diffserve.settings import load_settings
 from diffserve.store.database import Database
 
 POSTS = (

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from diffserve.config import load_settings
 from diffserve.images import encode_image
 from diffserve.service.http.middleware import TEXT_BODY_BYTES
+from diffserve.settings import load_settings
 from diffserve.types import Picture
 from tests.service.server import GENERATIONS, RunningServer, error_of, files_of, wait_for
 

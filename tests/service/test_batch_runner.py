@@ -17,7 +17,6 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from diffserve.config import load_settings
 from diffserve.errors import EngineUnavailable, QueueFull
 from diffserve.service.admission import Admission
 from diffserve.service.http.keys import KeyRing
@@ -25,6 +24,7 @@ from diffserve.service.metrics import Metrics
 from diffserve.service.stored import batch_runner
 from diffserve.service.stored.batch_runner import BatchRunner
 from diffserve.service.stored.owners import Owners
+from diffserve.settings import load_settings
 from diffserve.store import Database, Keys
 from diffserve.store.batches import WINDOW_S, Batch, Batches
 from diffserve.store.files import Files

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from diffserve.client import Capabilities, Client, ImageCapabilities, Price, ServerCapabilities
-from diffserve.config import ServeConfig, load_settings
+from diffserve.config import ServeConfig
 from diffserve.errors import ModelNotFound
 from diffserve.quality import quality_steps
 from diffserve.sampling_params import MAX_BEAMS, MAX_TEMPERATURE
@@ -21,6 +21,7 @@ from diffserve.service.endpoint import Checked
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.models import ALIASES, capabilities_of, image_capabilities, refused_fields
 from diffserve.service.texts.schemas import ChatBody, CompletionBody
+from diffserve.settings import load_settings
 from diffserve.text_types import LanguageModelInfo
 from diffserve.types import MAX_IMAGES, ModelInfo, ServedModel, Timings
 from schedulers import SAMPLERS

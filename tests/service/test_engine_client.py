@@ -12,7 +12,6 @@ import pytest
 from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
 
-from diffserve.config import load_settings
 from diffserve.errors import InvalidRequest
 from diffserve.rewrite_types import RewriteFinished, RewriteRequest
 from diffserve.sampling_params import SamplingParams
@@ -20,6 +19,7 @@ from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.lifecycle import Gate
 from diffserve.service.metrics import add_metrics
+from diffserve.settings import load_settings
 from diffserve.text_types import ChatMessage, TextDelta, TextFinished, TextRequest
 from diffserve.types import DiffusionParams, GenerationRequest, Painted, RewriteOptions
 from tests.engine.studio.talker import save_talker

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from diffserve.config import Flag, Settings, load_settings
+from diffserve.config import Settings
 from diffserve.engine_stats import EngineStats, ImageStats, ModelStats, PageStats, ShareStats, TenantPages, gone, merged
 from diffserve.errors import ConfigError
 from diffserve.service.engine import fleet
 from diffserve.service.engine.fleet import settings_of_each, told_of_devices
+from diffserve.settings import Flag, load_settings
 
 
 def settings(devices: str, **env: str) -> Settings:

@@ -15,7 +15,6 @@ import pytest
 from openai import OpenAI
 from starlette.requests import Request
 
-from diffserve.config import Flag, load_settings
 from diffserve.errors import ConfigError, InvalidRequest
 from diffserve.service.http.bodies import parse
 from diffserve.service.http.errors import HttpError
@@ -23,6 +22,7 @@ from diffserve.service.images.kept_pictures import KeptPictures, base_url_of, ne
 from diffserve.service.images.painting import plan_painting
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.models import is_alias
+from diffserve.settings import Flag, load_settings
 from tests.service.server import GENERATIONS, RunningServer, error_of, files_of
 from tests.service.test_painting import INFO
 

@@ -15,7 +15,6 @@ import pytest
 from starlette.requests import Request
 
 from diffserve.client.on_behalf import HEADER, Asker, _told, ask_for, headers, own_key
-from diffserve.config import load_settings
 from diffserve.errors import ConfigError, QueueFull
 from diffserve.service.admission import Clients
 from diffserve.service.app import create_app
@@ -25,6 +24,7 @@ from diffserve.service.images.kept_pictures import KeptPictures
 from diffserve.service.lifecycle import Gate
 from diffserve.service.page import Page
 from diffserve.service.run import check_open, open_database, open_ring
+from diffserve.settings import load_settings
 from diffserve.store import Database, Keys
 from tests.service.server import RunningServer, running_server
 from ui.mounting import PATHS

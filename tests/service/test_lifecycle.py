@@ -25,7 +25,7 @@ LONG = {"num_steps": 1000, "sampler": "ddim"}
 FULL_PRECISION = '[model]\ndtype = "float32"\n'
 TELL_MODULES = """
 import sys
-from diffserve.config import load_settings
+from diffserve.settings import load_settings
 from diffserve.service.run import serve
 serve(load_settings(model=sys.argv[2], config=sys.argv[6], env={"DIFFSERVE_SERVE_PORT": "0"}))
 print("loaded:", *sorted({name.partition(".")[0] for name in sys.modules}), flush=True)

@@ -13,7 +13,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from diffserve import ipc
-from diffserve.config import load_settings
 from diffserve.engine_stats import (
     CacheStats,
     EngineStats,
@@ -33,6 +32,7 @@ from diffserve.service.engine.engines import Job
 from diffserve.service.lifecycle import Gate
 from diffserve.service.metrics import Metrics
 from diffserve.service.stored.watching import watch_store
+from diffserve.settings import load_settings
 from diffserve.store import Database
 from diffserve.store.batches import Batches, LineDone
 from diffserve.store.files import Files

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from diffserve.config import ServeConfig, load_settings
+from diffserve.config import ServeConfig
 from diffserve.errors import (
     DeadlineExceeded,
     DiffserveError,
@@ -28,6 +28,7 @@ from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.lifecycle import header_text
 from diffserve.service.models import ALIASES, find_model, model_list, told_of
 from diffserve.service.texts.schemas import RewriterMode
+from diffserve.settings import load_settings
 from diffserve.types import Failed, ModelInfo, RewriteOptions, ServedModel
 
 CONFIG: ServeConfig = load_settings(env={}).serve

@@ -12,12 +12,12 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from diffserve.config import load_settings
 from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.http import middleware, protocol
 from diffserve.service.lifecycle import Gate, read_json
 from diffserve.service.run import HttpServer, uvicorn_config
+from diffserve.settings import load_settings
 
 ALIVE = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST /read HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

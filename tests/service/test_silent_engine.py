@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import pytest
 
-from diffserve.config import load_settings
 from diffserve.service.engine import client, connection
 from diffserve.service.engine.connection import EngineConnection, Loss, ProcessWork
+from diffserve.settings import load_settings
 
 COMPUTES = "while True: pass"
 WAITS = "import time; time.sleep(600)"

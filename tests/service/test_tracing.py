@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
-from diffserve.config import load_settings
 from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.lifecycle import Gate
 from diffserve.service.tracing import Traces
+from diffserve.settings import load_settings
 from tests.service.server import SOON_S, running_server, wait_for
 
 PARENT = "0af7651916cd43dd8448eb211c80319c"

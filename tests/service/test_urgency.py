@@ -11,7 +11,6 @@ import pytest
 
 from diffserve import ipc
 from diffserve.client.errors import ErrorObject, error_of
-from diffserve.config import load_settings
 from diffserve.errors import DeadlineUnreachable, InvalidRequest, QueueFull
 from diffserve.images import encode_image
 from diffserve.service.a1111.asking import ask
@@ -27,6 +26,7 @@ from diffserve.service.metrics import Metrics
 from diffserve.service.texts.embeddings import EmbeddingBody, plan_embedding
 from diffserve.service.texts.rewrites import plan_rewrite
 from diffserve.service.texts.schemas import ChatBody, RewriteBody
+from diffserve.settings import load_settings
 from diffserve.types import Accepted, Progress
 from tests.engine.desk import INFO
 

@@ -22,9 +22,10 @@ from diffserve.client import (
 )
 from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, QueueFull
 from diffserve.images import read_infotext
+from diffserve.infotext import seeds_told
 from ui.create.advance import Advance
 from ui.create.parameters import CheckedForm, Form, StartFile, order_of, sampler_of
-from ui.fields import as_labelled, seeds_named, seeds_told, told
+from ui.fields import as_labelled, seeds_named, told
 from ui.server import LONGEST_WAIT_S, LOOK_AGAIN_S, PATIENCE_S, Server, sentence, whole
 
 log = logging.getLogger("diffserve.page")

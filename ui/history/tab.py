@@ -14,6 +14,7 @@ import gradio as gr
 from diffserve.client import HistoryEntry
 from diffserve.errors import DiffserveError
 from diffserve.images import format_of
+from diffserve.infotext import seeds_told
 from ui import captions
 from ui.create.handlers import settings_in
 from ui.create.layout import CreateTab, thumbnails
@@ -21,7 +22,7 @@ from ui.create.parameters import FORM_FIELDS
 from ui.create.start import shown as shown_start
 from ui.create.start import still_shown
 from ui.events import PRIVATE, SILENT
-from ui.fields import MAX_FIELD_CHARS, check_text, seeds_named, seeds_told
+from ui.fields import MAX_FIELD_CHARS, check_text, seeds_named
 from ui.server import Server, sentence
 from ui.visitors import Visitor, Visitors, ask_for_visitor
 

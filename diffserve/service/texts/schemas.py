@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from diffserve.config import configs_dir
 from diffserve.sampling_params import MAX_LOGPROBS, MAX_STOPS, MAX_TOKENS
 from diffserve.service.http.bodies import WorkBody
+from diffserve.settings import configs_dir
 from diffserve.text_types import MAX_MESSAGES, MAX_PROMPT_TOKENS, MAX_TEXT_CHARS, MAX_TEXTS, MAX_TOKEN_ID
 from diffserve.types import MAX_PROMPT_CHARS, MAX_SEED
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from diffserve.config import load_settings
 from diffserve.engine.studio import Studio
 from diffserve.errors import ConfigError, ModelNotFound
 from diffserve.rewriting import style
 from diffserve.runtime.kv import PagePlan
 from diffserve.runtime.text.conditioning import AUTO_TEXT_TOKENS, wanted_bytes
+from diffserve.settings import load_settings
 from diffserve.text_types import TextRequest
 from diffserve.types import GenerationRequest, Painted
 from tests.engine.studio.conftest import SAYS

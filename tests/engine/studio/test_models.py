@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
-from diffserve.config import load_settings
 from diffserve.controlnets import Control
 from diffserve.engine.image import engines
 from diffserve.engine.studio import Studio
@@ -22,6 +21,7 @@ from diffserve.errors import InsufficientMemory, ModelLoadError, ModelNotFound
 from diffserve.loras import Lora
 from diffserve.rewriting import TextWindow
 from diffserve.runtime import load_model
+from diffserve.settings import load_settings
 from diffserve.types import Cancelled, DiffusionParams, Failed, Finished, GenerationRequest, Painted, Queued
 from tests.engine.controlnets import control_map
 from tests.engine.controlnets import write_folder as write_controlnets
