@@ -120,7 +120,7 @@ def main(
     torch.set_num_threads(1)
     clock = WorkingTime()
     loaded = load_model(model, dtype=dtype)
-    engine = Engine(loaded, EngineConfig(max_waiting=1000), clock=clock)
+    engine = Engine(loaded, EngineConfig(max_waiting=1000, compile="off"), clock=clock)
     engine.runners.warm_up(SIZES)
     document = head("time-left", model, loaded.info) | {"count": count, "parts": {}}
     run(engine, clock, requests(6, seed=5))

@@ -136,7 +136,8 @@ class Forecast:
         if self.pace is None:
             return {}
         played = {self._copy(task): task for task in order}
-        running = [one for one in played if one.lane is not None]
+        held = [one for one in played if one.lane is not None]
+        ready, over = [one for one in held if not is_painted(one)], [one for one in held if is_painted(one)]
         waiting = deque(one for one in played if one.lane is None)
         missing = set(order if wanted is None else wanted)
         done_s: dict[ImageTask, float] = {}
@@ -144,12 +145,11 @@ class Forecast:
         tick, work, num_asked = moment.tick, 0.0, 0
         growth = GROWTH if len({one.live.line for one in played}) < 2 else CONTESTED_GROWTH
         for _ in range(MOST_STRIDES):
-            while waiting and len(running) < self._config.max_lanes:
-                running.append(waiting.popleft())
-                now_s += self._prepare_s if running[-1].stage is Stage.WAITING else 0.0
-            if not running or not missing:
+            while waiting and len(ready) + len(over) < self._config.max_lanes:
+                ready.append(waiting.popleft())
+                now_s += self._prepare_s if ready[-1].stage is Stage.WAITING else 0.0
+            if not (ready or over) or not missing:
                 return done_s
-            ready = [one for one in running if not is_painted(one)]
             most = SHORTEST_STRIDE + int(growth * (tick - moment.tick))
             self._costs.look_on(num_asked, is_far=most > NEAR_STRIDE)
             chosen = self._choose(ready, share, Moment(tick, now_s)) if ready else ()
@@ -163,7 +163,9 @@ class Forecast:
                 now_s += self._seconds(chosen, ticks)
                 tick += ticks
                 work += self._advance(chosen, share, ticks)
-            over = [one for one in running if is_painted(one)]
+                if any(map(is_painted, chosen)):
+                    over += [one for one in ready if is_painted(one)]
+                    ready = [one for one in ready if not is_painted(one)]
             for one in over:
                 share.charge(one, one.settings.row_cost)
             for start in range(0, len(over), self._config.max_decodes_per_tick):
@@ -171,10 +173,10 @@ class Forecast:
                 now_s += self._decode_s * len(decoded)
                 done_s.update(dict.fromkeys(decoded, now_s - begun_s))
                 missing.difference_update(decoded)
-            running = [one for one in running if not is_painted(one)]
+            over.clear()
         per_work_s = (now_s - begun_s) / work if work else 0.0
         moment = Moment(tick, now_s)
-        for one in (*share.in_order(running, lambda task: self._policy.key(task, moment)), *waiting):
+        for one in (*over, *share.in_order(ready, lambda task: self._policy.key(task, moment)), *waiting):
             now_s += one.cost_left * per_work_s
             done_s[played[one]] = now_s - begun_s
         return done_s

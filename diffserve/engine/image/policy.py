@@ -85,12 +85,8 @@ class Policy(ABC):
 
     def pack(self, ready: Iterable[ImageTask], group: GroupKey) -> list[ImageTask]:
         """As many of ``group`` as a tick may hold, in the order of ``ready``; who is too large leaves others room."""
-        load, chosen = TickLoad(self.costs), []
-        for task in ready:
-            if task.group == group and load.has_room(task):
-                load.add(task)
-                chosen.append(task)
-        return chosen
+        load = TickLoad(self.costs)
+        return [task for task in ready if task.group == group and load.takes(task)]
 
 
 class TickLoad:
@@ -104,9 +100,16 @@ class TickLoad:
     def has_room(self, task: ImageTask) -> bool:
         """Whether the calls that ``task`` would join may hold its rows, too."""
         group = task.group_now
-        if group not in self._caps:
-            self._caps[group] = self._costs.row_cap(group)
-        return self._rows[group] + task.rows_now <= self._caps[group]
+        return self._rows[group] + task.rows_now <= self._cap(group)
+
+    def takes(self, task: ImageTask) -> bool:
+        """Take the rows of ``task``, if there is room."""
+        group = task.group_now
+        rows = self._rows[group] + task.rows_now
+        if rows > self._cap(group):
+            return False
+        self._rows[group] = rows
+        return True
 
     def add(self, task: ImageTask) -> None:
         """Take the rows of ``task``."""
@@ -116,6 +119,13 @@ class TickLoad:
         """What the calls take, with those of a ``further`` image."""
         rows = self._rows + Counter({further.group_now: further.rows_now} if further else {})
         return sum(self._costs.call_s(group, num_rows) for group, num_rows in rows.items())
+
+    def _cap(self, group: GroupKey) -> int:
+        """Rows that a call may have; asked for once."""
+        cap = self._caps.get(group)
+        if cap is None:
+            cap = self._caps[group] = self._costs.row_cap(group)
+        return cap
 
 
 class Latency(Policy):

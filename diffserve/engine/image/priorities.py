@@ -71,13 +71,15 @@ class PriorityShare:
     @staticmethod
     def spared(chosen: Sequence[ImageTask], ready: Iterable[ImageTask], costs: TickCosts) -> list[ImageTask]:
         """Those of ``chosen``, out of ``ready``, whom interactive images of others can bear beside them."""
-        group, full = chosen[0].group, sum(task.rows_now for task in chosen)
+        group, first = chosen[0].group, chosen[0].live.line
         alike = [task for task in ready if task.group == group]
-        rows = Counter[Line]()
+        if first[1] == "batch" or all(task.live.line == first for task in alike):
+            return list(chosen)
+        full, rows = sum(task.rows_now for task in chosen), Counter[Line]()
         for task in alike:
             rows[task.live.line] += task.rows_now
         crowds = {line for line, number in rows.items() if number >= full or line[1] == "batch"}
-        if chosen[0].live.request.priority == "batch" or not crowds or crowds == rows.keys():
+        if not crowds or crowds == rows.keys():
             return list(chosen)
         load, kept, num_rows = TickLoad(costs), list[ImageTask](), 0
         for task in alike:

@@ -43,7 +43,7 @@ IDLE = (Stage.DONE, Stage.FOLLOWING, Stage.SCORING)
 """There is nothing to compute for images that stand there."""
 
 FORESEEN_EVERY_S = 0.1
-FORESEEING_PART = 0.02
+FORESEEING_PART = 0.05
 MOST_LINES = 1024
 """Times left are looked at anew no more often, and in no larger a part of the time, unless somebody is new."""
 
