@@ -108,6 +108,13 @@ class Desk:
         plan = self.plan()
         return plan, self.apply(plan)
 
+    def step(self) -> list[Event]:
+        """Good ticks up to one that does not only prepare."""
+        while True:
+            plan, events = self.tick()
+            if not plan.prepare:
+                return events
+
     def run(self) -> list[Event]:
         """Good ticks until nothing is left."""
         events: list[Event] = []

@@ -133,7 +133,8 @@ def test_a_tick_makes_one_full_and_one_shallow_call(make_engine: MakeEngine) -> 
     engine = make_engine(deterministic=False, max_rows=16)
     for seed in range(3):
         engine.submit(asked("sd15", "ddim", seed=seed, num_steps=9, cache_interval=3))
-        engine.tick()
+        for _ in ("prepared", "a step"):
+            engine.tick()
     list(engine.events())
     together = [tick for tick in engine.trace if tick.num_rows == 6]
     assert together

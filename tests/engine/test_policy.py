@@ -143,6 +143,7 @@ def test_static_lets_equals_wait_for_each_other_and_nobody_join() -> None:
     assert ticks == [[]] * 5, "none is full, and nobody has waited for long"
     assert who(desk.tick()[0]) == ["a", "b"]
     desk.submit(request_id="c", num_steps=2)
+    assert desk.tick()[0].prepare
     assert who(desk.tick()[0]) == ["a", "b"]
     assert run_and_watch(desk) == [["other"]] * 3 + [["c"]] * 2
 

@@ -18,7 +18,7 @@ def test_batch_work_fills_the_rows_that_interactive_work_leaves() -> None:
     hasty = [desk.submit(num_steps=5) for _ in range(2)]
     desk.tick()
     assert set(desk.tick()[0].rows) >= {live.tasks[0] for live in hasty}, "who is interactive comes first"
-    for _ in range(4):
+    for _ in range(5):
         desk.tick()
     assert all(live.is_over for live in hasty)
     assert desk.tick()[0].rows == (batch.tasks[0],)

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from diffserve.engine.image.queues import LaneTable
+from diffserve.engine.image.task import TickOutcome
 from diffserve.engine.records import FailureReason, Stage
 from diffserve.types import Failed, Finished, ImageFailed, Painted, Preview, Progress, Queued
 from tests.engine.desk import Desk
@@ -54,11 +55,43 @@ def test_newcomers_join_at_the_next_step_and_finished_rows_leave_at_once() -> No
     desk = Desk(row_cap=8)
     first = desk.submit(num_steps=3)
     desk.tick()
-    second = desk.submit(num_steps=1)
     assert desk.tick()[0].rows == (first.tasks[0],)
+    second = desk.submit(num_steps=1)
+    plan, _ = desk.tick()
+    assert (plan.prepare, plan.rows) == ((second.tasks[0],), ()), "rows wait while it is prepared"
     assert desk.tick()[0].rows == (first.tasks[0], second.tasks[0])
     assert desk.tick()[0].rows == (first.tasks[0],)
     assert not desk.scheduler.has_work
+
+
+def test_rows_wait_for_one_lot_of_newcomers_and_not_for_those_who_come_meanwhile() -> None:
+    desk = Desk(row_cap=8)
+    first = desk.submit(num_steps=20)
+    desk.tick()
+    for _ in range(10):
+        desk.submit(num_steps=1)
+        assert (len(desk.tick()[0].prepare), len(desk.tick()[0].rows)) == (1, 2)
+    assert first.tasks[0].row_index == 10, "one in two ticks, however many come"
+    desk.submit(num_steps=1)
+    desk.tick()
+    late = desk.submit(num_steps=1)
+    plan, _ = desk.tick()
+    assert (plan.prepare, len(plan.rows)) == ((), 2)
+    plan, _ = desk.tick()
+    assert (plan.prepare, plan.rows) == ((late.tasks[0],), ())
+
+
+def test_rows_do_not_wait_for_ever_for_who_waits_for_pages() -> None:
+    desk = Desk(row_cap=8)
+    first = desk.submit(num_steps=20)
+    desk.tick()
+    unlucky = desk.submit(num_steps=1)
+    for _ in range(10):
+        plan = desk.plan()
+        assert plan.prepare == (unlucky.tasks[0],)
+        outcome = TickOutcome(postponed=list(plan.prepare), rows_started_s=desk.now_s, rows_ended_s=desk.now_s + 1.0)
+        desk.scheduler.apply(plan, outcome, desk.now_s)
+    assert first.tasks[0].row_index == 5, "it is asked for in every tick, and every other has rows"
 
 
 def test_the_pair_of_an_image_is_never_split_and_a_single_row_fills_the_gap() -> None:
@@ -181,11 +214,11 @@ def test_few_are_prepared_and_few_decoded_in_one_tick() -> None:
     desk = Desk(row_cap=32, max_prepares_per_tick=3, max_decodes_per_tick=2)
     desk.submit(num_steps=1, num_images=5)
     assert len(desk.tick()[0].prepare) == 3
+    assert len(desk.tick()[0].prepare) == 2
     plan, events = desk.tick()
-    assert (len(plan.prepare), len(plan.rows), len(plan.decode)) == (2, 3, 2)
+    assert (len(plan.rows), len(plan.decode)) == (5, 2)
     assert sum(isinstance(event, Painted) for event in events) == 2
-    plan, _ = desk.tick()
-    assert (len(plan.rows), len(plan.decode)) == (2, 2)
+    assert len(desk.tick()[0].decode) == 2
     assert len(desk.tick()[0].decode) == 1
     assert not desk.scheduler.has_work
 

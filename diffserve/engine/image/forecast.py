@@ -18,13 +18,14 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 from diffserve.config import EngineConfig
 from diffserve.engine.image.policy import POLICIES, Moment, TickCosts
 from diffserve.engine.image.priorities import PriorityShare
+from diffserve.engine.image.queues import Line
 from diffserve.engine.image.task import GroupKey, ImageTask, TickOutcome, TickPlan
 from diffserve.engine.records import Stage
 
@@ -139,6 +140,7 @@ class Forecast:
         held = [one for one in played if one.lane is not None]
         ready, over = [one for one in held if not is_painted(one)], [one for one in held if is_painted(one)]
         waiting = deque(one for one in played if one.lane is None)
+        num_waiting = Counter(one.live.line for one in waiting)
         missing = set(order if wanted is None else wanted)
         done_s: dict[ImageTask, float] = {}
         begun_s = now_s = moment.now_s
@@ -147,12 +149,13 @@ class Forecast:
         for _ in range(MOST_STRIDES):
             while waiting and len(ready) + len(over) < self._config.max_lanes:
                 ready.append(waiting.popleft())
+                num_waiting[ready[-1].live.line] -= 1
                 now_s += self._prepare_s if ready[-1].stage is Stage.WAITING else 0.0
             if not (ready or over) or not missing:
                 return done_s
             most = SHORTEST_STRIDE + int(growth * (tick - moment.tick))
             self._costs.look_on(num_asked, is_far=most > NEAR_STRIDE)
-            chosen = self._choose(ready, share, Moment(tick, now_s)) if ready else ()
+            chosen = self._choose(ready, share, num_waiting, Moment(tick, now_s)) if ready else ()
             if ready and not chosen:
                 break  # they wait for others of their kind
             if chosen:
@@ -189,10 +192,12 @@ class Forecast:
         others = (self._costs.row_cap(group, ahead=num_asked + place * asked) for place in range(1, ticks))
         return next((place for place, cap in enumerate(others, start=1) if cap != first), ticks)
 
-    def _choose(self, ready: Sequence[ImageTask], share: PriorityShare, moment: Moment) -> Sequence[ImageTask]:
+    def _choose(
+        self, ready: Sequence[ImageTask], share: PriorityShare, num_waiting: Mapping[Line, int], moment: Moment
+    ) -> Sequence[ImageTask]:
         chosen = self._policy.choose(share.in_order(ready, lambda task: self._policy.key(task, moment)), moment)
         if chosen:
-            chosen = share.spared(chosen, ready, self._costs)
+            chosen = share.spared(chosen, ready, self._costs, lambda: num_waiting)
             share.led_by(chosen)
         return chosen
 

@@ -7,8 +7,8 @@ starves, and one that is alone has everything. Within a priority clients have fa
 has done at one does not count at the other.
 
 Who fills a tick makes it longer for those it is filled beside, where more rows cost more time. So of a client that
-could fill it alone, and of batch work, only as much is let in beside an interactive image as makes it ``SPARED`` times
-as long as it is without. Somebody's flood costs others that much and no more.
+could fill it alone, with what waits for lanes, and of batch work, only as much is let in beside an interactive image as
+makes it ``SPARED`` times as long as it is without. Somebody's flood costs others that much and no more.
 
 Lanes: batch images leave a part of them, ``KEPT_LANES``, to those who come, and one of them may always hold one.
 """
@@ -16,7 +16,7 @@ Lanes: batch images leave a part of them, ``KEPT_LANES``, to those who come, and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from diffserve.engine.image.policy import TickCosts, TickLoad
@@ -69,8 +69,16 @@ class PriorityShare:
         return [*batch, *interactive] if self._owed > 0.0 else [*interactive, *batch]
 
     @staticmethod
-    def spared(chosen: Sequence[ImageTask], ready: Iterable[ImageTask], costs: TickCosts) -> list[ImageTask]:
-        """Those of ``chosen``, out of ``ready``, whom interactive images of others can bear beside them."""
+    def spared(
+        chosen: Sequence[ImageTask],
+        ready: Iterable[ImageTask],
+        costs: TickCosts,
+        num_waiting: Callable[[], Mapping[Line, int]],
+    ) -> list[ImageTask]:
+        """Those of ``chosen``, out of ``ready``, whom interactive images of others can bear beside them.
+
+        num_waiting  of images that have no lane, by line
+        """
         group, first = chosen[0].group, chosen[0].live.line
         alike = [task for task in ready if task.group == group]
         if first[1] == "batch" or all(task.live.line == first for task in alike):
@@ -78,7 +86,8 @@ class PriorityShare:
         full, rows = sum(task.rows_now for task in chosen), Counter[Line]()
         for task in alike:
             rows[task.live.line] += task.rows_now
-        crowds = {line for line, number in rows.items() if number >= full or line[1] == "batch"}
+        more = num_waiting()
+        crowds = {line for line, number in rows.items() if number + more.get(line, 0) >= full or line[1] == "batch"}
         if not crowds or crowds == rows.keys():
             return list(chosen)
         load, kept, num_rows = TickLoad(costs), list[ImageTask](), 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Literal
@@ -25,13 +25,13 @@ from diffserve.engine.image.forecast import Forecast
 from diffserve.engine.image.outputs import Digests, ImageOutputs
 from diffserve.engine.image.policy import POLICIES, Moment, TickCosts, solo_s
 from diffserve.engine.image.priorities import PriorityShare
-from diffserve.engine.image.queues import LANES_PER_LANE_LEFT, ImageQueue, LaneTable
+from diffserve.engine.image.queues import LANES_PER_LANE_LEFT, ImageQueue, LaneTable, Line
 from diffserve.engine.image.result_cache import Kept, ResultCache, key_of
 from diffserve.engine.image.scoring import PictureScores
 from diffserve.engine.image.task import ImageTask, LiveRequest, TickOutcome, TickPlan
 from diffserve.engine.records import FailureReason, Scheduler, Stage
 from diffserve.errors import DiffserveError
-from diffserve.types import Event, ImageFailed, ImageResult, ModelInfo, Painted, Priority, Progress, Queued
+from diffserve.types import Event, ImageFailed, ImageResult, ModelInfo, Painted, Progress, Queued
 
 PLACES_EVERY_S = 0.5
 """Places in the queue are told no more often, however fast it moves."""
@@ -78,9 +78,10 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         self.forecast = Forecast(costs, config)
         self._done_s: dict[ImageTask, float] = {}  # when pictures will be done, as was seen last
         self._foresee_at_s = self._look_at_s = -math.inf
-        self._per_work_s = 0.0  # of those who were looked for last
-        self._waits_s: dict[tuple[str, Priority], float] = {}  # of each line, what its last newcomer waits for others
+        self._per_work_s: dict[Line, float] = {}  # of each line, of those who were looked for last
+        self._waits_s: dict[Line, float] = {}  # of each line, what its last newcomer waits for others
         self._applied_s: float | None = None
+        self._rows_wait = self._was_postponed = False
         self._share = PriorityShare(2.0 * FORGIVEN_PICTURES * info.default_num_steps)
         self._flight: dict[ImageTask, int] = {}  # with its number in the order of arrival
         self._order = itertools.count()
@@ -119,13 +120,22 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
                 self._waiting.add(task, self._key(task), next(self._order))
 
     def plan(self, now_s: float) -> TickPlan:
-        """Choose this tick's work; newcomers get their lanes here. ``now_s``: a reading of the engine's clock."""
+        """Choose this tick's work; newcomers get their lanes here. ``now_s``: a reading of the engine's clock.
+
+        Who is prepared has rows in the next tick. So rows wait while newcomers are prepared, who would be before them
+        anyhow, and in the tick after that all go together: nobody newer is let in then, lest rows wait for two lots,
+        but for those who had to wait for pages.
+        """
         self.num_ticks += 1
         self._moment = Moment(self.num_ticks, now_s)
         if self._applied_s is not None:
             self.forecast.learn_gap(now_s - self._applied_s)
-        prepare = tuple(self._admit())
-        rows = self._choose_rows()
+        have_waited = self._rows_wait
+        prepare = tuple(self._admit()) if not have_waited or self._was_postponed else ()
+        self._rows_wait = (
+            bool(prepare) and not have_waited and any(task.stage is Stage.DENOISING for task in self._flight)
+        )
+        rows = () if self._rows_wait else self._choose_rows()
         done = [task for task in self._flight if task.stage is Stage.DECODING]
         done = self._share.in_turn([*done, *(task for task in rows if task.is_last_row)])
         return TickPlan(
@@ -148,6 +158,7 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         for task, failure in outcome.failures.items():
             for one in (task, *self._take_followers(task)):
                 events += self.fail(one, failure)
+        self._was_postponed = bool(outcome.postponed)
         for task in outcome.postponed:
             self._postpone(task)
         for task, group in outcome.groups.items():
@@ -284,6 +295,11 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         known = [task for task in tasks if task.stage not in IDLE and task not in dict(self._hits)]
         share = self._share.copy(newcomers)
         order = share.in_order(known, self._key)
+        if wanted is not None:  # of all the others behind them, those who may come in while they are here
+            last = max((place for place, task in enumerate(order) if task in wanted), default=-1)
+            behind = [task for task in order[last + 1 :] if task.lane is not None]
+            others = [task for task in order[last + 1 :] if task.lane is None]
+            order = [*order[: last + 1], *behind, *others[: self.config.max_lanes]]
         return self.forecast.seconds_left(order, share, self._moment._replace(now_s=now_s), wanted)
 
     def _with_seconds_left(self, events: list[Event], now_s: float) -> list[Event]:
@@ -300,8 +316,7 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
             wanted = {one for task in self._flight for one in self._missing(task.live.request_id)}
             left_s = self._look(now_s, wanted=wanted.union(self._flight, *missing.values()))
             self._done_s = {task: now_s + seconds for task, seconds in left_s.items()}
-            work = sum(task.cost_left for task in self._flight)
-            self._per_work_s = sum(left_s.get(task, 0.0) for task in self._flight) / work if work else 0.0
+            self._learn_lines(left_s)
             self._foresee_at_s = now_s + FORESEEN_EVERY_S
         for index, event, task in shown:
             until_s = now_s if task is None else self._until_s(task, now_s)  # None: it is a picture by now
@@ -313,6 +328,17 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
             events[index] = replace(event, seconds_left=left, request_seconds_left=whole)
         return events
 
+    def _learn_lines(self, left_s: dict[ImageTask, float]) -> None:
+        """At what pace the images of each line get on, by the times that are left."""
+        if len(self._per_work_s) >= MOST_LINES:
+            self._per_work_s.clear()
+        seconds, work = defaultdict[Line, float](float), defaultdict[Line, float](float)
+        for task in self._flight:
+            if task in left_s and task.cost_left:
+                seconds[task.live.line] += left_s[task]
+                work[task.live.line] += task.cost_left
+        self._per_work_s |= {line: seconds[line] / work[line] for line in work}
+
     def _missing(self, request_id: str) -> list[ImageTask]:
         """Who is still to be painted until a request is done."""
         live, known = self.live.get(request_id), dict(self._hits)
@@ -321,13 +347,13 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
 
     def _until_s(self, task: ImageTask, now_s: float) -> float | None:
         """When ``task`` will be done: as was seen when it was last looked for, else (unless it waits) at the pace of
-        those who were, else as its request was told when it came, else as if its request were alone; ``None`` where
-        nothing was seen yet."""
+        those of its line who were, else as its request was told when it came, else as if its request were alone;
+        ``None`` where nothing was seen yet."""
         live = task.live
         if task in self._done_s:
             return self._done_s[task]
-        if self._per_work_s and task.lane is not None:
-            return now_s + self._per_work_s * task.cost_left
+        if live.line in self._per_work_s and task.lane is not None:
+            return now_s + self._per_work_s[live.line] * task.cost_left
         if live.seconds_left is not None:
             return live.submitted_s + live.seconds_left
         whole = sum(one.cost_whole for one in live.tasks)
@@ -483,7 +509,9 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         chosen = self.policy.choose(self._share.in_order(ready, self._key), self._moment) if ready else ()
         if not chosen:
             return ()
-        chosen = self._share.spared(chosen, ready, self.costs)
+        chosen = self._share.spared(
+            chosen, ready, self.costs, lambda: Counter(task.live.line for task in self._waiting)
+        )
         self._share.led_by(chosen)
         return tuple(sorted(chosen, key=lambda task: task.lane or 0))  # the same rows keep the same order
 
