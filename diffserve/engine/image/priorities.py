@@ -8,7 +8,9 @@ has done at one does not count at the other.
 
 Who fills a tick makes it longer for those it is filled beside, where more rows cost more time. So of a client that
 could fill it alone, with what waits for lanes, and of batch work, only as much is let in beside an interactive image as
-makes it ``SPARED`` times as long as it is without. Somebody's flood costs others that much and no more.
+makes it ``SPARED`` times as long as it is without. And while there are both, the work of such a crowd counts
+``CROWD_COSTS`` times: its turns are fewer than half, for beside them stand its ticks between two requests of the others
+and the end of the one that they come in. So somebody's flood costs others no more than another client would.
 
 Lanes: batch images leave a part of them, ``KEPT_LANES``, to those who come, and one of them may always hold one.
 """
@@ -28,6 +30,8 @@ BATCH_SHARE: Final = 0.1
 """Of the work, while there is some of both priorities."""
 
 SPARED: Final = 1.4
+CROWD_COSTS: Final = 2.0
+"""What the work of a crowd counts while there is somebody who asks for less than a tick."""
 
 KEPT_LANES: Final = 0.25
 """Of the lanes that anybody may have."""
@@ -39,6 +43,7 @@ class PriorityShare:
     def __init__(self, forgiven: float) -> None:
         self._shares: dict[Priority, FairShare] = {name: FairShare(forgiven) for name in PRIORITIES}
         self._owed = 0.0
+        self._crowds: set[Line] = set()  # beside whom there are others
 
     @property
     def is_contested(self) -> bool:
@@ -48,7 +53,7 @@ class PriorityShare:
     def copy(self, newcomers: Iterable[LiveRequest] = (), *, is_due: bool = True) -> PriorityShare:
         """One to play with, in which ``newcomers`` are in; without ``is_due`` batch work is owed nothing."""
         made = PriorityShare(0.0)
-        made._owed = self._owed if is_due else 0.0
+        made._owed, made._crowds = self._owed if is_due else 0.0, self._crowds
         made._shares = {name: share.copy() for name, share in self._shares.items()}
         for live in newcomers:
             made.join(live)
@@ -68,8 +73,8 @@ class PriorityShare:
         interactive, batch = (share.in_order(part, order) for share, part in parts)
         return [*batch, *interactive] if self._owed > 0.0 else [*interactive, *batch]
 
-    @staticmethod
     def spared(
+        self,
         chosen: Sequence[ImageTask],
         ready: Iterable[ImageTask],
         costs: TickCosts,
@@ -81,6 +86,7 @@ class PriorityShare:
         """
         group, first = chosen[0].group, chosen[0].live.line
         alike = [task for task in ready if task.group == group]
+        self._crowds = set()
         if first[1] == "batch" or all(task.live.line == first for task in alike):
             return list(chosen)
         full, rows = sum(task.rows_now for task in chosen), Counter[Line]()
@@ -90,6 +96,7 @@ class PriorityShare:
         crowds = {line for line, number in rows.items() if number + more.get(line, 0) >= full or line[1] == "batch"}
         if not crowds or crowds == rows.keys():
             return list(chosen)
+        self._crowds = crowds
         load, kept, num_rows = TickLoad(costs), list[ImageTask](), 0
         for task in alike:
             if task.live.line not in crowds and num_rows + task.rows_now <= full:
@@ -122,7 +129,8 @@ class PriorityShare:
 
     def charge(self, task: ImageTask, cost: float) -> None:
         """``cost`` of work was done for ``task``."""
-        self._shares[task.live.request.priority].charge(task.live.client, cost)
+        weight = CROWD_COSTS if task.live.line in self._crowds else 1.0
+        self._shares[task.live.request.priority].charge(task.live.client, weight * cost)
 
     def may_hold(self, task: ImageTask, lanes: LaneTable, num_batch: int) -> bool:
         """Whether ``task`` may have a lane, where ``num_batch`` batch images have one."""
