@@ -26,6 +26,9 @@ Written by `python benchmarks/results_page.py` from the newest JSON of each benc
 it came about, failures too. A figure is a median, with the least and the most where there are several; a ratio is of
 runs of the same round. What is *owed* has not been measured in this form yet, and the command beside it does.
 """
+NEAR: Final = 0.1
+"""Of the engine's figures those of the simulator."""
+
 GPU: Final = (
     ("SD 1.5 at 512 px, 20 steps, bfloat16, one H200", "at least 14 images/s"),
     ("SDXL at 1024 px, 20 steps, bfloat16, one H200", "at least 1.6 images/s"),
@@ -63,8 +66,8 @@ Documents = Mapping[str, dict[str, Any]]
 def newest(folder: Path) -> dict[str, dict[str, Any]]:
     """The newest document of each benchmark, with its ``file``."""
     found: dict[str, dict[str, Any]] = {}
-    for file in sorted(folder.glob("*.json")):
-        document = {**json.loads(file.read_text(encoding="utf-8")), "file": file.name}
+    for file in sorted([*folder.glob("*.json"), *folder.glob("simulator-*/validation.json")]):
+        document = {**json.loads(file.read_text(encoding="utf-8")), "file": file.relative_to(folder).as_posix()}
         name = document.get("benchmark", "")
         if document.get("date", "") >= found.get(name, {}).get("date", ""):
             found[name] = document
@@ -174,6 +177,22 @@ def goodput(document: dict[str, Any]) -> str:
     return table(("load", "arm", "requests", "goodput", "p50, s", "p99, s"), rows)
 
 
+def simulated(document: dict[str, Any]) -> str:
+    """The engine's figures beside those of its replay, by load, and whether these are ``NEAR``."""
+    names = ("p50_s", "p99_s", "goodput")
+    rows = [
+        (
+            figure(point["load"]),
+            str(point["measured"]["requests"]),
+            *(f"{figure(point['measured'][name])}, {figure(point['simulated'][name])}" for name in names),
+            "yes" if all(abs(point["relative_error"][name] or 0.0) <= NEAR for name in names) else "no",
+        )
+        for point in document["points"]
+    ]
+    heads = ("p50, s: engine, simulator", "p99, s", "goodput")
+    return table(("load", "requests", *heads, f"within {NEAR:.0%}"), rows)
+
+
 def processes(document: dict[str, Any]) -> str:
     """Throughput and latency of both arms."""
     names = ("one", "many")
@@ -256,6 +275,28 @@ DESIGNS: Final = (
             Row("mean latency over serial, load 0.3", Goal("at most", 1.03), "points/load=0.3/ours_over/serial/mean_s"),
         ),
         goodput,
+    ),
+    Design(
+        "The simulator against painted traces, at shares of busy time",
+        "simulator",
+        "validate_simulator.py --loads 0.3,0.7,0.95 --requests 400",
+        shown=simulated,
+    ),
+    Design(
+        "Another key beside a crowd of ten times what the server does",
+        "fairness",
+        "bench_fairness.py",
+        (Row("p95 over the quiet one", Goal("at most", 2.0), "p95_ratio"),),
+    ),
+    Design(
+        "What the server itself takes",
+        "overhead",
+        "bench_overhead.py",
+        (
+            Row("own time of a picture of 64 px, ms", Goal("at most", 5.0), "request_ms/64x64/whole"),
+            Row("its memory, with the page, bytes", Goal("at most", 200e6), "memory/page/after_100_pictures_bytes"),
+            Row("a step beside 1 000 idle readers, over one without", Goal("at most", 1.1), "readers/ratio"),
+        ),
     ),
     Design("Engines of one thread", "processes", "bench_processes.py", shown=processes),
     Design(
