@@ -113,7 +113,7 @@ def test_a_batch_that_is_stopped_goes_on_where_it_was_and_paints_nothing_twice(
     assert batch(file, "-o", folder, "--server", server.url) == 1
     told = capsys.readouterr()
     assert "4 of 5 lines are painted" in told.out
-    assert "3 of them before; 1 failed" in told.out
+    assert "3 of them before; 1 failed; correct what was refused, and then the same command" in told.out
     assert "line 4: sampler is 'nope'" in told.err
     assert {name: (folder / name).stat().st_mtime_ns for name in times} == times
     found = outcomes(folder)

@@ -82,7 +82,9 @@ def shown_together(visitor: Visitor, pictures: Sequence[FinishedPicture]) -> dic
         return shown(pictures[0])
     visitor.batch = list(pictures)
     together = gr.update(value=[(str(picture.path), picture.label) for picture in pictures], visible=True)
-    return shown_unfinished(pictures[-1].path) | {"batch": together}
+    words = {captions.painted_from(picture) for picture in pictures}
+    said = words.pop() if len(words) == 1 else ""
+    return shown_unfinished(pictures[-1].path) | {"batch": together, "painted_from": said}
 
 
 async def resume(visitor: Visitor) -> AsyncIterator[list[Update]]:

@@ -225,6 +225,7 @@ def tell_end(
     if num_failed > len(lost):
         note(console, f"and {num_failed - len(lost)} more; {folder / NAME} says why.")
     before = f", {num_before} of them before" if num_before else ""
-    told = f"; {num_failed} failed, and {GO_ON}" if num_failed else ""
+    first = "; correct what was refused, and then" if any((one.error or {}).get("param") for one in lost) else ", and"
+    told = f"; {num_failed} failed{first} {GO_ON}" if num_failed else ""
     print(f"{num_painted} of {num_lines} lines are painted into {folder}{before}{told}", file=sys.stdout)
     return EXIT_FAILED if num_failed or num_painted < num_lines else 0

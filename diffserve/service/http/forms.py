@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
@@ -102,8 +101,8 @@ def _value(text: str, described: Mapping[str, Any], parts: Mapping[str, Any]) ->
     if not described:
         return text
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return msgspec.json.decode(text)
+    except (msgspec.MsgspecError, RecursionError):  # NaN and 1e400 are no JSON either, and are refused as texts
         return text
 
 
