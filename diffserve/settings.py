@@ -62,6 +62,17 @@ TABLES: dict[str, type[msgspec.Struct]] = {
 MODELS: Final = "models"
 INHERITED: Final = ("device", "dtype", "lora_dir", "controlnet_dir")
 """What further models have of the first where it was set on purpose, and they say nothing else."""
+KINDS: Final = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "array": "a list",
+    "object": "a table",
+}
+"""What msgspec calls them."""
+
+_EXPECTED = re.compile(r"Expected `([a-z |]+)`, got ")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _FIELDS = {table: get_type_hints(struct) for table, struct in TABLES.items()}
 KEYS = tuple(f"{table}.{key}" for table, fields in _FIELDS.items() for key in fields)
@@ -190,8 +201,15 @@ def _convert(dotted: str, value: _Value) -> Any:
         return msgspec.convert(raw, _FIELDS[table][key], strict=not value.is_text)
     except msgspec.ValidationError as error:
         words = list(_words(_FIELDS[table][key]))
-        reason = f"choose one of {', '.join(words)}" if words else str(error)[0].lower() + str(error)[1:]
+        reason = f"choose one of {', '.join(words)}" if words else _wanted(str(error))
         raise ConfigError(f"{_blame(dotted, {dotted: value})} is {value.raw!r}: {reason}.", param=key) from None
+
+
+def _wanted(said: str) -> str:
+    """What to give instead, where msgspec ``said`` that something of another kind is expected; else what it said."""
+    expected = _EXPECTED.match(said)
+    kinds = [KINDS[name] for name in expected[1].split(" | ") if name in KINDS] if expected else []
+    return f"give {' or '.join(kinds)}" if kinds else said[0].lower() + said[1:]
 
 
 def _words(hint: Any) -> Iterator[str]:

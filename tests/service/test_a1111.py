@@ -222,6 +222,10 @@ SMALL = in_base64(picture(64, 64))
         ("txt2img", {"prompt": "a", "sampler_name": "Euler", "scheduler": "Karas"}, "the nearest is Karras"),
         ("img2img", {"prompt": "a", "init_images": [in_base64(picture(1, 4000))]}, "init_images is 1x4000; each side"),
         ("options", {"CLIP_stop_at_last_layers": -5}, "CLIP_stop_at_last_layers is -5"),
+        ("txt2img", {"prompt": "a", "steps": "x"}, 'steps is "x"; it must be a whole number.'),
+        ("txt2img", {"prompt": "a", "steps": 2.5}, "steps is 2.5; it must be a whole number."),
+        ("txt2img", {"prompt": "a", "cfg_scale": "x"}, 'cfg_scale is "x"; it must be a number.'),
+        ("txt2img", {"prompt": "a", "send_images": "x"}, 'send_images is "x"; it must be true or false.'),
     ],
 )
 def test_bad_input_is_one_sentence_in_a1111s_shape(

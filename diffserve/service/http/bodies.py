@@ -177,6 +177,10 @@ def _bare(path: str) -> str:
 def _wanted(kind: str, context: dict[str, Any]) -> str:
     wanted = {
         "int_type": "it must be a whole number",
+        "int_parsing": "it must be a whole number",
+        "int_from_float": "it must be a whole number",
+        "float_parsing": "it must be a number",
+        "bool_parsing": "it must be true or false",
         "int_parsing_size": "that is too large",
         "float_type": "it must be a number",
         "finite_number": "it must be a finite number",

@@ -64,7 +64,8 @@ def read_start(body: StartBody) -> tuple[StartBody, Start]:
     files = [*body.uploads.get("image", []), *body.uploads.get("images", [])]
     files += [_bytes(one, "image") for one in body.pictures()]
     if not files:
-        said = "image is missing; upload a PNG, JPEG or WebP file, or send it in base64."
+        said = "image is missing; upload a PNG, JPEG or WebP file, send it in base64, "
+        said += 'or name one of /v1/files: "image": {"file_id": "..."}.'
         raise InvalidRequest(said, param="image", code="missing_required_parameter")
     warnings: list[str] = []
     picture, transparent = decode_with_mask(files[0])
