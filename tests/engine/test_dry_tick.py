@@ -109,7 +109,7 @@ def test_without_noise_two_transfers_are_enough(tmp_path: Path) -> None:
 def test_full_and_shallow_calls_of_one_tick_do_not_wait_and_shallow_ones_are_little_work(tmp_path: Path) -> None:
     engine = open_engine("sd15-random", tmp_path)
     submit(engine, "ddim", 1, cache_interval=3)
-    ticks(engine, 1)
+    ticks(engine, 2)
     submit(engine, "dpmpp_2m", 2, cache_interval=3)
     ticks(engine, 1)
     works, shallow = [], []

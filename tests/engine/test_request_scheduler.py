@@ -125,7 +125,7 @@ def test_the_shortest_job_runs_first_and_takes_the_place_of_a_longer_one() -> No
     assert desk.tick()[0].rows == (long.tasks[0],)
 
 
-def test_places_in_the_queue_are_told_when_they_change_and_only_then() -> None:
+def test_places_in_the_queue_are_told_when_they_change_and_after_a_while_again() -> None:
     desk = Desk(max_lanes=1)
     desk.submit(num_steps=1000)
     desk.tick()
@@ -138,6 +138,9 @@ def test_places_in_the_queue_are_told_when_they_change_and_only_then() -> None:
     desk.scheduler.cancel(shorter.request_id)
     assert desk.scheduler.moved_up(desk.now_s + 1.1) == [], "too soon after the last time"
     assert desk.scheduler.moved_up(desk.now_s + 2.0) == [Queued(request_id=longer.request_id, queue_position=0)]
+    assert desk.scheduler.moved_up(desk.now_s + 6.9) == []
+    again = desk.scheduler.moved_up(desk.now_s + 7.5)
+    assert again == [Queued(request_id=longer.request_id, queue_position=0)], "it is told again where nothing changes"
 
 
 @pytest.mark.parametrize("ageing", [0.25, 0.5, 2.0])

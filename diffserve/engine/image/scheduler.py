@@ -34,6 +34,7 @@ from diffserve.errors import DiffserveError
 from diffserve.types import Event, ImageFailed, ImageResult, ModelInfo, Painted, Progress, Queued
 
 PLACES_EVERY_S = 0.5
+PLACE_AGAIN_S = 5.0
 """Places in the queue are told no more often, however fast it moves."""
 
 KEPT_OF_LANES = 8
@@ -225,7 +226,8 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         return [event for task in tuple(live.tasks) for event in self.fail(self._part(task), failure)]
 
     def moved_up(self, now_s: float) -> list[Event]:
-        """News for those who wait for their first lane and whose place in the queue is another than last told."""
+        """News for those who wait for their first lane: whose place in the queue is another than last told, or was told
+        long ago, for the time that is left may be another."""
         if now_s - self._places_told_s < PLACES_EVERY_S:
             return []
         self._places_told_s = now_s
@@ -233,8 +235,8 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         order = self._share.copy(is_due=False).in_order((*self._flight, *waiting), self._key)
         events: list[Event] = []
         for place, live in enumerate(waiting[task] for task in order if task in waiting):
-            if live.queue_position != place:
-                live.queue_position = place
+            if live.queue_position != place or now_s >= max(live.submitted_s, live.place_told_s) + PLACE_AGAIN_S:
+                live.queue_position, live.place_told_s = place, now_s
                 events.append(Queued(request_id=live.request_id, queue_position=place))
         left_s = self._look(now_s) if events and now_s >= self._look_at_s else {}
         for index, event in enumerate(events):

@@ -117,7 +117,7 @@ class LiveRequest(Live):
     solo_s          seconds that it would take alone, as was thought when it came
     due_s           when it should be done, a reading of the engine's clock
     seconds_left    until all of it is done, as was thought when it came; ``None`` where that was not known
-    queue_position  others that begin before it, as its caller was last told
+    queue_position  others that begin before it, as its caller was last told, at ``place_told_s``
     candidates      finished pictures with their scores, of a best-of
     reading         its adapters on their way from the disk, where it has some; it holds them until it is over
     mapping         its ControlNets on theirs, and its control maps; the same
@@ -133,6 +133,7 @@ class LiveRequest(Live):
     due_s: float = math.inf
     seconds_left: float | None = None
     queue_position: int = 0
+    place_told_s: float = -math.inf
     reading: Future[Any] | None = None
     mapping: Future[Any] | None = None
     tasks: list[ImageTask] = field(default_factory=list)
