@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 
-from diffserve.engine.image.task import ImageTask, LiveRequest
+from diffserve.engine.image.task import GroupKey, ImageTask, LiveRequest
 from diffserve.engine.records import Stage
-from diffserve.types import Finished
-from tests.engine.desk import Desk
+from diffserve.types import Finished, Progress
+from tests.engine.desk import Desk, DeskCosts
 
 STEPS = 10
 TURN_TICKS = STEPS + 1
@@ -208,3 +208,47 @@ def test_a_random_walk_of_many_clients_loses_nothing_and_remembers_nobody(seed: 
     assert set(over.values()) <= {1}
     assert desk.scheduler.lanes.num_free == 4
     assert desk.scheduler._share._shares["interactive"]._clocks == {}
+
+
+def test_between_two_looks_a_newcomers_time_is_told_by_its_own_clients_pace() -> None:
+    """Looking ahead is dear at this desk, so it is seldom done; the crowd has pictures for many minutes."""
+    desk = Desk(row_cap=4)
+    submit_many(desk, "crowd", 60)
+    for _ in range(5):
+        desk.step()
+    told: list[tuple[float, float]] = []
+    for _ in range(6):
+        guest = desk.submit(client="guest", num_steps=STEPS)
+        seen: list[tuple[float, float]] = []
+        while not guest.is_over:
+            _, events = desk.tick()
+            seen += [
+                (desk.now_s, event.seconds_left)
+                for event in events
+                if isinstance(event, Progress)
+                and event.request_id == guest.request_id
+                and event.seconds_left is not None
+            ]
+        told += [(seconds, desk.now_s - at_s) for at_s, seconds in seen if at_s < desk.now_s]
+    assert len(told) > 30
+    assert max(seconds / true_s for seconds, true_s in told[STEPS:]) < 4.0, "by the mean pace of all it is twenty"
+
+
+class CostsByRows(DeskCosts):
+    """A call takes a second for each of its rows, so that nobody is let in for nothing."""
+
+    def call_s(self, group: GroupKey, num_rows: int) -> float:
+        return float(num_rows)
+
+
+def test_a_crowd_has_half_as_much_beside_who_asks_for_less_than_a_tick() -> None:
+    desk = Desk(costs=CostsByRows(8))
+    submit_many(desk, "crowd", 200)
+    rows = Counter[str]()
+    for _ in range(20):
+        guest = desk.submit(client="guest", num_steps=STEPS)
+        while not guest.is_over:
+            plan, _ = desk.tick()
+            rows.update(task.live.client for task in plan.rows)
+    assert rows["guest"] == 20 * STEPS
+    assert rows["crowd"] == pytest.approx(rows["guest"] / 2, rel=0.3)
