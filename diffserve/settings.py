@@ -35,6 +35,7 @@ from schedulers import SPACINGS, resolve_sampler
 PROFILES = ("embedded", "embedded-turbo", "sd15", "sdxl")
 OVERLAYS = ("edge",)
 """Built-in files for ``--config`` that hold some of the keys, for any model."""
+
 ENV_PREFIX = "DIFFSERVE_"
 NOT_SETTINGS = ("DIFFSERVE_FAULTS", "DIFFSERVE_API_KEY")
 """Variables that are read elsewhere (``diffserve.runtime.faults``)."""
@@ -72,7 +73,7 @@ KINDS: Final = {
 }
 """What msgspec calls them."""
 
-_EXPECTED = re.compile(r"Expected `([a-z |]+)`, got ")
+_EXPECTED = re.compile(r"Expected `([a-z |]+)`, got `\w+`")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _FIELDS = {table: get_type_hints(struct) for table, struct in TABLES.items()}
 KEYS = tuple(f"{table}.{key}" for table, fields in _FIELDS.items() for key in fields)
@@ -206,8 +207,8 @@ def _convert(dotted: str, value: _Value) -> Any:
 
 
 def _wanted(said: str) -> str:
-    """What to give instead, where msgspec ``said`` that something of another kind is expected; else what it said."""
-    expected = _EXPECTED.match(said)
+    """What to give, where msgspec ``said`` that a value is of another kind; else what it said, of a part of it, say."""
+    expected = _EXPECTED.fullmatch(said)
     kinds = [KINDS[name] for name in expected[1].split(" | ") if name in KINDS] if expected else []
     return f"give {' or '.join(kinds)}" if kinds else said[0].lower() + said[1:]
 

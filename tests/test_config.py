@@ -124,6 +124,7 @@ def test_auto_stays_auto_where_it_means_measure_it_and_is_none_for_a_number() ->
         ("port = 1\n", "unknown table [port]"),
         ("engine = 3\n", "engine is 3; write it as a table, [engine], with keys beneath it."),
         ("[serve]\nport = 'high'\n", "serve.port is 'high': give a whole number."),
+        ("[model]\ngood_sizes = [['a', 64]]\n", "expected `int`, got `str` - at `$[0][0]`."),
         ("[serve]\nport = 70000\n", "port is 70000; it must lie between 0"),
         ("[serve]\nhost = ' '\n", "host is empty"),
         ("[serve]\nlog_level = 'loud'\n", "serve.log_level is 'loud': choose one of debug, info, warning, error."),
