@@ -8,13 +8,14 @@ Arms with the same weights and precision, saturated: diffusers behind a lock, di
 requests, each also with ``torch.compile`` (which compiles for minutes at the start, not counted), and the engine on the
 shuffled mixture, as served (with the packages of ``diffserve warm``, where there are any) and without. Arms go there
 and back (engine, serial, static, static, serial, engine, ...), each ratio is of two runs of the same round; a warm-up
-of every arm with every kind of request in one step comes first and is not counted. Progress goes to stderr, one JSON
-document to stdout and to results/.
+of every arm with every kind of request in one step comes first and is not counted. Threads that wait spin as shortly as
+under diffserve's own commands, in all arms alike. Progress goes to stderr, one JSON document to stdout and to results/.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +23,10 @@ from typing import Annotated, Any
 import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from diffserve.wait_policy import bound_spinning
+
+bound_spinning(os.environ)  # before torch is loaded
 
 import torch
 

@@ -8,10 +8,11 @@ Since every number that is tried gives the same bytes, a trial costs nothing but
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -212,6 +213,27 @@ def computing_on(num_threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def patient_threads() -> Iterator[None]:
+    """Threads that begin within the block do not interrupt whoever wakes them, where the kernel knows of such
+    (``SCHED_BATCH`` of Linux).
+
+    Who wakes one for each core is else interrupted by the first, and the next core waits for milliseconds until the
+    kernel has found it something to do.
+    """
+    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        yield
+        return
+    plain = os.sched_param(0)
+    with suppress(OSError):  # a sandbox may not have it
+        os.sched_setscheduler(0, os.SCHED_BATCH, plain)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_OTHER, plain)
 
 
 def make_threads(config: EngineConfig, device: torch.device) -> Threads:

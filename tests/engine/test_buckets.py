@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diffserve.engine.image.buckets import RETRY_EVERY, CostCurve, split
+from diffserve.engine.image.buckets import RETRY_EVERY, CostCurve, KneeCap, followed, split
 
 
 def curve(costs: dict[int, float], *, is_exact: bool = True) -> CostCurve:
@@ -69,6 +69,17 @@ def test_the_knee_is_the_fewest_rows_at_nearly_the_best_cost_per_row() -> None:
     assert curve({1: 2.4, 2: 3.5, 4: 6.1, 8: 11.5, 16: 21.1}).knee(16) == 16
     assert curve(FLAT).knee(8) == 8
     assert CostCurve((1,)).knee(16) == 2
+
+
+def test_half_the_rows_are_twice_the_ticks_and_what_those_take_beside_their_calls_counts() -> None:
+    measured = curve({8: 0.0230, 16: 0.0445})
+    cap = KneeCap(16, "latency")
+    assert cap.of(measured) == 8, "within 5 % of the best"
+    cap.beside_s = 0.0015
+    assert [cap.of(measured) for _ in range(40)] == [16] * 40
+    assert followed(None, 0.002) == 0.002
+    assert 0.002 < followed(0.002, 3.0) < 0.0022, "one tick that was interrupted says little"
+    assert followed(0.002, 0.001) == 0.0015
 
 
 def test_one_slow_reading_hardly_moves_the_estimate_and_fast_ones_do() -> None:

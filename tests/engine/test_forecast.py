@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 import msgspec
 import pytest
@@ -91,6 +92,28 @@ def test_times_left_are_true_where_nobody_comes_later(policy: str, most: float) 
     assert len(errors) > 200
     assert statistics.median(errors) < 0.06
     assert quantile(errors, 0.9) < most
+
+
+def test_of_one_client_whole_runs_are_foreseen_at_once() -> None:
+    """Nobody gets another's turn, so the ticks up to the next end are one stride."""
+    watched = Watched(mixed(24, COSTS.sizes, seed=3))
+    assert len(watched.errors) > 200
+    assert quantile(watched.errors, 0.9) < 0.1
+    scheduler, strides = watched.engine.scheduler, 0
+    for one in mixed(24, COSTS.sizes, seed=5):
+        watched.submit(one)
+    watched.now_s, _ = watched.engine.begin(watched.now_s)
+    advance = scheduler.forecast._advance
+
+    def counted(*told: Any) -> Any:
+        nonlocal strides
+        strides += 1
+        return advance(*told)
+
+    scheduler.forecast._advance = counted  # type: ignore[assignment]
+    left_s = scheduler._foresee(watched.now_s)
+    assert len(left_s) == 24
+    assert strides < 1.5 * 24, f"{strides} strides to the ends of 24 pictures"
 
 
 def test_probes_of_a_cap_are_foreseen_and_not_counted() -> None:

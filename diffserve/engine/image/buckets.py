@@ -51,14 +51,9 @@ class CostCurve:
         return made
 
     def observe(self, num_rows: int, wall_s: float) -> None:
-        """Record that a call of ``num_rows`` rows took ``wall_s``.
-
-        A faster reading is believed by half at once, for nothing is fast by accident; a slower one by a twentieth, and
-        never beyond twice the estimate.
-        """
+        """Record that a call of ``num_rows`` rows took ``wall_s``."""
         old = self._seconds.get(num_rows)
-        new = wall_s if old is None else old + (FALL if wall_s < old else RISE) * (min(wall_s, 2.0 * old) - old)
-        self._seconds[num_rows] = new
+        new = self._seconds[num_rows] = followed(old, wall_s)
         if old is None or abs(new - old) > 0.02 * old:
             self._covers.clear()
 
@@ -120,16 +115,26 @@ class CostCurve:
         """The estimate for ``num_rows`` rows in the calls that hold them."""
         return sum(self.seconds(bucket) for bucket in self.cover(num_rows))
 
-    def knee(self, limit: int, gain: float = KNEE_GAIN) -> int:
+    def knee(self, limit: int, gain: float = KNEE_GAIN, beside_s: float = 0.0) -> int:
         """The fewest rows whose cost per row is within 5 % of the best seen (``gain`` 1: the best itself), never above
-        ``limit``, at least 2."""
+        ``limit``, at least 2. ``beside_s``: what each tick takes beside its call."""
         if self.is_alone:
             return 2
         sizes = [bucket for bucket in self.buckets if bucket <= limit and bucket in self._seconds]
         if not sizes:
             return max(2, min(limit, self.buckets[-1]))
-        best = min(self._seconds[size] / size for size in sizes)
-        return max(2, min(size for size in sizes if self._seconds[size] / size <= gain * best))
+        a_row_s = {size: (self._seconds[size] + beside_s) / size for size in sizes}
+        best = gain * min(a_row_s.values())
+        return max(2, min(size for size in sizes if a_row_s[size] <= best))
+
+
+def followed(old_s: float | None, wall_s: float) -> float:
+    """The estimate ``old_s`` of something after it took ``wall_s``.
+
+    A faster reading is believed by half at once, for nothing is fast by accident; a slower one by a twentieth, and
+    never beyond twice the estimate.
+    """
+    return wall_s if old_s is None else old_s + (FALL if wall_s < old_s else RISE) * (min(wall_s, 2.0 * old_s) - old_s)
 
 
 def split(num_rows: int, cover: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -146,16 +151,19 @@ class KneeCap:
     """Rows of a tick that has no configured number: the knee of its curve; under "throughput" what costs least a row.
 
     Every ``PROBE_EVERY``-th time twice as many are let in, so that a knee found on a busy machine does not stick.
+
+    beside_s  what a tick takes beside its calls, as far as that is known; half as many rows are twice as many ticks
     """
 
     def __init__(self, most_rows: int, policy: str) -> None:
         self._most_rows = most_rows
         self._gain = 1.0 if policy == "throughput" else KNEE_GAIN
         self._num_asked = 0
+        self.beside_s: float | None = None
 
     def of(self, curve: CostCurve, *, may_probe: bool = True, ahead: int | None = None) -> int:
         """The cap for one tick. ``may_probe``: whether ``curve`` is measured; ``ahead``: see ``TickCosts.row_cap``."""
-        knee = curve.knee(self._most_rows, self._gain)
+        knee = curve.knee(self._most_rows, self._gain, self.beside_s or 0.0)
         if not may_probe:
             return knee
         self._num_asked += ahead is None

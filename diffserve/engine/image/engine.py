@@ -384,6 +384,8 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
         if tick.calls:
             is_pure = not tick.num_prepared and not tick.num_decoded
             self._steps.add(tick.num_rows, tick.wall_s if is_pure else None)
+            if is_pure:
+                self.runners.groups.learn_beside(tick.wall_s - sum(call.wall_s for call in tick.calls))
         self._owed_s += tick.wall_s - charged_s
         self._counts.update(
             steps=bool(tick.calls), rows=tick.num_rows, painted=tick.num_decoded, failed=len(outcome.failures)

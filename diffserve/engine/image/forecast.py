@@ -41,8 +41,9 @@ MOST_STRIDES: Final = 160
 SHORTEST_STRIDE: Final = 1
 GROWTH: Final = 0.1
 CONTESTED_GROWTH: Final = 0.03
+STEADY_GROWTH: Final = 1.0
 """A stride is no longer than that part of all before it, for in the middle of one others may get their turn; where
-several clients or priorities take turns, they do so every few ticks."""
+several clients or priorities take turns, they do so every few ticks, and where the policy is steady nobody does."""
 
 NEAR_STRIDE: Final = 8
 """Where strides are longer, single ticks that differ are not told apart."""
@@ -145,7 +146,9 @@ class Forecast:
         done_s: dict[ImageTask, float] = {}
         begun_s = now_s = moment.now_s
         tick, work, num_asked = moment.tick, 0.0, 0
-        growth = GROWTH if len({one.live.line for one in played}) < 2 else CONTESTED_GROWTH
+        growth = STEADY_GROWTH if self._policy.is_steady else GROWTH
+        if len({one.live.line for one in played}) > 1:
+            growth = CONTESTED_GROWTH
         for _ in range(MOST_STRIDES):
             while waiting and len(ready) + len(over) < self._config.max_lanes:
                 ready.append(waiting.popleft())
@@ -160,7 +163,7 @@ class Forecast:
                 break  # they wait for others of their kind
             if chosen:
                 asked = self._costs.num_asked - num_asked
-                ticks = min(most, *(one.table.num_rows - one.row_index for one in chosen))
+                ticks = min(most, *(one.settings.num_rows - one.row_index for one in chosen))
                 ticks = ticks if most > NEAR_STRIDE else self._alike(chosen, ticks, num_asked, asked)
                 num_asked += ticks * asked
                 now_s += self._seconds(chosen, ticks)
@@ -233,4 +236,4 @@ class Forecast:
 
 def is_painted(task: ImageTask) -> bool:
     """Whether all of its steps are done."""
-    return task.row_index >= task.table.num_rows
+    return task.row_index >= task.settings.num_rows

@@ -65,7 +65,12 @@ class Moment(NamedTuple):
 
 
 class Policy(ABC):
-    """Who runs next."""
+    """Who runs next.
+
+    is_steady  whether of one client the same run, as long as nobody comes and none of them is done
+    """
+
+    is_steady = False
 
     def __init__(self, config: EngineConfig, costs: TickCosts) -> None:
         self.config = config
@@ -131,6 +136,8 @@ class TickLoad:
 class Latency(Policy):
     """Shortest remaining work first (Schrage 1968), in rows of the native size, minus what was earned by waiting."""
 
+    is_steady = True
+
     def key(self, task: ImageTask, moment: Moment) -> float:
         """Waiting does not change it: everybody's advantage over newcomers grows alike with time."""
         return task.cost_left + self.config.ageing_rows_per_tick * task.live.submitted_tick
@@ -142,6 +149,8 @@ class Latency(Policy):
 
 class Throughput(Latency):
     """The group whose tick does most work in a second, unless somebody of another is so old that none may overtake."""
+
+    is_steady = False
 
     def choose(self, ready: Sequence[ImageTask], moment: Moment) -> Sequence[ImageTask]:
         """The tick of that group, shortest first within it."""
@@ -168,6 +177,8 @@ class Goodput(Latency):
     but not for ever.
     """
 
+    is_steady = False
+
     def key(self, task: ImageTask, moment: Moment) -> float:
         """As under latency; that of somebody late is larger by a multiple of its cost."""
         late = 0.0 if self._pace_s(task, moment) >= self._own_pace_s(task) else (LATE - 1.0) * task.cost_whole
@@ -188,7 +199,7 @@ class Goodput(Latency):
 
     def _pace_s(self, task: ImageTask, moment: Moment) -> float:
         """Seconds that each of its ticks may take from now on; what has none left has that long for its picture."""
-        return (task.live.due_s - moment.now_s) / max(1, task.table.num_rows - task.row_index)
+        return (task.live.due_s - moment.now_s) / max(1, task.settings.num_rows - task.row_index)
 
     def _own_pace_s(self, task: ImageTask) -> float:
         """Seconds that each of its ticks takes alone."""

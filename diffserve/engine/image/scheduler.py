@@ -124,8 +124,8 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         """Choose this tick's work; newcomers get their lanes here. ``now_s``: a reading of the engine's clock.
 
         Who is prepared has rows in the next tick. So rows wait while newcomers are prepared, who would be before them
-        anyhow, and in the tick after that all go together: nobody newer is let in then, lest rows wait for two lots,
-        but for those who had to wait for pages.
+        anyhow, and in the tick after that all go together: nobody newer is let in then, lest rows wait for two lots.
+        For those who had to wait for pages, and may have to again, nobody waits.
         """
         self.num_ticks += 1
         self._moment = Moment(self.num_ticks, now_s)
@@ -134,7 +134,9 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         have_waited = self._rows_wait
         prepare = tuple(self._admit()) if not have_waited or self._was_postponed else ()
         self._rows_wait = (
-            bool(prepare) and not have_waited and any(task.stage is Stage.DENOISING for task in self._flight)
+            bool(prepare)
+            and not (have_waited or self._was_postponed)
+            and any(task.stage is Stage.DENOISING for task in self._flight)
         )
         rows = () if self._rows_wait else self._choose_rows()
         done = [task for task in self._flight if task.stage is Stage.DECODING]

@@ -14,7 +14,7 @@ import torch
 from diffserve.config import EngineConfig
 from diffserve.controlnets import WORK_SHARE
 from diffserve.disk_cache import DiskCache
-from diffserve.engine.image.buckets import CostCurve, KneeCap
+from diffserve.engine.image.buckets import CostCurve, KneeCap, followed
 from diffserve.engine.image.compiled_groups import CLOSE, CompiledGroups, is_worth, prove
 from diffserve.engine.image.room import Room
 from diffserve.engine.image.task import GroupKey
@@ -201,6 +201,11 @@ class Groups:
         if self.has_fixed_cap:
             return self.most_rows
         return self._knee_cap.of(self.known(group).curve, may_probe=not self.is_wanted(group), ahead=ahead)
+
+    def learn_beside(self, seconds: float) -> None:
+        """A tick took so much beside its calls: where these are waited for, which they are on a CPU."""
+        if self.on_cpu:
+            self._knee_cap.beside_s = followed(self._knee_cap.beside_s, max(seconds, 0.0))
 
     def call_s(self, group: GroupKey, num_rows: int) -> float:
         """Seconds that ``num_rows`` rows of ``group`` take, by what is known now: nothing is measured for that.

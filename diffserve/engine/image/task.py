@@ -85,6 +85,16 @@ class PaintSettings(DenoisingRecipe, frozen=True, kw_only=True, eq=False, dict=T
     switch_row: int | None = None
 
     @cached_property
+    def num_rows(self) -> int:
+        """Of the table."""
+        return self.table.num_rows
+
+    @cached_property
+    def full_at(self) -> tuple[bool, ...]:
+        """``full``, for who asks of one row after the other."""
+        return tuple(self.full.tolist())
+
+    @cached_property
     def rows_at(self) -> tuple[int, ...]:
         """UNet rows of table row i: 2 where it is guided, else 1."""
         return tuple(1 + int(guided) for guided in self.guided)
@@ -117,6 +127,7 @@ class LiveRequest(Live):
     solo_s          seconds that it would take alone, as was thought when it came
     due_s           when it should be done, a reading of the engine's clock
     seconds_left    until all of it is done, as was thought when it came; ``None`` where that was not known
+    line            where it queues: a client has one for each priority
     queue_position  others that begin before it, as its caller was last told, at ``place_told_s``
     candidates      finished pictures with their scores, of a best-of
     reading         its adapters on their way from the disk, where it has some; it holds them until it is over
@@ -136,6 +147,7 @@ class LiveRequest(Live):
     place_told_s: float = -math.inf
     reading: Future[Any] | None = None
     mapping: Future[Any] | None = None
+    line: tuple[str, Priority] = field(init=False)
     tasks: list[ImageTask] = field(default_factory=list)
     num_painted: int = 0
     num_failed: int = 0
@@ -143,17 +155,13 @@ class LiveRequest(Live):
     candidates: list[ImageResult] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.line = self.request.client, self.request.priority
         self.tasks = [ImageTask(self, index) for index in range(self.request.num_painted)]
 
     @property
     def client(self) -> str:
         """Whose request it is."""
         return self.request.client
-
-    @property
-    def line(self) -> tuple[str, Priority]:
-        """Where it queues: a client has a line for each priority."""
-        return self.request.client, self.request.priority
 
     def wants_preview(self, num_steps: int) -> bool:
         """Whether a preview was asked for after ``num_steps`` steps."""
@@ -259,12 +267,12 @@ class ImageTask:
     @property
     def is_full_now(self) -> bool:
         """Whether the next row runs the whole UNet."""
-        return bool(self.settings.full[self.row_index])
+        return self.settings.full_at[self.row_index]
 
     @property
     def keeps_features(self) -> bool:
         """Whether the row after the next one is a shallow one, which needs what the next one leaves."""
-        return not self.is_last_row and not self.settings.full[self.row_index + 1]
+        return not self.is_last_row and not self.settings.full_at[self.row_index + 1]
 
     @property
     def controls_now(self) -> tuple[int, ...]:
@@ -275,10 +283,9 @@ class ImageTask:
     def group_now(self) -> GroupKey:
         """The group whose calls its next rows can join."""
         assert self.group is not None
-        is_shallow, is_controlled = not self.is_full_now, bool(self.controls_now)
-        if not (is_shallow or is_controlled):
+        if self.settings.full_at[self.row_index] and not self.settings.controlled:
             return self.group
-        return self.group._replace(is_shallow=is_shallow, is_controlled=is_controlled)
+        return self.group._replace(is_shallow=not self.is_full_now, is_controlled=bool(self.controls_now))
 
     @property
     def rows_now(self) -> int:
@@ -288,7 +295,7 @@ class ImageTask:
     @property
     def cost_now(self) -> float:
         """Work of the next tick of this image, in UNet rows of the native size."""
-        return float(self.settings.cost_of_row[self.row_index])
+        return self.settings.cost_of_row[self.row_index]
 
     @property
     def cost_left(self) -> float:
@@ -303,7 +310,7 @@ class ImageTask:
     @property
     def is_last_row(self) -> bool:
         """Whether the next row finishes the latent."""
-        return self.row_index + 1 == self.table.num_rows
+        return self.row_index + 1 == self.settings.num_rows
 
     @property
     def ends_step(self) -> bool:

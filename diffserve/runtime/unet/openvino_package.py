@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from diffserve.errors import ConfigError
 from diffserve.runtime.loading.library_imports import hushed, import_openvino
-from diffserve.runtime.threads import computing_on
+from diffserve.runtime.threads import computing_on, patient_threads
 
 SUFFIX: Final = ".openvino"
 MEMBER: Final = "network.blob"
@@ -159,7 +159,8 @@ class OpenVINOPackage:
             content = package.read(MEMBER)  # every byte of it is checked
         settings = settings_of(dtype, num_threads=num_threads, num_streams=num_streams)
         try:
-            loaded = _core().import_model(content, "CPU", settings)
+            with patient_threads():  # those of its streams begin here
+                loaded = _core().import_model(content, "CPU", settings)
         except RuntimeError as error:  # it tells nothing of what is wrong, and another is made within a minute
             raise ValueError(str(error).strip().rpartition("\n")[2]) from None
         self._loaded, self._num_streams = loaded, num_streams
