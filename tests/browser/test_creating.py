@@ -109,6 +109,7 @@ def test_a_seed_is_shown_after_the_run_and_can_be_kept_or_thrown_away(
     expect(here.field("seed")).to_have_value(seed)
     here.press("vary")
     expect(here.field("variation-strength")).to_have_value("0.15")
+    expect(here.field("count")).to_have_value("4")
     here.write("count", 2)
     here.paint()
     here.expect_caption(rf"variation 0.15, seed {seed}, variation seeds \d+, \d+")

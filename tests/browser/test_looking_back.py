@@ -37,11 +37,13 @@ def test_a_picture_is_searched_for_taken_up_again_and_deleted(visit: Visitor, sc
     expect(there.field("steps")).to_have_value("4")
     expect(there.field("negative-prompt")).to_have_value("night")
 
+    there.write("prompt", "an owl")
     there.page.get_by_role("tab", name="History").click()
     expect(grid).to_have_count(1)
     grid.first.click()
     there.press("history-edit")
     expect(there.part("start-picture").locator("canvas")).to_be_visible()
+    expect(there.field("prompt")).to_have_value("a zebra in the snow")
     there.expect_caption("say what it is to become")
     there.page.get_by_role("tab", name="History").click()
     grid.first.click()

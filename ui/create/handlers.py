@@ -30,6 +30,9 @@ CALLED: Final = {"num_images": "count"}
 A_LITTLE: Final = "0.15"
 """So far a picture is varied where nobody says how far."""
 
+A_FEW: Final = 4
+"""Pictures of a variation, where as many may be asked for at a time."""
+
 
 class CreateHandlers:
     """The events of the tab, for all visitors."""
@@ -145,15 +148,17 @@ class CreateHandlers:
         """All fields for pictures like the one that is shown: each as far from its seed's as it is, or a little, in a
         way of its own."""
         try:
-            form, notes = settings_of(parameters, await self._server.models())
+            models = await self._server.models()
+            form, notes = settings_of(parameters, models)
+            few = min(A_FEW, models.image_of(form.model).max_images)
         except DiffserveError as error:
             said = captions.status(sentence(error), is_error=True)
             return [*[gr.skip()] * len(FORM_FIELDS), gr.skip(), said]
         self._visitors.of(request.session_hash).begin_as(form)
         strength = form.typed.get("variation_strength") or A_LITTLE
         typed = {**form.typed, "variation_strength": strength, "variation_seed": None}
-        said = captions.status("Paint several: each is another picture like that one.", notes=notes)
-        return [*msgspec.structs.replace(form, typed=typed).values, gr.update(open=True), said]
+        said = captions.status("Generate: each is another picture like that one.", notes=notes)
+        return [*msgspec.structs.replace(form, typed=typed, num_images=few).values, gr.update(open=True), said]
 
     async def read_parameters(self, file: str | None, request: gr.Request) -> list[Update]:
         """How the picture in ``file`` was painted, into all fields; where it began from noise, so does the next one.

@@ -112,7 +112,7 @@ class HistoryHandlers:
         tab.grid.select(self.choose, None, tab.outputs, **PRIVATE)
         tab.delete.click(self.delete, None, tab.outputs, **PRIVATE)
         form = [*create.fields.all, create.advanced, create.showing.caption, *create.start.outputs, tab.said]
-        edited = [*create.start.outputs, create.fields.strength, create.showing.caption]
+        edited = [*create.start.outputs, create.fields.strength, create.showing.caption, create.fields.prompt]
         to_create = "() => diffserve.openTab('Create')"
         tab.restore.click(self.restore, None, form, **PRIVATE).success(js=to_create, **SILENT)
         tab.edit.click(self.edit, None, edited, **PRIVATE).success(js=to_create, **SILENT)
@@ -172,16 +172,19 @@ class HistoryHandlers:
         return [*form.values, gr.update(open=True), said, *still_shown(visitor.start), gr.skip()]
 
     async def edit(self, request: gr.Request) -> list[Update]:
-        """Begin from the chosen one."""
+        """Begin from the chosen one, and from its words."""
         looking = self._of(request)
+        unchanged = [gr.skip()] * 3
         try:
             path = None if looking.chosen is None else await self._whole(looking.found[looking.chosen][0])
         except (DiffserveError, OSError) as error:
-            return [*shown_start(None, sentence(error)), gr.skip(), gr.skip()]
+            return [*shown_start(None, sentence(error)), *unchanged]
         if path is None:
-            return [*shown_start(None, "That picture is no longer here; look for it again."), gr.skip(), gr.skip()]
+            return [*shown_start(None, "That picture is no longer here; look for it again."), *unchanged]
         self._visitors.of(request.session_hash).start = path
-        return [*shown_start(path), "", captions.status("Say what it is to become, and press Generate.")]
+        assert looking.chosen is not None
+        said = captions.status("Say what it is to become, and press Generate.")
+        return [*shown_start(path), "", said, looking.found[looking.chosen][0].prompt or gr.skip()]
 
     def _of(self, request: gr.Request) -> Looking:
         return self._looking.setdefault(self._visitors.of(request.session_hash), Looking(""))

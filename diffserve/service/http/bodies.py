@@ -37,6 +37,12 @@ _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)  # on
 _ALL_BUT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 
 
+CHANGES_NOTHING: Final = "Taken for compatibility; changes nothing."
+Ignored = Annotated[str, Field(max_length=256, description=CHANGES_NOTHING)]
+IgnoredFlag = Annotated[bool, Field(description=CHANGES_NOTHING)]
+IgnoredObject = Annotated[dict[str, Any], Field(description=CHANGES_NOTHING)]
+
+
 class Body(BaseModel):
     """What may stand in the body of a request.
 

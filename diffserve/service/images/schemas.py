@@ -14,7 +14,7 @@ from diffserve.loras import MAX_LORAS, MAX_SCALE
 from diffserve.loras import MAX_NAME_CHARS as MAX_LORA_CHARS
 from diffserve.micro_conditioning import MAX_SIDE
 from diffserve.prompt_syntax import PromptSyntax
-from diffserve.service.http.bodies import WorkBody
+from diffserve.service.http.bodies import Ignored, WorkBody
 from diffserve.service.texts.schemas import RewriterChoice, RewriterMode
 from diffserve.types import (
     MAX_CACHE_INTERVAL,
@@ -81,7 +81,6 @@ FIRST: Final = "Whether the language model turns the wish into a prompt first."
 Rewriter = Annotated[RewriterMode | RewriterChoice, Field(description=FIRST)]
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 Label = Annotated[str, Field(max_length=512, pattern=r"^[^\x00-\x1f\x7f]*$")]
-Ignored = Annotated[str, Field(max_length=256, description="Taken for compatibility; changes nothing.")]
 
 Edge = Annotated[int, Field(ge=0, le=MAX_SIDE)]
 CropPair = Annotated[list[Edge], Field(min_length=2, max_length=2)]

@@ -35,11 +35,12 @@ from diffserve.service.responses.conversation import Turn
 from diffserve.service.responses.endpoint import ToolPainter
 from diffserve.service.responses.planning import plan_picture
 from diffserve.service.responses.schemas import PAINTS, Tool
-from diffserve.service.texts.schemas import IGNORED, REFUSED, ChatBody
+from diffserve.service.texts.schemas import REFUSED, ChatBody
 from diffserve.text_types import MAX_MESSAGES
 
 SUFFIX: Final = ":image"
-OF_CHATS: Final = IGNORED | REFUSED.keys() | ChatBody.model_fields.keys() - GenerateBody.model_fields.keys()
+WHO_ASKS: Final = {"user", "safety_identifier"}
+OF_CHATS: Final = WHO_ASKS | REFUSED.keys() | ChatBody.model_fields.keys() - GenerateBody.model_fields.keys()
 """Fields of a conversation that mean nothing to who paints."""
 
 _ASPECT: Final = re.compile(r"([1-9][0-9]?):([1-9][0-9]?)")

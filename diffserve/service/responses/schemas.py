@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from diffserve.sampling_params import MAX_LOGPROBS
-from diffserve.service.http.bodies import WorkBody
+from diffserve.sampling_params import MAX_LOGPROBS, MAX_TEMPERATURE
+from diffserve.service.http.bodies import CHANGES_NOTHING, Ignored, IgnoredObject, WorkBody
 from diffserve.service.texts.schemas import ChatTokens, Seed, Strict
 from diffserve.text_types import MAX_MESSAGES, MAX_TEXT_CHARS
 from diffserve.types import MAX_SEED
@@ -23,12 +23,7 @@ Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=MAX_METADATA)
 ]
 FileId = Annotated[str, Field(max_length=256, description="A file of yours, from /v1/files.")]
-IGNORED: Final = frozenset(
-    {
-        *("max_tool_calls", "moderation", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-        *("reasoning", "safety_identifier", "stream_options", "user", "context_management"),
-    }
-)
+IGNORED: Final = frozenset({"moderation", "context_management"})
 REFUSED: Final[dict[str, str]] = {
     "prompt": "no templates are kept here; write the text into input.",
     "response_format": "it is called text.format here.",
@@ -142,8 +137,11 @@ class ResponseBody(WorkBody):
     ) = None
     instructions: Text | None = None
     max_output_tokens: ChatTokens | None = None
-    temperature: Annotated[float, Field(description="0: always the likeliest token; omitted: 1.")] | None = None
-    top_p: float | None = None
+    temperature: (
+        Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE, description="0: always the likeliest token; omitted: 1.")]
+        | None
+    ) = None
+    top_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     seed: Seed | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=32)] | None = None
@@ -160,3 +158,11 @@ class ResponseBody(WorkBody):
     conversation: Id | ConversationId | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: Metadata | None = None
+    user: Ignored | None = None
+    safety_identifier: Ignored | None = None
+    prompt_cache_key: Ignored | None = None
+    prompt_cache_retention: Ignored | None = None
+    prompt_cache_options: IgnoredObject | None = None
+    reasoning: IgnoredObject | None = None
+    stream_options: IgnoredObject | None = None
+    max_tool_calls: Annotated[int, Field(ge=0, description=CHANGES_NOTHING)] | None = None

@@ -19,7 +19,7 @@ from diffserve.embedding_types import MAX_INPUT_TOKENS, MAX_INPUTS, Embedded, Em
 from diffserve.errors import DiffserveError, InvalidRequest
 from diffserve.service.admission import Backlog, Ticket
 from diffserve.service.endpoint import Checked, Endpoint, Place
-from diffserve.service.http.bodies import WorkBody
+from diffserve.service.http.bodies import Ignored, WorkBody
 from diffserve.service.http.streams import Events
 from diffserve.service.lifecycle import json_response
 from diffserve.service.models import find_model
@@ -40,7 +40,6 @@ class EmbeddingBody(WorkBody):
 
     model_config = ConfigDict(title="CreateEmbeddingRequest")
     hints: ClassVar[Mapping[str, str]] = {"input": "give a text, or several"}
-    ignored: ClassVar[frozenset[str]] = frozenset({"user"})
 
     input: (
         Input
@@ -54,6 +53,7 @@ class EmbeddingBody(WorkBody):
     ) = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Dimensions | None = None
+    user: Ignored | None = None
 
 
 class EmbeddingPlan(Checked, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from diffserve.sampling_params import MAX_LOGPROBS, MAX_STOPS, MAX_TOKENS
-from diffserve.service.http.bodies import WorkBody
+from diffserve.service.http.bodies import CHANGES_NOTHING, Ignored, IgnoredFlag, IgnoredObject, WorkBody
 from diffserve.settings import configs_dir
 from diffserve.text_types import MAX_MESSAGES, MAX_PROMPT_TOKENS, MAX_TEXT_CHARS, MAX_TEXTS, MAX_TOKEN_ID
 from diffserve.types import MAX_PROMPT_CHARS, MAX_SEED
@@ -18,13 +18,6 @@ MAX_CACHE_SALT_CHARS = 256
 DEFAULT_CHAT_TOKENS = 1024
 DEFAULT_COMPLETION_TOKENS = 16
 
-IGNORED: Final = frozenset(
-    {
-        *("metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options"),
-        *("prompt_cache_retention", "reasoning_effort", "safety_identifier", "store", "tool_choice"),
-        *("function_call", "user", "verbosity"),
-    }
-)
 REFUSED: Final[dict[str, str]] = {
     **dict.fromkeys(
         ("chat_template", "chat_template_kwargs", "tokenizer"),
@@ -105,7 +98,6 @@ class SamplingBody(WorkBody):
     """How texts are continued: OpenAI's fields, and beside them those that self-hosted servers agree on."""
 
     refused: ClassVar[Mapping[str, str]] = REFUSED
-    ignored: ClassVar[frozenset[str]] = IGNORED
 
     model: ModelName | None = None
     n: Annotated[int, Field(ge=1, le=MAX_TEXTS, description="Text i is drawn with seed + i.")] | None = None
@@ -128,6 +120,20 @@ class SamplingBody(WorkBody):
     best_of: int | None = None
     response_format: Format | None = None
     cache_salt: Salt | None = None
+
+    tool_choice: Annotated[Literal["none", "auto"], Field(description=CHANGES_NOTHING)] | None = None
+    function_call: Annotated[Literal["none", "auto"], Field(description=CHANGES_NOTHING)] | None = None
+    user: Ignored | None = None
+    safety_identifier: Ignored | None = None
+    prompt_cache_key: Ignored | None = None
+    prompt_cache_retention: Ignored | None = None
+    reasoning_effort: Ignored | None = None
+    verbosity: Ignored | None = None
+    store: IgnoredFlag | None = None
+    parallel_tool_calls: IgnoredFlag | None = None
+    metadata: IgnoredObject | None = None
+    prediction: IgnoredObject | None = None
+    prompt_cache_options: IgnoredObject | None = None
 
 
 PAINTED: Final = 'With "image" in it, or a model called "...:image", a picture is painted and comes in message.images.'
@@ -169,7 +175,6 @@ class RewriteBody(WorkBody):
 
     model_config = ConfigDict(title="RewritePromptRequest")
     hints: ClassVar[Mapping[str, str]] = {"prompt": "say what to paint"}
-    ignored: ClassVar[frozenset[str]] = frozenset({"user", "safety_identifier"})
 
     prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
     model: ModelName | None = None
@@ -179,6 +184,8 @@ class RewriteBody(WorkBody):
     system: Annotated[str, Field(max_length=MAX_PROMPT_CHARS, description="In place of the style's own.")] | None = None
     force: Annotated[bool, Field(description="Take an answer of which the model was unsure.")] | None = None
     stream: bool | None = None
+    user: Ignored | None = None
+    safety_identifier: Ignored | None = None
 
 
 class RewriterChoice(BaseModel):
