@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import io
 import json
 import time
@@ -195,3 +196,29 @@ def test_a_cancelled_batch_gives_its_places_back(tmp_path: Path, monkeypatch: py
     assert (batch.status, batch.num_completed) == ("completed", 4)
     ends = [works.batches.get(name) for name in cancelled]
     assert [end.status for end in ends if end is not None] == ["cancelled"] * 5
+
+
+def test_beside_another_server_of_the_folder_batches_wait_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def echo(request: Request) -> Response:
+        return JSONResponse(await request.json())
+
+    def warnings() -> list[str]:
+        return [record.message for record in caplog.records if "another server" in record.message]
+
+    works = Works(tmp_path, echo)
+    seen: list[str] = []
+    with (works.files.folder.parent / "batches.lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+
+        def goes_on(batch: Batch) -> bool:
+            seen.append(batch.status)
+            if warnings() and len(seen) > 20:
+                fcntl.flock(other, fcntl.LOCK_UN)
+            return batch.is_over
+
+        batch = works.run(works.begin(1), until=goes_on)
+    assert (batch.status, batch.num_completed) == ("completed", 1)
+    assert len(set(seen[:20])) == 1
+    assert len(warnings()) == 1

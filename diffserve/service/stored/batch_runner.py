@@ -117,12 +117,18 @@ class BatchRunner:
     async def _locked(self, path: Path) -> int:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        has_told = False
         try:
             while True:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     return lock
                 except BlockingIOError:
+                    if not has_told:
+                        log.warning(
+                            "another server uses this folder: batches wait until it ends", extra={"folder": str(path.parent)}
+                        )
+                        has_told = True
                     await asyncio.sleep(LOOK_EVERY_S)
         except BaseException:
             os.close(lock)
