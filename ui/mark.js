@@ -139,6 +139,7 @@
   // Gradio puts its picture there and takes it away: the canvas lies over whichever there is.
   function follow() {
     const shown = document.querySelector("#start-picture img");
+    if (!shown && document.querySelector("#start-picture [data-from=noise]")) return diffserve.unmark();
     if (!shown || !shown.naturalWidth || !shown.parentElement) {
       if (shown) shown.addEventListener("load", follow, { once: true });
       else picture = null;

@@ -38,18 +38,21 @@ def test_a_picture_is_searched_for_taken_up_again_and_deleted(visit: Visitor, sc
     expect(there.field("negative-prompt")).to_have_value("night")
 
     there.write("prompt", "an owl")
+    there.write("negative-prompt", "snow")
     there.page.get_by_role("tab", name="History").click()
     expect(grid).to_have_count(1)
     grid.first.click()
     there.press("history-edit")
     expect(there.part("start-picture").locator("canvas")).to_be_visible()
     expect(there.field("prompt")).to_have_value("a zebra in the snow")
+    expect(there.field("negative-prompt")).to_have_value("night")
     there.expect_caption("say what it is to become")
     there.page.get_by_role("tab", name="History").click()
     grid.first.click()
     there.press("history-restore")
     there.expect_caption("these are the settings of that picture")
     expect(there.part("start-picture").locator("canvas")).to_have_count(0)  # that began from noise
+    there.page.wait_for_function("() => !diffserve.isEdit()")  # and nor does the next
     there.page.get_by_role("tab", name="History").click()
     grid.first.click()
     there.press("history-delete")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
+from starlette.requests import Request
 
 from diffserve.errors import InvalidRequest
-from diffserve.service.http.forms import parse_fields
+from diffserve.service.http.errors import HttpError
+from diffserve.service.http.forms import MultipartForm, parse_fields, read_form
 from diffserve.service.images.edit_schemas import EditBody
 
 
@@ -24,3 +29,35 @@ def test_numbers_lists_and_texts_are_what_json_has() -> None:
     assert (body.prompt, body.strength, body.n) == ("NaN", 0.1, 2)
     assert body.loras is not None
     assert [one.name for one in body.loras] == ["gift"]
+
+
+FORM = (
+    b'--b\r\nContent-Disposition: form-data; name="prompt"\r\n\r\na fox\r\n'
+    b'--b\r\nContent-Disposition: form-data; name="mask"; filename="m.png"\r\n\r\nnearly --c--, and more\r\n--b--\r\n'
+)
+
+
+def read(body: bytes, step: int) -> MultipartForm:
+    """The form ``body``, which comes in pieces of ``step`` bytes."""
+    pieces = [body[at : at + step] for at in range(0, len(body), step)]
+    told = [{"type": "http.request", "body": one, "more_body": True} for one in pieces]
+    left = iter([*told, {"type": "http.request", "body": b"", "more_body": False}])
+
+    async def receive() -> Any:
+        return next(left)
+
+    headers = [(b"content-type", b"multipart/form-data; boundary=b")]
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "app": None}
+    return asyncio.run(read_form(Request(scope, receive), max_files=1))
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_a_form_that_lost_its_end_is_refused_for_its_last_part_is_not_whole(step: int) -> None:
+    for whole in (FORM, FORM.removesuffix(b"\r\n"), FORM + b"an epilogue"):
+        form = read(whole, step)
+        assert form.fields == {"prompt": "a fox"}
+        assert form.files == {"mask": [b"nearly --c--, and more"]}
+    for cut in (6, 8, 30, 100):
+        with pytest.raises(HttpError, match="ends before its closing boundary") as caught:
+            read(FORM[:-cut], step)
+        assert (caught.value.status, caught.value.code) == (400, "invalid_form")

@@ -63,8 +63,10 @@ class CreateHandlers:
         varied = [fields.seed, *(fields.typed[name] for name in ("variation_seed", "variation_strength")), tab.advanced]
         showing.reuse_seed.click(self.reuse_seed, showing.parameters, varied, **PRIVATE)
         everything = [*fields.all, tab.advanced, showing.caption]
-        showing.vary.click(self.vary, showing.parameters, everything, **PRIVATE)
-        tab.random_seed.click(fn=None, js="() => ''", outputs=fields.seed, api_visibility="private")
+        showing.vary.click(self.vary, showing.parameters, everything, **PRIVATE).then(
+            self.look_at_start, None, tab.start.outputs, **PRIVATE
+        )
+        tab.random_seed.click(fn=None, js="() => ['', '', '']", outputs=varied[:3], api_visibility="private")
         gr.on(
             [showing.generate.click, fields.prompt.submit],
             js="(prompt) => diffserve.remember(prompt)",

@@ -43,6 +43,9 @@ EDITOR: Final = """<div class="under-marks"><img src="gradio_api/file={}" alt="T
 <label>Brush <input type="range" id="brush" min="1" max="60" value="12"></label></div>
 <p id="marked" role="status"></p>"""
 
+PUT_AWAY: Final = '<span data-from="noise" hidden></span>'
+"""In place of the editor: the browser forgets the picture, and what was marked on it."""
+
 Update = Any  # a value of a component, or what gr.update gives
 
 
@@ -93,10 +96,11 @@ def lay_out() -> StartPanel:
 
 
 def shown(picture: Path | None, trouble: str | None = None) -> list[Update]:
-    """Updates of panel, editor, remove and said; a ``picture`` opens the panel."""
+    """Updates of panel, editor, remove and said; a ``picture`` opens the panel, none puts away the one that was there,
+    unless there is ``trouble`` with that."""
     return [
         gr.update(open=True) if picture or trouble else gr.skip(),
-        EDITOR.format(quote(str(picture))) if picture else "",
+        EDITOR.format(quote(str(picture))) if picture else "" if trouble else PUT_AWAY,
         gr.update(visible=bool(picture or trouble)),
         status(trouble, is_error=True) if trouble else "",
     ]

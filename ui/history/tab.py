@@ -12,13 +12,13 @@ from weakref import WeakKeyDictionary
 import gradio as gr
 
 from diffserve.client import HistoryEntry
-from diffserve.errors import DiffserveError
+from diffserve.errors import DiffserveError, InvalidRequest
 from diffserve.images import format_of
-from diffserve.infotext import seeds_told
+from diffserve.infotext import parse_infotext, seeds_told
 from ui import captions
 from ui.create.handlers import settings_in
 from ui.create.layout import CreateTab, thumbnails
-from ui.create.parameters import FORM_FIELDS
+from ui.create.parameters import FORM_FIELDS, infotext_of
 from ui.create.start import shown as shown_start
 from ui.create.start import still_shown
 from ui.events import PRIVATE, SILENT
@@ -112,7 +112,8 @@ class HistoryHandlers:
         tab.grid.select(self.choose, None, tab.outputs, **PRIVATE)
         tab.delete.click(self.delete, None, tab.outputs, **PRIVATE)
         form = [*create.fields.all, create.advanced, create.showing.caption, *create.start.outputs, tab.said]
-        edited = [*create.start.outputs, create.fields.strength, create.showing.caption, create.fields.prompt]
+        edited = [*create.start.outputs, create.fields.strength, create.showing.caption]
+        edited += [create.fields.prompt, create.fields.negative_prompt]
         to_create = "() => diffserve.openTab('Create')"
         tab.restore.click(self.restore, None, form, **PRIVATE).success(js=to_create, **SILENT)
         tab.edit.click(self.edit, None, edited, **PRIVATE).success(js=to_create, **SILENT)
@@ -174,7 +175,7 @@ class HistoryHandlers:
     async def edit(self, request: gr.Request) -> list[Update]:
         """Begin from the chosen one, and from its words."""
         looking = self._of(request)
-        unchanged = [gr.skip()] * 3
+        unchanged = [gr.skip()] * 4
         try:
             path = None if looking.chosen is None else await self._whole(looking.found[looking.chosen][0])
         except (DiffserveError, OSError) as error:
@@ -182,9 +183,8 @@ class HistoryHandlers:
         if path is None:
             return [*shown_start(None, "That picture is no longer here; look for it again."), *unchanged]
         self._visitors.of(request.session_hash).start = path
-        assert looking.chosen is not None
         said = captions.status("Say what it is to become, and press Generate.")
-        return [*shown_start(path), "", said, looking.found[looking.chosen][0].prompt or gr.skip()]
+        return [*shown_start(path), "", said, *await asyncio.to_thread(_words_of, path)]
 
     def _of(self, request: gr.Request) -> Looking:
         return self._looking.setdefault(self._visitors.of(request.session_hash), Looking(""))
@@ -226,6 +226,15 @@ async def _unless_gone(picture: Awaitable[bytes]) -> bytes | None:
         if error.code in ("picture_not_found", "history_not_found"):
             return None
         raise
+
+
+def _words_of(path: Path) -> tuple[Update, Update]:
+    """Prompt and negative prompt of the picture at ``path``, as updates; none where it does not say."""
+    try:
+        said = parse_infotext(infotext_of(path.read_bytes()))
+    except (OSError, InvalidRequest):
+        return gr.skip(), gr.skip()
+    return said.prompt, said.negative_prompt
 
 
 def lay_out() -> HistoryTab:

@@ -112,8 +112,8 @@ class Txt2Img(Generations):
                 passes = [*passes, *results]
         warnings = list(dict.fromkeys([*painting.warnings, *(text for one in results for text in one.warnings)]))
         texts = [infotext_of(last, result, firsts.get(_seeds(result))) for result in results]
-        encode = [self._in_thread(last.num_pixels, encoded, last, *each) for each in zip(results, texts, strict=True)]
-        told = await asyncio.gather(*encode) if body.asked.send_images is not False else []
+        sent = [] if body.asked.send_images is False else [*zip(results, texts, strict=True)]
+        told = await asyncio.gather(*(self._in_thread(last.num_pixels, encoded, last, *each) for each in sent))
         content = await asyncio.to_thread(answer_of, last, body, results, texts, passes, told)
         return json_response(content, warnings)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final, NamedTuple
 
 import msgspec
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
 from diffserve.errors import InvalidRequest
@@ -42,6 +44,22 @@ class OpenForm(NamedTuple):
     files: dict[str, list[UploadFile]]
 
 
+async def whole(request: Request) -> AsyncGenerator[bytes, None]:
+    """The body of ``request``, a form. HttpError behind it where the boundary that closes it is missing: so is then the
+    end of the part before it, of which the parser says nothing, and an edit would be made without its mask."""
+    _, told = parse_options_header(request.headers.get("content-type"))
+    closing, latest = b"--%b--" % told.get(b"boundary", b""), b""
+    is_closed = b"boundary" not in told  # then nothing can be read of it, which the parser says
+    async with aclosing(request.stream()) as chunks:
+        async for chunk in chunks:
+            is_closed = is_closed or closing in latest + chunk
+            latest = (latest + chunk)[-len(closing) + 1 :]
+            yield chunk
+    if not is_closed:
+        said = "the form ends before its closing boundary, so its last part is not whole; send it again."
+        raise HttpError(400, said, code="invalid_form")
+
+
 async def read_form(request: Request, *, max_files: int) -> MultipartForm:
     """The form in the body of ``request``. Raises InvalidRequest or HttpError for what is none, or holds too much."""
     async with open_form(request, max_files=max_files) as form:
@@ -54,8 +72,13 @@ async def open_form(request: Request, *, max_files: int) -> AsyncIterator[OpenFo
     """The same for the length of the block, in which long files lie on disk."""
     fields: dict[str, str | list[str]] = {}
     files: dict[str, list[UploadFile]] = {}
+    limits = {"max_files": max_files, "max_fields": MAX_FIELDS, "max_part_size": MAX_FIELD_BYTES}
     try:
-        async with request.form(max_files=max_files, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES) as form:
+        if is_form(request):
+            form = await MultiPartParser(request.headers, whole(request), **limits).parse()
+        else:  # application/x-www-form-urlencoded
+            form = await request.form(**limits)
+        try:
             for name, value in form.multi_items():
                 bare = name.removesuffix("[]")
                 if isinstance(value, UploadFile):
@@ -68,8 +91,11 @@ async def open_form(request: Request, *, max_files: int) -> AsyncIterator[OpenFo
                 else:
                     fields[bare] = value
             yield OpenForm(fields, files)
-    except HTTPException as error:  # what starlette makes of a form that it cannot read
-        raise HttpError(400, f"the form cannot be read: {error.detail}", code="invalid_form") from None
+        finally:
+            await form.close()
+    except (MultiPartException, HTTPException) as error:  # the latter is what starlette's request makes of the former
+        said = error.message if isinstance(error, MultiPartException) else error.detail
+        raise HttpError(400, f"the form cannot be read: {said}", code="invalid_form") from None
     except ClientDisconnect:
         raise hung_up() from None
 

@@ -126,7 +126,8 @@ class BatchRunner:
                 except BlockingIOError:
                     if not has_told:
                         log.warning(
-                            "another server uses this folder: batches wait until it ends", extra={"folder": str(path.parent)}
+                            "another server uses this folder: batches wait until it ends",
+                            extra={"folder": str(path.parent)},
                         )
                         has_told = True
                     await asyncio.sleep(LOOK_EVERY_S)
