@@ -52,8 +52,9 @@ async def whole(request: Request) -> AsyncGenerator[bytes, None]:
     is_closed = b"boundary" not in told  # then nothing can be read of it, which the parser says
     async with aclosing(request.stream()) as chunks:
         async for chunk in chunks:
-            is_closed = is_closed or closing in latest + chunk
-            latest = (latest + chunk)[-len(closing) + 1 :]
+            latest += chunk
+            is_closed = is_closed or closing in latest
+            latest = latest[-len(closing) + 1 :]
             yield chunk
     if not is_closed:
         said = "the form ends before its closing boundary, so its last part is not whole; send it again."
@@ -75,7 +76,8 @@ async def open_form(request: Request, *, max_files: int) -> AsyncIterator[OpenFo
     limits = {"max_files": max_files, "max_fields": MAX_FIELDS, "max_part_size": MAX_FIELD_BYTES}
     try:
         if is_form(request):
-            form = await MultiPartParser(request.headers, whole(request), **limits).parse()
+            async with aclosing(whole(request)) as chunks:
+                form = await MultiPartParser(request.headers, chunks, **limits).parse()
         else:  # application/x-www-form-urlencoded
             form = await request.form(**limits)
         try:
