@@ -51,28 +51,41 @@ Paint = Callable[[Sequence[Sequence[GenerationRequest]], int], Run]
 
 
 class PipelineArm:
-    """diffusers' own pipeline, loaded by diffusers from the same files in the same precision, behind a lock."""
+    """diffusers' own pipeline with the samplers of the workload, behind a lock.
 
-    def __init__(self, directory: Path, model: DiffusionModel) -> None:
-        name = "StableDiffusionXLPipeline" if len(model.text.encoders) == 2 else "StableDiffusionPipeline"
-        plain = {} if "XL" in name else {"safety_checker": None, "requires_safety_checker": False}
+    pipeline  the same model in the same precision, on its device
+    """
+
+    def __init__(self, pipeline: Any, model: DiffusionModel) -> None:
         config = {**model.scheduler_config, "timestep_spacing": "leading", "clip_sample": False}
         with hushed("transformers", "diffusers"):
             self._schedulers = {
                 name: import_quietly("diffusers", cls).from_config(config) for name, cls in SCHEDULERS.items()
             }
-            self.pipeline = import_quietly("diffusers", name).from_pretrained(
-                str(directory), torch_dtype=model.dtype, **plain
-            )
-        self.pipeline.to(model.device)
+        self.pipeline = pipeline
         self.pipeline.set_progress_bar_config(disable=True)
         self._lock = threading.Lock()
 
+    @classmethod
+    def load(cls, directory: Path, model: DiffusionModel) -> PipelineArm:
+        """The pipeline that diffusers loads from the files of ``model``."""
+        name = "StableDiffusionXLPipeline" if len(model.text.encoders) == 2 else "StableDiffusionPipeline"
+        plain = {} if "XL" in name else {"safety_checker": None, "requires_safety_checker": False}
+        with hushed("transformers", "diffusers"):
+            pipeline = import_quietly("diffusers", name).from_pretrained(
+                str(directory), torch_dtype=model.dtype, **plain
+            )
+        return cls(pipeline.to(model.device), model)
+
     def compiled(self) -> PipelineArm:
-        """The same with a UNet by ``torch.compile``, for every shape anew; compiling takes a minute each."""
+        """An arm whose UNet is made by ``torch.compile``, again for every shape; that takes a minute each.
+
+        Weights are frozen into it on a CPU only: there it is faster, on a GPU it keeps compiled code out of caches.
+        """
         other, network = copy.copy(self), copy.deepcopy(self.pipeline.unet)
         torch._dynamo.config.recompile_limit = 64
-        forward: Any = torch.compile(network.forward, dynamic=False, options={"freezing": True})
+        options: Any = {"freezing": True} if self.pipeline.unet.device.type == "cpu" else None
+        forward: Any = torch.compile(network.forward, dynamic=False, options=options)
 
         def call(sample: Tensor, timestep: Any, **arguments: Any) -> Any:
             # some schedulers count in integers: that would be compiled once more
@@ -88,12 +101,13 @@ class PipelineArm:
         """One pipeline call for ``requests``, which are equal but for prompt and seed: pictures or latents (B, ...)."""
         first = requests[0]
         params = first.diffusion
+        negatives = [request.negative_prompt for request in requests]
         with self._lock, warnings.catch_warnings(), torch.inference_mode():
             warnings.simplefilter("ignore")
             self.pipeline.scheduler = self._schedulers[str(params.sampler)]
             output = self.pipeline(
                 [request.prompt for request in requests],
-                negative_prompt=[request.negative_prompt for request in requests],
+                negative_prompt=negatives if any(negatives) else None,  # of SDXL "" would be encoded
                 num_inference_steps=params.num_steps,
                 guidance_scale=params.guidance_scale,
                 width=first.width_px,

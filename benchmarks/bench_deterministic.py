@@ -94,7 +94,7 @@ def main(
         path = model if model == "embedded" else directory
         exact = Engine.from_pretrained(path, device=device, dtype=dtype, config=EngineConfig(deterministic=True))
         free = Engine(exact.model, EngineConfig(deterministic=False))
-        pipeline = PipelineArm(directory, exact.model)
+        pipeline = PipelineArm.load(directory, exact.model)
     paints: dict[str, Paint] = {"deterministic": exact.generate, "free": free.generate, "diffusers": pipeline.paint}
     document = {
         **head("deterministic", model, exact.info),

@@ -57,7 +57,7 @@ def open_arms(model: str, device: str, dtype: str, max_rows: int) -> tuple[Engin
     with directory_of(model, device, dtype) as directory:
         path = model if model == "embedded" else directory
         engine = Engine.from_pretrained(path, device=device, dtype=dtype, config=config)
-        return engine, PipelineArm(directory, engine.model)
+        return engine, PipelineArm.load(directory, engine.model)
 
 
 def run_rung(

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.bench_preview import in_turns
 from benchmarks.report import RESULTS, head, summary, write
 from diffserve.config import EngineConfig
-from diffserve.engine.image.shape_groups import is_deterministic
+from diffserve.engine.image.compiled_groups import is_deterministic
 from diffserve.runtime import load_model
 from diffserve.runtime.text.conditioning import PagedConditioner, make_conditioner
 

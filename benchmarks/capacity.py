@@ -3,8 +3,10 @@
     python benchmarks/capacity.py                 # simulate anew, and write figures and page: ten minutes
     python benchmarks/capacity.py --page-only     # the page from the figures that are there
 
-Engines are simulated (``simulator.py``) over what calls cost: on the CPU as measured, on GPUs as the roofline has it
-(``diffserve.runtime.roofline``), at a share of it that real kernels reach. No GPU has been measured.
+Engines are simulated (``simulator.py``) over what calls cost: measured on the CPU, predicted on GPUs from the roofline
+(``diffserve.runtime.roofline``), the share of it that kernels reach, and the time of a kernel launch. Each predicted
+figure has a range: the same prediction with slower and with faster assumptions. The launch time is read from the
+newest result of ``gpu_suite.py`` where there is one.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import torch
 import typer
@@ -31,19 +34,32 @@ from benchmarks.simulator import Costs, capacity_per_s, loaded, read_costs, repl
 from benchmarks.trace import mixed
 from diffserve.config import EngineConfig
 from diffserve.runtime.dry_run import Work
-from diffserve.runtime.needs import needs_of
+from diffserve.runtime.needs import Needs, needs_of
 from diffserve.runtime.roofline import GPU, find_gpu
 from diffserve.store.database import Database
 from diffserve.store.history import History, new_entry_id
 
 FIGURES: Final = RESULTS / "capacity.json"
 MEASURED: Final = RESULTS / "simulator-embedded" / "costs-epyc-two-cores.json"
-REACHED: Final = 0.5
-"""Of the roofline: real kernels reach a half to three quarters."""
 
-LAUNCH_S: Final = 4e-6
-"""Of the CPU for a kernel; a call cannot be faster than its launches."""
 
+class Assumptions(NamedTuple):
+    """Assumptions behind a predicted figure.
+
+    reached   the share of the roofline that kernels reach
+    launch_s  seconds of the CPU for the launch of a kernel; a call cannot be faster than its launches
+    """
+
+    reached: float
+    launch_s: float
+
+
+EXPECTED: Final = Assumptions(0.5, 4e-6)
+SLOW: Final = Assumptions(0.3, 10e-6)
+FAST: Final = Assumptions(0.7, 2.5e-6)
+"""Published times of diffusers on an A100 are 0.23 (SD 1.5, eager) to 0.68 (SDXL, compiled) of this roofline."""
+
+SUITE_RESULTS: Final = "gpu-suite*.json"
 TICK_S, PREPARE_S = 0.001, 0.01
 ROWS: Final = (1, 2, 4, 8, 16)
 ARMS: Final = {
@@ -63,15 +79,32 @@ LOADS: Final = tuple(round(0.3 + 0.05 * step, 2) for step in range(14))
 """Of what full ticks can do."""
 
 
-def gpu_costs(model: str, gpu: GPU) -> Costs:
-    """What calls of ``model`` (of ``random_models.NAMES``) cost on ``gpu`` in bfloat16, derived and not measured."""
+def measured_launch_s(folder: Path = RESULTS) -> float | None:
+    """Seconds a kernel of a launch-bound network in the newest result of ``gpu_suite.py`` in ``folder``, if any."""
+    documents = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob(SUITE_RESULTS)]
+    for document in sorted(documents, key=lambda document: str(document.get("date", "")), reverse=True):
+        machine = document.get("rows", {}).get("start", {}).get("points", {}).get("machine", {})
+        launch_us = machine.get("result", {}).get("network_launch_us")
+        if launch_us and document.get("device", "").startswith("cuda"):
+            return 1e-6 * float(launch_us)
+    return None
 
-    def seconds(work: Work) -> float:
-        return max(gpu.seconds(work, torch.bfloat16) / REACHED, LAUNCH_S * len(work.kernels))
 
+@cache
+def needs_of_model(model: str) -> Needs:
+    """The work of calls of ``model`` (of ``random_models.NAMES``) in bfloat16, counted without a GPU."""
     with tempfile.TemporaryDirectory() as scratch:
         path = save_hollow_model(model, Path(scratch), dtype=torch.bfloat16)
-        needs = needs_of(path, dtype="bfloat16", config=EngineConfig(), profile=None, rows=ROWS)
+        return needs_of(path, dtype="bfloat16", config=EngineConfig(), profile=None, rows=ROWS)
+
+
+def gpu_costs(model: str, gpu: GPU, assumed: Assumptions = EXPECTED) -> Costs:
+    """Predicted costs of calls of ``model`` (of ``random_models.NAMES``) on ``gpu`` in bfloat16."""
+
+    def seconds(work: Work) -> float:
+        return max(gpu.seconds(work, torch.bfloat16) / assumed.reached, assumed.launch_s * len(work.kernels))
+
+    needs = needs_of_model(model)
     width_px, height_px = needs.model.info.good_sizes[0]
     return Costs(
         calls={f"{width_px}x{height_px}": {rows: seconds(work) for rows, work in needs.steps.items()}},
@@ -105,10 +138,30 @@ def pool(costs: Costs, num_engines: int, slo_s: float, num_requests: int) -> dic
     return told | best | {"per_s": best["load"] * full_per_s}
 
 
-def arm(name: str, engines: list[int], most_requests: int) -> dict[str, Any]:
-    """One of ``ARMS`` with its pools."""
+def predicted_ranges(model: str, gpu: GPU, launch_s: float | None) -> dict[str, Any]:
+    """The range of each figure of an arm, by ``SLOW`` and ``FAST``: of times, and of the rate as factors on it.
+
+    A measured ``launch_s`` is the same at both ends.
+    """
+    assumed = [each if launch_s is None else each._replace(launch_s=launch_s) for each in (SLOW, EXPECTED, FAST)]
+    slow, expected, fast = (gpu_costs(model, gpu, each) for each in assumed)
+    [(size, _)] = expected.calls.items()
+    requests = mixed(500, expected.sizes, seed=1)
+    rates = [capacity_per_s(requests, costs, EngineConfig(max_waiting=100_000)) for costs in (slow, expected, fast)]
+    return {
+        "row_ms": {
+            rows: [1000 * costs.calls[size][rows] / rows for costs in (fast, slow)] for rows in expected.calls[size]
+        },
+        "decode_ms": [1000 * costs.decode_s for costs in (fast, slow)],
+        "rate": [rates[0] / rates[1], rates[2] / rates[1]],
+    }
+
+
+def arm(name: str, engines: list[int], most_requests: int, launch_s: float | None) -> dict[str, Any]:
+    """One of ``ARMS`` with its pools. ``launch_s``: as measured; ``None``: as assumed."""
     model, gpu, slo_s = ARMS[name]
-    costs = gpu_costs(model, find_gpu(gpu)) if gpu else read_costs(MEASURED)
+    assumed = EXPECTED if launch_s is None else EXPECTED._replace(launch_s=launch_s)
+    costs = gpu_costs(model, find_gpu(gpu), assumed) if gpu else read_costs(MEASURED)
     [(size, calls)] = costs.calls.items()
     pools = []
     for number in engines:
@@ -117,7 +170,7 @@ def arm(name: str, engines: list[int], most_requests: int) -> dict[str, Any]:
     width_px, height_px = costs.sizes[0]
     return {
         "name": name,
-        "derived": bool(gpu),
+        "predicted": predicted_ranges(model, find_gpu(gpu), launch_s) if gpu else None,
         "size": size,
         "pixels": width_px * height_px,
         "slo_s": slo_s,
@@ -146,6 +199,9 @@ def main(
     engines: Annotated[str, typer.Option(help="Engines in a pool, with commas.")] = "1,4,16,64",
     requests: Annotated[int, typer.Option(min=20, help="At most, of a simulated trace.")] = 6400,
     commits: Annotated[int, typer.Option(min=1, help="Of the store.")] = 300,
+    launch_us: Annotated[
+        float | None, typer.Option(help="Measured microseconds of a kernel launch; else by the GPU suite, or 4.")
+    ] = None,
     page_only: Annotated[bool, typer.Option("--page-only", help="Simulate nothing.")] = False,
     out: Annotated[
         Path, typer.Option(help="Figures, JSON; the page is written beside the committed ones alone.")
@@ -156,21 +212,26 @@ def main(
         document = json.loads(out.read_text(encoding="utf-8"))
     else:
         gc.set_threshold(200_000, 50, 100)
+        launch_s = measured_launch_s() if launch_us is None else 1e-6 * launch_us
         chosen = [name for name in ARMS if not arms or any(word in name for word in arms.split(","))]
         sizes = [int(number) for number in engines.split(",")]
         document = {
             "benchmark": "capacity",
-            "note": "simulated; GPU figures are derived from the roofline, no GPU was measured",
+            "note": "simulated; GPU figures are predicted from the roofline, no GPU was measured",
             "command": " ".join(["python", "benchmarks/capacity.py", *(Path(word).name for word in sys.argv[1:])]),
             "hardware": hardware("cpu"),
             "versions": versions(),
-            "reached_of_roofline": REACHED,
+            "assumptions": {
+                name: {"reached": each.reached, "launch_us": round(1e6 * (launch_s or each.launch_s), 2)}
+                for name, each in (("expected", EXPECTED), ("slow", SLOW), ("fast", FAST))
+            },
+            "launch_is_measured": launch_s is not None,
             "within": WITHIN,
             "front": front_costs(commits),
             "arms": [],
         }
         for name in chosen:
-            document["arms"].append(arm(name, sizes, requests))
+            document["arms"].append(arm(name, sizes, requests, launch_s))
             write(document, out)
     if out == FIGURES:
         PAGE.write_text(page(document), encoding="utf-8")

@@ -19,54 +19,67 @@ BYTES_PER_PIXEL: Final = 1.5
 
 NIC_GBIT: Final = 10.0
 
+NOTHING_MEASURED: Final = "No GPU has been measured: every figure for a GPU on this page is predicted."
+LAUNCH_MEASURED: Final = (
+    "The time of a kernel launch was measured on a GPU: every other figure for a GPU on this page is predicted."
+)
+
 HEAD: Final = """# Capacity
 
 Written by `{command}`, which simulates engines behind a router that sees their work
-(`benchmarks/simulator.py`, the scheduler that serves); `--page-only` writes this page from
+(`benchmarks/simulator.py`, with the scheduler that serves); `--page-only` writes this page from
 `benchmarks/results/capacity.json`. The workload is the mixed one: 4 to 50 steps, 20 on average, three of four guided,
 many samplers, Poisson arrivals. An SLO is met where {within:.0%} of all requests are done in time, from arrival to
-picture.
+image.
 
-**No GPU has been measured.** What a call costs on one is *derived*: the roofline of the maker's figures for arithmetic
-and memory (`diffserve doctor --gpu`), of which kernels are taken to reach {reached:.0%}, and no less than the launches
-of its kernels. Real ones reach a half to three quarters, so a GPU may do half as much again, and less where the CPU
-keeps it waiting; `python benchmarks/gpu_suite.py` (nine minutes on a GPU) measures some. The row on two CPU cores is
-*measured*. Prices an hour are assumptions ({prices}); costs are proportional
-to them, and of the engines alone.
+**{measured}** A prediction takes the vendor's figures for arithmetic
+and memory (`diffserve doctor --gpu`), the share of them that kernels reach ({reached:.0%}), and the time of a kernel
+launch ({launch}); a call takes no less than its launches.
+
+Behind each predicted figure stands its range in parentheses, the error bar: the same prediction with slower
+assumptions ({slow}) and with faster ones ({fast}). For comparison, published
+times of diffusers on an A100 are 23% (SD 1.5, eager) to 68% (SDXL, compiled) of this roofline. Ranges of rates hold for
+one engine and are applied to pools; pools are simulated with the expected assumptions only.
+`python benchmarks/gpu_suite.py` measures the figures on a GPU in nine minutes.
+
+The row on two CPU cores is *measured*. Prices an hour are assumptions ({prices}); costs are proportional to them, and
+of the engines alone.
 """
 
 ENGINES: Final = """
 ## One engine
 
-Milliseconds a row (a guided picture takes two rows a step) in a call of one row and of the most, to decode a picture,
-and pictures a second when all ticks are full. {command}
+Milliseconds a row (a guided image takes two rows a step) in a call of one row and in a call of the most rows, to decode
+an image, and images a second when all ticks are full. {command}
 """
 
 POOLS: Final = """
 ## A pool at its SLO
 
-The most load, as a share of what full ticks could do, at which the SLO still holds, and what that is in pictures a
-second; 0.95 is the most that was looked at. A larger pool bears more: some engine has just become free. {command}
+The most load, as a share of what full ticks could do, at which the SLO still holds, and the images a second at that
+load; 0.95 is the highest load that was simulated. A larger pool has a higher limit: some engine has just become free.
+{command}
 """
 
 SCALE: Final = """
 ## From one GPU to the size of the internet
 
-Engines for a load at the SLO, and dollars for a thousand pictures at that load. Up to 64 engines as simulated; beyond,
-pools of 64 side by side, each with its own front: nothing is gained by larger ones. Add one engine in ten for those
-that start anew or are lost. {command}
+Engines for a load at the SLO, and dollars for a thousand images at that load. Up to 64 engines are simulated; beyond,
+these are pools of 64, each with its own front: larger pools gain nothing. Add one engine in ten for those that restart
+or are lost. {command}
 """
 
 BREAKS: Final = """
 ## Where this design would break first
 
-What a picture takes of the parts that all pictures pass, and how many pictures a second one such part bears. {command}
+What an image takes of the parts that all images pass, and how many images a second one such part can take. {command}
 """
 
 AFTER: Final = """
 In this order:
 
-1. **The process that answers.** It encodes the PNG, in threads of one process: {png}. That is the first wall: {walls}.
+1. **The process that answers.** It encodes the PNG, in threads of one process: {png}.
+   That is the first limit (predicted): {walls}.
    Encoding where the picture is painted would move it; a server for each GPU behind a balancer, as
    `configs/deploy/kubernetes.yaml` has it, goes round it, and that is what the tables assume.
 2. **Bytes.** At {gbit:g} Gbit/s a machine sends {nic} pictures of 1024x1024 a second as base64 in JSON (1.5 bytes a
@@ -74,8 +87,8 @@ In this order:
    store and a network for delivery, none of which is here.
 3. **The store.** One SQLite file for each server: {commits:,.0f} commits a second were measured here, one for a
    picture that is kept in the history, on a disk and cores that others used, too: enough for {fed} of the fastest
-   engines above behind one server. It is what cannot be shared: over many servers, history, files and batches are each
-   server's own until there is a store for all.
+   engines above behind one server (predicted). It is what cannot be shared: over many servers, history, files and
+   batches are each server's own until there is a store for all.
 4. **The controller of a cluster.** What Ray's controller and its proxies bear of our requests has not been measured
    here; no request passes the controller, but every replica's health does. Pools of 64 engines, each with a controller
    of its own, do not wait for the answer.
@@ -84,31 +97,35 @@ In this order:
 6. **Bulk** (`diffserve batch --cluster`): a hundred thousand lines are five hundred shards, of which the command keeps
    names only. One file a picture in one folder is what will hurt first, and `--webdataset` is the way round.
 
-Until there are measured GPUs, plan with the derived figures, begin with one pool, and let the age of the queue
-(`diffserve_queue_age_seconds`) say when the next is wanted.
+Until there are measured GPUs, plan with the slow end of the ranges, begin with one pool, and add the next when the age
+of the queue (`diffserve_queue_age_seconds`) grows.
 """
 
 
 def page(document: Mapping[str, Any]) -> str:
     """The whole page."""
-    arms = document["arms"]
+    arms, assumptions = document["arms"], document["assumptions"]
     command = f"`{document['command']}`"
     prices = ", ".join(f"${arm['price_per_hour']:.2f} {arm['name'].rpartition(', ')[2]}" for arm in _once(arms))
     parts = [
         HEAD.format(
             command=document["command"],
             within=document["within"],
-            reached=document["reached_of_roofline"],
+            reached=assumptions["expected"]["reached"],
+            measured=LAUNCH_MEASURED if document["launch_is_measured"] else NOTHING_MEASURED,
+            launch=_launch(document),
+            slow=_assumed(assumptions["slow"]),
+            fast=_assumed(assumptions["fast"]),
             prices=prices,
         ),
         ENGINES.format(command=command),
-        _table(("engine", "figures", "one row", "most rows", "decode", "pictures/s"), map(_engine, arms)),
+        _table(("engine", "figures", "one row", "most rows", "decode", "images/s"), map(_engine, arms)),
         POOLS.format(command=command),
-        _table(("engine", "SLO", "engines", "load", "pictures/s", "p50, s", "p95, s"), _pools(arms)),
+        _table(("engine", "figures", "SLO", "engines", "load", "images/s", "p50, s", "p95, s"), _pools(arms)),
         SCALE.format(command=command),
-        _table(("engine", *(f"{load:,}/s" for load in ASKED_PER_S), "$ for 1 000"), map(_scale, arms)),
+        _table(("engine", "figures", *(f"{load:,}/s" for load in ASKED_PER_S), "$ for 1 000"), map(_scale, arms)),
         BREAKS.format(command=command),
-        _table(("engine", "front, CPU ms", "a core bears, /s", "engines that a core answers for", "MB on the wire"),
+        _table(("engine", "front, CPU ms", "images/s of a core", "engines that a core answers for", "MB on the wire"),
                map(_front, arms)),
         _after(document),
     ]  # fmt: skip
@@ -139,14 +156,14 @@ def front_ms(pixels: int) -> float:
 def _engine(arm: Mapping[str, Any]) -> Sequence[str]:
     rows = {int(rows): ms for rows, ms in arm["row_ms"].items()}
     full = arm["pools"][0]["full_per_s"] / arm["pools"][0]["engines"]
-    figures = "derived" if arm["derived"] else "measured"
+    ranges = {int(rows): ends for rows, ends in _ranges(arm).get("row_ms", {}).items()}
     return (
         arm["name"],
-        figures,
-        _figure(rows[min(rows)]),
-        _figure(rows[max(rows)]),
-        _figure(arm["decode_ms"]),
-        _figure(full),
+        _kind(arm),
+        _with_range(rows[min(rows)], ranges.get(min(rows))),
+        _with_range(rows[max(rows)], ranges.get(max(rows))),
+        _with_range(arm["decode_ms"], _ranges(arm).get("decode_ms")),
+        _rate(arm, full),
     )
 
 
@@ -155,24 +172,26 @@ def _pools(arms: Iterable[Mapping[str, Any]]) -> Iterable[Sequence[str]]:
         for pool in arm["pools"]:
             slo = f"{arm['slo_s']:g} s"
             if pool["load"] is None:
-                yield arm["name"], slo, str(pool["engines"]), "not kept", "", "", ""
+                yield arm["name"], _kind(arm), slo, str(pool["engines"]), "not kept", "", "", ""
             else:
-                figures = (_figure(pool[name]) for name in ("per_s", "p50_s", "p95_s"))
-                yield arm["name"], slo, str(pool["engines"]), f"{pool['load']:.2f}", *figures
+                times = (_time(arm, pool[name]) for name in ("p50_s", "p95_s"))
+                load, rate = f"{pool['load']:.2f}", _rate(arm, pool["per_s"])
+                yield arm["name"], _kind(arm), slo, str(pool["engines"]), load, rate, *times
 
 
 def _scale(arm: Mapping[str, Any]) -> Sequence[str]:
     found = [engines_for(arm, load) for load in ASKED_PER_S]
     last = found[-1]
-    dollars = "" if last is None else f"{1000 * arm['price_per_hour'] / 3600 / last[1]:.2g}"
-    return arm["name"], *("not kept" if one is None else f"{one[0]:,}" for one in found), dollars
+    dollars = "" if last is None else _time(arm, 1000 * arm["price_per_hour"] / 3600 / last[1], digits=2)
+    numbers = ("not kept" if one is None else _engines(arm, one[0]) for one in found)
+    return arm["name"], _kind(arm), *numbers, dollars
 
 
 def _front(arm: Mapping[str, Any]) -> Sequence[str]:
     ms = front_ms(arm["pixels"])
     megabytes = arm["pixels"] * BYTES_PER_PIXEL * 4 / 3 / 1e6
     one = engines_for(arm, 1000 / ms)
-    bears = "" if one is None else str(int(1000 / ms / one[1]))
+    bears = "" if one is None else _time(arm, int(1000 / ms / one[1]))
     return arm["name"], _figure(ms), _figure(1000 / ms), bears, f"{megabytes:.2f}"
 
 
@@ -181,8 +200,8 @@ def _after(document: Mapping[str, Any]) -> str:
     commits = 1000 / document["front"]["commit_ms"]
     for arm in document["arms"]:
         one = engines_for(arm, 1000 / front_ms(arm["pixels"]))
-        if arm["derived"] and one is not None:
-            walls.append(f"{_figure(1 / (1000 / front_ms(arm['pixels']) / one[1]))} cores for each {arm['name']}")
+        if arm["predicted"] and one is not None:
+            walls.append(f"{_rate(arm, one[1] * front_ms(arm['pixels']) / 1000)} cores for each {arm['name']}")
     large = 1024 * 1024 * BYTES_PER_PIXEL * 4 / 3
     most = ASKED_PER_S[-1]
     return AFTER.format(
@@ -198,6 +217,51 @@ def _after(document: Mapping[str, Any]) -> str:
     )
 
 
+def _launch(document: Mapping[str, Any]) -> str:
+    launch_us = document["assumptions"]["expected"]["launch_us"]
+    return f"{launch_us:g} microseconds, {'measured on a GPU' if document['launch_is_measured'] else 'assumed'}"
+
+
+def _assumed(assumptions: Mapping[str, float]) -> str:
+    return f"{assumptions['reached']:.0%}, {assumptions['launch_us']:g} microseconds"
+
+
+def _kind(arm: Mapping[str, Any]) -> str:
+    return "predicted" if arm["predicted"] else "measured"
+
+
+def _ranges(arm: Mapping[str, Any]) -> Mapping[str, Any]:
+    return arm["predicted"] or {}
+
+
+def _with_range(value: float, ends: Sequence[float] | None, digits: int = 3) -> str:
+    """``value``, and its range in parentheses where it is predicted."""
+    if ends is None:
+        return _figure(value, digits)
+    return f"{_figure(value, digits)} ({_figure(ends[0], digits)} to {_figure(ends[1], digits)})"
+
+
+def _rate(arm: Mapping[str, Any], value: float) -> str:
+    """A figure that is proportional to the rate of an engine."""
+    factors = _ranges(arm).get("rate")
+    return _with_range(value, None if factors is None else [value * factor for factor in factors])
+
+
+def _time(arm: Mapping[str, Any], value: float, digits: int = 3) -> str:
+    """A figure that is inversely proportional to the rate of an engine."""
+    factors = _ranges(arm).get("rate")
+    return _with_range(value, None if factors is None else [value / factor for factor in reversed(factors)], digits)
+
+
+def _engines(arm: Mapping[str, Any], number: int) -> str:
+    """So many engines, and the range of that number."""
+    factors = _ranges(arm).get("rate")
+    if factors is None:
+        return f"{number:,}"
+    low, high = (max(1, math.ceil(number / factor - 1e-9)) for factor in reversed(factors))
+    return f"{number:,} ({low:,} to {high:,})"
+
+
 def _once(arms: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
     """One for each kind of engine."""
     return {arm["name"].rpartition(", ")[2]: arm for arm in arms}.values()
@@ -208,5 +272,5 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _figure(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def _figure(value: float, digits: int = 3) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.{digits}g}"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.device_timing import peak_flops
 from diffserve.embedded.eval.parts import giga_operations
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.unet.batch_invariance import Predict
@@ -23,7 +24,7 @@ def measure_cost_curve(model: DiffusionModel, predict: Predict, *, repeats: int,
     ``predict`` runs the UNet on its first so many random rows and returns when the device is done.
     """
     work = row_gflop(predict)
-    peak = peak_gflops(model)
+    peak = peak_flops(model.device, model.dtype) / 1e9
     points: list[dict[str, Any]] = []
     outputs: dict[int, Tensor] = {}
     for rows in [count for count in ROWS if count <= most_rows]:
@@ -50,18 +51,6 @@ def measure_cost_curve(model: DiffusionModel, predict: Predict, *, repeats: int,
 def row_gflop(predict: Predict) -> float:
     """10^9 floating-point operations of one row, counted by torch (2 x multiply-add)."""
     return giga_operations(lambda: predict(range(1)))
-
-
-def peak_gflops(model: DiffusionModel, size: int = 2048) -> float:
-    """10^9 operations a second of a square matrix product in the model's dtype: the ceiling that was measured."""
-    left = torch.randn((size, size), device=model.device).to(model.dtype)
-
-    def multiply() -> None:
-        (left @ left)[0, 0].item()
-
-    multiply()
-    best_s = min(seconds_of_call(multiply) for _ in range(8))
-    return 2.0 * size**3 / best_s / 1e9
 
 
 def seconds_of(predict: Predict, rows: range) -> float:

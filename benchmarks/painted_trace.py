@@ -50,6 +50,14 @@ class WorkingTime(WallTime):
         return time.thread_time()
 
 
+class RealTime(WallTime):
+    """Wall time in which idle time passes: nothing is skipped."""
+
+    def skip_to(self, until_s: float) -> None:
+        """Sleep until ``until_s``."""
+        time.sleep(max(0.0, until_s - self()))
+
+
 class PaintedTrace(NamedTuple):
     """``served``: every request with its latency; ``ticks`` as far as the engine remembers; SHA-256 of the pictures of
     each request, in their order."""

@@ -24,6 +24,15 @@ from diffserve.vocabulary import EMBEDDED_DIRECTORY
 START, END = "<|startoftext|>", "<|endoftext|>"
 SD_BETAS: Final = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 
+TINY_UNET: Final[dict[str, Any]] = {
+    "sample_size": 16,
+    "block_out_channels": (32, 64),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+    "layers_per_block": 1,
+    "cross_attention_dim": 64,
+    "attention_head_dim": 8,
+}
 UNETS: Final[dict[str, dict[str, Any]]] = {
     "sd15-random": {
         "sample_size": 64,
@@ -46,16 +55,18 @@ UNETS: Final[dict[str, dict[str, Any]]] = {
         "addition_time_embed_dim": 256,
         "projection_class_embeddings_input_dim": 2816,
     },
-    "tiny-random": {
-        "sample_size": 16,
-        "block_out_channels": (32, 64),
-        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-        "layers_per_block": 1,
-        "cross_attention_dim": 64,
-        "attention_head_dim": 8,
+    "tiny-random": TINY_UNET,
+    "tiny-xl-random": {
+        **TINY_UNET,
+        "transformer_layers_per_block": (1, 2),
+        "cross_attention_dim": 128,
+        "use_linear_projection": True,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 8,
+        "projection_class_embeddings_input_dim": 6 * 8 + 32,
     },
 }
+TINY_VAE: Final = {"block_out_channels": (32, 32, 32, 32), "layers_per_block": 1, "sample_size": 128}
 VAES: Final[dict[str, dict[str, Any]]] = {
     "sd15-random": {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "sample_size": 512},
     "sdxl-random": {
@@ -64,7 +75,8 @@ VAES: Final[dict[str, dict[str, Any]]] = {
         "sample_size": 1024,
         "scaling_factor": 0.13025,
     },
-    "tiny-random": {"block_out_channels": (32, 32, 32, 32), "layers_per_block": 1, "sample_size": 128},
+    "tiny-random": TINY_VAE,
+    "tiny-xl-random": TINY_VAE,
 }
 CLIP_L: Final = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
 BIG_G: Final = {
@@ -84,7 +96,7 @@ def save_random_model(name: str, directory: Path, *, dtype: torch.dtype, seed: i
     """Write the model ``name`` in ``dtype`` as a diffusers directory; the same seed gives the same weights."""
     torch.manual_seed(seed)
     with hushed("transformers", "diffusers"):
-        parts = _parts(name, directory)
+        parts = model_parts(name, directory)
         for key in NETWORKS:
             if key in parts:
                 parts[key].to(dtype)
@@ -109,7 +121,7 @@ def save_hollow_model(name: str, directory: Path, *, dtype: torch.dtype) -> Path
     """
     target = directory / "model"
     with hushed("transformers", "diffusers"):
-        parts = build_on_meta(lambda: _parts(name, directory))
+        parts = build_on_meta(lambda: model_parts(name, directory))
         make_pipeline(parts).save_config(str(target))
         for key, part in parts.items():
             if key not in NETWORKS:
@@ -154,7 +166,8 @@ def _save_hollow(network: Any, file: Path, dtype: torch.dtype) -> None:
         out.truncate(8 + len(text) + end)
 
 
-def _parts(name: str, directory: Path) -> dict[str, Any]:
+def model_parts(name: str, directory: Path) -> dict[str, Any]:
+    """The networks, tokenizers and scheduler of the model ``name``; the tokenizers' files go below ``directory``."""
     parts = _text_parts(name, directory / "parts")
     parts["unet"] = import_quietly("diffusers", "UNet2DConditionModel")(**UNETS[name])
     parts["vae"] = _vae(name)
@@ -187,11 +200,12 @@ def _vae(name: str) -> Any:
 
 def _text_parts(name: str, directory: Path) -> dict[str, Any]:
     parts = {"tokenizer": _tokenizer(directory / "tokenizer")}
-    sizes = TINY_TEXT if name == "tiny-random" else CLIP_L
-    parts["text_encoder"] = _text_encoder("CLIPTextModel", sizes)
-    if name == "sdxl-random":
+    is_tiny = name.startswith("tiny-")
+    parts["text_encoder"] = _text_encoder("CLIPTextModel", TINY_TEXT if is_tiny else CLIP_L)
+    if "addition_embed_type" in UNETS[name]:
         parts["tokenizer_2"] = _tokenizer(directory / "tokenizer_2")
-        parts["text_encoder_2"] = _text_encoder("CLIPTextModelWithProjection", BIG_G)
+        second = {**TINY_TEXT, "projection_dim": 32, "hidden_act": "gelu"} if is_tiny else BIG_G
+        parts["text_encoder_2"] = _text_encoder("CLIPTextModelWithProjection", second)
     return parts
 
 

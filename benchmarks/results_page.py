@@ -15,6 +15,8 @@ from typing import Any, Final, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.gpu.table import goals as gpu_goals
+
 RESULTS: Final = Path(__file__).resolve().parent / "results"
 PAGE: Final = RESULTS.parent / "RESULTS.md"
 SIGNS: Final[dict[str, Callable[[float, float], bool]]] = {"at least": operator.ge, "at most": operator.le}
@@ -28,13 +30,6 @@ runs of the same round. What is *owed* has not been measured in this form yet, a
 """
 NEAR: Final = 0.1
 """Of the engine's figures those of the simulator."""
-
-GPU: Final = (
-    ("SD 1.5 at 512 px, 20 steps, bfloat16, one H200", "at least 14 images/s"),
-    ("SDXL at 1024 px, 20 steps, bfloat16, one H200", "at least 1.6 images/s"),
-    ("SDXL at 1024 px, 20 steps, float8, one H200", "at least 2.2 images/s"),
-    ("SDXL server at 0.9 of the offline rate, p99", "at most 6 s"),
-)
 
 
 class Goal(NamedTuple):
@@ -383,12 +378,23 @@ def exactness(documents: Documents) -> str:
 
 
 def gpu(documents: Documents) -> str:
-    """What only a GPU can tell."""
-    if (suite := documents.get("gpu_suite")) is None:
-        said = "No GPU has been at hand for these, so all are owed: `python benchmarks/gpu_suite.py`, nine minutes."
-        return f"{said}\n\n" + table(("what", "goal", "measured"), [(*row, OWED) for row in GPU])
-    done = [(point["point"], "failed" if "error" in point else "in the JSON") for point in suite["points"]]
-    return told(suite) + "\n" + table(("point", "measured"), done)
+    """The goals that only a GPU can show, with what was measured; and how the rows of the suite ended."""
+    heads = ("what", "goal", "measured", "holds")
+    suite = documents.get("gpu_suite")
+    rows = [
+        (
+            goal.name,
+            f"at {'least' if goal.at_least else 'most'} {goal.target:g}",
+            OWED if goal.measured is None else figure(goal.measured),
+            "" if goal.measured is None else "yes" if goal.is_met else "no",
+        )
+        for goal in gpu_goals(suite or {"rows": {}})
+    ]
+    if suite is None:
+        text = "No GPU has been at hand for these, so all are owed: `python benchmarks/gpu_suite.py`, nine minutes."
+        return f"{text}\n\n{table(heads, rows)}"
+    ended = [(name, row["state"], f"{row.get('wall_s', 0):g}") for name, row in suite["rows"].items()]
+    return f"{told(suite)}\n{table(heads, rows)}\n{table(('row of the suite', 'ended', 'seconds'), ended)}"
 
 
 def page(documents: Documents) -> str:

@@ -109,8 +109,11 @@ class Peers:
             parts.append((stop - start, {**chosen, "contexts": told}))
 
         def predict() -> Tensor:
-            compiled = groups.compiled.of(group)
-            return torch.cat([self.model.unet.predict(compiled=compiled, **part)[:kept] for kept, part in parts]).cpu()
+            makers: dict[str, Any] = {
+                "compiled": groups.compiled.of(group),
+                "recorder": groups.compiled.recorder(group),
+            }
+            return torch.cat([self.model.unet.predict(**makers, **part)[:kept] for kept, part in parts]).cpu()
 
         return predict
 

@@ -41,6 +41,11 @@ def is_plain_name(name: str) -> bool:
     return bool(name.strip()) and not re.search(r"[/\\<>:\x00-\x1f\x7f]", name) and name not in (".", "..")
 
 
+def is_relative_name(name: str) -> bool:
+    """Return whether ``name`` is a plain name or a path of plain names with slashes, such as ``style/ink``."""
+    return all(map(is_plain_name, name.split("/")))
+
+
 def check_chars(text: str, most: int, param: str, what: str = "") -> None:
     """InvalidRequest where ``text``, called ``what`` or else ``param``, has more than ``most`` characters or half ones.
 

@@ -13,7 +13,7 @@ import msgspec
 from diffserve.bounds import Between, check_bounds
 from diffserve.errors import ConfigError
 from diffserve.text_types import TextConfig
-from diffserve.types import ModelProfile, NoiseSource
+from diffserve.types import ModelProfile, NoiseSource, UNetPath
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int8_dynamic", "int8_static", "float8")
 VAE_DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -25,8 +25,9 @@ POLICIES = ("latency", "throughput", "goodput", "serial", "static", "same-key")
 AUTO_STYLE = "auto"
 MOST_PRICE_PER_HOUR = 1e6
 _PUBLIC_URL = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+(?:/[A-Za-z0-9._~\-/]*)?")
+_ORIGIN = re.compile(r"https?://[a-z0-9._\-\[\]:]+")
 _FETCH_HOST = re.compile(r"[a-z0-9](?:[a-z0-9.\-]{0,251}[a-z0-9])?(?::[0-9]{1,5})?")
-_DEVICE = re.compile(r"cpu|mps|cuda(?::[0-9]{1,3})?")
+_DEVICE = re.compile(r"cpu|mps|(?:cuda|xpu)(?::[0-9]{1,3})?")
 _FACTORY = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 
@@ -99,14 +100,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                            for is split; it is not compiled then, and has no DeepCache. "none": on one device
     split_guidance         a second device, for the unconditional rows of guided pictures: the two rows of one then take
                            the time of one. Nothing is compiled then, nor recorded. "": none
-    compile                "off": the UNet as it is; "warm": compiled for shapes that ``diffserve warm`` was run for;
-                           "background": for every shape that is painted, by a process of low priority. Of a small
-                           model on a CPU it takes 15 times the UNet's weights in memory, of others next to nothing
-    cuda_graphs            on CUDA: calls of the UNet are recorded for each number of rows, and replayed with one launch
+    compile                "off": the UNet is never compiled; "warm": packages made by ``diffserve warm`` are used;
+                           "auto": like "warm", and in addition ``diffserve serve`` compiles a small model on a CPU for
+                           its native size before it reports ready, and an engine on CUDA that is not deterministic
+                           compiles in the background; "background": compile every shape that is painted, in a process
+                           of low priority (deterministic engines treat it like "auto"). Compiling a small model on a
+                           CPU takes 15 times the memory of the UNet's weights
+    cuda_graphs            on CUDA: record UNet calls as CUDA graphs and replay each with one launch
+    memory_format          of the UNet's convolutions on CUDA in 16 bits: "contiguous", "channels_last", or "auto": the
+                           faster one, measured at the first start; in deterministic mode "auto" is "contiguous"
     stage                  what this process does of a picture: "all" of it, or in a cluster of stages apart "encode"
                            the texts (and rewrite them), "denoise", or "decode"; each loads only what it needs
     cache_dir              where costs and digests are kept between two starts (see :mod:`diffserve.disk_cache`);
                            "auto": the user's cache folder; "": nowhere
+    served_paths           set by a server, not a configuration key: the UNet paths it has stored. ``None`` in engines
+                           that belong to no server; these compile nothing by themselves in deterministic mode
     """
 
     max_rows: int | None = None
@@ -133,10 +141,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     offload: str = "none"
     device_map: str = "none"
     split_guidance: str = ""
-    compile: Literal["off", "warm", "background"] = "warm"
-    cuda_graphs: bool = False
+    compile: Literal["auto", "off", "warm", "background"] = "auto"
+    cuda_graphs: bool = True
+    memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
     stage: Literal["all", "encode", "denoise", "decode"] = "all"
     cache_dir: str = "auto"
+    served_paths: tuple[UNetPath, ...] | None = None
 
     def __post_init__(self) -> None:
         check_bounds(self, ENGINE_BOUNDS)
@@ -208,6 +218,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     allow_open          whether other machines may be let in where there are no keys
     allowed_hosts       the names by which the server may be called; none: its own; "*": any
+    cors_origins        web origins whose pages may call the API from a browser, such as https://app.example.org
     max_connections     how many clients may hold a connection at a time
     page                whether browsers find a page at ``/``
     page_grace_s        for so long a painting goes on whose page was closed: one that is reloaded comes back
@@ -242,6 +253,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     port: int
     allow_open: bool
     allowed_hosts: tuple[str, ...]
+    cors_origins: tuple[str, ...]
     max_connections: int
     data_dir: str
     max_body_bytes: int
@@ -301,6 +313,13 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"public_url is {self.public_url[:80]!r}; write it as https://paint.example.org, or leave it empty.",
                 param="public_url",
             )
+        for origin in self.cors_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"cors_origins has {origin[:80]!r}; give each origin as a browser sends it, without a path: "
+                    "https://app.example.org, in lower case, with the port where it is not the usual one.",
+                    param="cors_origins",
+                )
         for host in self.fetch_hosts:
             if not _FETCH_HOST.fullmatch(host):
                 raise ConfigError(
@@ -323,8 +342,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def _check_device(self, device: str) -> None:
         if not _DEVICE.fullmatch(device):
-            said = f"devices has {device[:40]!r}; name each as cpu, mps, cuda or cuda:N, with commas between them."
-            raise ConfigError(said, param="devices")
+            raise ConfigError(
+                f"devices has {device[:40]!r}; name each as cpu, mps, cuda, cuda:N, xpu or xpu:N, with commas between "
+                "them.",
+                param="devices",
+            )
         if device != "cpu" and [one.removesuffix(":0") for one in self.devices].count(device.removesuffix(":0")) > 1:
             said = f"devices has {device!r} twice; an engine takes a whole device, only cpu can be divided."
             raise ConfigError(said, param="devices")

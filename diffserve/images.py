@@ -21,16 +21,20 @@ import numpy as np
 from PIL import ExifTags, Image, ImageCms, ImageOps, PngImagePlugin
 
 from diffserve.errors import InvalidRequest
+from diffserve.image_structure import problem_of, problem_of_profile
 from diffserve.infotext import MAX_BYTES, SOFTWARE, check_length, shorten
+from diffserve.metadata_text import UNICODE_HEADER, decode_png_text, decode_user_comment
 from diffserve.types import Picture
 from diffserve.watermark import Kind
 
 ImageFormat = Literal["png", "jpeg", "webp"]
+MaskConvention = Literal["openai", "a1111"]
+"""Which pixels of a mask with transparency are repainted: the transparent ones (OpenAI) or the opaque ones (A1111)."""
+
 MEDIA_TYPES: Final[dict[ImageFormat, str]] = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 SUFFIXES: Final[dict[str, ImageFormat]] = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 MAX_DECODED_PIXELS = 16_777_216
 MAX_OWN_PIXELS = 1 << 28
-MAX_PNG_CHUNKS = 10_000
 MAX_PROFILE_BYTES = 1 << 20
 DIGITAL_SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
 DIGITAL_SOURCE_TYPES: Final[dict[Kind, str]] = {
@@ -40,7 +44,6 @@ DIGITAL_SOURCE_TYPES: Final[dict[Kind, str]] = {
 
 THUMBNAIL_QUALITY = 80
 _PNG_STRATEGY: Final = zlib.Z_RLE  # filtered and marked pixels hardly repeat: 0.6 of the time of a search for more
-_COMMENT_PREFIX = b"UNICODE\x00"
 _MAGIC: Final[tuple[tuple[bytes, int, ImageFormat], ...]] = (
     (b"\x89PNG\r\n\x1a\n", 0, "png"),
     (b"\xff\xd8\xff", 0, "jpeg"),
@@ -100,17 +103,30 @@ def image_format_of(path: Path) -> ImageFormat:
 
 
 def read_infotext(data: bytes, *, may_shorten: bool = False) -> str | None:
-    """The A1111 ``parameters`` text in an image file, or ``None``.
+    """Read the generation parameters in an image file, as A1111 and other tools write them.
 
-    InvalidRequest where ``data`` is no such image, or the text is longer than ``infotext.MAX_BYTES``; it is cut to that
-    where it ``may_shorten``.
+    They lie in the PNG chunk ``parameters`` or in the EXIF user comment.
+
+    Args:
+        data: A PNG, JPEG or WebP file.
+        may_shorten: Cut a longer text to ``infotext.MAX_BYTES`` instead of refusing it.
+
+    Returns:
+        The text, or ``None`` where there is none.
+
+    Raises:
+        InvalidRequest: ``data`` is not such a file, or the text is longer than ``infotext.MAX_BYTES``.
     """
     image = _open(data, "image")
-    text = image.info.get("parameters")
-    if not isinstance(text, str):
-        text = _comment(image)
-    if text is None or may_shorten:
-        return None if text is None else shorten(text, MAX_BYTES)
+    chunk = image.info.get("parameters")
+    if isinstance(chunk, PngImagePlugin.iTXt):
+        text = str(chunk)
+    else:
+        text = decode_png_text(chunk) if isinstance(chunk, str) else _user_comment(image)
+    if not text.strip():
+        return None
+    if may_shorten:
+        return shorten(text, MAX_BYTES)
     check_length(text)
     return text
 
@@ -187,17 +203,29 @@ def _in_eight_bits(image: Image.Image) -> Image.Image:
     return Image.fromarray((np.asarray(image, dtype=np.uint32) >> 8).clip(0, 255).astype(np.uint8))
 
 
-def decode_mask(data: bytes, *, name: str = "mask", max_pixels: int = MAX_DECODED_PIXELS) -> Picture:
-    """An uploaded mask as one channel, 255 = repaint here.
+def decode_mask(
+    data: bytes,
+    *,
+    convention: MaskConvention = "openai",
+    name: str = "mask",
+    max_pixels: int = MAX_DECODED_PIXELS,
+) -> Picture:
+    """Decode a mask file to one channel in which 255 marks the pixels to repaint.
 
-    A file with transparency is read as OpenAI does (transparent: repaint), any other as A1111 does (white: repaint).
+    A file that is opaque throughout, with or without an alpha channel, is read the same way in both conventions: gray
+    values of 128 and above are repainted. Otherwise ``openai`` repaints where alpha is below 128, and ``a1111`` where
+    alpha is above 128.
+
+    Raises:
+        InvalidRequest: ``data`` is not an image that can be read.
     """
     image = _load(data, name, max_pixels)
-    if _has_alpha(image):
-        repaint = np.asarray(image.convert("RGBA"), dtype=np.uint8)[..., 3] < 128
+    alpha = np.asarray(image.convert("RGBA"), dtype=np.uint8)[..., 3] if _has_alpha(image) else None
+    if alpha is None or bool((alpha == 255).all()):
+        is_repainted = np.asarray(image.convert("L"), dtype=np.uint8) >= 128
     else:
-        repaint = np.asarray(image.convert("L"), dtype=np.uint8) >= 128
-    return Picture.from_array(np.where(repaint, 255, 0).astype(np.uint8))
+        is_repainted = alpha > 128 if convention == "a1111" else alpha < 128
+    return Picture.from_array(np.where(is_repainted, 255, 0).astype(np.uint8))
 
 
 def resize(picture: Picture, width_px: int, height_px: int, *, is_padded: bool = False) -> Picture:
@@ -256,20 +284,20 @@ def _exif(infotext: str | None) -> Image.Exif:
     exif = Image.Exif()
     exif[ExifTags.Base.Software] = SOFTWARE
     if infotext is not None:
-        comment = _COMMENT_PREFIX + infotext.encode("utf-16-be", errors="replace")
+        comment = UNICODE_HEADER + infotext.encode("utf-16-be", errors="replace")
         exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment] = comment
     return exif
 
 
-def _comment(image: Image.Image) -> str | None:
-    """The EXIF user comment, where it is in Unicode. InvalidRequest where the block cannot be read."""
+def _user_comment(image: Image.Image) -> str:
+    """Return the EXIF user comment, "" where there is none. InvalidRequest where the EXIF block cannot be read."""
     try:
         comment = image.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.UserComment)
-    except Exception as error:  # whatever a reader says of hostile bytes, the answer is the same
+    except Exception as error:  # hostile bytes raise errors of many types
         raise _damaged("image") from error
-    if not isinstance(comment, bytes) or not comment.startswith(_COMMENT_PREFIX):
-        return None
-    return comment.removeprefix(_COMMENT_PREFIX).decode("utf-16-be", errors="replace")
+    if isinstance(comment, str):  # of the EXIF type ASCII, which Pillow reads as Latin-1
+        comment = comment.encode("latin-1", "replace")
+    return decode_user_comment(comment) if isinstance(comment, bytes) else ""
 
 
 def _load(data: bytes, name: str, max_pixels: int) -> Image.Image:
@@ -283,33 +311,30 @@ def _load(data: bytes, name: str, max_pixels: int) -> Image.Image:
 
 def _open(data: bytes, name: str, max_pixels: int = MAX_DECODED_PIXELS) -> Image.Image:
     kind = format_of(data, name=name)
-    if kind == "png" and _has_too_many_chunks(data):
-        raise _damaged(name)
+    if (problem := problem_of(kind, data)) is not None:
+        raise _too_complex(name, problem)
     try:
         image = Image.open(BytesIO(data), formats=(kind.upper(),))
     except Image.DecompressionBombError as error:
         raise _too_large(name, "too large", max_pixels) from error
     except Exception as error:
         raise _damaged(name) from error
+    if (problem := problem_of_profile(image.info.get("Raw profile type exif"))) is not None:
+        raise _too_complex(name, problem)
     width, height = image.size
     if width * height > max_pixels:
         raise _too_large(name, f"{width}x{height}", max_pixels)
     return image
 
 
-def _has_too_many_chunks(data: bytes) -> bool:
-    """Whether the PNG in ``data`` is in more pieces than any tool makes: each costs time."""
-    at = 8
-    for _ in range(MAX_PNG_CHUNKS):
-        if at + 8 > len(data):
-            return False
-        at += 12 + int.from_bytes(data[at : at + 4], "big")
-    return True
-
-
 def _too_large(name: str, size: str, max_pixels: int) -> InvalidRequest:
     message = f"{name} is {size}; at most {max_pixels} pixels are taken."
     return InvalidRequest(message, param=name, code="image_too_large")
+
+
+def _too_complex(name: str, problem: str) -> InvalidRequest:
+    message = f"{name} has {problem}; save it again in a simpler encoding, such as a plain PNG."
+    return InvalidRequest(message, param=name, code="image_too_complex")
 
 
 def _damaged(name: str) -> InvalidRequest:

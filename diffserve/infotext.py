@@ -1,7 +1,8 @@
 """The ``parameters`` text that Stable Diffusion tools write into a picture and read back.
 
 Grammar: the prompt on one or more lines; then, if there is a negative prompt, a line ``Negative prompt: ...``; then a
-last line of ``Key: value`` pairs. A value that holds a comma, a colon or a newline is a JSON string.
+last line of ``Key: value`` pairs. A value that holds a comma, a colon or a newline is a JSON string; other tools also
+write JSON objects and arrays. What is not of this form in a line of settings is skipped, and a warning names it.
 
 Texts are written and read up to ``MAX_BYTES``, and reading takes time in proportion to their length.
 """
@@ -12,6 +13,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 import msgspec
@@ -41,33 +43,48 @@ SCHEDULE_LABELS = {
 RNG_LABELS: Final[dict[NoiseSource, str]] = {"cpu": "CPU", "device": "NV"}
 """As A1111 writes where its noise is from: "NV" are a CUDA generator's numbers on any device; on one it is silent."""
 
-UPSCALER: Final = "Lanczos"
-"""Between two passes."""
-
 _MIN_PAIRS = 3
+_MAX_FRAGMENTS_NAMED = 3
+_MAX_FRAGMENT_CHARS = 40
 _CUT = "…"
 _KEY = re.compile(r"\s*+([\w \-/]++):\s*+")
 _JSON_TEXT = re.compile(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"')
+_JSON_DECODER = json.JSONDecoder()
+_MAX_JSON_CHARS = MAX_BYTES  # an error costs time in proportion to the text it is in
+_VALUE_END = re.compile(r"\s*+(?:,|$)")
 
 
 class Infotext(msgspec.Struct, frozen=True, kw_only=True):
     """A read ``parameters`` text: the two prompts and the pairs of the last line, values as text.
 
     is_shortened  the end of the prompts did not fit into the file
+    skipped       parts of the settings that are no ``Key: value`` pairs
     """
 
     prompt: str
     negative_prompt: str
     fields: dict[str, str]
     is_shortened: bool = False
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Name what was skipped, in at most one sentence."""
+        if not self.skipped:
+            return ()
+        texts = [repr(text[:_MAX_FRAGMENT_CHARS]) for text in self.skipped[:_MAX_FRAGMENTS_NAMED]]
+        num_more = len(self.skipped) - len(texts)
+        ending = f" and {num_more} more" if num_more else ""
+        return (f"The parameters contain {', '.join(texts)}{ending}, not of the form 'Key: value'; this was ignored.",)
 
 
 class FirstPass(NamedTuple):
-    """What a picture was before a second pass enlarged it (A1111's hires fix)."""
+    """What a picture was before a second pass enlarged it (A1111's hires fix), and by which upscaler."""
 
     result: ImageResult
     width_px: int
     height_px: int
+    upscaler: str
 
 
 def write_infotext(result: ImageResult, *, width_px: int, height_px: int, first: FirstPass | None = None) -> str:
@@ -89,7 +106,7 @@ def _of_both_passes(result: ImageResult, width_px: int, height_px: int, first: F
         "Hires upscale": _number_text(scale) if is_even else None,
         "Hires resize": None if is_even else f"{width_px}x{height_px}",
         "Hires steps": result.num_steps,
-        "Hires upscaler": UPSCALER,
+        "Hires upscaler": first.upscaler,
         **{f"Hires {key.lower()}": own[key] for key in ("Sampler", "Schedule type") if own[key] != fields[key]},
         "Hires prompt": None if then[0] == lines[0] else then[0],
     }
@@ -128,6 +145,7 @@ def _lines_and_fields(result: ImageResult, width_px: int, height_px: int) -> tup
         "TI hashes": _digests_text(result.word_digests),
         "Refiner": result.refiner or None,
         "Refiner switch at": None if result.switch_at is None else _number_text(result.switch_at),
+        "Interrupted after": result.interrupted_after or None,
         "Score": None if result.score is None else f"{result.score:.6g}",
         "RNG": RNG_LABELS[result.noise_source],
         "Spacing": result.spacing,
@@ -146,25 +164,37 @@ def _last_line(fields: Mapping[str, object]) -> str:
 
 
 def parse_infotext(text: str) -> Infotext:
-    """Read a ``parameters`` text as those tools do; a last line with fewer than three pairs belongs to the prompt.
+    """Read a ``parameters`` text as A1111 and other tools write it.
 
-    InvalidRequest where it is longer than ``MAX_BYTES``.
+    The settings are the last line, or the last line that begins with ``Steps:``, if it has at least three pairs.
+    Otherwise all of the text is prompt.
+
+    Raises:
+        InvalidRequest: ``text`` is longer than ``MAX_BYTES``.
     """
     num_bytes = check_length(text)
-    *lines, last = text.strip().split("\n")
-    fields = _read_pairs(last)
-    if len(fields) < _MIN_PAIRS:
-        lines, fields = [*lines, last], {}
+    lines, below = text.strip().replace("\r\n", "\n").split("\n"), list[str]()
+    last_steps = max((place for place, line in enumerate(lines) if line.startswith("Steps:")), default=-1)
+    fields, skipped = _read_settings(lines[-1])
+    if not fields and last_steps >= 0:
+        fields, skipped = _read_settings(lines[last_steps])
+        lines, below = (lines[: last_steps + 1], lines[last_steps + 1 :]) if fields else (lines, [])
+    if fields:
+        lines.pop()
     prompt: list[str] = []
     negative: list[str] = []
     for line in lines:
-        if line.startswith(NEGATIVE) and not negative:
-            negative.append(line.removeprefix(NEGATIVE))
+        if line.startswith(NEGATIVE.rstrip()) and not negative:
+            negative.append(line.removeprefix(NEGATIVE.rstrip()).removeprefix(" "))
         else:
             (negative or prompt).append(line)
     is_shortened = num_bytes > MAX_BYTES - len(_CUT.encode()) and bool(lines) and lines[-1].endswith(_CUT)
     return Infotext(
-        prompt="\n".join(prompt), negative_prompt="\n".join(negative), fields=fields, is_shortened=is_shortened
+        prompt="\n".join(prompt),
+        negative_prompt="\n".join(negative),
+        fields=fields,
+        is_shortened=is_shortened,
+        skipped=tuple(part for part in (*skipped, *below) if part.strip()),
     )
 
 
@@ -186,7 +216,7 @@ def shorten(text: str, max_bytes: int) -> str:
     if _num_bytes(text) <= max_bytes:
         return text
     head, _, last = text.rpartition("\n")
-    fields = _read_pairs(last)
+    fields, _ = _read_settings(last)
     if _num_bytes(fields.get(ORIGINAL, "")) > max_bytes // 2:
         last = _write_pairs({key: value for key, value in fields.items() if key != ORIGINAL})
     end = f"{_CUT}\n{last}"
@@ -229,27 +259,46 @@ def _quoted(value: str, *, always: bool) -> str:
     return json.dumps(value, ensure_ascii=False) if always or any(mark in value for mark in ",:\n") else value
 
 
-def _read_pairs(line: str) -> dict[str, str]:
-    """The pairs of ``line``; none where it is not made of pairs alone."""
-    fields: dict[str, str] = {}
-    at = 0
-    while at < len(line):
-        key = _KEY.match(line, at)
-        if key is None or not key[1].strip():
-            return {}
-        value, end = _read_value(line, key.end())
-        fields[key[1].strip()] = value
+def _read_settings(line: str) -> tuple[dict[str, str], list[str]]:
+    """Read the pairs of a line of settings, and the parts between commas that are none.
+
+    Returns:
+        Pairs and other parts; both empty for a line that is part of a prompt. A line of settings has at least three
+        pairs, and either nothing else or ``Steps`` among them.
+    """
+    fields, skipped = dict[str, str](), list[str]()
+    start = 0
+    while start < len(line):
+        key = _KEY.match(line, start)
+        has_key = key is not None and bool(key[1].strip())
+        end = start
+        if key is not None and has_key:
+            fields[key[1].strip()], end = _read_value(line, key.end())
         comma = line.find(",", end)
-        at = len(line) if comma < 0 else comma + 1
-    return fields
+        end = len(line) if comma < 0 else comma
+        if not has_key:
+            skipped.append(line[start:end].strip())
+        start = end + 1
+    if len(fields) < _MIN_PAIRS or (skipped and "Steps" not in fields):
+        return {}, []
+    return fields, skipped
 
 
 def _read_value(line: str, start: int) -> tuple[str, int]:
-    """The value at ``start``, a JSON string or plain text up to the next comma, and where it ends."""
+    """Read a JSON string, object or array, or plain text up to the next comma.
+
+    Returns:
+        The value, of an object or array its JSON text, and the index at which it ends.
+    """
     quoted = _JSON_TEXT.match(line, start)
     if quoted is not None:
         value = str(json.loads(quoted[0]))
         return value.encode(errors="replace").decode(), quoted.end()  # halves of a surrogate pair stand for nothing
+    if line.startswith(("{", "["), start):
+        with suppress(ValueError, RecursionError):
+            end = start + _JSON_DECODER.raw_decode(line[start : start + _MAX_JSON_CHARS])[1]
+            if _VALUE_END.match(line, end):
+                return line[start:end], end
     comma = line.find(",", start)
     end = len(line) if comma < 0 else comma
     return line[start:end].strip(), end

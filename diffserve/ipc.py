@@ -54,6 +54,12 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request_id: str
 
 
+class Interrupt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """End a request early: images that are being painted come unfinished. An unknown or finished id is ignored."""
+
+    request_id: str
+
+
 class LookAgain(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Somebody asks for a model whose files could not be read when the engine began. NewModels answers, if any."""
 
@@ -132,6 +138,12 @@ class Pong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return self.tick_s > self.patience_s
 
 
+class Building(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The engine compiles its UNet before it can be ready, which takes at most ``timeout_s`` seconds more."""
+
+    timeout_s: float
+
+
 class Lost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The engine's last word: it ends because of ``reason``, and nothing that it holds will be finished."""
 
@@ -152,8 +164,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     stats: EngineStats | None
 
 
-Command = Load | Submit | Cancel | LookAgain | Ping | ReadTrace | ReadStats
-Report = Ready | NewModels | LoadFailed | Lost | Rejected | Pong | Trace | Stats | AnyEvent
+Command = Load | Submit | Cancel | Interrupt | LookAgain | Ping | ReadTrace | ReadStats
+Report = Ready | NewModels | Building | LoadFailed | Lost | Rejected | Pong | Trace | Stats | AnyEvent
 
 _encoder = msgspec.msgpack.Encoder()
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

@@ -6,12 +6,15 @@ Texts are written without white space between their parts, as OpenAI's are: a mo
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from diffserve.bounds import check, check_chars
 from diffserve.errors import InvalidRequest
+from diffserve.json_lengths import length_of
+from diffserve.json_limits import Schema, limited
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -23,6 +26,7 @@ MAX_PROBES, MAX_PROBED_CHARS = 2000, 1_000_000
 """How long the place of a mistake is looked for: so many parts, of so many characters together."""
 
 MAX_REASON_CHARS: Final = 200
+MAX_CACHED_SCHEMAS: Final = 32
 
 ANY_OBJECT: Final = '{"type":"object"}'
 """The schema of whoever asks for any JSON object."""
@@ -58,7 +62,7 @@ def check_schema(text: str, param: str) -> None:
     at a whole value are refused by name.
     """
     schema = check_text(text, param)
-    reason = _reason(text)
+    _, reason = _checked(text)
     if reason:
         place = _blame(schema, reason)
         raise InvalidRequest(
@@ -77,8 +81,24 @@ def check_schema(text: str, param: str) -> None:
             )
 
 
+def has_llguidance() -> bool:
+    """Return whether llguidance can be imported; only structured output needs it."""
+    try:
+        import llguidance  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
 def no_json(model_id: str, param: str) -> InvalidRequest:
-    """The error for a model whose tokens cannot be held to a schema."""
+    """Return the error for a schema that this installation or this model's tokenizer cannot follow."""
+    if not has_llguidance():
+        return InvalidRequest(
+            f"{param}: structured output needs the package llguidance, which cannot be imported here; install it with "
+            f"'pip install llguidance' and restart, or leave {param} out.",
+            param=param,
+            code="unsupported_value",
+        )
     return InvalidRequest(
         f"{param}: the tokenizer of {model_id!r} spells text in a way that cannot be held to JSON token by token; "
         "leave it out, or load a model with a byte-level or byte-fallback tokenizer.",
@@ -87,18 +107,48 @@ def no_json(model_id: str, param: str) -> InvalidRequest:
     )
 
 
-def grammar(text: str) -> str:
-    """The same for llguidance. ValueError for what it cannot read at all."""
+def grammar(schema: Schema) -> str:
+    """Write ``schema`` as a grammar of llguidance.
+
+    Raises:
+        ValueError: llguidance cannot read it at all.
+    """
     from llguidance import LLMatcher
 
-    return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_flexible": False})
+
+
+@lru_cache(maxsize=MAX_CACHED_SCHEMAS)
+def _checked(text: str) -> tuple[Schema, str]:
+    """Return the schema that texts of the schema ``text`` are held to, and why there is none where that is so."""
+    schema: Schema = json.loads(text)
+    try:
+        with_limits = limited(schema)
+    except (AttributeError, OverflowError, StopIteration, TypeError, ValueError):  # llguidance says what is wrong
+        return schema, _problem(schema)
+    if not _problem(with_limits):
+        return with_limits, ""
+    return schema, _problem(schema)
+
+
+def followed(text: str) -> Schema:
+    """Return the schema that texts of the schema ``text`` are held to: with default limits, where it has texts then."""
+    return _checked(text)[0]
+
+
+def max_tokens_of(text: str | None, max_tokens: int) -> int:
+    """Return how many tokens a text of the schema ``text`` takes at most; ``max_tokens`` where that is less."""
+    if text is None:
+        return max_tokens
+    longest = length_of(followed(text)).longest
+    return max_tokens if math.isinf(longest) else min(max_tokens, int(longest) + 1)
 
 
 def matcher(tokenizer: LLTokenizer, text: str) -> LLMatcher:
     """What follows a text of the schema ``text`` token by token. ``is_error`` says where it cannot; the GIL is free."""
     from llguidance import LLMatcher
 
-    return LLMatcher(tokenizer, grammar(text), log_level=0, limits=_limits())
+    return LLMatcher(tokenizer, grammar(followed(text)), log_level=0, limits=_limits())
 
 
 @cache
@@ -116,10 +166,12 @@ def _bytes_alone() -> LLTokenizer:
     return LLTokenizer("byte")
 
 
-def _reason(text: str) -> str:
-    """Why nothing can be held to the schema in ``text``; empty where something can."""
+def _problem(schema: Schema) -> str:
+    """Return why no text can be held to ``schema``, empty where one can."""
+    from llguidance import LLMatcher
+
     try:
-        trial = matcher(_bytes_alone(), text)
+        trial = LLMatcher(_bytes_alone(), grammar(schema), log_level=0, limits=_limits())
     except ValueError as error:
         return _shown(str(error))
     if trial.is_error():
@@ -135,9 +187,9 @@ def _blame(schema: dict[str, Any], reason: str) -> str:
     place, parts, num_left, chars_left = "", _parts(schema), MAX_PROBES, MAX_PROBED_CHARS
     while num_left > 0 and chars_left > 0 and (found := next(parts, None)) is not None:
         step, part = found
-        text = json.dumps({**shared, **part})
-        num_left, chars_left = num_left - 1, chars_left - len(text)
-        if _reason(text) == reason:
+        probe = {**shared, **part}
+        num_left, chars_left = num_left - 1, chars_left - len(json.dumps(probe))
+        if _problem(probe) == reason:
             place, parts = place + step, _parts(part)
     return _shown(place)
 

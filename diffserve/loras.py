@@ -1,6 +1,6 @@
-"""LoRA adapters as people ask for them: by name and scale, in a field or in the prompt, from folders. No torch.
+"""LoRA adapters as requests name them: by name and scale, in a field or in the prompt, from folders. No torch.
 
-<lora:NAME>  <lora:NAME:SCALE>      in a prompt, as Stable Diffusion tools write it
+<lora:NAME>  <lora:NAME:SCALE>  <lora:NAME:TEXT_SCALE:UNET_SCALE>      in a prompt, as A1111 writes it; so is <lyco:...>
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from diffserve.bounds import check, check_chars, is_plain_name
+from diffserve.bounds import check, check_chars, is_relative_name
 from diffserve.errors import InvalidRequest
-from diffserve.safetensors_header import FILES_KNOWN, is_whole, read_header
+from diffserve.folder_names import find_below, names_for
+from diffserve.lora_layers import MAX_RANK, InvalidLoRAError, check_layers_known, read_layers
+from diffserve.safetensors_header import FILES_KNOWN, METADATA, file_problem, read_header
 
 MAX_LORAS: Final = 8
 MAX_SCALE: Final = 10.0
@@ -26,58 +29,83 @@ SUFFIX: Final = ".safetensors"
 TOLD: Final = 12
 """Names at most that an error lists."""
 
-IP_ADAPTER: Final = re.compile(r"(image_proj|ip_adapter|encoder_hid_proj\.image_projection_layers)\.|.*\.to_[kv]_ip\.")
-"""How tensors of an IP-Adapter begin (Ye et al. 2023, arXiv 2308.06721), in its own file and within a UNet."""
-OTHER_KINDS: Final = {
-    "dora_scale": "DoRA",
-    "lora_magnitude_vector": "DoRA",
-    "hada_": "LoHa",
-    "lokr_": "LoKr",
-    "oft_": "OFT",
-    "lora_mid": "a LoCon in three factors (Tucker)",
-}
-"""What stands in the names of adapters of other kinds -> what people call them."""
-
-_TAG: Final = re.compile(r"(?<!\\)<lora:([^<>]*)>")
+_TAG: Final = re.compile(r"(?<!\\)<(?:lora|lyco):([^<>]*)>", re.IGNORECASE)
+_SCALES: Final = {"te": 0, "unet": 1}
+"""A1111's names of the two scales -> their places in a tag."""
 
 
 class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An adapter, by the name of its file without ``.safetensors``, and how much of it: 1 as it was trained."""
+    """An adapter that a request asks for.
+
+    name        path of its file below the folder, without ``.safetensors``; or its last part where that is unique
+    scale       how much of its changes is applied: 1 as it was trained
+    unet_scale  how much of its changes to the UNet, where that differs; ``scale`` is that of the text encoders then
+    """
 
     name: str
     scale: float = 1.0
+    unet_scale: float | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         check_chars(self.name, MAX_NAME_CHARS, "loras", "the name of a LoRA")
-        said = f"a LoRA's name is {self.name!r}; give the name of a file of the folder, without folders before it."
-        check(is_plain_name(self.name), said, "loras")
-        check(
-            math.isfinite(self.scale) and abs(self.scale) <= MAX_SCALE,
-            f"the scale of LoRA {self.name!r} is {self.scale}; it must lie between {-MAX_SCALE:g} and {MAX_SCALE:g}.",
-            "loras",
-        )
+        message = f"a LoRA's name is {self.name!r}; give a path below the folder, as ink or style/ink."
+        check(is_relative_name(self.name), message, "loras")
+        for scale in self.scales:
+            check(
+                math.isfinite(scale) and abs(scale) <= MAX_SCALE,
+                f"the scale of LoRA {self.name!r} is {scale}; it must lie between {-MAX_SCALE:g} and {MAX_SCALE:g}.",
+                "loras",
+            )
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        """The scales of the changes to the text encoders and to the UNet."""
+        return self.scale, self.scale if self.unet_scale is UNSET else self.unet_scale
 
     @classmethod
     def read(cls, text: str) -> Lora:
-        """From NAME or NAME:SCALE. Raises InvalidRequest."""
-        name, colon, scale = text.partition(":")
+        """Read NAME, NAME:SCALE or NAME:TEXT_SCALE:UNET_SCALE; A1111's ``te=`` and ``unet=`` are taken, too.
+
+        Raises:
+            InvalidRequest: ``text`` is not of this form.
+        """
+        name, *parts = text.split(":")
+        scales: list[float | None] = [None, None]
         try:
-            return cls(name, float(scale) if colon else 1.0)
-        except ValueError:
-            said = f"a LoRA is given as {text[:MAX_NAME_CHARS]!r}; write NAME or NAME:SCALE, for example ink:0.8."
-            raise InvalidRequest(said, param="loras") from None
+            for place, part in enumerate(parts):
+                key, equals, value = part.partition("=")
+                scales[_SCALES[key.strip()] if equals else place] = float(value if equals else part)
+        except (ValueError, LookupError):
+            message = (
+                f"a LoRA is given as {text[:MAX_NAME_CHARS]!r}; write NAME or NAME:SCALE, for example ink:0.8, or "
+                "NAME:TEXT_SCALE:UNET_SCALE."
+            )
+            raise InvalidRequest(message, param="loras") from None
+        text_scale = 1.0 if scales[0] is None else scales[0]
+        return cls(name, text_scale).with_unet_scale(scales[1])
+
+    def with_unet_scale(self, scale: float | None) -> Lora:
+        """Return the adapter with another scale for the UNet; ``None``: with the same as for the text encoders."""
+        return msgspec.structs.replace(self, unet_scale=UNSET if scale in (None, self.scale) else scale)
 
     def __str__(self) -> str:
-        return f"{self.name}:{repr(self.scale + 0.0).removesuffix('.0')}"
+        numbers = self.scales[:1] if self.unet_scale is UNSET else self.scales
+        return ":".join([self.name, *(repr(number + 0.0).removesuffix(".0") for number in numbers)])
 
 
 class CheckedLoras(NamedTuple):
-    """What is known of adapters before they are read: the rank that their factors are padded to, a digest of which they
-    are and how much of each, for whatever must not mix them up, and the words that they say they teach."""
+    """What the headers of LoRA files say before their tensors are read.
+
+    rank      the rank that their factors are padded to
+    digest    of the files and their scales, to tell apart what they paint
+    words     trigger words that the files name
+    warnings  about parts of the files that are not loaded
+    """
 
     rank: int
     digest: bytes
     words: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 NO_LORAS: Final = CheckedLoras(0, b"")
@@ -105,75 +133,79 @@ def with_tags(prompt: str, loras: Sequence[Lora]) -> str:
     return " ".join([prompt, *(f"<lora:{lora}>" for lora in loras)])
 
 
-TORN: Final = "no whole safetensors file, or not yet"
-
-
 class LoraFolders:
-    """The safetensors files in the folders ``paths``, as they are at the moment of asking; of one name, the first."""
+    """The safetensors files in the folders ``paths`` and below, read at each call; the first of equal names counts."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self.paths = tuple(Path(path).expanduser() for path in paths)
 
     def names(self) -> tuple[str, ...]:
-        """In order; those whose names could not be asked for are left out, files that are not whole, and adapters of a
-        kind that is not served."""
-        return tuple(name for name, kind in self._kinds().items() if not kind)
+        """List the files that can be used, by their paths below the folder, without suffix."""
+        return tuple(name for name, path in self._files().items() if not lora_problem(path))
 
     def refused(self) -> dict[str, str]:
-        """Those that are not whole or of a kind that is not served, in order, and why not."""
-        why = "it is {}; plain LoRA is served, on linear layers and convolutions."
-        return {name: why.format(kind) for name, kind in self._kinds().items() if kind}
-
-    def _kinds(self) -> dict[str, str]:
-        """What they are, "" where that is LoRA."""
-        found = {name: path / f"{name}{SUFFIX}" for path in reversed(self.paths) for name in _names_in(path)}
-        return {name: _kind_of(found[name]) if is_whole(found[name]) else TORN for name in sorted(found)}
+        """Return why the other files cannot be used, by their names."""
+        problems = {name: lora_problem(path) for name, path in self._files().items()}
+        return {name: f"it {problem}." for name, problem in problems.items() if problem}
 
     def find(self, name: str) -> Path:
-        """The file of adapter ``name``. Raises InvalidRequest where there is none."""
-        for path in self.paths:
-            if name in _names_in(path):
-                return path / f"{name}{SUFFIX}"
-        known = self.names()
-        there = ", ".join(known[:TOLD]) + ", ..." * (len(known) > TOLD)
-        way_out = f"there are {there}." if known else "none are served here: start with --lora-dir DIR."
+        """Return the file of the adapter ``name``.
+
+        Raises:
+            InvalidRequest: there is none, or there are several that the name may mean.
+        """
+        for folder in self.paths:
+            if os.path.isfile(folder / f"{name}{SUFFIX}"):
+                return folder / f"{name}{SUFFIX}"
+        files, usable = self._files(), self.names()
+        meant = names_for(name, usable) or names_for(name, files)
+        if len(meant) == 1:
+            return files[meant[0]]
+        if meant:
+            message = f"there are several LoRAs called {name!r}: {', '.join(meant[:TOLD])}; give one of these names."
+            raise InvalidRequest(message, param="loras", code="unknown_lora")
+        there = ", ".join(usable[:TOLD]) + ", ..." * (len(usable) > TOLD)
+        way_out = f"there are {there}." if usable else "none are served here: start with --lora-dir DIR."
         raise InvalidRequest(f"there is no LoRA {name!r}; {way_out}", param="loras", code="unknown_lora")
 
+    def _files(self) -> dict[str, Path]:
+        """Return the files whose names a request can give, by name, in order."""
+        below: dict[str, Path] = {}
+        for folder in reversed(self.paths):
+            below |= find_below(folder, _is_file)
+        names = {file.removesuffix(SUFFIX): path for file, path in sorted(below.items())}
+        return {name: path for name, path in names.items() if _can_be_asked(name)}
 
-def _kind_of(path: Path) -> str:
-    """Of the adapter in a file, by the names of its tensors, which are read once for as long as it stays."""
+
+def lora_problem(path: Path) -> str:
+    """Say why no model can use the LoRA file ``path``, as the end of a sentence about it; "" where some model can.
+
+    The result is cached for as long as the size and modification time of the file stay the same.
+    """
     try:
         status = path.stat()
-    except OSError:
-        return ""
-    return _kind_as_of(path, status.st_size, status.st_mtime_ns)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return _lora_problem(path, status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(FILES_KNOWN)
-def _kind_as_of(path: Path, _num_bytes: int, _changed_ns: int) -> str:
-    for name in read_header(path):
-        if IP_ADAPTER.match(name):
-            return "an IP-Adapter"
-        kind = next((kind for mark, kind in OTHER_KINDS.items() if mark in name), "")
-        if kind:
-            return kind
-    return ""
-
-
-def _names_in(folder: Path) -> list[str]:
+def _lora_problem(path: Path, _num_bytes: int, _changed_ns: int) -> str:
+    problem = file_problem(path)
+    if problem:
+        return problem
+    header = read_header(path)
+    metadata = header.pop(METADATA, None) or {}
     try:
-        with os.scandir(folder) as entries:
-            files = [entry.name for entry in entries if entry.name.endswith(SUFFIX) and _is_file(entry)]
-    except OSError:
-        return []
-    return [name for name in (file.removesuffix(SUFFIX) for file in files) if _can_be_asked(name)]
+        content = read_layers({name: tensor["shape"] for name, tensor in header.items()}, metadata)
+        check_layers_known(content)
+    except InvalidLoRAError as error:
+        return str(error)
+    return f"has rank {content.rank}; at most {MAX_RANK} is taken" if content.rank > MAX_RANK else ""
 
 
-def _is_file(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_file()
-    except OSError:  # a link to itself, say
-        return False
+def _is_file(path: Path) -> bool:
+    return path.name.endswith(SUFFIX) and not os.path.isdir(path)
 
 
 def _can_be_asked(name: str) -> bool:

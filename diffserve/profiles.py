@@ -13,14 +13,18 @@ import msgspec
 
 from diffserve.errors import ModelLoadError
 from diffserve.few_step import TURBO, find_few_step, read_json_object
+from diffserve.model_files import model_path
 from diffserve.safetensors_header import read_header
 from diffserve.vocabulary import EMBEDDED_DIRECTORY, knows_embedded_world
 
 ADAPTER_FILE = "adapter.json"
 ZERO_SNR = {"sampler": "dpmpp_2m", "spacing": "trailing"}
 """For zero terminal SNR: no sigma schedule reaches the infinite first sigma, and only trailing spacing starts there."""
-SDXL_TENSORS = ("conditioner.embedders.1.", "conditioner.embedders.0.model.")
-"""Its second text encoder, which its refiner has as the only one."""
+SDXL_TENSORS = (
+    *("conditioner.embedders.1.", "conditioner.embedders.0.model."),
+    *("model.diffusion_model.label_emb.", "label_emb.", "add_embedding."),
+)
+"""Its second text encoder, which its refiner has as the only one, and in files of a UNet alone what reads sizes."""
 SDXL_TURBO_SIZE = (512, 512)
 """Which its single file does not say."""
 
@@ -50,9 +54,9 @@ def describe_model(path: Path) -> tuple[str, dict[str, Any]]:
     left out: the loader reports it with the whole story.
     """
     is_file = path.suffix == ".safetensors"
-    name = path.resolve().stem if is_file else path.resolve().name
+    name = path.resolve().stem if is_file else path.resolve().name.removeprefix("models--").replace("--", "-")
     entries: dict[str, Any] = {"model_id": re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-.")[:64] or "model"}
-    few_step = find_few_step(path)
+    few_step, path = find_few_step(path), model_path(path)
     if is_file:
         tensors = read_header(path)
         is_sdxl = any(key.startswith(SDXL_TENSORS) for key in tensors)

@@ -25,6 +25,7 @@ from diffserve.images import (
     read_infotext,
     read_xmp,
 )
+from diffserve.infotext import parse_infotext
 from diffserve.types import Picture
 from diffserve.watermark import Kind, Watermark, detect, embed
 
@@ -114,7 +115,9 @@ def examine(file: bytes, *, name: str = "image") -> Provenance:
 
 
 def _has_parameters(file: bytes) -> bool:
+    """Return whether ``file`` holds generation settings, which a camera's comment does not."""
     try:
-        return read_infotext(file) is not None
-    except InvalidRequest:  # longer than anybody reads
+        text = read_infotext(file)
+        return text is not None and bool(parse_infotext(text).fields)
+    except InvalidRequest:  # longer than ``infotext.MAX_BYTES``
         return True

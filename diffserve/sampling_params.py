@@ -21,6 +21,8 @@ MAX_LOGPROBS = 20
 MAX_BEAMS = 64
 MAX_STOPS, MAX_STOP_CHARS = 16, 256
 MAX_STOP_TOKEN_IDS = 256
+MAX_BIASES = 1024
+MAX_BIAS = 100.0
 
 
 NUMBERS = {
@@ -68,6 +70,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                         (negative) by it; 1: none (Keskar et al. 2019, as in transformers)
     presence_penalty    taken off the logit of every token already in the output (as in OpenAI's API)
     frequency_penalty   taken off it once for each time that the token is in the output (as in OpenAI's API)
+    logit_bias          pairs of a token and what is added to its logit, from -100 to 100 (as in OpenAI's API)
     max_tokens          at most so many tokens of output, a stop token counted
     min_tokens          no stop token before so many tokens
     stop                texts that end the output when they appear; they are not part of it
@@ -91,6 +94,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     max_tokens: int = 256
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -123,6 +127,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "min_tokens",
         )
         self._check_stops()
+        self._check_bias()
         if self.json_schema is not None:
             check_text(self.json_schema, "json_schema")
         check(
@@ -167,3 +172,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         )
         for token_id in ids:
             _check_count(token_id, "stop_token_ids", 0, MAX_TOP_K)
+
+    def _check_bias(self) -> None:
+        bias, name = self.logit_bias, "logit_bias"
+        check(isinstance(bias, tuple), f"{name} is {_shown(bias)}; give a tuple of (token id, number).", name)
+        check(len(bias) <= MAX_BIASES, f"{name} has {len(bias)} tokens; at most {MAX_BIASES} are taken.", name)
+        for token_id, value in bias:
+            _check_count(token_id, name, 0, MAX_TOP_K)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            message = (
+                f"{name} of token {token_id} is {_shown(value)}; give a number from {-MAX_BIAS:g} to {MAX_BIAS:g}."
+            )
+            check(number and -MAX_BIAS <= value <= MAX_BIAS, message, name)
+        check(len({token_id for token_id, _ in bias}) == len(bias), f"{name} names a token twice; name it once.", name)

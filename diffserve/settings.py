@@ -75,7 +75,12 @@ KINDS: Final = {
 
 _EXPECTED = re.compile(r"Expected `([a-z |]+)`, got `\w+`")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_FIELDS = {table: get_type_hints(struct) for table, struct in TABLES.items()}
+INTERNAL: Final = ("served_paths",)
+"""Fields that the program sets itself; no file, variable or option can."""
+_FIELDS = {
+    table: {key: hint for key, hint in get_type_hints(struct).items() if key not in INTERNAL}
+    for table, struct in TABLES.items()
+}
 KEYS = tuple(f"{table}.{key}" for table, fields in _FIELDS.items() for key in fields)
 
 
@@ -196,7 +201,7 @@ def _convert(dotted: str, value: _Value) -> Any:
         return None
     if value.is_text and key == "good_sizes":
         raw = [size.split("x") for size in raw.replace(" ", "").split(",") if size]
-    if value.is_text and key in ("allowed_hosts", "devices", "trusted_proxies", "fetch_hosts"):
+    if value.is_text and key in ("allowed_hosts", "cors_origins", "devices", "trusted_proxies", "fetch_hosts"):
         raw = [name.strip() for name in raw.split(",") if name.strip()]
     try:
         return msgspec.convert(raw, _FIELDS[table][key], strict=not value.is_text)
@@ -273,7 +278,7 @@ def _user_layer(config: str | Path) -> Iterator[tuple[str, _Value]]:
 
 def _file_values(path: Path, origin: str) -> Iterator[tuple[str, _Value]]:
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         choices = ", ".join((*PROFILES, *OVERLAYS))
         raise ConfigError(

@@ -19,7 +19,7 @@ import msgspec
 from diffserve.bounds import check
 from diffserve.controlnets import PARAM, Control
 from diffserve.errors import InvalidRequest
-from diffserve.images import resize
+from diffserve.images import resize, stretch
 from diffserve.types import Accepted, Event, GenerationRequest, ModelInfo, Painted, Picture
 
 MIN_SIDE_PX = 64
@@ -165,11 +165,15 @@ def _grid(info: ModelInfo, width: int, height: int) -> Iterator[tuple[int, int]]
 def fit_controls(
     controls: Sequence[Control], images: Sequence[Picture], asked: tuple[int, int], painted: tuple[int, int]
 ) -> tuple[Picture, ...]:
-    """The pictures of ``controls``, of the size that was ``asked`` for, at the one that is ``painted`` (width, height).
+    """Return the pictures of ``controls`` at the size that is ``painted`` (width, height).
 
-    InvalidRequest for one of another size that is not to be resized, and for one of another aspect: what it shows would
-    lie elsewhere.
+    Each is first brought to the size that was ``asked`` for, as its control says.
+
+    Raises:
+        InvalidRequest: a picture has another size and is not to be resized, or another aspect and no way is given to
+            resize it: what it shows would lie elsewhere.
     """
+    images = tuple(_in_aspect(control, image, asked) for control, image in zip(controls, images, strict=True))
     for control, image in zip(controls, images, strict=True):
         own, size = f"{image.width_px}x{image.height_px}", f"{asked[0]}x{asked[1]}"
         said = f"the image of ControlNet {control.name!r} is {own} px, the picture {size} px; "
@@ -179,6 +183,13 @@ def fit_controls(
             way_out += f"for size {own}, or for it to be resized (resize)." if has_aspect else f"for size {own}."
         check((own == size or control.resize) and has_aspect, said + way_out, PARAM, "invalid_image")
     return tuple(resize(image, *painted) for image in images)
+
+
+def _in_aspect(control: Control, image: Picture, size: tuple[int, int]) -> Picture:
+    """Return ``image`` at ``size`` (width, height), by the resize mode of ``control`` where it has one."""
+    if control.resize == "stretch":
+        return stretch(image, *size)
+    return resize(image, *size, is_padded=control.resize == "fill") if control.resize in ("crop", "fill") else image
 
 
 class Sized(NamedTuple):

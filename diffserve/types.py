@@ -120,8 +120,8 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     num_steps          denoising steps, 1 up to the training length (checked against the model at submit)
     spacing            "leading" | "trailing" | "linspace" | "quadratic"
     sigma_schedule     "karras" | "exponential" | "sgm_uniform" | "simple" | "beta"
-    eta                share of fresh noise, 0 (none) to 1 (as much as ddpm): ddim's is 0 and euler_a's 1 unless given;
-                       others take none, and say so in a warning
+    eta                share of fresh noise, 0 (none) to 1 (as much as ddpm): default 0 (ddim), 1 (euler_a) or
+                       0.3 (tcd, its gamma); with other samplers it has no effect and causes a warning
     guidance_scale     classifier-free guidance weight; 1 and below: no unconditional row
     guidance_interval  (from, to) as fractions of the steps; outside it the unconditional row is skipped
     clip_skip          which layer of the text encoders the UNet reads, counted from the one it was trained with: 1;
@@ -373,6 +373,11 @@ class GenerationRequest(
         msgspec.structs.force_setattr(self, "diffusion", msgspec.structs.replace(self.diffusion, controlnets=told))
 
     @property
+    def texts(self) -> dict[str, str]:
+        """The texts that reach the text encoders, by the names of their fields."""
+        return {"prompt": self.prompt, "negative_prompt": self.negative_prompt}
+
+    @property
     def num_painted(self) -> int:
         """Pictures that are painted, whether they are kept or not."""
         return self.best_of or self.num_images
@@ -436,7 +441,8 @@ class ImageResult(DenoisingRecipe, frozen=True, kw_only=True):
     chosen from several (``best_of``); then ``image_index`` is its rank, and the first of them tells how many others
     were painted and not kept, ``num_discarded``, and with how many rows, ``discarded_evaluations``. ``device_s``: its
     share of the seconds of the ticks that it took part in; those of all images, ``discarded_device_s`` among them, add
-    up to the time in which the engine was busy.
+    up to the time in which the engine was busy. ``interrupted_after``: the steps after which it was interrupted, and
+    shows the denoised estimate; 0 where it is finished.
     """
 
     request_id: str
@@ -463,6 +469,7 @@ class ImageResult(DenoisingRecipe, frozen=True, kw_only=True):
     discarded_evaluations: int = 0
     device_s: float = 0.0
     discarded_device_s: float = 0.0
+    interrupted_after: int = 0
 
     @property
     def pixels(self) -> NDArray[np.uint8]:
@@ -571,6 +578,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     other_aspects what becomes of a picture of another aspect than the good sizes have: see :class:`ModelProfile`
     fewest_steps  from how many steps on each sampler paints right, where that was measured
     learnt_words  that were read from ``ModelProfile.embeddings_dir``, by their names in small letters
+    refused_words why other files of that folder cannot be used, by the names of their words
     has_size_conditioning  whether its UNet is told sizes (SDXL)
     most_clip_skip   the largest ``clip_skip``, which leaves its smallest text encoder one layer
     embeds_guidance  whether the UNet is told guidance as a vector, and no image has an unconditional row
@@ -610,10 +618,34 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     most_clip_skip: int = 1
     has_size_conditioning: bool = False
     learnt_words: tuple[str, ...] = ()
+    refused_words: dict[str, str] = {}
     lora_dirs: tuple[str, ...] = ()
     controlnet_dir: str = ""
     refiner: str = ""
     scorer: str = ""
+
+
+class UNetPath(msgspec.Struct, frozen=True, kw_only=True):
+    """How the UNet calls of one shape are made. It is chosen once, so that a seed keeps its bytes over restarts.
+
+    key        digest of everything the choice depends on: model, precision, hardware, compiler and ``[engine] compile``
+    height_px, width_px, num_tokens, lora_rank  shape of the calls; ``lora_rank`` is 0 for calls without adapters
+    path       "plain": the network itself; "compiled": packages that were compiled ahead of time
+    reason     why this path was chosen, for people
+    """
+
+    key: str
+    height_px: int
+    width_px: int
+    num_tokens: int
+    lora_rank: int = 0
+    path: Literal["plain", "compiled"] = "plain"
+    reason: str = ""
+
+    @property
+    def calls(self) -> tuple[str, int, int, int, int]:
+        """The calls that this path is for, as a dictionary key."""
+        return self.key, self.height_px, self.width_px, self.num_tokens, self.lora_rank
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -623,6 +655,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     is_loaded      whether it paints at once; else it is loaded for the first request
     problem        why it cannot be loaded, "" where nothing is known to be wrong
     keeps_latents  whether pictures may begin from those of similar prompts
+    unet_paths     how UNet calls are made, for each shape seen so far
+    records_graphs whether UNet calls are recorded as CUDA graphs and replayed
     """
 
     name: str
@@ -630,6 +664,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     is_loaded: bool
     problem: str = ""
     keeps_latents: bool = False
+    unet_paths: tuple[UNetPath, ...] = ()
+    records_graphs: bool = False
 
 
 class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -644,7 +680,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                      model, or a file that is a VAE
     text_encoder     the same of the text encoder and its tokenizer, directories only; SDXL's two are named by a whole
                      model's
-    embeddings_dir   folder of learnt words (textual inversion), as A1111 and diffusers write them; empty: none
+    embeddings_dir   folder of learned words (textual inversion) as safetensors files; empty: none
     good_sizes       (width, height) in pixels that the model does well; the first is native; empty: the model's own
                      training size (``sample_size`` in its UNet's configuration)
     max_side_px      longest side that is painted directly

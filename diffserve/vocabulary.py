@@ -14,6 +14,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from diffserve.errors import ModelLoadError
+from diffserve.prompt_syntax import encoded_text
 
 Told = TypeVar("Told")
 
@@ -22,7 +23,6 @@ EMBEDDED_DIRECTORY: Final = Path(__file__).with_name("embedded") / "weights"
 """Of the model that ships inside."""
 
 MOST_NAMED = 6
-_WEIGHT = re.compile(r":\s*\d+(\.\d+)?\s*(?=[)\]])")  # of "(fox:1.3)"
 _WORD = re.compile(r"\w+(?:['’-]\w+)*|[^\w\s\x00-\x7f]")
 _PICTOGRAM = "So"  # the Unicode category of what is neither letter nor punctuation: emoji and the like
 
@@ -50,12 +50,17 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def unknown_words(prompt: str, words: Iterable[str]) -> tuple[str, ...]:
-    """The words of ``prompt``, in lower case and each once, that are not among ``words``; an emoji is a word."""
+    """Return what the text encoder gets of ``prompt`` and is not among ``words``.
+
+    Words are in lower case, each once; an emoji is a word.
+
+    Raises:
+        InvalidRequest: A weight in ``prompt`` is out of bounds.
+    """
     known = set(words)
-    said = dict.fromkeys(_WORD.findall(_WEIGHT.sub("", prompt.lower()).replace("_", " ")))
     return tuple(
         word
-        for word in said
+        for word in dict.fromkeys(_WORD.findall(encoded_text(prompt).lower().replace("_", " ")))
         if (word[0].isalnum() or unicodedata.category(word[0]) == _PICTOGRAM)
         and word not in known
         and not known.issuperset(word.split("-"))

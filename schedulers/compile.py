@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from schedulers.errors import BadEta, BadNumSteps, BadStrength, UnsupportedOption
-from schedulers.grids import Grid, make_grid
+from schedulers.grids import DISTILLATION_STEPS, Grid, make_grid
 from schedulers.names import resolve_sampler
 from schedulers.noise import ZERO_SNR_FLOOR, NoiseSchedule
 from schedulers.preconditioning import Preconditioning
@@ -83,8 +83,10 @@ def compile_table(
     steps_offset: int = 0,
     set_alpha_to_one: bool = True,
     final_sigmas_type: str = "zero",
+    distillation_steps: int = DISTILLATION_STEPS,
     eta: float | None = None,
     strength: float = 1.0,
+    restart: int | None = None,
 ) -> StepTable:
     """Compile ``sampler`` for ``num_steps`` steps on ``schedule``.
 
@@ -97,8 +99,11 @@ def compile_table(
     steps_offset       added to leading timesteps (kept inside the training length)
     set_alpha_to_one   ddim, plms: end at sigma 0, not at the smallest training sigma
     final_sigmas_type  euler, dpmpp_*, unipc: "zero" or "sigma_min"
-    eta                ddim, euler_a: share of fresh noise
+    distillation_steps lcm, tcd: how many timesteps the model was distilled on, of which the steps are a subset
+    eta                ddim, euler_a: share of fresh noise; tcd: its gamma
     strength           image-to-image: share of the steps to run, the last ones
+    restart            step (of ``num_steps``) from which another network runs: multistep samplers begin there with an
+                       empty history, as a second pipeline of diffusers does
 
     Raises :class:`ScheduleError` (a ``ValueError``) of the kind that fits, with the value.
     """
@@ -126,8 +131,11 @@ def compile_table(
         steps_offset=steps_offset,
         sigma_end=_final_sigma(method, float(train_sigmas[0]), set_alpha_to_one, final_sigmas_type),
         start=start_step(steps, strength),
+        distillation_steps=distillation_steps,
     )
-    table = table_on_grid(method, grid, schedule.preconditioning, spacing, sigma_schedule, used_eta, warnings)
+    table = table_on_grid(
+        method, grid, schedule.preconditioning, spacing, sigma_schedule, used_eta, warnings, restart=restart
+    )
     return replace(table, init_scale=math.hypot(1.0, float(table.sigma[0]))) if schedule.ramp else table
 
 
@@ -139,10 +147,15 @@ def table_on_grid(
     sigma_schedule: str | None = None,
     eta: float = 0.0,
     warnings: tuple[str, ...] = (),
+    *,
+    restart: int | None = None,
 ) -> StepTable:
-    """The table of ``sampler`` on a grid of one's own; :func:`compile_table` ends here."""
+    """The table of ``sampler`` on a given grid; :func:`compile_table` ends here."""
     try:
         rows = sampler.write_rows(grid, eta)
+        if restart is not None and restart > grid.start:
+            before = [row for row in rows if row.step < restart]
+            rows = before + sampler.write_rows(replace(grid, start=restart), eta)
     except ValueError as error:
         message = f"eta is {eta}; a step of {sampler.name} would hold more fresh noise than noise in all."
         raise BadEta(message) from error

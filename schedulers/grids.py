@@ -5,7 +5,7 @@ diffusers' schedulers disagree about what a spacing means, so each sampler names
     ddim   n points of the training timesteps, rounded                          (DDIM, DDPM, PNDM)
     k      n points, not rounded; sigmas interpolated between timesteps         (Euler, Heun, LMS)
     dpm    n + 1 points, the lowest left out, so the last step is never the smallest (DPM-Solver++, DEIS, UniPC)
-    lcm    a subset of the 50 timesteps of the distillation, whatever the spacing  (LCM)
+    lcm    a subset of the timesteps of the distillation, whatever the spacing     (LCM, TCD)
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ SIGMA_SCHEDULES = ("beta", "exponential", "karras", "sgm_uniform", "simple")
 KARRAS_RHO = 7.0
 BETA_SHAPE = 0.6
 QUADRATIC_REACH = 0.8
-LCM_ORIGIN_STEPS = 50
+DISTILLATION_STEPS = 50
+"""Timesteps that LCM and TCD models are distilled on (``original_inference_steps`` in diffusers)."""
 
 PURE_NOISE_SIGMA = 256.0
 """Above this nothing of a picture shows through, not even the mean of the 128 x 128 cells of SDXL's latents (it drowns
@@ -41,12 +42,14 @@ _HALVINGS = 60
 class Grid:
     """``sigmas`` (num_steps + 1,), falling, the last being where sampling ends; ``timesteps`` (num_steps,).
 
-    ``start`` is the first step to run (more than 0 under image-to-image).
+    ``start`` is the first step to run (more than 0 under image-to-image). ``train_sigmas`` (T,) are the noise levels of
+    the training timesteps, rising; only tcd reads them.
     """
 
     sigmas: FloatArray
     timesteps: FloatArray
     start: int = 0
+    train_sigmas: FloatArray | None = None
 
     @property
     def num_steps(self) -> int:
@@ -69,7 +72,14 @@ class Grid:
         return float(self.sigmas[step]) > PURE_NOISE_SIGMA
 
 
-def pick_timesteps(family: str, spacing: str, num_steps: int, length: int, steps_offset: int = 0) -> FloatArray:
+def pick_timesteps(
+    family: str,
+    spacing: str,
+    num_steps: int,
+    length: int,
+    steps_offset: int = 0,
+    distillation_steps: int = DISTILLATION_STEPS,
+) -> FloatArray:
     """Falling timesteps (num_steps,) of a training length, as the family reads the spacing.
 
     Raises :class:`UnknownSpacing`. Where diffusers would run past the last timestep (leading with an offset at high
@@ -78,7 +88,7 @@ def pick_timesteps(family: str, spacing: str, num_steps: int, length: int, steps
     if spacing not in SPACINGS:
         raise UnknownSpacing(f"spacing is {spacing!r}; known are {', '.join(SPACINGS)}.")
     if family == "lcm":
-        return _lcm_timesteps(num_steps, length)
+        return _lcm_timesteps(num_steps, length, distillation_steps)
     if spacing == "leading":
         points = num_steps + 1 if family == "dpm" and num_steps < length else num_steps
         rising = np.arange(points) * (length // points)
@@ -110,8 +120,8 @@ def _quadratic(num_steps: int, length: int) -> FloatArray:
     return np.minimum(distinct, length - num_steps + index)
 
 
-def _lcm_timesteps(num_steps: int, length: int) -> FloatArray:
-    origin = LCM_ORIGIN_STEPS if num_steps <= LCM_ORIGIN_STEPS <= length else length
+def _lcm_timesteps(num_steps: int, length: int, distillation_steps: int) -> FloatArray:
+    origin = distillation_steps if num_steps <= distillation_steps <= length else length
     falling = np.arange(origin, 0, -1) * (length // origin) - 1.0
     chosen = np.floor(np.linspace(0, origin, num_steps, endpoint=False)).astype(np.int64)
     return np.asarray(falling[chosen], dtype=np.float64)
@@ -174,13 +184,14 @@ def make_grid(
     steps_offset: int,
     sigma_end: float,
     start: int = 0,
+    distillation_steps: int = DISTILLATION_STEPS,
 ) -> Grid:
     """The grid of ``num_steps`` on a schedule of ``train_sigmas`` (T,), which rise; ends at ``sigma_end``.
 
     Raises :class:`UnknownSpacing` for a spacing or sigma schedule that does not exist.
     """
     length = int(train_sigmas.size)
-    timesteps = pick_timesteps(family, spacing, num_steps, length, steps_offset)
+    timesteps = pick_timesteps(family, spacing, num_steps, length, steps_offset, distillation_steps)
     index = np.arange(length, dtype=np.float64)
     if sigma_schedule is None:
         sigmas = np.interp(timesteps, index, train_sigmas)
@@ -190,14 +201,24 @@ def make_grid(
         sigmas = _spread(sigma_schedule, float(ends[0]), float(ends[1]), num_steps, train_sigmas)
         timesteps = timesteps_of_sigmas(sigmas, train_sigmas)
         if family == "dpm":
-            timesteps = timesteps.round() if sigma_schedule == "karras" else np.floor(timesteps)
+            timesteps = timesteps.round() if sigma_schedule == "karras" else _truncate(timesteps, train_sigmas)
     elif sigma_schedule in SIGMA_SCHEDULES:
         timesteps = _even_timesteps(sigma_schedule, num_steps, length)
         sigmas = np.exp(np.interp(timesteps, index, np.log(train_sigmas)))
     else:
         raise UnknownSpacing(f"sigma_schedule is {sigma_schedule!r}; known are {', '.join(SIGMA_SCHEDULES)}.")
     last = min(sigma_end, float(sigmas[-1]))
-    return Grid(np.append(sigmas, last), timesteps, start)
+    return Grid(np.append(sigmas, last), timesteps, start, train_sigmas)
+
+
+def _truncate(timesteps: FloatArray, train_sigmas: FloatArray) -> FloatArray:
+    """Cut timesteps to whole ones as diffusers does, where float32 leaves the last one just below a whole number.
+
+    On Stable Diffusion's betas it is 998.99999 instead of 999, and so becomes 998. Pure noise keeps its own timestep.
+    """
+    timesteps = np.floor(timesteps)
+    is_pure_noise = train_sigmas[-1] > PURE_NOISE_SIGMA
+    return timesteps if is_pure_noise else np.minimum(timesteps, max(train_sigmas.size - 2.0, 0.0))
 
 
 def _lower_half_mass(u: FloatArray, shape: float) -> FloatArray:

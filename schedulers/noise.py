@@ -21,6 +21,12 @@ ZERO_SNR_FLOOR = 2.0**-24
 """What diffusers' sigma-space schedulers put in place of an ``alphas_cumprod`` of exactly 0."""
 
 _MAX_COSINE_BETA = 0.999
+_DISTILLED = ("LCMScheduler", "TCDScheduler")
+_SMALL_BETAS = (
+    *_DISTILLED, "DPMSolverSDEScheduler", "HeunDiscreteScheduler", "KDPM2AncestralDiscreteScheduler",
+    "KDPM2DiscreteScheduler",
+)  # fmt: skip
+"""Classes of diffusers whose betas run from 0.00085 to 0.012 by default, not from 0.0001 to 0.02."""
 
 
 def make_betas(schedule: str, num_timesteps: int, beta_start: float, beta_end: float) -> FloatArray:
@@ -108,8 +114,9 @@ class NoiseSchedule:
         check_formulation(config)
         if is_continuous(config) and (is_edm(config) or config.get("sigma_max") is not None):
             return cls._from_range(config)
-        small = config.get("_class_name") in ("LCMScheduler", "HeunDiscreteScheduler")
-        name = config.get("beta_schedule", "scaled_linear" if config.get("_class_name") == "LCMScheduler" else "linear")
+        small = config.get("_class_name") in _SMALL_BETAS
+        scaled = config.get("_class_name") in _DISTILLED
+        name = config.get("beta_schedule", "scaled_linear" if scaled else "linear")
         betas = config.get("trained_betas")
         if betas is None:
             betas = make_betas(

@@ -8,7 +8,7 @@ from functools import partial
 
 from schedulers import adams, singlestep, unipc
 from schedulers.grids import Grid
-from schedulers.multistep import dpmpp_rows
+from schedulers.multistep import dpmpp_2m_rows, dpmpp_3m_sde_rows
 from schedulers.table import Row
 
 RowWriter = Callable[[Grid, float], list[Row]]
@@ -90,15 +90,15 @@ _ALL = (
     ),
     Sampler(
         "dpmpp_2m", "DPM++ 2M", "second order for one evaluation a step; a fine default at 15 to 30 steps",
-        _DPM, "dpm", "sigma", partial(dpmpp_rows, highest=2, k=1.0), order=2,
+        _DPM, "dpm", "sigma", partial(dpmpp_2m_rows, k=1.0), order=2,
     ),
     Sampler(
         "dpmpp_2m_sde", "DPM++ 2M SDE", "dpmpp_2m with fresh noise: more detail, a few more steps",
-        _DPM, "dpm", "sigma", partial(dpmpp_rows, highest=2, k=2.0), order=2, stochastic=True,
+        _DPM, "dpm", "sigma", partial(dpmpp_2m_rows, k=2.0), order=2, stochastic=True,
     ),
     Sampler(
-        "dpmpp_3m_sde", "DPM++ 3M SDE", "as dpmpp_2m_sde, looking back one step more; wants 30 steps or more",
-        _DPM, "dpm", "sigma", partial(dpmpp_rows, highest=3, k=2.0), order=2, stochastic=True,
+        "dpmpp_3m_sde", "DPM++ 3M SDE", "third order by k-diffusion's formula, not diffusers'; wants 30 steps or more",
+        _DPM, "dpm", "sigma", dpmpp_3m_sde_rows, order=2, stochastic=True,
     ),
     Sampler(
         "lms", "LMS", "fourth order from remembered slopes; good at many steps",
@@ -119,6 +119,10 @@ _ALL = (
     Sampler(
         "lcm", "LCM", "made for latent consistency models: 1 to 8 steps",
         "LCMScheduler", "lcm", "zero", singlestep.lcm_rows, stochastic=True,
+    ),
+    Sampler(
+        "tcd", "TCD", "made for trajectory consistency models: few steps; eta is its gamma",
+        "TCDScheduler", "lcm", "sigma_min", singlestep.tcd_rows, stochastic=True, default_eta=0.3,
     ),
     Sampler(
         "pc", "Predictor-corrector", "score-based: a reverse step, then Langevin dynamics at the new noise level",

@@ -1,4 +1,4 @@
-"""Samplers that remember nothing from step to step: Euler, DDIM, DDPM, Heun, LCM, predictor-corrector."""
+"""Samplers without memory from step to step: Euler, DDIM, DDPM, Heun, LCM, TCD, predictor-corrector."""
 
 from __future__ import annotations
 
@@ -61,6 +61,29 @@ def lcm_rows(grid: Grid, eta: float) -> list[Row]:
         n = float(grid.sigmas[i + 1])
         more = i + 1 < grid.num_steps
         rows.append(Row(i, float(grid.sigmas[i]), float(grid.timesteps[i]), 0.0, (1.0,), n, draws=more))
+    return rows
+
+
+def tcd_rows(grid: Grid, eta: float) -> list[Row]:
+    """Strategic stochastic sampling of trajectory consistency models (Zheng et al. 2024, arXiv 2402.19159).
+
+    Each step jumps to timestep (1 - eta) * t_next and adds noise up to the level of t_next; ``eta`` is the paper's
+    gamma, and ``eta`` in diffusers. The last step ends at training timestep 0 without noise.
+    """
+    assert grid.train_sigmas is not None
+    rows = []
+    for i in range(grid.start, grid.num_steps):
+        sigma, target = float(grid.sigmas[i]), float(grid.sigmas[i + 1])
+        draws = eta > 0.0 and i + 1 < grid.num_steps
+        level = target
+        if draws:
+            timestep = math.floor((1.0 - eta) * float(grid.timesteps[i + 1]))
+            if timestep < 0:
+                raise ValueError(f"eta {eta} is above 1")
+            level = min(target, float(grid.train_sigmas[timestep]))
+        a = level / sigma
+        n = math.sqrt(target * target - level * level)
+        rows.append(Row(i, sigma, float(grid.timesteps[i]), a, (1.0 - a,), n, draws=draws))
     return rows
 
 

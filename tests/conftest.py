@@ -10,17 +10,23 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import settings
+
+from tests import missing_packages
 
 if TYPE_CHECKING:
     from tests.service.server import RunningServer
 
+TESTS = Path(__file__).parent
+DEVICE_FOLDERS = ("engine", "runtime", "schedulers")
+MODEL_FIXTURES = {"directory", "language", "tiny_model"}
 OWN_RAY = "Rays of their own"
 SHARED = {
     "a cluster": re.compile(r"^def test_\w+\(\s*cluster: ", re.MULTILINE),
@@ -30,8 +36,11 @@ SHARED = {
 }
 SERVER_CONFIG = '[model]\ndtype = "float32"\n[engine]\nmax_rows = 8\nlatent_cache_bytes = 1000000\n'
 
-settings.register_profile("the same every time", derandomize=True)  # who looks for more sets HYPOTHESIS_PROFILE
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "the same every time"))
+with suppress(ModuleNotFoundError):
+    from hypothesis import settings
+
+    settings.register_profile("the same every time", derandomize=True)  # another profile: HYPOTHESIS_PROFILE
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "the same every time"))
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that puts us behind keeps it from us
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
@@ -47,9 +56,40 @@ else:  # a worker imports every test file, and with them these libraries, which 
 
     with one_scan():
         import transformers.models  # noqa: F401
-    with without_interface_files():
+    with suppress(ModuleNotFoundError), without_interface_files():
         import ui.page  # noqa: F401
     gc.disable()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--device`` and read it at once: the fixtures' modules, which use it, are imported before the options are
+    parsed. Workers get it by the environment."""
+    folders = ", ".join(DEVICE_FOLDERS)
+    parser.addoption(
+        "--device",
+        default="cpu",
+        help=f"torch device of the tests in {folders}, such as cuda; the other tests are then left out",
+    )
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        os.environ["TEST_DEVICE"] = parser.parse_known_args(sys.argv[1:]).device
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the plugin for missing packages, and prepare the device."""
+    from tests.device import DEVICE, prepare
+
+    config.pluginmanager.register(missing_packages)  # hooks of this file do not apply to a folder's own conftest
+    if config.getoption("--device") != DEVICE:
+        raise pytest.UsageError("--device is read from the command line only, not from PYTEST_ADDOPTS or a file.")
+    if DEVICE != "cpu":
+        prepare()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what does not run on a device other than the CPU."""
+    below = collection_path.relative_to(TESTS).parts if collection_path.is_relative_to(TESTS) else ()
+    is_left_out = bool(below) and below[0] not in DEVICE_FOLDERS and config.getoption("--device") != "cpu"
+    return True if is_left_out else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -62,6 +102,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return 0 if shared and shared != OWN_RAY else 1 if shared or item.path in dear else 2
 
     items.sort(key=rank)
+    from tests.device import DEVICE, cpu_only_reason
+
+    if DEVICE != "cpu":  # tests without a model do not need the device, whose time may be short
+        items.sort(key=lambda item: MODEL_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())))
+    for item in items:
+        reason = None if item.get_closest_marker("gpu") else cpu_only_reason(item.nodeid)
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=f"CPU only: {reason}"))
 
 
 def pytest_collection_finish() -> None:

@@ -1,15 +1,26 @@
-"""How many engines for a load: what can be worked out by hand, and the page as committed."""
+"""How many engines a load needs: what can be worked out by hand, predicted figures with their ranges, and the page."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 
-from benchmarks.capacity import FIGURES, LAUNCH_S, REACHED, ROWS, gpu_costs, pool
-from benchmarks.capacity_page import PAGE, engines_for, front_ms, page
+from benchmarks.capacity import (
+    EXPECTED,
+    FAST,
+    FIGURES,
+    ROWS,
+    SLOW,
+    gpu_costs,
+    measured_launch_s,
+    pool,
+    predicted_ranges,
+)
+from benchmarks.capacity_page import LAUNCH_MEASURED, NOTHING_MEASURED, PAGE, engines_for, front_ms, page
 from benchmarks.simulator import Costs
 from diffserve.runtime.roofline import find_gpu
 from tests.benches import run_bench
@@ -22,12 +33,32 @@ ARM = {
     ]
 }
 COSTS = Costs(calls={"64x64": {1: 0.01, 2: 0.015, 4: 0.02}}, prepare_s=0.0, decode_s=0.01, tick_s=0.0)
+RANGE = re.compile(r"[\d.,]+ \([\d.,]+ to [\d.,]+\)")
 
 
 def test_the_page_is_what_the_committed_figures_give() -> None:
     document = json.loads(FIGURES.read_text(encoding="utf-8"))
-    assert PAGE.read_text(encoding="utf-8") == page(document), "run: python benchmarks/capacity.py --page-only"
-    assert "No GPU has been measured" in PAGE.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == page(document), "run: python benchmarks/capacity.py --page-only"
+    assert (NOTHING_MEASURED in text) is not document["launch_is_measured"]
+    assert (LAUNCH_MEASURED in text) is document["launch_is_measured"]
+
+
+def test_every_gpu_figure_on_the_page_is_marked_as_predicted_and_has_a_range() -> None:
+    rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| SD")]
+    with_kind = [row for row in rows if "| predicted |" in row]
+    front = [row for row in rows if row not in with_kind]
+    assert len(with_kind) >= 4 * 6
+    assert len(front) == 4
+    assert not any("derived" in row or "| measured |" in row for row in rows)
+    fixed = {"SLO": r"^\d+ s$", "engines of a pool": r"^\d+$", "load": r"^0\.\d\d$"}
+    for row in with_kind:
+        cells = [cell.strip() for cell in row.strip("|").split("|")][2:]
+        bare = [cell for cell in cells if not RANGE.fullmatch(cell)]
+        assert all(any(re.match(pattern, cell) for pattern in fixed.values()) for cell in bare), row
+        assert len(bare) <= len(fixed), row
+    assert all(RANGE.search(row) for row in front)
+    assert "| measured |" in PAGE.read_text(encoding="utf-8"), "the figures of the CPU were measured"
 
 
 def test_engines_for_a_load_are_of_the_largest_pool_that_is_needed() -> None:
@@ -53,22 +84,50 @@ def test_a_pool_bears_more_under_a_looser_slo_and_nothing_under_one_that_cannot_
 
 
 @pytest.mark.slow
-def test_what_a_gpu_takes_is_its_roofline_and_no_less_than_its_launches() -> None:
+def test_a_call_takes_its_roofline_and_no_less_than_its_launches() -> None:
     small, large = (gpu_costs("tiny-random", find_gpu(name)) for name in ("h200", "t4"))
     [calls] = small.calls.values()
     assert tuple(calls) == ROWS
-    assert len(set(calls.values())) == 1, "of a tiny model the launches are all that counts"
-    assert calls[1] % LAUNCH_S < 1e-9 or math.isclose(calls[1] % LAUNCH_S, LAUNCH_S)
+    assert len(set(calls.values())) == 1, "launches are all that takes time in a tiny model"
+    kernels = calls[1] / EXPECTED.launch_s
+    assert math.isclose(kernels, round(kernels))
     assert large.decode_s >= small.decode_s
-    assert 0 < REACHED <= 1
+    [slower] = gpu_costs("tiny-random", find_gpu("h200"), EXPECTED._replace(launch_s=9e-6)).calls.values()
+    assert math.isclose(slower[1], kernels * 9e-6)
+
+
+@pytest.mark.slow
+def test_a_predicted_range_contains_the_expected_figure_and_a_measured_launch_time_narrows_it() -> None:
+    assumed = predicted_ranges("tiny-random", find_gpu("h100"), None)
+    low, high = assumed["row_ms"][1]
+    assert math.isclose(high / low, SLOW.launch_s / FAST.launch_s)
+    assert assumed["rate"][0] < 1.0 < assumed["rate"][1]
+    measured = predicted_ranges("tiny-random", find_gpu("h100"), 6e-6)
+    assert measured["row_ms"][1][0] == measured["row_ms"][1][1]
+    assert low < measured["row_ms"][1][0] < high
+
+
+def test_the_launch_time_is_read_from_the_newest_result_of_a_gpu(tmp_path: Path) -> None:
+    assert measured_launch_s(tmp_path) is None
+    for name, date, device, launch_us in (
+        ("old", "2026-01-01", "cuda", 9.0),
+        ("new", "2026-02-01", "cuda", 5.5),
+        ("dry", "2026-03-01", "cpu", 400.0),
+    ):
+        point = {"result": {"network_launch_us": launch_us}}
+        document = {"date": date, "device": device, "rows": {"start": {"points": {"machine": point}}}}
+        (tmp_path / f"gpu-suite-{name}.json").write_text(json.dumps(document), encoding="utf-8")
+    (tmp_path / "gpu-suite-failed.json").write_text(json.dumps({"date": "2026-04-01", "device": "cuda"}))
+    assert measured_launch_s(tmp_path) == 5.5e-6
 
 
 def test_a_small_case_says_what_it_is(tmp_path: Path) -> None:
-    options = ("--arms", "embedded", "--engines", "1,2", "--requests", 20, "--commits", 3)
-    found = run_bench("capacity", *options, out=tmp_path / "capacity.json")
-    [arm] = found["arms"]
-    assert (arm["derived"], [one["engines"] for one in arm["pools"]]) == (False, [1, 2])
-    assert found["front"]["commit_ms"] > 0
-    told = page(found)
+    options = ("--arms", "embedded", "--engines", "1,2", "--requests", 20, "--commits", 3, "--launch-us", 7.5)
+    document = run_bench("capacity", *options, out=tmp_path / "capacity.json")
+    [arm] = document["arms"]
+    assert (arm["predicted"], [entry["engines"] for entry in arm["pools"]]) == (None, [1, 2])
+    assert document["front"]["commit_ms"] > 0
+    assert {each["launch_us"] for each in document["assumptions"].values()} == {7.5}
+    told = page(document)
     assert "| embedded 128x128, two CPU cores | measured |" in told
-    assert "from the roofline, no GPU was measured" in found["note"]
+    assert LAUNCH_MEASURED in told

@@ -1,71 +1,331 @@
-"""The GPU's benchmarks, dry: every point is made on a CPU, and one that fails keeps no other from being made."""
+"""The GPU suite without a GPU: the dry run of every row, deadlines, rows that hang or crash, the table, the bundle."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import typer
 
-from benchmarks import gpu_suite
-from tests.benches import run_bench
-from tests.tiny_models import ONE_LEVEL
+from benchmarks import gpu_bundle, gpu_suite
+from benchmarks.device_timing import call_seconds, copy_bytes_per_s, launch_seconds, peak_flops
+from benchmarks.gpu.drawn_models import draw_tensor
+from benchmarks.gpu.report import Report
+from benchmarks.gpu.run import FIRST_ROW_FAILED, NO_GPU, run_rows
+from benchmarks.gpu.schedule import JOBS, SCHEDULE, START, Row, choose_rows, next_row, planned_starts
+from benchmarks.gpu.table import MOST_CHARS, goals, table
+from benchmarks.gpu.tests_row import count_outcomes
+from benchmarks.gpu.worker import Bench
 
-POINTS = ["load", "warm-up", "D1 cost curve", "D4 +guidance", "D9 exactness", "D3 served", "D8 memory"]
+HERE = __name__
+ROOT = Path(__file__).resolve().parent.parent
+POINTS = {
+    "start": ["packages", "doctor", "image", "machine"],
+    "tests": ["engine tests"],
+    "embedded": ["reference", "exactness-float32", "invariance", "graphs by kind", "out of memory", "rewriter"],
+    "sdxl": ["load", "curve", "layouts", "profile", "profile-2"],
+    "sdxl-images": ["eager", "graphs", "vae", "latency", "deterministic", "vae-tiles"],
+    "sdxl-compiled": ["calls-2", "images"],
+    "sdxl-float8": ["load", "calls-2", "images"],
+    "sd15": ["load", "curve", "calls-2", "eager", "graphs", "compiled", "deterministic", "invariance", "profile"],
+    "diffusers": ["serial", "batch-8", "parity"],
+    "server": ["ready", "clients", "cancel", "engine killed", "stop"],
+}
 
 
 @pytest.mark.slow
-def test_the_dry_run_makes_every_point(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    options = ["--models", tiny_model(ONE_LEVEL), "--dtypes", "float32", "--device", "cpu", "--quick"]
-    document = run_bench("gpu_suite", *options, out=tmp_path / "suite.json")
-    points = {point["point"].partition(": ")[2]: point for point in document["points"]}
-    assert [point.get("error") for point in document["points"]] == [None] * len(POINTS)
-    assert list(points) == POINTS
-    assert points["D9 exactness"]["found"]["bytes_equal_to_solo_run"] == 2
-    assert points["D9 exactness"]["found"]["max_latent_error_against_diffusers"] < 1e-3
-    served = points["D3 served"]["found"]
-    assert served["images"] == 3
-    assert 0.0 < served["p50_s"] <= served["p99_s"]
-    assert [point["rows"] for point in points["D1 cost curve"]["found"]["points"]] == [1, 2]
+def test_the_dry_run_measures_every_point_and_leaves_few_files(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/gpu_suite.py", "--out", str(tmp_path), "--device", "cpu", "--quick"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    document = json.loads((tmp_path / "suite.json").read_text(encoding="utf-8"))
+    rows = document["rows"]
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert {name: list(row["points"]) for name, row in rows.items()} == POINTS
+    assert {row["state"] for row in rows.values()} == {"done"}
+    assert document["num_problems"] == 0
+    assert document["jobs"]["sdxl-2"]["exit_code"] == 0
+    calls = rows["sdxl-compiled"]["points"]["calls-2"]["result"]
+    assert set(calls["row_ms"]) == {"plain", "recorded", "compiled", "compiled and recorded"}
+    assert max(calls["difference"].values()) < 1e-3
+    assert rows["diffusers"]["points"]["parity"]["result"]["difference"] < 1e-4, "both compute with the same weights"
+    assert [row["from_s"] for row in document["schedule"]] == list(planned_starts(SCHEDULE).values())
+    files = list(tmp_path.rglob("*"))
+    assert len(files) <= 8
+    assert all(file.parent == tmp_path and file.stat().st_size < 16 << 20 for file in files)
+    assert len(done.stdout) < 12_000
+
+
+def test_the_schedule_is_the_one_of_nine_minutes() -> None:
+    starts = list(planned_starts(SCHEDULE).values())
+    assert starts == [0, 20, 90, 180, 240, 315, 375, 420, 465, 505]
+    assert starts[-1] + SCHEDULE[-1].seconds == 550
+    names = {job.name for job in JOBS}
+    assert all(set(row.needs) <= names for row in SCHEDULE)
+
+
+def test_rows_are_chosen_by_name_and_the_first_always_runs() -> None:
+    assert [row.name for row in choose_rows("server,sdxl")] == [START, "sdxl", "server"]
+    with pytest.raises(ValueError, match=r"no row sdxx; choose from start, tests"):
+        choose_rows("sdxl,sdxx")
+
+
+def test_a_row_that_waits_for_a_compile_job_lets_others_go_first() -> None:
+    compiled, other = row_of("compiled", "finish")._replace(needs=("job",)), row_of("other", "finish")
+    assert next_row([compiled, other], {"job"}) == other
+    assert next_row([compiled, other], set()) == compiled
+    assert next_row([compiled], {"job"}) == compiled, "nothing else is left to do"
+
+
+# Rows for the tests below, which a worker imports from this file -------------------------------------------------
+
+
+def finish(bench: Bench) -> None:
+    bench.point("first", lambda: {"pid": os.getpid()})
+
+
+def fail_in_a_point(bench: Bench) -> None:
+    def fail() -> None:
+        raise RuntimeError("nothing works")
+
+    bench.point("broken", fail)
+    bench.point("after", lambda: {"value": 1})
+
+
+def hang(bench: Bench) -> None:
+    bench.point("before", lambda: {"value": 2})
+    time.sleep(600.0)
+
+
+def crash(bench: Bench) -> None:
+    bench.point("before", lambda: {"value": 3})
+    os._exit(9)
+
+
+def lose_the_device(bench: Bench) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    bench.point("broken", fail)
+    bench.point("after", lambda: {"value": 4})
+
+
+def run_out_of_time(bench: Bench) -> None:
+    bench.quick = False
+    bench.point("too long", lambda: {"value": 5}, needs_s=1e6)
+    bench.point("problem", lambda: {"problems": ["an image is black"]})
+
+
+def have_no_gpu(bench: Bench) -> None:
+    bench.no_gpu("there is no CUDA GPU on this machine.")
+
+
+def row_of(name: str, function: str, seconds: float = 10.0) -> Row:
+    return Row(name, seconds, "for a test", f"{HERE}:{function}")
+
+
+def run_for_test(rows: list[Row], folder: Path) -> tuple[int, Report]:
+    report = Report(folder / "out", {})
+    options = {"device": "cpu", "quick": True, "out": str(folder / "out"), "work": str(folder)}
+    return run_rows(rows, (), options, report), report
 
 
 @pytest.mark.slow
-def test_a_precision_that_diffusers_has_not_is_measured_alone(
-    tiny_model: Callable[[str], Path], tmp_path: Path
+def test_a_row_that_hangs_or_crashes_costs_no_later_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.gpu.run.QUICK_PATIENCE", 1.0)
+    rows = [
+        row_of(START, "finish", 0.5)._replace(most_s=60.0),
+        row_of("hangs", "hang", 0.5)._replace(most_s=5.0),
+        row_of("crashes", "crash", 90.0),
+        row_of("loses the device", "lose_the_device", 90.0),
+        row_of("late", "run_out_of_time", 90.0),
+        row_of("last", "finish", 90.0),
+    ]
+    code, report = run_for_test(rows, tmp_path)
+    result = report.document["rows"]
+    assert code == 0
+    assert {name: row["state"] for name, row in result.items()} == {
+        START: "done",
+        "hangs": "abandoned",
+        "crashes": "abandoned",
+        "loses the device": "abandoned",
+        "late": "done",
+        "last": "done",
+    }
+    assert result["hangs"]["points"]["before"]["result"] == {"value": 2}
+    assert "the worker ended with 9" in result["crashes"]["error"]
+    assert "illegal memory access" in result["loses the device"]["points"]["broken"]["error"]
+    assert list(result["loses the device"]["points"]) == ["broken"], "nothing can be measured in that process any more"
+    assert "left_out" in result["late"]["points"]["too long"]
+    assert result["last"]["points"]["first"]["result"]["pid"] != result[START]["points"]["first"]["result"]["pid"]
+    assert report.num_errors == 5, "three abandoned rows, an error, a problem"
+    written = json.loads((tmp_path / "out" / "suite.json").read_text(encoding="utf-8"))
+    assert written["rows"] == result
+
+
+@pytest.mark.slow
+def test_an_error_in_the_first_row_ends_the_run_at_once(tmp_path: Path) -> None:
+    code, report = run_for_test([row_of(START, "fail_in_a_point"), row_of("next", "finish")], tmp_path)
+    assert code == FIRST_ROW_FAILED
+    assert list(report.document["rows"]) == [START]
+    points = report.document["rows"][START]["points"]
+    assert "nothing works" in points["broken"]["error"]
+    assert points["after"]["result"] == {"value": 1}
+    assert "ERROR RuntimeError: nothing works" in table(report.document)
+
+
+@pytest.mark.slow
+def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
+    code, report = run_for_test([row_of(START, "have_no_gpu"), row_of("next", "finish")], tmp_path)
+    assert code == NO_GPU
+    assert "no CUDA GPU" in report.document["rows"][START]["error"]
+
+
+def document_of(**rows: Any) -> dict[str, Any]:
+    entries = {
+        name.replace("_", "-"): {
+            "state": "done",
+            "started_s": 0.0,
+            "wall_s": 1.0,
+            "points": {point: {"result": result} for point, result in points.items()},
+        }
+        for name, points in rows.items()
+    }
+    return {"rows": entries, "jobs": {}}
+
+
+def test_goals_are_met_missed_or_not_measured() -> None:
+    calls = {"row_ms": {"plain": 20.0, "compiled": 15.0}}
+    document = document_of(
+        sdxl_images={
+            "eager": {"images_per_s": 1.2},
+            "graphs": {"images_per_s": 1.5, "row_ms": 16.0},
+            "deterministic": {"images_per_s": 1.2, "row_ms": 20.0},
+            "latency": {"p99_s": 5.0},
+        },
+        sdxl_compiled={"images": {"images_per_s": 1.7}, "calls-16": calls},
+        sdxl_float8={"calls-16": {"row_ms": {"plain": 14.0, "compiled": 10.0}}},
+        diffusers={"serial": {"images_per_s": 0.8}},
+    )
+    result = {goal.name: (goal.measured, goal.verdict) for goal in goals(document)}
+    assert result["SDXL bf16, images/s"] == (1.7, "met")
+    assert result["SDXL over diffusers behind a lock"] == (2.125, "met")
+    assert result["SDXL over diffusers compiled, by 8"] == (None, "not measured")
+    assert result["deterministic mode, time over free"] == (1.25, "missed")
+    assert result["SDXL at 0.9 load, p99 s"] == (5.0, "met")
+    assert result["float8 calls over bf16, 16 rows"] == (1.5, "met")
+    text = table(document)
+    assert text.splitlines()[1].split() == ["SDXL", "bf16,", "images/s", ">=", "1.6", "1.7", "met"]
+    assert "graphs: images_per_s 1.5" in text
+
+
+def test_the_table_stays_short_and_shows_problems_first() -> None:
+    many = {f"point {number}": {"ms": 1.0, "words": "x" * 400} for number in range(300)}
+    document = document_of(sdxl=many | {"point 0": {"ms": 1.0, "problems": ["an image is black"]}})
+    text = table(document)
+    assert len(text) < MOST_CHARS + 100
+    assert "point 0: PROBLEM an image is black, ms 1" in text
+
+
+def test_outcomes_of_pytest_are_counted_while_it_runs() -> None:
+    parallel = (
+        "[gw0] [ 10%] PASSED tests/engine/test_a.py::test_one \n"
+        "[gw1] [ 20%] FAILED tests/engine/test_a.py::test_two[cpu] \n"
+        "[gw1] [ 30%] SKIPPED tests/engine/test_b.py::test_three \n"
+        "FAILED tests/engine/test_a.py::test_two[cpu] - AssertionError\n"
+    )
+    result = count_outcomes(parallel, None, is_cut=True)
+    assert result == {
+        "failed": 1,
+        "passed": 1,
+        "skipped": 1,
+        "is_cut": True,
+        "num_problems": 1,
+        "problems": ["tests/engine/test_a.py::test_two[cpu]"],
+    }
+    alone = "tests/a.py::test_one PASSED [ 50%]\ntests/a.py::test_two ERROR [100%]\n"
+    assert count_outcomes(alone, 1, is_cut=False)["problems"] == ["tests/a.py::test_two"]
+    assert "ended with 4" in count_outcomes("ERROR: unknown option --device\n", 4, is_cut=False)["problems"][0]
+
+
+def test_drawn_weights_are_a_function_of_name_shape_and_seed() -> None:
+    device = torch.device("cpu")
+    first, again, other, seeded = (
+        draw_tensor(name, (8, 16, 3, 3), device, seed) for name, seed in (("a", 0), ("a", 0), ("b", 0), ("a", 1))
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert not torch.equal(first, seeded)
+    assert float(first.abs().max()) <= (16 * 9) ** -0.5
+    assert draw_tensor("norm.weight", (4,), device).tolist() == [1.0] * 4
+    assert draw_tensor("norm.bias", (4,), device).tolist() == [0.0] * 4
+
+
+def test_rates_of_the_device_are_positive_and_of_the_right_size() -> None:
+    device = torch.device("cpu")
+    assert 1e8 < peak_flops(device, torch.float32, size=128) < 1e14
+    assert 1e7 < copy_bytes_per_s(device, num_bytes=1 << 20) < 1e13
+    assert 1e-8 < launch_seconds(device, launches=50) < 1e-2
+    slept = call_seconds(lambda: time.sleep(0.01), device, 3)
+    assert len(slept) == 3
+    assert min(slept) >= 0.01
+
+
+def test_the_bundle_counts_what_travels_and_prints_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    suite = gpu_suite.Suite(tmp_path / "suite.json", 600.0, "cpu")
-    gpu_suite.measure_alone(suite, str(tiny_model(ONE_LEVEL)), "cpu", "float32", quick=True)
-    points = json.loads((tmp_path / "suite.json").read_text(encoding="utf-8"))["points"]
-    assert [point["point"].partition(": ")[2] for point in points] == [
-        "load", "warm-up", "D1 cost curve", "D3 served", "D8 memory",
-    ]  # fmt: skip
-    assert [point.get("error") for point in points] == [None] * 5
+    monkeypatch.setattr(gpu_bundle, "LIMIT_MIB", gpu_bundle.tracked_bytes() / 2**20 + 1.0)
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    (wheels / "msgspec-1-py3.whl").write_bytes(bytes(1 << 19))
+    gpu_bundle.main(wheels=wheels, results="results", download=False)
+    counted, command = capsys.readouterr().out.splitlines()
+    assert "1 wheels 0.5 MiB" in counted
+    assert "--no-index --no-deps" in command
+    assert "wheels/msgspec-1-py3.whl && PYTHONPATH=" in command
+    assert command.endswith("python3 benchmarks/gpu_suite.py --out results")
+    assert len(command) < 2000
+    (wheels / "diffusers-1-py3.whl").write_bytes(bytes(1 << 20))
+    with pytest.raises(typer.Exit):
+        gpu_bundle.main(wheels=wheels, results="results", download=False)
+    assert "have to travel" in capsys.readouterr().err
 
 
-def test_without_a_gpu_nothing_is_measured_and_nothing_claimed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(RuntimeError) as raised:
-        gpu_suite.main(out=tmp_path / "suite.json")
-    assert getattr(raised.value, "exit_code", None) == gpu_suite.NO_GPU
-    assert "no CUDA GPU" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+def test_the_wheel_of_diffusers_loses_the_pipelines_of_other_families(tmp_path: Path) -> None:
+    kept_names = (
+        "diffusers/__init__.py",
+        "diffusers/pipelines/__init__.py",
+        "diffusers/pipelines/stable_diffusion/pipeline_stable_diffusion.py",
+    )
+    dropped_names = ("diffusers/pipelines/flux/pipeline_flux.py", "diffusers/modular_pipelines/flux/inputs.py")
+    wheel, record = tmp_path / "diffusers-1-py3-none-any.whl", "diffusers-1.dist-info/RECORD"
+    with zipfile.ZipFile(wheel, "w") as file:
+        for name in (*kept_names, *dropped_names):
+            file.writestr(name, "x")
+        file.writestr(record, "".join(f"{name},sha256=0,1\n" for name in (*kept_names, *dropped_names, record)))
+    for _ in range(2):  # the second time changes nothing
+        gpu_bundle.slim_wheel(wheel)
+    with zipfile.ZipFile(wheel) as file:
+        assert file.namelist() == [*kept_names, record]
+        assert [line.partition(",")[0] for line in file.read(record).decode().split()] == [*kept_names, record]
+    assert list(tmp_path.iterdir()) == [wheel]
 
 
-def test_a_point_that_fails_is_kept_with_its_error_and_one_too_late_is_named(tmp_path: Path) -> None:
-    suite = gpu_suite.Suite(tmp_path / "suite.json", 60.0, "cpu")
+def test_the_small_tree_lacks_what_no_row_reads(tmp_path: Path) -> None:
+    size = gpu_bundle.write_tree(tmp_path / "tree")
+    assert size < gpu_bundle.tracked_bytes()
+    assert not any((tmp_path / "tree" / name).exists() for name in gpu_bundle.NOT_NEEDED)
+    assert (tmp_path / "tree" / "benchmarks" / "random_models.py").is_file()
+    assert (tmp_path / "tree" / "tests" / "service" / "server.py").is_file()
 
-    def broken() -> Any:
-        raise RuntimeError("an illegal memory access")
 
-    assert suite.point("first", broken) is None
-    assert suite.point("second", lambda: {"ms": 1.5}) == {"ms": 1.5}
-    suite._until_s = 0.0
-    assert suite.point("third", broken) is None
-    kept = json.loads((tmp_path / "suite.json").read_text(encoding="utf-8"))
-    assert "an illegal memory access" in kept["points"][0]["error"]
-    assert kept["points"][1]["found"] == {"ms": 1.5}
-    assert (kept["left_out"], suite.num_errors) == (["third"], 1)
+def test_an_unknown_row_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(typer.BadParameter, match="no row everything"):
+        gpu_suite.main(out=tmp_path, rows="everything")

@@ -357,12 +357,15 @@ def test_large_init_picture_is_refused_with_the_way_out(run: Run, model: Path, t
 
 def test_doctor_tells_device_model_memory_and_origins(run: Run, model: Path, tmp_path: Path) -> None:
     (tmp_path / "my.toml").write_text("[serve]\nport = 9999\n", encoding="utf-8")
-    outcome = run("doctor", "--model", model, "--config", "my.toml", "--device", "cpu", "--gpu", "L4")
+    few_step = tmp_path / "fox-lightning-2step"
+    few_step.symlink_to(model)
+    outcome = run("doctor", "--model", few_step, "--config", "my.toml", "--device", "cpu", "--gpu", "L4")
     assert (outcome.code, outcome.err) == (0, "")
     squeezed = re.sub(r" +", " ", outcome.out)
     assert "serve.port 9999 my.toml\n" in squeezed
     assert "model.device cpu --device\n" in squeezed
     assert re.search(r"^device cpu$", squeezed, flags=re.MULTILINE)
+    assert "few steps lightning, recognized by the name 'fox-lightning-2step': sampler euler, steps 2" in squeezed
     assert re.search(r"^unet [\d,]+ [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
     assert re.search(r"^a row's features for DeepCache [\d.]+ MiB$", squeezed, flags=re.MULTILINE)
     assert re.search(r"^free on cpu [\d.]+ MiB$", squeezed, flags=re.MULTILINE)

@@ -58,7 +58,12 @@ def test_an_assistant_lists_the_tools_and_calls_each(text_server: RunningServer,
         (tmp_path / "fox.png").write_bytes(files[0])
         whole = base64.b64encode(files[0]).decode()
         edited = set()
-        for image in (first["name"], str(tmp_path / "fox.png"), whole, f"data:image/png;base64,{whole}"):
+        for image in (
+            first["name"],
+            str(tmp_path / "fox.png"),
+            whole,
+            f"DATA:image/png;base64,{whole[:76]}\n{whole[76:]}",
+        ):
             asked = {"prompt": "a blue fox", "image": image, "seed": 1, "steps": 2, "strength": 0.9}
             again = await client.call_tool("edit_image", asked)
             assert not again.is_error, again.content
@@ -82,6 +87,7 @@ def test_mistakes_are_told_in_the_servers_words(server: RunningServer) -> None:
         ("generate_image", {"prompt": "a", "model": "../../x"}, "there is no model"),
         ("edit_image", {"prompt": "a", "image": "/etc/passwd"}, "image"),
         ("edit_image", {"prompt": "a", "image": "no such picture"}, "neither a picture painted here"),
+        ("edit_image", {"prompt": "a", "image": "foxes123"}, "neither a picture painted here"),
         ("rewrite_prompt", {"prompt": "a"}, "language model"),
     )
 

@@ -64,6 +64,12 @@ def test_model_on_the_command_line_wins_over_every_other_path(tmp_path: Path) ->
     assert settings.model.path == "embedded"
 
 
+def test_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text("[serve]\nport = 8123\n", encoding="utf-8-sig")
+    assert load_settings(config=str(file), env={}).serve.port == 8123
+
+
 def test_embedded_model_is_the_default() -> None:
     settings = load_settings(env={})
     assert settings.model.path == "embedded"

@@ -25,6 +25,7 @@ from diffserve.service.app import create_app
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.lifecycle import Gate
 from diffserve.service.metrics import Metrics
+from diffserve.service.run import GOODBYE_S
 from diffserve.settings import NOT_SETTINGS, load_settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,6 +43,8 @@ WANTED = {
     ("ray.io/v1", "RayService"): ("spec.serveConfigV2", "spec.rayClusterConfig.headGroupSpec.template.spec"),
     ("ray.io/v1", "RayJob"): ("spec.entrypoint", "spec.rayClusterSpec.headGroupSpec.template.spec"),
 }
+LEAVES_S = GOODBYE_S + 5
+"""Seconds that a server takes at most beyond ``shutdown_timeout_s``, 5 of them for its engine."""
 METRIC = re.compile(r"diffserve_\w+(?:\{[^}]*\})?")
 
 
@@ -156,7 +159,7 @@ def test_a_server_is_let_finish_and_its_probes_and_options_are_real(routes: set[
     options = parsed(container["args"])
     settings = settings_of({one["name"]: one["value"] for one in container["env"] if "value" in one})
     waits_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert pod["terminationGracePeriodSeconds"] > waits_s + settings.serve.shutdown_timeout_s + 5
+    assert pod["terminationGracePeriodSeconds"] > waits_s + settings.serve.shutdown_timeout_s + LEAVES_S
     ready = container["readinessProbe"]
     assert waits_s >= ready["periodSeconds"] * ready["failureThreshold"], "nobody is sent to one who is leaving"
     [port] = container["ports"]
@@ -213,7 +216,7 @@ def test_a_cluster_has_its_front_beside_the_head_and_room_for_every_replica(rout
         path: shared[path] for path in ("/tmp", "/dev/shm")
     }
     waits_s = front["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert pod["terminationGracePeriodSeconds"] > waits_s + settings.serve.shutdown_timeout_s + 5
+    assert pod["terminationGracePeriodSeconds"] > waits_s + settings.serve.shutdown_timeout_s + LEAVES_S
     asked = [front[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
     assert {one["path"] for one in asked} <= routes
     [port] = front["ports"]
@@ -284,7 +287,7 @@ def test_composed_services_are_let_finish_have_no_root_and_are_on_loopback(route
     for service in composed["services"].values():
         environment = service["environment"]
         settings = settings_of({name: value for name, value in environment.items() if name not in NOT_SETTINGS})
-        assert seconds(service["stop_grace_period"]) > settings.serve.shutdown_timeout_s + 5
+        assert seconds(service["stop_grace_period"]) > settings.serve.shutdown_timeout_s + LEAVES_S
         assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"])
         assert int(service["user"].partition(":")[0]) >= 10_000
         assert parsed(service["command"])["host"] == "0.0.0.0"

@@ -18,9 +18,14 @@ from diffserve.settings import load_settings
 from diffserve.types import DiffusionParams
 
 TRAILING = {"timestep_spacing": "trailing"}
-EULER, ANCESTRAL, LCM = (
-    {"_class_name": f"{name}Scheduler"} for name in ("EulerDiscrete", "EulerAncestralDiscrete", "LCM")
-)
+LEADING = {"timestep_spacing": "leading"}
+EULER, ANCESTRAL, LCM, SDE, SINGLESTEP, MULTISTEP = (
+    {"_class_name": f"{name}Scheduler"}
+    for name in (
+        "EulerDiscrete", "EulerAncestralDiscrete", "LCM", "DPMSolverSDE", "DPMSolverSinglestep", "DPMSolverMultistep",
+    )
+)  # fmt: skip
+STYLES = ("lightning-bolts", "hyper_realism_lora", "turbocat_lora", "flash_photography_xl_lora", "tcd")
 START = ("sampler", "num_steps", "guidance_scale", "spacing")
 
 
@@ -40,6 +45,15 @@ def directory(path: Path, scheduler: dict[str, Any], unet: dict[str, Any] | None
         ("some-distilled", LCM, {"time_cond_proj_dim": 256}, ("lcm", 4, 8.5, "leading")),
         ("some-merged", LCM, {}, ("lcm", 4, 1.0, "leading")),
         ("lcm-ssd", EULER, {}, ("lcm", 4, 1.0, "leading")),
+        ("RealVisXL_V4.0_Lightning", SDE, {}, ("euler", 4, 1.0, "trailing")),
+        ("mix-lightning", SINGLESTEP, {}, ("euler", 4, 1.0, "trailing")),
+        ("Juggernaut-XL-Lightning", EULER | LEADING, {}, ("euler", 4, 1.0, "trailing")),
+        ("dreamshaper-xl-v2-turbo", MULTISTEP | LEADING, {}, ("euler", 4, 1.0, "trailing")),
+        ("Hyper-RealVis-4steps", MULTISTEP | LEADING, {}, ("euler", 4, 1.0, "trailing")),
+        ("some-consistent", {"_class_name": "TCDScheduler"}, {}, ("tcd", 4, 1.0, "leading")),
+        ("flash-sdxl", EULER | LEADING, {}, ("lcm", 4, 1.0, "leading")),
+        ("sdxl-dmd2", LCM, {}, ("lcm simple", 4, 1.0, "trailing")),
+        ("PixelWave-PCM-8step", LCM, {}, ("lcm", 8, 1.0, "leading")),
     ],
 )
 def test_directories_start_right(
@@ -74,7 +88,13 @@ def test_single_files_start_right(tmp_path: Path, name: str, start: tuple[Any, .
         ("Hyper-SD15-8steps-CFG-lora", ("euler", 8, 5.0, "trailing")),
         ("sd_xl_turbo_lora_v1", ("euler_a", 4, 1.0, "trailing")),
         ("lcm-lora-sdv1-5", ("lcm", 4, 1.0, "leading")),
-        *((style, (None, None, None, None)) for style in ("lightning-bolts", "hyper_realism_lora", "turbocat_lora")),
+        ("dmd2_sdxl_4step", ("lcm simple", 4, 1.0, "trailing")),
+        ("TCD-SDXL", ("tcd", 4, 1.0, "leading")),
+        ("PCM_SDXL_smallcfg_4step_converted", ("tcd", 4, 1.0, "leading")),
+        ("pcm_sd15_normalcfg_8step_converted", ("tcd", 8, 7.5, "leading")),
+        ("pcm_sdxl_lcmlike_lora_converted", ("lcm", 4, 1.0, "leading")),
+        ("FlashSDXL", ("lcm", 4, 1.0, "leading")),
+        *((style, (None, None, None, None)) for style in STYLES),
     ],
 )
 def test_requests_of_an_adapter_that_distils_start_right_where_they_leave_it_open(
@@ -82,7 +102,7 @@ def test_requests_of_an_adapter_that_distils_start_right_where_they_leave_it_ope
 ) -> None:
     params, said = begin_with_loras(DiffusionParams(loras=(Lora("ink"), Lora(name))))
     assert tuple(getattr(params, key) for key in START) == start
-    assert [f"LoRA {name!r} is distilled to few steps" in one for one in said] == [True] * (start[0] is not None)
+    assert [f"LoRA {name!r} is a few-step adapter" in text for text in said] == [True] * (start[0] is not None)
     asked = DiffusionParams(loras=(Lora(name),), sampler="ddim", num_steps=30, guidance_scale=7.0, spacing="linspace")
     assert begin_with_loras(asked) == (asked, said)
     taken_away = DiffusionParams(loras=(Lora(name, -1.0),))
@@ -96,8 +116,8 @@ def test_requests_of_an_adapter_that_distils_start_right_where_they_leave_it_ope
 
 
 def test_a_name_alone_does_not_make_a_directory_one(tmp_path: Path) -> None:
-    for name in ("turbo-tests", "lightning", "turbocat"):
-        assert find_few_step(directory(tmp_path / name, EULER | {"timestep_spacing": "leading"})) is None
+    for name in ("turbo-tests", "lightning", "turbocat", "flash-photography"):
+        assert find_few_step(directory(tmp_path / name, EULER | LEADING)) is None
     assert find_few_step(directory(tmp_path / "turbos", EULER | TRAILING)) is None
     assert find_few_step(tmp_path / "none") is None
 
@@ -118,7 +138,6 @@ def test_what_is_given_wins_and_a_bare_load_starts_the_same(
     with caplog.at_level("INFO", "diffserve"):
         profile = load_model(path, dtype="float32", device="cpu").profile
     assert tuple(getattr(profile, key) for key in START) == ("euler", 2, 1.0, "trailing")
-    assert (
-        "distilled to few steps (lightning); unless asked otherwise 2 of euler, spacing trailing, guidance 1"
-        in caplog.text
-    )
+    reason = "the name 'tiny-lightning-2step' and trailing timesteps"
+    assert f"is a few-step model (lightning), recognized by {reason}" in caplog.text
+    assert "defaults are sampler euler, steps 2, spacing trailing, guidance 1" in caplog.text

@@ -479,7 +479,7 @@ def test_a_png_in_more_pieces_than_any_tool_makes_is_refused_at_once() -> None:
     bomb = whole[:33] + png_chunk(b"tEXt", b"k\0v") * 200_000 + whole[33:]
     started_s = time.thread_time()
     for read in (read_infotext, decode_image):
-        with pytest.raises(InvalidRequest, match="damaged or too large"):
+        with pytest.raises(InvalidRequest, match="more than 10000 chunks"):
             read(bomb)
     assert time.thread_time() - started_s < 0.5  # it took seconds
 

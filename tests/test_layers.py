@@ -27,10 +27,13 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MORTAR = (
     "types", "sampling_params", "text_types", "rewrite_types", "errors", "config", "profiles", "sizes", "images",
-    "infotext", "logs", "loras", "engine_stats", "ipc", "disk_cache", "quality", "vocabulary", "bounds", "pace",
+    "infotext", "infotext_recipe", "logs", "loras", "engine_stats", "ipc", "disk_cache", "quality", "vocabulary",
+    "bounds", "pace",
     "controlnets", "few_step", "fewest_steps", "micro_conditioning", "prompt_syntax", "start_picture", "wait_policy",
-    "version", "embedding_types", "json_schemas", "safetensors_header", "watermark", "content_credentials",
-    "provenance", "safety", "settings", "stage_types", "tensor_values",
+    "version", "embedding_types", "json_schemas", "json_lengths", "json_limits", "safetensors_header", "watermark",
+    "content_credentials", "provenance", "safety", "settings", "stage_types", "tensor_values", "metadata_text",
+    "folder_names", "lora_layers", "model_files", "canny", "child_signals", "client_places", "decoder_process",
+    "decoders", "frames", "image_structure",
 )  # fmt: skip
 FLOORS = {
     "schedulers": 0,

@@ -18,11 +18,20 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = {"bench", "c2pa", "cluster", "mcp", "otel", "test", "dev"}
 WEIGHTS_LIMIT_BYTES = 60_000_000  # of all models together, in 16 bits
+TRACKED_LIMIT_BYTES = 56 << 20
+"""The checkout is carried to machines without a network, with the wheels they lack, in at most 64 MiB."""
 
 
 def tracked(*places: str) -> set[str]:
     done = subprocess.run(["git", "ls-files", "-z", *places], cwd=ROOT, capture_output=True, text=True, check=True)
     return {name for name in done.stdout.split("\0") if name and (ROOT / name).is_file()}
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only a git checkout says which files are tracked")
+def test_tracked_files_stay_under_56_mebibytes() -> None:
+    sizes = {name: (ROOT / name).stat().st_size for name in tracked()}
+    largest = sorted(sizes.items(), key=lambda item: item[1], reverse=True)[:20]
+    assert sum(sizes.values()) < TRACKED_LIMIT_BYTES, f"the largest files: {largest}"
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,9 @@ def test_every_file_says_what_made_it_and_a_bare_one_says_nothing(image_format: 
         assert marks.header == ("xmp;wm" if has_mark else "xmp")
         for kind, source in DIGITAL_SOURCE_TYPES.items():
             marked = marks.mark(picture, kind)
-            file = marks.write(marked, kind=kind, image_format=image_format, quality=90, infotext="a, Steps: 1")
+            file = marks.write(
+                marked, kind=kind, image_format=image_format, quality=90, infotext="a\nSteps: 1, Seed: 2, Size: 8x8"
+            )
             found = examine(file)
             assert found.is_generated
             assert found.parameters

@@ -36,6 +36,23 @@ def test_the_newest_counts_and_a_missed_goal_is_told(tmp_path: Path) -> None:
     assert "| torch.compile | left out |" in found
 
 
+def test_results_of_a_gpu_are_shown_as_goals_and_rows(tmp_path: Path) -> None:
+    points = {"eager": {"result": {"images_per_s": 1.25}}, "latency": {"result": {"p99_s": 7.5}}}
+    rows = {
+        "sdxl-images": {"state": "done", "wall_s": 70.5, "points": points},
+        "sd15": {"state": "abandoned", "points": {}},
+    }
+    document = {"benchmark": "gpu_suite", "date": "2026-12-01", "rows": rows, "command": "c"}
+    (tmp_path / "gpu-suite-h100.json").write_text(json.dumps(document), encoding="utf-8")
+    found = page(newest(tmp_path))
+    assert "| SDXL bf16, images/s | at least 1.6 | 1.25 | no |" in found
+    assert "| SDXL at 0.9 load, p99 s | at most 6 | 7.5 | no |" in found
+    assert "| SD 1.5 bf16, images/s | at least 12 | owed |  |" in found
+    assert "| sdxl-images | done | 70.5 |" in found
+    assert "| sd15 | abandoned | 0 |" in found
+    assert "No GPU has been at hand" not in found
+
+
 def test_a_path_finds_elements_by_what_they_hold() -> None:
     document = {"points": [{"load": 0.3, "of": {"a": 1}}, {"load": 0.95, "of": {"a": 2}}]}
     assert follow(document, "points/load=0.95/of/a") == 2

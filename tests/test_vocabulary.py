@@ -30,6 +30,11 @@ WORLD = known_world()
         ("ein Fuchs 狐狸 🦊 — ✨", ("ein", "fuchs", "狐狸", "🦊", "✨")),
         ("a_fox_on_the_beach", ()),
         ("...", ()),
+        ("a fox BREAK a cactus", ()),
+        ("a (fox:-1) and a (wolf:-.5) next to a (cat: +1.5 )", ("wolf",)),
+        ("a fox <hypernet:ink:0.5>", ()),
+        (r"a \(fox\) \BREAK", ("break",)),
+        ("a break and a cat at 1:2", ("break", "1", "2")),
     ],
 )
 def test_words_that_were_never_taught_are_found(prompt: str, unknown: tuple[str, ...]) -> None:

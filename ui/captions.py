@@ -16,6 +16,8 @@ EARLY = "The server is loading its models; painting begins by itself once they a
 
 LOST = "What was being painted was lost with the server; press Generate to paint it again."
 
+STOPPING = "Stopping after this step. Press Stop again to leave the picture."
+
 OLDER = "The picture above is the one before."
 
 SHUT_OUT = "this is asked for again until there is room."
@@ -31,6 +33,8 @@ def caption_of(
     notes = (*others, *([OLDER] if is_beside_older else []))
     if painting.is_over:
         return _ending(painting, notes)
+    if painting.was_stopped:
+        return status(STOPPING, notes=notes, share=painting.share)
     after = f" {num_waiting} more of yours to come." if num_waiting else ""
     return status(f"{progress_text(painting)}{after}", notes=notes, share=painting.share)
 
@@ -104,6 +108,13 @@ def _ending(painting: Painting, notes: tuple[str, ...]) -> str:
         return status(f"{painting.error}{kept}", notes=notes, is_error=True)
     if painting.was_stopped:
         slowest = painting.slowest
+        unfinished = [picture.stopped for picture in painting.pictures if picture.stopped]
+        if unfinished:
+            num_finished = num_done - len(unfinished)
+            ending = (
+                f"{num_finished} of {num_images} pictures are finished." if num_images > 1 else "It is not finished."
+            )
+            return status(f"Stopped at {unfinished[0]}. {ending}", notes=notes)
         where = f" at step {slowest.step} of {slowest.steps}" if slowest is not None else ""
         return status(f"Stopped{where}.{kept}", notes=notes)
     if not painting.pictures:

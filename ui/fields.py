@@ -11,14 +11,12 @@ import msgspec
 
 from diffserve.client import ImageCapabilities
 from diffserve.errors import InvalidRequest
+from diffserve.infotext_recipe import DASH
 from diffserve.micro_conditioning import MicroConditioning
 from diffserve.types import MAX_CACHE_INTERVAL, MAX_CLIP_SKIP, MAX_MERGING, MAX_PROMPT_CHARS, MAX_SEED
 
 MAX_FIELD_CHARS: Final = 200
 """Of a field that holds a number or a name."""
-
-DASH: Final = re.compile(r"(?<![eE])-")
-"""Between two numbers, not in the exponent of one: "1e-05-0.5"."""
 
 MAX_SEED_DIGITS: Final = len(str(MAX_SEED))
 
@@ -113,14 +111,12 @@ class TypedField(NamedTuple):
     label        what the page calls it
     placeholder  what stands there for nothing
     info         a line below
-    infotext     what the parameters of a picture call it; "" where they do not tell it
     read         from the text, the field's name and what the model can do, the value; InvalidRequest
     """
 
     label: str
     placeholder: str
     info: str
-    infotext: str
     read: Callable[[str | None, str, ImageCapabilities], Any]
 
 
@@ -129,44 +125,44 @@ def _part(text: str | None, name: str, image: ImageCapabilities) -> float | None
 
 
 TYPED: Final = {
-    "eta": TypedField("Fresh noise", "the sampler's own", "Of every step (eta), 0 to 1.", "Eta", _part),
+    "eta": TypedField("Fresh noise", "the sampler's own", "Of every step (eta), 0 to 1.", _part),
     "guidance_interval": TypedField(
-        "Guided part", "all steps", "From and to, as parts of the way: 0.2-0.8.", "Guidance interval",
+        "Guided part", "all steps", "From and to, as parts of the way: 0.2-0.8.",
         lambda text, name, image: read_interval(text, name, "guided part"),
     ),
     "cache_interval": TypedField(
-        "Whole network every", "1", "So many steps, a part of it between (DeepCache).", "Cache interval",
+        "Whole network every", "1", "So many steps, a part of it between (DeepCache).",
         lambda text, name, image: read_count(text, name, MAX_CACHE_INTERVAL),
     ),
     "token_merging": TypedField(
-        "Merged tokens", "none", "Share of them in self-attention, 0 to 0.75.", "Token merging ratio",
+        "Merged tokens", "none", "Share of them in self-attention, 0 to 0.75.",
         lambda text, name, image: read_number(text, name, MAX_MERGING),
     ),
     "similarity_threshold": TypedField(
-        "Similar enough", "never", "To begin from a kept picture, above 0 to 1.", "Similarity threshold", _part
+        "Similar enough", "never", "To begin from a kept picture, above 0 to 1.", _part
     ),
     "clip_skip": TypedField(
-        "Clip skip", "1", "Layers from the text encoders' end.", "Clip skip",
+        "Clip skip", "1", "Layers from the text encoders' end.",
         lambda text, name, image: read_count(text, name, MAX_CLIP_SKIP),
     ),
     "micro_conditioning": TypedField(
         "Told sizes", "the picture's own",
-        "What SDXL is told: original_size 640x480 crop 0x0 target_size 1024x1024.", "Micro conditioning",
+        "What SDXL is told: original_size 640x480 crop 0x0 target_size 1024x1024.",
         lambda text, name, image: read_sizes(text),
     ),
     "guidance_rescale": TypedField(
-        "Rescaled guidance", "none", "To the spread of what is not guided, 0 to 1.", "CFG rescale phi", _part
+        "Rescaled guidance", "none", "To the spread of what is not guided, 0 to 1.", _part
     ),
     "variation_strength": TypedField(
-        "Variation", "none", "How far from the seed's picture, 0 to 1.", "Variation seed strength", _part
+        "Variation", "none", "How far from the seed's picture, 0 to 1.", _part
     ),
     "variation_seed": TypedField(
-        "Variation seed", "random", "Pictures have the same seed, and these in turn.", "Variation seed",
+        "Variation seed", "random", "Pictures have the same seed, and these in turn.",
         lambda text, name, image: read_seed(text, name),
     ),
-    "switch_at": TypedField("Refiner from", "never", "Where it takes over, 0 to 1: 0.8.", "Refiner switch at", _part),
+    "switch_at": TypedField("Refiner from", "never", "Where it takes over, 0 to 1: 0.8.", _part),
     "best_of": TypedField(
-        "Best of", "all are kept", "Painted, of which the best are kept.", "",
+        "Best of", "all are kept", "Painted, of which the best are kept.",
         lambda text, name, image: read_count(text, name, image.max_images),
     ),
 }  # fmt: skip

@@ -67,6 +67,7 @@ class PageFiles:
         self._max_bytes = max_bytes
         self._num_bytes = self._upload_bytes = 0
         self._kept: deque[_Kept] = deque()
+        self._granted: dict[Path, set[str]] = {}
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self.left = take_over(self.folder)
@@ -90,6 +91,22 @@ class PageFiles:
         folder = self.folder / secrets.token_hex(16)
         folder.mkdir(mode=0o700)
         return folder
+
+    def grant(self, file: Path, key_id: str) -> None:
+        """Let the API key with ``key_id`` read ``file`` and everything else in its folder."""
+        if (place := self._place_of(file)) is not None:
+            with self._lock:
+                self._granted.setdefault(place, set()).add(key_id)
+
+    def is_granted(self, file: Path, key_id: str) -> bool:
+        """Return whether the API key with ``key_id`` may read ``file``."""
+        return key_id in self._granted.get(self._place_of(file) or self.folder, ())
+
+    def _place_of(self, file: Path) -> Path | None:
+        """Return the folder of ``file``; ``None`` where it is not below the folder of all files."""
+        if ".." in file.parts or not file.is_relative_to(self.folder) or file == self.folder:
+            return None
+        return self.folder / file.relative_to(self.folder).parts[0]
 
     def _take_hold(self) -> None:
         """Have the system know, for as long as this process lives, that the folder is in use."""
@@ -119,6 +136,7 @@ class PageFiles:
                 oldest = uploads.popleft()
                 self._upload_bytes -= oldest.num_bytes
                 removed += oldest.files
+                self._granted.pop(oldest.place, None)
                 _remove(oldest.place)
             self._make_room()
         return removed
@@ -127,6 +145,7 @@ class PageFiles:
         while self._num_bytes + self._upload_bytes > self._max_bytes and len(self._kept) > 1:
             oldest = self._kept.popleft()
             self._num_bytes -= oldest.num_bytes
+            self._granted.pop(oldest.folder, None)
             shutil.rmtree(oldest.folder, ignore_errors=True)
 
     def _uploads(self) -> Iterator[_Upload]:

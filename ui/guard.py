@@ -7,15 +7,19 @@ and is logged once.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import logging
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_type_hints
 
 from diffserve.errors import DiffserveError, InvalidRequest
+from ui.files import PageFiles
+from ui.ownership import bound, bound_query
 from ui.server import sentence
 
 if TYPE_CHECKING:
@@ -28,6 +32,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_EVENT_BYTES: Final = 1_048_576
+FILE: Final = "/file="
 UNREADABLE: Final = "That cannot be read; reload the page and try again."
 OUR_MISTAKE: Final = "The server made a mistake; its log says more."
 
@@ -47,23 +52,43 @@ log = logging.getLogger("diffserve.page")
 class Guard:
     """Stands before gradio's application: ASGI, as that is."""
 
-    def __init__(self, app: App, blocks: gr.Blocks, api: str) -> None:
+    def __init__(self, app: App, blocks: gr.Blocks, api: str, files: PageFiles) -> None:
         self._app = app
         self._blocks = blocks
         self._api = api
+        self._files = files
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises InvalidRequest for what gradio would stumble over."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope = {**scope, "headers": self._headers(scope)}
+        key_id: str = scope.get("state", {}).get("key_id", "")
+        query = bound_query(scope["query_string"], key_id)
+        scope = {**scope, "headers": self._headers(scope), "query_string": query}
+        if (address := scope.get("state", {}).get("public_address")) is not None:
+            _set_address(scope, address.root, address.prefix)
         path = scope["path"].removeprefix(self._api).rstrip("/")
-        if scope["method"] == "POST" and path.startswith(("/run/", "/queue/join")):
-            body, receive = await _replayed(receive)
-            self._check_event(path, body)
+        if scope["method"] == "POST" and path.startswith(("/run/", "/queue/join", "/cancel", "/reset")):
+            data, receive = await _replayed(receive)
+            body = _event_in(data)
+            if path.startswith(("/run/", "/queue/join")):
+                self._check_event(path, body)
+            if key_id:
+                self._bind_event(body, key_id)
+                receive = _replay([{"type": "http.request", "body": json.dumps(body).encode()}], receive)
+                scope["headers"] = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
         elif path.startswith("/heartbeat/"):
-            _check_session(path.removeprefix("/heartbeat/"))
+            session = path.removeprefix("/heartbeat/")
+            _check_session(session)
+            place = f"{self._api}/heartbeat/{bound(session, key_id)}"
+            scope |= {"path": place, "raw_path": place.encode()}
+        elif key_id and path.startswith(FILE) and not self._files.is_granted(Path(path.removeprefix(FILE)), key_id):
+            await send({"type": "http.response.start", "status": 403, "headers": []})
+            await send({"type": "http.response.body", "body": b"this key has no such file."})
+            return
+        elif key_id and path == "/upload":
+            send = self._granting(send, key_id)
         failed: list[DiffserveError] = []
         token = _failed.set(failed)
         try:
@@ -96,14 +121,36 @@ class Guard:
                 kept.append((name, value))
         return kept
 
-    def _check_event(self, path: str, data: bytes) -> None:
+    def _bind_event(self, body: dict[str, Any], key_id: str) -> None:
+        """Replace the session in ``body`` by the one of this name that belongs to the key.
+
+        Raises:
+            InvalidRequest: The event belongs to another session.
+        """
+        if isinstance(session := body.get("session_hash"), str):
+            body["session_hash"] = bound(session, key_id)
+        event = self._blocks._queue.event_ids_to_events.get(str(body.get("event_id")))
+        if event is not None and event.session_hash != body.get("session_hash"):
+            raise InvalidRequest("this session has no such event.", param="event_id", code="unknown_event")
+
+    def _granting(self, send: Send, key_id: str) -> Send:
+        """Return a ``send`` that grants the key the files that an upload is answered with."""
+        data = b""
+
+        async def send_granting(message: Message) -> None:
+            nonlocal data
+            if message["type"] == "http.response.body":
+                data += message.get("body", b"")
+                if not message.get("more_body"):
+                    with contextlib.suppress(ValueError):  # the text of an error
+                        for file in json.loads(data):
+                            self._files.grant(Path(file), key_id)
+            await send(message)
+
+        return send_granting
+
+    def _check_event(self, path: str, body: dict[str, Any]) -> None:
         """Refuse an event that the page does not have, or that lacks what its function is given."""
-        try:
-            body = json.loads(data)
-        except (ValueError, RecursionError):
-            raise InvalidRequest("the body is not valid JSON.", code="invalid_json") from None
-        if not isinstance(body, dict):
-            raise InvalidRequest("the body must be a JSON object.", code="invalid_json")
         if body.get("batched"):
             raise InvalidRequest("no event of the page takes batches.", param="batched")
         if body.get("session_hash") is not None:
@@ -184,9 +231,27 @@ def _filled(function: Callable[..., Any], values: list[Any]) -> list[Any]:
     ]
 
 
+def _set_address(scope: Scope, root: str, prefix: str) -> None:
+    """Replace the address in the request, from which gradio builds all others, by ``root`` with the path ``prefix``."""
+    headers = [(name, value) for name, value in scope["headers"] if name not in (*_FORWARDED, b"x-gradio-server")]
+    scope["headers"] = [*headers, (b"x-gradio-server", root.encode())]
+    scope["root_path"] = prefix
+
+
 def _check_session(session: object) -> None:
     if not isinstance(session, str) or not _SESSION.fullmatch(session):
         raise InvalidRequest("session_hash must be 1 to 64 letters and digits.", param="session_hash")
+
+
+def _event_in(data: bytes) -> dict[str, Any]:
+    """Return the JSON object in ``data``. InvalidRequest where there is none."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        raise InvalidRequest("the body is not valid JSON.", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object.", code="invalid_json")
+    return body
 
 
 async def _replayed(receive: Receive) -> tuple[bytes, Receive]:
@@ -198,6 +263,11 @@ async def _replayed(receive: Receive) -> tuple[bytes, Receive]:
         num_bytes += len(messages[-1].get("body", b""))
         if num_bytes > MAX_EVENT_BYTES:
             raise InvalidRequest(f"an event of the page has at most {MAX_EVENT_BYTES} bytes.", code="body_too_large")
+    return b"".join(message.get("body", b"") for message in messages), _replay(messages, receive)
+
+
+def _replay(messages: list[Message], receive: Receive) -> Receive:
+    """Return a ``receive`` that gives ``messages`` first."""
     kept = iter(messages)
 
     async def again() -> Message:
@@ -205,4 +275,4 @@ async def _replayed(receive: Receive) -> tuple[bytes, Receive]:
             return message
         return await receive()
 
-    return b"".join(message.get("body", b"") for message in messages), again
+    return again

@@ -54,6 +54,7 @@ def create_page(url: str, *, server: Server | None = None) -> gr.Blocks:
     put_off("pandas")
     with without_interface_files(), without("mcp", "pyarrow"):
         from ui.page import build
+    from ui.ownership import bind_files
     from ui.uploads import keep_sessions_lean, limit_uploads
 
     keep_sessions_lean()
@@ -63,6 +64,7 @@ def create_page(url: str, *, server: Server | None = None) -> gr.Blocks:
     page.state_session_capacity = MAX_SESSIONS
     page._queue.sleep_when_free = IDLE_LOOK_S
     page._queue.progress_update_sleep_when_free = 10 * IDLE_LOOK_S
+    bind_files(page, server.files)
     tell(page)
     return page
 
@@ -107,6 +109,18 @@ def leave_matplotlib() -> None:
     utils.MatplotlibBackendMananger = contextlib.nullcontext  # type: ignore[assignment,misc]
 
 
+def use_relative_manifest() -> None:
+    """Change the page of gradio so that the manifest, too, has an address relative to the page."""
+    from gradio import routes
+    from jinja2 import ChoiceLoader, DictLoader
+
+    name, environment = "frontend/index.html", routes.templates.env
+    assert environment.loader is not None
+    source = environment.loader.get_source(environment, name)[0]
+    page = source.replace('href="/manifest.json"', 'href="./manifest.json"')
+    environment.loader = ChoiceLoader([DictLoader({name: page}), environment.loader])
+
+
 class PutOff(ModuleType):
     """A package that is imported when somebody first asks for something in it."""
 
@@ -132,12 +146,17 @@ def mount_page(app: Any, url: str, grace_s: float | None = None) -> tuple[str, .
     page = create_page(url, server=server)
     import gradio as gr
 
+    from ui.api_types import ApiTypes, FreshInfo
+
+    use_relative_manifest()
     _within_a_loop(
         lambda: gr.mount_gradio_app(
             app, page, path="/", max_file_size=MAX_UPLOAD_BYTES, ssr_mode=False, mcp_server=False, pwa=False, **looks()
         )
     )
-    app.add_middleware(Guard, blocks=page, api=API)
+    types = ApiTypes(page, server)
+    app.add_middleware(FreshInfo, types=types, gradio_app=app.routes[-1].app, path=f"{API}/info")
+    app.add_middleware(Guard, blocks=page, api=API, files=server.files)
     app.router.lifespan_context = _ending(app.router.lifespan_context, app.routes[-1].app, server)
     return PATHS
 

@@ -21,8 +21,9 @@ from ui.events import PRIVATE, SILENT, keep_form, keep_tab
 from ui.experiment.layout import add_experiment
 from ui.fields import TYPED
 from ui.history import tab as history
+from ui.ownership import key_of
 from ui.server import Models, Server, sentence
-from ui.visitors import Visitors, key_of
+from ui.visitors import Visitors
 
 TITLE: Final = "diffserve"
 LOADING: Final = "The server is loading its models; this takes a moment."
@@ -89,7 +90,7 @@ def _greet(
     outputs = [*of_model, fields.model, fields.rewrite_mode, tab.wording.note, tab.showing.caption]
 
     async def arrive(token: str | None, was_lost: bool | None, request: gr.Request) -> Any:
-        visitor = visitors.arrive(request.session_hash, token)
+        visitor = visitors.arrive(request.session_hash, token, key_of(request))
         if was_lost and not visitor.is_busy:
             visitor.trouble = LOST
         return gr.update(visible=bool(key_of(request)))

@@ -15,16 +15,20 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import gradio as gr
 import msgspec
 
 from diffserve.client import Asker, ask_for
+from diffserve.decoders import Decoder, shared_decoders
 from ui.create.painting import FinishedPicture, Painting
 from ui.create.parameters import CheckedForm, Form, StartFile
 from ui.files import PageFiles, owner_of
+from ui.ownership import bound, key_of
 from ui.server import GRACE_S, Server
+
+T = TypeVar("T")
 
 
 class Galleries:
@@ -151,11 +155,11 @@ class Visitor:
         self._latest = painting
         return painting
 
-    def stop(self) -> int:
-        """End everything of this visitor; how many paintings that were."""
+    def stop(self, *, keeps_unfinished: bool = False) -> int:
+        """End all paintings of this visitor (see :meth:`Painting.stop`), and return how many there were."""
         paintings = list(self.paintings)
         for painting in paintings:
-            painting.stop()
+            painting.stop(keeps_unfinished=keeps_unfinished)
         return len(paintings)
 
     @contextlib.contextmanager
@@ -215,10 +219,13 @@ class Visitors:
             self._galleries = Galleries(files)
             files.stays = lambda: {owner_named(token) for token in self._tokens.values()}
 
-    def arrive(self, session: str | None, token: str | None) -> Visitor:
-        """The page of ``session`` is open in the tab that has ``token``, perhaps once more: its visitor."""
+    def arrive(self, session: str | None, token: str | None, key_id: str = "") -> Visitor:
+        """Return the visitor of ``session``, whose tab has ``token`` and whose API key is ``key_id``.
+
+        A tab that is reloaded is the same visitor, but only with the same key.
+        """
         if session and token and TOKEN.fullmatch(token) and session not in self._visitors:
-            self._tokens[session] = token
+            self._tokens[session] = bound(token, key_id)
         return self.of(session)
 
     def _new(self, session: str) -> Visitor:
@@ -280,12 +287,16 @@ MOST_CHARS = 500
 def ask_for_visitor(request: gr.Request) -> None:
     """From now on what is asked in this context, and in tasks that begin in it, is asked for whoever sent
     ``request``."""
-    told = ",".join(value for name, value in request.headers.items() if name.lower() == "x-forwarded-for")
+    ask_for(Asker(_addresses(request), request.session_hash or "", key_of(request)))
+
+
+async def decoded(request: gr.Request, read: Callable[[Decoder], T]) -> T:
+    """Return ``read(decoder)`` in a thread, when it is the turn of the key or address that sent ``request``."""
+    return await shared_decoders().run(f"page/{key_of(request) or _addresses(request)}", read)
+
+
+def _addresses(request: gr.Request) -> str:
+    """Return the addresses that proxies report, and the one that the request came from."""
+    forwarded = ",".join(value for name, value in request.headers.items() if name.lower() == "x-forwarded-for")
     host = request.client.host if request.client is not None else ""
-    ask_for(Asker(f"{told},{host}"[-MOST_CHARS:], request.session_hash or "", key_of(request)))
-
-
-def key_of(request: gr.Request) -> str:
-    """The id of the key by which whoever sent ``request`` came in; empty where the server asks for none."""
-    found: str = getattr(getattr(request, "request", None), "scope", {}).get("state", {}).get("key_id", "")
-    return found
+    return f"{forwarded},{host}"[-MOST_CHARS:]

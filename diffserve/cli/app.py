@@ -9,11 +9,12 @@ from typing import Annotated
 
 import typer
 
-from diffserve.cli.commands.machine import doctor, prune, warm
+from diffserve.cli.commands.machine import doctor, list_names, prune, warm
 from diffserve.cli.commands.paint import batch, generate, rewrite
 from diffserve.cli.commands.serve import cluster_app, keys_app, mcp, serve
 from diffserve.cli.commands.study import sweep, verify
 from diffserve.cli.start import end_soon, own_process, refuse
+from diffserve.cli.wrong_options import suggestion_for
 from diffserve.errors import DiffserveError
 from diffserve.version import __version__
 
@@ -27,6 +28,7 @@ app = typer.Typer(
     help="Paint pictures from text, or serve those who want to.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -41,6 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = app(args=None if arguments is None else list(arguments), prog_name="diffserve", standalone_mode=False)
     except DiffserveError as error:
         code = refuse(error.message)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "diffserve", "schedulers", "ui"):
+            raise
+        code = refuse(
+            f"this command needs the Python package {package}, which is not installed; install it, or all dependencies "
+            "of diffserve."
+        )
     except OSError as error:  # a name too long, a folder that may not be read, a full disk
         code = refuse(f"{error.strerror or error}{f': {str(error.filename)!r}' if error.filename else ''}.")
     except MemoryError:
@@ -48,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
     except _ClickException as error:
-        code = refuse(error.format_message() if hasattr(error, "format_message") else str(error))
+        message = suggestion_for(error)
+        code = refuse(message or (error.format_message() if hasattr(error, "format_message") else str(error)))
     end_soon()
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -68,5 +79,6 @@ def root(
 
 for command in (generate, batch, rewrite, serve, sweep, verify, doctor, warm, prune, mcp):
     app.command()(command)
+app.command("list")(list_names)
 for group in (keys_app, cluster_app):
     app.add_typer(group)

@@ -15,7 +15,9 @@ from rich.console import Console
 
 from diffserve.config import EngineConfig, Settings
 from diffserve.disk_cache import DiskCache
+from diffserve.few_step import find_few_step
 from diffserve.settings import KEYS
+from diffserve.store.unet_paths import UNetPathFile
 from diffserve.version import __version__
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ def run(settings: Settings, gpu: str | None = None) -> int:
     _section(console, "settings", _settings(settings), headings=("key", "value", "from"))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from diffserve.runtime import choose_for, load_model
+    from diffserve.runtime.loading.family import location_of
     from diffserve.runtime.loading.library_imports import hushed
     from diffserve.runtime.loading.spread import with_spread
     from diffserve.runtime.needs import needs_of
@@ -58,7 +61,8 @@ def run(settings: Settings, gpu: str | None = None) -> int:
         _section(console, f"one step at {_size(needs)}", _steps(needs, roof), headings=STEP_HEADINGS)
         load = partial(load_model, device=profile.device, dtype=profile.dtype, offload=offload)
         model = load(profile.path, device_map=settings.engine.device_map, profile=profile, cache=cache)
-    _section(console, "model", _model(model))
+    _section(console, "model", _model(model, location_of(profile.path)))
+    _section(console, "UNet calls", _unet_calls(model, settings))
     left = model.left_in_full()
     if left:
         _section(console, f"not in {choice.dtype}", ((line,) for line in left))
@@ -93,7 +97,7 @@ def _device(choice: DeviceChoice) -> Iterable[tuple[str, str]]:
     yield "because", choice.reason
 
 
-def _model(model: DiffusionModel) -> Iterable[tuple[str, str]]:
+def _model(model: DiffusionModel, location: Path) -> Iterable[tuple[str, str]]:
     info = model.info
     yield "id", info.model_id
     yield "family", info.family + (" (inpainting)" if info.is_inpainting else "")
@@ -105,12 +109,47 @@ def _model(model: DiffusionModel) -> Iterable[tuple[str, str]]:
     yield "good sizes", " ".join(f"{width}x{height}" for width, height in info.good_sizes)
     yield "latents", f"{info.latent_channels} channels, {info.vae_factor} pixels a cell"
     yield "trained on", f"{info.train_timesteps} timesteps"
+    few_step = find_few_step(location)
+    if few_step is not None:
+        yield "few steps", f"{few_step.kind}, recognized by {few_step.reason}: {few_step.defaults} unless set otherwise"
     if info.refiner:
         yield "refiner", info.refiner
     if info.scorer:
         yield "scorer", info.scorer
     if info.learnt_words:
         yield "learnt words", ", ".join(info.learnt_words)
+    for word, problem in info.refused_words.items():
+        yield "skipped word", f"{word}: {problem}"
+
+
+def _unet_calls(model: DiffusionModel, settings: Settings) -> Iterable[tuple[str, str]]:
+    """How UNet calls would be made by ``diffserve serve``, and why."""
+    from diffserve.engine.image.compiled_groups import compiles_in_background
+    from diffserve.engine.image.unet_paths import path_key
+    from diffserve.runtime.unet.compiled import Packages
+
+    config = settings.engine
+    packages = Packages(model, DiskCache.at(config.cache_dir))
+    graphs = config.cuda_graphs and model.device.type == "cuda"
+    yield "CUDA graphs", "recorded" if graphs else "none: the device is not CUDA, or engine.cuda_graphs is false"
+    if config.compile == "off":
+        yield "compiled", "no: engine.compile is off"
+        return
+    if packages.reason:
+        yield "compiled", f"no: {packages.reason}"
+        return
+    yield "compiler", packages.compiler_name
+    if compiles_in_background(model, config):
+        yield "compiled", "in the background, used where measured as faster"
+        return
+    key = path_key(model, packages, config.compile)
+    stored = [one for one in UNetPathFile(Path(settings.serve.data_dir).expanduser()).known() if one.key == key]
+    for path in stored:
+        yield f"{path.width_px}x{path.height_px}, {path.num_tokens} tokens", f"{path.path}: {path.reason} (stored)"
+    if not stored and config.compile != "warm" and packages.is_by_openvino:
+        yield "compiled", "by diffserve serve, for the native size, before it reports ready"
+    elif not stored:
+        yield "compiled", "shapes that diffserve warm was run for"
 
 
 def _folders(settings: Settings) -> Iterable[tuple[str, str, bool]]:

@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Console
 
 from diffserve.cli.generate import open_engine
-from diffserve.cli.sweep import SweepOptions, lasting_interrupt, make_progress, plan_of
+from diffserve.cli.sweep import SweepOptions, check_prompts, lasting_interrupt, make_progress, plan_of
 from diffserve.config import Settings
 from diffserve.disk_cache import DiskCache
 from diffserve.errors import ConfigError, InvalidRequest
@@ -55,6 +55,7 @@ def run(
     settings = load_settings(model=model, config=config, flags=flags)
     plan = plan_of(pictures, settings, gated=True)
     refuse_folder(pictures.output, RESULTS)
+    check_prompts(plan, settings)
     gate = _resolve(gate, settings)
     from diffserve.experiments.gate_run import run_gate
 

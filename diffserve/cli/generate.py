@@ -20,7 +20,6 @@ from diffserve import types
 from diffserve.bounds import check
 from diffserve.cli.outputs import STDOUT, plan_outputs, write_output
 from diffserve.cli.start import import_libraries
-from diffserve.client import CompletedImage
 from diffserve.config import Settings
 from diffserve.controlnets import Control, digest_of
 from diffserve.errors import EngineUnavailable, InvalidRequest, ModerationBlocked
@@ -35,15 +34,16 @@ from diffserve.start_picture import StartPicture
 from diffserve.watermark import Kind
 
 if TYPE_CHECKING:
+    from diffserve.client import CompletedImage
     from diffserve.engine import Engine
+
+    Painted = types.ImageResult | CompletedImage
+    """What says how a picture was painted, here or by a server."""
 
 EXIT_FAILED = 1
 JPEG_QUALITY = 95
 ANY_SEED = -1
 """As other tools say it."""
-
-Painted = types.ImageResult | CompletedImage
-"""What says how a picture was painted, here or by a server."""
 
 Controls = tuple[tuple[Control, ...], tuple[types.Picture, ...]]
 """ControlNets, and the picture of each as it was given."""
@@ -95,12 +95,12 @@ def run(order: GenerateArguments, *, model: str | None, config: str | None, flag
     check_quality(order)
     marks = Marks.of(settings.serve)
     start, controls = read_pictures(order), _read_controls(order)
-    _request(order, settings, start, controls, plan=None)
+    draft = _request(order, settings, start, controls, plan=None)
     files = plan_outputs(order.output, order.prompt, order.num_images, overwrite=order.overwrite)
     console = Console(stderr=True, highlight=False)
     with Safety.running(settings) as safety:
         if safety is not None:
-            safety.check_prompt(order.prompt)
+            safety.check_texts(draft.texts)
         return _generate(order, settings, (start, controls), _Output(files, marks, safety), console)
 
 
@@ -227,8 +227,7 @@ def _request(
         diffusion=types.DiffusionParams(
             sampler=defaults.sampler,
             num_steps=num_steps or defaults.num_steps,
-            spacing=defaults.spacing,
-            **order.further,
+            **{"spacing": defaults.spacing, **order.further},
             controlnets=named,
             guidance_scale=defaults.guidance_scale,
             strength=defaults.strength if order.strength is None else order.strength,

@@ -8,7 +8,7 @@ server one more step at most. Pictures painted here go by names, by which ``edit
 from __future__ import annotations
 
 import base64
-import binascii
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,16 +20,30 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import CallToolResult, ContentBlock, ImageContent, TextContent, ToolAnnotations
 from pydantic import BaseModel, Field
 
-from diffserve.client import AsyncClient, AsyncStream, CompletedImage, ImageEvent, LostImage, Progress
-from diffserve.errors import DiffserveError, InvalidRequest
-from diffserve.images import decode_image
+from diffserve.client import (
+    AsyncClient,
+    AsyncStream,
+    Client,
+    CompletedImage,
+    ImageEvent,
+    LostImage,
+    Progress,
+    ServerLost,
+    ServerUnreachable,
+)
+from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest
+from diffserve.images import decode_image, format_of
 from diffserve.infotext import seeds_told
+from diffserve.service.images.pictures_in import picture_bytes
 from diffserve.version import __version__
 
 NUM_KEPT: Final = 16
 """Pictures that can be named again; the oldest go first."""
 
 MAX_FILE_BYTES: Final = 20 << 20
+ANSWER_S: Final = 5.0
+"""How long the server may take to answer at the start."""
+
 LOOPBACK: Final = "127.0.0.1"
 INSTRUCTIONS: Final = (
     "Paints pictures with a diffserve server. Say what is to be seen; leave out what you have no wish for, so that the "
@@ -234,13 +248,14 @@ class Tools:
             data = path.read_bytes()
             decode_image(data, name=param)  # nothing but a picture leaves this machine
             return data
-        encoded = text.partition(",")[2] if text.startswith("data:") else text
         try:
-            return base64.b64decode(encoded, validate=True)
-        except (binascii.Error, ValueError):
+            data = picture_bytes(text, param)
+            format_of(data, name=param)
+        except InvalidRequest:
             known = f" Pictures painted here: {', '.join(self._kept)}." if self._kept else ""
-            said = f"{param} is {text[:60]!r}, which is neither a picture painted here nor one as base64.{known}"
-            raise InvalidRequest(said, param=param) from None
+            message = f"{param} is {text[:60]!r}, which is neither a picture painted here nor one as base64.{known}"
+            raise InvalidRequest(message, param=param) from None
+        return data
 
 
 def given(**fields: object) -> Any:
@@ -259,8 +274,24 @@ def as_path(text: str) -> Path | None:
         return None
 
 
+def problem_of(server: str, api_key: str | None) -> str:
+    """Return why the tools could not work now, in one sentence; empty where ``server`` answers."""
+    with Client(server, api_key=api_key, timeout_s=ANSWER_S) as client:
+        try:
+            client.models()
+        except EngineUnavailable:  # it loads its models
+            return ""
+        except (ServerLost, ServerUnreachable):
+            return f"the server {server} does not answer."
+        except DiffserveError as error:
+            return f"the server {server} refuses requests: {error.message}"
+    return ""
+
+
 def run(server: str, http_port: int | None, api_key: str | None = None) -> int:
     """Serve until the other side hangs up: on standard input and output, or over HTTP to this machine alone."""
+    if problem := problem_of(server, api_key):
+        print(f"diffserve: {problem} The tools fail until it does.", file=sys.stderr, flush=True)
     tools = Tools(AsyncClient(server, api_key=api_key), reads_files=http_port is None)
     if http_port is None:
         tools.server().run("stdio")

@@ -38,13 +38,16 @@ ConfigOption = Annotated[
     str | None,
     typer.Option("--config", help="A TOML file, or embedded, embedded-turbo, sd15, sdxl, edge.", metavar="FILE"),
 ]
-DeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:0 or mps.")]
+DeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:0, xpu or mps.")]
 DtypeOption = Annotated[
     str | None,
     typer.Option("--dtype", help="auto, float32, bfloat16, float16, int8, int8_dynamic, int8_static or float8."),
 ]
 EmbeddingsOption = Annotated[
-    str | None, typer.Option("--embeddings-dir", help="Folder of learnt words (textual inversion).", metavar="DIR")
+    str | None,
+    typer.Option(
+        "--embeddings-dir", help="Folder of learned words (textual inversion), as safetensors files.", metavar="DIR"
+    ),
 ]
 OffloadOption = Annotated[
     str | None, typer.Option("--offload", help="Where weights rest between uses: none, auto, cpu or disk.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +27,8 @@ from diffserve.cli.generate import (
     told_of,
 )
 from diffserve.cli.outputs import STDOUT, plan_outputs, write_output
-from diffserve.client import Client, CompletedImage, ImageEvent, LostImage, RewriteFields, Stream
+from diffserve.cli.rewrite import NUM_FURTHER, distinct, too_few
+from diffserve.client import Client, CompletedImage, ImageEvent, LostImage, RewriteFields, RewrittenPrompt, Stream
 from diffserve.client import Progress as Moment
 from diffserve.client.calls import KEY_VARIABLE
 from diffserve.errors import DiffserveError, InvalidRequest, QueueFull
@@ -169,11 +170,16 @@ def rewrite(request: RewriteRequest, style: str | None, server: str, *, is_json:
         fields["seed"] = request.options.seed
     with Client(server) as client, in_words_of_a_shell():
         answer = client.rewrite(request.wish, **fields)
+
+        def more(seed: int) -> Sequence[RewrittenPrompt]:
+            return client.rewrite(request.wish, **(fields | RewriteFields(n=NUM_FURTHER, seed=seed))).prompts[1:]
+
+        prompts = distinct(answer.prompts, lambda one: one.revised_prompt or one.prompt, request, more)
     if is_json:
-        print(msgspec.json.encode(answer).decode())
+        print(msgspec.json.encode(msgspec.structs.replace(answer, prompts=tuple(prompts))).decode())
         return 0
-    for one in answer.prompts:
+    for one in prompts:
         print(" ".join((one.revised_prompt or one.prompt).split()))
-    warnings = dict.fromkeys(filter(None, (one.warning for one in answer.prompts)))
-    note(Console(stderr=True, highlight=False), *warnings)
+    warnings = [*(one.warning for one in prompts), too_few(request, len(prompts))]
+    note(Console(stderr=True, highlight=False), *dict.fromkeys(filter(None, warnings)))
     return 0

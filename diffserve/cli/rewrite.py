@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 from rich.console import Console
 
+from diffserve.cli.generate import note
 from diffserve.rewrite_types import Rewrite, RewriteDelta, RewriteEvent, RewriteFinished, RewriteRequest
+from diffserve.types import MAX_SEED
 
 if TYPE_CHECKING:
     from diffserve.engine.rewriter import Rewriter
@@ -21,6 +24,13 @@ EMBEDDED_MARKS: Final = ("<wish>", "<caption>")
 """A tokenizer with these was made for the embedded rewriter's own prompt."""
 
 CLIP_PAD: Final = "!"
+MAX_ATTEMPTS: Final = 4
+"""How often prompts are drawn where some of them are equal."""
+
+NUM_FURTHER: Final = 10
+"""Prompts of each further attempt."""
+
+T = TypeVar("T")
 
 
 def run(request: RewriteRequest, model: str, style: str | None, *, device: str, dtype: str, is_json: bool) -> int:
@@ -29,10 +39,49 @@ def run(request: RewriteRequest, model: str, style: str | None, *, device: str, 
     console = Console(stderr=True, highlight=False)
     with console.status(f"loading {model}"):
         rewriter = open_rewriter(model, style, device=device, dtype=dtype)
-    end = _show(rewriter, request, is_json=is_json)
-    for one in dict.fromkeys(filter(None, (one.warning for one in end.rewrites))):
-        console.print(f"note: {one}", style="yellow", markup=False, soft_wrap=True)
+    end, streamed = _show(rewriter, request, is_json=is_json)
+
+    def more(seed: int) -> tuple[Rewrite, ...]:
+        options = msgspec.structs.replace(request.options, seed=seed)
+        return rewriter.rewrite(request.wish, NUM_FURTHER, options)[1:]
+
+    rewrites = distinct(end.rewrites, lambda one: one.prompt, request, more)
+    if is_json:
+        _print_json(msgspec.structs.replace(end, rewrites=tuple(rewrites)))
+    else:
+        _print_prompts(rewrites, streamed)
+    warnings = [*(one.warning for one in rewrites), too_few(request, len(rewrites))]
+    note(console, *dict.fromkeys(filter(None, warnings)))
     return 0
+
+
+def distinct(
+    first: Iterable[T], text_of: Callable[[T], str], request: RewriteRequest, more: Callable[[int], Iterable[T]]
+) -> list[T]:
+    """Return as many different prompts as were requested, drawing others with further seeds for equal ones.
+
+    Args:
+        first: The prompts of the request itself.
+        text_of: Returns the text of a prompt.
+        more: Returns further prompts for a seed.
+    """
+    prompts: dict[str, T] = {}
+    for attempt in range(MAX_ATTEMPTS):
+        seed = (request.options.seed or 0) + request.num_prompts + NUM_FURTHER * attempt
+        drawn = first if attempt == 0 else more(seed % MAX_SEED)
+        for one in drawn:
+            prompts.setdefault(" ".join(text_of(one).casefold().split()), one)
+        if len(prompts) >= request.num_prompts:
+            break
+    return list(prompts.values())[: request.num_prompts]
+
+
+def too_few(request: RewriteRequest, num_prompts: int) -> str | None:
+    """Return what to say where the model has fewer different prompts than were requested."""
+    if num_prompts >= request.num_prompts:
+        return None
+    count = "1 prompt" if num_prompts == 1 else f"{num_prompts} different prompts"
+    return f"{request.num_prompts} prompts were requested, and the model has {count} for this wish."
 
 
 def open_rewriter(name: str, style: str | None, *, device: str, dtype: str) -> Rewriter:
@@ -71,8 +120,8 @@ def _window(style: str) -> TextWindow:
     return TextWindow.of_tokenizer(tokenizer, tokenizer.model_max_length)
 
 
-def _show(rewriter: Rewriter, request: RewriteRequest, *, is_json: bool) -> RewriteFinished:
-    """Print what happens, and return the end. Raises what a failed rewrite stands for."""
+def _show(rewriter: Rewriter, request: RewriteRequest, *, is_json: bool) -> tuple[RewriteFinished, str]:
+    """Print the deltas, and return the end and the words that were printed. Raises what a failed rewrite stands for."""
     from diffserve.engine.delivery import raise_if_failed
 
     streamed = ""
@@ -89,14 +138,10 @@ def _show(rewriter: Rewriter, request: RewriteRequest, *, is_json: bool) -> Rewr
     end = events[-1]
     raise_if_failed(end)
     assert isinstance(end, RewriteFinished)
-    if is_json:
-        _print_json(end)
-    else:
-        _print_prompts(end.rewrites, streamed)
-    return end
+    return end, streamed
 
 
-def _print_prompts(rewrites: tuple[Rewrite, ...], streamed: str) -> None:
+def _print_prompts(rewrites: Sequence[Rewrite], streamed: str) -> None:
     """One line each; the first not twice when its words were shown as they came."""
     for index, one in enumerate(rewrites):
         line = " ".join(one.prompt.split())

@@ -31,6 +31,7 @@ from diffserve.experiments.plan import (
 from diffserve.experiments.prompts import held_out_prompts, read_prompts
 from diffserve.experiments.report import SweepReport
 from diffserve.experiments.run import SweepProgress, refuse_early, run_plan
+from diffserve.service.safety import Safety
 from diffserve.settings import Flag, load_settings
 
 
@@ -54,6 +55,7 @@ def run(options: SweepOptions, *, model: str | None, config: str | None, flags: 
     settings = load_settings(model=model, config=config, flags=flags)
     plan = plan_of(options, settings)
     refuse_early(plan, options.output)
+    check_prompts(plan, settings)
     console = Console(stderr=True, highlight=False)
     with console.status(f"loading {settings.model.path}"):
         engine = open_engine(settings)
@@ -79,6 +81,14 @@ def run(options: SweepOptions, *, model: str | None, config: str | None, flags: 
     for line in _lines(report):
         print(line)
     return 0
+
+
+def check_prompts(plan: SweepPlan, settings: Settings) -> None:
+    """Judge the prompts by the safety filter, if one is configured. Raises ModerationBlocked, EngineUnavailable."""
+    with Safety.running(settings) as safety:
+        if safety is not None:
+            for prompt in plan.prompts:
+                safety.check_texts({"prompt": prompt})
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -11,8 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from diffserve.config import Settings
+from diffserve.disk_cache import DiskCache
 from diffserve.errors import ConfigError
 from diffserve.sizes import parse_size, plan_size
+from diffserve.store.unet_paths import UNetPathFile
+from diffserve.types import UNetPath
 
 if TYPE_CHECKING:
     from diffserve.engine.image.engine import Engine
@@ -21,15 +25,22 @@ if TYPE_CHECKING:
 
 
 def run(settings: Settings, sizes: Sequence[str], *, has_loras: bool = False) -> int:
-    """Compile for each of ``sizes`` ("WIDTHxHEIGHT"; none: the model's own); 0 where all are faster for it, else 1.
+    """Compile the UNet for ``sizes`` and return 0 if every size is faster compiled, else 1.
 
-    ``has_loras``: for pictures with any adapter of the folder, too.
+    A server whose data folder has stored UNet paths uses the new ones from its next start.
 
-    Raises InvalidRequest for a size, and ConfigError where nothing can be compiled.
+    Args:
+        sizes: "WIDTHxHEIGHT" each; none: the model's native size.
+        has_loras: whether to compile for images with adapters of the folder as well.
+
+    Raises:
+        InvalidRequest: a size cannot be read.
+        ConfigError: nothing can be compiled.
     """
     asked = [parse_size(size) for size in sizes]
     from diffserve.engine.image.compiling import compile_group
     from diffserve.engine.image.engine import Engine
+    from diffserve.engine.image.unet_paths import COMPILED, PLAIN, Outcome, path_key, path_of
 
     console = Console(highlight=False, soft_wrap=True)
     profile = settings.model
@@ -47,6 +58,7 @@ def run(settings: Settings, sizes: Sequence[str], *, has_loras: bool = False) ->
     if packages.reason:
         raise ConfigError(f"nothing can be compiled: {packages.reason}.", param="compile")
     num_slow = 0
+    paths: list[UNetPath] = []
     ranks = engine.runners.loras.ranks() if has_loras else ()
     for group in _groups_of(engine, asked, ranks):
         wanted = groups.sizes_to_compile(group)
@@ -64,37 +76,58 @@ def run(settings: Settings, sizes: Sequence[str], *, has_loras: bool = False) ->
             say(f"{_name(group)}: proving")
             is_faster = _prove(groups, group)
         num_slow += not is_faster
-        slower = "not faster, so not used"
-        if groups.compiled.is_doubted(group._replace(is_compiled=True)):
-            slower = "not clearly faster beside other work, so not used until it is seen to be"
-        said = "used from now on" if is_faster else slower
+        key = path_key(engine.model, packages, settings.engine.compile)
+        reason = f"packages by {packages.compiler_name}, made by diffserve warm"
+        chosen = Outcome(COMPILED, reason) if is_faster else Outcome(PLAIN, "measured as not faster by diffserve warm")
+        paths.append(path_of(key, group, chosen))
+        said = "used from now on" if is_faster else "not faster, so not used"
         console.print(f"{_name(group)}: {said} ({time.monotonic() - started_s:.0f} s)")
         console.print(_table(groups, group, wanted))
+    if engine.model.device.type == "cuda":
+        _compile_decoder(engine, asked, console)
+    stored = UNetPathFile(Path(settings.serve.data_dir).expanduser())
+    if stored.exists():
+        stored.store(paths, overwrite=True)
     return min(num_slow, 1)
 
 
-def _groups_of(engine: Engine, asked: Sequence[tuple[int, int] | None], ranks: Sequence[int]) -> Iterator[GroupKey]:
-    plans = [plan_size(engine.info, size) for size in asked if size is not None]
-    sizes = [(plan.paint_width_px, plan.paint_height_px) for plan in plans] or engine.info.good_sizes[:1]
-    for width_px, height_px in dict.fromkeys(sizes):
+def _compile_decoder(engine: Engine, sizes: Sequence[tuple[int, int] | None], console: Console) -> None:
+    """Compile the VAE's decoder for ``sizes``, and print for each what was measured or why it failed."""
+    from diffserve.runtime.vae.compiled import DecoderPackages
+
+    vae = engine.model.vae
+    packages = DecoderPackages(vae, DiskCache.at(engine.config.cache_dir))
+    for width_px, height_px in _sizes_of(engine, sizes):
+        name = f"VAE at {width_px}x{height_px}"
+        try:
+            console.print(f"{name}: {packages.make(height_px // vae.factor, width_px // vae.factor)}")
+        except Exception as error:  # compilers raise errors of many kinds
+            console.print(f"{name}: not compiled: {str(error).partition(chr(10))[0]}")
+
+
+def _sizes_of(engine: Engine, sizes: Sequence[tuple[int, int] | None]) -> list[tuple[int, int]]:
+    """Return the sizes (width, height) in which images of ``sizes`` are painted; the native size if none is given."""
+    plans = [plan_size(engine.info, size) for size in sizes if size is not None]
+    painted = [(plan.paint_width_px, plan.paint_height_px) for plan in plans] or engine.info.good_sizes[:1]
+    return list(dict.fromkeys(painted))
+
+
+def _groups_of(engine: Engine, sizes: Sequence[tuple[int, int] | None], ranks: Sequence[int]) -> Iterator[GroupKey]:
+    for width_px, height_px in _sizes_of(engine, sizes):
         group = engine.runners.group_of_short_prompts(width_px, height_px)
         yield from (group._replace(lora_rank=rank) for rank in (0, *ranks))
 
 
 def _prove(groups: Groups, group: GroupKey) -> bool:
-    compiled = group._replace(is_compiled=True)
     groups.learn(group)
-    groups.compiled.forget(compiled)  # it was looked for before there was any
-    if groups.best(group) == group:  # proven before, or to be proven now
-        while groups.study(compiled):
-            pass
-    return groups.best(group) != group
+    return groups.prove(group._replace(is_compiled=True))
 
 
 def _table(groups: Groups, group: GroupKey, sizes: Sequence[int]) -> Table:
     table = Table("rows", "network, ms a row", "compiled, ms a row", "ratio", box=None)
     network = groups.known(group).curve
-    best = groups.best(group)
+    compiled = group._replace(is_compiled=True)
+    best = compiled if groups.compiled.is_proven(compiled) else group
     for size in sizes:
         before = network.total_s(size) / size
         after = groups.known(best).curve.total_s(size) / size if best != group else float("nan")

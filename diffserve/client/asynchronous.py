@@ -149,6 +149,10 @@ class AsyncClient:
         """End a request for pictures; False where it is over already, or was never there."""
         return await self._send(calls.cancel(request_id))
 
+    async def interrupt(self, request_id: str) -> bool:
+        """End a request for pictures early: its own answer has the unfinished ones; False where it is over already."""
+        return await self._send(calls.interrupt(request_id))
+
     async def rewrite(self, prompt: str, **fields: Unpack[RewriteFields]) -> Rewrites:
         """Turn the wish ``prompt`` into prompts that the image model reads well."""
         return await self._send(calls.rewrite(prompt, fields))

@@ -85,6 +85,7 @@ class ChatFields(TypedDict, total=False):
     min_p: float
     presence_penalty: float
     frequency_penalty: float
+    logit_bias: dict[str, float]
     repetition_penalty: float
     stop: str | list[str]
     seed: int
@@ -155,6 +156,12 @@ def verify(image: bytes) -> Call[Provenance]:
 def cancel(request_id: str) -> Call[bool]:
     """End a request for pictures; False where it is over already, or was never there."""
     path = f"{GENERATIONS}/{quote(request_id, safe='')}/cancel"
+    return Call("POST", path, None, lambda _: True, {"request_not_found": False})
+
+
+def interrupt(request_id: str) -> Call[bool]:
+    """End a request for pictures early, with unfinished pictures; False where it is over already."""
+    path = f"{GENERATIONS}/{quote(request_id, safe='')}/interrupt"
     return Call("POST", path, None, lambda _: True, {"request_not_found": False})
 
 

@@ -43,10 +43,12 @@ class ImageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     train_timesteps   the most steps that can be asked for
     max_images        pictures in one request
     learnt_words      that prompts may use besides (textual inversion), in small letters
+    refused_words     why other files of the embeddings folder cannot be used, by the names of their words
     world             what it can paint and every word it knows, where that can be listed
     loras             adapters that a request may name, as they lay there when this was asked
     refused_loras     what lies beside them and is no LoRA that can be used, by name, and why not
-    controlnets       the same of ControlNets
+    controlnets       ControlNets that a request may name
+    refused_controlnets  why others in their folder cannot be used, by name
     refiner           name and digest of the model that may take over for the last steps; "": none
     scorer            what chooses the best of several pictures; "": nothing does
     safety_filter     what judges prompts and pictures; "": nothing does
@@ -72,10 +74,12 @@ class ImageCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     train_timesteps: int
     max_images: int
     learnt_words: tuple[str, ...] = ()
+    refused_words: dict[str, str] = {}
     world: World | None = None
     loras: tuple[str, ...] = ()
     refused_loras: dict[str, str] = {}
     controlnets: tuple[str, ...] = ()
+    refused_controlnets: dict[str, str] = {}
     refiner: str = ""
     scorer: str = ""
     safety_filter: str = ""

@@ -7,6 +7,8 @@ from typing import Literal, TypedDict
 
 import msgspec
 
+ResizeMode = Literal["stretch", "crop", "fill"]
+
 
 class RewriterFields(TypedDict, total=False):
     """How a wish is to be rewritten before it is painted."""
@@ -18,10 +20,12 @@ class RewriterFields(TypedDict, total=False):
 
 
 class LoraFields(TypedDict, total=False):
-    """An adapter, by a name that ``GET /v1/models`` lists, and how much of it (1)."""
+    """An adapter, by a name that ``GET /v1/models`` lists, and how much of it (1); of its changes to the UNet another
+    share, where ``unet_scale`` says so."""
 
     name: str
     scale: float
+    unet_scale: float
 
 
 class ControlNetFields(TypedDict, total=False):
@@ -31,7 +35,10 @@ class ControlNetFields(TypedDict, total=False):
     scale         of what it adds, 0 to 2 (1)
     start, end    between which shares of the steps it is at work (0, 1)
     preprocessor  "canny": find edges first; "none": the picture is a control map already
-    resize        bring a picture of the same aspect to the size that is painted; else it has to have that size
+    resize        True: bring a picture of the same aspect to the size that is painted; "stretch", "crop" or "fill":
+                  one of any aspect; else it has to have that size
+    thresholds    of "canny": weak and strong (100, 200)
+    resolution    pixels of the shorter side at which "canny" finds edges; 0: those of the picture that is painted
     """
 
     name: str
@@ -40,7 +47,9 @@ class ControlNetFields(TypedDict, total=False):
     start: float
     end: float
     preprocessor: str
-    resize: bool
+    resize: bool | ResizeMode
+    thresholds: tuple[float, float]
+    resolution: int
 
 
 class SizeFields(TypedDict, total=False):
@@ -171,10 +180,11 @@ class ImageTimings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lora(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter that changed the model, and how much of it."""
+    """An adapter that changed the model, and how much of it; ``unet_scale`` where the UNet's is another."""
 
     name: str
     scale: float
+    unet_scale: float | None = None
 
 
 class ControlNet(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,7 +196,9 @@ class ControlNet(msgspec.Struct, frozen=True, kw_only=True):
     end: float
     preprocessor: str
     image: str
-    resize: bool = False
+    resize: bool | ResizeMode = False
+    thresholds: tuple[float, float] = (100.0, 200.0)
+    resolution: int = 0
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):

@@ -50,6 +50,7 @@ class StoredBatch(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: int
     request_counts: RequestCounts
     metadata: dict[str, str] | None = None
+    errors: dict[str, Any] | None = None
 
     @property
     def is_over(self) -> bool:

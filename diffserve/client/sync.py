@@ -148,6 +148,10 @@ class Client:
         """End a request for pictures; False where it is over already, or was never there."""
         return self._send(calls.cancel(request_id))
 
+    def interrupt(self, request_id: str) -> bool:
+        """End a request for pictures early: its own answer has the unfinished ones; False where it is over already."""
+        return self._send(calls.interrupt(request_id))
+
     def rewrite(self, prompt: str, **fields: Unpack[RewriteFields]) -> Rewrites:
         """Turn the wish ``prompt`` into prompts that the image model reads well."""
         return self._send(calls.rewrite(prompt, fields))

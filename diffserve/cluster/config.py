@@ -160,7 +160,7 @@ def read_cluster(path: Path | None) -> ClusterConfig:
     if path is None:
         return ClusterConfig()
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read the cluster's file {str(path)!r}: {error.strerror}.") from None
     except (ValueError, RecursionError) as error:

@@ -11,10 +11,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 from msgspec.structs import replace
 
+from diffserve import ipc
 from diffserve.cluster.config import ClusterConfig
 from diffserve.cluster.scaling import Scaler
 from diffserve.cluster.seat import Calls, Seat
@@ -26,6 +28,7 @@ from diffserve.service.engine.engines import LAST, Job, Watch, refuse_unready
 from diffserve.service.engine.fleet import MAY_COME_TWICE
 from diffserve.service.engine.router import Routed, Router, needs_of
 from diffserve.service.metrics import Metrics
+from diffserve.store.unet_paths import UNetPathFile
 from diffserve.text_types import LanguageModelInfo
 from diffserve.types import Accepted, Asks, GenerationRequest, ModelInfo, ServedModel
 
@@ -68,7 +71,8 @@ class RayEngines:
         self.settings = settings
         self.metrics = metrics or Metrics()
         self.failed: asyncio.Future[DiffserveError] = asyncio.get_running_loop().create_future()
-        self.seats = [Seat(name, one, self.metrics) for name, one in calls.items()]
+        paths = UNetPathFile(Path(settings.serve.data_dir).expanduser())
+        self.seats = [Seat(name, one, self.metrics, paths) for name, one in calls.items()]
         self._cluster = cluster
         self._scaler = Scaler(cluster)
         self._router = Router()
@@ -153,6 +157,14 @@ class RayEngines:
         one = self._tries.pop(request_id, None)
         if one is not None:
             one.seat.cancel(request_id)
+
+    def interrupt(self, request_id: str) -> None:
+        """End a request for images early, if it is not over, with the unfinished pictures."""
+        attempt = self._tries.get(request_id)
+        if attempt is not None:
+            attempt.job.was_interrupted = True
+            attempt.may_move = False
+            attempt.seat.send(ipc.Interrupt(request_id=request_id))
 
     def heard(self, one: _Try, event: Any) -> None:
         """Pass on what has become of ``one``, unless it begins anew."""

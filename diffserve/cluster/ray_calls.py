@@ -53,6 +53,12 @@ LOCAL: Final = {
 }
 
 
+METRIC_PORTS: Final = ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
+"""Environment variables with the ports of Ray's own Prometheus metrics, which it serves without a token."""
+
+NO_PORT: Final = "-1"
+
+
 class Place(Protocol):
     """A deployment of one replica, or none."""
 
@@ -203,7 +209,8 @@ def ray_cluster(
     here is left running; a cluster that was joined goes on.
     Raises ConfigError where ray is not installed, or there is no cluster, or not one with that token.
     """
-    os.environ.update(FIXED | {"RAY_AUTH_TOKEN_PATH": str(token_file)} | ({} if address else LOCAL))
+    local = LOCAL | {name: os.environ.get(name, NO_PORT) for name in METRIC_PORTS}
+    os.environ.update(FIXED | {"RAY_AUTH_TOKEN_PATH": str(token_file)} | ({} if address else local))
     os.environ.pop("RAY_AUTH_TOKEN", None)
     if not address:
         _write_token(token_file)
@@ -259,7 +266,7 @@ def _deploy(serve: Any, settings: Settings, cluster: ClusterConfig) -> dict[str,
 
 
 def _write_token(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))

@@ -21,7 +21,7 @@ from diffserve.config import Settings
 from diffserve.errors import DeadlineUnreachable, DiffserveError, EngineUnavailable, QueueFull
 from diffserve.service.engine.client import EngineClient
 from diffserve.service.engine.engines import LAST, Job
-from diffserve.types import Asks
+from diffserve.types import Asks, UNetPath
 
 TELL_EVERY_S: Final = 1.0
 LOOK_EVERY_S: Final = 0.05
@@ -36,13 +36,19 @@ class EngineReplica:
         self._settings = msgspec.msgpack.decode(settings, type=Settings)
         self._client: EngineClient | None = None
 
-    async def live(self) -> AsyncIterator[bytes]:
+    async def live(self, paths: bytes = b"[]") -> AsyncIterator[bytes]:
         """Frames of how it stands, for as long as anybody reads: Ready when an engine is up, Lost when it is gone,
         LoadFailed at the end of all, and every second a Pong.
 
         Whoever wants this replica to be there keeps this open: it is what Ray Serve counts.
+
+        ``paths``: the UNet paths that the front has stored, as JSON; the engine follows them.
         """
-        client = self._engine()
+        if self._client is None:
+            self._client = EngineClient(self._settings)
+            self._client.paths.store(msgspec.json.decode(paths, type=list[UNetPath]), overwrite=True)
+            self._client.start()
+        client = self._client
         models, told_s = None, 0.0
         loop = asyncio.get_running_loop()
         while True:
@@ -80,7 +86,7 @@ class EngineReplica:
                 yield b"".join(frames)
 
     async def ask(self, question: bytes) -> bytes:
-        """A frame that answers Ping, ReadStats or ReadTrace; LookAgain is obeyed and answered by nothing."""
+        """Answer Ping, ReadStats or ReadTrace by a frame; obey LookAgain and Interrupt, which have no answer."""
         client = self._engine()
         match _command(question):
             case ipc.Ping():
@@ -91,6 +97,9 @@ class EngineReplica:
                 return ipc.frame(ipc.Trace(number=number, unet_calls=await client.trace()))
             case ipc.LookAgain(name=name):
                 client.look_again(name)
+                return b""
+            case ipc.Interrupt(request_id=request_id):
+                client.interrupt(request_id)
                 return b""
             case other:
                 raise ValueError(f"a {type(other).__name__} is not answered by a replica.")

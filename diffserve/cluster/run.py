@@ -22,7 +22,7 @@ from diffserve.cluster.ray_calls import ray_cluster
 from diffserve.cluster.redeploy import Renew, redeploy
 from diffserve.cluster.seat import Calls, Seat
 from diffserve.cluster.stages import StagedEngines
-from diffserve.cluster.state import TOKEN, ClusterState, ReplicaState, StateFile
+from diffserve.cluster.state import TOKEN, ClusterState, ReplicaState, StateFile, open_private
 from diffserve.config import Settings
 from diffserve.errors import ConfigError, DiffserveError
 from diffserve.service.page import MountPage
@@ -178,9 +178,9 @@ def _state_of(seat: Seat) -> ReplicaState:
 
 def detach(arguments: list[str], folder: Path) -> int:
     """Run ``diffserve`` with ``arguments`` beside, and wait until a replica is ready. ConfigError where it ends."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     log, state = folder / LOG, StateFile(folder)
-    with log.open("wb") as out:
+    with open_private(log) as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "diffserve", *arguments],
             stdin=subprocess.DEVNULL,

@@ -18,6 +18,8 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any, Final, Protocol, cast
 
+import msgspec
+
 from diffserve import ipc
 from diffserve.engine_stats import EngineStats
 from diffserve.errors import DiffserveError, EngineUnavailable, ModelLoadError
@@ -25,6 +27,7 @@ from diffserve.service.engine.connection import refusal_in
 from diffserve.service.engine.engines import LAST, Job
 from diffserve.service.engine.router import MemberQueue
 from diffserve.service.metrics import Metrics
+from diffserve.store.unet_paths import UNetPathFile
 from diffserve.text_types import LanguageModelInfo
 from diffserve.types import ServedModel
 
@@ -59,7 +62,7 @@ class Seat:
     start_s      seconds from when it was held to its engine's first picture, as last measured
     """
 
-    def __init__(self, name: str, calls: Calls, metrics: Metrics) -> None:
+    def __init__(self, name: str, calls: Calls, metrics: Metrics, paths: UNetPathFile) -> None:
         self.name = name
         self.ready: ipc.Ready | None = None
         self.is_held = False
@@ -70,6 +73,7 @@ class Seat:
         self.start_s = USUAL_START_S
         self.failed: asyncio.Future[DiffserveError] = asyncio.get_running_loop().create_future()
         self._calls = calls
+        self._paths = paths
         self._metrics = metrics
         self._numbers = itertools.count(1)
         self._heard_s = 0.0
@@ -164,7 +168,11 @@ class Seat:
 
     def look_again(self, name: str) -> None:
         """Have the files of a model looked at again."""
-        asking = asyncio.create_task(self._calls.ask(ipc.frame(ipc.LookAgain(name=name))))
+        self.send(ipc.LookAgain(name=name))
+
+    def send(self, command: ipc.LookAgain | ipc.Interrupt) -> None:
+        """Send a command to the replica that it does not answer."""
+        asking = asyncio.create_task(self._calls.ask(ipc.frame(command)))
         asking.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def num_requests(self) -> int:
@@ -194,7 +202,8 @@ class Seat:
         """Read ``live`` for as long as it is held."""
         while not self.failed.done():
             try:
-                async with contextlib.aclosing(self._calls.stream("live")) as frames:
+                paths = msgspec.json.encode(self._paths.known())
+                async with contextlib.aclosing(self._calls.stream("live", paths)) as frames:
                     async for frame in frames:
                         self._hear(frame)
                 reason = "it ended"
@@ -221,6 +230,7 @@ class Seat:
                         self.start_s = self._now() - self._held_s
                         log.info("replica ready", extra={"replica": self.name, "load_s": round(self.start_s, 1)})
                     self.ready = ready
+                    self._paths.remember(ready.models)
                 case ipc.Lost(reason=reason):
                     log.warning("replica has no engine", extra={"replica": self.name, "reason": reason})
                     self.ready, self.num_inside, self._held_s = None, 0, self._now()

@@ -27,7 +27,7 @@ from diffserve.cluster.seat import Calls, Seat
 from diffserve.config import Settings
 from diffserve.engine_stats import EngineStats, merged
 from diffserve.errors import DeadlineExceeded, DeadlineUnreachable, DiffserveError, EngineUnavailable, QueueFull
-from diffserve.service.engine.engines import Job, Watch, refuse_unready
+from diffserve.service.engine.engines import HOW_FAR, Job, Watch, refuse_unready
 from diffserve.service.engine.fleet import MAY_COME_TWICE
 from diffserve.service.metrics import Metrics
 from diffserve.stage_types import DecodeRequest, EncodeRequest, PictureDecoded, TextsEncoded
@@ -145,7 +145,7 @@ class StagedEngines:
         if not isinstance(request, GenerationRequest):
             return self.encode.submit(request, watch, is_whole=is_whole)
         self.require_ready()
-        job = Job(cast(Asks[E], request), self.cancel, watch)
+        job = Job(cast(Asks[E], request), self.cancel, watch, is_whole=is_whole)
         way = _Way(self, job, request, is_whole=is_whole)
         task = asyncio.create_task(way.go(), name=f"image {request.request_id}")
         self._painting[request.request_id] = task
@@ -157,6 +157,10 @@ class StagedEngines:
         task = self._painting.pop(request_id, None)
         if task is not None:
             task.cancel()
+
+    def interrupt(self, request_id: str) -> None:
+        """End a request for images early, if it is being denoised, with the unfinished pictures."""
+        self.denoise.interrupt(request_id)
 
     def look_again(self, name: str) -> None:
         """Have the files of a model looked at again that could not be read. EngineUnavailable without a replica."""
@@ -273,7 +277,7 @@ class _Way:
 
     async def _steps(self, request: GenerationRequest, encoded: TextsEncoded) -> None:
         started_s, num_bytes = self._now(), 0
-        async with self._engines.denoise.submit(request, is_whole=self._is_whole) as events:
+        async with self._engines.denoise.submit(request, self._watch, is_whole=self._is_whole) as events:
             async for event in events:
                 self._may_begin_anew = self._may_begin_anew and isinstance(event, MAY_COME_TWICE)
                 match event:
@@ -290,6 +294,11 @@ class _Way:
                         await self._finish(event)
                     case _:
                         self._job.feed(event)
+
+    def _watch(self, event: object) -> None:
+        """Pass on how far the request is, which a job that is read whole leaves out of its events."""
+        if self._is_whole and isinstance(event, HOW_FAR):
+            self._job.feed(event)
 
     async def _decode(self, result: ImageResult, latents: LatentArray, encoded: TextsEncoded, place: int) -> bool:
         """Have the picture of ``result`` decoded, and tell it; whether there is one."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Any, BinaryIO, Final
 
 import msgspec
 
@@ -53,6 +53,13 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     is_deployed: bool = False
 
 
+def open_private(path: Path) -> BinaryIO:
+    """Open the file at ``path`` anew for writing; only its owner can read it, whatever its mode was before."""
+    file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
+    os.fchmod(file.fileno(), 0o600)
+    return file
+
+
 class StateFile:
     """The file of a front that lives, in ``folder``."""
 
@@ -65,9 +72,9 @@ class StateFile:
     @contextmanager
     def held(self, patience_s: float = 0.0) -> Iterator[None]:
         """ConfigError where another front has it, and still has after ``patience_s``."""
-        self._lock.parent.mkdir(parents=True, exist_ok=True)
+        self._lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         until_s = time.monotonic() + patience_s
-        with self._lock.open("w") as lock:
+        with open_private(self._lock) as lock:
             while not _is_locked(lock):
                 if time.monotonic() >= until_s:
                     raise ConfigError(
@@ -87,7 +94,8 @@ class StateFile:
         """An empty folder for a Ray of this process, gone afterwards; where this process is killed before, the next
         front here removes it, or ``end``. Only for who holds this."""
         folder = Path(tempfile.mkdtemp(prefix=RAY_FOLDERS))
-        self._ray.write_text(str(folder), encoding="utf-8")
+        with open_private(self._ray) as file:
+            file.write(str(folder).encode())
         try:
             yield folder
         finally:
@@ -108,7 +116,8 @@ class StateFile:
         if state != self._told:
             self._told = state
             new = self._path.with_suffix(".new")
-            new.write_bytes(msgspec.json.encode(state))
+            with open_private(new) as file:
+                file.write(msgspec.json.encode(state))
             new.replace(self._path)
 
     def read(self) -> ClusterState | None:
@@ -172,7 +181,7 @@ class StateFile:
         return True
 
 
-def _is_locked(file: IO[str]) -> bool:
+def _is_locked(file: IO[Any]) -> bool:
     """Whether ``file`` is this process's own from now on."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

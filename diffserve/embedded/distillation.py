@@ -18,7 +18,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 from diffusers import UNet2DConditionModel
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -36,12 +36,14 @@ from diffserve.embedded.denoiser_training import Denoiser, build_scheduler
 from diffserve.embedded.latents import LatentScenes, draw_rows
 from diffserve.embedded.training import Look, Run, TrainSettings, adamw, fingerprint, keep
 from diffserve.embedded.trajectories import NUM_STEPS, Ladder, Trajectories, collect
-from diffserve.runtime.loading.lora import WORDS_KEY
+from diffserve.errors import ConfigError
+from diffserve.lora_layers import WORDS_KEY
 from diffserve.runtime.low_rank import adaptable, shape_of
 from diffserve.world.captions import loose_caption
 
 OUTER = ("conv_in", "conv_out", "time_embedding")  # small layers that LCM-LoRA leaves alone too
 COLLECT_ROWS = 32
+ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,12 @@ class LowRankChange(nn.Module):
             for layer, down, up in changes
         }
 
+    def with_factors(self, down: Iterable[Tensor], up: Iterable[Tensor]) -> LowRankChange:
+        """A change of the same layers with other factors, whose rank may differ from layer to layer."""
+        changed = copy.deepcopy(self)
+        changed.down, changed.up = nn.ParameterList(down), nn.ParameterList(up)
+        return changed
+
     @contextmanager
     def beside(self, network: nn.Module) -> Iterator[None]:
         """While it lasts, the layers of ``network`` add what the change makes of their inputs: less work than changing
@@ -121,11 +129,16 @@ class LowRankChange(nn.Module):
         return distilled
 
 
-def _added(down: Tensor, up: Tensor, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+def apply_down(down: Tensor, layer: nn.Module, inputs: Tensor) -> Tensor:
+    """Apply ``down`` (rank, in, ...) to the inputs of ``layer``, with the layer's own stride and padding."""
     if isinstance(layer, nn.Conv2d):
-        hidden = F.conv2d(args[0], down, None, layer.stride, layer.padding, layer.dilation)
-        return output + F.conv2d(hidden, up[:, :, None, None])
-    return output + F.linear(F.linear(args[0], down), up)
+        return F.conv2d(inputs, down, None, layer.stride, layer.padding, layer.dilation)
+    return F.linear(inputs, down)
+
+
+def _added(down: Tensor, up: Tensor, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    hidden = apply_down(down, layer, args[0])
+    return output + (F.conv2d(hidden, up[:, :, None, None]) if isinstance(layer, nn.Conv2d) else F.linear(hidden, up))
 
 
 class TrajectoryStore:
@@ -256,11 +269,22 @@ def save_adapter(directory: Path, change: LowRankChange, base: str = "embedded")
     16 bits; ``base`` is "embedded" or a diffusers directory, relative to this one. No alpha: the scale is one.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    save_lora(directory / "pytorch_lora_weights.safetensors", {"unet": change})
+    save_lora(directory / ADAPTER_FILE, {"unet": change})
     build_scheduler().save_pretrained(directory / "scheduler")
     spec = {"base": base, "sampler": "ddim", "num_steps": NUM_STEPS, "guidance_scale": 1.0}
     (directory / "adapter.json").write_text(json.dumps(spec, indent=2) + "\n", encoding="utf-8")
     return directory
+
+
+def load_adapter(directory: Path, unet: UNet2DConditionModel) -> LowRankChange:
+    """Read the change of ``unet`` that :func:`save_adapter` wrote."""
+    file = directory / ADAPTER_FILE
+    if not file.is_file():
+        raise ConfigError(f"{file} does not exist: name the directory of an adapter that `train distill` wrote.")
+    halves, change = load_file(file), LowRankChange(unet, rank=1)
+    names = [f"unet.{layer}.lora_" for layer in change.layers]
+    down, up = ([halves[f"{name}{half}.weight"].float().flatten(1) for name in names] for half in "AB")
+    return change.with_factors(down, up)
 
 
 def save_lora(path: Path, changes: Mapping[str, LowRankChange], words: str = "") -> None:

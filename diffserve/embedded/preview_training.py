@@ -28,7 +28,7 @@ from diffserve.embedded.vae_training import (
     reconstruction_loss,
     to_unit,
 )
-from diffserve.runtime.loading.named_parts import DIFFUSERS_STEM
+from diffserve.model_files import DIFFUSERS_STEM
 from diffserve.runtime.vae.preview import OWN_CLASS, PreviewConfig, PreviewDecoder
 from diffserve.world.render import render
 from diffserve.world.scenes import GRID_PX

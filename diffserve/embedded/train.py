@@ -1,8 +1,9 @@
 """The whole recipe of the embedded model: ``python -m diffserve.embedded.train all``.
 
 Stages, each resumable from its checkpoint in ``--work``: atlas (needs the emoji font; the result ships), vae, denoiser
-(with its tokenizer), tune, preview, distill, rewriter, card. Each leaves a bill of its time and operations beside its
-checkpoint. CUDA is used where there is some. ``--start`` goes on from exported weights instead of from nothing.
+(with its tokenizer), tune, preview, distill (which truncates), rewriter, card. Each leaves a bill of its time and
+operations beside its checkpoint. CUDA is used where there is some. ``--start`` goes on from exported weights
+instead of from nothing.
 
 The shipped weights came about in legs (``training.json`` bills each), the settings being mended in between. What stands
 here is one run as long as all of them but the last ones together, with the shares and the schedule at which they ended,
@@ -28,7 +29,7 @@ from diffusers import AutoencoderKL
 from transformers import CLIPTokenizer
 
 from diffserve.embedded import card as model_card
-from diffserve.embedded import distillation, samples
+from diffserve.embedded import distillation, samples, truncation
 from diffserve.embedded.adapters import LESSONS, lessons_held_out, train_adapter
 from diffserve.embedded.denoiser_training import Denoiser, continue_denoiser, train_denoiser
 from diffserve.embedded.eval.painting import BEST_GUIDANCE
@@ -56,6 +57,7 @@ WORK = Path("runs/embedded")
 Device = Annotated[str, typer.Option(callback=lambda name: str(choose_device(name).device), help="auto, cpu or cuda")]
 DEVICE = "auto"
 TUNING_SCENES = 20_000
+FULL_TURBO = "turbo-full"
 Start = Annotated[Path | None, typer.Option(help="begin from the weights in this directory instead of from nothing")]
 
 
@@ -235,7 +237,25 @@ def distill(
     teacher = exported_denoiser(work / "weights", made.tokenizer, device)
     look = look_at_samples("distill", made, work, num_steps=4, guidance_scale=1.0)
     change = distillation.distill(settings, work, teacher, made.data, made.tokenizer, look, look_every)
-    print(distillation.save_adapter(work / "turbo", change))
+    distillation.save_adapter(work / FULL_TURBO, change)
+    truncate(work, device)
+
+
+@app.command()
+def truncate(
+    work: Work = WORK,
+    device: Device = DEVICE,
+    full: Annotated[Path | None, typer.Option(help=f"the adapter to truncate; else {FULL_TURBO} of --work")] = None,
+    weights: Annotated[Path | None, typer.Option(help="the weights that it changes; else those of --work")] = None,
+    max_bytes: Annotated[int, typer.Option(help="size of the truncated factors in 16 bits")] = truncation.MAX_BYTES,
+) -> None:
+    """Truncate the distilled model's change to the ranks that matter, layer by layer."""
+    weights = weights or work / "weights"
+    tokenizer = CLIPTokenizer.from_pretrained(weights / "tokenizer")
+    teacher = exported_denoiser(weights, tokenizer, device).requires_grad_(False)
+    change = distillation.load_adapter(full or work / FULL_TURBO, teacher.unet).to(device)
+    moments = truncation.measure_moments(change, teacher, tokenizer)
+    print(distillation.save_adapter(work / "turbo", truncation.truncate(change, moments, max_bytes)))
 
 
 @app.command()

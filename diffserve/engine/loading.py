@@ -13,11 +13,11 @@ import msgspec
 
 from diffserve.config import AUTO_STYLE, EngineConfig, TextSettings
 from diffserve.disk_cache import DiskCache
+from diffserve.engine.image.compiled_groups import is_deterministic
 from diffserve.engine.image.engine import Engine
 from diffserve.engine.image.engines import ImageEngines, Loader, Served, Survey
 from diffserve.engine.image.room import said_bytes
 from diffserve.engine.image.runner import LEAST_ROWS
-from diffserve.engine.image.shape_groups import is_deterministic
 from diffserve.engine.rewriter import Rewriter
 from diffserve.engine.stages import HOLLOW
 from diffserve.engine.text import TextEngine

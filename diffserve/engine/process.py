@@ -13,7 +13,6 @@ import argparse
 import logging
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 import numpy as np
 
 from diffserve import ipc
+from diffserve.child_signals import leave_stopping_to_parent
 from diffserve.engine_stats import EngineStats
 from diffserve.errors import DeadlineUnreachable, DeviceLost, DiffserveError, ModelLoadError, NumericalError, QueueFull
 from diffserve.logs import MACHINE, json_logs
@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 COUNT_EVERY_S = 0.2
 TIDY_EVERY_S = 10.0
+QUIET_S = 3.0
+"""An engine begins to measure shapes after so many seconds without work."""
 EXIT_DEVICE_LOST = 75  # EX_TEMPFAIL: try again
 UNEXPECTED = (DiffserveError.default_code, NumericalError.default_code)
 """Codes of failures that a device which is gone may be behind."""
@@ -50,8 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="diffserve-engine", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="the inherited socket to the parent")
     options = parser.parse_args(arguments)
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides: its end of the socket is the off switch
-        signal.signal(number, signal.SIG_IGN)
+    leave_stopping_to_parent()
     with json_logs("info", trusted=MACHINE), socket.socket(fileno=options.fd) as connection:
         return EngineProcess(ipc.EngineEnd(connection)).run()
 
@@ -78,10 +79,13 @@ class EngineProcess:
         """
         threading.Thread(target=self._listen, name="commands", daemon=True).start()
         import_libraries()
+        from diffserve.engine.image import unet_paths
+
         load = self._inbox.get()
         if not isinstance(load, ipc.Load):
             raise TypeError(f"the first command must be Load, not {type(load).__name__}.")
         self._pulse = Pulse(load.hang_after_s)
+        unet_paths.on_build.append(lambda timeout_s: self._end.send(ipc.Building(timeout_s=timeout_s)))
         try:
             studio = self._studio = open_studio(load, self._pulse)
             probe = open_probe(studio)
@@ -160,18 +164,26 @@ class EngineProcess:
 
     def _take_commands(self, studio: Studio) -> None:
         """Obey everything that has arrived; measure, or wait for something, where there is nothing to do."""
+        active_s = time.monotonic()
+        is_studied = False
         while not studio.has_work or not self._inbox.empty():
-            if self._inbox.empty() and self._study(studio):
+            quiet_in_s = max(0.0, active_s + QUIET_S - time.monotonic())
+            if self._inbox.empty() and not is_studied and not quiet_in_s:
+                is_studied = not self._study(studio)
                 continue
+            waits_s = [studio.images.rest_s, None if is_studied else quiet_in_s]
             try:
-                command = self._inbox.get(timeout=studio.images.rest_s)
-            except queue.Empty:  # a model has been idle for long enough
+                command = self._inbox.get(timeout=min((one for one in waits_s if one is not None), default=None))
+            except queue.Empty:  # a model has been idle for long enough, or it is time to measure
                 continue
+            active_s, is_studied = time.monotonic(), False
             match command:
                 case ipc.Submit():
                     self._submit(studio, command.request)
                 case ipc.Cancel():
                     studio.cancel(command.request_id)
+                case ipc.Interrupt():
+                    studio.interrupt(command.request_id)
                 case ipc.LookAgain():
                     studio.images.look_again(command.name)
                 case ipc.ReadTrace():
@@ -182,9 +194,9 @@ class EngineProcess:
                     raise TypeError(f"{type(command).__name__} is not a command for a running engine.")
 
     def _study(self, studio: Studio) -> bool:
-        """Use an idle moment; its end is awaited as a tick's is."""
+        """Use an idle moment for a measurement, which ends when a command arrives; False where there is nothing."""
         with self._pulse.ticking():
-            return studio.study()
+            return studio.study(lambda: not self._inbox.empty())
 
     def _submit(self, studio: Studio, request: ipc.AnyRequest) -> None:
         try:

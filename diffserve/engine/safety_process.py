@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
+from diffserve.child_signals import leave_stopping_to_parent
 from diffserve.errors import ConfigError
 from diffserve.safety import OF_MODEL, FilterReady, Judgement, SafetyQuestion, Trouble, receive, send
 
@@ -26,8 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--filter", required=True, help="model, or MODULE:FACTORY")
     parser.add_argument("--model", default="", help="the directory of the model")
     options = parser.parse_args(arguments)
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides
-        signal.signal(number, signal.SIG_IGN)
+    leave_stopping_to_parent()
     with socket.socket(fileno=options.fd) as connection:
         try:
             _answer(connection, load_filter(options.filter, options.model))
@@ -57,13 +56,17 @@ def load_filter(name: str, model: str) -> Any:
 
 def _answer(connection: socket.socket, safety_filter: Any) -> None:
     prompts, pictures = (getattr(safety_filter, f"blocks_{what}", None) for what in ("prompt", "picture"))
-    if prompts is None and pictures is None:
-        raise ConfigError("it has neither blocks_prompt nor blocks_picture.", param="safety_filter")
-    send(connection, FilterReady(prompts is not None, pictures is not None))
+    negatives = getattr(safety_filter, "blocks_negative_prompt", prompts)
+    has_texts = prompts is not None or negatives is not None
+    if not has_texts and pictures is None:
+        message = "it has neither blocks_prompt nor blocks_negative_prompt nor blocks_picture."
+        raise ConfigError(message, param="safety_filter")
+    send(connection, FilterReady(has_texts, pictures is not None))
     while isinstance(question := receive(connection), SafetyQuestion):
         subject = question.subject
-        judge, given = (prompts, subject) if isinstance(subject, str) else (pictures, subject.array)
-        answer = judge(given) if judge is not None else False
+        is_text = isinstance(subject, str)
+        judge = pictures if not is_text else negatives if question.is_negative else prompts
+        answer = False if judge is None else judge(subject if isinstance(subject, str) else subject.array)
         if not isinstance(answer, (bool, int)) and str(answer) not in ("True", "False"):  # numpy's own bool is fine
             raise TypeError(f"it answered {answer!r}; True and False are answers.")
         send(connection, Judgement(bool(answer)))

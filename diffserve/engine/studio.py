@@ -230,6 +230,12 @@ class Studio(Shell[AnyRequest, AnyEvent]):
         is_rewrite = self.rewriter is not None and self.rewriter.cancel(request_id)
         return is_rewrite or (self.texts is not None and self.texts.cancel(request_id))
 
+    def interrupt(self, request_id: str) -> bool:
+        """End a request for images early, with unfinished pictures; cancel any other. False when it is not live."""
+        if self._live.get(request_id) is Side.IMAGES and self.images.interrupt(request_id):
+            return True
+        return self.cancel(request_id)
+
     def warm_up(self) -> None:
         """Pay once, before the first request, for what the first calls of every network cost."""
         from diffserve.engine.loading import warm_up
@@ -250,9 +256,9 @@ class Studio(Shell[AnyRequest, AnyEvent]):
             case _:  # the calls of the UNet were tried while they were measured
                 pass
 
-    def study(self) -> bool:
-        """Use an idle moment, of one UNet call; False where there is nothing to do with it."""
-        return self.images.study()
+    def study(self, has_arrived: Callable[[], bool] | None = None) -> bool:
+        """Use an idle moment for one UNet call, given up once ``has_arrived``; False where there is nothing to do."""
+        return self.images.study(has_arrived)
 
     def check_integrity(self) -> None:
         """No page, lane, image or text is lost; AssertionError or PoolIntegrityError says what is wrong."""

@@ -36,7 +36,7 @@ def read_prompts(file: Path) -> tuple[str, ...]:
     """One prompt a line; empty lines are skipped. Raises :class:`InvalidRequest` where there is none to read."""
     try:
         with file.open("rb") as stream:
-            text = stream.read(MAX_PROMPT_FILE_BYTES).decode("utf-8")
+            text = stream.read(MAX_PROMPT_FILE_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise InvalidRequest(f"cannot read prompts from {str(file)!r}: {error.strerror}.", param="prompts") from None
     except UnicodeDecodeError:

@@ -94,7 +94,7 @@ class Style(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def read(cls, path: Path) -> Self:
         """Read a style's file; raises ConfigError naming the file, the key and the value."""
         try:
-            tables = tomllib.loads(path.read_text(encoding="utf-8"))
+            tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise ConfigError(f"the style {str(path)!r} cannot be read: {error.strerror}.", param="style") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

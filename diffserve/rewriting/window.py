@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from diffserve.runtime.text.prompt import parse_prompt
+from diffserve.prompt_syntax import parse_prompt
 
 if TYPE_CHECKING:
     from diffserve.runtime import TextEncoderRunner

@@ -63,7 +63,8 @@ class Activations:
     @classmethod
     def of(cls, model: DiffusionModel, config: EngineConfig, cache: DiskCache) -> Activations:
         """Of ``model`` under ``config``; seconds, and kept in ``cache``."""
-        key = f"{EDITION} {model.digest} {model.choice.dtype} {config.cross_attention} torch {torch.__version__}"
+        dtypes = f"{model.choice.dtype} {model.vae.dtype}"
+        key = f"{EDITION} {model.digest} {dtypes} {config.cross_attention} torch {torch.__version__}"
         kept = cache.read(KEPT_AS, key)
         if isinstance(kept, dict) and kept:
             return cls(**kept)
@@ -110,7 +111,7 @@ def hollow_twin(model: DiffusionModel) -> DiffusionModel:
     choice = replace(model.choice, device=torch.device("meta"), offload="none", spread=None)
     unet = _empty("UNet2DConditionModel", model.unet.network.config, model.dtype)
     shrink(unet, widths_of(model.unet.network))
-    vae = _empty("AutoencoderKL", model.vae.network.config, model.vae.dtype)
+    vae = _empty(type(model.vae.network).__name__, model.vae.network.config, model.vae.dtype)
     return replace(
         model,
         choice=choice,

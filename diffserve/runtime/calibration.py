@@ -30,7 +30,7 @@ PROMPTS: Final = (
 NUM_STEPS: Final = 10
 GUIDANCE_SCALE: Final = 5.0
 KEPT_AS: Final = "input-ranges"
-CALIBRATION_EDITION: Final = 2
+CALIBRATION_EDITION: Final = 3
 """Another number whenever other ranges would be found, so that kept ones are measured anew."""
 
 

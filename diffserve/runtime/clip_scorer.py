@@ -18,7 +18,8 @@ from PIL import Image
 from torch import Tensor
 
 from diffserve.errors import ModelLoadError, ModelNotFound
-from diffserve.runtime.loading.checkpoint import Checkpoint, find_weights, read_json
+from diffserve.model_files import find_weights, model_path, read_json
+from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.components import build_clip, load_component, load_tokenizer
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.transfer import SideQueue, send
@@ -93,7 +94,7 @@ class ClipScorer:
     @classmethod
     def load(cls, path: str | Path, choice: DeviceChoice) -> ClipScorer:
         """From a directory as transformers writes it. Raises ModelNotFound or ModelLoadError."""
-        directory = Path(path).expanduser()
+        directory = model_path(path)
         if not directory.is_dir():
             raise ModelNotFound(f"there is no scorer at {directory}; model.scorer names the directory of a CLIP model.")
         file = directory / "config.json"

@@ -22,6 +22,7 @@ from diffserve.runtime.model import DiffusionModel
 from diffserve.runtime.preprocessors import check_preprocessor, preprocess
 from diffserve.runtime.threads import pool_of_threads
 from diffserve.runtime.unet.controlnet import ControlNetRunner
+from diffserve.runtime.unet.memory_format import store_as
 from diffserve.types import Picture
 
 CHECKED_KEPT: Final = 256
@@ -41,7 +42,7 @@ class ControlNetShelf:
     """
 
     def __init__(self, model: DiffusionModel, max_bytes: int) -> None:
-        self.folder = ControlNetFolder(model.profile.controlnet_dir)
+        self.folder = ControlNetFolder(model.profile.controlnet_dir, model.choice.dtype)
         self.model = model
         self.max_bytes = max_bytes
         self._checked: OrderedDict[str, None] = OrderedDict()
@@ -74,7 +75,7 @@ class ControlNetShelf:
         whatever else is done. One after the other, so that none is read twice."""
         return self._reader.submit(
             lambda: [
-                ReadControl(self._found(control.name), preprocess(control.preprocessor, picture.array))
+                ReadControl(self._found(control.name), preprocess(control, picture.array))
                 for control, picture in zip(controls, pictures, strict=True)
             ]
         )
@@ -102,7 +103,7 @@ class ControlNetShelf:
     def planned_bytes(self) -> int:
         """Memory that is to be left for weights: of all ControlNets of the folder, but not more than are kept."""
         total = 0
-        for directory in self.folder.found().values():
+        for directory in self.folder.usable().values():
             try:
                 total += self._bytes(self._opened(directory))
             except ModelLoadError:
@@ -129,6 +130,7 @@ class ControlNetShelf:
                 said = f"it takes {need >> 20} MiB of memory, there are {free >> 20}"
                 raise ModelLoadError(said)
             network = files.load(self.model.unet.network, self.model.vae.factor, choice)
+            store_as(network, self.model.unet.memory_format)
         except ModelLoadError as error:
             raise self._refused(name, directory, error) from None
         return ControlNetRunner(name, digest, network, device=choice.device, dtype=self.model.dtype)

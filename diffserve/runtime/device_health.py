@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
 from typing import Final
 from weakref import ref
 
@@ -37,16 +38,27 @@ logger = logging.getLogger(__name__)
 
 def is_sticky(error: BaseException) -> bool:
     """Whether ``error``, or what it came of, leaves the device useless to this process. Too little memory does not."""
-    seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
+    for one in _chain(error):
         if not isinstance(one, torch.OutOfMemoryError) and isinstance(one, RuntimeError):
             code = getattr(one, "error_code", None)
             if code in STICKY_CODES if isinstance(code, int) else STICKY_WORDS.search(str(one)):
                 return True
-        one = one.__cause__ or one.__context__
     return False
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` is, or comes of, a lack of device memory: what is cleaned up after one may fail, too."""
+    return any(isinstance(one, torch.OutOfMemoryError) for one in _chain(error))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """``error`` and the errors that it came of."""
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        one = one.__cause__ or one.__context__
 
 
 def raise_if_sticky(error: Exception) -> None:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from diffserve.errors import InvalidRequest, ModelLoadError
-from diffserve.loras import CheckedLoras, Lora, LoraFolders
-from diffserve.runtime.loading.lora import UNET, LoRAFile, LowRank
+from diffserve.lora_layers import UNET, LowRank
+from diffserve.loras import CheckedLoras, Lora, LoraFolders, lora_problem
+from diffserve.runtime.loading.lora import LoRAFile
 from diffserve.runtime.low_rank import KEYS_VALUES, RANKS, LoRASet, adaptable, joined, padded_rank, shape_of
 from diffserve.runtime.model import DiffusionModel
 from diffserve.runtime.threads import pool_of_threads
@@ -27,14 +28,15 @@ NUM_READERS: Final = 2
 """Files read at once."""
 
 Stamp = tuple[str, int, int]
-"""A file as it was read: name, bytes, time of its last change. Another file by this name has another stamp."""
+"""A file as it was read: path, bytes, time of its last change."""
 
 
 class Header(NamedTuple):
-    """What a file's header says: the largest rank of its layers, and words that it teaches."""
+    """What a file's header says: the largest rank, trigger words, and embeddings that it holds, too."""
 
     rank: int
     words: str
+    bundled_words: tuple[str, ...]
 
 
 class LoRAShelf:
@@ -71,7 +73,8 @@ class LoRAShelf:
             if stamp not in self._headers:
                 file = self._opened(lora.name, path)
                 self._matched(lora.name, path, file)
-                self._headers[stamp] = Header(file.rank, file.words)
+                content = file.content
+                self._headers[stamp] = Header(content.rank, content.words, content.bundled_words)
                 while len(self._headers) > CHECKED_KEPT:
                     self._headers.popitem(last=False)
             rank += self._headers[stamp].rank
@@ -79,8 +82,22 @@ class LoRAShelf:
         if padded is None:
             said = f"the ranks of these LoRAs are {rank} together; at most {RANKS[-1]} are taken: leave some out."
             raise InvalidRequest(said, param="loras")
-        digest = hashlib.sha256("\n".join(f"{stamp} {lora.scale!r}" for lora, _, stamp in stamped).encode()).digest()
-        return CheckedLoras(padded, digest, tuple(self._headers[stamp].words for *_, stamp in stamped))
+        digest = hashlib.sha256("\n".join(f"{stamp} {lora.scales!r}" for lora, _, stamp in stamped).encode()).digest()
+        headers = [(lora.name, self._headers[stamp]) for lora, _, stamp in stamped]
+        warnings = [self._bundle_warning(name, header) for name, header in headers]
+        words = tuple(header.words for _, header in headers)
+        return CheckedLoras(padded, digest, words, tuple(filter(None, warnings)))
+
+    def _bundle_warning(self, name: str, header: Header) -> str:
+        """Name the embeddings that a LoRA file holds and the model has not; "" without any."""
+        words = [word for word in header.bundled_words if word.lower() not in self.model.text.learnt_words]
+        if not words:
+            return ""
+        names = ", ".join(repr(word[:40]) for word in words[:4])
+        return (
+            f"the LoRA {name!r} brings embeddings ({names}), which are not loaded with it; save them as files in the "
+            "folder of --embeddings-dir."
+        )
 
     def ranks(self) -> tuple[int, ...]:
         """What each adapter of the folder that can be used is padded to when it is alone."""
@@ -143,10 +160,12 @@ class LoRAShelf:
         try:
             status = path.stat()
         except OSError:
-            raise InvalidRequest(f"the LoRA {name!r} has just been removed; leave it out.", param="loras") from None
-        return path, (name, status.st_size, status.st_mtime_ns)
+            raise _unusable(name, path) from None
+        return path, (str(path), status.st_size, status.st_mtime_ns)
 
     def _opened(self, name: str, path: Path) -> LoRAFile:
+        if lora_problem(path):
+            raise _unusable(name, path)
         try:
             return LoRAFile.open([path])
         except ModelLoadError as error:
@@ -175,16 +194,17 @@ class LoRAShelf:
             file = self._opened(lora.name, path)
             for component, matched in self._matched(lora.name, path, file).items():
                 if component != UNET or any(layer.endswith(KEYS_VALUES) for layer in matched):
-                    of_texts.append(f"{path} {stamp} {lora.scale!r}")  # other models' folders may have it by that name
+                    of_texts.append(f"{stamp} {lora.scales!r}")
+                scale = lora.scales[component == UNET]
                 for layer, change in matched.items():
                     try:
-                        down, up = file.read(change)
+                        down, up = file.read(change, shape_of(self._networks[component][layer]))
                     except ModelLoadError as error:
                         raise _refused(lora.name, path, error) from None
                     if not bool(torch.isfinite(down).all() and torch.isfinite(up).all()):
                         said = f"the LoRA {lora.name!r} holds numbers in {layer} that are not finite: leave it out."
                         raise InvalidRequest(said, param="loras")
-                    changes[self._networks[component][layer]].append((down, lora.scale * up))
+                    changes[self._networks[component][layer]].append((down, scale * up))
         like = torch.empty(0, dtype=self.model.dtype, device=self.model.device)
         layers = {layer: joined(layer, pairs, checked.rank, like) for layer, pairs in changes.items()}
         self._digests[checked.digest] = digests
@@ -201,6 +221,10 @@ class LoRAShelf:
             while len(self._file_digests) > CHECKED_KEPT:
                 self._file_digests.popitem(last=False)
         return self._file_digests[stamp]
+
+
+def _unusable(name: str, path: Path) -> InvalidRequest:
+    return InvalidRequest(f"LoRA {name!r} cannot be used: {path.name} {lora_problem(path)}.", param="loras")
 
 
 def _refused(name: str, path: Path, error: ModelLoadError) -> InvalidRequest:

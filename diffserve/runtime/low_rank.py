@@ -21,16 +21,19 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from diffserve.lora_layers import MAX_RANK
+
 KEYS_VALUES: Final = (".attn2.to_k", ".attn2.to_v")
 """Layers of a UNet that are applied to texts and not to pictures."""
 
-RANKS: Final = (16, 64, 256)
+RANKS: Final = (16, 64, MAX_RANK)
 """Ranks that factors are padded to: at most four times the work, and three kinds of calls."""
 
 KEPT_BYTES: Final = 1 << 28
@@ -78,16 +81,18 @@ class RowLoRAs:
 
     def __init__(self, sets: Sequence[LoRASet], spare: Tensor | None = None) -> None:
         self.sets = sets
-        self.layers = tuple(dict.fromkeys(layer for one in sets for layer in one.layers))
+        self.rank = sets[0].rank if sets else 0
+        self.layers = tuple(sorted({layer for one in sets for layer in one.layers}, key=id))  # however sets are ordered
         self.memory = spare
         self._taken: int | None = None
         self._kept: dict[nn.Module, Factors] = {}
         self._nothing: dict[tuple[int, ...], Factors] = {}
 
     @classmethod
-    def of_factors(cls, factors: Mapping[nn.Module, Factors]) -> RowLoRAs:
-        """Those whose stacked ``factors`` are at hand."""
+    def of_factors(cls, factors: Mapping[nn.Module, Factors], rank: int = 0) -> RowLoRAs:
+        """Make rows of the stacked ``factors`` of each layer; ``rank`` is needed for :meth:`of_all` only."""
         made = cls(())
+        made.rank = rank
         made.layers = tuple(factors)
         made._kept = dict(factors)
         return made
@@ -97,6 +102,23 @@ class RowLoRAs:
         """Memory that the stacked factors take."""
         zeros = sum(tensor.nbytes for factors in self._nothing.values() for tensor in factors)
         return zeros + (0 if self.memory is None else self.memory.nbytes)
+
+    @cached_property
+    def _num_stacked(self) -> int:
+        """Numbers that the stacked factors of all layers have, with gaps for alignment."""
+        changed = (next(one.layers[layer] for one in self.sets if layer in one.layers) for layer in self.layers)
+        return len(self.sets) * sum(_aligned(tensor.numel()) for factors in changed for tensor in factors)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the stacked factors of all layers are at most ``KEPT_BYTES``, so that all stay from call to call.
+
+        Only such calls are recorded, for a recording holds the factors a second time. In 16 bits a row of rank 16 has
+        4.6 MiB for the attention of SD 1.5 and 31 MiB for all its layers; of SDXL 30 and 80 MiB. So calls of up to 56
+        or 8 rows of SD 1.5 are recorded, and of up to 8 or 3 rows of SDXL.
+        """
+        like = next((factors.down for one in self.sets for factors in one.layers.values()), None)
+        return like is None or self._num_stacked * like.itemsize <= KEPT_BYTES
 
     def of_all(self, layers: Iterable[nn.Module]) -> tuple[Factors, ...]:
         """The factors of all rows for each of ``layers``; where nobody changes any of one shape, zeros that they
@@ -124,9 +146,7 @@ class RowLoRAs:
         if self._taken is None:
             self._taken = 0
             like = next(iter(self.sets[0].layers.values())).down
-            changed = (next(one.layers[layer] for one in self.sets if layer in one.layers) for layer in self.layers)
-            needed = len(self.sets) * sum(_aligned(tensor.numel()) for factors in changed for tensor in factors)
-            needed = min(needed, KEPT_BYTES // like.itemsize)
+            needed = min(self._num_stacked, KEPT_BYTES // like.itemsize)
             if self.memory is None or self.memory.numel() < needed or self.memory.dtype != like.dtype:
                 self.memory = like.new_empty(needed)
         assert self.memory is not None
@@ -137,12 +157,15 @@ class RowLoRAs:
         return self.memory[start : start + size]
 
     def _zeros(self, layer: nn.Module) -> Factors:
-        like = next(iter(self.sets[0].layers.values())).down
+        stacked = next(iter(self._kept.values()), None)
+        like = stacked.down if stacked else next(iter(self.sets[0].layers.values())).down
+        num_rows = len(self.sets) or len(like)
         shape = shape_of(layer)
         key = (*shape, _is_by_cells(layer, like))
         if key not in self._nothing:
-            none = joined(layer, [(torch.zeros(0, *shape[1:]), torch.zeros(shape[0], 0))], self.sets[0].rank, like)
-            self._nothing[key] = Factors(*(tensor.new_zeros((len(self.sets), *tensor.shape)) for tensor in none))
+            empty = like.new_empty((0, *shape[1:])), like.new_empty((shape[0], 0))  # on the device: may be recorded
+            none = joined(layer, [empty], self.rank, like)
+            self._nothing[key] = Factors(*(tensor.new_zeros((num_rows, *tensor.shape)) for tensor in none))
         return self._nothing[key]
 
     def add(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from typing import Final
 
 import torch
 
+from diffserve.runtime.accelerators import ACCELERATORS, device_module, has_streams
+
 CGROUP_FILES: Final = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -23,13 +25,16 @@ M_MMAP_THRESHOLD: Final = -3
 def free_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
     """Bytes that tensors may still take on ``device``; ``None`` where nobody says.
 
-    On CUDA what the driver has left and what torch keeps without using it; in main memory what the system calls
-    available, or the room under a limit of a control group (a container's) where that is less. ``root``: of the files
-    of the system.
+    On CUDA and XPU this is what the driver has left plus what torch has reserved and does not use; on MPS what is left
+    of the memory that Metal recommends to use; in main memory what the system calls available, or the room under the
+    limit of a control group (a container's) where that is less. ``root`` is the root of the system's files.
     """
-    if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
+    if has_streams(device):
+        module = device_module(device)
+        unused = module.memory_reserved(device) - module.memory_allocated(device)
+        return int(module.mem_get_info(device)[0]) + int(unused)
+    if device.type == "mps":
+        return max(0, int(torch.mps.recommended_max_memory()) - int(torch.mps.current_allocated_memory()))
     if device.type != "cpu":
         return None
     try:
@@ -65,11 +70,9 @@ def _cgroup_bytes(root: Path) -> Iterator[int]:
 
 
 def give_memory_back(device: torch.device) -> None:
-    """Return cached blocks to the device, so that pieces become one again. Nothing to do on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    elif device.type == "mps":
-        torch.mps.empty_cache()
+    """Return torch's unused memory blocks to the device, which joins them. Do nothing on a CPU."""
+    if device.type in ACCELERATORS:
+        device_module(device).empty_cache()
 
 
 def give_heap_back() -> None:

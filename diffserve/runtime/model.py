@@ -20,11 +20,12 @@ from diffserve.errors import ConfigError, ModelLoadError, ModelNotFound
 from diffserve.few_step import find_few_step
 from diffserve.fewest_steps import FewestSteps, read_fewest_steps
 from diffserve.micro_conditioning import NUM_REFINER_IDS, NUM_SDXL_IDS
+from diffserve.model_files import refuse_pickle
 from diffserve.runtime.arithmetic import choose_for
 from diffserve.runtime.calibration import CALIBRATION_EDITION, kept_or_measured, measure_ranges, prompts_of
 from diffserve.runtime.clip_scorer import ClipScorer
 from diffserve.runtime.loading.adapter import load_adapted, read_adapter
-from diffserve.runtime.loading.checkpoint import digest_files, refuse_pickle
+from diffserve.runtime.loading.checkpoint import digest_files
 from diffserve.runtime.loading.directory import load_directory
 from diffserve.runtime.loading.family import (
     BUILT_IN,
@@ -214,6 +215,7 @@ class DiffusionModel:
             most_clip_skip=min(one.text.most_clip_skip for one in (self, self.refiner) if one is not None),
             embeds_guidance=self.unet.guidance_dim > 0,
             learnt_words=self.text.learnt_words,
+            refused_words=self.text.refused_words,
             lora_dirs=self.lora_dirs,
             controlnet_dir=self.profile.controlnet_dir,
             refiner="" if self.refiner is None else f"{self.refiner.model_id} [{self.refiner.digest[:10]}]",
@@ -303,9 +305,9 @@ def load_model(
         own = (few_step.entries if few_step else {}) | (adapter.spec.defaults if adapter else {})
         profile = msgspec.structs.replace(profile, **own)
     if few_step:
-        starts = profile.num_steps, profile.sampler, profile.spacing, profile.guidance_scale
-        said = "%s is distilled to few steps (%s); unless asked otherwise %d of %s, spacing %s, guidance %g"
-        logger.info(said, name, few_step.kind, *starts)
+        logger.info("%s is a few-step model (%s), recognized by %s", name, few_step.kind, few_step.reason)
+        defaults = profile.sampler, profile.num_steps, profile.spacing, profile.guidance_scale
+        logger.info("%s: defaults are sampler %s, steps %d, spacing %s, guidance %g", name, *defaults)
     schedule = noise_schedule(scheduler_config, location)
     if refines is not None:
         check_noise(location, schedule, refines.schedule)
@@ -427,12 +429,13 @@ def _check_fit(
     width = sum(int(encoder.network.config.hidden_size) for encoder in text.encoders)
     cells = vae.latent_channels
     if width != config.cross_attention_dim:
-        problem = f"the text encoder gives {width} features, the UNet reads {config.cross_attention_dim}"
+        dim = config.cross_attention_dim
+        problem = f"the text encoder gives {width} features, the UNet reads {dim} (cross_attention_dim)"
     elif unet.latent_channels != cells:
-        problem = f"the VAE has {cells} latent channels, the UNet paints {unet.latent_channels}"
+        problem = f"the VAE has {cells} latent_channels, the UNet paints {unet.latent_channels} (out_channels)"
     elif unet.extra_channels not in (0, 1 + cells):
         served = f"{cells} (text to image) and {2 * cells + 1} (inpainting)"
-        problem = f"the UNet reads {config.in_channels} channels; diffserve serves {served}"
+        problem = f"in_channels of the UNet is {config.in_channels}; diffserve serves {served}"
     elif len(text.encoders) == 2 and not unet.has_size_conditioning:
         problem = "size conditioning and a second text encoder come together (SDXL) or not at all"
     elif unet.has_size_conditioning and not hasattr(text.encoders[-1].network, "text_projection"):

@@ -14,6 +14,7 @@ from diffserve.runtime.dry_run import Work, dry_run
 from diffserve.runtime.model import DiffusionModel, load_model
 from diffserve.runtime.text.conditioning import Conditioner, make_conditioner
 from diffserve.runtime.unet.random_rows import random_inputs
+from diffserve.runtime.vae.vae import encode_moments
 from diffserve.types import ModelProfile
 
 
@@ -108,7 +109,7 @@ def decode_work(model: DiffusionModel, size: tuple[int, int]) -> Work:
 def encode_work(model: DiffusionModel, size: tuple[int, int]) -> Work:
     """A picture of ``size`` (width, height) to latents, by the VAE of ``model``, which is on "meta"."""
     pixels = torch.empty((1, 3, size[1], size[0]), dtype=model.vae.dtype, device="meta")
-    return dry_run(lambda: model.vae.network.encode(pixels).latent_dist.mode())
+    return dry_run(lambda: encode_moments(model.vae.network, pixels))
 
 
 def _cells(model: DiffusionModel, size: tuple[int, int]) -> tuple[int, int]:

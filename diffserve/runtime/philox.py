@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diffserve.runtime.accelerators import float64_device
 from diffserve.runtime.transfer import send
 
 ROUNDS: Final = 10
@@ -34,7 +35,7 @@ class Draw(NamedTuple):
 
 def normals(draws: Sequence[Draw], num: int, device: torch.device) -> Tensor:
     """(len(draws), num) float32 on ``device``: all in one sequence of launches, told by one transfer."""
-    place = torch.device("cpu") if device.type == "mps" else device  # which has no float64
+    place = float64_device(device)
     told = send(torch.tensor(draws, dtype=torch.int64), place)  # (B, 2)
     first, second = _philox(told[:, :1], told[:, 1:], torch.arange(num, device=place)[None])
     radius = torch.sqrt(-2.0 * torch.log(first.double() * UNIT + UNIT / 2))

@@ -1,4 +1,4 @@
-"""Device and precision: one decision, taken once, with a reason that is said at start. And int8 weights, by torchao.
+"""Device and precision of the networks: chosen once at start, with the reason in one sentence.
 
 Which layers a quantised precision is for is in ``runtime.quantisation``.
 """
@@ -17,7 +17,14 @@ from torch import nn
 
 from diffserve.config import DTYPE_ALIASES, DTYPES, OFFLOADS
 from diffserve.errors import ConfigError
-from diffserve.runtime.loading.library_imports import import_quietly
+from diffserve.runtime.accelerators import (
+    ACCELERATORS,
+    STREAM_DEVICES,
+    compute_capability,
+    device_count,
+    device_module,
+    has_streams,
+)
 
 INT8, INT8_DYNAMIC, INT8_STATIC, FLOAT8 = "int8", "int8_dynamic", "int8_static", "float8"
 #: Canonical dtype name -> the torch dtype the networks compute in. What is quantised computes in whatever the device
@@ -178,12 +185,14 @@ def _refuse_absent_unit(device: torch.device, name: str) -> None:
             param="dtype",
         )
     if name == FLOAT8 and device.type != "meta":
-        found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        if found is None or found < FLOAT8_CAPABILITY:
-            has = f"{device}" if found is None else f"{device} with compute capability {found[0]}.{found[1]}"
+        capability = compute_capability(device)
+        if capability is None or capability < FLOAT8_CAPABILITY:
+            has = f"{device}"
+            if capability is not None:
+                has += f" with compute capability {capability[0]}.{capability[1]}"
             raise ConfigError(
-                f"dtype is float8, which wants a GPU of compute capability 9.0 or more (H100, H200, B200), not {has}; "
-                "choose int8_dynamic, int8 or auto.",
+                "dtype is float8, which needs an NVIDIA GPU of compute capability 9.0 or more (H100, H200, B200), "
+                f"not {has}; choose int8_dynamic, int8 or auto.",
                 param="dtype",
             )
 
@@ -191,31 +200,35 @@ def _refuse_absent_unit(device: torch.device, name: str) -> None:
 def _choose_device(device: str) -> tuple[torch.device, str]:
     if device != "auto":
         return _given_device(device), f"{device}, as asked"
-    if torch.cuda.is_available():
-        return torch.device("cuda", 0), f"cuda ({torch.cuda.get_device_name(0)}) was found"
-    if torch.backends.mps.is_available():
-        return torch.device("mps"), "mps was found"
+    for kind in ACCELERATORS:
+        if device_count(kind):
+            accelerator = torch.device(kind, 0) if kind in STREAM_DEVICES else torch.device(kind)
+            name = f" ({device_module(accelerator).get_device_name(0)})" if kind in STREAM_DEVICES else ""
+            return accelerator, f"{kind}{name} was found"
     return torch.device("cpu"), "cpu, since no accelerator was found"
 
 
 def _given_device(device: str) -> torch.device:
-    if not re.fullmatch(r"cpu|mps|meta|cuda(:\d+)?", device):
-        raise ConfigError(f"device is {device!r}; choose auto, cpu, mps, cuda or cuda:N.")
+    if not re.fullmatch(r"cpu|mps|meta|(cuda|xpu)(:\d+)?", device):
+        raise ConfigError(f"device is {device!r}; choose auto, cpu, mps, cuda, cuda:N, xpu or xpu:N.")
     kind, _, index = device.partition(":")
-    if kind == "mps" and not torch.backends.mps.is_available():
+    if kind == "mps" and not device_count(kind):
         raise ConfigError("device is 'mps', but torch finds no Apple GPU here; use cpu or auto.")
-    if kind == "cuda":
-        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if int(index or 0) >= found:
-            raise ConfigError(f"device is {device!r}, but torch finds {found} CUDA device(s) here; use cpu or auto.")
-        return torch.device("cuda", int(index or 0))
+    if kind in STREAM_DEVICES:
+        count = device_count(kind)
+        if int(index or 0) >= count:
+            raise ConfigError(
+                f"device is {device!r}, but torch finds {count} {kind.upper()} device(s) here; use cpu or auto."
+            )
+        return torch.device(kind, int(index or 0))
     return torch.device(kind)
 
 
 def _best_dtype(device: torch.device) -> tuple[str, str]:
-    if device.type == "cuda":
-        if torch.cuda.get_device_capability(device)[0] < 7:
-            return "float32", "since this GPU is slow in 16 bits"
+    capability = compute_capability(device)
+    if capability is not None and capability < (7, 0):
+        return "float32", "since this GPU is slow in 16 bits"
+    if device.type in STREAM_DEVICES:
         return "float16", "the precision that checkpoints are published in"
     if device.type == "mps":
         return "float16", "half the memory traffic of float32"
@@ -227,9 +240,9 @@ def _best_dtype(device: torch.device) -> tuple[str, str]:
 
 @lru_cache(maxsize=4)
 def hardware_name(device: torch.device) -> str:
-    """What rounding and costs on ``device`` depend on, as far as it has a name."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    """Return what names the hardware of ``device``: rounding and costs depend on it."""
+    if has_streams(device):
+        return str(device_module(device).get_device_name(device))
     named = f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -268,22 +281,6 @@ def _cpu_flags(cpuinfo: Path) -> set[str] | None:
         return None
     found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
     return set(found.group(1).split()) if found else set()
-
-
-def quantise_linear(layer: nn.Module) -> None:
-    """Replace ``layer.weight`` (out, in) by int8 values and a scale per output row; arithmetic stays in its float
-    dtype.
-
-    Raises ConfigError when torchao is not installed.
-    """
-    try:
-        quantize = import_quietly("torchao.quantization", "quantize_")
-        config = import_quietly("torchao.quantization", "Int8WeightOnlyConfig")
-    except ImportError as error:
-        raise ConfigError(
-            "dtype is int8, which needs torchao: pip install torchao, or choose another dtype."
-        ) from error
-    quantize(layer, config(set_inductor_config=False))
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

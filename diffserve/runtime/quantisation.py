@@ -1,10 +1,11 @@
 """Which layers of a network hold fewer bits, in what way, and which do not and why: nothing is left out in silence.
 
-    int8          int8 weights of linear layers, arithmetic in the device's float dtype (torchao)
+    int8          int8 weights of linear layers, arithmetic in the device's float dtype
     int8_dynamic  linear layers of the UNet multiply in int8, activations with a scale for each token
     int8_static   linear layers and convolutions of the UNet multiply in int8, activations in ranges that were measured
                   (``runtime.calibration``) with the weights in int8 already; CPUs only
-    float8        the same in float8 with row-wise scales, on GPUs of compute capability 9.0 and above
+    float8        linear layers of the UNet multiply in float8 with a scale for each token, on GPUs of compute
+                  capability 9.0 and above
 
 Text encoders run once a prompt, so that int8 arithmetic has nothing to win there: with int8 precisions they hold int8
 weights, with float8 they are left as they are. VAEs always are: they make the pixels.
@@ -19,17 +20,15 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from diffserve.runtime.precision import FLOAT8, INT8, INT8_DYNAMIC, INT8_STATIC, quantise_linear
+from diffserve.runtime.float8 import FLOAT8_MULTIPLE, Float8Linear, to_float8
+from diffserve.runtime.precision import FLOAT8, INT8, INT8_DYNAMIC, INT8_STATIC
 from diffserve.runtime.quantised_layers import (
     CUBLAS_MULTIPLE,
-    SCALED_MULTIPLE,
-    Float8Linear,
     InputRange,
     Int8DynamicLinear,
     become,
-    become_held,
     become_static,
-    to_float8,
+    hold_int8_weight,
     to_int8,
 )
 
@@ -68,7 +67,7 @@ def scheme_for(name: str, layer: nn.Module, asked: str) -> tuple[str | None, str
         what = "convolutions" if isinstance(layer, nn.Conv2d) else "tables, which are looked up and not multiplied,"
         return None, f"{asked} is for linear layers; {what} stay"
     is_of_rows = OF_ROWS.search(name) is not None
-    multiple = {INT8_DYNAMIC: CUBLAS_MULTIPLE, FLOAT8: SCALED_MULTIPLE}.get(asked, 1)
+    multiple = {INT8_DYNAMIC: CUBLAS_MULTIPLE, FLOAT8: FLOAT8_MULTIPLE}.get(asked, 1)
     sides = (layer.in_features, layer.out_features)
     if asked != INT8 and is_of_rows:
         why = "sees one vector for each row, too few for a product in 8 bits"
@@ -94,11 +93,8 @@ def convert_static(network: nn.Module, ranges: Mapping[str, InputRange]) -> None
 def quantise_layer(layer: nn.Module, scheme: str) -> None:
     """Give ``layer``, which has its weight in a float dtype, the weight that ``scheme`` says; one of int8_static
     multiplies in float until ``convert_static``."""
-    if scheme == INT8:
-        quantise_linear(layer)
-        return
-    if scheme == INT8_STATIC:
-        become_held(layer)
+    if scheme in (INT8, INT8_STATIC):
+        hold_int8_weight(layer)
         return
     weight = layer.get_parameter("weight").detach()
     if scheme == INT8_DYNAMIC:
@@ -141,4 +137,4 @@ def _weighted(network: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor
 
 
 def _is_narrow(weight: torch.Tensor) -> bool:
-    return weight.dtype in NARROW or hasattr(weight, "tensor_data_names")
+    return weight.dtype in NARROW

@@ -1,9 +1,7 @@
-"""Layers that multiply in 8 bits: int8 with a scale for each token, int8 with ranges measured before, float8 with a
-scale for each row.
+"""Layers with int8 weights: float arithmetic, int8 arithmetic with a scale for each token, and with measured ranges.
 
-Every layer keeps its class's face (a linear layer stays an ``nn.Linear``) and holds its weight as the parameter
-``weight``, an int8 or float8 tensor, beside ``weight_scales``, one float32 for each output. torchao offers the same
-arithmetic, but writes every intermediate of its quantisation to memory unless a compiler fuses it: not compiled its
+Every layer stays an instance of its class (``nn.Linear``, ``nn.Conv2d``). Its parameter ``weight`` is an int8 tensor,
+its buffer ``weight_scales`` has one float32 for each output. torchao has the same arithmetic, but not compiled its
 dynamic layers took 1.5 to 4 times as long as bfloat16 on a CPU where these take 0.3 to 1.
 """
 
@@ -15,14 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from diffserve.runtime.unet.steady_layers import RowLinear
+
 INT8_MOST: Final = 127
-FLOAT8: Final = torch.float8_e4m3fn
-FLOAT8_MOST: Final = 448.0
 CUBLAS_ROWS: Final = 17
 """cuBLAS's int8 product wants more than 16 rows."""
 CUBLAS_MULTIPLE: Final = 8
-"""And inputs and outputs in multiples of so many; its float8 product in multiples of 16."""
-SCALED_MULTIPLE: Final = 16
+"""The kernel takes numbers of inputs and outputs that are multiples of this."""
 LEAST: Final = 1e-30
 """Scales are above zero, so that a token of zeros stays one."""
 
@@ -48,29 +45,6 @@ class Int8DynamicLinear(nn.Linear):
         return output.to(input.dtype).view(*input.shape[:-1], self.out_features)
 
 
-class Float8Linear(nn.Linear):
-    """A linear layer in float8 (e4m3), a scale for each output and for each token: row-wise scaling, which wants a GPU
-    of compute capability 9.0 (Hopper) for its kernel; elsewhere torch emulates it, if at all."""
-
-    weight_scales: Tensor
-
-    def forward(self, input: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features) in the dtype of ``input``."""
-        tokens = input.reshape(-1, self.in_features)
-        scales = tokens.abs().amax(dim=-1, keepdim=True).float().clamp_min(LEAST) / FLOAT8_MOST  # (T, 1)
-        values = torch.div(tokens, scales).clamp_(-FLOAT8_MOST, FLOAT8_MOST).to(FLOAT8)
-        output = torch._scaled_mm(
-            values,
-            self.weight.t(),
-            scale_a=scales,
-            scale_b=self.weight_scales.unsqueeze(0),
-            out_dtype=torch.bfloat16,
-        )
-        if self.bias is not None:
-            output = output + self.bias
-        return output.to(input.dtype).view(*input.shape[:-1], self.out_features)
-
-
 def int8_product(values: Tensor, weight: Tensor) -> Tensor:
     """int32 (T, out) of int8 (T, in) and (out, in); rows of zeros are added where a GPU wants more."""
     num_rows = values.shape[0]
@@ -89,13 +63,6 @@ def to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 def from_int8(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """What ``to_int8`` was given, but for its rounding, in ``dtype``."""
     return values.to(dtype).mul_(scales.view(-1, *[1] * (values.ndim - 1)).to(dtype))
-
-
-def to_float8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """float8 values shaped as ``weight`` (out, in), and float32 scales (out,), the largest of each output at 448."""
-    scales = weight.abs().amax(dim=1).float().clamp_min(LEAST) / FLOAT8_MOST
-    values = (weight.float() / scales[:, None]).clamp_(-FLOAT8_MOST, FLOAT8_MOST)
-    return values.to(FLOAT8), scales
 
 
 def become(layer: nn.Module, kind: type[nn.Module], weight: tuple[Tensor, Tensor]) -> None:
@@ -123,23 +90,31 @@ class InputRange(NamedTuple):
         return round(-self.low / self.scale)
 
 
-class Int8HeldLinear(nn.Linear):
-    """What an ``Int8StaticLinear`` is until its range is known: its weight in int8, its activations as they are."""
+class Int8WeightLinear(nn.Linear):
+    """Linear layer with int8 weights whose arithmetic is in the dtype of its input."""
 
     weight_scales: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features) in the dtype of ``input``."""
-        return F.linear(input, from_int8(self.weight, self.weight_scales, input.dtype), self.bias)
+        """Return (..., out_features) in the dtype of ``input`` (..., in_features)."""
+        if input.dtype == torch.float16:  # which a sum of products that are not scaled yet may overflow
+            return F.linear(input, from_int8(self.weight, self.weight_scales, input.dtype), self.bias)
+        # scales stay in float32: with bfloat16 ones Inductor's pattern for such products fails to compile
+        output = F.linear(input, self.weight.to(input.dtype)) * self.weight_scales
+        return (output if self.bias is None else output + self.bias).to(input.dtype)
 
 
-class Int8HeldConv2d(nn.Conv2d):
-    """What an ``Int8StaticConv2d`` is until its range is known."""
+class Int8WeightRowLinear(RowLinear, Int8WeightLinear):
+    """``Int8WeightLinear`` for one vector a row, which a CPU computes for sixteen rows at a time."""
+
+
+class Int8WeightConv2d(nn.Conv2d):
+    """Convolution with int8 weights whose arithmetic is in the dtype of its input."""
 
     weight_scales: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        """(B, out, h, w) of (B, in, h, w), in the dtype of ``input``."""
+        """Return (B, out, h, w) in the dtype of ``input`` (B, in, h, w)."""
         output: Tensor = self._conv_forward(input, from_int8(self.weight, self.weight_scales, input.dtype), self.bias)
         return output
 
@@ -198,14 +173,16 @@ def to_codes(activations: Tensor, known: InputRange, *, signed: bool) -> Tensor:
     return codes.bitwise_xor_(128).view(torch.int8) if signed else codes
 
 
-def become_held(layer: nn.Module) -> None:
-    """Turn ``layer``, linear or a convolution with its weight in a float dtype, into one that holds it in int8."""
-    kind = Int8HeldLinear if isinstance(layer, nn.Linear) else Int8HeldConv2d
+def hold_int8_weight(layer: nn.Module) -> None:
+    """Quantize the weight of ``layer``, linear or a convolution, to int8; its arithmetic stays in a float dtype."""
+    kind: type[nn.Module] = Int8WeightConv2d
+    if isinstance(layer, nn.Linear):
+        kind = Int8WeightRowLinear if isinstance(layer, RowLinear) else Int8WeightLinear
     become(layer, kind, to_int8(layer.get_parameter("weight").detach()))
 
 
 def become_static(layer: nn.Module, known: InputRange) -> None:
-    """Turn ``layer``, one of ``become_held``, into one that multiplies in int8 with activations in ``known``."""
+    """Turn ``layer``, made by ``hold_int8_weight``, into one that multiplies in int8, activations within ``known``."""
     values, scales = layer.get_parameter("weight").detach(), layer.get_buffer("weight_scales")
     bias = layer._parameters.get("bias")
     layer.__dict__["range"] = known

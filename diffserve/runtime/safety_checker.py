@@ -8,7 +8,6 @@ As diffusers writes it: ``safety_checker/`` with a ``StableDiffusionSafetyChecke
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from diffserve.errors import ModelLoadError
-from diffserve.runtime.loading.checkpoint import read_json
+from diffserve.model_files import model_path, read_json
 
 COMPONENT = "safety_checker"
 EXTRACTOR = "feature_extractor"
@@ -35,7 +34,7 @@ class SafetyChecker:
         from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
         from transformers import CLIPImageProcessor
 
-        folder = Path(model).expanduser()
+        folder = model_path(model)
         if not (folder / COMPONENT / "config.json").is_file():
             raise ModelLoadError(
                 f"{model!r} has no {COMPONENT}; give a diffusers directory that has one, or safety_filter = "

@@ -1,7 +1,7 @@
 """How long a device works at what it is given, read without waiting for it.
 
-On a CPU work is done when its call returns, and the host's clock tells. A CUDA device is only told by then: events are
-laid into its queue before and behind the work, and the time between them is there once it has passed both.
+On a CPU work is done when its call returns, and the host's clock measures it. CUDA and XPU devices only queue it by
+then: events are queued before and after the work, and the time between them is known once the device has passed both.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+
+from diffserve.runtime.accelerators import device_module, has_streams, synchronize
 
 
 class TimeSpan(Protocol):
@@ -36,7 +38,7 @@ class HostSpan:
 
 @dataclass(frozen=True, eq=False)
 class DeviceSpan:
-    """Between two events of a CUDA device's queue."""
+    """The time between two events in a device's stream."""
 
     begun: Any
     ended: Any
@@ -52,6 +54,24 @@ class DeviceSpan:
         return float(self.begun.elapsed_time(self.ended)) / 1e3
 
 
+def least_seconds(
+    run: Callable[[], object],
+    device: torch.device,
+    *,
+    repeats: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Return the least time in seconds that ``run`` takes on ``device`` in ``repeats`` calls, after one to warm up."""
+    times = []
+    for _ in range(1 + repeats):
+        synchronize(device)
+        started_s = clock()
+        run()
+        synchronize(device)
+        times.append(clock() - started_s)
+    return min(times[1:])
+
+
 class Stopwatch:
     """Times what ``device`` is given. ``clock``: the host's, in seconds."""
 
@@ -61,7 +81,7 @@ class Stopwatch:
 
     def start(self) -> Callable[[], TimeSpan | None]:
         """Begin; what is returned ends it. ``None`` where only the host's clock is known and it does not tell."""
-        if self.device.type == "cuda":
+        if has_streams(self.device):
             begun = self._event()
             return lambda: DeviceSpan(begun, self._event())
         if self.device.type != "cpu":
@@ -70,6 +90,7 @@ class Stopwatch:
         return lambda: HostSpan(self._clock() - started_s)
 
     def _event(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
+        module = device_module(self.device)
+        event = module.Event(enable_timing=True)
+        event.record(module.current_stream(self.device))
         return event

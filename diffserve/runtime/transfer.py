@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffserve.runtime.accelerators import device_module, has_streams
+
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` of main memory on ``device``; a CUDA device gets it when its queue comes to it."""
-    if device.type != "cuda":
+    """Copy ``tensor`` from main memory to ``device``, without waiting where the device has streams."""
+    if not has_streams(device):
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
@@ -26,17 +28,21 @@ def send_together(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]
 
 
 class SideQueue:
-    """Inside its block work is laid into a CUDA device's second queue, behind what the first holds by then; the first
-    does not wait for it. What goes in must be kept until it is done. On other devices nothing changes."""
+    """Context manager that queues work in a second stream of a CUDA or XPU device.
+
+    The work starts after what the current stream holds on entry, and the current stream does not wait for it. Tensors
+    that the work reads must be kept until it is done. On other devices nothing changes.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._module: Any = device_module(device) if has_streams(device) else None
+        self._stream: Any = self._module.Stream(device) if self._module else None
         self._entered: list[Any] = []
 
     def __enter__(self) -> None:
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-            self._entered.append(torch.cuda.stream(self._stream))
+            self._stream.wait_stream(self._module.current_stream(self._stream.device))
+            self._entered.append(self._module.stream(self._stream))
             self._entered[-1].__enter__()
 
     def __exit__(self, *raised: Any) -> None:
@@ -64,13 +70,15 @@ class Fetched:
 
 
 def fetch(tensor: Tensor) -> Fetched:
-    """``tensor`` to main memory: at once, and from a CUDA device when its queue comes to it; ones from meta."""
-    if tensor.device.type not in ("cuda", "meta"):
+    """Copy ``tensor`` to main memory: at once, or without waiting where its device has streams; ones from meta."""
+    device = tensor.device
+    if not has_streams(device) and device.type != "meta":
         return Fetched(tensor.cpu())
-    host = torch.ones(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    host = torch.ones(tensor.shape, dtype=tensor.dtype, pin_memory=has_streams(device))
     host.copy_(tensor, non_blocking=True)
-    if not tensor.is_cuda:
+    if not has_streams(device):
         return Fetched(host)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(tensor.device))  # which need not be the one that is current
+    module = device_module(device)
+    event = module.Event()
+    event.record(module.current_stream(device))  # the tensor's device need not be the current one
     return Fetched(host, event)

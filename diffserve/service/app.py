@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -27,7 +26,7 @@ from diffserve.service.endpoint import Endpoint as Asking
 from diffserve.service.engine.engines import Engines, refuse_unready
 from diffserve.service.http.bodies import Body, show
 from diffserve.service.http.docs import add_docs
-from diffserve.service.http.errors import A1111, HttpError, reply_for
+from diffserve.service.http.errors import A1111, HttpError, reply_for, routing_error
 from diffserve.service.http.forms import MEDIA_TYPE
 from diffserve.service.http.heads import HeadAsGet
 from diffserve.service.http.hosts import HostNames, is_loopback
@@ -36,6 +35,7 @@ from diffserve.service.http.login import add_login
 from diffserve.service.http.middleware import BodyLimit, FramingGuard, OriginGuard, Outermost
 from diffserve.service.http.named import named
 from diffserve.service.http.openapi import EVENT, IDEMPOTENCY_KEY, describe
+from diffserve.service.http.public_path import PublicPath
 from diffserve.service.images.edit_schemas import UPLOADS, EditBody, VariationBody
 from diffserve.service.images.edits import Edits, Variations
 from diffserve.service.images.generations import Generations
@@ -51,7 +51,7 @@ from diffserve.service.models import is_alias, model_entry, model_list
 from diffserve.service.page import PageRoute
 from diffserve.service.responses.chat_pictures import ChatPictures, wants_picture
 from diffserve.service.responses.conversation import MAX_PAGE
-from diffserve.service.responses.conversations import ConversationBody, Conversations
+from diffserve.service.responses.conversations import ConversationBody, Conversations, ItemsBody, MetadataBody
 from diffserve.service.responses.endpoint import Responses, ToolPainter
 from diffserve.service.responses.kept import KeptResponses
 from diffserve.service.responses.schemas import ResponseBody
@@ -68,6 +68,7 @@ from diffserve.service.texts.completions import ChatCompletions, TextCompletions
 from diffserve.service.texts.embeddings import EmbeddingBody, EmbeddingEndpoint
 from diffserve.service.texts.rewrites import RewriteEndpoint
 from diffserve.service.texts.schemas import ChatBody, CompletionBody, RewriteBody, RewriterMode
+from diffserve.service.threads import FILES
 from diffserve.store.batches import Batches
 from diffserve.store.database import Database
 from diffserve.store.files import Files
@@ -136,7 +137,11 @@ def create_app(
     )
     beside: dict[str, Any] = {"checks": checks, "history": history, "beside": images}
     _post(app, "/v1/images/generations", images, GenerateBody, "Paint pictures from a text")
-    _post(app, "/v1/images/generations/{request_id}/cancel", images.cancel, None, "Stop painting; the id is the secret")
+    _post(app, "/v1/images/generations/{request_id}/cancel", images.cancel, None, "Stop painting")
+    _post(
+        app, "/v1/images/generations/{request_id}/interrupt", images.interrupt, None,
+        "End painting early: the request is answered with unfinished pictures",
+    )  # fmt: skip
     for kind, name, taken, summary in (
         (Edits, "edits", EditBody, "Paint from a picture and a text"),
         (Variations, "variations", VariationBody, "Paint a picture again, otherwise"),
@@ -148,7 +153,7 @@ def create_app(
         spoken = painter(engine, config, gate, admission, rewriter="off", jobs=jobs, **beside)
         _post(app, f"{A1111}/{painter.__name__.lower()}", spoken, painter.asked, said)
     A1111Routes(app, engine, config, admission.clients, jobs, checks.fetcher)
-    verification = Verification(checks.fetcher)
+    verification = Verification(checks.fetcher, admission.clients)
     told = "Say whether a machine painted a picture"
     _post(app, "/v1/provenance/verify", verification, VerifyBody, told, uploads=VERIFY_UPLOADS, needs_engine=False)
     pictured = ChatPictures(engine, config, gate, admission, rewriter=rewriter, **beside)
@@ -193,8 +198,10 @@ def create_app(
         below = (f"{ROUTE}/", f"{ROUTE.removeprefix('/v1')}/")  # clients fetch pictures without a word of who they are
         app.add_middleware(KeyGuard, ring=ring, open_below=below)
     app.add_middleware(FramingGuard)
-    app.add_middleware(OriginGuard, hosts=HostNames(config.host, config.allowed_hosts))
+    hosts = HostNames(config.host, config.allowed_hosts, public_url=config.public_url)
+    app.add_middleware(OriginGuard, hosts=hosts, public_url=config.public_url, cors_origins=config.cors_origins)
     app.add_middleware(HeadAsGet)
+    app.add_middleware(PublicPath, public_url=config.public_url, trusted_proxies=config.trusted_proxies)
     app.add_middleware(Outermost, metrics=engine.metrics)
     return app
 
@@ -266,9 +273,17 @@ def _add_conversations(app: FastAPI, conversations: Conversations) -> None:
     place, told = "/v1/conversations/{conversation_id}", {"openapi_extra": {"parameters": [one]}}
     named(app, place, ["GET"], summary="A conversation that is kept", **told)(conversations.get)
     named(app, place, ["DELETE"], summary="Forget a conversation", **told)(conversations.remove)
+    changed = "Replace the metadata of a conversation"
+    _post(app, place, conversations.update, MetadataBody, changed, needs_engine=False)
+    added = "Add messages to a conversation"
+    _post(app, f"{place}/items", conversations.add_items, ItemsBody, added, needs_engine=False)
     paged = {"parameters": [one, *PAGE_QUERIES]}
     said = "What was said and painted in a conversation"
     named(app, f"{place}/items", ["GET"], summary=said, openapi_extra=paged)(conversations.items)
+    item = {"in": "path", "name": "item_id", "required": True, "schema": {"type": "string"}}
+    both = {"openapi_extra": {"parameters": [one, item]}}
+    named(app, f"{place}/items/{{item_id}}", ["GET"], summary="One item", **both)(conversations.get_item)
+    named(app, f"{place}/items/{{item_id}}", ["DELETE"], summary="Remove an item", **both)(conversations.remove_item)
 
 
 def _add_responses(app: FastAPI, responses: Responses) -> None:
@@ -287,7 +302,7 @@ def _add_responses(app: FastAPI, responses: Responses) -> None:
 
 def _add_pictures(app: FastAPI, pictures: KeptPictures) -> None:
     async def get_picture(name: str) -> Response:
-        return (await asyncio.to_thread(pictures.open, name)).response()
+        return (await FILES.run(pictures.open, name)).response()
 
     files = {f"image/{kind}": {"schema": {"type": "string", "format": "binary"}} for kind in ("png", "jpeg", "webp")}
     answers: dict[int | str, dict[str, Any]] = {200: {"description": "The file.", "content": files}}
@@ -374,7 +389,8 @@ def _post(
         _describe_parts(app, schema.pop("$defs", {}))
         content: dict[str, Any] = {"application/json": {"schema": schema}}
         if uploads is not None:
-            fields = {name: field for name, field in schema["properties"].items() if name not in uploads}
+            left_out = {*uploads, "infotext"}  # which is taken as JSON alone
+            fields = {name: field for name, field in schema["properties"].items() if name not in left_out}
             form = schema | {"title": f"{schema['title']}Form", "properties": {**uploads, **fields}}
             content[MEDIA_TYPE] = {"schema": form}
         described |= {"requestBody": {"required": True, "content": content}}
@@ -407,11 +423,5 @@ def _allowed(request: Request) -> str:
 async def _reply_http(request: Request, error: Exception) -> Response:
     """What the router says: no such address, or not with this method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    where = f"{request.method[:16]} {show(request.scope['path'])}"
-    if status == 405:
-        told = HttpError(status, f"{where} is not offered.", code="method_not_allowed", allow=_allowed(request))
-    elif status == 404:
-        told = HttpError(status, f"{where} does not exist.", code="unknown_url")
-    else:
-        told = HttpError(status, "the request could not be read.", code="bad_request")
-    return reply_for(request.scope["path"], told).response
+    allow = _allowed(request) if status == 405 else None
+    return await _reply(request, routing_error(status, request.method, request.scope["path"], allow=allow))

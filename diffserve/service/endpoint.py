@@ -15,7 +15,16 @@ from diffserve.service.admission import Admission, Backlog, Ticket
 from diffserve.service.engine.engines import Engines
 from diffserve.service.http.bodies import BodyT, WorkBody
 from diffserve.service.http.streams import DONE, Events, EventStreamResponse
-from diffserve.service.lifecycle import PATIENCE_S, Gate, InFlight, interruption, read_body, warning_headers, work_until
+from diffserve.service.lifecycle import (
+    PATIENCE_S,
+    Gate,
+    InFlight,
+    interruption,
+    owner_of,
+    read_body,
+    warning_headers,
+    work_until,
+)
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +87,7 @@ class Endpoint(ABC, Generic[BodyT, CheckedT]):
             if begun is not None:
                 return begun
             interrupted = stack.enter_context(interruption(request))
-            stack.enter_context(self._in_flight.listed(request.state.request_id, interrupted))
+            stack.enter_context(self._in_flight.listed(request.state.request_id, interrupted, owner_of(request)))
             limit_s = self._limit_s
             if not checked.is_stream:
                 response = await work_until(interrupted, self._answer(checked, ticket), limit_s=limit_s)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diffserve.config import Settings
+from diffserve.decoders import shared_decoders
 from diffserve.provenance import HEADER
 from diffserve.service.app import create_app
 from diffserve.service.engine.engines import Engines
@@ -19,6 +20,7 @@ from diffserve.service.images.kept_pictures import KeptPictures
 from diffserve.service.images.picture_checks import PictureChecks
 from diffserve.service.lifecycle import Gate
 from diffserve.service.page import PageRoute
+from diffserve.service.threads import LISTINGS
 from diffserve.service.tracing import Traces
 from diffserve.store.database import Database
 
@@ -72,5 +74,6 @@ class Front:
     async def close(self) -> None:
         """When the last is answered: end what went on beside."""
         await asyncio.gather(*self._beside, return_exceptions=True)
+        shared_decoders().close()
         for sent in self._sent:
-            await asyncio.to_thread(sent.close)
+            await LISTINGS.run(sent.close)

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from diffserve.errors import DeadlineExceeded, EngineUnavailable
 from diffserve.service.http.bodies import BodyT, parse
 from diffserve.service.http.errors import HttpError
+from diffserve.service.threads import ANSWERS
 
 PARSE_IN_THREAD_BYTES = 64 * 1024
 PATIENCE_S = 30.0  # beyond the engine's own deadline: for encoding, and for an engine that hangs
@@ -49,7 +50,7 @@ async def read_json(request: Request) -> bytes:
 async def in_thread_if_long(data: bytes, check: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     """``check(*arguments)``, in a thread where ``data`` is so long that others would wait for it."""
     if len(data) > PARSE_IN_THREAD_BYTES:
-        return await asyncio.to_thread(check, *arguments, **named)
+        return await ANSWERS.run(check, *arguments, **named)
     return check(*arguments, **named)
 
 
@@ -65,9 +66,23 @@ def interruption(request: Request) -> Iterator[Interruption]:
         interrupted.cancel()
 
 
-async def work_until(interrupted: Interruption, work: Coroutine[Any, Any, T], *, limit_s: float) -> T:
-    """What ``work`` gives. It is cancelled, and has ended, when this raises the reason for the interruption, or
-    DeadlineExceeded after ``limit_s``."""
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of ``work``, which is cancelled when the client of ``request``, whose body is read, hangs up.
+
+    Raises:
+        HttpError: The client hung up.
+    """
+    with interruption(request) as interrupted:
+        return await work_until(interrupted, work, limit_s=None)
+
+
+async def work_until(interrupted: Interruption, work: Coroutine[Any, Any, T], *, limit_s: float | None) -> T:
+    """Return the result of ``work``; it is cancelled, and has ended, when this raises.
+
+    Raises:
+        HttpError: The reason for the interruption.
+        DeadlineExceeded: ``work`` took longer than ``limit_s``.
+    """
     working = asyncio.create_task(work)
     try:
         await first_of(working, interrupted, timeout_s=limit_s)
@@ -81,8 +96,8 @@ async def work_until(interrupted: Interruption, work: Coroutine[Any, Any, T], *,
         await asyncio.gather(working, return_exceptions=True)
 
 
-async def first_of(*futures: asyncio.Future[Any], timeout_s: float) -> None:
-    """Return when one of them is done, or after ``timeout_s``."""
+async def first_of(*futures: asyncio.Future[Any], timeout_s: float | None) -> None:
+    """Return when one of ``futures`` is done, or after ``timeout_s``."""
     await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
 
@@ -90,7 +105,7 @@ async def _watch(request: Request, interrupted: Interruption) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     if not interrupted.done():
-        interrupted.set_result(hung_up())
+        interrupted.set_result(request.scope.get("state", {}).get("end_reason") or hung_up())
 
 
 def hung_up() -> HttpError:
@@ -153,27 +168,37 @@ class Gate:
             await asyncio.wait_for(self.empty.wait(), limit_s)
 
 
+def owner_of(request: Request) -> str:
+    """Return the id of the key that ``request`` came with, "" where there are none."""
+    return str(request.scope.get("state", {}).get("key_id", ""))
+
+
 class InFlight:
-    """Interruptions by request id, each for as long as its request is worked on."""
+    """Interruptions by request id, each for as long as its request is worked on, and the key it came with."""
 
     def __init__(self) -> None:
-        self._inside: dict[str, tuple[Interruption, asyncio.Event]] = {}
+        self._inside: dict[str, tuple[Interruption, asyncio.Event, str]] = {}
 
     @contextmanager
-    def listed(self, request_id: str, interrupted: Interruption) -> Iterator[None]:
-        """For the length of the block ``request_id`` can be cancelled."""
-        _, over = self._inside[request_id] = interrupted, asyncio.Event()
+    def listed(self, request_id: str, interrupted: Interruption, owner: str = "") -> Iterator[None]:
+        """For the length of the block ``request_id`` can be cancelled by ``owner``, the id of its key."""
+        over = asyncio.Event()
+        self._inside[request_id] = interrupted, over, owner
         try:
             yield
         finally:
             del self._inside[request_id]
             over.set()
 
-    async def cancel(self, request_id: str) -> bool:
-        """End a request, and return when it holds nothing any more. False where it is unknown, or over."""
-        if request_id not in self._inside:
+    def has(self, request_id: str, owner: str = "") -> bool:
+        """Return whether a request of ``owner`` is being worked on."""
+        return request_id in self._inside and self._inside[request_id][2] == owner
+
+    async def cancel(self, request_id: str, owner: str = "") -> bool:
+        """End a request of ``owner``, and return when it holds nothing any more. False where there is none."""
+        if not self.has(request_id, owner):
             return False
-        interrupted, over = self._inside[request_id]
+        interrupted, over, _ = self._inside[request_id]
         if not interrupted.done():
             interrupted.set_result(cancelled())
         await over.wait()

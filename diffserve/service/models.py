@@ -129,11 +129,29 @@ def told_of(
     found: dict[str, dict[str, Any]] = {model.name: {"loaded": model.is_loaded} for model in models}
     for model in models:
         found[model.name] |= {"problem": model.problem} if model.problem else {}
+        if model.unet_paths or model.records_graphs:
+            found[model.name]["unet_calls"] = unet_calls(model)
     if language is not None:
         found.setdefault(language.model_id, {"loaded": True})
     for name, capabilities in capabilities_of(models, language, config).items():
         found[name]["capabilities"] = capabilities
     return found
+
+
+def unet_calls(model: ServedModel) -> dict[str, Any]:
+    """How the UNet calls of ``model`` are made: per shape the path and the reason, sizes in pixels."""
+    shapes = [
+        {
+            "width": path.width_px,
+            "height": path.height_px,
+            "prompt_tokens": path.num_tokens,
+            "lora_rank": path.lora_rank,
+            "path": path.path,
+            "reason": path.reason,
+        }
+        for path in model.unet_paths
+    ]
+    return {"shapes": shapes, "cuda_graphs": model.records_graphs}
 
 
 def capabilities_of(
@@ -153,7 +171,7 @@ def capabilities_of(
 def image_capabilities(info: ModelInfo, config: ServeConfig, *, keeps_latents: bool = False) -> dict[str, Any]:
     """Sizes are [width, height] in pixels, the native one first."""
     sampler, sigma_schedule = resolve_sampler(info.default_sampler)
-    loras = LoraFolders(info.lora_dirs)
+    loras, controlnets = LoraFolders(info.lora_dirs), ControlNetFolder(info.controlnet_dir, info.dtype)
     return {
         **{name: getattr(info, name) for name in ("family", "digest", "device", "dtype")},
         "samplers": [_sampler(choice) for choice in SAMPLERS.values()],
@@ -170,10 +188,12 @@ def image_capabilities(info: ModelInfo, config: ServeConfig, *, keeps_latents: b
         "train_timesteps": info.train_timesteps,
         "max_images": MAX_IMAGES,
         "learnt_words": list(info.learnt_words),
+        "refused_words": info.refused_words,
         "world": msgspec.to_builtins(info.world),
         "loras": list(loras.names()),
         "refused_loras": loras.refused(),
-        "controlnets": list(ControlNetFolder(info.controlnet_dir).names()),
+        "controlnets": list(controlnets.names()),
+        "refused_controlnets": controlnets.refused(),
         "refiner": info.refiner,
         "scorer": info.scorer,
         "safety_filter": config.safety_filter,

@@ -3,14 +3,14 @@ JSON that is JSON; what it fails at is a line in the log and an error object."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any, Final
 
+import msgspec
 from fastapi import FastAPI
-from starlette.datastructures import MutableHeaders, URLPath
+from starlette.datastructures import Headers, MutableHeaders, URLPath
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Match, NoMatchFound
@@ -18,8 +18,17 @@ from starlette.types import Message, Receive, Scope, Send
 
 from diffserve.errors import DiffserveError, EngineUnavailable
 from diffserve.service.http.bodies import check_strict
-from diffserve.service.http.errors import OUR_MISTAKE, reply_to
+from diffserve.service.http.errors import (
+    OUR_MISTAKE,
+    HttpError,
+    expected_error,
+    log_failure,
+    reply_to,
+    routing_error,
+    status_of,
+)
 from diffserve.service.lifecycle import hung_up, in_thread_if_long, read_json
+from diffserve.service.threads import ANSWERS
 
 MountPage = Callable[[FastAPI, str], tuple[str, ...]]
 """Mounts the page of the server at an address at ``/`` of an empty application. Returns the paths it needs: those that
@@ -40,6 +49,12 @@ COMING: Final = """<!doctype html><html lang="en"><head><meta charset="utf-8"><m
 <body style="font-family: system-ui, sans-serif; margin: 3rem">
 <p>diffserve is starting; the page comes up by itself.</p></body></html>"""
 
+CODES: Final = {403: "file_not_allowed", 413: "body_too_large", 416: "invalid_range", 422: "invalid_value"}
+"""Codes of the page's error answers, by status."""
+
+MAX_REASON_BYTES: Final = 16 * 1024
+MAX_REASON_CHARS: Final = 300
+
 log = logging.getLogger("diffserve.page")
 
 
@@ -56,7 +71,7 @@ class Page:
     async def open(self, url: str) -> None:
         """Build the page of the server at ``url`` and let visitors in. Raises nothing: without it the API goes on."""
         try:
-            paths = await asyncio.to_thread(self._mount, self._shell, url)
+            paths = await ANSWERS.run(self._mount, self._shell, url)
             await self._stack.enter_async_context(self._shell.router.lifespan_context(self._shell))
         except Exception:
             log.exception("the page could not be built")
@@ -118,41 +133,81 @@ class PageRoute(BaseRoute):
             )
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the page answer. What it raises is answered and logged here, in place of what it says of that itself."""
-        held = _WithoutServerError(send)
+        """Let the page answer, but answer every error with the error object of this server."""
+        answer = _ErrorFilter(scope, send)
+        error: Exception | None
         try:
             checked = await _checked(scope, receive)
-            await self.app(scope, checked, held)
+            await self.app(scope, checked, answer)
+            error = answer.error
         except ClientDisconnect:
-            held.error = hung_up()
+            error = hung_up()
         except Exception as raised:
-            held.error = raised
-        if held.error is None:
+            error = raised
+        if error is None:
             return
-        reply = reply_to(held.error)
-        if reply.status >= 500:
-            unknown = None if isinstance(held.error, DiffserveError) else held.error
-            facts = {"request_id": scope["state"].get("request_id", ""), "reason": type(held.error).__name__}
-            log.error("the page failed", exc_info=unknown, extra=facts)
-        if not held.is_started:
-            await reply.response(scope, receive, send)
+        expected = expected_error(error)
+        if expected is None or status_of(expected) >= 500:
+            log_failure(log, "the page failed", error, request_id=scope["state"].get("request_id", ""))
+        if not answer.is_started:
+            scope["state"]["error_code"] = DiffserveError.default_code if expected is None else expected.code
+            response = reply_to(error).response
+            response.headers.update(answer.kept_headers)
+            await response(scope, receive, send)
 
 
-class _WithoutServerError:
-    """Passes an answer on, but holds back one that says that the server failed."""
+class _ErrorFilter:
+    """Passes answers of the page on, except errors: ``error`` is then what to answer instead.
 
-    def __init__(self, send: Send) -> None:
+    kept_headers  headers of the page's own error answer that the error object is sent with
+    """
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope = scope
         self._send = send
+        self._status = 0
+        self._body = b""
         self.is_started = False
-        self.error: Exception | None = None
+        self.kept_headers: dict[str, str] = {}
+
+    @property
+    def error(self) -> DiffserveError | None:
+        """The page's error answer as an error of this server; ``None`` where the page answered well."""
+        if self._status < 400:
+            return None
+        if self._status == 503:
+            return EngineUnavailable("the page is closing.")
+        if self._status >= 500:
+            return DiffserveError(OUR_MISTAKE)
+        if self._status in (404, 405):
+            return routing_error(self._status, self._scope["method"], self._scope["path"])
+        return HttpError(self._status, _reason_in(self._body), code=CODES.get(self._status, "bad_request"))
 
     async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start" and message["status"] >= 500:
-            is_away = message["status"] == 503
-            self.error = EngineUnavailable("the page is closing.") if is_away else DiffserveError(OUR_MISTAKE)
-        if self.error is None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            headers = Headers(raw=message["headers"])
+            self.kept_headers = {name: headers[name] for name in ("allow", "content-range") if name in headers}
+        if self._status < 400:
             self.is_started = True
             await self._send(message)
+        elif message["type"] == "http.response.body" and len(self._body) < MAX_REASON_BYTES:
+            self._body += message.get("body", b"")
+
+
+def _reason_in(body: bytes) -> str:
+    """Return what an error answer of the page says: FastAPI's ``detail``, or plain text, in one line."""
+    text: object = body[:MAX_REASON_BYTES].decode("utf-8", "replace")
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        text = msgspec.json.decode(body, type=_Detail).detail
+    if isinstance(text, list):  # FastAPI's list of fields that are missing or wrong
+        fields = [field for field in text if isinstance(field, dict)]
+        text = "; ".join(f"{'.'.join(map(str, field.get('loc', ())))}: {field.get('msg', '')}" for field in fields)
+    return " ".join(str(text).split())[:MAX_REASON_CHARS] or "the request could not be read."
+
+
+class _Detail(msgspec.Struct):
+    detail: Any
 
 
 async def _checked(scope: Scope, receive: Receive) -> Receive:

@@ -1,7 +1,7 @@
-"""``serve``: bind, start the engine beside, answer until told to stop, and leave tidily.
+"""``serve``: bind, start the engine process, answer until a signal ends it, and shut down in order.
 
-SIGTERM or SIGINT: readiness and new work turn to 503 at once, work in progress may go on for ``shutdown_timeout_s``,
-then the engine is stopped and the process returns 0. A second signal skips the waiting.
+SIGTERM, SIGINT or SIGHUP: readiness and new work turn to 503 at once, work in progress may go on for
+``shutdown_timeout_s``, then the engine is stopped and the process returns 0. A second signal skips the waiting.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from diffserve.child_signals import STOP_SIGNALS
 from diffserve.config import ServeConfig, Settings
 from diffserve.errors import ConfigError, EngineUnavailable
 from diffserve.logs import json_logs
@@ -166,7 +167,9 @@ class _Server:
             page=None if self._page is None else self._page.route,
         )
         http = HttpServer(uvicorn_config(front.app, _num_connections(self._settings.serve.max_connections)))
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOP_SIGNALS:
+            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # under nohup the server outlives its terminal
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         front.begin()
         answering = asyncio.create_task(http.serve(sockets=[self._listener]))
@@ -216,6 +219,8 @@ class _Server:
         if engine.info is not None:
             info = engine.info
             self._say(f"ready: {info.model_id} on {info.device} in {info.dtype} ({info.choice_reason})")
+            for path in engine.models[0].unet_paths[:1]:
+                self._say(f"UNet calls of {path.width_px}x{path.height_px} are {path.path}: {path.reason}")
             for other in engine.models[1:]:
                 at = f"loaded when asked for, {other.info.weights_bytes / 1e6:,.0f} MB" if other.info else other.problem
                 self._say(f"{other.name}: {at}")

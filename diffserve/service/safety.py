@@ -7,24 +7,30 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
+
+import psutil
 
 from diffserve.config import Settings
 from diffserve.errors import ConfigError, EngineUnavailable, ModerationBlocked
 from diffserve.logs import reason_of
-from diffserve.safety import FilterReady, Judgement, SafetyQuestion, Said, Trouble, receive, send
+from diffserve.safety import FilterReady, Judgement, SafetyQuestion, Said, Trouble, encode, receive
 from diffserve.types import ImageResult
 
 MODULE: Final = "diffserve.engine.safety_process"
 CODE: Final = "safety_filter_unavailable"
 RETRY_AFTER_S: Final = 5.0
-SAID_OF_PROMPT: Final = "the safety filter does not allow the prompt; ask for something else."
+STOPPED_S: Final = 5.0
+"""A process that is stopped for so long is given up, though it may judge for ``safety_timeout_s``."""
+
+LOOK_EVERY_S: Final = 0.5
 SAID_OF_PICTURE: Final = "the safety filter withholds the picture; ask for something else."
 
 log = logging.getLogger("diffserve.safety")
@@ -88,15 +94,23 @@ class Safety:
         with self._lock:
             self._end()
 
-    def check_prompt(self, prompt: str) -> None:
-        """Raises ModerationBlocked where it is not allowed, EngineUnavailable where nobody can tell."""
-        if self.judges_prompts and self._is_told_blocked("prompt", SafetyQuestion(prompt)):
-            raise ModerationBlocked(SAID_OF_PROMPT, param="prompt")
+    def check_texts(self, texts: Mapping[str, str]) -> None:
+        """Judge the texts that a picture is painted from, by the names of their fields; blank ones are skipped.
+
+        Raises:
+            ModerationBlocked: One of them is not allowed; ``param`` is the name of its field.
+            EngineUnavailable: The filter gives no answer.
+        """
+        for field, text in texts.items():
+            question = SafetyQuestion(text, is_negative=field.endswith("negative_prompt"))
+            if self.judges_prompts and text.strip() and self._is_told_blocked("prompt", question):
+                message = f"the safety filter does not allow the {field.replace('_', ' ')}; ask for something else."
+                raise ModerationBlocked(message, param=field)
 
     def check(self, result: ImageResult) -> None:
-        """The same of a picture, and of a prompt that it was rewritten to."""
+        """Judge a picture, and the prompt where it was rewritten. Raises as ``check_texts`` does."""
         if result.original_prompt is not None:
-            self.check_prompt(result.prompt)
+            self.check_texts({"prompt": result.prompt})
         if self._is_told_blocked("picture", SafetyQuestion(result.picture)):
             raise ModerationBlocked(SAID_OF_PICTURE)
 
@@ -119,8 +133,7 @@ class Safety:
                 if self._ready is None:
                     self._learn(self._hear(deadline_s))
                 assert self._connection is not None
-                self._connection.settimeout(max(0.001, deadline_s - time.monotonic()))
-                send(self._connection, question)
+                self._send(encode(question), deadline_s)
                 answer = self._hear(deadline_s)
                 if not isinstance(answer, Judgement):
                     raise _LostError("it answered something else")
@@ -160,8 +173,45 @@ class Safety:
             )
         self._connection, self._ready, self._begun_s = ours, None, time.monotonic()
 
+    def _send(self, frame: bytes, deadline_s: float) -> None:
+        assert self._connection is not None
+        self._connection.setblocking(False)
+        unsent = memoryview(frame)
+        while unsent:
+            self._wait(select.POLLOUT, deadline_s)
+            unsent = unsent[self._connection.send(unsent) :]
+
+    def _wait(self, event: int, deadline_s: float) -> None:
+        """Wait until the connection can be written or read.
+
+        Raises:
+            TimeoutError: ``deadline_s`` passed.
+            _LostError: The process has been stopped (SIGSTOP) for ``STOPPED_S``.
+        """
+        assert self._connection is not None
+        ready = select.poll()
+        ready.register(self._connection, event)
+        stopped_since_s: float | None = None
+        while True:
+            now_s = time.monotonic()
+            if ready.poll(1000 * max(0.001, min(deadline_s - now_s, LOOK_EVERY_S))):
+                return
+            now_s = time.monotonic()
+            if now_s >= deadline_s:
+                raise TimeoutError
+            stopped_since_s = (stopped_since_s or now_s - LOOK_EVERY_S) if self._is_stopped() else None
+            if stopped_since_s is not None and now_s - stopped_since_s >= STOPPED_S:
+                raise _LostError(f"its process has been stopped for {STOPPED_S:g} s")
+
+    def _is_stopped(self) -> bool:
+        try:
+            return self._process is not None and psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
+        except psutil.Error:
+            return False
+
     def _hear(self, deadline_s: float) -> Said:
         assert self._connection is not None
+        self._wait(select.POLLIN, deadline_s)
         self._connection.settimeout(max(0.001, deadline_s - time.monotonic()))
         said = receive(self._connection)
         if said is None:

@@ -10,8 +10,17 @@ import msgspec
 from diffserve.errors import InvalidRequest
 
 MAX_LINES: Final = 50_000
+MAX_LINES_IN_FILE: Final = 2 * MAX_LINES
+"""With the empty ones."""
+
+SLICE_LINES: Final = 500
+SLICE_BYTES: Final = 1 << 20
+"""A slice of a check ends after so many lines or bytes, whichever come first."""
+
 MAX_LINE_BYTES: Final = 8 << 20
 MAX_CUSTOM_ID_CHARS: Final = 512
+MAX_PROBLEMS: Final = 20
+"""Lines that are no requests, of which a failed batch names so many."""
 
 
 class BatchLine(msgspec.Struct, frozen=True):
@@ -23,14 +32,31 @@ class BatchLine(msgspec.Struct, frozen=True):
     url: str = ""
 
 
+class LineProblem(msgspec.Struct, frozen=True):
+    """A reason for which a batch failed; ``line`` counts from 1 and is None where no line is to blame."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
 def lines_of(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line) of every line that is not empty. Raises InvalidRequest for one that is too long."""
+    """Read every line that is not empty, with its number from 1.
+
+    Raises:
+        InvalidRequest: A line is too long, or there are more than ``MAX_LINES_IN_FILE`` lines.
+    """
     number = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
         if len(line) > MAX_LINE_BYTES:
             said = f"line {number} is longer than {MAX_LINE_BYTES} bytes."
             raise InvalidRequest(said, param="input_file_id", code="line_too_long")
+        if number > MAX_LINES_IN_FILE:
+            raise _wrong(
+                f"the file has more than {MAX_LINES_IN_FILE} lines, the empty ones included.", "too_many_lines"
+            )
         if stripped := line.strip():
             yield number, stripped
 
@@ -50,28 +76,63 @@ def read_line(line: bytes) -> BatchLine:
     return asked
 
 
-def check_input(file: BinaryIO, endpoint: str) -> int:
-    """How many lines there are for ``endpoint``. InvalidRequest where the file as a whole is wrong: no line, too many,
-    one that is for another endpoint, or two called the same. A line that is wrong by itself is not looked at here."""
-    names: set[str] = set()
-    num_lines = 0
-    for number, line in lines_of(file):
-        num_lines += 1
-        if num_lines > MAX_LINES:
+class InputCheck:
+    """Checks the input file of a batch for ``endpoint`` slice by slice, so that no slice takes long.
+
+    The file as a whole is checked: no line, too many lines, a line for another endpoint, two lines of one name. Lines
+    that are no requests make the batch fail. A line whose body is wrong is answered when the batch comes to it.
+
+    Attributes:
+        num_lines: Lines found so far that are not empty.
+        problems: The first ``MAX_PROBLEMS`` lines that are no requests.
+    """
+
+    def __init__(self, file: BinaryIO, endpoint: str) -> None:
+        self.num_lines = 0
+        self.problems: list[LineProblem] = []
+        self._file = file
+        self._endpoint = endpoint
+        self._lines = lines_of(file)
+        self._names: set[str] = set()
+
+    def check_slice(self) -> bool:
+        """Check the next lines; return whether more are left.
+
+        Raises:
+            InvalidRequest: The file as a whole is wrong.
+        """
+        end_bytes = self._file.tell() + SLICE_BYTES
+        for _ in range(SLICE_LINES):
+            entry = next(self._lines, None)
+            if entry is None:
+                if not self.num_lines:
+                    raise _wrong("the file has no line.", "empty_file")
+                return False
+            self._check_line(*entry)
+            if self._file.tell() >= end_bytes:
+                break
+        return True
+
+    def _check_line(self, number: int, line: bytes) -> None:
+        self.num_lines += 1
+        if self.num_lines > MAX_LINES:
             raise _wrong(f"the file has more than {MAX_LINES} lines.", "too_many_lines")
         try:
-            asked = read_line(line)
-        except InvalidRequest:
-            continue
-        if path_of(asked.url or endpoint) != endpoint:
-            raise _wrong(f"line {number} is for {asked.url[:80]!r}, and the batch for {endpoint}.", "mixed_endpoints")
-        if asked.custom_id in names:
-            said = f"line {number} is called {asked.custom_id[:80]!r}, as one before it; each has its own custom_id."
-            raise _wrong(said, "duplicate_custom_id")
-        names.add(asked.custom_id)
-    if not num_lines:
-        raise _wrong("the file has no line.", "empty_file")
-    return num_lines
+            request = read_line(line)
+        except InvalidRequest as error:
+            if len(self.problems) < MAX_PROBLEMS:
+                self.problems.append(LineProblem("invalid_json_line", f"line {number}: {error.message}", number))
+            return
+        if path_of(request.url or self._endpoint) != self._endpoint:
+            message = f"line {number} is for {request.url[:80]!r}, and the batch for {self._endpoint}."
+            raise _wrong(message, "mixed_endpoints")
+        if request.custom_id in self._names:
+            name = request.custom_id[:80]
+            raise _wrong(
+                f"line {number} has the custom_id {name!r} of a line before it; each line needs its own.",
+                "duplicate_custom_id",
+            )
+        self._names.add(request.custom_id)
 
 
 def path_of(url: str) -> str:

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from diffserve.errors import InvalidRequest
+from diffserve.store.batch_input import LineProblem
 from diffserve.store.database import Database
 from diffserve.store.files import File, Files, insert_file, new_file_id
 from diffserve.store.pages import PageAsked, read_page
@@ -54,6 +55,14 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     error_bytes: int
 
     @property
+    def problems(self) -> list[LineProblem]:
+        """The reasons for which it failed; ``error`` is JSON where lines are to blame, else a code and a message."""
+        if self.error.startswith("["):
+            return msgspec.json.decode(self.error, type=list[LineProblem])
+        code, _, message = self.error.partition(": ")
+        return [LineProblem(code, message)] if self.error else []
+
+    @property
     def is_over(self) -> bool:
         """Whether nothing more comes of it."""
         return self.status not in UNFINISHED
@@ -83,16 +92,29 @@ class Batches:
         self._files = files
         self._clock = clock
 
-    def add(self, owner: str, endpoint: str, input_file: str, num_lines: int, metadata: dict[str, str]) -> Batch:
-        """A new one. Raises InvalidRequest where ``owner`` has too many that are not over."""
+    def add(
+        self,
+        owner: str,
+        endpoint: str,
+        input_file: str,
+        num_lines: int,
+        metadata: dict[str, str],
+        problems: Sequence[LineProblem] = (),
+    ) -> Batch:
+        """Add a batch; one whose file has ``problems`` has failed from the beginning.
+
+        Raises:
+            InvalidRequest: ``owner`` has too many batches that are not over.
+        """
         now_s = self._clock()
+        status, error = ("failed", _json(list(problems))) if problems else ("validating", "")
         batch = Batch(
             id=f"batch_{secrets.token_hex(16)}", owner=owner, endpoint=endpoint, input_file=input_file,
-            output_file=new_file_id(), error_file=new_file_id(), status="validating", metadata=metadata, error="",
-            times={}, created_s=now_s, expires_s=now_s + WINDOW_S, num_lines=num_lines, num_completed=0, num_failed=0,
-            output_bytes=0, error_bytes=0,
+            output_file=new_file_id(), error_file=new_file_id(), status=status, metadata=metadata, error=error,
+            times={"failed": now_s} if problems else {}, created_s=now_s, expires_s=now_s + WINDOW_S,
+            num_lines=num_lines, num_completed=0, num_failed=0, output_bytes=0, error_bytes=0,
         )  # fmt: skip
-        row = msgspec.structs.asdict(batch) | {"metadata": _json(metadata), "times": _json({})}
+        row = msgspec.structs.asdict(batch) | {"metadata": _json(metadata), "times": _json(batch.times)}
         with self._database.connected() as connection:
             connection.execute("BEGIN IMMEDIATE")
             said = f"SELECT count(*) FROM batches WHERE owner = ? AND status IN {UNFINISHED}"

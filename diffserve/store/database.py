@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import sqlite3
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from diffserve.errors import ConfigError
 
 FILE: Final = "diffserve.sqlite"
+LOCK: Final = "server.lock"
 BUSY_S: Final = 5.0
 MOST_IDLE: Final = 2
 """Connections that stay open between two writes that need not be on the disk at once."""
@@ -105,6 +107,13 @@ MIGRATIONS: Final = (
     ) STRICT, WITHOUT ROWID;
     """,
     "ALTER TABLE keys ADD COLUMN share REAL NOT NULL DEFAULT 1.0",
+    """
+    CREATE TABLE ended_sessions (
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        signature TEXT NOT NULL UNIQUE,
+        expires_s REAL NOT NULL
+    ) STRICT;
+    """,
 )
 """One entry for each version of the schema: what leads to it from the one before. What is here is never changed."""
 
@@ -174,10 +183,31 @@ class Database:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """For the length of the block one connection stays, so that no other is the last, which would tidy up."""
-        with contextlib.closing(sqlite3.connect(self.file, check_same_thread=False)) as connection:
+        """Mark the folder as a running server's for the length of the block.
+
+        One connection stays open, so that no other one is the last, which would remove the log of writes.
+        """
+        with (
+            contextlib.closing(sqlite3.connect(self.file, check_same_thread=False)) as connection,
+            self._lock_file() as lock,
+        ):
             connection.execute("SELECT count(*) FROM secrets").fetchone()
+            fcntl.flock(lock, fcntl.LOCK_SH)
             yield
+
+    @property
+    def is_served(self) -> bool:
+        """Whether a server runs with this folder."""
+        with self._lock_file() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    def _lock_file(self) -> BinaryIO:
+        """Open the file whose lock says that a server runs; the lock ends with its process."""
+        return os.fdopen(os.open(self.file.with_name(LOCK), os.O_CREAT | os.O_RDWR, 0o600), "r+b")
 
     def forget(self) -> None:
         """Overwrite in the log of writes, too, what was deleted."""

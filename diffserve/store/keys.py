@@ -103,10 +103,11 @@ class Keys:
         return text, key
 
     def mark(self) -> tuple[object, ...]:
-        """Another one after every key that is made or revoked; sooner told than all of them."""
+        """Return a value that changes with every key that is made or revoked and every session that is ended."""
         with self._database.connected() as connection:
-            said = "SELECT count(*), max(created_s), count(revoked_s), max(revoked_s) FROM keys"
-            return tuple(connection.execute(said).fetchone())
+            sessions = "(SELECT max(number) FROM ended_sessions)"
+            query = f"SELECT count(*), max(created_s), count(revoked_s), max(revoked_s), {sessions} FROM keys"
+            return tuple(connection.execute(query).fetchone())
 
     def all(self) -> list[Key]:
         """Every one, revoked or not, in the order in which they were made."""
@@ -122,3 +123,16 @@ class Keys:
         with self._database.connected() as connection:
             connection.execute("UPDATE keys SET revoked_s = ? WHERE id = ?", (self._clock(), found[0].id))
         return found[0]
+
+    def end_session(self, signature: str, expires_s: float) -> None:
+        """Note that the session with ``signature``, which would expire at ``expires_s``, is over."""
+        with self._database.connected() as connection:
+            connection.execute("DELETE FROM ended_sessions WHERE expires_s < ?", (self._clock(),))
+            connection.execute(
+                "INSERT OR IGNORE INTO ended_sessions (signature, expires_s) VALUES (?, ?)", (signature, expires_s)
+            )
+
+    def ended_sessions(self) -> frozenset[str]:
+        """Return the signatures of sessions that were ended before they expired."""
+        with self._database.connected() as connection:
+            return frozenset(row["signature"] for row in connection.execute("SELECT signature FROM ended_sessions"))

@@ -107,14 +107,14 @@ def noun(name: str, size: str = "plain") -> str:
 
 def sentence(said: Said) -> str:
     """The one sentence that says it."""
-    return f"{_objects(said)} {words_of_background(said.background)}"
+    return f"{objects_of(said.names, said.relation, said.size)} {words_of_background(said.background)}"
 
 
-def _objects(said: Said) -> str:
-    names = said.names
+def objects_of(names: tuple[str, ...], relation: str | None, size: str) -> str:
+    """Name the objects of a scene, without its background."""
     if len(names) > 1 and len(set(names)) == 1:
         return f"{NUMBER_WORDS[len(names)][0]} {plural(names[0])}"
     if len(names) == 1:
-        return noun(names[0], said.size)
-    pattern = "{a}, {b} and {c}" if said.relation is None else RELATION_WORDS[said.relation][0]
+        return noun(names[0], size)
+    pattern = "{a}, {b} and {c}" if relation is None else RELATION_WORDS[relation][0]
     return pattern.format(**dict(zip("abc", map(noun, names), strict=False)))

@@ -52,10 +52,18 @@ def parse_prompt(prompt: str) -> SceneSpec:
             f"than {MAX_PROMPT_CHARS}.",
             param="prompt",
         )
-    words = " ".join(prompt.lower().split()).rstrip(" .!")
-    if (spec := _parse(words)) is None:
-        raise InvalidRequest(_what_is_wrong(prompt, words), param="prompt")
+    if (spec := read_prompt(prompt)) is None:
+        raise InvalidRequest(_what_is_wrong(prompt, _words(prompt)), param="prompt")
     return spec
+
+
+def read_prompt(prompt: str) -> SceneSpec | None:
+    """Return what ``prompt`` asks for, None where it is outside the language of the captions."""
+    return _parse(_words(prompt)) if len(prompt) <= MAX_PROMPT_CHARS else None
+
+
+def _words(prompt: str) -> str:
+    return " ".join(prompt.lower().split()).rstrip(" .!")
 
 
 @lru_cache(maxsize=1)

@@ -53,14 +53,15 @@ def test_a_reload_keeps_prompt_settings_gallery_and_the_running_job(
 
     here.press("stop")
     here.until_rested()
+    expect(here.gallery()).to_have_count(3)  # and the penguin as far as it was painted
     here.page.get_by_role("tab", name="Experiment").click()
     here.write("exp-steps", "3, 4")
     here.page.reload()
     expect(here.part("exp-run")).to_be_visible()
     expect(here.field("exp-steps")).to_have_value("3, 4")
     here.page.get_by_role("tab", name="Create").click()
-    expect(here.gallery()).to_have_count(2)
-    here.gallery().first.click()
+    expect(here.gallery()).to_have_count(3)
+    here.gallery().nth(1).click()
     here.expect_caption("seed 6")
 
 

@@ -21,10 +21,14 @@ from diffserve.service.lifecycle import Gate
 from diffserve.settings import load_settings
 from diffserve.store import Database
 
+CONVERSATION = "/{conversation_id}"
 WITHOUT_FUNCTION = {
     "/v1/completions": "chat does more",
     **dict.fromkeys(
-        (f"/v1/conversations{rest}" for rest in ("", "/{conversation_id}", "/{conversation_id}/items")),
+        (
+            f"/v1/conversations{rest}"
+            for rest in ("", CONVERSATION, f"{CONVERSATION}/items", f"{CONVERSATION}/items/{{item_id}}")
+        ),
         "ours go on by previous_response_id",
     ),
     "/v1/images/files/{name}": "fetched by its whole URL, with any client",

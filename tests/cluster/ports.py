@@ -78,19 +78,18 @@ def listening(processes: Iterable[psutil.Process]) -> list[Port]:
 
 
 def check_refusals(ports: Iterable[Port], token: str) -> dict[str, int]:
-    """How many of ``ports`` speak gRPC ("grpc"), HTTP that asks for the token ("http"), or tell nothing but metrics
-    ("metrics"). AssertionError where one takes anything without the token, or is of none of these kinds."""
-    kinds = {"grpc": 0, "http": 0, "metrics": 0}
+    """Return how many of ``ports`` speak gRPC ("grpc") and HTTP ("http").
+
+    Raises AssertionError where one answers without the token, or is of neither kind.
+    """
+    kinds = {"grpc": 0, "http": 0}
     for port in ports:
         if known := port.calls(token):
             assert "UNAUTHENTICATED" not in known, port
             assert port.calls(None) == port.calls(WRONG) == {"UNAUTHENTICATED"}, port
             kinds["grpc"] += 1
             continue
-        (without, text), (wrong, _), (right, _) = (port.page(each) for each in (None, WRONG, token))
-        if text.startswith(b"# HELP"):
-            kinds["metrics"] += 1
-            continue
+        without, wrong, right = (port.page(each)[0] for each in (None, WRONG, token))
         assert (without, wrong) == (401, 403), port
         assert right == 404, port
         kinds["http"] += 1

@@ -14,7 +14,7 @@ import pytest
 
 from tests.cluster.ports import check_refusals, listening
 from tests.cluster.running import Cluster, answers, check_hang_up, parts
-from tests.service.server import GENERATIONS, RunningServer
+from tests.service.server import GENERATIONS, RunningServer, assert_interruptible
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
@@ -28,11 +28,17 @@ def test_a_cluster_answers_as_a_local_server_does(cluster: Cluster, local: Runni
         assert one == other
 
 
+def test_interrupted_task_answers_with_the_unfinished_picture(cluster: Cluster) -> None:
+    assert_interruptible(cluster.server)
+
+
 def test_nothing_listens_beyond_the_loopback_and_no_port_of_ray_takes_anything_without_the_token(
     cluster: Cluster,
 ) -> None:
     token = cluster.folder / "cluster-token"
-    assert token.stat().st_mode & 0o777 == 0o600
+    for name in ("cluster-token", "cluster.json", "cluster.lock", "cluster-ray"):
+        assert (cluster.folder / name).stat().st_mode & 0o777 == 0o600
+    assert cluster.folder.stat().st_mode & 0o777 == 0o700
     front = psutil.Process(cluster.server.process.pid)
     found = listening([front, *cluster.processes])
     assert [one for one in found if not one.host.is_loopback] == []

@@ -94,6 +94,7 @@ def served(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
         "DIFFSERVE_API_KEY": KEY,
         "DIFFSERVE_SERVE_DATA_DIR": str(folder / "data"),
         "DIFFSERVE_SERVE_DEBUG": "true",
+        "DIFFSERVE_ENGINE_COMPILE": "warm",  # as the server has it that answers are compared with
         "DIFFSERVE_SERVE_SPARE_ENGINE": "false",
     }
     command = [sys.executable, "-m", "ray.serve.scripts", "run", "app.yaml"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.running import Cluster, answers, bare, running_cluster
-from tests.service.server import GENERATIONS, SOON_S, RunningServer, wait_for
+from tests.service.server import GENERATIONS, SOON_S, RunningServer, assert_interruptible, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
@@ -80,3 +80,7 @@ def test_who_hangs_up_leaves_nothing_in_any_stage(apart: Cluster) -> None:
     with apart.server.client.stream("POST", GENERATIONS, json=LONG | {"stream": True, "partial_images": 1}) as stream:
         next(stream.iter_bytes())
     apart.server.wait_until_idle()
+
+
+def test_interrupted_task_answers_with_the_unfinished_picture(apart: Cluster) -> None:
+    assert_interruptible(apart.server)

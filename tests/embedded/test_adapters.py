@@ -87,7 +87,7 @@ def test_a_change_beside_the_layers_is_that_of_the_weights_and_that_of_the_file(
     assert not torch.equal(beside, small.unet(x))
     change.save(tmp_path / "own.safetensors", "gift gifts")
     file = LoRAFile.open([tmp_path / "own.safetensors"])
-    assert (file.rank, file.words, set(file.layers)) == (2, "gift gifts", {"unet", "text_encoder"})
+    assert (file.content.rank, file.content.words, set(file.layers)) == (2, "gift gifts", {"unet", "text_encoder"})
 
 
 def test_the_files_are_small_and_the_model_takes_them() -> None:

@@ -27,5 +27,5 @@ def test_two_bits_do_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
         scale = weight.abs().amax(1, keepdim=True)
         weight.copy_((weight / scale).round() * scale)
 
-    monkeypatch.setattr("diffserve.runtime.language.weight_only.quantise_linear", two_bits)
+    monkeypatch.setattr("diffserve.runtime.language.weight_only.hold_int8_weight", two_bits)
     assert not precisions.evaluate(["float32", "int8"], count=10)["precisions"]["int8"]["passes"]

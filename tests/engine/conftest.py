@@ -12,6 +12,7 @@ import pytest
 from diffserve.config import EngineConfig
 from diffserve.engine import Engine
 from diffserve.runtime.kv import PagePool
+from tests.device import DEVICE
 
 MakeEngine = Callable[..., Engine]
 STRANGER = "stranger"
@@ -27,7 +28,7 @@ def _models(tiny_model: Callable[[str], Path]) -> Callable[[str], Any]:
 
     def load(kind: str) -> Any:
         if kind not in loaded:
-            loaded[kind] = load_model(tiny_model(kind), dtype="float32", device="cpu")
+            loaded[kind] = load_model(tiny_model(kind), dtype="float32", device=DEVICE)
         return loaded[kind]
 
     return load

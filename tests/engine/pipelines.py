@@ -13,13 +13,11 @@ from numpy.typing import NDArray
 
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.types import DiffusionParams, GenerationRequest
+from tests.device import DEVICE
+from tests.schedulers.theirs import ARGUMENTS, scheduler_class
 
-SCHEDULERS = {
-    "ddim": "DDIMScheduler",
-    "ddpm": "DDPMScheduler",
-    "euler": "EulerDiscreteScheduler",
-    "dpmpp_2m": "DPMSolverMultistepScheduler",
-}
+SCHEDULERS = ("ddim", "ddpm", "dpmpp_2m", "euler")
+"""Samplers that most tests compare."""
 PIPELINES = {"sd15": "StableDiffusionPipeline", "sd2": "StableDiffusionPipeline", "sdxl": "StableDiffusionXLPipeline"}
 SPACING = {"sd2": "trailing"}
 
@@ -29,17 +27,21 @@ def load_pipeline(name: str, directory: Path) -> Any:
     """``name`` ("StableDiffusionPipeline", ...) on the model in ``directory``, float32, silent; loaded once."""
     optional = {} if "XL" in name else {"safety_checker": None, "requires_safety_checker": False}
     with hushed("transformers", "diffusers"):
-        pipeline = import_quietly("diffusers", name).from_pretrained(str(directory), **optional)
+        pipeline = import_quietly("diffusers", name).from_pretrained(str(directory), **optional).to(DEVICE)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
 def use_sampler(pipeline: Any, sampler: str, spacing: str) -> None:
     """Give ``pipeline`` the diffusers class of ``sampler``, configured by the model."""
-    scheduler_class = import_quietly("diffusers", SCHEDULERS[sampler])
-    pipeline.scheduler = scheduler_class.from_config(
-        pipeline.scheduler.config, timestep_spacing=spacing, clip_sample=False
-    )
+    if not hasattr(pipeline, "published_scheduler"):  # the first sampler replaces the one that came with the model
+        pipeline.published_scheduler = dict(pipeline.scheduler.config)
+    arguments = {"clip_sample": False, **ARGUMENTS.get(sampler, {})}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="__array", category=DeprecationWarning)  # of diffusers
+        pipeline.scheduler = scheduler_class(sampler).from_config(
+            pipeline.published_scheduler, timestep_spacing=spacing, **arguments
+        )
 
 
 def spacing_of(kind: str) -> str:
@@ -65,13 +67,12 @@ def pipeline_latents(
         warnings.filterwarnings("ignore", message="__array__ implementation", category=DeprecationWarning)  # theirs
         output = pipeline(
             request.prompt,
-            num_inference_steps=params.num_steps,
             guidance_scale=params.guidance_scale,
             generator=torch.Generator("cpu").manual_seed(request.seed),
             output_type="latent",
-            **{"negative_prompt": request.negative_prompt} | size | inputs,
+            **{"negative_prompt": request.negative_prompt, "num_inference_steps": params.num_steps} | size | inputs,
         )
-    latents: NDArray[np.float32] = output.images[0].float().numpy()
+    latents: NDArray[np.float32] = output.images[0].float().cpu().numpy()
     return latents
 
 

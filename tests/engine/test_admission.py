@@ -97,8 +97,31 @@ def test_a_seed_is_drawn_when_none_is_given() -> None:
     ],
 )
 def test_what_is_merely_unwise_is_let_through_with_a_warning(fields: dict[str, Any], says: str) -> None:
+    """Row "guidance-below-one" of docs/parity.md is one of them."""
     [warning] = admission().admit(request(**fields), 0.0).warnings
     assert says in warning
+
+
+def test_clipping_that_diffusers_applies_and_the_rows_do_not_is_a_warning() -> None:
+    """StableDiffusionPipeline turns ``clip_sample`` off; the pipelines of SDXL do not."""
+    sdxl = msgspec.structs.replace(INFO, family="sdxl")
+    [warning] = admission(sdxl, clip_sample=True).admit(request(sampler="ddim"), 0.0).warnings
+    assert "clip_sample is True in the model's scheduler configuration; ddim does not apply it" in warning
+    assert admission(sdxl, clip_sample=True).admit(request(sampler="euler"), 0.0).warnings == ()
+    assert admission(sdxl, clip_sample=False).admit(request(sampler="ddim"), 0.0).warnings == ()
+    assert admission(clip_sample=True).admit(request(sampler="ddim"), 0.0).warnings == ()
+
+
+def test_multistep_history_starts_empty_at_the_refiner() -> None:
+    info = msgspec.structs.replace(INFO, refiner="refiner")
+    plain, switched = (
+        admission(info).admit(request(sampler="dpmpp_2m", switch_at=at), 0.0).settings for at in (None, 0.5)
+    )
+    assert switched.switch_row is not None
+    assert plain.table.b[switched.switch_row, 1] != 0.0
+    assert switched.table.b[switched.switch_row, 1] == 0.0
+    before = slice(0, switched.switch_row)
+    np.testing.assert_array_equal(plain.table.packed[before], switched.table.packed[before])
 
 
 def test_equal_requests_share_one_table() -> None:

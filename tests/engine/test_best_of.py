@@ -22,6 +22,7 @@ from diffserve.runtime.precision import choose_device
 from diffserve.types import Accepted, DiffusionParams, Finished, GenerationRequest, Painted, Progress
 from diffserve.world.render import render
 from diffserve.world.scenes import Placed, Scene
+from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine
 from tests.tiny_models import save_clip
 
@@ -137,11 +138,11 @@ def test_a_model_names_its_scorer_or_says_what_is_wrong_with_it(
     clip: Path, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     path = tiny_model("sd15")
-    own = load_model(path, dtype="float32", device="cpu").profile
+    own = load_model(path, dtype="float32", device=DEVICE).profile
 
     def load(scorer: Path | str) -> Engine:
         profile = msgspec.structs.replace(own, scorer=str(scorer), probe=False)
-        return Engine(load_model(path, dtype="float32", device="cpu", profile=profile))
+        return Engine(load_model(path, dtype="float32", device=DEVICE, profile=profile))
 
     engine = load(clip)
     assert engine.info.scorer == clip.name

@@ -32,7 +32,7 @@ from diffserve.disk_cache import DiskCache
 from diffserve.engine import Engine
 from diffserve.engine.image.batch import LanePool
 from diffserve.engine.image.buckets import CostCurve
-from diffserve.engine.image.compiled_groups import DOUBT_S, is_worth, prove
+from diffserve.engine.image.compiled_groups import DOUBT_S, check, is_worth, prove
 from diffserve.engine.image.compiling import BackgroundCompiler
 from diffserve.engine.image.task import GroupKey
 from diffserve.errors import ConfigError
@@ -44,12 +44,13 @@ from diffserve.runtime.unet import compiled, openvino_package
 from diffserve.runtime.unet.batch_invariance import GroupFacts, Trial, Try, end_of
 from diffserve.runtime.unet.compiled import CompiledUNet, FlatUNet, Packages
 from diffserve.runtime.unet.openvino_package import BF16_UNITS, MEMBER
-from diffserve.runtime.unet.package import Package
+from diffserve.runtime.unet.package import Package, TorchModel
 from diffserve.runtime.unet.random_rows import random_call
 from diffserve.settings import Flag, load_settings
 from diffserve.types import GenerationRequest, Painted
 from tests.engine.loras import ATTENTION, KERNELS, with_folder
 from tests.engine.pipelines import asked
+from tests.hardware import needs_openvino
 from tests.service.server import START_S
 from tests.tiny_models import ONE_LEVEL
 
@@ -297,8 +298,7 @@ def test_adapters_are_told_to_compiled_calls_that_are_the_same_for_all_of_them(
     engine = engine_of(model, cache)
     group = engine.runners.group_of_short_prompts(64, 64)._replace(lora_rank=16)
     engine.runners.groups.learn(group)
-    assert engine.runners.groups.best(group) == group, "used before it was proven"
-    study_all(engine)
+    assert engine.runners.groups.best(group).is_compiled
     tags = ("<lora:attention>", "<lora:kernels:-0.7>", "<lora:everything:0.5>", "<lora:attention:2> <lora:kernels>")
     alike: dict[str, Any] = {"guidance_scale": 1.0}
     requests = [picture(number, 2 + number, prompt=f"cat {tag}", **alike) for number, tag in enumerate(tags)]
@@ -360,13 +360,31 @@ def test_where_there_are_two_threads_a_call_of_two_rows_is_two_calls_of_one(
 
 
 @slow
+def test_a_package_opened_for_one_thread_gives_the_same_bytes(
+    model: DiffusionModel, compiled_already: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "openvino_version", lambda: None)
+    packages = Packages(model, DiskCache.at(str(compiled_already)))
+    call = random_call(model, (64, 64, 77), 1, make_conditioner(model, EngineConfig(), is_exact=True))
+    path = packages.path(call.kind, 1)
+    assert path is not None
+    alone = TorchModel(str(path), -1, is_single_threaded=True)
+    with torch.no_grad():
+        wanted = packages.load(path, 1)(call.tensors)
+        for _ in range(2):
+            assert torch.equal(alone.run(list(call.tensors)), wanted)
+
+
+@slow
 def test_a_picture_is_painted_one_way_from_its_first_step_to_its_last(
     model: DiffusionModel, warmed: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Also in an engine that is not deterministic, which takes packages into use between two pictures."""
     monkeypatch.setattr("diffserve.engine.image.compiled_groups.LEAST_SAVED", -math.inf)
+    monkeypatch.setattr(BackgroundCompiler, "want", lambda *_: None)
     cache = shutil.copytree(warmed[0], tmp_path / "cache")
     shutil.rmtree(cache / "shapes")  # where it says that they are proven
-    engine = engine_of(model, cache)
+    engine = engine_of(model, cache, deterministic=False, compile="background")
     before, after = picture(1, num_steps=12), picture(2, num_steps=12)
     engine.submit(before)
     for _ in range(3):
@@ -429,7 +447,8 @@ def test_damaged_packages_and_those_that_compute_something_else_are_not_used(
 
 
 @pytest.mark.parametrize(
-    ("openvino", "member"), [("2026.4", MEMBER), (None, "part/data/aotinductor/model/call.wrapper.so")]
+    ("openvino", "member"),
+    [pytest.param("2026.4", MEMBER, marks=needs_openvino), (None, "part/data/aotinductor/model/call.wrapper.so")],
 )
 def test_a_package_that_lost_some_bytes_is_made_anew(
     model: DiffusionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, openvino: str | None, member: str
@@ -449,6 +468,7 @@ def test_a_package_that_lost_some_bytes_is_made_anew(
         assert path.exists() is not is_gone, "what merely does not load may be whole"
 
 
+@needs_openvino
 def test_whichever_byte_of_a_package_is_another_it_is_not_used_and_nobody_fails(
     model: DiffusionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -467,6 +487,7 @@ def test_whichever_byte_of_a_package_is_another_it_is_not_used_and_nobody_fails(
         assert not path.exists()
 
 
+@needs_openvino
 def test_openvino_that_does_not_load_is_left_out(
     model: DiffusionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -487,6 +508,7 @@ def test_openvino_that_does_not_load_is_left_out(
     assert path.exists()
 
 
+@needs_openvino
 def test_openvino_is_imported_without_a_word_to_its_makers(tmp_path: Path) -> None:
     code = """
 import sys
@@ -505,7 +527,8 @@ assert not found, found
 def test_a_group_is_compiled_beside_an_engine_once_even_where_what_was_made_does_not_load(
     make_engine: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    groups = make_engine(cache_dir=str(tmp_path), compile="background").runners.groups.compiled
+    config: dict[str, Any] = {"compile": "background", "deterministic": False}
+    groups = make_engine(cache_dir=str(tmp_path), **config).runners.groups.compiled
     compiler = groups._compiler
     assert compiler is not None
     wanted: list[GroupKey] = []
@@ -522,8 +545,8 @@ def test_an_engine_finds_what_was_compiled_beside_it(
     model: DiffusionModel, warmed: tuple[Path, str], tmp_path: Path
 ) -> None:
     cache = shutil.copytree(warmed[0], tmp_path / "cache")
-    compiler = BackgroundCompiler(model, EngineConfig(cache_dir=str(cache)))
-    compiler._order["path"] = str(warmed[0].parent / "model")
+    moved = replace(model, profile=msgspec.structs.replace(model.profile, path=str(warmed[0].parent / "model")))
+    compiler = BackgroundCompiler(moved, EngineConfig(cache_dir=str(cache)))
     compiler.want(COMPILED, SIZES)
     assert compiler.poll() is None
     until_s = time.monotonic() + START_S
@@ -535,7 +558,16 @@ def test_an_engine_finds_what_was_compiled_beside_it(
 
 @slow
 def test_the_compiler_beside_an_engine_ends_with_it(model: DiffusionModel, warmed: tuple[Path, str]) -> None:
-    order = order_of(model, warmed[0].parent / "model", group=PLAIN, sizes=[1], cache_dir="")
+    order = order_of(
+        model,
+        warmed[0].parent / "model",
+        group=PLAIN,
+        sizes=[1],
+        cache_dir="",
+        in_background=True,
+        needs_weights=True,
+        memory_format="contiguous",
+    )
     child = subprocess.Popen(
         [sys.executable, "-m", "diffserve.engine.image.compiling"],
         stdin=subprocess.PIPE,
@@ -588,14 +620,15 @@ def test_packages_of_int8_use_the_weights_of_the_network_and_nothing_that_anothe
 
 
 @pytest.mark.parametrize(
-    ("config", "reason"), [({"cache_dir": ""}, "cache_dir is empty"), ({"cache_dir": "x"}, "float8 are not compiled")]
+    ("config", "reason"),
+    [({"cache_dir": ""}, "cache_dir is empty"), ({"cache_dir": "x"}, "int8_static are not compiled")],
 )
 def test_why_nothing_can_be_compiled_is_said(
     make_engine: Callable[..., Engine], config: dict[str, str], reason: str
 ) -> None:
     loaded = make_engine(cache_dir="").model
-    in_float8 = replace(loaded, choice=replace(loaded.choice, dtype="float8"))
-    packages = Packages(in_float8 if "float8" in reason else loaded, DiskCache.at(config["cache_dir"]))
+    in_static = replace(loaded, choice=replace(loaded.choice, dtype="int8_static"))
+    packages = Packages(in_static if "int8_static" in reason else loaded, DiskCache.at(config["cache_dir"]))
     assert packages.reason is not None
     assert reason in packages.reason
     assert packages.path(((1,),), 1) is None
@@ -615,6 +648,13 @@ def proven(compiled: Try, sizes: tuple[int, ...] = (1, 2, 4)) -> tuple[GroupFact
     curve = CostCurve(sizes)
     going = prove(trial(1.0, 1.0), compiled, sizes, counts=(1,), closeness=1e-3, curve=curve, is_exact=True)
     return end_of(going), curve
+
+
+def test_packages_without_a_size_that_decides_bytes_are_refused_with_a_reason() -> None:
+    calls: dict[str, Any] = {"counts": (1,), "closeness": 1e-3}
+    with pytest.raises(ArithmeticError, match="no package of 1 or of 4 rows"):
+        end_of(check(trial(1.0, 1.0), trial(1.0, 0.5), (2,), **calls, is_exact=True))
+    assert end_of(check(trial(1.0, 1.0), trial(1.0, 0.5), (2,), **calls, is_exact=False)).buckets == (2,)
 
 
 def test_compiled_calls_are_timed_in_pairs_and_used_where_they_save_something() -> None:

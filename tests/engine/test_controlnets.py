@@ -28,6 +28,7 @@ from diffserve.runtime.loading.controlnet import ControlNetFiles
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.unet.controlnet import residual_shapes
 from diffserve.types import TERMINAL, GenerationRequest, ImageResult
+from tests.device import DEVICE
 from tests.engine.controlnets import control_map, controlled, with_folder, write_folder
 from tests.engine.loras import with_folder as with_loras
 from tests.engine.loras import write_folder as write_loras
@@ -82,10 +83,10 @@ def their_latents(
     plain = load_pipeline.__wrapped__(PIPELINES[kind], model)
     cls = import_quietly("diffusers", PIPELINES[kind].replace("Pipeline", f"ControlNet{purpose}Pipeline"))
     load = import_quietly("diffusers", "ControlNetModel").from_pretrained
-    networks = [load(str(folder / control.name)) for control in controls]
+    networks = [load(str(folder / control.name)).to(DEVICE) for control in controls]
     with hushed("transformers", "diffusers"):
         parts = {**plain.components, "controlnet": networks if len(networks) > 1 else networks[0]}
-        pipeline = cls(**parts, **({} if "XL" in cls.__name__ else {"requires_safety_checker": False}))
+        pipeline = cls(**parts, **({} if "XL" in cls.__name__ else {"requires_safety_checker": False})).to(DEVICE)
     pipeline.set_progress_bar_config(disable=True)
     images = [Image.fromarray(picture.array) for picture in request.control_images]
     told: dict[str, Any] = {
@@ -197,7 +198,7 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touc
     engine = Engine(with_folder(loaded("sd15"), tmp_path), EngineConfig())
     neighbour = engine.submit(controlled(Control("edges"), num_steps=1))
     for request, said in (
-        (controlled(Control("nowhere")), "there is no ControlNet 'nowhere'; there are bare, cut, edges"),
+        (controlled(Control("nowhere")), "there is no ControlNet 'nowhere'; there are edges, torn, xl"),
         (controlled(Control("xl")), "ControlNet 'xl' cannot be used with sd15: it reads texts of 128 numbers"),
         (controlled(Control("torn")), "tensor 'conv_in.bias' is missing from"),
         (controlled(Control("cut")), "is not a complete safetensors file"),
@@ -228,7 +229,7 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touc
             engine.generate(controlled(Control("edges", resize=resized), control_images=(control_map(0, *size),)))
         assert refused.value.message == told
     for name, fields, said in (
-        ("../edges", (), "without folders before it"),
+        ("../edges", (), "give a path below the folder"),
         ("edges", (float("nan"),), "scale of ControlNet 'edges' is nan"),
         ("edges", (2.5,), "must lie between 0 and 2"),
         ("edges", (1.0, 0.5, 0.5), "0 <= start < end <= 1"),

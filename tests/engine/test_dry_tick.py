@@ -17,6 +17,7 @@ from benchmarks import random_models
 from benchmarks.random_models import save_hollow_model
 from diffserve.config import EngineConfig
 from diffserve.engine import Engine
+from diffserve.runtime.activations import margin
 from diffserve.runtime.dry_run import DryRun, ListIndices, Work, dry_run
 from diffserve.runtime.loading import checkpoint
 from diffserve.types import DiffusionParams, GenerationRequest
@@ -158,3 +159,20 @@ def test_pictures_are_painted_from_the_first_tick_to_the_last_without_waiting(
         "whether the latents are finite; three pictures of one call, and whether they are"
     )
     assert engine.stats().num_painted == 3
+
+
+@pytest.mark.parametrize(("num_fitting", "num_calls"), [(1, 3), (2, 2), (3, 1)])
+def test_finished_images_share_as_few_decoder_calls_as_memory_allows(
+    tmp_path: Path, num_fitting: int, num_calls: int
+) -> None:
+    engine = open_engine("tiny-random", tmp_path)
+    room, (width_px, height_px) = engine.runners.room, engine.info.good_sizes[0]
+    cells = width_px * height_px // engine.model.vae.factor**2
+    room._first_bytes = int(margin(engine.model) * room.activations.picture_cell_bytes * (num_fitting * cells + 1))
+    for seed in range(3):
+        submit(engine, "ddim", seed)
+    works = []
+    while engine.has_work:
+        works += ticks(engine, 1)
+    assert engine.stats().num_painted == 3
+    assert works[-1].fetches == 1 + 2 * num_calls, "each call fetches its images and whether they are finite"

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from diffserve import DiffserveError, Engine, GenerationRequest
 from diffserve.errors import DeadlineUnreachable, EngineUnavailable, InvalidRequest, ModelNotFound, QueueFull
@@ -24,6 +25,7 @@ from diffserve.types import (
     Preview,
     Progress,
 )
+from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked
 
@@ -32,6 +34,14 @@ def test_three_lines_paint_a_picture(tiny_model: Callable[[str], Path]) -> None:
     engine = Engine.from_pretrained(tiny_model("sd15"))
     image = engine.generate("a red fox")[0].image
     assert image.size == (64, 64)
+
+
+def test_weights_and_pages_are_on_the_chosen_device(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.generate(asked("sd15", "ddim", seed=1, num_steps=1))
+    tensors = [*engine.model.unet.network.parameters(), *engine.model.vae.network.parameters()]
+    assert engine.pool is not None
+    assert {tensor.device.type for tensor in (*tensors, engine.pool.arena.data)} == {torch.device(DEVICE).type}
 
 
 def test_importing_the_package_does_not_import_torch() -> None:

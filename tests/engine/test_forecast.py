@@ -179,6 +179,23 @@ def test_a_request_is_foreseen_until_its_last_picture(
         assert first.request_seconds_left > 2 * first.seconds_left
 
 
+@pytest.mark.parametrize("where", ["in a tick", "between two ticks"])
+def test_a_pause_of_the_process_leaves_the_forecast_as_it_was(where: str) -> None:
+    watched = Watched(mixed(4, COSTS.sizes, seed=5))
+    forecast = watched.engine.scheduler.forecast
+    before, prepare_s = forecast.pace, forecast._prepare_s
+    for recorded in mixed(2, COSTS.sizes, seed=6):
+        watched.submit(recorded)
+    for num_ticks in range(8):
+        pause_s = 60.0 if num_ticks in (0, 4) else 0.0
+        watched.now_s += pause_s if where == "between two ticks" else 0.0
+        watched.now_s, _ = watched.engine.begin(watched.now_s)
+        watched.now_s += pause_s if where == "in a tick" else 0.0
+        watched.engine.end(watched.now_s)
+    assert forecast.pace == pytest.approx(before, rel=0.1)
+    assert forecast._prepare_s == pytest.approx(prepare_s, rel=0.1)
+
+
 def test_nothing_is_told_before_anything_was_seen() -> None:
     desk = Desk()
     live = desk.door.admit(desk.submit(num_steps=3).request, 0.0)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import socket
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from diffserve.engine import Engine
+from diffserve import ipc
+from diffserve.engine import Engine, process
 from diffserve.engine.image.shape_groups import GROUPS_KEPT, MOST_TRIALS
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime.unet.batch_invariance import SHARED, GroupFacts
@@ -92,6 +96,48 @@ def test_an_idle_engine_measures_one_call_at_a_time(make_engine: MakeEngine) -> 
     assert num_slices >= 8
     assert len(engine.buckets[GroupKey(64, 72, 77)]) > len(before[GroupKey(64, 72, 77)])
     assert not engine.study()
+
+
+def test_a_measurement_ends_between_two_layers_when_a_request_arrives_and_is_made_later(
+    make_engine: MakeEngine,
+) -> None:
+    engine = make_engine(cache_dir="")
+    engine.generate(odd_size())
+    last_layer: list[int] = []
+    handle = engine.model.unet.network.conv_out.register_forward_hook(lambda *_: last_layer.append(1))
+    arrivals = iter([False] * 5)
+    assert engine.study(lambda: next(arrivals, True)), "an interrupted measurement is still to be made"
+    assert not last_layer
+    study_all(engine)
+    handle.remove()
+    assert last_layer
+    assert len(engine.buckets[GroupKey(64, 72, 77)]) > 1
+
+
+def test_an_engine_process_measures_only_after_a_quiet_time_and_stops_for_commands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The process loop runs for real; only its studio is replaced by one that notes when it measures."""
+    monkeypatch.setattr(process, "QUIET_S", 0.2)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        loop = process.EngineProcess(ipc.EngineEnd(theirs))
+        began_s = time.monotonic()
+        measured_s: list[float] = []
+
+        def study(has_arrived: Callable[[], bool]) -> bool:
+            measured_s.append(time.monotonic() - began_s)
+            assert not has_arrived()
+            loop._inbox.put(ipc.LookAgain(name="model"))
+            assert has_arrived()
+            studio.has_work = True
+            return True
+
+        studio: Any = SimpleNamespace(has_work=False, study=study)
+        studio.images = SimpleNamespace(rest_s=None, look_again=lambda name: None)
+        loop._take_commands(studio)
+    assert len(measured_s) == 1
+    assert measured_s[0] >= 0.2
 
 
 @pytest.mark.slow
@@ -191,7 +237,7 @@ def test_what_a_request_takes_alone_is_told_by_the_calls_that_it_will_be_painted
     facts = GroupFacts(buckets=(1, 2), counts=(1,), seconds={1: 1e-6, 2: 2e-6})
     before = groups.call_s(unread, 2)
     assert before == groups.call_s(plain, 2) > 2e-6
-    groups._take(plain._replace(is_compiled=True), facts)
+    groups.take(plain._replace(is_compiled=True), facts)
     groups.known(plain._replace(lora_rank=16))
     groups.known(plain)
     assert groups.call_s(unread, 2) == pytest.approx(2e-6)

@@ -14,6 +14,7 @@ from diffserve.engine import Engine
 from diffserve.errors import DeadlineExceeded, DiffserveError, NumericalError
 from diffserve.runtime.transfer import Fetched
 from diffserve.types import Cancelled, Event, Failed, Finished, GenerationRequest, ImageFailed, Painted
+from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked
 
@@ -117,7 +118,7 @@ def test_a_request_of_which_some_images_fail_gives_the_others(make_engine: MakeE
     engine = make_engine()
 
     request = asked("sd15", "ddim", seed=5, num_steps=2, num_images=2)
-    marked = torch.randn((1, 4, 8, 8), generator=torch.Generator("cpu").manual_seed(6))[:, :1, :1, :1]
+    marked = torch.randn((1, 4, 8, 8), generator=torch.Generator("cpu").manual_seed(6)).to(DEVICE)[:, :1, :1, :1]
     with unet_hook(engine, lambda sample, guilty: torch.where(near(sample, marked), torch.nan, sample)):
         events = run(engine, request)
     assert isinstance(events[-1], Finished)

@@ -24,11 +24,13 @@ from diffserve.engine import Engine
 from diffserve.engine.image.task import GroupKey
 from diffserve.errors import InvalidRequest
 from diffserve.infotext import parse_infotext, write_infotext
+from diffserve.lora_layers import LowRank
 from diffserve.runtime import load_model
 from diffserve.runtime.loading.library_imports import hushed
-from diffserve.runtime.loading.lora import LoRAFile, LowRank
+from diffserve.runtime.loading.lora import LoRAFile
 from diffserve.runtime.low_rank import adaptable, factor_bytes, random_set, shape_of
 from diffserve.types import TERMINAL, GenerationRequest, ImageResult, Painted
+from tests.device import DEVICE
 from tests.engine.loras import QUERIES, kohya_tensors, with_folder, write_folder
 from tests.engine.pipelines import PIPELINES, asked, load_pipeline, pipeline_latents
 
@@ -83,7 +85,7 @@ def test_a_picture_is_that_of_the_merged_model(
     model = with_folder(loaded(kind), write_folder(tmp_path, loaded(kind)))
     (tmp_path / "adapter.json").write_text(json.dumps({"base": str(tiny_model(kind))}))
     (tmp_path / "pytorch_lora_weights.safetensors").symlink_to(tmp_path / "everything.safetensors")
-    merged = load_model(tmp_path, dtype="float32", device="cpu")
+    merged = load_model(tmp_path, dtype="float32", device=DEVICE)
     [theirs] = Engine(merged, EngineConfig(cross_attention=way)).generate(wanted(seed=6))
     engine = Engine(model, EngineConfig(cross_attention=way))
     plain, ours, again = engine.generate([wanted(seed=6), wanted("everything", seed=6), wanted(seed=6)])
@@ -132,7 +134,7 @@ def test_rows_with_different_adapters_share_calls_and_none_depends_on_another(ma
 def test_over_int8_weights_adapters_change_what_they_change_in_full(
     folder: Path, tiny_model: Callable[[str], Path], make: MakeEngine
 ) -> None:
-    quantised = load_model(tiny_model("sd15"), dtype="int8", device="cpu")
+    quantised = load_model(tiny_model("sd15"), dtype="int8", device=DEVICE)
     engine = Engine(with_folder(quantised, folder), EngineConfig())
     base, ours = engine.generate([wanted(seed=6), wanted("everything", seed=6)])
     exact_base, exact = make().generate([wanted(seed=6), wanted("everything", seed=6)])
@@ -187,6 +189,7 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touc
     save_file(good | {"unet.conv_in.dora_scale": torch.ones(4)}, tmp_path / "dora.safetensors")
     save_file({"image_proj.norm.bias": torch.ones(4)}, tmp_path / "face.safetensors")
     save_file(lora_tensors(model, (".attn1.to_q",), 0, 300), tmp_path / "huge.safetensors")
+    save_file(lora_tensors(model, (".attn1.to_q",), 0, 256), tmp_path / "wide.safetensors")
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "queries.safetensors").read_bytes()[:100])
     (tmp_path / "loop.safetensors").symlink_to("loop.safetensors")
     engine = Engine(model, EngineConfig())
@@ -198,14 +201,16 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touc
         ("dora",): "is DoRA",
         ("face",): "LoRA 'face' cannot be used: face.safetensors holds an IP-Adapter",
         ("cut",): "is not a complete safetensors file",
-        ("huge",): "the ranks of these LoRAs are 300 together; at most 256",
+        ("huge",): "has rank 300; at most 256 is taken",
+        ("queries", "wide"): "the ranks of these LoRAs are 258 together; at most 256",
+        ("queries", "style/queries:0.5"): "there is no LoRA 'style/queries'",
     }.items():
         with pytest.raises(InvalidRequest, match=said) as refused:
             engine.submit(wanted(*tags))
         assert refused.value.param == "loras"
         assert str(tmp_path) not in refused.value.message
     for malformed, said in {
-        ("../queries",): "without folders before it",
+        ("../queries",): "give a path below the folder",
         ("queries:nan",): "scale of LoRA 'queries' is nan",
         ("queries:x",): "write NAME or NAME:SCALE",
         ("queries",) * 50: "50 LoRAs are asked for at once",
@@ -267,9 +272,9 @@ def test_diffusers_and_peft_paint_the_same_with_two_adapters_at_their_scales(
 def test_a_slow_disk_stops_nobody_else(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, may_read, read = make(), threading.Event(), LoRAFile.read
 
-    def slowly(file: LoRAFile, change: LowRank) -> Any:
+    def slowly(file: LoRAFile, change: LowRank, shape: tuple[int, ...]) -> Any:
         assert may_read.wait(30)
-        return read(file, change)
+        return read(file, change, shape)
 
     monkeypatch.setattr(LoRAFile, "read", slowly)
     waiting = engine.submit(wanted("queries", seed=1))

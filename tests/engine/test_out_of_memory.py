@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from diffserve.engine import Engine
 from diffserve.engine.image.buckets import FIRST_PAUSE_S
 from diffserve.types import Event, Failed, GenerationRequest, ImageFailed, ImageResult, Painted
+from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked
 
@@ -139,7 +140,7 @@ def test_memory_is_given_back_before_the_call_is_made_again(
     monkeypatch.setattr("diffserve.engine.image.unet_calls.give_memory_back", lambda device: given.append(device.type))
     with small_device(engine, lambda _: not given):
         pictures, failed = run(engine, pair())
-    assert (len(pictures), failed, given) == (2, [], ["cpu"])
+    assert (len(pictures), failed, given) == (2, [], [torch.device(DEVICE).type])
 
 
 def test_a_picture_that_cannot_be_decoded_in_one_piece_is_decoded_in_tiles(

@@ -15,6 +15,7 @@ from diffserve.errors import ConfigError, DeadlineUnreachable, InvalidRequest
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagePlan, PagePool
 from diffserve.runtime.text.conditioning import image_specs, wanted_bytes
 from diffserve.types import TERMINAL, Failed, GenerationRequest, ImageFailed, ImageResult, Painted
+from tests.device import DEVICE
 from tests.engine.conftest import STRANGER, MakeEngine
 from tests.engine.pipelines import asked
 
@@ -260,7 +261,7 @@ def test_a_pool_made_outside_is_shared_with_strangers(make_engine: MakeEngine) -
 def test_a_pool_on_another_device_is_refused(make_engine: MakeEngine) -> None:
     specs = list(image_specs(make_engine().model, is_exact=True))
     pool = PagePool.for_specs(pool_bytes(make_engine().model, 2), specs, device="meta")
-    with pytest.raises(ConfigError, match="the page pool is on meta, the model on cpu"):
+    with pytest.raises(ConfigError, match=f"the page pool is on meta, the model on {DEVICE}"):
         make_engine(pool=pool)
 
 

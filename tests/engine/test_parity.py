@@ -21,6 +21,7 @@ from diffserve.runtime import load_model
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.unet.compiled import FlatUNet
 from diffserve.runtime.unet.random_rows import random_call
+from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import PIPELINES, SCHEDULERS, asked, load_pipeline, pipeline_latents
 
@@ -69,9 +70,34 @@ def test_an_image_without_guidance_is_that_of_diffusers(
     assert np.abs(ours.latents.array - theirs).max() < TOLERANCE
 
 
+@pytest.mark.filterwarnings("ignore:The configuration file of this scheduler:FutureWarning")
+@pytest.mark.parametrize("offset", [0, None])
+@pytest.mark.parametrize("sampler", ["ddim", "euler"])
+def test_steps_offset_of_a_file_is_read_as_by_the_pipeline_of_stable_diffusion(
+    sampler: str, offset: int | None, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """StableDiffusionPipeline sets it to 1, except for another scheduler class where the file does not name it.
+
+    Row "steps-offset" of docs/parity.md is about ControlNets, whose pipeline does not.
+    """
+    path = Path(shutil.copytree(tiny_model("sd15"), tmp_path / "model"))
+    file = path / "scheduler" / "scheduler_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({name: value for name, value in config.items() if name != "steps_offset"}))
+    if offset is not None:
+        file.write_text(json.dumps(config | {"steps_offset": offset}))
+    pipeline = load_pipeline(PIPELINES["sd15"], path)
+    request = asked("sd15", sampler, seed=8, num_steps=7)
+    expected = pipeline_latents(pipeline, request, "sd15", keep_scheduler=sampler == "ddim")
+    [result] = Engine(load_model(path, dtype="float32", device="cpu")).generate(request)
+    assert result.latents is not None
+    assert np.abs(result.latents.array - expected).max() / np.abs(expected).max() < 1e-4
+
+
 def test_a_skipped_layer_changes_its_picture_alone(
     make_engine: MakeEngine, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Row "negative-clip-skip" of docs/parity.md is left out by a guidance of 1."""
     pipeline = load_pipeline(PIPELINES["sd15"], tiny_model("sd15"))
     monkeypatch.setitem(vars(pipeline.text_encoder), "text_model", pipeline.text_encoder)  # as it was once
     engine = make_engine(max_rows=8)
@@ -126,7 +152,7 @@ def test_an_empty_negative_prompt_is_zeros_or_encoded_as_the_model_says_and_as_i
     pipeline = load_pipeline(PIPELINES["sdxl"], tmp_path)
     theirs = pipeline_latents(pipeline, request, "sdxl", negative_prompt=None)
     encoded = pipeline_latents(pipeline, request, "sdxl", negative_prompt="")
-    [ours] = Engine(load_model(tmp_path, dtype="float32", device="cpu")).generate(request)
+    [ours] = Engine(load_model(tmp_path, dtype="float32", device=DEVICE)).generate(request)
     assert ours.latents is not None
     assert np.abs(ours.latents.array - theirs).max() < TOLERANCE
     assert (np.abs(theirs - encoded).max() > 10 * TOLERANCE) == says_zeros
@@ -146,7 +172,7 @@ def test_a_latent_consistency_model_is_told_guidance_as_in_diffusers(
         path / "scheduler"
     )
     pipeline = load_pipeline(PIPELINES["sd15"], path)
-    model = load_model(path, dtype="float32", device="cpu")
+    model = load_model(path, dtype="float32", device=DEVICE)
     engine = Engine(model, EngineConfig(max_rows=8, cache_dir=""))
     asks = [asked("sd15", "lcm", seed=3, num_steps=4, guidance_scale=scale) for scale in (1.0, 4.0, 8.5)]
     together = engine.generate([*asks, asked("sd15", "lcm", seed=3, num_steps=4, cache_interval=2)])
@@ -178,7 +204,7 @@ def test_a_model_of_edm_s_noise_paints_as_in_diffusers(
     request = asked("sdxl", sampler, seed=8)
     pipeline = load_pipeline(PIPELINES["sdxl"], path)
     theirs = pipeline_latents(pipeline, request, "sdxl", keep_scheduler=True)
-    engine = Engine.from_pretrained(str(path), dtype="float32", device="cpu")
+    engine = Engine.from_pretrained(str(path), dtype="float32", device=DEVICE)
     [ours] = engine.generate(request)
     assert ours.latents is not None
     assert engine.info.prediction_type == ("edm" if sampler == "dpmpp_2m" else "v_prediction")

@@ -21,7 +21,7 @@ SHAPE = PreviewConfig(latent_channels=4, widths=(8,), num_blocks=(1,), factor=8)
 
 def with_previewer(model: DiffusionModel) -> DiffusionModel:
     torch.manual_seed(0)
-    network = PreviewDecoder(SHAPE).eval()
+    network = PreviewDecoder(SHAPE).eval().to(model.device)
     runner = PreviewRunner(network=network, latent_channels=4, factor=8, device=model.device, dtype=model.dtype)
     return replace(model, previewer=runner)
 

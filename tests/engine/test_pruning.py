@@ -26,6 +26,7 @@ from diffserve.runtime.precision import cpu_int8_unit
 from diffserve.runtime.unet.compiled import _circumstances
 from diffserve.runtime.unet.pruning import PRUNED_FILE, Shares, prune, widths_of
 from diffserve.types import Event, GenerationRequest, ImageResult
+from tests.device import DEVICE
 from tests.engine.pipelines import asked
 from tests.engine.test_deep_cache import content, painted_by_seed
 
@@ -70,7 +71,7 @@ def silence(directory: Path) -> None:
 
 
 def engine_of(directory: Path, **config: object) -> Engine:
-    model = load_model(directory, dtype="float32", device="cpu")
+    model = load_model(directory, dtype="float32", device=DEVICE)
     return Engine(model, EngineConfig(**{"cache_dir": "", **config}))  # type: ignore[arg-type]
 
 
@@ -120,7 +121,7 @@ def test_bytes_of_a_pruned_model_depend_on_neither_company_nor_arrival_nor_loadi
     kind: str, pair: Callable[[str], Pair]
 ) -> None:
     alone, engine = (engine_of(pair(kind)[1], max_rows=16) for _ in range(2))
-    assert alone.model.digest == engine.model.digest != load_model(pair(kind)[0], dtype="float32", device="cpu").digest
+    assert alone.model.digest == engine.model.digest != load_model(pair(kind)[0], dtype="float32", device=DEVICE).digest
     expected = {one.seed: content(alone.generate(one)[0]) for one in company(kind)}
     events: list[Event] = []
     for one in reversed(company(kind)):
@@ -133,13 +134,13 @@ def test_bytes_of_a_pruned_model_depend_on_neither_company_nor_arrival_nor_loadi
 @pytest.mark.slow
 def test_what_reads_shapes_follows_the_pruned_network(pair: Callable[[str], Pair]) -> None:
     whole, pruned = pair("sd15")
-    loaded = [load_model(directory, dtype="float32", device="cpu") for directory in (whole, pruned)]
+    loaded = [load_model(directory, dtype="float32", device=DEVICE) for directory in (whole, pruned)]
     assert _circumstances(loaded[0], is_baked=False) != _circumstances(loaded[1], is_baked=False)
     for directory, model in zip((whole, pruned), loaded, strict=True):
         assert widths_of(hollow_twin(model).unet.network) == widths_of(model.unet.network)
         needs = needs_of(directory, dtype="float32", config=EngineConfig(), profile=None, rows=(1,))
         assert needs.model.memory_report() == model.memory_report()
-    narrow = load_model(pruned, dtype="int8_dynamic" if cpu_int8_unit() else "int8", device="cpu").unet.network
+    narrow = load_model(pruned, dtype="int8_dynamic" if cpu_int8_unit() else "int8", device=DEVICE).unet.network
     assert widths_of(narrow) == widths_of(loaded[1].unet.network)
     prune(loaded[0].unet.network, HALF)
     same = loaded[0].unet.network.state_dict()

@@ -18,13 +18,14 @@ from safetensors.torch import load_file, save_file
 
 from diffserve.engine import Engine
 from diffserve.errors import ModelLoadError
+from diffserve.model_files import find_weights
 from diffserve.runtime import load_model
-from diffserve.runtime.loading.checkpoint import find_weights
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.text.clip_vocabulary import END, VOCABULARY_SIZE, clip_tokenizer
 from diffserve.settings import load_settings
 from diffserve.types import ImageResult
 from schedulers.samplers import SAMPLERS
+from tests.device import DEVICE
 from tests.engine.pipelines import PIPELINES, asked, load_pipeline, pipeline_latents
 from tests.runtime.original_layout import save_single_file, vae_tensors
 from tests.runtime.test_single_file import LUGGAGE
@@ -52,7 +53,7 @@ def rename_tensors(file: Path, words: dict[str, str]) -> None:
 def engine_of(path: Path, env: dict[str, str] | None = None) -> Engine:
     """An engine on ``path`` with the settings of its kind, for small pictures."""
     profile = replace(load_settings(model=str(path), env=env or {}).model, good_sizes=((64, 64),), probe=False)
-    return Engine(load_model(path, dtype="float32", device="cpu", profile=profile))
+    return Engine(load_model(path, dtype="float32", device=DEVICE, profile=profile))
 
 
 def paint(path: Path, env: dict[str, str] | None = None, kind: str = "sd15", **fields: Any) -> ImageResult:
@@ -63,7 +64,7 @@ def paint(path: Path, env: dict[str, str] | None = None, kind: str = "sd15", **f
 @torch.no_grad()
 def decoded(pipeline: Any, latents: NDArray[np.float32]) -> NDArray[np.float32]:
     """Pixels (h, w, 3), 0 to 255, of latents (C, h / 8, w / 8) as diffusers decodes them."""
-    image = pipeline.vae.decode(torch.tensor(latents)[None] / pipeline.vae.config.scaling_factor).sample
+    image = pipeline.vae.decode(torch.tensor(latents, device=DEVICE)[None] / pipeline.vae.config.scaling_factor).sample
     pixels: NDArray[np.float32] = (image[0] / 2 + 0.5).clamp(0, 1).permute(1, 2, 0).numpy() * 255
     return pixels.round()
 
@@ -283,6 +284,34 @@ def test_vae_may_be_a_file_by_itself_in_either_layout(
             paint(whole, {"DIFFSERVE_MODEL_VAE": str(tmp_path / f"{name}.safetensors")})
 
 
+@pytest.mark.parametrize("kind", ["sd15", pytest.param("sdxl", marks=pytest.mark.slow)])
+def test_tiny_autoencoders_encode_and_decode_as_in_diffusers(copy_tiny: TinyModel, kind: str) -> None:
+    path = copy_tiny(kind)
+    shutil.rmtree(path / "vae")
+    torch.manual_seed(0)
+    widths = (8, 8, 8, 8)
+    vae = import_quietly("diffusers", "AutoencoderTiny")(
+        encoder_block_out_channels=widths, decoder_block_out_channels=widths
+    )
+    vae.save_pretrained(path / "vae")
+    index = json.loads((path / "model_index.json").read_text())
+    (path / "model_index.json").write_text(json.dumps(index | {"vae": ["diffusers", "AutoencoderTiny"]}))
+    engine = engine_of(path)
+    [ours] = engine.generate(asked(kind, "ddim", 3, num_steps=2))
+    assert ours.latents is not None
+    pipeline = load_pipeline(PIPELINES[kind], path)
+    assert type(pipeline.vae).__name__ == "AutoencoderTiny"
+    theirs = pipeline_latents(pipeline, asked(kind, "ddim", 3, num_steps=2), kind)
+    assert np.abs(ours.latents.array - theirs).max() < TOLERANCE
+    assert np.abs(ours.pixels.astype(float) - decoded(pipeline, theirs)).max() <= 1
+    pixels = np.random.default_rng(0).integers(0, 256, (1, 64, 64, 3), dtype=np.uint8)
+    images = torch.tensor(pixels, device=DEVICE).permute(0, 3, 1, 2).float() / 127.5 - 1.0
+    with torch.no_grad():
+        expected = pipeline.vae.encode(images).latents
+    for generators in (None, [torch.Generator().manual_seed(1)]):
+        assert torch.allclose(engine.model.vae.encode(pixels, generators), expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["sd2", "sdxl"])
 def test_family_of_a_file_without_text_encoders_is_read_off_its_unet(
     kind: str, tmp_path: Path, tiny_model: TinyModel
@@ -294,8 +323,8 @@ def test_family_of_a_file_without_text_encoders_is_read_off_its_unet(
     save_file({key: tensor for key, tensor in load_file(file).items() if not key.startswith(text)}, file)
     named = {"DIFFSERVE_MODEL_TEXT_ENCODER": str(whole)}
     profile = load_settings(model=str(file), env=named).model
-    found = load_model(file, dtype="float32", device="cpu", profile=replace(profile, probe=False))
-    expected = load_model(whole, dtype="float32", device="cpu")
+    found = load_model(file, dtype="float32", device=DEVICE, profile=replace(profile, probe=False))
+    expected = load_model(whole, dtype="float32", device=DEVICE)
     assert (found.family, found.digest == expected.digest) == (expected.family, False)
     texts = [model.text.encode("a red fox", "dog", width_px=64, height_px=64).cond for model in (found, expected)]
     assert torch.equal(texts[0], texts[1])
@@ -304,4 +333,4 @@ def test_family_of_a_file_without_text_encoders_is_read_off_its_unet(
     if kind == "sdxl":
         one = replace(profile, text_encoder=str(whole / "text_encoder"))
         with pytest.raises(ModelLoadError, match="is one text encoder, and the model has 2"):
-            load_model(file, dtype="float32", device="cpu", profile=one)
+            load_model(file, dtype="float32", device=DEVICE, profile=one)

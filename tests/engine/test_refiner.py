@@ -20,6 +20,7 @@ from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.loading.library_imports import hushed
 from diffserve.settings import load_settings
 from diffserve.types import DiffusionParams, GenerationRequest, ImageResult, ModelProfile, Painted, Preview
+from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine
 from tests.engine.loras import with_folder, write_folder
 from tests.engine.pipelines import asked, load_pipeline, pipeline_latents, use_sampler
@@ -32,7 +33,7 @@ TOLERANCE = 1e-3
 def ensemble(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> DiffusionModel:
     """The tiny SDXL with the tiny refiner, and a folder of adapters."""
     path, folder = tiny_model("sdxl"), tmp_path_factory.mktemp("loras")
-    model = load_model(path, dtype="float32", device="cpu", profile=profile_of(path, refiner=tiny_model("refiner")))
+    model = load_model(path, dtype="float32", device=DEVICE, profile=profile_of(path, refiner=tiny_model("refiner")))
     return with_folder(model, write_folder(folder, model))  # type: ignore[no-any-return]
 
 
@@ -50,6 +51,7 @@ def engine_of(model: DiffusionModel, **config: Any) -> Engine:
 def theirs(request: GenerationRequest, base: Path, refiner: Path) -> NDArray[np.float32]:
     """Final latents (C, h, w) of diffusers' two pipelines, one after the other."""
     params, latents = request.diffusion, None
+    generator = torch.Generator("cpu").manual_seed(request.seed or 0)
     for name, directory in (("StableDiffusionXLPipeline", base), ("StableDiffusionXLImg2ImgPipeline", refiner)):
         pipeline = load_pipeline(name, directory)
         assert params.sampler is not None
@@ -64,7 +66,7 @@ def theirs(request: GenerationRequest, base: Path, refiner: Path) -> NDArray[np.
                 negative_prompt=request.negative_prompt or None,
                 num_inference_steps=params.num_steps,
                 guidance_scale=params.guidance_scale,
-                generator=torch.Generator("cpu").manual_seed(request.seed or 0),
+                generator=generator,
                 output_type="latent",
                 **own,
             ).images
@@ -96,6 +98,32 @@ def test_the_refiner_goes_on_where_diffusers_has_it_go_on(
     assert ours.refiner.startswith("refiner [")
     assert [event.step_index for event in events if isinstance(event, Preview)] == [1, 2]
     check_integrity(engine)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    ["ddim", "ddpm", "euler_a", "dpmpp_2m", "dpmpp_2m_sde", "dpmpp_3m_sde", "deis", "unipc", "lcm", "tcd"],
+)
+def test_every_sampler_hands_over_to_the_refiner_as_in_diffusers(
+    sampler: str, ensemble: DiffusionModel, tiny_model: Callable[[str], Path]
+) -> None:
+    """The history of a multistep sampler starts empty at the refiner, whose scheduler is another one in diffusers."""
+    eta = {"eta": 0.0} if sampler == "tcd" else {}  # what the pipelines of diffusers give to the scheduler
+    request = asked("sdxl", sampler, seed=3, switch_at=0.6, num_steps=16, negative_prompt="", **eta)
+    [result] = engine_of(ensemble).generate(request)
+    expected = theirs(request, tiny_model("sdxl"), tiny_model("refiner"))
+    assert np.abs(latents_of(result) - expected).max() / np.abs(expected).max() < 1e-4
+
+
+@pytest.mark.parametrize("sampler", ["heun", "lms", "plms"])
+def test_samplers_that_diffusers_hands_over_wrongly_still_differ(
+    sampler: str, ensemble: DiffusionModel, tiny_model: Callable[[str], Path]
+) -> None:
+    """Rows "refiner-heun", "late-lms" and "late-plms" of docs/parity.md."""
+    request = asked("sdxl", sampler, seed=3, switch_at=0.5, num_steps=10, negative_prompt="")
+    [result] = engine_of(ensemble).generate(request)
+    expected = theirs(request, tiny_model("sdxl"), tiny_model("refiner"))
+    assert np.abs(latents_of(result) - expected).max() / np.abs(expected).max() > 1e-3
 
 
 @pytest.mark.slow
@@ -135,7 +163,7 @@ def again(request: GenerationRequest) -> GenerationRequest:
 
 @pytest.mark.slow
 def test_a_refiner_alone_repaints_pictures_as_in_diffusers(tiny_model: Callable[[str], Path]) -> None:
-    model = load_model(tiny_model("refiner"), dtype="float32", device="cpu")
+    model = load_model(tiny_model("refiner"), dtype="float32", device=DEVICE)
     assert (model.family, model.text.has_score, len(model.text.encoders)) == ("sdxl", True, 1)
     request = asked("refiner", "euler", seed=4, num_steps=5, strength=0.6, **fields_of(with_mask=False))
     pipeline = load_pipeline("StableDiffusionXLImg2ImgPipeline", tiny_model("refiner"))
@@ -158,7 +186,7 @@ def test_what_is_no_refiner_is_refused_in_a_sentence(
 ) -> None:
     path = tiny_model("sd15")
     with pytest.raises(ModelLoadError, match=f"cannot refine what this model paints: .*{problem}"):
-        load_model(path, dtype="float32", device="cpu", profile=profile_of(path, refiner=tiny_model(kind)))
+        load_model(path, dtype="float32", device=DEVICE, profile=profile_of(path, refiner=tiny_model(kind)))
 
 
 def test_room_is_looked_for_beside_the_refiner_too_where_it_is_asked(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -22,6 +23,7 @@ from diffserve.runtime.memory import free_bytes
 from diffserve.runtime.needs import decode_work, encode_work, kept_features, step_work
 from diffserve.runtime.precision import cpu_bf16_unit, cpu_int8_unit
 from diffserve.runtime.text.conditioning import make_conditioner
+from diffserve.runtime.vae.vae import VAERunner
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked
 
@@ -36,6 +38,7 @@ from diffserve.runtime.activations import Activations, margin
 from diffserve.runtime.memory import give_heap_back
 from diffserve.runtime.text.conditioning import make_conditioner
 from diffserve.runtime.unet.random_rows import random_rows
+from tests.device import DEVICE
 
 def status(name):
     [line] = [line for line in open("/proc/self/status") if line.startswith(name)]
@@ -51,7 +54,7 @@ def ratio(run, num_bytes):
 
 @torch.inference_mode()
 def tell(dtype):
-    model = load_model("embedded", device="cpu", dtype=dtype)
+    model = load_model("embedded", device=DEVICE, dtype=dtype)
     config = EngineConfig(kv_pool_bytes=1 << 24)
     known = Activations.of(model, config, DiskCache(None))
     conditioner = make_conditioner(model, config, is_exact=False)
@@ -192,6 +195,15 @@ def test_a_picture_is_decoded_in_tiles_that_fit_and_refused_where_none_does(
     monkeypatch.setattr("diffserve.engine.image.room.free_bytes", lambda _: num_bytes // 100)
     with pytest.raises(InvalidRequest, match=r"or start with --offload disk\.$"):
         make_engine().runners.check_room(128, 128, False)
+
+
+def test_what_a_decode_holds_is_kept_for_the_dtype_of_the_vae(make_engine: MakeEngine, tmp_path: Path) -> None:
+    model, config, cache = make_engine().model, EngineConfig(), DiskCache(tmp_path)
+    vae = VAERunner(model.vae.network, device=model.device, dtype=torch.bfloat16)
+    full = Activations.of(model, config, cache)
+    half = Activations.of(dataclasses.replace(model, vae=vae), config, cache)
+    assert half.picture_cell_bytes < 0.75 * full.picture_cell_bytes
+    assert half.row_cell_bytes == full.row_cell_bytes
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from diffserve.runtime import load_model
 from diffserve.runtime.exchange import TensorHead, pack, unpack
 from diffserve.runtime.unet.cross_attention import KeysValues, Pair
 from diffserve.types import GenerationRequest
+from tests.device import DEVICE
 from tests.engine.pipelines import asked
 from tests.engine.test_determinism import content
 
@@ -31,9 +32,10 @@ def make_split(tiny_model: Callable[[str], Path]) -> Iterator[MakeSplit]:
     made: list[Engine] = []
 
     def make(kind: str, **config: object) -> tuple[Engine, Engine, SecondDevice]:
-        model = load_model(tiny_model(kind), dtype="float32", device="cpu")
+        model = load_model(tiny_model(kind), dtype="float32", device=DEVICE)
         for split_guidance in ("", "cpu"):
-            made.append(Engine(model, EngineConfig(max_rows=8, split_guidance=split_guidance, **config)))  # type: ignore[arg-type]
+            settings = EngineConfig(max_rows=8, cache_dir="", split_guidance=split_guidance, **config)  # type: ignore[arg-type]
+            made.append(Engine(model, settings))  # without packages, which give other bytes and are not used when split
         second = made[-1].runners.second
         assert second is not None
         return made[-2], made[-1], second
@@ -121,6 +123,6 @@ def test_tensors_travel_as_they_are() -> None:
 
 
 def test_a_second_device_that_is_not_there_is_named(tiny_model: Callable[[str], Path]) -> None:
-    model = load_model(tiny_model("sd15"), dtype="float32", device="cpu")
+    model = load_model(tiny_model("sd15"), dtype="float32", device=DEVICE)
     with pytest.raises(ConfigError, match=r"split_guidance.*'cuda:7'"):
         Engine(model, EngineConfig(split_guidance="cuda:7"))

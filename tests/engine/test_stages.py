@@ -24,6 +24,7 @@ from diffserve.settings import load_settings
 from diffserve.stage_types import DecodeRequest, EncodeRequest, PictureDecoded, TextsEncoded
 from diffserve.tensor_values import Encodings, TensorValue
 from diffserve.types import Failed, GenerationRequest, ImageResult, Painted, Picture, RewriteOptions
+from tests.device import DEVICE
 from tests.engine import controlnets, loras
 from tests.engine.controlnets import control_map, controlled
 from tests.engine.pipelines import asked
@@ -39,7 +40,7 @@ def load(kind: str, model: Path, folder: Path, stage: str, **config: Any) -> Stu
     settings = load_settings(model=str(model), env={})
     folders = {"lora_dir": str(folder / "loras"), "controlnet_dir": str(folder / "controlnets")}
     refiner = str(model) if kind == "sdxl" else ""
-    profile = replace(settings.model, dtype="float32", device="cpu", probe=False, refiner=refiner, **folders)
+    profile = replace(settings.model, dtype="float32", device=DEVICE, probe=False, refiner=refiner, **folders)
     studio = Studio.load(profile, replace(settings.engine, stage=stage, cache_dir="", **config), TextSettings())
     studio.warm_up()
     studio.try_out(trial(studio.info))
@@ -58,7 +59,7 @@ def stages(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
             folder, model = tmp_path_factory.mktemp(f"stages-{kind}"), tiny_model(kind)
             for name in ("loras", "controlnets"):
                 (folder / name).mkdir()
-            loras.write_folder(folder / "loras", load_model(model, dtype="float32", device="cpu"))
+            loras.write_folder(folder / "loras", load_model(model, dtype="float32", device=DEVICE))
             unet = import_quietly("diffusers", "UNet2DConditionModel").from_pretrained(str(model / "unet"))
             controlnets.write_folder(folder / "controlnets", unet)
             made[key] = {stage: load(kind, model, folder, stage, **config) for stage in ("all", *STAGES)}
@@ -233,4 +234,4 @@ def test_no_more_tensors_travel_than_a_prompt_may_have() -> None:
 @needs_int8
 def test_ranges_of_activations_are_measured_by_a_whole_model_alone(tiny_model: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match="int8_static is calibrated with all of a model"):
-        load_model(tiny_model("sd15"), dtype="int8_static", device="cpu", hollow={"text"})
+        load_model(tiny_model("sd15"), dtype="int8_static", device=DEVICE, hollow={"text"})

@@ -65,8 +65,9 @@ def test_many_prompts_are_drawn_less_often_each() -> None:
 
 def test_prompts_are_read_from_a_file_one_a_line(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
-    file.write_text("a fox\n\n  two apples \n", encoding="utf-8")
-    assert read_prompts(file) == ("a fox", "two apples")
+    for encoding in ("utf-8", "utf-8-sig"):
+        file.write_text("a fox\n\n  two apples \n", encoding=encoding)
+        assert read_prompts(file) == ("a fox", "two apples")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
+from tests.device import DEVICE
 
 LoadTiny = Callable[[str], DiffusionModel]
 TinyPipeline = Callable[[str], Any]
@@ -28,7 +29,7 @@ def tiny(tiny_model: Callable[[str], Path]) -> LoadTiny:
 
     def load(kind: str) -> DiffusionModel:
         if kind not in loaded:
-            loaded[kind] = load_model(tiny_model(kind), dtype="float32", device="cpu")
+            loaded[kind] = load_model(tiny_model(kind), dtype="float32", device=DEVICE)
         return loaded[kind]
 
     return load
@@ -37,7 +38,7 @@ def tiny(tiny_model: Callable[[str], Path]) -> LoadTiny:
 @pytest.fixture
 def fresh_tiny(tiny_model: Callable[[str], Path]) -> LoadTiny:
     """``fresh_tiny(kind)``: the tiny model in float32, loaded anew."""
-    return lambda kind: load_model(tiny_model(kind), dtype="float32", device="cpu")
+    return lambda kind: load_model(tiny_model(kind), dtype="float32", device=DEVICE)
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +53,7 @@ def tiny_pipeline(tiny_model: Callable[[str], Path]) -> TinyPipeline:
             )
             cls = import_quietly("diffusers", PIPELINES.get(kind, "StableDiffusionPipeline"))
             with hushed("transformers", "diffusers"):
-                loaded[kind] = cls.from_pretrained(str(tiny_model(kind)), **optional)
+                loaded[kind] = cls.from_pretrained(str(tiny_model(kind)), **optional).to(DEVICE)
         return loaded[kind]
 
     return load

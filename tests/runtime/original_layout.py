@@ -40,7 +40,7 @@ def save_single_file(pipeline: Any, file: Path, extra: Tensors | None = None) ->
         tensors |= open_clip_tensors(pipeline.text_encoder, "cond_stage_model.model.", extra_layer=True)
     else:
         tensors |= clip_tensors(pipeline.text_encoder, "cond_stage_model.transformer.text_model.")
-    save_file({key: tensor.detach().clone().contiguous() for key, tensor in tensors.items()}, file)
+    save_file({key: tensor.detach().cpu().clone().contiguous() for key, tensor in tensors.items()}, file)
     return file
 
 

@@ -23,7 +23,7 @@ def pages_of(
     unet = unet or model.unet
     specs = ImageSpecs.of(model.text, unet, b"a test")
     num_bytes = wanted_bytes([specs], (), model.text.window_tokens, num_windows=num_windows)
-    pool = PagePool.for_specs(num_bytes, list(specs))
+    pool = PagePool.for_specs(num_bytes, list(specs), device=model.device)
     return PromptPages(pool, model.text, unet, specs, is_exact=is_exact)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffserve.errors import ModelLoadError, ModelNotFound
+from diffserve.model_files import model_path
 from diffserve.runtime import load_model
 from diffserve.runtime.loading.library_imports import import_quietly
+from diffserve.settings import load_settings
+from tests.device import DEVICE
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 TEXT = "text_encoder/model.safetensors"
@@ -34,7 +40,7 @@ def copy_tiny(tiny_model: Callable[[str], Path], tmp_path: Path) -> CopyTiny:
 def message_of(path: Path) -> str:
     """What ``load_model`` says about ``path``: one line."""
     with pytest.raises(ModelLoadError) as caught:
-        load_model(path, dtype="float32", device="cpu")
+        load_model(path, dtype="float32", device=DEVICE)
     assert "\n" not in caught.value.message
     assert caught.value.code == "model_load_error"
     return caught.value.message
@@ -69,11 +75,37 @@ def test_many_missing_tensors_are_counted(copy_tiny: CopyTiny) -> None:
     assert "and 4 more are missing" in message_of(path)
 
 
-def test_an_unexpected_tensor_is_named(copy_tiny: CopyTiny) -> None:
+@pytest.mark.parametrize("name", ["conv_in.extra", "add_embedding.linear_1.weight"])
+def test_a_surplus_tensor_of_a_part_of_the_network_is_refused(copy_tiny: CopyTiny, name: str) -> None:
     path = copy_tiny("sd15")
-    edit_tensors(path / UNET, lambda tensors: tensors.update({"lora_up.weight": torch.zeros(2)}))
-    assert "'lora_up.weight' is in" in message_of(path)
+    edit_tensors(path / UNET, lambda tensors: tensors.update({name: torch.zeros(2)}))
+    assert f"{name!r} is in" in message_of(path)
     assert "not in the configured network" in message_of(path)
+
+
+def test_a_surplus_tensor_of_no_part_of_the_network_is_left_out(
+    copy_tiny: CopyTiny, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = copy_tiny("sd15")
+    edit_tensors(path / UNET, lambda tensors: tensors.update({"global_step": torch.zeros(2)}))
+    load_model(path, dtype="float32", device=DEVICE)
+    assert "'global_step' is in" in caplog.text
+    assert "left out" in caplog.text
+
+
+def test_a_folder_of_the_cache_of_the_hub_is_its_snapshot(copy_tiny: CopyTiny, tmp_path: Path) -> None:
+    model, hub = copy_tiny("sd15"), tmp_path / "models--owner--tiny-lcm"
+    for commit in ("aaa", "bbb"):
+        (hub / "snapshots").mkdir(parents=True, exist_ok=True)
+        (hub / "snapshots" / commit).symlink_to(model, target_is_directory=True)
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text("aaa\n")
+    assert model_path(hub) == hub / "snapshots" / "aaa"
+    assert load_model(hub, dtype="float32", device=DEVICE).family == "sd1"
+    settings = load_settings(model=str(hub), env={})
+    assert settings.model.model_id == "owner-tiny-lcm"
+    (hub / "refs" / "main").write_text("ccc\n")
+    assert model_path(hub).parent == hub / "snapshots"
 
 
 @pytest.mark.parametrize(
@@ -115,6 +147,17 @@ def test_pickle_weights_are_refused_by_name(copy_tiny: CopyTiny, name: str) -> N
     assert "safetensors only" in message
 
 
+def test_command_in_the_refusal_of_a_pickle_file_converts_it(copy_tiny: CopyTiny) -> None:
+    path = copy_tiny("sd15")
+    weights = path / UNET
+    pickled = weights.with_suffix(".bin")
+    torch.save({"state_dict": load_file(weights), "epoch": 3}, pickled)
+    weights.unlink()
+    command = message_of(path).partition("that you can lose: python ")[2].removesuffix(".")
+    subprocess.run([sys.executable, *shlex.split(command)], cwd=weights.parent, check=True, timeout=200)
+    load_model(path, dtype="float32", device=DEVICE)
+
+
 def test_a_single_pickle_file_is_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "v1-5.ckpt"
     file.write_bytes(b"\x80\x04.")
@@ -143,7 +186,7 @@ def test_a_directory_that_is_no_model_points_at_the_file_in_it(tmp_path: Path) -
     [
         ("unet", ["diffusers", "SD3Transformer2DModel"]),
         ("unet", ["my_code", "UNet2DConditionModel"]),
-        ("vae", ["diffusers", "AutoencoderTiny"]),
+        ("vae", ["diffusers", "AutoencoderDC"]),
         ("text_encoder", ["transformers", "T5EncoderModel"]),
         ("tokenizer", ["transformers", "T5Tokenizer"]),
         ("scheduler", ["my_code", "DDIMScheduler"]),
@@ -167,7 +210,7 @@ def test_a_component_that_is_not_served_is_refused(copy_tiny: CopyTiny, componen
 def test_the_safety_checker_and_its_kin_are_not_looked_at(copy_tiny: CopyTiny) -> None:
     path = copy_tiny("sd15")
     edit_json(path / "model_index.json", safety_checker=["stable_diffusion", "Checker"], image_encoder=["x", "Y"])
-    load_model(path, dtype="float32", device="cpu")
+    load_model(path, dtype="float32", device=DEVICE)
 
 
 def test_an_index_without_a_unet_says_what_is_needed(copy_tiny: CopyTiny) -> None:
@@ -264,7 +307,7 @@ def test_a_shard_that_is_missing_or_outside_is_named(copy_tiny: CopyTiny) -> Non
     index.write_text(json.dumps({"weight_map": {"conv_in.bias": "part-1.safetensors"}}))
     assert f"{path / 'unet' / 'part-1.safetensors'} is missing" in message_of(path)
     index.write_text(json.dumps({"weight_map": {"conv_in.bias": "../../other.safetensors"}}))
-    assert "shards lie beside their index" in message_of(path)
+    assert "shards lie in the directory of their index" in message_of(path)
     index.write_text("{}")
     assert "has no weight_map" in message_of(path)
 

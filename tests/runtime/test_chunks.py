@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from diffserve.errors import InvalidRequest
-from diffserve.runtime.text.prompt import MAX_CHUNKS, Chunk, SpecialTokens, chunk_prompt, parse_prompt
+from diffserve.prompt_syntax import parse_prompt
+from diffserve.runtime.text.prompt import MAX_CHUNKS, Chunk, SpecialTokens, chunk_prompt
 
 START, END, PAD, COMMA = 900, 901, 902, 500
 SPECIAL = SpecialTokens(START, END, PAD, COMMA)

@@ -15,6 +15,7 @@ from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.text.encoding import Conditioning
 from diffserve.runtime.text.prompt_pages import PagedConditioning
 from diffserve.runtime.unet.steady_layers import use_steady_layers
+from tests.device import DEVICE, tolerance
 from tests.runtime.conftest import LoadTiny, TinyPipeline
 from tests.runtime.paged_prompts import SIXTEEN, condition, embed, found_in, pages_of, same_bytes
 from tests.runtime.test_precision import UNET_TOLERANCE
@@ -54,11 +55,11 @@ def rows_for(unet: UNetRunner, told: Conditioning | PagedConditioning) -> dict[s
     """Inputs of a call of two rows, cond and uncond of one image, but for the texts."""
     rng = torch.Generator().manual_seed(0)
     rows: dict[str, Any] = {
-        "model_input": torch.randn((2, unet.latent_channels, 8, 8), generator=rng),
-        "timesteps": torch.tensor([10.0, 700.0]),
+        "model_input": torch.randn((2, unet.latent_channels, 8, 8), generator=rng).to(DEVICE),
+        "timesteps": torch.tensor([10.0, 700.0], device=DEVICE),
     }
     if unet.extra_channels:
-        rows["extra"] = torch.randn((2, unet.extra_channels, 8, 8), generator=rng)
+        rows["extra"] = torch.randn((2, unet.extra_channels, 8, 8), generator=rng).to(DEVICE)
     if told.time_ids is not None:
         assert told.pooled_cond is not None
         assert told.pooled_uncond is not None
@@ -90,23 +91,23 @@ def test_the_unet_over_pages_equals_diffusers(
     found = model.unet.predict(contexts=pages.gather([told.cond, told.uncond]), **rows)
     texts = torch.stack([expected.cond, expected.uncond])
     judge = theirs(tiny_pipeline(kind).unet, rows_for(model.unet, expected), texts)
-    torch.testing.assert_close(found, judge, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, judge, rtol=0, atol=tolerance(1e-5))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "num_layers"), [("sd15", 16), ("sd2", 16), ("sdxl", 70)])
 def test_the_published_depths_and_heads_equal_diffusers(tiny: LoadTiny, kind: str, num_layers: int) -> None:
     torch.manual_seed(0)
-    network = import_quietly("diffusers", "UNet2DConditionModel")(sample_size=8, **NARROW[kind]).eval()
+    network = import_quietly("diffusers", "UNet2DConditionModel")(sample_size=8, **NARROW[kind]).eval().to(DEVICE)
     model = tiny(kind)
     expected = embed(model, "a red fox")
     texts = torch.stack([expected.cond, expected.uncond])
     judge = theirs(network, rows_for(model.unet, expected), texts)  # before its processors are replaced
-    pages = pages_of(model, unet=UNetRunner(network, device=torch.device("cpu"), dtype=torch.float32))
+    pages = pages_of(model, unet=UNetRunner(network, device=model.device, dtype=torch.float32))
     told = condition(pages, "a red fox")
     assert len(pages.specs.unet.layers) == num_layers
     found = pages.unet.predict(contexts=pages.gather([told.cond, told.uncond]), **rows_for(model.unet, told))
-    torch.testing.assert_close(found, judge, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, judge, rtol=0, atol=tolerance(1e-5))
 
 
 def test_embeddings_still_go_diffusers_way_bit_for_bit(fresh_tiny: LoadTiny, tiny_model: Callable[[str], Path]) -> None:
@@ -114,15 +115,23 @@ def test_embeddings_still_go_diffusers_way_bit_for_bit(fresh_tiny: LoadTiny, tin
     assert len(model.unet.cross_attention.layers) == 4
     told = embed(model, "a red fox")
     rows, texts = rows_for(model.unet, told), torch.stack([told.cond, told.uncond])
-    network = import_quietly("diffusers", "UNet2DConditionModel").from_pretrained(tiny_model("sd15") / "unet").eval()
-    use_steady_layers(network, torch.float32)
+    network = (
+        import_quietly("diffusers", "UNet2DConditionModel")
+        .from_pretrained(tiny_model("sd15") / "unet")
+        .eval()
+        .to(DEVICE)
+    )
+    if DEVICE == "cpu":
+        use_steady_layers(network, torch.float32)
     assert torch.equal(model.unet.predict(contexts=texts, **rows), theirs(network, rows, texts))
 
 
 def test_rows_can_be_chosen_from_keys_and_values(tiny: LoadTiny) -> None:
     unet = tiny("sd15").unet
-    whole = unet.cross_attention.keys_values(torch.randn(3, 77, 64, generator=torch.Generator().manual_seed(0)))
-    chosen = whole.select(torch.tensor([2, 0, 2]))
+    whole = unet.cross_attention.keys_values(
+        torch.randn(3, 77, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    )
+    chosen = whole.select(torch.tensor([2, 0, 2], device=DEVICE))
     for new, old in zip(chosen.layers, whole.layers, strict=True):
         assert torch.equal(new.keys, old.keys[[2, 0, 2]])
         assert torch.equal(new.values, old.values[[2, 0, 2]])
@@ -140,8 +149,8 @@ def test_rows_of_different_lengths_share_a_call_and_each_gets_its_own_result(tin
         contexts = pages.gather([one.cond] * 2)
         assert contexts.mask is None
         alone = model.unet.predict(contexts=contexts, **rows)
-        torch.testing.assert_close(together[index], alone[index], rtol=0, atol=1e-5)
-    mixed = pages.gather([one.cond for one in told]).select(torch.tensor([1, 0]))
+        torch.testing.assert_close(together[index], alone[index], rtol=0, atol=tolerance(1e-5))
+    mixed = pages.gather([one.cond for one in told]).select(torch.tensor([1, 0], device=DEVICE))
     assert mixed.mask is not None
     assert mixed.mask.sum(dim=-1).flatten().tolist() == [3 * 77, 77]
 
@@ -163,7 +172,7 @@ def test_two_prompts_with_sixteen_tokens_in_common_share_those_pages_in_all_laye
 def test_exact_pages_are_the_same_bytes_whatever_was_cached(
     tiny_model: Callable[[str], Path], kind: str, dtype: str, prompt: str
 ) -> None:
-    model = load_model(tiny_model(kind), dtype=dtype, device="cpu")
+    model = load_model(tiny_model(kind), dtype=dtype, device=DEVICE)
     alone = pages_of(model, is_exact=True)
     expected = found_in(alone, condition(alone, prompt))
 
@@ -253,7 +262,7 @@ def test_a_unet_with_other_cross_attention_is_refused_with_the_way_out() -> None
 def test_keys_and_values_are_made_with_the_weights_as_they_are(
     tiny_model: Callable[[str], Path], tiny: LoadTiny, dtype: str
 ) -> None:
-    model = load_model(tiny_model("sd15"), dtype=dtype, device="cpu")
+    model = load_model(tiny_model("sd15"), dtype=dtype, device=DEVICE)
     pages, expected = pages_of(model), embed(model, "a red fox")
     told = condition(pages, "a red fox")
     assert pages.specs.unet.dtype == model.dtype

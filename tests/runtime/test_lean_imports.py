@@ -10,7 +10,10 @@ import pytest
 
 from diffserve.runtime.loading import library_imports
 
-UNUSED = ("torch._dynamo", "torch.distributed.tensor", "torchao", "scipy")
+UNUSED = (
+    *("torch._dynamo", "torch.distributed.tensor", "torchao", "scipy", "peft", "httpx"),
+    *("diffusers.models.unets.unet_1d", "diffusers.models.transformers.transformer_flux"),
+)
 PAINT = f"""
 import sys
 def paint(*arguments):
@@ -27,15 +30,28 @@ LEAN = """
 is_own, (lean, int8) = True, sys.argv[1:]
 paint(lean)
 paint(int8, "--dtype", "int8")
-import torch
+import torch, torchao
 assert torch._dynamo.__file__ and torch.distributed.is_available()
 assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
 from transformers import models
 from transformers.utils import import_utils
 scanned = import_utils._LazyModule("again", models.__file__, import_utils.define_import_structure(models.__file__))
 assert scanned._class_to_module == models._class_to_module
-assert scanned._import_structure == models._import_structure
+classes = [{name: sorted(names) for name, names in each._import_structure.items()} for each in (scanned, models)]
+assert classes[0] == classes[1]
 assert len(models._class_to_module) > 1000
+import diffusers
+assert diffusers.FluxTransformer2DModel and diffusers.UNet1DModel and diffusers.AutoencoderTiny
+from diffusers.models.unets import UNet2DConditionModel
+assert UNet2DConditionModel is diffusers.UNet2DConditionModel
+assert sys.modules["diffusers.models.unets"].__file__
+"""
+STRUCTURE_IS_KEPT = """
+from diffserve.runtime.loading import library_imports
+assert library_imports.import_lean()
+from transformers.utils import import_utils
+assert import_utils.create_import_structure_from_path.cache_info().misses < 10, "but for the folders of a few models"
+from transformers import CLIPTextModel, LlamaForCausalLM, T5EncoderModel
 """
 WHOLE = """
 from diffserve.runtime.loading import library_imports
@@ -70,13 +86,40 @@ def test_command_imports_nothing_unused_and_paints_the_same_bytes(tmp_path: Path
     """A lean process finds what was hidden when it is wanted, and all classes of transformers where they are. One that
     is not the command's own is left alone, and so is one whose libraries do not bear it."""
     lean, whole = tmp_path / "lean.png", tmp_path / "whole.png"
-    nothing, in_int8 = unused(said_by(PAINT + LEAN, lean, tmp_path / "int8.png"))
-    assert nothing == "[]"
-    assert "torchao" in in_int8
+    assert unused(said_by(PAINT + LEAN, lean, tmp_path / "int8.png")) == ["[]", "[]"]
     said = said_by(PAINT + WHOLE, whole)
     assert "torch._dynamo" in unused(said)[0]
     assert said.splitlines()[-1] == "CLIPTextModel torch._dynamo True"
     assert lean.read_bytes() == whole.read_bytes()
+
+
+def test_a_second_start_does_not_read_all_files_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    said_by("from diffserve.runtime.loading import library_imports as lean; assert lean.import_lean()")
+    said_by(STRUCTURE_IS_KEPT)
+
+
+TORCHVISION = """
+import importlib.util, sys
+from diffserve.runtime.loading import library_imports
+assert importlib.util.find_spec("torchvision")
+assert library_imports.import_lean()
+assert "torchvision" not in sys.modules and "torch._dynamo" not in sys.modules
+import torchvision
+"""
+
+
+def test_libraries_are_imported_leanly_where_torchvision_is_installed(tmp_path: Path) -> None:
+    """The real torchvision imports torch's compiler, for which a stand-in is in place while the libraries load."""
+    package, metadata = tmp_path / "torchvision", tmp_path / "torchvision-0.26.0.dist-info"
+    package.mkdir()
+    metadata.mkdir()
+    (package / "__init__.py").write_text("from torch._dynamo.utils import is_compile_supported\n")
+    (package / "io.py").write_text("ImageReadMode = decode_image = None\n")
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.26.0\n")
+    said_by(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{TORCHVISION}")
 
 
 def test_process_with_the_libraries_in_it_is_left_alone() -> None:

@@ -16,8 +16,11 @@ from diffserve.engine import Engine
 from diffserve.errors import DiffserveError
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
+from diffserve.runtime.loading.lora import LoRAFile
+from diffserve.runtime.quantised_layers import from_int8
 from diffserve.settings import load_settings
 from diffserve.types import GenerationRequest
+from tests.device import DEVICE
 from tests.runtime.conftest import LoadTiny
 
 LORA = "pytorch_lora_weights.safetensors"
@@ -80,7 +83,7 @@ def make_adapter(tmp_path: Path, tiny_model: Callable[[str], Path]) -> MakeAdapt
 
 
 def load(path: Path, dtype: str = "float32") -> DiffusionModel:
-    return load_model(path, dtype=dtype, device="cpu")
+    return load_model(path, dtype=dtype, device=DEVICE)
 
 
 def message_of(path: Path) -> str:
@@ -96,7 +99,7 @@ def test_every_changed_weight_is_its_own_plus_up_times_down(make_adapter: MakeAd
     tensors = load_file(path / LORA)
     for layer in (ATTENTION, KERNEL, POINT_KERNEL):
         down, up = (tensors[f"unet.{layer}.lora_{half}.weight"].float() for half in "AB")
-        expected = base[f"{layer}.weight"] + torch.einsum("or,r...->o...", up.flatten(1), down)
+        expected = base[f"{layer}.weight"] + torch.einsum("or,r...->o...", up.flatten(1), down).to(DEVICE)
         assert torch.allclose(changed[f"{layer}.weight"], expected, atol=1e-6)
     others = base.keys() - {f"{layer}.weight" for layer in (ATTENTION, KERNEL, POINT_KERNEL)}
     assert all(torch.equal(changed[name], base[name]) for name in others)
@@ -166,8 +169,9 @@ def test_older_names_of_diffusers_and_those_of_kohya_mean_the_same(make_adapter:
 def test_int8_quantises_the_merged_weight(make_adapter: MakeAdapter) -> None:
     path = make_adapter()
     exact = load(path).unet.network.get_parameter(f"{ATTENTION}.weight")
-    quantised = load(path, "int8").unet.network.get_parameter(f"{ATTENTION}.weight")
-    assert quantised.dequantize().sub(exact).abs().max() < exact.abs().max() / 50
+    layer = load(path, "int8").unet.network.get_submodule(ATTENTION)
+    quantized = from_int8(layer.weight, layer.weight_scales, torch.float32)
+    assert quantized.sub(exact).abs().max() < exact.abs().max() / 50
 
 
 def test_the_digest_covers_base_and_adapter_and_no_path(
@@ -188,7 +192,7 @@ def test_an_adapter_brings_its_own_defaults_scheduler_and_name(
     scheduler = json.loads((tiny_model("sd15") / "scheduler" / "scheduler_config.json").read_text())
     (path / "scheduler").mkdir()
     (path / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler | {"timestep_spacing": "linspace"}))
-    for info in (load(path).info, Engine.from_pretrained(path, dtype="float32", device="cpu").info):
+    for info in (load(path).info, Engine.from_pretrained(path, dtype="float32", device=DEVICE).info):
         assert (info.model_id, info.default_sampler, info.default_num_steps) == (path.name, "lcm", 4)
         assert (info.default_guidance_scale, info.default_spacing, info.good_sizes) == (1.0, "linspace", ((64, 64),))
 
@@ -231,7 +235,9 @@ def test_an_adapter_without_its_lora_names_the_file(make_adapter: MakeAdapter) -
         ({"unet.conv_norm_out.lora_A.weight": (4, 1), "unet.conv_norm_out.lora_B.weight": (32, 4)}, "neither matrix"),
         ({"unet.conv_in.lora_A.weight": (4, 36)}, "has no partner"),
         ({"unet.conv_in.dora_scale": (4,)}, "is DoRA"),
-        ({"lora_unet_conv_in.hada_w1_a": (4, 4)}, "is LoHa"),
+        ({"lora_unet_conv_in.hada_w1_a": (4, 4)}, "has no partner"),
+        ({f"lora_unet_conv_in.hada_{name}": (4, 4) for name in ("t1", "w1_a")}, "is LoHa in three factors"),
+        ({f"conv_in.hada_w{n}": (4, 4 + (n == "2_b")) for n in ("1_a", "1_b", "2_a", "2_b")}, "layers of two sizes"),
         ({"vae.conv_in.lora_A.weight": (4, 36)}, "is not named as a LoRA"),
         (
             {"text_encoder_2.layers.0.lora_A.weight": (4, 8), "text_encoder_2.layers.0.lora_B.weight": (8, 4)},
@@ -262,7 +268,7 @@ def test_a_picture_of_an_adapted_model_differs_from_its_bases(
 ) -> None:
     request = GenerationRequest(prompt="a cat", seed=1)
     paths = (make_adapter(num_steps=2), tiny_model("sd15"))
-    pictures = [Engine.from_pretrained(path, dtype="float32", device="cpu").generate(request)[0] for path in paths]
+    pictures = [Engine.from_pretrained(path, dtype="float32", device=DEVICE).generate(request)[0] for path in paths]
     assert pictures[0].num_evaluations < pictures[1].num_evaluations
     assert (pictures[0].pixels != pictures[1].pixels).any()
 
@@ -280,8 +286,75 @@ def test_diffusers_merges_the_same_file_to_the_same_weights(
         pipeline.unload_lora_weights()
     ours = load(path)
     theirs = pipeline.unet.state_dict()
-    assert all(torch.allclose(theirs[name], part, atol=1e-6) for name, part in ours.unet.network.state_dict().items())
+    assert all(
+        torch.allclose(theirs[name], part.cpu(), atol=1e-6) for name, part in ours.unet.network.state_dict().items()
+    )
     encoded = ours.text.encode("a cat", "", width_px=64, height_px=64).cond
     ids = pipeline.tokenizer("a cat", padding="max_length", return_tensors="pt").input_ids
     with torch.inference_mode():
-        assert torch.allclose(encoded, pipeline.text_encoder(ids).last_hidden_state, atol=1e-4)
+        assert torch.allclose(encoded.cpu(), pipeline.text_encoder(ids).last_hidden_state, atol=1e-4)
+
+
+def test_a_loha_changes_weights_by_the_product_of_two_products(
+    make_adapter: MakeAdapter, tiny: LoadTiny, tiny_model: Callable[[str], Path]
+) -> None:
+    tensors: Tensors = {}
+    for seed, (layer, weight) in enumerate(unet_layers(tiny_model("sd15")).items()):
+        name = f"lora_unet_{layer.replace('.', '_')}"
+        for number in (1, 2):
+            down, up = pair(weight, 2 * seed + number)
+            tensors |= {f"{name}.hada_w{number}_a": up.flatten(1), f"{name}.hada_w{number}_b": down.flatten(1)}
+        tensors[f"{name}.alpha"] = torch.tensor(RANK / 2)
+    merged = load(make_adapter(tensors)).unet.network.state_dict()
+    base = tiny("sd15").unet.network.state_dict()
+    for layer in unet_layers(tiny_model("sd15")):
+        name = f"lora_unet_{layer.replace('.', '_')}"
+        up, down, other_up, other_down = (
+            tensors[f"{name}.hada_w{part}"].float() for part in ("1_a", "1_b", "2_a", "2_b")
+        )
+        change = 0.5 * ((up @ down) * (other_up @ other_down)).view_as(base[f"{layer}.weight"]).to(DEVICE)
+        assert change.abs().max() > 0.05
+        assert torch.allclose(merged[f"{layer}.weight"], base[f"{layer}.weight"] + change, atol=1e-5)
+
+
+def test_scales_of_rslora_and_alpha_patterns_are_those_of_peft(
+    make_adapter: MakeAdapter, tiny_model: Callable[[str], Path]
+) -> None:
+    peft = pytest.importorskip("peft")
+    with hushed("transformers", "diffusers"):
+        pipeline = import_quietly("diffusers", "StableDiffusionPipeline").from_pretrained(
+            str(tiny_model("sd15")), safety_checker=None, requires_safety_checker=False
+        )
+        unet, path = pipeline.unet, make_adapter()
+        unet.add_adapter(
+            peft.LoraConfig(
+                r=RANK,
+                lora_alpha=3,
+                use_rslora=True,
+                alpha_pattern={"attn2.to_k": 5, "down_blocks.0.attentions.0.proj_in": 7},
+                init_lora_weights=False,
+                target_modules=["to_q", "attn2.to_k", "proj_in"],
+            )
+        )
+        layers = peft.utils.get_peft_model_state_dict(unet)
+        metadata = {f"unet.{name}": value for name, value in unet.peft_config["default"].to_dict().items()}
+        plain = {name: value for name, value in metadata.items() if isinstance(value, bool | int | float | dict)}
+        save_file(
+            {f"unet.{name}": tensor.contiguous() for name, tensor in layers.items()},
+            path / LORA,
+            metadata={"lora_adapter_metadata": json.dumps(plain)},
+        )
+        unet.fuse_lora()
+        unet.unload_lora()
+    theirs, ours = unet.state_dict(), load(path).unet.network.state_dict()
+    assert all(torch.allclose(theirs[name], tensor.cpu(), atol=1e-6) for name, tensor in ours.items())
+    scales = {1.5, 2.5, 3.5}  # alpha / sqrt(4)
+    assert {
+        (change.declared_alpha or 0.0) / 2 for change in LoRAFile.open([path / LORA]).layers["unet"].values()
+    } == scales
+    save_file(
+        load_file(path / LORA),
+        path / LORA,
+        metadata={"lora_adapter_metadata": json.dumps({"unet.alpha_pattern": {"(a+)+$": 1.0}})},
+    )
+    assert "not the name of a layer" in message_of(path)

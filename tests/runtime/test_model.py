@@ -20,6 +20,7 @@ from diffserve.runtime.loading.pruned import prune_directory
 from diffserve.runtime.unet.pruning import Shares
 from diffserve.types import ModelProfile
 from diffserve.vocabulary import WORLD_FILE
+from tests.device import DEVICE
 from tests.runtime.conftest import LoadTiny
 from tests.tiny_models import save_model
 
@@ -40,7 +41,7 @@ def test_the_info_describes_each_family(tiny: LoadTiny) -> None:
     for info in infos.values():
         assert info.good_sizes == ((64, 64),)
         assert (info.vae_factor, info.latent_channels, info.train_timesteps) == (8, 4, 1000)
-        assert (info.device, info.dtype) == ("cpu", "float32")
+        assert (torch.device(info.device).type, info.dtype) == (torch.device(DEVICE).type, "float32")
 
 
 def test_a_copy_of_the_embedded_model_is_of_its_family_whole_or_pruned(tmp_path: Path) -> None:
@@ -65,7 +66,7 @@ def test_a_profile_gives_the_defaults(tiny_model: Callable[[str], Path]) -> None
         good_sizes=(),
         max_side_px=96,
     )
-    info = load_model(tiny_model("sd15"), dtype="float32", device="cpu", profile=profile).info
+    info = load_model(tiny_model("sd15"), dtype="float32", device=DEVICE, profile=profile).info
     assert (info.model_id, info.default_sampler, info.default_num_steps) == ("mine", "euler", 12)
     assert (info.default_guidance_scale, info.default_spacing, info.max_side_px) == (4.0, "linspace", 96)
     assert info.good_sizes == ((64, 64),)
@@ -84,7 +85,7 @@ def test_the_digest_follows_the_weights_and_nothing_else(
 ) -> None:
     copied = Path(shutil.copytree(tiny_model("sd15"), tmp_path / "renamed"))
     (copied / "README.md").write_text("hello")
-    assert load_model(copied, dtype="bfloat16", device="cpu").digest == tiny("sd15").digest
+    assert load_model(copied, dtype="bfloat16", device=DEVICE).digest == tiny("sd15").digest
     assert tiny("sd15").info.digest == tiny("sd15").digest[:12]
     assert tiny("sd2").digest != tiny("sd15").digest
 
@@ -104,7 +105,7 @@ def split(path: Path) -> None:
 
 
 def assert_same_unet(path: Path, expected: torch.nn.Module) -> None:
-    found = load_model(path, dtype="float32", device="cpu").unet.network.state_dict()
+    found = load_model(path, dtype="float32", device=DEVICE).unet.network.state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.state_dict().items())
 
 
@@ -120,9 +121,9 @@ def test_weights_that_exist_only_as_the_fp16_variant_are_read(tmp_path: Path) ->
     half = {name: tensor.half() for name, tensor in load_file(file).items()}
     file.unlink()
     save_file(half, path / "unet" / f"{STEM}.fp16.safetensors")
-    model = load_model(path, dtype="float32", device="cpu")
+    model = load_model(path, dtype="float32", device=DEVICE)
     for name, tensor in model.unet.network.state_dict().items():
-        assert torch.equal(tensor, half[name].float())
+        assert torch.equal(tensor.cpu(), half[name].float())
 
 
 def test_old_text_encoder_names_with_their_prefix_and_position_buffer_are_read(tmp_path: Path, tiny: LoadTiny) -> None:
@@ -130,13 +131,13 @@ def test_old_text_encoder_names_with_their_prefix_and_position_buffer_are_read(t
     file = path / "text_encoder" / "model.safetensors"
     tensors = {f"text_model.{name.removeprefix('text_model.')}": tensor for name, tensor in load_file(file).items()}
     save_file(tensors | {"text_model.embeddings.position_ids": torch.arange(77)[None]}, file)
-    found = load_model(path, dtype="float32", device="cpu").text.encode("a cat", "", width_px=64, height_px=64)
+    found = load_model(path, dtype="float32", device=DEVICE).text.encode("a cat", "", width_px=64, height_px=64)
     assert torch.equal(found.cond, tiny("sd15").text.encode("a cat", "", width_px=64, height_px=64).cond)
 
 
 def test_a_loaded_model_no_longer_needs_its_files(tmp_path: Path, tiny: LoadTiny) -> None:
     path = save_model("sd15", tmp_path / "model")
-    model = load_model(path, dtype="float32", device="cpu")
+    model = load_model(path, dtype="float32", device=DEVICE)
     for file in path.rglob("*.safetensors"):
         with file.open("r+b") as stream:
             stream.seek(-4096, 2)
@@ -164,7 +165,7 @@ from diffserve.runtime.loading.pruned import prune_directory
 from diffserve.runtime.unet.pruning import Shares
 logging.getLogger("diffserve.runtime.loading.plausibility").disabled = True  # it rightly warns of random weights
 for dtype in ("float32", "int8"):
-    load_model({path!r}, dtype=dtype, device="cpu")
+    load_model({path!r}, dtype=dtype, device={device!r})
 """
 
 
@@ -174,7 +175,7 @@ def test_loading_in_a_fresh_process_says_nothing_and_opens_no_connection(
 ) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", QUIET_LOAD.format(path=str(tiny_model("sdxl")))],
+        [sys.executable, "-W", "error", "-c", QUIET_LOAD.format(path=str(tiny_model("sdxl")), device=DEVICE)],
         capture_output=True,
         text=True,
         timeout=300,

@@ -12,13 +12,12 @@ from diffserve.errors import NumericalError
 from diffserve.runtime.unet.unet import UNetRunner
 from diffserve.runtime.vae.vae import VAERunner
 from tests import tiny_models
+from tests.device import DEVICE, tolerance
 from tests.runtime.conftest import LoadTiny, TinyPipeline
-
-CPU = torch.device("cpu")
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def row_arguments(kind: str, num_rows: int, context: int) -> dict[str, Any]:
@@ -26,7 +25,7 @@ def row_arguments(kind: str, num_rows: int, context: int) -> dict[str, Any]:
     arguments = {"contexts": randn(num_rows, 77, context, seed=1)}
     if kind == "sdxl":
         arguments["pooled"] = randn(num_rows, 32, seed=2)
-        arguments["time_ids"] = torch.tensor([[64.0, 64, 0, 0, 64, 64]] * num_rows)
+        arguments["time_ids"] = torch.tensor([[64.0, 64, 0, 0, 64, 64]] * num_rows, device=DEVICE)
     if kind == "inpaint9":
         arguments["extra"] = randn(num_rows, 5, 8, 8, seed=3)
     return arguments
@@ -38,7 +37,7 @@ def row_arguments(kind: str, num_rows: int, context: int) -> dict[str, Any]:
 def test_unet_rows_equal_the_pipelines_unet(
     tiny: LoadTiny, tiny_pipeline: TinyPipeline, kind: str, context: int
 ) -> None:
-    sample, timesteps = randn(2, tiny(kind).unet.latent_channels, 8, 8), torch.tensor([999, 1])
+    sample, timesteps = randn(2, tiny(kind).unet.latent_channels, 8, 8), torch.tensor([999, 1], device=DEVICE)
     rows = row_arguments(kind, 2, context)
     found = tiny(kind).unet.predict(sample, timesteps, **rows)
     added = {"text_embeds": rows["pooled"], "time_ids": rows["time_ids"]} if kind == "sdxl" else None
@@ -46,22 +45,26 @@ def test_unet_rows_equal_the_pipelines_unet(
     with torch.inference_mode():
         network = tiny_pipeline(kind).unet
         expected = network(whole, timesteps, encoder_hidden_states=rows["contexts"], added_cond_kwargs=added).sample
-    torch.testing.assert_close(found, expected, rtol=0, atol=5e-6)
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance(5e-6))
     assert found.dtype == torch.float32
 
 
 def test_each_row_has_its_own_timestep_and_text(tiny: LoadTiny) -> None:
     unet = tiny("sd15").unet
-    sample, timesteps, contexts = randn(4, 4, 8, 8), torch.tensor([10, 250.5, 700, 999]), randn(4, 77, 64, seed=1)
+    sample, timesteps, contexts = (
+        randn(4, 4, 8, 8),
+        torch.tensor([10, 250.5, 700, 999], device=DEVICE),
+        randn(4, 77, 64, seed=1),
+    )
     together = unet.predict(sample, timesteps, contexts)
     for row in range(4):
         one = slice(row, row + 1)
         alone = unet.predict(sample[one], timesteps[one], contexts[one])
-        torch.testing.assert_close(together[one], alone, rtol=0, atol=1e-5)
+        torch.testing.assert_close(together[one], alone, rtol=0, atol=tolerance(1e-5))
 
 
 def test_a_unet_says_which_condition_it_is_missing(tiny: LoadTiny) -> None:
-    sample, timesteps = randn(1, 4, 8, 8), torch.tensor([5])
+    sample, timesteps = randn(1, 4, 8, 8), torch.tensor([5], device=DEVICE)
     with pytest.raises(ValueError, match="pooled text embeddings and time_ids"):
         tiny("sdxl").unet.predict(sample, timesteps, randn(1, 77, 128))
     with pytest.raises(ValueError, match="takes 5 extra channels"):
@@ -90,10 +93,14 @@ def test_encoding_draws_from_each_pictures_generator_as_diffusers_does(
     found = tiny("sd15").vae.encode(pixels, [torch.Generator().manual_seed(seed) for seed in (3, 4)])
     vae = tiny_pipeline("sd15").vae
     for index, seed in enumerate((3, 4)):
-        image = tiny_pipeline("sd15").image_processor.preprocess(pixels[index : index + 1].astype(np.float32) / 255)
+        image = (
+            tiny_pipeline("sd15")
+            .image_processor.preprocess(pixels[index : index + 1].astype(np.float32) / 255)
+            .to(DEVICE)
+        )
         with torch.inference_mode():
             sampled = vae.encode(image).latent_dist.sample(torch.Generator().manual_seed(seed))
-        torch.testing.assert_close(found[index], sampled[0] * vae.config.scaling_factor, rtol=0, atol=1e-6)
+        torch.testing.assert_close(found[index], sampled[0] * vae.config.scaling_factor, rtol=0, atol=tolerance(1e-6))
 
 
 def test_without_a_generator_the_mode_is_taken(tiny: LoadTiny) -> None:
@@ -114,17 +121,21 @@ def test_without_a_generator_the_mode_is_taken(tiny: LoadTiny) -> None:
 )
 def test_the_configured_normalisation_goes_both_ways(config: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    network = tiny_models.vae(**config)
-    runner = VAERunner(network, device=CPU, dtype=torch.float32)
+    network = tiny_models.vae(**config).to(DEVICE)
+    runner = VAERunner(network, device=torch.device(DEVICE), dtype=torch.float32)
     pixels = np.random.default_rng(0).integers(0, 256, (1, 64, 64, 3), dtype=np.uint8)
     latents = runner.encode(pixels)
     with torch.inference_mode():
-        raw = network.encode((torch.from_numpy(pixels).float() / 127.5 - 1).permute(0, 3, 1, 2)).latent_dist.mode()
-        mean = torch.tensor(config.get("latents_mean", [config.get("shift_factor", 0.0)] * 4)).view(1, 4, 1, 1)
-        std = torch.tensor(config.get("latents_std", [1.0] * 4)).view(1, 4, 1, 1)
+        raw = network.encode(
+            (torch.from_numpy(pixels).to(DEVICE).float() / 127.5 - 1).permute(0, 3, 1, 2)
+        ).latent_dist.mode()
+        mean = torch.tensor(config.get("latents_mean", [config.get("shift_factor", 0.0)] * 4), device=DEVICE).view(
+            1, 4, 1, 1
+        )
+        std = torch.tensor(config.get("latents_std", [1.0] * 4), device=DEVICE).view(1, 4, 1, 1)
         torch.testing.assert_close(latents, (raw - mean) / std * config["scaling_factor"])
         straight = (network.decode(raw).sample / 2 + 0.5).clamp(0, 1).mul(255).round()
-    assert np.abs(runner.decode(latents) - straight.permute(0, 2, 3, 1).numpy()).max() <= 1
+    assert np.abs(runner.decode(latents) - straight.permute(0, 2, 3, 1).cpu().numpy()).max() <= 1
 
 
 def test_latents_that_are_not_finite_are_refused(tiny: LoadTiny) -> None:
@@ -137,7 +148,7 @@ def test_latents_that_are_not_finite_are_refused(tiny: LoadTiny) -> None:
 def overflowing_vae(scale: float) -> Any:
     """A VAE whose decoder's first convolution answers beyond float16."""
     torch.manual_seed(0)
-    network = tiny_models.vae(force_upcast=False)
+    network = tiny_models.vae(force_upcast=False).to(DEVICE)
     with torch.no_grad():
         network.decoder.conv_in.weight.mul_(scale)
         network.decoder.conv_in.bias.mul_(scale)
@@ -147,8 +158,10 @@ def overflowing_vae(scale: float) -> Any:
 def test_one_extreme_latent_is_decoded_alone_in_float32_and_the_next_in_float16_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    exact = VAERunner(overflowing_vae(50.0), device=CPU, dtype=torch.float32)
-    runner = VAERunner(torch.nn.Module.to(overflowing_vae(50.0), torch.float16), device=CPU, dtype=torch.float16)
+    exact = VAERunner(overflowing_vae(50.0), device=torch.device(DEVICE), dtype=torch.float32)
+    runner = VAERunner(
+        torch.nn.Module.to(overflowing_vae(50.0), torch.float16), device=torch.device(DEVICE), dtype=torch.float16
+    )
     before = {name: tensor.clone() for name, tensor in runner.network.state_dict().items()}
     calm = 0.1 * randn(1, 4, 8, 8)
     extreme = 20000.0 * calm
@@ -169,7 +182,7 @@ def test_picture_that_float32_cannot_hold_either_is_an_error_and_float16_stays()
     network = overflowing_vae(1.0)
     with torch.no_grad():
         network.decoder.conv_out.bias.fill_(float("inf"))
-    runner = VAERunner(torch.nn.Module.to(network, torch.float16), device=CPU, dtype=torch.float16)
+    runner = VAERunner(torch.nn.Module.to(network, torch.float16), device=torch.device(DEVICE), dtype=torch.float16)
     with pytest.raises(NumericalError, match=r"not finite in torch.float32"):
         runner.decode(randn(1, 4, 8, 8))
     assert runner.dtype == torch.float16
@@ -181,7 +194,7 @@ def test_a_picture_that_is_not_finite_in_float32_is_an_error() -> None:
     with torch.no_grad():
         network.decoder.conv_out.bias.fill_(float("inf"))
     with pytest.raises(NumericalError, match=r"not finite in torch.float32"):
-        VAERunner(network, device=CPU, dtype=torch.float32).decode(randn(1, 4, 8, 8))
+        VAERunner(network, device=torch.device(DEVICE), dtype=torch.float32).decode(randn(1, 4, 8, 8))
 
 
 def test_a_preview_of_large_latents_is_a_smaller_picture(tiny: LoadTiny) -> None:

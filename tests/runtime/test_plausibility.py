@@ -30,6 +30,7 @@ from diffserve.settings import load_settings
 from diffserve.vocabulary import EMBEDDED_DIRECTORY
 from schedulers import NoiseSchedule, Preconditioning
 from schedulers.table import FloatArray
+from tests.device import DEVICE
 
 VELOCITY = "v_prediction"
 
@@ -37,7 +38,7 @@ VELOCITY = "v_prediction"
 @pytest.fixture(scope="module")
 def embedded() -> DiffusionModel:
     """The shipped model, a trained one of velocity."""
-    return load_model("embedded", dtype="float32", device="cpu")
+    return load_model("embedded", dtype="float32", device=DEVICE)
 
 
 class Dressed:
@@ -100,7 +101,7 @@ def test_network_is_known_for_what_it_is_whatever_its_files_say(embedded: Diffus
 
 @pytest.mark.parametrize("model", ["embedded", "embedded-turbo"])
 def test_shipped_models_answer_as_their_files_say(model: str) -> None:
-    found = load_model(model, dtype="float32", device="cpu").plausibility
+    found = load_model(model, dtype="float32", device=DEVICE).plausibility
     assert found is not None
     assert found.best == found.declared == VELOCITY
     assert found.is_plausible
@@ -114,10 +115,10 @@ def test_shipped_weights_under_another_prediction_type_are_refused(declared: str
     changed = json.loads(file.read_text()) | {"prediction_type": declared, "rescale_betas_zero_snr": False}
     file.write_text(json.dumps(changed))
     with pytest.raises(ModelLoadError, match=f"files say {declared}, its UNet answers like v_prediction") as caught:
-        load_model(path, dtype="float32", device="cpu")
+        load_model(path, dtype="float32", device=DEVICE)
     assert "\n" not in caught.value.message
     unasked = msgspec.structs.replace(load_settings(model=str(path), env={}).model, probe=False)
-    assert load_model(path, dtype="float32", device="cpu", profile=unasked).plausibility is None
+    assert load_model(path, dtype="float32", device=DEVICE, profile=unasked).plausibility is None
 
 
 @pytest.mark.parametrize("kind", ["sd15", "sd2", "sdxl", "inpaint9", "embedded"])
@@ -125,7 +126,7 @@ def test_random_weights_load_with_a_warning(
     kind: str, tiny_model: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        found = load_model(tiny_model(kind), dtype="float32", device="cpu").plausibility
+        found = load_model(tiny_model(kind), dtype="float32", device=DEVICE).plausibility
     assert found is not None
     assert not found.contradicts
     assert not found.is_plausible
@@ -134,9 +135,9 @@ def test_random_weights_load_with_a_warning(
 
 def test_probe_is_run_once_for_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = DiskCache(tmp_path)
-    first = load_model("embedded", dtype="float32", device="cpu", cache=cache).plausibility
+    first = load_model("embedded", dtype="float32", device=DEVICE, cache=cache).plausibility
     monkeypatch.setattr(plausibility, "_answer", None)
-    assert load_model("embedded", dtype="float32", device="cpu", cache=cache).plausibility == first
+    assert load_model("embedded", dtype="float32", device=DEVICE, cache=cache).plausibility == first
 
 
 def test_answers_that_are_not_finite_are_no_better_than_random() -> None:

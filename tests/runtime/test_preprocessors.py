@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from diffserve.controlnets import PASSED_THROUGH
+from diffserve.canny import SIGMA, canny, edge_map
+from diffserve.controlnets import CANNY, PASSED_THROUGH, Control
 from diffserve.errors import InvalidRequest
-from diffserve.runtime.preprocessors import CANNY, SIGMA, canny, preprocess
+from diffserve.runtime.preprocessors import preprocess
 
 
 def drawn(levels: NDArray[np.float64]) -> NDArray[np.uint8]:
@@ -61,15 +62,32 @@ def test_a_map_is_passed_through_and_an_unknown_preprocessor_is_refused_in_a_sen
 ) -> None:
     """Also beside the library without what it imports itself: torchvision, of which PyPI has no build for CPUs."""
     picture = disk(64, 20.0, 200.0)
-    assert preprocess(PASSED_THROUGH, picture) is picture
-    assert np.array_equal(preprocess(CANNY, picture)[..., 2], canny(picture))
+    assert preprocess(Control("edges", preprocessor=PASSED_THROUGH), picture) is picture
+    assert np.array_equal(preprocess(Control("edges", preprocessor=CANNY), picture)[..., 2], canny(picture))
     for trouble in ("is not installed here", "cannot be imported here (No module named 'torchvision_for_cpus'"):
         said = f"'hed'; there are none, canny; others come with the package controlnet_aux, which {trouble}"
         with pytest.raises(InvalidRequest, match=re.escape(said)):
-            preprocess("hed", picture)
+            preprocess(Control("edges", preprocessor="hed"), picture)
         library = tmp_path / "controlnet_aux"
         library.mkdir(exist_ok=True)
         (library / "__init__.py").touch()
         (library / "processor.py").write_text("import torchvision_for_cpus\n")
         monkeypatch.syspath_prepend(tmp_path)
     sys.modules.pop("controlnet_aux", None)
+
+
+def test_edges_follow_the_thresholds_and_the_resolution() -> None:
+    picture = disk(96, 30.0, 40.0)
+    assert not preprocess(Control("edges", preprocessor=CANNY), picture).any(), "a weak contrast"
+    edges = preprocess(Control("edges", preprocessor=CANNY, thresholds=(20.0, 60.0)), picture)
+    assert np.array_equal(edges[..., 0], canny(picture, 20.0, 60.0))
+    assert edges.any()
+    picture = disk(96, 30.0, 200.0)
+    for resolution in (48, 192):
+        edges = edge_map(picture, resolution=resolution)
+        assert edges.shape == picture.shape
+        distances = np.hypot(*(np.argwhere(edges[..., 0] > 0) - 47.5).T)
+        assert np.abs(distances - 30.0).max() < 3.0, "the circle is where it was"
+        assert not np.array_equal(edges, edge_map(picture))
+    with pytest.raises(InvalidRequest, match="edges are found in 8388608 pixels at most, the picture has 20480x2048"):
+        edge_map(np.zeros((10, 100, 3), np.uint8), resolution=2048)

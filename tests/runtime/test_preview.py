@@ -20,6 +20,7 @@ from diffserve.errors import ModelLoadError
 from diffserve.runtime import DiffusionModel, choose_device, load_model
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.vae.preview import PreviewConfig, PreviewDecoder, PreviewRunner, load_preview
+from tests.device import DEVICE
 from tests.runtime.conftest import LoadTiny, TinyPipeline
 from tests.runtime.original_layout import save_single_file
 
@@ -58,7 +59,7 @@ def pixels_of(images: torch.Tensor) -> NDArray[np.float32]:
 
 
 def load(path: Path) -> DiffusionModel:
-    return load_model(path, dtype="float32", device="cpu")
+    return load_model(path, dtype="float32", device=DEVICE)
 
 
 def loaded(directory: Path) -> PreviewRunner:

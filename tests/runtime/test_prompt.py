@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from diffserve.errors import InvalidRequest
 from diffserve.loras import read_tags
-from diffserve.prompt_syntax import in_a1111
-from diffserve.runtime.text.prompt import Piece, parse_prompt
+from diffserve.prompt_syntax import Piece, in_a1111, parse_prompt
 
 UP, DOWN = 1.1, 1 / 1.1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,24 +17,28 @@ from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
 from diffserve.engine import Engine
 from diffserve.errors import ConfigError
+from diffserve.model_files import read_json
 from diffserve.runtime import DiffusionModel, choose_device, load_model
 from diffserve.runtime.dry_run import DryRun, ListIndices
+from diffserve.runtime.float8 import Float8Linear
 from diffserve.runtime.loading import checkpoint
-from diffserve.runtime.loading.checkpoint import Checkpoint, read_json
+from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.components import build_unet, load_component
 from diffserve.runtime.precision import QUANTISED, _refuse_absent_unit, tensor_bytes, weights_bytes
 from diffserve.runtime.quantisation import layers_left, quantise_layer, scheme_for, schemes
 from diffserve.runtime.quantised_layers import (
-    Float8Linear,
     InputRange,
     Int8DynamicLinear,
-    Int8HeldConv2d,
-    Int8HeldLinear,
     Int8StaticConv2d,
+    Int8WeightConv2d,
+    Int8WeightLinear,
     become_static,
 )
+from diffserve.runtime.threads import computing_on
+from diffserve.runtime.unet.steady_layers import RowLinear, use_steady_layers
 from diffserve.types import DiffusionParams, GenerationRequest, ImageResult
-from tests.hardware import needs_int8
+from tests.device import DEVICE
+from tests.hardware import needs_float8, needs_int8
 from tests.runtime.conftest import LoadTiny
 
 MULTIPLIED = [pytest.param(name, marks=needs_int8) for name in ("int8_dynamic", "int8_static")]
@@ -43,7 +48,7 @@ TOLERANCE = {"int8": 0.01, "int8_dynamic": 0.015, "float8": 0.06}
 
 def linear(scheme: str | None = None, dtype: torch.dtype = torch.float32) -> nn.Linear:
     torch.manual_seed(1)
-    layer = nn.Linear(64, 48).requires_grad_(False).to(dtype)
+    layer = nn.Linear(64, 48).requires_grad_(False).to(DEVICE, dtype)
     if scheme is not None:
         quantise_layer(layer, scheme)
     return layer
@@ -54,11 +59,11 @@ def tokens(rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     found = torch.randn(rows, 9, 64, generator=torch.Generator().manual_seed(2))
     found *= torch.logspace(-3, 2, rows)[:, None, None]
     found[0, 3] = 0
-    return found.to(dtype)
+    return found.to(DEVICE, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scheme", TOLERANCE)
+@pytest.mark.parametrize("scheme", ["int8", "int8_dynamic", pytest.param("float8", marks=needs_float8)])
 def test_a_quantised_layer_comes_near_the_exact_one_for_every_token(scheme: str, dtype: torch.dtype) -> None:
     given = tokens(5, dtype)
     exact, found = linear(dtype=dtype)(given).float(), linear(scheme, dtype)(given)
@@ -68,7 +73,7 @@ def test_a_quantised_layer_comes_near_the_exact_one_for_every_token(scheme: str,
     assert float(error.max()) < TOLERANCE[scheme] + 2 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("scheme", ["int8_dynamic", "float8"])
+@pytest.mark.parametrize("scheme", ["int8_dynamic", pytest.param("float8", marks=needs_float8)])
 def test_a_token_has_the_same_bytes_alone_and_beside_any_others(scheme: str) -> None:
     layer, given = linear(scheme), tokens(6)
     together = layer(given)
@@ -107,7 +112,8 @@ def test_a_layer_of_measured_ranges_comes_near_the_exact_one_whoever_shares_the_
     exact, found = layer(given).float(), narrow(given)
     assert found.dtype == dtype
     assert (found.float() - exact).norm() / exact.norm() < 0.02
-    assert torch.equal(torch.cat([narrow(given[row : row + 1]) for row in range(5)]), found)
+    with computing_on(1):  # oneDNN rounds differently on several threads of some CPUs, which an engine measures
+        assert torch.equal(torch.cat([narrow(given[row : row + 1]) for row in range(5)]), narrow(given))
 
 
 @needs_int8
@@ -125,7 +131,7 @@ def test_ranges_are_measured_over_whole_trajectories_once_and_kept(
     tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = DiskCache(tmp_path)
-    first = load_model(tiny_model("sd15"), dtype="int8_static", device="cpu", cache=cache)
+    first = load_model(tiny_model("sd15"), dtype="int8_static", device=DEVICE, cache=cache)
     kinds = {name: type(part) for name, part in network_of(first).named_modules()}
     assert {kind for name, kind in kinds.items() if name.endswith(("conv1", "conv2"))} == {Int8StaticConv2d}
     assert (kinds["conv_in"], kinds["conv_out"]) == (nn.Conv2d, nn.Conv2d)
@@ -137,7 +143,7 @@ def test_ranges_are_measured_over_whole_trajectories_once_and_kept(
         raise AssertionError("ranges that are kept were measured again")
 
     monkeypatch.setattr("diffserve.runtime.model.measure_ranges", measured_again)
-    again = load_model(tiny_model("sd15"), dtype="int8_static", device="cpu", cache=cache)
+    again = load_model(tiny_model("sd15"), dtype="int8_static", device=DEVICE, cache=cache)
     assert [part.__dict__["range"] for part in network_of(again).modules() if "range" in part.__dict__] == ranges
     left = "\n".join(again.left_in_full())
     assert "conv_in (1), conv_out (1)" in left
@@ -156,7 +162,7 @@ def painted(result: ImageResult) -> tuple[bytes, bytes]:
 
 @pytest.mark.parametrize("dtype", ["int8", *MULTIPLIED])
 def test_a_mixed_batch_is_neighbour_proof(tiny_model: Callable[[str], Path], dtype: str) -> None:
-    model = load_model(tiny_model("sd15"), dtype=dtype, device="cpu")
+    model = load_model(tiny_model("sd15"), dtype=dtype, device=DEVICE)
     samplers = ("ddim", "euler_a", "heun", "dpmpp_2m")
 
     def requests() -> list[GenerationRequest]:
@@ -172,11 +178,11 @@ def test_a_mixed_batch_is_neighbour_proof(tiny_model: Callable[[str], Path], dty
             for place, name in enumerate(samplers)
         ]
 
-    crowd = Engine(model, EngineConfig(max_rows=16))
+    crowd = Engine(model, EngineConfig(max_rows=16, deterministic=True))
     together = crowd.generate(requests())
     assert crowd.is_deterministic
     assert max(len(set(tick.request_ids)) for tick in crowd.trace) == len(samplers)
-    solo = Engine(model, EngineConfig(max_rows=16))
+    solo = Engine(model, EngineConfig(max_rows=16, deterministic=True))
     for mixed, request in zip(together, requests(), strict=True):
         [alone] = solo.generate(request)
         assert painted(alone) == painted(mixed)
@@ -191,7 +197,7 @@ def network_of(model: DiffusionModel) -> nn.Module:
 def test_int8_dynamic_multiplies_tokens_in_int8_and_holds_the_rest_as_it_says(
     tiny_model: Callable[[str], Path], tiny: LoadTiny
 ) -> None:
-    model = load_model(tiny_model("sdxl"), dtype="int8_dynamic", device="cpu")
+    model = load_model(tiny_model("sdxl"), dtype="int8_dynamic", device=DEVICE)
     kinds = {name: type(part) for name, part in network_of(model).named_modules() if isinstance(part, nn.Linear)}
     dynamic = {name for name, kind in kinds.items() if kind is Int8DynamicLinear}
     assert any(name.endswith("attn2.to_k") for name in dynamic)
@@ -203,7 +209,7 @@ def test_int8_dynamic_multiplies_tokens_in_int8_and_holds_the_rest_as_it_says(
 
 @pytest.mark.parametrize("dtype", ["int8", MULTIPLIED[0]])
 def test_every_layer_that_is_left_is_named_with_a_reason(tiny_model: Callable[[str], Path], dtype: str) -> None:
-    model = load_model(tiny_model("sd15"), dtype=dtype, device="cpu")
+    model = load_model(tiny_model("sd15"), dtype=dtype, device=DEVICE)
     left = layers_left(network_of(model), dtype)
     convolutions = [part for part in network_of(model).modules() if isinstance(part, nn.Conv2d)]
     named = [one for one in left if one.reason == f"{dtype} is for linear layers; convolutions stay"]
@@ -215,7 +221,7 @@ def test_every_layer_that_is_left_is_named_with_a_reason(tiny_model: Callable[[s
     said = "\n".join(model.left_in_full())
     assert "down_blocks.*.resnets.*.conv1" in said
     assert "vae: every layer holds its float dtype" in said
-    assert load_model(tiny_model("sd15"), dtype="float32", device="cpu").left_in_full() == []
+    assert load_model(tiny_model("sd15"), dtype="float32", device=DEVICE).left_in_full() == []
 
 
 def test_an_odd_layer_falls_back_and_says_why() -> None:
@@ -244,8 +250,8 @@ def test_quantising_while_loading_never_holds_more_than_the_model_and_one_tensor
     load_component(network, checkpoint, choice, quantise=choice.unet_scheme)
     assert max(held) <= weights_bytes(network)
     assert len(held) == len(checkpoint.entries)
-    ready = {"int8_dynamic": Int8DynamicLinear, "int8_static": Int8HeldLinear | Int8HeldConv2d}[dtype]
-    narrow = {name for name, scheme in schemes(network, dtype).items() if scheme == dtype}
+    ready = {"int8_dynamic": Int8DynamicLinear, "int8_static": Int8WeightLinear | Int8WeightConv2d}[dtype]
+    narrow = {name for name, scheme in schemes(network, dtype).items() if scheme == dtype or dtype == "int8_static"}
     assert narrow == {name for name, part in network.named_modules() if isinstance(part, ready)}
     assert dtype != "int8_static" or weights_bytes(network) < 1.2 * sum(one.numel() for one in network.parameters())
 
@@ -274,7 +280,7 @@ def test_a_tick_of_a_quantised_model_waits_for_no_device(tmp_path: Path, dtype: 
     for _ in range(3):
         with torch.inference_mode(), DryRun() as counted, ListIndices(counted.work):
             engine.tick()
-    products = {"int8": "mm", "int8_dynamic": "_int_mm", "float8": "_scaled_mm"}
+    products = {"int8": "linear", "int8_dynamic": "_int_mm", "float8": "_scaled_mm"}
     launched = [kernel for kernel in counted.work.kernels if kernel.name == products[dtype]]
     kinds = {"int8_dynamic": Int8DynamicLinear, "float8": Float8Linear}
     if dtype in kinds:
@@ -287,9 +293,40 @@ def test_a_tick_of_a_quantised_model_waits_for_no_device(tmp_path: Path, dtype: 
     assert all(kernel.flops > 0 for kernel in launched)
 
 
+@pytest.mark.parametrize(("dtype", "device"), [("int8", "cpu"), ("int8_dynamic", "meta"), ("float8", "meta")])
+def test_8_bit_precisions_of_image_models_need_no_torchao(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, dtype: str, device: str
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    model = load_model(tiny_model("sd15"), dtype=dtype, device=device)
+    assert {torch.int8, torch.float8_e4m3fn} & {part.dtype for part in network_of(model).parameters()}
+
+
+def test_int8_weights_do_not_overflow_in_float16_where_the_products_are_large() -> None:
+    layer = nn.Linear(4096, 8, bias=False).half().requires_grad_(False)
+    layer.weight.fill_(0.01)
+    quantise_layer(layer, "int8")
+    output = layer(torch.full((1, 4096), 16.0, dtype=torch.float16))
+    assert torch.allclose(output.float(), torch.tensor(0.01 * 16 * 4096), rtol=0.01)
+
+
+def test_layers_of_one_vector_a_row_stay_steady_in_int8() -> None:
+    """A row of a CPU's call has the same bytes whatever the number of rows, with int8 weights as with others."""
+    torch.manual_seed(5)
+    network = nn.ModuleDict({"linear_1": nn.Linear(320, 1280)}).bfloat16().requires_grad_(False)
+    use_steady_layers(network, torch.bfloat16)
+    layer = network["linear_1"]
+    quantise_layer(layer, "int8")
+    rows = torch.randn(5, 320).bfloat16()
+    assert isinstance(layer, RowLinear)
+    assert torch.equal(torch.cat([layer(row[None]) for row in rows]), layer(rows))
+
+
 def test_float8_is_refused_where_there_is_no_hopper() -> None:
     with pytest.raises(
-        ConfigError, match=r"float8, which wants a GPU of compute capability 9\.0 .*not cpu; choose int8"
+        ConfigError, match=r"float8, which needs an NVIDIA GPU of compute capability 9\.0 .*not cpu; choose int8"
     ):
         choose_device("cpu", "fp8")
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from diffserve.runtime import load_model
 from diffserve.runtime.shared_parts import sharing, with_digests
 from diffserve.runtime.text.conditioning import image_specs
+from tests.device import DEVICE
 
 
 def test_parts_that_are_the_same_to_the_last_bit_are_one_object(tiny_model: Callable[[str], Path]) -> None:
     first, twin, cousin, narrow = (
-        with_digests(load_model(tiny_model(kind), dtype=dtype, device="cpu"))
+        with_digests(load_model(tiny_model(kind), dtype=dtype, device=DEVICE))
         for kind, dtype in (
             ("sd15", "float32"),
             ("sd15", "float32"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from diffserve.errors import ModelLoadError
@@ -18,9 +19,11 @@ from diffserve.runtime.loading.formulation import edm_normalisation, edm_schedul
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.loading.plausibility import predicts_velocity
 from diffserve.runtime.loading.single_file_keys import VAE_PREFIX
+from diffserve.runtime.loading.single_file_names import original_name
 from diffserve.runtime.text.clip_vocabulary import END, START, VOCABULARY_SIZE, clip_tokenizer, clip_vocabulary
 from diffserve.runtime.unet.unet import UNetRunner
 from schedulers import NoiseSchedule
+from tests.device import DEVICE
 from tests.runtime.conftest import LoadTiny, TinyPipeline
 from tests.runtime.original_layout import save_single_file, unet_tensors, vae_tensors
 from tests.tiny_models import KINDS, REFINER, build_pipeline, text_encoder, unet
@@ -41,7 +44,7 @@ def export(tmp_path: Path, tiny_pipeline: TinyPipeline, tiny_model: Callable[[st
 
 @pytest.mark.parametrize("kind", [*KINDS, REFINER])
 def test_a_single_file_gives_the_networks_of_its_directory(export: Export, tiny: LoadTiny, kind: str) -> None:
-    found = load_model(export(kind), dtype="float32", device="cpu")
+    found = load_model(export(kind), dtype="float32", device=DEVICE)
     expected = tiny(kind)
     pairs = [(found.unet.network, expected.unet.network), (found.vae.network, expected.vae.network)]
     pairs += [(a.network, b.network) for a, b in zip(found.text.encoders, expected.text.encoders, strict=True)]
@@ -64,7 +67,7 @@ def test_diffusers_own_converter_reads_the_same_layout(export: Export, tiny: Loa
         theirs = convert(dict(tensors), dict(network.config))
         ours = network.state_dict()
         assert ours.keys() == theirs.keys()
-        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+        assert all(torch.equal(tensor.cpu(), theirs[name]) for name, tensor in ours.items())
 
 
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -155,7 +158,7 @@ def test_clips_vocabulary_has_the_published_ids() -> None:
 def test_a_file_alone_is_read_by_its_shapes_with_clips_vocabulary(tmp_path: Path) -> None:
     pipeline = build_pipeline("sd15", tmp_path / "parts")
     pipeline.text_encoder = text_encoder(width=64, vocabulary_size=VOCABULARY_SIZE)
-    model = load_model(save_single_file(pipeline, tmp_path / "dream.safetensors"), dtype="float32", device="cpu")
+    model = load_model(save_single_file(pipeline, tmp_path / "dream.safetensors"), dtype="float32", device=DEVICE)
     assert (model.model_id, model.family, model.info.good_sizes) == ("dream", "sd1", ((512, 512),))
     assert model.schedule.prediction_type == "epsilon"
     assert model.text.encode("an astronaut", "", width_px=64, height_px=64).cond.shape == (77, 64)
@@ -185,27 +188,27 @@ def sd2_file(tmp_path: Path) -> Callable[..., Path]:
 
 
 def test_velocity_is_read_from_marker_tensors(sd2_file: Callable[..., Path]) -> None:
-    model = load_model(sd2_file({"v_pred": torch.zeros(1), "ztsnr": torch.zeros(1)}), dtype="float32", device="cpu")
+    model = load_model(sd2_file({"v_pred": torch.zeros(1), "ztsnr": torch.zeros(1)}), dtype="float32", device=DEVICE)
     assert model.schedule.prediction_type == "v_prediction"
     assert model.scheduler_config["rescale_betas_zero_snr"]
     assert model.info.default_spacing == "trailing"
 
 
 def test_the_prediction_type_is_read_from_metadata(sd2_file: Callable[..., Path]) -> None:
-    model = load_model(sd2_file(metadata={"modelspec.prediction_type": "epsilon"}), dtype="float32", device="cpu")
+    model = load_model(sd2_file(metadata={"modelspec.prediction_type": "epsilon"}), dtype="float32", device=DEVICE)
     assert model.schedule.prediction_type == "epsilon"
 
 
 def test_the_prediction_type_is_read_from_the_original_yaml(sd2_file: Callable[..., Path]) -> None:
     file = sd2_file()
     file.with_suffix(".yaml").write_text('model:\n  params:\n    parameterization: "v"\n')
-    assert load_model(file, dtype="float32", device="cpu").schedule.prediction_type == "v_prediction"
+    assert load_model(file, dtype="float32", device=DEVICE).schedule.prediction_type == "v_prediction"
 
 
 def test_an_undeclared_prediction_type_is_asked_of_the_unet(
     sd2_file: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = load_model(sd2_file(), dtype="float32", device="cpu")
+    model = load_model(sd2_file(), dtype="float32", device=DEVICE)
     assert model.schedule.prediction_type == "v_prediction"  # a random UNet does not give the noise back
     assert "does not say what its UNet predicts" in caplog.text
     assert model.info.good_sizes == ((768, 768),)
@@ -236,7 +239,7 @@ def test_a_unet_that_gives_the_noise_back_predicts_noise() -> None:
 
 @pytest.mark.parametrize("key", ["model_ema.decay", "alphas_cumprod", "first_stage_model.loss.logvar", "v_pred"])
 def test_tensors_of_training_are_left_alone(export: Export, key: str) -> None:
-    model = load_model(export("sd15", {key: torch.zeros(3)}), dtype="float32", device="cpu")
+    model = load_model(export("sd15", {key: torch.zeros(3)}), dtype="float32", device=DEVICE)
     names = [name for part in (model.unet.network, model.vae.network) for name in part.state_dict()]
     assert not [name for name in names if name.startswith(key)]
 
@@ -244,7 +247,7 @@ def test_tensors_of_training_are_left_alone(export: Export, key: str) -> None:
 def test_a_tensor_that_changes_the_unet_is_named_and_refused(export: Export) -> None:
     key = "model.diffusion_model.adapter.weight"
     with pytest.raises(ModelLoadError, match=f"no part of an sd1 model takes, and that change .*: '{key}'"):
-        load_model(export("sd15", {key: torch.zeros(3)}), dtype="float32", device="cpu")
+        load_model(export("sd15", {key: torch.zeros(3)}), dtype="float32", device=DEVICE)
 
 
 LUGGAGE = {
@@ -259,7 +262,7 @@ LUGGAGE = {
 def test_tensors_that_nothing_is_made_of_are_counted_and_named_once(
     export: Export, tiny: LoadTiny, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = load_model(export("sd15", LUGGAGE), dtype="float32", device="cpu")
+    model = load_model(export("sd15", LUGGAGE), dtype="float32", device=DEVICE)
     [said] = [record.getMessage() for record in caplog.records if "does not need" in record.getMessage()]
     assert said.endswith(
         f"3 tensors that painting does not need are ignored: {', '.join(map(repr, list(LUGGAGE)[:3]))}"
@@ -332,15 +335,100 @@ def test_half_of_edm_s_marks_is_an_error(tmp_path: Path) -> None:
 def test_marks_of_edm_and_another_scheduler_beside_the_file_are_an_error(export: Export) -> None:
     path = export("sdxl", {"edm_mean": FOUR, "edm_std": FOUR.abs()})
     with pytest.raises(ModelLoadError, match=r"a model of EDM's noise .* says DDIMScheduler"):
-        load_model(path, dtype="float32", device="cpu")
+        load_model(path, dtype="float32", device=DEVICE)
 
 
 def test_mark_of_edm_that_nobody_knows_is_named(export: Export) -> None:
     with pytest.raises(ModelLoadError, match="edm_shift"):
-        load_model(export("sdxl", {"edm_shift": VALUE}), dtype="float32", device="cpu")
+        load_model(export("sdxl", {"edm_shift": VALUE}), dtype="float32", device=DEVICE)
 
 
 def save_file_and_open(folder: Path, tensors: dict[str, torch.Tensor]) -> Checkpoint:
     file = folder / f"marks-{len(list(folder.iterdir()))}.safetensors"
     save_file(tensors, file)
     return Checkpoint.open([file])
+
+
+@pytest.mark.parametrize("suffix", ["", "scale_weight", "weight_scale"])
+def test_float8_files_give_the_weights_that_they_stand_for(export: Export, suffix: str) -> None:
+    file = export("sdxl")
+    narrow, meant = load_file(file), load_file(file)
+    for key, tensor in list(narrow.items()):
+        if not key.startswith("model.diffusion_model.") or tensor.ndim != 2:
+            continue
+        scale = tensor.abs().max() / 448.0 if suffix else torch.tensor(1.0)
+        narrow[key] = (tensor / scale).to(torch.float8_e4m3fn)
+        meant[key] = narrow[key].float() * scale
+        if suffix:
+            layer = key.removesuffix("weight")
+            narrow |= {f"{layer}{suffix}": scale, f"{layer}scale_input": torch.tensor(1.0)}
+    if suffix:
+        narrow["model.diffusion_model.scaled_fp8"] = torch.empty(0).to(torch.float8_e4m3fn)
+    networks = []
+    for tensors in (narrow, meant):
+        save_file(tensors, file)
+        networks.append(load_model(file, dtype="float32", device=DEVICE).unet.network.state_dict())
+    assert all(torch.equal(tensor, networks[1][name]) for name, tensor in networks[0].items())
+
+
+def test_a_scale_of_another_shape_than_its_weight_is_refused(export: Export) -> None:
+    file, layer = export("sd15"), "model.diffusion_model.time_embed.0"
+    tensors = load_file(file)
+    tensors[f"{layer}.weight"] = tensors[f"{layer}.weight"].to(torch.float8_e4m3fn)
+    save_file(tensors | {f"{layer}.scale_weight": torch.ones(3)}, file)
+    with pytest.raises(ModelLoadError, match=r"scale_weight'.*has shape \[3\]; the scale of a weight"):
+        load_model(file, dtype="float32", device=DEVICE)
+
+
+def unet_alone(tiny_pipeline: TinyPipeline, kind: str, naming: str) -> dict[str, torch.Tensor]:
+    network = tiny_pipeline(kind).unet
+    if naming == "diffusers":
+        return {key: tensor.clone() for key, tensor in network.state_dict().items()}
+    tensors = {key: tensor.clone() for key, tensor in unet_tensors(network)}
+    prefix = "model.diffusion_model."
+    return {key.removeprefix(prefix if naming == "bare" else ""): tensor for key, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("naming", ["original", "bare", "diffusers"])
+@pytest.mark.parametrize("kind", ["sd15", "sdxl"])
+def test_a_file_of_a_unet_alone_is_loaded_with_parts_of_another_model(
+    tmp_path: Path,
+    tiny_pipeline: TinyPipeline,
+    tiny: LoadTiny,
+    tiny_model: Callable[[str], Path],
+    kind: str,
+    naming: str,
+) -> None:
+    file = tmp_path / "unet.safetensors"
+    save_file(unet_alone(tiny_pipeline, kind, naming), file)
+    with pytest.raises(ModelLoadError, match="holds a UNet but no text encoder"):
+        load_model(file, dtype="float32", device=DEVICE)
+    (tmp_path / "unet").symlink_to(tiny_model(kind), target_is_directory=True)  # configurations beside the file
+    profile = replace(tiny(kind).profile, vae=str(tiny_model(kind)), text_encoder=str(tiny_model(kind)))
+    found = load_model(file, dtype="float32", device=DEVICE, profile=profile)
+    expected = tiny(kind).unet.network.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.unet.network.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["sd15", "sdxl"])
+def test_a_file_with_the_averages_of_the_weights_alone_is_loaded(export: Export, tiny: LoadTiny, kind: str) -> None:
+    file, prefix = export(kind), "model.diffusion_model."
+    tensors = load_file(file)
+    averages = {
+        f"model_ema.diffusion_model{key.removeprefix(prefix).replace('.', '')}"
+        if key.startswith(prefix)
+        else key: tensor
+        for key, tensor in tensors.items()
+    }
+    assert averages.keys() != tensors.keys()
+    save_file(averages | {"model_ema.decay": torch.tensor(0.9999), "model_ema.num_updates": torch.tensor(5)}, file)
+    found = load_model(file, dtype="float32", device=DEVICE).unet.network.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tiny(kind).unet.network.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["sd1", "sd2", "sdxl"])
+def test_every_name_of_published_unets_is_read_from_an_average(kind: str) -> None:
+    with torch.device("meta"):
+        network = import_quietly("diffusers", "UNet2DConditionModel")(**PUBLISHED[kind])
+    names = [key.removeprefix("model.diffusion_model.") for key, _ in unet_tensors(network)]
+    assert [original_name(name.replace(".", "")) for name in names] == names

@@ -10,6 +10,7 @@ import torch
 from diffserve.errors import InvalidRequest
 from diffserve.runtime import Conditioning, DiffusionModel
 from diffserve.runtime.text.encoding import CACHED_TEXTS, TextReading, weigh
+from tests.device import DEVICE, tolerance
 from tests.runtime.conftest import LoadTiny, TinyPipeline
 from tests.runtime.paged_prompts import pages_of
 
@@ -26,7 +27,7 @@ def theirs(pipeline: Any, kind: str, prompt: str, negative: str | None) -> list[
         if kind == "sdxl":
             cond, uncond, pooled, pooled_uncond = pipeline.encode_prompt(prompt, negative_prompt=negative)
             return [cond[0], uncond[0], pooled[0], pooled_uncond[0]]
-        cond, uncond = pipeline.encode_prompt(prompt, "cpu", 1, True, negative_prompt=negative)
+        cond, uncond = pipeline.encode_prompt(prompt, DEVICE, 1, True, negative_prompt=negative)
     return [cond[0], uncond[0]]
 
 
@@ -59,14 +60,14 @@ def test_skipped_layers_are_those_of_diffusers_on_pages_too(
     told = []
     for skip in (1, 2):
         with torch.inference_mode():
-            positional = () if kind == "sdxl" else ("cpu", 1, True)
+            positional = () if kind == "sdxl" else (DEVICE, 1, True)
             expected = pipeline.encode_prompt("a red fox", *positional, clip_skip=skip - 1 or None)[0][0]
         found = model.text.encode("a red fox", width_px=64, height_px=64, reading=TextReading(clip_skip=skip))
-        torch.testing.assert_close(found.cond, expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(found.cond, expected, rtol=0, atol=tolerance(1e-6))
         on_pages = pages.condition("a red fox", None, width_px=64, height_px=64, reading=TextReading(clip_skip=skip))
         keys = pages.gather([on_pages.cond]).layers[0].keys
         plain = model.unet.cross_attention.keys_values(expected[None]).layers[0].keys
-        torch.testing.assert_close(keys, plain, rtol=0, atol=1e-4)
+        torch.testing.assert_close(keys, plain, rtol=0, atol=tolerance(1e-4))
         told.append(keys)
     assert not torch.allclose(told[0], told[1], atol=1e-2)
 

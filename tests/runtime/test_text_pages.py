@@ -10,6 +10,7 @@ import torch
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.kv import PagePool, PoolBusy
 from diffserve.runtime.text.pages import PagedTextEncoder, segments, text_spec
+from tests.device import tolerance
 from tests.runtime.conftest import LoadTiny
 
 KINDS = ("sd15", "sd2", "sdxl", "embedded")
@@ -21,8 +22,10 @@ def paged(model: DiffusionModel, index: int = -1, *, is_exact: bool = False, num
     """One text encoder of ``model`` on a pool of its own that holds ``num_texts`` windows."""
     network = model.text.encoders[index].network
     spec = text_spec(network, tenant="text", dtype=torch.float32, identity=b"a test")
-    some = PagePool.for_specs(1 << 20, [spec])
-    pool = PagePool(some.num_pages_for("text", model.text.window_tokens) * num_texts, some.page_bytes)
+    some = PagePool.for_specs(1 << 20, [spec], device=model.device)
+    pool = PagePool(
+        some.num_pages_for("text", model.text.window_tokens) * num_texts, some.page_bytes, device=model.device
+    )
     return PagedTextEncoder(pool, network, spec, stops_early=model.text.is_sdxl, is_exact=is_exact)
 
 
@@ -32,7 +35,7 @@ def ids_of(model: DiffusionModel, text: str, index: int = -1) -> tuple[int, ...]
 
 def theirs(network: Any, ids: tuple[int, ...], *, is_pair: bool) -> torch.Tensor:
     with torch.inference_mode():
-        output = network(torch.tensor([ids]), output_hidden_states=True)
+        output = network(torch.tensor([ids], device=network.device), output_hidden_states=True)
     state: torch.Tensor = output.hidden_states[-2] if is_pair else output.last_hidden_state
     return state[0]
 
@@ -45,7 +48,9 @@ def test_hidden_states_are_those_of_transformers(tiny: LoadTiny, kind: str, is_e
         ours = paged(model, index, is_exact=is_exact)
         ids = ids_of(model, WORDS, index)
         found = ours.encode(ids, first=0).hidden
-        torch.testing.assert_close(found, theirs(encoder.network, ids, is_pair=model.text.is_sdxl), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            found, theirs(encoder.network, ids, is_pair=model.text.is_sdxl), rtol=0, atol=tolerance(1e-5)
+        )
 
 
 @pytest.mark.parametrize("first", [0, 5, 16, 31, 32])
@@ -57,7 +62,7 @@ def test_the_rest_of_a_text_is_that_of_the_whole(tiny: LoadTiny, first: int, is_
     ours.encode(other, first=0)
     found = ours.encode(ids, first=first).hidden
     assert ours.pool.stats().tenants["text"].found_tokens == first // 16 * 16
-    torch.testing.assert_close(found, theirs(ours.network, ids, is_pair=False)[first:], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, theirs(ours.network, ids, is_pair=False)[first:], rtol=0, atol=tolerance(1e-5))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,10 +95,10 @@ def test_the_pooled_token_is_the_first_end_mark_and_in_old_configurations_the_la
         for end in (network.config.eos_token_id, 2):
             network.config.eos_token_id = network.text_model.eos_token_id = end
             with torch.inference_mode():
-                expected = network(torch.tensor([ids])).text_embeds[0]
+                expected = network(torch.tensor([ids], device=network.device)).text_embeds[0]
             place = encoder.place_of_end(ids)
             found = encoder.pooled(encoder.encode(ids, first=place).last[0])
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+            torch.testing.assert_close(found, expected, rtol=0, atol=tolerance(1e-5))
         network.config.eos_token_id = network.text_model.eos_token_id = ids[place]
 
 

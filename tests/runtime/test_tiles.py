@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from diffserve.runtime.vae.vae import SHARES, in_tiles, spans
+from diffserve.runtime.vae.plan import TILE_SHARES
+from diffserve.runtime.vae.vae import in_tiles, spans
 from tests.runtime.conftest import LoadTiny
 
 
@@ -19,7 +20,7 @@ def local(z: Tensor) -> Tensor:
     return F.interpolate(blurred, scale_factor=2.0, mode="nearest")
 
 
-@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("share", TILE_SHARES)
 @pytest.mark.parametrize("size", [(8, 8), (16, 24), (24, 17), (9, 64), (41, 40)])
 def test_tiles_cover_all_and_overlap(size: tuple[int, int], share: float) -> None:
     for num_cells in size:
@@ -29,7 +30,7 @@ def test_tiles_cover_all_and_overlap(size: tuple[int, int], share: float) -> Non
         assert all(after < stop for (_, stop), (after, _) in itertools.pairwise(found))
 
 
-@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("share", TILE_SHARES)
 def test_the_pieces_make_the_whole(share: float) -> None:
     z = torch.randn((1, 3, 64, 48), generator=torch.Generator().manual_seed(0))
     whole, pieces = local(z), in_tiles(local, z, 2, share)
@@ -44,18 +45,17 @@ def test_tiles_are_smaller_than_the_whole() -> None:
         seen.append(z.shape[-1] * z.shape[-2])
         return local(z)
 
-    for share, most in zip(SHARES, (0.42, 0.15, 0.07), strict=True):
+    for share, limit in zip(TILE_SHARES, (0.42, 0.15, 0.07), strict=True):
         in_tiles(noted, torch.zeros((1, 3, 64, 64)), 2, share)
-        assert max(seen) <= most * 64 * 64
+        assert max(seen) <= limit * 64 * 64
         seen.clear()
 
 
 def test_a_large_picture_is_decoded_in_tiles_where_that_is_asked_for(tiny: LoadTiny) -> None:
     vae = tiny("sd15").vae
     z = torch.randn((2, vae.latent_channels, 16, 24), generator=torch.Generator().manual_seed(0))
-    tile_px = SHARES[0] * 24 * vae.factor
-    found, whole = vae.decode_later(z, int(tile_px)), vae.decode_later(z, 24 * vae.factor)
+    in_pieces, in_one = vae.decode_later(z, TILE_SHARES[0]), vae.decode_later(z)
     for place, (one, tiled) in enumerate(zip(vae.decode(z), vae.decode_in_tiles(z), strict=True)):
-        assert (whole.picture(place) == one).all()
-        assert (found.picture(place) == tiled).all()
+        assert (in_one.picture(place) == one).all()
+        assert (in_pieces.picture(place) == tiled).all()
         assert (one != tiled).any()

@@ -77,7 +77,7 @@ def test_every_sampler_describes_itself() -> None:
         assert 20 < len(sampler.summary) < 90
         assert sampler.order in (1, 2, 3, 4)
         assert sampler.evaluations_per_step in (1, 2)
-    assert [name for name, sampler in SAMPLERS.items() if sampler.takes_eta] == ["ddim", "euler_a"]
+    assert [name for name, sampler in SAMPLERS.items() if sampler.takes_eta] == ["ddim", "euler_a", "tcd"]
 
 
 def test_public_names_are_there() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import diffusers
 import numpy as np
 import pytest
 
-from schedulers import NoiseSchedule, TableOptions, UnsupportedOption
+from schedulers import SAMPLERS, NoiseSchedule, TableOptions, UnsupportedOption
+from schedulers.formulations import DISCRETE_CLASSES
 
 SD15: dict[str, Any] = {
     "_class_name": "PNDMScheduler",
@@ -59,6 +61,10 @@ def test_configuration_names_its_sampler(config: dict[str, Any], sampler: str) -
         ({"_class_name": "DPMSolverMultistepScheduler", "solver_type": "heun"}, "solver_type is 'heun'"),
         ({"_class_name": "UniPCMultistepScheduler", "solver_order": 3}, "solver_order is 3; unipc offers 2 only"),
         ({"_class_name": "UniPCMultistepScheduler", "solver_type": "bh1"}, "solver_type is 'bh1'"),
+        ({"_class_name": "UniPCMultistepScheduler", "disable_corrector": [0]}, r"disable_corrector is \[0\]"),
+        ({"_class_name": "DPMSolverMultistepScheduler", "lambda_min_clipped": -2.0}, "lambda_min_clipped is -2.0"),
+        ({"_class_name": "LCMScheduler", "original_inference_steps": 0}, "original_inference_steps is 0"),
+        ({"_class_name": "LCMScheduler", "timestep_scaling": 1.0}, "timestep_scaling is 1.0"),
         ({"_class_name": "PNDMScheduler", "skip_prk_steps": False}, "skip_prk_steps is False"),
         ({"_class_name": "EulerDiscreteScheduler", "timestep_type": "continuous"}, "'continuous' with epsilon"),
         ({"_class_name": "DDPMScheduler", "variance_type": "learned_range"}, "variance_type is 'learned_range'"),
@@ -78,6 +84,42 @@ def test_option_may_be_ignored_by_name() -> None:
     assert TableOptions.from_config(config, ignore={"clip_sample"}).sampler == "ddim"
 
 
+def test_option_that_is_not_applied_is_named_in_a_warning_of_the_table() -> None:
+    config = {"_class_name": "DDIMScheduler", "clip_sample": True}
+    options = TableOptions.from_config(config, not_applied={"clip_sample"})
+    table = options.compile(NoiseSchedule.from_config(config), 5)
+    expected = "clip_sample is True in the model's scheduler configuration; ddim does not apply it."
+    assert table.warnings == (expected,)
+    assert TableOptions.from_config({**config, "clip_sample": False}, not_applied={"clip_sample"}).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("sampler", "config", "warning"),
+    [
+        ("dpmpp_2m", {"solver_order": 3}, "solver_order is 3 .*; dpmpp_2m uses 2; dpmpp_3m_sde has it"),
+        ("dpmpp_2m", {"algorithm_type": "sde-dpmsolver++"}, "'sde-dpmsolver\\+\\+'.*dpmpp_2m_sde has it"),
+        ("ddpm", {"variance_type": "fixed_large"}, "variance_type is 'fixed_large' .*ddpm_large has it"),
+    ],
+)
+def test_field_that_the_name_of_a_sampler_overrules_is_a_warning(
+    sampler: str, config: dict[str, Any], warning: str
+) -> None:
+    """Row "named-by-sampler" of docs/parity.md."""
+    [text] = TableOptions.from_config(config, sampler).warnings
+    assert re.search(warning, text)
+    assert TableOptions.from_config({}, sampler).warnings == ()
+
+
+def test_steps_of_the_distillation_are_read_for_lcm_and_tcd_only() -> None:
+    config = {"_class_name": "LCMScheduler", "original_inference_steps": 100}
+    for sampler in ("lcm", "tcd"):
+        table = TableOptions.from_config(config, sampler).compile(NoiseSchedule.from_config(config), 60)
+        scheduler = getattr(diffusers, SAMPLERS[sampler].diffusers_class).from_config(config)
+        scheduler.set_timesteps(60)
+        np.testing.assert_array_equal(table.timestep, scheduler.timesteps.numpy())
+    assert TableOptions.from_config(config, "ddim").distillation_steps == 50
+
+
 def test_flow_matching_models_are_refused() -> None:
     with pytest.raises(UnsupportedOption, match=r"FlowMatchEulerDiscreteScheduler \(a flow-matching model"):
         TableOptions.from_config({"_class_name": "FlowMatchEulerDiscreteScheduler"})
@@ -91,12 +133,21 @@ def test_noise_schedule_is_that_of_diffusers(betas: str, zero_snr: bool) -> None
     np.testing.assert_allclose(schedule.alphas_cumprod, scheduler.alphas_cumprod.numpy(), rtol=2e-4, atol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-@pytest.mark.parametrize("name", ["DDIMScheduler", "LCMScheduler", "HeunDiscreteScheduler", "EulerDiscreteScheduler"])
+@pytest.mark.filterwarnings("ignore:__array:DeprecationWarning")
+@pytest.mark.parametrize("name", [name for name in DISCRETE_CLASSES if name != "DPMSolverSDEScheduler"])  # torchsde
 def test_absent_betas_have_the_defaults_of_their_class(name: str) -> None:
     schedule = NoiseSchedule.from_config({"_class_name": name})
     theirs = getattr(diffusers, name)().alphas_cumprod.numpy()
     np.testing.assert_allclose(schedule.alphas_cumprod, theirs, rtol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:__array:DeprecationWarning")
+def test_betas_that_the_file_leaves_out_do_not_depend_on_the_sampler() -> None:
+    """Row "betas-of-the-file" of docs/parity.md: in diffusers they are those of the class that samples."""
+    file = {"_class_name": "LCMScheduler"}
+    schedule = NoiseSchedule.from_config(file)
+    euler = diffusers.EulerDiscreteScheduler.from_config(file).alphas_cumprod.numpy()
+    assert np.abs(schedule.alphas_cumprod - euler).max() > 0.1
 
 
 def test_trained_betas_are_taken_as_they_are() -> None:

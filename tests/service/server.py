@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -143,10 +144,11 @@ def running_server(
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(ROOT),
+                "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
                 "DIFFSERVE_SERVE_DATA_DIR": str(workspace / "data"),
                 "DIFFSERVE_SERVE_PAGE": str(page).lower(),
                 "DIFFSERVE_SERVE_DEBUG": "true",
+                "DIFFSERVE_ENGINE_COMPILE": "warm",  # no test but those of the build waits for a compiler
                 "DIFFSERVE_SERVE_SPARE_ENGINE": "false",  # a second process, which most tests have no use for
                 **(env or {}),
             },
@@ -177,6 +179,19 @@ def files_of(response: httpx.Response) -> list[bytes]:
     """The image files in an answer."""
     assert response.status_code == 200, response.text[:500]
     return [base64.b64decode(entry["b64_json"], validate=True) for entry in response.json()["data"]]
+
+
+def assert_interruptible(server: RunningServer) -> None:
+    """Interrupt a task of A1111's API after a step, and check that its answer has the unfinished picture."""
+    body = {"prompt": "a fox that waits", "steps": 900, "width": 64, "height": 64, "seed": 5}
+    with ThreadPoolExecutor(1) as pool:
+        painting = pool.submit(server.client.post, "/sdapi/v1/txt2img", json=body, timeout=10 * SOON_S)
+        wait_for(lambda: server.client.get("/sdapi/v1/progress").json()["progress"], SOON_S, "a step")
+        server.client.post("/sdapi/v1/interrupt")
+        answer = painting.result(timeout=SOON_S)
+    assert answer.status_code == 200
+    assert len(answer.json()["images"]) == 1
+    assert "of 900 steps: it is not finished." in answer.headers["x-diffserve-warnings"]
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:

@@ -128,9 +128,44 @@ def test_progress_and_interruption_are_of_ones_own(server: RunningServer) -> Non
         assert httpx.get(f"{server.url}/internal/pending-tasks", headers=mine).json()["tasks"] == ["task(1)"]
         post(server, "interrupt", {}, **mine)
         answer = painting.result(timeout=60)
-    assert (answer.status_code, answer.json()["images"]) == (200, [])
+    assert answer.status_code == 200
+    [unfinished] = answer.json()["images"]
+    assert decode_image(base64.b64decode(unfinished)).array.shape == (64, 64, 3)
+    info = json.loads(answer.json()["info"])
+    [steps] = re.findall(r"Interrupted after: (\d+)", info["infotexts"][0])
+    assert 0 < int(steps) < 900
+    assert f"interrupted after {steps} of 900 steps" in answer.headers["x-diffserve-warnings"]
     assert task(mine)["completed"]
     assert not task(others)["completed"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["interrupt", "skip"])
+def test_interrupted_task_answers_with_the_unfinished_picture_of_the_pass_it_is_in(
+    server: RunningServer, how: str
+) -> None:
+    first = {"prompt": "a red fox", "steps": 2, "width": 64, "height": 64, "seed": 1}
+    second = {"enable_hr": True, "hr_scale": 1.5, "hr_second_pass_steps": 900, "denoising_strength": 1.0}
+    with ThreadPoolExecutor(1) as pool:
+        painting = pool.submit(post, server, "txt2img", first | second)
+        while server.client.get("/sdapi/v1/progress").json()["progress"] <= 0.5:
+            assert not painting.done(), painting.result().text
+        post(server, how, {})
+        answer = painting.result(timeout=60)
+    [unfinished] = answer.json()["images"]
+    assert decode_image(base64.b64decode(unfinished)).array.shape == (96, 96, 3)
+
+
+@pytest.mark.slow
+def test_task_that_is_interrupted_before_its_first_step_answers_without_pictures(server: RunningServer) -> None:
+    sent = {"prompt": "a red fox", "steps": 900, "width": 64, "height": 64, "seed": 1}
+    with ThreadPoolExecutor(12) as pool:
+        painting = [pool.submit(post, server, "txt2img", sent | {"seed": seed}) for seed in range(12)]
+        server.wait_for_requests(12)
+        post(server, "interrupt", {})
+        answers = [task.result(timeout=60) for task in painting]
+    assert {answer.status_code for answer in answers} == {200}
+    assert {len(answer.json()["images"]) for answer in answers} <= {0, 1}
 
 
 @pytest.mark.slow

@@ -21,11 +21,11 @@ pytestmark = pytest.mark.slow
 JSON = {"Content-Type": "application/json"}
 PIXEL = base64.b64encode(encode_image(Picture(width_px=64, height_px=64, data=bytes(3 * 64 * 64)))).decode()
 BAD_CONTROLS: list[tuple[dict[str, Any], str, str, str]] = [
-    ({"image": "//"}, "controlnets[0].image", "invalid_image", "is not base64"),
+    ({"image": "!!"}, "controlnets[0].image", "invalid_image", "is not base64"),
     ({"image": "AAAA"}, "controlnets[0].image", "invalid_image", "not a PNG, JPEG or WebP"),
     ({"scale": 2.5}, "controlnets[0].scale", "invalid_value", "2.5"),
     ({"start": 0.5, "end": 0.5}, "controlnets", "invalid_value", "start < end"),
-    ({"name": "../a"}, "controlnets", "invalid_value", "without folders before it"),
+    ({"name": "../a"}, "controlnets", "invalid_value", "give a path below the folder"),
     ({"size": 1}, "controlnets[0].size", "invalid_value", "not taken"),
     ({"resize": 1}, "controlnets[0].resize", "invalid_value", "1"),
     ({}, "controlnets", "unknown_controlnet", "start with --controlnet-dir"),
@@ -142,7 +142,7 @@ WRONG_VALUES: list[tuple[str, dict[str, Any], str | None, str, str]] = [
     ("sizes-odd", {"micro_conditioning": {"crop": [0, -1]}}, "micro_conditioning.crop[1]", "invalid_value", "-1"),
     ("lora-alone", {"loras": "ink"}, "loras", "invalid_value", "list"),
     ("lora-empty", {"loras": [{"name": ""}]}, "loras[0].name", "empty_name", "loras[0].name is empty"),
-    ("lora-path", {"loras": [{"name": "../ink"}]}, "loras", "invalid_value", "without folders before it"),
+    ("lora-path", {"loras": [{"name": "../ink"}]}, "loras", "invalid_value", "give a path below the folder"),
     ("lora-scale", {"loras": [{"name": "ink", "scale": 11}]}, "loras[0].scale", "invalid_value", "11"),
     ("loras-fifty", {"loras": [{"name": "ink"}] * 50}, "loras", "array_above_max_length", "at most 8"),
     ("lora-unknown", {"loras": [{"name": "ink"}]}, "loras", "unknown_lora", "start with --lora-dir"),

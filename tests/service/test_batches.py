@@ -90,12 +90,12 @@ def test_openais_client_keeps_files(client: OpenAI, server: RunningServer) -> No
 
 def test_openais_client_has_a_batch_worked_on(client: OpenAI, server: RunningServer) -> None:
     lines = [line(f"fox-{seed}", seed=seed) for seed in range(5)]
-    wrong = [line("bad-size", size="1x1"), b"{no json", line("streamed", stream=True), line("prompt-less", prompt="")]
+    wrong = [line("bad-size", size="1x1"), line("streamed", stream=True), line("prompt-less", prompt="")]
     name = begin(client, send(client, *lines, *wrong, b"", end=b"\r\n"))
     batch = until_over(client, name)
     assert (batch.status, batch.metadata, batch.errors) == ("completed", {"for": "a test"}, None)
     counts = batch.request_counts
-    assert (counts.total, counts.completed, counts.failed) == (9, 5, 4)
+    assert (counts.total, counts.completed, counts.failed) == (8, 5, 3)
     assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at < batch.expires_at
     painted = told(client, batch.output_file_id)
     assert set(painted) == {f"fox-{seed}" for seed in range(5)}
@@ -105,12 +105,25 @@ def test_openais_client_has_a_batch_worked_on(client: OpenAI, server: RunningSer
     assert first["body"]["data"][0]["b64_json"] == by_hand["data"][0]["b64_json"], "as if it had been asked by itself"
     failed = told(client, batch.error_file_id)
     assert {one: failed[one]["response"]["body"]["error"]["code"] for one in failed} == {
-        "bad-size": "invalid_size", None: "invalid_line", "streamed": "unsupported_value",
-        "prompt-less": "empty_prompt",
+        "bad-size": "invalid_size", "streamed": "unsupported_value", "prompt-less": "empty_prompt",
     }  # fmt: skip
     assert name in [one.id for one in client.batches.list(limit=1)]
     with pytest.raises(openai.ConflictError, match="nothing to cancel"):
         client.batches.cancel(name)
+
+
+def test_a_batch_with_lines_that_are_no_requests_fails_with_their_numbers(client: OpenAI) -> None:
+    wrong = [b"{no json", b'{"body": {}}', b"[]", line("m").replace(b"POST", b"GET"), b"\xff"]
+    batch = client.batches.retrieve(begin(client, send(client, line("good"), *wrong)))
+    assert (batch.status, batch.output_file_id, batch.error_file_id) == ("failed", None, None)
+    assert batch.failed_at is not None
+    assert batch.errors is not None
+    assert [problem.line for problem in batch.errors.data or ()] == [2, 3, 4, 5, 6]
+    assert {problem.code for problem in batch.errors.data or ()} == {"invalid_json_line"}
+    many = client.batches.retrieve(begin(client, send(client, *[b"no json"] * 60)))
+    assert many.status == "failed"
+    assert many.errors is not None
+    assert [problem.line for problem in many.errors.data or ()] == list(range(1, 21))
 
 
 def test_openais_client_has_batches_of_edits_and_chat_worked_on(
@@ -158,7 +171,7 @@ def test_a_batch_is_cancelled_and_those_who_wait_go_first(client: OpenAI, server
     ("lines", "said"),
     [
         ([], "no line"),
-        ([line("a"), line("b"), line("a")], "line 3 is called 'a'"),
+        ([line("a"), line("b"), line("a")], "line 3 has the custom_id 'a'"),
         ([line("a"), line("b", url="/v1/chat/completions")], "line 2 is for '/v1/chat/completions'"),
         ([b'{"custom_id":"%d","body":{}}' % n for n in range(50_001)], "more than 50000 lines"),
     ],

@@ -99,11 +99,17 @@ def test_a_server_refuses_just_what_it_says(server: RunningServer) -> None:
         assert is_refused == (name in model["capabilities"]["image"]["refused_fields"]), (name, answer.text[:300])
 
 
-def test_adapters_are_listed_as_they_lie_there(tmp_path: Path) -> None:
+PAIR = {
+    "lora_unet_conv_in.lora_down.weight": np.zeros((1, 4), np.float32),
+    "lora_unet_conv_in.lora_up.weight": np.zeros((4, 1), np.float32),
+}
+
+
+def test_loras_are_listed_as_they_are_in_the_folder_now(tmp_path: Path) -> None:
     info = msgspec.structs.replace(INFO, lora_dirs=(str(tmp_path),))
     assert image_of(info).loras == image_of(INFO).loras == ()
-    for name in ("ink.safetensors", "fur.safetensors", "notes.txt", "a:b.safetensors"):
-        save_file({"up": np.zeros(1, np.float32)}, tmp_path / name)
+    for name in ("ink.safetensors", "fur.safetensors", "notes.txt", "a:b.safetensors", ".hidden.safetensors"):
+        save_file(PAIR, tmp_path / name)
     (tmp_path / "broken.safetensors").write_bytes(b"no weights")
     (tmp_path / "folder.safetensors").mkdir()
     assert image_of(info).loras == ("fur", "ink")
@@ -111,27 +117,24 @@ def test_adapters_are_listed_as_they_lie_there(tmp_path: Path) -> None:
     assert image_of(info).loras == ("fur",)
 
 
-def test_adapters_of_other_kinds_are_not_offered_and_it_is_told_why(tmp_path: Path) -> None:
+def test_other_kinds_of_adapters_are_refused_with_reasons(tmp_path: Path) -> None:
     info = msgspec.structs.replace(INFO, lora_dirs=(str(tmp_path),))
     tensors = {
         "face": "ip_adapter.1.to_k_ip.weight",
         "fur": "lora_unet_conv_in.dora_scale",
-        "ink": "lora_unet_conv_in.lora_up.weight",
-        "paper": "lora_unet_conv_in.hada_w1_a",
+        "paper": "lora_unet_conv_in.lokr_w1",
     }
     for name, tensor in tensors.items():
-        save_file(
-            {"lora_unet_a.alpha": np.zeros(1, np.float32), tensor: np.zeros(1, np.float32)},
-            tmp_path / f"{name}.safetensors",
-        )
+        save_file(PAIR | {tensor: np.zeros(1, np.float32)}, tmp_path / f"{name}.safetensors")
+    save_file(PAIR, tmp_path / "ink.safetensors")
     (tmp_path / "torn.safetensors").write_bytes((tmp_path / "ink.safetensors").read_bytes()[:-1])
     image = image_of(info)
     assert image.loras == ("ink",)
-    assert [(name, why.split(";")[0]) for name, why in image.refused_loras.items()] == [
-        ("face", "it is an IP-Adapter"),
+    assert [(name, reason.split(" (")[0].split(";")[0]) for name, reason in image.refused_loras.items()] == [
+        ("face", "it holds an IP-Adapter"),
         ("fur", "it is DoRA"),
-        ("paper", "it is LoHa"),
-        ("torn", "it is no whole safetensors file, or not yet"),
+        ("paper", "it is LoKr"),
+        ("torn", "it is not a complete safetensors file: it has 31 of 32 bytes of tensors"),
     ]
 
 
@@ -140,7 +143,8 @@ def test_controlnets_are_listed_as_they_lie_there(tmp_path: Path) -> None:
     assert image_of(info).controlnets == image_of(INFO).controlnets == ()
     for name in ("edges", "depth", "a:b"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").touch()
+        (tmp_path / name / "config.json").write_text('{"_class_name": "ControlNetModel"}')
+        save_file(PAIR, tmp_path / name / "diffusion_pytorch_model.safetensors")
     (tmp_path / "notes").mkdir()
     assert image_of(info).controlnets == ("depth", "edges")
     assert image_of(msgspec.structs.replace(info, controlnet_dir=str(tmp_path / "edges"))).controlnets == ("edges",)
@@ -154,7 +158,7 @@ def test_every_sampler_is_offered_by_name_and_label() -> None:
     assert image.sampler("DDIM") == image.sampler("ddim")
     assert image.sampler("ddim") in image.samplers
     assert image.sampler("nope") is None
-    assert [choice.name for choice in image.samplers if choice.takes_eta] == ["ddim", "euler_a"]
+    assert [choice.name for choice in image.samplers if choice.takes_eta] == ["ddim", "euler_a", "tcd"]
 
 
 @pytest.mark.parametrize(

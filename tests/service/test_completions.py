@@ -100,6 +100,15 @@ def test_penalties_keep_the_model_from_repeating_itself(text_client: OpenAI) -> 
     assert len(set(plain)) < len(set(penalised))
 
 
+def test_a_bias_makes_a_token_certain_or_impossible(text_client: OpenAI) -> None:
+    def text(**fields: object) -> str:
+        return str(choices_of(text_client, is_stream=False, prompt="a", temperature=0, max_tokens=1, **fields)[0].text)
+
+    best, certain = text(), text(logit_bias={"70": 100})
+    assert text(logit_bias={"70": 100, "71": -100}) == certain != best
+    assert text(logit_bias={"70": -100}) == best
+
+
 def test_sixteen_tokens_unless_more_are_asked_for(text_client: OpenAI) -> None:
     answer = text_client.completions.create(model="talker", prompt="a", temperature=0)
     assert answer.usage is not None

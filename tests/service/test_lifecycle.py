@@ -23,13 +23,13 @@ pytestmark = pytest.mark.slow
 
 LONG = {"num_steps": 1000, "sampler": "ddim"}
 FULL_PRECISION = '[model]\ndtype = "float32"\n'
-TELL_MODULES = """
+SERVE = """
 import sys
 from diffserve.settings import load_settings
 from diffserve.service.run import serve
 serve(load_settings(model=sys.argv[2], config=sys.argv[6], env={"DIFFSERVE_SERVE_PORT": "0"}))
-print("loaded:", *sorted({name.partition(".")[0] for name in sys.modules}), flush=True)
 """
+TELL_MODULES = SERVE + 'print("loaded:", *sorted({name.partition(".")[0] for name in sys.modules}), flush=True)\n'
 
 Model = Callable[[str], Path]
 
@@ -106,6 +106,7 @@ def test_a_stopped_server_finishes_its_work_takes_no_more_exits_with_0_and_never
     tiny_model: Model, tmp_path: Path
 ) -> None:
     config, script = FULL_PRECISION + "[serve]\ndebug = true\nshutdown_timeout_s = 300.0\n", tmp_path / "tell.py"
+    config += '[engine]\ncompile = "warm"\n'  # this script does not read the environment
     script.write_text(TELL_MODULES)
     with (
         running_server(tiny_model("sd15"), tmp_path, config=config, command=[str(script)]) as server,
@@ -145,6 +146,37 @@ def test_what_is_not_finished_in_time_gets_503(tiny_model: Model, tmp_path: Path
         last = watching.result(timeout=SOON_S).text.rstrip().rpartition("\n")[2]
         assert '"code":"engine_unavailable"' in last
         assert server.process.wait(SOON_S) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_to_all_processes_lets_running_and_queued_images_finish(
+    tiny_model: Model, tmp_path: Path, number: signal.Signals
+) -> None:
+    """A terminal that is closed sends SIGHUP to every process of a server, systemd SIGTERM."""
+    config = FULL_PRECISION + "[engine]\nmax_rows = 2\nmax_lanes = 1\n[serve]\nshutdown_timeout_s = 300.0\n"
+    with running_server(tiny_model("sd15"), tmp_path, config=config) as server, ThreadPoolExecutor(4) as pool:
+        server.wait_until_ready()
+        start = server.paint().json()["data"][0]["b64_json"]
+        edit = {"prompt": "a red fox", "image": start, "num_inference_steps": 2}
+        assert len(files_of(server.client.post("/v1/images/edits", json=edit))) == 1, "which starts a decoder process"
+        painting = [pool.submit(server.paint, num_steps=60) for _ in range(3)]
+        wait_for(lambda: server.num_requests() == 3, SOON_S, "all to be accepted, two of them in the queue")
+        process = psutil.Process(server.process.pid)
+        for each in (process, *process.children(recursive=True)):
+            each.send_signal(number)
+        assert [len(files_of(each.result(timeout=300))) for each in painting] == [1, 1, 1]
+        assert server.process.wait(SOON_S) == 0
+        assert "Traceback" not in server.errors.read_text()
+
+
+def test_a_server_under_nohup_outlives_its_terminal(tiny_model: Model, tmp_path: Path) -> None:
+    script = tmp_path / "nohup.py"
+    script.write_text("import signal, sys\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + SERVE)
+    with running_server(tiny_model("sd15"), tmp_path, command=[str(script)]) as server:
+        server.wait_until_ready()
+        server.process.send_signal(signal.SIGHUP)
+        assert len(files_of(server.paint())) == 1
+        assert server.status("/readyz") == 200
 
 
 def test_the_engine_does_not_outlive_a_server_killed_while_it_loads(tiny_model: Model, tmp_path: Path) -> None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
@@ -15,7 +19,7 @@ from PIL import Image
 from diffserve.cli import main
 from diffserve.errors import ConfigError, EngineUnavailable, ModerationBlocked
 from diffserve.safety import SafetyQuestion
-from diffserve.service.safety import Safety
+from diffserve.service.safety import STOPPED_S, Safety
 from diffserve.types import Picture
 from tests.conftest import SERVER_CONFIG
 from tests.service.server import RunningServer, error_of, running_server
@@ -63,14 +67,14 @@ def safety(name: str, model: str = "", timeout_s: float = 20.0) -> Safety:
 
 def test_a_filter_that_falls_or_hangs_lets_nothing_through_and_comes_back(folder: Path) -> None:
     asked = safety("plug:EverySecond", timeout_s=8.0)
-    asked.check_prompt("a fox")
+    asked.check_texts({"prompt": "a fox"})
     with pytest.raises(ModerationBlocked):
-        asked.check_prompt("a forbidden fox")
+        asked.check_texts({"prompt": "a forbidden fox"})
     for prompt in ("fall", "hang"):
         with pytest.raises(EngineUnavailable) as refused:
-            asked.check_prompt(prompt)
+            asked.check_texts({"prompt": prompt})
         assert refused.value.code == "safety_filter_unavailable"
-        asked.check_prompt("a fox")
+        asked.check_texts({"prompt": "a fox"})
     asked.stop()
     odd = safety("plug:Odd")
     with pytest.raises(EngineUnavailable):
@@ -78,8 +82,35 @@ def test_a_filter_that_falls_or_hangs_lets_nothing_through_and_comes_back(folder
     odd.stop()
 
 
-def _question() -> SafetyQuestion:
-    return SafetyQuestion(Picture.from_array(np.zeros((8, 8, 3), np.uint8)))
+@pytest.mark.parametrize("side_px", [8, 2048], ids=["small", "larger than the socket's buffer"])
+def test_a_stopped_filter_is_given_up_after_five_seconds_and_replaced(folder: Path, side_px: int) -> None:
+    judge = safety("plug:EverySecond", timeout_s=30.0)
+    assert judge._process is not None
+    os.kill(judge._process.pid, signal.SIGSTOP)
+    started_s = time.monotonic()
+    with pytest.raises(EngineUnavailable) as refused:
+        judge._is_blocked(_question(side_px))
+    assert STOPPED_S - 0.1 <= time.monotonic() - started_s < 10.0
+    assert refused.value.code == "safety_filter_unavailable"
+    assert judge._is_blocked(_question(side_px)) is False, "by a new process"
+    judge.stop()
+
+
+def test_a_filter_that_is_stopped_for_a_moment_still_answers(folder: Path) -> None:
+    judge = safety("plug:EverySecond", timeout_s=30.0)
+    assert judge._process is not None
+    process = judge._process
+    os.kill(process.pid, signal.SIGSTOP)
+    going_on = threading.Timer(2.0, os.kill, (process.pid, signal.SIGCONT))
+    going_on.start()
+    judge.check_texts({"prompt": "a fox"})
+    going_on.join()
+    assert judge._process is process
+    judge.stop()
+
+
+def _question(side_px: int = 8) -> SafetyQuestion:
+    return SafetyQuestion(Picture.from_array(np.zeros((side_px, side_px, 3), np.uint8)))
 
 
 @pytest.mark.parametrize("name", ["plug:Missing", "nowhere:Filter", "model", "os:getcwd"])

@@ -11,6 +11,7 @@ from openai import OpenAI
 from pydantic import BaseModel, ConfigDict, Field
 
 from diffserve.client import ChatMessage, Client
+from tests.engine.text.test_json import Loose, Plain, Tree
 from tests.service.server import RunningServer
 from tests.service.test_chat import joined, says
 
@@ -53,6 +54,27 @@ def test_openais_helper_parses_what_comes_and_neighbours_go_on(text_client: Open
         assert all(isinstance(choice.message.parsed, Scene) for choice in parsed.choices)
     again = text_client.chat.completions.create(model="talker", messages=says("a fox"), temperature=0)
     assert again.choices[0].message.content == free.choices[0].message.content
+
+
+@pytest.mark.parametrize("kind", [Plain, Loose, Tree])
+def test_openais_helpers_parse_plain_models(text_client: OpenAI, kind: type[BaseModel]) -> None:
+    for temperature in (0.0, 1.5):
+        parsed = text_client.chat.completions.parse(
+            model="talker", messages=says("a fox"), response_format=kind, temperature=temperature, seed=3
+        )
+        assert isinstance(parsed.choices[0].message.parsed, kind)
+        answer = text_client.responses.parse(
+            model="talker", input="a fox", text_format=kind, temperature=temperature, max_output_tokens=400
+        )
+        assert isinstance(answer.output_parsed, kind)
+    of_object: Any = {"type": "json_object", "schema": kind.model_json_schema()}  # as instructor's JSON_SCHEMA asks
+    chat = text_client.chat.completions.create(model="talker", messages=says("a fox"), response_format=of_object)
+    kind.model_validate_json(chat.choices[0].message.content or "")
+    any_object = text_client.chat.completions.create(
+        model="talker", messages=says("a fox"), response_format={"type": "json_object"}, temperature=2, seed=1
+    )
+    assert any_object.choices[0].finish_reason == "stop"
+    assert isinstance(json.loads(any_object.choices[0].message.content or ""), dict)
 
 
 def test_a_stream_and_logprobs_and_a_completion_follow_too(text_client: OpenAI) -> None:

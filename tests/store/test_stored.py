@@ -7,13 +7,14 @@ import io
 import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from diffserve.errors import ConfigError, InvalidRequest
 from diffserve.service.stored.usage import TOGETHER_S, UsageBook
 from diffserve.store import Database, Keys
-from diffserve.store.batch_input import check_input, lines_of, path_of
+from diffserve.store.batch_input import MAX_LINES, SLICE_BYTES, SLICE_LINES, InputCheck, lines_of, path_of
 from diffserve.store.batches import WINDOW_S, Batches, LineDone
 from diffserve.store.database import FILE, MIGRATIONS
 from diffserve.store.files import Files
@@ -108,13 +109,48 @@ def test_each_line_is_in_the_output_once_whatever_is_torn(shelf: Shelf, tmp_path
     assert over.expires_s == over.created_s + WINDOW_S
 
 
+def check_input(file: BinaryIO) -> int:
+    check = InputCheck(file, "/v1/images/generations")
+    while check.check_slice():
+        pass
+    return check.num_lines
+
+
 def test_lines_are_found_whatever_ends_them() -> None:
     said = b'\n{"custom_id":"a","body":{},"url":"images/generations/"}\r\n\r\nno json\n{"custom_id":"b","body":{}}'
     assert [number for number, _ in lines_of(io.BytesIO(said))] == [2, 4, 5]
-    assert check_input(io.BytesIO(said), "/v1/images/generations") == 3
+    assert check_input(io.BytesIO(said)) == 3
     assert path_of("/v1/chat/completions/") == path_of("/chat/completions") == "/v1/chat/completions"
     with pytest.raises(InvalidRequest, match="line 1 is longer than"):
-        check_input(io.BytesIO(b" " * (9 << 20)), "/v1/images/generations")
+        check_input(io.BytesIO(b" " * (9 << 20)))
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b" \n"])
+def test_a_file_of_empty_lines_is_refused_before_it_is_read(end: bytes) -> None:
+    file = io.BytesIO(end * 5_000_000)
+    with pytest.raises(InvalidRequest, match="more than 100000 lines") as refused:
+        check_input(file)
+    assert refused.value.code == "too_many_lines"
+    assert file.tell() <= (2 * MAX_LINES + 1) * len(end)
+
+
+def test_a_full_batch_may_have_an_empty_line_after_every_line() -> None:
+    lines = b"".join(b'{"custom_id":"%d","body":{}}\n\n' % number for number in range(MAX_LINES))
+    assert check_input(io.BytesIO(lines)) == MAX_LINES
+    with pytest.raises(InvalidRequest, match="more than 50000 lines"):
+        check_input(io.BytesIO(lines.replace(b"\n\n", b"\n") + b'{"custom_id":"x","body":{}}'))
+
+
+@pytest.mark.parametrize(("num_lines", "line_bytes"), [(5_000, 40), (40, 200_000)])
+def test_a_file_is_checked_in_slices_of_few_lines_and_bytes(num_lines: int, line_bytes: int) -> None:
+    lines = [b'{"custom_id":"%d","body":{}}' % number for number in range(num_lines)]
+    file = io.BytesIO(b"\n".join(line.ljust(line_bytes) for line in lines))
+    check, ends = InputCheck(file, "/v1/images/generations"), [0]
+    while check.check_slice():
+        ends.append(file.tell())
+        assert ends[-1] - ends[-2] <= min(SLICE_LINES * (line_bytes + 1), SLICE_BYTES + line_bytes)
+    assert check.num_lines == num_lines
+    assert len(ends) > 5
 
 
 def test_usage_adds_up_by_key_and_day(tmp_path: Path) -> None:

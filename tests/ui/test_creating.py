@@ -13,10 +13,11 @@ import gradio as gr
 import pytest
 
 from diffserve.errors import EngineUnavailable
+from diffserve.images import decode_image
 from tests.service.server import SOON_S, RunningServer
 from tests.ui.asking import Request
-from ui.captions import EARLY, OLDER
-from ui.create.handlers import CreateHandlers
+from ui.captions import EARLY, OLDER, STOPPING
+from ui.create.handlers import CreateHandlers, settings_of
 from ui.create.view import OF_PICTURE, PARTS, Screen
 from ui.server import Models, Server
 from ui.visitors import Visitors
@@ -37,6 +38,7 @@ class Page:
     def __init__(self, server: Server) -> None:
         self.shown: dict[str, Any] = {}
         self.visitors = Visitors()
+        self.server = server
         self._events = CreateHandlers(server, self.visitors, None)  # type: ignore[arg-type]
 
     @property
@@ -53,7 +55,7 @@ class Page:
         return await self._events.read_control(str(file), Request())  # type: ignore[arg-type]
 
     def stop(self) -> None:
-        self.visitors.of(Request.session_hash).stop()
+        self.visitors.of(Request.session_hash).stop(keeps_unfinished=True)
 
     async def choose(self, index: int) -> None:
         """Click on one of the pictures of a request."""
@@ -150,17 +152,40 @@ def test_buttons_speak_of_the_whole_picture_that_is_shown_and_never_of_another(s
         page.stop()
         await page.rest(painting)
         assert "Stopped" in page.caption
-        assert {name: page.shown[name] for name in OF_PICTURE} == whole
+        assert "Seed: 4" in page.shown["parameters"]
+        assert can_be_used(page) == {True}
+        assert page.shown["picture"] != whole["picture"]
 
     tell(server, story)
 
 
-def test_a_preview_of_what_comes_to_nothing_goes_where_there_is_no_picture(server: RunningServer) -> None:
+def test_stop_keeps_the_unfinished_picture(server: RunningServer) -> None:
+    async def story(page: Page) -> None:
+        painting = page.ask(steps=LONG)
+        await page.until(painting, lambda: re.search(rf"step [1-9]\d* of {LONG}", page.caption))
+        page.stop()
+        await page.until(painting, lambda: STOPPING in page.caption or "Stopped" in page.caption)
+        await page.rest(painting)
+        [steps] = re.findall(rf"Stopped at step (\d+) of {LONG}. It is not finished.", page.caption)
+        assert 0 < int(steps) < int(LONG)
+        assert f"Interrupted after: {steps}," in page.shown["parameters"]
+        assert decode_image(Path(page.shown["picture"]).read_bytes()).width_px == 64
+        assert len(page.shown["gallery"]["value"]) == 1
+        form, notes = settings_of(page.shown["parameters"], await page.server.models())
+        assert form.seed == "3"
+        assert any(f"interrupted after {steps} of {LONG} steps" in note for note in notes)
+
+    tell(server, story)
+
+
+def test_second_stop_does_not_wait_for_the_unfinished_picture(server: RunningServer) -> None:
     async def story(page: Page) -> None:
         painting = page.ask(steps=LONG)
         await page.until(painting, lambda: page.shown.get("picture"))
         page.stop()
+        page.stop()
         await page.rest(painting)
+        assert "Stopped at step" in page.caption
         assert page.shown["picture"] is None
         assert not any(page.shown[name]["interactive"] for name in BUTTONS)
 

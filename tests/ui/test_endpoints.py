@@ -80,6 +80,26 @@ def test_these_endpoints_are_named_and_no_others(page: Client) -> None:
     assert told["unnamed_endpoints"] == {}
 
 
+def test_types_and_names_of_the_endpoints_are_those_of_their_values(page: Client, page_server: RunningServer) -> None:
+    endpoints: Any = page.view_api(print_info=False, return_format="dict")["named_endpoints"]
+    for name, endpoint in endpoints.items():
+        labels = [value["label"] for value in (*endpoint["parameters"], *endpoint["returns"])]
+        assert not [label for label in labels if label.startswith(("value_", "parameter_"))], name
+    parameters = {each["parameter_name"]: each for each in endpoints["/generate"]["parameters"]}
+    types = {name: each["python_type"]["type"] for name, each in parameters.items()}
+    assert "Literal['']" not in [types[name] for name in ("sampler", "model")]
+    assert "'ddim'" in types["sampler"]
+    assert types["model"] == "Literal['', 'embedded']"
+    assert {types[name] for name in ("steps", "seed", "variation_seed", "clip_skip", "best_of")} == {"int | None"}
+    assert {types[name] for name in ("guidance", "strength", "eta", "switch_at")} == {"float | None"}
+    assert types["count"] == "int"
+    assert {parameters[name]["parameter_default"] for name in ("steps", "seed", "guidance")} == {None}
+    [samplers] = [each for each in endpoints["/experiment"]["parameters"] if each["parameter_name"] == "samplers"]
+    assert "'euler'" in samplers["python_type"]["type"]
+    [sampler] = [value for value in endpoints["/read_parameters"]["returns"] if value["label"] == "Sampler"]
+    assert "'ddim'" in sampler["python_type"]["type"]
+
+
 def test_generate_shows_previews_and_ends_with_the_very_file_of_the_server(
     page: Client, page_server: RunningServer
 ) -> None:
@@ -192,6 +212,15 @@ def test_an_experiment_that_cannot_be_painted_says_why(page: Client, fields: dic
     ):
         assert 'role="alert"' in told
         assert sentence in told
+
+
+def test_numbers_may_be_sent_as_numbers(page: Client, page_server: RunningServer) -> None:
+    fields: dict[str, Any] = {"steps": 3, "seed": 7, "guidance": 2.5, "sampler": "ddim", "eta": 0.5}
+    painted = Painted(*page.predict("a crown", **fields, api_name="/generate"))
+    [file] = files_of(
+        page_server.paint("a crown", num_steps=3, seed=7, guidance_scale=2.5, sampler="ddim", eta=0.5, size="128x128")
+    )
+    assert file_in(painted.picture).read_bytes() == file
 
 
 @pytest.mark.parametrize("way", ["cancel", "close"])

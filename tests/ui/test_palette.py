@@ -32,6 +32,8 @@ def test_words_that_the_model_was_never_taught_are_named() -> None:
     assert unknown_in("Four dogs", embedded()) == ("four",)
     assert unknown_in("a fox next to a cactus on the beach", embedded()) == ()
     assert unknown_in("an astronaut", None) == ()
+    assert unknown_in("a fox BREAK a (cactus:-1)", embedded()) == ()
+    assert unknown_in("an (astronaut:1000)", embedded()) == (), "a weight that is not allowed may be half written"
     assert unknown_in("two gifts and a robot <lora:gift:0.8>", embedded()) == ("robot",)
     assert unknown_in("a gift", embedded(), "sepia, gift:0.5") == () != unknown_in("a gift", embedded(), "gift:")
 

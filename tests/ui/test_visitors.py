@@ -127,6 +127,16 @@ def test_only_a_token_that_cannot_be_guessed_finds_anything(token: str | None) -
     asyncio.run(story())
 
 
+def test_a_token_finds_nothing_with_another_key() -> None:
+    async def story() -> None:
+        visitors = Visitors()
+        mine = visitors.arrive("mine", TOKEN, "key-1")
+        assert visitors.arrive("again", TOKEN, "key-1") is mine
+        assert visitors.arrive("other", TOKEN, "key-2") is not mine
+
+    asyncio.run(story())
+
+
 def test_who_has_nothing_is_soon_forgotten_and_others_are_not() -> None:
     async def story() -> None:
         visitors = Visitors(grace_s=GRACE_S)

@@ -10,8 +10,9 @@ from typing import Any, Final
 import gradio as gr
 import msgspec
 
+from diffserve import images
+from diffserve.decoders import ImageReader
 from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest
-from diffserve.images import decode_image
 from diffserve.infotext import parse_infotext
 from ui import captions
 from ui.create.layout import CreateTab, Fields
@@ -22,7 +23,7 @@ from ui.create.view import Screen, Update, follow, resume, shown
 from ui.events import PRIVATE, SILENT, called_with
 from ui.files import MAX_NAME_CHARS, PageFiles
 from ui.server import Models, Server, sentence
-from ui.visitors import Visitors, ask_for_visitor
+from ui.visitors import Visitors, ask_for_visitor, decoded
 
 CALLED: Final = {"num_images": "count"}
 """Fields that those who paint by gradio's client know by another name."""
@@ -129,8 +130,8 @@ class CreateHandlers:
             yield update
 
     async def stop(self, request: gr.Request) -> None:
-        """End everything of this visitor, and of nobody else."""
-        self._visitors.of(request.session_hash).stop()
+        """End all paintings of this visitor, and keep the unfinished pictures."""
+        self._visitors.of(request.session_hash).stop(keeps_unfinished=True)
 
     async def look_back(self, chosen: gr.SelectData, request: gr.Request) -> list[Update]:
         """Show a picture of the gallery again."""
@@ -169,7 +170,7 @@ class CreateHandlers:
             if not file:
                 raise InvalidRequest("There is no picture; choose one.", param="image")
             models = await self._server.models()
-            form, notes = await asyncio.to_thread(_read_once, Path(file), models)
+            form, notes = await decoded(request, lambda decoder: _read_once(Path(file), models, decoder))
         except (DiffserveError, OSError) as error:
             said = captions.status(sentence(error), is_error=True)
             return [*[gr.skip()] * len(FORM_FIELDS), gr.skip(), said]
@@ -186,18 +187,19 @@ class CreateHandlers:
         try:
             if not file:
                 raise InvalidRequest("There is no picture; choose one.", param="image")
-            kept, said = await asyncio.to_thread(_keep_control, Path(file), self._server.files)
+            files = self._server.files
+            kept, said = await decoded(request, lambda decoder: _keep_control(Path(file), files, decoder))
         except (DiffserveError, OSError) as error:
             return [gr.skip(), captions.status(sentence(error), is_error=True)]
         self._visitors.of(request.session_hash).control = kept
         return [said, gr.skip()]
 
 
-def _keep_control(file: Path, files: PageFiles) -> tuple[Path, str]:
-    """Where an upload that is a picture lies from now on, and what to say of it."""
+def _keep_control(file: Path, files: PageFiles, reader: ImageReader) -> tuple[Path, str]:
+    """Keep an uploaded image; return its place and what to show of it."""
     data = file.read_bytes()
     file.unlink(missing_ok=True)
-    picture = decode_image(data)
+    picture = reader.decode_image(data)
     return files.write(data, file.name), f"{file.name[:MAX_NAME_CHARS]}, {picture.width_px}x{picture.height_px}"
 
 
@@ -239,17 +241,19 @@ def _alone(pictures: Sequence[FinishedPicture], index: object) -> list[Update]:
     return Screen().draw(**shown(picture), caption=captions.picture_caption(picture))
 
 
-def _read_once(file: Path, models: Models) -> tuple[Form, tuple[str, ...]]:
-    """What an uploaded ``file``, which is removed, puts into the fields, and why it may come out otherwise."""
+def _read_once(file: Path, models: Models, reader: ImageReader) -> tuple[Form, tuple[str, ...]]:
+    """Return what an uploaded ``file``, which is removed, puts into the fields, and why the result may differ."""
     data = file.read_bytes()
     file.unlink(missing_ok=True)
-    return settings_in(data, models)
+    return settings_in(data, models, reader)
 
 
-def settings_in(data: bytes, models: Models) -> tuple[Form, tuple[str, ...]]:
-    """What the picture file ``data`` puts into the fields, and why it may come out otherwise. InvalidRequest. Takes a
-    while: call it in a thread."""
-    return settings_of(infotext_of(data), models)
+def settings_in(data: bytes, models: Models, reader: ImageReader = images) -> tuple[Form, tuple[str, ...]]:
+    """Return what the image file ``data`` puts into the fields, and why the result may differ.
+
+    Takes a while: call it in a thread. Raises InvalidRequest.
+    """
+    return settings_of(infotext_of(data, reader), models)
 
 
 def settings_of(infotext: str, models: Models) -> tuple[Form, tuple[str, ...]]:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Final, cast
 
 import msgspec
 
@@ -15,6 +15,7 @@ from diffserve.client import (
     AsyncStream,
     CompletedImage,
     ImageEvent,
+    Lora,
     LostImage,
     PartialImage,
     Progress,
@@ -22,11 +23,14 @@ from diffserve.client import (
 )
 from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, QueueFull
 from diffserve.images import read_infotext
-from diffserve.infotext import seeds_told
+from diffserve.infotext import parse_infotext, seeds_told
 from ui.create.advance import Advance
 from ui.create.parameters import CheckedForm, Form, StartFile, order_of, sampler_of
 from ui.fields import as_labelled, seeds_named, told
 from ui.server import LONGEST_WAIT_S, LOOK_AGAIN_S, PATIENCE_S, Server, sentence, whole
+
+STOP_S: Final = 60.0
+"""Seconds that the page waits for unfinished pictures after Stop."""
 
 log = logging.getLogger("diffserve.page")
 
@@ -42,6 +46,7 @@ class FinishedPicture(msgspec.Struct, frozen=True):
     number    which of its request, from 0
     begun     what it began from, where that was not noise
     variation_seed  towards whose noise it was varied, ``None`` where it was not
+    stopped   "step 5 of 20" where it was stopped there, and is not finished
     """
 
     path: Path
@@ -55,6 +60,7 @@ class FinishedPicture(msgspec.Struct, frozen=True):
     number: int = 0
     begun: str = ""
     variation_seed: int | None = None
+    stopped: str = ""
 
     @property
     def facts(self) -> str:
@@ -102,6 +108,7 @@ class Painting:
         self._server = server
         self._changed = changed
         self._started_s = time.monotonic()
+        self._interrupting: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._run(), name="painting")
 
     @property
@@ -149,11 +156,31 @@ class Painting:
         going = [progress for index, progress in self._progress.items() if index not in self._done]
         return max(going, key=lambda progress: (progress.steps or 0) - (progress.step or 0), default=None)
 
-    def stop(self) -> None:
-        """Hang up; the server ends the work at its next step."""
-        if not self._task.done():
-            self.was_stopped = True
+    def stop(self, *, keeps_unfinished: bool = False) -> None:
+        """End the work at the server's next step.
+
+        Args:
+            keeps_unfinished: Wait for the unfinished pictures, if a step is done; a second call does not wait.
+        """
+        if self._task.done():
+            return
+        waits = keeps_unfinished and bool(self._progress) and not self.was_stopped
+        self.was_stopped = True
+        if waits:
+            self._interrupting = asyncio.create_task(self._interrupt(), name="interrupting")
+            self._changed(None)
+        else:
             self._task.cancel()
+
+    async def _interrupt(self) -> None:
+        """Ask the server to end the request early, and wait for the unfinished pictures."""
+        request_id = next(iter(self._progress.values())).id
+        try:
+            if await self._server.client.interrupt(request_id):
+                await asyncio.wait([self._task], timeout=STOP_S)
+        except DiffserveError as error:
+            log.warning("a painting could not be interrupted: %s", error.message)
+        self._task.cancel()
 
     async def wait(self) -> None:
         """Until it is over. Never raises what went wrong."""
@@ -236,6 +263,7 @@ class Painting:
         prompt = event.revised_prompt or self.asked.prompt
         infotext, sampler = await asyncio.to_thread(_own_words, event.file)
         seeds = seeds_named(event.seed, event.variation_seed)
+        num_steps = await asyncio.to_thread(_interrupted_after, infotext)
         path = await self._file(event.file, f"{prompt[:40]}-{seeds}.{event.output_format}")
         sampler = sampler or event.sampler
         steps = f"{event.num_inference_steps} step{'s' if event.num_inference_steps != 1 else ''}"
@@ -253,7 +281,7 @@ class Painting:
                     sampler,
                     f"guidance {event.guidance_scale:g}",
                     event.size,
-                    *(f"{one.name} {one.scale:g}" for one in event.loras),
+                    *map(_lora_label, event.loras),
                     *(() if event.strength is None else (f"strength {event.strength:g}",)),
                     *told(self.asked.fields),
                 )
@@ -261,6 +289,7 @@ class Painting:
             number=event.image_index,
             begun="" if event.similarity is None else _begun(event.similarity, event.skipped_steps),
             variation_seed=event.variation_seed,
+            stopped=f"step {num_steps} of {event.num_inference_steps}" if num_steps else "",
         )
 
     async def _file(self, data: bytes, name: str) -> Path:
@@ -275,6 +304,18 @@ def _numbered(indices: Sequence[int]) -> str:
     """ "Picture 2", "Pictures 1, 2 and 4"."""
     *others, last = (str(index + 1) for index in indices)
     return f"Pictures {', '.join(others)} and {last}" if others else f"Picture {last}"
+
+
+def _lora_label(lora: Lora) -> str:
+    return f"{lora.name} {lora.scale:g}" + ("" if lora.unet_scale is None else f":{lora.unet_scale:g}")
+
+
+def _interrupted_after(infotext: str) -> str:
+    """Return after how many steps a picture was interrupted; "" for a finished one."""
+    try:
+        return parse_infotext(infotext).fields.get("Interrupted after", "")
+    except InvalidRequest:
+        return ""
 
 
 def _own_words(file: bytes) -> tuple[str, str | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import gradio as gr
@@ -90,10 +91,12 @@ def unknown_in(prompt: str, world: World | None, loras: str = "") -> tuple[str, 
     prompt = prompt[:MAX_LOOKED_AT_CHARS]
     try:
         text, tagged = read_tags(prompt)
-        named = [lora.name for lora in (*tagged, *read_list(loras))]
+        names = [lora.name.rpartition("/")[2] for lora in (*tagged, *read_list(loras))]
     except InvalidRequest:  # half written
-        text, named = prompt, []
-    return unknown_words(text, (*world.words, *named, *map(plural, named)))
+        text, names = prompt, []
+    with suppress(InvalidRequest):
+        return unknown_words(text, (*world.words, *names, *map(plural, names)))
+    return ()
 
 
 def said_of(words: Sequence[str]) -> str:

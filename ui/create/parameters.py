@@ -9,11 +9,14 @@ from typing import Any, Final, Literal, cast
 
 import msgspec
 
+from diffserve import images
 from diffserve.client import ImageCapabilities, StreamedImageFields
 from diffserve.controlnets import MAX_SCALE, PASSED_THROUGH, Control
+from diffserve.decoders import ImageReader
 from diffserve.errors import InvalidRequest
-from diffserve.images import read_infotext
-from diffserve.infotext import RNG_LABELS, parse_infotext
+from diffserve.folder_names import names_for
+from diffserve.infotext import parse_infotext
+from diffserve.infotext_recipe import KEYS, REQUEST_FIELDS, is_enlarged
 from diffserve.loras import read_list
 from diffserve.sizes import parse_size
 from diffserve.types import MAX_GUIDANCE, MAX_PROMPT_CHARS, NoiseSource
@@ -157,16 +160,17 @@ def order_of(
 
 
 def _loras(text: str | None, image: ImageCapabilities) -> list[dict[str, Any]]:
-    """Adapters as the server takes them, from "NAME:SCALE, NAME". Raises InvalidRequest for one that is not there."""
-    found = read_list(text or "")
-    for lora in found:
-        if lora.name in image.refused_loras:
-            said = f"The adapter {lora.name!r} cannot be used: {image.refused_loras[lora.name]}"
-            raise InvalidRequest(said, param="loras")
-        if lora.name not in image.loras:
-            there = f"there are {', '.join(image.loras[:12])}." if image.loras else "none are served here."
-            raise InvalidRequest(f"There is no adapter {lora.name!r}; {there}", param="loras")
-    return [msgspec.structs.asdict(lora) for lora in found]
+    """Read adapters from "NAME:SCALE, NAME" as the server takes them. Raises InvalidRequest for an unusable one."""
+    loras = read_list(text or "")
+    for lora in loras:
+        if names_for(lora.name, image.loras):  # of several with this name the server tells
+            continue
+        for name in names_for(lora.name, image.refused_loras):
+            message = f"The adapter {lora.name!r} cannot be used: {image.refused_loras[name]}"
+            raise InvalidRequest(message, param="loras")
+        there = f"there are {', '.join(image.loras[:12])}." if image.loras else "none are served here."
+        raise InvalidRequest(f"There is no adapter {lora.name!r}; {there}", param="loras")
+    return [msgspec.to_builtins(lora) for lora in loras]
 
 
 def _controls(form: Form, image: ImageCapabilities, picture: bytes | None) -> list[dict[str, Any]]:
@@ -174,7 +178,7 @@ def _controls(form: Form, image: ImageCapabilities, picture: bytes | None) -> li
     name = (form.control or "").strip()
     if not name:
         return []
-    if name not in image.controlnets:
+    if not names_for(name, image.controlnets):
         there = f"there are {', '.join(image.controlnets[:12])}." if image.controlnets else "none are served here."
         raise InvalidRequest(f"There is no ControlNet {name!r}; {there}", param="controlnets")
     if picture is None:
@@ -184,7 +188,9 @@ def _controls(form: Form, image: ImageCapabilities, picture: bytes | None) -> li
     start, end = read_interval(form.control_steps, "controlnets", "ControlNet's part") or (0.0, 1.0)
     strength, preprocessor = 1.0 if scale is None else scale, form.preprocessor or PASSED_THROUGH
     found = Control(name, strength, start, end, preprocessor, resize=True)
-    return [{key: value for key, value in msgspec.structs.asdict(found).items() if key != "image"} | {"image": picture}]
+    left_out = ("image", "thresholds", "resolution")
+    fields = {key: value for key, value in msgspec.structs.asdict(found).items() if key not in left_out}
+    return [fields | {"image": picture}]
 
 
 def size_of(aspect: str, image: ImageCapabilities) -> tuple[int, int]:
@@ -215,10 +221,12 @@ def sampler_labels(image: ImageCapabilities) -> list[tuple[str, str]]:
     return [(f"Model's own ({named})", ""), *((choice.label, choice.name) for choice in image.samplers)]
 
 
-def infotext_of(data: bytes) -> str:
-    """The parameters in the picture file ``data``, which takes a while: call it in a thread. InvalidRequest where it is
-    no picture or does not say."""
-    text = read_infotext(data)
+def infotext_of(data: bytes, reader: ImageReader = images) -> str:
+    """Return the parameters in the image file ``data``.
+
+    Takes a while: call it in a thread. Raises InvalidRequest where it is no image or has none.
+    """
+    text = reader.read_infotext(data)
     if not text:
         raise InvalidRequest(
             "This picture does not say how it was painted; choose a PNG as it was downloaded, not an edited copy.",
@@ -239,7 +247,7 @@ def form_of(infotext: str, image: ImageCapabilities | None) -> Form:
     quality, steps = _named(fields.get("Steps"), Form(prompt=None).quality, counts)
     aspect, size = _named(fields.get("Size"), Form(prompt=None).aspect, sizes)
     unsaid = {""} if "Similarity" in fields else {"", "Similarity threshold"}
-    unsaid |= {TYPED[name].infotext for name in _refused(fields, image)}
+    unsaid |= {KEYS[name] for name in _refused(fields, image)}
     return Form(
         prompt=read.prompt,
         negative_prompt=read.negative_prompt,
@@ -252,16 +260,16 @@ def form_of(infotext: str, image: ImageCapabilities | None) -> Form:
         size=size,
         seed=fields.get("Seed"),
         spacing=_spacing(fields),
-        strength=None if _is_enlarged(fields) else fields.get("Denoising strength"),
-        typed={name: fields.get(one.infotext) for name, one in TYPED.items() if one.infotext not in unsaid},
-        noise_source=next((name for name, label in RNG_LABELS.items() if label == fields.get("RNG")), None),
+        strength=None if is_enlarged(read) else fields.get("Denoising strength"),
+        typed={name: fields.get(KEYS.get(name, "")) for name in TYPED if KEYS.get(name, "") not in unsaid},
+        noise_source=REQUEST_FIELDS["RNG"].read(fields.get("RNG", "")),
     )
 
 
 def doubts(infotext: str, image: ImageCapabilities) -> tuple[str, ...]:
     """Why painting ``infotext`` again may give another picture; nothing where nothing speaks for that."""
     read = parse_infotext(infotext)
-    found = []
+    found = [*read.warnings]
     digest, spacing = read.fields.get("Model hash"), read.fields.get("Spacing")
     if digest and image.digest and digest not in image.digest:  # a model that is not loaded says none
         name = read.fields.get("Model", digest)
@@ -273,7 +281,10 @@ def doubts(infotext: str, image: ImageCapabilities) -> tuple[str, ...]:
             f"It began from a kept picture of a prompt {read.fields['Similarity'][:8]} similar, without "
             f"{read.fields.get('Skipped steps', '0')[:8]} steps; that picture is not in the file: expect another one."
         )
-    if _is_enlarged(read.fields):
+    if "Interrupted after" in read.fields:
+        steps = f"{read.fields['Interrupted after'][:8]} of {read.fields.get('Steps', '?')[:8]} steps"
+        found.append(f"It was interrupted after {steps}: expect the finished picture.")
+    if is_enlarged(read):
         found.append(
             "It was enlarged in a second pass (hires fix), which is not done here: expect it as it was before."
         )
@@ -299,20 +310,16 @@ def sampler_of(infotext: str) -> str | None:
     return _sampler(parse_infotext(infotext).fields, None)
 
 
-def _is_enlarged(fields: Mapping[str, str]) -> bool:
-    return "Hires upscale" in fields or "Hires resize" in fields
-
-
 def _refused(fields: Mapping[str, str], image: ImageCapabilities | None) -> list[str]:
     """What is told in the parameters ``fields`` of a picture and refused by ``image``, by its names in ``TYPED``."""
     refused = () if image is None else image.refused_fields
-    said = {name: fields[one.infotext] for name, one in TYPED.items() if name in refused and one.infotext in fields}
-    return [name for name, value in said.items() if value != TYPED[name].placeholder]
+    recorded = {name: fields[KEYS[name]] for name in TYPED if name in refused and KEYS.get(name) in fields}
+    return [name for name, value in recorded.items() if value != TYPED[name].placeholder]
 
 
 def _spacing(fields: Mapping[str, str]) -> str | None:
-    spacing = fields.get("Spacing", "").strip()
-    return spacing if spacing in SPACINGS else None
+    spacing: str | None = REQUEST_FIELDS["Spacing"].read(fields.get("Spacing", ""))
+    return spacing
 
 
 def _named(said: str | None, default: str | None, meant: Mapping[str, str]) -> tuple[str | None, str | None]:

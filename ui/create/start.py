@@ -16,15 +16,16 @@ from urllib.parse import quote
 import gradio as gr
 import msgspec
 
+from diffserve.decoders import ImageReader
 from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest
-from diffserve.images import decode_image, encode_image, resize
+from diffserve.images import encode_image, resize
 from ui.captions import status
 from ui.create.parameters import StartFile
 from ui.events import PRIVATE, SILENT
 from ui.fields import read_number
 from ui.server import Server, sentence
 from ui.uploads import keep_no_copies
-from ui.visitors import Visitors
+from ui.visitors import Visitors, decoded
 
 MAX_MARKS_CHARS: Final = 900_000
 MAX_START_BYTES: Final = 4_000_000
@@ -92,7 +93,7 @@ def lay_out() -> StartPanel:
         )
         remove = gr.Button("Begin from noise", size="sm", visible=False, elem_id="start-remove")
         said = gr.HTML(elem_id="start-said")
-    return StartPanel(panel, choose, editor, strength, remove, said, gr.Textbox("", visible=False))
+    return StartPanel(panel, choose, editor, strength, remove, said, gr.Textbox("", label="Marks", visible=False))
 
 
 def shown(picture: Path | None, trouble: str | None = None) -> list[Update]:
@@ -137,7 +138,7 @@ class Starting:
                 most_px = max(image.max_side_px for image in (models.image, *models.others.values()))
             except EngineUnavailable:  # the server brings it to its own size
                 most_px = None
-            data, name = await asyncio.to_thread(_read_once, Path(file), most_px)
+            data, name = await decoded(request, lambda decoder: _read_once(Path(file), most_px, decoder))
             path = await asyncio.to_thread(self._server.files.write, data, name)
         except (DiffserveError, OSError) as error:
             return [gr.skip()] * 3 + [status(sentence(error), is_error=True)]
@@ -188,11 +189,13 @@ def start_of(marks: str | None, strength: str | None, picture: Path | None) -> S
     return StartFile(path=picture, mask=mask, strength=read_number(strength, "strength", 1.0))
 
 
-def _read_once(file: Path, most_px: int | None) -> tuple[bytes, str]:
-    """The picture in ``file``, which is removed, with no side above ``most_px``, as a PNG or, where that is
-    large, a JPEG, and its name. InvalidRequest."""
+def _read_once(file: Path, most_px: int | None, reader: ImageReader) -> tuple[bytes, str]:
+    """Read the image in ``file``, which is removed; return it as a file with no side above ``most_px``, and a name.
+
+    The file is a PNG or, where that is large, a JPEG. Raises InvalidRequest.
+    """
     try:
-        picture = decode_image(file.read_bytes(), name="The picture")
+        picture = reader.decode_image(file.read_bytes(), name="The picture")
     finally:
         file.unlink(missing_ok=True)
     longest = max(picture.width_px, picture.height_px)

@@ -98,7 +98,7 @@ def add_experiment(server: Server, page: gr.Blocks, tab: gr.Tab) -> None:
     with gr.Row(elem_id="exp"):
         with gr.Column(scale=2, min_width=300, elem_id="exp-form"):
             fields, held_out = _fields()
-            estimate = _html("exp-estimate", SAID, status(UNKNOWN_YET))
+            estimate = _html("exp-estimate", "Estimate", SAID, status(UNKNOWN_YET))
             with gr.Row(elem_id="exp-buttons"):
                 run = gr.Button("Run", variant="primary", elem_id="exp-run")
                 stop = gr.Button("Stop", variant="stop", elem_id="exp-stop", visible="hidden")
@@ -158,19 +158,19 @@ def _fields() -> tuple[ExperimentFields, gr.Button]:
 
 
 def _outputs(run: gr.Button, stop: gr.Button) -> ExperimentOutputs:
-    said = _html("exp-status", SAID, status(NOTHING_YET))
-    grid = _html("exp-grid", GRID)
-    over_steps = _html("exp-curves-steps", CURVES)
-    over_seconds = _html("exp-curves-seconds", CURVES)
+    said = _html("exp-status", "Status", SAID, status(NOTHING_YET))
+    grid = _html("exp-grid", "Grid", GRID)
+    over_steps = _html("exp-curves-steps", "Curves over steps", CURVES)
+    over_seconds = _html("exp-curves-seconds", "Curves over seconds", CURVES)
     with gr.Row(elem_id="exp-files"):
         csv = gr.DownloadButton("Download CSV", size="sm", scale=0, min_width=140, visible=False, elem_id="exp-csv")
         png = gr.DownloadButton("Download PNG", size="sm", scale=0, min_width=140, visible=False, elem_id="exp-png")
     return ExperimentOutputs(said, grid, over_steps, over_seconds, csv, png, run, stop)
 
 
-def _html(name: str, looks: str, value: str = "") -> gr.HTML:
-    """A part that is written as HTML, with looks of its own."""
-    return gr.HTML(value, elem_id=name, css_template=looks, apply_default_css=False)
+def _html(name: str, label: str, looks: str, value: str = "") -> gr.HTML:
+    """Return a part that is written as HTML, with its own looks; scripts see ``label``."""
+    return gr.HTML(value, label=label, elem_id=name, css_template=looks, apply_default_css=False)
 
 
 def _connect(

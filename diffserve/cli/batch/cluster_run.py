@@ -22,6 +22,7 @@ from diffserve.cli.batch.shard_worker import ShardJob, ShardTold, ShardWorker
 from diffserve.cli.batch.shards import ShardFolder
 from diffserve.cli.generate import note
 from diffserve.cli.outputs import write_output
+from diffserve.cluster.ray_calls import METRIC_PORTS, NO_PORT
 from diffserve.errors import ConfigError, DiffserveError
 from diffserve.settings import ENV_PREFIX, PROFILES, Flag
 
@@ -212,6 +213,8 @@ def _bulk(address: str | None) -> PaintShards:
     if address is None:  # Ray reads these as it is loaded
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # else it is on an address that others reach
         os.environ.setdefault("RAY_enable_metrics_collection", "0")
+        for name in METRIC_PORTS:
+            os.environ.setdefault(name, NO_PORT)
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     try:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import base64
+import codecs
 import hashlib
+import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -52,14 +56,40 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
         return [f"{self.id}-{index + 1}{suffix}" for index in range(count)]
 
 
-def read_lines(path: Path) -> list[Line]:
-    """All lines of ``path`` but empty ones: text for ``.txt``, JSON for any other. What is wrong with a line stands in
-    it. Raises InvalidRequest where the file cannot be read, or holds none."""
-    return [line for _, line in stream_lines(path)]
+@contextmanager
+def standard_input() -> Iterator[Path]:
+    """Keep the lines of standard input in a temporary file for the length of the block, and return its path.
+
+    It is named as text where its first line is neither an object nor a text in quotes.
+    """
+    data = sys.stdin.buffer.read()
+    if not data.strip():
+        raise InvalidRequest("standard input holds no prompt; write one a line.", param="prompts")
+    is_json = data.removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b'"')
+    with tempfile.TemporaryDirectory(prefix="diffserve-batch-") as folder:
+        path = Path(folder) / ("standard-input.jsonl" if is_json else "standard-input.txt")
+        path.write_bytes(data)
+        yield path
 
 
-def stream_lines(path: Path) -> Iterator[tuple[bytes, Line]]:
-    """The same one by one, each behind its row of the file: of a hundred thousand, two are in memory at a time."""
+def read_lines(path: Path, folder: Path | None = None) -> list[Line]:
+    """Return all lines of ``path`` but empty ones: text for ``.txt``, JSON for any other.
+
+    Args:
+        path: The file.
+        folder: The folder that the pictures of the lines are relative to; that of ``path`` where it is left out.
+
+    Raises:
+        InvalidRequest: The file cannot be read, or has no line. What is wrong with one line is its ``error``.
+    """
+    return [line for _, line in stream_lines(path, folder)]
+
+
+def stream_lines(path: Path, folder: Path | None = None) -> Iterator[tuple[bytes, Line]]:
+    """Yield each line of ``path`` as ``read_lines`` returns it, after its row of the file.
+
+    Of a hundred thousand lines, two are in memory at a time.
+    """
     width = len(str(max((number for number, _ in _rows(path)), default=0)))
     if width == 1 and next(_rows(path), None) is None:
         raise InvalidRequest(f"{str(path)!r} holds no prompt; write one a line.", param="prompts")
@@ -67,7 +97,7 @@ def stream_lines(path: Path) -> Iterator[tuple[bytes, Line]]:
     for number, row in _rows(path):
         own = f"{number:0{width}d}"
         try:
-            line = line_of(row, number, own, path)
+            line = line_of(row, number, own, path, folder)
             if twice := [file for file in line.names() if file in taken]:
                 said = f"its file would be {twice[0]!r}, which line {taken[twice[0]]} is; give another id."
                 raise InvalidRequest(said, param="id")
@@ -77,11 +107,11 @@ def stream_lines(path: Path) -> Iterator[tuple[bytes, Line]]:
         yield row, line
 
 
-def line_of(row: bytes, number: int, own: str, path: Path) -> Line:
+def line_of(row: bytes, number: int, own: str, path: Path, folder: Path | None = None) -> Line:
     """The line that ``row`` is, called ``own`` where it says no id. Raises DiffserveError for what is wrong with it."""
     fields = {"prompt": row.decode()} if path.suffix.lower() == ".txt" else _fields_in(row.decode())
     name = _name_in(fields) or own
-    fields = {name: _picture(value, path.parent, name) for name, value in fields.items()}
+    fields = {name: _picture(value, folder or path.parent, name) for name, value in fields.items()}
     digest = hashlib.sha256(msgspec.json.encode(fields, order="deterministic")).hexdigest()[:16]
     return Line(number=number, id=name, digest=digest, fields=fields | OURS)
 
@@ -114,7 +144,9 @@ def _fields_in(row: str) -> dict[str, Any]:
         said = "the line is neither an object nor a text; write an object with a prompt."
         raise InvalidRequest(said, code="invalid_json")
     fields = {name: value for name, value in fields.items() if value is not None}
-    if "image" not in fields and not (isinstance(fields.get("prompt"), str) and fields["prompt"].strip()):
+    if not {"image", "infotext"} & fields.keys() and not (
+        isinstance(fields.get("prompt"), str) and fields["prompt"].strip()
+    ):
         raise InvalidRequest("the line has no prompt; say what to paint.", param="prompt", code="empty_prompt")
     return fields
 

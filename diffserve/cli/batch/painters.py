@@ -20,13 +20,14 @@ from diffserve.client import Progress as Moment
 from diffserve.config import ServeConfig
 from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, ModelNotFound, QueueFull
 from diffserve.provenance import Marks
-from diffserve.service.http.bodies import parse
 from diffserve.service.images.answers import delivery, image_entry, recipe
 from diffserve.service.images.edit_schemas import EditBody
 from diffserve.service.images.edits import read_start
 from diffserve.service.images.painting import CheckedImages, plan_painting
 from diffserve.service.images.pictures_in import picture_bytes
+from diffserve.service.images.repeating import read_repeated
 from diffserve.service.images.schemas import GenerateBody
+from diffserve.service.models import refused_fields
 from diffserve.service.safety import Safety
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ class LocalPainter:
         painting = self._plan(fields)
         with _judged():
             if self._safety is not None:
-                self._safety.check_prompt(painting.request.prompt)
+                self._safety.check_texts(painting.request.texts)
         while not self._stopped.is_set():
             try:
                 return self._follow(painting, tell)
@@ -173,11 +174,12 @@ class LocalPainter:
 
     def _plan(self, fields: Mapping[str, Any]) -> CheckedImages:
         kind: type[GenerateBody] = EditBody if "image" in fields else GenerateBody
-        body, start = parse(kind, msgspec.json.encode(fields)), None
-        if isinstance(body, EditBody):
-            read, start = read_start(body)
-            body = read
         info = self._engine.info
+        refused = refused_fields(info, keeps_latents=True)
+        body = read_repeated(kind, msgspec.json.encode(fields), [info.model_id], lambda _: refused)
+        start = None
+        if isinstance(body, EditBody):
+            body, start = read_start(body)
         if body.model not in (None, info.model_id):
             said = f"the model is {body.model!r}, and {info.model_id!r} paints this batch; leave it out."
             raise ModelNotFound(said, param="model")

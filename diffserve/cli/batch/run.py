@@ -45,6 +45,7 @@ def run(
     model: str | None,
     config: str | None,
     flags: Mapping[str, Flag],
+    folder: Path | None = None,
 ) -> int:
     """Paint every line of ``prompts`` into the folder ``output``; 0 where all are painted, 1 where some failed.
 
@@ -53,7 +54,7 @@ def run(
     check_concurrency(concurrency)
     if server:
         refuse_placement({**flags, "": Flag("--config", config)})
-    lines = read_lines(prompts)
+    lines = read_lines(prompts, folder)
     console = Console(stderr=True, highlight=False)
     with Manifest.open(output, lines) as manifest:
         missing = [line for line in lines if line.number not in manifest.painted]

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast, get_args
 
 import typer
 
 from diffserve.cli.options import (
     ConfigOption,
+    ControlNetDirOption,
+    DataDirOption,
     DeviceMapOption,
     DeviceOption,
     DtypeOption,
+    EmbeddingsOption,
+    LoraDirOption,
     ModelOption,
     OffloadOption,
+    ServerOption,
     TextEncoderOption,
     VAEOption,
     placement_flags,
 )
+from diffserve.errors import InvalidRequest
 
 
 def doctor(
@@ -29,6 +35,7 @@ def doctor(
     device_map: DeviceMapOption = None,
     vae: VAEOption = None,
     text_encoder: TextEncoderOption = None,
+    data_dir: DataDirOption = None,
     gpu: Annotated[
         str | None,
         typer.Option(help="Work out the least time of a step on this GPU, here or not: h100, l4, rtx4090..."),
@@ -36,10 +43,43 @@ def doctor(
 ) -> int:
     """Say what was found: device, precision, model, the memory each part needs, and where each setting comes from."""
     from diffserve.cli.doctor import run
-    from diffserve.settings import load_settings
+    from diffserve.settings import Flag, load_settings
 
     flags = placement_flags(device, dtype, offload, device_map, vae, text_encoder)
+    flags["serve.data_dir"] = Flag("--data-dir", data_dir)
     return run(load_settings(model=model, config=config, flags=flags), gpu)
+
+
+def list_names(
+    kind: Annotated[
+        str, typer.Argument(help="samplers, models, loras, controlnets, embeddings or styles.", metavar="KIND")
+    ],
+    server: ServerOption = None,
+    model: ModelOption = None,
+    config: ConfigOption = None,
+    lora_dir: LoraDirOption = None,
+    controlnet_dir: ControlNetDirOption = None,
+    embeddings_dir: EmbeddingsOption = None,
+    data_dir: DataDirOption = None,
+) -> int:
+    """List the names that requests may use, one a line, and on standard error the files that cannot be used."""
+    from diffserve.cli.names import Kind, run, run_on_server
+    from diffserve.settings import Flag, load_settings
+
+    if kind not in get_args(Kind):
+        raise InvalidRequest(f"KIND is {kind[:40]!r}; give one of {', '.join(get_args(Kind))}.", param="KIND")
+    flags = {
+        "model.lora_dir": Flag("--lora-dir", lora_dir),
+        "model.controlnet_dir": Flag("--controlnet-dir", controlnet_dir),
+        "model.embeddings_dir": Flag("--embeddings-dir", embeddings_dir),
+        "serve.data_dir": Flag("--data-dir", data_dir),
+    }
+    if server:
+        from diffserve.cli.remote import refuse_placement
+
+        refuse_placement({**flags, "model": Flag("--model", model), "": Flag("--config", config)})
+        return run_on_server(cast(Kind, kind), server)
+    return run(cast(Kind, kind), load_settings(model=model, config=config, flags=flags))
 
 
 def warm(
@@ -54,12 +94,14 @@ def warm(
     dtype: DtypeOption = None,
     vae: VAEOption = None,
     text_encoder: TextEncoderOption = None,
+    data_dir: DataDirOption = None,
 ) -> int:
     """Compile the UNet ahead, a minute for each number of rows; kept on disk and used from then on where faster."""
     from diffserve.cli.warm import run
-    from diffserve.settings import load_settings
+    from diffserve.settings import Flag, load_settings
 
     flags = placement_flags(device, dtype, None, None, vae, text_encoder)
+    flags["serve.data_dir"] = Flag("--data-dir", data_dir)
     return run(load_settings(model=model, config=config, flags=flags), size or [], has_loras=loras)
 
 

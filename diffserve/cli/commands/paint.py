@@ -32,9 +32,18 @@ from diffserve.errors import InvalidRequest
 
 
 def generate(
+    context: typer.Context,
     prompt: Annotated[
-        list[str], typer.Argument(help="What to paint, in quotes; - reads standard input.", metavar="PROMPT")
-    ],
+        list[str] | None, typer.Argument(help="What to paint, in quotes; - reads standard input.", metavar="PROMPT")
+    ] = None,
+    infotext: Annotated[
+        Path | None,
+        typer.Option(
+            "--infotext",
+            help="Repeat this picture (or a text file with its parameters), but for what other options say.",
+            metavar="FILE",
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -63,7 +72,7 @@ def generate(
     num_images: Annotated[
         int, typer.Option("-n", help="How many; image i has seed + i, or varied by + i.", metavar="N")
     ] = 1,
-    eta: Annotated[float | None, typer.Option("--eta", help="Fresh noise in ddim and euler_a, 0 to 1.")] = None,
+    eta: Annotated[float | None, typer.Option("--eta", help="Fresh noise in ddim, euler_a and tcd, 0 to 1.")] = None,
     guidance_interval: Annotated[
         tuple[float, float],
         typer.Option("--guidance-interval", help="Part of the steps that is guided.", metavar="FROM TO"),
@@ -161,6 +170,7 @@ def generate(
     """Paint PROMPT into a file and say its seed, the time of a step and where it lies."""
     from diffserve.cli.generate import GenerateArguments, run
     from diffserve.cli.prompts import one_text
+    from diffserve.cli.recorded import read_recorded
     from diffserve.controlnets import read_control
     from diffserve.loras import Lora
     from diffserve.micro_conditioning import MicroConditioning
@@ -168,8 +178,15 @@ def generate(
     from diffserve.settings import Flag
     from diffserve.types import SWITCH_AT
 
+    recorded = None if infotext is None else read_recorded(infotext, has_start=init is not None)
+    if prompt:
+        text = in_a1111(one_text(prompt, command="generate"), prompt_syntax)
+    elif recorded is not None:
+        text = recorded.prompt
+    else:
+        raise InvalidRequest("Missing argument 'PROMPT'; say what to paint, in quotes.", param="PROMPT")
     order = GenerateArguments(
-        prompt=in_a1111(one_text(prompt, command="generate"), prompt_syntax), output=output, overwrite=overwrite,
+        prompt=text, output=output, overwrite=overwrite,
         negative=in_a1111(negative, prompt_syntax), size=size,
         num_images=num_images, seed=seed, quality=quality, sampler=sampler, num_steps=steps, guidance_scale=guidance,
         further={
@@ -186,6 +203,11 @@ def generate(
         best_of=best_of,
         init=init, strength=strength, mask=mask, controlnets=tuple(map(read_control, controlnet or ())),
     )  # fmt: skip
+    if recorded is not None:
+        sources = {name: context.get_parameter_source(name) for name in context.params}
+        order = recorded.fill(
+            order, [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+        )
     flags = placement_flags(device, dtype, offload, device_map, vae, text_encoder, embeddings_dir)
     flags |= beside_flags(lora_dir, controlnet_dir, refiner, scorer, watermark)
     if server:
@@ -200,7 +222,7 @@ def batch(
         Path,
         typer.Argument(
             help="JSON lines, each a prompt in quotes or an object with the API's fields and perhaps an id; or a .txt "
-            "with a prompt a line.",
+            "with a prompt a line; - reads standard input.",
             metavar="FILE",
         ),
     ],
@@ -258,6 +280,8 @@ def batch(
         from diffserve.cli.batch.cluster_run import Ordered
         from diffserve.cli.batch.cluster_run import run as run_there
 
+        if str(prompts) == "-":
+            raise InvalidRequest("--cluster needs a file, which its workers read; FILE is -.", param="prompts")
         if server:
             raise InvalidRequest("--cluster and --server are two places; give one of them.", param="--cluster")
         ordered = Ordered(address=address, num_workers=workers, shard_lines=shard_lines, webdataset=webdataset)
@@ -273,6 +297,14 @@ def batch(
         if one
     ]:
         raise InvalidRequest(f"{given[0]} is given without --cluster, which it is of.", param=given[0])
+    if str(prompts) == "-":
+        from diffserve.cli.batch.lines import standard_input
+
+        with standard_input() as lines:
+            return run(
+                lines, output, server=server, concurrency=concurrency, model=model, config=config, flags=flags,
+                folder=Path.cwd(),
+            )  # fmt: skip
     return run(prompts, output, server=server, concurrency=concurrency, model=model, config=config, flags=flags)
 
 

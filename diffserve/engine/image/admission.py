@@ -25,6 +25,7 @@ from diffserve.engine.image.task import LiveRequest, PaintSettings
 from diffserve.errors import InvalidRequest
 from diffserve.few_step import begin_with_loras
 from diffserve.loras import NO_LORAS, CheckedLoras, Lora
+from diffserve.prompt_syntax import unserved_constructs
 from diffserve.sizes import row_cost
 from diffserve.types import (
     AUTO_SPACING,
@@ -37,6 +38,7 @@ from diffserve.types import (
 )
 from diffserve.vocabulary import warn_of_unknown
 from schedulers import (
+    SAMPLERS,
     BadEta,
     BadNumSteps,
     BadStrength,
@@ -51,8 +53,8 @@ from schedulers import (
 DISTINCT_SEEDS = 2**32
 """Noise is drawn by torch's generator on the CPU, which takes the lower 32 bits; CUDA's is asked for the same."""
 
-PIPELINE_IGNORES = ("clip_sample",)
-"""What StableDiffusionPipeline overrules in a model's scheduler configuration."""
+STABLE_DIFFUSION = ("sd1", "sd2")
+"""Families of diffusers' StableDiffusionPipeline, which sets ``clip_sample`` to False and ``steps_offset`` to 1."""
 
 BLAME: dict[type[ScheduleError], tuple[str, str]] = {
     UnknownSampler: ("sampler", "unknown_sampler"),
@@ -110,7 +112,7 @@ class ImageAdmission:
         kind = self._kind(request, width_px, height_px)
         loras = self._check_loras(request.diffusion.loras) if request.diffusion.loras else NO_LORAS
         settings, warnings = self._settings(request, width_px, height_px, kind, loras)
-        warnings += self._unknown_words(request, loras.words)
+        warnings += loras.warnings + _unserved(request) + self._unknown_words(request, loras.words)
         warnings += self._check_scores(request, width_px, height_px)
         num_further = request.num_painted - 1
         seed = secrets.randbelow(DISTINCT_SEEDS - num_further) if request.seed is None else request.seed
@@ -137,6 +139,9 @@ class ImageAdmission:
             warnings += (f"guidance_scale {scale:g} is painted as 1, which is no guidance.",)
             scale = 1.0
         table = self._table(params, num_steps, strength)
+        switch = self._switch_row(table, params.switch_at)
+        if switch:
+            table, switch = self._restarted(table, switch, params, strength)
         guided = guided_rows(table, self._row_scale(scale), params.guidance_interval)
         if info.embeds_guidance and params.guidance_interval != FULL_INTERVAL:
             warnings += (f"guidance_interval has no meaning for {info.model_id}, which is told guidance as a number.",)
@@ -152,7 +157,6 @@ class ImageAdmission:
             "([model] refiner, --refiner)."
         )
         check(params.switch_at is None or bool(info.refiner), no_refiner, "switch_at")
-        switch = self._switch_row(table, params.switch_at)
         if params.switch_at is not None and switch is None:
             warnings += (f"switch_at {params.switch_at:g} leaves the refiner none of {num_steps} steps.",)
         most_skip = f"the text encoders of {info.model_id} take 1 to {info.most_clip_skip}."
@@ -223,9 +227,12 @@ class ImageAdmission:
         num_steps = settings.num_steps
         if num_skipped == 0:
             return settings
-        table = self._table(params, num_steps, (num_steps - num_skipped + 0.5) / num_steps)
-        guided = guided_rows(table, self._row_scale(settings.guidance_scale), settings.guidance_interval, num_skipped)
+        strength = (num_steps - num_skipped + 0.5) / num_steps
+        table = self._table(params, num_steps, strength)
         switch = self._switch_row(table, settings.switch_at)
+        if switch:
+            table, switch = self._restarted(table, switch, params, strength)
+        guided = guided_rows(table, self._row_scale(settings.guidance_scale), settings.guidance_interval, num_skipped)
         full = full_rows(guided, settings.cache_interval, switch)
         own: dict[str, Any] = {"table": table, "guided": guided, "full": full, "switch_row": switch}
         own["controlled"] = controlled_rows(table, settings.controlnets, num_skipped, switch)
@@ -240,6 +247,19 @@ class ImageAdmission:
         begins_step = np.diff(table.step_of_row, prepend=-1) != 0
         rows = np.flatnonzero(begins_step & (table.timestep < round(num_timesteps - switch_at * num_timesteps)))
         return int(rows[0]) if len(rows) else None
+
+    def _restarted(
+        self, table: StepTable, switch: int, params: DiffusionParams, strength: float
+    ) -> tuple[StepTable, int]:
+        """Compile ``table`` again with an empty multistep history from the step of row ``switch`` on.
+
+        diffusers runs base and refiner by two schedulers, of which the second starts without a history. Returns the
+        table and the first row of the refiner in it.
+        """
+        step = int(table.step_of_row[switch])
+        before_table = table.requested_steps - table.num_steps
+        table = self._table(params, table.requested_steps, strength, restart=before_table + step)
+        return table, int(np.flatnonzero(table.step_of_row == step)[0])
 
     def _unknown_words(self, request: GenerationRequest, learnt: Iterable[str]) -> tuple[str, ...]:
         """A warning for each of the two prompts that has words which a model of a closed world was never taught, nor
@@ -260,7 +280,9 @@ class ImageAdmission:
         told_of = measured and measured.warning(table.sampler, table.sigma_schedule, table.requested_steps)
         return (told_of,) if told_of else ()
 
-    def _table(self, params: DiffusionParams, num_steps: int, strength: float) -> StepTable:
+    def _table(
+        self, params: DiffusionParams, num_steps: int, strength: float, *, restart: int | None = None
+    ) -> StepTable:
         own = self.defaults if params.sampler is None else DiffusionParams()
         try:
             return self._compile(
@@ -270,6 +292,7 @@ class ImageAdmission:
                 params.sigma_schedule or own.sigma_schedule,
                 own.eta if params.eta is None else params.eta,
                 strength,
+                restart,
             )
         except ScheduleError as error:
             param, code = BLAME.get(type(error), (None, "invalid_value"))
@@ -283,12 +306,22 @@ class ImageAdmission:
         sigma_schedule: str | None,
         eta: float | None,
         strength: float,
+        restart: int | None,
     ) -> StepTable:
-        options = TableOptions.from_config(self._scheduler_config, sampler, ignore=PIPELINE_IGNORES)
+        options = self._options(sampler)
         options = replace(
             options, spacing=spacing or options.spacing, sigma_schedule=sigma_schedule or options.sigma_schedule
         )
-        return options.compile(self.schedule, num_steps, eta=eta, strength=strength)
+        return options.compile(self.schedule, num_steps, eta=eta, strength=strength, restart=restart)
+
+    def _options(self, sampler: str) -> TableOptions:
+        """Options of ``sampler`` as diffusers' pipeline of the model's family reads the scheduler's configuration."""
+        config = self._scheduler_config
+        if self.info.family not in STABLE_DIFFUSION:
+            return TableOptions.from_config(config, sampler, not_applied=("clip_sample",))
+        options = TableOptions.from_config(config, sampler, ignore=("clip_sample",))
+        is_own_class = config.get("_class_name") == SAMPLERS[options.sampler].diffusers_class
+        return replace(options, steps_offset=1) if is_own_class or "steps_offset" in config else options
 
     def _size(self, request: GenerationRequest) -> tuple[int, int]:
         native = self.info.good_sizes[0]
@@ -384,6 +417,11 @@ def _check_picture(
     )
     wrong = f"the {name} has {picture.channels} channel(s); it must have {channels}."
     check(picture.channels == channels, wrong, param or name, "invalid_image")
+
+
+def _unserved(request: GenerationRequest) -> tuple[str, ...]:
+    """Return a warning for each kind of construct in the prompts that A1111 applies and this engine does not."""
+    return (*unserved_constructs(request.prompt), *unserved_constructs(request.negative_prompt, is_negative=True))
 
 
 def _variation_seed(request: GenerationRequest) -> int | None:

@@ -10,7 +10,6 @@ from typing import Final
 
 import torch
 from msgspec.structs import replace
-from torch import Tensor
 
 from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
@@ -19,7 +18,7 @@ from diffserve.engine.image.compiling import BackgroundCompiler
 from diffserve.engine.image.task import GroupKey
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.unet.batch_invariance import SHARED, SOLO, GroupFacts, Study, Try, study
-from diffserve.runtime.unet.call import Compiled, Kind, UNetArguments
+from diffserve.runtime.unet.call import Compiled, Kind, Recorder
 from diffserve.runtime.unet.compiled import CompiledUNet, Packages
 from diffserve.runtime.unet.graphs import CallGraphs, CudaRecord
 
@@ -43,8 +42,10 @@ logger = logging.getLogger(__name__)
 class CompiledGroups:
     """The compiled counterparts of groups, as ``[engine] compile`` allows them.
 
-    packages  where compiled calls are kept, ``None`` where they are not wanted
-    graphs    recordings of calls, compiled or not, ``None`` where calls are made one by one
+    packages     where compiled calls are kept, ``None`` where they are not wanted
+    graphs       recordings of calls, compiled or not, ``None`` where calls are made one by one
+    is_measured  whether shapes are compiled in the background and used once measured as faster; otherwise a shape's
+                 path is chosen once (see ``unet_paths``)
     """
 
     def __init__(self, model: DiffusionModel, config: EngineConfig) -> None:
@@ -52,27 +53,26 @@ class CompiledGroups:
         self._compiled = None if self.packages is None else CompiledUNet(self.packages)
         is_recorded = config.cuda_graphs and model.device.type == "cuda" and model.choice.is_unet_whole
         self.graphs = CallGraphs(CudaRecord(model.device)) if is_recorded else None
-        self._plain = model.unet.plain
+        self.is_measured = compiles_in_background(model, config)
         can_be = self.packages is not None and self.packages.reason is None
-        self._compiler = BackgroundCompiler(model, config) if can_be and config.compile == "background" else None
+        if can_be and self.is_measured and self.packages is not None and self.packages.missing_tools:
+            instead = "replayed from CUDA graphs" if self.graphs else "made by the network"
+            logger.warning("UNet calls are not compiled but %s: %s", instead, self.packages.missing_tools)
+            can_be = False
+        self._compiler = BackgroundCompiler(model, config) if can_be and self.is_measured else None
         self._looked_for: set[GroupKey] = set()
         self._done: set[GroupKey] = set()
         self._proven: set[GroupKey] = set()
         self._doubted: dict[GroupKey, float] = {}
 
-    def of(self, group: GroupKey, *, is_watched: bool = False) -> Compiled | None:
-        """What makes the calls of ``group``; ``None``: the network itself. ``is_watched``: somebody looks into it
-        meanwhile, and would see nothing of a recording."""
-        compiled = self._compiled.run if self._compiled is not None and group.is_compiled else None
-        graphs, plain = self.graphs, self._plain
-        if graphs is None or is_watched or group.lora_rank:  # its buffers would be filled with factors anew each time
-            return compiled
+    def of(self, group: GroupKey) -> Compiled | None:
+        """Return what makes compiled calls of ``group``; ``None`` where the network makes all calls."""
+        return self._compiled.run if self._compiled is not None and group.is_compiled else None
 
-        def make(call: UNetArguments) -> Tensor:
-            output = compiled(call) if compiled else None
-            return plain(call) if output is None else output
-
-        return lambda call: graphs.run(call, make, is_compiled=group.is_compiled)
+    def recorder(self, group: GroupKey) -> Recorder | None:
+        """Return what replays recordings of the calls of ``group``, or ``None`` where calls are not recorded."""
+        # a compiled call has the size of its package already
+        return None if self.graphs is None else self.graphs.recorder(group, is_padded=not group.is_compiled)
 
     @property
     def has_own_threads(self) -> bool:
@@ -124,6 +124,11 @@ class CompiledGroups:
         """Newcomers are painted in ``group`` from now on."""
         self._proven.add(group)
 
+    def remove(self, kind: Kind | None, sizes: Sequence[int]) -> None:
+        """Delete the packages of ``kind`` for calls of ``sizes`` rows."""
+        if self.packages is not None:
+            self.packages.remove(kind, sizes)
+
     def close(self) -> None:
         """Compile nothing any more."""
         if self._compiler is not None:
@@ -136,6 +141,50 @@ class CompiledGroups:
         self._doubted.pop(group, None)
 
 
+def is_deterministic(model: DiffusionModel, config: EngineConfig) -> bool:
+    """Return whether the bytes of an image are independent of its neighbors; by default on a CPU."""
+    return model.device.type == "cpu" if config.deterministic == "auto" else config.deterministic
+
+
+def compiles_in_background(model: DiffusionModel, config: EngineConfig) -> bool:
+    """Return whether shapes are compiled while the engine serves: not where a seed must keep its bytes."""
+    is_wanted = config.compile == "background" or (config.compile == "auto" and model.device.type == "cuda")
+    return is_wanted and not is_deterministic(model, config)
+
+
+def check(
+    network: Try, compiled: Try, sizes: Sequence[int], *, counts: Sequence[int], closeness: float, is_exact: bool
+) -> Study:
+    """Compare compiled calls of ``sizes`` rows with the ``network``'s and return which sizes may be used.
+
+    Args:
+        counts: numbers of threads, the one to compare with first.
+        closeness: largest norm of the difference, relative to the norm of the network's output.
+        is_exact: whether a row must have the same bytes in every size and place; sizes that differ are left out.
+
+    Raises:
+        ArithmeticError: a compiled call is further than ``closeness`` from the network's, or no package has a number
+            of rows that can decide the bytes of a row.
+    """
+    for size in sizes:
+        wanted = network(range(size), counts[0]).output
+        yield
+        got = compiled(range(size), counts[0]).output
+        yield
+        error = float((got - wanted).norm() / wanted.norm())
+        if not error <= closeness:
+            raise ArithmeticError(f"the compiled call of {size} rows is {error:.2g} off")
+    found: list[GroupFacts] = []
+    references = [size for size in (SOLO, SHARED) if size in sizes]
+    if is_exact and not references:
+        raise ArithmeticError(f"there is no package of {SOLO} or of {SHARED} rows, which decides the bytes of a row")
+    for reference in references if is_exact else [None]:
+        found.append((yield from study(compiled, sizes, reference=reference, counts=counts, is_patient=is_exact)))
+        if len(found[-1].buckets) == len(sizes):
+            break
+    return max(found, key=lambda facts: (not facts.is_alone, len(facts.buckets)))
+
+
 def prove(
     network: Try,
     compiled: Try,
@@ -146,44 +195,31 @@ def prove(
     curve: CostCurve,
     is_exact: bool,
 ) -> Study:
-    """A study of compiled calls of ``sizes`` rows, timed in pairs with the ``network``'s, which ``curve`` learns.
+    """Check compiled calls, then time them in pairs with the ``network``'s, whose seconds ``curve`` learns.
 
-    is_exact  whether a row's bytes must be the same in every size and place; sizes that differ are left out
-
-    Who is faster is judged by the ratio within the pairs, so that whatever disturbs both is in neither; the facts are
-    complete where that is clear. Their seconds are the least of the compiled calls, on a machine as quiet as ``curve``
-    has the network's: which size costs least a row is between compiled calls. Raises ArithmeticError where a compiled
-    call is further than ``closeness`` from the network's.
+    The ratio within the pairs decides which is faster, so that load on the machine cancels out; the facts are complete
+    where the pairs agree. Their seconds are the least of the compiled calls, scaled to a machine as quiet as the one
+    ``curve`` was measured on. Arguments and errors: see ``check``.
     """
+    facts = yield from check(network, compiled, sizes, counts=counts, closeness=closeness, is_exact=is_exact)
     ratios: dict[int, list[float]] = {size: [] for size in sizes}
     least_s: dict[int, tuple[float, float]] = {}
 
-    def pair(size: int) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        wanted = network(range(size), counts[0])
+    def pair(size: int) -> Generator[None, None, None]:
+        wanted_s = network(range(size), counts[0]).wall_s
         yield
-        got = compiled(range(size), counts[0])
+        got_s = compiled(range(size), counts[0]).wall_s
         yield
-        curve.observe(size, wanted.wall_s)
-        ratios[size].append(got.wall_s / wanted.wall_s)
-        network_s, compiled_s = least_s.get(size, (wanted.wall_s, got.wall_s))
+        curve.observe(size, wanted_s)
+        ratios[size].append(got_s / wanted_s)
+        network_s, compiled_s = least_s.get(size, (wanted_s, got_s))
         for _ in range(REPEATS if len(sizes) > 1 else 0):  # as between two steps, its weights at hand
             compiled_s = min(compiled_s, compiled(range(size), counts[0]).wall_s)
             yield
-        least_s[size] = min(network_s, wanted.wall_s), compiled_s
-        return wanted.output, got.output
+        least_s[size] = min(network_s, wanted_s), compiled_s
 
-    for size in sizes:
-        for _ in range(PAIRS):
-            wanted, got = yield from pair(size)
-        error = float((got - wanted).norm() / wanted.norm())
-        if not error <= closeness:
-            raise ArithmeticError(f"the compiled call of {size} rows is {error:.2g} off")
-    found: list[GroupFacts] = []
-    for reference in [size for size in (SOLO, SHARED) if size in sizes] if is_exact else [None]:
-        found.append((yield from study(compiled, sizes, reference=reference, counts=counts)))
-        if len(found[-1].buckets) == len(sizes):
-            break
-    facts = max(found, key=lambda facts: (not facts.is_alone, len(facts.buckets)))
+    for size in (*sizes,) * PAIRS:
+        yield from pair(size)
 
     def at(share: float) -> GroupFacts:
         """With the ratio that ``share`` of the pairs are below."""

@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -19,10 +19,12 @@ import torch
 from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.task import GroupKey
-from diffserve.runtime import DiffusionModel, load_model
+from diffserve.runtime import DiffusionModel, choose_for, load_model
 from diffserve.runtime.loading.library_imports import import_lean
 from diffserve.runtime.text.conditioning import Conditioner, make_conditioner
 from diffserve.runtime.unet.compiled import Packages
+from diffserve.runtime.unet.memory_format import set_memory_format
+from diffserve.runtime.unet.outline import load_outline
 from diffserve.runtime.unet.random_rows import random_call
 from diffserve.types import ModelProfile
 
@@ -52,21 +54,100 @@ def compile_group(
     packages.finish()
 
 
+class CompileError(Exception):
+    """A compiler's process failed; the message is its last line."""
+
+
+class CompilerProcess:
+    """A process that compiles one group and ends; it is killed when this process ends."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        """Start it with ``order`` (see ``order_for``). Raises OSError where no process or file is to be had."""
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # read when the process is over
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()  # and stays open: its end tells the child that this process is gone
+
+    def exit_code(self, timeout_s: float | None = None) -> int | None:
+        """Return the exit code, after waiting up to ``timeout_s``; ``None`` while the process runs."""
+        try:
+            return self._process.poll() if timeout_s is None else self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def last_line(self, code: int) -> str:
+        """Return the last line that the process wrote to standard error."""
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"exit code {code}"
+
+    def close(self) -> None:
+        """Kill the process if it still runs, and release what belongs to it."""
+        self._process.kill()
+        with self._process, self._errors:
+            pass
+
+
+def order_for(
+    model: DiffusionModel, config: EngineConfig, group: GroupKey, sizes: Sequence[int], *, in_background: bool
+) -> dict[str, Any]:
+    """Return what a compiler's process is told: compile calls of ``group`` of ``sizes`` rows.
+
+    Beside an engine on a GPU the process builds the UNet without its weights, which packages do not hold there.
+    """
+    return {
+        "path": model.profile.path,
+        "profile": msgspec.to_builtins(model.profile),
+        "dtype": model.choice.dtype,
+        "device": str(model.device),
+        "cross_attention": config.cross_attention,
+        "memory_format": model.unet.memory_format,
+        "cache_dir": config.cache_dir,
+        "in_background": in_background,
+        "needs_weights": model.device.type == "cpu",
+        "group": group,
+        "sizes": tuple(sizes),
+    }
+
+
+def compile_in_child(
+    model: DiffusionModel, config: EngineConfig, group: GroupKey, sizes: Sequence[int], timeout_s: float
+) -> None:
+    """Compile calls of ``group`` of ``sizes`` rows in a child process and wait for it, at most ``timeout_s`` seconds.
+
+    Raises:
+        CompileError: the child failed, took too long, or could not be started.
+    """
+    try:
+        child = CompilerProcess(order_for(model, config, group, sizes, in_background=False))
+    except OSError as error:
+        raise CompileError(f"no compiler could be started: {error}") from error
+    try:
+        code = child.exit_code(timeout_s)
+        if code is None:
+            raise CompileError(f"it took longer than {timeout_s:.0f} s")
+        if code:
+            raise CompileError(child.last_line(code))
+    finally:
+        child.close()
+
+
 class BackgroundCompiler:
     """Compiles one group after the other in a process of the lowest priority, which ends with this one."""
 
     def __init__(self, model: DiffusionModel, config: EngineConfig) -> None:
-        self._order: dict[str, Any] = {
-            "path": model.profile.path,
-            "profile": msgspec.to_builtins(model.profile),
-            "dtype": model.choice.dtype,
-            "device": str(model.device),
-            "cross_attention": config.cross_attention,
-            "cache_dir": config.cache_dir,
-        }
+        self._model = model
+        self._config = config
         self._wanted: OrderedDict[GroupKey, tuple[int, ...]] = OrderedDict()
-        self._process: subprocess.Popen[str] | None = None
-        self._errors: IO[bytes] | None = None
+        self._process: CompilerProcess | None = None
         self._group: GroupKey | None = None
         self._is_broken = False
 
@@ -80,19 +161,19 @@ class BackgroundCompiler:
         """Go on with the next group where one is done, which is returned. Returns at once."""
         done = None
         if self._process is not None:
-            code = self._process.poll()
+            code = self._process.exit_code()
             if code is None:
                 return None
             if code == 0:
                 done = self._group
             else:
                 self._is_broken = True  # the next group would fare no better
-                logger.warning("compiling failed, so the UNet stays as it is: %s", self._last_words(code))
+                logger.warning("compiling failed, so the UNet stays as it is: %s", self._process.last_line(code))
             self._end()
         if self._wanted and not self._is_broken:
             try:
                 self._begin(*self._wanted.popitem(last=False))
-            except OSError as error:  # a full disk, no more processes: nobody's picture fails for that
+            except OSError as error:  # a full disk, no more processes: no picture fails because of that
                 self._is_broken = True
                 logger.warning("nothing can be compiled, so the UNet stays as it is: %s", error)
         return done
@@ -101,48 +182,36 @@ class BackgroundCompiler:
         """End what is going on."""
         self._is_broken = True
         if self._process is not None:
-            self._process.kill()
             self._end()
 
     def _end(self) -> None:
         assert self._process is not None
-        assert self._errors is not None
-        with self._process, self._errors:
-            self._process = None
+        self._process.close()
+        self._process = None
 
     def _begin(self, group: GroupKey, sizes: tuple[int, ...]) -> None:
         self._group = group
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # read when the process is over
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=self._errors,
-            text=True,
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({**self._order, "group": group, "sizes": sizes}) + "\n")
-        self._process.stdin.flush()  # and stays open: its end tells the other side that we are gone
-
-    def _last_words(self, code: int) -> str:
-        assert self._errors is not None
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"exit code {code}"
+        self._process = CompilerProcess(order_for(self._model, self._config, group, sizes, in_background=True))
 
 
 def main() -> None:
     """Compile what one line of standard input says; end, with all compilers, as soon as standard input does."""
-    if hasattr(os, "nice"):
-        os.nice(LOWEST_PRIORITY)
-    torch.set_num_threads(1)
-    import_lean()  # the process is this compiler's own
     order = json.loads(sys.stdin.readline())
+    if order["in_background"]:
+        if hasattr(os, "nice"):
+            os.nice(LOWEST_PRIORITY)
+        torch.set_num_threads(1)
+    import_lean()  # the process is this compiler's own
     threading.Thread(target=_end_with_input, daemon=True).start()
     cache = DiskCache.at(order["cache_dir"])
     profile = msgspec.convert(order["profile"], ModelProfile)
-    model = load_model(order["path"], dtype=order["dtype"], device=order["device"], profile=profile, cache=cache)
+    if order["needs_weights"]:
+        model = load_model(order["path"], dtype=order["dtype"], device=order["device"], profile=profile, cache=cache)
+        set_memory_format(model, order["memory_format"], cache)
+    else:
+        choice = choose_for(order["path"], order["device"], order["dtype"], "none", cache)
+        channels_last = order["memory_format"] == "channels_last"
+        model = load_outline(order["path"], choice, profile=profile, channels_last=channels_last)
     config = EngineConfig(cross_attention=order["cross_attention"])
     conditioner = make_conditioner(model, config, is_exact=True)
     compile_group(model, conditioner, Packages(model, cache), GroupKey(*order["group"]), order["sizes"])

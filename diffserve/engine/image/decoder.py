@@ -21,6 +21,7 @@ from diffserve.engine.image.unet_calls import UNetCaller
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.memory import without_frames
 from diffserve.runtime.transfer import Fetched, SideQueue, fetch
+from diffserve.runtime.vae.plan import DecodePlan, plan_decode
 from diffserve.runtime.vae.vae import Decoded
 
 GREY: Final = 128
@@ -57,11 +58,11 @@ class PictureDecoder:
     steps to run.
 
     caller    holds memory that is only kept to save time, and gives it back
-    room      for pictures: what is too large for it is decoded in tiles from the start
+    room      how much the free memory lets one call decode; a larger image is decoded in tiles
     kept      gets the latents of those who take part
-    is_alone  one picture to a call, so that no image's bytes depend on who is decoded beside it; otherwise pictures of
-              one size share calls
-    tile_px   see ``VAERunner.decode_later``
+    is_alone  whether each image is decoded in a call of its own, so that its bytes do not depend on other images;
+              otherwise images of one size share calls as far as memory allows
+    tile_px   longest side of a tile in pixels that the configuration allows; 0: no limit
     """
 
     def __init__(
@@ -91,13 +92,16 @@ class PictureDecoder:
     def decode(self, tasks: Sequence[ImageTask], outcome: TickOutcome, *, may_wait: bool) -> None:
         """Begin with those of ``tasks`` that are new, and tell ``outcome`` of all whose picture is here, or must be
         waited for."""
-        new = [task for task in tasks if task not in self._going]
-        by_shape = defaultdict[object, list[ImageTask]](list)
-        for task in new:
-            by_shape[task if self.is_alone else task.held.shape].append(task)
-        for alike in by_shape.values():
-            self._begin(alike, outcome)
-            self._tell(alike, outcome, may_wait=False)
+        by_shape = defaultdict[tuple[int, int, int], list[ImageTask]](list)
+        for task in tasks:
+            if task not in self._going:
+                by_shape[task.held.shape].append(task)
+        for (_, height, width), group in by_shape.items():
+            step = self._plan(len(group), height, width).images_per_call
+            for start in range(0, len(group), step):
+                batch = group[start : start + step]
+                self._begin(batch, outcome)
+                self._tell(batch, outcome, may_wait=False)
         self._tell(tasks, outcome, may_wait=may_wait)
 
     def trim(self) -> None:
@@ -158,7 +162,7 @@ class PictureDecoder:
             latents = None if going.latents is None else going.latents.read().numpy()
             if latents is not None and self._tells(task):
                 outcome.latents[task] = latents
-            if latents is not None and task.held.embedding is not None:
+            if latents is not None and task.held.embedding is not None and not task.is_interrupted:
                 self.kept.put(kin_of(task), task.live.request.prompt, KeptLatents(task.held.embedding, latents))
         except Exception as error:
             outcome.failures[task] = failure_of(error, "painting this image")
@@ -176,20 +180,24 @@ class PictureDecoder:
         assert task.lane is not None
         return task.table.out_scale * self.pool.latent(task.held.shape, task.lane)
 
-    def _begun(self, latents: Tensor, most_cells: int) -> Decoded:
+    def _plan(self, num_images: int, height: int, width: int) -> DecodePlan:
+        num_images = 1 if self.is_alone else num_images
+        most_cells = self._room.picture_cells(num_images * height, width)
+        tile_share = min(1.0, self.tile_px / (self.model.vae.factor * max(height, width)) or 1.0)
+        return plan_decode(num_images, height, width, most_cells=most_cells, tile_share=tile_share)
+
+    def _start(self, latents: Tensor) -> Decoded:
+        plan = self._plan(*latents[:, 0].shape)
         with self._queue:
-            if latents[0, 0].numel() > most_cells:
-                return Decoded.of(torch.from_numpy(self.model.vae.decode_in_tiles(latents, most_cells)))
-            return self.model.vae.decode_later(latents, self.tile_px)
+            return self.model.vae.decode_later(latents, plan.tile_share)
 
     def pictures(self, latents: Tensor) -> Decoded:
-        """Of ``latents`` (B, C, h, w): in one piece, once more where memory was given back, and at last in tiles."""
-        num_pictures, _, height, width = latents.shape
-        most_cells = self._room.picture_cells(num_pictures * height, width)
-        if num_pictures > 1 and num_pictures * height * width > most_cells:
-            raise torch.OutOfMemoryError("no memory to decode pictures together")
+        """Decode ``latents`` (B, C, h, w) as planned, again after freeing memory, and at last in smaller tiles.
+
+        Raises ``torch.OutOfMemoryError`` when several images do not fit; each alone may.
+        """
         try:
-            return self._caller.with_room(lambda: self._begun(latents, most_cells))
+            return self._caller.with_room(lambda: self._start(latents))
         except torch.OutOfMemoryError as error:
             without_frames(error)
         self._caller.ease()

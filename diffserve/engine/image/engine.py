@@ -31,12 +31,14 @@ from diffserve.types import (
     CHECKER,
     TERMINAL,
     Accepted,
+    Cancelled,
     Event,
     GenerationRequest,
     ImageResult,
     ModelInfo,
     ModelProfile,
     Painted,
+    UNetPath,
 )
 
 STUDY_SHARE = 0.125
@@ -90,6 +92,7 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
             self.config, model.info, self.runners, scores, self._digests
         )
         self._num_postponed = 0  # images that the latest tick would have let in, had there been pages
+        self._interrupted: dict[str, None] = {}  # guarded by the lock
         self._counts = Counter[str]()
         self._steps = StepTally()
         self._pace = Pace(clock)
@@ -126,6 +129,16 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
     def info(self) -> ModelInfo:
         """What the model can do and where it runs."""
         return self.model.info
+
+    @property
+    def unet_paths(self) -> tuple[UNetPath, ...]:
+        """How UNet calls are made, for each shape seen so far; empty while shapes are measured instead of chosen."""
+        return self.runners.groups.unet_paths
+
+    @property
+    def records_graphs(self) -> bool:
+        """Whether UNet calls are recorded as CUDA graphs."""
+        return self.runners.groups.compiled.graphs is not None
 
     @property
     def is_deterministic(self) -> bool:
@@ -242,18 +255,32 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
         with self._lock:
             self._inbox[self.submit(request)].submitted_s -= waited_s
 
+    def interrupt(self, request_id: str) -> bool:
+        """End a request at its next step with unfinished pictures. False when it is not live.
+
+        A request without any picture to come is cancelled.
+        """
+        with self._lock:
+            if self._inbox.pop(request_id, None) is not None:
+                self._deliver([Cancelled(request_id=request_id)])
+                return True
+            if request_id not in self.scheduler.live:
+                return False
+            self._interrupted[request_id] = None
+            return True
+
     def warm_up(self) -> None:
         """Know the buckets of the native size and touch every network, so that the first request pays for neither."""
         with self._ticking:
             self.runners.warm_up(self.info.good_sizes)
 
-    def study(self) -> bool:
-        """Measure a little of what is painted cautiously for now, for whoever is idle; one UNet call.
+    def study(self, has_arrived: Callable[[], bool] | None = None) -> bool:
+        """Use an idle moment for one UNet call that measures a shape; False where there is nothing to measure.
 
-        False where there is nothing to measure.
+        ``has_arrived``: the call is given up as soon as this returns true.
         """
         with self._ticking:
-            return self.runners.study()
+            return self.runners.study(has_arrived=has_arrived)
 
     # Below the counter --------------------------------------------------------------------------------------------
 
@@ -312,6 +339,10 @@ class Engine(CoreEngine[GenerationRequest, LiveRequest, Event]):
 
     def _plan(self, budget: TickBudget) -> TickPlan:
         self._pace.begin()
+        with self._lock:
+            interrupted, self._interrupted = self._interrupted, {}
+            for request_id in interrupted:
+                self._deliver(self.scheduler.interrupt(request_id))
         plan = self.scheduler.plan(self.clock())
         # for a batch of equals that is not full, pictures' scores, or adapters
         if (self.scheduler.waits or self._inbox) and not plan.tasks:

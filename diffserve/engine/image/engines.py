@@ -200,6 +200,8 @@ class ImageEngines:
                 is_loaded=one.engine is not None,
                 problem=one.error.message if one.error else "",
                 keeps_latents=self.config.latent_cache_bytes > 0,
+                unet_paths=() if one.engine is None else one.engine.unet_paths,
+                records_graphs=one.engine is not None and one.engine.records_graphs,
             )
             for one in self._served.values()
         )
@@ -317,6 +319,14 @@ class ImageEngines:
                     return True
             return any(engine.cancel(request_id) for engine in self.loaded)
 
+    def interrupt(self, request_id: str) -> bool:
+        """End a request early; see :meth:`Engine.interrupt`."""
+        with self._lock:
+            is_waiting = any(request_id in model.waiting for model in self._served.values())
+            if not is_waiting:
+                return any(engine.interrupt(request_id) for engine in self.loaded)
+        return self.cancel(request_id)
+
     def look_again(self, name: str) -> None:
         """Somebody asks for a model whose files could not be read: perhaps they can be, now. Tried now and then."""
         one = self._of(name)
@@ -339,9 +349,9 @@ class ImageEngines:
             news, self._news = self._news, []
         return [*news, *events]
 
-    def study(self) -> bool:
+    def study(self, has_arrived: Callable[[], bool] | None = None) -> bool:
         """See ``Engine``; each in turn."""
-        return any(engine.study() for engine in self.loaded)
+        return any(engine.study(has_arrived) for engine in self.loaded)
 
     def lose_turn(self, failure: FailureReason, request_ids: Iterable[str]) -> list[str]:
         """A tick raised: everybody of the engine whose turn it was has failed. Of ``request_ids``, who they are."""
@@ -373,7 +383,9 @@ class ImageEngines:
         self._num_turns += 1
         one.last_turn = self._num_turns
         started_s = self._clock()
+        num_paths = len(one.engine.unet_paths)
         events = one.engine.tick()
+        self.num_changes += len(one.engine.unet_paths) > num_paths
         one.used_s = self._clock()
         one.clock_s += one.used_s - started_s
         self.last_tick = one.engine.last_tick

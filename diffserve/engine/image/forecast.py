@@ -28,6 +28,7 @@ from diffserve.engine.image.priorities import PriorityShare
 from diffserve.engine.image.queues import Line
 from diffserve.engine.image.task import GroupKey, ImageTask, TickOutcome, TickPlan
 from diffserve.engine.records import Stage
+from diffserve.pace import PauseDetector
 
 MEMORY_S: Final = 8.0
 """What was seen longer ago counts for less and less."""
@@ -88,6 +89,7 @@ class Forecast:
         self.timer: Callable[[], float] = time.perf_counter
         self._policy = POLICIES[config.policy](config, self._costs)
         self._called_s = self._took_s = 0.0
+        self._pauses, self._gap_pauses = PauseDetector(), PauseDetector()
         self._prepare_s = self._decode_s = 0.0
         self._groups: dict[tuple[int, int], GroupKey] = {}  # by size, the latest that was seen
 
@@ -97,24 +99,41 @@ class Forecast:
         return self._took_s / self._called_s if self._called_s > 0.0 else None
 
     def learn(self, plan: TickPlan, outcome: TickOutcome, seconds: float) -> None:
-        """A tick took ``seconds`` from its plan to its end. ``plan`` was not yet applied."""
+        """Record a tick that took ``seconds`` from its plan to its end, unless the process paused in it.
+
+        ``plan`` is not yet applied.
+        """
+        if plan.group is not None and plan.rows:
+            self._groups[plan.group[:2]] = plan.group
+        called_s = self._call_s(plan)
+        usual_s = called_s * (self.pace or math.inf) if called_s else 0.0
+        usual_s += len(outcome.prepare_s) * self._prepare_s + len(outcome.decode_s) * self._decode_s
+        if self._pauses.is_pause(seconds, usual_s):
+            return
         for spent_s in outcome.prepare_s.values():
             self._prepare_s = spent_s if not self._prepare_s else RECENT * self._prepare_s + (1 - RECENT) * spent_s
         for spent_s in outcome.decode_s.values():
             self._decode_s = spent_s if not self._decode_s else RECENT * self._decode_s + (1 - RECENT) * spent_s
         if plan.group is None or not plan.rows:
             return
-        self._groups[plan.group[:2]] = plan.group
-        rows = sum(task.rows_now for task in plan.rows)
-        work = sum(task.cost_now / task.settings.row_cost for task in plan.rows)
         at_once = [spent_s for task, spent_s in outcome.decode_s.items() if task in plan.rows]  # not beside the steps
         besides_s = sum(outcome.prepare_s.values()) + sum(at_once)
         self._remember(seconds)
-        self._called_s += self._costs.call_s(plan.group, rows) * work / rows
+        self._called_s += called_s
         self._took_s += max(seconds - besides_s, 0.0)
 
+    def _call_s(self, plan: TickPlan) -> float:
+        """Return the seconds that the calls of ``plan`` take by their measured costs."""
+        if plan.group is None or not plan.rows:
+            return 0.0
+        rows = sum(task.rows_now for task in plan.rows)
+        work = sum(task.cost_now / task.settings.row_cost for task in plan.rows)
+        return self._costs.call_s(plan.group, rows) * work / rows
+
     def learn_gap(self, seconds: float) -> None:
-        """So much passed between two ticks, though there was work."""
+        """Record the time between two ticks while there was work, unless the process paused in it."""
+        if self._gap_pauses.is_pause(seconds, 0.0):
+            return
         self._remember(seconds)
         self._took_s += seconds if self._called_s else 0.0
 

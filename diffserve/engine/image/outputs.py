@@ -79,6 +79,8 @@ class ImageOutputs:
         live, settings = task.live, task.settings
         lora_digests, word_digests = self._digests(live)
         pixels = kept_outside_mask(live.request.init_image, live.request.mask_image, kept.picture)
+        interrupted_after = task.step_index if task.is_interrupted and task.row_index < settings.num_rows else 0
+        interruption = f"interrupted after {interrupted_after} of {task.table.num_steps} steps: it is not finished."
         return ImageResult(
             request_id=live.request_id,
             image_index=task.image_index,
@@ -90,7 +92,8 @@ class ImageOutputs:
             num_evaluations=task.num_evaluations,
             model=self.info.model_id,
             model_digest=self.info.digest,
-            warnings=live.warnings,
+            warnings=(*live.warnings, interruption) if interrupted_after else live.warnings,
+            interrupted_after=interrupted_after,
             latents=None if kept.latents is None else LatentArray.from_array(kept.latents),
             cached=cached,
             similarity=kept.similarity,

@@ -22,7 +22,7 @@ from diffserve.runtime.activations import Activations, margin
 from diffserve.runtime.low_rank import adaptable, factor_bytes, shape_of
 from diffserve.runtime.memory import free_bytes
 from diffserve.runtime.unet.controlnet import residual_shapes
-from diffserve.runtime.vae.vae import least_tile
+from diffserve.runtime.vae.plan import TILE_SHARES, tile_cells
 
 LOOK_EVERY_S: Final = 1.0
 """Between two looks at what is free."""
@@ -37,7 +37,7 @@ class Room:
 
     most_rows  that a call ever has
     planned_bytes  that are free at first and will not be: of the weights of ControlNets
-    set_aside  says how many bytes look free and are not
+    recorded_bytes  memory of recorded calls: the part that the device reports as free, and all of it
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Room:
         self._margin = margin(model)
         self._bound = Activations.at_most(model)
         self._looked_s = clock()
-        self.set_aside: Callable[[], int] = lambda: 0
+        self.recorded_bytes: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._now_bytes, self._first_bytes = self._look(), self._look(planned_bytes)
 
     @cached_property
@@ -77,7 +77,7 @@ class Room:
         return max(1, self._rows(group, self._now_bytes))
 
     def picture_cells(self, height: int, width: int) -> int:
-        """Cells of the latents (height, width) that may be decoded in one piece."""
+        """Return how many latent cells one call may decode; any number from ``height * width`` on means all of them."""
         return self._picture_cells(height * width)
 
     def check(
@@ -134,7 +134,7 @@ class Room:
         factor, cells = self.model.vae.factor, self._cells(width_px, height_px)
         row = known.of_row(cells, self.model.text.window_tokens)
         step = num_rows * (row + is_controlled * self._residual_bytes(width_px, height_px))
-        tile = known.picture_cell_bytes * least_tile(height_px // factor, width_px // factor)
+        tile = known.picture_cell_bytes * tile_cells(height_px // factor, width_px // factor, TILE_SHARES[-1])
         return self._margin * max(step, tile, is_encoded * cells * known.encoded_cell_bytes)
 
     def _residual_bytes(self, width_px: int, height_px: int) -> float:
@@ -157,9 +157,14 @@ class Room:
     def _look(self, planned_bytes: int = 0) -> int | None:
         every = [free_bytes(device) for device in self.model.choice.painting_devices]
         free = min((one for one in every if one is not None), default=None)  # where there is least
-        found = (None if free is None else free - planned_bytes, self._config.activation_bytes)
-        left = min((known for known in found if known is not None), default=None)
-        return None if left is None else max(0, left - self.set_aside())
+        configured = self._config.activation_bytes
+        hidden, recorded = self.recorded_bytes()
+        limits = (
+            None if free is None else free - planned_bytes - hidden,
+            None if configured is None else configured - recorded,
+        )
+        left = min((limit for limit in limits if limit is not None), default=None)
+        return None if left is None else max(0, left)
 
 
 def said_bytes(num_bytes: float) -> str:

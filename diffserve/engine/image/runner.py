@@ -11,15 +11,17 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from diffserve.config import EngineConfig
+from diffserve.disk_cache import DiskCache
 from diffserve.engine.engine import failure_of
 from diffserve.engine.image.batch import ImageBatch, LanePool
 from diffserve.engine.image.buckets import RowCaps
+from diffserve.engine.image.compiled_groups import is_deterministic
 from diffserve.engine.image.decoder import LatentTeller, PictureDecoder
 from diffserve.engine.image.latent_cache import LatentCache
 from diffserve.engine.image.preparer import Preparer
 from diffserve.engine.image.room import Room
 from diffserve.engine.image.second_device import SecondDevice
-from diffserve.engine.image.shape_groups import Groups, is_deterministic, most_rows
+from diffserve.engine.image.shape_groups import Groups, most_rows
 from diffserve.engine.image.state import Health
 from diffserve.engine.image.task import GroupKey, ImageTask, TickOutcome, TickPlan
 from diffserve.engine.image.unet_calls import UNetCaller
@@ -33,6 +35,8 @@ from diffserve.runtime.memory import without_frames
 from diffserve.runtime.text.conditioning import Conditioner, make_conditioner, make_pool
 from diffserve.runtime.threads import Threads, make_threads
 from diffserve.runtime.transfer import Fetched, fetch, send
+from diffserve.runtime.unet.memory_format import set_memory_format
+from diffserve.runtime.vae.compiled import DecoderPackages
 from schedulers.update import advance, guide, renoise, rescale_guided
 
 SHAPES_KEPT = 8
@@ -86,6 +90,8 @@ class ImageRunner:
         pages: PagePool | None = None,
     ) -> None:
         threads = make_threads(config, model.device)  # what is found out from here on holds for that number
+        for each in (model, *filter(None, [model.refiner])):
+            _store_weights(each, config)
         self.model = model
         self.clock = clock
         self.pool = LanePool(model.device)
@@ -106,12 +112,14 @@ class ImageRunner:
         self.conditioner, self.room, self.groups, self.caps, self.caller = base
         self.groups.control = self.controlnets.of_digest
         if self.refiner is not None:
-            self.refiner.room.set_aside = self.room.set_aside
+            self.refiner.room.recorded_bytes = self.room.recorded_bytes
         self._experts = (base,) if self.refiner is None else (base, self.refiner)
         self.kept = LatentCache(config.latent_cache_bytes)
         self.loras = LoRAShelf(model, config.lora_bytes)
         refiner = None if self.refiner is None else self.refiner.conditioner
         self._preparer = Preparer(model, self.conditioner, self.pool, self.kept, self.loras, self.controlnets, refiner)
+        if model.device.type == "cuda" and config.compile != "off" and not self.groups.is_deterministic:
+            model.vae.compiled = DecoderPackages(model.vae, DiskCache.at(config.cache_dir))
         made = LatentTeller if config.stage == "denoise" else PictureDecoder
         self.decoder = made(
             model,
@@ -120,7 +128,7 @@ class ImageRunner:
             self.caller,
             self.room,
             self.kept,
-            is_alone=self.groups.is_deterministic or self.groups.on_cpu,  # where a call of several saves nothing
+            is_alone=self.groups.is_deterministic or self.groups.on_cpu,  # on a CPU a shared call saves nothing
             tile_px=config.decode_tile_px,
         )
 
@@ -155,14 +163,14 @@ class ImageRunner:
         return expert, group._replace(is_refined=False)
 
     @torch.inference_mode()
-    def study(self, group: GroupKey | None = None) -> bool:
-        """Make one call for what is still to be measured; False where there is nothing."""
+    def study(self, group: GroupKey | None = None, has_arrived: Callable[[], bool] | None = None) -> bool:
+        """Make one call for what is still to be measured; False where there is nothing. See ``Groups.study``."""
         if group is not None:
             expert, group = self._expert(group)
             return expert.groups.study(group)
         if not self._paints:
             return False
-        return any(expert.groups.study() for expert in self._experts) or self._study_texts()
+        return any(one.groups.study(has_arrived=has_arrived) for one in self._experts) or self._study_texts()
 
     def _study_texts(self) -> bool:
         try:
@@ -239,8 +247,10 @@ class ImageRunner:
         for expert in self._experts:
             expert.room.know()
         native, *others = (self.group_of_short_prompts(*size) for size in sizes)
-        self.groups.learn(native)
-        self.groups.choose_threads(self.groups.best(native))
+        self.groups.prepare_paths(native)
+        best = self.groups.best(native)
+        self.groups.learn(best)
+        self.groups.choose_threads(best)
         if self.refiner is not None:
             self.refiner.groups.learn(native)
         for group in others:
@@ -343,6 +353,8 @@ class ImageRunner:
             guided = guided_output(batch, output)
             x_next, denoised, history = advance(batch.x, guided, batch.history, batch.noise, batch.rows)
             for index, task in enumerate(tasks):
+                if task.stops_early:
+                    x_next[index] = denoised[index] / task.table.out_scale
                 if task.held.repaint is not None:
                     x_next[index] = keep_outside(task, x_next[index], batch.rows[index])
             finite = fetch(torch.isfinite(x_next).flatten(1).all(dim=1))
@@ -400,6 +412,13 @@ def keep_outside(task: ImageTask, x: Tensor, row: Tensor) -> Tensor:
         known = renoise(repaint.latents[None], repaint.noise[None], row[None])[0]
     blended: Tensor = (1.0 - repaint.mask) * known + repaint.mask * x
     return blended
+
+
+def _store_weights(model: DiffusionModel, config: EngineConfig) -> None:
+    """Store the UNet of ``model`` in its memory format; deterministic replicas must not differ by what they measure."""
+    is_fixed = config.memory_format == "auto" and is_deterministic(model, config)
+    name = "contiguous" if is_fixed else config.memory_format
+    set_memory_format(model, name, DiskCache.at(config.cache_dir))
 
 
 def control_groups(task: ImageTask, group: GroupKey) -> list[GroupKey]:

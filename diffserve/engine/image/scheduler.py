@@ -31,7 +31,7 @@ from diffserve.engine.image.scoring import PictureScores
 from diffserve.engine.image.task import ImageTask, LiveRequest, TickOutcome, TickPlan
 from diffserve.engine.records import FailureReason, Scheduler, Stage
 from diffserve.errors import DiffserveError
-from diffserve.types import Event, ImageFailed, ImageResult, ModelInfo, Painted, Progress, Queued
+from diffserve.types import Cancelled, Event, ImageFailed, ImageResult, ModelInfo, Painted, Progress, Queued
 
 PLACES_EVERY_S = 0.5
 PLACE_AGAIN_S = 5.0
@@ -226,6 +226,29 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
     def give_up(self, live: LiveRequest, failure: FailureReason) -> list[Event]:
         """All images of a request that are not painted yet are given up."""
         return [event for task in tuple(live.tasks) for event in self.fail(self._part(task), failure)]
+
+    def interrupt(self, request_id: str) -> list[Event | Cancelled]:
+        """End a request early, before a plan is made: images that are being denoised are decoded after their next row.
+
+        Images that wait are dropped, and so are those whose picture other requests wait for. Without any other image
+        the request is cancelled.
+        """
+        live = self.live.get(request_id)
+        if live is None:
+            return []
+        for task in tuple(live.tasks):
+            if task.stage in (Stage.WAITING, Stage.FOLLOWING) or (task.stage is Stage.DENOISING and task.followers):
+                self._release(self._part(task))
+            elif task.stage is Stage.DENOISING:
+                task.is_interrupted = True
+                if task.key is not None:  # an unfinished picture is not for equal requests
+                    del self._painting[task.key]
+                    task.key = None
+        if not live.is_over:
+            return []
+        self._forget(live)
+        best = [] if live.request.best_of is None else [*self._choose_best(live)]
+        return [*best, self._report.terminal(live)] if live.num_painted else [Cancelled(request_id=request_id)]
 
     def moved_up(self, now_s: float) -> list[Event]:
         """News for those who wait for their first lane: whose place in the queue is another than last told, or was told
@@ -525,14 +548,14 @@ class RequestScheduler(Scheduler[LiveRequest, Event]):
         return is_shown and any(one.live.wants_preview(task.step_index + 1) for one in (task, *task.followers))
 
     def _advance(self, task: ImageTask, outcome: TickOutcome) -> list[Event]:
-        ends_step = task.ends_step
+        ends_step, is_last_row = task.ends_step, task.is_last_row
         if task.clock.denoise_started_s is None:
             task.clock.denoise_started_s = outcome.rows_started_s
         task.clock.denoise_ended_s = outcome.rows_ended_s
         self._share.charge(task, task.cost_now)
         task.num_evaluations += task.rows_now
         task.row_index += 1
-        if task.row_index == task.table.num_rows:
+        if is_last_row:
             task.stage = Stage.DECODING
         elif task.row_index == task.settings.switch_row:
             task.group = task.switch()

@@ -48,6 +48,7 @@ class SecondOrder(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     offload: str
     cache_dir: str
+    memory_format: str
     file: str
 
 
@@ -140,6 +141,7 @@ class SecondDevice:
                 device=self.device,
                 offload=config.offload,
                 cache_dir=config.cache_dir,
+                memory_format=model.unet.memory_format,
                 file=str(Path(folder) / "meeting"),
             )
             self._process = subprocess.Popen(

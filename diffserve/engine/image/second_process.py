@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import threading
 from typing import Final
@@ -17,6 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from diffserve.child_signals import leave_stopping_to_parent
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.second_device import RowsCall, SecondOrder, SecondReady, contexts_of
 from diffserve.logs import MACHINE, json_logs
@@ -28,6 +28,7 @@ from diffserve.runtime.memory import give_memory_back, without_frames
 from diffserve.runtime.precision import hardware_name
 from diffserve.runtime.unet.call import UNetArguments
 from diffserve.runtime.unet.cross_attention import Contexts, KeysValues
+from diffserve.runtime.unet.memory_format import set_memory_format
 from diffserve.runtime.unet.unet import UNetRunner
 
 IDLE_S: Final = 1e8
@@ -83,13 +84,13 @@ def load(order: SecondOrder) -> tuple[UNetRunner, SecondReady]:
     profile, cache = order.profile, DiskCache.at(order.cache_dir)
     dtype, device, offload = order.dtype, order.device, order.offload
     model = load_model(profile.path, dtype=dtype, device=device, offload=offload, profile=profile, cache=cache)
+    set_memory_format(model, order.memory_format, cache)
     return model.unet, SecondReady(digest=model.digest, hardware=hardware_name(model.device))
 
 
 def main() -> int:
     """Load, say so, and answer. 1 where nothing can be loaded or nobody is there to answer any more."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides
-        signal.signal(number, signal.SIG_IGN)
+    leave_stopping_to_parent()
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as reports, json_logs("info", trusted=MACHINE):
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints belongs into the log
         order = msgspec.json.decode(sys.stdin.buffer.readline(), type=SecondOrder)

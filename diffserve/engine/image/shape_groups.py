@@ -10,16 +10,19 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace
 
 from diffserve.config import EngineConfig
 from diffserve.controlnets import WORK_SHARE
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.buckets import CostCurve, KneeCap, followed
-from diffserve.engine.image.compiled_groups import CLOSE, CompiledGroups, is_worth, prove
+from diffserve.engine.image.compiled_groups import CLOSE, CompiledGroups, check, is_deterministic, is_worth, prove
 from diffserve.engine.image.room import Room
 from diffserve.engine.image.task import GroupKey
+from diffserve.engine.image.unet_paths import PathChooser
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.device_health import raise_if_sticky
+from diffserve.runtime.interruption import InterruptedCallError, interrupted_by
 from diffserve.runtime.layer_sums import with_layer_sums
 from diffserve.runtime.memory import give_memory_back
 from diffserve.runtime.precision import hardware_name
@@ -42,8 +45,11 @@ from diffserve.runtime.unet.batch_invariance import (
     study,
     timed,
 )
+from diffserve.runtime.unet.call import Kind
 from diffserve.runtime.unet.controlnet import ControlNetRunner
+from diffserve.runtime.unet.graphs import graph_sizes
 from diffserve.runtime.unet.random_rows import random_call, random_control_rows, random_rows
+from diffserve.types import UNetPath
 
 MOST_ROWS_CPU = 16
 MOST_ROWS_DEVICE = 32
@@ -65,11 +71,6 @@ PAIR_LIMIT_CPU = 2e12
 """Up to so many it does not fill a CPU, and whether the two rows of a guided picture may share a call is looked at."""
 
 logger = logging.getLogger(__name__)
-
-
-def is_deterministic(model: DiffusionModel, config: EngineConfig) -> bool:
-    """Whether an image's bytes are to be independent of its neighbours; by default on a CPU."""
-    return model.device.type == "cpu" if config.deterministic == "auto" else config.deterministic
 
 
 def most_rows(model: DiffusionModel, config: EngineConfig) -> int:
@@ -113,9 +114,12 @@ class Groups:
         self._knee_cap = KneeCap(self.most_rows, config.policy)
         self._disk = FactsOnDisk(DiskCache.at(config.cache_dir), self._circumstances(config))
         self.compiled = CompiledGroups(model, config)
+        packages = self.compiled.packages
+        self.paths = None if packages is None else PathChooser(model, config, packages, self)
         self.control: Callable[[str], ControlNetRunner] = dict[str, ControlNetRunner]().__getitem__
         if (graphs := self.compiled.graphs) is not None:
-            room.set_aside = lambda: graphs.num_bytes
+            graphs.sizes = () if self.is_deterministic else graph_sizes(self.most_rows)
+            room.recorded_bytes = lambda: (graphs.pool_bytes, graphs.num_bytes)
         self._known: OrderedDict[GroupKey, Known] = OrderedDict()
         self._wanted: OrderedDict[GroupKey, Study | None] = OrderedDict()
         width_px, height_px = model.info.good_sizes[0]
@@ -132,8 +136,11 @@ class Groups:
         """Whether ``group`` is still to be measured."""
         return group in self._wanted
 
-    def study(self, group: GroupKey | None = None) -> bool:
-        """Make one UNet call for what is to be measured, of ``group`` or the oldest; False where there is nothing."""
+    def study(self, group: GroupKey | None = None, has_arrived: Callable[[], bool] | None = None) -> bool:
+        """Make one UNet call for what is to be measured, of ``group`` or the oldest; False where there is nothing.
+
+        ``has_arrived``: the call is given up as soon as this returns true, and ``group`` is measured anew later.
+        """
         if group is None:
             group = next(iter(self._wanted), None)
         if group is None or group not in self._wanted:
@@ -146,9 +153,12 @@ class Groups:
             self._known.pop(group, None)
             return True
         try:
-            next(going)
+            with nullcontext() if has_arrived is None else interrupted_by(has_arrived):
+                next(going)
         except StopIteration as end:
             self._settle(group, end.value)
+        except InterruptedCallError:
+            self._wanted[group] = None
         except Exception as error:  # pictures say what is wrong with the model; here it only stays unmeasured
             raise_if_sticky(error)
             logger.warning("a shape could not be measured: %s", type(error).__name__, exc_info=error)
@@ -156,16 +166,33 @@ class Groups:
         return True
 
     def best(self, group: GroupKey) -> GroupKey:
-        """Where newcomers to ``group`` are painted: by compiled calls once these are there, proven, and faster."""
+        """Return ``group``, or its compiled counterpart where its calls are compiled."""
         compiled = group._replace(is_compiled=True)
+        if self.compiled.is_measured:
+            return compiled if self._is_measured_as_faster(compiled) else group
+        return compiled if self.paths is not None and self.paths.is_compiled(group) else group
+
+    def _is_measured_as_faster(self, compiled: GroupKey) -> bool:
         if self.compiled.is_new(compiled, self._clock()):
-            found = self._load(compiled)
+            found = self.load_packages(compiled)
             facts = self._facts(self._name_of_packages(compiled, found)) if found else None
             if facts is not None:
-                self._take(compiled, facts)
+                self.take(compiled, facts)
             elif found:
                 self._wanted[compiled] = None
-        return compiled if self.compiled.is_proven(compiled) else group
+        return self.compiled.is_proven(compiled)
+
+    @property
+    def unet_paths(self) -> tuple[UNetPath, ...]:
+        """The paths chosen so far; none where compiled calls are used once measured as faster."""
+        return () if self.paths is None or self.compiled.is_measured else self.paths.chosen
+
+    def prepare_paths(self, native: GroupKey) -> None:
+        """Choose the paths of stored shapes and of ``native`` before the engine serves; packages may be built."""
+        if self.paths is not None and not self.compiled.is_measured:
+            self.paths.prepare(native)
+        if self.is_deterministic:
+            self._reference_of(native)  # a few calls now, and none in the first request of another shape
 
     def least_rows(self, width_px: int, height_px: int) -> int:
         """Rows of the smallest call that a picture of this size may be painted with, as far as is known."""
@@ -251,24 +278,83 @@ class Groups:
         self._known.move_to_end(group)
         return self._known[group]
 
-    def _load(self, group: GroupKey) -> tuple[int, ...]:
-        """Sizes of compiled calls of ``group`` that there are."""
-        return self.compiled.load(
-            group,
-            lambda: random_call(self.model, group.shape, 1, self.conditioner, group.lora_rank).kind,
-            self.sizes_to_compile(group),
-        )
+    def load_packages(self, group: GroupKey) -> tuple[int, ...]:
+        """Load the packages of ``group`` and return the numbers of rows that they serve."""
+        return self.compiled.load(group, lambda: self._kind(group), self.sizes_to_compile(group))
 
     def _name_of_packages(self, group: GroupKey, sizes: Sequence[int]) -> str:
         """Of ``group`` painted by packages of ``sizes`` rows, on disk: calls are made of them."""
         return f"{tuple(group)} of {tuple(sizes)} by {self.compiled.compiler}"
 
-    def _take(self, group: GroupKey, facts: GroupFacts) -> None:
+    def checked(self, group: GroupKey, sizes: Sequence[int]) -> GroupFacts:
+        """Return the facts of packages of ``sizes`` rows, from disk or checked now. Raises ArithmeticError."""
+        name = self._name_of_packages(group, sizes)
+        facts = self._facts(name)
+        if facts is None:
+            facts = end_of(
+                check(
+                    self._try(group._replace(is_compiled=False)),
+                    self._try(group),
+                    sizes,
+                    counts=self._compiled_counts,
+                    closeness=CLOSE[self.model.dtype],
+                    is_exact=self.is_deterministic,
+                )
+            )
+            if facts.is_complete:
+                self._disk.write(name, facts)
+        return facts
+
+    @property
+    def _compiled_counts(self) -> tuple[int, ...]:
+        return self.threads.counts[:1] if self.compiled.has_own_threads else self.threads.counts
+
+    def prove(self, group: GroupKey) -> bool:
+        """Check and time the packages of ``group`` against the network; return whether they are used.
+
+        Used packages keep their facts on disk. Slower and wrong ones are deleted, for a package that exists is used;
+        where other load hides which is faster, they are kept and used.
+        """
+        sizes = self.load_packages(group)
+        try:
+            facts = end_of(self._proof(group, sizes))
+        except ArithmeticError as error:
+            logger.warning("packages are deleted: %s", error)
+        else:
+            curve = self.known(group._replace(is_compiled=False)).curve
+            is_unclear = not facts.is_complete and not facts.is_alone
+            if is_unclear or is_worth(group, facts, curve, sizes):
+                self.take(group, facts)
+                self._disk.write(self._name_of_packages(group, sizes), replace(facts, is_complete=True))
+                return True
+        self.compiled.remove(self._kind(group), self.sizes_to_compile(group))
+        return False
+
+    def _proof(self, group: GroupKey, sizes: Sequence[int]) -> Study:
+        plain = group._replace(is_compiled=False)
+        return prove(
+            self._try(plain),
+            self._try(group),
+            sizes,
+            counts=self._compiled_counts,
+            closeness=CLOSE[self.model.dtype],
+            curve=self.known(plain).curve,
+            is_exact=self.is_deterministic,
+        )
+
+    def _kind(self, group: GroupKey) -> Kind | None:
+        return random_call(self.model, group.shape, 1, self.conditioner, group.lora_rank).kind
+
+    def take(self, group: GroupKey, facts: GroupFacts) -> None:
+        """Use the loaded packages of ``group``, which have ``facts``, from now on."""
         self._known[group] = Known(CostCurve.of(facts, is_exact=True), facts.counts)
         self.compiled.take(group)
 
     def _read(self, group: GroupKey) -> Known | None:
         """What the disk says, or what is settled without measuring."""
+        if group.is_compiled:
+            checked = self.checked(group, self.load_packages(group))
+            return Known(CostCurve.of(checked, is_exact=True), checked.counts)
         if self._is_large(group):
             facts = self._pair(group) if self.is_deterministic and self._work(group) <= PAIR_LIMIT_CPU else None
             if facts is not None:
@@ -301,16 +387,7 @@ class Groups:
 
     def _begin(self, group: GroupKey) -> Study:
         if group.is_compiled:
-            plain = group._replace(is_compiled=False)
-            return prove(
-                self._try(plain),
-                self._try(group),
-                self._load(group),
-                counts=self.threads.counts[:1] if self.compiled.has_own_threads else self.threads.counts,
-                closeness=CLOSE[self.model.dtype],
-                curve=self.known(plain).curve,
-                is_exact=self.is_deterministic,
-            )
+            return self._proof(group, self.load_packages(group))
         reference = self._reference_of(group) if self.is_deterministic else None
         sizes = [size for size in sizes_to_check(self.most_rows) if size <= self.room.rows(group)]
         return study(self._try(group, is_strict=True), sizes, reference=reference, counts=self.threads.counts)
@@ -322,8 +399,8 @@ class Groups:
             if not facts.is_complete:
                 self.compiled.doubt(group, self._clock())
             elif is_worth(group, facts, network, self.sizes_to_compile(group)):
-                self._take(group, facts)
-                self._disk.write(self._name_of_packages(group, self._load(group)), facts)
+                self.take(group, facts)
+                self._disk.write(self._name_of_packages(group, self.load_packages(group)), facts)
             return
         self._known[group] = Known(CostCurve.of(facts, is_exact=self.is_deterministic), facts.counts)
         if facts.is_complete and self.room.rows(group) >= self.most_rows:
@@ -343,7 +420,8 @@ class Groups:
                 trial = timed(predict, self._clock)(rows, num_threads)
                 if has_sums:
                     network = self.control(group.control).network if group.control else self.model.unet.network
-                    trial = trial._replace(output=with_layer_sums(network, lambda: predict(rows)))
+                    with nullcontext() if self.compiled.graphs is None else self.compiled.graphs.bypassed():
+                        trial = trial._replace(output=with_layer_sums(network, lambda: predict(rows)))
                 return trial
 
         return attempt
@@ -364,6 +442,7 @@ class Groups:
             self.conditioner,
             rows,
             self.compiled.of(group),
+            recorder=self.compiled.recorder(group),
             is_shallow=group.is_shallow,
             merged_share=group.merged_share,
             lora_rank=group.lora_rank,

@@ -199,6 +199,7 @@ class ImageTask:
     refined_group    its group from ``settings.switch_row`` on
     key              of its picture in the result cache, where it has one and paints it
     leader           who paints the same picture, and is waited for; it has this one among its ``followers``
+    is_interrupted   whether it ends with its next step, and the denoised estimate of that is decoded
     """
 
     live: LiveRequest
@@ -216,6 +217,7 @@ class ImageTask:
     key: bytes | None = None
     leader: ImageTask | None = None
     followers: list[ImageTask] = field(default_factory=list)
+    is_interrupted: bool = False
 
     def __post_init__(self) -> None:
         self.settings = self.live.settings
@@ -310,7 +312,15 @@ class ImageTask:
     @property
     def is_last_row(self) -> bool:
         """Whether the next row finishes the latent."""
-        return self.row_index + 1 == self.settings.num_rows
+        return self.row_index + 1 == self.settings.num_rows or self.stops_early
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether the image is interrupted, and the next row ends its step without finishing the latent."""
+        if not self.is_interrupted or self.row_index + 1 >= self.settings.num_rows:
+            return False
+        steps = self.table.step_of_row
+        return bool(steps[self.row_index + 1] != steps[self.row_index])
 
     @property
     def ends_step(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -282,8 +282,9 @@ class UNetCaller:
             numbers = send(torch.tensor(_padded(rows, bucket)), batch.x.device)
             added = tuple(tensor.index_select(0, numbers) for tensor in residuals)
         scaled, timesteps = batch.scaled.index_select(0, owners), batch.rows.index_select(0, owners)[:, TIMESTEP]
-        is_watched = any(task.is_full_now and task.keeps_features for task in images)
-        with self._keeping(is_watched) as found, self._measured(group, bucket, stop):
+        keeps_features = any(task.is_full_now and task.keeps_features for task in images)
+        features_of_call: list[Tensor] | None = [] if keeps_features else None
+        with self._measured(group, bucket, stop):
             output = self.model.unet.predict(
                 scaled,
                 timesteps,
@@ -291,11 +292,13 @@ class UNetCaller:
                 **told.conditions,
                 features=features,
                 merged_share=group.merged_share,
-                compiled=self.groups.compiled.of(group, is_watched=is_watched),
+                compiled=self.groups.compiled.of(group),
+                recorder=self.groups.compiled.recorder(group),
                 loras=told.loras,
                 residuals=added,
+                kept_features=features_of_call,
             )
-        for kept_of_rows in found:
+        for kept_of_rows in features_of_call or ():
             for place, (task, row) in enumerate(zip(images, rows, strict=True)):
                 if task.keeps_features:
                     task.held.features[batch.is_uncond(row)] = kept_of_rows[place].clone()
@@ -334,11 +337,6 @@ class UNetCaller:
         while self._timed and self._timed[0][2].is_here:
             curve, bucket, span = self._timed.popleft()
             curve.observe(bucket, span.seconds)
-
-    def _keeping(self, is_needed: bool) -> AbstractContextManager[Sequence[Tensor]]:
-        """Keeps the features of a full call where one of its images needs them."""
-        shallow = self.model.unet.shallow
-        return shallow.keeping() if is_needed and shallow is not None else nullcontext(())
 
     def _stack(self, key: tuple[tuple[ImageTask, bool], ...]) -> Stack:
         """What the rows are told, gathered once for as long as the same rows run together."""

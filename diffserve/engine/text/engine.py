@@ -21,6 +21,7 @@ from diffserve.engine.text.task import LiveText, TextOutcome, TextPlan, TextTask
 from diffserve.errors import ConfigError, DeadlineUnreachable
 from diffserve.json_schemas import no_json
 from diffserve.pace import TokenCost
+from diffserve.runtime.accelerators import has_streams
 from diffserve.runtime.decoding import AnyConstraint, JsonConstraints
 from diffserve.runtime.kv import PagePool
 from diffserve.runtime.language import LanguageModel, LanguageRunner, load_language_model
@@ -95,7 +96,9 @@ class TextEngine(CoreEngine[Order, LiveText, TextEvent]):
         self.cost = TokenCost()
         self._read_s = -math.inf
         self._is_shared = False
-        self.reads_late = model.device.type in ("cuda", "meta") if reads_late is None else reads_late
+        if reads_late is None:
+            reads_late = has_streams(model.device) or model.device.type == "meta"
+        self.reads_late = reads_late
         self._unread: Unread | None = None
         self._num_computed = 0
         self._refused: list[tuple[LiveText, FailureReason]] = []

@@ -1,8 +1,8 @@
-"""What happens to logits before anything is chosen: penalties, ``min_tokens``, the constraint, and then filters.
+"""What happens to logits before anything is chosen: bias, penalties, ``min_tokens``, the constraint, and then filters.
 
-In the order of transformers: repetition penalty, presence and frequency penalties (which transformers has not, and
-which come where vLLM has them), stop tokens hidden, allowed words, temperature, top-k, top-p and min-p. Each touches
-only the rows that ask for it, all at once.
+In the order of transformers: bias, repetition penalty, presence and frequency penalties (which transformers has not,
+and which come where vLLM has them), stop tokens hidden, allowed words, temperature, top-k, top-p and min-p. Each
+touches only the rows that ask for it, all at once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,25 @@ NUCLEUS_TOKENS: Final = 1024
 
 
 def adjust(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
-    """``scores`` (B, V) float32 with penalties and masks; the same tensor when no row asks for any, else a new one."""
+    """Apply bias, penalties and masks to ``scores`` (B, V) float32; the same tensor when no row asks for any."""
+    scores = _add_bias(scores, rows)
     scores = _penalise(scores, rows)
     scores = _hide_stops(scores, rows)
     return _constrain(scores, rows)
+
+
+def _add_bias(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
+    biased = [
+        (line, token_id, value)
+        for line, row in enumerate(rows)
+        for token_id, value in row.params.logit_bias
+        if token_id < scores.shape[-1]
+    ]
+    if not biased:
+        return scores
+    lines, tokens, values = zip(*biased, strict=True)
+    where = tuple(send(torch.tensor([lines, tokens]), scores.device))
+    return scores.index_put(where, send(torch.tensor(values), scores.device), accumulate=True)
 
 
 def _penalise(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:

@@ -79,6 +79,10 @@ class Constraint(ABC, Generic[StateT]):
         """What is known to follow mostly, if anything is."""
         return None
 
+    def ending(self, state: StateT, mask: Tensor, num_left: int, max_tokens: int) -> Tensor:
+        """Return what of ``mask`` is left when a text of at most ``max_tokens`` tokens has ``num_left`` to end in."""
+        return mask
+
     def problem(self, state: StateT) -> str:
         """Why nothing may follow although nothing wrong was said; empty where that is not so."""
         return ""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import takewhile
@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from diffserve.errors import InvalidRequest
-from diffserve.json_schemas import matcher
+from diffserve.json_lengths import length_of
+from diffserve.json_schemas import followed, has_llguidance, matcher
 from diffserve.runtime.decoding.constraint import AnyConstraint, Constraint
 
 if TYPE_CHECKING:
@@ -40,6 +41,15 @@ NEEDED: Final = frozenset(bytes([byte]) for byte in (*range(0x20, 0x7F), *range(
 BEGINNING: Final = "{"
 """What is before a text of which the spelling is asked: many tokenizers put a space before the first word."""
 
+CLOSERS: Final = b'}]",:nt0f[{'
+"""Bytes that end a text soonest, the best first: what is open is closed, and what is missing is short."""
+
+SPACE: Final = 0x20
+QUOTE: Final = b'"'
+
+SPARE_TOKENS: Final = 8
+"""A text is ended so many tokens before it has to be."""
+
 BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -49,9 +59,14 @@ class JsonConstraint(Constraint["LLMatcher | None"]):
     A parser that gave up, as on a schema that requires parts without end, allows nothing and has its ``problem``.
 
     Raises InvalidRequest for a schema that cannot be followed.
+
+    Args:
+        tokenizer: The vocabulary as llguidance reads it.
+        schema: The schema as JSON.
+        of_byte: The token that says a single byte, by the byte.
     """
 
-    def __init__(self, tokenizer: LLTokenizer, schema: str) -> None:
+    def __init__(self, tokenizer: LLTokenizer, schema: str, of_byte: Mapping[int, int]) -> None:
         try:
             start = matcher(tokenizer, schema)
         except ValueError as error:
@@ -61,6 +76,8 @@ class JsonConstraint(Constraint["LLMatcher | None"]):
         self.start = start
         self.end_ids = frozenset(tokenizer.eos_tokens)
         self._ends = np.array(sorted(self.end_ids), dtype=np.int64)
+        self._of_byte = of_byte
+        self._length = length_of(followed(schema), lambda text: len(tokenizer.tokenize_str(text)))
 
     def advance(self, state: LLMatcher | None, token_id: int) -> LLMatcher | None:
         """The state after ``token_id``."""
@@ -81,6 +98,25 @@ class JsonConstraint(Constraint["LLMatcher | None"]):
             allowed[: len(told)] = told[:vocab_size]
             allowed[self._ends[self._ends < vocab_size]] = state.is_accepting()
         return torch.from_numpy(allowed.view(np.bool_))
+
+    def ending(self, state: LLMatcher | None, mask: Tensor, num_left: int, max_tokens: int) -> Tensor:
+        """Return the part of ``mask`` that ends the text soonest, if only the tokens are left that an ending needs.
+
+        A schema whose shortest text has no room in ``max_tokens`` is left as it is.
+        """
+        needed = self._length.closing + SPARE_TOKENS
+        if state is None or num_left > needed or self._length.shortest >= max_tokens:
+            return mask
+        vocab_size = len(mask)
+        choices = [[end for end in self.end_ids if end < vocab_size and mask[end]]]
+        is_in_string = bool(mask[self._of_byte[SPACE]])  # between the parts of a text there is no white space
+        choices += [self.forced(state, 1)] + [[self._of_byte[byte]] for byte in (QUOTE if is_in_string else CLOSERS)]
+        for choice in choices:
+            if choice and choice[0] < vocab_size and mask[choice[0]]:
+                only = torch.zeros_like(mask)
+                only[choice] = True
+                return only
+        return mask
 
     def num_allowed(self, state: LLMatcher | None, token_ids: Sequence[int]) -> int:
         """How many of ``token_ids`` may follow one after another; an end is not guessed."""
@@ -104,20 +140,25 @@ class JsonSpelling:
     """
 
     tokenizer: LLTokenizer
+    of_byte: Mapping[int, int]
 
     @classmethod
     def of(cls, tokenizer: Any, vocab_size: int, end_ids: Sequence[int]) -> JsonSpelling | None:
-        """For a transformers tokenizer; None where it is not known what its tokens say, or they cannot say all of JSON.
+        """For a transformers tokenizer; None where it is not known what its tokens say, or they cannot say all of JSON,
+        or llguidance is not installed.
 
         vocab_size  of the network, which may have room for more tokens than the tokenizer knows
         """
+        if not has_llguidance():
+            return None
         from llguidance import LLTokenizer, TokenizerWrapper
 
         spelled = token_bytes(tokenizer, vocab_size)
         if spelled is None or not end_ids or not set(spelled) >= NEEDED or not _is_right(tokenizer, spelled):
             return None
-        wrapped = TokenizerWrapper(_Vocabulary(tokenizer, spelled, end_ids[0]))
-        return cls(LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=list(end_ids)))
+        vocabulary = _Vocabulary(tokenizer, spelled, end_ids[0])
+        reader = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=vocab_size, eos_token=list(end_ids))
+        return cls(reader, vocabulary.of_byte)
 
 
 class JsonConstraints:
@@ -140,7 +181,7 @@ class JsonConstraints:
         with self._lock:
             known = self._kept.get(schema)
             if known is None:
-                known = self._thread.submit(JsonConstraint, self._spelling.tokenizer, schema)
+                known = self._thread.submit(JsonConstraint, self._spelling.tokenizer, schema, self._spelling.of_byte)
                 self._kept[schema] = known
             self._kept.move_to_end(schema)
             while len(self._kept) > KEPT_SCHEMAS:
@@ -203,7 +244,7 @@ class _Vocabulary:
         self.special_token_ids = [token_id for token_id, said in enumerate(spelled) if not said]
         self._tokenizer = tokenizer
         self._begun = self._ids(BEGINNING)
-        self._of_byte = {said[0]: token_id for token_id, said in enumerate(spelled) if len(said) == 1}
+        self.of_byte = {said[0]: token_id for token_id, said in enumerate(spelled) if len(said) == 1}
 
     def __call__(self, text: str) -> list[int]:
         """``text`` as it is spelled within a text, byte by byte where that cannot be told; llguidance believes it."""
@@ -212,7 +253,7 @@ class _Vocabulary:
         ids = self._ids(BEGINNING + text)
         begun, said = ids[: len(self._begun)], ids[len(self._begun) :]
         is_right = begun == self._begun and b"".join(self.tokens[token_id] for token_id in said) == text.encode()
-        return said if is_right else [self._of_byte[byte] for byte in text.encode()]
+        return said if is_right else [self.of_byte[byte] for byte in text.encode()]
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]

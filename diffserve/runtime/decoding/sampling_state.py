@@ -141,7 +141,9 @@ class SamplingState:
     def allowed(self, vocab_size: int) -> Tensor:
         """(vocab_size,) bool mask of a row with a constraint. ``min_tokens`` gives way when only the end is allowed."""
         assert self.constraint is not None
+        max_tokens = self.params.max_tokens
         mask = self.constraint.mask(self.state, vocab_size)
+        mask = self.constraint.ending(self.state, mask, max_tokens - self.num_output_tokens, max_tokens)
         if not self.hides_stops:
             return mask
         longer = mask.clone()

@@ -16,6 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from diffserve.runtime.accelerators import float64_device
 from diffserve.runtime.transfer import send
 
 BLOCK: Final = 32
@@ -56,14 +57,15 @@ def draw(weights: Tensor, numbers: Sequence[float]) -> list[int]:
 
 
 def invert(weights: Tensor, numbers: Sequence[float]) -> Tensor:
-    """(n,) one token id for each line of ``weights`` (n, V), not negative, by inversion of the distribution function.
+    """Draw one token id (n,) for each line of ``weights`` (n, V), not negative, by inverse transform sampling.
 
     Line i's token is the first whose cumulative weight exceeds ``numbers[i]`` times the line's sum, so a token of
-    weight zero is never drawn.
+    weight zero is never drawn. A device without float64 has the CPU draw, so that the tokens are the same everywhere.
     """
-    cumulative = weights.cumsum(-1, dtype=torch.float64)  # (n, V)
+    place = float64_device(weights.device)
+    cumulative = weights.to(place).cumsum(-1, dtype=torch.float64)  # (n, V)
     total = cumulative[:, -1:]
-    level = send(torch.tensor(numbers, dtype=torch.float64), weights.device)[:, None] * total
+    level = send(torch.tensor(numbers, dtype=torch.float64), place)[:, None] * total
     below = torch.nextafter(total, torch.zeros_like(total))
     found = torch.searchsorted(cumulative, torch.minimum(level, below), right=True)  # (n, 1)
-    return found[:, 0].clamp_(max=weights.shape[-1] - 1)
+    return found[:, 0].clamp_(max=weights.shape[-1] - 1).to(weights.device)

@@ -19,7 +19,10 @@ from diffserve.runtime.language.model import LanguageModel, LayerShape, run_netw
 from diffserve.runtime.language.runner import LanguageRunner, TokenChunk
 
 LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
-LENGTH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
+DYNAMIC: Final = "dynamic"
+"""Positions that are scaled by the length of a text once it is longer than those of the training."""
+
+LONGROPE: Final = "longrope"
 PROBE_TOKENS: Final = 24
 PROBE_CUTS: Final = ((0, 9), (9, 10), (10, PROBE_TOKENS))
 TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -34,12 +37,22 @@ def check_config(config: Any, where: str) -> None:
     unknown = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
     if unknown:
         raise ModelLoadError(f"{where}: layers of {unknown} are not served; known are {sorted(LAYER_TYPES)}.")
-    ropes = sorted(_rope_types(getattr(text, "rope_parameters", None)) & LENGTH_DEPENDENT_ROPE)
-    if ropes:
+    if LONGROPE in _rope_types(getattr(text, "rope_parameters", None)):
         raise ModelLoadError(
-            f"{where}: rope_type {ropes} turns keys by the length of the text, so kept keys would be wrong; use a "
-            "model with default, linear, yarn or llama3 scaling, or remove the scaling and stay within its length."
+            f"{where}: rope_type {LONGROPE!r} turns keys by the length of the text, so kept keys would be wrong; use a "
+            "model with default, linear, dynamic, yarn or llama3 scaling, or remove the scaling and stay within its "
+            "length."
         )
+
+
+def longest_text(config: Any) -> int | None:
+    """Return how many tokens a text may have at most for its kept keys to be right; ``None``: any number.
+
+    Beyond ``max_position_embeddings`` dynamic positions turn keys by the length of the whole text, so texts stay
+    within it, where they are plain rotations.
+    """
+    is_dynamic = DYNAMIC in _rope_types(getattr(config, "rope_parameters", None))
+    return int(config.max_position_embeddings) if is_dynamic else None
 
 
 def _rope_types(parameters: Any) -> set[str]:

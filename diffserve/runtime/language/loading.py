@@ -12,12 +12,13 @@ import msgspec
 
 from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError, ModelNotFound
+from diffserve.model_files import find_weights, read_json
 from diffserve.runtime.decoding import JsonSpelling
 from diffserve.runtime.language.attention import register
-from diffserve.runtime.language.compatibility import check_config, check_parity, find_layers
+from diffserve.runtime.language.compatibility import check_config, check_parity, find_layers, longest_text
 from diffserve.runtime.language.model import LanguageModel
 from diffserve.runtime.language.weight_only import CpuInt4Linear, compute_choice, quantise
-from diffserve.runtime.loading.checkpoint import check_manifest, digest_files, find_weights, read_json
+from diffserve.runtime.loading.checkpoint import check_manifest, digest_files
 from diffserve.runtime.loading.components import OFFLINE, read_tokenizer
 from diffserve.runtime.loading.library_imports import hushed, import_quietly, without_compiler
 from diffserve.runtime.loading.offload import from_pretrained_places, run_on
@@ -113,6 +114,7 @@ def _describe(
 ) -> LanguageModelInfo:
     tied = getattr(network, "all_tied_weights_keys", {})  # counted once, also where accelerate's hooks told them apart
     parameters = [parameter for name, parameter in network.named_parameters() if name not in tied]
+    scales = [buffer for name, buffer in network.named_buffers() if name.endswith("weight_scales")]
     packed = [part for part in network.modules() if isinstance(part, CpuInt4Linear)]
     text_config = network.config.get_text_config(decoder=True)
     vocab_size = int(network.get_output_embeddings().weight.shape[0])
@@ -129,7 +131,7 @@ def _describe(
         choice_reason=choice.reason,
         num_parameters=sum(parameter.numel() for parameter in parameters)
         + sum(part.in_features * part.out_features for part in packed),
-        weights_bytes=sum(tensor_bytes(parameter) for parameter in parameters)
+        weights_bytes=sum(map(tensor_bytes, (*parameters, *scales)))
         + sum(part.packed.nbytes + part.scales.nbytes for part in packed),
     )
 
@@ -138,7 +140,12 @@ def _context_tokens(directory: Path, config: Any, tokenizer: Any) -> int:
     found = getattr(config, "max_position_embeddings", None) or tokenizer.model_max_length
     if not 0 < int(found) < 10**9:
         raise ModelLoadError(f"{directory}/config.json has no max_position_embeddings: say how long texts may be.")
-    return int(found)
+    longest = longest_text(config)
+    if longest is not None:
+        logger.warning(
+            "%s: its positions are scaled beyond %d tokens, so texts have at most as many", directory, longest
+        )
+    return min(int(found), longest or int(found))
 
 
 def _end_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:

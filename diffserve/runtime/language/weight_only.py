@@ -1,6 +1,6 @@
 """int8 and int4 weights of a language model. Arithmetic stays in the device's float dtype.
 
-int8: torchao, one scale for each output row. int4: groups of weights with a scale and a zero each, where a kernel
+int8: one scale for each output. int4: groups of weights with a scale and a zero each, where a kernel
 exists. On CUDA that is torchao's tile-packed format; torchao 0.18 has none for CPUs, torch itself has one (bfloat16
 activations), which is used directly.
 """
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from diffserve.config import DTYPE_ALIASES, TEXT_DTYPES
 from diffserve.errors import ConfigError
 from diffserve.runtime.loading.library_imports import import_quietly
-from diffserve.runtime.precision import INT8, QUANTISED, DeviceChoice, choose_device, quantise_linear
+from diffserve.runtime.precision import INT8, QUANTISED, DeviceChoice, choose_device
+from diffserve.runtime.quantised_layers import hold_int8_weight
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ def quantise(network: nn.Module, choice: DeviceChoice) -> None:
         if type(layer) is not nn.Linear or layer is head:
             continue
         if choice.dtype == INT8:
-            quantise_linear(layer)
+            hold_int8_weight(layer)
         elif layer.in_features % GROUP_WEIGHTS == 0 and layer.out_features % CPU_ROWS == 0:
             network.set_submodule(name, _int4_linear(layer))
         else:

@@ -20,8 +20,9 @@ import msgspec
 
 from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError
+from diffserve.model_files import find_weights, read_json
 from diffserve.profiles import ADAPTER_FILE, AdapterSpec
-from diffserve.runtime.loading.checkpoint import check_manifest, digest_files, find_weights, read_json
+from diffserve.runtime.loading.checkpoint import check_manifest, digest_files
 from diffserve.runtime.loading.directory import load_directory
 from diffserve.runtime.loading.family import BUILT_IN
 from diffserve.runtime.loading.lora import LoRAFile

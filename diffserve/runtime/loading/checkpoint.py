@@ -1,6 +1,6 @@
 """Tensors on disk: safetensors files seen as one mapping, every key checked before it is used.
 
-Pickle files are refused by name: reading one can run code. A tensor is read when it is asked for and not before, so
+A tensor is read when it is asked for and not before, so
 that a loader which converts tensor by tensor never holds the checkpoint twice.
 
 ``manifest-sha256.json`` in a directory of shipped weights maps files, by their path below it, to the sha256 of their
@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,14 +24,9 @@ from safetensors import SafetensorError, safe_open
 
 from diffserve.disk_cache import DiskCache
 from diffserve.errors import ModelLoadError
-from diffserve.loras import IP_ADAPTER
-
-logger = logging.getLogger(__name__)
-
-PICKLE_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
-VARIANT_OF_DTYPE: Final = {"float16": "fp16", "bfloat16": "bf16"}
-VARIANTS: Final = ("", "fp16", "bf16", "non_ema")
-"""Variants of weights in the order in which they are taken; others come last."""
+from diffserve.lora_layers import InvalidLoRAError, refuse_ip_adapter
+from diffserve.model_files import read_json, refuse_pickle
+from diffserve.safetensors_header import file_problem
 
 DIGESTS = "digests"
 DIGEST = re.compile("[0-9a-f]{64}")
@@ -48,12 +42,27 @@ OUR_OWN: Final = Path(__file__).resolve().parents[2]
 """The installed package."""
 
 
+SCALES: Final = (".scale_weight", ".weight_scale")
+"""Names, behind that of a layer, of the factor that its float8 weight is multiplied by. ComfyUI writes both kinds."""
+
+SCALING: Final = re.compile(r"(?:.*\.)?(?:scaled_fp8|scale_input|input_scale|comfy_quant)")
+"""Other tensors of such files, which calls in float8 need and the weights do not."""
+
+
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file: where it lies and the shape its header gives."""
+    """One tensor of a file.
+
+    file   where it lies
+    shape  as the file's header gives it
+    key    its name in the file; empty where it is the name in the checkpoint
+    scale  the tensor that it is multiplied by, a number or one for each row
+    """
 
     file: Path
     shape: tuple[int, ...]
+    key: str = ""
+    scale: TensorEntry | None = None
 
 
 @dataclass
@@ -74,6 +83,7 @@ class Checkpoint:
         checkpoint = cls()
         for file in files:
             checkpoint._add(file)
+        checkpoint._take_scales()
         return checkpoint
 
     def _add(self, file: Path) -> None:
@@ -81,9 +91,8 @@ class Checkpoint:
         try:
             handle = safe_open(str(file), framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:
-            raise ModelLoadError(
-                f"{file} is not a complete safetensors file ({error}); it may have been cut short, download it again."
-            ) from error
+            problem = file_problem(file) or f"cannot be read ({str(error).splitlines()[0]})"
+            raise ModelLoadError(f"{file} {problem}.") from error
         self._handles[file] = handle
         self.files.append(file)
         self.metadata.update(handle.metadata() or {})
@@ -92,18 +101,50 @@ class Checkpoint:
                 raise ModelLoadError(f"tensor {key!r} is in both {self.entries[key].file} and {file}; keep one.")
             self.entries[key] = TensorEntry(file, tuple(handle.get_slice(key).get_shape()))
 
+    def _take_scales(self) -> None:
+        """Attach the scales of float8 weights to them, and drop the other tensors that only float8 calls need."""
+        scaled = {
+            key: f"{key.removesuffix(suffix)}.weight"
+            for key in self.entries
+            for suffix in SCALES
+            if key.endswith(suffix)
+        }
+        for key, weight in scaled.items():
+            if weight in self.entries and self._dtype(weight).startswith("F8"):
+                scale = replace(self.entries.pop(key), key=key)
+                self.entries[weight] = replace(self.entries[weight], key=weight, scale=scale)
+        if any(entry.scale for entry in self.entries.values()):
+            for key in [key for key in self.entries if SCALING.fullmatch(key)]:
+                del self.entries[key]
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Call the tensor ``key`` by the name ``names[key]`` from now on; the others keep theirs."""
+        self.entries = {
+            names.get(key, key): replace(entry, key=entry.key or key) for key, entry in self.entries.items()
+        }
+
     def refuse_ip_adapter(self) -> None:
         """ModelLoadError where these tensors are an IP-Adapter, or have one among them."""
-        key = next(filter(IP_ADAPTER.match, self.entries), None)
-        if key is not None:
-            raise ModelLoadError(
-                f"{self.where(key)} holds an IP-Adapter (its tensor {key!r} says so), which diffserve does not serve; "
-                "leave it out, and start from a picture or take a ControlNet."
-            )
+        try:
+            refuse_ip_adapter(self.entries)
+        except InvalidLoRAError as error:
+            raise ModelLoadError(f"{self.where()} {error}.") from None
 
     def read(self, key: str) -> torch.Tensor:
-        """The tensor ``key`` as stored, still backed by the file: copy what you keep."""
+        """The tensor ``key`` as stored, still backed by the file: copy what you keep. A scaled one is float32."""
         entry = self.entries[key]
+        stored = self._stored(entry, entry.key or key)
+        if entry.scale is None:
+            return stored
+        scale = self._stored(entry.scale, entry.scale.key).float()
+        if scale.numel() not in (1, stored.shape[0]):
+            raise ModelLoadError(
+                f"tensor {entry.scale.key!r} of {entry.scale.file} has shape {list(scale.shape)}; the scale of a "
+                f"weight {list(stored.shape)} is one number or one for each row."
+            )
+        return stored.float() * scale.reshape(-1, *[1] * (stored.ndim - 1))
+
+    def _stored(self, entry: TensorEntry, key: str) -> torch.Tensor:
         try:
             tensor: torch.Tensor = self._handles[entry.file].get_tensor(key)
         except (SafetensorError, OSError) as error:
@@ -112,89 +153,18 @@ class Checkpoint:
 
     def holds_floats(self, key: str) -> bool:
         """Whether the tensor ``key`` does, as its header says; none of its numbers are read."""
-        code: str = self._handles[self.entries[key].file].get_slice(key).get_dtype()
-        return code.startswith(("F", "BF"))
+        return self._dtype(key).startswith(("F", "BF"))
+
+    def _dtype(self, key: str) -> str:
+        entry = self.entries[key]
+        code: str = self._handles[entry.file].get_slice(entry.key or key).get_dtype()
+        return code
 
     def where(self, key: str | None = None) -> str:
         """The file of ``key`` (or all files), for an error message."""
         if key is not None and key in self.entries:
             return str(self.entries[key].file)
         return ", ".join(str(file) for file in self.files)
-
-
-def refuse_pickle(file: Path) -> None:
-    """Raise ModelLoadError when ``file`` is of a kind whose reading can run code."""
-    if file.suffix in PICKLE_SUFFIXES:
-        raise ModelLoadError(
-            f"{file} is a pickle file, which can run code when it is read; diffserve loads safetensors only. "
-            "Get the model's .safetensors files, or convert this one on a machine you can lose."
-        )
-
-
-def find_weights(directory: Path, stem: str, *, dtype: str) -> list[Path]:
-    """The safetensors files of a component: ``stem`` plain or as a variant (fp16, bf16, non_ema, ...), maybe sharded.
-
-    The variant of ``dtype`` goes first, then what is plain, and what was chosen is logged where there was a choice.
-    Raises ModelLoadError naming the pickle file found instead, or the file that is missing.
-    """
-    found = _variants(directory, stem)
-    if not found:
-        for suffix in PICKLE_SUFFIXES:
-            for pickle in sorted(directory.glob(f"*{suffix}")):
-                refuse_pickle(pickle)
-        plain = directory / f"{stem}.safetensors"
-        raise ModelLoadError(f"{plain} is missing; a diffusers directory holds {stem}.safetensors there.")
-    order = dict.fromkeys([VARIANT_OF_DTYPE.get(dtype, ""), *VARIANTS])
-    chosen = next((name for name in order if name in found), min(found))
-    if set(found) != {""}:
-        others = ", ".join(found[name].name for name in sorted(found) if name != chosen)
-        logger.info("of %s %s is read%s", directory, found[chosen].name, f", and not {others}" if others else "")
-    file = found[chosen]
-    return _shards(file) if file.suffix == ".json" else [file]
-
-
-def _variants(directory: Path, stem: str) -> dict[str, Path]:
-    """Variant ("": plain) -> its file, or the index of its shards as any release of diffusers names it."""
-    word = r"(?:\.(\w+))?"
-    one = re.compile(rf"{re.escape(stem)}{word}\.safetensors")
-    index = re.compile(rf"{re.escape(stem)}{word}\.safetensors{word}\.index{word}\.json")
-    found: dict[str, Path] = {}
-    for pattern in (index, one):  # a whole file goes before shards
-        for file in sorted(directory.glob(f"{stem}*")):
-            match = pattern.fullmatch(file.name)
-            if match and file.is_file():
-                found["".join(filter(None, match.groups()))] = file
-    return found
-
-
-def _shards(index: Path) -> list[Path]:
-    content = read_json(index)
-    names = content.get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise ModelLoadError(f"{index} has no weight_map from tensor names to file names.")
-    files = []
-    for name in dict.fromkeys(names.values()):
-        file = index.parent / name
-        if Path(name).name != name:
-            raise ModelLoadError(f"{index} points at {name!r}; shards lie beside their index.")
-        refuse_pickle(file)
-        if not file.is_file():
-            raise ModelLoadError(f"{file} is missing; {index.name} names it.")
-        files.append(file)
-    return files
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in ``file``. Raises ModelLoadError when it is absent or something else."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelLoadError(f"{file} is missing or cannot be read ({error.strerror}).") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{file} is not JSON ({error}).") from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{file} should hold a JSON object, not {type(content).__name__}.")
-    return content
 
 
 def digest_files(files: Iterable[Path], cache: DiskCache | None = None) -> str:

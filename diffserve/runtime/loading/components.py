@@ -2,41 +2,39 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from diffserve.errors import ModelLoadError
+from diffserve.model_files import KNOWN_CONDITIONS
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.loading.weight_loading import TensorSource, build_on_meta, fill
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.unet.steady_layers import use_steady_layers
 
+TINY_VAE: Final = "AutoencoderTiny"
+"""TAESD (https://github.com/madebyollin/taesd): a small autoencoder that gives latents, not their distribution."""
+
 #: Component of a model_index.json -> class names that may stand there.
 ALLOWED_CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
     "unet": ("UNet2DConditionModel",),
-    "vae": ("AutoencoderKL",),
+    "vae": ("AutoencoderKL", TINY_VAE),
     "text_encoder": ("CLIPTextModel", "CLIPTextModelWithProjection"),
     "text_encoder_2": ("CLIPTextModelWithProjection",),
     "tokenizer": ("CLIPTokenizer", "CLIPTokenizerFast"),
     "tokenizer_2": ("CLIPTokenizer", "CLIPTokenizerFast"),
-    "preview": ("PreviewDecoder", "AutoencoderTiny"),
+    "preview": ("PreviewDecoder", TINY_VAE),
 }
 #: Components that painting does not need; whatever they name is never looked at.
 IGNORED_COMPONENTS: Final = frozenset({"safety_checker", "feature_extractor", "image_encoder"})
-#: What a UNet's configuration may say of the conditions it needs, beyond text: values that diffserve knows how to give.
-KNOWN_CONDITIONS: Final[Mapping[str, tuple[Any, ...]]] = {
-    "addition_embed_type": (None, "text_time"),
-    "class_embed_type": (None,),
-    "num_class_embeds": (None,),
-    "encoder_hid_dim_type": (None,),
-    "addition_embed_type_num_heads": (64, None),
-}
 OLD_ATTENTION_WORDS: Final = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 OLD_ATTENTION = re.compile(rf"(?<=\.attentions\.0)\.({'|'.join(OLD_ATTENTION_WORDS)})\.")
 PREFIX = "text_model."
+RGB: Final = 3
 OFFLINE: Final = {"local_files_only": True, "trust_remote_code": False}
 
 
@@ -52,6 +50,36 @@ def build_unet(config: Mapping[str, Any], where: str, choice: DeviceChoice) -> A
     if choice.device.type == "cpu":
         use_steady_layers(network, choice.compute_dtype)
     return network
+
+
+def build_vae(config: Mapping[str, Any], where: str) -> Any:
+    """Build the VAE of ``config``, empty. Raises ModelLoadError for a class or for values that are not served."""
+    known = ALLOWED_CLASSES["vae"]
+    class_name = config.get("_class_name", known[0])
+    if class_name not in known:
+        raise ModelLoadError(f"{where} is of a {class_name}; diffserve builds {' or '.join(known)} there.")
+    other = "name another VAE (--vae, model.vae)"
+    for name in ("in_channels", "out_channels"):
+        if config.get(name, RGB) != RGB:
+            raise ModelLoadError(f"{where}: {name} is {config[name]!r}; pictures have {RGB} (RGB): {other}.")
+    scale = config.get("scaling_factor", 1.0)
+    if not _is_number(scale) or scale <= 0.0:
+        usual = "0.18215 for Stable Diffusion and 0.13025 for SDXL"
+        raise ModelLoadError(f"{where}: scaling_factor is {scale!r}; it must be a positive number, {usual}.")
+    channels = config.get("latent_channels", 4)
+    for name in ("latents_mean", "latents_std"):
+        values = config.get(name)
+        if values and not (isinstance(values, list) and len(values) == channels and all(map(_is_number, values))):
+            raise ModelLoadError(f"{where}: {name} is {values!r}; it must be a list of {channels} numbers or null.")
+    if not _is_number(config.get("shift_factor") or 0.0):
+        raise ModelLoadError(f"{where}: shift_factor is {config['shift_factor']!r}; it must be a number or null.")
+    if class_name == TINY_VAE:
+        config = {key: value for key, value in config.items() if key != "block_out_channels"}  # written, never read
+    return build(class_name, config, where)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def build(name: str, config: Mapping[str, Any], where: str) -> Any:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
-from diffserve.errors import ModelLoadError
-from diffserve.runtime.loading.checkpoint import Checkpoint, find_weights, read_json
-from diffserve.runtime.loading.components import KNOWN_CONDITIONS, build, load_component
-from diffserve.runtime.loading.named_parts import DIFFUSERS_STEM
+from diffserve.controlnets import ALLOWED_CLASS, read_controlnet
+from diffserve.model_files import DIFFUSERS_STEM, find_weights
+from diffserve.runtime.loading.checkpoint import Checkpoint
+from diffserve.runtime.loading.components import build, load_component
 from diffserve.runtime.loading.weight_loading import TensorSource, check_keys
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.unet.controlnet import check_fits
 from diffserve.runtime.unet.steady_layers import use_steady_layers
-
-ALLOWED_CLASS: Final = "ControlNetModel"
 
 
 class ControlNetFiles(NamedTuple):
@@ -28,13 +26,7 @@ class ControlNetFiles(NamedTuple):
     @classmethod
     def open(cls, directory: Path, dtype: str) -> ControlNetFiles:
         """Of ``directory``, the variant that suits ``dtype``. Raises ModelLoadError."""
-        file = directory / "config.json"
-        config = read_json(file)
-        if config.get("_class_name") != ALLOWED_CLASS:
-            raise ModelLoadError(f"{file} is of a {config.get('_class_name')}; diffserve builds {ALLOWED_CLASS} there.")
-        for name, values in KNOWN_CONDITIONS.items():
-            if config.get(name, values[0]) not in values:
-                raise ModelLoadError(f"{file}: {name} is {config[name]!r}; diffserve serves ControlNets without it.")
+        config = read_controlnet(directory)
         return cls(directory, config, Checkpoint.open(find_weights(directory, DIFFUSERS_STEM, dtype=dtype)))
 
     @property

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from diffserve.errors import ModelLoadError
-from diffserve.runtime.loading.checkpoint import Checkpoint, check_manifest, find_weights, read_json, refuse_pickle
+from diffserve.model_files import DIFFUSERS_STEM, find_weights, read_json, refuse_pickle
+from diffserve.runtime.loading.checkpoint import Checkpoint, check_manifest
 from diffserve.runtime.loading.components import (
     ALLOWED_CLASSES,
     IGNORED_COMPONENTS,
@@ -17,7 +18,6 @@ from diffserve.runtime.loading.components import (
 )
 from diffserve.runtime.loading.formulation import read_scheduler
 from diffserve.runtime.loading.named_parts import (
-    DIFFUSERS_STEM,
     OWN_PARTS,
     TEXT_CLASSES,
     Adapt,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from diffserve.model_files import model_path
 from diffserve.types import AUTO_SPACING, ModelProfile
 from diffserve.vocabulary import EMBEDDED_DIRECTORY
 
@@ -25,7 +26,7 @@ DEFAULTS: Final = {SD1: (25, 7.5), SD2: (25, 7.5), SDXL: (25, 6.0), EMBEDDED: (2
 
 def location_of(path: str | Path) -> Path:
     """Where the model lies that ``path`` names: a built-in one, or a place on disk, which need not be there."""
-    return BUILT_IN.get(str(path)) or Path(path).expanduser()
+    return BUILT_IN.get(str(path)) or model_path(path)
 
 
 def detect_family(unet_config: Any) -> str:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from diffserve.errors import ModelLoadError
-from diffserve.runtime.loading.checkpoint import Checkpoint, read_json
+from diffserve.model_files import read_json
+from diffserve.runtime.loading.checkpoint import Checkpoint
 from schedulers import NoiseSchedule
 from schedulers.formulations import is_edm
 

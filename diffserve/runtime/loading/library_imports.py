@@ -18,16 +18,23 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
+from functools import cached_property
+from importlib import import_module, metadata
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
+from diffserve.disk_cache import AUTO, DiskCache
+
 NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer")
-HIDDEN: Final = ("torchao", "scipy")
+HIDDEN: Final = ("torchao", "scipy", "sklearn", "torchvision", "peft")
 LIBRARIES: Final = ("diffusers", "transformers")
+PARTLY: Final = ("diffusers.models.transformers", "diffusers.models.autoencoders", "diffusers.models.unets")
+"""Packages whose ``__init__`` imports dozens of networks; of these only the modules that are used are imported."""
+
 WANTED: Final = (
     ("transformers", "CLIPTextModel"),
     ("transformers", "CLIPTextModelWithProjection"),
@@ -39,6 +46,9 @@ TRACING: Final = f"{COMPILER}._trace_wrapped_higher_order_op"
 
 REPORTING: Final = "openvino.tools.ovc"
 """It converts models, and tells Google Analytics of every import and use (seen in 2026.4)."""
+
+STRUCTURE: Final = "import_structure"
+"""The kind of cache entry that holds which module of transformers has which classes."""
 
 log = logging.getLogger(__name__)
 
@@ -78,27 +88,33 @@ def import_openvino() -> Any:
             del sys.modules[REPORTING]
 
 
-def import_lean() -> bool:
-    """Import what painting needs of both libraries, and whether that was done leanly.
+def import_lean(cache: DiskCache | None = None) -> bool:
+    """Import what image generation needs of both libraries, and return whether that was done leanly.
 
-    Nothing is done where one of them is there already. Library versions that do not bear it are imported whole, later.
+    Nothing is done where one of them is there already. Where that fails, they are imported whole, later.
+
+    Args:
+        cache: Keeps which module of transformers has which classes; the user's cache folder where it is left out.
     """
     if any(name in sys.modules for name in (*LIBRARIES, COMPILER)):
         return False
     with _uncollected():
-        return _import_lean()
+        return _import_lean(cache or DiskCache.at(AUTO))
 
 
-def _import_lean() -> bool:
+def _import_lean(cache: DiskCache) -> bool:
     import torch  # noqa: F401  # it comes whole
 
     before = set(sys.modules)
     try:
-        with _standing_in():
-            with one_scan():
-                import transformers.models  # noqa: F401
-            for module, name in WANTED:
-                getattr(__import__(module), name)
+        with _standing_in(), one_scan(cache):
+            import transformers.models  # noqa: F401
+
+            with lazy_distributions():
+                import diffusers  # noqa: F401
+            with partly(*PARTLY):
+                for module, name in WANTED:
+                    getattr(__import__(module), name)
     except Exception as error:
         for module in set(sys.modules) - before:
             if module.partition(".")[0] in LIBRARIES:
@@ -124,20 +140,38 @@ def _uncollected() -> Iterator[None]:
 
 
 @contextmanager
-def one_scan() -> Iterator[None]:
-    """To find its classes transformers reads its 3 300 files, for itself and again for ``models``: once will do."""
-    from transformers.utils import import_utils
+def one_scan(cache: DiskCache | None = None) -> Iterator[None]:
+    """Have transformers find its classes without reading its 3 300 files twice, or at all where ``cache`` has them.
 
-    scan = import_utils.define_import_structure
-    models = Path(import_utils.__file__).parents[1] / "models"
+    Transformers does so while it is imported, and again while its processors are, so the module that reads the files is
+    imported first, on its own.
+    """
+    cache = cache or DiskCache(None)
+    spec = find_spec("transformers")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    root = Path(spec.submodule_search_locations[0])
+    package = sys.modules["transformers"] = ModuleType("transformers")
+    package.__path__, package.__version__ = [str(root)], metadata.version("transformers")  # type: ignore[attr-defined]
+    try:
+        import_utils: Any = import_module("transformers.utils.import_utils")
+    finally:
+        del sys.modules["transformers"]
+    scan, models = import_utils.define_import_structure, root / "models"
+    key = f"transformers {package.__version__} {models} {models.stat().st_mtime_ns}"
+    found = _structure_in(cache.read(STRUCTURE, key))
 
     def find(module_path: Any, prefix: str | None = None) -> Any:
-        if prefix is not None or Path(module_path) != models / "__init__.py":
+        nonlocal found
+        path = Path(module_path)
+        if path not in (models, models / "__init__.py"):
             return scan(module_path, prefix)
-        found = scan(models, prefix="models")  # as transformers itself has asked: remembered
-        start = "models."
+        if found is None:
+            found = scan(models, prefix=None)
+            cache.write(STRUCTURE, key, [[sorted(backends), _listed(names)] for backends, names in found.items()])
+        start = f"{prefix}." if prefix else ""
         return {
-            backends: {name.removeprefix(start): names for name, names in modules.items() if name.startswith(start)}
+            backends: {f"{start}{module}": set(names) for module, names in modules.items()}
             for backends, modules in found.items()
         }
 
@@ -146,6 +180,75 @@ def one_scan() -> Iterator[None]:
         yield
     finally:
         import_utils.define_import_structure = scan
+    vars(sys.modules["transformers"])["utils"] = sys.modules["transformers.utils"]
+
+
+def _listed(modules: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
+    return {module: sorted(names) for module, names in modules.items()}
+
+
+def _structure_in(entry: Any) -> dict[frozenset[str], Mapping[str, Iterable[str]]] | None:
+    """Return what the cache has of transformers' classes; ``None`` where it has nothing."""
+    return None if entry is None else {frozenset(backends): modules for backends, modules in entry}
+
+
+class _Distributions(Mapping[str, list[str]]):
+    """``importlib.metadata.packages_distributions()``, which reads the files of all distributions, only where needed.
+
+    Most packages are distributed under their own name.
+    """
+
+    @cached_property
+    def _all(self) -> Mapping[str, list[str]]:
+        return metadata.packages_distributions()
+
+    def __getitem__(self, package: str) -> list[str]:
+        try:
+            metadata.distribution(package)
+        except metadata.PackageNotFoundError:
+            return self._all[package]
+        return [package]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __bool__(self) -> bool:
+        return True
+
+
+@contextmanager
+def lazy_distributions() -> Iterator[None]:
+    """Have a library that asks for the distributions of all packages look up those that it uses."""
+    whole = metadata.packages_distributions
+    metadata.packages_distributions = lambda: _Distributions()
+    try:
+        yield
+    finally:
+        metadata.packages_distributions = whole
+
+
+@contextmanager
+def partly(*packages: str) -> Iterator[None]:
+    """Have the modules of ``packages`` be imported without the ``__init__`` of these, which runs when it is needed."""
+    stand_ins = {}
+    for name in packages:
+        spec = find_spec(name)
+        if spec is not None and name not in sys.modules:
+            stand_ins[name] = package = ModuleType(name)
+            package.__path__ = list(spec.submodule_search_locations or ())
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name, package in stand_ins.items():
+            parent, _, attribute = name.rpartition(".")
+            if sys.modules.get(name) is package:
+                del sys.modules[name]
+            if vars(sys.modules.get(parent) or object).get(attribute) is package:
+                delattr(sys.modules[parent], attribute)
 
 
 @contextmanager

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Final
 
 from diffserve.errors import ModelLoadError
-from diffserve.runtime.loading.checkpoint import Checkpoint, find_weights, read_json
+from diffserve.model_files import DIFFUSERS_STEM, TRANSFORMERS_STEM, find_weights, model_path, read_json
+from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.components import (
-    ALLOWED_CLASSES,
-    build,
     build_text_encoder,
+    build_vae,
     load_component,
     load_tokenizer,
 )
@@ -23,8 +23,6 @@ from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.text.encoding import TextEncoder
 from diffserve.types import ModelProfile
 
-DIFFUSERS_STEM: Final = "diffusion_pytorch_model"
-TRANSFORMERS_STEM: Final = "model"
 TEXT_CLASSES: Final = {"": "CLIPTextModel", "_2": "CLIPTextModelWithProjection"}
 
 Adapt = Callable[[str, TensorSource], None]
@@ -47,7 +45,7 @@ class NamedParts:
     def of(cls, profile: ModelProfile | None) -> NamedParts:
         """Those of ``profile``."""
         named = (profile.vae, profile.text_encoder) if profile else ("", "")
-        vae, text_encoder = (Path(name).expanduser() if name else None for name in named)
+        vae, text_encoder = (model_path(name) if name else None for name in named)
         return cls(vae, text_encoder)
 
     def vae_place(self, own: Path) -> Path:
@@ -83,10 +81,7 @@ def load_vae(directory: Path, choice: DeviceChoice, *, is_sdxl: bool) -> LoadedV
         return load_vae_file(directory, choice, is_sdxl=is_sdxl)
     file = directory / "config.json"
     config = read_json(file)
-    [known] = ALLOWED_CLASSES["vae"]
-    if config.get("_class_name", known) != known:
-        raise ModelLoadError(f"{file} is of a {config['_class_name']}; diffserve builds {known} there.")
-    network = build(known, config, str(file))
+    network = build_vae(config, str(file))
     precision = vae_precision(choice, config, is_sdxl=is_sdxl)
     checkpoint = Checkpoint.open(find_weights(directory, DIFFUSERS_STEM, dtype=choice.dtype))
     load_component(network, checkpoint, precision, channels_last=True)

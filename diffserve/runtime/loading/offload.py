@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from diffserve.runtime.accelerators import has_streams
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.loading.spread import WEIGHTS_SHARE, spread_map
 from diffserve.runtime.memory import keep_heap_small
@@ -36,9 +37,9 @@ class RestingWeights(UserDict[str, Any]):
 def max_memory(choice: DeviceChoice) -> dict[int | str, int]:
     """Bytes that weights may take of the device and of main memory, as accelerate and transformers want them told."""
     device = choice.device
-    own = (device.index or 0) if device.type == "cuda" else device.type
+    device_key = (device.index or 0) if has_streams(device) else device.type
     free = import_quietly("accelerate.utils", "get_max_memory")()
-    return {place: int(WEIGHTS_SHARE * num_bytes) for place, num_bytes in free.items() if place in (own, "cpu")}
+    return {place: int(WEIGHTS_SHARE * num_bytes) for place, num_bytes in free.items() if place in (device_key, "cpu")}
 
 
 def make_device_map(network: nn.Module, choice: DeviceChoice) -> dict[str, Place]:

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from diffserve.errors import ModelLoadError
-from diffserve.runtime.loading.checkpoint import Checkpoint, read_json, refuse_pickle
-from diffserve.runtime.loading.components import build, load_component
+from diffserve.model_files import read_json, refuse_pickle
+from diffserve.runtime.loading.checkpoint import Checkpoint
+from diffserve.runtime.loading.components import build_vae, load_component
 from diffserve.runtime.loading.single_file_config import infer_vae
 from diffserve.runtime.loading.single_file_keys import VAE_PREFIX, add_vae_tensor, vae_key
 from diffserve.runtime.loading.weight_loading import TensorSource, fill_renamed, vae_precision
@@ -30,7 +31,7 @@ def read_original_vae(
     checkpoint: Checkpoint, prefix: str, config: Mapping[str, Any], choice: DeviceChoice, *, is_sdxl: bool
 ) -> tuple[LoadedVAE, set[str]]:
     """(the VAE of ``config`` from the tensors below ``prefix``, their names). Raises ModelLoadError."""
-    network = build("AutoencoderKL", config, checkpoint.where())
+    network = build_vae(config, checkpoint.where())
     num_levels = len(network.config.block_out_channels)
 
     def add(source: TensorSource, name: str) -> str:
@@ -60,5 +61,5 @@ def load_vae_file(file: Path, choice: DeviceChoice, *, is_sdxl: bool) -> LoadedV
         )
     config = read_json(beside)
     precision = vae_precision(choice, config, is_sdxl=is_sdxl)
-    network = load_component(build("AutoencoderKL", config, str(beside)), checkpoint, precision, channels_last=True)
+    network = load_component(build_vae(config, str(beside)), checkpoint, precision, channels_last=True)
     return LoadedVAE(network, precision.compute_dtype, checkpoint.files)

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diffserve.errors import ModelLoadError
+from diffserve.model_files import read_json
 from diffserve.runtime.loading import single_file_config as infer
 from diffserve.runtime.loading import single_file_keys as keys
-from diffserve.runtime.loading.checkpoint import Checkpoint, read_json
+from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.components import build_text_encoder, build_unet, load_tokenizer
 from diffserve.runtime.loading.directory import read_index
 from diffserve.runtime.loading.family import REFINER, SD1, SD2, SDXL
@@ -29,6 +30,7 @@ from diffserve.runtime.loading.named_parts import (
     load_vae,
 )
 from diffserve.runtime.loading.original_vae import LoadedVAE, read_original_vae
+from diffserve.runtime.loading.single_file_names import use_original_names
 from diffserve.runtime.loading.weight_loading import LoadedParts, TensorSource, fill_renamed
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.text.clip_vocabulary import END, VOCABULARY_SIZE, clip_tokenizer
@@ -114,6 +116,7 @@ def load_single_file(path: Path, choice: DeviceChoice, named: NamedParts = OWN_P
     """
     checkpoint = Checkpoint.open([path])
     checkpoint.refuse_ip_adapter()
+    use_original_names(checkpoint)
     beside = path.with_suffix("")
     has_config = (beside / "model_index.json").is_file()
     family = infer.detect_layout(checkpoint, needs_text=named.text_encoder is None)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from diffserve.errors import ConfigError, InsufficientMemory
+from diffserve.runtime.accelerators import device_count, has_streams
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.memory import free_bytes
 from diffserve.runtime.precision import DeviceChoice, Rooms, Spread
@@ -30,19 +31,23 @@ WHOLE: Final = ("BasicTransformerBlock", "ResnetBlock2D")
 
 
 def devices_of(choice: DeviceChoice) -> tuple[torch.device, ...]:
-    """The device that was chosen, and all others of its kind."""
-    if choice.device.type != "cuda":
-        return (choice.device,)
-    every = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    return (choice.device, *(one for one in every if one != choice.device))
+    """Return the chosen device and all others of its type."""
+    return (choice.device, *(device for device in _same_type(choice.device) if device != choice.device))
 
 
 def free_over(device: torch.device, device_map: str) -> int | None:
     """Bytes that are free on ``device``, or, with a ``device_map``, on all that a model may have; ``None`` where nobody
     says."""
-    if device_map == "none" or device.type != "cuda":
+    if device_map == "none" or not has_streams(device):
         return free_bytes(device)
-    return sum(free_bytes(torch.device("cuda", index)) or 0 for index in range(torch.cuda.device_count()))
+    return sum(free_bytes(each) or 0 for each in _same_type(device))
+
+
+def _same_type(device: torch.device) -> list[torch.device]:
+    """Return all devices of the type of ``device``, where torch numbers them."""
+    if not has_streams(device):
+        return []
+    return [torch.device(device.type, index) for index in range(device_count(device.type))]
 
 
 def with_spread(choice: DeviceChoice, report: Iterable[tuple[str, int, int]], device_map: str) -> DeviceChoice:

@@ -7,6 +7,7 @@ runs.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from diffserve.errors import ModelLoadError
+from diffserve.runtime.accelerators import compute_capability
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.runtime.loading.offload import dispatch, make_device_map, place_of
@@ -27,12 +29,18 @@ from diffserve.runtime.memory import give_heap_back
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.quantisation import quantise_layer, schemes
 from diffserve.runtime.text.encoding import TextEncoder
+from diffserve.runtime.vae.plan import vae_dtype
 
 #: Buffers that old checkpoints carry and that are computed, not learned; and of a whole CLIP what no prompt needs.
 IGNORED_KEYS = re.compile(r"(^|\.)(position_ids|logit_scale)$|^(vision_model|visual_projection|text_projection)\.")
+CONDITIONS = re.compile(r"(add_embedding|class_embedding|encoder_hid_proj|time_embed_act|controlnet_)\w*\.")
+"""Tensors of a UNet's further conditions, which exist where its configuration names them."""
+
 MAX_NAMED_KEYS = 5
 HEAP_BYTES = 1 << 27
 """Of weights that may have been let go of before the heap is given back."""
+
+logger = logging.getLogger(__name__)
 
 Read = Callable[[], torch.Tensor]
 Made = TypeVar("Made")
@@ -112,7 +120,7 @@ def fill(
     """Give every parameter of the empty ``module`` its tensor, in ``choice.compute_dtype``, where it is to rest.
 
     quantise       what layers are to hold (``runtime.quantisation``); None: ``choice.compute_dtype``
-    channels_last  convolutions gain by it on a CPU too
+    channels_last  store convolutions channels last where ``is_channels_last``: the decoders, not the UNet
 
     Raises ModelLoadError naming the keys that are missing, unexpected or of the wrong shape, with file and both shapes.
     """
@@ -183,23 +191,40 @@ def _read(source: TensorSource, name: str, device: Any, choice: DeviceChoice, *,
     if not tensor.is_floating_point():
         raise ModelLoadError(f"tensor {key!r} of {source.checkpoint.where(key)} holds {tensor.dtype}, not floats.")
     tensor = tensor.to(device, choice.compute_dtype, copy=True)
-    # channels last for a GPU's 16-bit convolutions; a UNet gains nothing on a CPU (-10 to +15 % of the time), a decoder
-    # does: it takes 0.6 (bfloat16) to 0.75 (float32) of the time
-    is_gpu_kernel = choice.device.type == "cuda" and choice.compute_dtype != torch.float32
-    is_last = tensor.ndim == 4 and (is_gpu_kernel or (channels_last and choice.device.type == "cpu"))
+    is_last = tensor.ndim == 4 and channels_last and is_channels_last(choice)
     return tensor.contiguous(memory_format=torch.channels_last if is_last else torch.contiguous_format)
 
 
+def is_channels_last(choice: DeviceChoice) -> bool:
+    """Return whether the convolutions of a decoder are faster with ``channels_last`` weights.
+
+    On a CPU it takes 0.6 (bfloat16) to 0.75 (float32) of the time; GPUs of NVIDIA and AMD have matrix units for 16 bits
+    that read channels last. A UNet gains nothing on a CPU (-10 to +15 % of the time); on a GPU it is measured
+    (``runtime.unet.memory_format``).
+    """
+    return choice.device.type == "cpu" or (choice.device.type == "cuda" and choice.compute_dtype != torch.float32)
+
+
 def check_keys(owner: str, expected: Mapping[str, torch.Tensor], source: TensorSource) -> None:
-    """ModelLoadError unless ``source`` has all of ``expected``, in its shapes, and nothing else."""
+    """Compare the tensors of ``source`` with the parameters ``expected`` of a network of the class ``owner``.
+
+    Tensors that belong to none of its parts are left out with a warning, as diffusers does.
+
+    Raises:
+        ModelLoadError: a tensor is missing or has another shape, or one more belongs to a part of the network or is a
+            condition that its configuration does not name, so that the configuration is not that of the tensors.
+    """
     where = source.checkpoint.where()
     missing = [name for name in expected if name not in source.readers]
     if missing:
         raise ModelLoadError(f"{owner}: {_name(missing)} missing from {where}.")
     unexpected = [key for name, (key, _, _) in source.readers.items() if name not in expected]
     unexpected = [key for key in unexpected if not IGNORED_KEYS.search(key)]
+    parts = {name.partition(".")[0] for name in expected}
+    if foreign := [key for key in unexpected if key.partition(".")[0] in parts or CONDITIONS.match(key)]:
+        raise ModelLoadError(f"{owner}: {_name(foreign)} in {where} but not in the configured network.")
     if unexpected:
-        raise ModelLoadError(f"{owner}: {_name(unexpected)} in {where} but not in the configured network.")
+        logger.warning("%s: %s in %s and in no part of the network; left out", owner, _name(unexpected), where)
     for name, parameter in expected.items():
         key, shape, _ = source.readers[name]
         if tuple(parameter.shape) != shape:
@@ -245,14 +270,13 @@ class LoadedParts:
 
 
 def vae_precision(choice: DeviceChoice, vae_config: Mapping[str, Any], *, is_sdxl: bool) -> DeviceChoice:
-    """``choice`` with what was asked for; else as it is, or float32 where it is float16 and the VAE overflows there.
+    """Return ``choice`` with the configured dtype of the VAE, or else with one in which this VAE does not overflow.
 
-    SDXL's own does, unless its configuration says ``force_upcast: false`` (mended ones do). The others do not, whatever
-    stands there: diffusers writes ``true`` by default and never reads it for Stable Diffusion 1 and 2. No VAE overflows
-    in bfloat16, which has the range of float32.
+    SDXL's own VAE overflows in float16, unless its configuration has ``force_upcast: false`` (fixed ones do). The
+    others do not, whatever their configuration has: diffusers writes ``true`` by default and never reads it for Stable
+    Diffusion 1 and 2.
     """
-    if choice.vae_dtype is not None:
-        return replace(choice, compute_dtype=choice.vae_dtype)
-    is_half = choice.compute_dtype == torch.float16
-    needs_float32 = is_sdxl and is_half and bool(vae_config.get("force_upcast", True))
-    return replace(choice, compute_dtype=torch.float32) if needs_float32 else choice
+    overflows = is_sdxl and bool(vae_config.get("force_upcast", True))
+    automatic = vae_dtype(choice.compute_dtype, compute_capability(choice.device), overflows=overflows)
+    dtype = choice.vae_dtype or automatic
+    return choice if dtype == choice.compute_dtype else replace(choice, compute_dtype=dtype)

@@ -15,11 +15,12 @@ import torch
 
 from diffserve.errors import InvalidRequest
 from diffserve.micro_conditioning import NUM_REFINER_IDS, PLAIN
+from diffserve.prompt_syntax import parse_prompt
 from diffserve.runtime.kv import salt_of
 from diffserve.runtime.low_rank import LoRASet, RowLoRAs, adapting
 from diffserve.runtime.text.handover import Handed, handed, text_name
 from diffserve.runtime.text.learnt_words import LearntWords
-from diffserve.runtime.text.prompt import Chunk, SpecialTokens, chunk_prompt, chunk_tokens, parse_prompt
+from diffserve.runtime.text.prompt import Chunk, SpecialTokens, chunk_prompt, chunk_tokens
 from diffserve.runtime.transfer import send
 
 CACHED_TEXTS = 128
@@ -236,6 +237,12 @@ class TextEncoderRunner:
         learnt = self.encoders[0].learnt
         return tuple(learnt.ids) if learnt else ()
 
+    @property
+    def refused_words(self) -> dict[str, str]:
+        """Reasons why files of the embeddings folder cannot be used, by the names of their words."""
+        learnt = self.encoders[0].learnt
+        return learnt.refused if learnt else {}
+
     def word_digests(self, text: str) -> dict[str, str]:
         """SHA-256 of the files of the learnt words in ``text``, by their names."""
         learnt = self.encoders[0].learnt
@@ -384,7 +391,7 @@ class TextEncoderRunner:
 
 
 def weigh(hidden: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
-    """Multiply token rows of ``hidden`` (window, dim) by ``weights`` and bring the mean back to what it was, as A1111.
+    """Multiply token rows of ``hidden`` (window, dim) by ``weights`` and restore the mean, as A1111 does.
 
     Where the mean is all but zero (some encoders end in a centred normalisation) the quotient of two means is chance,
     so it is taken only when both are at least MEAN_FLOOR of the root mean square, and of one sign.
@@ -393,10 +400,10 @@ def weigh(hidden: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
         return hidden
     precise = hidden.float()
     weighted = precise * send(torch.tensor(weights), hidden.device)[:, None]
-    mean, new_mean = precise.mean().double(), weighted.mean().double()
-    floor = MEAN_FLOOR * precise.square().mean().sqrt().double()
-    is_sure = (torch.minimum(mean.abs(), new_mean.abs()) > floor) & (mean * new_mean > 0)
-    scale = torch.where(is_sure, mean / new_mean, 1.0).float()
+    mean, new_mean = precise.mean(), weighted.mean()
+    floor = MEAN_FLOOR * precise.square().mean().sqrt()
+    is_sure = (torch.minimum(mean.abs(), new_mean.abs()) > floor) & (mean.sign() == new_mean.sign())
+    scale = torch.where(is_sure, mean / new_mean, 1.0)
     return (weighted * scale).to(hidden.dtype)
 
 

@@ -39,12 +39,14 @@ class LearntWords:
     """The words of one model: ``ids`` by name in small letters, the same in every encoder.
 
     num_vectors  by the first id of a word; it is never cut in the middle
+    refused      why files of the folder cannot be used, by the names of their words
     """
 
     def __init__(self, words: Sequence[LearntWord], first_id: int) -> None:
         self.ids: dict[str, range] = {}
         self.num_vectors: dict[int, int] = {}
         self._problems: dict[str, str] = {}
+        self.refused = {word.names[0]: word.problem for word in words if word.problem}
         self._digests = {name.lower(): (word.names[0], word.digest) for word in words for name in word.names}
         for word in words:
             ids = range(first_id, first_id + (len(word.vectors[0]) if word.vectors else 0))
@@ -65,7 +67,7 @@ class LearntWords:
             if place % 2 == 0:
                 yield piece
             elif problem := self._problems.get(piece.lower()):
-                raise InvalidRequest(f"the learnt word {piece!r} cannot be used: {problem}", param="prompt")
+                raise InvalidRequest(f"the learned word {piece!r} cannot be used: {problem}", param="prompt")
             else:
                 yield self.ids[piece.lower()]
 

@@ -1,11 +1,4 @@
-"""Prompts as A1111 users write them: weights, and chunks that the text encoder can read. No torch.
-
-    a (red) hat        weight 1.1        a (red:1.3) hat     weight 1.3
-    a [red] hat        weight 1 / 1.1    a ((red)) hat       weights multiply
-    a \\(red\\) hat      plain brackets    a cat BREAK a dog   a new chunk starts after BREAK, but not \\BREAK
-
-Malformed input is never an error: a closing bracket with no partner and a ``:1.2`` outside brackets are text, an
-opening bracket with no partner weighs everything after it, as there.
+"""Chunks of a prompt that a text encoder can read, made from its parsed pieces. No torch.
 
 A chunk holds as many tokens as the encoder's window minus the start and end marks (75 for CLIP). Where a cut would fall
 inside a phrase, the cut moves back to the last comma if one is near.
@@ -13,112 +6,15 @@ inside a phrase, the cut moves back to the last comma if one is near.
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from diffserve.errors import InvalidRequest
+from diffserve.prompt_syntax import Piece
 
-ROUND_WEIGHT = 1.1
-SQUARE_WEIGHT = 1 / 1.1
-MAX_WEIGHT = 100.0
-
-_TOKEN = re.compile(r"\\(?:[()\[\]\\<]|BREAK\b)|[()\[\]]|:\s*[+-]?(?:\d+(?:\.\d*)?|\.\d+)\s*\)|[^\\()\[\]:]+|[\\:]")
-_BREAK = re.compile(r"(?<!\\)\bBREAK\b")
 MAX_CHUNKS = 32
 COMMA_BACKTRACK = (20, 75)  # a comma at most 20 tokens back, in a chunk of 75
 Token = tuple[int, float]
-
-
-class Piece(NamedTuple):
-    """A run of text and the weight of its tokens."""
-
-    text: str
-    weight: float
-
-
-@dataclass
-class _Brackets:
-    """One family of brackets as a forest: node 0 is the root; a child's factor is known when it closes."""
-
-    default: float
-    parents: list[int] = field(default_factory=lambda: [0])
-    factors: list[float] = field(default_factory=lambda: [1.0])
-    current: int = 0
-
-    def open(self) -> None:
-        self.parents.append(self.current)
-        self.factors.append(self.default)
-        self.current = len(self.parents) - 1
-
-    def close(self, factor: float | None = None) -> None:
-        if factor is not None:
-            self.factors[self.current] = factor
-        self.current = self.parents[self.current]
-
-    def weights(self) -> list[float]:
-        """Weight of each node: its factor times its ancestors' (parents come before their children)."""
-        totals = [1.0]
-        for parent, factor in zip(self.parents[1:], self.factors[1:], strict=True):
-            totals.append(totals[parent] * factor)
-        return totals
-
-
-def parse_prompt(prompt: str) -> list[list[Piece]]:
-    """The sections of ``prompt`` between BREAKs, each a list of pieces with neighbours of equal weight joined.
-
-    Raises InvalidRequest for a weight beyond +-100.
-    """
-    runs, rounds, squares = _read(prompt)
-    round_weights, square_weights = rounds.weights(), squares.weights()
-    sections: list[list[Piece]] = [[]]
-    for text, in_round, in_square in runs:
-        weight = round_weights[in_round] * square_weights[in_square]
-        if not math.isfinite(weight) or abs(weight) > MAX_WEIGHT:
-            raise InvalidRequest(
-                f"the weight of {text[:40]!r} in the prompt is {weight:g}; keep it within {MAX_WEIGHT:g}.",
-                param="prompt",
-            )
-        parts = _BREAK.split(text)
-        for index, part in enumerate(parts):  # the blanks around a BREAK go with it
-            part = part.replace("\\BREAK", "BREAK")
-            before = part if index == len(parts) - 1 else part.rstrip()
-            if index:
-                sections.append([])
-            _append(sections[-1], before.lstrip() if index else before, weight)
-    return [section or [Piece("", 1.0)] for section in sections]
-
-
-def _append(section: list[Piece], text: str, weight: float) -> None:
-    if not text:
-        return
-    if section and section[-1].weight == weight:
-        section[-1] = Piece(section[-1].text + text, weight)
-    else:
-        section.append(Piece(text, weight))
-
-
-def _read(prompt: str) -> tuple[list[tuple[str, int, int]], _Brackets, _Brackets]:
-    """(text, innermost round bracket, innermost square bracket) runs and the two forests of brackets."""
-    rounds, squares = _Brackets(ROUND_WEIGHT), _Brackets(SQUARE_WEIGHT)
-    runs: list[tuple[str, int, int]] = []
-    for token in _TOKEN.findall(prompt):
-        if token == "(":
-            rounds.open()
-        elif token == "[":
-            squares.open()
-        elif token == ")" and rounds.current:
-            rounds.close()
-        elif token == "]" and squares.current:
-            squares.close()
-        elif token[0] == ":" and token[-1] == ")" and rounds.current:
-            rounds.close(float(token[1:-1]))
-        else:
-            text = token[1:] if len(token) == 2 and token[0] == "\\" else token
-            runs.append((text, rounds.current, squares.current))
-    return runs, rounds, squares
 
 
 class SpecialTokens(NamedTuple):

@@ -19,6 +19,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, Final
@@ -33,6 +34,7 @@ from diffserve.errors import ConfigError
 from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.low_rank import Factors, RowLoRAs, adapting, of_pictures
 from diffserve.runtime.precision import (
+    FLOAT8,
     INT8,
     INT8_DYNAMIC,
     TORCH_DTYPES,
@@ -42,6 +44,7 @@ from diffserve.runtime.precision import (
 )
 from diffserve.runtime.unet.call import Kind, UNetArguments, conditions
 from diffserve.runtime.unet.cross_attention import KeysValues, Pair
+from diffserve.runtime.unet.inductor import WEIGHTS_AT_LOAD, WEIGHTS_IN_PACKAGE, known_options, missing_tools
 from diffserve.runtime.unet.openvino_package import (
     BF16_UNITS,
     SUFFIX,
@@ -57,13 +60,13 @@ if TYPE_CHECKING:
     from diffserve.runtime.model import DiffusionModel
 
 FOLDER: Final = "compiled"
-FORMAT: Final = 3
+FORMAT: Final = 4
 INDUCTORS: Final = ".pt2"
 SUFFIXES: Final = (SUFFIX, INDUCTORS)
 MOST_PACKAGES: Final = 256
 """Of all models together; the longest unused go first."""
 
-COMPILED_DTYPES: Final = (*TORCH_DTYPES, INT8, INT8_DYNAMIC)
+COMPILED_DTYPES: Final = (*TORCH_DTYPES, INT8, INT8_DYNAMIC, FLOAT8)
 
 MOST_BAKED_BYTES: Final = 1 << 27
 """Of a network: every package of it holds its weights once more on disk, and up to three times in memory."""
@@ -73,15 +76,6 @@ LONGEST_COMPILE_S: Final = 6 * 3600.0
 
 DAMAGE: Final = (BadZipFile, EOFError, ValueError, KeyError, NotImplementedError, zlib.error)
 """What is said of a file in which some bytes are others."""
-
-INDUCTOR_OPTIONS: Final[dict[str, Any]] = {
-    "cpp.dynamic_threads": True,  # as many as the engine sets when it calls
-    "cpp.vec_isa_ok": True,  # what the processor says is believed; its rarer instructions are tried all the same
-    "aot_inductor.precompile_headers": False,  # they cost more than they save, and torch shares them with everybody
-    "aot_inductor.enable_line_tables": False,
-    "aot_inductor.compile_wrapper_opt_level": "Og",  # of what calls the kernels; these themselves are at O3
-}
-AS_LOADED: Final = "aot_inductor.package_constants_in_so"
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +120,7 @@ class Packages:
     def __init__(self, model: DiffusionModel, cache: DiskCache) -> None:
         self._network = model.unet.network
         self._num_threads = min(torch.get_num_threads(), num_cores())  # OpenVINO takes no more
-        self._device = model.device
+        self.device = model.device
         self._folder = None if cache.folder is None else cache.folder / FOLDER
         self.reason = _reason(model, self._folder)
         num_bytes = sum(map(tensor_bytes, self._network.parameters()))
@@ -139,6 +133,28 @@ class Packages:
         self.is_by_openvino = openvino is not None
         self._name = "" if self.reason else f"{self.compiler} {_circumstances(model, self.is_baked)}"
         self._converted: tuple[Kind, OpenVINOCompiler] | None = None
+
+    @cached_property
+    def missing_tools(self) -> str | None:
+        """A clause that names what compiling needs and is not installed; without it packages can still be loaded."""
+        return None if self.is_by_openvino else missing_tools(self.device)
+
+    @property
+    def identity(self) -> str:
+        """All that a package depends on except its shape; empty where there can be none."""
+        return self._name
+
+    @property
+    def compiler_name(self) -> str:
+        """The compiler and its version, for people."""
+        return f"OpenVINO {openvino_version()}" if self.is_by_openvino else f"AOTInductor {torch.__version__}"
+
+    def remove(self, kind: Kind | None, sizes: Sequence[int]) -> None:
+        """Delete the packages of ``kind`` that serve calls of ``sizes`` rows."""
+        for num_rows in sizes:
+            path = self.path(kind, num_rows // self.num_streams(num_rows))
+            if path is not None:
+                path.unlink(missing_ok=True)
 
     @property
     def is_empty(self) -> bool:
@@ -172,6 +188,8 @@ class Packages:
             raise ConfigError(f"{self.reason or 'texts of different lengths share this call'}.", param="compile")
         if path.is_file():
             return path
+        if self.missing_tools:
+            raise ConfigError(f"AOTInductor cannot compile: {self.missing_tools}.", param="compile")
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         part = Path(mkdtemp(dir=self._folder, prefix=".")) / f"part{path.suffix}"
         try:
@@ -202,7 +220,7 @@ class Packages:
         from torch._inductor import aoti_compile_and_package
         from torch._inductor.utils import fresh_cache
 
-        options = INDUCTOR_OPTIONS | ({"freezing": True} if self.is_baked else {AS_LOADED: False})
+        options = known_options() | (WEIGHTS_IN_PACKAGE if self.is_baked else WEIGHTS_AT_LOAD)
         with torch.no_grad(), fresh_cache(dir=str(part.parent), delete=False):
             tensors = tuple(tensor.contiguous() for tensor in call.tensors)
             program = torch.export.export(FlatUNet(self._network, call).eval(), tensors)
@@ -218,7 +236,7 @@ class Packages:
             threads = {"num_threads": self._num_threads, "num_streams": streams}
             package = OpenVINOPackage(path, self._network, self._dtype, **threads)
         else:
-            package = Package(path, self._device, self._num_threads if self.is_baked else 1)
+            package = Package(path, self.device, self._num_threads if self.is_baked else 1)
             if not self.is_baked:
                 package.use_weights(self._network)
         os.utime(path)  # used: it is among the last to go
@@ -235,6 +253,7 @@ class CompiledUNet:
         self._company: dict[tuple[Kind, int], frozenset[tuple[Kind, int]]] = {}
         """Those that were there when one was loaded: what a call is made of never changes, for it is proven once."""
         self._streams = Streams()
+        self._failed: set[tuple[Kind, int]] = set()
 
     def load(self, kind: Kind | None, sizes: Sequence[int]) -> tuple[int, ...]:
         """Take the packages for ``kind`` into use; those of ``sizes`` for which there is one."""
@@ -260,19 +279,35 @@ class CompiledUNet:
         return tuple(found)
 
     def run(self, call: UNetArguments) -> Tensor | None:
-        """(R, C, h, w) in the network's dtype; ``None`` where there is no package, or it failed: never again then."""
+        """Make ``call`` by its package.
+
+        Returns:
+            The output (R, C, h, w) in the network's dtype; ``None`` where there is no package, or it fails. A package
+            that failed is not used again.
+
+        Raises:
+            torch.OutOfMemoryError: A package on CUDA failed for the first time in a row. Its error does not say
+                whether memory ran out, so the caller can free some and call again.
+        """
         num_rows = len(call.sample)
         if not self._loaded or (kind := call.kind) is None or (kind, num_rows) not in self._loaded:
             return None
         num_streams = self._num_streams(kind, num_rows)
-        package = self._loaded[kind, num_rows // num_streams]
+        key = (kind, num_rows // num_streams)
+        package = self._loaded[key]
         try:
-            return self._streams.run(package, call.tensors, num_streams) if num_streams > 1 else package(call.tensors)
+            tensors = call.tensors
+            output = self._streams.run(package, tensors, num_streams) if num_streams > 1 else package(tensors)
         except RuntimeError as error:
             raise_if_sticky(error)
+            if self.packages.device.type == "cuda" and key not in self._failed:
+                self._failed.add(key)
+                raise torch.OutOfMemoryError(f"a compiled call failed, perhaps for lack of memory: {error}") from error
             self._distrust(error)
-            del self._loaded[kind, num_rows // num_streams]
+            del self._loaded[key]
             return None
+        self._failed.discard(key)
+        return output
 
     def _num_streams(self, kind: Kind, num_rows: int) -> int:
         """Calls side by side that make up one of ``num_rows``, where a network is so small that its weights may be
@@ -311,6 +346,7 @@ def _circumstances(model: DiffusionModel, is_baked: bool) -> str:
     made_of = sorted({type(module).__name__ for module in network.modules()})
     machine = f"{hardware_name(model.device)} torch {torch.__version__} cuda {torch.version.cuda}"
     machine += f" diffusers {diffusers.__version__}"
+    machine += f" {model.unet.memory_format}" * (model.unet.memory_format != "contiguous")  # strides are compiled in
     return f"{weights} {model.choice.dtype} {config} {widths} {made_of} {machine}"
 
 

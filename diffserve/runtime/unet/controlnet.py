@@ -132,8 +132,6 @@ def check_fits(controlnet: Any, unet: Any, vae_factor: int) -> None:
     elif own.conditioning_channels != 3 or shrinks != vae_factor:
         read = f"{own.conditioning_channels} channels at {shrinks} pixels a cell"
         said = f"it reads pictures of {read}, not of 3 at {vae_factor}"
-    elif own.global_pool_conditions:
-        said = "it is for conditional rows alone (global_pool_conditions), which is not served"
     else:
         return
     raise ModelLoadError(said)

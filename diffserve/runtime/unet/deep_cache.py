@@ -71,10 +71,10 @@ class ShallowPart:
         finally:
             handle.remove()
 
-    def predict(self, call: UNetArguments, features: Tensor) -> Tensor:
-        """What ``network`` would give (R, C, h, w), were ``features`` those of this very ``call``."""
+    def predict(self, call: UNetArguments) -> Tensor:
+        """Run the shallow part on the features of ``call``; returns (R, C, h, w)."""
         network = self.network
-        sample, timesteps, contexts, added, _ = call
+        sample, timesteps, contexts, added, *_ = call
         told = conditions(added)
         times = network.get_time_embed(sample=sample, timestep=timesteps)
         embedding = network.time_embedding(times, told.pop(GUIDANCE))
@@ -86,7 +86,8 @@ class ShallowPart:
         for layer in self._down:
             hidden = _run(layer, hidden, embedding, contexts)
             skips.append(hidden)
-        hidden = features
+        assert call.features is not None
+        hidden = call.features
         for layer in self._up:
             hidden = _run(layer, torch.cat([hidden, skips.pop()], dim=1), embedding, contexts)
         if network.conv_norm_out is not None:

@@ -1,141 +1,288 @@
-"""UNet calls recorded once for each number of rows and replayed: on CUDA one launch in place of some thousand.
+"""UNet calls recorded once for a few numbers of rows and replayed: on CUDA one launch in place of some thousand.
 
-A recording reads its arguments from buffers that stay where they are, so a call copies its own into them; the keys and
-values of its texts only when they are others than last time, for the same rows run together step after step. It is
-used once its replay was seen to give the bytes of the call that it was recorded from. (NVIDIA, "CUDA Graphs".)
+A recording reads its arguments from static buffers, so a call copies its own into them; those that belong to the rows
+(keys and values of texts, factors of adapters) only when the rows change. Recordings of one kind of call share the
+largest buffers. A recording is used once a replay has given the bytes of the call it was made from. (NVIDIA, "CUDA
+Graphs".)
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from diffserve.runtime.device_health import raise_if_sticky
-from diffserve.runtime.unet.call import Kind, UNetArguments
-from diffserve.runtime.unet.cross_attention import Contexts, KeysValues, Pair
+from diffserve.runtime.device_health import is_out_of_memory, raise_if_sticky
+from diffserve.runtime.unet.call import Kind, Make, Outputs, Recorder, UNetArguments
 
 MOST_GRAPHS: Final = 32
 """Kept at once; the longest unused go first."""
 
-Make = Callable[[UNetArguments], Tensor]
+FIRST_PAUSE_S: Final = 30.0
+LONGEST_PAUSE_S: Final = 900.0
+MOST_PAUSES: Final = 256
 
 logger = logging.getLogger(__name__)
 
 
 class Recorded(NamedTuple):
-    """What a device noted down: ``replay`` does it again, and the result is in ``output`` then.
+    """What a device recorded: ``replay`` does it again, and the results are in ``outputs`` then.
 
-    num_bytes  of memory that it keeps for that, besides
+    num_bytes  of memory that the recording keeps beside its buffers
+    launch_s   that the host needs to launch the same work without the recording
+    replay_s   that a replay takes on the device
     """
 
     replay: Callable[[], object]
-    output: Tensor
+    outputs: Outputs
     num_bytes: int
+    launch_s: float
+    replay_s: float
 
 
-Record = Callable[[Callable[[], Tensor]], Recorded]
-"""Notes down what a function does on the device. RuntimeError where that cannot be."""
+Record = Callable[[Callable[[], Outputs]], Recorded]
+"""Records what a function does on the device, and replays it once. RuntimeError where that is not possible."""
+
+Key = tuple[Hashable, Kind, int]
+"""What makes the call, the shapes of its arguments, and the number of rows."""
 
 
 class CudaRecord:
-    """Records CUDA graphs on ``device``, with one pool of memory for all: they never run side by side."""
+    """Records CUDA graphs on ``device``. They share one memory pool, for they never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Callable[[], Tensor]) -> Recorded:
-        """Run it twice: once for what libraries do only the first time, once to be recorded."""
+    def __call__(self, run: Callable[[], Outputs]) -> Recorded:
+        """Run it twice, to time the launches and to prepare libraries for the stream; then record and replay it."""
         with torch.cuda.device(self._device):
-            beside, here = torch.cuda.Stream(), torch.cuda.current_stream()
-            beside.wait_stream(here)
-            with torch.cuda.stream(beside):
+            torch.cuda.synchronize()
+            started_s = time.perf_counter()
+            run()
+            launch_s = time.perf_counter() - started_s
+            here = torch.cuda.current_stream()
+            self._stream.wait_stream(here)
+            with torch.cuda.stream(self._stream):
                 run()
-            here.wait_stream(beside)
+            here.wait_stream(self._stream)
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # cached blocks cannot be used by the recording, and would be counted below
             before = torch.cuda.memory_reserved()
+            if not self._graphs:  # a pool whose graphs are all gone may not be used again
+                self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                output = run()
-            return Recorded(graph.replay, output, max(0, torch.cuda.memory_reserved() - before))
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                outputs = run()
+            self._graphs.add(graph)
+            num_bytes = max(0, torch.cuda.memory_reserved() - before)
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            return Recorded(graph.replay, outputs, num_bytes, launch_s, begin.elapsed_time(end) / 1000.0)
 
 
-class CallGraph:
-    """One recorded call, with the buffers that it reads."""
+class Buffers:
+    """The tensors that recordings of one kind of call read, for up to ``num_rows`` rows."""
 
-    def __init__(self, call: UNetArguments, make: Make, record: Record) -> None:
-        self._buffers = _copy(call)
-        self._recorded = record(lambda: make(self._buffers))
-        self._told: weakref.ref[Contexts] | None = None
-        self.num_bytes = self._recorded.num_bytes
+    def __init__(self, call: UNetArguments, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._call = call.map(lambda tensor: tensor.new_empty((num_rows, *tensor.shape[1:])))
+        self._filled_rows = 0
+        self._filled_with: tuple[weakref.ref[object], ...] = ()
+        self.num_bytes = sum(tensor.nbytes for tensor in self._call.tensors)
 
-    def replay(self, call: UNetArguments) -> Tensor:
-        """(R, C, h, w): what ``call``, of the same shapes, would give."""
-        ours, theirs = self._buffers.tensors, call.tensors
-        if self._told is not None and self._told() is call.contexts:
-            num_others = 2 + len(call.added or ())
-            ours, theirs = ours[:num_others], theirs[:num_others]
-        torch._foreach_copy_(ours, theirs)
-        self._told = weakref.ref(call.contexts)
-        self._recorded.replay()
-        return self._recorded.output.clone()  # the next replay, of whatever graph, writes there
+    def first(self, num_rows: int) -> UNetArguments:
+        """The first ``num_rows`` rows."""
+        return self._call.map(lambda tensor: tensor[:num_rows])
+
+    def fill(self, call: UNetArguments, num_rows: int) -> None:
+        """Copy ``call`` into the first ``num_rows`` rows, its last row repeated: the result depends on no earlier call.
+
+        Texts and adapters are copied only if they are other objects than last time.
+        """
+        buffers, tensors = self._call.step_tensors, call.step_tensors
+        sources: list[object] = [call.contexts, *(pair.down for pair in call.factors[:1])]
+        is_same = self._filled_rows == num_rows and len(self._filled_with) == len(sources)
+        if not (is_same and all(ref() is source for ref, source in zip(self._filled_with, sources, strict=True))):
+            buffers, tensors = buffers + self._call.row_tensors, tensors + call.row_tensors
+        self._filled_rows = 0  # until all is copied
+        num_given = len(call.sample)
+        torch._foreach_copy_([buffer[:num_given] for buffer in buffers], tensors)
+        if num_given < num_rows:
+            for buffer, tensor in zip(buffers, tensors, strict=True):
+                buffer[num_given:num_rows].copy_(tensor[-1:].expand(num_rows - num_given, *tensor.shape[1:]))
+        self._filled_rows, self._filled_with = num_rows, tuple(map(weakref.ref, sources))
+
+
+class CallGraph(NamedTuple):
+    """A recorded call of ``num_rows`` rows and the buffers that it reads."""
+
+    recorded: Recorded
+    buffers: Buffers
+    num_rows: int
+
+    @property
+    def is_worth_padding(self) -> bool:
+        """Whether calls of fewer rows gain from it: only where the host is slower at launching than the device.
+
+        Elsewhere the added rows cost device time, and the launches are hidden.
+        """
+        return self.recorded.replay_s <= self.recorded.launch_s
+
+    def replay(self, call: UNetArguments) -> None:
+        """Make ``call``, of at most ``num_rows`` rows."""
+        self.buffers.fill(call, self.num_rows)
+        self.recorded.replay()
+
+    def outputs(self, num_rows: int) -> Outputs:
+        """Copies of the first rows of the results: the next replay, of whatever graph, overwrites them."""
+        return tuple(tensor[:num_rows].clone() for tensor in self.recorded.outputs)
+
+
+class _Pause(NamedTuple):
+    until_s: float
+    length_s: float
 
 
 class CallGraphs:
-    """Recordings by who makes the call, shapes and number of rows; none any more after the first trouble."""
+    """Recordings of calls, by what makes them, by the shapes of their arguments, and by number of rows.
 
-    def __init__(self, record: Record) -> None:
+    Where memory runs out all recordings are freed, and what did not fit is recorded again after a pause that grows.
+    Any other error turns recording off for calls of that key.
+
+    sizes  numbers of rows that are recorded, ascending: a call is padded to the next. Empty: each call's own, for only
+           a call of the same size is sure to give the same bytes
+    """
+
+    def __init__(self, record: Record, sizes: Sequence[int] = (), clock: Callable[[], float] = time.monotonic) -> None:
         self._record = record
-        self._graphs: OrderedDict[tuple[bool, Kind, int], CallGraph] = OrderedDict()
-        self.is_off = False
+        self._clock = clock
+        self.sizes = sizes
+        self._graphs: OrderedDict[Key, CallGraph] = OrderedDict()
+        self._pauses: OrderedDict[Key | None, _Pause] = OrderedDict()
+        self._is_bypassed = False
+        self.pool_bytes = 0
+
+    @property
+    def num_graphs(self) -> int:
+        """Recordings in use."""
+        return len(self._graphs)
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the recordings keep beside their buffers, which nobody else can have."""
-        return sum(graph.num_bytes for graph in self._graphs.values())
+        """All memory of the recordings: ``pool_bytes``, which look free and are not, and the buffers."""
+        buffers = {id(graph.buffers): graph.buffers.num_bytes for graph in tuple(self._graphs.values())}
+        return self.pool_bytes + sum(buffers.values())
+
+    def recorder(self, name: Hashable, *, is_padded: bool = True) -> Recorder:
+        """Makes calls of ``name``, padded to one of ``sizes`` or not."""
+        return partial(self._run, name, self.sizes if is_padded else ())
+
+    @contextmanager
+    def bypassed(self) -> Iterator[None]:
+        """Make no call by a recording meanwhile, for hooks in the network are not called by one."""
+        self._is_bypassed = True
+        try:
+            yield
+        finally:
+            self._is_bypassed = False
 
     @torch.inference_mode()
-    def run(self, call: UNetArguments, make: Make, *, is_compiled: bool) -> Tensor | None:
-        """(R, C, h, w) as ``make`` gives it for ``call``; ``None`` where it is to be asked itself."""
-        if self.is_off or (kind := call.kind) is None:
+    def _run(
+        self, name: Hashable, sizes: Sequence[int], call: UNetArguments, make: Make, variant: Hashable
+    ) -> Outputs | None:
+        if self._is_bypassed or (kind := call.kind) is None:
             return None
-        key = (is_compiled, kind, len(call.sample))
+        num_rows = len(call.sample)
+        size = next((size for size in sizes if size >= num_rows), num_rows)
+        key = ((name, variant), kind, size)
+        if self._is_paused(None) or self._is_paused(key):
+            return None
         try:
             if key in self._graphs:
                 self._graphs.move_to_end(key)
-                return self._graphs[key].replay(call)
-            wanted = make(call)
-            graph = CallGraph(call, make, self._record)
-            if not torch.equal(graph.replay(call), wanted):
-                raise RuntimeError("a replayed call gave other bytes")
+                if num_rows < size and not self._graphs[key].is_worth_padding:
+                    return None
+                self._graphs[key].replay(call)
+            else:
+                self._graphs[key] = self._recorded(key, call, make)
+                while len(self._graphs) > MOST_GRAPHS:
+                    self._graphs.popitem(last=False)
+            return self._graphs[key].outputs(num_rows)
         except RuntimeError as error:
             raise_if_sticky(error)
-            self.clear()
-            self.is_off = True
-            logger.warning("UNet calls are not recorded any more: %s", str(error).partition("\n")[0])
+            self._graphs.pop(key, None)
+            what = f"UNet calls of {size} rows"
+            if is_out_of_memory(error):
+                self._free()
+                pause_s = self._pause(key)
+                logger.warning("%s are not recorded for %.0f s: there is no memory for it", what, pause_s)
+            else:
+                self._pauses[key] = _Pause(math.inf, math.inf)
+                logger.warning("%s are not recorded any more: %s", what, str(error).partition("\n")[0])
             return None
-        self._graphs[key] = graph
-        while len(self._graphs) > MOST_GRAPHS:
-            self._graphs.popitem(last=False)
-        return wanted
+
+    def _recorded(self, key: Key, call: UNetArguments, make: Make) -> CallGraph:
+        """Record ``call`` padded to the rows of ``key``. RuntimeError where a replay gives other bytes."""
+        _, kind, size = key
+        of_this_kind = (graph.buffers for (_, other, _), graph in self._graphs.items() if other == kind)
+        shared = next((buffers for buffers in of_this_kind if buffers.num_rows >= size), None)
+        buffers = shared or Buffers(call, size)
+        buffers.fill(call, size)
+        static_call = buffers.first(size)
+        expected = make(call if len(call.sample) == size else static_call)
+        recorded = self._record(lambda: make(static_call))
+        self.pool_bytes += recorded.num_bytes
+        if not all(map(_are_same_bytes, recorded.outputs, expected)):
+            raise RuntimeError("a replayed call gave other bytes")
+        return CallGraph(recorded, buffers, size)
 
     def clear(self) -> None:
-        """Give their memory back; they are recorded again when they are wanted."""
+        """Give the memory back because it is needed; after a pause calls are recorded again."""
+        if self._graphs:
+            self._free()
+            self._pause(None)
+
+    def _free(self) -> None:
         self._graphs.clear()
+        self.pool_bytes = 0
+
+    def _is_paused(self, key: Key | None) -> bool:
+        pause = self._pauses.get(key)
+        return pause is not None and self._clock() < pause.until_s
+
+    def _pause(self, key: Key | None) -> float:
+        """Record nothing of ``key`` (``None``: nothing at all) for the returned seconds: twice as long as last time
+        where that was lately."""
+        now_s, last = self._clock(), self._pauses.pop(key, None)
+        is_recent = last is not None and now_s < last.until_s + LONGEST_PAUSE_S
+        length_s = min(2.0 * last.length_s, LONGEST_PAUSE_S) if last is not None and is_recent else FIRST_PAUSE_S
+        self._pauses[key] = _Pause(now_s + length_s, length_s)
+        while len(self._pauses) > MOST_PAUSES:
+            self._pauses.popitem(last=False)
+        return length_s
 
 
-def _copy(call: UNetArguments) -> UNetArguments:
-    contexts = call.contexts
-    return UNetArguments(
-        call.sample.clone(),
-        call.timesteps.clone(),
-        KeysValues(tuple(Pair(pair.keys.clone(), pair.values.clone()) for pair in contexts.layers))
-        if isinstance(contexts, KeysValues)
-        else contexts.clone(),
-        None if call.added is None else {name: tensor.clone() for name, tensor in call.added.items()},
-    )
+def graph_sizes(most_rows: int) -> tuple[int, ...]:
+    """Numbers of rows to record: 1, 2, 3, 4, 6, 8, 12, 16, ..., up to and including ``most_rows``."""
+    sizes = {size for power in range(most_rows.bit_length()) for size in (1 << power, (3 << power) >> 1)}
+    return tuple(sorted({size for size in sizes if size < most_rows} | {most_rows}))
+
+
+def _are_same_bytes(left: Tensor, right: Tensor) -> bool:
+    """Compare bit patterns: for ``torch.equal`` NaN differs from itself."""
+    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))

@@ -39,7 +39,7 @@ class Package:
 
     def __init__(self, path: Path, device: torch.device, num_streams: int = 1) -> None:
         if device.type != "cpu":
-            self._model: CModel | TorchModel = TorchModel(str(path), device.index or 0)
+            self._model: CModel | TorchModel = TorchModel(str(path), device.index or 0, is_single_threaded=True)
             return
         with TemporaryDirectory(prefix="diffserve-") as folder, ZipFile(path) as package:
             package.extractall(folder)  # every byte of it is checked, which no loader does
@@ -66,10 +66,19 @@ class TorchModel:
     names  of the constants that it computes with, as ``torch.export`` calls them
     """
 
-    def __init__(self, path: str, device_index: int) -> None:
+    def __init__(self, path: str, device_index: int, *, is_single_threaded: bool = False) -> None:
+        """Load the package at ``path``, a file or a folder.
+
+        Args:
+            device_index: The CUDA device, or -1 for the CPU.
+            is_single_threaded: Calls come from one thread at a time, as all calls of an engine do. Otherwise each call
+                records a CUDA event and waits until the previous call of this package is done on the device
+                (``AOTInductorModelContainer::run`` in ``model_container.h``), which blocks the host and which a CUDA
+                graph cannot capture.
+        """
         from torch._C._aoti import AOTIModelPackageLoader  # past torch._inductor, whose import takes seconds
 
-        self._loader = AOTIModelPackageLoader(path, "model", False, 1, device_index)
+        self._loader = AOTIModelPackageLoader(path, "model", is_single_threaded, 1, device_index)
         self.names: list[str] = self._loader.get_constant_fqns()
 
     def use(self, constants: dict[str, Tensor]) -> None:

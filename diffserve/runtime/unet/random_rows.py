@@ -13,7 +13,7 @@ from diffserve.runtime.layer_sums import bit_sums
 from diffserve.runtime.low_rank import LoRASet, RowLoRAs, adaptable, random_set
 from diffserve.runtime.model import DiffusionModel
 from diffserve.runtime.text.conditioning import Conditioner, PlainConditioner
-from diffserve.runtime.unet.call import Compiled, UNetArguments
+from diffserve.runtime.unet.call import Compiled, Recorder, UNetArguments
 from diffserve.runtime.unet.controlnet import ControlNetRunner, Residuals, random_residuals
 from diffserve.runtime.unet.cross_attention import KeysValues
 
@@ -60,6 +60,7 @@ def random_rows(
     chosen_rows: range | None = None,
     compiled: Compiled | None = None,
     *,
+    recorder: Recorder | None = None,
     is_shallow: bool = False,
     merged_share: float = 0.0,
     lora_rank: int = 0,
@@ -68,7 +69,8 @@ def random_rows(
     """The real UNet of ``model`` on ``num_rows`` random rows of ``shape``.
 
     ``conditioner`` makes of their embeddings what the UNet is told; without one it is told the embeddings. With
-    ``chosen_rows`` only those are brought to the device, and may be asked for. ``compiled`` makes the calls it can.
+    ``chosen_rows`` only those are brought to the device, and may be asked for. ``compiled`` makes the calls it can,
+    and ``recorder`` replays those it can.
     ``is_shallow``: only the shallow part, on features that one full call of all these rows leaves, made at once.
     ``merged_share``: as ``UNetRunner.predict`` has it. ``lora_rank``: of random adapters that change every layer for
     all rows, not those of texts; 0: none. ``is_controlled``: ControlNets add random numbers to all rows.
@@ -80,9 +82,9 @@ def random_rows(
     contexts = (conditioner or PlainConditioner(model)).of_embeddings(inputs.pop("contexts"))
     if is_shallow:
         assert model.unet.shallow is not None
-        with model.unet.shallow.keeping() as found:
-            loras = RowLoRAs([lora] * len(kept)) if lora else None
-            model.unet.predict(contexts=contexts, merged_share=merged_share, loras=loras, **inputs)
+        found: list[Tensor] = []
+        loras = RowLoRAs([lora] * len(kept)) if lora else None
+        model.unet.predict(contexts=contexts, merged_share=merged_share, loras=loras, kept_features=found, **inputs)
         inputs["features"] = found[0]
     residuals: Residuals = ()
     if is_controlled:
@@ -96,7 +98,13 @@ def random_rows(
         loras = RowLoRAs([lora] * len(rows)) if lora else None
         added = tuple(tensor.index_select(0, index) for tensor in residuals) or None
         output = model.unet.predict(
-            contexts=told, merged_share=merged_share, compiled=compiled, loras=loras, residuals=added, **chosen
+            contexts=told,
+            merged_share=merged_share,
+            compiled=compiled,
+            recorder=recorder,
+            loras=loras,
+            residuals=added,
+            **chosen,
         )
         return output.cpu()
 

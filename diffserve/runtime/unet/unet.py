@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from diffserve.runtime.low_rank import RowLoRAs, adapting, of_pictures
-from diffserve.runtime.unet.call import GUIDANCE, Compiled, UNetArguments, conditions
+from diffserve.runtime.unet.call import GUIDANCE, Compiled, Outputs, Recorder, UNetArguments, conditions
 from diffserve.runtime.unet.controlnet import Residuals
 from diffserve.runtime.unet.cross_attention import Contexts, CrossAttention, KeysValues
 from diffserve.runtime.unet.deep_cache import ShallowPart
@@ -45,6 +46,11 @@ class UNetRunner:
         self.guidance_dim: int = network.config.time_cond_proj_dim or 0
         self.has_size_conditioning: bool = network.config.addition_embed_type == "text_time"
 
+    @property
+    def memory_format(self) -> str:
+        """The layout of the convolution weights, "contiguous" or "channels_last"."""
+        return "contiguous" if self.network.conv_in.weight.is_contiguous() else "channels_last"
+
     @cached_property
     def cross_attention(self) -> CrossAttention:
         """The layers that look at the text, from then on ready for keys and values made beforehand.
@@ -72,8 +78,10 @@ class UNetRunner:
         features: torch.Tensor | None = None,
         merged_share: float = 0.0,
         compiled: Compiled | None = None,
+        recorder: Recorder | None = None,
         loras: RowLoRAs | None = None,
         residuals: Residuals | None = None,
+        kept_features: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """The network's output (R, C, h, w) in float32, in whatever prediction type it was trained for.
 
@@ -86,22 +94,50 @@ class UNetRunner:
         features     (R, F, h, w) that ``shallow`` kept of a full call: only the shallow part runs, on them
         merged_share of the tokens in self-attention at the highest resolution (see ``token_merging``); 0: all stay
         compiled     makes a full call where it can; the network itself does else
+        recorder     makes the call by replaying a recording of it where it can
         loras        what changes the network for each row
         residuals    what ControlNets add for each row; then no call is a compiled one
+        kept_features  a list to which the features (R, F, h, w) of this full call are added
         """
         told = {"pooled": pooled, "time_ids": time_ids, "extra": extra, "guidance": guidance}
         call = self.call(model_input, timesteps, contexts, **told)
-        if compiled and merged_share == 0.0 and residuals is None and features is None:
-            output = compiled(self.with_factors(call, loras))
-            if output is not None:
-                return output.float()
+        call = call._replace(residuals=residuals or (), features=features)
+        layers, rank = (loras.layers, loras.rank) if loras else ((), 0)
+        keeps_features = kept_features is not None
+
+        def make(call: UNetArguments, loras: RowLoRAs | None) -> Outputs:
+            if compiled and merged_share == 0.0 and call.is_whole and not keeps_features:
+                output = compiled(self.with_factors(call, loras))
+                if output is not None:
+                    return (output,)
+            return self._run(call, loras, merged_share, keeps_features=keeps_features)
+
+        def make_recorded(call: UNetArguments) -> Outputs:
+            factors = dict(zip(layers, call.factors, strict=True))
+            return make(call._replace(factors=()), RowLoRAs.of_factors(factors, rank) if factors else None)
+
+        outputs = None
+        if recorder is not None and (loras is None or loras.is_kept):
+            factors = tuple(map(loras.stacked, layers)) if loras else ()
+            outputs = recorder(call._replace(factors=factors), make_recorded, (layers, keeps_features))
+        output, *features_of_call = make(call, loras) if outputs is None else outputs
+        if kept_features is not None:
+            kept_features += features_of_call
+        return output.float()
+
+    def _run(
+        self, call: UNetArguments, loras: RowLoRAs | None, merged_share: float, *, keeps_features: bool
+    ) -> Outputs:
+        """Run the network itself, or its shallow part."""
         height, width = call.sample.shape[-2:]
-        with merging(self.network, height, width, merged_share), adapting(loras):
-            if features is None:
-                return self.plain(call, residuals).float()
-            if self.shallow is None:
+        shallow = self.shallow if keeps_features or call.features is not None else None
+        keeping = shallow.keeping() if shallow is not None and keeps_features else nullcontext(())
+        with merging(self.network, height, width, merged_share), adapting(loras), keeping as features:
+            if call.features is None:
+                return (self.plain(call), *features)
+            if shallow is None:
                 raise ValueError("this UNet has no shallow part to run on kept features")
-            return self.shallow.predict(call, features).float()
+            return (shallow.predict(call),)
 
     def with_factors(self, call: UNetArguments, loras: RowLoRAs | None) -> UNetArguments:
         """``call`` as compiled ones are told of ``loras``."""
@@ -111,11 +147,12 @@ class UNetRunner:
             self._layers[is_paged] = of_pictures(self.network, has_keys_values=is_paged)
         return call._replace(factors=loras.of_all(self._layers[is_paged]))
 
-    def plain(self, call: UNetArguments, residuals: Residuals | None = None) -> torch.Tensor:
-        """What the network itself gives (R, C, h, w) for ``call``, in its dtype."""
+    def plain(self, call: UNetArguments) -> torch.Tensor:
+        """Run the whole network on ``call``; returns (R, C, h, w) in its dtype."""
         added: dict[str, Any] = {}
-        if residuals is not None:
-            added = {"down_block_additional_residuals": residuals[:-1], "mid_block_additional_residual": residuals[-1]}
+        if call.residuals:
+            *down, middle = call.residuals
+            added = {"down_block_additional_residuals": tuple(down), "mid_block_additional_residual": middle}
         output: torch.Tensor = self.network(
             call.sample,
             call.timesteps,

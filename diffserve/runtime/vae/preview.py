@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diffserve.errors import ModelLoadError
-from diffserve.runtime.loading.checkpoint import Checkpoint, find_weights, read_json
-from diffserve.runtime.loading.components import ALLOWED_CLASSES, build
-from diffserve.runtime.loading.named_parts import DIFFUSERS_STEM
+from diffserve.model_files import DIFFUSERS_STEM, find_weights, read_json
+from diffserve.runtime.loading.checkpoint import Checkpoint
+from diffserve.runtime.loading.components import ALLOWED_CLASSES, build_vae
 from diffserve.runtime.loading.weight_loading import TensorSource, build_on_meta, fill
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.vae.vae import Decoded, shrunk, to_bytes
@@ -192,8 +192,7 @@ def _own(file: Path, config: Mapping[str, Any], choice: DeviceChoice) -> Preview
 
 
 def _tiny(file: Path, config: Mapping[str, Any], choice: DeviceChoice) -> PreviewRunner:
-    known = {key: value for key, value in config.items() if key != "block_out_channels"}  # written, but never read
-    whole = build("AutoencoderTiny", known, str(file))
+    whole = build_vae(config, str(file))
     settings = whole.config
     return PreviewRunner(
         whole.decoder,

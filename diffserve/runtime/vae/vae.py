@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +16,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from diffserve.errors import NOT_FINITE, NumericalError
+from diffserve.runtime.accelerators import synchronize
 from diffserve.runtime.memory import give_memory_back, without_frames
 from diffserve.runtime.transfer import Fetched, fetch, send
+from diffserve.runtime.vae.plan import TILE_SHARES, tile_side
 
 logger = logging.getLogger(__name__)
 
 PREVIEW_CELLS = 32
-SHARES = (5 / 8, 3 / 8, 1 / 4)
-"""Sides of a tile in shares of the whole: less than half of the memory at first, then a seventh, then a sixteenth."""
-
-LEAST_CELLS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,10 +58,11 @@ class Decoded:
 
 
 class VAERunner:
-    """Runs diffusers' ``AutoencoderKL`` with the normalisation its configuration gives.
+    """Runs diffusers' ``AutoencoderKL`` or ``AutoencoderTiny`` with the normalization its configuration gives.
 
     Latents are normalised as ``(z - shift) * scaling_factor`` where shift is ``shift_factor``, or per channel as
-    ``(z - latents_mean) / latents_std * scaling_factor``. factor: pixels per latent cell.
+    ``(z - latents_mean) / latents_std * scaling_factor``. ``factor`` is the number of pixels per latent cell.
+    ``compiled`` decodes what it has a package for, and returns ``None`` for anything else.
     """
 
     def __init__(self, network: Any, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -72,6 +70,7 @@ class VAERunner:
         self.network = network
         self.device = device
         self.dtype = dtype
+        self.compiled: Callable[[Tensor], Tensor | None] | None = None
         self.factor: int = 2 ** (len(config.block_out_channels) - 1)
         self.latent_channels: int = config.latent_channels
         mean = getattr(config, "latents_mean", None) or [getattr(config, "shift_factor", None) or 0.0]
@@ -86,18 +85,20 @@ class VAERunner:
         """Latents (B, C, H / factor, W / factor) float32 of ``pixels`` (B, H, W, 3), uint8 or float32 in [-1, 1].
 
         With ``generators``, one for each picture, the posterior is sampled, one draw of the latents' shape from each,
-        in order, as diffusers does; without, its mode is taken.
+        in order, as diffusers does; without, its mode is taken. ``AutoencoderTiny`` has no posterior and draws nothing.
         """
         images = _to_images(pixels)
         if generators is not None and len(generators) != images.shape[0]:
             raise ValueError(f"{images.shape[0]} pictures need as many generators, not {len(generators)}")
         latents = []
         for index, image in enumerate(images.split(1)):
-            posterior = self._guarded(
-                lambda part: self.network.encode(part).latent_dist, image, lambda it: it.parameters
-            )
-            moments = posterior.mode() if generators is None else _sample(posterior, generators[index])
-            latents.append((moments.float() - self._mean) * self._scale)
+            moments = self._guarded(lambda part: encode_moments(self.network, part), image, lambda moments: moments)
+            posterior = posterior_of(self.network, moments)
+            if posterior is None:
+                z = moments
+            else:
+                z = posterior.mode() if generators is None else _sample(posterior, generators[index])
+            latents.append((z.float() - self._mean) * self._scale)
         return torch.cat(latents)
 
     @torch.inference_mode()
@@ -106,19 +107,22 @@ class VAERunner:
         return to_pixels(self._decoded(latents.to(self.device, torch.float32) / self._scale + self._mean))
 
     @torch.inference_mode()
-    def decode_later(self, latents: torch.Tensor, tile_px: int = 0) -> Decoded:
-        """The same without waiting for the device; what ``decode`` raises, asking for the picture does.
+    def decode_later(self, latents: torch.Tensor, tile_share: float = 1.0) -> Decoded:
+        """Start decoding ``latents`` (B, C, h, w) float32 without waiting for the device.
 
-        ``tile_px``: pictures with a longer side are decoded in tiles, of so many pixels along that side; 0: in one
-        piece.
+        Args:
+            latents: The finished latents.
+            tile_share: Side of a tile in shares of the image's side; 1.0: decode whole images.
+
+        Returns:
+            The images; reading one raises what ``decode`` raises.
         """
         z = latents.to(self.device, torch.float32) / self._scale + self._mean
-        share = tile_px / (self.factor * max(z.shape[-2:])) or 1.0
 
         def images_of(run: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
-            return run(z) if share >= 1.0 else in_tiles(run, z, self.factor, share)
+            return run(z) if tile_share >= 1.0 else in_tiles(run, z, self.factor, tile_share)
 
-        images = images_of(lambda part: self.network.decode(part.to(self.dtype), return_dict=False)[0], z)
+        images = images_of(lambda part: self._run(part.to(self.dtype)), z)
         is_whole = torch.isfinite(images).flatten(1).all(1)
         return Decoded(
             fetch(to_bytes(images)),
@@ -126,24 +130,29 @@ class VAERunner:
             lambda place: to_pixels(images_of(self._decoded, z[place, None]))[0],
         )
 
-    @torch.inference_mode()
-    def decode_in_tiles(self, latents: torch.Tensor, most_cells: int | None = None) -> NDArray[np.uint8]:
-        """The same with less memory, nearly the same: in tiles, smaller ones where that is still too much.
+    def _run(self, z: Tensor) -> Tensor:
+        """Decode ``z`` (B, C, h, w) in the network's dtype, by a compiled package if there is one for its shape."""
+        images = None if self.compiled is None else self.compiled(z)
+        if images is None:
+            images = self.network.decode(z, return_dict=False)[0]
+        return images
 
-        ``most_cells``: of a tile. Raises ``torch.OutOfMemoryError`` where there is no room for the smallest.
+    @torch.inference_mode()
+    def decode_in_tiles(self, latents: torch.Tensor) -> NDArray[np.uint8]:
+        """Decode ``latents`` in tiles, and in smaller ones while memory runs out; nearly the same as a whole decode.
+
+        Raises ``torch.OutOfMemoryError`` when there is no memory for the smallest tile.
         """
         z = latents.to(self.device, torch.float32) / self._scale + self._mean
-        height, width = latents.shape[-2:]
-        fitting = [share for share in SHARES if most_cells is None or _tile(height, width, share) <= most_cells]
-        for share in fitting or SHARES[-1:]:
+        for share in TILE_SHARES:
             try:
                 return to_pixels(in_tiles(self._decoded, z, self.factor, share))
             except torch.OutOfMemoryError as error:
-                if share == SHARES[-1]:
+                if share == TILE_SHARES[-1]:
                     raise
                 without_frames(error)
             give_memory_back(self.device)
-        raise AssertionError("SHARES is empty")
+        raise AssertionError("TILE_SHARES is empty")
 
     def preview(self, latents: torch.Tensor) -> NDArray[np.uint8]:
         """A look at ``latents`` for models without a preview decoder, (B, <= H, <= W, 3): decoded after ``shrunk``."""
@@ -181,8 +190,7 @@ class VAERunner:
     @contextlib.contextmanager
     def _in_float32(self) -> Iterator[None]:
         """The network in float32 for a while; from float16 and back no bit of its weights is lost."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # pictures in another queue may be decoded with these weights
+        synchronize(self.device)  # another stream may be decoding with these weights
         try:
             self.network.float()
             self.dtype = torch.float32
@@ -190,6 +198,27 @@ class VAERunner:
         finally:
             self.network.half()
             self.dtype = torch.float16
+
+
+def encode_moments(network: Any, images: Tensor) -> Tensor:
+    """Encode ``images`` (B, 3, H, W) in [-1, 1].
+
+    Returns:
+        Mean and logarithm of the variance of the latents (B, 2 C, h, w), or of ``AutoencoderTiny`` the latents
+        (B, C, h, w).
+    """
+    output = network.encode(images)
+    moments: Tensor = output.latent_dist.parameters if hasattr(output, "latent_dist") else output.latents
+    return moments
+
+
+def posterior_of(network: Any, moments: Tensor) -> Any:
+    """Return diffusers' distribution of the latents that have ``moments``; ``None`` where they are the latents."""
+    if moments.shape[1] == network.config.latent_channels:
+        return None
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+    return DiagonalGaussianDistribution(moments)
 
 
 def _sample(posterior: Any, generator: torch.Generator) -> Tensor:
@@ -264,19 +293,9 @@ def spans(num_cells: int, share: float) -> list[tuple[int, int]]:
     return [(start, start + length) for start in (*starts, num_cells - length)]
 
 
-def least_tile(height: int, width: int) -> int:
-    """Cells of the smallest tile that latents (height, width) are decoded in."""
-    return _tile(height, width, SHARES[-1])
-
-
-def _tile(height: int, width: int, share: float) -> int:
-    lengths = (min(side, _length(side, share)[0]) for side in (height, width))
-    return math.prod(lengths)
-
-
 def _length(num_cells: int, share: float) -> tuple[int, int]:
-    """Cells along a tile's side, and how many of them it has in common with the next."""
-    length = max(LEAST_CELLS, -int(-num_cells * share // 1))
+    """Return the cells along a tile's side, and how many of them the next tile overlaps."""
+    length = tile_side(num_cells, share)
     return length, 2 * length // 5
 
 

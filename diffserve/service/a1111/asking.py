@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Final, NamedTuple
 
@@ -12,17 +12,23 @@ import numpy as np
 from PIL import Image, ImageFilter
 from pydantic import PrivateAttr, TypeAdapter, ValidationError
 
+from diffserve import images
+from diffserve.decoders import ImageReader
 from diffserve.errors import InvalidRequest
-from diffserve.images import decode_image, decode_mask, resize, stretch
-from diffserve.infotext import SCHEDULE_LABELS, parse_infotext
+from diffserve.images import resize, stretch
+from diffserve.infotext import SCHEDULE_LABELS
+from diffserve.infotext_recipe import Recorded, is_enlarged, parse_sent, request_of
+from diffserve.loras import read_tags
+from diffserve.service.a1111.controlnets import controlnets_of, ignored_in_units
+from diffserve.service.a1111.ignored import FILL, ignored
 from diffserve.service.a1111.schemas import MAX_SIDE, Img2ImgBody, Txt2ImgBody
 from diffserve.service.a1111.styles import PromptStyle, with_styles
-from diffserve.service.http.bodies import show, show_name
+from diffserve.service.http.bodies import parse, show, show_name
 from diffserve.service.http.errors import HttpError
 from diffserve.service.images.painting import Start
 from diffserve.service.images.parameters import SCHEDULE_TYPES
 from diffserve.service.images.pictures_in import picture_bytes
-from diffserve.service.images.schemas import ControlNetChoice, GenerateBody, Seed
+from diffserve.service.images.schemas import GenerateBody, Seed
 from diffserve.start_picture import StartPicture, check_large_enough
 from diffserve.types import MAX_IMAGES, MAX_SEED, Picture
 
@@ -34,8 +40,12 @@ HIRES_STRENGTH: Final = 0.75
 HIRES_SCALE: Final = 2.0
 MASK_BLUR_PX: Final = 4
 STRETCHED, CROPPED, FILLED = 0, 1, 2
-CONTROLNET: Final = "controlnet"
-FILL, ORIGINAL = 0, 1
+ORIGINAL: Final = 1
+LANCZOS: Final = "Lanczos"
+NEAREST: Final = "Nearest"
+UPSCALERS: Final = {"": LANCZOS, "none": LANCZOS, "lanczos": LANCZOS, "nearest": NEAREST}
+"""Names of upscalers in lower case and what they do. A1111's "None" resizes by Lanczos as well."""
+
 MOST_FILLED_PX: Final = 1024
 """The longer side of what is blurred to fill a mask."""
 
@@ -57,22 +67,29 @@ _NEAREST_SCHEDULE: Final = {
 """By the logarithms of the noise levels of ten steps, squared."""
 
 _FILL_RADII: Final = (64, 32, 16, 8, 4, 2, 1)
-_OF_INFOTEXT: Final = {
-    "Steps": "steps",
-    "Sampler": "sampler_name",
-    "Schedule type": "scheduler",
-    "CFG scale": "cfg_scale",
-    "Seed": "seed",
-    "Variation seed": "subseed",
-    "Variation seed strength": "subseed_strength",
-    "Denoising strength": "denoising_strength",
-    "Clip skip": "clip_skip",
-    "Eta": "eta",
+_BODY_FIELDS: Final = {
+    "prompt": "prompt",
+    "negative_prompt": "negative_prompt",
+    "num_inference_steps": "steps",
+    "sampler": "sampler_name",
+    "guidance_scale": "cfg_scale",
+    "seed": "seed",
+    "variation_seed": "subseed",
+    "variation_strength": "subseed_strength",
+    "strength": "denoising_strength",
+    "clip_skip": "clip_skip",
+    "eta": "eta",
+}
+"""A1111's names of recorded fields; it has none for the others."""
+
+_HIRES: Final = {
     "Hires upscale": "hr_scale",
+    "Hires upscaler": "hr_upscaler",
     "Hires steps": "hr_second_pass_steps",
     "Hires prompt": "hr_prompt",
     "Hires sampler": "hr_sampler_name",
     "Hires schedule type": "hr_scheduler",
+    "Denoising strength": "denoising_strength",
 }
 
 
@@ -83,12 +100,28 @@ class Hires(NamedTuple):
     height_px: int
     strength: float
     values: dict[str, Any]
+    upscaler: str = LANCZOS
+
+    def enlarge(self, picture: Picture) -> Picture:
+        """Enlarge ``picture`` by nearest neighbor if the request names that; start pictures get Lanczos anyway."""
+        if self.upscaler != NEAREST:
+            return picture
+        image = Image.fromarray(picture.array)
+        return Picture.from_array(np.asarray(image.resize((self.width_px, self.height_px), Image.Resampling.NEAREST)))
 
     @property
     def work(self) -> float:
         """Pixels times steps, as far as it says."""
         num_steps = self.values.get("num_inference_steps") or USUAL_STEPS
         return float(self.width_px * self.height_px * num_steps * self.strength)
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The texts that reach the text encoders, by the names of their fields."""
+        return {
+            "hr_prompt": read_tags(self.values["prompt"])[0],
+            "hr_negative_prompt": self.values["negative_prompt"],
+        }
 
 
 class AskedBody(GenerateBody):
@@ -108,9 +141,26 @@ class AskedBody(GenerateBody):
         return self._hires
 
 
-def ask(body: Txt2ImgBody, options: dict[str, Any], styles: Sequence[PromptStyle]) -> AskedBody:
-    """What ``body`` asks for; ``options``: those that its client has set. Raises InvalidRequest."""
-    body = _filled(body)
+def ask(
+    body: Txt2ImgBody,
+    options: dict[str, Any],
+    styles: Sequence[PromptStyle],
+    refused: Collection[str] = (),
+    models: Collection[str] = (),
+) -> AskedBody:
+    """Return the request that ``body`` stands for.
+
+    Args:
+        body: A body of A1111's API.
+        options: Settings of its client.
+        styles: The styles that it may name.
+        refused: Fields that the model does not take, which are left out of an infotext.
+        models: Names of the models that are served.
+
+    Raises:
+        InvalidRequest: Something in the body cannot be used.
+    """
+    body, recorded = _filled(body, refused, models)
     if body.num_images > MAX_IMAGES:
         raise InvalidRequest(
             f"batch_size times n_iter is {body.num_images}; at most {MAX_IMAGES} pictures are painted at a time.",
@@ -139,10 +189,11 @@ def ask(body: Txt2ImgBody, options: dict[str, Any], styles: Sequence[PromptStyle
         "eta": body.eta,
         "clip_skip": skip if isinstance(skip, int) and not isinstance(skip, bool) and skip > 1 else None,
     }
+    values |= {name: value for name, value in recorded.fields.items() if values.get(name) is None}
     if body.subseed_strength:
         values |= {"variation_seed": _subseed(body.subseed), "variation_strength": body.subseed_strength}
-    if units := _controlnets(body):
-        values["controlnets"] = units
+    if choices := controlnets_of(body):
+        values["controlnets"] = choices
     if body.refiner_checkpoint not in (None, "", "None"):
         values |= {"refiner": True, "switch_at": body.refiner_switch_at}
     if not isinstance(body, Img2ImgBody) and not prompt.strip():
@@ -152,25 +203,18 @@ def ask(body: Txt2ImgBody, options: dict[str, Any], styles: Sequence[PromptStyle
         values |= {"width": body.width or side, "height": body.height or side}
     made = AskedBody.model_construct(**{name: value for name, value in values.items() if value is not None})
     made._asked = body
+    made.take_warnings(recorded.warnings)
     if body.enable_hr and not isinstance(body, Img2ImgBody):
-        made._hires = _hires(body, values)
+        made._hires = _hires(body, values, styles)
     return made
 
 
 def warnings_of(body: Txt2ImgBody) -> list[str]:
-    """What ``body`` asks for that nothing here does."""
-    given = {name: told for name, told in (body.alwayson_scripts or {}).items() if name.lower() != CONTROLNET}
-    scripts = sorted(name for name, told in given.items() if told)
-    left = [
-        f"{name} changes nothing here"
-        for name, is_asked in (
-            ("restore_faces", body.restore_faces),
-            ("tiling", body.tiling),
-            ("seed_resize_from_w", all(map(_is_positive, (body.seed_resize_from_w, body.seed_resize_from_h)))),
-        )
-        if is_asked
-    ]
-    return [*(f"{text}." for text in left), *(f"the script {show(name)} is not here." for name in scripts)]
+    """Return what the caller should know of ``body`` whatever model paints."""
+    upscaler = body.hr_upscaler or ""
+    is_replaced = bool(body.enable_hr) and not isinstance(body, Img2ImgBody) and upscaler.lower() not in UPSCALERS
+    sentence = f"hr_upscaler {show(upscaler)} is not here; the picture was enlarged by {LANCZOS}."
+    return [*ignored(body), *ignored_in_units(body), *[sentence] * is_replaced]
 
 
 def _subseed(value: object) -> int | None:
@@ -182,47 +226,17 @@ def _subseed(value: object) -> int | None:
         raise InvalidRequest(said, param="subseed") from None
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and value > 0
+def start_of(body: Img2ImgBody, width_px: int | None, height_px: int | None, reader: ImageReader = images) -> Start:
+    """Return what ``body`` starts from, to be painted at that size, or its own.
 
-
-def _controlnets(body: Txt2ImgBody) -> list[ControlNetChoice]:
-    """The units of the ControlNet extension that are switched on. Raises InvalidRequest for one that is none."""
-    told = next((told for name, told in (body.alwayson_scripts or {}).items() if name.lower() == CONTROLNET), None)
-    units = told.get("args") if isinstance(told, dict) else None
-    found = []
-    for place, unit in enumerate(units if isinstance(units, list) else ()):
-        if not isinstance(unit, dict) or unit.get("enabled") is False or unit.get("model") in (None, "", "None"):
-            continue
-        image = unit.get("image") or unit.get("input_image")
-        values = {
-            "name": str(unit["model"]).partition(" [")[0],
-            "image": image.get("image") if isinstance(image, dict) else image,
-            "scale": unit.get("weight"),
-            "start": unit.get("guidance_start"),
-            "end": unit.get("guidance_end"),
-            "preprocessor": None if unit.get("module") in (None, "", "None", "none") else unit["module"],
-            "resize": True,
-        }
-        try:
-            found.append(ControlNetChoice.model_validate({n: v for n, v in values.items() if v is not None}))
-        except ValueError:
-            said = f"unit {place} of controlnet is not whole; it needs model, image, weight 0 to 2, guidance 0 to 1."
-            raise InvalidRequest(said, param="alwayson_scripts") from None
-    return found
-
-
-def start_of(body: Img2ImgBody, width_px: int | None, height_px: int | None) -> Start:
-    """What ``body`` starts from, to be painted at that size, or its own. Takes a while: call it in a thread.
-
-    Raises InvalidRequest.
+    Takes a while: call it in a thread. ``reader`` reads the files. Raises InvalidRequest.
     """
     if not body.init_images:
         said = "init_images is missing; give a picture in base64."
         raise InvalidRequest(said, param="init_images", code="missing_required_parameter")
-    picture = decode_image(picture_bytes(body.init_images[0], "init_images"), name="init_images")
+    picture = reader.decode_image(picture_bytes(body.init_images[0], "init_images"), name="init_images")
     check_large_enough(picture, "init_images")
-    mask = decode_mask(picture_bytes(body.mask, "mask")) if body.mask else None
+    mask = reader.decode_mask(picture_bytes(body.mask, "mask"), convention="a1111") if body.mask else None
     if mask is not None:
         if (mask.width_px, mask.height_px) != (picture.width_px, picture.height_px):
             mask = stretch(mask, picture.width_px, picture.height_px)
@@ -247,25 +261,32 @@ def start_of(body: Img2ImgBody, width_px: int | None, height_px: int | None) -> 
     return Start(start, strength, tuple(warnings))
 
 
-def _filled(body: Txt2ImgBody) -> Txt2ImgBody:
-    """``body`` with what its ``infotext`` says of fields that it leaves out."""
+def _filled(body: Txt2ImgBody, refused: Collection[str], models: Collection[str]) -> tuple[Txt2ImgBody, Recorded]:
+    """Fill what ``body`` leaves out from its infotext; return it and the recorded fields that A1111 does not name."""
     if not body.infotext:
-        return body
-    said = parse_infotext(body.infotext)
-    told: dict[str, Any] = {"prompt": said.prompt, "negative_prompt": said.negative_prompt}
-    told |= {field: said.fields[key] for key, field in _OF_INFOTEXT.items() if key in said.fields} | _size(
-        said.fields.get("Size", "")
-    )
-    if "Hires upscale" in said.fields or "Hires resize" in said.fields:
-        sides = _size(said.fields.get("Hires resize", ""))
-        told |= {"enable_hr": True, "hr_resize_x": sides.get("width"), "hr_resize_y": sides.get("height")}
-    missing = {name: value for name, value in told.items() if value and getattr(body, name) is None}
+        return body, Recorded({}, ())
+    read, is_start = parse_sent(body.infotext), isinstance(body, Img2ImgBody)
+    recorded = request_of(read, has_start=is_start, has_second_pass=not is_start, refused=refused, models=models)
+    fields = dict(recorded.fields)
+    body_fields = {_BODY_FIELDS[name]: fields.pop(name) for name in _BODY_FIELDS if name in fields}
+    schedule = fields.pop("sigma_schedule", None)
+    body_fields |= {"scheduler": SCHEDULE_LABELS.get(schedule, schedule)} | _size(fields.pop("size", ""))
+    if is_enlarged(read) and not is_start:
+        sides = _size(read.fields.get("Hires resize", ""))
+        body_fields |= {field: read.fields[key] for key, field in _HIRES.items() if key in read.fields}
+        body_fields |= {"enable_hr": True, "hr_resize_x": sides.get("width"), "hr_resize_y": sides.get("height")}
+    missing = {name: value for name, value in body_fields.items() if value is not None and getattr(body, name) is None}
     try:
         checked = type(body).model_validate(missing)
-    except ValueError:
-        said_wrong = "a value in the infotext cannot be used; give the fields themselves."
-        raise InvalidRequest(said_wrong, param="infotext") from None
-    return body.model_copy(update={name: getattr(checked, name) for name in missing})
+        typed = parse(GenerateBody, msgspec.json.encode({"prompt": "any", **fields}))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        reason = f"{'.'.join(map(str, first['loc']))} is {show(first['input'])} ({first['msg']})"
+        raise InvalidRequest(f"a value in the infotext cannot be used: {reason}.", param="infotext") from None
+    except InvalidRequest as error:
+        raise InvalidRequest(f"a value in the infotext cannot be used: {error.message}", param="infotext") from None
+    body = body.model_copy(update={name: getattr(checked, name) for name in missing})
+    return body, recorded._replace(fields={name: getattr(typed, name) for name in fields})
 
 
 def _size(text: str) -> dict[str, int]:
@@ -296,7 +317,7 @@ def check_settings(told: Mapping[str, Any], names: Iterable[str]) -> None:
             raise InvalidRequest(said, param=f"override_settings.{show_name(name)}", code="unsupported_parameter")
 
 
-def _hires(body: Txt2ImgBody, values: dict[str, Any]) -> Hires:
+def _hires(body: Txt2ImgBody, values: dict[str, Any], styles: Sequence[PromptStyle]) -> Hires:
     first = body.width or body.height, body.height or body.width
     if None in first and not (body.hr_resize_x and body.hr_resize_y):
         raise InvalidRequest("enable_hr needs width and height, or hr_resize_x and hr_resize_y.", param="enable_hr")
@@ -306,16 +327,19 @@ def _hires(body: Txt2ImgBody, values: dict[str, Any]) -> Hires:
         aspect = (first[0] or 1) / (first[1] or 1)
         width = body.hr_resize_x or round((body.hr_resize_y or 0) * aspect)
         height = body.hr_resize_y or round((body.hr_resize_x or 0) / aspect)
+    texts = body.hr_prompt or body.prompt or "", body.hr_negative_prompt or body.negative_prompt or ""
+    prompt, negative = with_styles(*texts, body.styles or (), styles)
     changed = {
-        "prompt": body.hr_prompt or values["prompt"],
-        "negative_prompt": body.hr_negative_prompt or values["negative_prompt"],
+        "prompt": prompt,
+        "negative_prompt": negative,
         "num_inference_steps": body.hr_second_pass_steps or body.steps,
         "sampler": None if body.hr_sampler_name in (None, "", "Use same sampler") else body.hr_sampler_name,
         "scheduler": None if body.hr_scheduler in (None, "", "Use same scheduler") else _schedule(body.hr_scheduler),
     }
     strength = HIRES_STRENGTH if body.denoising_strength is None else body.denoising_strength
     own = {name: value for name, value in changed.items() if value is not None}
-    return Hires(width, height, strength, values | own | {"width": width, "height": height})
+    upscaler = UPSCALERS.get((body.hr_upscaler or "").lower(), LANCZOS)
+    return Hires(width, height, strength, values | own | {"width": width, "height": height}, upscaler)
 
 
 def second_pass(asked: AskedBody) -> GenerateBody:

@@ -7,6 +7,7 @@ import base64
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -27,6 +28,7 @@ from diffserve.service.a1111.asking import (
     start_of,
     warnings_of,
 )
+from diffserve.service.a1111.ignored import ignored_refiner
 from diffserve.service.a1111.jobs import Jobs, PolledJob
 from diffserve.service.a1111.schemas import Img2ImgBody, Txt2ImgBody
 from diffserve.service.a1111.styles import read_styles
@@ -39,6 +41,8 @@ from diffserve.service.images.painting import CheckedImages, Start, plan_paintin
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.lifecycle import first_of, json_response, read_body
 from diffserve.service.models import find_model
+from diffserve.service.threads import ANSWERS, LISTINGS
+from diffserve.sizes import plan_size
 from diffserve.start_picture import StartPicture
 from diffserve.types import Failed, GenerationRequest, ImageFailed, ImageResult, Painted, Picture, new_request_id
 from diffserve.version import __version__
@@ -62,18 +66,32 @@ class Txt2Img(Generations):
         with self._admission.clients.known(request) as client:
             options = self._jobs.options(client)
         folder = Path(self._config.data_dir).expanduser()
-        styles = await asyncio.to_thread(read_styles, folder) if body.styles else []
-        return ask(body, options, styles)
+        styles = await LISTINGS.run(read_styles, folder) if body.styles else []
+        model = (body.override_settings or options).get("sd_model_checkpoint")
+        refused = self._refused(str(model).partition(" [")[0] if model else None)
+        return ask(body, options, styles, refused, [served.name for served in self._engine.models])
 
     def _with_pictures(self, body: GenerateBody) -> tuple[BaseModel, ...]:
         assert isinstance(body, AskedBody)
         return body, body.asked
 
-    async def _start(self, body: GenerateBody) -> tuple[GenerateBody, Start | None]:
+    async def _checked(self, painting: CheckedImages, body: GenerateBody, request: Request) -> CheckedImages:
+        assert isinstance(body, AskedBody)
+        if body.hires is not None:  # before the first pass is painted in vain
+            info = find_model(painting.request.model, self._engine.models)
+            sides = {"min_side_px": self._config.min_size_px, "max_side_px": self._config.max_size_px}
+            plan_size(info, (body.hires.width_px, body.hires.height_px), **sides, may_pad=False)
+        return await super()._checked(painting, body, request)
+
+    def _texts(self, painting: CheckedImages, body: GenerateBody) -> dict[str, str]:
+        assert isinstance(body, AskedBody)
+        return super()._texts(painting, body) | ({} if body.hires is None else body.hires.texts)
+
+    async def _start(self, body: GenerateBody, request: Request, client: str) -> tuple[GenerateBody, Start | None]:
         assert isinstance(body, AskedBody)
         if not isinstance(body.asked, Img2ImgBody):
             return body, None
-        return body, await self._reading(start_of, body.asked, body.width, body.height)
+        return body, await self._decoded(request, client, partial(start_of, body.asked, body.width, body.height))
 
     async def _check(self, body: GenerateBody, request: Request, client: str) -> tuple[CheckedImages, Place]:
         assert isinstance(body, AskedBody)
@@ -82,8 +100,9 @@ class Txt2Img(Generations):
             num_steps = painting.request.diffusion.num_steps or USUAL_STEPS
             watched = msgspec.structs.replace(painting.request, preview_every=math.ceil(num_steps / PREVIEWS))
             painting = msgspec.structs.replace(painting, request=watched)
-        said = (*painting.warnings, *warnings_of(body.asked))
-        return msgspec.structs.replace(painting, asked=body, warnings=said), place
+        refiner = find_model(painting.request.model, self._engine.models).refiner
+        warnings = (*painting.warnings, *warnings_of(body.asked), *ignored_refiner(body.asked, refiner))
+        return msgspec.structs.replace(painting, asked=body, warnings=warnings), place
 
     async def _answer(self, painting: CheckedImages, ticket: Ticket) -> Response:
         body = painting.asked
@@ -107,21 +126,23 @@ class Txt2Img(Generations):
             if body.hires is not None and not job.stop.done():
                 job.next_pass()
                 plan = painting.plan
-                firsts = {_seeds(result): FirstPass(result, plan.width_px, plan.height_px) for result in results}
+                size = plan.width_px, plan.height_px
+                firsts = {_seeds(result): FirstPass(result, *size, body.hires.upscaler) for result in results}
                 last, results = await self._enlarge(painting, body, results, ticket, job)
                 passes = [*passes, *results]
-        warnings = list(dict.fromkeys([*painting.warnings, *(text for one in results for text in one.warnings)]))
+        painted = (text for result in passes for text in result.warnings)
+        warnings = list(dict.fromkeys([*painting.warnings, *last.warnings, *painted]))
         texts = [infotext_of(last, result, firsts.get(_seeds(result))) for result in results]
         sent = [] if body.asked.send_images is False else [*zip(results, texts, strict=True)]
         told = await asyncio.gather(*(self._in_thread(last.num_pixels, encoded, last, *each) for each in sent))
-        content = await asyncio.to_thread(answer_of, last, body, results, texts, passes, told)
+        content = await ANSWERS.run(answer_of, last, body, results, texts, passes, told, warnings)
         return json_response(content, warnings)
 
     async def _paint(
         self, request: GenerationRequest, watch: Callable[[object], None], job: PolledJob
     ) -> list[ImageResult]:
-        """The pictures of ``request``; those that are there, once ``job`` is to stop. Raises what went wrong,
-        where there is none."""
+        """Return the pictures of ``request``; unfinished ones once ``job`` is to stop. Raises what went wrong, where
+        there is none."""
         results: list[ImageResult] = []
         lost: list[ImageFailed] = []
 
@@ -137,7 +158,10 @@ class Txt2Img(Generations):
         collecting = asyncio.create_task(collect())
         try:
             await first_of(collecting, job.stop, timeout_s=self._config.request_timeout_s)
-            if collecting.done():
+            if job.stop.done() and not collecting.done():
+                self._engine.interrupt(request.request_id)
+                await asyncio.wait([collecting], timeout=self._config.request_timeout_s)
+            if collecting.done() and not job.stop.done():
                 collecting.result()
         finally:
             collecting.cancel()
@@ -159,7 +183,7 @@ class Txt2Img(Generations):
             raise DeadlineExceeded("the deadline passed before the picture was enlarged.")
 
         def plan(result: ImageResult) -> CheckedImages:
-            start = Start(StartPicture(picture=painting.deliver(result.picture)), hires.strength)
+            start = Start(StartPicture(picture=hires.enlarge(painting.deliver(result.picture))), hires.strength)
             again = plan_painting(
                 second_pass(body),
                 info,
@@ -233,10 +257,11 @@ def answer_of(
     texts: list[str],
     passes: list[ImageResult],
     told: list[tuple[str, bool]],
+    warnings: list[str],
 ) -> bytes:
     """The whole body of an answer; ``told``: what ``encoded`` says of each."""
     flags = {} if painting.safety is None else {"nsfw_content_detected": [is_blocked for _, is_blocked in told]}
-    info = json.dumps(_info(painting, body.asked, results, texts, passes) | flags)
+    info = json.dumps(_info(painting, body.asked, results, texts, passes) | flags | {"warnings": warnings})
     images = [file for file, _ in told]
     return msgspec.json.encode({"images": images, "parameters": echo_of(body.asked), "info": info})
 

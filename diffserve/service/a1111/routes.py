@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import Callable
 from pathlib import Path
@@ -13,28 +12,39 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from diffserve.config import ServeConfig
-from diffserve.images import read_infotext
+from diffserve.controlnets import MAX_CONTROLNETS, ControlNetFolder
+from diffserve.decoders import Decoder, shared_decoders
 from diffserve.infotext import SCHEDULE_LABELS, parse_infotext
 from diffserve.loras import LoraFolders
+from diffserve.service.a1111.asking import LANCZOS, NEAREST
+from diffserve.service.a1111.controlnets import API_VERSION, MODULE_LIST, control_types, detect
+from diffserve.service.a1111.ignored import ignored_settings
 from diffserve.service.a1111.jobs import IDLE, Jobs, PolledJob
-from diffserve.service.a1111.schemas import OptionsBody, PngInfoBody, ProgressBody
+from diffserve.service.a1111.schemas import DetectBody, OptionsBody, PngInfoBody, ProgressBody
 from diffserve.service.a1111.styles import FILE, read_styles
 from diffserve.service.admission import Clients
 from diffserve.service.engine.engines import Engines
 from diffserve.service.http.errors import A1111 as PREFIX
+from diffserve.service.http.errors import CONTROLNET
 from diffserve.service.images.fetching import Fetcher
 from diffserve.service.images.pictures_in import picture_bytes
-from diffserve.service.lifecycle import read_body
+from diffserve.service.lifecycle import read_body, warning_headers, while_connected
 from diffserve.service.models import find_model
+from diffserve.service.threads import ANSWERS, LISTINGS
 from diffserve.types import ModelInfo
 from schedulers import SAMPLERS
 
 EMPTY: Final = {
     "sd-vae": [], "sd-modules": [], "hypernetworks": [], "face-restorers": [], "realesrgan-models": [],
-    "script-info": [], "extensions": [], "latent-upscale-modes": [], "scripts": {"txt2img": [], "img2img": []},
-    "cmd-flags": {}, "memory": {"ram": {}, "cuda": {}},
+    "extensions": [], "latent-upscale-modes": [], "cmd-flags": {}, "memory": {"ram": {}, "cuda": {}},
 }  # fmt: skip
 """What clients list and this server has none of."""
+
+SCRIPTS: Final = {kind: ["controlnet"] for kind in ("txt2img", "img2img")}
+SCRIPT_INFO: Final[list[dict[str, Any]]] = [
+    {"name": "controlnet", "is_alwayson": True, "is_img2img": is_img2img, "args": []} for is_img2img in (False, True)
+]
+"""The one script of A1111 whose units are served; clients look for ControlNets here."""
 
 DONE_ALREADY: Final = ("refresh-checkpoints", "refresh-loras", "refresh-vae", "unload-checkpoint", "reload-checkpoint")
 """What clients ask for and nothing has to be done for: folders are read as they are, models come and go by use."""
@@ -56,17 +66,18 @@ class A1111Routes:
         self._add_lists()
         self._add_options()
         self._add_progress()
+        self._add_controlnets(fetcher)
 
         async def png_info(request: Request) -> Response:
-            return await _png_info(request, fetcher)
+            return await _png_info(request, fetcher, clients)
 
         self._post(f"{PREFIX}/png-info", png_info, "The parameters that a picture says it was painted by", PngInfoBody)
 
-    def _get(self, name: str, told: Callable[[], Any], summary: str) -> None:
+    def _get(self, name: str, content: Callable[[], Any], summary: str, prefix: str = PREFIX) -> None:
         async def answer() -> Response:
-            return JSONResponse(await asyncio.to_thread(told))
+            return JSONResponse(await LISTINGS.run(content))
 
-        self._app.add_api_route(f"{PREFIX}/{name}", answer, methods=["GET"], summary=summary)
+        self._app.add_api_route(f"{prefix}/{name}", answer, methods=["GET"], summary=summary)
 
     def _post(self, path: str, answer: Callable[..., Any], summary: str, body: type[Any] | None = None) -> None:
         described: dict[str, Any] = {}
@@ -85,25 +96,56 @@ class A1111Routes:
         self._get("sd-models", self._models, "The models")
         self._get("samplers", lambda: SAMPLER_LIST, "The samplers")
         self._get("schedulers", lambda: SCHEDULE_LIST, "How noise levels are spaced")
-        self._get("upscalers", lambda: UPSCALERS, "What enlarges a picture before its second pass")
+        self._get("upscalers", lambda: UPSCALER_LIST, "What enlarges a picture before its second pass")
         self._get("prompt-styles", self._styles, f"The styles in {FILE}")
         self._get("loras", self._loras, "The adapters")
         self._get("embeddings", self._embeddings, "The learnt words")
+        self._get("scripts", lambda: SCRIPTS, "The scripts that a request may name")
+        self._get("script-info", lambda: SCRIPT_INFO, "The scripts in more words")
         for name, nothing in EMPTY.items():
             self._get(name, lambda nothing=nothing: nothing, "Nothing of this kind is here")  # type: ignore[misc]
+
+    def _add_controlnets(self, fetcher: Fetcher) -> None:
+        """Add the routes of A1111's ControlNet extension."""
+
+        def models() -> list[str]:
+            info = self._info()
+            return list(ControlNetFolder(info.controlnet_dir, info.dtype).names())
+
+        async def answer(request: Request) -> Response:
+            return await detect(request, fetcher, self._clients)
+
+        for name, content, summary in (
+            ("version", lambda: {"version": API_VERSION}, "The version of the API of A1111's ControlNet extension"),
+            ("settings", lambda: {"control_net_unit_count": MAX_CONTROLNETS}, "How many ControlNets a picture takes"),
+            ("model_list", lambda: {"model_list": models()}, "The ControlNets"),
+            ("module_list", lambda: MODULE_LIST, "The preprocessors of ControlNets"),
+            ("control_types", lambda: control_types(models()), "The ControlNets and their preprocessors by type"),
+        ):
+            self._get(name, content, summary, CONTROLNET)
+        self._post(f"{CONTROLNET}/detect", answer, "Make control maps of pictures", DetectBody)
 
     def _styles(self) -> list[dict[str, str]]:
         return [style._asdict() for style in read_styles(self._folder)]
 
     def _loras(self) -> list[dict[str, Any]]:
+        """Return the LoRAs in A1111's form: by the last part of their names where it is unique."""
         names = LoraFolders(self._info().lora_dirs).names()
-        return [{"name": name, "alias": name, "path": f"{name}.safetensors", "metadata": {}} for name in names]
+        last_parts = [name.rpartition("/")[2] for name in names]
+        short = [last if last_parts.count(last) == 1 else name for name, last in zip(names, last_parts, strict=True)]
+        return [
+            {"name": name, "alias": full, "path": f"{full}.safetensors", "metadata": {}}
+            for name, full in zip(short, names, strict=True)
+        ]
 
     def _embeddings(self) -> dict[str, Any]:
-        loaded = {
-            word: {"step": None, "sd_checkpoint": None, "shape": 0, "vectors": 0} for word in self._info().learnt_words
+        """Return the embeddings in A1111's form; those that cannot be used have a ``reason`` in addition."""
+        info = self._info()
+        entry = {"step": None, "sd_checkpoint": None, "sd_checkpoint_name": None, "shape": 0, "vectors": 0}
+        return {
+            "loaded": dict.fromkeys(info.learnt_words, entry),
+            "skipped": {word: entry | {"reason": reason} for word, reason in info.refused_words.items()},
         }
-        return {"loaded": loaded, "skipped": {}}
 
     def _add_options(self) -> None:
         async def get_options(request: Request) -> Response:
@@ -123,7 +165,8 @@ class A1111Routes:
                 self._info(model_of(str(name)))
             with self._clients.known(request) as client:
                 self._jobs.set_options(client, told)
-            return JSONResponse(None)
+            sentences = [f"{name} changes nothing here." for name in ignored_settings(body.model_extra or {})]
+            return JSONResponse(None, headers=warning_headers(sentences))
 
         self._app.add_api_route(f"{PREFIX}/options", get_options, methods=["GET"], summary="Settings of this client")
         self._post(f"{PREFIX}/options", set_options, "Change settings of this client", OptionsBody)
@@ -136,7 +179,7 @@ class A1111Routes:
                 told = {"progress": 0.0, "eta_relative": 0.0, "state": IDLE, "current_image": None, "textinfo": None}
                 return JSONResponse(told)
             skips_image = request.query_params.get("skip_current_image", "").lower() in ("true", "1")
-            image = None if skips_image else await asyncio.to_thread(_preview, jobs[0])
+            image = None if skips_image else await ANSWERS.run(_preview, jobs[0])
             waits = None if jobs[0].has_begun else "Waiting..."
             told = {"progress": jobs[0].progress, "eta_relative": jobs[0].seconds_left, "state": jobs[0].state()}
             return JSONResponse(told | {"current_image": image, "textinfo": waits})
@@ -154,7 +197,7 @@ class A1111Routes:
                 told |= {"progress": job.progress, "eta": job.seconds_left, "id_live_preview": job.num_previews}
                 told["textinfo"] = None if job.has_begun else "In queue..."
                 if body.live_preview is not False and body.id_live_preview != job.num_previews:
-                    image = await asyncio.to_thread(_preview, job)
+                    image = await ANSWERS.run(_preview, job)
                     told["live_preview"] = image and f"data:image/png;base64,{image}"
             return JSONResponse(told)
 
@@ -190,13 +233,19 @@ class A1111Routes:
             self._post(f"{PREFIX}/{name}", nothing, "Taken for compatibility; there is nothing to do")
 
 
-async def _png_info(request: Request, fetcher: Fetcher) -> Response:
+async def _png_info(request: Request, fetcher: Fetcher, clients: Clients) -> Response:
     body = await read_body(request, PngInfoBody)
     await fetcher.fill(body)
-    text = await asyncio.to_thread(lambda: read_infotext(picture_bytes(body.image, "image"), may_shorten=True))
+
+    def read(decoder: Decoder) -> str | None:
+        return decoder.read_infotext(picture_bytes(body.image, "image"), may_shorten=True)
+
+    with clients.known(request) as client:
+        text = await while_connected(request, shared_decoders().run(client, read))
     said = parse_infotext(text) if text else None
     parameters = {} if said is None else {"Prompt": said.prompt, "Negative prompt": said.negative_prompt, **said.fields}
-    return JSONResponse({"info": text or "", "items": {}, "parameters": parameters})
+    content = {"info": text or "", "items": {}, "parameters": parameters}
+    return JSONResponse(content, headers=warning_headers(() if said is None else said.warnings))
 
 
 def _preview(job: PolledJob) -> str | None:
@@ -229,7 +278,7 @@ SCHEDULE_LIST: Final = [
     {"name": name, "label": label, "aliases": None, "default_rho": -1, "need_inner_model": False}
     for name, label in {"automatic": "Automatic", **SCHEDULE_LABELS}.items()
 ]
-UPSCALERS: Final = [
+UPSCALER_LIST: Final = [
     {"name": name, "model_name": None, "model_path": None, "model_url": None, "scale": 4}
-    for name in ("None", "Lanczos")
+    for name in ("None", LANCZOS, NEAREST)
 ]

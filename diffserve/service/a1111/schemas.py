@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import ConfigDict, Field
 
+from diffserve.controlnets import MAX_RESOLUTION, MAX_THRESHOLD
 from diffserve.service.http.bodies import MAX_DEADLINE_S, Body
 from diffserve.service.images.edit_schemas import MAX_PICTURES
 from diffserve.service.images.schemas import MAX_NAME_CHARS, MAX_STEPS, Fraction, Guidance, Seed
@@ -109,6 +110,18 @@ class Img2ImgBody(Txt2ImgBody):
     inpaint_full_res_padding: Pixels | None = None
     inpainting_mask_invert: Annotated[int, Field(ge=0, le=1)] | None = None
     include_init_images: bool | None = None
+
+
+class DetectBody(A1111Body):
+    """``POST /controlnet/detect`` of A1111's ControlNet extension; -1 is the module's own value."""
+
+    model_config = ConfigDict(title="DetectRequest")
+
+    controlnet_module: Label | None = None
+    controlnet_input_images: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_PICTURES)]
+    controlnet_processor_res: Annotated[int, Field(ge=-1, le=MAX_RESOLUTION)] | None = None
+    controlnet_threshold_a: Annotated[float, Field(ge=-1.0, le=MAX_THRESHOLD)] | None = None
+    controlnet_threshold_b: Annotated[float, Field(ge=-1.0, le=MAX_THRESHOLD)] | None = None
 
 
 class PngInfoBody(A1111Body):

@@ -1,9 +1,16 @@
-"""Styles: prompts to be added to a prompt, by name, from ``styles.csv`` in the server's folder, as A1111 writes it."""
+"""Styles: texts that a request adds to its prompts by name, from ``styles.csv`` in the server's data folder.
+
+The file is read as A1111 writes it and as spreadsheets save it: in UTF-8, UTF-16 or Windows' cp1252, separated by
+commas, semicolons or tabs. A file that cannot be used, and how a foreign one was read, is logged once.
+"""
 
 from __future__ import annotations
 
 import csv
+import io
+import logging
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -13,6 +20,11 @@ from diffserve.service.http.bodies import show
 FILE: Final = "styles.csv"
 MAX_BYTES: Final = 1 << 20
 PLACE: Final = "{prompt}"
+DELIMITERS: Final = (",", ";", "\t")
+PROMPT_COLUMNS: Final = ("prompt", "text")
+"""The second is its name in files of A1111 before 2023, which have no negative prompts."""
+
+log = logging.getLogger("diffserve.styles")
 
 
 class PromptStyle(NamedTuple):
@@ -24,24 +36,67 @@ class PromptStyle(NamedTuple):
 
 
 def read_styles(folder: Path) -> list[PromptStyle]:
-    """Those in ``folder``; none where there is no file, or it cannot be read."""
+    """Return the styles in ``folder``; none where there is no file, or it cannot be read."""
     file = folder / FILE
     try:
-        if file.stat().st_size > MAX_BYTES:
-            return []
-        with file.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
-            rows = list(csv.DictReader(lines))
-    except (OSError, csv.Error):
+        status = file.stat()
+    except OSError:
         return []
-    return [
-        PromptStyle(row["name"], row.get("prompt") or "", row.get("negative_prompt") or "")
-        for row in rows
-        if row.get("name")
-    ]
+    return list(_read_file(file, status.st_size, status.st_mtime_ns))
+
+
+@lru_cache(4)
+def _read_file(file: Path, num_bytes: int, _changed_ns: int) -> tuple[PromptStyle, ...]:
+    """Read ``file``; the result is kept for as long as its size and modification time stay the same."""
+    try:
+        if num_bytes > MAX_BYTES:
+            raise ValueError(f"it has {num_bytes} bytes; at most {MAX_BYTES} are read")
+        return _parse(_decode(file.read_bytes(), file))
+    except (OSError, csv.Error, ValueError) as error:
+        log.warning("%s is not used", file, extra={"reason": str(error)})
+        return ()
+
+
+def _decode(data: bytes, file: Path) -> str:
+    """Return the text of ``data`` by its byte order mark, else as UTF-8, else as cp1252."""
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return data.decode("utf-16")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        log.warning("%s is not UTF-8 and was read as cp1252; save it as UTF-8 if names are wrong", file)
+        return data.decode("cp1252", "replace")
+
+
+def _parse(text: str) -> tuple[PromptStyle, ...]:
+    """Return the styles of a table with a line of column names. Raises ValueError, csv.Error."""
+    lines = list(io.StringIO(text, newline=""))
+    if lines and lines[0].lower().startswith("sep="):  # for Excel
+        del lines[0]
+    for delimiter in DELIMITERS:
+        names = next(csv.reader(lines, delimiter=delimiter), [])
+        columns = {name.strip().lower(): place for place, name in enumerate(names)}
+        prompt = next((name for name in PROMPT_COLUMNS if name in columns), None)
+        if "name" in columns and prompt is not None:
+            break
+    else:
+        raise ValueError(f"its first line is {''.join(lines[:1])[:80]!r}; name the columns name,prompt,negative_prompt")
+    rows = list(csv.reader(lines, delimiter=delimiter))[1:]
+    names = ["name", prompt, "negative_prompt"]
+    cells = ([_cell(row, columns.get(column)) for column in names] for row in rows)
+    return tuple(PromptStyle(*row) for row in cells if row[0])
+
+
+def _cell(row: Sequence[str], place: int | None) -> str:
+    return row[place] if place is not None and place < len(row) else ""
 
 
 def with_styles(prompt: str, negative: str, names: Iterable[str], styles: Sequence[PromptStyle]) -> tuple[str, str]:
-    """Both prompts with what ``names`` add: in the place of ``{prompt}``, or after a comma. Raises InvalidRequest."""
+    """Return both prompts with what the styles ``names`` add: in the place of ``{prompt}``, or after a comma.
+
+    Raises:
+        InvalidRequest: There is no style of a name.
+    """
     known = {style.name: style for style in styles}
     for name in names:
         if name in ("", "None"):

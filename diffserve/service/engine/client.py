@@ -19,7 +19,10 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
+
+from msgspec.structs import replace
 
 from diffserve import ipc
 from diffserve.config import Settings
@@ -29,6 +32,8 @@ from diffserve.errors import DiffserveError, EngineUnavailable, ModelLoadError
 from diffserve.service.engine.connection import EngineConnection, Loss
 from diffserve.service.engine.engines import Job, Watch, refuse_unready
 from diffserve.service.metrics import Metrics
+from diffserve.service.threads import LISTINGS
+from diffserve.store.unet_paths import UNetPathFile
 from diffserve.text_types import LanguageModelInfo
 from diffserve.types import Asks, ModelInfo, ServedModel
 
@@ -61,6 +66,7 @@ class EngineClient:
     text_info  the language model beside it; ``None`` until then, and where there is none
     metrics    what the answers showed, over all engines
     failed     resolves to the error for which no further engine is started
+    paths      how UNet calls are made, stored in the data folder and given to every engine
     silent_s   seconds for which the engine has said nothing, counted while we listen: a loop that stood still heard
                nothing, and proves nothing
     """
@@ -83,6 +89,7 @@ class EngineClient:
             models=settings.models,
             unload_after_s=settings.serve.unload_after_s,
         )
+        self.paths = UNetPathFile(Path(settings.serve.data_dir).expanduser())
         self._load_times = LoadTimes(settings)
         self._ready_at_s = 0.0  # when it should be
         self._startup_timeout_s = settings.serve.startup_timeout_s
@@ -172,6 +179,11 @@ class EngineClient:
         if self._connection is not None:
             self._connection.cancel(request_id)
 
+    def interrupt(self, request_id: str) -> None:
+        """End a request for images early, if it is not over, with the unfinished pictures."""
+        if self._connection is not None:
+            self._connection.interrupt(request_id)
+
     def look_again(self, name: str) -> None:
         """Have the engine look at the files of a model that it could not read. EngineUnavailable without one."""
         self._up().look_again(name)
@@ -219,9 +231,13 @@ class EngineClient:
         """Start an engine and stay with it until it is gone."""
         was_spare = self._stands_by
         connection = self._connection = await self._next_engine()
-        connection.load(self._load)
+        connection.on_models = self.paths.remember
+        engine = replace(self._load.engine, served_paths=self.paths.known())
+        connection.load(replace(self._load, engine=engine))
         try:
-            async with asyncio.timeout(self._startup_timeout_s):
+            patience_s = self._startup_timeout_s
+            async with asyncio.timeout(patience_s) as limit:
+                connection.on_building = lambda build_s: limit.reschedule(self._now() + build_s + patience_s)
                 await self._watch(connection, until=connection.ready)
                 ready = await asyncio.shield(connection.ready)
         except TimeoutError:
@@ -237,7 +253,8 @@ class EngineClient:
             seconds = {"load_s": round(connection.load_s, 1)}
             told = {"model": ready.info.model_id, "engine_pid": connection.pid, **seconds, **self._of}
             log.info("engine ready", extra=told)
-            await asyncio.to_thread(self._load_times.learn, connection.load_s, spare=was_spare)
+            if not connection.has_built:
+                await LISTINGS.run(self._load_times.learn, connection.load_s, spare=was_spare)
             up_since_s = self._now()
             preparing = asyncio.create_task(self._keep_spare())
             try:

@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import psutil
@@ -71,6 +72,9 @@ class EngineConnection:
     lost     resolves to why nothing that it holds will be finished, as soon as that is known; its process may linger
     metrics  told of every event, and of every request that the engine refuses
     load_s   seconds from when it was told what to load to ready, 0 before
+    on_models    called with the models of every report that names them
+    on_building  called when the engine compiles before it is ready, with the most seconds that this may take
+    has_built    whether it did; its load time says little about the next one then
 
     A process that nobody told what to load waits, its libraries imported: a spare.
     """
@@ -90,6 +94,9 @@ class EngineConnection:
         self.lost: asyncio.Future[Loss] = loop.create_future()
         self.load_s = 0.0
         self._told_s = 0.0
+        self.on_building: Callable[[float], None] = lambda _: None
+        self.has_built = False
+        self.on_models: Callable[[tuple[ServedModel, ...]], None] = lambda _: None
         self._is_leaving = False
         self._metrics = metrics
         self._output = output
@@ -152,6 +159,12 @@ class EngineConnection:
             self._metrics.ended(job.kind, "cancelled")
             self._metrics.wasted(*job.wasted_by(None))
             self._send(ipc.Cancel(request_id=request_id))
+
+    def interrupt(self, request_id: str) -> None:
+        """End a request for images early, if it is not over, with the unfinished pictures."""
+        if request_id in self._jobs:
+            self._jobs[request_id].was_interrupted = True
+            self._send(ipc.Interrupt(request_id=request_id))
 
     def look_again(self, name: str) -> None:
         """Have the engine look at the files of a model that it could not read."""
@@ -248,9 +261,14 @@ class EngineConnection:
             case ipc.Ready():
                 self.load_s = asyncio.get_running_loop().time() - self._told_s
                 self.models = report.models
+                self.on_models(report.models)
                 self.ready.set_result(report)
             case ipc.NewModels():
                 self.models = report.models
+                self.on_models(report.models)
+            case ipc.Building():
+                self.has_built = True
+                self.on_building(report.timeout_s)
             case ipc.Lost():
                 self._lose(Loss("device", report.reason))
             case ipc.LoadFailed():

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, Self, TypeVar
 from diffserve.config import Settings
 from diffserve.embedding_types import EMBEDDING_TERMINAL
 from diffserve.engine_stats import EngineStats
-from diffserve.errors import DeadlineExceeded, DiffserveError, EngineUnavailable
+from diffserve.errors import DeadlineExceeded, DiffserveError, EngineUnavailable, InvalidRequest
 from diffserve.rewrite_types import REWRITE_TERMINAL
 from diffserve.service.http.errors import error_of
 from diffserve.service.metrics import Metrics
@@ -61,6 +61,7 @@ class Job(Generic[E]):
         self._cancel = cancel
         self._events: asyncio.Queue[E | DiffserveError] = asyncio.Queue()
         self._watch = watch
+        self.was_interrupted = False
         self._is_whole = is_whole
         self._since_s = time.monotonic()
         self._has_preview = False
@@ -111,6 +112,9 @@ class Job(Generic[E]):
                 raise event
             if isinstance(event, Failed):
                 raise error_of(event)
+            if isinstance(event, Cancelled) and self.was_interrupted:
+                message = "the request was interrupted before its first step."
+                raise InvalidRequest(message, param="request_id", code="cancelled")
             if isinstance(event, Cancelled):
                 raise EngineUnavailable("the request was cancelled by the server.")
             yield event
@@ -179,6 +183,9 @@ class Engines(Protocol):
         as long as nothing came of it that cannot come twice: ``watch`` and the job may hear of its first events again.
         Its job raises InvalidRequest where nothing is loaded that could do it.
         """
+
+    def interrupt(self, request_id: str) -> None:
+        """End a request for images early: its job goes on with the unfinished pictures. Ignored where it is over."""
 
     def look_again(self, name: str) -> None:
         """Have the files of a model looked at again that could not be read. EngineUnavailable without an engine."""

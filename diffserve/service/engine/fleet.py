@@ -217,6 +217,14 @@ class EngineFleet:
             self._over(leg)
             leg.member.client.cancel(request_id)
 
+    def interrupt(self, request_id: str) -> None:
+        """End a request for images early, if it is not over, with the unfinished pictures."""
+        leg = self._legs.get(request_id)
+        if leg is not None:
+            leg.job.was_interrupted = True
+            leg.may_move = False
+            leg.member.client.interrupt(request_id)
+
     def heard(self, leg: _Leg, event: Any) -> None:
         """Pass on what has become of ``leg``, unless it begins anew."""
         if isinstance(event, (*LAST, DiffserveError)):

@@ -203,6 +203,8 @@ def _wanted(kind: str, context: dict[str, Any]) -> str:
         "less_than_equal": "it must be at most {le}",
         "literal_error": "it must be {expected}",
     }
+    if kind == "string_pattern_mismatch" and str(context.get("pattern", "")).startswith("^[0-9]"):
+        return "it must be a whole number from 0 on"
     return wanted.get(kind, "that is not taken").format_map(context)
 
 

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from starlette.responses import HTMLResponse, Response
 
 from diffserve.service.http.openapi import operations
+from diffserve.service.threads import ANSWERS
 
 PATH: Final = "/docs"
 POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'"
@@ -33,7 +34,7 @@ def add_docs(app: FastAPI) -> None:
     async def once(name: str, make: Callable[[], bytes]) -> bytes:
         async with turns:  # in a thread and for one reader, for it takes a third of a second
             if name not in made:
-                made[name] = await asyncio.to_thread(make)
+                made[name] = await ANSWERS.run(make)
         return made[name]
 
     @app.get("/openapi.json", include_in_schema=False)

@@ -7,7 +7,9 @@ the same request would fail again.
 from __future__ import annotations
 
 import errno
+import logging
 import math
+import os
 import sqlite3
 from typing import Any, Final, NamedTuple
 
@@ -26,13 +28,16 @@ from diffserve.errors import (
     ModerationBlocked,
     QueueFull,
 )
+from diffserve.service.http.bodies import show
 from diffserve.types import Failed, ImageFailed
 
 MAX_RETRY_AFTER_S = 60
 ENGINE_RETRY_AFTER_S = 2.0
 
 A1111: Final = "/sdapi/v1"
-"""Where A1111's words are spoken."""
+CONTROLNET: Final = "/controlnet"
+A1111_PATHS: Final = (f"{A1111}/", f"{CONTROLNET}/")
+"""The paths at which errors have A1111's form: of its API, and of its ControlNet extension."""
 
 OUR_MISTAKE: Final = "the server made a mistake; its log has the request id of this answer."
 
@@ -80,13 +85,7 @@ class ErrorReply(NamedTuple):
 
 def reply_to(error: Exception) -> ErrorReply:
     """What the caller is told of ``error``. An error that is not ours becomes a 500 that says nothing of its inside."""
-    if _is_sick_disk(error):
-        said = "the server's disk does not take what is written; its log tells whoever runs it."
-        error = HttpError(507, said, code="disk_error")
-    elif _is_disk_full(error):
-        error = HttpError(507, "there is no room on the server's disk for this.", code="no_room")
-    elif not isinstance(error, DiffserveError):
-        error = DiffserveError(OUR_MISTAKE)
+    error = expected_error(error) or DiffserveError(OUR_MISTAKE)
     status = status_of(error)
     headers: dict[str, str] = {}
     if isinstance(error, QueueFull | DeadlineUnreachable) and error.retry_after_s is not None:
@@ -114,6 +113,45 @@ def reply_to(error: Exception) -> ErrorReply:
     return ErrorReply(status, msgspec.json.encode({"error": body}), headers)
 
 
+def expected_error(error: Exception) -> DiffserveError | None:
+    """Return the error to answer instead of ``error``, or ``None`` where ``error`` is a defect of the server."""
+    if isinstance(error, DiffserveError):
+        return error
+    if _is_sick_disk(error):
+        message = "the server's disk cannot be read or written; its log has the reason."
+        return HttpError(507, message, code="disk_error")
+    if _is_disk_full(error):
+        return HttpError(507, "there is no room on the server's disk for this.", code="no_room")
+    return None
+
+
+def log_failure(log: logging.Logger, event: str, error: Exception, **facts: object) -> None:
+    """Log ``error`` in one line: with its traceback where it is a defect, else with its code and reason.
+
+    The reason is the system's or SQLite's own text; it never contains a path or anything that a client sent.
+    """
+    expected = expected_error(error)
+    if expected is None:
+        log.error(event, exc_info=error, extra=facts)
+        return
+    reason = type(error).__name__
+    if isinstance(error, OSError) and error.errno is not None:
+        reason = os.strerror(error.errno)
+    elif isinstance(error, sqlite3.Error):
+        reason = getattr(error, "sqlite_errorname", reason)
+    log.error(event, extra={**facts, "code": expected.code, "reason": reason})
+
+
+def routing_error(status: int, method: str, path: str, *, allow: str | None = None) -> HttpError:
+    """Return the error for an address or a method that no route serves; ``allow`` names the methods that it has."""
+    where = f"{method[:16]} {show(path)}"
+    if status == 405:
+        return HttpError(status, f"{where} is not offered.", code="method_not_allowed", allow=allow)
+    if status == 404:
+        return HttpError(status, f"{where} does not exist.", code="unknown_url")
+    return HttpError(status, "the request could not be read.", code="bad_request")
+
+
 def _is_sick_disk(error: Exception) -> bool:
     """Whether reading or writing failed for another reason than want of room."""
     if isinstance(error, sqlite3.Error):
@@ -130,7 +168,7 @@ def _is_disk_full(error: Exception) -> bool:
 def reply_for(path: str, error: Exception) -> ErrorReply:
     """The same in the words of those who ask for ``path``."""
     reply = reply_to(error)
-    return reply.in_a1111s_words() if path.startswith(A1111) else reply
+    return reply.in_a1111s_words() if path.startswith(A1111_PATHS) else reply
 
 
 def status_of(error: DiffserveError) -> int:

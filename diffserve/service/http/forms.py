@@ -18,6 +18,7 @@ from diffserve.errors import InvalidRequest
 from diffserve.service.http.bodies import Body, BodyT, parse, show_name
 from diffserve.service.http.errors import HttpError
 from diffserve.service.lifecycle import hung_up
+from diffserve.service.threads import FILES
 
 MEDIA_TYPE: Final = "multipart/form-data"
 MAX_FIELDS: Final = 100
@@ -61,6 +62,44 @@ async def whole(request: Request) -> AsyncGenerator[bytes, None]:
         raise HttpError(400, said, code="invalid_form")
 
 
+class _Upload(UploadFile):
+    """An uploaded file that is written and read in threads of ``FILES`` once it is too large for memory.
+
+    starlette's own class uses anyio's threads, which are the page's.
+    """
+
+    async def write(self, data: bytes) -> None:
+        """Append ``data``."""
+        self.size = (self.size or 0) + len(data)
+        if self.size <= _Parser.spool_max_size:
+            self.file.write(data)
+        else:
+            await FILES.run(self.file.write, data)
+
+    async def read(self, size: int = -1) -> bytes:
+        """Read ``size`` bytes, or all that are left."""
+        return self.file.read(size) if self._in_memory else await FILES.run(self.file.read, size)
+
+    async def seek(self, offset: int) -> None:
+        """Go to ``offset``, which does not block."""
+        self.file.seek(offset)
+
+    async def close(self) -> None:
+        """Close the file; a temporary one is removed."""
+        await FILES.run(self.file.close)
+
+
+class _Parser(MultiPartParser):
+    """Reads forms into files of :class:`_Upload`."""
+
+    def on_headers_finished(self) -> None:
+        """Begin a part, after its headers."""
+        super().on_headers_finished()
+        upload = self._current_part.file
+        if upload is not None:
+            self._current_part.file = _Upload(upload.file, size=0, filename=upload.filename, headers=upload.headers)
+
+
 async def read_form(request: Request, *, max_files: int) -> MultipartForm:
     """The form in the body of ``request``. Raises InvalidRequest or HttpError for what is none, or holds too much."""
     async with open_form(request, max_files=max_files) as form:
@@ -77,7 +116,7 @@ async def open_form(request: Request, *, max_files: int) -> AsyncIterator[OpenFo
     try:
         if is_form(request):
             async with aclosing(whole(request)) as chunks:
-                form = await MultiPartParser(request.headers, chunks, **limits).parse()
+                form = await _Parser(request.headers, chunks, **limits).parse()
         else:  # application/x-www-form-urlencoded
             form = await request.form(**limits)
         try:

@@ -23,10 +23,13 @@ class HostNames:
 
     Always: those of this machine for itself, and the bound one. ``allowed``: these too, "*" for any. Where none are
     given and other machines are let in, also every address (a name is what rebinding needs) and the machine's own name.
+    The host in ``public_url`` is one of them, too.
     """
 
-    def __init__(self, bound_host: str, allowed: Sequence[str] = ()) -> None:
+    def __init__(self, bound_host: str, allowed: Sequence[str] = (), *, public_url: str = "") -> None:
         self._names = {bound_host.lower(), *(name.lower() for name in allowed)}
+        if public_host := urlsplit(public_url).hostname:
+            self._names.add(public_host)
         self._is_any = ANY in allowed
         self._takes_addresses = not allowed and not is_loopback(bound_host)
         if self._takes_addresses:
@@ -58,6 +61,12 @@ def hostname(authority: str) -> str | None:
         return parts.hostname
     except ValueError:
         return None
+
+
+def origin_of(url: str) -> str:
+    """Return the origin of ``url`` as browsers write it (``https://paint.example.org``); empty for an empty one."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}".lower() if url else ""
 
 
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import logging
 import math
+import secrets
 import sqlite3
 import time
 from collections import OrderedDict
@@ -27,6 +28,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from diffserve.client.on_behalf import HEADER, asker_in, own_key
 from diffserve.errors import QueueFull
 from diffserve.service.http.errors import HttpError, reply_for
+from diffserve.service.http.public_path import prefix_of
+from diffserve.service.http.revocation import LOOK_EVERY_S, ActiveRequests, WatchedRequest
 from diffserve.store.database import Database
 from diffserve.store.keys import Key, Keys, digest_of
 from diffserve.store.keys import Scope as KeyScope
@@ -38,7 +41,6 @@ OPEN: Final = frozenset({"/livez", "/readyz", "/health", "/ping", LOGIN})
 PAGE: Final = "/gradio_api/"
 COOKIE: Final = "diffserve_session"
 SESSION_S: Final = 30 * 24 * 3600.0
-LOOK_EVERY_S: Final = 1.0
 MAX_KEY_CHARS: Final = 512
 MAX_BUCKETS: Final = 10_000
 ENV_KEY: Final = "DIFFSERVE_API_KEY"
@@ -66,6 +68,7 @@ class KeyRing:
         self._mark: object = None
         self._looked_s = -math.inf
         self._good: dict[bytes, Key] = {}
+        self._ended: frozenset[str] = frozenset()
         self.is_closed = False
         self.look()
 
@@ -83,6 +86,7 @@ class KeyRing:
                 self._stamp = stamp
                 return
             found = self._keys.all()
+            self._ended = self._keys.ended_sessions()
         except sqlite3.Error as error:
             log.error("the keys cannot be read; those known before stay good", extra={"reason": type(error).__name__})
             return
@@ -101,19 +105,37 @@ class KeyRing:
         return found if found is not None and hmac.compare_digest(found.digest, digest) else None
 
     def session(self, key: Key) -> str:
-        """A session for ``key``, to be kept by a browser."""
-        told = f"{key.id}.{int(self._clock() + SESSION_S)}"
-        return f"{told}.{self._signed(told, key)}"
+        """Return a new session for ``key``, to be kept by a browser."""
+        claims = f"{key.id}.{int(self._clock() + SESSION_S)}.{secrets.token_hex(8)}"
+        return f"{claims}.{self._signed(claims, key)}"
 
     def key_of_session(self, text: str) -> Key | None:
-        """The key that a session was given for, while both are good."""
+        """Return the key that a session was given for, while both are good."""
         self.look()
-        told, _, signature = text[:MAX_KEY_CHARS].rpartition(".")
-        name, _, until = told.rpartition(".")
-        key = next((key for key in self._good.values() if key.id == name), None)
-        if key is None or not until.isascii() or not until.isdigit() or int(until[:12]) < self._clock():
+        claims, _, signature = text[:MAX_KEY_CHARS].rpartition(".")
+        key = self.by_id(claims.partition(".")[0])
+        if key is None or self._expires_s(claims) < self._clock() or signature in self._ended:
             return None
-        return key if hmac.compare_digest(self._signed(told, key).encode(), signature.encode()) else None
+        return key if hmac.compare_digest(self._signed(claims, key).encode(), signature.encode()) else None
+
+    def end_session(self, text: str) -> None:
+        """End a session for good, here and in every other process of the same folder."""
+        if self.key_of_session(text) is None:
+            return
+        claims, _, signature = text.rpartition(".")
+        self._keys.end_session(signature, self._expires_s(claims))
+        self._ended |= {signature}
+
+    @staticmethod
+    def _expires_s(claims: str) -> float:
+        """Return when a session that begins with ``claims`` expires, in seconds since 1970; 0 where it is malformed."""
+        expires = claims.split(".")[1:2]
+        return float(expires[0][:12]) if expires and expires[0].isascii() and expires[0].isdigit() else 0.0
+
+    def is_good(self, key_id: str, session: str) -> bool:
+        """Return whether a key, and the session that was given for it, where there is one, are good now."""
+        self.look()
+        return self.by_id(key_id) is not None if not session else self.key_of_session(session) is not None
 
     def by_id(self, name: str) -> Key | None:
         """The key of that id, while it is good."""
@@ -178,6 +200,7 @@ class KeyGuard:
         self.app = app
         self.ring = ring
         self.limits = RateLimits()
+        self.active = ActiveRequests(ring.is_good)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -194,12 +217,20 @@ class KeyGuard:
         except (HttpError, RateLimited) as error:
             scope.setdefault("state", {})["error_code"] = error.code
             if is_visit(scope, headers) and isinstance(error, HttpError) and error.status == 401:
-                await RedirectResponse(LOGIN, status_code=303)(scope, receive, send)
+                await RedirectResponse(f"{prefix_of(scope)}{LOGIN}", status_code=303)(scope, receive, send)
                 return
             send = _telling(send, error.headers) if isinstance(error, RateLimited) else send
             await reply_for(scope["path"], error).response(scope, receive, send)
             return
-        await self.app(scope, receive, _telling(send, told) if told else send)
+        send = _telling(send, told) if told else send
+        key_id = scope["state"]["key_id"]
+        if key_id in ("", OF_PAGE.id):
+            await self.app(scope, receive, send)
+            return
+        session = "" if key_in(headers) else session_in(headers)
+        with self.active.watched(WatchedRequest((key_id, session), scope, receive, send)) as request:
+            await self.app(scope, request.receive, request.send)
+            await request.finish()
 
     def _enter(self, scope: Scope, headers: Headers) -> dict[str, str]:
         """Note whose request it is; the headers that its answer gets. Raises HttpError or RateLimited."""

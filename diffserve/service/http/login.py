@@ -10,7 +10,8 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.forms import read_form
-from diffserve.service.http.keys import COOKIE, LOGIN, MAX_KEY_CHARS, SESSION_S, KeyRing
+from diffserve.service.http.keys import COOKIE, LOGIN, MAX_KEY_CHARS, SESSION_S, KeyRing, session_in
+from diffserve.service.http.public_path import prefix_of, public_address
 
 LOGOUT: Final = "/logout"
 FORM: Final = "application/x-www-form-urlencoded"
@@ -21,7 +22,7 @@ body {{ font-family: system-ui, sans-serif; margin: 4rem auto; max-width: 24rem;
 :root {{ color-scheme: light dark }}
 input, button {{ font: inherit; padding: .6rem; width: 100%; box-sizing: border-box; margin-top: .5rem }}
 button {{ background: #11766e; color: #fff; border: 0; border-radius: .5rem }}
-</style></head><body><main><h1>diffserve</h1><form method="post" action="/login">
+</style></head><body><main><h1>diffserve</h1><form method="post" action="{prefix}/login">
 <label for="key">This server asks for a key.</label>
 <input id="key" name="key" type="password" autocomplete="current-password" required autofocus>
 <button>Come in</button></form><p role="alert">{said}</p></main></body></html>"""
@@ -31,8 +32,8 @@ def add_login(app: FastAPI, ring: KeyRing) -> None:
     """Add both to ``app``."""
 
     @app.get(LOGIN, summary="A form for a key", response_class=HTMLResponse)
-    async def ask() -> Response:
-        return _page("")
+    async def ask(request: Request) -> Response:
+        return _page("", prefix_of(request.scope))
 
     page = {"content": {"text/html": {"schema": {"type": "string"}}}, "description": "The form again."}
     sent = {"type": "object", "required": ["key"], "properties": {"key": {"type": "string"}}}
@@ -47,24 +48,29 @@ def add_login(app: FastAPI, ring: KeyRing) -> None:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != FORM:
             raise HttpError(415, f"a key is sent as a form ({FORM}).", code="unsupported_media_type")
+        prefix = prefix_of(request.scope)
         given = (await read_form(request, max_files=0)).fields.get("key", "")
         key = ring.find(given.strip()[:MAX_KEY_CHARS]) if isinstance(given, str) else None
         if key is None or not key.allows("generate"):
-            return _page("That key is not good here." if key is None else "That key may not paint.", 401)
-        answer = RedirectResponse("/", status_code=303)
-        is_https = request.scope.get("scheme") == "https"
+            return _page("That key is not good here." if key is None else "That key may not paint.", prefix, 401)
+        answer = RedirectResponse(f"{prefix}/", status_code=303)
+        address = public_address(request.scope)
+        is_https = (request.url.scheme if address is None else address.origin.partition(":")[0]) == "https"
         answer.set_cookie(
-            COOKIE, ring.session(key), max_age=int(SESSION_S), httponly=True, samesite="strict", secure=is_https
-        )
+            COOKIE, ring.session(key), max_age=int(SESSION_S), path=prefix or "/", httponly=True, samesite="strict",
+            secure=is_https,
+        )  # fmt: skip
         return answer
 
     @app.post(LOGOUT, summary="End the session", status_code=303, response_class=RedirectResponse)
-    async def leave() -> Response:
-        answer = RedirectResponse(LOGIN, status_code=303)
-        answer.delete_cookie(COOKIE, httponly=True, samesite="strict")
+    async def leave(request: Request) -> Response:
+        ring.end_session(session_in(request.headers))
+        prefix = prefix_of(request.scope)
+        answer = RedirectResponse(f"{prefix}{LOGIN}", status_code=303)
+        answer.delete_cookie(COOKIE, path=prefix or "/", httponly=True, samesite="strict")
         return answer
 
 
-def _page(said: str, status: int = 200) -> Response:
+def _page(said: str, prefix: str, status: int = 200) -> Response:
     headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-store", "Referrer-Policy": "same-origin"}
-    return HTMLResponse(PAGE.format(said=said), status, headers=headers)
+    return HTMLResponse(PAGE.format(said=said, prefix=prefix), status, headers=headers)

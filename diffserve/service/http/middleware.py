@@ -4,6 +4,7 @@ Plain ASGI, outermost first::
 
     Outermost     request id, the answer's common headers, one log line, and a 500 for whatever slips through; a target
                   in absolute form is brought to the other (``targets.py``)
+    PublicPath    the path below which a proxy serves this server is removed (``public_path.py``)
     HeadAsGet     HEAD is answered as GET, without the body (``heads.py``)
     OriginGuard   a page from elsewhere must not make the visitor's browser post to this server
     FramingGuard  what another program on the way could read differently is refused
@@ -16,6 +17,7 @@ import asyncio
 import logging
 import re
 import time
+from collections.abc import Sequence
 from typing import Final
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -24,8 +26,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diffserve.errors import DiffserveError
-from diffserve.service.http.errors import HttpError, reply_to, status_of
-from diffserve.service.http.hosts import NOT_OURS, HostNames, hostname, is_loopback
+from diffserve.service.http.errors import HttpError, expected_error, log_failure, reply_for, status_of
+from diffserve.service.http.hosts import NOT_OURS, HostNames, hostname, is_loopback, origin_of
+from diffserve.service.http.keys import LOGIN, key_in, session_in
+from diffserve.service.http.public_path import public_address
 from diffserve.service.http.targets import take_origin_form
 from diffserve.service.lifecycle import hung_up
 from diffserve.service.metrics import Metrics
@@ -45,6 +49,7 @@ PICTURE_BODY_BYTES: Final = 6 << 20
 WITH_PICTURES: Final = "/images/generations"
 OF_PICTURES: Final = (
     *("/images/edits", "/images/variations", "/provenance/verify", "/responses", "/chat/completions", "/sdapi/v1/"),
+    "/controlnet/detect",
 )
 """Where JSON is as good as an upload."""
 FILES: Final = "/files"
@@ -92,11 +97,12 @@ class Outermost:
             await self.app(scope, receive, send_marked)
         except Exception as raised:
             error = hung_up() if isinstance(raised, ClientDisconnect) else raised
-            if not isinstance(error, DiffserveError) or status_of(error) >= 500:
-                log.exception("request failed", extra={"request_id": request_id})
+            expected = expected_error(error)
+            if expected is None or status_of(expected) >= 500:
+                log_failure(log, "request failed", error, request_id=request_id)
             if status == 0:
-                scope["state"]["error_code"] = getattr(error, "code", DiffserveError.default_code)
-                await reply_to(error).response(scope, receive, send_marked)
+                scope["state"]["error_code"] = DiffserveError.default_code if expected is None else expected.code
+                await reply_for(scope["path"], error).response(scope, receive, send_marked)
         finally:
             seconds, code = time.perf_counter() - started_s, scope["state"].get("error_code", "")
             self.metrics.answered(endpoint_of(scope), status, code, seconds)
@@ -130,13 +136,19 @@ def endpoint_of(scope: Scope) -> str:
 class OriginGuard:
     """Refuses a Host that is not ours (DNS rebinding) and a foreign Origin on anything but a safe method.
 
-    No Origin at all is fine: programs send none, browsers always send one where it matters. An Origin is ours when it
-    is a loopback address or names the very host that the request names; those also get CORS headers.
+    No Origin at all is fine: programs send none, browsers always send one where it matters. An Origin is accepted when
+    it is a loopback address, the server's own (the host that the request names, or ``public_url``), or one of
+    ``cors_origins``; accepted origins get CORS headers. Requests that a browser authenticates by itself, by the session
+    cookie, and the login form are accepted from the server's own origin only: cookies do not distinguish ports.
     """
 
-    def __init__(self, app: ASGIApp, *, hosts: HostNames) -> None:
+    def __init__(
+        self, app: ASGIApp, *, hosts: HostNames, public_url: str = "", cors_origins: Sequence[str] = ()
+    ) -> None:
         self.app = app
         self.hosts = hosts
+        self.own = origin_of(public_url)
+        self.cors_origins = frozenset(cors_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -144,35 +156,45 @@ class OriginGuard:
             return
         headers = Headers(scope=scope)
         origin = headers.get("origin")
-        refusal = self._refusal(scope["method"], headers, origin)
+        refusal = self._refusal(scope, headers, origin)
         if refusal is not None:
-            await reply_to(refusal).response(scope, receive, send)
+            await reply_for(scope["path"], refusal).response(scope, receive, send)
         elif scope["method"] == "OPTIONS":
             await Response(status_code=204, headers=_preflight(headers, origin))(scope, receive, send)
-        elif origin is None or not self._is_ours(origin, headers):
+        elif origin is None or not self._is_accepted(origin, scope):
             await self.app(scope, receive, send)
         else:
             await self.app(scope, receive, _allowing(send, origin))
 
-    def _refusal(self, method: str, headers: Headers, origin: str | None) -> HttpError | None:
+    def _refusal(self, scope: Scope, headers: Headers, origin: str | None) -> HttpError | None:
         named = headers.get("host", "")
         if named and hostname(named) not in self.hosts:
             return HttpError(403, NOT_OURS, code="host_not_allowed")
+        method = scope["method"]
         if method in SAFE_METHODS - {"OPTIONS"}:
             return None
-        if origin is not None and not self._is_ours(origin, headers):
-            return HttpError(403, "requests from other sites' pages are not taken.", code="origin_not_allowed")
-        if origin is None and headers.get("sec-fetch-site") == "cross-site":
+        if origin is None:
+            is_foreign = headers.get("sec-fetch-site") == "cross-site"
+        elif method != "OPTIONS" and (scope["path"] == LOGIN or (session_in(headers) and not key_in(headers))):
+            is_foreign = not self._is_own(origin, scope)
+        else:
+            is_foreign = not self._is_accepted(origin, scope)
+        if is_foreign:
             return HttpError(403, "requests from other sites' pages are not taken.", code="origin_not_allowed")
         return None
 
-    @staticmethod
-    def _is_ours(origin: str, headers: Headers) -> bool:
+    def _is_accepted(self, origin: str, scope: Scope) -> bool:
         scheme, separator, authority = origin.partition("://")
         host = hostname(authority)
         if scheme not in ("http", "https") or not separator or host is None:
             return False
-        return is_loopback(host) or authority.lower() == headers.get("host", "").lower()
+        return is_loopback(host) or self._is_own(origin, scope) or origin.lower() in self.cors_origins
+
+    def _is_own(self, origin: str, scope: Scope) -> bool:
+        address = public_address(scope)
+        origins = {self.own, address.origin} if address is not None and address.is_stated else {self.own}
+        authority = origin.partition("://")[2].lower()
+        return origin.lower() in origins or authority == Headers(scope=scope).get("host", "").lower()
 
 
 class FramingGuard:
@@ -186,7 +208,7 @@ class FramingGuard:
         if refusal is None:
             await self.app(scope, receive, send)
         else:
-            await reply_to(refusal).response(scope, receive, send)
+            await reply_for(scope["path"], refusal).response(scope, receive, send)
 
     @staticmethod
     def _refusal(scope: Scope) -> HttpError | None:
@@ -229,7 +251,7 @@ class BodyLimit:
             max_bytes = FILE_BYTES + TEXT_BODY_BYTES  # what lies around the file in the form
         refusal = self._refusal(headers, max_bytes)
         if refusal is not None:
-            await reply_to(refusal).response(scope, receive, send)
+            await reply_for(scope["path"], refusal).response(scope, receive, send)
             return
         loop = asyncio.get_running_loop()
         started_s, received, is_read = loop.time(), 0, False

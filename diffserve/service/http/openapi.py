@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from fastapi import FastAPI
 
-from diffserve.service.http.errors import A1111
+from diffserve.service.http.errors import A1111_PATHS
 from diffserve.service.http.keys import OPEN
 from diffserve.service.http.streams import HEADERS
 
@@ -87,7 +87,9 @@ SCHEMES: Final = {
 }
 DESCRIPTION: Final = (
     "Pictures from texts and pictures, and what words them. Paths are there without `/v1`, too, and with a slash at "
-    "the end. Where the server has no keys, none is asked for."
+    "the end. Where the server has no keys, none is asked for. Not served of A1111's API: `interrogate`, the upscaling "
+    "routes (`extra-...`), `create` and `train`, `server-...`, and scripts other than ControlNet. Fields of A1111 that "
+    "are ignored are named in the warnings."
 )
 
 
@@ -138,7 +140,7 @@ def _complete_one(path: str, method: str, operation: dict[str, Any]) -> None:
     statuses |= {int(status) for status in responses if status.isdigit() and int(status) >= 400}
     if not has_body and path != "/livez":
         statuses.add(503)
-    kind = "A1111Error" if path.startswith(A1111) else "Error"
+    kind = "A1111Error" if path.startswith(A1111_PATHS) else "Error"
     for status in sorted(statuses):
         content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind}"}}}
         told: dict[str, Any] = {"description": said(status), "content": content}

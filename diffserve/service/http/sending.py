@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import BinaryIO, Final
 
 from starlette.responses import Response, StreamingResponse
+
+from diffserve.service.threads import FILES
 
 CHUNK_BYTES: Final = 256 * 1024
 HEADERS: Final = {"Content-Security-Policy": "default-src 'none'; sandbox"}
@@ -20,5 +21,5 @@ def send_file(file: BinaryIO, num_bytes: int, media_type: str, headers: dict[str
 
 async def _chunks(file: BinaryIO) -> AsyncIterator[bytes]:
     with file:
-        while chunk := await asyncio.to_thread(file.read, CHUNK_BYTES):
+        while chunk := await FILES.run(file.read, CHUNK_BYTES):
             yield chunk

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from diffserve.errors import DeadlineExceeded, DiffserveError
-from diffserve.service.http.errors import reply_to
+from diffserve.service.http.errors import expected_error, log_failure, reply_to
 from diffserve.service.lifecycle import Interruption, first_of, hung_up
 
 KEEP_ALIVE_S = 15.0
@@ -123,10 +123,9 @@ class EventStreamResponse(Response):
                 self._told_s = time.monotonic()
                 await _send(send, chunk)
                 chunk = await self._pull()
-        except DiffserveError as error:
-            await _send(send, self._told(error))
         except Exception as error:
-            log.exception("stream failed")
+            if not isinstance(error, DiffserveError):
+                log_failure(log, "stream failed", error)
             await _send(send, self._told(error))
         finally:
             filling.cancel()
@@ -160,7 +159,7 @@ class EventStreamResponse(Response):
 
     def _told(self, error: Exception) -> bytes:
         """``error`` as an event: the same object as in the body of an error's answer."""
-        self._error_code = getattr(error, "code", "internal_error")
+        self._error_code = getattr(expected_error(error), "code", DiffserveError.default_code)
         return b"data: " + reply_to(error).body + b"\n\n"
 
     async def _close(self) -> None:

@@ -51,6 +51,7 @@ def answer(
             "created": int(time.time()),
             "data": entries,
             **delivery(painting),
+            "safety_identifier": painting.safety_identifier,
             "usage": usage(painting, results),
             "warnings": warnings,
             **recipe(painting, results[0]),
@@ -65,7 +66,6 @@ def delivery(painting: CheckedImages) -> dict[str, Any]:
         "output_format": painting.image_format,
         "quality": painting.quality,
         "size": f"{painting.plan.width_px}x{painting.plan.height_px}",
-        "safety_identifier": painting.safety_identifier,
     }
 
 

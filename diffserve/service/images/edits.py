@@ -7,12 +7,14 @@ picture itself are its mask.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from starlette.requests import Request
 
+from diffserve import images
+from diffserve.decoders import ImageReader
 from diffserve.errors import InvalidRequest
-from diffserve.images import decode_mask, decode_with_mask, read_infotext
 from diffserve.infotext import parse_infotext
 from diffserve.service.http.forms import is_form, parse_fields, read_form
 from diffserve.service.images.edit_schemas import MAX_PICTURES, AnyImage, EditBody, StartBody, VariationBody
@@ -20,7 +22,6 @@ from diffserve.service.images.generations import Generations
 from diffserve.service.images.painting import Start
 from diffserve.service.images.pictures_in import picture_bytes
 from diffserve.service.images.schemas import GenerateBody
-from diffserve.service.lifecycle import read_body
 from diffserve.start_picture import StartPicture, check_large_enough
 
 STRENGTH: Final = 0.75
@@ -36,7 +37,7 @@ class Edits(Generations):
 
     async def _read(self, request: Request) -> GenerateBody:
         if not is_form(request):
-            return await read_body(request, self.body)
+            return await self._read_json(request)
         form = await read_form(request, max_files=MAX_PICTURES + 1)
         if unknown := form.files.keys() - {"image", "images", "mask"}:
             name = min(unknown)
@@ -45,9 +46,9 @@ class Edits(Generations):
         body.with_uploads(form.files)
         return body
 
-    async def _start(self, body: GenerateBody) -> tuple[GenerateBody, Start]:
+    async def _start(self, body: GenerateBody, request: Request, client: str) -> tuple[GenerateBody, Start]:
         assert isinstance(body, StartBody)
-        return await self._reading(read_start, body)
+        return await self._decoded(request, client, partial(read_start, body))
 
 
 class Variations(Edits):
@@ -56,10 +57,10 @@ class Variations(Edits):
     body = VariationBody
 
 
-def read_start(body: StartBody) -> tuple[StartBody, Start]:
-    """What ``body`` starts from; with it the body, of a variation with the prompt that its picture was painted by.
+def read_start(body: StartBody, reader: ImageReader = images) -> tuple[StartBody, Start]:
+    """Return what ``body`` starts from, and the body: of a variation with the prompt of its picture.
 
-    Takes a while: call it in a thread. Raises InvalidRequest.
+    Takes a while: call it in a thread. ``reader`` reads the files. Raises InvalidRequest.
     """
     files = [*body.uploads.get("image", []), *body.uploads.get("images", [])]
     files += [_bytes(one, "image") for one in body.pictures()]
@@ -68,7 +69,7 @@ def read_start(body: StartBody) -> tuple[StartBody, Start]:
         said += 'or name one of /v1/files: "image": {"file_id": "..."}.'
         raise InvalidRequest(said, param="image", code="missing_required_parameter")
     warnings: list[str] = []
-    picture, transparent = decode_with_mask(files[0])
+    picture, transparent = reader.decode_with_mask(files[0])
     check_large_enough(picture, "image")
     mask = transparent if isinstance(body, EditBody) else None
     if len(files) > 1:
@@ -78,7 +79,7 @@ def read_start(body: StartBody) -> tuple[StartBody, Start]:
     if len(masks) > 1:
         raise InvalidRequest(f"{len(masks)} masks were sent; a picture has one.", param="mask")
     if masks:
-        mask = decode_mask(masks[0])
+        mask = reader.decode_mask(masks[0])
     elif mask is not None:
         warnings.append("there is no mask; the picture is repainted where it is transparent.")
     strength = body.strength
@@ -86,8 +87,9 @@ def read_start(body: StartBody) -> tuple[StartBody, Start]:
         is_faithful = isinstance(body, EditBody) and body.input_fidelity == "high"
         strength = 1.0 if mask is not None else FAITHFUL if is_faithful else STRENGTH
     if isinstance(body, VariationBody) and not body.prompt.strip():
-        text = read_infotext(files[0])
-        prompt = "" if text is None else parse_infotext(text).prompt
+        text = reader.read_infotext(files[0])
+        read = None if text is None else parse_infotext(text)
+        prompt = read.prompt if read is not None and read.fields else ""  # not a camera's comment
         body = body.model_copy(update={"prompt": prompt})
         if not prompt:
             warnings.append("the picture does not say what it was painted by; its variation is painted without words.")

@@ -113,6 +113,7 @@ class ImageEvents:
             COMPLETED,
             **entry,
             **delivery(painting),
+            safety_identifier=painting.safety_identifier,
             usage=usage(painting, [result]),
             image_index=result.image_index,
             warnings=[*warnings, *painting.url_warnings],

@@ -27,6 +27,7 @@ from pydantic import BaseModel
 from diffserve.errors import InvalidRequest
 from diffserve.service.http.bodies import show
 from diffserve.service.images.pictures_in import is_address
+from diffserve.service.threads import ANSWERS, FILES
 from diffserve.version import __version__
 
 MAX_FETCHED_BYTES: Final = 10 << 20
@@ -112,7 +113,7 @@ class Fetcher:
         room = _Room(MAX_REQUEST_BYTES)
         files = await asyncio.gather(*(self._fetch(*target, room) for target in targets))
         for place, file in zip(places, files, strict=True):
-            place.fill(f"data:;base64,{await asyncio.to_thread(_base64, file)}")
+            place.fill(f"data:;base64,{await ANSWERS.run(_base64, file)}")
 
     async def fetch(self, url: str, name: str = "image") -> bytes:
         """The file at ``url``. Raises InvalidRequest, which blames ``name``."""
@@ -146,7 +147,7 @@ class Fetcher:
                 found = await loop.run_in_executor(self._resolvers, self._resolve, host, port)
                 address = _public(found, name)
                 if self._context is None:
-                    self._context = await asyncio.to_thread(ssl.create_default_context)
+                    self._context = await FILES.run(ssl.create_default_context)
                 reader, writer = await self._connect(address, port, ssl=self._context, server_hostname=host)
                 try:
                     return await _get(reader, writer, host if port == 443 else f"{host}:{port}", path, name, room)

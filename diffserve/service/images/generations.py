@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import time
@@ -19,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from diffserve.client.on_behalf import HEADER as ON_BEHALF
 from diffserve.client.on_behalf import asker_in
 from diffserve.config import ServeConfig
+from diffserve.decoders import Decoder, shared_decoders
 from diffserve.errors import (
     DiffserveError,
     EngineUnavailable,
@@ -41,10 +41,20 @@ from diffserve.service.images.kept_pictures import KeptPictures, PictureUrls, ba
 from diffserve.service.images.painting import CheckedImages, Start, plan_painting
 from diffserve.service.images.picture_checks import PictureChecks
 from diffserve.service.images.remembering import PictureHistory
+from diffserve.service.images.repeating import read_repeated
 from diffserve.service.images.schemas import GenerateBody
-from diffserve.service.lifecycle import PARSE_IN_THREAD_BYTES, Gate, json_response
-from diffserve.service.models import find_model
+from diffserve.service.lifecycle import (
+    PARSE_IN_THREAD_BYTES,
+    Gate,
+    json_response,
+    owner_of,
+    read_body,
+    read_json,
+    while_connected,
+)
+from diffserve.service.models import find_model, refused_fields
 from diffserve.service.texts.schemas import RewriterMode
+from diffserve.service.threads import ANSWERS
 from diffserve.types import Accepted, ImageFailed, ImageResult, Painted, Preview, Progress, Queued
 
 P = ParamSpec("P")
@@ -96,10 +106,9 @@ class Generations(Endpoint[GenerateBody, CheckedImages]):
         self._pictures = pictures
         self._history = history
         self._checks = checks
-        num_cores = os.cpu_count() or 1
-        self._encoders, self._readers = EncodingTurns(num_cores), asyncio.Semaphore(num_cores)
+        self._encoders, self._decoders = EncodingTurns(os.cpu_count() or 1), shared_decoders()
         if beside is not None:
-            self._in_flight, self._encoders, self._readers = beside._in_flight, beside._encoders, beside._readers
+            self._in_flight, self._encoders = beside._in_flight, beside._encoders
 
     @property
     def _backlog(self) -> Backlog:
@@ -114,12 +123,15 @@ class Generations(Endpoint[GenerateBody, CheckedImages]):
         with_pictures = self._with_pictures(body)
         await self._checks.files.fill(request, *with_pictures)
         await self._checks.fetcher.fill(*with_pictures)
-        body, start = await self._start(body)
+        body, start = await self._start(body, request, client)
         plan = partial(
             plan_painting, body, info, self._config, request.state.request_id,
             client=client, share=share_of(request), rewriter=self._rewriter, start=start,
         )  # fmt: skip
-        painting = await self._reading(plan) if body.controlnets or start is not None else plan()
+        if body.controlnets or start is not None:
+            painting = await self._decoded(request, client, lambda decoder: plan(reader=decoder))
+        else:
+            painting = plan()
         painting = await self._checked(painting, body, request)
         if self._pictures is not None and painting.has_urls:
             urls = PictureUrls(self._pictures, base_url_of(request, self._config.public_url))
@@ -128,8 +140,24 @@ class Generations(Endpoint[GenerateBody, CheckedImages]):
         asked = painting.request
         return painting, self._backlog.entered(client, work, asked.num_painted, priority=asked.priority)
 
+    def _refused(self, model: str | None) -> list[str]:
+        """Return the fields that ``model`` does not take; none where there is no such model."""
+        try:
+            info = find_model(model, self._engine.models, self._engine.text_info)
+        except DiffserveError:
+            return []
+        return refused_fields(info, keeps_latents=True)
+
+    async def _read_json(self, request: Request) -> GenerateBody:
+        """Read a JSON body, whose ``infotext`` fills what it leaves out."""
+        data = await read_json(request)
+        if b'"infotext"' not in data:
+            return await read_body(request, self.body)
+        names = [model.name for model in self._engine.models]
+        return await ANSWERS.run(read_repeated, self.body, data, names, self._refused)
+
     async def _read(self, request: Request) -> GenerateBody:
-        body = await super()._read(request)
+        body = await self._read_json(request)
         in_pictures = sum(len(one.image) for one in body.controlnets or ())
         if len(await request.body()) - in_pictures > TEXT_BODY_BYTES:
             raise too_long(TEXT_BODY_BYTES)
@@ -149,7 +177,7 @@ class Generations(Endpoint[GenerateBody, CheckedImages]):
         asked = painting.request
         if safety is not None:
             with self._traced(asked.request_id, "safety"):
-                await self._in_thread(0, safety.check_prompt, asked.prompt)
+                await self._in_thread(0, safety.check_texts, self._texts(painting, body))
             if asked.preview_every:
                 asked = msgspec.structs.replace(asked, preview_every=0)
                 painting = msgspec.structs.replace(painting, warnings=(*painting.warnings, WITHHELD))
@@ -158,28 +186,42 @@ class Generations(Endpoint[GenerateBody, CheckedImages]):
             painting, events=self.events, request=asked, marks=marks, safety=safety, history=history
         )
 
+    def _texts(self, painting: CheckedImages, body: GenerateBody) -> dict[str, str]:
+        """Return every text of ``body`` that reaches a text encoder, by the name of its field."""
+        return painting.request.texts
+
     def _with_pictures(self, body: GenerateBody) -> tuple[BaseModel, ...]:
         """What of ``body`` may hold pictures, or addresses of such."""
         return (body,)
 
-    async def _start(self, body: GenerateBody) -> tuple[GenerateBody, Start | None]:
-        """``body``, and the picture that it starts from, where it does."""
+    async def _start(self, body: GenerateBody, request: Request, client: str) -> tuple[GenerateBody, Start | None]:
+        """Return ``body``, and the picture that it starts from, where it does."""
         return body, None
+
+    async def _decoded(self, request: Request, client: str, read: Callable[[Decoder], T]) -> T:
+        """Return ``read(decoder)`` when it is the turn of ``client``; it ends when ``request`` is hung up."""
+        return await while_connected(request, self._decoders.run(client, read))
 
     async def cancel(self, request: Request) -> Response:
         """End the request whose id stands in the address; its lanes are free at the next step."""
         request_id = str(request.path_params["request_id"])
-        if not await self._in_flight.cancel(request_id):
-            raise HttpError(
-                404, f"no request {show(request_id)} is being painted; it may be over.", code="request_not_found"
-            )
+        if not await self._in_flight.cancel(request_id, owner_of(request)):
+            raise _not_in_flight(request_id)
         return JSONResponse({"id": request_id, "object": "image.generation", "status": "cancelled"})
+
+    async def interrupt(self, request: Request) -> Response:
+        """End the request whose id is in the address early; its own answer has the unfinished pictures."""
+        request_id = str(request.path_params["request_id"])
+        if not self._in_flight.has(request_id, owner_of(request)):
+            raise _not_in_flight(request_id)
+        self._engine.interrupt(request_id)
+        return JSONResponse({"id": request_id, "object": "image.generation", "status": "interrupted"})
 
     async def _answer(self, painting: CheckedImages, ticket: Ticket) -> Response:
         painted = await self.painted(painting, ticket)
         if sum(len(entry["b64_json"]) for entry in painted.entries) <= PARSE_IN_THREAD_BYTES:
             return json_response(answer(painting, *painted), painted.warnings)
-        content = await asyncio.to_thread(answer, painting, *painted)
+        content = await ANSWERS.run(answer, painting, *painted)
         return json_response(content, painted.warnings)
 
     async def painted(self, painting: CheckedImages, ticket: Ticket) -> PaintedImages:
@@ -249,11 +291,6 @@ class Generations(Endpoint[GenerateBody, CheckedImages]):
         if blocked is not None and not num_told:
             raise blocked
 
-    async def _reading(self, read: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """The same for pictures that come in: whoever reads large ones keeps nobody's finished ones waiting."""
-        async with self._readers:
-            return await asyncio.to_thread(read, *arguments, **named)
-
     async def _encoded(
         self,
         painting: CheckedImages,
@@ -279,7 +316,12 @@ class Generations(Endpoint[GenerateBody, CheckedImages]):
 
     async def _in_thread(self, num_pixels: int, encode: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         async with self._encoders.taken(num_pixels):
-            return await asyncio.to_thread(encode, *arguments, **named)
+            return await ANSWERS.run(encode, *arguments, **named)
+
+
+def _not_in_flight(request_id: str) -> HttpError:
+    message = f"no request {show(request_id)} is being painted; it may be over."
+    return HttpError(404, message, code="request_not_found")
 
 
 def _withheld(result: ImageResult, error: ModerationBlocked) -> ImageFailed:

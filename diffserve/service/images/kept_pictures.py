@@ -24,7 +24,9 @@ from starlette.responses import Response
 
 from diffserve.images import MEDIA_TYPES, SUFFIXES, ImageFormat
 from diffserve.service.http.errors import HttpError
+from diffserve.service.http.public_path import public_address
 from diffserve.service.http.sending import send_file
+from diffserve.service.threads import FILES
 
 KEPT_S: Final = 3600.0
 SWEEP_EVERY_S: Final = 60.0
@@ -122,9 +124,9 @@ class KeptPictures:
         """Sweep now and every minute, in a thread."""
         while True:
             try:
-                await asyncio.to_thread(self.sweep)
+                await FILES.run(self.sweep)
             except OSError as error:
-                log.warning("kept pictures cannot be swept", exc_info=error)
+                log.warning("kept pictures cannot be swept", extra={"reason": error.strerror or type(error).__name__})
             await asyncio.sleep(SWEEP_EVERY_S)
 
     def _make_room(self, num_bytes: int) -> None:
@@ -199,7 +201,7 @@ class PictureUrls:
         try:
             return f"{self._base_url}{ROUTE}/{self._pictures.keep(file, name)}"
         except OSError as error:
-            log.error("a picture could not be kept", exc_info=error)
+            log.error("a picture could not be kept", extra={"reason": error.strerror or type(error).__name__})
             self.warnings = [NOT_KEPT]
             return None
 
@@ -211,9 +213,12 @@ class _File(NamedTuple):
 
 
 def base_url_of(request: Request, public_url: str) -> str:
-    """Where the client of ``request`` finds this server: ``public_url``, or as it named it itself."""
+    """Return the address of this server for URLs: ``public_url``, a trusted proxy's, or the one the client used."""
     if public_url:
         return public_url.rstrip("/")
+    address = public_address(request.scope)
+    if address is not None and address.is_stated:
+        return address.root
     host = request.headers.get("host", "")
     if _HOST.fullmatch(host) is None:
         name, port = request.scope.get("server") or ("127.0.0.1", None)

@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from diffserve import images
 from diffserve.config import ServeConfig
+from diffserve.decoders import ImageReader
 from diffserve.errors import InvalidRequest
 from diffserve.few_step import begin_with_loras
-from diffserve.images import ImageFormat, decode_image
+from diffserve.images import ImageFormat
 from diffserve.prompt_syntax import A1111, in_a1111
 from diffserve.provenance import HEADER, Marks
 from diffserve.quality import AUTO, QUALITIES, is_quality, steps_of
@@ -22,6 +24,7 @@ from diffserve.service.images.kept_pictures import PictureUrls
 from diffserve.service.images.parameters import diffusion_of
 from diffserve.service.images.pictures_in import picture_bytes
 from diffserve.service.images.remembering import Remembered
+from diffserve.service.images.repeating import refuse_infotext
 from diffserve.service.images.schemas import GenerateBody
 from diffserve.service.models import URL_BY_DEFAULT
 from diffserve.service.safety import Safety
@@ -118,14 +121,16 @@ def plan_painting(
     share: float = 1.0,
     rewriter: RewriterMode = "off",
     start: Start | None = None,
+    reader: ImageReader = images,
 ) -> CheckedImages:
     """What ``body`` asks for, in the terms of the model that it names; ``rewriter`` where it says nothing of one.
 
-    ``start``: a picture to begin from; the size is its own where the body gives none.
+    ``start``: a picture to begin from; the size is its own where the body gives none. ``reader`` reads image files.
 
     Raises InvalidRequest for what it cannot have. Takes a while where it brings pictures: call it in a thread then.
     """
     _refuse_unsupported(body, config)
+    refuse_infotext(body)
     warnings: list[str] = []
     low, high = config.min_size_px, config.max_size_px
     if start is None:
@@ -139,8 +144,8 @@ def plan_painting(
     if body.partial_images and not body.stream:
         warnings.append("partial_images changes nothing without stream.")
     warnings += body.warnings
-    images = _control_images(body)
-    diffusion = diffusion_of(body, None if quality == AUTO else steps_of(quality, info), images)
+    control_images = _control_images(body, reader)
+    diffusion = diffusion_of(body, None if quality == AUTO else steps_of(quality, info), control_images)
     painted = plan.paint_width_px, plan.paint_height_px
     init, mask = None, None
     if start is not None:
@@ -154,7 +159,7 @@ def plan_painting(
         negative_prompt=in_a1111(body.negative_prompt or "", syntax),
         width_px=plan.paint_width_px,
         height_px=plan.paint_height_px,
-        control_images=fit_controls(diffusion.controlnets, images, (plan.width_px, plan.height_px), painted),
+        control_images=fit_controls(diffusion.controlnets, control_images, (plan.width_px, plan.height_px), painted),
         num_images=body.n or 1,
         best_of=body.best_of,
         seed=None if body.seed in (None, -1) else body.seed,
@@ -241,11 +246,11 @@ def _size(body: GenerateBody) -> tuple[int, int] | None:
     return body.width, body.height
 
 
-def _control_images(body: GenerateBody) -> tuple[Picture, ...]:
-    """The pictures of its ControlNets, as they came."""
+def _control_images(body: GenerateBody, reader: ImageReader) -> tuple[Picture, ...]:
+    """Return the pictures of the ControlNets of ``body`` at their own sizes."""
     chosen = enumerate(body.controlnets or ())
     named = [(one.image, f"controlnets[{place}].image") for place, one in chosen]
-    return tuple(decode_image(picture_bytes(image, name), name=name) for image, name in named)
+    return tuple(reader.decode_image(picture_bytes(image, name), name=name) for image, name in named)
 
 
 def _quality(body: GenerateBody, warnings: list[str]) -> str:

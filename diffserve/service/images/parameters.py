@@ -67,7 +67,7 @@ def diffusion_of(body: GenerateBody, quality_steps: int | None, images: tuple[Pi
         guidance_scale=_one_of(body, "guidance_scale", "cfg_scale"),
         sigma_schedule=schedule,
         micro_conditioning=_sizes(body),
-        loras=tuple(Lora(one.name, one.scale) for one in body.loras or ()),
+        loras=tuple(Lora(lora.name, lora.scale).with_unet_scale(lora.unet_scale) for lora in body.loras or ()),
         controlnets=tuple(
             Control(
                 one.name,
@@ -77,6 +77,8 @@ def diffusion_of(body: GenerateBody, quality_steps: int | None, images: tuple[Pi
                 one.preprocessor,
                 digest_of(image.width_px, image.height_px, image.data),
                 one.resize,
+                one.thresholds,
+                one.resolution,
             )
             for one, image in zip(body.controlnets or (), images, strict=True)
         ),

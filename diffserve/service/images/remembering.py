@@ -169,7 +169,7 @@ def recipe_of(
         "num_inference_steps": result.num_steps,
         "output_format": image_format,
         **asked,
-        **({"loras": [{"name": one.name, "scale": one.scale} for one in result.loras]} if result.loras else {}),
+        **({"loras": msgspec.to_builtins(result.loras)} if result.loras else {}),
         **({} if result.strength is None else {"strength": result.strength}),
     }
     return {

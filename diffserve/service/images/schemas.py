@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
-from diffserve.controlnets import MAX_CONTROLNETS, PASSED_THROUGH
+from diffserve.controlnets import (
+    CANNY_THRESHOLDS,
+    MAX_CONTROLNETS,
+    MAX_RESOLUTION,
+    MAX_THRESHOLD,
+    PASSED_THROUGH,
+    ResizeMode,
+)
 from diffserve.controlnets import MAX_NAME_CHARS as MAX_CONTROLNET_CHARS
 from diffserve.controlnets import MAX_SCALE as MAX_CONTROLNET_SCALE
+from diffserve.infotext import MAX_BYTES
 from diffserve.loras import MAX_LORAS, MAX_SCALE
 from diffserve.loras import MAX_NAME_CHARS as MAX_LORA_CHARS
 from diffserve.micro_conditioning import MAX_SIDE
@@ -46,6 +54,7 @@ REFUSED: Final[dict[str, str]] = {
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
 Guidance = Annotated[float, Field(ge=0.0, le=MAX_GUIDANCE)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Threshold = Annotated[float, Field(ge=0.0, le=MAX_THRESHOLD)]
 Interval = Annotated[
     tuple[Fraction, Fraction], Field(description="Part of the steps that is guided; omitted: all of it.")
 ]
@@ -76,6 +85,7 @@ HOW_MANY: Final = "draft, standard or fine (low, medium, high): how many steps, 
 Quality = Annotated[str, Field(max_length=256, description=HOW_MANY)]
 FOR_AN_HOUR: Final = "url: also at a URL, for an hour; what dall-e-2 and dall-e-3 do where nothing is said."
 Delivery = Annotated[Literal["b64_json", "url"], Field(description=FOR_AN_HOUR)]
+INFOTEXT: Final = "The parameters in a picture: they fill what the body leaves out."
 PAINTED: Final = "So many are painted, and the n with the highest scores come back, the best first."
 FIRST: Final = "Whether the language model turns the wish into a prompt first."
 Rewriter = Annotated[RewriterMode | RewriterChoice, Field(description=FIRST)]
@@ -95,6 +105,10 @@ class LoraChoice(BaseModel):
 
     name: Annotated[str, Field(min_length=1, max_length=MAX_LORA_CHARS)]
     scale: Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE)] = 1.0
+    unet_scale: (
+        Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE, description="Of the UNet; scale is the text encoders'.")]
+        | None
+    ) = None
 
 
 class ControlNetChoice(BaseModel):
@@ -108,7 +122,15 @@ class ControlNetChoice(BaseModel):
     start: Annotated[Fraction, Field(description="The share of the steps from which on it is at work.")] = 0.0
     end: Annotated[Fraction, Field(description="The share up to which it is.")] = 1.0
     preprocessor: Annotated[str, Field(description="canny: find edges first.")] = PASSED_THROUGH
-    resize: Annotated[bool, Field(description="Bring an image of the same aspect to the size that is painted.")] = False
+    resize: Annotated[
+        bool | ResizeMode, Field(description="True: resize an image of the same aspect; a mode: of any aspect.")
+    ] = False
+    thresholds: Annotated[tuple[Threshold, Threshold], Field(description="Of canny: weak and strong.")] = (
+        CANNY_THRESHOLDS
+    )
+    resolution: Annotated[
+        int, Field(ge=0, le=MAX_RESOLUTION, description="Shorter side at which canny finds edges; 0: as painted.")
+    ] = 0
 
 
 class SizesChoice(BaseModel):
@@ -151,6 +173,7 @@ class GenerateBody(WorkBody):
     prompt_rewriter: Rewriter | None = None
     watermark: Annotated[bool, Field(description="False: of the server's own page alone, for measuring.")] | None = None
 
+    infotext: Annotated[str, Field(max_length=MAX_BYTES, description=INFOTEXT)] | None = None
     negative_prompt: Annotated[str, Field(max_length=MAX_PROMPT_CHARS)] | None = None
     prompt_syntax: Syntax | None = None
     num_inference_steps: Steps | None = None
@@ -184,3 +207,13 @@ class GenerateBody(WorkBody):
     switch_at: Annotated[Fraction, Field(description="The share of the way where the refiner does.")] | None = None
     width: Annotated[int, Field(description="With height, another way to give size.")] | None = None
     height: int | None = None
+    _recorded_warnings: tuple[str, ...] = PrivateAttr(default=())
+
+    @property
+    def warnings(self) -> list[str]:
+        """Return what the client should know of its fields and of its infotext."""
+        return [*super().warnings, *self._recorded_warnings]
+
+    def take_warnings(self, warnings: tuple[str, ...]) -> None:
+        """Keep what of an infotext cannot be repeated."""
+        self._recorded_warnings = warnings

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -11,13 +9,15 @@ from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from diffserve.decoders import Decoder, shared_decoders
 from diffserve.errors import InvalidRequest
-from diffserve.provenance import Provenance, examine
+from diffserve.provenance import Provenance
+from diffserve.service.admission import Clients
 from diffserve.service.http.bodies import Body
 from diffserve.service.http.forms import is_form, parse_fields, read_form
 from diffserve.service.images.fetching import Fetcher
 from diffserve.service.images.pictures_in import picture_bytes
-from diffserve.service.lifecycle import json_response, read_body
+from diffserve.service.lifecycle import json_response, read_body, while_connected
 
 UPLOADS: Final[dict[str, Any]] = {"image": {"type": "string", "format": "binary"}}
 
@@ -31,11 +31,11 @@ class VerifyBody(Body):
 
 
 class Verification:
-    """The endpoint. It looks at as many pictures at a time as there are cores."""
+    """The endpoint. It examines one picture of each client at a time."""
 
-    def __init__(self, fetcher: Fetcher) -> None:
+    def __init__(self, fetcher: Fetcher, clients: Clients) -> None:
         self._fetcher = fetcher
-        self._at_once = asyncio.Semaphore(os.cpu_count() or 1)
+        self._clients = clients
 
     async def __call__(self, request: Request) -> Response:
         """Answer one request. Raises InvalidRequest for what is no picture."""
@@ -50,11 +50,11 @@ class Verification:
             said = "image is missing; upload a PNG, JPEG or WebP file, or send it in base64."
             raise InvalidRequest(said, param="image", code="missing_required_parameter")
         await self._fetcher.fill(body)
-        async with self._at_once:
-            found = await asyncio.to_thread(_look, files, body.image or "")
-        told = {"object": "provenance.verification", **found.told()}
-        return json_response(msgspec.json.encode(told), body.warnings)
 
+        def examine(decoder: Decoder) -> Provenance:
+            return decoder.examine(files[0] if files else picture_bytes(body.image or "", "image"))
 
-def _look(files: list[bytes], image: str) -> Provenance:
-    return examine(files[0] if files else picture_bytes(image, "image"))
+        with self._clients.known(request) as client:
+            provenance = await while_connected(request, shared_decoders().run(client, examine))
+        content = {"object": "provenance.verification", **provenance.told()}
+        return json_response(msgspec.json.encode(content), body.warnings)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import Any, Final
 
-from diffserve.errors import ModerationBlocked
+from diffserve.errors import DeadlineUnreachable, DiffserveError, InvalidRequest, ModerationBlocked, QueueFull
 from diffserve.service.http.bodies import FLEX
 from diffserve.service.http.errors import BLOCKED
 from diffserve.service.images.answers import delivery, recipe
@@ -17,6 +18,14 @@ from diffserve.text_types import TextUsage, TokenInfo
 from diffserve.types import ImageResult
 
 Json = dict[str, Any]
+ERROR_CODES: Final[dict[type[DiffserveError], str]] = {
+    ModerationBlocked: "image_content_policy_violation",
+    InvalidRequest: "invalid_prompt",
+    QueueFull: "rate_limit_exceeded",
+    DeadlineUnreachable: "rate_limit_exceeded",
+}
+"""OpenAI's code of a failed response, by the error; all others are ``server_error``."""
+
 NOTHING_SAID = TextUsage(prompt_tokens=0, output_tokens=0)
 """By a language model that was not asked."""
 
@@ -30,13 +39,18 @@ def head_of(body: ResponseBody, response_id: str, created: int, model: str) -> J
         "created_at": created,
         "model": model,
         "background": bool(body.background),
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
         "conversation": None if body.conversation is None else {"id": conversation_of(body)},
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": None, "summary": None},
+        "safety_identifier": body.safety_identifier,
         "service_tier": FLEX if body.service_tier == FLEX else "default",
         "store": body.store is not False,
         "temperature": 1.0 if body.temperature is None else body.temperature,
@@ -46,6 +60,7 @@ def head_of(body: ResponseBody, response_id: str, created: int, model: str) -> J
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": body.truncation or "disabled",
+        "user": body.user,
     }
 
 
@@ -55,10 +70,23 @@ def conversation_of(body: ResponseBody) -> str:
     return named.id if isinstance(named, ConversationId) else named or ""
 
 
-def response_of(head: Json, status: str, output: list[Json], **told: Any) -> Json:
-    """The whole object."""
-    blank = {"status": status, "error": None, "incomplete_details": None, "output": output, "usage": None}
-    return head | blank | told
+def response_of(head: Json, status: str, output: list[Json], **fields: Any) -> Json:
+    """Return the complete response object; ``fields`` replace those that are empty otherwise."""
+    state = {
+        "status": status,
+        "completed_at": int(time.time()) if status == "completed" else None,
+        "error": None,
+        "incomplete_details": None,
+        "output": output,
+        "usage": None,
+    }
+    return head | state | fields
+
+
+def response_error(error: DiffserveError) -> Json:
+    """Return why a response failed; ``code`` is one of OpenAI's codes, ``type`` the one of this server."""
+    code = next((code for kind, code in ERROR_CODES.items() if isinstance(error, kind)), "server_error")
+    return {"code": code, "message": error.message, "param": error.param, "type": error.code}
 
 
 def usage_of(used: TextUsage) -> Json:
@@ -121,7 +149,7 @@ def output_turns(output: list[Json]) -> list[Turn]:
     return [
         Turn("assistant", "".join(part["text"] for part in item["content"]), id=item["id"])
         if item["type"] == "message"
-        else Turn("assistant", "", (item["result"],), item["id"])
+        else Turn("assistant", "", (item["result"],), item["id"], item["revised_prompt"])
         for item in output
         if item["type"] == "message" or item["result"]
     ]

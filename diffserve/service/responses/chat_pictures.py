@@ -1,7 +1,8 @@
 """Pictures in a conversation of ``/v1/chat/completions``, as OpenRouter has them and LobeChat asks for them: a body
 with "image" in ``modalities``, or a model's name with ``:image`` behind it, is answered by who paints.
 
-What is painted, and from what, is decided as in responses: the last words of the user, from the latest picture. The
+What is painted, and from what, is decided as in responses: the last words of the user, merged with the earlier prompt
+where they change it, from the latest picture. The
 answer's message has ``images``, each as a data URL. Beside OpenAI's fields of a conversation the body takes those of
 ``/v1/images/generations``.
 """
@@ -33,9 +34,11 @@ from diffserve.service.lifecycle import in_thread_if_long, json_response, read_j
 from diffserve.service.models import find_model, is_alias
 from diffserve.service.responses.conversation import Turn
 from diffserve.service.responses.endpoint import ToolPainter
+from diffserve.service.responses.follow_ups import prompt_of
 from diffserve.service.responses.planning import plan_picture
 from diffserve.service.responses.schemas import PAINTS, Tool
 from diffserve.service.texts.schemas import REFUSED, ChatBody
+from diffserve.service.threads import ANSWERS
 from diffserve.text_types import MAX_MESSAGES
 
 SUFFIX: Final = ":image"
@@ -77,6 +80,7 @@ class PictureMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Parts | None = None
     images: Parts | None = None
+    revised_prompt: str | None = None
 
 
 class PictureChatBody(WorkBody):
@@ -117,7 +121,9 @@ class ChatPictures(ToolPainter):
         if len(data) - sum(len(picture) for turn in turns for picture in turn.pictures) > TEXT_BODY_BYTES:
             raise too_long(TEXT_BODY_BYTES)
         try:
-            return plan_picture(body, self._tool(body), turns, self._painter_name(body), is_stream=bool(body.stream))
+            painter = self._painter_name(body)
+            prompt = await ANSWERS.run(prompt_of, turns, is_world=self.paints_world(painter))
+            return plan_picture(body, self._tool(body), turns, prompt, painter, is_stream=bool(body.stream))
         except InvalidRequest as error:
             param = "messages" if error.param == "input" else (error.param or "").removeprefix("tools[0].")
             said = error.message.replace("tools[0].", "").replace("the input ", "the conversation ")
@@ -168,7 +174,8 @@ class ChatPictures(ToolPainter):
         painted = await self.painted(painting, ticket)
         head, messages = _head(painting, painted, "chat.completion.chunk"), _messages(painting, painted)
         for index, message in enumerate(messages):
-            for delta, reason in ((message, None), ({}, "stop")):
+            new = {name: value for name, value in message.items() if name != "annotations"}
+            for delta, reason in ((new, None), ({}, "stop")):
                 choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
                 is_last = reason is not None and index == len(messages) - 1
                 yield event(head | {"choices": [choice], "usage": _usage(painting, painted) if is_last else None})
@@ -191,7 +198,8 @@ def _turn(message: PictureMessage, place: int) -> Turn:
                 f"{name} has a picture without image_url.", param=name, code="missing_required_parameter"
             )
     words = content if isinstance(content, str) else "\n".join(part.text for part in parts if part.type == "text")
-    return Turn(message.role, words, tuple(part.image_url.url for part in parts if part.image_url is not None))
+    pictures = tuple(part.image_url.url for part in parts if part.image_url is not None)
+    return Turn(message.role, words, pictures, prompt=message.revised_prompt or "")
 
 
 def _messages(painting: CheckedImages, painted: PaintedImages) -> Sequence[dict[str, Any]]:
@@ -201,11 +209,12 @@ def _messages(painting: CheckedImages, painted: PaintedImages) -> Sequence[dict[
             "role": "assistant",
             "content": "",
             "refusal": None,
+            "annotations": [],
             "images": [{"type": "image_url", "image_url": {"url": head + entry["b64_json"]}, "index": 0}],
             **{name: entry[name] for name in ("seed", "variation_seed") if name in entry},
-            "revised_prompt": entry["revised_prompt"],
+            "revised_prompt": result.prompt,
         }
-        for entry in painted.entries
+        for result, entry in zip(painted.results, painted.entries, strict=True)
     ]
 
 

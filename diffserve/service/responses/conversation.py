@@ -16,17 +16,23 @@ Role = Literal["user", "assistant", "system", "developer"]
 
 
 class Turn(NamedTuple):
-    """Something said, or painted, or both. ``pictures``: in base64, bare or as data URLs; ``id``: of its item."""
+    """Something said, or painted, or both.
+
+    pictures  in base64, bare or as data URLs
+    id        of its item
+    prompt    what the pictures were painted by, where that is known
+    """
 
     role: Role
     text: str
     pictures: tuple[str, ...] = ()
     id: str = ""
+    prompt: str = ""
 
     @property
     def num_bytes(self) -> int:
         """About what it takes."""
-        return TURN_BYTES + len(self.text) + sum(map(len, self.pictures))
+        return TURN_BYTES + len(self.text) + len(self.prompt) + sum(map(len, self.pictures))
 
 
 Find = Callable[[str], Turn | None]
@@ -50,14 +56,6 @@ def messages_of(turns: Sequence[Turn], instructions: str | None) -> tuple[ChatMe
     return (*told, *(ChatMessage(role=turn.role, content=turn.text) for turn in turns if turn.text))
 
 
-def prompt_of(turns: Sequence[Turn]) -> str:
-    """What is to be painted: the last words of the user. InvalidRequest where there are none."""
-    said = [turn.text for turn in turns if turn.role == "user" and turn.text.strip()]
-    if not said:
-        raise InvalidRequest("the input has no words of the user's; say what to paint.", param="input")
-    return said[-1]
-
-
 def pictures_of(turns: Sequence[Turn]) -> tuple[str, ...]:
     """The latest pictures, sent or painted."""
     return next((turn.pictures for turn in reversed(turns) if turn.pictures), ())
@@ -68,7 +66,7 @@ def _turn(item: Item, place: str, find: Find) -> Turn | None:
         case "reasoning":  # of another model, sent back by clients that send everything back
             return None
         case "image_generation_call" if item.result:
-            return Turn("assistant", "", (item.result,), item.id or "")
+            return Turn("assistant", "", (item.result,), item.id or "", item.revised_prompt or "")
         case "image_generation_call" | "item_reference":
             return _known(item.id, place, find)
     if item.role is None:
@@ -141,6 +139,9 @@ def _item(turn: Turn) -> dict[str, Any]:
     if turn.role == "assistant" and turn.pictures:
         return {"type": "image_generation_call", "status": "completed", "result": turn.pictures[0]}
     kind = "output_text" if turn.role == "assistant" else "input_text"
-    texts: list[dict[str, Any]] = [{"type": kind, "text": turn.text}] if turn.text or not turn.pictures else []
+    part: dict[str, Any] = {"type": kind, "text": turn.text}
+    if turn.role == "assistant":
+        part |= {"annotations": [], "logprobs": []}
+    texts = [part] if turn.text or not turn.pictures else []
     pictures = [{"type": "input_image", "image_url": one, "detail": "auto"} for one in turn.pictures]
     return {"type": "message", "role": turn.role, "status": "completed", "content": [*texts, *pictures]}

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Annotated, Final
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar, Final
 
 import msgspec
 from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from diffserve.service.http.bodies import Body
-from diffserve.service.lifecycle import json_response, read_body
+from diffserve.errors import InvalidRequest
+from diffserve.service.http.bodies import Body, show
+from diffserve.service.http.errors import HttpError
+from diffserve.service.lifecycle import json_response, owner_of, read_body
 from diffserve.service.responses.conversation import Turn, items_of, page_of, read_turns
-from diffserve.service.responses.kept import KeptResponse, KeptResponses, owner_of
+from diffserve.service.responses.kept import KeptResponse, KeptResponses
 from diffserve.service.responses.schemas import Item, Metadata
 
 MAX_ITEMS: Final = 20
@@ -33,6 +36,24 @@ class ConversationBody(Body):
     metadata: Metadata | None = None
 
 
+class MetadataBody(Body):
+    """``POST /v1/conversations/{conversation_id}``."""
+
+    model_config = ConfigDict(title="UpdateConversationRequest")
+    hints: ClassVar[Mapping[str, str]] = {"metadata": "give an object, which replaces the metadata"}
+
+    metadata: Metadata | None
+
+
+class ItemsBody(Body):
+    """``POST /v1/conversations/{conversation_id}/items``."""
+
+    model_config = ConfigDict(title="CreateConversationItemsRequest")
+    hints: ClassVar[Mapping[str, str]] = {"items": "give a list of messages"}
+
+    items: Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
+
+
 class Conversations:
     """Those that are kept, and their routes."""
 
@@ -42,7 +63,7 @@ class Conversations:
     async def begin(self, request: Request) -> Response:
         """A new one. Pictures in its items are data URLs."""
         body = await read_body(request, ConversationBody)
-        turns = read_turns(body.items, _nothing, "items") if body.items else ()
+        turns = _with_ids(read_turns(body.items, _nothing, "items")) if body.items else ()
         name = f"conv_{secrets.token_hex(16)}"
         told = {"id": name, "object": "conversation", "created_at": int(time.time()), "metadata": body.metadata or {}}
         kept = KeptResponse(owner_of(request), msgspec.json.encode(told), turns)
@@ -52,6 +73,31 @@ class Conversations:
     async def get(self, request: Request) -> Response:
         """What is known of one."""
         return Response(self._found(request).body, media_type="application/json")
+
+    async def update(self, request: Request) -> Response:
+        """Replace the metadata of a conversation."""
+        body, stored = await read_body(request, MetadataBody), self._found(request)
+        changed = msgspec.json.decode(stored.body) | {"metadata": body.metadata or {}}
+        self._kept.put(_name(request), stored._replace(body=msgspec.json.encode(changed)))
+        return json_response(self._found(request).body, body.warnings)
+
+    async def add_items(self, request: Request) -> Response:
+        """Add messages to the end of a conversation and answer with them."""
+        body, stored = await read_body(request, ItemsBody), self._found(request)
+        turns = _with_ids(read_turns(body.items, _nothing, "items"))
+        if not self._kept.put(_name(request), stored._replace(turns=(*stored.turns, *turns))):
+            raise InvalidRequest(TOO_LONG, param="items")
+        return JSONResponse(page_of(items_of(turns, ""), {"order": "asc", "limit": str(MAX_ITEMS)}))
+
+    async def get_item(self, request: Request) -> Response:
+        """Answer with one item of a conversation."""
+        return JSONResponse(items_of([self._item(request)], "")[0])
+
+    async def remove_item(self, request: Request) -> Response:
+        """Remove one item from a conversation and answer with the conversation."""
+        stored, item = self._found(request), self._item(request)
+        self._kept.put(_name(request), stored._replace(turns=tuple(turn for turn in stored.turns if turn is not item)))
+        return Response(stored.body, media_type="application/json")
 
     async def remove(self, request: Request) -> Response:
         """Forget one; the responses in it stay."""
@@ -73,10 +119,22 @@ class Conversations:
         if not self._kept.has(name, owner):
             return True
         before = self._kept.get(name, owner)
-        return self._kept.put(name, before._replace(turns=(*before.turns, *turns)))
+        return self._kept.put(name, before._replace(turns=(*before.turns, *_with_ids(turns))))
 
     def _found(self, request: Request) -> KeptResponse:
         return self._kept.get(_name(request), owner_of(request))
+
+    def _item(self, request: Request) -> Turn:
+        name = str(request.path_params["item_id"])
+        for turn in self._found(request).turns:
+            if turn.id == name:
+                return turn
+        raise HttpError(404, f"there is no item {show(name)} in this conversation.", code="item_not_found")
+
+
+def _with_ids(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    """Give an id to each turn that has none."""
+    return tuple(turn if turn.id else turn._replace(id=f"msg_{secrets.token_hex(16)}") for turn in turns)
 
 
 def _name(request: Request) -> str:

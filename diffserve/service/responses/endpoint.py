@@ -27,7 +27,7 @@ from diffserve.errors import DiffserveError, InvalidRequest, ModelNotFound
 from diffserve.service.admission import Admission, Ticket, share_of
 from diffserve.service.endpoint import Checked, Endpoint, Place
 from diffserve.service.engine.engines import Engines
-from diffserve.service.http.errors import OUR_MISTAKE
+from diffserve.service.http.errors import OUR_MISTAKE, expected_error, log_failure
 from diffserve.service.http.middleware import TEXT_BODY_BYTES, too_long
 from diffserve.service.http.named import flag_asked, number_asked
 from diffserve.service.http.streams import Events, EventStreamResponse, Lasting
@@ -42,10 +42,11 @@ from diffserve.service.lifecycle import (
     Interruption,
     interruption,
     json_response,
+    owner_of,
     warning_headers,
     work_until,
 )
-from diffserve.service.models import check_language_model, is_alias
+from diffserve.service.models import check_language_model, find_model, is_alias
 from diffserve.service.responses.answers import (
     NOTHING_SAID,
     Json,
@@ -55,6 +56,7 @@ from diffserve.service.responses.answers import (
     message_of,
     output_turns,
     painted_call,
+    response_error,
     response_of,
     text_part,
     tool_usage_of,
@@ -64,10 +66,12 @@ from diffserve.service.responses.conversation import Turn, items_of, page_of, re
 from diffserve.service.responses.conversations import TOO_LONG, Conversations
 from diffserve.service.responses.event_log import EventLog, retold
 from diffserve.service.responses.events import CallEvents, ResponseEvents, TextEvents
-from diffserve.service.responses.kept import MAX_BYTES, KeptResponse, KeptResponses, owner_of
+from diffserve.service.responses.follow_ups import merge_warnings, prompt_of
+from diffserve.service.responses.kept import MAX_BYTES, KeptResponse, KeptResponses
 from diffserve.service.responses.planning import check_background, in_tool, plan_picture, plan_text, tool_of
 from diffserve.service.responses.schemas import ResponseBody, Tool
 from diffserve.service.texts.answers import timings_of
+from diffserve.service.threads import ANSWERS
 from diffserve.text_types import TextAccepted, TextDelta, TextFinished, TextRequest
 
 MAX_EVENTS: Final = 10**9
@@ -109,6 +113,13 @@ class CheckedResponse(Checked, frozen=True, kw_only=True):
 class ToolPainter(Generations):
     """Paints what responses ask for."""
 
+    def paints_world(self, model: str | None) -> bool:
+        """Return whether ``model`` paints the picture world of the embedded one."""
+        try:
+            return find_model(model, self._engine.models, self._engine.text_info).world is not None
+        except DiffserveError:
+            return False  # the check of the request says why
+
     async def read_files(self, body: ResponseBody, request: Request) -> None:
         """Put the pictures into ``body`` that it names by files. Raises InvalidRequest."""
         await self._checks.files.fill(request, body)
@@ -122,8 +133,10 @@ class ToolPainter(Generations):
         except ModelNotFound as error:
             raise ModelNotFound(error.message, param="tools[0].model") from None
 
-    async def _start(self, body: GenerateBody) -> tuple[GenerateBody, Start | None]:
-        return await self._reading(read_start, body) if isinstance(body, EditBody) else (body, None)
+    async def _start(self, body: GenerateBody, request: Request, client: str) -> tuple[GenerateBody, Start | None]:
+        if not isinstance(body, EditBody):
+            return body, None
+        return await self._decoded(request, client, partial(read_start, body))
 
 
 class Responses(Endpoint[ResponseBody, CheckedResponse]):
@@ -184,8 +197,11 @@ class Responses(Endpoint[ResponseBody, CheckedResponse]):
             place = self._admission.texts.entered(client, 1, priority=text.priority)
             model, end_ids = info.model_id, frozenset(info.end_ids)
         else:
-            asked = plan_picture(body, tool, turns, self._painter_name(body, tool), is_stream=bool(body.stream))
-            painting, place = await self._painter.check(asked, request, client)
+            painter = self._painter_name(body, tool)
+            prompt = await ANSWERS.run(prompt_of, turns, is_world=self._painter.paints_world(painter))
+            warnings += merge_warnings(prompt, turns)
+            picture_body = plan_picture(body, tool, turns, prompt, painter, is_stream=bool(body.stream))
+            painting, place = await self._painter.check(picture_body, request, client)
             model = painting.request.model
             warnings += painting.warnings
             if body.instructions:
@@ -288,11 +304,11 @@ class Responses(Endpoint[ResponseBody, CheckedResponse]):
                 error = DiffserveError(TOO_LARGE)
             except DiffserveError as said:
                 error = said
-            except Exception:
-                log.exception("a response in the background failed")
-                error = DiffserveError(OUR_MISTAKE, code="internal_error")
-            told = None if error.code == CANCELLED else {"code": error.code, "message": error.message}
-            response = response_of(checked.head, "failed" if told else "cancelled", [], error=told)
+            except Exception as failure:
+                log_failure(log, "a response in the background failed", failure)
+                error = expected_error(failure) or DiffserveError(OUR_MISTAKE)
+            reason = None if error.code == CANCELLED else response_error(error)
+            response = response_of(checked.head, "failed" if reason else "cancelled", [], error=reason)
             self._keep(checked, response)
             record.has_failed = True
             if checked.is_stream and not events.is_ended:

@@ -5,7 +5,7 @@
     created, in_progress                                                    once it is in the queue
     output_item.added, content_part.added, output_text.delta ..., output_text.done, content_part.done, output_item.done
     output_item.added, image_generation_call.in_progress, generating, partial_image ..., completed, output_item.done
-    completed, incomplete, failed or cancelled                              with the whole object
+    completed, incomplete (also where it was cancelled) or failed           with the whole object
 
 ``response.diffserve.progress`` is ours, told where the tool says ``progress``: how far a picture is, or its place in
 the queue.
@@ -30,6 +30,7 @@ from diffserve.service.responses.answers import (
     logprob_of,
     message_of,
     painted_call,
+    response_error,
     response_of,
     text_part,
 )
@@ -56,14 +57,14 @@ class ResponseEvents:
         return self.write("created", response=begun) + self.write("in_progress", response=begun)
 
     def ended(self, response: Json) -> bytes:
-        """The last: the whole of it."""
+        """Return the last event, with the complete response; OpenAI has no event of its own for a cancelled one."""
         self.is_ended = True
-        return self.write(response["status"], response=response)
+        kind = "incomplete" if response["status"] == "cancelled" else response["status"]
+        return self.write(kind, response=response)
 
     def failed(self, error: DiffserveError, output: list[Json]) -> bytes:
         """The last, where something went wrong on the way."""
-        said = {"code": error.code, "message": error.message, "param": error.param}
-        return self.ended(response_of(self.head, "failed", output, error=said))
+        return self.ended(response_of(self.head, "failed", output, error=response_error(error)))
 
     def write(self, kind: str, **fields: Any) -> bytes:
         """One event."""

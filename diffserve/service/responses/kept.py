@@ -11,8 +11,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Final, NamedTuple
 
-from starlette.requests import Request
-
 from diffserve.errors import InvalidRequest
 from diffserve.service.http.bodies import show
 from diffserve.service.http.errors import HttpError
@@ -137,8 +135,3 @@ def unknown(name: str, called: str = "response") -> str:
     """What is said of an id that leads nowhere."""
     unless = ", unless store was false," if called == "response" else ""
     return f"there is no {called} {show(name)}; the newest are kept in memory{unless} and a restart forgets them."
-
-
-def owner_of(request: Request) -> str:
-    """The id of the key that ``request`` came with, "" where there are none."""
-    return str(request.scope.get("state", {}).get("key_id", ""))

@@ -1,10 +1,9 @@
 """From the body of a response to what it asks for: a text, or pictures.
 
-Which of the two is decided here, for the language model that serves pictures is a writer of prompts and chooses no
-tools. Whoever brings the tool ``image_generation`` wants a picture: with ``tool_choice`` auto, required or the tool
-itself one is painted, with none the language model answers. What is painted is the last words of the user; it begins
-from the latest picture of the conversation, sent or painted, where there is one (``action`` auto), never (generate), or
-always (edit), as ``/v1/images/edits`` does. Instructions and earlier words do not reach the painter.
+A request with the tool ``image_generation`` wants a picture: with ``tool_choice`` auto, required or the tool itself one
+is painted, with none the language model answers; it writes prompts and chooses no tools. The prompt is that of
+``follow_ups``. A picture begins from the latest one of the conversation where there is one (``action`` auto), never
+(generate), or always (edit), as with ``/v1/images/edits``. Instructions do not reach the painter.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import msgspec
 
 from diffserve.config import ServeConfig
 from diffserve.errors import InvalidRequest
-from diffserve.json_schemas import ANY_OBJECT, no_json
+from diffserve.json_schemas import ANY_OBJECT, max_tokens_of, no_json
 from diffserve.sampling_params import SamplingParams
 from diffserve.service.http.bodies import WorkBody, parse, show
 from diffserve.service.images.edit_schemas import EditBody, ImageReference
 from diffserve.service.images.schemas import GenerateBody
-from diffserve.service.responses.conversation import Turn, messages_of, pictures_of, prompt_of
+from diffserve.service.responses.conversation import Turn, messages_of, pictures_of
 from diffserve.service.responses.schemas import PAINTS, ResponseBody, Tool, ToolChoice
 from diffserve.service.texts.schemas import DEFAULT_CHAT_TOKENS
 from diffserve.service.texts.texts import schema_text
@@ -30,7 +29,7 @@ from diffserve.text_types import LanguageModelInfo, TextRequest
 LOGPROBS: Final = "message.output_text.logprobs"
 OUR_OWN: Final = frozenset({"type", "action", "input_image_mask", "model", "input_fidelity"})
 FROM_ELSEWHERE: Final = (
-    *("prompt", "image", "images", "mask", "stream", "response_format", "user", "safety_identifier"),
+    *("prompt", "infotext", "image", "images", "mask", "stream", "response_format", "user", "safety_identifier"),
 )
 """Fields of a picture that the response itself gives, or that mean nothing within it."""
 
@@ -84,12 +83,13 @@ def plan_text(
         raise InvalidRequest("the input has no words; say something.", param="input", code="empty_input")
     wants_logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
     given = {name: getattr(body, name) for name in ("temperature", "top_p") if getattr(body, name) is not None}
+    schema = _held_to(body, info)
     params = SamplingParams(
         **given,
-        max_tokens=body.max_output_tokens or DEFAULT_CHAT_TOKENS,
+        max_tokens=max_tokens_of(schema, body.max_output_tokens or DEFAULT_CHAT_TOKENS),
         seed=None if body.seed in (None, -1) else body.seed,
         logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
-        json_schema=_held_to(body, info),
+        json_schema=schema,
     )
     return TextRequest(
         messages=messages,
@@ -111,10 +111,23 @@ def _held_to(body: ResponseBody, info: LanguageModelInfo) -> str | None:
 
 
 def plan_picture(
-    body: WorkBody, tool: Tool, turns: Sequence[Turn], model: str | None, *, is_stream: bool
+    body: WorkBody, tool: Tool, turns: Sequence[Turn], prompt: str, model: str | None, *, is_stream: bool
 ) -> GenerateBody:
-    """The body that ``/v1/images/generations``, or ``edits`` where it begins from a picture, would be asked with;
-    ``model`` paints. InvalidRequest in terms of the response."""
+    """Return the body of ``/v1/images/generations``, or of ``edits`` where the picture begins from another one.
+
+    Args:
+        body: The body of the response.
+        tool: How to paint.
+        turns: The conversation.
+        prompt: What to paint, from ``follow_ups.prompt_of``.
+        model: The model that paints.
+        is_stream: Whether the answer is a stream.
+
+    Raises:
+        InvalidRequest: Something cannot be painted, in terms of the response.
+    """
+    if not prompt:
+        raise InvalidRequest("the input has no words of the user's; say what to paint.", param="input")
     extra = tool.model_extra or {}
     for name in FROM_ELSEWHERE:
         if name in extra:
@@ -126,7 +139,7 @@ def plan_picture(
             "tools[0].action is edit and the conversation has no picture; send one as input_image.", param="input"
         )
     asked = tool.model_dump(exclude=set(OUR_OWN))
-    asked |= {"prompt": prompt_of(turns), "model": model, "stream": is_stream, "response_format": "b64_json"}
+    asked |= {"prompt": prompt, "model": model, "stream": is_stream, "response_format": "b64_json"}
     asked["progress"] = extra.get("progress", False)
     asked |= {name: said for name in WorkBody.model_fields if (said := getattr(body, name)) is not None}
     if not pictures:

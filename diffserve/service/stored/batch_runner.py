@@ -25,8 +25,10 @@ from starlette.types import Message
 
 from diffserve.errors import DiffserveError, EngineUnavailable, InvalidRequest, QueueFull
 from diffserve.service.admission import BATCH, Admission
+from diffserve.service.http.errors import log_failure
 from diffserve.service.stored.batch_lines import LineAnswer, expired_lines, is_stream, line_done, name_in, told_of
 from diffserve.service.stored.owners import Owners
+from diffserve.service.threads import BATCHES, FILES, LISTINGS
 from diffserve.store.batch_input import lines_of, read_line
 from diffserve.store.batches import Batch, Batches, LineDone
 from diffserve.store.files import Files
@@ -97,8 +99,8 @@ class BatchRunner:
                 try:
                     if time.monotonic() - swept_s >= SWEEP_EVERY_S:
                         swept_s = time.monotonic()
-                        await asyncio.to_thread(self._sweep)
-                    for batch in await asyncio.to_thread(self._batches.unfinished):
+                        await FILES.run(self._sweep)
+                    for batch in await LISTINGS.run(self._batches.unfinished):
                         if batch.id not in self._running:
                             task = self._running[batch.id] = asyncio.create_task(self._run(batch))
                             task.add_done_callback(partial(self._over, batch.id))
@@ -184,9 +186,9 @@ class BatchRunner:
 
     async def _work_through(self, batch: Batch) -> None:
         """Every line that is not done, in order, as many at once as there are places."""
-        done = await asyncio.to_thread(self._batches.done_lines, batch)
+        done = await BATCHES.run(self._batches.done_lines, batch)
         writing = asyncio.Lock()
-        with closing(await asyncio.to_thread(self._files.path(batch.input_file).open, "rb")) as file:
+        with closing(await BATCHES.run(self._files.path(batch.input_file).open, "rb")) as file:
             left = (line for line in lines_of(file) if line[0] not in done)
             try:
                 async with asyncio.TaskGroup() as group:
@@ -246,7 +248,7 @@ class BatchRunner:
                 await asyncio.sleep(LOOK_EVERY_S)
             except Exception as error:
                 if not isinstance(error, DiffserveError):
-                    log.exception("a line of a batch failed", extra={"request_id": request_id})
+                    log_failure(log, "a line of a batch failed", error, request_id=request_id)
                 return told_of(error, request_id)
 
     def _request(self, batch: Batch, body: bytes) -> Request:
@@ -285,15 +287,15 @@ class BatchRunner:
 
     async def _expire(self, batch: Batch) -> None:
         """Say of every line that is left that it was too late."""
-        done = await asyncio.to_thread(self._batches.done_lines, batch)
+        done = await BATCHES.run(self._batches.done_lines, batch)
         path = self._files.path(batch.input_file)
-        await _settled(self._batches.finish_lines, batch.id, await asyncio.to_thread(expired_lines, path, done))
+        await _settled(self._batches.finish_lines, batch.id, await BATCHES.run(expired_lines, path, done))
         await _settled(self._batches.finish, batch.id, "expired")
 
 
 async def _settled(work: Callable[..., T], *arguments: Any, **named: Any) -> T:
     """``work`` in a thread, which is over when this is, even where it is cancelled."""
-    task = asyncio.create_task(asyncio.to_thread(work, *arguments, **named))
+    task = asyncio.create_task(BATCHES.run(work, *arguments, **named))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Final, Literal
 
+import msgspec
 from fastapi import FastAPI
 from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from diffserve.client_places import ClientPlaces
 from diffserve.errors import InvalidRequest
 from diffserve.service.http.bodies import Body, show
 from diffserve.service.http.errors import HttpError
@@ -19,12 +20,15 @@ from diffserve.service.lifecycle import read_body
 from diffserve.service.stored.batch_runner import BatchRunner
 from diffserve.service.stored.files import listed, no_file
 from diffserve.service.stored.owners import Owners
-from diffserve.store.batch_input import check_input, path_of
+from diffserve.service.threads import BATCHES, LISTINGS
+from diffserve.store.batch_input import InputCheck, path_of
 from diffserve.store.batches import Batch, Batches
 from diffserve.store.files import File, Files
 
 TIMES: Final = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 MAX_METADATA: Final = 16
+MAX_CHECKS: Final = 4
+"""Input files that are checked at a time, one of each client."""
 
 
 class BatchBody(Body):
@@ -67,6 +71,7 @@ class BatchRoutes:
         self._owners = owners
         self._runner = runner
         self._endpoints = endpoints
+        self._checks = ClientPlaces(MAX_CHECKS)
         told: dict[str, Any] = {"summary": "The batches", "openapi_extra": query(*PAGE_PARAMETERS)}
         named(app, "/v1/batches", ["GET"], responses=responses(400), **told)(self.list)
         one: dict[str, Any] = {"responses": responses(404)}
@@ -75,28 +80,33 @@ class BatchRoutes:
         named(app, "/v1/batches/{batch_id}/cancel", ["POST"], summary="Stop a batch", **one)(self.cancel)
 
     async def create(self, request: Request) -> Response:
-        """Begin one. What is wrong with its file as a whole is said here, what is wrong with a line in its error
-        file."""
+        """Begin a batch.
+
+        A file that is wrong as a whole is refused. One with lines that are no requests makes a batch that has failed,
+        with ``errors``. What is wrong with the body of a line is in the error file.
+        """
         owner = self._owners.of(request)
         body = await read_body(request, BatchBody)
         endpoint, known = path_of(body.endpoint), self._endpoints()
         if endpoint not in known:
             said = f"endpoint is {show(body.endpoint)}; batches are worked on for {', '.join(known)}."
             raise InvalidRequest(said, param="endpoint")
-        file = await asyncio.to_thread(self._files.get, owner, body.input_file_id)
+        file = await LISTINGS.run(self._files.get, owner, body.input_file_id)
         if file is None:
             raise no_file(body.input_file_id)
         if file.purpose != "batch":
             said = f"the purpose of {file.id} is {file.purpose!r}; upload it with the purpose 'batch'."
             raise InvalidRequest(said, param="input_file_id")
-        batch = await asyncio.to_thread(self._add, file, endpoint, body.metadata or {})
+        check = await self._checked(file, endpoint)
+        about = (owner, endpoint, file.id, check.num_lines, body.metadata or {}, check.problems)
+        batch = await LISTINGS.run(self._batches.add, *about)
         self._runner.wake()
         return JSONResponse(told_batch(batch))
 
     async def list(self, request: Request) -> Response:
         """A page of them."""
         owner, asked = self._owners.of(request), page_asked(request, most=100, usual=20)
-        found = await asyncio.to_thread(self._batches.page, owner, asked)
+        found = await LISTINGS.run(self._batches.page, owner, asked)
         return listed(None if found is None else ([told_batch(one) for one in found[0]], found[1]))
 
     async def retrieve(self, request: Request, batch_id: str) -> Response:
@@ -106,7 +116,7 @@ class BatchRoutes:
     async def cancel(self, request: Request, batch_id: str) -> Response:
         """Stop one; what was done of it by then is in its files. Again is no mistake."""
         batch = await self._found(request, batch_id)
-        moved = await asyncio.to_thread(self._batches.move, batch.id, "cancelling", of=("validating", "in_progress"))
+        moved = await LISTINGS.run(self._batches.move, batch.id, "cancelling", of=("validating", "in_progress"))
         if moved is None or moved.status not in ("cancelling", "cancelled"):
             said = f"{batch.id} is {batch.status if moved is None else moved.status}; there is nothing to cancel."
             raise HttpError(409, said, code="batch_over")
@@ -115,31 +125,35 @@ class BatchRoutes:
 
     async def _found(self, request: Request, name: str) -> Batch:
         owner = self._owners.of(request)
-        batch = await asyncio.to_thread(self._batches.get, name)
+        batch = await LISTINGS.run(self._batches.get, name)
         if batch is None or batch.owner != owner:
             raise HttpError(404, f"there is no batch {show(name)} of yours.", code="batch_not_found")
         return batch
 
-    def _add(self, file: File, endpoint: str, metadata: dict[str, str]) -> Batch:
-        self._files.require_share(file.owner)
-        try:
-            with self._files.open(file) as opened:
-                num_lines = check_input(opened, endpoint)
-        except FileNotFoundError:
-            raise no_file(file.id) from None
-        return self._batches.add(file.owner, endpoint, file.id, num_lines, metadata)
+    async def _checked(self, file: File, endpoint: str) -> InputCheck:
+        """Check the input ``file`` in slices, one file of each client at a time; return the finished check."""
+        async with self._checks.taken(file.owner):
+            await LISTINGS.run(self._files.require_share, file.owner)
+            try:
+                opened = await BATCHES.run(self._files.open, file)
+            except FileNotFoundError:
+                raise no_file(file.id) from None
+            with opened:
+                check = InputCheck(opened, endpoint)
+                while await BATCHES.run(check.check_slice):
+                    pass
+        return check
 
 
 def told_batch(batch: Batch) -> dict[str, Any]:
     """``batch`` in OpenAI's words."""
-    code, _, message = batch.error.partition(": ")
-    errors = {"object": "list", "data": [{"code": code, "message": message, "line": None, "param": None}]}
+    errors = {"object": "list", "data": [msgspec.structs.asdict(problem) for problem in batch.problems]}
     has_output, has_errors = (batch.is_over and num_bytes > 0 for num_bytes in (batch.output_bytes, batch.error_bytes))
     return {
         "id": batch.id,
         "object": "batch",
         "endpoint": batch.endpoint,
-        "errors": errors if batch.error else None,
+        "errors": errors if errors["data"] else None,
         "input_file_id": batch.input_file,
         "completion_window": "24h",
         "status": batch.status,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from typing import Final, Protocol, cast
 
@@ -12,6 +11,7 @@ from starlette.requests import Request
 from diffserve.errors import InvalidRequest
 from diffserve.service.http.bodies import show
 from diffserve.service.stored.owners import Owners
+from diffserve.service.threads import ANSWERS, FILES
 from diffserve.store.files import Files
 
 MAX_PICTURE_BYTES: Final = 10 << 20
@@ -40,9 +40,9 @@ class FilePictures:
         """
         left_bytes = MAX_REQUEST_BYTES
         for holder, name in [place for body in bodies for place in _places(body, "")]:
-            data = await asyncio.to_thread(self._read, request, holder, name, left_bytes)
+            data = await FILES.run(self._read, request, holder, name, left_bytes)
             left_bytes -= len(data)
-            holder.image_url = f"data:;base64,{await asyncio.to_thread(_base64, data)}"
+            holder.image_url = f"data:;base64,{await ANSWERS.run(_base64, data)}"
             holder.file_id = None
 
     def _read(self, request: Request, holder: Reference, name: str, left_bytes: int) -> bytes:

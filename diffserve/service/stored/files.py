@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import unicodedata
 from typing import Any, Final
@@ -11,6 +10,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from diffserve.client_places import ClientPlaces
 from diffserve.errors import InvalidRequest
 from diffserve.service.http.bodies import show
 from diffserve.service.http.errors import HttpError
@@ -19,6 +19,7 @@ from diffserve.service.http.middleware import FILE_BYTES
 from diffserve.service.http.named import PAGE_PARAMETERS, choice_asked, named, page_asked, query, responses
 from diffserve.service.http.sending import send_file
 from diffserve.service.stored.owners import Owners
+from diffserve.service.threads import FILES, LISTINGS
 from diffserve.store.batches import Batches
 from diffserve.store.files import KEPT_S, MAX_FILES, File, Files
 
@@ -27,6 +28,9 @@ PURPOSES: Final = ("batch", "user_data", "vision", "assistants", "evals", "fine-
 
 SHORTEST_S: Final = 3600
 MAX_NAME_CHARS: Final = 255
+MAX_UPLOADS: Final = 4
+"""Uploads that are copied to their place at a time, one of each client."""
+
 UPLOAD: Final = {
     "type": "object",
     "required": ["file", "purpose"],
@@ -46,6 +50,7 @@ class FileRoutes:
         self._files = files
         self._batches = batches
         self._owners = owners
+        self._uploads = ClientPlaces(MAX_UPLOADS)
         body = {"requestBody": {"required": True, "content": {MEDIA_TYPE: {"schema": UPLOAD}}}}
         told: dict[str, Any] = {"summary": "Keep a file", "openapi_extra": body}
         named(app, "/v1/files", ["POST"], responses=responses(400, 413, 415, 507), **told)(self.upload)
@@ -78,16 +83,17 @@ class FileRoutes:
             kept_s = _kept_s(form.fields.get("expires_after[seconds]"))
             name = shown_name(uploads[0].filename or "")
             source = uploads[0].file
-            file = await asyncio.to_thread(
-                self._files.add, owner, purpose, name, source, max_bytes=FILE_BYTES, kept_s=kept_s
-            )
+            async with self._uploads.taken(owner):
+                file = await FILES.run(
+                    self._files.add, owner, purpose, name, source, max_bytes=FILE_BYTES, kept_s=kept_s
+                )
         return JSONResponse(told_file(file))
 
     async def list(self, request: Request) -> Response:
         """A page of them."""
         owner, asked = self._owners.of(request), page_asked(request, most=10_000, usual=MAX_FILES)
         purpose = choice_asked(request, "purpose", (*PURPOSES, "batch_output"), "")
-        found = await asyncio.to_thread(self._files.page, owner, asked, purpose)
+        found = await LISTINGS.run(self._files.page, owner, asked, purpose)
         return listed(None if found is None else ([told_file(one) for one in found[0]], found[1]))
 
     async def retrieve(self, request: Request, file_id: str) -> Response:
@@ -98,7 +104,7 @@ class FileRoutes:
         """Its bytes, of no kind that a browser would show."""
         file = await self._found(request, file_id)
         try:
-            opened = await asyncio.to_thread(self._files.open, file)
+            opened = await FILES.run(self._files.open, file)
         except FileNotFoundError:
             raise no_file(file_id) from None
         disposition = {"Content-Disposition": f'attachment; filename="{file.id}"', "Cache-Control": "private"}
@@ -107,13 +113,13 @@ class FileRoutes:
     async def delete(self, request: Request, file_id: str) -> Response:
         """Forget one, unless a batch is at it."""
         file = await self._found(request, file_id)
-        if file.id in await asyncio.to_thread(self._batches.files_in_use):
+        if file.id in await LISTINGS.run(self._batches.files_in_use):
             raise HttpError(409, f"{file.id} is the input of a batch; cancel that first.", code="file_in_use")
-        await asyncio.to_thread(self._files.delete, file)
+        await LISTINGS.run(self._files.delete, file)
         return JSONResponse({"id": file.id, "object": "file", "deleted": True})
 
     async def _found(self, request: Request, name: str) -> File:
-        file = await asyncio.to_thread(self._files.get, self._owners.of(request), name)
+        file = await LISTINGS.run(self._files.get, self._owners.of(request), name)
         if file is None:
             raise no_file(name)
         return file

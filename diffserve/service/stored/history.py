@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from typing import Any, Final
 
@@ -19,6 +18,7 @@ from diffserve.service.http.sending import send_file
 from diffserve.service.images.remembering import PictureHistory
 from diffserve.service.stored.files import listed
 from diffserve.service.stored.owners import Owners
+from diffserve.service.threads import ANSWERS
 from diffserve.store.history import MAX_WORDS, Entry, Wanted
 
 MAX_QUERY_CHARS: Final = 500
@@ -72,7 +72,7 @@ class HistoryRoutes:
         """Its file in small, made anew each time."""
         entry = await self._found(request, history_id)
         with (await self._history.do(self._history.open, entry)).file as file:
-            small = await asyncio.to_thread(lambda: thumbnail(file.read(), THUMBNAIL_PX))
+            small = await ANSWERS.run(lambda: thumbnail(file.read(), THUMBNAIL_PX))
         return Response(small, media_type="image/webp", headers=_headers(entry, ".webp"))
 
     async def forget(self, request: Request, history_id: str) -> Response:

@@ -32,6 +32,7 @@ from diffserve.service.http.openapi import IDEMPOTENCY_KEY
 from diffserve.service.http.streams import EventStreamResponse, Lasting
 from diffserve.service.lifecycle import WARNINGS, hung_up, in_thread_if_long, warning_headers
 from diffserve.service.stored.owners import Owners
+from diffserve.service.threads import ANSWERS, LISTINGS
 from diffserve.store.replies import MAX_REPLY_BYTES, Replies, Reply, name_of
 
 REPLAYED: Final = "Idempotent-Replayed"
@@ -78,7 +79,7 @@ class Idempotency:
         over = asyncio.get_running_loop().create_future()
         self._running[name] = digest, over
         try:
-            kept = await asyncio.to_thread(self._replies.get, name)
+            kept = await LISTINGS.run(self._replies.get, name)
             if kept is not None:
                 _require_same(kept.request, digest)
                 self._end(name, kept)
@@ -115,8 +116,8 @@ class Idempotency:
             if body is not None and response.status_code == 200:
                 headers = {name: value for name, value in response.headers.items() if name not in NOT_KEPT}
                 reply = Reply(digest, response.status_code, headers, body)
-                if not await asyncio.to_thread(self._is_kept, name, reply):
-                    reply = await asyncio.to_thread(_warned, reply)
+                if not await LISTINGS.run(self._is_kept, name, reply):
+                    reply = await ANSWERS.run(_warned, reply)
                     response = Response(reply.body, reply.status, reply.headers)
         finally:
             self._end(name, reply)

@@ -8,6 +8,7 @@ from diffserve.config import ServeConfig
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.hosts import is_loopback
 from diffserve.service.http.keys import KeyRing
+from diffserve.service.lifecycle import owner_of
 
 
 class Owners:
@@ -31,7 +32,7 @@ class Owners:
     def known(self, request: Request) -> str | None:
         """The same, ``None`` for those."""
         if self._ring is not None and self._ring.is_closed:
-            return str(request.scope.get("state", {}).get("key_id", ""))
+            return owner_of(request)
         return "" if self._is_alone else None
 
     def is_good(self, owner: str) -> bool:

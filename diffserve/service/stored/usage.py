@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from diffserve.service.http.errors import HttpError
 from diffserve.service.http.named import named, number_asked, query, responses
 from diffserve.service.stored.owners import Owners
+from diffserve.service.threads import LISTINGS
 from diffserve.store.usage import MAX_DAYS, Usage, Used, day_of
 
 TOGETHER_S: Final = 0.05
@@ -56,7 +57,7 @@ class UsageBook:
         """Write down all that was used so far."""
         async with self._turn:
             if self._left:
-                await asyncio.to_thread(self._add, self._taken())
+                await LISTINGS.run(self._add, self._taken())
 
     def _taken(self) -> dict[tuple[str, str], Used]:
         left, self._left = self._left, {}
@@ -93,7 +94,7 @@ class UsageRoutes:
     async def _told(self, request: Request, owner: str | None) -> Response:
         num_days = number_asked(request, "days", range(1, MAX_DAYS + 1), USUAL_DAYS)
         await self._book.settle()
-        found = await asyncio.to_thread(self._usage.days, day_of(time.time(), num_days - 1), owner)
+        found = await LISTINGS.run(self._usage.days, day_of(time.time(), num_days - 1), owner)
         total = Used()
         for _, _, used in found:
             total = total.plus(used)

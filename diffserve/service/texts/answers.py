@@ -20,10 +20,10 @@ class ChatAnswers:
 
     def answer(self, plan: CheckedTexts, finished: Sequence[TextFinished]) -> Json:
         """An object "chat.completion"."""
-        choices = [
+        choices: list[Json] = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": result.text, "refusal": None},
+                "message": {"role": "assistant", "content": result.text, "refusal": None, "annotations": []},
                 "logprobs": self._logprobs(plan, result.tokens, result.finish_reason),
                 "finish_reason": result.finish_reason,
             }

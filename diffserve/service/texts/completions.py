@@ -22,6 +22,7 @@ from diffserve.service.models import check_language_model
 from diffserve.service.texts.answers import ChatAnswers, CompletionAnswers, Dialect, chunk, usage
 from diffserve.service.texts.schemas import ChatBody, CompletionBody, SamplingBody
 from diffserve.service.texts.texts import CheckedTexts, plan_chat, plan_completion
+from diffserve.service.threads import ANSWERS
 from diffserve.text_types import (
     LanguageModelInfo,
     TextAccepted,
@@ -45,7 +46,7 @@ class Completions(Endpoint[SamplingT, CheckedTexts]):
 
     async def _check(self, body: SamplingT, request: Request, client: str) -> tuple[CheckedTexts, Place]:
         info = check_language_model(body.model, self._engine.text_info, self._engine.models)
-        plan = await asyncio.to_thread(self.plan, body, info, self._config, request.state.request_id)
+        plan = await ANSWERS.run(self.plan, body, info, self._config, request.state.request_id)
         share, num = share_of(request), len(plan.requests)
         asked = tuple(msgspec.structs.replace(one, client=client, share=share) for one in plan.requests)
         work, priority = sum(one.num_texts for one in asked), asked[0].priority

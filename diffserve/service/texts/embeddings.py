@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
@@ -24,6 +23,7 @@ from diffserve.service.http.streams import Events
 from diffserve.service.lifecycle import json_response
 from diffserve.service.models import find_model
 from diffserve.service.texts.schemas import TokenId
+from diffserve.service.threads import ANSWERS
 from diffserve.types import MAX_PROMPT_CHARS, ModelInfo
 
 MAX_DIMENSIONS: Final = 65_536
@@ -84,7 +84,7 @@ class EmbeddingEndpoint(Endpoint[EmbeddingBody, EmbeddingPlan]):
         async with self._engine.submit(plan.request, ticket.watch, is_whole=True) as job:
             async for told in job:
                 if isinstance(told, Embedded):
-                    return json_response(await asyncio.to_thread(answer_of, plan, told), plan.warnings)
+                    return json_response(await ANSWERS.run(answer_of, plan, told), plan.warnings)
         raise DiffserveError("the engine finished without vectors.")
 
     def _events(self, checked: EmbeddingPlan, ticket: Ticket) -> Events:

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from diffserve.sampling_params import MAX_LOGPROBS, MAX_STOPS, MAX_TOKENS
-from diffserve.service.http.bodies import CHANGES_NOTHING, Ignored, IgnoredFlag, IgnoredObject, WorkBody
+from diffserve.sampling_params import MAX_BIAS, MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, MAX_TOKENS
+from diffserve.service.http.bodies import Ignored, IgnoredFlag, IgnoredObject, WorkBody
 from diffserve.settings import configs_dir
 from diffserve.text_types import MAX_MESSAGES, MAX_PROMPT_TOKENS, MAX_TEXT_CHARS, MAX_TEXTS, MAX_TOKEN_ID
 from diffserve.types import MAX_PROMPT_CHARS, MAX_SEED
@@ -35,7 +35,6 @@ REFUSED: Final[dict[str, str]] = {
     **dict.fromkeys(("prompt_logprobs", "echo"), "the prompt itself is not repeated or scored."),
     **dict.fromkeys(("audio", "web_search_options"), "this server answers in text alone and looks nothing up."),
     "moderation": "this server moderates nothing.",
-    "logit_bias": "tokens cannot be made likelier one by one; use presence_penalty or frequency_penalty.",
     "suffix": "the model continues a text, it does not fill gaps.",
 }
 
@@ -47,7 +46,12 @@ Salt = Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS, description=SAME_SA
 Seed = Annotated[int, Field(ge=-1, le=MAX_SEED, description="-1 or null: random.")]
 ModelName = Annotated[str, Field(description="A name from /v1/models; omitted: the loaded language model.")]
 Prompt = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
+ToolChoice = Annotated[str | dict[str, Any], Field(description="none or auto, which change nothing.")]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+LogitBias = Annotated[
+    dict[Annotated[str, Field(pattern="^[0-9]{1,19}$")], Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
+    Field(max_length=MAX_BIASES, description="Token ids, and what is added to their logits."),
+]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
 
 
@@ -92,6 +96,9 @@ class Format(Strict):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
+    object_schema: Annotated[
+        dict[str, Any] | None, Field(alias="schema", description="Of json_object, as llama.cpp's server takes it.")
+    ] = None
 
 
 class SamplingBody(WorkBody):
@@ -109,6 +116,7 @@ class SamplingBody(WorkBody):
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    logit_bias: LogitBias | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
@@ -121,8 +129,8 @@ class SamplingBody(WorkBody):
     response_format: Format | None = None
     cache_salt: Salt | None = None
 
-    tool_choice: Annotated[Literal["none", "auto"], Field(description=CHANGES_NOTHING)] | None = None
-    function_call: Annotated[Literal["none", "auto"], Field(description=CHANGES_NOTHING)] | None = None
+    tool_choice: ToolChoice | None = None
+    function_call: ToolChoice | None = None
     user: Ignored | None = None
     safety_identifier: Ignored | None = None
     prompt_cache_key: Ignored | None = None

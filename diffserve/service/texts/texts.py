@@ -9,9 +9,10 @@ from typing import Any, Final
 
 from diffserve.config import ServeConfig
 from diffserve.errors import InvalidRequest
-from diffserve.json_schemas import ANY_OBJECT, check_schema, no_json
+from diffserve.json_schemas import ANY_OBJECT, check_schema, max_tokens_of, no_json
 from diffserve.sampling_params import SamplingParams
 from diffserve.service.endpoint import Checked
+from diffserve.service.http.bodies import show
 from diffserve.service.texts.schemas import (
     DEFAULT_CHAT_TOKENS,
     DEFAULT_COMPLETION_TOKENS,
@@ -122,6 +123,14 @@ def _plan(
 
 
 def _refuse_unsupported(body: SamplingBody) -> None:
+    for name in ("tool_choice", "function_call"):
+        choice = getattr(body, name)
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest(
+                f"{name} is {show(choice)}; this server calls no tools: give none or auto, or leave it out.",
+                param=name,
+                code="unsupported_value",
+            )
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is given without stream; set stream to true.", param="stream_options")
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -139,7 +148,7 @@ def schema_of(wanted: Format | None, info: LanguageModelInfo, param: str = "resp
     if not info.speaks_json:
         raise no_json(info.model_id, param)
     if wanted.type == "json_object":
-        return ANY_OBJECT
+        return schema_text(wanted.object_schema, f"{param}.schema")
     if wanted.json_schema is None:
         raise InvalidRequest(
             f'{param}.json_schema is missing; give {{"name": ..., "schema": ...}}.',
@@ -166,15 +175,21 @@ def _params(body: SamplingBody, info: LanguageModelInfo, max_tokens: int, logpro
     """What is given, and the defaults of SamplingParams for the rest."""
     given = {name: getattr(body, name) for name in SAME_NAMES if getattr(body, name) is not None}
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    for token_id in body.logit_bias or {}:
+        if int(token_id) >= info.vocab_size:
+            message = f"logit_bias names token {token_id}; {info.model_id} has tokens from 0 to {info.vocab_size - 1}."
+            raise InvalidRequest(message, param="logit_bias")
+    schema = schema_of(body.response_format, info)
     return SamplingParams(
         **given,
         top_k=max(body.top_k or 0, 0),
-        max_tokens=max_tokens,
+        max_tokens=max_tokens_of(schema, max_tokens),
         stop=tuple(stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
+        logit_bias=tuple((int(token_id), value) for token_id, value in (body.logit_bias or {}).items()),
         seed=None if body.seed in (None, -1) else body.seed,
         logprobs=logprobs,
-        json_schema=schema_of(body.response_format, info),
+        json_schema=schema,
     )
 
 

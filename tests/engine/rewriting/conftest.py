@@ -13,6 +13,7 @@ from diffserve.engine.text import TextEngine
 from diffserve.rewriting import TextWindow
 from diffserve.runtime.language import LanguageModel, load_language_model
 from diffserve.text_types import TextConfig
+from tests.device import DEVICE
 from tests.engine.rewriting import scripted
 
 MakeRewriter = Callable[..., Rewriter]
@@ -43,7 +44,7 @@ def count_words(prompt: str) -> int:
 def scripted_model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     directory: Path = tmp_path_factory.mktemp("scripted")
     scripted.save(directory, SCRIPT, forks=FORKS)
-    return load_language_model(directory, dtype="float32", device="cpu")
+    return load_language_model(directory, dtype="float32", device=DEVICE)
 
 
 @pytest.fixture

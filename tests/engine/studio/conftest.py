@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from diffserve.config import EngineConfig
+from diffserve.engine.image.compiled_groups import is_deterministic
 from diffserve.engine.image.engine import Engine
-from diffserve.engine.image.shape_groups import is_deterministic
 from diffserve.engine.rewriter import Rewriter
 from diffserve.engine.studio import Studio
 from diffserve.engine.text import TextEngine
@@ -20,6 +20,7 @@ from diffserve.runtime.kv import PagePool
 from diffserve.runtime.language import LanguageModel, load_language_model
 from diffserve.runtime.text.conditioning import image_specs
 from diffserve.text_types import TextConfig
+from tests.device import DEVICE
 from tests.engine.studio.talker import save_talker
 
 SAYS = "fox"
@@ -36,12 +37,12 @@ def talker_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def talker(talker_directory: Path) -> LanguageModel:
-    return load_language_model(talker_directory, dtype="float32", device="cpu")
+    return load_language_model(talker_directory, dtype="float32", device=DEVICE)
 
 
 @pytest.fixture(scope="session")
 def painter(tiny_model: Callable[[str], Path]) -> DiffusionModel:
-    return load_model(tiny_model("sd15"), dtype="float32", device="cpu")
+    return load_model(tiny_model("sd15"), dtype="float32", device=DEVICE)
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def make_studio(painter: DiffusionModel, talker: LanguageModel) -> Iterator[Make
             made.append(Studio(Engine(painter, config), time_share=time_share, **timed))
             return made[-1]
         specs = [*image_specs(painter, is_exact=is_deterministic(painter, config)), talker.spec("llm")]
-        pool = PagePool.for_specs(pool_bytes, specs)
+        pool = PagePool.for_specs(pool_bytes, specs, device=DEVICE)
         texts = TextEngine(talker, pool, TextConfig(**{"num_draft_tokens": 0, **(text or {})}), **timed)
         rewriter = Rewriter(texts, style="tags", window=TextWindow.of(painter.text))
         made.append(Studio(Engine(painter, config, pool=pool), texts, rewriter, time_share=time_share, **timed))

@@ -21,6 +21,7 @@ from diffserve.ipc import AnyRequest
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.text.conditioning import PagedConditioner
 from diffserve.types import Cancelled, Failed, Painted
+from tests.device import DEVICE, tolerance
 from tests.engine.studio.conftest import MakeStudio
 from tests.engine.studio.test_models import MakeStudio as MakeModels
 from tests.engine.studio.test_models import make_models as make_models
@@ -45,26 +46,26 @@ def pooled(model: DiffusionModel, given: str) -> NDArray[np.float32]:
     """As transformers pools it: windows of the tokenizer's tokens, each by their number."""
     encoder = model.text.encoders[-1]
     ids = encoder.tokenizer(given, add_special_tokens=False).input_ids
-    room, whole = encoder.window_tokens - 2, torch.zeros(())
+    room, whole = encoder.window_tokens - 2, torch.zeros((), device=DEVICE)
     for start in range(0, len(ids), room):
         body = ids[start : start + room]
         padding = [encoder.special.pad] * (room - len(body))
-        window = torch.tensor([[encoder.special.start, *body, encoder.special.end, *padding]])
+        window = torch.tensor([[encoder.special.start, *body, encoder.special.end, *padding]], device=DEVICE)
         with torch.inference_mode():
             output = encoder.network(window)
         vector = output.text_embeds if hasattr(output, "text_embeds") else output.pooler_output
         whole = whole + len(body) * torch.nn.functional.normalize(vector[0], dim=0)
-    return np.asarray(torch.nn.functional.normalize(whole, dim=0).numpy())
+    return np.asarray(torch.nn.functional.normalize(whole, dim=0).cpu().numpy())
 
 
 @pytest.mark.parametrize(("kind", "way"), [("sd15", "paged"), ("sd15", "plain"), ("sdxl", "paged")])
 def test_a_vector_is_what_the_encoder_pools(tiny_model: Callable[[str], Path], kind: str, way: str) -> None:
-    model = load_model(tiny_model(kind), dtype="float32", device="cpu")
+    model = load_model(tiny_model(kind), dtype="float32", device=DEVICE)
     studio = Studio(Engine(model, EngineConfig(cross_attention=way)))  # type: ignore[arg-type]
     words = ("a red fox", "the (dog:1.3) [cat]", "fox " * 120)
     found = embedded(studio, *words)
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1.0, atol=1e-6)
-    np.testing.assert_allclose(found, [pooled(model, one) for one in words], atol=2e-6)
+    np.testing.assert_allclose(found, [pooled(model, one) for one in words], atol=tolerance(2e-6))
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from diffserve.rewriting import TextWindow
 from diffserve.runtime import load_model
 from diffserve.settings import load_settings
 from diffserve.types import Cancelled, DiffusionParams, Failed, Finished, GenerationRequest, Painted, Queued
+from tests.device import DEVICE
 from tests.engine.controlnets import control_map
 from tests.engine.controlnets import write_folder as write_controlnets
 from tests.engine.loras import write_folder
@@ -46,7 +47,12 @@ def make_models(tiny_model: Model) -> Iterator[MakeStudio]:
         controlnet_dir: Path | str = "",
         **others: Path,
     ) -> Studio:
-        env = {"DIFFSERVE_MODEL_DTYPE": "float32", "DIFFSERVE_TEXT_MODEL": "", "DIFFSERVE_ENGINE_MAX_ROWS": "4"}
+        env = {
+            "DIFFSERVE_ENGINE_CACHE_DIR": "",
+            "DIFFSERVE_MODEL_DTYPE": "float32",
+            "DIFFSERVE_TEXT_MODEL": "",
+            "DIFFSERVE_ENGINE_MAX_ROWS": "4",
+        }
         env |= {"DIFFSERVE_ENGINE_KV_POOL_BYTES": "auto", "DIFFSERVE_SERVE_UNLOAD_AFTER_S": str(unload_after_s)}
         env |= {"DIFFSERVE_MODEL_LORA_DIR": str(lora_dir), "DIFFSERVE_MODEL_CONTROLNET_DIR": str(controlnet_dir)}
         asked = [f"{name}={path}" for name, path in others.items()]
@@ -188,7 +194,7 @@ def test_thirty_two_pictures_of_two_models_three_adapters_and_a_controlnet_are_e
         shutil.rmtree(other / part)
         shutil.copytree(tiny_model("sd15") / part, other / part)
     folder.mkdir()
-    model = load_model(tiny_model("sd15"), dtype="float32", device="cpu")
+    model = load_model(tiny_model("sd15"), dtype="float32", device=DEVICE)
     write_folder(folder, model)
     folders = {"lora_dir": folder, "controlnet_dir": write_controlnets(tmp_path / "controlnets", model.unet.network)}
     studio = make_models(**folders, other=other)
@@ -250,7 +256,7 @@ def allocated_bytes() -> int:
 @pytest.mark.slow
 def test_memory_returns_when_a_model_goes(make_models: MakeStudio, tiny_model: Model, tmp_path: Path) -> None:
     """With all that it has read: adapters of every kind of layer, and a ControlNet."""
-    model = load_model(tiny_model("sd2"), dtype="float32", device="cpu")
+    model = load_model(tiny_model("sd2"), dtype="float32", device=DEVICE)
     (folder := tmp_path / "adapters").mkdir()
     controlnets = write_controlnets(tmp_path / "controlnets", model.unet.network)
     studio = make_models(lora_dir=write_folder(folder, model), controlnet_dir=controlnets, other=tiny_model("sd2"))

@@ -12,6 +12,7 @@ from diffserve.engine.text import TextEngine
 from diffserve.runtime.kv import PagePlan, PagePool
 from diffserve.runtime.language import LanguageModel, load_language_model
 from diffserve.text_types import TextConfig
+from tests.device import DEVICE
 from tests.runtime.language import tiny
 
 Load = Callable[..., LanguageModel]
@@ -27,7 +28,7 @@ def language(tmp_path_factory: pytest.TempPathFactory) -> Load:
     def load(kind: str, seed: int = 0) -> LanguageModel:
         if (kind, seed) not in loaded:
             directory = tiny.save(root / f"{kind}-{seed}", kind, seed=seed)
-            loaded[kind, seed] = load_language_model(directory, dtype="float32", device="cpu")
+            loaded[kind, seed] = load_language_model(directory, dtype="float32", device=DEVICE)
         return loaded[kind, seed]
 
     return load
@@ -40,7 +41,7 @@ def pages_of(*models: LanguageModel, num_pages: int = 10, page_tokens: int = 4) 
     ]
     page_bytes = max(sum(spec.layer_bytes(layer) for layer in range(len(spec.layers))) for spec in specs)
     page_bytes = -(-page_bytes // 64) * 64
-    pool = PagePool(num_pages, page_bytes)
+    pool = PagePool(num_pages, page_bytes, device=models[0].device)
     pool.arena.data.fill_(255)  # every float is NaN until it is written
     for spec in specs:
         assert pool.register(spec) == PagePlan(spec, page_bytes)

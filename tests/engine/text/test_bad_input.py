@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from diffserve.engine.text import TextEngine
 from diffserve.errors import ConfigError, EngineUnavailable, InvalidRequest, QueueFull
+from diffserve.json_schemas import ANY_OBJECT
 from diffserve.runtime.kv import PoolTooSmall
+from diffserve.runtime.language import load_language_model
 from diffserve.sampling_params import SamplingParams
 from diffserve.text_types import TextConfig, TextRequest
+from tests.device import DEVICE
 from tests.engine.text.asking import expected, greedy, said
 from tests.engine.text.conftest import Load, MakeEngine
 from tests.runtime.language import tiny
@@ -20,6 +26,17 @@ IDS = tiny.random_ids(6, seed=6)
 
 def assert_alive(engine: Any) -> None:
     assert said(engine.generate(greedy(IDS, 4))[0]) == expected("llama", IDS, 4)
+
+
+def test_a_schema_without_llguidance_is_refused_by_the_name_of_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    model = load_language_model(tiny.save(tmp_path / "llama", "llama"), dtype="float32", device=DEVICE)
+    assert not model.info.speaks_json
+    engine = TextEngine.from_model(model)
+    with pytest.raises(InvalidRequest, match="pip install llguidance"):
+        engine.generate(TextRequest(prompt="a fox", params=SamplingParams(json_schema=ANY_OBJECT)))
 
 
 @pytest.mark.parametrize("extra", [0, 1, 1000])

@@ -16,6 +16,7 @@ from diffserve.runtime.language import LanguageModel, load_language_model
 from diffserve.runtime.loading.library_imports import import_quietly
 from diffserve.sampling_params import SamplingParams
 from diffserve.text_types import TextConfig, TextRequest
+from tests.device import DEVICE
 from tests.engine.text.conftest import pages_of
 
 DIRECTORY = Path(diffserve.embedded.__file__).parent / "rewriter"
@@ -25,7 +26,7 @@ PROMPTS = [prompt(wish, system_prompt() if index % 3 == 0 else "") for index, wi
 
 @pytest.fixture(scope="module")
 def model() -> LanguageModel:
-    return load_language_model(DIRECTORY, dtype="float32", device="cpu")
+    return load_language_model(DIRECTORY, dtype="float32", device=DEVICE)
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import jsonschema
 import pytest
+from pydantic import BaseModel
 
 from diffserve.errors import InvalidRequest
-from diffserve.json_schemas import ANY_OBJECT, check_schema
+from diffserve.json_schemas import ANY_OBJECT, check_schema, followed, max_tokens_of
 from diffserve.runtime.decoding import json_constraint
 from diffserve.sampling_params import SamplingParams
 from diffserve.text_types import TextAccepted, TextFinished, TextRequest, TextResult
@@ -134,6 +135,94 @@ def test_schemas_are_compiled_beside_the_ticks_and_few_are_kept(
     gate.set()
     assert told == {first}, "somebody waits for a schema who did not ask for it"
     assert [event.text for event in engine.events() if isinstance(event, TextFinished)] == ["99"]
+
+
+class Address(BaseModel):
+    street: str
+    number: int | None = None
+
+
+class Plain(BaseModel):
+    """A usual model of an application, which bounds nothing and does not forbid other keys."""
+
+    name: str
+    age: int
+    height: float
+    mood: Literal["calm", "wild"]
+    tags: list[str]
+    home: Address
+    addresses: list[Address]
+
+
+class Loose(BaseModel):
+    """Values that may be nearly anything."""
+
+    counts: dict[str, int]
+    anything: Any
+    either: int | str
+    maybe: float | None = None
+
+
+class Tree(BaseModel):
+    """A schema that refers to itself."""
+
+    value: int
+    parts: list[Tree]
+
+
+@pytest.mark.parametrize("kind", [Plain, Loose, Tree])
+@pytest.mark.parametrize("num_draft_tokens", [0, 4])
+def test_texts_of_plain_schemas_end_as_valid_objects(
+    kind: type[BaseModel], num_draft_tokens: int, make_engine: MakeEngine
+) -> None:
+    schema = kind.model_json_schema()
+    engine = make_engine(max_sequences=16, num_draft_tokens=num_draft_tokens)
+    requests = [held(schema, seed, 160, temperature=0.5 + seed) for seed in range(4)]
+    for answer in engine.generate(requests):
+        [result] = answer.results
+        assert result.finish_reason == "stop", result.text
+        assert set(json.loads(result.text)) <= set(kind.model_fields), "no key is invented"
+        kind.model_validate_json(result.text)
+
+
+def test_numbers_strings_and_lists_have_default_limits(make_engine: MakeEngine) -> None:
+    for schema, max_chars in (
+        ({"type": "integer"}, 19),
+        ({"type": "integer", "minimum": 7}, 18),
+        ({"type": "number"}, 24),
+        ({"type": ["integer", "null"]}, 19),
+        ({"type": "array", "items": {"type": "integer"}, "maxItems": 2}, 41),
+        ({"minimum": 0}, 24),
+    ):
+        text = json.dumps(schema)
+        check_schema(text, "schema")
+        assert max_tokens_of(text, 1024) <= max_chars + 12
+        for seed in range(4):
+            [answer] = make_engine().generate([held(schema, seed, 60)])
+            assert len(answer.text) <= max_chars, answer.text
+            check_follows(answer.results[0], schema)
+    assert max_tokens_of('{"type":"boolean"}', 1024) == 6
+    assert max_tokens_of(json.dumps(Plain.model_json_schema()), 256) == 256
+    limits = json.dumps(followed(json.dumps({"type": "array", "items": {"type": "string"}})))
+    assert '"maxItems": 64' in limits
+    assert '"maxLength": 1024' in limits
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"type": "integer", "maximum": 10**20}}, "required": ["a"]},
+        {"type": "string", "pattern": "^[a-f]{2000}$"},
+        {"type": "string", "minLength": 2000},
+        {"type": "array", "items": {"const": 1}, "minItems": 100},
+        {"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+         "$defs": {name: {"properties": {name: {"type": "boolean"}}, "required": [name]} for name in "ab"}},
+        {"type": "number", "multipleOf": 0.5},
+        {"properties": {"a": {"properties": {"b": {}}}}},
+    ],
+)  # fmt: skip
+def test_a_schema_with_its_own_limits_is_still_followed(schema: dict[str, Any]) -> None:
+    check_schema(json.dumps(schema), "schema")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from diffserve.sampling_params import SamplingParams
 from tests.runtime.decoding.tiny_lms import END, KINDS, VOCAB, next_logits, tiny_lm
 
 PROMPT = [1, 20, 21, 22, 20, 9]
-SETTINGS: tuple[dict[str, float], ...] = (
+SETTINGS: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.7},
     {"top_k": 5},
@@ -28,6 +28,7 @@ SETTINGS: tuple[dict[str, float], ...] = (
     {"repetition_penalty": 1.7},
     {"repetition_penalty": 0.6, "temperature": 1.3},
     {"min_tokens": 9, "temperature": 2.0},
+    {"logit_bias": ((3, 4.0), (21, -100.0), (VOCAB + 5, 1.0)), "repetition_penalty": 1.3},
     {"temperature": 0.7, "top_k": 12, "top_p": 0.9},
     {"temperature": 3.0, "top_k": 30, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.3, "min_tokens": 4},
 )
@@ -43,9 +44,11 @@ def chosen(logits: Tensor, rows: list[SamplingState]) -> list[Choice]:
     return [choice for choice in choices if isinstance(choice, Choice)]
 
 
-def their_run(settings: dict[str, float]) -> Any:
+def their_run(settings: dict[str, Any]) -> Any:
     """transformers' own sampling with these settings: tokens, logits and processed scores of each step."""
     given = {"min_new_tokens" if name == "min_tokens" else name: value for name, value in settings.items()}
+    if bias := given.pop("logit_bias", None):
+        given["sequence_bias"] = {(token_id,): value for token_id, value in bias if token_id < VOCAB}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         return tiny_lm("llama").generate(
@@ -61,7 +64,7 @@ def their_run(settings: dict[str, float]) -> Any:
 
 def test_scores_of_a_mixed_batch_are_transformers_row_by_row() -> None:
     runs = [their_run(settings) for settings in SETTINGS]
-    rows = [SamplingState(SamplingParams(**settings), PROMPT, end_ids=[END]) for settings in SETTINGS]  # type: ignore[arg-type]
+    rows = [SamplingState(SamplingParams(**settings), PROMPT, end_ids=[END]) for settings in SETTINGS]
     alive = list(range(len(rows)))
     for step in range(12):
         alive = [index for index in alive if step < len(runs[index].scores)]

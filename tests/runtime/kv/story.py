@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from diffserve.runtime.kv import Gathered, KVSpec, LayerSpec, PagePool, PageTable
+from tests.device import DEVICE
 
 NUM_PAGES, PAGE_BYTES = 10, 512
 LLM = KVSpec("llm", (LayerSpec(2, 8), LayerSpec(2, 8)), torch.float32, page_tokens=4)
@@ -18,7 +19,7 @@ UNET = KVSpec("unet", (LayerSpec(2, 4), LayerSpec(4, 2)), torch.float32, page_to
 
 def ten_pages(*specs: KVSpec) -> PagePool:
     """A pool of ten pages with these tenants."""
-    pool = PagePool(NUM_PAGES, PAGE_BYTES)
+    pool = PagePool(NUM_PAGES, PAGE_BYTES, device=DEVICE)
     for spec in specs:
         pool.register(spec)
     return pool
@@ -35,7 +36,7 @@ def history_numbers(token_ids: Sequence[int], salt: bytes = b"") -> list[float]:
 
 def write_tokens(pool: PagePool, table: PageTable, token_ids: Sequence[int], start: int, salt: bytes = b"") -> None:
     """Write tokens ``start`` onwards in all layers: keys are history numbers plus half the layer, values minus that."""
-    numbers = torch.tensor(history_numbers(token_ids, salt)[start:])
+    numbers = torch.tensor(history_numbers(token_ids, salt)[start:], device=DEVICE)
     spec = table.plan.spec
     batch = pool.batch([table], [start], [len(token_ids)])
     for index, layer in enumerate(spec.layers):
@@ -55,7 +56,7 @@ def gather(pool: PagePool, tables: Sequence[PageTable], layer: int, lengths: Seq
 
 def assert_holds(pool: PagePool, table: PageTable, token_ids: Sequence[int], salt: bytes = b"") -> None:
     """Every layer of ``table`` reads as ``write_tokens`` wrote it, whoever did."""
-    numbers = torch.tensor(history_numbers(token_ids, salt))
+    numbers = torch.tensor(history_numbers(token_ids, salt), device=DEVICE)
     batch = pool.batch([table], lengths=[len(token_ids)])
     for index in range(len(table.plan.spec.layers)):
         keys, values, _ = batch.gather(index)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from diffserve.runtime.kv import Gathered, KVSpec, LayerSpec, PagePlan, PagePool, PageTable, PageTableError
+from tests.device import DEVICE
 from tests.runtime.kv.story import LLM, UNET, assert_holds, gather, ten_pages, told, write, write_tokens
 
 WIDTHS = (LayerSpec(2, 8), LayerSpec(1, 24), LayerSpec(4, 16), LayerSpec(3, 5))
@@ -13,7 +14,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Rows = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def wide_pool(dtype: torch.dtype, device: str = "cpu") -> PagePool:
+def wide_pool(dtype: torch.dtype, device: str = DEVICE) -> PagePool:
     """Layers of four widths; every page holds NaN in any dtype until written."""
     spec = KVSpec("t", WIDTHS, dtype, page_tokens=16)
     pool = PagePool(40, PagePlan.smallest_page_bytes([spec]), device=device)
@@ -113,7 +114,7 @@ def test_paged_views_show_the_same_numbers() -> None:
 def test_what_requires_gradients_leaves_none_in_the_pool() -> None:
     pool = wide_pool(torch.float32)
     table, _ = pool.open("t", reserve=2)
-    keys = torch.ones((2, 2, 8), requires_grad=True)
+    keys = torch.ones((2, 2, 8), requires_grad=True, device=DEVICE)
     write(pool, table, 0, 0, keys, keys)
     assert not gather(pool, [table], 0).keys.requires_grad
 
@@ -131,7 +132,9 @@ def test_tensors_of_another_shape_or_dtype_are_refused(shape: tuple[int, ...], d
     pool = ten_pages(LLM)
     table, _ = pool.open("llm", reserve=2)
     batch = pool.batch([table], [0])
-    good, bad = torch.zeros((2, 2, 8)), torch.zeros(shape, dtype=dtype)
+    good, bad = (
+        torch.zeros(sizes, dtype=kind, device=DEVICE) for sizes, kind in (((2, 2, 8), torch.float32), (shape, dtype))
+    )
     with pytest.raises(PageTableError, match=r"values of layer 1 .* expected \(2, 2, 8\) torch.float32"):
         batch.write(1, good, bad)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagePlan, PagePool, PageTableError, salt_of
+from tests.device import DEVICE
 from tests.runtime.kv.story import LLM, UNET, assert_holds, ten_pages, told, write_tokens
 
 PROMPT = list(range(10))
@@ -23,7 +24,7 @@ def pool() -> Iterator[PagePool]:
 
 def test_two_prompts_with_a_common_prefix_of_16_tokens_share_those_pages_in_all_layers() -> None:
     spec = KVSpec("unet", tuple(LayerSpec(2, width) for width in (8, 8, 16, 32)), torch.float32, whole_sequences=True)
-    pool = PagePool(64, PagePlan.smallest_page_bytes([spec]))
+    pool = PagePool(64, PagePlan.smallest_page_bytes([spec]), device=DEVICE)
     assert pool.register(spec).num_groups == 2  # 8 + 8 + 16 on one page, 32 on the other
     common = list(range(16))
     fox = told(pool, "unet", [*common, *range(100, 161)])

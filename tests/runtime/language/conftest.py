@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from diffserve.runtime.language import LanguageModel, load_language_model
+from tests.device import DEVICE
 from tests.runtime.language import tiny
 
 Load = Callable[[str], LanguageModel]
@@ -27,7 +28,7 @@ def language(directory: Callable[[str], Path]) -> Load:
 
     def load(kind: str) -> LanguageModel:
         if kind not in loaded:
-            loaded[kind] = load_language_model(directory(kind), dtype="float32", device="cpu")
+            loaded[kind] = load_language_model(directory(kind), dtype="float32", device=DEVICE)
         return loaded[kind]
 
     return load

@@ -11,6 +11,7 @@ from diffserve.runtime.language import context_chunks, row_groups
 from diffserve.runtime.language.attention import PagedCall, Scoring, paged_attention
 from diffserve.runtime.language.row_groups import Span
 from diffserve.runtime.language.workspace import Workspace
+from tests.device import DEVICE, tolerance
 from tests.runtime.kv.story import gather, write
 
 HEADS, KEY_HEADS, DIM = 6, 2, 8
@@ -26,15 +27,20 @@ def written_out(query: Tensor, keys: Tensor, values: Tensor, window: int | None,
     scores = torch.einsum("qhd,thd->hqt", query, keys) * 0.3
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    position = torch.arange(length - num_new, length)[:, None]
-    seen = torch.arange(length) <= position
+    position = torch.arange(length - num_new, length, device=query.device)[:, None]
+    others = torch.arange(length, device=query.device)
+    seen = others <= position
     if window is not None:
-        seen &= torch.arange(length) > position - window
+        seen &= others > position - window
     return torch.einsum("hqt,thd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)
 
 
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape).to(DEVICE)
+
+
 def make_pool() -> PagePool:
-    pool = PagePool.for_specs(400 * 1024, [SPEC])
+    pool = PagePool.for_specs(400 * 1024, [SPEC], device=DEVICE)
     pool.arena.data.fill_(255)  # every float is NaN until it is written
     return pool
 
@@ -44,18 +50,18 @@ def make_pool() -> PagePool:
 def test_mixed_batch_attends_as_each_sequence_alone(
     window: int | None, softcap: float | None, long: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(row_groups.LONG_CONTEXT, "cpu", long)
+    monkeypatch.setitem(row_groups.LONG_CONTEXT, torch.device(DEVICE).type, long)
     monkeypatch.setattr(context_chunks, "CHUNK_TOKENS", 8)
     torch.manual_seed(0)
     pool = make_pool()
     tables: list[PageTable] = []
-    keys, values = ([torch.randn(span.length, KEY_HEADS, DIM) for span in SPANS] for _ in range(2))
+    keys, values = ([randn(span.length, KEY_HEADS, DIM) for span in SPANS] for _ in range(2))
     for span, key, value in zip(SPANS, keys, values, strict=True):
         table, _ = pool.open("llm", (), reserve=span.length)
         if span.length > span.num_new:
             write(pool, table, 1, 0, key[: -span.num_new], value[: -span.num_new])
         tables.append(table)
-    queries = [torch.randn(span.num_new, HEADS, DIM) for span in SPANS]
+    queries = [randn(span.num_new, HEADS, DIM) for span in SPANS]
     call = PagedCall(pool, tables, SPANS, Workspace())
     output = call(
         1,
@@ -67,15 +73,15 @@ def test_mixed_batch_attends_as_each_sequence_alone(
     pieces = output.split([SPANS[index].num_new for index in call.order])
     for index, piece in zip(call.order, pieces, strict=True):
         expected = written_out(queries[index], keys[index], values[index], window, softcap)
-        torch.testing.assert_close(piece, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(piece, expected, rtol=1e-4, atol=tolerance(1e-5))
 
 
 def test_new_keys_and_values_are_kept_in_their_own_layer() -> None:
     pool = make_pool()
     table, _ = pool.open("llm", (), reserve=3)
     call = PagedCall(pool, [table], [Span(3, 3)], Workspace())
-    keys, values = torch.randn(3, KEY_HEADS, DIM), torch.randn(3, KEY_HEADS, DIM)
-    call(0, torch.randn(3, HEADS, DIM), keys, values, Scoring())
+    keys, values = randn(3, KEY_HEADS, DIM), randn(3, KEY_HEADS, DIM)
+    call(0, randn(3, HEADS, DIM), keys, values, Scoring())
     found = gather(pool, [table], 0)
     assert torch.equal(found.keys[0], keys)
     assert torch.equal(found.values[0], values)
@@ -83,10 +89,10 @@ def test_new_keys_and_values_are_kept_in_their_own_layer() -> None:
 
 
 def test_workspace_serves_small_forwards_after_large_ones() -> None:
-    source = torch.arange(24.0).view(6, 2, 2, 1)
+    source = torch.arange(24.0, device=DEVICE).view(6, 2, 2, 1)
     workspace = Workspace()
     for pages in ([0, 1, 2, 3, 4, 5, 0, 1], [5], [3, 3]):
-        index = torch.tensor(pages)
+        index = torch.tensor(pages, device=DEVICE)
         assert torch.equal(workspace.gather("keys", source, index), source[index])
 
 

@@ -15,6 +15,8 @@ from diffserve.errors import ConfigError, ModelLoadError, ModelNotFound
 from diffserve.runtime.language import LanguageModel, LayerShape, compatibility, load_language_model
 from diffserve.runtime.language.attention import register
 from diffserve.runtime.language.weight_only import compute_choice
+from diffserve.runtime.loading.library_imports import import_quietly
+from tests.device import DEVICE
 from tests.runtime.language import tiny
 from tests.runtime.language.conftest import Load
 
@@ -22,7 +24,7 @@ KINDS = (*tiny.KINDS, *tiny.OTHER_KINDS)
 
 
 def load(directory: Path, **settings: Any) -> LanguageModel:
-    return load_language_model(directory, **{"dtype": "float32", "device": "cpu", **settings})
+    return load_language_model(directory, **{"dtype": "float32", "device": DEVICE, **settings})
 
 
 def change_config(directory: Path, **changes: Any) -> Path:
@@ -140,14 +142,27 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         load(directory)
 
 
-@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_rotations_that_depend_on_the_length_are_refused(rope_type: str, tmp_path: Path) -> None:
-    half = 4  # of a head of 8
-    rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 2.0}
-    if rope_type == "longrope":
-        rope |= {"short_factor": [1.0] * half, "long_factor": [2.0] * half, "original_max_position_embeddings": 80}
+def test_texts_stay_within_the_length_from_which_dynamic_positions_depend_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     directory = change_config(tiny.save(tmp_path / "llama", "llama"), rope_parameters=rope)
-    with pytest.raises(ModelLoadError, match=rf"{rope_type}.*length"):
+    model = load(directory)
+    longest = model.info.context_tokens
+    assert longest == json.loads((directory / "config.json").read_text())["max_position_embeddings"]
+    ids = tiny.random_ids(longest, seed=0)
+    reference = import_quietly("transformers", "AutoModelForCausalLM").from_pretrained(directory).eval().to(DEVICE)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([ids], device=DEVICE)).logits[0]
+    monkeypatch.setattr(compatibility, "PROBE_CUTS", ((0, 9), (9, 10), (10, longest)))
+    assert torch.allclose(compatibility._paged_logits(model, ids), expected, atol=1e-3)
+
+
+def test_rotations_by_two_sets_of_factors_are_refused(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 80}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    directory = change_config(tiny.save(tmp_path / "llama", "llama"), rope_parameters=rope)
+    with pytest.raises(ModelLoadError, match=r"longrope.*length"):
         load(directory)
 
 
@@ -191,7 +206,7 @@ def test_a_class_with_state_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 def test_attention_that_gives_other_logits_over_pages_is_refused(language: Load) -> None:
     """Here two layers write to the same pages; whatever the reason, the comparison finds it."""
-    network = tiny.make_network("llama")
+    network = tiny.make_network("llama").to(DEVICE)
     network.set_attn_implementation(register())
     source = language("llama")
     broken = LanguageModel(network, source.tokenizer, source.info, source.layers, source.device, source.dtype)
@@ -220,7 +235,7 @@ def test_int4_weights_are_near_or_refused_with_the_way_out(
 ) -> None:
     from diffserve.runtime.language.weight_only import CpuInt4Linear, int4_problem
 
-    problem = int4_problem(torch.device("cpu"))
+    problem = int4_problem(torch.device(DEVICE))
     if problem is not None:
         with pytest.raises(ConfigError, match=r"int4.*choose int8"):
             load(directory(kind), dtype="int4")

@@ -19,7 +19,7 @@ KINDS = (*tiny.KINDS, *tiny.OTHER_KINDS)
 
 
 def make_runner(model: LanguageModel, page_tokens: int = 4) -> LanguageRunner:
-    pool = PagePool.for_specs(1 << 20, [model.spec("llm", page_tokens=page_tokens)])
+    pool = PagePool.for_specs(1 << 20, [model.spec("llm", page_tokens=page_tokens)], device=model.device)
     pool.arena.data.fill_(255)  # every float is NaN until it is written
     return LanguageRunner(model, pool, page_tokens=page_tokens)
 

@@ -88,7 +88,10 @@ def make_network(kind: str, *, seed: int = 0, **changes: Any) -> Any:
     """A tiny random model of ``kind`` in float32, ready to run."""
     torch.manual_seed(seed)
     with hushed("transformers"):
-        network = import_quietly("transformers", "AutoModelForCausalLM").from_config(make_config(kind, **changes))
+        network = import_quietly("transformers", "AutoModelForCausalLM").from_config(
+            make_config(kind, **changes),
+            attn_implementation="eager",  # transformers 5.17 leaves the softcap of Gemma 2 out elsewhere
+        )
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             if name.endswith(".bias"):

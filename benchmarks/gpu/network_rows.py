@@ -1,0 +1,139 @@
+"""Rows of the GPU suite on the large models: SDXL in bf16, compiled and in float8, and SD 1.5."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Final
+
+from benchmarks.gpu.calls import (
+    compare_calls,
+    compare_layouts,
+    compiled_calls,
+    cost_curve,
+    plain_calls,
+    profile_step,
+    recorded_calls,
+)
+from benchmarks.gpu.images import invariance, latency_under_load, mixed_requests, offline_rate
+from benchmarks.gpu.vae import compare_decoders, compare_tiles
+from benchmarks.gpu.worker import Bench, NotMeasurableError
+from diffserve.runtime import DiffusionModel
+from diffserve.runtime.precision import FLOAT8
+
+MOST_ROWS: Final = 32
+QUICK_CALL_ROWS: Final = 2
+
+
+def _rows(bench: Bench, count: int) -> int:
+    return QUICK_CALL_ROWS if bench.quick else count
+
+
+def _repeats(bench: Bench) -> int:
+    return 1 if bench.quick else 5
+
+
+def _count(bench: Bench, count: int) -> int:
+    return 3 if bench.quick else count
+
+
+def _load(bench: Bench, name: str, dtype: str | None = None) -> DiffusionModel:
+    """The model, with a point that says what it is. Raises RuntimeError where it cannot be loaded."""
+
+    def load() -> dict[str, Any]:
+        model = bench.model(name, dtype)
+        return {"weights_gb": round(model.info.weights_bytes / 1e9, 3), "dtype": model.choice.dtype}
+
+    if bench.point("load", load, needs_s=5) is None:
+        raise RuntimeError(f"{name} was not loaded")
+    return bench.model(name, dtype)
+
+
+def _offline(bench: Bench, model: DiffusionModel, count: int, **config: Any) -> dict[str, Any]:
+    """The rate of a mixed batch on a new engine of ``config``."""
+    engine = bench.engine(model, **config)
+    figures = offline_rate(engine, mixed_requests(engine, _count(bench, count), quick=bench.quick))
+    engine.close()
+    return figures
+
+
+def _call_arms(bench: Bench, model: DiffusionModel, num_rows: int) -> dict[str, Any]:
+    """Plain, recorded, compiled, and compiled and recorded calls of ``num_rows`` rows, as far as they can be made."""
+    arms = {"plain": plain_calls(bench, model, num_rows), "recorded": recorded_calls(bench, model, num_rows)}
+    left_out: dict[str, str] = {}
+    try:
+        arms["compiled"] = compiled_calls(bench, model, num_rows, is_recorded=False)
+        arms["compiled and recorded"] = compiled_calls(bench, model, num_rows, is_recorded=True)
+    except NotMeasurableError as reason:
+        left_out["compiled"] = str(reason)
+    return compare_calls(arms, num_rows, repeats=_repeats(bench)) | {"left_out": left_out}
+
+
+def sdxl_calls(bench: Bench) -> None:
+    """Cost curve of paged calls, the layouts of weights, recorded calls, and the profile of a step."""
+    model = _load(bench, "sdxl")
+    most_rows = _rows(bench, MOST_ROWS)
+    bench.point("curve", lambda: cost_curve(bench, model, most_rows=most_rows, repeats=_repeats(bench)), needs_s=20)
+    sizes = (1, 2) if bench.quick else (2, 16)
+    bench.point("layouts", lambda: compare_layouts(bench, model, sizes, repeats=_repeats(bench)), needs_s=10)
+    bench.point("profile", lambda: profile_step(bench, model, sizes[-1]), needs_s=8)
+    bench.point("profile-2", lambda: profile_step(bench, model, 2), needs_s=5)
+
+
+def sdxl_images(bench: Bench) -> None:
+    """A mixed batch of 16 images of 20 guided steps: eager, recorded, deterministic; latency under load; the VAE."""
+    model = bench.model("sdxl")
+    bench.point("eager", lambda: _offline(bench, model, 16, cuda_graphs=False), needs_s=20)
+    recorded = bench.point("graphs", lambda: _offline(bench, model, 16, cuda_graphs=True), needs_s=18)
+    bench.point("vae", lambda: compare_decoders(bench, model, (1, 4)), needs_s=6)
+    if recorded is not None:
+        rate_per_s = float(recorded["images_per_s"])
+        bench.point("latency", partial(_latency, bench, model, 14, rate_per_s, cuda_graphs=True), needs_s=22)
+    bench.point("deterministic", lambda: _offline(bench, model, 8, deterministic=True, cuda_graphs=True), needs_s=18)
+    bench.point("vae-tiles", lambda: compare_tiles(bench, model), needs_s=5)
+
+
+def _latency(bench: Bench, model: DiffusionModel, count: int, rate_per_s: float, **config: Any) -> dict[str, Any]:
+    engine = bench.engine(model, **config)
+    requests = mixed_requests(engine, _count(bench, count), quick=bench.quick)
+    figures = latency_under_load(engine, requests, rate_per_s)
+    engine.close()
+    return figures
+
+
+def sdxl_compiled(bench: Bench) -> None:
+    """Compiled calls of 2 and 16 rows, alone and recorded, against the plain network; and a mixed batch with them."""
+    model = bench.model("sdxl")
+    for num_rows in (2,) if bench.quick else (16, 2):
+        bench.point(f"calls-{num_rows}", partial(_call_arms, bench, model, num_rows), needs_s=12)
+    bench.point("images", lambda: _offline(bench, model, 16, compile="warm", cuda_graphs=True), needs_s=20)
+
+
+def sdxl_float8(bench: Bench) -> None:
+    """Calls of 2, 8 and 16 rows and a mixed batch in float8, eager, recorded and compiled; a dry run has no float8."""
+    model = _load(bench, "sdxl", None if bench.quick else FLOAT8)
+    for num_rows in (2,) if bench.quick else (16, 2, 8):
+        bench.point(f"calls-{num_rows}", partial(_call_arms, bench, model, num_rows), needs_s=8)
+    bench.point("images", lambda: _offline(bench, model, 16, compile="warm", cuda_graphs=True), needs_s=18)
+
+
+def sd15(bench: Bench) -> None:
+    """Cost curve, calls of 2 and 16 rows, mixed batches eager, recorded and compiled, latency, and the profile."""
+    model = _load(bench, "sd15")
+    most_rows = _rows(bench, MOST_ROWS)
+    bench.point("curve", lambda: cost_curve(bench, model, most_rows=most_rows, repeats=_repeats(bench)), needs_s=4)
+    for num_rows in (2,) if bench.quick else (16, 2):
+        bench.point(f"calls-{num_rows}", partial(_call_arms, bench, model, num_rows), needs_s=3)
+    bench.point("eager", lambda: _offline(bench, model, 32, cuda_graphs=False), needs_s=10)
+    bench.point("graphs", lambda: _offline(bench, model, 32, cuda_graphs=True), needs_s=8)
+    bench.point("compiled", lambda: _offline(bench, model, 32, compile="warm", cuda_graphs=True), needs_s=8)
+    bench.point("deterministic", lambda: _offline(bench, model, 32, deterministic=True, cuda_graphs=True), needs_s=8)
+    bench.point("invariance", lambda: _invariance(bench, model), needs_s=6)
+    bench.point("profile", lambda: profile_step(bench, model, _rows(bench, 16)), needs_s=3)
+
+
+def _invariance(bench: Bench, model: DiffusionModel) -> dict[str, Any]:
+    engine = bench.engine(model, deterministic=True, cuda_graphs=True)
+    requests = mixed_requests(engine, _count(bench, 4), quick=bench.quick)
+    figures = invariance(engine, [request.request("") for request in requests])
+    engine.close()
+    return figures

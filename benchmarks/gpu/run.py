@@ -1,0 +1,223 @@
+"""Run the rows of the GPU suite, each before its deadline, in a worker process that is replaced when a row hangs.
+
+This process never loads torch. A worker keeps its models from row to row. A spare worker stands by with its libraries
+imported, so that a row which hangs, crashes or breaks the CUDA context costs later rows a few seconds only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.gpu.report import MOST_ERROR_CHARS, Report
+from benchmarks.gpu.schedule import MOST_JOBS, QUICK_PATIENCE, START, Job, Row, next_row
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+POLL_S: Final = 0.25
+FIRST_ROW_FAILED: Final = 2
+NO_GPU: Final = 3
+COMPILE_THREADS: Final = "6"
+"""Of each compile job: the machine has 16 cores, and tests run meanwhile."""
+
+COMPILE_LOG: Final = "compile.txt"
+
+
+def say(text: str) -> None:
+    """Print progress to standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def environment(options: dict[str, Any]) -> dict[str, str]:
+    """The environment of a worker or a compile job: this tree is importable, its caches lie in the run's folder."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    additions = {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "XDG_CACHE_HOME": str(Path(options["work"]) / "xdg"),
+        "TORCHINDUCTOR_CACHE_DIR": str(Path(options["work"]) / "inductor"),
+    }
+    return {**os.environ, **additions, **({"OMP_NUM_THREADS": "1"} if options["quick"] else {})}
+
+
+def end_group(process: subprocess.Popen[Any]) -> None:
+    """Kill ``process`` and every process of its group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+class Worker:
+    """A process that runs rows, and the messages that come from it."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.gpu.worker", json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=environment(options),
+            start_new_session=True,
+        )
+        self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def begin(self, row: Row, seconds: float) -> None:
+        """Tell the worker to run ``row`` within ``seconds``."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # the reader notices that the process is gone
+            print(json.dumps({"place": row.place, "seconds": seconds}), file=self.process.stdin, flush=True)
+
+    def message(self, timeout_s: float) -> dict[str, Any] | None:
+        """The next message; ``None`` when the process has ended. Raises ``queue.Empty`` after ``timeout_s``."""
+        return self._messages.get(timeout=max(0.0, timeout_s))
+
+    def close(self) -> None:
+        """Kill the process and all that it started."""
+        end_group(self.process)
+        self._reader.join()
+        with self.process:  # which closes its pipes
+            pass
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._messages.put(json.loads(line))
+        self._messages.put(None)
+
+
+class CompileJobs:
+    """Compile jobs, at most ``MOST_JOBS`` at a time; what they print is collected in one file."""
+
+    def __init__(self, jobs: Sequence[Job], options: dict[str, Any], report: Report) -> None:
+        self._waiting = list(jobs)
+        self._options = options
+        self._report = report
+        self._running: dict[str, tuple[subprocess.Popen[bytes], float, Path]] = {}
+
+    @property
+    def unfinished(self) -> set[str]:
+        """Names of jobs that have not ended."""
+        return {job.name for job in self._waiting} | set(self._running)
+
+    def poll(self) -> None:
+        """Start what may start, and note what has ended."""
+        for name, (process, started_s, log) in list(self._running.items()):
+            if process.poll() is not None:
+                del self._running[name]
+                end_group(process)
+                self._note(name, started_s, process.returncode, log)
+        ready = [job for job in self._waiting if job.after not in self.unfinished]
+        for job in ready[: MOST_JOBS - len(self._running)]:
+            self._waiting.remove(job)
+            self._start(job)
+
+    def _start(self, job: Job) -> None:
+        log = Path(self._options["work"]) / f"{job.name}.log"
+        command = [sys.executable, "-m", "benchmarks.gpu.compile_job", json.dumps(self._options | job._asdict())]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env={**environment(self._options), "TORCHINDUCTOR_COMPILE_THREADS": COMPILE_THREADS},
+                start_new_session=True,
+            )
+        self._running[job.name] = process, self._report.now_s, log
+        self._report.document["jobs"][job.name] = {"started_s": round(self._report.now_s, 1)}
+
+    def _note(self, name: str, started_s: float, code: int | None, log: Path) -> None:
+        text = log.read_text(encoding="utf-8", errors="replace")
+        entry = self._report.document["jobs"][name]
+        last_line = text.strip().splitlines()[-1:]
+        entry |= {"wall_s": round(self._report.now_s - started_s, 1), "exit_code": code, "says": "".join(last_line)}
+        if code:
+            entry["error"] = text[-MOST_ERROR_CHARS:]
+        with (self._report.folder / COMPILE_LOG).open("a", encoding="utf-8") as file:
+            file.write(f"== {name}: exit code {code} after {entry['wall_s']} s\n{text}\n")
+        self._report.write()
+        say(f"{self._report.now_s:7.1f} s  compile job {name} ended with {code} after {entry['wall_s']} s")
+
+    def close(self) -> None:
+        """End what still runs."""
+        for name, (process, started_s, log) in list(self._running.items()):
+            end_group(process)
+            self._note(name, started_s, None, log)
+        self._running.clear()
+        self._waiting.clear()
+
+
+def run_rows(rows: Sequence[Row], jobs: Sequence[Job], options: dict[str, Any], report: Report) -> int:
+    """Run ``rows`` in order, and ``jobs`` meanwhile. Returns 0, or the exit code that ended the run early."""
+    pending = list(rows)
+    workers: list[Worker] = []
+    compiling = CompileJobs(jobs, options, report)
+    try:
+        while pending:
+            row = next_row(pending, compiling.unfinished)
+            pending.remove(row)
+            due_s = sum(each.seconds for each in rows) - sum(each.seconds for each in pending)
+            patience = QUICK_PATIENCE if options["quick"] else 1.0
+            seconds = max(patience * due_s - report.now_s, row.most_s)
+            workers = workers or [Worker(options)]
+            entry = report.begin_row(row.name)
+            say(f"{report.now_s:7.1f} s  {row.name}: {row.what} ({seconds:.0f} s)")
+            workers[0].begin(row, seconds)
+            code = _follow(workers[0], entry, seconds, report, compiling if row.name != START else None)
+            say(f"{report.now_s:7.1f} s  {row.name}: {entry['state']}")
+            if entry["state"] == "abandoned":
+                workers.pop(0).close()
+            if code or (row.name == START and report.num_errors):
+                return code or FIRST_ROW_FAILED
+            if len(workers) < 2 and pending and not options["quick"]:
+                workers.append(Worker(options))
+        return 0
+    finally:
+        compiling.close()
+        for worker in workers:
+            worker.close()
+
+
+def _follow(
+    worker: Worker, entry: dict[str, Any], seconds: float, report: Report, compiling: CompileJobs | None
+) -> int:
+    """Take the messages of a row until it ends or has had its ``seconds``. Returns an exit code that ends the run."""
+    until_s = time.monotonic() + seconds
+    while True:
+        if compiling is not None:
+            compiling.poll()
+        try:
+            message = worker.message(min(POLL_S, until_s - time.monotonic()))
+        except queue.Empty:
+            if time.monotonic() < until_s:
+                continue
+            report.end_row(entry, "abandoned", f"it took longer than {seconds:.0f} s")
+            return 0
+        if message is None:
+            report.end_row(entry, "abandoned", f"the worker ended with {worker.process.wait()}")
+            return 0
+        if "point" in message:
+            entry["points"][message.pop("point")] = message
+            report.write()
+        elif "about" in message:
+            report.document |= message["about"]
+        elif "no_gpu" in message:
+            report.end_row(entry, "failed", message["no_gpu"])
+            return NO_GPU
+        else:
+            report.end_row(entry, "failed" if message["error"] else "done", message["error"])
+            return 0

@@ -1,0 +1,184 @@
+"""The process that runs rows of the GPU suite, and what a row is given: the device, models, and a place for results."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+import torch
+
+from benchmarks.gpu.drawn_models import load_drawn
+from benchmarks.gpu.report import MOST_ERROR_CHARS
+from diffserve.config import EngineConfig
+from diffserve.disk_cache import DiskCache
+from diffserve.engine import Engine
+from diffserve.runtime import DiffusionModel
+from diffserve.runtime.device_health import is_sticky
+from diffserve.runtime.unet.memory_format import set_memory_format
+
+QUICK_ROWS: Final = 4
+"""Rows of a call in a dry run: more would be measured first."""
+
+DEVICE_LOST: Final = 7
+"""Exit code of a worker whose CUDA context is broken: every later call would fail in it."""
+
+MODELS: Final = {"sdxl": "sdxl-random", "sd15": "sd15-random"}
+QUICK_MODELS: Final = {"sdxl": "tiny-xl-random", "sd15": "tiny-random"}
+
+
+class NotMeasurableError(Exception):
+    """A point cannot be measured here; the message says why."""
+
+
+def numbered_device(name: str) -> torch.device:
+    """The device called ``name``, with a number where it is not a CPU: some functions of torch ask for one."""
+    device = torch.device(name)
+    return device if device.type == "cpu" or device.index is not None else torch.device(device.type, 0)
+
+
+class Bench:
+    """The device, the models and the place for results that a row of the schedule uses.
+
+    device  where models run
+    quick   a dry run: tiny models in float32, few rows, few steps
+    out     the folder of results
+    work    a folder for files that are not results, shared by all processes of the run
+    """
+
+    def __init__(self, options: Mapping[str, Any], channel: TextIO) -> None:
+        self.device = numbered_device(options["device"])
+        self.quick = bool(options["quick"])
+        self.out = Path(options["out"])
+        self.work = Path(options["work"])
+        self._channel = channel
+        self._models: dict[tuple[str, str], DiffusionModel] = {}
+        self._until_s = 0.0
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether ``device`` is a CUDA device."""
+        return self.device.type == "cuda"
+
+    @property
+    def dtype(self) -> str:
+        """The 16-bit precision of the large models; float32 in a dry run."""
+        return "float32" if self.quick else "bfloat16"
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline of the row."""
+        return self._until_s - time.monotonic()
+
+    def begin(self, seconds: float) -> None:
+        """Start a row that has ``seconds``."""
+        self._until_s = time.monotonic() + seconds
+
+    def about(self, **entries: Any) -> None:
+        """Add ``entries`` to the head of the document."""
+        self._tell({"about": entries})
+
+    def no_gpu(self, reason: str) -> None:
+        """End the run: there is no GPU."""
+        self._tell({"no_gpu": reason})
+
+    def point(self, name: str, measure: Callable[[], Any], *, needs_s: float = 1.0) -> Any:
+        """Measure one point of the row and send the result, or the error. An error does not end the row.
+
+        ``needs_s``: what it takes on the GPU it was planned for; with less time left it is left out. Returns what
+        ``measure`` returns, or ``None``. The process ends where an error leaves the device useless.
+        """
+        if self.left_s < (0.0 if self.quick else needs_s):
+            self._tell({"point": name, "left_out": f"{self.left_s:.0f} s were left, it takes about {needs_s:.0f} s"})
+            return None
+        started_s = time.monotonic()
+        message: dict[str, Any] = {"point": name}
+        result, is_lost = None, False
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        try:
+            result = measure()
+            message["result"] = result if isinstance(result, (dict, list, str, int, float)) else "done"
+        except NotMeasurableError as reason:
+            message["left_out"] = str(reason)
+        except Exception as error:
+            message["error"] = "".join(traceback.format_exception(error))[-MOST_ERROR_CHARS:]
+            is_lost = is_sticky(error)
+        message["wall_s"] = round(time.monotonic() - started_s, 1)
+        if self.on_gpu and not is_lost:
+            message["peak_gb"] = round(torch.cuda.max_memory_allocated(self.device) / 1e9, 2)
+        self._tell(message)
+        if is_lost:
+            raise SystemExit(DEVICE_LOST)
+        self.free_memory()
+        return result
+
+    def end(self, error: str | None) -> None:
+        """Say that the row has ended."""
+        self._tell({"error": error})
+
+    def model(self, name: str, dtype: str | None = None) -> DiffusionModel:
+        """The model ``name`` ("sdxl", "sd15") with drawn weights; loaded once."""
+        key = name, dtype or self.dtype
+        if key not in self._models:
+            names = QUICK_MODELS if self.quick else MODELS
+            self._models[key] = load_drawn(names[name], self.work, self.device, key[1])
+        self.as_served(self._models[key])
+        return self._models[key]
+
+    def as_served(self, model: DiffusionModel) -> None:
+        """Store the weights of ``model`` as an engine does that promises no bytes; engines that do change it."""
+        set_memory_format(model, "auto", DiskCache(self.work / "cache"))
+
+    def engine(self, model: DiffusionModel, **config: Any) -> Engine:
+        """A new engine on ``model`` which knows the costs of its calls; packages and costs are kept in ``work``."""
+        settings = {"compile": "off", "cuda_graphs": False, "deterministic": False, **config}
+        settings |= {"max_rows": QUICK_ROWS} if self.quick else {}
+        cache_dir = str(self.work / "cache")
+        engine = Engine(model, EngineConfig(max_waiting=4096, trace_ticks=4096, cache_dir=cache_dir, **settings))
+        engine.warm_up()
+        while engine.study():
+            pass
+        return engine
+
+    def free_memory(self) -> None:
+        """Give back what engines of earlier points held."""
+        gc.collect()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
+    def write(self, name: str, text: str, *, append: bool = False) -> None:
+        """Write a file of results, or ``append`` to it. ``name`` is one of few: a run may leave eight files."""
+        with (self.out / name).open("a" if append else "w", encoding="utf-8") as file:
+            file.write(text)
+
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        print(json.dumps(message), file=self._channel, flush=True)
+
+
+def main() -> None:
+    """Run the rows that come by standard input, one line each, and send their results by standard output."""
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print is no message
+    bench = Bench(json.loads(sys.argv[1]), channel)
+    for line in sys.stdin:
+        order = json.loads(line)
+        bench.begin(order["seconds"])
+        module, _, function = order["place"].partition(":")
+        try:
+            getattr(importlib.import_module(module), function)(bench)
+        except Exception as error:
+            bench.end("".join(traceback.format_exception(error)))
+        else:
+            bench.end(None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""``diffserve list``: the names that requests may use, one a line, here or on a server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+from rich.console import Console
+
+from diffserve.cli.generate import note, open_engine
+from diffserve.config import Settings
+from diffserve.settings import PROFILES
+
+Kind = Literal["samplers", "models", "loras", "controlnets", "embeddings", "styles"]
+OF_REWRITER: Final = "of rewritten prompts: rewrite --style"
+FIELDS: Final[Mapping[str, tuple[str, str]]] = {
+    "loras": ("loras", "refused_loras"),
+    "controlnets": ("controlnets", "refused_controlnets"),
+    "embeddings": ("learnt_words", "refused_words"),
+}
+"""Of each kind that belongs to a model: the fields of its capabilities with the names, and with refused files."""
+
+
+def run(kind: Kind, settings: Settings) -> int:
+    """Print what this machine has, without a server."""
+    match kind:
+        case "samplers":
+            from schedulers import SAMPLERS
+
+            _print({sampler.name: sampler.label for sampler in SAMPLERS.values()})
+        case "models":
+            _print({name: "built in" if name.startswith("embedded") else "settings for a model" for name in PROFILES})
+            _print({model.model_id: model.path for model in settings.models})
+        case "styles":
+            from diffserve.rewriting import style_names
+            from diffserve.service.a1111.styles import FILE, read_styles
+
+            _print(dict.fromkeys(style_names(), OF_REWRITER))
+            folder = Path(settings.serve.data_dir).expanduser()
+            _print({style.name: f"of prompts: {FILE}" for style in read_styles(folder)})
+        case _:
+            from diffserve.service.models import image_capabilities
+
+            _print_of_model(kind, image_capabilities(open_engine(settings).info, settings.serve))
+    return 0
+
+
+def run_on_server(kind: Kind, server: str) -> int:
+    """Print what ``server`` has; of a kind that belongs to a model, what its first image model has."""
+    from diffserve.client import Client
+
+    with Client(server) as client:
+        models = client.models()
+    abilities = [model.capabilities for model in models if model.capabilities is not None]
+    image = next((ability.image for ability in abilities if ability.image is not None), None)
+    if kind == "models":
+        _print({model.id: "" for model in models})
+    elif kind == "styles":
+        languages = (ability.language for ability in abilities if ability.language is not None)
+        _print({style: OF_REWRITER for language in languages for style in language.styles})
+    elif image is not None and kind == "samplers":
+        _print({choice.name: choice.label for choice in image.samplers})
+    elif image is not None:
+        _print_of_model(kind, msgspec.structs.asdict(image))
+    return 0
+
+
+def _print_of_model(kind: Kind, capabilities: Mapping[str, Any]) -> None:
+    names, refused = FIELDS[kind]
+    _print(dict.fromkeys(capabilities[names], ""))
+    reasons = (f"{name} cannot be used: {reason}" for name, reason in capabilities[refused].items())
+    note(Console(stderr=True, highlight=False), *reasons)
+
+
+def _print(descriptions: Mapping[str, str]) -> None:
+    """Print a line for each name, with a tab before its description."""
+    for name, description in descriptions.items():
+        print(f"{name}\t{description}" if description else name)

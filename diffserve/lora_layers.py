@@ -1,0 +1,298 @@
+"""Read which layers a LoRA file changes, from the names and shapes of its tensors and its metadata, without torch.
+
+The list of LoRAs and the loader both judge files by this module. Understood are the names of diffusers, old and
+new, of its attention processors, of PEFT, of ComfyUI and of kohya's trainer, whose UNet may be numbered as diffusers or
+as the original code (SGM) does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+UNET: Final = "unet"
+TEXT_ENCODERS: Final = ("text_encoder", "text_encoder_2")
+MAX_RANK: Final = 256
+"""Largest rank of an adapter that requests may name."""
+
+PEFT_PREFIX: Final = "base_model.model."
+PREFIXES: Final = {
+    "unet.": UNET,
+    "text_encoder.": TEXT_ENCODERS[0],
+    "text_encoder_2.": TEXT_ENCODERS[1],
+    "lora_unet_": UNET,
+    "lora_te_": TEXT_ENCODERS[0],
+    "lora_te1_": TEXT_ENCODERS[0],
+    "lora_te2_": TEXT_ENCODERS[1],
+    "diffusion_model.": UNET,
+    "model.diffusion_model.": UNET,
+    "text_encoders.clip_l.transformer.": TEXT_ENCODERS[0],
+    "text_encoders.clip_g.transformer.": TEXT_ENCODERS[1],
+}
+"""Beginning of a tensor's name -> the component it changes; it is not part of the layer's name."""
+BARE: Final = {
+    **dict.fromkeys(("down_blocks.", "mid_block.", "up_blocks.", "time_embedding.", "conv_in.", "conv_out."), UNET),
+    **dict.fromkeys(("text_model.", "encoder.layers."), TEXT_ENCODERS[0]),
+}
+"""Beginning of a layer's name in files that name no component -> the component."""
+
+NAME: Final = re.compile(
+    r"(?P<layer>.+)\.(?:(?:lora_linear_layer\.|lora\.|lora_)(?P<half>A|B|down|up)(?:\.default)?\.weight"
+    r"|hada_w(?P<factor>[12]_[ab])|alpha)"
+)
+PROCESSOR: Final = re.compile(r"(?:\.processor)?\.to_(q|k|v|out)_lora\.(?=down|up)")
+BUNDLED: Final = re.compile(r"bundle_emb\.(?P<word>[^.]+)\.")
+"""Tensors of embeddings that OneTrainer saves with a LoRA."""
+
+METADATA_KEY: Final = "lora_adapter_metadata"
+LAYER_NAME: Final = re.compile(r"[\w.]+")
+WORDS_KEY: Final = "modelspec.trigger_phrase"
+"""Of the Stability AI Model Metadata Standard, which trainers write."""
+KINDS_REFUSED: Final = ("use_dora",)
+
+IP_ADAPTER: Final = re.compile(r"(image_proj|ip_adapter|encoder_hid_proj\.image_projection_layers)\.|.*\.to_[kv]_ip\.")
+"""Names of the tensors of an IP-Adapter (Ye et al. 2023, arXiv 2308.06721), in its own file and within a UNet."""
+OTHER_KINDS: Final = {
+    "dora_scale": "DoRA",
+    "lora_magnitude_vector": "DoRA",
+    "hada_t": "LoHa in three factors (Tucker)",
+    "lokr_": "LoKr",
+    "oft_": "OFT",
+    "on_input": "IA3",
+    "lora_mid": "a LoCon in three factors (Tucker)",
+}
+"""Part of a tensor's name -> kind of adapter that it says."""
+
+UNSERVED_PARTS: Final = {
+    "w_norm": "changes of norm layers",
+    "b_norm": "changes of norm layers",
+    "diff_b": "changes of biases",
+    "diff": "whole differences of weights",
+    "bias": "changes of biases",
+}
+"""Last part of a tensor's name -> what it is in files of LyCORIS, OneTrainer and ComfyUI."""
+
+KNOWN_LAYERS: Final = {
+    UNET: re.compile(
+        r"(?:down_blocks|mid_block|up_blocks|time_embedding|add_embedding|class_embedding"
+        r"|input_blocks_\d|middle_block_\d|output_blocks_\d|time_embed_\d|label_emb_\d|out_\d)\w*|conv_(?:in|out)"
+    ),
+    **dict.fromkeys(TEXT_ENCODERS, re.compile(r"encoder_layers_\d+_\w+|text_projection")),
+}
+"""Layers of the networks that are served, with underscores for dots."""
+
+NORM_LAYER: Final = re.compile(r"(?:.*_)?norm\d?(?:_out)?|.*_in_layers_0|.*_out_layers_0|out_0")
+
+
+class InvalidLoRAError(Exception):
+    """A file is no LoRA that can be used; the message says why, as the end of a sentence about the file."""
+
+
+HALVES: Final[Mapping[str | None, str]] = {
+    **{"A": "down", "B": "up", "down": "down", "up": "up", None: "alpha"},
+    **{"1_b": "down", "1_a": "up", "2_b": "second_down", "2_a": "second_up"},
+}
+"""What the pattern of names finds -> field of :class:`LowRank`."""
+
+
+@dataclass
+class LowRank:
+    """The change of one layer: a pair of matrices, whose product is the change, or two pairs.
+
+    The change of a LoHa (Hyeon-Woo et al., "FedPara", arXiv 2108.06098) is the element-wise product of the products of
+    two pairs. It has low rank, too: that of the first pair times that of the second.
+
+    name             the layer's name as the file has it
+    down, up, alpha  the names of the tensors; of alpha empty where it has none
+    second_down, second_up  those of a LoHa's second pair
+    declared_alpha   alpha where no tensor says it; ``None`` where nothing does
+    is_stabilized    the change is scaled by alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023, arXiv 2312.03732), not by
+                     alpha / rank
+    """
+
+    name: str = ""
+    down: str = ""
+    up: str = ""
+    alpha: str = ""
+    second_down: str = ""
+    second_up: str = ""
+    declared_alpha: float | None = None
+    is_stabilized: bool = False
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """The names of ``down`` and ``up`` of each pair."""
+        second = ((self.second_down, self.second_up),) if self.second_down or self.second_up else ()
+        return ((self.down, self.up), *second)
+
+    def rank(self, shapes: Mapping[str, Sequence[int]]) -> int:
+        """Return the rank of the change."""
+        return math.prod(shapes[down][0] for down, _ in self.pairs)
+
+
+@dataclass(frozen=True)
+class LoRALayers:
+    """The layers that a LoRA file changes.
+
+    layers         the changes by component and by layer, whose name has underscores for dots
+    rank           the largest rank of a layer
+    words          what the file says a prompt should contain
+    bundled_words  embeddings that lie in the file, too, and are not read
+    """
+
+    layers: dict[str, dict[str, LowRank]]
+    rank: int
+    words: str = ""
+    bundled_words: tuple[str, ...] = ()
+
+
+def read_layers(shapes: Mapping[str, Sequence[int]], metadata: Mapping[str, str]) -> LoRALayers:
+    """Read what a LoRA file changes.
+
+    Args:
+        shapes: The shape of each tensor by its name.
+        metadata: The text values of the file's metadata.
+
+    Raises:
+        InvalidLoRAError: The file is not a LoRA, or holds more than one, or is damaged.
+    """
+    refuse_ip_adapter(shapes)
+    layers: dict[str, dict[str, LowRank]] = {}
+    bundled: dict[str, None] = {}
+    for key in shapes:
+        if match := BUNDLED.match(key):
+            bundled[match["word"]] = None
+        else:
+            _add(layers, key)
+    if not layers:
+        raise InvalidLoRAError("holds no layer of a LoRA")
+    for component, changes in layers.items():
+        declared = _Declared.read(metadata, component)
+        for change in changes.values():
+            _check(change, shapes)
+            change.declared_alpha = declared.alpha_of(change.name)
+            change.is_stabilized = declared.is_stabilized
+    rank = max(change.rank(shapes) for changes in layers.values() for change in changes.values())
+    return LoRALayers(layers, rank, metadata.get(WORDS_KEY, ""), tuple(bundled))
+
+
+def check_layers_known(content: LoRALayers) -> None:
+    """Raise InvalidLoRAError where ``content`` changes layers that no network has which is served."""
+    for component, changes in content.layers.items():
+        for layer, change in changes.items():
+            if not KNOWN_LAYERS[component].fullmatch(layer):
+                raise InvalidLoRAError(
+                    f"holds {change.down!r}, and there is no such layer in the networks that are served (Stable "
+                    "Diffusion 1, 2 and XL); it is made for another kind of model"
+                )
+            if NORM_LAYER.fullmatch(layer):
+                raise InvalidLoRAError(f"holds {change.down!r}, and norm layers are not changed by a LoRA")
+
+
+def refuse_ip_adapter(keys: Iterable[str]) -> None:
+    """Raise InvalidLoRAError where one of the tensors ``keys`` belongs to an IP-Adapter."""
+    key = next(filter(IP_ADAPTER.match, keys), None)
+    if key is not None:
+        raise InvalidLoRAError(
+            f"holds an IP-Adapter (its tensor {key!r} says so), which diffserve does not serve; leave it out, and "
+            "start from a picture or take a ControlNet"
+        )
+
+
+def flat_name(layer: str) -> str:
+    """Return a layer's name as kohya's trainer writes it; only some versions of text encoders have a prefix."""
+    return layer.replace(".", "_").removeprefix("text_model_")
+
+
+def _add(layers: dict[str, dict[str, LowRank]], key: str) -> None:
+    kind = next((kind for mark, kind in OTHER_KINDS.items() if mark in key), None)
+    if kind is not None:
+        raise InvalidLoRAError(
+            f"is {kind} (its tensor {key!r} says so); diffserve takes LoRA and LoHa, on linear layers and "
+            "convolutions. Merge it into its base with the tool that made it"
+        )
+    name = PROCESSOR.sub(_processor_layer, key.removeprefix(PEFT_PREFIX))
+    match = NAME.fullmatch(name)
+    prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
+    component = PREFIXES.get(prefix) or next((BARE[start] for start in BARE if name.startswith(start)), None)
+    part = UNSERVED_PARTS.get(name.rpartition(".")[2])
+    if match is None and part is not None and component is not None:
+        raise InvalidLoRAError(
+            f"holds {part} ({key!r}); diffserve takes the low-rank changes of linear layers and convolutions only. "
+            "Train it without the others, or merge it into its base with the tool that made it"
+        )
+    if match is None or component is None:
+        raise InvalidLoRAError(
+            f"holds a tensor that is not named as a LoRA of a UNet or text encoder ({key!r}); it is made for another "
+            "kind of model, or in a format that is not known here"
+        )
+    half, layer = HALVES[match["half"] or match["factor"]], match["layer"].removeprefix(prefix)
+    change = layers.setdefault(component, {}).setdefault(flat_name(layer), LowRank(layer))
+    if getattr(change, half):
+        raise InvalidLoRAError(f"changes one layer twice, by {getattr(change, half)!r} and {key!r}")
+    setattr(change, half, key)
+
+
+def _check(change: LowRank, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Check the shapes of a layer's tensors as far as they do not depend on a model."""
+    for names in change.pairs:
+        if not all(names):
+            first = next(filter(None, (*names, change.down, change.up, change.alpha)))
+            raise InvalidLoRAError(f"holds {first!r}, which has no partner; a change is a pair of matrices")
+        down, up = (shapes[name] for name in names)
+        if len(down) not in (2, 4) or len(up) not in (2, 4) or math.prod(up[1:]) != down[0] or not down[0]:
+            raise InvalidLoRAError(
+                f"is damaged: {names[0]!r} is {list(down)} and {names[1]!r} is {list(up)}; their ranks differ"
+            )
+    if len({(shapes[up][0], math.prod(shapes[down][1:])) for down, up in change.pairs}) > 1:
+        raise InvalidLoRAError(f"is damaged: {change.down!r} and {change.second_down!r} are of layers of two sizes")
+    if change.alpha and math.prod(shapes[change.alpha]) != 1:
+        raise InvalidLoRAError(f"is damaged: {change.alpha!r} is {list(shapes[change.alpha])}, not one number")
+
+
+def _processor_layer(match: re.Match[str]) -> str:
+    """Return the present name of a layer that is named as attention processors did."""
+    letters = match[1]
+    if ".self_attn" in match.string[: match.start() + 1]:
+        return f".{letters}_proj.lora."
+    return f".to_{letters}{'.0' * (letters == 'out')}.lora."
+
+
+@dataclass(frozen=True)
+class _Declared:
+    """The alphas and the kind of scaling of one component, from PEFT's configuration in the file's metadata."""
+
+    alpha: float | None
+    alphas: dict[str, float]
+    is_stabilized: bool
+
+    @classmethod
+    def read(cls, metadata: Mapping[str, str], component: str) -> _Declared:
+        names = ("lora_alpha", "alpha_pattern", "use_rslora", *KINDS_REFUSED)
+        try:
+            declared: Any = json.loads(metadata.get(METADATA_KEY, "{}"))
+            entries = {name: declared.get(f"{component}.{name}") for name in names}
+            alpha = None if entries["lora_alpha"] is None else float(entries["lora_alpha"])
+            alphas = {str(layer): float(one) for layer, one in (entries["alpha_pattern"] or {}).items()}
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise InvalidLoRAError(f"has {METADATA_KEY} that cannot be read ({error})") from error
+        for name in KINDS_REFUSED:
+            if entries[name]:
+                raise InvalidLoRAError(
+                    f"says that {name} is {entries[name]!r}; diffserve takes LoRA without it. Fuse it into its base "
+                    "with diffusers' fuse_lora and save that"
+                )
+        for layer in alphas:
+            if not LAYER_NAME.fullmatch(layer):
+                raise InvalidLoRAError(
+                    f"has an alpha_pattern with {layer!r}, which is not the name of a layer or its end; write the names"
+                )
+        return cls(alpha, alphas, bool(entries["use_rslora"]))
+
+    def alpha_of(self, layer: str) -> float | None:
+        """Return alpha of ``layer``: that of the first name which is its own or its end, as PEFT has it."""
+        return next((one for end, one in self.alphas.items() if f".{layer}".endswith(f".{end}")), self.alpha)

@@ -1,0 +1,58 @@
+"""A UNet with the shapes of a model and none of its weights, for a compiler beside an engine that holds the model.
+
+Packages take the engine's weights when they are loaded, so a compiler only needs parameters of the right shape, layout
+and device. Here all parameters lie in one block of memory, as large as the largest of them: SDXL's UNet takes 60 MB in
+place of 5 GB of the serving GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import nn
+
+from diffserve.runtime.model import DiffusionModel, load_model
+from diffserve.runtime.precision import DeviceChoice
+from diffserve.runtime.unet.unet import UNetRunner
+from diffserve.types import ModelProfile
+
+SPACING_BYTES: Final = 64
+"""Between the starts of two parameters: compilers merge parameters that start at one address."""
+
+
+def load_outline(
+    path: str | Path, choice: DeviceChoice, *, profile: ModelProfile, channels_last: bool
+) -> DiffusionModel:
+    """Return the model at ``path`` with a UNet on ``choice.device`` whose numbers mean nothing.
+
+    ``channels_last``: whether convolution weights are laid out so. Raises what ``load_model`` does.
+    """
+    model = load_model(path, device="meta", dtype=choice.dtype, profile=profile)
+    network = model.unet.network
+    if channels_last:
+        network.to(memory_format=torch.channels_last)
+    share_memory(network, choice.device)
+    unet = UNetRunner(network, device=choice.device, dtype=model.dtype)
+    return replace(model, unet=unet, choice=replace(model.choice, device=choice.device))
+
+
+def share_memory(network: nn.Module, device: torch.device) -> None:
+    """Replace every parameter and buffer of ``network`` by one on ``device`` that shares memory with the others."""
+    held = [
+        (module, name, tensor)
+        for module in network.modules()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    ]
+    most_bytes = max(tensor.nbytes for _, _, tensor in held)
+    block = torch.zeros(most_bytes + SPACING_BYTES * len(held), dtype=torch.uint8, device=device)
+    for number, (module, name, tensor) in enumerate(held):
+        start = SPACING_BYTES * number
+        shared = block[start : start + tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        if name in module._parameters:
+            module._parameters[name] = nn.Parameter(shared, requires_grad=False)
+        else:
+            module._buffers[name] = shared

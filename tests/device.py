@@ -1,0 +1,78 @@
+"""The torch device of the tests of the engine, the runtime and the schedulers: ``pytest --device cuda``.
+
+``pytest_configure`` in ``tests/conftest.py`` sets the environment variable before this module is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from diffserve.config import EngineConfig
+    from diffserve.runtime import DiffusionModel
+
+DEVICE: Final = os.environ.get("TEST_DEVICE", "cpu")
+
+TOLERANCE_FACTORS: Final = {"cpu": 1.0, "simulated": 1.0}
+"""Device -> how much farther apart than on a CPU results may be; other devices: ``GPU_TOLERANCE_FACTOR``."""
+
+GPU_TOLERANCE_FACTOR: Final = 20.0
+"""Convolutions and products of a GPU choose their algorithm, and so the order of sums, by shape."""
+
+
+def tolerance(on_cpu: float) -> float:
+    """Return the allowed difference of float32 results on ``DEVICE``, from the one that a CPU keeps."""
+    return on_cpu * TOLERANCE_FACTORS.get(DEVICE, GPU_TOLERANCE_FACTOR)
+
+
+CPU_ONLY: Final = {
+    "engine/test_compiled.py": "makes compiled packages for a CPU",
+    "engine/test_inductor.py": "compiles for a CPU that stands in for other devices",
+    "engine/test_thread_choice.py": "measures threads of a CPU",
+    "engine/test_determinism.py::test_deterministic_is_the_default_on_a_cpu": "is about the default of a CPU",
+    "engine/test_determinism.py::test_a_large_model": "is about the work that a CPU does to check a model",
+    "engine/test_determinism.py::test_rows_of_a_model_that": "is about the work that a CPU does to check a model",
+    "int8_static": "multiplies in int8 with kernels of a CPU",
+    "runtime/language/test_runner.py::test_calls_of_all_lengths": "only a CPU's calls are padded to few lengths",
+    "runtime/test_device_map.py": "spreads a model over simulated devices of its own",
+    "runtime/test_lean_imports.py": "starts commands on the CPU",
+    "runtime/test_offload.py": "compares offloading to main memory and disk on a CPU",
+    "runtime/test_precision.py": "is about the arithmetic of a CPU",
+    "runtime/test_quantisation.py::test_a_layer_of_measured": "is about int8_static, which only a CPU multiplies",
+    "runtime/test_quantisation.py::test_ranges_are_measured": "measures ranges for int8_static",
+    "runtime/test_quantisation.py::test_zeros_stay_exact": "is about int8_static, which only a CPU multiplies",
+    "runtime/test_steady_layers.py": "is about layers that only a CPU uses",
+    "runtime/test_threads.py": "measures threads of a CPU",
+}
+"""Part of a test's id -> why another device skips it. Tests marked ``gpu`` are not skipped."""
+
+
+def prepare() -> None:
+    """Make ``DEVICE`` compute what the tests expect: full float32, and images that do not depend on others."""
+    import torch
+
+    from diffserve.engine.image import compiled_groups
+
+    if DEVICE == "simulated":
+        from tests.simulated_device import register
+
+        register()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    given = compiled_groups.is_deterministic
+    for module in list(sys.modules.values()):  # everywhere that imports it by name
+        if vars(module).get("is_deterministic") is given:
+            module.is_deterministic = _is_deterministic  # type: ignore[attr-defined]
+
+
+def _is_deterministic(model: DiffusionModel, config: EngineConfig) -> bool:
+    """Return whether images are reproducible: "auto", which is so on a CPU only, is so here too."""
+    return config.deterministic in (True, "auto")
+
+
+def cpu_only_reason(node_id: str) -> str | None:
+    """Return why ``DEVICE`` skips the test with the id ``node_id``, if it does."""
+    if DEVICE == "cpu":
+        return None
+    return next((reason for part, reason in CPU_ONLY.items() if part in node_id), None)

@@ -1,0 +1,165 @@
+"""AOTInductor on other machines: options of other torch versions, missing build tools, and packages on CUDA."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diffserve.config import EngineConfig
+from diffserve.disk_cache import DiskCache
+from diffserve.engine import Engine
+from diffserve.engine.image.compiled_groups import CompiledGroups
+from diffserve.errors import ConfigError
+from diffserve.runtime.unet import compiled, inductor
+from diffserve.runtime.unet.compiled import CompiledUNet, Packages
+from diffserve.runtime.unet.inductor import known_options, missing_tools
+from diffserve.runtime.unet.package import Package
+from diffserve.runtime.unet.random_rows import random_call
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with all that a compile for CUDA needs, which is all that the machine has."""
+    for name in ("bin/g++", "bin/clang++", "bin/cl", "include/cuda.h", "include/cuda_runtime.h", "include/Python.h"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch(mode=0o755)
+    (tmp_path / "triton.py").touch()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CUDA_INC_PATH", raising=False)
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr("torch.version.hip", None)
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path / "include"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def test_an_option_that_this_torch_does_not_have_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = known_options()
+    assert before["cpp.dynamic_threads"] is True
+    monkeypatch.setitem(inductor.OPTIONS, "aot_inductor.of_a_later_torch", True)
+    assert known_options() == before
+
+
+def test_nothing_is_missing_where_compiler_and_headers_are_installed(tools: Path) -> None:
+    assert missing_tools(CPU) is None
+    assert missing_tools(CUDA) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "include/cuda.h",
+            "CUDA's cuda.h was not found in {}; install the CUDA toolkit, or set CUDA_HOME to its folder",
+        ),
+        ("include/cuda_runtime.h", "CUDA's cuda_runtime.h was not found in {}; install the CUDA toolkit"),
+        ("include/Python.h", "Python.h was not found in {}; install Python's development package"),
+    ],
+)
+def test_a_missing_header_is_named_on_cuda_only(tools: Path, name: str, message: str) -> None:
+    (tools / name).unlink()
+    assert missing_tools(CPU) is None
+    assert (missing_tools(CUDA) or "").startswith(message.format(tools / "include"))
+
+
+def test_headers_in_cuda_inc_path_are_found(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", None)
+    assert missing_tools(CUDA) == (
+        "CUDA's cuda.h was not found; install the CUDA toolkit, or set CUDA_HOME to its folder"
+    )
+    monkeypatch.setenv("CUDA_INC_PATH", str(tools / "include"))
+    assert missing_tools(CUDA) is None
+
+
+def test_a_missing_compiler_is_named(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "my-compiler -v")
+    for device in (CPU, CUDA):
+        assert missing_tools(device) == (
+            "the C++ compiler 'my-compiler' was not found; install one, or name yours in CXX"
+        )
+
+
+def test_without_a_compiler_packages_are_refused_before_anything_is_exported(
+    make_engine: Callable[..., Engine], tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "openvino_version", lambda: None)
+    monkeypatch.setattr("torch.export.export", None)
+    monkeypatch.setenv("CXX", "my-compiler")
+    model = make_engine(cache_dir="").model
+    packages = Packages(model, DiskCache(tools / "cache"))
+    assert packages.reason is None, "packages made elsewhere can be used"
+    with pytest.raises(ConfigError, match=r"AOTInductor cannot compile: the C.* compiler 'my-compiler' was not found"):
+        packages.compile(random_call(model, (64, 64, 77), 1))
+
+
+def test_an_engine_without_cuda_headers_says_so_once_and_compiles_nothing(
+    make_engine: Callable[..., Engine], tools: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tools / "include" / "cuda.h").unlink()
+    loaded = make_engine(cache_dir="").model
+    model = replace(loaded, choice=replace(loaded.choice, device=CUDA))
+    config = EngineConfig(cache_dir=str(tools / "cache"), compile="background", deterministic=False, cuda_graphs=False)
+    monkeypatch.setattr(compiled, "hardware_name", str)
+    with caplog.at_level(logging.WARNING):
+        groups = CompiledGroups(model, config)
+    assert groups._compiler is None
+    assert [message.partition(";")[0] for message in caplog.messages] == [
+        f"UNet calls are not compiled but made by the network: CUDA's cuda.h was not found in {tools / 'include'}"
+    ]
+
+
+def test_a_compiled_call_on_cuda_that_fails_once_is_kept_for_memory_may_have_run_out(
+    make_engine: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "openvino_version", lambda: None)
+    model = make_engine(cache_dir="").model
+    packages = Packages(model, DiskCache(tmp_path))
+    packages.device, packages.is_baked = CUDA, False
+    call = random_call(model, (64, 64, 77), 1)
+    fails = [True, False, True, True]
+
+    def package(tensors: list[torch.Tensor]) -> torch.Tensor:
+        if fails.pop(0):
+            raise RuntimeError("run_func_(...) API call failed")
+        return tensors[0]
+
+    monkeypatch.setattr(packages, "load", lambda path, num_rows: package)
+    path = packages.path(call.kind, 1)
+    assert path is not None
+    path.parent.mkdir()
+    path.touch()
+    unet = CompiledUNet(packages)
+    assert unet.load(call.kind, (1,)) == (1,)
+    with pytest.raises(torch.OutOfMemoryError, match="perhaps for lack of memory"):
+        unet.run(call)
+    assert unet.run(call) is not None, "memory was freed meanwhile"
+    with pytest.raises(torch.OutOfMemoryError):
+        unet.run(call)
+    assert [unet.run(call), unet.run(call)] == [None, None], "it failed twice in a row"
+    assert not fails
+
+
+def test_a_package_on_cuda_is_opened_for_one_thread_so_that_calls_do_not_wait_and_can_be_captured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    opened: list[tuple[Any, ...]] = []
+
+    class Loader:
+        def __init__(self, *arguments: Any) -> None:
+            opened.append(arguments)
+
+        def get_constant_fqns(self) -> list[str]:
+            return []
+
+    monkeypatch.setattr("torch._C._aoti.AOTIModelPackageLoader", Loader)
+    Package(tmp_path / "call.pt2", torch.device("cuda:1"))
+    assert opened == [(str(tmp_path / "call.pt2"), "model", True, 1, 1)]

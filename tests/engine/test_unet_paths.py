@@ -1,0 +1,196 @@
+"""UNet paths: chosen once per shape, stored by a server, and never changed while an engine runs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from diffserve.config import EngineConfig
+from diffserve.engine import Engine
+from diffserve.engine.image import unet_paths
+from diffserve.engine.image.compiling import CompileError, compile_group
+from diffserve.engine.image.task import GroupKey
+from diffserve.runtime import DiffusionModel, load_model
+from diffserve.runtime.unet.compiled import Packages
+from diffserve.store.unet_paths import FILE, UNetPathFile
+from diffserve.types import GenerationRequest, ServedModel, UNetPath
+from tests.engine.pipelines import asked
+from tests.tiny_models import ONE_LEVEL
+
+slow = pytest.mark.slow
+NATIVE = GroupKey(64, 64, 77)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[[str], Path]) -> DiffusionModel:
+    return load_model(tiny_model(ONE_LEVEL), dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def packages(model: DiffusionModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with packages of one and two rows at the native size, of which nothing was checked yet."""
+    cache = tmp_path_factory.mktemp("packages")
+    engine = engine_of(model, cache)
+    held = engine.runners.groups.compiled.packages
+    assert held is not None
+    compile_group(model, engine.runners.conditioner, held, NATIVE, (1, 2))
+    return cache
+
+
+def engine_of(model: DiffusionModel, cache: Path, paths: Sequence[UNetPath] | None = None, **config: Any) -> Engine:
+    served = None if paths is None else tuple(paths)
+    return Engine(model, EngineConfig(max_rows=2, cache_dir=str(cache), served_paths=served, **config))
+
+
+def request(seed: int = 1) -> GenerationRequest:
+    return asked("sd15", "ddim", seed=seed, num_steps=2)
+
+
+def latents(engine: Engine, seed: int = 1) -> Any:
+    return engine.generate(request(seed))[0].latents
+
+
+def never_compile(*_: Any) -> None:
+    raise AssertionError("an engine compiled although its packages were there")
+
+
+def copied_from(packages: Path, cache: Path) -> Callable[..., None]:
+    """A compiler that takes no time."""
+
+    def compile_in_child(*_: Any) -> None:
+        shutil.copytree(packages / "compiled", cache / "compiled", dirs_exist_ok=True)
+
+    return compile_in_child
+
+
+@slow
+def test_an_engine_takes_packages_at_its_first_image(model: DiffusionModel, packages: Path, tmp_path: Path) -> None:
+    cache = Path(shutil.copytree(packages, tmp_path / "cache"))
+    engine = engine_of(model, cache)
+    compiled = latents(engine)
+    (path,) = engine.unet_paths
+    assert (path.path, path.width_px, path.height_px) == ("compiled", 64, 64)
+    assert "found in the cache folder" in path.reason
+    assert not np.array_equal(compiled, latents(engine_of(model, cache, compile="off")))
+
+
+@slow
+def test_a_seed_keeps_its_bytes_when_packages_appear_while_the_engine_runs(
+    model: DiffusionModel, packages: Path, tmp_path: Path
+) -> None:
+    engine = engine_of(model, tmp_path)
+    before = latents(engine)
+    assert [path.path for path in engine.unet_paths] == ["plain"]
+    shutil.copytree(packages / "compiled", tmp_path / "compiled", dirs_exist_ok=True)
+    while engine.study():
+        pass
+    assert np.array_equal(latents(engine), before)
+    restarted = engine_of(model, tmp_path, engine.unet_paths)
+    restarted.warm_up()
+    assert np.array_equal(latents(restarted), before), "a stored path must be kept by the next engine"
+
+
+@slow
+def test_a_served_engine_builds_missing_packages_before_it_is_ready_and_a_lost_cache_changes_no_bytes(
+    model: DiffusionModel, packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unet_paths, "compile_in_child", copied_from(packages, tmp_path / "first"))
+    first = engine_of(model, tmp_path / "first", ())
+    first.warm_up()
+    (path,) = first.unet_paths
+    assert path.path == "compiled"
+    assert "built at start" in path.reason
+    monkeypatch.setattr(unet_paths, "compile_in_child", never_compile)
+    again = engine_of(model, tmp_path / "first", (path,))
+    again.warm_up()
+    monkeypatch.setattr(unet_paths, "compile_in_child", copied_from(packages, tmp_path / "second"))
+    elsewhere = engine_of(model, tmp_path / "second", (path,))
+    elsewhere.warm_up()
+    wanted = latents(first)
+    assert np.array_equal(latents(again), wanted)
+    assert np.array_equal(latents(elsewhere), wanted)
+
+
+@pytest.mark.parametrize("setting", ["warm", "off"])
+def test_a_server_that_is_told_not_to_build_uses_the_network(
+    model: DiffusionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: Any
+) -> None:
+    monkeypatch.setattr(unet_paths, "compile_in_child", never_compile)
+    engine = engine_of(model, tmp_path, (), compile=setting)
+    engine.warm_up()
+    assert not any(path.path == "compiled" for path in engine.unet_paths)
+
+
+def test_an_engine_outside_a_server_never_compiles(
+    model: DiffusionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unet_paths, "compile_in_child", never_compile)
+    engine = engine_of(model, tmp_path)
+    engine.warm_up()
+    (path,) = engine.unet_paths
+    assert path.path == "plain"
+    assert "diffserve warm --size 64x64" in path.reason
+
+
+def test_where_compiling_fails_the_network_serves_and_the_reason_is_reported(
+    model: DiffusionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise CompileError("No space left on device")
+
+    monkeypatch.setattr(unet_paths, "compile_in_child", fail)
+    engine = engine_of(model, tmp_path, ())
+    engine.warm_up()
+    (path,) = engine.unet_paths
+    assert path.path == "plain"
+    assert path.reason == "compiling failed: No space left on device"
+    assert latents(engine) is not None
+    stored = msgspec.structs.replace(path, path="compiled")
+    engine_of(model, tmp_path, (stored,)).warm_up()
+    assert "stored as compiled, but compiling failed" in caplog.text
+
+
+def test_choices_of_another_setting_model_or_compiler_are_not_followed(model: DiffusionModel, tmp_path: Path) -> None:
+    engine = engine_of(model, tmp_path)
+    held = engine.runners.groups.compiled.packages
+    assert isinstance(held, Packages)
+    keys = {unet_paths.path_key(model, held, setting) for setting in ("auto", "warm")}
+    assert len(keys) == 2
+
+
+def served(*paths: UNetPath) -> list[ServedModel]:
+    return [ServedModel(name="model", info=None, is_loaded=True, unet_paths=paths)]
+
+
+def test_stored_paths_are_kept_unless_they_are_overwritten(tmp_path: Path) -> None:
+    plain = UNetPath(key="k", height_px=64, width_px=64, num_tokens=77, reason="first")
+    compiled = msgspec.structs.replace(plain, path="compiled", reason="second")
+    larger = msgspec.structs.replace(plain, width_px=128)
+    server, other = UNetPathFile(tmp_path), UNetPathFile(tmp_path)
+    assert not server.exists()
+    server.remember(served(plain))
+    other.remember(served(compiled, larger))
+    assert server.known() == other.known() == (plain, larger)
+    other.store([compiled], overwrite=True)
+    assert set(UNetPathFile(tmp_path).known()) == {compiled, larger}
+    server.remember(served(plain, larger))
+    assert set(UNetPathFile(tmp_path).known()) == {compiled, larger}, "a running server does not undo `warm`"
+
+
+def test_paths_stay_in_memory_where_the_folder_cannot_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = UNetPath(key="k", height_px=64, width_px=64, num_tokens=77)
+    file = UNetPathFile(tmp_path / "missing")
+    file.remember(served(path))
+    file.remember(served(path, msgspec.structs.replace(path, width_px=128)))
+    assert len(file.known()) == 2
+    assert caplog.text.count("UNet paths cannot be stored") == 1
+    (tmp_path / FILE).write_text("{damaged")
+    assert UNetPathFile(tmp_path).known() == ()

@@ -1,0 +1,119 @@
+"""Types of the page's named endpoints, as ``gradio_client`` and the page's ``/info`` show them.
+
+Gradio derives them from the components. That is wrong where a text field holds a number, which may be left out, and
+where the choices are known only once the server's models are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from diffserve.errors import DiffserveError
+from ui.server import Models, Server
+
+if TYPE_CHECKING:
+    import gradio as gr
+
+INTEGERS: Final = ("steps", "seed", "cache_interval", "clip_skip", "variation_seed", "best_of")
+NUMBERS: Final = (
+    *("guidance", "strength", "control_scale", "eta", "token_merging", "similarity_threshold"),
+    *("guidance_rescale", "variation_strength", "switch_at"),
+)
+TEXT_ENDPOINTS: Final = {"/experiment": ("steps",), "/experiment_estimate": ("steps",)}
+"""Parameters that are text although another endpoint has a number of this name: several steps with commas."""
+
+Type = dict[str, Any]
+
+
+class ApiTypes:
+    """Corrects what ``blocks`` says of its endpoints, and keeps the choices as the models of ``server`` have them."""
+
+    def __init__(self, blocks: gr.Blocks, server: Server) -> None:
+        self._server = server
+        self._models: Models | None = None
+        self._describe = blocks.get_api_info
+        blocks.get_api_info = self.get_api_info  # type: ignore[method-assign]
+
+    def get_api_info(self, all_endpoints: bool = False, page: str | None = None) -> Any:
+        """Return gradio's description of the endpoints with the right types."""
+        info: Any = self._describe(all_endpoints=all_endpoints, page=page)
+        choices = {} if self._models is None else _choices(self._models)
+        for name, endpoint in info["named_endpoints"].items():
+            for parameter in endpoint["parameters"]:
+                _set_type(parameter, parameter["parameter_name"], choices, TEXT_ENDPOINTS.get(name, ()))
+            for value in endpoint["returns"]:
+                _set_choices(value, value["label"].lower(), choices)
+        return info
+
+    async def refresh(self, app: Any) -> None:
+        """Have ``app`` describe the endpoints anew where the server has other models than before."""
+        try:
+            models = await self._server.models(is_fresh=True)
+        except DiffserveError:  # while they are loaded
+            return
+        if models != self._models:
+            self._models = models
+            app.api_info = app.all_app_info = None
+            app.page_api_info.clear()
+
+
+class FreshInfo:
+    """ASGI middleware that refreshes the description of the endpoints before it is read."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]], *, types: ApiTypes, gradio_app: Any, path: str) -> None:
+        self._app = app
+        self._types = types
+        self._gradio_app = gradio_app
+        self._path = path
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["path"].rstrip("/") == self._path:
+            await self._types.refresh(self._gradio_app)
+        await self._app(scope, receive, send)
+
+
+def _choices(models: Models) -> Mapping[str, Sequence[str]]:
+    """Return the choices of each field that depends on the models, of all models together."""
+    images = [models.image, *models.others.values()]
+    samplers = list(dict.fromkeys(choice.name for image in images for choice in image.samplers))
+    controls = list(dict.fromkeys(name for image in images for name in image.controlnets))
+    return {
+        "sampler": ["", *samplers],
+        "samplers": samplers,
+        "model": ["", *models.names],
+        "control": ["", *controls],
+        "controlnet": ["", *controls],
+    }
+
+
+def _set_type(parameter: Type, name: str, choices: Mapping[str, Sequence[str]], texts: Sequence[str]) -> None:
+    if name in INTEGERS and name not in texts:
+        _set_number(parameter, "integer", "int | None")
+    elif name in NUMBERS:
+        _set_number(parameter, "number", "float | None")
+    elif name == "count":
+        parameter["type"] = {"type": "integer"}
+        parameter["python_type"]["type"] = "int"
+    else:
+        _set_choices(parameter, name, choices)
+
+
+def _set_number(parameter: Type, kind: str, python_type: str) -> None:
+    """Describe a number that may be left out; gradio passes it to the text field as a text."""
+    parameter["type"] = {"anyOf": [{"type": kind}, {"type": "null"}]}
+    parameter["python_type"]["type"] = python_type
+    parameter["component"] = "Number"
+    if parameter["parameter_default"] == "":
+        parameter["parameter_default"] = None
+
+
+def _set_choices(value: Type, name: str, choices: Mapping[str, Sequence[str]]) -> None:
+    names = choices.get(name)
+    if names is None:
+        return
+    literal = f"Literal[{', '.join(map(repr, names))}]"
+    enum = {"type": "string", "enum": list(names)}
+    is_list = value["type"].get("type") == "array"
+    value["type"] = {"type": "array", "items": enum} if is_list else enum
+    value["python_type"]["type"] = f"list[{literal}]" if is_list else literal
