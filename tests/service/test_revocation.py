@@ -187,7 +187,8 @@ def test_only_the_key_of_a_request_interrupts_or_cancels_it(keyed_server: Runnin
     client = httpx.Client(base_url=keyed_server.url, timeout=10 * SOON_S, trust_env=False)
     body = LONG | {"stream": True}
     with client, client.stream("POST", GENERATIONS, json=body, headers=painting) as answer:
-        next(line for line in answer.iter_lines() if "progress" in line)
+        lines = answer.iter_lines()  # kept: the end of the iterator closes the connection, which cancels the request
+        next(line for line in lines if "progress" in line)
         place = f"{GENERATIONS}/{answer.headers['x-request-id']}"
         for deed in ("interrupt", "cancel"):
             assert client.post(f"{place}/{deed}", headers=other).status_code == 404
