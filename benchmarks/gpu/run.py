@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.gpu.report import MOST_ERROR_CHARS, Report
-from benchmarks.gpu.schedule import MOST_JOBS, QUICK_PATIENCE, START, Job, Row, next_row
+from benchmarks.gpu.schedule import LENGTH_S, MOST_JOBS, QUICK_PATIENCE, START, Job, Row, next_row, seconds_of
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 POLL_S: Final = 0.25
@@ -28,6 +28,9 @@ FIRST_ROW_FAILED: Final = 2
 NO_GPU: Final = 3
 COMPILE_THREADS: Final = "6"
 """Of each compile job: the machine has 16 cores, and tests run meanwhile."""
+
+MOST_OF_BUDGET: Final = 1.5
+"""Of its budget a row may take so much, if earlier rows left time over."""
 
 COMPILE_LOG: Final = "compile.txt"
 
@@ -152,6 +155,13 @@ class CompileJobs:
         self._report.write()
         say(f"{self._report.now_s:7.1f} s  compile job {name} ended with {code} after {entry['wall_s']} s")
 
+    def wait(self, names: Sequence[str], seconds: float) -> None:
+        """Wait until the jobs ``names`` have ended, for at most ``seconds``."""
+        until_s = self._report.now_s + seconds
+        while self.unfinished.intersection(names) and self._report.now_s < until_s:
+            self.poll()
+            time.sleep(POLL_S)
+
     def close(self) -> None:
         """End what still runs."""
         for name, (process, started_s, log) in list(self._running.items()):
@@ -169,10 +179,12 @@ def run_rows(rows: Sequence[Row], jobs: Sequence[Job], options: dict[str, Any], 
     try:
         while pending:
             row = next_row(pending, compiling.unfinished)
-            pending.remove(row)
-            due_s = sum(each.seconds for each in rows) - sum(each.seconds for each in pending)
             patience = QUICK_PATIENCE if options["quick"] else 1.0
-            seconds = max(patience * due_s - report.now_s, row.most_s)
+            length_s = patience * LENGTH_S
+            compiling.wait(row.needs, length_s - patience * seconds_of(pending) - report.now_s)
+            pending.remove(row)
+            left_s = length_s - patience * seconds_of(pending) - report.now_s
+            seconds = max(min(left_s, MOST_OF_BUDGET * patience * row.seconds), row.most_s)
             workers = workers or [Worker(options)]
             entry = report.begin_row(row.name)
             say(f"{report.now_s:7.1f} s  {row.name}: {row.what} ({seconds:.0f} s)")

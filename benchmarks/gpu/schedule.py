@@ -15,7 +15,8 @@ class Row(NamedTuple):
     seconds  its budget
     most_s   how long it may take before it is abandoned, where that is more than what is left of its budget
     place    "module:function"; the function takes a ``worker.Bench``
-    needs    compile jobs that should have ended before it begins; other rows go first until then
+    needs    compile jobs that should have ended before it begins, for its code or for a quiet machine; other rows go
+             first, and what the schedule has to spare is spent on waiting
     """
 
     name: str
@@ -46,10 +47,11 @@ class Job(NamedTuple):
 START: Final = "start"
 HERE: Final = "benchmarks.gpu"
 NETWORK: Final = f"{HERE}.network_rows"
+COMPILED: Final = ("sdxl-16", "sdxl-2", "sdxl-decoder", "sdxl-float8-16", "sd15-16", "diffusers-16")
 SCHEDULE: Final = (
     Row(
         START,
-        20,
+        35,
         "versions, doctor, one small image, the rates of the machine",
         f"{HERE}.start_row:run",
         most_s=80,
@@ -57,54 +59,52 @@ SCHEDULE: Final = (
     Row("tests", 70, "the gpu tests, and the engine's tests with --device cuda", f"{HERE}.tests_row:run"),
     Row(
         "embedded",
-        90,
+        60,
         "the embedded model against a CPU, batch invariance, memory, texts",
         f"{HERE}.embedded_row:run",
     ),
-    Row("sdxl", 60, "SDXL bf16: cost curve, layouts, profile of a step", f"{NETWORK}:sdxl_calls"),
+    Row("server", 40, "HTTP server: 32 clients, cancel, engine killed and back", f"{HERE}.server_row:run"),
+    Row(
+        "sdxl",
+        40,
+        "SDXL bf16: cost curve, layouts, profile of a step",
+        f"{NETWORK}:sdxl_calls",
+        needs=COMPILED,
+    ),
     Row(
         "sdxl-images",
-        75,
+        80,
         "16 images of 20 steps: eager, graphs, deterministic, VAE",
         f"{NETWORK}:sdxl_images",
+        needs=COMPILED,
     ),
     Row(
         "sdxl-compiled",
-        60,
+        50,
         "compiled calls, with and without graphs, and their exactness",
         f"{NETWORK}:sdxl_compiled",
-        needs=("sdxl-16", "sdxl-2", "sdxl-decoder"),
+        needs=COMPILED,
     ),
-    Row(
-        "sdxl-float8",
-        45,
-        "float8: calls and images",
-        f"{NETWORK}:sdxl_float8",
-        needs=("sdxl-float8-16",),
-    ),
-    Row(
-        "sd15",
-        45,
-        "SD 1.5 bf16: cost curve, graphs, compiled, images",
-        f"{NETWORK}:sd15",
-        needs=("sd15-16",),
-    ),
+    Row("sdxl-float8", 45, "float8: calls and images", f"{NETWORK}:sdxl_float8", needs=COMPILED),
     Row(
         "diffusers",
-        40,
+        55,
         "diffusers on the same weights: serial, batches of 8",
         f"{HERE}.peer_row:run",
-        needs=("diffusers-16",),
+        needs=COMPILED,
     ),
-    Row("server", 45, "HTTP server: 32 clients, cancel, engine killed and back", f"{HERE}.server_row:run"),
+    Row("sd15", 45, "SD 1.5 bf16: cost curve, graphs, compiled, images", f"{NETWORK}:sd15", needs=COMPILED),
 )
+LENGTH_S: Final = 580.0
+"""Seconds that all rows have together; what their budgets leave over is time to wait for compile jobs."""
+
 FORMAT: Final = "sdxl-format"
 JOBS: Final = (
     Job(FORMAT, "format", "sdxl", "bfloat16", 0),
-    Job("sdxl-16", "package", "sdxl", "bfloat16", 16, after=FORMAT),
     Job("sdxl-float8-16", "package", "sdxl", "float8", 16),
-    Job("sd15-16", "package", "sd15", "bfloat16", 16),
+    Job("sdxl-16", "package", "sdxl", "bfloat16", 16, after=FORMAT),
     Job("sdxl-2", "package", "sdxl", "bfloat16", 2, after=FORMAT),
+    Job("sd15-16", "package", "sd15", "bfloat16", 16),
     Job("diffusers-16", "peer", "sdxl", "bfloat16", 16, after=FORMAT),
     Job("sdxl-decoder", "decoder", "sdxl", "bfloat16", 1),
 )
@@ -112,7 +112,7 @@ QUICK_JOBS: Final = (Job("sdxl-2", "package", "sdxl", "float32", 2),)
 QUICK_PATIENCE: Final = 12.0
 """A dry run has so many times the seconds of the schedule: its machine may be slow, and busy with something else."""
 
-MOST_JOBS: Final = 4
+MOST_JOBS: Final = 6
 """Compile jobs that run at once."""
 
 
@@ -123,6 +123,11 @@ def planned_starts(rows: Sequence[Row]) -> dict[str, float]:
         starts[row.name] = now_s
         now_s += row.seconds
     return starts
+
+
+def seconds_of(rows: Sequence[Row]) -> float:
+    """The budgets of ``rows`` together."""
+    return sum(row.seconds for row in rows)
 
 
 def choose_rows(names: str) -> tuple[Row, ...]:

@@ -72,6 +72,26 @@ def test_a_value_that_rounds_above_the_largest_float8_stays_finite() -> None:
     assert ((values.float() * scales[:, None] - weight).abs() <= 0.0625 * weight + scales[:, None] * 2**-9).all()
 
 
+def test_the_product_gets_row_major_tokens_from_the_transposed_image_of_a_single_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = Float8Linear(64, 32)
+    values, scales = to_float8(layer.weight.detach())
+    layer.weight = torch.nn.Parameter(values, requires_grad=False)
+    layer.register_buffer("weight_scales", scales)
+    strides: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    def scaled_mm(left: torch.Tensor, right: torch.Tensor, **options: Any) -> torch.Tensor:
+        strides.append((left.stride(), right.stride()))
+        return torch.zeros(len(left), right.shape[1], dtype=options["out_dtype"])
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    for num_rows in (1, 2):
+        image = torch.randn(num_rows, 64, 8, 8)
+        layer(image.permute(0, 2, 3, 1).reshape(num_rows, 64, 64))  # as ``Transformer2DModel`` does
+    assert strides == [((64, 1), (1, 64))] * 2
+
+
 @needs_float8
 def test_a_unet_in_float8_comes_near_bfloat16(tiny_model: Callable[[str], Path]) -> None:
     path = tiny_model("sd15")
