@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,7 +72,10 @@ def run(settings: Settings, sizes: Sequence[str], *, has_loras: bool = False) ->
 
             say = status.update if console.is_terminal else console.print
             told()
-            compile_group(engine.model, engine.runners.conditioner, packages, group, wanted, told)
+            if engine.model.device.type == "cuda":
+                _compile_in_children(engine, group, wanted, told)
+            else:
+                compile_group(engine.model, engine.runners.conditioner, packages, group, wanted, told)
             say(f"{_name(group)}: proving")
             is_faster = _prove(groups, group)
         num_slow += not is_faster
@@ -83,12 +86,28 @@ def run(settings: Settings, sizes: Sequence[str], *, has_loras: bool = False) ->
         said = "used from now on" if is_faster else "not faster, so not used"
         console.print(f"{_name(group)}: {said} ({time.monotonic() - started_s:.0f} s)")
         console.print(_table(groups, group, wanted))
-    if engine.model.device.type == "cuda":
-        _compile_decoder(engine, asked, console)
     stored = UNetPathFile(Path(settings.serve.data_dir).expanduser())
     if stored.exists():
         stored.store(paths, overwrite=True)
+    if engine.model.device.type == "cuda":
+        _compile_decoder(engine, asked, console)
     return min(num_slow, 1)
+
+
+def _compile_in_children(engine: Engine, group: GroupKey, sizes: Sequence[int], told: Callable[[int], None]) -> None:
+    """Compile calls of ``group`` for each of ``sizes``, each in a process that also calls the package once.
+
+    Raises ConfigError where that process fails or crashes.
+    """
+    from diffserve.engine.image.compiling import CompileError, compile_in_child
+    from diffserve.engine.image.unet_paths import BUILD_TIMEOUT_S
+
+    for num_rows in sizes:
+        try:
+            compile_in_child(engine.model, engine.config, group, (num_rows,), BUILD_TIMEOUT_S)
+        except CompileError as error:
+            raise ConfigError(f"the UNet was not compiled: {error}.", param="compile") from error
+        told(num_rows)
 
 
 def _compile_decoder(engine: Engine, sizes: Sequence[tuple[int, int] | None], console: Console) -> None:

@@ -388,6 +388,39 @@ def test_sums_of_layers_are_those_of_the_call_and_not_left_out_by_a_recording(
     assert all(torch.equal(trial, trials[0]) for trial in trials)
 
 
+def test_a_call_that_keeps_the_device_busy_is_not_recorded_and_not_tried_again() -> None:
+    num_tries = 0
+
+    def never_pays(run: Callable[[], Outputs]) -> None:
+        nonlocal num_tries
+        num_tries += 1
+
+    recorded = CallGraphs(never_pays, sizes=(2, 4))
+    assert [run(recorded, call(3)) for _ in range(3)] == [None] * 3
+    assert (num_tries, recorded.num_graphs, recorded.num_bytes) == (1, 0, 0)
+    assert run(recorded, call(2)) is None
+    assert num_tries == 2, "fewer rows may still be recorded"
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_are_made_only_of_calls_whose_launches_take_most_of_the_time() -> None:
+    weight = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    rows = torch.randn(65536, 4096, device="cuda", dtype=torch.bfloat16)
+    record = CudaRecord(torch.device("cuda", 0))
+
+    def few_long_kernels() -> Outputs:
+        return (rows @ weight @ weight,)
+
+    def many_short_kernels() -> Outputs:
+        row = rows[:1]
+        for _ in range(200):
+            row = row + 1
+        return (row,)
+
+    assert record(few_long_kernels) is None
+    assert record(many_short_kernels) is not None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_a_cuda_graph_gives_the_bytes_of_the_call(is_padded: bool) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +17,11 @@ from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
 from diffserve.engine import Engine
 from diffserve.engine.image.compiled_groups import CompiledGroups
+from diffserve.engine.image.compiling import CompilerProcess
 from diffserve.errors import ConfigError
+from diffserve.runtime import load_model
 from diffserve.runtime.unet import compiled, inductor
+from diffserve.runtime.unet.call import UNetArguments
 from diffserve.runtime.unet.compiled import CompiledUNet, Packages
 from diffserve.runtime.unet.inductor import known_options, missing_tools
 from diffserve.runtime.unet.package import Package
@@ -163,3 +168,41 @@ def test_a_package_on_cuda_is_opened_for_one_thread_so_that_calls_do_not_wait_an
     monkeypatch.setattr("torch._C._aoti.AOTIModelPackageLoader", Loader)
     Package(tmp_path / "call.pt2", torch.device("cuda:1"))
     assert opened == [(str(tmp_path / "call.pt2"), "model", True, 1, 1)]
+
+
+def test_a_package_on_cuda_is_called_once_before_an_engine_can_find_it(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(tiny_model("sd15"), dtype="int8", device="cpu")
+    packages, call, tried = Packages(model, DiskCache(tmp_path)), random_call(model, (64, 64, 77), 1), list[Path]()
+    path = packages.path(call.kind, 1)
+    assert path is not None
+    packages.device = CUDA
+
+    def compile_call(call: UNetArguments, part: Path) -> None:
+        part.write_bytes(b"code")
+
+    def crash(part: Path, call: UNetArguments) -> None:
+        tried.append(part)
+        raise RuntimeError("the call failed")
+
+    monkeypatch.setattr(compiled, "missing_tools", lambda device: None)
+    monkeypatch.setattr(packages, "_compile_by_inductor", compile_call)
+    monkeypatch.setattr(packages, "_call_once", crash)
+    with pytest.raises(RuntimeError, match="the call failed"):
+        packages.compile(call)
+    assert not list(path.parent.iterdir())
+    monkeypatch.setattr(packages, "_call_once", lambda part, call: tried.append(part))
+    assert packages.compile(call) == path
+    assert path.read_bytes() == b"code"
+    assert len(tried) == 2
+    assert path not in tried
+
+
+def test_the_signal_that_ended_a_compiler_is_named() -> None:
+    process = CompilerProcess({})
+    os.kill(process._process.pid, signal.SIGSEGV)
+    code = process.exit_code(60.0)
+    assert code == -signal.SIGSEGV
+    assert process.last_line(code) == "the compiler's process was ended by SIGSEGV"
+    process.close()

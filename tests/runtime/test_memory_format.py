@@ -69,6 +69,17 @@ def test_the_faster_format_is_measured_logged_once_and_kept_for_the_next_start(
     assert formats(network) == {fastest}
 
 
+def test_channels_last_is_used_only_where_it_saves_clearly_and_other_work_disturbs_both(model: DiffusionModel) -> None:
+    network = model.unet.network
+    assert faster_format(network, lambda: None, timer(network, {"contiguous": 1.0, "channels_last": 0.96}))[0] == (
+        "contiguous"
+    )
+    slow_at_first = iter([2.0, 1.0, 0.9, 1.0])
+    name, measured = faster_format(network, lambda: None, lambda run: next(slow_at_first))
+    assert (name, measured) == ("contiguous", {"contiguous": 0.9, "channels_last": 1.0})
+    assert formats(network) == {"contiguous"}
+
+
 def test_the_format_changes_no_weight_and_the_output_only_by_rounding(model: DiffusionModel) -> None:
     network = model.unet.network
     before = {name: weight.clone() for name, weight in network.named_parameters()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -84,7 +85,9 @@ class CompilerProcess:
             return None
 
     def last_line(self, code: int) -> str:
-        """Return the last line that the process wrote to standard error."""
+        """Return the signal that ended the process, or else the last line that it wrote to standard error."""
+        if code < 0:
+            return f"the compiler's process was ended by {signal.Signals(-code).name}"
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit code {code}"
@@ -219,8 +222,6 @@ def main() -> None:
 
 def _end_with_input() -> None:
     sys.stdin.read()
-    import signal
-
     os.killpg(0, signal.SIGKILL)
 
 

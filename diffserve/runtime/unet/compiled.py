@@ -197,6 +197,8 @@ class Packages:
                 self._convert(call).compile(len(call.sample), part)
             else:
                 self._compile_by_inductor(call, part)
+                if self.device.type == "cuda":
+                    self._call_once(part, call)
             os.replace(part, path)
         finally:
             shutil.rmtree(part.parent, ignore_errors=True)
@@ -225,6 +227,17 @@ class Packages:
             tensors = tuple(tensor.contiguous() for tensor in call.tensors)
             program = torch.export.export(FlatUNet(self._network, call).eval(), tensors)
             aoti_compile_and_package(program, package_path=str(part), inductor_configs=options)
+
+    def _call_once(self, path: Path, call: UNetArguments) -> None:
+        """Make ``call`` by the package at ``path``: what crashes the process does so here, and not in an engine.
+
+        On CUDA packages are compiled in a process of their own. On the first card that was tried every package of
+        torch 2.11 ended the process that loaded it by a segmentation fault.
+        """
+        package = Package(path, self.device)
+        package.use_weights(self._network)
+        package(call.tensors)
+        torch.cuda.synchronize(self.device)
 
     def load(self, path: Path, num_rows: int) -> Package | OpenVINOPackage:
         """The package at ``path``, ready to be called with ``num_rows`` rows. One of ``DAMAGE`` where it is damaged,

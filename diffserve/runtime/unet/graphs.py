@@ -27,6 +27,11 @@ from diffserve.runtime.unet.call import Kind, Make, Outputs, Recorder, UNetArgum
 MOST_GRAPHS: Final = 32
 """Kept at once; the longest unused go first."""
 
+MOST_DEVICE_TIME: Final = 1.25
+"""A call is not recorded where the device works longer than so many times the host's time to launch it: launching is
+hidden there, and a recording keeps memory (11 GB for SDXL). The host's time contains waits, for at most about a
+thousand launches are queued: of 2,800 that take 270 ms on the device, two thirds of that."""
+
 FIRST_PAUSE_S: Final = 30.0
 LONGEST_PAUSE_S: Final = 900.0
 MOST_PAUSES: Final = 256
@@ -49,8 +54,11 @@ class Recorded(NamedTuple):
     replay_s: float
 
 
-Record = Callable[[Callable[[], Outputs]], Recorded]
-"""Records what a function does on the device, and replays it once. RuntimeError where that is not possible."""
+Record = Callable[[Callable[[], Outputs]], Recorded | None]
+"""Records what a function does on the device, and replays it once; ``None`` where that saves nothing.
+
+Raises RuntimeError where recording is not possible.
+"""
 
 Key = tuple[Hashable, Kind, int]
 """What makes the call, the shapes of its arguments, and the number of rows."""
@@ -65,19 +73,24 @@ class CudaRecord:
         self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Callable[[], Outputs]) -> Recorded:
-        """Run it twice, to time the launches and to prepare libraries for the stream; then record and replay it."""
+    def __call__(self, run: Callable[[], Outputs]) -> Recorded | None:
+        """Run it twice, to prepare libraries for the stream and to time it; then record and replay it if that pays."""
         with torch.cuda.device(self._device):
-            torch.cuda.synchronize()
-            started_s = time.perf_counter()
-            run()
-            launch_s = time.perf_counter() - started_s
             here = torch.cuda.current_stream()
             self._stream.wait_stream(here)
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             with torch.cuda.stream(self._stream):
                 run()
+                self._stream.synchronize()
+                begin.record()
+                started_s = time.perf_counter()
+                run()
+                launch_s = time.perf_counter() - started_s
+                end.record()
             here.wait_stream(self._stream)
             torch.cuda.synchronize()
+            if begin.elapsed_time(end) / 1000.0 > MOST_DEVICE_TIME * launch_s:
+                return None
             torch.cuda.empty_cache()  # cached blocks cannot be used by the recording, and would be counted below
             before = torch.cuda.memory_reserved()
             if not self._graphs:  # a pool whose graphs are all gone may not be used again
@@ -87,7 +100,6 @@ class CudaRecord:
                 outputs = run()
             self._graphs.add(graph)
             num_bytes = max(0, torch.cuda.memory_reserved() - before)
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             graph.replay()
             end.record()
@@ -218,8 +230,11 @@ class CallGraphs:
                 if num_rows < size and not self._graphs[key].is_worth_padding:
                     return None
                 self._graphs[key].replay(call)
+            elif (recorded := self._recorded(key, call, make)) is None:
+                self._pauses[key] = _Pause(math.inf, math.inf)
+                return None
             else:
-                self._graphs[key] = self._recorded(key, call, make)
+                self._graphs[key] = recorded
                 while len(self._graphs) > MOST_GRAPHS:
                     self._graphs.popitem(last=False)
             return self._graphs[key].outputs(num_rows)
@@ -236,8 +251,11 @@ class CallGraphs:
                 logger.warning("%s are not recorded any more: %s", what, str(error).partition("\n")[0])
             return None
 
-    def _recorded(self, key: Key, call: UNetArguments, make: Make) -> CallGraph:
-        """Record ``call`` padded to the rows of ``key``. RuntimeError where a replay gives other bytes."""
+    def _recorded(self, key: Key, call: UNetArguments, make: Make) -> CallGraph | None:
+        """Record ``call`` padded to the rows of ``key``; ``None`` where that saves nothing.
+
+        Raises RuntimeError where a replay gives other bytes.
+        """
         _, kind, size = key
         of_this_kind = (graph.buffers for (_, other, _), graph in self._graphs.items() if other == kind)
         shared = next((buffers for buffers in of_this_kind if buffers.num_rows >= size), None)
@@ -246,6 +264,8 @@ class CallGraphs:
         static_call = buffers.first(size)
         expected = make(call if len(call.sample) == size else static_call)
         recorded = self._record(lambda: make(static_call))
+        if recorded is None:
+            return None
         self.pool_bytes += recorded.num_bytes
         if not all(map(_are_same_bytes, recorded.outputs, expected)):
             raise RuntimeError("a replayed call gave other bytes")

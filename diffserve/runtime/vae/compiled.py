@@ -115,45 +115,55 @@ class DecoderPackages:
             )
         rng = torch.Generator().manual_seed(0)
         z = torch.randn(shape, generator=rng).to(self._vae.device, self._vae.dtype)
-        decoder = Decoder(self._vae.network).eval()
-        if not path.is_file():
-            self._compile(decoder, z, path)
-        package = self._load(shape)
+        if path.is_file():
+            return self._judge(z, path, path)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        part = Path(mkdtemp(dir=path.parent, prefix=".")) / "part.pt2"
+        try:
+            self._compile(z, part)
+            return self._judge(z, part, path)
+        finally:
+            shutil.rmtree(part.parent, ignore_errors=True)
+
+    def _judge(self, z: Tensor, made: Path, path: Path) -> str:
+        """Measure the package at ``made`` by decoding ``z``; keep it at ``path`` or delete it. See ``make``.
+
+        It lies at ``path`` only after it was called: a package that crashes does so here, and not in a server.
+        """
+        package = self._open(made)
         if package is None:
-            path.unlink()
+            path.unlink(missing_ok=True)
             return "not used: the package that was just compiled cannot be loaded"
+        decoder = Decoder(self._vae.network).eval()
         with torch.inference_mode():
             expected, output = decoder(z).float(), package([z]).float()
             error = float((output - expected).norm() / expected.norm())
             network_s = least_seconds(lambda: decoder(z), self._vae.device)
             package_s = least_seconds(lambda: package([z]), self._vae.device)
         is_used = error <= MAX_ERROR and package_s <= (1.0 - MIN_SAVING) * network_s
-        if not is_used:
-            path.unlink()
+        if is_used:
+            os.replace(made, path)
+        else:
+            path.unlink(missing_ok=True)
         return (
             f"{'used' if is_used else 'not used'}: {1e3 * package_s:.1f} ms compiled, {1e3 * network_s:.1f} ms by the "
             f"network, error {error:.2g}"
         )
 
-    def _compile(self, decoder: Decoder, z: Tensor, path: Path) -> None:
+    def _compile(self, z: Tensor, part: Path) -> None:
         from torch._inductor import aoti_compile_and_package
         from torch._inductor.utils import fresh_cache
 
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part = Path(mkdtemp(dir=path.parent, prefix=".")) / "part.pt2"
         options = {"aot_inductor.package_constants_in_so": False}
-        try:
-            with torch.no_grad(), fresh_cache(dir=str(part.parent), delete=False):
-                program = torch.export.export(decoder, (z,))
-                aoti_compile_and_package(program, package_path=str(part), inductor_configs=options)
-            os.replace(part, path)
-        finally:
-            shutil.rmtree(part.parent, ignore_errors=True)
+        with torch.no_grad(), fresh_cache(dir=str(part.parent), delete=False):
+            program = torch.export.export(Decoder(self._vae.network).eval(), (z,))
+            aoti_compile_and_package(program, package_path=str(part), inductor_configs=options)
 
     def _load(self, shape: tuple[int, ...]) -> Package | None:
         path = self.path(shape)
-        if path is None or not path.is_file():
-            return None
+        return None if path is None or not path.is_file() else self._open(path)
+
+    def _open(self, path: Path) -> Package | None:
         try:
             package = Package(path, self._vae.device)
             package.use_weights(self._vae.network)
