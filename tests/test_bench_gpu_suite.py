@@ -18,6 +18,7 @@ import typer
 from benchmarks import gpu_bundle, gpu_suite
 from benchmarks.device_timing import call_seconds, copy_bytes_per_s, launch_seconds, peak_flops
 from benchmarks.gpu.drawn_models import draw_tensor
+from benchmarks.gpu.package_variants import outcome
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.run import FIRST_ROW_FAILED, NO_GPU, run_rows
 from benchmarks.gpu.schedule import (
@@ -41,7 +42,7 @@ POINTS = {
     "start": ["packages", "doctor", "image", "machine"],
     "tests": ["engine tests"],
     "embedded": ["reference", "exactness-float32", "invariance", "graphs by kind", "out of memory", "rewriter"],
-    "sdxl": ["load", "curve", "layouts", "profile", "profile-2"],
+    "sdxl": ["load", "curve", "layouts", "places", "profile", "profile-2"],
     "sdxl-images": ["eager", "graphs", "vae", "latency", "deterministic", "vae-tiles"],
     "sdxl-compiled": ["calls-2", "images", "throughput"],
     "sdxl-float8": ["load", "calls-2", "images"],
@@ -210,6 +211,14 @@ def document_of(**rows: Any) -> dict[str, Any]:
         for name, points in rows.items()
     }
     return {"rows": entries, "jobs": {}}
+
+
+@pytest.mark.slow
+def test_a_variant_of_a_package_is_tried_in_a_process_of_its_own_which_may_crash() -> None:
+    assert outcome("cpu", "weights of the user, one thread").startswith("largest error")
+    text = outcome("nowhere", "as documented")
+    assert text.startswith("ended with 1 while starting:\n")
+    assert "nowhere" in text
 
 
 def test_goals_are_met_missed_or_not_measured() -> None:

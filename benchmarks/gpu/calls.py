@@ -66,6 +66,19 @@ def cost_curve(bench: Bench, model: DiffusionModel, *, most_rows: int, repeats: 
         return measure_cost_curve(model, predict, repeats=repeats, most_rows=most_rows)
 
 
+def compare_places(bench: Bench, model: DiffusionModel, sizes: Sequence[int]) -> dict[str, Any]:
+    """Whether rows have the same bytes in every place of a call, and the same as alone, by number of rows."""
+    with torch.inference_mode():
+        predict = plain_calls(bench, model, max(sizes))
+        alone = torch.cat([predict(range(row, row + 1)) for row in range(max(sizes))])
+        figures: dict[str, Any] = {"any place": {}, "as alone": {}}
+        for size in sizes:
+            forwards, backwards = predict(range(size)), predict(range(size - 1, -1, -1)).flip(0)
+            figures["any place"][str(size)] = int(torch.equal(forwards, backwards))
+            figures["as alone"][str(size)] = int(torch.equal(forwards, alone[:size]))
+    return figures
+
+
 def compare_calls(arms: Mapping[str, Predict], num_rows: int, *, repeats: int) -> dict[str, Any]:
     """Each arm of calls in turns: the fastest call in milliseconds a row, and how far its output is from the first's.
 

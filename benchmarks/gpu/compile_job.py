@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.arms import PipelineArm
 from benchmarks.gpu.drawn_models import load_drawn, pipeline_on
+from benchmarks.gpu.package_variants import outcomes
 from benchmarks.gpu.peer_row import equal_requests
 from benchmarks.gpu.worker import MODELS, QUICK_MODELS, numbered_device
 from diffserve.config import EngineConfig
@@ -90,6 +91,9 @@ def main() -> None:
     if hasattr(os, "nice"):
         os.nice(LOWEST_PRIORITY)
     order: dict[str, Any] = json.loads(sys.argv[1])
+    if order["kind"] == "variants":
+        print(json.dumps(outcomes(str(numbered_device(order["device"]))), indent=1))
+        return
     job = CompileJob(order)
     work = {
         "format": job.measure_format,

@@ -8,6 +8,7 @@ from typing import Any, Final
 from benchmarks.gpu.calls import (
     compare_calls,
     compare_layouts,
+    compare_places,
     compiled_calls,
     cost_curve,
     plain_calls,
@@ -75,6 +76,8 @@ def sdxl_calls(bench: Bench) -> None:
     bench.point("curve", lambda: cost_curve(bench, model, most_rows=most_rows, repeats=_repeats(bench)), needs_s=20)
     sizes = (1, 2) if bench.quick else (2, 16)
     bench.point("layouts", lambda: compare_layouts(bench, model, sizes, repeats=_repeats(bench)), needs_s=10)
+    places = (2,) if bench.quick else (2, 4, 8, 16)
+    bench.point("places", lambda: compare_places(bench, model, places), needs_s=5)
     bench.point("profile", lambda: profile_step(bench, model, sizes[-1]), needs_s=8)
     bench.point("profile-2", lambda: profile_step(bench, model, 2), needs_s=5)
 

@@ -32,7 +32,7 @@ class Job(NamedTuple):
 
     kind   "package": a package of UNet calls; "decoder": one of the VAE's decoder; "peer": the caches of
            ``torch.compile`` for diffusers' network; "format": not compiled, but the memory format is measured that the
-           others compile for
+           others compile for; "variants": which ways of opening a package work, with a small network
     after  the job that has to end before
     """
 
@@ -47,7 +47,10 @@ class Job(NamedTuple):
 START: Final = "start"
 HERE: Final = "benchmarks.gpu"
 NETWORK: Final = f"{HERE}.network_rows"
-COMPILED: Final = ("sdxl-16", "sdxl-2", "sdxl-decoder", "sdxl-float8-16", "sd15-16", "diffusers-16")
+COMPILED: Final = (
+    *("sdxl-16", "sdxl-2", "sdxl-decoder", "sdxl-float8-16", "sd15-16", "diffusers-16"),
+    "package-variants",
+)
 SCHEDULE: Final = (
     Row(
         START,
@@ -107,12 +110,13 @@ JOBS: Final = (
     Job("sd15-16", "package", "sd15", "bfloat16", 16),
     Job("diffusers-16", "peer", "sdxl", "bfloat16", 16, after=FORMAT),
     Job("sdxl-decoder", "decoder", "sdxl", "bfloat16", 1),
+    Job("package-variants", "variants", "", "", 0),
 )
 QUICK_JOBS: Final = (Job("sdxl-2", "package", "sdxl", "float32", 2),)
 QUICK_PATIENCE: Final = 12.0
 """A dry run has so many times the seconds of the schedule: its machine may be slow, and busy with something else."""
 
-MOST_JOBS: Final = 6
+MOST_JOBS: Final = 7
 """Compile jobs that run at once."""
 
 
