@@ -102,11 +102,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                            the time of one. Nothing is compiled then, nor recorded. "": none
     compile                "off": the UNet is never compiled; "warm": packages made by ``diffserve warm`` are used;
                            "auto": like "warm", and in addition ``diffserve serve`` compiles a small model on a CPU for
-                           its native size before it reports ready, and an engine on CUDA that is not deterministic
-                           compiles in the background; "background": compile every shape that is painted, in a process
-                           of low priority (deterministic engines treat it like "auto"). Compiling a small model on a
-                           CPU takes 15 times the memory of the UNet's weights
-    cuda_graphs            on CUDA: record UNet calls as CUDA graphs and replay each with one launch
+                           its native size before it reports ready; "background": compile every shape that is painted,
+                           in a process of low priority (deterministic engines treat it like "auto"). Compiling a small
+                           model on a CPU takes 15 times the memory of the UNet's weights
+    cuda_graphs            on CUDA: record UNet calls as CUDA graphs where launching takes most of their time, and
+                           replay each with one launch
     memory_format          of the UNet's convolutions on CUDA in 16 bits: "contiguous", "channels_last", or "auto": the
                            faster one, measured at the first start; in deterministic mode "auto" is "contiguous"
     stage                  what this process does of a picture: "all" of it, or in a cluster of stages apart "encode"

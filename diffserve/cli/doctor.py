@@ -131,7 +131,8 @@ def _unet_calls(model: DiffusionModel, settings: Settings) -> Iterable[tuple[str
     config = settings.engine
     packages = Packages(model, DiskCache.at(config.cache_dir))
     graphs = config.cuda_graphs and model.device.type == "cuda"
-    yield "CUDA graphs", "recorded" if graphs else "none: the device is not CUDA, or engine.cuda_graphs is false"
+    recorded = "recorded where launching takes most of a call's time"
+    yield "CUDA graphs", recorded if graphs else "none: the device is not CUDA, or engine.cuda_graphs is false"
     if config.compile == "off":
         yield "compiled", "no: engine.compile is off"
         return

@@ -148,8 +148,7 @@ def is_deterministic(model: DiffusionModel, config: EngineConfig) -> bool:
 
 def compiles_in_background(model: DiffusionModel, config: EngineConfig) -> bool:
     """Return whether shapes are compiled while the engine serves: not where a seed must keep its bytes."""
-    is_wanted = config.compile == "background" or (config.compile == "auto" and model.device.type == "cuda")
-    return is_wanted and not is_deterministic(model, config)
+    return config.compile == "background" and not is_deterministic(model, config)
 
 
 def check(
