@@ -23,6 +23,8 @@ DYNAMIC: Final = "dynamic"
 """Positions that are scaled by the length of a text once it is longer than those of the training."""
 
 LONGROPE: Final = "longrope"
+"""Positions that are turned by other factors once a text is longer than ``original_max_position_embeddings``."""
+
 PROBE_TOKENS: Final = 24
 PROBE_CUTS: Final = ((0, 9), (9, 10), (10, PROBE_TOKENS))
 TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -37,29 +39,40 @@ def check_config(config: Any, where: str) -> None:
     unknown = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
     if unknown:
         raise ModelLoadError(f"{where}: layers of {unknown} are not served; known are {sorted(LAYER_TYPES)}.")
-    if LONGROPE in _rope_types(getattr(text, "rope_parameters", None)):
-        raise ModelLoadError(
-            f"{where}: rope_type {LONGROPE!r} turns keys by the length of the text, so kept keys would be wrong; use a "
-            "model with default, linear, dynamic, yarn or llama3 scaling, or remove the scaling and stay within its "
-            "length."
-        )
 
 
 def longest_text(config: Any) -> int | None:
     """Return how many tokens a text may have at most for its kept keys to be right; ``None``: any number.
 
-    Beyond ``max_position_embeddings`` dynamic positions turn keys by the length of the whole text, so texts stay
-    within it, where they are plain rotations.
+    Dynamic positions turn keys by the length of the whole text once it exceeds ``max_position_embeddings``, and
+    "longrope" (Ding et al., 2024, arXiv 2402.13753) once it exceeds ``original_max_position_embeddings``. Texts stay
+    within that length, where the rotations do not depend on it.
     """
-    is_dynamic = DYNAMIC in _rope_types(getattr(config, "rope_parameters", None))
-    return int(config.max_position_embeddings) if is_dynamic else None
+    parameters = getattr(config, "rope_parameters", None)
+    types = _rope_types(parameters)
+    if not types & {DYNAMIC, LONGROPE}:
+        return None
+    if LONGROPE not in types:
+        return int(config.max_position_embeddings)
+    name = "original_max_position_embeddings"
+    limits = [one[name] for one in _rope_dicts(parameters) if one.get(name)] or [getattr(config, name, None)]
+    return min(int(limit or config.max_position_embeddings) for limit in limits)
+
+
+def has_longrope(config: Any) -> bool:
+    """Whether positions of the model are turned by other factors in long texts."""
+    return LONGROPE in _rope_types(getattr(config.get_text_config(decoder=True), "rope_parameters", None))
+
+
+def _rope_dicts(parameters: Any) -> list[dict[str, Any]]:
+    """``parameters`` and what is nested in it: some models have rotations of their own for each type of layer."""
+    if not isinstance(parameters, dict):
+        return []
+    return [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
 
 
 def _rope_types(parameters: Any) -> set[str]:
-    if not isinstance(parameters, dict):
-        return set()
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    return {str(one.get("rope_type", "default")) for one in (parameters, *nested)}
+    return {str(one.get("rope_type", "default")) for one in _rope_dicts(parameters)}
 
 
 class ShapeProbe:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,13 @@ from diffserve.errors import ModelLoadError, ModelNotFound
 from diffserve.model_files import find_weights, read_json
 from diffserve.runtime.decoding import JsonSpelling
 from diffserve.runtime.language.attention import register
-from diffserve.runtime.language.compatibility import check_config, check_parity, find_layers, longest_text
+from diffserve.runtime.language.compatibility import (
+    check_config,
+    check_parity,
+    find_layers,
+    has_longrope,
+    longest_text,
+)
 from diffserve.runtime.language.model import LanguageModel
 from diffserve.runtime.language.weight_only import CpuInt4Linear, compute_choice, quantise
 from diffserve.runtime.loading.checkpoint import check_manifest, digest_files
@@ -87,7 +93,8 @@ def _load_config(directory: Path, settings: dict[str, Any]) -> Any:
 def _load_network(directory: Path, config: Any, choice: DeviceChoice) -> Any:
     cls = import_quietly("transformers", "AutoModelForCausalLM")
     try:
-        with WithoutInit(), without_compiler():
+        # the factors of "longrope" are listed and counted in one product, which must be on one device
+        with nullcontext() if has_longrope(config) else WithoutInit(), without_compiler():
             network, report = cls.from_pretrained(
                 str(directory),
                 config=config,

@@ -142,28 +142,31 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         load(directory)
 
 
-def test_texts_stay_within_the_length_from_which_dynamic_positions_depend_on_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, None),
+        (
+            {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 80}
+            | {"short_factor": [1.25] * 4, "long_factor": [2.0] * 4},
+            80,
+        ),
+    ],
+)
+def test_texts_stay_within_the_length_from_which_positions_depend_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rope: dict[str, Any], longest: int | None
 ) -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    directory = change_config(tiny.save(tmp_path / "llama", "llama"), rope_parameters=rope)
+    directory = tiny.save(tmp_path / "llama", "llama")
+    directory = change_config(directory, rope_parameters={"rope_theta": 10000.0, **rope})
     model = load(directory)
-    longest = model.info.context_tokens
-    assert longest == json.loads((directory / "config.json").read_text())["max_position_embeddings"]
+    longest = longest or json.loads((directory / "config.json").read_text())["max_position_embeddings"]
+    assert model.info.context_tokens == longest
     ids = tiny.random_ids(longest, seed=0)
     reference = import_quietly("transformers", "AutoModelForCausalLM").from_pretrained(directory).eval().to(DEVICE)
     with torch.inference_mode():
         expected = reference(torch.tensor([ids], device=DEVICE)).logits[0]
     monkeypatch.setattr(compatibility, "PROBE_CUTS", ((0, 9), (9, 10), (10, longest)))
     assert torch.allclose(compatibility._paged_logits(model, ids), expected, atol=1e-3)
-
-
-def test_rotations_by_two_sets_of_factors_are_refused(tmp_path: Path) -> None:
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 80}
-    rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    directory = change_config(tiny.save(tmp_path / "llama", "llama"), rope_parameters=rope)
-    with pytest.raises(ModelLoadError, match=r"longrope.*length"):
-        load(directory)
 
 
 @pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn"])
