@@ -49,7 +49,7 @@ The first table has the H200 twice, predicted and measured, because it is the on
   An addition in a loop takes 7 to 11. Small calls agree with the larger figure: an SD 1.5 call has 797 kernels and
   takes 25 to 28 ms with one to four rows. One row of SDXL took longer than its range, while compilers used the CPU.
 - CUDA graphs: all calls of this page are eager. Recorded calls, the default, are faster where rows are few (two rows of
-  SD 1.5 take 11.0 instead of 28.5 ms) and about as fast at 16 rows. So the latencies of pools are too long rather than short.
+  SD 1.5 take 11.0 instead of 28.5 ms) and about as fast at 16 rows. So latencies of pools are too long, not too short.
 - Share of the roofline in calls of 16 rows: SDXL reaches 53% to 57% of it, SD 1.5 37% to 39%. The expected share lies
   between them, so SDXL is predicted too slow and SD 1.5 too fast; both measured figures are within the range. So are
   they in the range for the H100.
