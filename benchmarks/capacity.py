@@ -3,10 +3,10 @@
     python benchmarks/capacity.py                 # simulate anew, and write figures and page: ten minutes
     python benchmarks/capacity.py --page-only     # the page from the figures that are there
 
-Engines are simulated (``simulator.py``) over what calls cost: measured on the CPU, predicted on GPUs from the roofline
-(``diffserve.runtime.roofline``), the share of it that kernels reach, and the time of a kernel launch. Each predicted
-figure has a range: the same prediction with slower and with faster assumptions. The launch time is read from the
-newest result of ``gpu_suite.py`` where there is one.
+Engines are simulated (``simulator.py``) over the cost of their calls. It was measured on a CPU and on an H200
+(``gpu_suite.py``), and is predicted for other GPUs from the roofline (``diffserve.runtime.roofline``), the share of it
+that kernels reach, and the time of a kernel launch. Each predicted figure has a range: the prediction with slower and
+with faster assumptions. Launch times are read from the results of ``gpu_suite.py``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
@@ -27,6 +28,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.capacity_page import PAGE, page
+from benchmarks.gpu.table import figure
 from benchmarks.open_loop import quantile
 from benchmarks.random_models import save_hollow_model
 from benchmarks.report import RESULTS, hardware, versions, write
@@ -46,48 +48,76 @@ MEASURED: Final = RESULTS / "simulator-embedded" / "costs-epyc-two-cores.json"
 class Assumptions(NamedTuple):
     """Assumptions behind a predicted figure.
 
-    reached   the share of the roofline that kernels reach
-    launch_s  seconds of the CPU for the launch of a kernel; a call cannot be faster than its launches
+    reached         the share of the roofline that the kernels of a UNet call reach
+    decode_reached  the share of the roofline that the VAE's decoder reaches
+    launch_s        seconds of the CPU for a kernel of a network, Python and libraries included; an eager call cannot be
+                    faster than its launches
     """
 
     reached: float
+    decode_reached: float
     launch_s: float
 
 
-EXPECTED: Final = Assumptions(0.5, 4e-6)
-SLOW: Final = Assumptions(0.3, 10e-6)
-FAST: Final = Assumptions(0.7, 2.5e-6)
-"""Published times of diffusers on an A100 are 0.23 (SD 1.5, eager) to 0.68 (SDXL, compiled) of this roofline."""
+EXPECTED: Final = Assumptions(0.47, 0.2, 4e-6)
+SLOW: Final = Assumptions(0.3, 0.13, 10e-6)
+FAST: Final = Assumptions(0.7, 0.22, 2.5e-6)
+"""On an H200, eager calls of 16 rows reach 0.37 to 0.39 (SD 1.5) and 0.53 to 0.57 (SDXL) of this roofline, and the
+decoder 0.13 (channels_last) to 0.22 (contiguous, 4 images). Published times of diffusers on an A100 are 0.23 (SD 1.5,
+eager) to 0.68 (SDXL, compiled) of it. These launch times are used only where none was measured."""
 
 SUITE_RESULTS: Final = "gpu-suite*.json"
+SUITE: Final = RESULTS / "gpu-suite-h200-2026-11-26.json"
+SUITE_ROWS: Final = {"SD 1.5 512x512, H200": "sd15", "SDXL 1024x1024, H200": "sdxl"}
+"""Arms whose calls were measured, with the row of ``SUITE`` that has their cost curve."""
+
+DECODER: Final = ("sdxl-images", "vae", "ms_per_image", "bfloat16 contiguous x1")
+"""Where ``SUITE`` has the decoding of an image of 1024x1024; others are computed by their pixels."""
+
 TICK_S, PREPARE_S = 0.001, 0.01
 ROWS: Final = (1, 2, 4, 8, 16)
 ARMS: Final = {
     "embedded 128x128, two CPU cores": ("", "", 5.0),
     "SD 1.5 512x512, L4": ("sd15-random", "l4", 10.0),
     "SD 1.5 512x512, H100": ("sd15-random", "h100", 5.0),
+    "SD 1.5 512x512, H200": ("sd15-random", "h200", 5.0),
     "SDXL 1024x1024, L40S": ("sdxl-random", "l40s", 20.0),
     "SDXL 1024x1024, H100": ("sdxl-random", "h100", 10.0),
+    "SDXL 1024x1024, H200": ("sdxl-random", "h200", 10.0),
 }
 """Model, GPU ("": measured on a CPU), and the SLO: so many seconds for ``WITHIN`` of all requests."""
 
 WITHIN: Final = 0.95
-PRICES: Final = {"": 0.10, "l4": 0.80, "l40s": 1.60, "h100": 3.00}
+PRICES: Final = {"": 0.10, "l4": 0.80, "l40s": 1.60, "h100": 3.00, "h200": 3.50}
 """Dollars an hour: assumptions, of the size that clouds ask on demand. Cost is proportional to them."""
 
 LOADS: Final = tuple(round(0.3 + 0.05 * step, 2) for step in range(14))
 """Of what full ticks can do."""
 
 
-def measured_launch_s(folder: Path = RESULTS) -> float | None:
-    """Seconds a kernel of a launch-bound network in the newest result of ``gpu_suite.py`` in ``folder``, if any."""
-    documents = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob(SUITE_RESULTS)]
-    for document in sorted(documents, key=lambda document: str(document.get("date", "")), reverse=True):
-        machine = document.get("rows", {}).get("start", {}).get("points", {}).get("machine", {})
-        launch_us = machine.get("result", {}).get("network_launch_us")
-        if launch_us and document.get("device", "").startswith("cuda"):
-            return 1e-6 * float(launch_us)
-    return None
+def measured_launches_s(folder: Path = RESULTS) -> list[float]:
+    """Seconds a kernel of a launch-bound network in the results of ``gpu_suite.py`` in ``folder``, in ascending order.
+
+    It is counted as calls are predicted: time of an eager call over the kernels of a dry run. ``launch_us`` of the same
+    results is one addition in a loop, and a third of it.
+    """
+    launches_us = []
+    for file in folder.glob(SUITE_RESULTS):
+        document = json.loads(file.read_text(encoding="utf-8"))
+        if document.get("device", "").startswith("cuda"):
+            launches_us.append(figure({"rows": {}, **document}, "start", "machine", "network_launch_us"))
+    return sorted(1e-6 * launch_us for launch_us in launches_us if launch_us is not None)
+
+
+def assumptions(launches_s: Sequence[float]) -> tuple[Assumptions, Assumptions, Assumptions]:
+    """``SLOW``, ``EXPECTED`` and ``FAST`` with the longest, the median and the shortest of ``launches_s``, if any."""
+    if not launches_s:
+        return SLOW, EXPECTED, FAST
+    measured_s = max(launches_s), statistics.median(launches_s), min(launches_s)
+    slow, expected, fast = (
+        each._replace(launch_s=launch_s) for each, launch_s in zip((SLOW, EXPECTED, FAST), measured_s, strict=True)
+    )
+    return slow, expected, fast
 
 
 @cache
@@ -101,15 +131,30 @@ def needs_of_model(model: str) -> Needs:
 def gpu_costs(model: str, gpu: GPU, assumed: Assumptions = EXPECTED) -> Costs:
     """Predicted costs of calls of ``model`` (of ``random_models.NAMES``) on ``gpu`` in bfloat16."""
 
-    def seconds(work: Work) -> float:
-        return max(gpu.seconds(work, torch.bfloat16) / assumed.reached, assumed.launch_s * len(work.kernels))
+    def seconds(work: Work, reached: float) -> float:
+        return max(gpu.seconds(work, torch.bfloat16) / reached, assumed.launch_s * len(work.kernels))
 
     needs = needs_of_model(model)
     width_px, height_px = needs.model.info.good_sizes[0]
     return Costs(
-        calls={f"{width_px}x{height_px}": {rows: seconds(work) for rows, work in needs.steps.items()}},
+        calls={f"{width_px}x{height_px}": {rows: seconds(work, assumed.reached) for rows, work in needs.steps.items()}},
         prepare_s=PREPARE_S,
-        decode_s=seconds(needs.decode),
+        decode_s=seconds(needs.decode, assumed.decode_reached),
+        tick_s=TICK_S,
+    )
+
+
+def suite_costs(model: str, row: str) -> Costs:
+    """Costs of eager calls of ``model`` as ``row`` of ``SUITE`` measured them."""
+    document = json.loads(SUITE.read_text(encoding="utf-8"))
+    curve = document["rows"][row]["points"]["curve"]["result"]["points"]
+    width_px, height_px = needs_of_model(model).model.info.good_sizes[0]
+    decode_ms = figure(document, *DECODER)
+    assert decode_ms is not None
+    return Costs(
+        calls={f"{width_px}x{height_px}": {each["rows"]: 1e-3 * each["ms"] for each in curve if each["rows"] in ROWS}},
+        prepare_s=PREPARE_S,
+        decode_s=1e-3 * decode_ms * width_px * height_px / 1024**2,
         tick_s=TICK_S,
     )
 
@@ -138,16 +183,16 @@ def pool(costs: Costs, num_engines: int, slo_s: float, num_requests: int) -> dic
     return told | best | {"per_s": best["load"] * full_per_s}
 
 
-def predicted_ranges(model: str, gpu: GPU, launch_s: float | None) -> dict[str, Any]:
-    """The range of each figure of an arm, by ``SLOW`` and ``FAST``: of times, and of the rate as factors on it.
+def full_rate_per_s(costs: Costs) -> float:
+    """Images a second of the mixed workload when all ticks of an engine are full."""
+    return capacity_per_s(mixed(500, costs.sizes, seed=1), costs, EngineConfig(max_waiting=100_000))
 
-    A measured ``launch_s`` is the same at both ends.
-    """
-    assumed = [each if launch_s is None else each._replace(launch_s=launch_s) for each in (SLOW, EXPECTED, FAST)]
-    slow, expected, fast = (gpu_costs(model, gpu, each) for each in assumed)
+
+def predicted_ranges(model: str, gpu: GPU, launches_s: Sequence[float]) -> dict[str, Any]:
+    """The range of each figure of an arm, by ``assumptions``: of times, and of the rate as factors on it."""
+    slow, expected, fast = (gpu_costs(model, gpu, each) for each in assumptions(launches_s))
     [(size, _)] = expected.calls.items()
-    requests = mixed(500, expected.sizes, seed=1)
-    rates = [capacity_per_s(requests, costs, EngineConfig(max_waiting=100_000)) for costs in (slow, expected, fast)]
+    rates = [full_rate_per_s(costs) for costs in (slow, expected, fast)]
     return {
         "row_ms": {
             rows: [1000 * costs.calls[size][rows] / rows for costs in (fast, slow)] for rows in expected.calls[size]
@@ -157,28 +202,45 @@ def predicted_ranges(model: str, gpu: GPU, launch_s: float | None) -> dict[str, 
     }
 
 
-def arm(name: str, engines: list[int], most_requests: int, launch_s: float | None) -> dict[str, Any]:
-    """One of ``ARMS`` with its pools. ``launch_s``: as measured; ``None``: as assumed."""
+def call_figures(costs: Costs) -> dict[str, Any]:
+    """Milliseconds a row by rows, and of decoding."""
+    [calls] = costs.calls.values()
+    return {
+        "row_ms": {rows: 1000 * seconds / rows for rows, seconds in calls.items()},
+        "decode_ms": 1000 * costs.decode_s,
+    }
+
+
+def arm(name: str, engines: list[int], most_requests: int, launches_s: Sequence[float]) -> dict[str, Any]:
+    """One of ``ARMS`` with its pools; where a GPU was measured, with the prediction of its calls, too.
+
+    launches_s  measured times of a launch; where there are none they are assumed
+    """
     model, gpu, slo_s = ARMS[name]
-    assumed = EXPECTED if launch_s is None else EXPECTED._replace(launch_s=launch_s)
-    costs = gpu_costs(model, find_gpu(gpu), assumed) if gpu else read_costs(MEASURED)
-    [(size, calls)] = costs.calls.items()
+    ranges = predicted_ranges(model, find_gpu(gpu), launches_s) if gpu else None
+    predicted = gpu_costs(model, find_gpu(gpu), assumptions(launches_s)[1]) if gpu else None
+    is_measured = predicted is None or name in SUITE_ROWS
+    costs = suite_costs(model, SUITE_ROWS[name]) if name in SUITE_ROWS else predicted or read_costs(MEASURED)
     pools = []
     for number in engines:
         pools.append(pool(costs, number, slo_s, min(most_requests, max(1000, 100 * number))))
         print(name, pools[-1], file=sys.stderr, flush=True)
-    width_px, height_px = costs.sizes[0]
-    return {
+    [(width_px, height_px)] = costs.sizes
+    figures = {
         "name": name,
-        "predicted": predicted_ranges(model, find_gpu(gpu), launch_s) if gpu else None,
-        "size": size,
+        "gpu": gpu,
+        "predicted": None if is_measured else ranges,
+        "size": f"{width_px}x{height_px}",
         "pixels": width_px * height_px,
         "slo_s": slo_s,
         "price_per_hour": PRICES[gpu],
-        "row_ms": {rows: 1000 * seconds / rows for rows, seconds in calls.items()},
-        "decode_ms": 1000 * costs.decode_s,
+        **call_figures(costs),
         "pools": pools,
     }
+    if is_measured and predicted is not None:
+        rate = {"engines": 1, "full_per_s": full_rate_per_s(predicted)}
+        figures["prediction"] = {"name": name, "predicted": ranges, **call_figures(predicted), "pools": [rate]}
+    return figures
 
 
 def front_costs(num_commits: int) -> dict[str, float]:
@@ -200,7 +262,7 @@ def main(
     requests: Annotated[int, typer.Option(min=20, help="At most, of a simulated trace.")] = 6400,
     commits: Annotated[int, typer.Option(min=1, help="Of the store.")] = 300,
     launch_us: Annotated[
-        float | None, typer.Option(help="Measured microseconds of a kernel launch; else by the GPU suite, or 4.")
+        float | None, typer.Option(help="Microseconds of a kernel launch; else as the GPU suite measured.")
     ] = None,
     page_only: Annotated[bool, typer.Option("--page-only", help="Simulate nothing.")] = False,
     out: Annotated[
@@ -212,26 +274,30 @@ def main(
         document = json.loads(out.read_text(encoding="utf-8"))
     else:
         gc.set_threshold(200_000, 50, 100)
-        launch_s = measured_launch_s() if launch_us is None else 1e-6 * launch_us
+        launches_s = measured_launches_s() if launch_us is None else [1e-6 * launch_us]
         chosen = [name for name in ARMS if not arms or any(word in name for word in arms.split(","))]
         sizes = [int(number) for number in engines.split(",")]
         document = {
             "benchmark": "capacity",
-            "note": "simulated; GPU figures are predicted from the roofline, no GPU was measured",
+            "note": "simulated; calls on a CPU and an H200 were measured, on other GPUs they are predicted",
             "command": " ".join(["python", "benchmarks/capacity.py", *(Path(word).name for word in sys.argv[1:])]),
             "hardware": hardware("cpu"),
             "versions": versions(),
             "assumptions": {
-                name: {"reached": each.reached, "launch_us": round(1e6 * (launch_s or each.launch_s), 2)}
-                for name, each in (("expected", EXPECTED), ("slow", SLOW), ("fast", FAST))
+                name: {
+                    "reached": each.reached,
+                    "decode_reached": each.decode_reached,
+                    "launch_us": round(1e6 * each.launch_s, 2),
+                }
+                for name, each in zip(("slow", "expected", "fast"), assumptions(launches_s), strict=True)
             },
-            "launch_is_measured": launch_s is not None,
+            "launch_is_measured": bool(launches_s),
             "within": WITHIN,
             "front": front_costs(commits),
             "arms": [],
         }
         for name in chosen:
-            document["arms"].append(arm(name, sizes, requests, launch_s))
+            document["arms"].append(arm(name, sizes, requests, launches_s))
             write(document, out)
     if out == FIGURES:
         PAGE.write_text(page(document), encoding="utf-8")

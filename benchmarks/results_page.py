@@ -58,6 +58,20 @@ class Row(NamedTuple):
 Documents = Mapping[str, dict[str, Any]]
 
 
+def gpu_runs(folder: Path) -> list[dict[str, Any]]:
+    """Results of ``gpu_suite.py`` in ``folder`` of the newest day, in order of time, each with its ``file``.
+
+    notes  text of the file that has the name of the document and the ending ``.md``, or "".
+    """
+    runs = []
+    for file in folder.glob("gpu-suite*.json"):
+        notes = file.with_suffix(".md")
+        text = notes.read_text(encoding="utf-8") if notes.is_file() else ""
+        runs.append({**json.loads(file.read_text(encoding="utf-8")), "file": file.name, "notes": text})
+    runs.sort(key=lambda run: str(run["date"]))
+    return [run for run in runs if run["date"][:10] == runs[-1]["date"][:10]]
+
+
 def newest(folder: Path) -> dict[str, dict[str, Any]]:
     """The newest document of each benchmark, with its ``file``."""
     found: dict[str, dict[str, Any]] = {}
@@ -377,28 +391,50 @@ def exactness(documents: Documents) -> str:
     return table(("of", "what", "found"), rows) if rows else f"{OWED}\n"
 
 
-def gpu(documents: Documents) -> str:
-    """The goals that only a GPU can show, with what was measured; and how the rows of the suite ended."""
-    heads = ("what", "goal", "measured", "holds")
-    suite = documents.get("gpu_suite")
-    rows = [
-        (
-            goal.name,
-            f"at {'least' if goal.at_least else 'most'} {goal.target:g}",
-            OWED if goal.measured is None else figure(goal.measured),
-            "" if goal.measured is None else "yes" if goal.is_met else "no",
+def gpu(runs: Sequence[dict[str, Any]]) -> str:
+    """Each goal that only a GPU can show, as every run of the suite measured it; how the rows ended; notes."""
+    parts = []
+    for number, run in enumerate(runs, start=1):
+        parts.append(f"Run {number}: {told(run)}" + (f"{sentence(run['note'])}\n" if run.get("note") else ""))
+    if not runs:
+        parts.append("No GPU has been measured, so all are owed: `python benchmarks/gpu_suite.py`, nine minutes.\n")
+    columns = [gpu_goals(run) for run in runs] or [gpu_goals({"rows": {}})]
+    rows = []
+    for goals_of_runs in zip(*columns, strict=True):
+        goal = goals_of_runs[0]
+        measured = [each for each in goals_of_runs if each.measured is not None]
+        rows.append(
+            (
+                goal.name,
+                f"at {'least' if goal.at_least else 'most'} {goal.target:g}",
+                *(OWED if each.measured is None else f"{each.measured:.4g}" for each in goals_of_runs),
+                measured[-1].verdict if measured else "not measured",
+            )
         )
-        for goal in gpu_goals(suite or {"rows": {}})
-    ]
-    if suite is None:
-        text = "No GPU has been at hand for these, so all are owed: `python benchmarks/gpu_suite.py`, nine minutes."
-        return f"{text}\n\n{table(heads, rows)}"
-    ended = [(name, row["state"], f"{row.get('wall_s', 0):g}") for name, row in suite["rows"].items()]
-    return f"{told(suite)}\n{table(heads, rows)}\n{table(('row of the suite', 'ended', 'seconds'), ended)}"
+    heads = [f"run {number}" for number in range(1, len(runs) + 1)] or ["measured"]
+    parts.append(table(("what", "goal", *heads, "verdict"), rows))
+    if runs:
+        names = dict.fromkeys(name for run in runs for name in run["rows"])
+        ended = [(name, *(_ended(run["rows"].get(name)) for run in runs)) for name in names]
+        parts.append(table(("row of the suite", *heads), ended))
+    parts += [run["notes"] for run in runs if run["notes"]]
+    return "\n".join(parts)
 
 
-def page(documents: Documents) -> str:
-    """The whole page."""
+def sentence(text: str) -> str:
+    """``text`` as a sentence."""
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _ended(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    state = "cut" if row["state"] == "running" else row["state"]
+    return f"{state}, {row['wall_s']:g} s" if "wall_s" in row else state
+
+
+def page(documents: Documents, runs: Sequence[dict[str, Any]]) -> str:
+    """The page from the newest document of each benchmark and the runs of the GPU suite."""
     parts = [INTRODUCTION]
     for design in DESIGNS:
         document = documents.get(design.benchmark)
@@ -413,9 +449,9 @@ def page(documents: Documents) -> str:
             parts.append(goals(document, design.rows))
         if design.note:
             parts.append(f"{design.note}\n")
-    parts += ["## D9 Exactness beside the figures\n", exactness(documents), "## On a GPU\n", gpu(documents)]
+    parts += ["## D9 Exactness beside the figures\n", exactness(documents), "## On a GPU\n", gpu(runs)]
     return "\n".join(parts)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(newest(RESULTS)), encoding="utf-8")
+    PAGE.write_text(page(newest(RESULTS), gpu_runs(RESULTS)), encoding="utf-8")

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.results_page import DESIGNS, PAGE, RESULTS, follow, newest, page
+from benchmarks.results_page import DESIGNS, PAGE, RESULTS, follow, gpu_runs, newest, page
 
 
 def test_the_page_is_what_the_committed_figures_give() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(newest(RESULTS)), "run: python benchmarks/results_page.py"
+    assert PAGE.read_text(encoding="utf-8") == page(newest(RESULTS), gpu_runs(RESULTS)), (
+        "run: python benchmarks/results_page.py"
+    )
 
 
 def test_what_was_not_measured_is_owed_and_its_command_is_told() -> None:
-    empty = page({})
+    empty = page({}, [])
     for design in DESIGNS:
         assert f"Owed: `python benchmarks/{design.command}`" in empty
         assert (PAGE.parent / design.command.split()[0]).is_file()
-    assert "No GPU has been at hand" in empty
+    assert "No GPU has been measured" in empty
     assert "yes" not in empty.split("\n## ", 1)[1]
 
 
@@ -31,26 +33,31 @@ def test_the_newest_counts_and_a_missed_goal_is_told(tmp_path: Path) -> None:
         points = [{"rows": 2, "arms": arms, "left_out": {"torch.compile": "why"}}]
         document = {"benchmark": "unet", "date": day, "points": points, "command": "c"}
         (tmp_path / f"{9 - int(day[-1])}.json").write_text(json.dumps(document), encoding="utf-8")
-    found = page(newest(tmp_path))
-    assert "| ours over OpenVINO bf16, 2 rows | at most 1 | 1.5 (1.5 to 1.5) | no |" in found
-    assert "| torch.compile | left out |" in found
+    text = page(newest(tmp_path), [])
+    assert "| ours over OpenVINO bf16, 2 rows | at most 1 | 1.5 (1.5 to 1.5) | no |" in text
+    assert "| torch.compile | left out |" in text
 
 
-def test_results_of_a_gpu_are_shown_as_goals_and_rows(tmp_path: Path) -> None:
-    points = {"eager": {"result": {"images_per_s": 1.25}}, "latency": {"result": {"p99_s": 7.5}}}
-    rows = {
-        "sdxl-images": {"state": "done", "wall_s": 70.5, "points": points},
-        "sd15": {"state": "abandoned", "points": {}},
-    }
-    document = {"benchmark": "gpu_suite", "date": "2026-12-01", "rows": rows, "command": "c"}
-    (tmp_path / "gpu-suite-h100.json").write_text(json.dumps(document), encoding="utf-8")
-    found = page(newest(tmp_path))
-    assert "| SDXL bf16, images/s | at least 1.6 | 1.25 | no |" in found
-    assert "| SDXL at 0.9 load, p99 s | at most 6 | 7.5 | no |" in found
-    assert "| SD 1.5 bf16, images/s | at least 12 | owed |  |" in found
-    assert "| sdxl-images | done | 70.5 |" in found
-    assert "| sd15 | abandoned | 0 |" in found
-    assert "No GPU has been at hand" not in found
+def test_each_run_of_the_gpu_suite_on_the_newest_day_is_a_column_of_the_goals(tmp_path: Path) -> None:
+    def save(name: str, date: str, rows: dict[str, object], note: str = "") -> None:
+        document = {"benchmark": "gpu_suite", "date": date, "rows": rows, "command": "c", "note": note}
+        (tmp_path / f"gpu-suite-{name}.json").write_text(json.dumps(document), encoding="utf-8")
+
+    eager = {"eager": {"result": {"images_per_s": 1.25}}}
+    latency = {"latency": {"result": {"p99_s": 5.5}}, "eager": {"result": {"images_per_s": 1.7}}}
+    save("old", "2026-11-30T10:00", {"sd15": {"state": "done", "points": {"eager": {"result": {"images_per_s": 9.0}}}}})
+    save("b", "2026-12-01T10:00", {"sdxl-images": {"state": "done", "wall_s": 70.5, "points": eager}}, note="all rows")
+    save("a", "2026-12-01T11:00", {"sdxl-images": {"state": "running", "points": latency}})
+    (tmp_path / "gpu-suite-b.md").write_text("The next change.\n", encoding="utf-8")
+    text = page(newest(tmp_path), gpu_runs(tmp_path))
+    assert "| what | goal | run 1 | run 2 | verdict |" in text
+    assert "| SDXL bf16, images/s | at least 1.6 | 1.25 | 1.7 | met |" in text
+    assert "| SDXL at 0.9 load, p99 s | at most 6 | owed | 5.5 | met |" in text
+    assert "| SD 1.5 bf16, images/s | at least 12 | owed | owed | not measured |" in text
+    assert "| sdxl-images | done, 70.5 s | cut |" in text
+    assert "All rows." in text
+    assert text.endswith("The next change.\n")
+    assert "No GPU has been measured" not in text
 
 
 def test_a_path_finds_elements_by_what_they_hold() -> None:

@@ -1,7 +1,7 @@
 """The least time a GPU can take for counted work: each kernel by its arithmetic or its traffic, whichever is slower.
 
-Williams, Waterman and Patterson 2009, with the makers' figures for dense arithmetic and memory. Real kernels reach a
-half to three quarters of it; what keeps a small step from it is the time the CPU takes to launch.
+Williams, Waterman and Patterson 2009, with the makers' figures for dense arithmetic and memory. Eager UNet
+calls of 16 rows reach 0.37 (SD 1.5) to 0.57 (SDXL) of it on an H200; small calls take the time of their launches.
 """
 
 from __future__ import annotations
