@@ -13,7 +13,8 @@ from diffserve.model_files import KNOWN_CONDITIONS
 from diffserve.runtime.loading.checkpoint import Checkpoint
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.loading.weight_loading import TensorSource, build_on_meta, fill
-from diffserve.runtime.precision import DeviceChoice
+from diffserve.runtime.precision import TORCH_DTYPES, DeviceChoice
+from diffserve.runtime.unet.gated_layers import use_halved_gates
 from diffserve.runtime.unet.steady_layers import use_steady_layers
 
 TINY_VAE: Final = "AutoencoderTiny"
@@ -49,6 +50,8 @@ def build_unet(config: Mapping[str, Any], where: str, choice: DeviceChoice) -> A
     network = build("UNet2DConditionModel", config, where)
     if choice.device.type == "cpu":
         use_steady_layers(network, choice.compute_dtype)
+    elif choice.device.type == "cuda" and choice.is_unet_whole and choice.dtype in TORCH_DTYPES:
+        use_halved_gates(network)
     return network
 
 

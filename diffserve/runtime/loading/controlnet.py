@@ -13,6 +13,7 @@ from diffserve.runtime.loading.components import build, load_component
 from diffserve.runtime.loading.weight_loading import TensorSource, check_keys
 from diffserve.runtime.precision import DeviceChoice
 from diffserve.runtime.unet.controlnet import check_fits
+from diffserve.runtime.unet.gated_layers import use_halved_gates
 from diffserve.runtime.unet.steady_layers import use_steady_layers
 
 
@@ -47,6 +48,8 @@ class ControlNetFiles(NamedTuple):
         network = self.network(unet, vae_factor)
         if choice.device.type == "cpu":
             use_steady_layers(network, choice.compute_dtype)
+        elif choice.device.type == "cuda":
+            use_halved_gates(network)
         return load_component(network, self.checkpoint, choice)
 
     @property

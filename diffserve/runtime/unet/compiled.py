@@ -356,7 +356,8 @@ def _circumstances(model: DiffusionModel, is_baked: bool) -> str:
     config = json.dumps({key: value for key, value in network.config.items() if key[0] != "_"}, default=str)
     widths = widths_of(network)  # of a pruned one others than its configuration says
     weights = model.digest if is_baked else ""
-    made_of = sorted({type(module).__name__ for module in network.modules()})
+    kinds = {type(module) for module in network.modules()}
+    made_of = sorted({getattr(kind, "compiled_name", kind.__name__) for kind in kinds})
     machine = f"{hardware_name(model.device)} torch {torch.__version__} cuda {torch.version.cuda}"
     machine += f" diffusers {diffusers.__version__}"
     machine += f" {model.unet.memory_format}" * (model.unet.memory_format != "contiguous")  # strides are compiled in
