@@ -1,26 +1,39 @@
-"""Golden pictures: the SHA-256 of the pixels that every sampler paints, to hold one tree or machine against another.
+"""Golden images: the SHA-256 of the pixels of some hundred requests, to compare one tree or machine with another.
 
     PYTHONPATH=. python benchmarks/golden_pictures.py > new.txt
     PYTHONPATH=../old python benchmarks/golden_pictures.py > old.txt; diff old.txt new.txt
 
-It speaks only the public API, so it runs unchanged on trees whose insides differ, the one that PYTHONPATH names;
-``--model`` (a name or a directory, any number of times) gives two trees the same weights. One line a picture: digest
-of size and RGB bytes, model, and what was asked. About a minute on two cores.
+Every sampler from noise and from an image, spacings and sigma schedules; of the embedded model also adapters, a
+ControlNet, inpainting, a refiner, DeepCache and more. It uses the public API, so it runs unchanged on trees whose
+insides differ, the one that PYTHONPATH names; ``--model`` (a name or a directory, any number of times) gives two trees
+the same weights, and leaves out what only the embedded model is asked for. One line an image: digest of size and RGB
+bytes, model, and what was asked. About a minute on two cores. Other processors may round otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import tempfile
+from pathlib import Path
+from typing import Any
 
+import msgspec
+import numpy as np
 from PIL.Image import Image
 
 import schedulers
+from benchmarks.gpu.embedded_row import save_controlnet
 from diffserve import DiffusionParams, Engine, GenerationRequest, Picture
+from diffserve.controlnets import Control
+from diffserve.loras import Lora
+from diffserve.settings import load_settings
+from diffserve.vocabulary import EMBEDDED_DIRECTORY
 
 MODELS = ("embedded", "embedded-turbo")
 PROMPT = "a fox next to a cactus on the beach"
 NUM_STEPS = 4
+CONTROLNET = "edges"
 
 
 def asked() -> dict[str, DiffusionParams]:
@@ -43,6 +56,55 @@ def digest(image: Image) -> str:
     return hashlib.sha256(repr(image.size).encode() + image.convert("RGB").tobytes()).hexdigest()
 
 
+def further(image: Picture) -> dict[str, GenerationRequest]:
+    """Label -> what the embedded model is asked for beside samplers; ``image`` is one that it painted."""
+    mask = np.zeros((image.height_px, image.width_px), dtype=np.uint8)
+    mask[:, image.width_px // 2 :] = 255
+    half = Picture.from_array(mask)
+    gift, sepia, edges = Lora("gift"), Lora("sepia", 0.6), (Control(CONTROLNET),)
+    params: dict[str, dict[str, Any]] = {
+        "lora gift": {"loras": (gift,)},
+        "lora sepia at 0.6": {"loras": (sepia,)},
+        "two loras": {"loras": (gift, sepia)},
+        "controlnet": {"controlnets": edges},
+        "controlnet with a lora": {"controlnets": edges, "loras": (gift,)},
+        "refiner": {"switch_at": 0.5},
+        "deep cache": {"cache_interval": 2},
+        "guidance rescale": {"guidance_scale": 7.0, "guidance_rescale": 0.7},
+        "variation": {"variation_seed": 7, "variation_strength": 0.3},
+        "clip skip": {"clip_skip": 2},
+        "inpaint": {"strength": 0.8},
+        "inpaint euler_a": {"strength": 0.8, "sampler": "euler_a"},
+    }
+    requests = {}
+    for label, fields in params.items():
+        more: dict[str, Any] = {"control_images": (image,)} if "controlnets" in fields else {}
+        more |= {"init_image": image, "mask_image": half} if label.startswith("inpaint") else {}
+        diffusion = DiffusionParams(**{"sampler": "ddim", "num_steps": NUM_STEPS, **fields})
+        requests[label] = GenerationRequest(prompt=PROMPT, seed=19, diffusion=diffusion, **more)
+    few = DiffusionParams(sampler="ddim", num_steps=NUM_STEPS)
+    requests["negative prompt"] = GenerationRequest(
+        prompt=PROMPT, negative_prompt="a cactus", seed=19, diffusion=few, num_images=2
+    )
+    requests["128x192"] = GenerationRequest(prompt=PROMPT, seed=19, diffusion=few, width_px=128, height_px=192)
+    return requests
+
+
+def further_digests(folder: Path) -> dict[str, str]:
+    """Label -> digest of what ``further`` asks for; ``folder`` takes a ControlNet with random numbers."""
+    profile = load_settings(model="embedded", env={}).model
+    plain = Engine.from_pretrained("embedded")
+    save_controlnet(plain.model.unet.network, folder / CONTROLNET)
+    first = plain.generate(GenerationRequest(prompt=PROMPT, seed=19, diffusion=DiffusionParams(num_steps=NUM_STEPS)))
+    profile = msgspec.structs.replace(profile, controlnet_dir=str(folder), refiner=str(EMBEDDED_DIRECTORY))
+    engine = Engine.from_pretrained("embedded", profile=profile)
+    requests = further(first[0].picture)
+    results = engine.generate(list(requests.values()))
+    labels = [label for label, request in requests.items() for _ in range(request.num_images)]
+    names = [f"{label} {labels[:place].count(label)}" for place, label in enumerate(labels)]
+    return {name: digest(result.image) for name, result in zip(names, results, strict=True)}
+
+
 def digests(model: str) -> dict[str, str]:
     """Label -> digest of what ``model`` paints: each request of one batch, then variations of the first picture."""
     engine = Engine.from_pretrained(model)
@@ -62,9 +124,14 @@ def main() -> None:
     """Print the digests of all models asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", help=f"default: {' and '.join(MODELS)}")
-    for model in parser.parse_args().model or MODELS:
+    models = parser.parse_args().model
+    for model in models or MODELS:
         for label, sha256 in digests(model).items():
             print(sha256, model, label, flush=True)
+    if not models:
+        with tempfile.TemporaryDirectory() as folder:
+            for label, sha256 in further_digests(Path(folder)).items():
+                print(sha256, "embedded", label, flush=True)
 
 
 if __name__ == "__main__":
