@@ -98,8 +98,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device_map             one model over all GPUs: "balanced": its UNet on the first, text encoders and VAE where most
                            room is; "auto": the same where the first has too little for all. A UNet that none has room
                            for is split; it is not compiled then, and has no DeepCache. "none": on one device
-    split_guidance         a second device, for the unconditional rows of guided pictures: the two rows of one then take
-                           the time of one. Nothing is compiled then, nor recorded. "": none
     compile                "off": the UNet is never compiled; "warm": packages made by ``diffserve warm`` are used;
                            "auto": like "warm", and in addition ``diffserve serve`` compiles a small model on a CPU for
                            its native size before it reports ready; "background": compile every shape that is painted,
@@ -140,7 +138,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     threads: int | None = None
     offload: str = "none"
     device_map: str = "none"
-    split_guidance: str = ""
     compile: Literal["auto", "off", "warm", "background"] = "auto"
     cuda_graphs: bool = True
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
@@ -155,12 +152,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.device_map not in DEVICE_MAPS:
             said = f"device_map is {self.device_map!r}; choose one of {', '.join(DEVICE_MAPS)}."
             raise ConfigError(said, param="device_map")
-        for name, unset in (("offload", "none"), ("split_guidance", "")):
-            if self.device_map != "none" and getattr(self, name) != unset:
-                raise ConfigError(
-                    f"device_map is {self.device_map!r} and {name} {getattr(self, name)!r}; give one of them.",
-                    param="device_map",
-                )
+        if self.device_map != "none" and self.offload != "none":
+            raise ConfigError(
+                f"device_map is {self.device_map!r} and offload {self.offload!r}; give one of them.", param="device_map"
+            )
         if self.policy not in POLICIES:
             raise ConfigError(f"policy is {self.policy!r}; choose one of {', '.join(POLICIES)}.", param="policy")
 

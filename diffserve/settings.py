@@ -17,6 +17,7 @@ with the place it came from. No torch here.
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
 import tomllib
@@ -39,6 +40,9 @@ OVERLAYS = ("edge",)
 ENV_PREFIX = "DIFFSERVE_"
 NOT_SETTINGS = ("DIFFSERVE_FAULTS", "DIFFSERVE_API_KEY")
 """Variables that are read elsewhere (``diffserve.runtime.faults``)."""
+
+
+logger = logging.getLogger(__name__)
 
 
 class Flag(NamedTuple):
@@ -81,6 +85,11 @@ _FIELDS = {
     table: {key: hint for key, hint in get_type_hints(struct).items() if key not in INTERNAL}
     for table, struct in TABLES.items()
 }
+REMOVED: Final = {
+    "engine.split_guidance": 'name the second GPU in [serve] devices, or set [engine] device_map = "balanced"',
+}
+"""Keys of earlier versions, and what to use in their place. They are ignored with a warning."""
+
 KEYS = tuple(f"{table}.{key}" for table, fields in _FIELDS.items() for key in fields)
 
 
@@ -127,9 +136,6 @@ def load_settings(
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ConfigError(f"two models are called {twice!r}; give one of them another name: --model NAME=PATH.")
-    if settings.engine.split_guidance and len(settings.serve.devices) > 1:
-        said = f"{settings.engine.split_guidance!r} cannot be the second device of several engines; leave out devices"
-        raise ConfigError(f"split_guidance: {said}, or split_guidance.", param="split_guidance")
     if settings.engine.device_map != "none" and len(settings.serve.devices) > 1:
         said = "one model cannot be on all GPUs while each has an engine of its own; leave out devices"
         raise ConfigError(f"device_map: {said}, or device_map.", param="device_map")
@@ -296,18 +302,32 @@ def _file_values(path: Path, origin: str) -> Iterator[tuple[str, _Value]]:
         if table not in (*TABLES, MODELS):
             raise ConfigError(f"{origin}: unknown table [{table}]; {nearest(table, (*TABLES, MODELS))}")
         for key, raw in entries.items():
+            if f"{table}.{key}" in REMOVED:
+                _warn_of_removed(f"{table}.{key}", f"{origin}: {table}.{key}")
+                continue
             if table != MODELS and key not in _FIELDS[table]:
                 raise ConfigError(f"{origin}: unknown key {table}.{key}; {nearest(key, _FIELDS[table])}")
             yield f"{table}.{key}", _Value(raw, origin)
 
 
 def _env_layer(env: Mapping[str, str]) -> Iterator[tuple[str, _Value]]:
-    known = {f"{ENV_PREFIX}{key.replace('.', '_').upper()}": key for key in KEYS}
+    known, removed = ({_variable(key): key for key in keys} for keys in (KEYS, REMOVED))
     for name in sorted(env):
         if name in known:
             yield known[name], _Value(env[name], name, is_text=True)
+        elif name in removed:
+            _warn_of_removed(removed[name], name)
         elif name.startswith(ENV_PREFIX) and name not in NOT_SETTINGS:
             raise ConfigError(f"unknown environment variable {name}={env[name]!r}; {nearest(name, known)}")
+
+
+def _variable(key: str) -> str:
+    """The environment variable of the dotted ``key``."""
+    return f"{ENV_PREFIX}{key.replace('.', '_').upper()}"
+
+
+def _warn_of_removed(key: str, where: str) -> None:
+    logger.warning("%s has no effect: it was removed in 0.2; %s", where, REMOVED[key])
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from diffserve.config import DTYPES
 from diffserve.errors import ConfigError
-from diffserve.settings import KEYS, PROFILES, Flag, configs_dir, load_settings
+from diffserve.settings import KEYS, PROFILES, REMOVED, Flag, configs_dir, load_settings
 from diffserve.vocabulary import EMBEDDED_DIRECTORY, WORLD_FILE
 
 
@@ -114,6 +114,18 @@ def test_language_model_may_have_weights_of_four_bits_and_an_image_model_may_not
     assert load_settings(env={"DIFFSERVE_TEXT_DTYPE": "int4"}).text.dtype == "int4"
     with pytest.raises(ConfigError, match="DIFFSERVE_MODEL_DTYPE: dtype is 'int4'"):
         load_settings(env={"DIFFSERVE_MODEL_DTYPE": "int4"})
+
+
+@pytest.mark.parametrize("key", sorted(REMOVED))
+def test_a_removed_key_is_ignored_with_a_warning_that_names_what_to_use(
+    key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    table, name = key.split(".")
+    file, variable = user_file(tmp_path, f"[{table}]\n{name} = 'x'\n"), f"DIFFSERVE_{table}_{name}".upper()
+    assert load_settings(config=file, env={variable: "x"}).engine == load_settings(env={}).engine
+    for where in (f"{file}: {key}", variable):
+        assert f"{where} has no effect: it was removed in 0.2; {REMOVED[key]}" in caplog.messages
+    assert key not in KEYS
 
 
 def test_auto_stays_auto_where_it_means_measure_it_and_is_none_for_a_number() -> None:

@@ -69,8 +69,6 @@ def test_wrong_values_name_themselves_and_the_way_out() -> None:
         EngineConfig(device_map="even")
     with pytest.raises(ConfigError, match="device_map is 'auto' and offload 'cpu'; give one of them"):
         EngineConfig(device_map="auto", offload="cpu")
-    with pytest.raises(ConfigError, match="device_map is 'auto' and split_guidance 'cuda:1'; give one of them"):
-        EngineConfig(device_map="auto", split_guidance="cuda:1")
     with pytest.raises(ConfigError, match="leave out devices, or device_map"):
         load_settings(env={"DIFFSERVE_SERVE_DEVICES": "cpu,cpu", "DIFFSERVE_ENGINE_DEVICE_MAP": "auto"})
     with pytest.raises(ConfigError, match="torch finds one device here, cpu; it spreads a model over several GPUs"):

@@ -71,13 +71,6 @@ def test_devices_that_cannot_be_are_refused(devices: list[str], said: str) -> No
         load_settings(env={}, flags={"serve.devices": Flag("--devices", devices)})
 
 
-def test_engines_side_by_side_do_not_share_a_second_device() -> None:
-    split = {"DIFFSERVE_ENGINE_SPLIT_GUIDANCE": "cuda:2"}
-    assert settings("cuda:0", **split).engine.split_guidance == "cuda:2"
-    with pytest.raises(ConfigError, match="'cuda:2' cannot be the second device of several engines"):
-        settings("cuda:0,cuda:1", **split)
-
-
 def test_numbers_of_several_engines_are_added_up() -> None:
     both = merged([stats(1), stats(2)])
     assert (both.num_live, both.images.num_painted, both.share.image_s, both.share.share) == (3, 3, 3, 0.25)

@@ -20,7 +20,6 @@ from diffserve.engine.image.decoder import LatentTeller, PictureDecoder
 from diffserve.engine.image.latent_cache import LatentCache
 from diffserve.engine.image.preparer import Preparer
 from diffserve.engine.image.room import Room
-from diffserve.engine.image.second_device import SecondDevice
 from diffserve.engine.image.shape_groups import Groups, most_rows
 from diffserve.engine.image.state import Health
 from diffserve.engine.image.task import GroupKey, ImageTask, TickOutcome, TickPlan
@@ -65,7 +64,6 @@ class Expert(NamedTuple):
         threads: Threads,
         beside: Expert | None = None,
         planned_bytes: int = 0,
-        second: SecondDevice | None = None,
     ) -> Expert:
         """That of ``model``; ``beside``: of its refiner, which is there already; ``planned_bytes``: see ``Room``."""
         conditioner = make_conditioner(model, config, is_exact=is_deterministic(model, config), pool=pages)
@@ -73,7 +71,7 @@ class Expert(NamedTuple):
         groups = Groups(model, config, conditioner, room, threads, clock)
         caps = RowCaps(clock, room.rows)
         others = None if beside is None else beside.caller
-        return cls(conditioner, room, groups, caps, UNetCaller(model, conditioner, groups, caps, clock, others, second))
+        return cls(conditioner, room, groups, caps, UNetCaller(model, conditioner, groups, caps, clock, others))
 
 
 class ImageRunner:
@@ -103,12 +101,8 @@ class ImageRunner:
                 pages = make_pool(model, config, is_exact=is_deterministic(model, config))
             its_config = replace(config, compile="off", cuda_graphs=False)
             self.refiner = Expert.make(model.refiner, its_config, clock, pages, Threads(threads.counts))
-        self.second: SecondDevice | None = None
-        if config.split_guidance and model.device.type != "meta":
-            self.second = SecondDevice(model, config, is_exact=is_deterministic(model, config))
-            config = replace(config, compile="off", cuda_graphs=False)
         planned_bytes = self.controlnets.planned_bytes
-        base = Expert.make(model, config, clock, pages, threads, self.refiner, planned_bytes, self.second)
+        base = Expert.make(model, config, clock, pages, threads, self.refiner, planned_bytes)
         self.conditioner, self.room, self.groups, self.caps, self.caller = base
         self.groups.control = self.controlnets.of_digest
         if self.refiner is not None:
@@ -191,8 +185,6 @@ class ImageRunner:
     def close(self, kept: Collection[str]) -> None:
         """See ``Engine.close``."""
         self.groups.compiled.close()
-        if self.second is not None:
-            self.second.close()
         for tenant in set(self.conditioner.tenants) - set(kept):
             assert self.conditioner.pool is not None
             self.conditioner.pool.retire(tenant)

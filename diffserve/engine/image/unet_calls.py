@@ -19,7 +19,6 @@ from torch import Tensor
 
 from diffserve.engine.image.batch import ImageBatch
 from diffserve.engine.image.buckets import CostCurve, RowCaps
-from diffserve.engine.image.second_device import AwayCall, SecondDevice
 from diffserve.engine.image.shape_groups import Groups
 from diffserve.engine.image.state import HeldControl
 from diffserve.engine.image.task import GroupKey, ImageTask, UNetCall
@@ -78,7 +77,6 @@ class UNetCaller:
     clock      in seconds
     stopwatch  what the costs of calls are learnt by; its readings may come some calls later
     beside     another one on the same device, which gives back what it keeps as well
-    second     a device that makes the calls of unconditional rows, where they are plain ones
     """
 
     def __init__(
@@ -89,10 +87,8 @@ class UNetCaller:
         caps: RowCaps,
         clock: Callable[[], float] = time.perf_counter,
         beside: UNetCaller | None = None,
-        second: SecondDevice | None = None,
     ) -> None:
         self.beside = beside
-        self.second = second
         self.model = model
         self.conditioner = conditioner
         self.groups = groups
@@ -116,46 +112,7 @@ class UNetCaller:
         def call(rows: range, bucket: int) -> None:
             output[rows.start : rows.stop] = self._call(batch, rows, bucket, group, calls, residuals)
 
-        if self.second is not None and _is_plain(batch, group):
-            return output, self._split(batch, group, calls, self.second, output, call)
         return output, self._make(range(batch.num_rows), group, call) | failed
-
-    def _split(
-        self,
-        batch: ImageBatch,
-        group: GroupKey,
-        calls: list[UNetCall],
-        second: SecondDevice,
-        output: Tensor,
-        call: Callable[[range, int], None],
-    ) -> dict[int, Exception]:
-        """Have unconditional rows run on ``second`` while ``call`` makes the calls of all others, and the calls that
-        failed there; ``output`` gets what it gives. What went wrong by row."""
-        threads, counts = self.groups.threads, self.groups.known(group).counts
-        num_threads = threads.choice.current if threads.choice.current in counts else counts[0]
-        started_s, failed, num_images = self._clock(), dict[int, Exception](), len(batch.tasks)
-        away: list[tuple[range, AwayCall, int]] = []
-        try:
-            for rows, bucket in self._layout(range(num_images, batch.num_rows), group):
-                owners, told = self._told(batch, rows, bucket)
-                network_call = self.model.unet.call(
-                    batch.scaled.index_select(0, owners),
-                    batch.rows.index_select(0, owners)[:, TIMESTEP],
-                    told.contexts,
-                    **told.conditions,
-                )
-                away.append((rows, second.begin(network_call, num_threads), bucket))
-            failed |= self._make(range(num_images), group, call)
-        finally:
-            found = [one.result() for _, one, _ in away]
-        for (rows, _, bucket), result in zip(away, found, strict=True):
-            if result is None:
-                failed |= self._make(rows, group, call)
-                continue
-            output[rows.start : rows.stop] = send(result[: len(rows)], output.device)
-            labels = tuple(map(batch.label, rows))
-            calls.append(UNetCall(labels, bucket - len(rows), self._clock() - started_s))
-        return failed
 
     def _make(self, rows: range, group: GroupKey, call: Callable[[range, int], None]) -> dict[int, Exception]:
         """Have ``call`` make the calls for ``rows``, each with its bucket; what went wrong by row."""
@@ -367,13 +324,6 @@ class UNetCaller:
 def _padded(rows: range, bucket: int) -> list[int]:
     """``rows``, the last of them repeated up to ``bucket``."""
     return [*rows, *[rows[-1]] * (bucket - len(rows))]
-
-
-def _is_plain(batch: ImageBatch, group: GroupKey) -> bool:
-    """Whether ``batch`` has unconditional rows, and its calls are the UNet's own: whole ones without ControlNets,
-    adapters or merged tokens, of which nothing is kept."""
-    is_changed = group.is_controlled or group.is_shallow or group.lora_rank > 0 or group.merged_share > 0.0
-    return bool(batch.guided) and not is_changed and not any(task.keeps_features for task in batch.tasks)
 
 
 def stack_conditioning(
