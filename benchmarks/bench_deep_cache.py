@@ -1,18 +1,16 @@
-"""DeepCache benchmark: steps a second of a mixed batch with ``cache_interval`` and without, and its cost in pictures,
-beside that of token merging.
+"""DeepCache benchmark: steps a second of a mixed batch with ``cache_interval`` and without, and its cost in pictures.
 
     python benchmarks/bench_deep_cache.py
     python benchmarks/bench_deep_cache.py --model sdxl-random --side-px 512 --dtype float32 --pairs 3
     python benchmarks/bench_deep_cache.py --prompts 0                        # speed alone
     python benchmarks/bench_deep_cache.py --model embedded --pairs 0         # quality alone
-    python benchmarks/bench_deep_cache.py --model embedded --pairs 0 --intervals "" --shares 0.25,0.5,0.75
 
 Speed: ``images`` requests of different samplers, guidance and step counts, the same in both arms, painted with
 ``cache_interval`` N and with 1 in turns (ABBA), by one engine. Steps a second are steps of all images over the seconds
 of their UNet calls; ``wall_s`` is all of it, with texts and decoding, which are the same in both arms. Rows are counted
-by kind of call. Quality: the embedded model paints held-out captions from fixed seeds with every interval, and with
-every share of merged tokens; the checker says how many are right in everything, and PSNR is to the picture that the
-same seed gives without. One JSON document to stdout and to results/.
+by kind of call. Quality: the embedded model paints held-out captions from fixed seeds with every interval;
+the checker says how many are right in everything, and PSNR is to the picture that the same seed gives without. One JSON
+document to stdout and to results/.
 """
 
 from __future__ import annotations
@@ -122,15 +120,13 @@ def same_bytes(engine: Engine, images: int, side_px: int, interval: int) -> int:
     return sum(one.picture == other.picture for one, other in zip(forwards, backwards, strict=True))
 
 
-def measure_quality(
-    engine: Engine, num_prompts: int, intervals: Sequence[int], shares: Sequence[float]
-) -> list[dict[str, Any]]:
-    """One line for each interval and each share of merged tokens, the first without."""
+def measure_quality(engine: Engine, num_prompts: int, intervals: Sequence[int]) -> list[dict[str, Any]]:
+    """One line for each interval, the first without."""
     scenes, prompts = zip(*held_out(num_prompts), strict=True)
     exact_pictures = None
     lines = []
     ways: list[dict[str, Any]] = [{"cache_interval": interval} for interval in (1, *intervals)]
-    for way in (*ways, *({"token_merging": share} for share in shares)):
+    for way in ways:
         pictures = paint(engine, prompts, replace(TEACHER, **way), first_seed=QUALITY_SEED)
         exact_pictures = pictures if exact_pictures is None else exact_pictures
         found = match_prompts(pictures, scenes).exact
@@ -157,19 +153,16 @@ def main(
     pairs: Annotated[int, typer.Option(help="Runs of each arm; 0: no speed.")] = 3,
     prompts: Annotated[int, typer.Option(help="Held-out captions for quality; 0: none.")] = 128,
     intervals: Annotated[str, typer.Option(help="For quality, with commas.")] = "2,3,5",
-    shares: Annotated[str, typer.Option(help="Of merged tokens, for quality, with commas.")] = "",
     out: Annotated[Path | None, typer.Option(help="Where to write the JSON.")] = None,
 ) -> None:
     """Measure, and print one JSON document as the last line of stdout."""
     chosen = [int(part) for part in intervals.split(",") if part]
-    merged = [float(part) for part in shares.split(",") if part]
     with tempfile.TemporaryDirectory() as folder:
         path = str(save_random_model(model, Path(folder), dtype=getattr(torch, dtype))) if model in NAMES else model
         engine = Engine.from_pretrained(path, dtype=dtype, device=device, config=EngineConfig())
         document = head("deep_cache", Path(model).name, engine.info)
         options = f"--model {Path(model).name} --dtype {dtype} --side-px {side_px} --images {images} --steps {steps}"
         options += f" --interval {interval} --pairs {pairs} --prompts {prompts} --intervals {intervals!r}"
-        options += f" --shares {shares!r}"
         document["command"] = f"python benchmarks/bench_deep_cache.py {options}"
         if pairs:
             document["speed"] = measure_speed(engine, images, steps, side_px, interval, pairs)
@@ -179,7 +172,7 @@ def main(
         write(document, out or RESULTS / name)
         del engine
     if prompts:
-        document["quality"] = measure_quality(Engine.from_pretrained("embedded"), prompts, chosen, merged)
+        document["quality"] = measure_quality(Engine.from_pretrained("embedded"), prompts, chosen)
         write(document, out or RESULTS / name)
     print(json.dumps(document))
 

@@ -135,7 +135,6 @@ def _lines_and_fields(result: ImageResult, width_px: int, height_px: int) -> tup
         "Clip skip": None if result.clip_skip == 1 else result.clip_skip,
         "CFG rescale phi": _number_text(result.guidance_rescale) if result.guidance_rescale else None,
         "Cache interval": None if result.cache_interval == 1 else result.cache_interval,
-        "Token merging ratio": _number_text(result.token_merging) if result.token_merging else None,
         "Similarity threshold": None if threshold is None else _number_text(threshold),
         "Similarity": None if result.similarity is None else _number_text(result.similarity),
         "Skipped steps": result.skipped_steps or None,

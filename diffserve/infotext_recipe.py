@@ -83,7 +83,6 @@ REQUEST_FIELDS: Final[dict[str, RequestField]] = {
     "Clip skip": RequestField("clip_skip", int),
     "CFG rescale phi": RequestField("guidance_rescale", _number),
     "Cache interval": RequestField("cache_interval", int),
-    "Token merging ratio": RequestField("token_merging", _number),
     "Similarity threshold": RequestField("similarity_threshold", _number),
     "Micro conditioning": RequestField("micro_conditioning", _sizes),
     "Refiner switch at": RequestField("switch_at", _number),

@@ -129,8 +129,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     guidance_rescale   how far the guided output is brought back to the spread of the unguided, 0 (off) to 1
     cache_interval     DeepCache: the whole UNet runs at every so many-th evaluation, between them its shallow part on
                        the features that it left; 1: always the whole
-    token_merging      share of the tokens that are merged in self-attention at the UNet's highest resolution, 0 (off)
-                       to 0.75 in steps of 0.05
+    token_merging      without effect and with a warning: it was removed in 0.2
     similarity_threshold  begin from the latents of the most similar prompt that is at least so similar, above 0 to 1,
                        and leave out the more steps the more similar it is; ``None``: always from noise
     micro_conditioning the sizes that SDXL is told of, the picture's own unless given
@@ -411,7 +410,6 @@ class DenoisingRecipe(msgspec.Struct, frozen=True, kw_only=True):
     clip_skip: int = 1
     guidance_rescale: float = 0.0
     cache_interval: int = 1
-    token_merging: float = 0.0
     similarity_threshold: float | None = None
     noise_source: NoiseSource = "cpu"
     variation_seed: int | None = None

@@ -102,10 +102,9 @@ def test_adapters_are_told_in_the_prompt_as_other_tools_do_and_read_back() -> No
 
 
 def test_what_a_picture_began_from_is_told_where_it_did() -> None:
-    begun = result(token_merging=0.5, similarity_threshold=0.9, similarity=0.9712, skipped_steps=8)
-    assert (
-        "Token merging ratio: 0.5, Similarity threshold: 0.9, Similarity: 0.9712, Skipped steps: 8, "
-        in write_infotext(begun, width_px=24, height_px=16)
+    begun = result(similarity_threshold=0.9, similarity=0.9712, skipped_steps=8)
+    assert "Similarity threshold: 0.9, Similarity: 0.9712, Skipped steps: 8, " in write_infotext(
+        begun, width_px=24, height_px=16
     )
     assert "Similar" not in write_infotext(result(), width_px=24, height_px=16)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 INTEGERS: Final = ("steps", "seed", "cache_interval", "clip_skip", "variation_seed", "best_of")
 NUMBERS: Final = (
-    *("guidance", "strength", "control_scale", "eta", "token_merging", "similarity_threshold"),
+    *("guidance", "strength", "control_scale", "eta", "similarity_threshold"),
     *("guidance_rescale", "variation_strength", "switch_at"),
 )
 TEXT_ENDPOINTS: Final = {"/experiment": ("steps",), "/experiment_estimate": ("steps",)}

@@ -13,7 +13,7 @@ from diffserve.client import ImageCapabilities
 from diffserve.errors import InvalidRequest
 from diffserve.infotext_recipe import DASH
 from diffserve.micro_conditioning import MicroConditioning
-from diffserve.types import MAX_CACHE_INTERVAL, MAX_CLIP_SKIP, MAX_MERGING, MAX_PROMPT_CHARS, MAX_SEED
+from diffserve.types import MAX_CACHE_INTERVAL, MAX_CLIP_SKIP, MAX_PROMPT_CHARS, MAX_SEED
 
 MAX_FIELD_CHARS: Final = 200
 """Of a field that holds a number or a name."""
@@ -133,10 +133,6 @@ TYPED: Final = {
     "cache_interval": TypedField(
         "Whole network every", "1", "So many steps, a part of it between (DeepCache).",
         lambda text, name, image: read_count(text, name, MAX_CACHE_INTERVAL),
-    ),
-    "token_merging": TypedField(
-        "Merged tokens", "none", "Share of them in self-attention, 0 to 0.75.",
-        lambda text, name, image: read_number(text, name, MAX_MERGING),
     ),
     "similarity_threshold": TypedField(
         "Similar enough", "never", "To begin from a kept picture, above 0 to 1.", _part

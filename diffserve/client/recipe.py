@@ -72,7 +72,7 @@ class ImageFields(TypedDict, total=False):
     clip_skip          which layer of the text encoders is read, counted from the one that is read anyway: 1
     guidance_rescale   how far the guided output is brought back to the spread of the unguided, 0 to 1
     cache_interval     DeepCache: the whole UNet runs at every so many-th evaluation only; 1: at each
-    token_merging      share of the tokens merged in self-attention, 0 to 0.75 in steps of 0.05
+    token_merging      without effect and with a warning: it was removed in 0.2
     similarity_threshold  begin from a kept picture of a prompt that is at least so similar, above 0 to 1
     controlnets        ControlNets that these pictures go by
     loras              adapters that change the model for these pictures; the prompt may name them: <lora:NAME:SCALE>
@@ -217,7 +217,6 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     clip_skip: int = 1
     guidance_rescale: float = 0.0
     cache_interval: int = 1
-    token_merging: float = 0.0
     similarity_threshold: float | None = None
     noise_source: Literal["cpu", "device"] = "cpu"
     variation_strength: float = 0.0

@@ -90,6 +90,7 @@ def test_a_seed_is_drawn_when_none_is_given() -> None:
     [
         ({"sampler": "euler", "eta": 0.5}, "eta 0.5 has no meaning for euler"),
         ({"sampler": "ddpm_large", "num_steps": 10}, "ddpm_large at 10 steps leaves much noise"),
+        ({"token_merging": 0.5}, "token_merging has no effect: it was removed in 0.2"),
         ({"guidance_scale": 0.5}, "guidance_scale 0.5 is painted as 1, which is no guidance"),
         ({"guidance_scale": 1.0, "negative_prompt": "night"}, "the negative prompt has no meaning without guidance"),
         ({"seed": 7 + 2**32}, "4294967303 paints what 7 paints"),

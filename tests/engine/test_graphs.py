@@ -121,7 +121,7 @@ def test_images_by_recorded_calls_have_the_bytes_of_those_without_alone_and_toge
     assert recorded.num_bytes == 0
 
 
-@pytest.mark.parametrize("what", ["loras", "controlnets", "deep cache", "token merging"])
+@pytest.mark.parametrize("what", ["loras", "controlnets", "deep cache"])
 def test_calls_of_every_kind_are_recorded_and_keep_their_bytes(
     make_engine: Callable[..., Engine], tmp_path: Path, what: str
 ) -> None:
@@ -132,7 +132,6 @@ def test_calls_of_every_kind_are_recorded_and_keep_their_bytes(
         ],
         "controlnets": [controlled(Control("edges"), seed=seed, num_steps=2 + seed) for seed in range(3)],
         "deep cache": [asked("sd15", "ddim", seed=seed, num_steps=4 + seed, cache_interval=2) for seed in range(3)],
-        "token merging": [asked("sd15", "ddim", seed=seed, num_steps=2 + seed, token_merging=0.5) for seed in range(3)],
     }[what]
     expected = latents_of(adapted(make_engine, tmp_path, max_rows=4), *requests)
     engine = adapted(make_engine, tmp_path, max_rows=4)
@@ -145,7 +144,6 @@ def test_calls_of_every_kind_are_recorded_and_keep_their_bytes(
         "loras": any(group.lora_rank for group in groups),
         "controlnets": any(group.is_controlled for group in groups),
         "deep cache": {group.is_shallow for group in groups} == {True, False},
-        "token merging": any(group.merged_share for group in groups),
     }[what]
     engine.check_integrity()
 

@@ -180,7 +180,7 @@ def test_nothing_is_mixed_on_the_way_and_pictures_are_the_same_bytes(
             pages = unet.cross_attention.keys_values(rows.pop("contexts"))
         adapters = [random_set(adaptable(unet.network).values(), 16, torch.empty(0)) for _ in range(2)]
         residuals = random_residuals(unet.network, (8, 8), range(2), torch.empty(0))
-        unet.predict(**rows, contexts=pages, loras=RowLoRAs(adapters), residuals=residuals, merged_share=0.5)
+        unet.predict(**rows, contexts=pages, loras=RowLoRAs(adapters), residuals=residuals)
 
 
 def test_room_is_what_the_fullest_device_has_and_the_doctor_tells_of_each(

@@ -42,7 +42,6 @@ VALUES: Final[dict[str, st.SearchStrategy[Any]]] = {
     "clip_skip": st.integers(2, 12),
     "guidance_rescale": share.filter(bool),
     "cache_interval": st.integers(2, 100),
-    "token_merging": st.floats(0.01, 0.75),
     "similarity_threshold": st.floats(0.01, 1.0),
     "micro_conditioning": st.builds(
         MicroConditioning, original_size=st.tuples(st.integers(1, 4000), st.integers(1, 4000))
@@ -79,7 +78,7 @@ def test_every_field_of_a_recipe_is_recorded_and_every_recorded_field_is_read() 
         similarity=0.9, similarity_threshold=0.8, skipped_steps=2, lora_digests={"ink": "12"}, word_digests={"x": "34"},
         refiner="sdxl", score=1.0, interrupted_after=3, original_prompt="fox", strength=0.5, switch_at=0.8,
         variation_seed=1, variation_strength=0.5, eta=0.5, guidance_interval=(0.2, 0.8), clip_skip=2, cache_interval=2,
-        guidance_rescale=0.5, token_merging=0.5, sigma_schedule="karras",
+        guidance_rescale=0.5, sigma_schedule="karras",
         micro_conditioning=MicroConditioning(original_size=(640, 480)),
     )  # fmt: skip
     written = parse_infotext(write_infotext(result, width_px=128, height_px=192)).fields
@@ -109,6 +108,13 @@ def test_what_is_written_is_read_as_the_same_request(fields: dict[str, Any]) -> 
             assert name not in fields or value in (None, 0.0), name
 
 
+def test_merged_tokens_of_earlier_versions_are_named_in_a_warning() -> None:
+    recorded = request_of(parse_infotext("a fox\nSteps: 4, Sampler: DDIM, CFG scale: 3, Token merging ratio: 0.5"))
+    assert recorded.fields["num_inference_steps"] == 4
+    assert "token_merging" not in recorded.fields
+    assert recorded.warnings == ("The parameters have Token merging ratio, which nothing here repeats.",)
+
+
 RECIPES: Final[dict[str, Callable[[random.Random], Any]]] = {
     "num_inference_steps": lambda dice: dice.randint(3, 6),
     "sampler": lambda dice: dice.choice(["ddim", "euler", "euler_a", "dpmpp_2m", "unipc", "heun", "lms"]),
@@ -122,7 +128,6 @@ RECIPES: Final[dict[str, Callable[[random.Random], Any]]] = {
     "guidance_rescale": lambda dice: round(dice.random(), 3),
     "clip_skip": lambda dice: dice.randint(1, 2),
     "cache_interval": lambda dice: dice.randint(1, 3),
-    "token_merging": lambda dice: dice.choice([0.25, 0.5, 0.75]),
     "noise_source": lambda dice: dice.choice(["cpu", "device"]),
     "spacing": lambda dice: dice.choice(sorted(SPACINGS)),
     "eta": lambda dice: round(dice.random(), 3),

@@ -201,11 +201,6 @@ def test_a_cache_interval_reads_back_as_a_picture_tells_it() -> None:
         assert refused.value.param == "cache_interval"
 
 
-def test_a_share_of_merged_tokens_reads_back_as_a_picture_tells_it() -> None:
-    assert order_of(form_of(f"{TEXT}, Token merging ratio: 0.5", MODEL), MODEL).fields["token_merging"] == 0.5
-    assert "token_merging" not in order_of(form_of(TEXT, MODEL), MODEL).fields
-
-
 def test_rescaled_guidance_reads_back_as_a_picture_tells_it() -> None:
     assert order_of(form_of(f"{TEXT}, CFG rescale phi: 0.7", MODEL), MODEL).fields["guidance_rescale"] == 0.7
     assert "guidance_rescale" not in order_of(form_of(TEXT, MODEL), MODEL).fields

@@ -97,7 +97,7 @@ def generate(
     ] = 1,
     token_merging: Annotated[
         float,
-        typer.Option("--token-merging", help="Share of tokens merged in self-attention, 0 to 0.75.", metavar="SHARE"),
+        typer.Option("--token-merging", hidden=True, help="Without effect: removed in 0.2."),
     ] = 0.0,
     sizes: Annotated[
         str | None,

@@ -168,6 +168,8 @@ class ImageAdmission:
             self._check_may_begin_from_similar(params.similarity_threshold, kind)
         if params.variation_seed is not None and not params.variation_strength:
             warnings += ("variation_seed changes nothing without variation_strength.",)
+        if params.token_merging:
+            warnings += ("token_merging has no effect: it was removed in 0.2.",)
         if params.guidance_rescale and not guided.any():
             warnings += ("guidance_rescale has no meaning without guidance.",)
         if request.negative_prompt.strip() and not guided.any():
@@ -188,7 +190,6 @@ class ImageAdmission:
             noise_source=params.noise_source or self._noise_source,
             variation_seed=_variation_seed(request),
             variation_strength=params.variation_strength,
-            token_merging=params.token_merging,
             micro_conditioning=params.micro_conditioning,
             num_steps=num_steps,
             kind=kind,

@@ -122,7 +122,7 @@ class Preparer:
     def _group(task: ImageTask, conditioner: Conditioner, conditioning: AnyConditioning) -> GroupKey:
         settings, mixes = task.settings, conditioner.mixes_lengths
         num_tokens = conditioner.model.text.window_tokens if mixes else conditioning.num_tokens
-        return GroupKey(settings.height_px, settings.width_px, num_tokens, merged_share=settings.token_merging)
+        return GroupKey(settings.height_px, settings.width_px, num_tokens)
 
     def _refined(self, task: ImageTask) -> Refined:
         """What the refiner will be told. Raises PoolBusy."""
@@ -261,7 +261,7 @@ def kin_of(task: ImageTask) -> Hashable:
     that a picture may turn out badly by, its steps, guidance, savings and adapters. Not sampler, seed and noise."""
     settings, negative = task.live.settings, task.live.request.negative_prompt
     avoided = negative.strip() if settings.guided.any() else ""
-    savings = settings.guidance_interval, settings.guidance_rescale, settings.cache_interval, settings.token_merging
+    savings = settings.guidance_interval, settings.guidance_rescale, settings.cache_interval
     size = settings.width_px, settings.height_px, settings.micro_conditioning, settings.switch_at
     digest = settings.lora_digest + settings.control_digest + bytes([settings.clip_skip])
     return size, avoided, settings.num_steps, settings.guidance_scale, savings, digest, settings.controlnets

@@ -276,7 +276,7 @@ class ImageRunner:
         try:
             group = self.caller.with_room(lambda: self._preparer.prepare(task))
             # the network's own calls
-            is_own = not (group.merged_share or group.is_refined or task.settings.controlnets)
+            is_own = not (group.is_refined or task.settings.controlnets)
             if is_own and task.settings.full.all():
                 group = self.groups.best(group)
             outcome.prepare_s[task] = together_s + self.clock() - started_s

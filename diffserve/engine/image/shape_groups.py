@@ -444,7 +444,6 @@ class Groups:
             self.compiled.of(group),
             recorder=self.compiled.recorder(group),
             is_shallow=group.is_shallow,
-            merged_share=group.merged_share,
             lora_rank=group.lora_rank,
             is_controlled=group.is_controlled,
         )
@@ -498,8 +497,7 @@ class Groups:
 
 def _name(group: GroupKey) -> str:
     """Of ``group``, on disk."""
-    merged = f" merged {group.merged_share}" if group.merged_share else ""
     lora = f" lora {group.lora_rank}" if group.lora_rank else ""
     control = f" control {group.control}" if group.control else " controlled" * group.is_controlled
     shape = group.height_px, group.width_px, group.num_tokens
-    return f"{shape}{' shallow' * group.is_shallow}{merged}{lora}{control}"
+    return f"{shape}{' shallow' * group.is_shallow}{lora}{control}"

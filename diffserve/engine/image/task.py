@@ -30,7 +30,7 @@ class GroupKey(NamedTuple):
     Where texts of different lengths share calls, ``num_tokens`` is that of one window for all of them. ``is_shallow``:
     only the UNet's shallow part runs, on kept features (DeepCache); an image's own group is never such.
     ``is_compiled``: a picture is painted by compiled calls from its first step to its last, or by none, for they round
-    differently. ``merged_share``: of the tokens in self-attention at the highest resolution (token merging).
+    differently.
     ``lora_rank``: that the adapters of each row are padded to; 0: no row has any. ``is_refined``: by the refiner.
     ``is_controlled``: ControlNets add to every row; an image's own group is never such. ``control``: not calls of the
     UNet, but of the ControlNet of this digest.
@@ -41,7 +41,6 @@ class GroupKey(NamedTuple):
     num_tokens: int
     is_shallow: bool = False
     is_compiled: bool = False
-    merged_share: float = 0.0
     lora_rank: int = 0
     is_controlled: bool = False
     control: str = ""

@@ -248,7 +248,6 @@ class UNetCaller:
                 told.contexts,
                 **told.conditions,
                 features=features,
-                merged_share=group.merged_share,
                 compiled=self.groups.compiled.of(group),
                 recorder=self.groups.compiled.recorder(group),
                 loras=told.loras,

@@ -62,7 +62,6 @@ def random_rows(
     *,
     recorder: Recorder | None = None,
     is_shallow: bool = False,
-    merged_share: float = 0.0,
     lora_rank: int = 0,
     is_controlled: bool = False,
 ) -> Callable[[range], Tensor]:
@@ -72,8 +71,8 @@ def random_rows(
     ``chosen_rows`` only those are brought to the device, and may be asked for. ``compiled`` makes the calls it can,
     and ``recorder`` replays those it can.
     ``is_shallow``: only the shallow part, on features that one full call of all these rows leaves, made at once.
-    ``merged_share``: as ``UNetRunner.predict`` has it. ``lora_rank``: of random adapters that change every layer for
-    all rows, not those of texts; 0: none. ``is_controlled``: ControlNets add random numbers to all rows.
+    ``lora_rank``: of random adapters that change every layer for all rows, not those of texts; 0: none.
+    ``is_controlled``: ControlNets add random numbers to all rows.
     """
     kept = chosen_rows or range(num_rows)
     place = {row: index for index, row in enumerate(kept)}
@@ -84,7 +83,7 @@ def random_rows(
         assert model.unet.shallow is not None
         found: list[Tensor] = []
         loras = RowLoRAs([lora] * len(kept)) if lora else None
-        model.unet.predict(contexts=contexts, merged_share=merged_share, loras=loras, kept_features=found, **inputs)
+        model.unet.predict(contexts=contexts, loras=loras, kept_features=found, **inputs)
         inputs["features"] = found[0]
     residuals: Residuals = ()
     if is_controlled:
@@ -99,7 +98,6 @@ def random_rows(
         added = tuple(tensor.index_select(0, index) for tensor in residuals) or None
         output = model.unet.predict(
             contexts=told,
-            merged_share=merged_share,
             compiled=compiled,
             recorder=recorder,
             loras=loras,

@@ -14,7 +14,6 @@ from diffserve.runtime.unet.call import GUIDANCE, Compiled, Outputs, Recorder, U
 from diffserve.runtime.unet.controlnet import Residuals
 from diffserve.runtime.unet.cross_attention import Contexts, CrossAttention, KeysValues
 from diffserve.runtime.unet.deep_cache import ShallowPart
-from diffserve.runtime.unet.token_merging import merging
 
 
 class UNetRunner:
@@ -76,7 +75,6 @@ class UNetRunner:
         extra: torch.Tensor | None = None,
         guidance: torch.Tensor | None = None,
         features: torch.Tensor | None = None,
-        merged_share: float = 0.0,
         compiled: Compiled | None = None,
         recorder: Recorder | None = None,
         loras: RowLoRAs | None = None,
@@ -92,7 +90,6 @@ class UNetRunner:
         extra        (R, extra_channels, h, w): inpainting UNets only, and needed there
         guidance     (R,) scales, for UNets with a ``guidance_dim``; without it as for 1, which is none
         features     (R, F, h, w) that ``shallow`` kept of a full call: only the shallow part runs, on them
-        merged_share of the tokens in self-attention at the highest resolution (see ``token_merging``); 0: all stay
         compiled     makes a full call where it can; the network itself does else
         recorder     makes the call by replaying a recording of it where it can
         loras        what changes the network for each row
@@ -106,11 +103,11 @@ class UNetRunner:
         keeps_features = kept_features is not None
 
         def make(call: UNetArguments, loras: RowLoRAs | None) -> Outputs:
-            if compiled and merged_share == 0.0 and call.is_whole and not keeps_features:
+            if compiled and call.is_whole and not keeps_features:
                 output = compiled(self.with_factors(call, loras))
                 if output is not None:
                     return (output,)
-            return self._run(call, loras, merged_share, keeps_features=keeps_features)
+            return self._run(call, loras, keeps_features=keeps_features)
 
         def make_recorded(call: UNetArguments) -> Outputs:
             factors = dict(zip(layers, call.factors, strict=True))
@@ -125,14 +122,11 @@ class UNetRunner:
             kept_features += features_of_call
         return output.float()
 
-    def _run(
-        self, call: UNetArguments, loras: RowLoRAs | None, merged_share: float, *, keeps_features: bool
-    ) -> Outputs:
+    def _run(self, call: UNetArguments, loras: RowLoRAs | None, *, keeps_features: bool) -> Outputs:
         """Run the network itself, or its shallow part."""
-        height, width = call.sample.shape[-2:]
         shallow = self.shallow if keeps_features or call.features is not None else None
         keeping = shallow.keeping() if shallow is not None and keeps_features else nullcontext(())
-        with merging(self.network, height, width, merged_share), adapting(loras), keeping as features:
+        with adapting(loras), keeping as features:
             if call.features is None:
                 return (self.plain(call), *features)
             if shallow is None:

@@ -68,7 +68,7 @@ Every = Annotated[
 ]
 Merging = Annotated[
     float,
-    Field(ge=0.0, le=MAX_MERGING, description="Share of tokens merged in self-attention, by 0.05; omitted: none."),
+    Field(ge=0.0, le=MAX_MERGING, description="Without effect: it was removed in 0.2."),
 ]
 Similarity = Annotated[
     float,
