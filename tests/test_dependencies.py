@@ -178,7 +178,9 @@ def paint_and_serve(commands: Path, folder: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         origin = f"http://127.0.0.1:{probe.getsockname()[1]}"
     with (folder / "serve.log").open("w") as log:
-        env = {**os.environ, "DIFFSERVE_SERVE_DATA_DIR": str(folder / "data")}
+        # a cache of its own: a server builds packages, which other tests of this run would use
+        own = {"DIFFSERVE_SERVE_DATA_DIR": str(folder / "data"), "XDG_CACHE_HOME": str(folder / "cache")}
+        env = {**os.environ, **own}
         command = [str(commands / "diffserve"), "serve", "--port", origin[-5:]]
         server = subprocess.Popen(command, cwd=folder, stderr=log, env=env)
         try:
