@@ -20,6 +20,7 @@ from diffserve.engine.image.compiled_groups import CLOSE, CompiledGroups, check,
 from diffserve.engine.image.room import Room
 from diffserve.engine.image.task import GroupKey
 from diffserve.engine.image.unet_paths import PathChooser
+from diffserve.lora_layers import WHOLE
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.interruption import InterruptedCallError, interrupted_by
@@ -166,7 +167,10 @@ class Groups:
         return True
 
     def best(self, group: GroupKey) -> GroupKey:
-        """Return ``group``, or its compiled counterpart where its calls are compiled."""
+        """Return ``group``, or its compiled counterpart where its calls are compiled; those with whole changes never
+        are."""
+        if group.lora_rank == WHOLE:
+            return group
         compiled = group._replace(is_compiled=True)
         if self.compiled.is_measured:
             return compiled if self._is_measured_as_faster(compiled) else group
@@ -358,12 +362,18 @@ class Groups:
         if self._is_large(group):
             facts = self._pair(group) if self.is_deterministic and self._work(group) <= PAIR_LIMIT_CPU else None
             if facts is not None:
-                return Known(CostCurve.of(facts, is_exact=True), facts.counts)
+                return self._known_by(group, facts)
             return Known(CostCurve((SOLO,), is_exact=self.is_deterministic), self._free_counts())
         facts = self._facts(_name(group))
         if facts is None or (self.is_deterministic and self._reference_of(group) not in facts.buckets):
             return None
-        return Known(CostCurve.of(facts, is_exact=self.is_deterministic), facts.counts)
+        return self._known_by(group, facts)
+
+    def _known_by(self, group: GroupKey, facts: GroupFacts) -> Known:
+        """What ``facts``, found without whole changes, say of calls of ``group``, which may have them."""
+        # with how many threads the products of whole changes give the same bytes was not looked at
+        counts = self._free_counts() if group.lora_rank == WHOLE else facts.counts
+        return Known(CostCurve.of(facts, is_exact=self.is_deterministic), counts)
 
     def _facts(self, name: str) -> GroupFacts | None:
         """What is on disk, as far as it can be used with the numbers of threads there are."""
@@ -402,7 +412,7 @@ class Groups:
                 self.take(group, facts)
                 self._disk.write(self._name_of_packages(group, self.load_packages(group)), facts)
             return
-        self._known[group] = Known(CostCurve.of(facts, is_exact=self.is_deterministic), facts.counts)
+        self._known[group] = self._known_by(group, facts)
         if facts.is_complete and self.room.rows(group) >= self.most_rows:
             self._disk.write(_name(group), facts)
 
@@ -497,9 +507,9 @@ class Groups:
 
 
 def _name(group: GroupKey) -> str:
-    """Of ``group``, on disk."""
+    """Of ``group``, on disk: where it has whole changes, that of the group without, whose calls are studied for it."""
     merged = f" merged {group.merged_share}" if group.merged_share else ""
-    lora = f" lora {group.lora_rank}" if group.lora_rank else ""
+    lora = f" lora {group.lora_rank}" if group.lora_rank > 0 else ""
     control = f" control {group.control}" if group.control else " controlled" * group.is_controlled
     shape = group.height_px, group.width_px, group.num_tokens
     return f"{shape}{' shallow' * group.is_shallow}{merged}{lora}{control}"

@@ -372,7 +372,7 @@ def _padded(rows: range, bucket: int) -> list[int]:
 def _is_plain(batch: ImageBatch, group: GroupKey) -> bool:
     """Whether ``batch`` has unconditional rows, and its calls are the UNet's own: whole ones without ControlNets,
     adapters or merged tokens, of which nothing is kept."""
-    is_changed = group.is_controlled or group.is_shallow or group.lora_rank > 0 or group.merged_share > 0.0
+    is_changed = group.is_controlled or group.is_shallow or group.lora_rank != 0 or group.merged_share > 0.0
     return bool(batch.guided) and not is_changed and not any(task.keeps_features for task in batch.tasks)
 
 
