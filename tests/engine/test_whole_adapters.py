@@ -200,7 +200,7 @@ KINDS: dict[str, tuple[Make, Iterable[str], bool]] = {
 def changes_of(kind: str, model: Any) -> dict[str, Change]:
     make, names, _ = KINDS[kind]
     layers, rng = layers_of(model), torch.Generator().manual_seed(len(kind))
-    return {name: make(layers[name].weight.detach().cpu().float(), rng) for name in names}
+    return {name: make(layers[name].get_parameter("weight").detach().cpu().float(), rng) for name in names}
 
 
 def tensors_of(kind: str, changes: Mapping[str, Change]) -> Tensors:
