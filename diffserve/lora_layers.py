@@ -19,7 +19,7 @@ TEXT_ENCODERS: Final = ("text_encoder", "text_encoder_2")
 MAX_RANK: Final = 256
 """Largest rank of an adapter that requests may name."""
 WHOLE: Final = -1
-"""Stands for the rank of adapters that change whole weights or biases."""
+"""In place of the rank of adapters that have a change without a low-rank form."""
 
 PEFT_PREFIX: Final = "base_model.model."
 PREFIXES: Final = {
@@ -98,7 +98,7 @@ class LayerChange:
 
     ``down`` and ``up`` are a pair of matrices, whose product is added to the weight. The change of a LoHa (Hyeon-Woo et
     al., "FedPara", arXiv 2108.06098) is the element-wise product of the products of two pairs. It has low rank, too:
-    that of the first pair times that of the second. All other changes are of the whole weight or bias.
+    that of the first pair times that of the second. All other changes have no low-rank form.
 
     Attributes:
         name: The layer's name as the file has it.
@@ -309,7 +309,7 @@ def _check_lokr(change: LayerChange, shapes: Mapping[str, Sequence[int]]) -> Non
         parts = {part for part in sizes if part.startswith(factor)}
         if parts not in ({factor}, {f"{factor}_a", f"{factor}_b"}):
             raise InvalidLoRAError(
-                f"is damaged: of {change.first_tensor!r} and its like, {factor} is neither one tensor nor a pair"
+                f"is damaged: in the layer of {change.first_tensor!r}, {factor} is neither one tensor nor a pair"
             )
     is_tucker = "t2" in sizes
     ranks = [(sizes["w1_a"][1:], sizes["w1_b"][:1])] if "w1_a" in sizes else []

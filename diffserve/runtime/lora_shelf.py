@@ -92,8 +92,10 @@ class LoRAShelf:
             ranks.append(self._headers[stamp].rank)
         padded = WHOLE if WHOLE in ranks else padded_rank(sum(ranks))
         if padded is None:
-            said = f"the ranks of these LoRAs are {sum(ranks)} together; at most {RANKS[-1]} are taken: leave some out."
-            raise InvalidRequest(said, param="loras")
+            message = (
+                f"the ranks of these LoRAs are {sum(ranks)} together; at most {RANKS[-1]} are taken: leave some out."
+            )
+            raise InvalidRequest(message, param="loras")
         digest = hashlib.sha256("\n".join(f"{stamp} {lora.scales!r}" for lora, _, stamp in stamped).encode()).digest()
         headers = [(lora.name, self._headers[stamp]) for lora, _, stamp in stamped]
         warnings = [self._bundle_warning(name, header) for name, header in headers]
@@ -213,17 +215,17 @@ class LoRAShelf:
                 for name, change in matched.items():
                     parts[self._networks[component][name]].append(_Part(lora.name, path, file, name, change, scale))
         like = torch.empty(0, dtype=self.model.dtype, device=self.model.device)
-        layers, whole = dict[nn.Module, Factors](), dict[nn.Module, WholeChange]()
+        layers, whole_changes = dict[nn.Module, Factors](), dict[nn.Module, WholeChange]()
         for layer, changes in parts.items():
             if checked.rank == WHOLE:
-                whole[layer] = _summed([part.deltas(layer) for part in changes], like)
+                whole_changes[layer] = _summed([part.deltas(layer) for part in changes], like)
             else:
                 layers[layer] = joined(layer, [part.factors(layer) for part in changes], checked.rank, like)
         self._digests[checked.digest] = digests
         while len(self._digests) > CHECKED_KEPT:
             self._digests.popitem(last=False)
         digest = hashlib.sha256("\n".join(of_texts).encode()).digest() if of_texts else b""
-        return LoRASet(checked.rank, layers, digest, whole)
+        return LoRASet(checked.rank, layers, digest, whole_changes)
 
     def _file_digest(self, path: Path, stamp: Stamp) -> str:
         if stamp not in self._file_digests:
@@ -236,7 +238,7 @@ class LoRAShelf:
 
 
 class _Part(NamedTuple):
-    """What one file changes of the layer ``name``, and how much of it is applied."""
+    """A file's change of the layer ``name``, and the scale at which it is applied."""
 
     lora: str
     path: Path
@@ -270,17 +272,17 @@ class _Part(NamedTuple):
     def _own_weight(self, layer: nn.Module) -> Tensor:
         weight = weight_in_float32(layer)
         if weight is None:
-            said = (
+            message = (
                 f"the LoRA {self.lora!r} is DoRA, which needs the weights of {self.name}, and these are offloaded or "
+                "packed (int8_static): serve the model in another dtype or without offload, or merge it at load."
             )
-            said += "packed (int8_static): serve the model in another dtype or without offload, or merge it at load."
-            raise InvalidRequest(said, param="loras")
+            raise InvalidRequest(message, param="loras")
         return weight.cpu()
 
     def _check_finite(self, *tensors: Tensor | None) -> None:
         if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors if tensor is not None):
-            said = f"the LoRA {self.lora!r} holds numbers in {self.name} that are not finite: leave it out."
-            raise InvalidRequest(said, param="loras")
+            message = f"the LoRA {self.lora!r} holds numbers in {self.name} that are not finite: leave it out."
+            raise InvalidRequest(message, param="loras")
 
 
 def _summed(deltas: Sequence[Deltas], like: Tensor) -> WholeChange:
@@ -290,7 +292,7 @@ def _summed(deltas: Sequence[Deltas], like: Tensor) -> WholeChange:
         present = [tensor for tensor in tensors if tensor is not None]
         return sum(present[1:], present[0]).to(like.device, like.dtype) if present else None
 
-    return WholeChange(total([one.weight for one in deltas]), total([one.bias for one in deltas]))
+    return WholeChange(total([delta.weight for delta in deltas]), total([delta.bias for delta in deltas]))
 
 
 def _unusable(name: str, path: Path) -> InvalidRequest:

@@ -91,18 +91,18 @@ class LoRASet:
     rank         that the factors of all layers have; ``WHOLE`` where all changes are whole ones
     layers       factors by layer, for a set with a rank
     text_digest  of what changes the keys and values of texts, empty where nothing does
-    whole        changes by layer, for a set without a rank
+    whole_changes  by layer, for a set without a rank
     """
 
     rank: int
     layers: Mapping[nn.Module, Factors]
     text_digest: bytes = b""
-    whole: Mapping[nn.Module, WholeChange] = field(default_factory=dict)
+    whole_changes: Mapping[nn.Module, WholeChange] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
         """Memory that it takes."""
-        changes = (*self.layers.values(), *self.whole.values())
+        changes = (*self.layers.values(), *self.whole_changes.values())
         return sum(tensor.nbytes for change in changes for tensor in change if tensor is not None)
 
 
@@ -118,7 +118,7 @@ class RowLoRAs:
         self.sets = sets
         self.rank = sets[0].rank if sets else 0
         self.layers = tuple(
-            sorted({layer for one in sets for layer in (*one.layers, *one.whole)}, key=id)
+            sorted({layer for lora_set in sets for layer in (*lora_set.layers, *lora_set.whole_changes)}, key=id)
         )  # however sets are ordered
         self.memory = spare
         self._taken: int | None = None
@@ -230,10 +230,10 @@ class RowLoRAs:
         num_rows = len(self.sets)
         inputs = input.reshape(num_rows, -1, *input.shape[1:])
         outputs = there.view(num_rows, -1, *output.shape[1:])
-        for row, one in enumerate(self.sets):
-            if layer in one.whole:
+        for row, lora_set in enumerate(self.sets):
+            if layer in lora_set.whole_changes:
                 alone = inputs[row].clone(memory_format=torch.contiguous_format)  # products round by where rows begin
-                outputs[row].add_(one.whole[layer].apply(layer, alone))
+                outputs[row].add_(lora_set.whole_changes[layer].apply(layer, alone))
         return there
 
 

@@ -5,23 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from benchmarks.random_models import lora_tensors
 from diffserve.config import EngineConfig
 from diffserve.engine import Engine
+from diffserve.engine.image.shape_groups import _name
 from diffserve.engine.image.task import GroupKey
+from diffserve.engine.image.unet_calls import _is_plain
 from diffserve.errors import InvalidRequest
 from diffserve.lora_layers import WHOLE, flat_name
 from diffserve.loras import Lora, LoraFolders
 from diffserve.runtime import load_model
 from diffserve.runtime.low_rank import RowLoRAs
+from diffserve.runtime.threads import Threads
 from diffserve.types import GenerationRequest, ImageResult
 from tests.device import DEVICE
 from tests.engine.loras import QUERIES, with_folder
@@ -37,6 +42,8 @@ MATRICES = (
     "unet.up_blocks.1.resnets.0.time_emb_proj",
     "text_encoder.encoder.layers.0.self_attn.q_proj",
     "text_encoder.encoder.layers.1.mlp.fc1",
+    "unet.mid_block.attentions.0.transformer_blocks.0.attn2.to_q",
+    "text_encoder_2.encoder.layers.1.mlp.fc2",
 )
 KERNELS = (
     "unet.up_blocks.1.resnets.0.conv1",
@@ -49,8 +56,11 @@ NORMS = (
     f"unet.{BLOCK}.norm2",
     "text_encoder.encoder.layers.0.layer_norm1",
     "text_encoder.final_layer_norm",
+    "text_encoder_2.encoder.layers.0.layer_norm2",
 )
 BIASES = ("unet.conv_in", f"unet.{BLOCK}.ff.net.0.proj", "unet.mid_block.resnets.0.norm1")
+
+KOHYA = {"unet": "unet", "text_encoder": "te1", "text_encoder_2": "te2"}
 
 Tensors = dict[str, Tensor]
 Layers = dict[str, nn.Module]
@@ -69,7 +79,10 @@ Make = Callable[[Tensor, torch.Generator], Change]
 
 def layers_of(model: Any) -> Layers:
     """The layers of UNet and text encoder by component and name, without the prefix that some versions have."""
-    networks = {"unet": model.unet.network, "text_encoder": model.text.encoders[0].network}
+    networks = {"unet": model.unet.network}
+    networks |= zip(
+        ("text_encoder", "text_encoder_2"), (encoder.network for encoder in model.text.encoders), strict=False
+    )
     return {
         f"{component}.{name.removeprefix('text_model.')}": layer
         for component, network in networks.items()
@@ -200,17 +213,19 @@ KINDS: dict[str, tuple[Make, Iterable[str], bool]] = {
 def changes_of(kind: str, model: Any) -> dict[str, Change]:
     make, names, _ = KINDS[kind]
     layers, rng = layers_of(model), torch.Generator().manual_seed(len(kind))
-    return {name: make(layers[name].get_parameter("weight").detach().cpu().float(), rng) for name in names}
+    return {
+        name: make(layers[name].get_parameter("weight").detach().cpu().float(), rng) for name in names if name in layers
+    }
 
 
 def tensors_of(kind: str, changes: Mapping[str, Change]) -> Tensors:
     tensors: Tensors = {}
     for name, change in changes.items():
         component, _, layer = name.partition(".")
-        layer = f"text_model.{layer}" if component == "text_encoder" else layer
+        layer = layer if component == "unet" else f"text_model.{layer}"
         full = f"{component}.{layer}"
         if KINDS[kind][2]:
-            full = f"lora_{'unet' if component == 'unet' else 'te'}_{layer.replace('.', '_')}"
+            full = f"lora_{KOHYA[component]}_{layer.replace('.', '_')}"
         tensors |= {f"{full}.{part}": tensor.contiguous() for part, tensor in change.tensors.items()}
     return tensors
 
@@ -233,9 +248,9 @@ def changed_by_hand(model: Any, changes: Mapping[str, Change], scale: float) -> 
     return model
 
 
-def wanted(*loras: str, seed: int = 1, **more: Any) -> GenerationRequest:
+def request_for(*loras: str, seed: int = 1, **fields: Any) -> GenerationRequest:
     tags = "".join(f" <lora:{lora}>" for lora in loras)
-    return asked("sd15", "ddim", seed, prompt=f"cat{tags}", **({"num_steps": 2} | more))
+    return asked("sd15", "ddim", seed, prompt=f"cat{tags}", **({"num_steps": 2} | fields))
 
 
 def latents(result: ImageResult) -> Any:
@@ -262,10 +277,10 @@ def test_served_picture_is_that_of_weights_changed_by_hand(
     kind: str, model: Any, tiny_model: Callable[[str], Path]
 ) -> None:
     by_hand = changed_by_hand(fresh(tiny_model), changes_of(kind, model), 0.7)
-    [expected] = Engine(by_hand, EngineConfig()).generate(wanted())
+    [expected] = Engine(by_hand, EngineConfig()).generate(request_for())
     engine = Engine(model, EngineConfig())
-    plain, ours, again = engine.generate([wanted(), wanted(f"{kind}:0.7"), wanted()])
-    assert np.abs(latents(ours) - latents(expected)).max() < TOLERANCE
+    plain, served, again = engine.generate([request_for(), request_for(f"{kind}:0.7"), request_for()])
+    assert np.abs(latents(served) - latents(expected)).max() < TOLERANCE
     assert np.abs(latents(plain) - latents(expected)).max() > 100 * TOLERANCE
     assert plain.picture == again.picture
     engine.check_integrity()
@@ -284,30 +299,66 @@ def test_merged_weights_are_those_changed_by_hand(
     for name, layer in by_hand.items():
         change = changes.get(name, Change({}, None))
         for part, parameter in layer.named_parameters(recurse=False):
-            ours = merged[name].get_parameter(part)
-            assert torch.allclose(ours, parameter, atol=1e-5), name
+            served = merged[name].get_parameter(part)
+            assert torch.allclose(served, parameter, atol=1e-5), name
             is_changed = (change.weight if part == "weight" else change.bias) is not None
-            assert torch.equal(ours, base[name].get_parameter(part)) != is_changed, name
+            assert torch.equal(served, base[name].get_parameter(part)) != is_changed, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dora_peft", "diff"])
+def test_sdxl_with_two_text_encoders_and_without_pages_is_served_too(
+    kind: str, loaded: Callable[[str], Any], tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = with_folder(loaded("sdxl"), tmp_path)
+    changes = changes_of(kind, model)
+    assert {name.partition(".")[0] for name in changes} == {"unet", "text_encoder", "text_encoder_2"}
+    save_file(tensors_of(kind, changes), tmp_path / f"{kind}.safetensors")
+    by_hand = changed_by_hand(load_model(tiny_model("sdxl"), dtype="float32", device=DEVICE), changes, 1.0)
+    config = EngineConfig(cross_attention="plain")
+    requests = [asked("sdxl", "ddim", 1, prompt=prompt, num_steps=2) for prompt in ("cat", f"cat <lora:{kind}>")]
+    [expected] = Engine(by_hand, config).generate(requests[0])
+    plain, served = Engine(model, config).generate(requests)
+    assert np.abs(latents(served) - latents(expected)).max() < TOLERANCE
+    assert np.abs(latents(plain) - latents(expected)).max() > 100 * TOLERANCE
+
+
+def test_names_of_comfyui_and_of_the_original_code_mean_the_same_norms(
+    loaded: Callable[[str], Any], tmp_path: Path
+) -> None:
+    delta, bias = torch.linspace(-1, 1, 32), torch.linspace(1, 0, 32)
+    names = {
+        "diffusers": ("unet.conv_norm_out.diff", "unet.conv_norm_out.diff_b"),
+        "bare": ("conv_norm_out.w_norm", "conv_norm_out.b_norm"),
+        "comfy": ("diffusion_model.out.0.diff", "diffusion_model.out.0.diff_b"),
+        "kohya": ("lora_unet_out_0.w_norm", "lora_unet_out_0.b_norm"),
+    }
+    for name, (weight_name, bias_name) in names.items():
+        save_file({weight_name: delta, bias_name: bias}, tmp_path / f"{name}.safetensors")
+    engine = Engine(with_folder(loaded("sd15"), tmp_path), EngineConfig())
+    plain, first, *others = engine.generate([request_for(), *map(request_for, names)])
+    assert plain.picture != first.picture
+    assert all(other.picture == first.picture for other in others)
 
 
 def test_scale_zero_of_a_dora_changes_nothing(model: Any) -> None:
-    plain, ours = Engine(model, EngineConfig()).generate([wanted(), wanted("dora_peft:0")])
-    assert np.abs(latents(ours) - latents(plain)).max() < TOLERANCE
+    plain, served = Engine(model, EngineConfig()).generate([request_for(), request_for("dora_peft:0")])
+    assert np.abs(latents(served) - latents(plain)).max() < TOLERANCE
 
 
-def test_rows_with_whole_changes_have_the_same_bytes_beside_others_as_alone(model: Any) -> None:
+def test_rows_with_whole_changes_have_the_same_bytes_in_shared_calls_as_in_their_own(model: Any) -> None:
     requests = [
-        wanted("dora_peft", seed=1),
-        wanted("norms", seed=2, guidance_scale=1.0),
-        wanted("lokr_tucker:0.5", "diff_b", seed=3),
-        wanted(seed=4),
-        wanted("ordinary", seed=5),
-        wanted("bias_only", "ordinary", seed=6, cache_interval=2, num_steps=4),
+        request_for("dora_peft", seed=1),
+        request_for("norms", seed=2, guidance_scale=1.0),
+        request_for("lokr_tucker:0.5", "diff_b", seed=3),
+        request_for(seed=4),
+        request_for("ordinary", seed=5),
+        request_for("bias_only", "ordinary", seed=6, cache_interval=2, num_steps=4),
     ]
     alone = [Engine(model, EngineConfig()).generate(request)[0] for request in requests]
     engine = Engine(model, EngineConfig(max_rows=8))
     engine.runners.groups.learn(engine.runners.group_of_short_prompts(64, 64)._replace(lora_rank=WHOLE))
-    engine.generate(requests)  # adapters are read beside the ticks; from now on all are in memory
+    engine.generate(requests)  # adapters are read in the background; now all are in memory
     together = engine.generate(requests)
     for result, expected in zip(together, alone, strict=True):
         assert np.array_equal(latents(result), latents(expected))
@@ -318,20 +369,20 @@ def test_rows_with_whole_changes_have_the_same_bytes_beside_others_as_alone(mode
     engine.check_integrity()
 
 
-def test_ordinary_lora_beside_a_whole_change_adds_up(
+def test_sum_of_an_ordinary_lora_and_a_dora_is_served(
     model: Any, folder: Path, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     (tmp_path / "adapter.json").write_text(json.dumps({"base": str(tiny_model("sd15"))}))
     (tmp_path / "pytorch_lora_weights.safetensors").symlink_to(folder / "ordinary.safetensors")
     merged = load_model(tmp_path, dtype="float32", device=DEVICE)
     by_hand = changed_by_hand(merged, changes_of("dora_peft", model), 0.5)
-    [expected] = Engine(by_hand, EngineConfig()).generate(wanted())
-    [ours] = Engine(model, EngineConfig()).generate(wanted("ordinary", "dora_peft:0.5"))
-    assert np.abs(latents(ours) - latents(expected)).max() < TOLERANCE
+    [expected] = Engine(by_hand, EngineConfig()).generate(request_for())
+    [served] = Engine(model, EngineConfig()).generate(request_for("ordinary", "dora_peft:0.5"))
+    assert np.abs(latents(served) - latents(expected)).max() < TOLERANCE
 
 
 def test_outside_of_their_calls_nothing_is_left_of_whole_changes(model: Any) -> None:
-    Engine(model, EngineConfig()).generate(wanted("norms", "diff"))
+    Engine(model, EngineConfig()).generate(request_for("norms", "diff"))
     assert not any(layer._forward_hooks for layer in layers_of(model).values())
 
 
@@ -339,29 +390,46 @@ def test_calls_with_whole_changes_are_neither_compiled_nor_recorded_nor_split(mo
     engine = Engine(model, EngineConfig(activation_bytes=1 << 26))
     groups, room = engine.runners.groups, engine.runners.room
     native = engine.runners.group_of_short_prompts(64, 64)
-    whole = native._replace(lora_rank=WHOLE)
+    whole_group = native._replace(lora_rank=WHOLE)
     groups.compiled.is_measured = True
-    groups.compiled.take(whole._replace(is_compiled=True))
-    groups.compiled._looked_for.add(whole._replace(is_compiled=True))
-    assert groups.best(whole) == whole
+    groups.compiled.take(whole_group._replace(is_compiled=True))
+    groups.compiled._looked_for.add(whole_group._replace(is_compiled=True))
+    assert groups.best(whole_group) == whole_group
     shelf = engine.runners.loras
-    one = shelf.take((Lora("norms"),))
-    assert (one.rank, RowLoRAs([one]).is_kept) == (WHOLE, False)
-    assert one.num_bytes == sum(
-        tensor.nbytes for tensors in one.whole.values() for tensor in tensors if tensor is not None
-    )
+    lora_set = shelf.take((Lora("norms"),))
+    assert (lora_set.rank, RowLoRAs([lora_set]).is_kept) == (WHOLE, False)
+    deltas = [tensor for change in changes_of("norms", model).values() for tensor in change.tensors.values()]
+    assert lora_set.num_bytes == sum(tensor.nbytes for tensor in deltas)
     assert shelf.ranks() == (16,)
+    batch: Any = SimpleNamespace(guided=[True], tasks=[])
+    assert [_is_plain(batch, group) for group in (native, whole_group)] == [True, False]
     room._now_bytes, room.__dict__["activations"] = 10 * int(room._margin * room._bound.of_row(64, 77)), room._bound
     assert room.rows(GroupKey(64, 64, 77, lora_rank=WHOLE)) == room.rows(GroupKey(64, 64, 77))
+
+
+def test_calls_with_whole_changes_use_the_batch_sizes_of_plain_calls_on_the_reference_number_of_threads(
+    model: Any, tmp_path: Path
+) -> None:
+    groups = Engine(model, EngineConfig(cache_dir=str(tmp_path), deterministic=True)).runners.groups
+    groups.threads = Threads((2, 1))
+    native = GroupKey(64, 64, model.text.window_tokens)
+    groups.learn(native)
+    facts = groups._facts(_name(native))
+    assert facts is not None
+    whole_group = native._replace(lora_rank=WHOLE)
+    assert groups.known(whole_group).curve.buckets == groups.known(native).curve.buckets
+    assert not groups.is_wanted(whole_group), "it was measured a second time"
+    both = replace(facts, counts=(2, 1))
+    assert [groups._known_by(group, both).counts for group in (native, whole_group)] == [(2, 1), (2,)]
 
 
 def test_dora_on_int8_weights_starts_from_the_weights_that_are_served(
     model: Any, folder: Path, tiny_model: Callable[[str], Path]
 ) -> None:
     quantized = with_folder(load_model(tiny_model("sd15"), dtype="int8", device=DEVICE), folder)
-    base, ours = Engine(quantized, EngineConfig()).generate([wanted(), wanted("dora_peft")])
-    exact_base, exact = Engine(model, EngineConfig()).generate([wanted(), wanted("dora_peft")])
-    change, exact_change = latents(ours) - latents(base), latents(exact) - latents(exact_base)
+    base, served = Engine(quantized, EngineConfig()).generate([request_for(), request_for("dora_peft")])
+    exact_base, exact = Engine(model, EngineConfig()).generate([request_for(), request_for("dora_peft")])
+    change, exact_change = latents(served) - latents(base), latents(exact) - latents(exact_base)
     assert np.linalg.norm(change - exact_change) < 0.1 * np.linalg.norm(exact_change)
 
 
@@ -371,9 +439,11 @@ def test_dora_over_offloaded_weights_is_refused_and_other_whole_changes_are_serv
     offloaded = load_model(tiny_model("sd15"), dtype="float32", device=DEVICE, offload="disk")
     engine = Engine(with_folder(offloaded, folder), EngineConfig())
     with pytest.raises(InvalidRequest, match=r"'dora_peft' is DoRA, which needs the weights of .*offloaded"):
-        engine.generate(wanted("dora_peft"))
-    [ours], [expected] = (one.generate(wanted("lokr", "norms")) for one in (engine, Engine(model, EngineConfig())))
-    assert np.abs(latents(ours) - latents(expected)).max() < TOLERANCE
+        engine.generate(request_for("dora_peft"))
+    [served], [expected] = (
+        each.generate(request_for("lokr", "norms")) for each in (engine, Engine(model, EngineConfig()))
+    )
+    assert np.abs(latents(served) - latents(expected)).max() < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -402,7 +472,7 @@ def test_whole_changes_that_do_not_fit_the_model_are_refused(
     save_file({name: torch.ones(shape) for name, shape in tensors.items()}, tmp_path / "bad.safetensors")
     assert LoraFolders([str(tmp_path)]).names() == ("bad",), "a fit for another model is listed"
     with pytest.raises(InvalidRequest, match=message):
-        Engine(with_folder(loaded("sd15"), tmp_path), EngineConfig()).submit(wanted("bad"))
+        Engine(with_folder(loaded("sd15"), tmp_path), EngineConfig()).submit(request_for("bad"))
 
 
 @pytest.mark.parametrize(

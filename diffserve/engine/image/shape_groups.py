@@ -370,8 +370,8 @@ class Groups:
         return self._known_by(group, facts)
 
     def _known_by(self, group: GroupKey, facts: GroupFacts) -> Known:
-        """What ``facts``, found without whole changes, say of calls of ``group``, which may have them."""
-        # with how many threads the products of whole changes give the same bytes was not looked at
+        """Return what is known of ``group`` by ``facts``, which were measured without whole changes."""
+        # whether the products of whole changes have the same bytes on other numbers of threads was not measured
         counts = self._free_counts() if group.lora_rank == WHOLE else facts.counts
         return Known(CostCurve.of(facts, is_exact=self.is_deterministic), counts)
 
@@ -507,7 +507,7 @@ class Groups:
 
 
 def _name(group: GroupKey) -> str:
-    """Of ``group``, on disk: where it has whole changes, that of the group without, whose calls are studied for it."""
+    """Return the name of the facts of ``group`` on disk; whole changes are left out of it, as of the calls studied."""
     merged = f" merged {group.merged_share}" if group.merged_share else ""
     lora = f" lora {group.lora_rank}" if group.lora_rank > 0 else ""
     control = f" control {group.control}" if group.control else " controlled" * group.is_controlled

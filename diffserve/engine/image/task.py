@@ -31,8 +31,8 @@ class GroupKey(NamedTuple):
     only the UNet's shallow part runs, on kept features (DeepCache); an image's own group is never such.
     ``is_compiled``: a picture is painted by compiled calls from its first step to its last, or by none, for they round
     differently. ``merged_share``: of the tokens in self-attention at the highest resolution (token merging).
-    ``lora_rank``: that the adapters of each row are padded to; 0: no row has any; ``WHOLE``: each row has one without a
-    low-rank form. ``is_refined``: by the refiner.
+    ``lora_rank``: that the adapters of each row are padded to; 0: no row has any; ``WHOLE``: each row has a change
+    without a low-rank form. ``is_refined``: by the refiner.
     ``is_controlled``: ControlNets add to every row; an image's own group is never such. ``control``: not calls of the
     UNet, but of the ControlNet of this digest.
     """

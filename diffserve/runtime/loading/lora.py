@@ -30,7 +30,7 @@ from diffserve.runtime.loading.weight_loading import TensorSource
 
 
 class Deltas(NamedTuple):
-    """What is added to a layer's weight and bias, in their shapes; ``None`` where nothing is."""
+    """Differences of a layer's weight and bias, in their shapes; ``None`` where nothing is added."""
 
     weight: torch.Tensor | None
     bias: torch.Tensor | None
@@ -155,23 +155,20 @@ class LoRAFile:
         """Return the difference to ``weight`` of ``weight + delta`` with the magnitudes of a DoRA."""
         changed = weight + delta.to(weight.device)
         dim = 0 if self._is_by_output(change, tuple(weight.shape)) else 1
-        others = tuple(other for other in range(weight.ndim) if other != dim)
-        norms = torch.linalg.vector_norm(changed, dim=others, keepdim=True)
+        norm_dims = tuple(index for index in range(weight.ndim) if index != dim)
+        norms = torch.linalg.vector_norm(changed, dim=norm_dims, keepdim=True)
         magnitudes = self.checkpoint.read(change.dora).float().to(weight.device).view_as(norms)
         difference: torch.Tensor = changed * (magnitudes / norms.clamp_min(torch.finfo(norms.dtype).tiny)) - weight
         return difference
 
     def _is_by_output(self, change: LayerChange, shape: tuple[int, ...]) -> bool:
         """Whether the magnitudes are one for each output, not each input. Raises ModelLoadError for another shape."""
-        found = self.checkpoint.entries[change.dora].shape
-        if change.output_magnitude:
-            if math.prod(found) == shape[0]:
-                return True
-        elif len(found) >= 2 and found[:2] == (shape[0], 1) and math.prod(found) == shape[0]:
+        size = self.checkpoint.entries[change.dora].shape
+        if math.prod(size) == shape[0] and (change.output_magnitude or size[:2] == (shape[0], 1)):
             return True
-        elif len(found) >= 2 and found[:2] == (1, shape[1]) and math.prod(found) == shape[1]:
+        if math.prod(size) == shape[1] and not change.output_magnitude and size[:2] == (1, shape[1]):
             return False
-        raise self._misfit(change, f"magnitudes {list(found)} do not fit a weight {list(shape)}")
+        raise self._misfit(change, f"magnitudes {list(size)} do not fit a weight {list(shape)}")
 
     def _check_shapes(self, change: LayerChange, shape: tuple[int, ...], *, has_bias: bool) -> None:
         needs_matrix = bool(change.pairs or change.lokr or change.dora)
@@ -185,8 +182,8 @@ class LoRAFile:
         if change.lokr:
             factors = {part: self.checkpoint.entries[name].shape for part, name in change.lokr.items()}
             if _kronecker_size(factors) != size:
-                found = {part: list(factor) for part, factor in factors.items()}
-                raise self._misfit(change, f"the factors {found} do not fit a weight {list(shape)}")
+                sizes = {part: list(factor) for part, factor in factors.items()}
+                raise self._misfit(change, f"the factors {sizes} do not fit a weight {list(shape)}")
         if change.weight_delta:
             delta = self.checkpoint.entries[change.weight_delta].shape
             if (*delta[:1], math.prod(delta[1:])) != size:
