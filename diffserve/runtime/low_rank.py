@@ -150,11 +150,9 @@ class RowLoRAs:
     def is_kept(self) -> bool:
         """Whether the stacked factors of all layers are at most ``KEPT_BYTES``, so that all stay from call to call.
 
-        Whole changes are never stacked.
-
         Only such calls are recorded, for a recording holds the factors a second time. In 16 bits a row of rank 16 has
         4.6 MiB for the attention of SD 1.5 and 31 MiB for all its layers; of SDXL 30 and 80 MiB. So calls of up to 56
-        or 8 rows of SD 1.5 are recorded, and of up to 8 or 3 rows of SDXL.
+        or 8 rows of SD 1.5 are recorded, and of up to 8 or 3 rows of SDXL. Whole changes are never stacked.
         """
         if self.rank == WHOLE:
             return False

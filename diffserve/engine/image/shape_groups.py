@@ -167,8 +167,10 @@ class Groups:
         return True
 
     def best(self, group: GroupKey) -> GroupKey:
-        """Return ``group``, or its compiled counterpart where its calls are compiled; those with whole changes never
-        are."""
+        """Return ``group``, or its compiled counterpart where its calls are compiled.
+
+        Calls with whole changes are never compiled.
+        """
         if group.lora_rank == WHOLE:
             return group
         compiled = group._replace(is_compiled=True)
