@@ -11,13 +11,15 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 UNET: Final = "unet"
 TEXT_ENCODERS: Final = ("text_encoder", "text_encoder_2")
 MAX_RANK: Final = 256
 """Largest rank of an adapter that requests may name."""
+WHOLE: Final = -1
+"""In place of the rank of adapters that have a change without a low-rank form."""
 
 PEFT_PREFIX: Final = "base_model.model."
 PREFIXES: Final = {
@@ -36,13 +38,15 @@ PREFIXES: Final = {
 """Beginning of a tensor's name -> the component it changes; it is not part of the layer's name."""
 BARE: Final = {
     **dict.fromkeys(("down_blocks.", "mid_block.", "up_blocks.", "time_embedding.", "conv_in.", "conv_out."), UNET),
+    "conv_norm_out.": UNET,
     **dict.fromkeys(("text_model.", "encoder.layers."), TEXT_ENCODERS[0]),
 }
 """Beginning of a layer's name in files that name no component -> the component."""
 
 NAME: Final = re.compile(
     r"(?P<layer>.+)\.(?:(?:lora_linear_layer\.|lora\.|lora_)(?P<half>A|B|down|up)(?:\.default)?\.weight"
-    r"|hada_w(?P<factor>[12]_[ab])|alpha)"
+    r"|hada_w(?P<factor>[12]_[ab])|lokr_(?P<lokr>w[12](?:_[ab])?|t2)|(?P<peft>lora_magnitude_vector)(?:\.default)?(?:\.weight)?"
+    r"|(?P<whole>diff|diff_b|w_norm|b_norm|dora_scale)|alpha)"
 )
 PROCESSOR: Final = re.compile(r"(?:\.processor)?\.to_(q|k|v|out)_lora\.(?=down|up)")
 BUNDLED: Final = re.compile(r"bundle_emb\.(?P<word>[^.]+)\.")
@@ -52,36 +56,23 @@ METADATA_KEY: Final = "lora_adapter_metadata"
 LAYER_NAME: Final = re.compile(r"[\w.]+")
 WORDS_KEY: Final = "modelspec.trigger_phrase"
 """Of the Stability AI Model Metadata Standard, which trainers write."""
-KINDS_REFUSED: Final = ("use_dora",)
 
 IP_ADAPTER: Final = re.compile(r"(image_proj|ip_adapter|encoder_hid_proj\.image_projection_layers)\.|.*\.to_[kv]_ip\.")
 """Names of the tensors of an IP-Adapter (Ye et al. 2023, arXiv 2308.06721), in its own file and within a UNet."""
 OTHER_KINDS: Final = {
-    "dora_scale": "DoRA",
-    "lora_magnitude_vector": "DoRA",
     "hada_t": "LoHa in three factors (Tucker)",
-    "lokr_": "LoKr",
     "oft_": "OFT",
     "on_input": "IA3",
     "lora_mid": "a LoCon in three factors (Tucker)",
 }
 """Part of a tensor's name -> kind of adapter that it says."""
 
-UNSERVED_PARTS: Final = {
-    "w_norm": "changes of norm layers",
-    "b_norm": "changes of norm layers",
-    "diff_b": "changes of biases",
-    "diff": "whole differences of weights",
-    "bias": "changes of biases",
-}
-"""Last part of a tensor's name -> what it is in files of LyCORIS, OneTrainer and ComfyUI."""
-
 KNOWN_LAYERS: Final = {
     UNET: re.compile(
         r"(?:down_blocks|mid_block|up_blocks|time_embedding|add_embedding|class_embedding"
-        r"|input_blocks_\d|middle_block_\d|output_blocks_\d|time_embed_\d|label_emb_\d|out_\d)\w*|conv_(?:in|out)"
+        r"|input_blocks_\d|middle_block_\d|output_blocks_\d|time_embed_\d|label_emb_\d|out_\d)\w*|conv_(?:in|norm_out|out)"
     ),
-    **dict.fromkeys(TEXT_ENCODERS, re.compile(r"encoder_layers_\d+_\w+|text_projection")),
+    **dict.fromkeys(TEXT_ENCODERS, re.compile(r"encoder_layers_\d+_\w+|final_layer_norm|text_projection")),
 }
 """Layers of the networks that are served, with underscores for dots."""
 
@@ -92,46 +83,82 @@ class InvalidLoRAError(Exception):
     """A file is no LoRA that can be used; the message says why, as the end of a sentence about the file."""
 
 
-HALVES: Final[Mapping[str | None, str]] = {
+FIELDS: Final[Mapping[str | None, str]] = {
     **{"A": "down", "B": "up", "down": "down", "up": "up", None: "alpha"},
     **{"1_b": "down", "1_a": "up", "2_b": "second_down", "2_a": "second_up"},
+    **{"diff": "weight_delta", "w_norm": "weight_delta", "diff_b": "bias_delta", "b_norm": "bias_delta"},
+    **{"dora_scale": "magnitude", "lora_magnitude_vector": "output_magnitude"},
 }
-"""What the pattern of names finds -> field of :class:`LowRank`."""
+"""What the pattern of names finds -> field of :class:`LayerChange`."""
 
 
 @dataclass
-class LowRank:
-    """The change of one layer: a pair of matrices, whose product is the change, or two pairs.
+class LayerChange:
+    """The names of the tensors that change one layer; empty where there are none.
 
-    The change of a LoHa (Hyeon-Woo et al., "FedPara", arXiv 2108.06098) is the element-wise product of the products of
-    two pairs. It has low rank, too: that of the first pair times that of the second.
+    ``down`` and ``up`` are a pair of matrices, whose product is added to the weight. The change of a LoHa (Hyeon-Woo et
+    al., "FedPara", arXiv 2108.06098) is the element-wise product of the products of two pairs. It has low rank, too:
+    that of the first pair times that of the second. All other changes have no low-rank form.
 
-    name             the layer's name as the file has it
-    down, up, alpha  the names of the tensors; of alpha empty where it has none
-    second_down, second_up  those of a LoHa's second pair
-    declared_alpha   alpha where no tensor says it; ``None`` where nothing does
-    is_stabilized    the change is scaled by alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023, arXiv 2312.03732), not by
-                     alpha / rank
+    Attributes:
+        name: The layer's name as the file has it.
+        down, up: A pair of matrices.
+        second_down, second_up: The second pair of a LoHa.
+        alpha: The scale of the change times its rank.
+        lokr: The factors of a Kronecker product (LoKr, Yeh et al., arXiv 2309.14859), by "w1", "w2_a" and so on.
+        weight_delta, bias_delta: What is added to the weight and to the bias.
+        magnitude, output_magnitude: The norms of the changed weight's parts, one for each input or each output (DoRA,
+            Liu et al., arXiv 2402.09353). Of ``magnitude`` the shape says which; ``output_magnitude`` is PEFT's.
+        declared_alpha: Alpha where no tensor says it; ``None`` where nothing does.
+        is_stabilized: Whether the change is scaled by alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023, arXiv
+            2312.03732), not by alpha / rank.
     """
 
     name: str = ""
     down: str = ""
     up: str = ""
-    alpha: str = ""
     second_down: str = ""
     second_up: str = ""
+    alpha: str = ""
+    lokr: dict[str, str] = field(default_factory=dict)
+    weight_delta: str = ""
+    bias_delta: str = ""
+    magnitude: str = ""
+    output_magnitude: str = ""
     declared_alpha: float | None = None
     is_stabilized: bool = False
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
         """The names of ``down`` and ``up`` of each pair."""
-        second = ((self.second_down, self.second_up),) if self.second_down or self.second_up else ()
-        return ((self.down, self.up), *second)
+        pairs = ((self.down, self.up), (self.second_down, self.second_up))
+        num_pairs = max((number for number, pair in enumerate(pairs, 1) if any(pair)), default=0)
+        return pairs[:num_pairs]
+
+    @property
+    def dora(self) -> str:
+        """The name of the tensor with the magnitudes of a DoRA."""
+        return self.magnitude or self.output_magnitude
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this change has no low-rank form."""
+        return bool(self.lokr or self.weight_delta or self.bias_delta or self.dora)
+
+    @property
+    def changes_weight(self) -> bool:
+        """Whether the layer's weight is changed."""
+        return bool(self.pairs or self.lokr or self.weight_delta)
+
+    @property
+    def first_tensor(self) -> str:
+        """The name of one of the tensors, for messages."""
+        names = (self.down, self.up, self.second_down, self.second_up, *self.lokr.values(), self.weight_delta)
+        return next(filter(None, (*names, self.bias_delta, self.dora, self.alpha)))
 
     def rank(self, shapes: Mapping[str, Sequence[int]]) -> int:
-        """Return the rank of the change."""
-        return math.prod(shapes[down][0] for down, _ in self.pairs)
+        """Return the rank of the change, or ``WHOLE``."""
+        return WHOLE if self.is_whole else math.prod(shapes[down][0] for down, _ in self.pairs)
 
 
 @dataclass(frozen=True)
@@ -139,12 +166,12 @@ class LoRALayers:
     """The layers that a LoRA file changes.
 
     layers         the changes by component and by layer, whose name has underscores for dots
-    rank           the largest rank of a layer
+    rank           the largest rank of a layer; ``WHOLE`` where a layer's change has no low-rank form
     words          what the file says a prompt should contain
     bundled_words  embeddings that lie in the file, too, and are not read
     """
 
-    layers: dict[str, dict[str, LowRank]]
+    layers: dict[str, dict[str, LayerChange]]
     rank: int
     words: str = ""
     bundled_words: tuple[str, ...] = ()
@@ -161,7 +188,7 @@ def read_layers(shapes: Mapping[str, Sequence[int]], metadata: Mapping[str, str]
         InvalidLoRAError: The file is not a LoRA, or holds more than one, or is damaged.
     """
     refuse_ip_adapter(shapes)
-    layers: dict[str, dict[str, LowRank]] = {}
+    layers: dict[str, dict[str, LayerChange]] = {}
     bundled: dict[str, None] = {}
     for key in shapes:
         if match := BUNDLED.match(key):
@@ -174,10 +201,15 @@ def read_layers(shapes: Mapping[str, Sequence[int]], metadata: Mapping[str, str]
         declared = _Declared.read(metadata, component)
         for change in changes.values():
             _check(change, shapes)
+            if declared.is_dora and change.pairs and not change.dora:
+                raise InvalidLoRAError(
+                    f"says that use_dora is True and holds {change.down!r} without its lora_magnitude_vector; save it "
+                    "again with all its tensors"
+                )
             change.declared_alpha = declared.alpha_of(change.name)
             change.is_stabilized = declared.is_stabilized
-    rank = max(change.rank(shapes) for changes in layers.values() for change in changes.values())
-    return LoRALayers(layers, rank, metadata.get(WORDS_KEY, ""), tuple(bundled))
+    ranks = [change.rank(shapes) for changes in layers.values() for change in changes.values()]
+    return LoRALayers(layers, WHOLE if WHOLE in ranks else max(ranks), metadata.get(WORDS_KEY, ""), tuple(bundled))
 
 
 def check_layers_known(content: LoRALayers) -> None:
@@ -186,11 +218,11 @@ def check_layers_known(content: LoRALayers) -> None:
         for layer, change in changes.items():
             if not KNOWN_LAYERS[component].fullmatch(layer):
                 raise InvalidLoRAError(
-                    f"holds {change.down!r}, and there is no such layer in the networks that are served (Stable "
-                    "Diffusion 1, 2 and XL); it is made for another kind of model"
+                    f"holds {change.first_tensor!r}, and there is no such layer in the networks that are served "
+                    "(Stable Diffusion 1, 2 and XL); it is made for another kind of model"
                 )
-            if NORM_LAYER.fullmatch(layer):
-                raise InvalidLoRAError(f"holds {change.down!r}, and norm layers are not changed by a LoRA")
+            if NORM_LAYER.fullmatch(layer) and (change.pairs or change.lokr or change.dora):
+                raise InvalidLoRAError(f"holds {change.first_tensor!r}, and a norm layer has no matrix to change")
 
 
 def refuse_ip_adapter(keys: Iterable[str]) -> None:
@@ -208,41 +240,55 @@ def flat_name(layer: str) -> str:
     return layer.replace(".", "_").removeprefix("text_model_")
 
 
-def _add(layers: dict[str, dict[str, LowRank]], key: str) -> None:
+def _add(layers: dict[str, dict[str, LayerChange]], key: str) -> None:
     kind = next((kind for mark, kind in OTHER_KINDS.items() if mark in key), None)
     if kind is not None:
         raise InvalidLoRAError(
-            f"is {kind} (its tensor {key!r} says so); diffserve takes LoRA and LoHa, on linear layers and "
-            "convolutions. Merge it into its base with the tool that made it"
+            f"is {kind} (its tensor {key!r} says so); diffserve takes LoRA, DoRA, LoHa and LoKr. "
+            "Merge it into its base with the tool that made it"
         )
     name = PROCESSOR.sub(_processor_layer, key.removeprefix(PEFT_PREFIX))
     match = NAME.fullmatch(name)
     prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
     component = PREFIXES.get(prefix) or next((BARE[start] for start in BARE if name.startswith(start)), None)
-    part = UNSERVED_PARTS.get(name.rpartition(".")[2])
-    if match is None and part is not None and component is not None:
+    if match is None and component is not None and name.endswith(".bias"):
         raise InvalidLoRAError(
-            f"holds {part} ({key!r}); diffserve takes the low-rank changes of linear layers and convolutions only. "
-            "Train it without the others, or merge it into its base with the tool that made it"
+            f"holds the bias of a low-rank matrix ({key!r}), which diffserve does not take; train it without "
+            "(lora_bias=False), or merge it into its base with the tool that made it"
         )
     if match is None or component is None:
         raise InvalidLoRAError(
             f"holds a tensor that is not named as a LoRA of a UNet or text encoder ({key!r}); it is made for another "
             "kind of model, or in a format that is not known here"
         )
-    half, layer = HALVES[match["half"] or match["factor"]], match["layer"].removeprefix(prefix)
-    change = layers.setdefault(component, {}).setdefault(flat_name(layer), LowRank(layer))
-    if getattr(change, half):
-        raise InvalidLoRAError(f"changes one layer twice, by {getattr(change, half)!r} and {key!r}")
-    setattr(change, half, key)
+    layer = match["layer"].removeprefix(prefix)
+    change = layers.setdefault(component, {}).setdefault(flat_name(layer), LayerChange(layer))
+    if part := match["lokr"]:
+        previous = change.lokr.setdefault(part, key)
+        is_twice = previous != key
+    else:
+        part = FIELDS[match["half"] or match["factor"] or match["whole"] or match["peft"]]
+        previous = getattr(change, part)
+        is_twice = bool(previous)
+        setattr(change, part, key)
+    if is_twice:
+        raise InvalidLoRAError(f"changes one layer twice, by {previous!r} and {key!r}")
 
 
-def _check(change: LowRank, shapes: Mapping[str, Sequence[int]]) -> None:
+def _check(change: LayerChange, shapes: Mapping[str, Sequence[int]]) -> None:
     """Check the shapes of a layer's tensors as far as they do not depend on a model."""
+    if not change.changes_weight and (change.dora or not change.bias_delta):
+        raise InvalidLoRAError(f"holds {change.first_tensor!r}, which has no partner; a change is a pair of matrices")
+    if change.pairs and change.lokr:
+        raise InvalidLoRAError(
+            f"changes one layer twice, by {change.first_tensor!r} and {next(iter(change.lokr.values()))!r}"
+        )
     for names in change.pairs:
         if not all(names):
-            first = next(filter(None, (*names, change.down, change.up, change.alpha)))
-            raise InvalidLoRAError(f"holds {first!r}, which has no partner; a change is a pair of matrices")
+            raise InvalidLoRAError(
+                f"holds {next(filter(None, names), change.first_tensor)!r}, which has no partner; a change is a pair "
+                "of matrices"
+            )
         down, up = (shapes[name] for name in names)
         if len(down) not in (2, 4) or len(up) not in (2, 4) or math.prod(up[1:]) != down[0] or not down[0]:
             raise InvalidLoRAError(
@@ -252,6 +298,29 @@ def _check(change: LowRank, shapes: Mapping[str, Sequence[int]]) -> None:
         raise InvalidLoRAError(f"is damaged: {change.down!r} and {change.second_down!r} are of layers of two sizes")
     if change.alpha and math.prod(shapes[change.alpha]) != 1:
         raise InvalidLoRAError(f"is damaged: {change.alpha!r} is {list(shapes[change.alpha])}, not one number")
+    if change.lokr:
+        _check_lokr(change, shapes)
+
+
+def _check_lokr(change: LayerChange, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Check that the factors of a LoKr are complete and that their ranks fit."""
+    sizes = {part: list(shapes[name]) for part, name in change.lokr.items()}
+    for factor in ("w1", "w2"):
+        parts = {part for part in sizes if part.startswith(factor)}
+        if parts not in ({factor}, {f"{factor}_a", f"{factor}_b"}):
+            raise InvalidLoRAError(
+                f"is damaged: in the layer of {change.first_tensor!r}, {factor} is neither one tensor nor a pair"
+            )
+    is_tucker = "t2" in sizes
+    ranks = [(sizes["w1_a"][1:], sizes["w1_b"][:1])] if "w1_a" in sizes else []
+    if is_tucker:
+        ends = [sizes.get(f"w2_{half}", [])[:1] for half in "ab"]
+        ranks.append((sizes["t2"][:2], ends[0] + ends[1]))
+    elif "w2_a" in sizes:
+        ranks.append((sizes["w2_a"][1:], sizes["w2_b"][:1]))
+    num_dims = {part: (4,) if part == "t2" else (2, 4) if part in ("w2", "w2_b") else (2,) for part in sizes}
+    if any(len(size) not in num_dims[part] for part, size in sizes.items()) or any(a != b for a, b in ranks):
+        raise InvalidLoRAError(f"is damaged: the factors of {change.first_tensor!r} are {sizes}; they do not fit")
 
 
 def _processor_layer(match: re.Match[str]) -> str:
@@ -269,10 +338,11 @@ class _Declared:
     alpha: float | None
     alphas: dict[str, float]
     is_stabilized: bool
+    is_dora: bool
 
     @classmethod
     def read(cls, metadata: Mapping[str, str], component: str) -> _Declared:
-        names = ("lora_alpha", "alpha_pattern", "use_rslora", *KINDS_REFUSED)
+        names = ("lora_alpha", "alpha_pattern", "use_rslora", "use_dora")
         try:
             declared: Any = json.loads(metadata.get(METADATA_KEY, "{}"))
             entries = {name: declared.get(f"{component}.{name}") for name in names}
@@ -280,18 +350,12 @@ class _Declared:
             alphas = {str(layer): float(one) for layer, one in (entries["alpha_pattern"] or {}).items()}
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise InvalidLoRAError(f"has {METADATA_KEY} that cannot be read ({error})") from error
-        for name in KINDS_REFUSED:
-            if entries[name]:
-                raise InvalidLoRAError(
-                    f"says that {name} is {entries[name]!r}; diffserve takes LoRA without it. Fuse it into its base "
-                    "with diffusers' fuse_lora and save that"
-                )
         for layer in alphas:
             if not LAYER_NAME.fullmatch(layer):
                 raise InvalidLoRAError(
                     f"has an alpha_pattern with {layer!r}, which is not the name of a layer or its end; write the names"
                 )
-        return cls(alpha, alphas, bool(entries["use_rslora"]))
+        return cls(alpha, alphas, bool(entries["use_rslora"]), bool(entries["use_dora"]))
 
     def alpha_of(self, layer: str) -> float | None:
         """Return alpha of ``layer``: that of the first name which is its own or its end, as PEFT has it."""

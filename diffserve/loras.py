@@ -96,7 +96,7 @@ class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CheckedLoras(NamedTuple):
     """What the headers of LoRA files say before their tensors are read.
 
-    rank      the rank that their factors are padded to
+    rank      the rank that their factors are padded to; ``WHOLE`` where a change has no low-rank form
     digest    of the files and their scales, to tell apart what they paint
     words     trigger words that the files name
     warnings  about parts of the files that are not loaded

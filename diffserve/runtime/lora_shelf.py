@@ -16,11 +16,23 @@ import torch
 from torch import Tensor, nn
 
 from diffserve.errors import InvalidRequest, ModelLoadError
-from diffserve.lora_layers import UNET, LowRank
+from diffserve.lora_layers import UNET, WHOLE, LayerChange
 from diffserve.loras import CheckedLoras, Lora, LoraFolders, lora_problem
-from diffserve.runtime.loading.lora import LoRAFile
-from diffserve.runtime.low_rank import KEYS_VALUES, RANKS, LoRASet, adaptable, joined, padded_rank, shape_of
+from diffserve.runtime.loading.lora import Deltas, LoRAFile
+from diffserve.runtime.low_rank import (
+    KEYS_VALUES,
+    RANKS,
+    Factors,
+    LoRASet,
+    WholeChange,
+    adaptable,
+    joined,
+    norms,
+    padded_rank,
+    shape_of,
+)
 from diffserve.runtime.model import DiffusionModel
+from diffserve.runtime.quantised_layers import weight_in_float32
 from diffserve.runtime.threads import pool_of_threads
 
 CHECKED_KEPT: Final = 1024
@@ -32,7 +44,7 @@ Stamp = tuple[str, int, int]
 
 
 class Header(NamedTuple):
-    """What a file's header says: the largest rank, trigger words, and embeddings that it holds, too."""
+    """What a file's header says: the largest rank or ``WHOLE``, trigger words, and embeddings that it holds, too."""
 
     rank: int
     words: str
@@ -68,7 +80,7 @@ class LoRAShelf:
         Raises InvalidRequest for one that is not there, was made for another model, or is of a kind that is not taken.
         """
         stamped = [(lora, *self._stamped(lora.name)) for lora in loras]
-        rank = 0
+        ranks = []
         for lora, path, stamp in stamped:
             if stamp not in self._headers:
                 file = self._opened(lora.name, path)
@@ -77,11 +89,13 @@ class LoRAShelf:
                 self._headers[stamp] = Header(content.rank, content.words, content.bundled_words)
                 while len(self._headers) > CHECKED_KEPT:
                     self._headers.popitem(last=False)
-            rank += self._headers[stamp].rank
-        padded = padded_rank(rank)
+            ranks.append(self._headers[stamp].rank)
+        padded = WHOLE if WHOLE in ranks else padded_rank(sum(ranks))
         if padded is None:
-            said = f"the ranks of these LoRAs are {rank} together; at most {RANKS[-1]} are taken: leave some out."
-            raise InvalidRequest(said, param="loras")
+            message = (
+                f"the ranks of these LoRAs are {sum(ranks)} together; at most {RANKS[-1]} are taken: leave some out."
+            )
+            raise InvalidRequest(message, param="loras")
         digest = hashlib.sha256("\n".join(f"{stamp} {lora.scales!r}" for lora, _, stamp in stamped).encode()).digest()
         headers = [(lora.name, self._headers[stamp]) for lora, _, stamp in stamped]
         warnings = [self._bundle_warning(name, header) for name, header in headers]
@@ -100,12 +114,12 @@ class LoRAShelf:
         )
 
     def ranks(self) -> tuple[int, ...]:
-        """What each adapter of the folder that can be used is padded to when it is alone."""
+        """What each adapter of the folder that can be used and has a rank is padded to when it is alone."""
         found = set[int]()
         for name in self.folder.names():
             with suppress(InvalidRequest):
                 found.add(self.check((Lora(name),)).rank)
-        return tuple(sorted(found))
+        return tuple(sorted(found - {WHOLE}))
 
     def begin(self, loras: Sequence[Lora], digest: bytes) -> Future[LoRASet]:
         """``loras``, checked and of this ``digest``, on their way into memory, read beside whatever else is done."""
@@ -153,7 +167,7 @@ class LoRAShelf:
         encoders = [encoder.network for encoder in self.model.text.encoders]
         networks = dict(zip(("text_encoder", "text_encoder_2"), encoders, strict=False))
         networks[UNET] = self.model.unet.network
-        return {component: adaptable(network) for component, network in networks.items()}
+        return {component: adaptable(network) | norms(network) for component, network in networks.items()}
 
     def _stamped(self, name: str) -> tuple[Path, Stamp]:
         path = self.folder.find(name)
@@ -171,22 +185,24 @@ class LoRAShelf:
         except ModelLoadError as error:
             raise _refused(name, path, error) from None
 
-    def _matched(self, name: str, path: Path, file: LoRAFile) -> dict[str, dict[str, LowRank]]:
+    def _matched(self, name: str, path: Path, file: LoRAFile) -> dict[str, dict[str, LayerChange]]:
         """By component and layer, what ``file`` changes."""
         found = {}
         for component in file.layers:
             if component not in self._networks:
                 said = f"the LoRA {name!r} changes a {component}, which {self.model.model_id} has not: leave it out."
                 raise InvalidRequest(said, param="loras")
-            shapes = {layer: shape_of(module) for layer, module in self._networks[component].items()}
+            layers = self._networks[component]
+            shapes = {name: shape_of(layer) for name, layer in layers.items()}
+            biases = {name for name, layer in layers.items() if layer._parameters.get("bias") is not None}
             try:
-                found[component] = file.matched(component, shapes, self.model.model_id)
+                found[component] = file.matched(component, shapes, biases, self.model.model_id)
             except ModelLoadError as error:
                 raise _refused(name, path, error) from None
         return found
 
     def _read(self, loras: Sequence[Lora], checked: CheckedLoras) -> LoRASet:
-        changes = defaultdict[nn.Module, list[tuple[Tensor, Tensor]]](list)
+        parts = defaultdict[nn.Module, list[_Part]](list)
         of_texts, digests = [], dict[str, str]()
         for lora in loras:
             path, stamp = self._stamped(lora.name)
@@ -196,22 +212,20 @@ class LoRAShelf:
                 if component != UNET or any(layer.endswith(KEYS_VALUES) for layer in matched):
                     of_texts.append(f"{stamp} {lora.scales!r}")
                 scale = lora.scales[component == UNET]
-                for layer, change in matched.items():
-                    try:
-                        down, up = file.read(change, shape_of(self._networks[component][layer]))
-                    except ModelLoadError as error:
-                        raise _refused(lora.name, path, error) from None
-                    if not bool(torch.isfinite(down).all() and torch.isfinite(up).all()):
-                        said = f"the LoRA {lora.name!r} holds numbers in {layer} that are not finite: leave it out."
-                        raise InvalidRequest(said, param="loras")
-                    changes[self._networks[component][layer]].append((down, scale * up))
+                for name, change in matched.items():
+                    parts[self._networks[component][name]].append(_Part(lora.name, path, file, name, change, scale))
         like = torch.empty(0, dtype=self.model.dtype, device=self.model.device)
-        layers = {layer: joined(layer, pairs, checked.rank, like) for layer, pairs in changes.items()}
+        layers, whole_changes = dict[nn.Module, Factors](), dict[nn.Module, WholeChange]()
+        for layer, changes in parts.items():
+            if checked.rank == WHOLE:
+                whole_changes[layer] = _summed([part.deltas(layer) for part in changes], like)
+            else:
+                layers[layer] = joined(layer, [part.factors(layer) for part in changes], checked.rank, like)
         self._digests[checked.digest] = digests
         while len(self._digests) > CHECKED_KEPT:
             self._digests.popitem(last=False)
         digest = hashlib.sha256("\n".join(of_texts).encode()).digest() if of_texts else b""
-        return LoRASet(checked.rank, layers, digest)
+        return LoRASet(checked.rank, layers, digest, whole_changes)
 
     def _file_digest(self, path: Path, stamp: Stamp) -> str:
         if stamp not in self._file_digests:
@@ -221,6 +235,64 @@ class LoRAShelf:
             while len(self._file_digests) > CHECKED_KEPT:
                 self._file_digests.popitem(last=False)
         return self._file_digests[stamp]
+
+
+class _Part(NamedTuple):
+    """A file's change of the layer ``name``, and the scale at which it is applied."""
+
+    lora: str
+    path: Path
+    file: LoRAFile
+    name: str
+    change: LayerChange
+    scale: float
+
+    def factors(self, layer: nn.Module) -> tuple[Tensor, Tensor]:
+        """Return down and up times the scale, in float32. Raises InvalidRequest."""
+        try:
+            down, up = self.file.read(self.change, shape_of(layer))
+        except ModelLoadError as error:
+            raise _refused(self.lora, self.path, error) from None
+        self._check_finite(down, up)
+        return down, self.scale * up
+
+    def deltas(self, layer: nn.Module) -> Deltas:
+        """Return what is added to weight and bias, times the scale, in float32. Raises InvalidRequest.
+
+        The magnitudes of a DoRA apply at full strength, and the scale to the difference that they make, as in LyCORIS,
+        A1111's web UI and ComfyUI. So a scale of 0 changes nothing, and 1 is the trained network.
+        """
+        try:
+            deltas = self.file.read_deltas(self.change, shape_of(layer), lambda: self._own_weight(layer))
+        except ModelLoadError as error:
+            raise _refused(self.lora, self.path, error) from None
+        self._check_finite(*deltas)
+        return Deltas(*(None if delta is None else self.scale * delta for delta in deltas))
+
+    def _own_weight(self, layer: nn.Module) -> Tensor:
+        weight = weight_in_float32(layer)
+        if weight is None:
+            message = (
+                f"the LoRA {self.lora!r} is DoRA, which needs the weights of {self.name}, and these are offloaded or "
+                "packed (int8_static): serve the model in another dtype or without offload, or merge it at load."
+            )
+            raise InvalidRequest(message, param="loras")
+        return weight.cpu()
+
+    def _check_finite(self, *tensors: Tensor | None) -> None:
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors if tensor is not None):
+            message = f"the LoRA {self.lora!r} holds numbers in {self.name} that are not finite: leave it out."
+            raise InvalidRequest(message, param="loras")
+
+
+def _summed(deltas: Sequence[Deltas], like: Tensor) -> WholeChange:
+    """Return the sum of several changes of one layer, with dtype and device of ``like``."""
+
+    def total(tensors: Sequence[Tensor | None]) -> Tensor | None:
+        present = [tensor for tensor in tensors if tensor is not None]
+        return sum(present[1:], present[0]).to(like.device, like.dtype) if present else None
+
+    return WholeChange(total([delta.weight for delta in deltas]), total([delta.bias for delta in deltas]))
 
 
 def _unusable(name: str, path: Path) -> InvalidRequest:

@@ -13,6 +13,9 @@ product too, of every cell with every place of the kernel, and what belongs to o
 Several adapters of a row are one, their factors side by side: the work is that of the sum of their ranks, in no more
 products than for one, and a row's bytes are decided by its own set. They depend on the rank that is padded to, so that
 is one of few (``RANKS``), and rows of different ones do not share calls.
+
+Changes that have no low-rank form (``WholeChange``) are computed row by row: the layer's output for the differences of
+weight and bias is added to each row. The output of linear layers, convolutions and norms is linear in both.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
@@ -28,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diffserve.lora_layers import MAX_RANK
+from diffserve.lora_layers import MAX_RANK, WHOLE
 
 KEYS_VALUES: Final = (".attn2.to_k", ".attn2.to_v")
 """Layers of a UNet that are applied to texts and not to pictures."""
@@ -54,21 +57,53 @@ class Factors(NamedTuple):
     up: Tensor
 
 
+class WholeChange(NamedTuple):
+    """A layer's change for one row as what is added to its weight and bias, in the dtype that the layer computes in.
+
+    ``None``: nothing is added.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def apply(self, layer: nn.Module, input: Tensor) -> Tensor:
+        """Return what is added to the output of ``layer`` for its ``input`` (N, ...), the rows of one set."""
+        weight, bias = (None if tensor is None else tensor.to(input.device) for tensor in self)
+        if weight is None:
+            assert bias is not None
+            has_channels = isinstance(layer, nn.Conv2d | nn.GroupNorm)
+            return bias.view(-1, *[1] * (input.ndim - 2)) if has_channels else bias
+        if isinstance(layer, nn.GroupNorm):
+            return F.group_norm(input, layer.num_groups, weight, bias, layer.eps)
+        if isinstance(layer, nn.LayerNorm):
+            return F.layer_norm(input, layer.normalized_shape, weight, bias, layer.eps)
+        if isinstance(layer, nn.Linear):
+            return F.linear(input, weight, bias)
+        assert isinstance(layer, nn.Conv2d)
+        padding: Any = layer.padding
+        return F.conv2d(input, weight, bias, layer.stride, padding, layer.dilation, layer.groups)
+
+
 @dataclass(frozen=True, eq=False)
 class LoRASet:
-    """What one row is changed by, one adapter or several: a change of some layers, all of one ``rank``.
+    """What one row is changed by, one adapter or several.
 
+    rank         that the factors of all layers have; ``WHOLE`` where all changes are whole ones
+    layers       factors by layer, for a set with a rank
     text_digest  of what changes the keys and values of texts, empty where nothing does
+    whole_changes  by layer, for a set without a rank
     """
 
     rank: int
     layers: Mapping[nn.Module, Factors]
     text_digest: bytes = b""
+    whole_changes: Mapping[nn.Module, WholeChange] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
         """Memory that it takes."""
-        return sum(tensor.nbytes for factors in self.layers.values() for tensor in factors)
+        changes = (*self.layers.values(), *self.whole_changes.values())
+        return sum(tensor.nbytes for change in changes for tensor in change if tensor is not None)
 
 
 class RowLoRAs:
@@ -82,7 +117,9 @@ class RowLoRAs:
     def __init__(self, sets: Sequence[LoRASet], spare: Tensor | None = None) -> None:
         self.sets = sets
         self.rank = sets[0].rank if sets else 0
-        self.layers = tuple(sorted({layer for one in sets for layer in one.layers}, key=id))  # however sets are ordered
+        self.layers = tuple(
+            sorted({layer for lora_set in sets for layer in (*lora_set.layers, *lora_set.whole_changes)}, key=id)
+        )  # however sets are ordered
         self.memory = spare
         self._taken: int | None = None
         self._kept: dict[nn.Module, Factors] = {}
@@ -115,8 +152,10 @@ class RowLoRAs:
 
         Only such calls are recorded, for a recording holds the factors a second time. In 16 bits a row of rank 16 has
         4.6 MiB for the attention of SD 1.5 and 31 MiB for all its layers; of SDXL 30 and 80 MiB. So calls of up to 56
-        or 8 rows of SD 1.5 are recorded, and of up to 8 or 3 rows of SDXL.
+        or 8 rows of SD 1.5 are recorded, and of up to 8 or 3 rows of SDXL. Whole changes are never stacked.
         """
+        if self.rank == WHOLE:
+            return False
         like = next((factors.down for one in self.sets for factors in one.layers.values()), None)
         return like is None or self._num_stacked * like.itemsize <= KEPT_BYTES
 
@@ -171,6 +210,8 @@ class RowLoRAs:
     def add(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """``output`` (R, ...) of ``layer``, and what the rows' own factors make of its input (R, ...): in the place of
         the output, which nobody else has, where it lies in order."""
+        if self.rank == WHOLE:
+            return self._add_whole(layer, args[0], output)
         down, up = (factor.to(output.device) for factor in self.stacked(layer))  # a layer may be on another device
         if isinstance(layer, nn.Conv2d):
             by_cells = down.ndim == 3
@@ -181,6 +222,17 @@ class RowLoRAs:
         tokens = args[0].reshape(num_rows, -1, layer.in_features)  # (R, T, in)
         there = output.contiguous().view(num_rows, -1, output.shape[-1])
         return there.baddbmm_(torch.bmm(tokens, down), up).view(output.shape)
+
+    def _add_whole(self, layer: nn.Module, input: Tensor, output: Tensor) -> Tensor:
+        there = output.contiguous()
+        num_rows = len(self.sets)
+        inputs = input.reshape(num_rows, -1, *input.shape[1:])
+        outputs = there.view(num_rows, -1, *output.shape[1:])
+        for row, lora_set in enumerate(self.sets):
+            if layer in lora_set.whole_changes:
+                alone = inputs[row].clone(memory_format=torch.contiguous_format)  # products round by where rows begin
+                outputs[row].add_(lora_set.whole_changes[layer].apply(layer, alone))
+        return there
 
 
 @contextmanager
@@ -203,6 +255,15 @@ def adaptable(network: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def norms(network: nn.Module) -> dict[str, nn.Module]:
+    """Return the norm layers with weights, by name."""
+    return {
+        name: layer
+        for name, layer in network.named_modules()
+        if isinstance(layer, nn.LayerNorm | nn.GroupNorm) and layer._parameters.get("weight") is not None
+    }
+
+
 def of_pictures(network: nn.Module, *, has_keys_values: bool) -> tuple[nn.Module, ...]:
     """Those of a UNet that run in its calls, in order; where these are told no keys and values, those of texts, too."""
     layers = adaptable(network).items()
@@ -213,6 +274,8 @@ def shape_of(layer: nn.Module) -> tuple[int, ...]:
     """Of the weight of one of them, however it is stored."""
     if isinstance(layer, nn.Conv2d):
         return (layer.out_channels, layer.in_channels, *layer.kernel_size)
+    if isinstance(layer, nn.LayerNorm | nn.GroupNorm):
+        return tuple(layer.weight.shape)
     assert isinstance(layer, nn.Linear)
     return layer.out_features, layer.in_features
 

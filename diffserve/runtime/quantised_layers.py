@@ -65,6 +65,18 @@ def from_int8(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype).mul_(scales.view(-1, *[1] * (values.ndim - 1)).to(dtype))
 
 
+def weight_in_float32(layer: nn.Module) -> Tensor | None:
+    """Return the weight of ``layer`` in float32, dequantized where it holds 8 bits.
+
+    ``None`` where the layer does not hold it as numbers of its shape: packed for oneDNN, or offloaded.
+    """
+    weight = layer.get_parameter("weight").detach()
+    if weight.is_meta or isinstance(layer, Int8StaticLinear | Int8StaticConv2d):
+        return None
+    scales = layer._buffers.get("weight_scales")
+    return weight.float() if scales is None else from_int8(weight, scales, torch.float32)
+
+
 def become(layer: nn.Module, kind: type[nn.Module], weight: tuple[Tensor, Tensor]) -> None:
     """Turn ``layer`` into a ``kind`` with the weight and scales of ``to_int8`` or ``to_float8``."""
     values, scales = weight

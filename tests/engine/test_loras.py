@@ -24,7 +24,7 @@ from diffserve.engine import Engine
 from diffserve.engine.image.task import GroupKey
 from diffserve.errors import InvalidRequest
 from diffserve.infotext import parse_infotext, write_infotext
-from diffserve.lora_layers import LowRank
+from diffserve.lora_layers import LayerChange
 from diffserve.runtime import load_model
 from diffserve.runtime.loading.library_imports import hushed
 from diffserve.runtime.loading.lora import LoRAFile
@@ -186,7 +186,7 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touc
     names = [*good]
     save_file(lora_tensors(loaded("sdxl"), (".to_q",), 0, 4), tmp_path / "xl.safetensors")
     save_file(good | {names[0]: torch.ones(3, 32)}, tmp_path / "torn.safetensors")
-    save_file(good | {"unet.conv_in.dora_scale": torch.ones(4)}, tmp_path / "dora.safetensors")
+    save_file(good | {"unet.conv_in.oft_blocks": torch.ones(4, 8, 8)}, tmp_path / "turned.safetensors")
     save_file({"image_proj.norm.bias": torch.ones(4)}, tmp_path / "face.safetensors")
     save_file(lora_tensors(model, (".attn1.to_q",), 0, 300), tmp_path / "huge.safetensors")
     save_file(lora_tensors(model, (".attn1.to_q",), 0, 256), tmp_path / "wide.safetensors")
@@ -198,7 +198,7 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touc
         ("nowhere",): "there is no LoRA 'nowhere'; there are attention, everything",
         ("xl",): "LoRA 'xl' cannot be used: tensor ",
         ("torn",): "their ranks differ",
-        ("dora",): "is DoRA",
+        ("turned",): "is OFT",
         ("face",): "LoRA 'face' cannot be used: face.safetensors holds an IP-Adapter",
         ("cut",): "is not a complete safetensors file",
         ("huge",): "has rank 300; at most 256 is taken",
@@ -272,7 +272,7 @@ def test_diffusers_and_peft_paint_the_same_with_two_adapters_at_their_scales(
 def test_a_slow_disk_stops_nobody_else(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, may_read, read = make(), threading.Event(), LoRAFile.read
 
-    def slowly(file: LoRAFile, change: LowRank, shape: tuple[int, ...]) -> Any:
+    def slowly(file: LoRAFile, change: LayerChange, shape: tuple[int, ...]) -> Any:
         assert may_read.wait(30)
         return read(file, change, shape)
 

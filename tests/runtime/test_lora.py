@@ -234,7 +234,8 @@ def test_an_adapter_without_its_lora_names_the_file(make_adapter: MakeAdapter) -
         ({f"unet.{KERNEL}.lora_B.weight": (31, 4, 1, 1)}, "do not fit a weight"),
         ({"unet.conv_norm_out.lora_A.weight": (4, 1), "unet.conv_norm_out.lora_B.weight": (32, 4)}, "neither matrix"),
         ({"unet.conv_in.lora_A.weight": (4, 36)}, "has no partner"),
-        ({"unet.conv_in.dora_scale": (4,)}, "is DoRA"),
+        ({"unet.conv_in.dora_scale": (4,)}, "has no partner"),
+        ({"unet.conv_in.oft_blocks": (4, 8, 8)}, "is OFT"),
         ({"lora_unet_conv_in.hada_w1_a": (4, 4)}, "has no partner"),
         ({f"lora_unet_conv_in.hada_{name}": (4, 4) for name in ("t1", "w1_a")}, "is LoHa in three factors"),
         ({f"conv_in.hada_w{n}": (4, 4 + (n == "2_b")) for n in ("1_a", "1_b", "2_a", "2_b")}, "layers of two sizes"),
@@ -254,11 +255,11 @@ def test_a_lora_that_does_not_fit_is_refused_with_its_tensor(
     assert str(path / LORA) in message_of(path)
 
 
-def test_kinds_of_lora_that_are_more_than_a_product_are_refused(make_adapter: MakeAdapter) -> None:
+def test_dora_without_its_magnitudes_is_refused(make_adapter: MakeAdapter) -> None:
     path = make_adapter()
     metadata = {"lora_adapter_metadata": json.dumps({"unet.use_dora": True})}
     save_file(load_file(path / LORA), path / LORA, metadata=metadata)
-    assert "use_dora is True" in message_of(path)
+    assert "use_dora is True and holds" in message_of(path)
     save_file(load_file(path / LORA), path / LORA, metadata={"lora_adapter_metadata": "[]"})
     assert "cannot be read" in message_of(path)
 
@@ -315,6 +316,42 @@ def test_a_loha_changes_weights_by_the_product_of_two_products(
         change = 0.5 * ((up @ down) * (other_up @ other_down)).view_as(base[f"{layer}.weight"]).to(DEVICE)
         assert change.abs().max() > 0.05
         assert torch.allclose(merged[f"{layer}.weight"], base[f"{layer}.weight"] + change, atol=1e-5)
+
+
+def test_dora_is_merged_as_peft_merges_it(make_adapter: MakeAdapter, tiny_model: Callable[[str], Path]) -> None:
+    """Into linear layers and convolutions, from the file that PEFT's names and diffusers' metadata make."""
+    peft = pytest.importorskip("peft")
+    with hushed("transformers", "diffusers"):
+        pipeline = import_quietly("diffusers", "StableDiffusionPipeline").from_pretrained(
+            str(tiny_model("sd15")), safety_checker=None, requires_safety_checker=False
+        )
+        unet, path = pipeline.unet, make_adapter()
+        base = {name: tensor.clone() for name, tensor in unet.state_dict().items()}
+        unet.add_adapter(
+            peft.LoraConfig(
+                r=RANK,
+                lora_alpha=3,
+                use_dora=True,
+                init_lora_weights=False,
+                target_modules=["to_q", "conv1", "proj_in"],
+            )
+        )
+        generator = torch.Generator().manual_seed(0)
+        for name, parameter in unet.named_parameters():
+            if "lora_magnitude_vector" in name:
+                parameter.data.mul_(1.0 + torch.rand(parameter.shape, generator=generator))
+        layers = peft.utils.get_peft_model_state_dict(unet)
+        save_file(
+            {f"unet.{name}": tensor.contiguous() for name, tensor in layers.items()},
+            path / LORA,
+            metadata={"lora_adapter_metadata": json.dumps({"unet.lora_alpha": 3, "unet.use_dora": True})},
+        )
+        unet.fuse_lora()
+        unet.unload_lora()
+    theirs, ours = unet.state_dict(), load(path).unet.network.state_dict()
+    assert all(torch.allclose(theirs[name], tensor.cpu(), atol=1e-5) for name, tensor in ours.items())
+    for name in (f"{ATTENTION}.weight", f"{KERNEL}.weight"):
+        assert (theirs[name] - base[name]).abs().max() > 0.05
 
 
 def test_scales_of_rslora_and_alpha_patterns_are_those_of_peft(

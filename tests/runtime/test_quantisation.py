@@ -33,6 +33,7 @@ from diffserve.runtime.quantised_layers import (
     Int8WeightConv2d,
     Int8WeightLinear,
     become_static,
+    weight_in_float32,
 )
 from diffserve.runtime.threads import computing_on
 from diffserve.runtime.unet.steady_layers import RowLinear, use_steady_layers
@@ -52,6 +53,21 @@ def linear(scheme: str | None = None, dtype: torch.dtype = torch.float32) -> nn.
     if scheme is not None:
         quantise_layer(layer, scheme)
     return layer
+
+
+@pytest.mark.parametrize("scheme", [None, "int8", "int8_dynamic", "float8"])
+def test_weight_is_given_in_float32_whatever_it_is_held_in(scheme: str | None) -> None:
+    exact, weight = linear().weight, weight_in_float32(linear(scheme))
+    assert weight is not None
+    assert weight.dtype == torch.float32
+    assert (weight - exact).norm() <= 0.03 * exact.norm()
+
+
+def test_packed_and_offloaded_weights_are_not_given() -> None:
+    static = linear("int8_static")
+    become_static(static, InputRange(-1.0, 1.0))
+    assert weight_in_float32(static) is None
+    assert weight_in_float32(nn.Linear(8, 8, device="meta")) is None
 
 
 def tokens(rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

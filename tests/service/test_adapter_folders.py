@@ -61,11 +61,19 @@ def write_loras(folder: Path, model: Any, other: Any) -> None:
     layer = "lora_unet_mid_block_attentions_0_proj_in"
     down, up = torch.ones(4, 32, 1, 1), torch.ones(32, 4, 1, 1)
     pair = {f"{layer}.lora_down.weight": down, f"{layer}.lora_up.weight": up}
+    fit = {f"{layer}.lora_down.weight": torch.ones(4, 64, 1, 1) / 8, f"{layer}.lora_up.weight": torch.ones(64, 4, 1, 1)}
     flux = "lora_unet_double_blocks_0_img_attn_proj"
     saved |= {
-        "bad/norm": pair | {"lora_unet_mid_block_resnets_0_norm1.w_norm": torch.ones(32)},
-        "bad/bias": pair | {f"{layer}.diff_b": torch.ones(32)},
-        "bad/difference": pair | {"diffusion_model.out.2.diff": torch.ones(4, 32, 3, 3)},
+        "whole/norm": fit | {"lora_unet_mid_block_resnets_0_norm1.w_norm": torch.ones(64)},
+        "whole/bias": fit | {f"{layer}.diff_b": torch.ones(64)},
+        "whole/difference": fit | {"diffusion_model.out.2.diff": torch.ones(4, 32, 3, 3) / 8},
+        "whole/dora": fit | {f"{layer}.dora_scale": torch.full((64, 1, 1, 1), 2.0)},
+        "whole/kronecker": {
+            f"{layer}.lokr_w1": torch.ones(8, 8) / 8,
+            f"{layer}.lokr_w2": torch.ones(8, 8, 1, 1),
+        },
+        "bad/lora_bias": {"unet.mid_block.attentions.0.proj_in.lora_B.bias": torch.ones(32)},
+        "bad/turned": {f"{layer}.oft_blocks": torch.ones(4, 8, 8)},
         "bad/flux": {name.replace(layer, flux): tensor for name, tensor in pair.items()},
         "bad/transformer": {"transformer.x.lora_A.weight": down, "transformer.x.lora_B.weight": up},
         "bad/huge": {name: torch.ones(300, 300) for name in pair},
@@ -73,7 +81,7 @@ def write_loras(folder: Path, model: Any, other: Any) -> None:
         "bad/ranks": pair | {f"{layer}.lora_up.weight": torch.ones(32, 3, 1, 1)},
         "bad/half": {f"{layer}.lora_up.weight": up},
         "bad/twice": pair | {f"{layer}.lora_A.weight": down.clone()},
-        "bad/dora": pair | {f"{layer}.dora_scale": torch.ones(32)},
+        "bad/magnitude": {f"{layer}.dora_scale": torch.ones(32, 1, 1, 1)},
         "bad/words": {"emb_params": torch.ones(2, 64)},
     }
     for name, saved_tensors in saved.items():
@@ -134,11 +142,12 @@ def write_controls(folder: Path, unet: Any) -> None:
     (folder / "old.pth").write_bytes(b"")
 
 
-GOOD_LORAS = ("a/twin", "b/deep/twin", "paper", "style/ink", "tools/bundle", "tools/comfy", "tools/scaled", "xl")
+WHOLE_LORAS = tuple(f"whole/{name}" for name in ("bias", "difference", "dora", "kronecker", "norm"))
+TOOLS = ("tools/bundle", "tools/comfy", "tools/scaled")
+GOOD_LORAS = ("a/twin", "b/deep/twin", "paper", "style/ink", *TOOLS, *WHOLE_LORAS, "xl")
 REFUSED_LORAS = {
-    "bad/norm": "it holds changes of norm layers ('lora_unet_mid_block_resnets_0_norm1.w_norm'); diffserve takes the",
-    "bad/bias": "it holds changes of biases",
-    "bad/difference": "it holds whole differences of weights",
+    "bad/lora_bias": "it holds the bias of a low-rank matrix ('unet.mid_block.attentions.0.proj_in.lora_B.bias')",
+    "bad/turned": "it is OFT (its tensor",
     "bad/flux": "there is no such layer in the networks that are served (Stable Diffusion 1, 2 and XL)",
     "bad/transformer": "not named as a LoRA of a UNet or text encoder ('transformer.x.lora_A.weight')",
     "bad/huge": "it has rank 300; at most 256 is taken.",
@@ -146,7 +155,7 @@ REFUSED_LORAS = {
     "bad/ranks": "their ranks differ",
     "bad/half": "which has no partner",
     "bad/twice": "it changes one layer twice",
-    "bad/dora": "it is DoRA",
+    "bad/magnitude": "which has no partner",
     "bad/words": "not named as a LoRA",
     "bad/cut": "it is not a complete safetensors file",
     "bad/pointer": "it is a Git LFS pointer",

@@ -115,7 +115,8 @@ class Room:
 
     def _rows(self, group: GroupKey, free: int | None) -> int:
         cells = self._cells(group.width_px, group.height_px)
-        factors = group.lora_rank and factor_bytes(self._adaptable, group.lora_rank, self.model.dtype.itemsize)
+        rank = max(group.lora_rank, 0)  # whole changes are not stacked for a call
+        factors = rank and factor_bytes(self._adaptable, rank, self.model.dtype.itemsize)
 
         def fitting(known: Activations) -> int:
             row = known.of_row(cells, group.num_tokens, is_shallow=group.is_shallow)

@@ -20,6 +20,7 @@ from diffserve.engine.image.compiled_groups import CLOSE, CompiledGroups, check,
 from diffserve.engine.image.room import Room
 from diffserve.engine.image.task import GroupKey
 from diffserve.engine.image.unet_paths import PathChooser
+from diffserve.lora_layers import WHOLE
 from diffserve.runtime import DiffusionModel
 from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.interruption import InterruptedCallError, interrupted_by
@@ -166,7 +167,12 @@ class Groups:
         return True
 
     def best(self, group: GroupKey) -> GroupKey:
-        """Return ``group``, or its compiled counterpart where its calls are compiled."""
+        """Return ``group``, or its compiled counterpart where its calls are compiled.
+
+        Calls with whole changes are never compiled.
+        """
+        if group.lora_rank == WHOLE:
+            return group
         compiled = group._replace(is_compiled=True)
         if self.compiled.is_measured:
             return compiled if self._is_measured_as_faster(compiled) else group
@@ -358,12 +364,18 @@ class Groups:
         if self._is_large(group):
             facts = self._pair(group) if self.is_deterministic and self._work(group) <= PAIR_LIMIT_CPU else None
             if facts is not None:
-                return Known(CostCurve.of(facts, is_exact=True), facts.counts)
+                return self._known_by(group, facts)
             return Known(CostCurve((SOLO,), is_exact=self.is_deterministic), self._free_counts())
         facts = self._facts(_name(group))
         if facts is None or (self.is_deterministic and self._reference_of(group) not in facts.buckets):
             return None
-        return Known(CostCurve.of(facts, is_exact=self.is_deterministic), facts.counts)
+        return self._known_by(group, facts)
+
+    def _known_by(self, group: GroupKey, facts: GroupFacts) -> Known:
+        """Return what is known of ``group`` by ``facts``, which were measured without whole changes."""
+        # whether the products of whole changes have the same bytes on other numbers of threads was not measured
+        counts = self._free_counts() if group.lora_rank == WHOLE else facts.counts
+        return Known(CostCurve.of(facts, is_exact=self.is_deterministic), counts)
 
     def _facts(self, name: str) -> GroupFacts | None:
         """What is on disk, as far as it can be used with the numbers of threads there are."""
@@ -402,7 +414,7 @@ class Groups:
                 self.take(group, facts)
                 self._disk.write(self._name_of_packages(group, self.load_packages(group)), facts)
             return
-        self._known[group] = Known(CostCurve.of(facts, is_exact=self.is_deterministic), facts.counts)
+        self._known[group] = self._known_by(group, facts)
         if facts.is_complete and self.room.rows(group) >= self.most_rows:
             self._disk.write(_name(group), facts)
 
@@ -496,8 +508,8 @@ class Groups:
 
 
 def _name(group: GroupKey) -> str:
-    """Of ``group``, on disk."""
-    lora = f" lora {group.lora_rank}" if group.lora_rank else ""
+    """Return the name of the facts of ``group`` on disk; whole changes are left out of it, as of the calls studied."""
+    lora = f" lora {group.lora_rank}" if group.lora_rank > 0 else ""
     control = f" control {group.control}" if group.control else " controlled" * group.is_controlled
     shape = group.height_px, group.width_px, group.num_tokens
     return f"{shape}{' shallow' * group.is_shallow}{lora}{control}"

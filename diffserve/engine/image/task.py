@@ -30,8 +30,8 @@ class GroupKey(NamedTuple):
     Where texts of different lengths share calls, ``num_tokens`` is that of one window for all of them. ``is_shallow``:
     only the UNet's shallow part runs, on kept features (DeepCache); an image's own group is never such.
     ``is_compiled``: a picture is painted by compiled calls from its first step to its last, or by none, for they round
-    differently.
-    ``lora_rank``: that the adapters of each row are padded to; 0: no row has any. ``is_refined``: by the refiner.
+    differently. ``lora_rank``: that the adapters of each row are padded to; 0: no row has any; ``WHOLE``: each row has
+    a change without a low-rank form. ``is_refined``: by the refiner.
     ``is_controlled``: ControlNets add to every row; an image's own group is never such. ``control``: not calls of the
     UNet, but of the ControlNet of this digest.
     """

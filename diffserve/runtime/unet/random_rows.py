@@ -71,7 +71,7 @@ def random_rows(
     ``chosen_rows`` only those are brought to the device, and may be asked for. ``compiled`` makes the calls it can,
     and ``recorder`` replays those it can.
     ``is_shallow``: only the shallow part, on features that one full call of all these rows leaves, made at once.
-    ``lora_rank``: of random adapters that change every layer for all rows, not those of texts; 0: none.
+    ``lora_rank``: of random adapters that change every layer for all rows, not those of texts; 0 or ``WHOLE``: none.
     ``is_controlled``: ControlNets add random numbers to all rows.
     """
     kept = chosen_rows or range(num_rows)
@@ -144,4 +144,4 @@ def random_call(
 
 def _random_lora(model: DiffusionModel, rank: int) -> LoRASet | None:
     like = torch.empty(0, dtype=model.dtype, device=model.device)
-    return random_set(adaptable(model.unet.network).values(), rank, like) if rank else None
+    return random_set(adaptable(model.unet.network).values(), rank, like) if rank > 0 else None
