@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import io
 import json
 import os
 import subprocess
@@ -18,7 +20,7 @@ import typer
 from benchmarks import gpu_bundle, gpu_suite
 from benchmarks.device_timing import call_seconds, copy_bytes_per_s, launch_seconds, peak_flops
 from benchmarks.gpu.drawn_models import draw_tensor
-from benchmarks.gpu.report import Report
+from benchmarks.gpu.report import MOST_ERROR_CHARS, Report, shorten_output
 from benchmarks.gpu.run import FIRST_ROW_FAILED, NO_GPU, run_rows
 from benchmarks.gpu.schedule import (
     JOBS,
@@ -46,7 +48,7 @@ POINTS = {
     "sdxl-compiled": ["calls-2", "images", "throughput"],
     "sdxl-float8": ["load", "calls-2", "images"],
     "sd15": ["load", "curve", "calls-2", "eager", "graphs", "compiled", "deterministic", "invariance", "profile"],
-    "diffusers": ["serial", "batch-8", "parity"],
+    "diffusers": ["serial", "batch-8", "parity-float32"],
     "server": ["ready", "clients", "cancel", "engine killed", "stop"],
 }
 
@@ -65,7 +67,7 @@ def test_the_dry_run_measures_every_point_and_leaves_few_files(tmp_path: Path) -
     calls = rows["sdxl-compiled"]["points"]["calls-2"]["result"]
     assert set(calls["row_ms"]) == {"plain", "recorded", "compiled", "compiled and recorded"}
     assert max(calls["difference"].values()) < 1e-3
-    assert rows["diffusers"]["points"]["parity"]["result"]["difference"] < 1e-4, "both compute with the same weights"
+    assert rows["diffusers"]["points"]["parity-float32"]["result"]["difference"] < 1e-4, "both compute with the same weights"
     assert [row["from_s"] for row in document["schedule"]] == list(planned_starts(SCHEDULE).values())
     files = list(tmp_path.rglob("*"))
     assert len(files) <= 8
@@ -120,6 +122,11 @@ def crash(bench: Bench) -> None:
     os._exit(9)
 
 
+def crash_by_a_signal(bench: Bench) -> None:
+    bench.point("before", lambda: {"value": 6})
+    ctypes.string_at(0)
+
+
 def lose_the_device(bench: Bench) -> None:
     def fail() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -155,6 +162,7 @@ def test_a_row_that_hangs_or_crashes_costs_no_later_row(tmp_path: Path, monkeypa
         row_of(START, "finish", 0.5)._replace(most_s=60.0),
         row_of("hangs", "hang", 0.5)._replace(most_s=5.0),
         row_of("crashes", "crash", 90.0),
+        row_of("is killed by a signal", "crash_by_a_signal", 90.0),
         row_of("loses the device", "lose_the_device", 90.0),
         row_of("late", "run_out_of_time", 90.0),
         row_of("last", "finish", 90.0),
@@ -166,17 +174,20 @@ def test_a_row_that_hangs_or_crashes_costs_no_later_row(tmp_path: Path, monkeypa
         START: "done",
         "hangs": "abandoned",
         "crashes": "abandoned",
+        "is killed by a signal": "abandoned",
         "loses the device": "abandoned",
         "late": "done",
         "last": "done",
     }
     assert result["hangs"]["points"]["before"]["result"] == {"value": 2}
-    assert "the worker ended with 9" in result["crashes"]["error"]
+    assert result["crashes"]["error"].endswith("the worker ended with 9")
+    assert "in crash_by_a_signal" in result["is killed by a signal"]["error"], "a traceback says where it was"
+    assert result["is killed by a signal"]["error"].endswith("the worker ended with -11")
     assert "illegal memory access" in result["loses the device"]["points"]["broken"]["error"]
     assert list(result["loses the device"]["points"]) == ["broken"], "nothing can be measured in that process any more"
     assert "left_out" in result["late"]["points"]["too long"]
     assert result["last"]["points"]["first"]["result"]["pid"] != result[START]["points"]["first"]["result"]["pid"]
-    assert report.num_errors == 5, "three abandoned rows, an error, a problem"
+    assert report.num_errors == 6, "four abandoned rows, an error, a problem"
     written = json.loads((tmp_path / "out" / "suite.json").read_text(encoding="utf-8"))
     assert written["rows"] == result
 
@@ -264,6 +275,29 @@ def test_outcomes_of_pytest_are_counted_while_it_runs() -> None:
     alone = "tests/a.py::test_one PASSED [ 50%]\ntests/a.py::test_two ERROR [100%]\n"
     assert count_outcomes(alone, 1, is_cut=False)["problems"] == ["tests/a.py::test_two"]
     assert "ended with 4" in count_outcomes("ERROR: unknown option --device\n", 4, is_cut=False)["problems"][0]
+
+
+def test_of_a_crash_the_traceback_of_its_thread_is_reported() -> None:
+    modules = "Extension modules: " + "numpy.random, " * MOST_ERROR_CHARS
+    crash = f"a warning\nFatal Python error: Segmentation fault\n\nCurrent thread 0x0f:\n  File x\n\n{modules}"
+    assert shorten_output(crash).startswith("Current thread 0x0f:\n  File x\n")
+    assert len(shorten_output(crash)) == MOST_ERROR_CHARS
+    assert shorten_output("first\n" * MOST_ERROR_CHARS + "last").endswith("first\nlast")
+
+
+def test_the_device_is_initialized_before_a_row_reads_its_counters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: calls.append("init"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: calls.append("reset"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    bench = Bench({"device": "cuda", "quick": False, "out": tmp_path, "work": tmp_path}, io.StringIO())
+    bench.begin(60.0)
+    bench.point("first", lambda: 1)
+    assert calls == ["init", "reset"]
 
 
 def test_drawn_weights_are_a_function_of_name_shape_and_seed() -> None:
