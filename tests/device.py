@@ -1,15 +1,19 @@
-"""The torch device of the tests of the engine, the runtime and the schedulers: ``pytest --device cuda``.
+"""The torch device of the tests of the engine and the runtime: ``pytest --device cuda``.
 
 ``pytest_configure`` in ``tests/conftest.py`` sets the environment variable before this module is imported.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    import pytest
+
     from diffserve.config import EngineConfig
     from diffserve.runtime import DiffusionModel
 
@@ -76,3 +80,18 @@ def cpu_only_reason(node_id: str) -> str | None:
     if DEVICE == "cpu":
         return None
     return next((reason for part, reason in CPU_ONLY.items() if part in node_id), None)
+
+
+def uses_device(item: pytest.Item) -> bool:
+    """Return whether a test may use ``DEVICE``: its file, a helper in it or one of its fixtures imports this module."""
+    info: Any = vars(item).get("_fixtureinfo")
+    fixtures = [] if info is None else [made.func for some in info.name2fixturedefs.values() for made in some]
+    test_module = sys.modules[item.function.__module__]  # type: ignore[attr-defined]
+    names = {getattr(value, "__module__", "") for value in (*vars(test_module).values(), *fixtures)}
+    return any(_imports_this_module(str(name)) for name in names | {test_module.__name__})
+
+
+@functools.cache
+def _imports_this_module(name: str) -> bool:
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return name.startswith("tests.") and file is not None and __name__ in Path(file).read_text(encoding="utf-8")

@@ -34,7 +34,7 @@ from benchmarks.gpu.schedule import (
     seconds_of,
 )
 from benchmarks.gpu.table import MOST_CHARS, goals, table
-from benchmarks.gpu.tests_row import count_outcomes
+from benchmarks.gpu.tests_row import OPTIONS, count_outcomes
 from benchmarks.gpu.worker import Bench
 
 HERE = __name__
@@ -275,6 +275,42 @@ def test_outcomes_of_pytest_are_counted_while_it_runs() -> None:
     alone = "tests/a.py::test_one PASSED [ 50%]\ntests/a.py::test_two ERROR [100%]\n"
     assert count_outcomes(alone, 1, is_cut=False)["problems"] == ["tests/a.py::test_two"]
     assert "ended with 4" in count_outcomes("ERROR: unknown option --device\n", 4, is_cut=False)["problems"][0]
+
+
+KILLED_RUN = """
+import os, pathlib, time
+
+def test_first():
+    assert "what was" == "what is"
+
+def test_second():
+    while "-- call of" not in pathlib.Path(os.environ["LOG"]).read_text():
+        time.sleep(0.05)
+    os.kill(os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid(), 9)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_failure_is_printed_although_pytest_is_killed_later(tmp_path: Path, workers: str) -> None:
+    file, log = tmp_path / "test_killed.py", tmp_path / "log"
+    file.write_text(KILLED_RUN, encoding="utf-8")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    command = [sys.executable, "-m", "pytest", *OPTIONS, "-n", workers, "--rootdir", str(tmp_path), "-c", os.devnull]
+    with log.open("wb") as output:
+        done = subprocess.run(
+            [*command, str(file)],
+            cwd=ROOT,
+            env=environment | {"LOG": str(log), "PYTHONPATH": str(ROOT)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            check=False,
+            timeout=120,
+        )
+    text = log.read_text(encoding="utf-8")
+    assert done.returncode == -9
+    assert "E   AssertionError: assert 'what was' == 'what is'" in text
+    assert " FAILURES " not in text
 
 
 def test_of_a_crash_the_traceback_of_its_thread_is_reported() -> None:
