@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import pytest
 
     from diffserve.config import EngineConfig
+    from diffserve.engine.image.compiled_groups import CompiledGroups
     from diffserve.runtime import DiffusionModel
 
 DEVICE: Final = os.environ.get("TEST_DEVICE", "cpu")
@@ -54,8 +55,13 @@ CPU_ONLY: Final = {
 
 
 def prepare() -> None:
-    """Make ``DEVICE`` compute what the tests expect: full float32, and images that do not depend on others."""
+    """Make ``DEVICE`` compute what the tests expect.
+
+    That is full float32, images that do not depend on others, and UNet calls by the network itself: a replay of a CUDA
+    graph or a compiled call runs none of its hooks. The tests of the graphs, which are marked gpu, make their own.
+    """
     import torch
+    from msgspec.structs import replace
 
     from diffserve.engine.image import compiled_groups
 
@@ -68,6 +74,13 @@ def prepare() -> None:
     for module in list(sys.modules.values()):  # everywhere that imports it by name
         if vars(module).get("is_deterministic") is given:
             module.is_deterministic = _is_deterministic  # type: ignore[attr-defined]
+    initialize = compiled_groups.CompiledGroups.__init__
+
+    def as_on_a_cpu(groups: CompiledGroups, model: DiffusionModel, config: EngineConfig) -> None:
+        how = "warm" if config.compile == "auto" else config.compile  # a GPU would compile in the background
+        initialize(groups, model, replace(config, cuda_graphs=False, compile=how))
+
+    compiled_groups.CompiledGroups.__init__ = as_on_a_cpu  # type: ignore[method-assign]
 
 
 def _is_deterministic(model: DiffusionModel, config: EngineConfig) -> bool:
