@@ -80,7 +80,7 @@ def prepare() -> None:
         how = "warm" if config.compile == "auto" else config.compile  # a GPU would compile in the background
         initialize(groups, model, replace(config, cuda_graphs=False, compile=how))
 
-    compiled_groups.CompiledGroups.__init__ = as_on_a_cpu  # type: ignore[method-assign]
+    compiled_groups.CompiledGroups.__init__ = as_on_a_cpu  # type: ignore[method-assign, assignment]
 
 
 def _is_deterministic(model: DiffusionModel, config: EngineConfig) -> bool:

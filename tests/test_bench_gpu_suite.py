@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import json
@@ -11,14 +12,17 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import typer
 
 from benchmarks import gpu_bundle, gpu_suite
 from benchmarks.device_timing import call_seconds, copy_bytes_per_s, launch_seconds, peak_flops
+from benchmarks.gpu import embedded_row
 from benchmarks.gpu.drawn_models import draw_tensor
 from benchmarks.gpu.report import MOST_ERROR_CHARS, Report, shorten_output
 from benchmarks.gpu.run import FIRST_ROW_FAILED, NO_GPU, run_rows
@@ -36,6 +40,7 @@ from benchmarks.gpu.schedule import (
 from benchmarks.gpu.table import MOST_CHARS, goals, table
 from benchmarks.gpu.tests_row import OPTIONS, count_outcomes
 from benchmarks.gpu.worker import Bench
+from diffserve.settings import load_settings
 
 HERE = __name__
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,7 +72,9 @@ def test_the_dry_run_measures_every_point_and_leaves_few_files(tmp_path: Path) -
     calls = rows["sdxl-compiled"]["points"]["calls-2"]["result"]
     assert set(calls["row_ms"]) == {"plain", "recorded", "compiled", "compiled and recorded"}
     assert max(calls["difference"].values()) < 1e-3
-    assert rows["diffusers"]["points"]["parity-float32"]["result"]["difference"] < 1e-4, "both compute with the same weights"
+    assert rows["diffusers"]["points"]["parity-float32"]["result"]["difference"] < 1e-4, (
+        "both compute with the same weights"
+    )
     assert [row["from_s"] for row in document["schedule"]] == list(planned_starts(SCHEDULE).values())
     files = list(tmp_path.rglob("*"))
     assert len(files) <= 8
@@ -277,6 +284,54 @@ def test_outcomes_of_pytest_are_counted_while_it_runs() -> None:
     assert "ended with 4" in count_outcomes("ERROR: unknown option --device\n", 4, is_cut=False)["problems"][0]
 
 
+def bench_on_cpu(tmp_path: Path) -> Bench:
+    return Bench({"device": "cpu", "quick": True, "out": tmp_path, "work": tmp_path}, io.StringIO())
+
+
+@pytest.mark.slow
+def test_it_is_a_problem_if_memory_never_ran_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_on_cpu(tmp_path)
+    profile = load_settings(model="embedded", env={}).model
+    monkeypatch.setattr(embedded_row, "scarce_memory", lambda *_: contextlib.nullcontext(lambda: 0))
+    figures = embedded_row._out_of_memory(bench, profile)
+    assert figures["painted_with_little"] == figures["images"]
+    assert [problem.partition(" with")[0] for problem in figures["problems"]] == ["memory never ran out"]
+
+
+@pytest.mark.parametrize(("reserved", "allowed"), [(60, 74), (100, 100)])
+def test_scarce_memory_counts_what_is_reserved_and_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reserved: int, allowed: int
+) -> None:
+    fractions: list[float] = []
+    nums_ooms = iter((5, 7))
+    for name, value in {
+        "empty_cache": lambda: None,
+        "get_device_properties": lambda _: SimpleNamespace(total_memory=1000),
+        "memory_allocated": lambda _: 50,
+        "memory_reserved": lambda _: reserved,
+        "memory_stats": lambda _: {"num_ooms": next(nums_ooms)},
+        "set_per_process_memory_fraction": lambda fraction, _: fractions.append(fraction),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    bench = bench_on_cpu(tmp_path)
+    bench.device = torch.device("cuda", 0)
+    with embedded_row.scarce_memory(bench, None, 24) as num_ooms:  # type: ignore[arg-type]
+        assert num_ooms() == 2
+    assert fractions == [allowed / 1000, 1.0]
+
+
+def test_only_inpainting_in_16_bits_may_begin_from_other_noise() -> None:
+    def result_of(values: Any) -> Any:
+        picture = SimpleNamespace(array=np.zeros((2, 2, 3)))
+        return SimpleNamespace(latents=SimpleNamespace(array=np.array(values)), picture=picture)
+
+    expected = {name: result_of([1.0, 0.0]) for name in ("img2img", "inpaint")}
+    results = {name: result_of([1.0, 0.047]) for name in ("img2img", "inpaint")}
+    problems = {dtype: embedded_row.compare(expected, results, dtype)["problems"] for dtype in embedded_row.TOLERANCES}
+    assert [len(found) for found in problems.values()] == [2, 1, 0]
+    assert problems["float16"] == ["img2img in float16 is 0.047 away, more than 0.03"]
+
+
 KILLED_RUN = """
 import os, pathlib, time
 
@@ -330,7 +385,8 @@ def test_the_device_is_initialized_before_a_row_reads_its_counters(
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: calls.append("reset"))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    bench = Bench({"device": "cuda", "quick": False, "out": tmp_path, "work": tmp_path}, io.StringIO())
+    bench = bench_on_cpu(tmp_path)
+    bench.device = torch.device("cuda", 0)
     bench.begin(60.0)
     bench.point("first", lambda: 1)
     assert calls == ["init", "reset"]

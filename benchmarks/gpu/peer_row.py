@@ -20,9 +20,9 @@ NUM_STEPS = 20
 BATCH = 8
 PARITY_STEPS: Final = 5
 PARITY_TOLERANCES: Final = {"float32": 0.01, "bfloat16": 0.1}
-"""Of latents: the norm of the difference from diffusers' over the norm. On a CPU it is 2e-6 in float32 with a tiny SDXL;
-in bfloat16, where diffusers also rounds the latents after each step, it is 0.02 to 0.04 with a tiny one and with a full
-one at 256 px. Latents from other noise are 1.4 away."""
+"""Of latents: the norm of the difference from diffusers' over the norm. On a CPU, a tiny SDXL is 2e-6 away in float32.
+In bfloat16, where diffusers also rounds the latents after each step, a tiny one is 0.02 to 0.04 away and a full one at
+256 px 0.02. Latents from other noise are 1.4 away."""
 
 
 def equal_requests(model: DiffusionModel, count: int, *, num_steps: int = NUM_STEPS) -> list[GenerationRequest]:
@@ -78,4 +78,9 @@ def parity(bench: Bench, name: str, dtype: str) -> dict[str, Any]:
     difference = float(np.linalg.norm(result.latents.array - expected) / np.linalg.norm(expected))
     tolerance = PARITY_TOLERANCES[dtype]
     problems = [] if difference <= tolerance else [f"latents are {difference:.3g} away, more than {tolerance}"]
-    return {"steps": request.diffusion.num_steps, "difference": difference, "tolerance": tolerance, "problems": problems}
+    return {
+        "steps": request.diffusion.num_steps,
+        "difference": difference,
+        "tolerance": tolerance,
+        "problems": problems,
+    }

@@ -63,7 +63,7 @@ def end_group(process: subprocess.Popen[Any]) -> None:
 
 
 class Worker:
-    """A process that runs rows, and the messages that come from it; its standard error is added to a file of results."""
+    """A process that runs rows, and the messages that come from it; its standard error goes to a file of results."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._log = Path(options["out"]) / WORKER_LOG
