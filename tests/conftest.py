@@ -92,8 +92,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes long begins first, so that in the end no worker waits for another: what many share, then what is
-    killed and begun anew, and what is compiled."""
+    """Put slow tests first, so that no worker waits at the end: those of shared servers, then those that kill processes
+    and those that compile. Leave out and skip what another device than the CPU does not need."""
     dear = {item.path for item in items if item.get_closest_marker("chaos") or item.path.name == "test_compiled.py"}
 
     def rank(item: pytest.Item) -> int:

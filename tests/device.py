@@ -98,7 +98,8 @@ def cpu_only_reason(node_id: str) -> str | None:
 def uses_device(item: pytest.Item) -> bool:
     """Return whether a test may use ``DEVICE``: its file, a helper in it or one of its fixtures imports this module."""
     info: Any = vars(item).get("_fixtureinfo")
-    fixtures = [] if info is None else [made.func for some in info.name2fixturedefs.values() for made in some]
+    definitions = [] if info is None else [fixture for some in info.name2fixturedefs.values() for fixture in some]
+    fixtures = [fixture.func for fixture in definitions]
     test_module = sys.modules[item.function.__module__]  # type: ignore[attr-defined]
     names = {getattr(value, "__module__", "") for value in (*vars(test_module).values(), *fixtures)}
     return any(_imports_this_module(str(name)) for name in names | {test_module.__name__})

@@ -328,7 +328,7 @@ def test_only_inpainting_in_16_bits_may_begin_from_other_noise() -> None:
     expected = {name: result_of([1.0, 0.0]) for name in ("img2img", "inpaint")}
     results = {name: result_of([1.0, 0.047]) for name in ("img2img", "inpaint")}
     problems = {dtype: embedded_row.compare(expected, results, dtype)["problems"] for dtype in embedded_row.TOLERANCES}
-    assert [len(found) for found in problems.values()] == [2, 1, 0]
+    assert [len(some) for some in problems.values()] == [2, 1, 0]
     assert problems["float16"] == ["img2img in float16 is 0.047 away, more than 0.03"]
 
 

@@ -95,7 +95,7 @@ class Worker:
         return self._messages.get(timeout=max(0.0, timeout_s))
 
     def last_words(self) -> str:
-        """What the ended process printed to standard error at the end of its row, and its exit code."""
+        """Standard error of the ended process since its row began, shortened, and its exit code."""
         with self._log.open("rb") as file:
             file.seek(self._log_start)
             text = file.read().decode("utf-8", errors="replace")
