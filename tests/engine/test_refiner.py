@@ -26,7 +26,7 @@ from tests.engine.loras import with_folder, write_folder
 from tests.engine.pipelines import asked, load_pipeline, pipeline_latents, use_sampler
 from tests.engine.test_init_images import fields_of, inputs_of
 
-TOLERANCE = 1e-3
+TOLERANCE = tolerance(1e-3)
 
 
 @pytest.fixture(scope="session")
@@ -71,8 +71,8 @@ def theirs(request: GenerationRequest, base: Path, refiner: Path) -> NDArray[np.
                 **own,
             ).images
     assert latents is not None
-    found: NDArray[np.float32] = latents[0].float().cpu().numpy()
-    return found
+    final: NDArray[np.float32] = latents[0].float().cpu().numpy()
+    return final
 
 
 def latents_of(result: ImageResult) -> NDArray[np.float32]:
