@@ -97,8 +97,14 @@ class PipelineArm:
         other.pipeline.unet = network
         return other
 
-    def paint(self, requests: Sequence[GenerationRequest], output_type: str = "np") -> NDArray[np.float32]:
-        """One pipeline call for ``requests``, which are equal but for prompt and seed: pictures or latents (B, ...)."""
+    def paint(
+        self, requests: Sequence[GenerationRequest], output_type: str = "np", noise: Tensor | None = None
+    ) -> NDArray[np.float32]:
+        """One pipeline call for ``requests``, which are equal but for prompt and seed: pictures or latents (B, ...).
+
+        ``noise``: standard normal latents (B, ...) to begin with. Without them the pipeline draws them from the seeds
+        in the model's dtype: up to torch 2.11 those are other numbers in 16 bits than in float32.
+        """
         first = requests[0]
         params = first.diffusion
         negatives = [request.negative_prompt for request in requests]
@@ -114,6 +120,7 @@ class PipelineArm:
                 height=first.height_px,
                 generator=[torch.Generator("cpu").manual_seed(int(request.seed or 0)) for request in requests],
                 output_type=output_type,
+                latents=None if noise is None else noise.to(self.pipeline.unet.device, self.pipeline.unet.dtype),
             )
         images = output.images
         return np.asarray(images.float().cpu() if isinstance(images, torch.Tensor) else images)

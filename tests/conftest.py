@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from tests.service.server import RunningServer
 
 TESTS = Path(__file__).parent
-DEVICE_FOLDERS = ("engine", "runtime", "schedulers")
-MODEL_FIXTURES = {"directory", "language", "tiny_model"}
+DEVICE_FOLDERS = ("engine", "runtime")
 OWN_RAY = "Rays of their own"
 SHARED = {
     "a cluster": re.compile(r"^def test_\w+\(\s*cluster: ", re.MULTILINE),
@@ -92,9 +91,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if is_left_out else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long begins first, so that in the end no worker waits for another: what many share, then what is
-    killed and begun anew, and what is compiled."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put slow tests first, so that no worker waits at the end: those of shared servers, then those that kill processes
+    and those that compile. Leave out and skip what another device than the CPU does not need."""
     dear = {item.path for item in items if item.get_closest_marker("chaos") or item.path.name == "test_compiled.py"}
 
     def rank(item: pytest.Item) -> int:
@@ -102,10 +101,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return 0 if shared and shared != OWN_RAY else 1 if shared or item.path in dear else 2
 
     items.sort(key=rank)
-    from tests.device import DEVICE, cpu_only_reason
+    from tests.device import DEVICE, cpu_only_reason, uses_device
 
-    if DEVICE != "cpu":  # tests without a model do not need the device, whose time may be short
-        items.sort(key=lambda item: MODEL_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())))
+    if DEVICE != "cpu":  # whose time may be short
+        left_out = [item for item in items if not uses_device(item) and not item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=left_out)
+        ids = set(map(id, left_out))
+        items[:] = [item for item in items if id(item) not in ids]
     for item in items:
         reason = None if item.get_closest_marker("gpu") else cpu_only_reason(item.nodeid)
         if reason:

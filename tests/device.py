@@ -1,16 +1,21 @@
-"""The torch device of the tests of the engine, the runtime and the schedulers: ``pytest --device cuda``.
+"""The torch device of the tests of the engine and the runtime: ``pytest --device cuda``.
 
 ``pytest_configure`` in ``tests/conftest.py`` sets the environment variable before this module is imported.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    import pytest
+
     from diffserve.config import EngineConfig
+    from diffserve.engine.image.compiled_groups import CompiledGroups
     from diffserve.runtime import DiffusionModel
 
 DEVICE: Final = os.environ.get("TEST_DEVICE", "cpu")
@@ -50,8 +55,13 @@ CPU_ONLY: Final = {
 
 
 def prepare() -> None:
-    """Make ``DEVICE`` compute what the tests expect: full float32, and images that do not depend on others."""
+    """Make ``DEVICE`` compute what the tests expect.
+
+    That is full float32, images that do not depend on others, and UNet calls by the network itself: a replay of a CUDA
+    graph or a compiled call runs none of its hooks. The tests of the graphs, which are marked gpu, make their own.
+    """
     import torch
+    from msgspec.structs import replace
 
     from diffserve.engine.image import compiled_groups
 
@@ -64,6 +74,13 @@ def prepare() -> None:
     for module in list(sys.modules.values()):  # everywhere that imports it by name
         if vars(module).get("is_deterministic") is given:
             module.is_deterministic = _is_deterministic  # type: ignore[attr-defined]
+    initialize = compiled_groups.CompiledGroups.__init__
+
+    def as_on_a_cpu(groups: CompiledGroups, model: DiffusionModel, config: EngineConfig) -> None:
+        how = "warm" if config.compile == "auto" else config.compile  # a GPU would compile in the background
+        initialize(groups, model, replace(config, cuda_graphs=False, compile=how))
+
+    compiled_groups.CompiledGroups.__init__ = as_on_a_cpu  # type: ignore[method-assign, assignment]
 
 
 def _is_deterministic(model: DiffusionModel, config: EngineConfig) -> bool:
@@ -76,3 +93,19 @@ def cpu_only_reason(node_id: str) -> str | None:
     if DEVICE == "cpu":
         return None
     return next((reason for part, reason in CPU_ONLY.items() if part in node_id), None)
+
+
+def uses_device(item: pytest.Item) -> bool:
+    """Return whether a test may use ``DEVICE``: its file, a helper in it or one of its fixtures imports this module."""
+    info: Any = vars(item).get("_fixtureinfo")
+    definitions = [] if info is None else [fixture for some in info.name2fixturedefs.values() for fixture in some]
+    fixtures = [fixture.func for fixture in definitions]
+    test_module = sys.modules[item.function.__module__]  # type: ignore[attr-defined]
+    names = {getattr(value, "__module__", "") for value in (*vars(test_module).values(), *fixtures)}
+    return any(_imports_this_module(str(name)) for name in names | {test_module.__name__})
+
+
+@functools.cache
+def _imports_this_module(name: str) -> bool:
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return name.startswith("tests.") and file is not None and __name__ in Path(file).read_text(encoding="utf-8")

@@ -91,7 +91,9 @@ def register() -> None:
     library.impl("_local_scalar_dense", lambda tensor: _host(tensor).item())
     _registered.append(library)
     choose_given = precision._given_device
-    precision._given_device = lambda device: torch.device(NAME, 0) if device == NAME else choose_given(device)
+    precision._given_device = lambda device: (
+        torch.device(NAME, 0) if device.partition(":")[0] == NAME else choose_given(device)
+    )
 
 
 def run_on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import io
 import json
 import os
 import subprocess
@@ -9,17 +12,20 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import typer
 
 from benchmarks import gpu_bundle, gpu_suite
 from benchmarks.device_timing import call_seconds, copy_bytes_per_s, launch_seconds, peak_flops
+from benchmarks.gpu import embedded_row
 from benchmarks.gpu.drawn_models import draw_tensor
 from benchmarks.gpu.package_variants import outcome
-from benchmarks.gpu.report import Report
+from benchmarks.gpu.report import MOST_ERROR_CHARS, Report, shorten_output
 from benchmarks.gpu.run import FIRST_ROW_FAILED, NO_GPU, run_rows
 from benchmarks.gpu.schedule import (
     JOBS,
@@ -33,8 +39,9 @@ from benchmarks.gpu.schedule import (
     seconds_of,
 )
 from benchmarks.gpu.table import MOST_CHARS, goals, table
-from benchmarks.gpu.tests_row import count_outcomes
+from benchmarks.gpu.tests_row import OPTIONS, count_outcomes
 from benchmarks.gpu.worker import Bench
+from diffserve.settings import load_settings
 
 HERE = __name__
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,7 +54,7 @@ POINTS = {
     "sdxl-compiled": ["calls-2", "images", "throughput"],
     "sdxl-float8": ["load", "calls-2", "images"],
     "sd15": ["load", "curve", "calls-2", "eager", "graphs", "compiled", "deterministic", "invariance", "profile"],
-    "diffusers": ["serial", "batch-8", "parity"],
+    "diffusers": ["serial", "batch-8", "parity-float32"],
     "server": ["ready", "clients", "cancel", "engine killed", "stop"],
 }
 
@@ -66,7 +73,9 @@ def test_the_dry_run_measures_every_point_and_leaves_few_files(tmp_path: Path) -
     calls = rows["sdxl-compiled"]["points"]["calls-2"]["result"]
     assert set(calls["row_ms"]) == {"plain", "recorded", "compiled", "compiled and recorded"}
     assert max(calls["difference"].values()) < 1e-3
-    assert rows["diffusers"]["points"]["parity"]["result"]["difference"] < 1e-4, "both compute with the same weights"
+    assert rows["diffusers"]["points"]["parity-float32"]["result"]["difference"] < 1e-4, (
+        "both compute with the same weights"
+    )
     assert [row["from_s"] for row in document["schedule"]] == list(planned_starts(SCHEDULE).values())
     files = list(tmp_path.rglob("*"))
     assert len(files) <= 8
@@ -121,6 +130,11 @@ def crash(bench: Bench) -> None:
     os._exit(9)
 
 
+def crash_by_a_signal(bench: Bench) -> None:
+    bench.point("before", lambda: {"value": 6})
+    ctypes.string_at(0)
+
+
 def lose_the_device(bench: Bench) -> None:
     def fail() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -156,6 +170,7 @@ def test_a_row_that_hangs_or_crashes_costs_no_later_row(tmp_path: Path, monkeypa
         row_of(START, "finish", 0.5)._replace(most_s=60.0),
         row_of("hangs", "hang", 0.5)._replace(most_s=5.0),
         row_of("crashes", "crash", 90.0),
+        row_of("is killed by a signal", "crash_by_a_signal", 90.0),
         row_of("loses the device", "lose_the_device", 90.0),
         row_of("late", "run_out_of_time", 90.0),
         row_of("last", "finish", 90.0),
@@ -167,17 +182,20 @@ def test_a_row_that_hangs_or_crashes_costs_no_later_row(tmp_path: Path, monkeypa
         START: "done",
         "hangs": "abandoned",
         "crashes": "abandoned",
+        "is killed by a signal": "abandoned",
         "loses the device": "abandoned",
         "late": "done",
         "last": "done",
     }
     assert result["hangs"]["points"]["before"]["result"] == {"value": 2}
-    assert "the worker ended with 9" in result["crashes"]["error"]
+    assert result["crashes"]["error"].endswith("the worker ended with 9")
+    assert "in crash_by_a_signal" in result["is killed by a signal"]["error"], "a traceback says where it was"
+    assert result["is killed by a signal"]["error"].endswith("the worker ended with -11")
     assert "illegal memory access" in result["loses the device"]["points"]["broken"]["error"]
     assert list(result["loses the device"]["points"]) == ["broken"], "nothing can be measured in that process any more"
     assert "left_out" in result["late"]["points"]["too long"]
     assert result["last"]["points"]["first"]["result"]["pid"] != result[START]["points"]["first"]["result"]["pid"]
-    assert report.num_errors == 5, "three abandoned rows, an error, a problem"
+    assert report.num_errors == 6, "four abandoned rows, an error, a problem"
     written = json.loads((tmp_path / "out" / "suite.json").read_text(encoding="utf-8"))
     assert written["rows"] == result
 
@@ -273,6 +291,114 @@ def test_outcomes_of_pytest_are_counted_while_it_runs() -> None:
     alone = "tests/a.py::test_one PASSED [ 50%]\ntests/a.py::test_two ERROR [100%]\n"
     assert count_outcomes(alone, 1, is_cut=False)["problems"] == ["tests/a.py::test_two"]
     assert "ended with 4" in count_outcomes("ERROR: unknown option --device\n", 4, is_cut=False)["problems"][0]
+
+
+def bench_on_cpu(tmp_path: Path) -> Bench:
+    return Bench({"device": "cpu", "quick": True, "out": tmp_path, "work": tmp_path}, io.StringIO())
+
+
+@pytest.mark.slow
+def test_it_is_a_problem_if_memory_never_ran_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_on_cpu(tmp_path)
+    profile = load_settings(model="embedded", env={}).model
+    monkeypatch.setattr(embedded_row, "scarce_memory", lambda *_: contextlib.nullcontext(lambda: 0))
+    figures = embedded_row._out_of_memory(bench, profile)
+    assert figures["painted_with_little"] == figures["images"]
+    assert [problem.partition(" with")[0] for problem in figures["problems"]] == ["memory never ran out"]
+
+
+@pytest.mark.parametrize(("reserved", "allowed"), [(60, 74), (100, 100)])
+def test_scarce_memory_counts_what_is_reserved_and_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reserved: int, allowed: int
+) -> None:
+    fractions: list[float] = []
+    nums_ooms = iter((5, 7))
+    for name, value in {
+        "empty_cache": lambda: None,
+        "get_device_properties": lambda _: SimpleNamespace(total_memory=1000),
+        "memory_allocated": lambda _: 50,
+        "memory_reserved": lambda _: reserved,
+        "memory_stats": lambda _: {"num_ooms": next(nums_ooms)},
+        "set_per_process_memory_fraction": lambda fraction, _: fractions.append(fraction),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    bench = bench_on_cpu(tmp_path)
+    bench.device = torch.device("cuda", 0)
+    with embedded_row.scarce_memory(bench, None, 24) as num_ooms:  # type: ignore[arg-type]
+        assert num_ooms() == 2
+    assert fractions == [allowed / 1000, 1.0]
+
+
+def test_only_inpainting_in_16_bits_may_begin_from_other_noise() -> None:
+    def result_of(values: Any) -> Any:
+        picture = SimpleNamespace(array=np.zeros((2, 2, 3)))
+        return SimpleNamespace(latents=SimpleNamespace(array=np.array(values)), picture=picture)
+
+    expected = {name: result_of([1.0, 0.0]) for name in ("img2img", "inpaint")}
+    results = {name: result_of([1.0, 0.047]) for name in ("img2img", "inpaint")}
+    problems = {dtype: embedded_row.compare(expected, results, dtype)["problems"] for dtype in embedded_row.TOLERANCES}
+    assert [len(some) for some in problems.values()] == [2, 1, 0]
+    assert problems["float16"] == ["img2img in float16 is 0.047 away, more than 0.03"]
+
+
+KILLED_RUN = """
+import os, pathlib, time
+
+def test_first():
+    assert "what was" == "what is"
+
+def test_second():
+    while "-- call of" not in pathlib.Path(os.environ["LOG"]).read_text():
+        time.sleep(0.05)
+    os.kill(os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid(), 9)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_failure_is_printed_although_pytest_is_killed_later(tmp_path: Path, workers: str) -> None:
+    file, log = tmp_path / "test_killed.py", tmp_path / "log"
+    file.write_text(KILLED_RUN, encoding="utf-8")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    command = [sys.executable, "-m", "pytest", *OPTIONS, "-n", workers, "--rootdir", str(tmp_path), "-c", os.devnull]
+    with log.open("wb") as output:
+        done = subprocess.run(
+            [*command, str(file)],
+            cwd=ROOT,
+            env=environment | {"LOG": str(log), "PYTHONPATH": str(ROOT)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            check=False,
+            timeout=120,
+        )
+    text = log.read_text(encoding="utf-8")
+    assert done.returncode == -9
+    assert "E   AssertionError: assert 'what was' == 'what is'" in text
+    assert " FAILURES " not in text
+
+
+def test_of_a_crash_the_traceback_of_its_thread_is_reported() -> None:
+    modules = "Extension modules: " + "numpy.random, " * MOST_ERROR_CHARS
+    crash = f"a warning\nFatal Python error: Segmentation fault\n\nCurrent thread 0x0f:\n  File x\n\n{modules}"
+    assert shorten_output(crash).startswith("Current thread 0x0f:\n  File x\n")
+    assert len(shorten_output(crash)) == MOST_ERROR_CHARS
+    assert shorten_output("first\n" * MOST_ERROR_CHARS + "last").endswith("first\nlast")
+
+
+def test_the_device_is_initialized_before_a_row_reads_its_counters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: calls.append("init"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: calls.append("reset"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    bench = bench_on_cpu(tmp_path)
+    bench.device = torch.device("cuda", 0)
+    bench.begin(60.0)
+    bench.point("first", lambda: 1)
+    assert calls == ["init", "reset"]
 
 
 def test_drawn_weights_are_a_function_of_name_shape_and_seed() -> None:

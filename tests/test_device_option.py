@@ -34,6 +34,21 @@ assert layer(there.half()).dtype == torch.float16
 """
 
 
+RECORDINGS = """
+from types import SimpleNamespace
+import torch
+from diffserve.config import EngineConfig
+from diffserve.engine.image import compiled_groups
+from tests.device import prepare
+compiled_groups.CudaRecord = lambda device: None
+model = SimpleNamespace(device=torch.device("cuda"), choice=SimpleNamespace(is_unet_whole=True))
+config = EngineConfig(compile="off")
+assert compiled_groups.CompiledGroups(model, config).graphs is not None
+prepare()
+assert compiled_groups.CompiledGroups(model, config).graphs is None
+"""
+
+
 def run_pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run pytest in a process of its own, in the root folder."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "TEST_DEVICE"))}
@@ -43,6 +58,11 @@ def run_pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_simulated_device_refuses_what_a_gpu_refuses() -> None:
     done = subprocess.run([sys.executable, "-c", MIXING], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_tests_on_a_gpu_make_every_call_by_the_network() -> None:
+    done = subprocess.run([sys.executable, "-c", RECORDINGS], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
@@ -59,12 +79,13 @@ def test_models_engines_and_pages_run_on_the_device_of_the_option() -> None:
 
 
 @pytest.mark.slow
-def test_only_tests_that_may_need_the_device_are_collected_and_those_with_models_come_first() -> None:
+def test_only_tests_that_may_use_the_device_are_collected() -> None:
     done = run_pytest("--device", "simulated", "--collect-only", "-q")
     assert done.returncode == 0, done.stdout[-5000:]
-    folders = re.findall(r"^tests/(\w+)/.*::", done.stdout, re.MULTILINE)
-    assert set(folders) == {"engine", "runtime", "schedulers"}
-    assert "schedulers" not in folders[:100]
+    files = set(re.findall(r"^tests/(.+?)::", done.stdout, re.MULTILINE))
+    assert {file.partition("/")[0] for file in files} == {"engine", "runtime"}
+    assert {"engine/test_parity.py", "runtime/kv/test_random_walk.py", "runtime/test_single_file.py"} <= files
+    assert files.isdisjoint({"engine/test_policy.py", "runtime/test_prompt.py", "runtime/decoding/test_choose.py"})
 
 
 def test_every_test_that_only_a_cpu_runs_exists() -> None:

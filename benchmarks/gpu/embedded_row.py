@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -24,6 +24,7 @@ from diffserve.config import EngineConfig
 from diffserve.controlnets import Control
 from diffserve.embedded.wishes import wishes
 from diffserve.engine import Engine
+from diffserve.engine.image.shape_groups import MOST_ROWS_DEVICE
 from diffserve.errors import DiffserveError
 from diffserve.loras import Lora
 from diffserve.rewrite_types import RewriteRequest
@@ -47,14 +48,20 @@ TOLERANCES: Final = {"float32": 0.01, "float16": 0.03, "bfloat16": 0.15}
 """Of latents: the norm of the difference from the CPU's float32 over the norm. On a CPU float16 is 0.002 away from
 float32, and bfloat16 0.015; TF32, which CUDA's convolutions use for float32, rounds like float16."""
 
+POSTERIOR_NOISE: Final = 0.05
+"""Added to the tolerance of inpainting in 16 bits. The kept half is one draw of the VAE's posterior, whose standard
+deviation is 0.05. It is drawn in the VAE's dtype, as in diffusers, and up to torch 2.11 a seed draws other numbers in
+16 bits than in float32: latents are then 0.047 away on any device, and the pixels of the kept half are not."""
+
 PROMPT: Final = "a red fox on the beach"
 SIZE_PX: Final = 128
 CONTROLNET: Final = "edges"
 WISHES: Final = 8
 WISHES_SEED: Final = 777_001
 CROWD: Final = 24
-HEADROOM_BYTES: Final = 96 << 20
-"""What is left to the process beyond what it holds, when memory is made scarce."""
+HEADROOM_SHARE: Final = 0.4
+"""Of the memory that a call of the most rows takes, what is left to the process when memory is made scarce. That is
+enough for an image alone."""
 
 
 def run(bench: Bench) -> None:
@@ -170,8 +177,9 @@ def compare(expected: dict[str, ImageResult], results: dict[str, ImageResult], d
         squared = np.square(result.picture.array.astype(float) - reference.picture.array).mean()
         figures["error"][name] = round(error, 5)
         figures["psnr_db"][name] = round(float(10.0 * np.log10(255.0**2 / max(squared, 1e-3))), 1)
-        if not error <= TOLERANCES[dtype]:
-            figures["problems"].append(f"{name} in {dtype} is {error:.3g} away, more than {TOLERANCES[dtype]}")
+        tolerance = TOLERANCES[dtype] + POSTERIOR_NOISE * (name == "inpaint" and dtype != "float32")
+        if not error <= tolerance:
+            figures["problems"].append(f"{name} in {dtype} is {error:.3g} away, more than {tolerance:.3g}")
     return figures
 
 
@@ -214,36 +222,49 @@ def _again(request: GenerationRequest, seed: int) -> GenerationRequest:
 
 
 @contextlib.contextmanager
-def scarce_memory(bench: Bench, model: DiffusionModel) -> Iterator[None]:
-    """Leave the process little more memory on the device than it holds; on a CPU, calls of many rows fail."""
+def scarce_memory(bench: Bench, model: DiffusionModel, headroom_bytes: int) -> Iterator[Callable[[], int]]:
+    """Leave the process ``headroom_bytes`` on the device beyond what its tensors take; on a CPU, large calls fail.
+
+    Yields a function that returns how often memory ran out so far.
+    """
     if bench.on_gpu:
+        device = bench.device
         torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(bench.device).total_memory
-        allowed = torch.cuda.memory_reserved(bench.device) + HEADROOM_BYTES
-        torch.cuda.set_per_process_memory_fraction(allowed / total, bench.device)
+        total = torch.cuda.get_device_properties(device).total_memory
+        # free parts of segments that are in use count as headroom, although a large tensor may not fit into one
+        allowed = max(torch.cuda.memory_allocated(device) + headroom_bytes, torch.cuda.memory_reserved(device))
+        before = _num_ooms(device)
+        torch.cuda.set_per_process_memory_fraction(allowed / total, device)
         try:
-            yield
+            yield lambda: _num_ooms(device) - before
         finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, bench.device)
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
         return
+    refused: list[int] = []
 
     def refuse(_module: Any, arguments: tuple[Any, ...], _arguments: dict[str, Any]) -> None:
         if len(arguments[0]) > 2:
+            refused.append(len(arguments[0]))
             raise torch.OutOfMemoryError(f"no room for {len(arguments[0])} rows")
 
     handle = model.unet.network.register_forward_pre_hook(refuse, with_kwargs=True)
     try:
-        yield
+        yield lambda: len(refused)
     finally:
         handle.remove()
+
+
+def _num_ooms(device: torch.device) -> int:
+    """How often torch's allocator found no memory since the process began."""
+    return int(torch.cuda.memory_stats(device).get("num_ooms", 0))
 
 
 def _out_of_memory(bench: Bench, profile: ModelProfile) -> dict[str, Any]:
     """Paint large images with little memory: each is painted or refused with a reason, later ones have all of it."""
     model = load(str(bench.device), "float32" if bench.quick else "auto", profile)
-    rows = QUICK_ROWS if bench.quick else None
+    side_px, count, steps = (SIZE_PX, 3, 1) if bench.quick else (model.info.max_side_px, CROWD, 3)
+    rows = QUICK_ROWS if bench.quick else MOST_ROWS_DEVICE
     engine = Engine(model, _config(bench, max_rows=rows, cuda_graphs=bench.on_gpu, deterministic=False))
-    side_px, count, steps = (SIZE_PX, 3, 1) if bench.quick else (4 * SIZE_PX, CROWD, 3)
     params = DiffusionParams(sampler="ddim", num_steps=steps, guidance_scale=3.0)
     crowd = [
         GenerationRequest(prompt=PROMPT, seed=seed, diffusion=params, width_px=side_px, height_px=side_px)
@@ -251,26 +272,42 @@ def _out_of_memory(bench: Bench, profile: ModelProfile) -> dict[str, Any]:
     ]
     small = GenerationRequest(prompt=PROMPT, seed=1, diffusion=params)
     before = engine.generate(small)[0].picture
+    graphs = engine.runners.groups.compiled.graphs
+    if graphs is not None:  # measured sizes allow calls of many rows, and a replay would take no memory
+        with graphs.bypassed():
+            engine.runners.groups.learn(engine.runners.group_of_short_prompts(side_px, side_px))
+    row_bytes = engine.runners.room.activations.of_row((side_px // model.vae.factor) ** 2, model.text.window_tokens)
+    headroom_bytes = int(HEADROOM_SHARE * rows * row_bytes)
     painted, reasons = 0, set()
-    with scarce_memory(bench, model):
+    with scarce_memory(bench, model, headroom_bytes) as num_ooms:
         for request in crowd:
             engine.submit(request)
         for event in engine.events():
             painted += isinstance(event, Painted)
             if isinstance(event, (Failed, ImageFailed)):
                 reasons.add(event.message[:200])
+        times_out = num_ooms()
     again = [engine.generate(request) for request in crowd[:2]]
     after = engine.generate(small)[0].picture
     difference = int(np.abs(after.array.astype(int) - before.array.astype(int)).max())
-    graphs = engine.runners.groups.compiled.graphs
+    problems = []
+    if difference > 8:
+        problems.append("an image is another one after memory ran out")
+    if times_out == 0:
+        problems.append(f"memory never ran out with {headroom_bytes / 1e6:.0f} MB")
+    if painted == 0:
+        problems.append("no image was painted with little memory")
     return {
         "images": count,
+        "side_px": side_px,
+        "headroom_mb": round(headroom_bytes / 1e6, 1),
+        "ran_out": times_out,
         "painted_with_little": painted,
         "reasons": sorted(reasons),
         "painted_later": len(again),
         "largest_difference_of_a_pixel": difference,
         "graphs_afterwards": None if graphs is None else graphs.num_graphs,
-        "problems": [] if difference <= 8 else ["an image is another one after memory ran out"],
+        "problems": problems,
     }
 
 

@@ -11,6 +11,14 @@ from typing import Any, Final
 FILE: Final = "suite.json"
 TABLE: Final = "table.txt"
 MOST_ERROR_CHARS: Final = 3000
+CRASH: Final = "Current thread 0x"
+"""With this Python's faulthandler begins the traceback of the thread that crashed; a long list of modules is behind."""
+
+
+def shorten_output(text: str, most_chars: int = MOST_ERROR_CHARS) -> str:
+    """The part of a process's output that says why it ended: the traceback of a crash, or else the last lines."""
+    crash = text.rfind(CRASH)
+    return text[crash : crash + most_chars] if crash >= 0 else text[-most_chars:]
 
 
 class Report:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.gpu.report import MOST_ERROR_CHARS, Report
+from benchmarks.gpu.report import MOST_ERROR_CHARS, Report, shorten_output
 from benchmarks.gpu.schedule import LENGTH_S, MOST_JOBS, QUICK_PATIENCE, START, Job, Row, next_row, seconds_of
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -33,6 +33,7 @@ MOST_OF_BUDGET: Final = 1.5
 """Of its budget a row may take so much, if earlier rows left time over."""
 
 COMPILE_LOG: Final = "compile.txt"
+WORKER_LOG: Final = "workers.txt"
 
 
 def say(text: str) -> None:
@@ -46,6 +47,7 @@ def environment(options: dict[str, Any]) -> dict[str, str]:
     additions = {
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
         "HF_HUB_OFFLINE": "1",
         "XDG_CACHE_HOME": str(Path(options["work"]) / "xdg"),
         "TORCHINDUCTOR_CACHE_DIR": str(Path(options["work"]) / "inductor"),
@@ -61,18 +63,22 @@ def end_group(process: subprocess.Popen[Any]) -> None:
 
 
 class Worker:
-    """A process that runs rows, and the messages that come from it."""
+    """A process that runs rows, and the messages that come from it; its standard error goes to a file of results."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.gpu.worker", json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=environment(options),
-            start_new_session=True,
-        )
+        self._log = Path(options["out"]) / WORKER_LOG
+        self._log_start = 0
+        with self._log.open("ab") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.gpu.worker", json.dumps(options)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                cwd=ROOT,
+                env=environment(options),
+                start_new_session=True,
+            )
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -80,12 +86,21 @@ class Worker:
     def begin(self, row: Row, seconds: float) -> None:
         """Tell the worker to run ``row`` within ``seconds``."""
         assert self.process.stdin is not None
+        self._log_start = self._log.stat().st_size
         with contextlib.suppress(OSError):  # the reader notices that the process is gone
             print(json.dumps({"place": row.place, "seconds": seconds}), file=self.process.stdin, flush=True)
 
     def message(self, timeout_s: float) -> dict[str, Any] | None:
         """The next message; ``None`` when the process has ended. Raises ``queue.Empty`` after ``timeout_s``."""
         return self._messages.get(timeout=max(0.0, timeout_s))
+
+    def last_words(self) -> str:
+        """Standard error of the ended process since its row began, shortened, and its exit code."""
+        with self._log.open("rb") as file:
+            file.seek(self._log_start)
+            text = file.read().decode("utf-8", errors="replace")
+        reason = f"the worker ended with {self.process.wait()}"
+        return f"{shorten_output(text, MOST_ERROR_CHARS - len(reason) - 1)}\n{reason}".strip()
 
     def close(self) -> None:
         """Kill the process and all that it started."""
@@ -146,10 +161,10 @@ class CompileJobs:
     def _note(self, name: str, started_s: float, code: int | None, log: Path) -> None:
         text = log.read_text(encoding="utf-8", errors="replace")
         entry = self._report.document["jobs"][name]
-        last_line = text.strip().splitlines()[-1:]
-        entry |= {"wall_s": round(self._report.now_s - started_s, 1), "exit_code": code, "says": "".join(last_line)}
+        says = f"ended by signal {-code}" if code and code < 0 else "".join(text.strip().splitlines()[-1:])
+        entry |= {"wall_s": round(self._report.now_s - started_s, 1), "exit_code": code, "says": says}
         if code:
-            entry["error"] = text[-MOST_ERROR_CHARS:]
+            entry["error"] = shorten_output(text)
         with (self._report.folder / COMPILE_LOG).open("a", encoding="utf-8") as file:
             file.write(f"== {name}: exit code {code} after {entry['wall_s']} s\n{text}\n")
         self._report.write()
@@ -220,7 +235,7 @@ def _follow(
             report.end_row(entry, "abandoned", f"it took longer than {seconds:.0f} s")
             return 0
         if message is None:
-            report.end_row(entry, "abandoned", f"the worker ended with {worker.process.wait()}")
+            report.end_row(entry, "abandoned", worker.last_words())
             return 0
         if "point" in message:
             entry["points"][message.pop("point")] = message

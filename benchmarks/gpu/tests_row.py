@@ -15,9 +15,12 @@ from typing import Any, Final
 from benchmarks.gpu.run import ROOT
 from benchmarks.gpu.worker import Bench
 
-FOLDERS: Final = ("tests/engine", "tests/runtime", "tests/schedulers")
+FOLDERS: Final = ("tests/runtime", "tests/engine")
 QUICK_FILE: Final = "tests/schedulers/test_names.py"
-OPTIONS: Final = ("-v", "--tb=short", "-p", "no:cacheprovider", "--color=no")
+OPTIONS: Final = (
+    *("-v", "--tb=short", "--color=no"),
+    *("-p", "no:cacheprovider", "-p", "benchmarks.gpu.print_failures"),
+)
 RESERVE_S: Final = 8.0
 """Kept for pytest to report what failed so far, when it is interrupted at the end of the row."""
 

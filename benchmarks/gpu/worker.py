@@ -80,6 +80,8 @@ class Bench:
     def begin(self, seconds: float) -> None:
         """Start a row that has ``seconds``."""
         self._until_s = time.monotonic() + seconds
+        if self.on_gpu and torch.cuda.is_available():
+            torch.cuda.init()  # the counters of its memory exist only then
 
     def about(self, **entries: Any) -> None:
         """Add ``entries`` to the head of the document."""
@@ -170,9 +172,9 @@ def main() -> None:
     bench = Bench(json.loads(sys.argv[1]), channel)
     for line in sys.stdin:
         order = json.loads(line)
-        bench.begin(order["seconds"])
         module, _, function = order["place"].partition(":")
         try:
+            bench.begin(order["seconds"])
             getattr(importlib.import_module(module), function)(bench)
         except Exception as error:
             bench.end("".join(traceback.format_exception(error)))

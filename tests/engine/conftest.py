@@ -12,6 +12,7 @@ import pytest
 from diffserve.config import EngineConfig
 from diffserve.engine import Engine
 from diffserve.runtime.kv import PagePool
+from diffserve.runtime.transfer import Fetched
 from tests.device import DEVICE
 
 MakeEngine = Callable[..., Engine]
@@ -32,6 +33,12 @@ def _models(tiny_model: Callable[[str], Path]) -> Callable[[str], Any]:
         return loaded[kind]
 
     return load
+
+
+@pytest.fixture
+def waits_for_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers from the device are there at once, as on a CPU: previews come at every step and in the same tick."""
+    monkeypatch.setattr(Fetched, "is_here", property(lambda fetched: fetched.read() is not None))
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ def test_shares_add_up() -> None:
 
 def test_what_is_charged_adds_up_to_the_time_in_which_the_engine_was_busy(make_engine: MakeEngine) -> None:
     engine = make_engine(max_rows=6)
+    engine.warm_up()  # a GPU takes seconds for its first decode
     results = engine.generate([asked(1, 6, 5.0), asked(2, 6), asked(3, 2, num_images=2), asked(4, 3, 5.0)])
     busy_s = engine.stats().busy_s
     told_s = sum(result.device_s for result in results)

@@ -79,6 +79,7 @@ def test_a_result_tells_how_it_was_made(make_engine: MakeEngine) -> None:
     assert min(timings.denoise_s, timings.decode_s) > 0.0
 
 
+@pytest.mark.usefixtures("waits_for_device")
 def test_a_stream_tells_the_story_in_order(make_engine: MakeEngine) -> None:
     request = asked("sd15", "euler_a", seed=3, num_steps=5, preview_every=2)
     events = list(make_engine().stream(request))

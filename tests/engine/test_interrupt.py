@@ -49,6 +49,7 @@ def results_of(events: list[Event], request_id: str) -> list[ImageResult]:
     return [event.result for event in events if isinstance(event, Painted) and event.request_id == request_id]
 
 
+@pytest.mark.usefixtures("waits_for_device")
 @pytest.mark.parametrize("sampler", ["ddim", "euler_a", "dpmpp_2m", "heun", "unipc"])
 def test_interrupted_image_is_the_denoised_estimate_of_the_next_step(make_engine: MakeEngine, sampler: str) -> None:
     full_run = run(make_engine(), [request(sampler=sampler, preview_every=1)])

@@ -12,6 +12,7 @@ import pytest
 from diffserve.errors import InvalidRequest
 from diffserve.infotext import parse_infotext, write_infotext
 from diffserve.micro_conditioning import MicroConditioning
+from tests.device import tolerance
 from tests.engine.conftest import MakeEngine
 from tests.engine.pipelines import asked, load_pipeline, pipeline_latents
 
@@ -34,7 +35,7 @@ def test_latents_are_those_of_diffusers_beside_pictures_that_are_told_their_own_
     for request, inputs, result in zip(asks, own, results, strict=True):
         theirs = pipeline_latents(pipeline, request, "sdxl", **inputs)
         assert result.latents is not None
-        assert np.abs(result.latents.array - theirs).max() < 1e-3
+        assert np.abs(result.latents.array - theirs).max() < tolerance(1e-3)
         assert result.micro_conditioning == request.diffusion.micro_conditioning
     assert len({result.picture.data for result in results}) == 3
     assert max(len(set(tick.request_ids)) for tick in engine.trace) == 3

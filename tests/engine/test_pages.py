@@ -15,7 +15,7 @@ from diffserve.errors import ConfigError, DeadlineUnreachable, InvalidRequest
 from diffserve.runtime.kv import KVSpec, LayerSpec, PagePlan, PagePool
 from diffserve.runtime.text.conditioning import image_specs, wanted_bytes
 from diffserve.types import TERMINAL, Failed, GenerationRequest, ImageFailed, ImageResult, Painted
-from tests.device import DEVICE
+from tests.device import DEVICE, tolerance
 from tests.engine.conftest import STRANGER, MakeEngine
 from tests.engine.pipelines import asked
 
@@ -54,7 +54,7 @@ def test_paged_and_plain_paint_the_same_latents(make_engine: MakeEngine, kind: s
     for one, other in zip(paged, plain, strict=True):
         assert one.latents is not None
         assert other.latents is not None
-        assert abs(one.latents.array - other.latents.array).max() < 1e-4
+        assert abs(one.latents.array - other.latents.array).max() < tolerance(1e-4)
 
 
 @pytest.mark.parametrize("kind", ["sd15", "sdxl"])

@@ -25,7 +25,7 @@ from diffserve.runtime.text.clip_vocabulary import END, VOCABULARY_SIZE, clip_to
 from diffserve.settings import load_settings
 from diffserve.types import ImageResult
 from schedulers.samplers import SAMPLERS
-from tests.device import DEVICE
+from tests.device import DEVICE, tolerance
 from tests.engine.pipelines import PIPELINES, asked, load_pipeline, pipeline_latents
 from tests.runtime.original_layout import save_single_file, vae_tensors
 from tests.runtime.test_single_file import LUGGAGE
@@ -65,7 +65,7 @@ def paint(path: Path, env: dict[str, str] | None = None, kind: str = "sd15", **f
 def decoded(pipeline: Any, latents: NDArray[np.float32]) -> NDArray[np.float32]:
     """Pixels (h, w, 3), 0 to 255, of latents (C, h / 8, w / 8) as diffusers decodes them."""
     image = pipeline.vae.decode(torch.tensor(latents, device=DEVICE)[None] / pipeline.vae.config.scaling_factor).sample
-    pixels: NDArray[np.float32] = (image[0] / 2 + 0.5).clamp(0, 1).permute(1, 2, 0).numpy() * 255
+    pixels: NDArray[np.float32] = (image[0] / 2 + 0.5).clamp(0, 1).permute(1, 2, 0).cpu().numpy() * 255
     return pixels.round()
 
 
@@ -309,7 +309,7 @@ def test_tiny_autoencoders_encode_and_decode_as_in_diffusers(copy_tiny: TinyMode
     with torch.no_grad():
         expected = pipeline.vae.encode(images).latents
     for generators in (None, [torch.Generator().manual_seed(1)]):
-        assert torch.allclose(engine.model.vae.encode(pixels, generators), expected, atol=1e-5)
+        assert torch.allclose(engine.model.vae.encode(pixels, generators), expected, atol=tolerance(1e-5))
 
 
 @pytest.mark.parametrize("kind", ["sd2", "sdxl"])

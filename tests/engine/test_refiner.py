@@ -20,13 +20,13 @@ from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.loading.library_imports import hushed
 from diffserve.settings import load_settings
 from diffserve.types import DiffusionParams, GenerationRequest, ImageResult, ModelProfile, Painted, Preview
-from tests.device import DEVICE
+from tests.device import DEVICE, tolerance
 from tests.engine.conftest import MakeEngine
 from tests.engine.loras import with_folder, write_folder
 from tests.engine.pipelines import asked, load_pipeline, pipeline_latents, use_sampler
 from tests.engine.test_init_images import fields_of, inputs_of
 
-TOLERANCE = 1e-3
+TOLERANCE = tolerance(1e-3)
 
 
 @pytest.fixture(scope="session")
@@ -71,8 +71,8 @@ def theirs(request: GenerationRequest, base: Path, refiner: Path) -> NDArray[np.
                 **own,
             ).images
     assert latents is not None
-    found: NDArray[np.float32] = latents[0].float().numpy()
-    return found
+    final: NDArray[np.float32] = latents[0].float().cpu().numpy()
+    return final
 
 
 def latents_of(result: ImageResult) -> NDArray[np.float32]:
@@ -87,6 +87,7 @@ def check_integrity(engine: Engine) -> None:
     assert not any(stats.held_pages for stats in held)
 
 
+@pytest.mark.usefixtures("waits_for_device")
 def test_the_refiner_goes_on_where_diffusers_has_it_go_on(
     ensemble: DiffusionModel, tiny_model: Callable[[str], Path]
 ) -> None:
@@ -112,7 +113,7 @@ def test_every_sampler_hands_over_to_the_refiner_as_in_diffusers(
     request = asked("sdxl", sampler, seed=3, switch_at=0.6, num_steps=16, negative_prompt="", **eta)
     [result] = engine_of(ensemble).generate(request)
     expected = theirs(request, tiny_model("sdxl"), tiny_model("refiner"))
-    assert np.abs(latents_of(result) - expected).max() / np.abs(expected).max() < 1e-4
+    assert np.abs(latents_of(result) - expected).max() / np.abs(expected).max() < tolerance(1e-4)
 
 
 @pytest.mark.parametrize("sampler", ["heun", "lms", "plms"])

@@ -21,9 +21,11 @@ from diffserve.runtime.unet.compiled import Packages
 from diffserve.store.unet_paths import FILE, UNetPathFile
 from diffserve.types import GenerationRequest, ServedModel, UNetPath
 from tests.engine.pipelines import asked
+from tests.hardware import needs_openvino
 from tests.tiny_models import ONE_LEVEL
 
 slow = pytest.mark.slow
+# builds at start need OpenVINO: packages of another compiler are only built by ``diffserve warm``
 NATIVE = GroupKey(64, 64, 77)
 
 
@@ -97,6 +99,7 @@ def test_a_seed_keeps_its_bytes_when_packages_appear_while_the_engine_runs(
 
 
 @slow
+@needs_openvino
 def test_a_served_engine_builds_missing_packages_before_it_is_ready_and_a_lost_cache_changes_no_bytes(
     model: DiffusionModel, packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +141,7 @@ def test_an_engine_outside_a_server_never_compiles(
     assert "diffserve warm --size 64x64" in path.reason
 
 
+@needs_openvino
 def test_where_compiling_fails_the_network_serves_and_the_reason_is_reported(
     model: DiffusionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -108,6 +108,7 @@ def test_a_unet_in_float8_comes_near_bfloat16(tiny_model: Callable[[str], Path])
     assert float((output - exact).norm() / exact.norm()) < UNET_TOLERANCE
 
 
+@compiles
 def test_a_float8_layer_is_exported_as_ordinary_operations_and_one_product() -> None:
     block, hidden = feed_forward()
     graph = torch.export.export(block, (hidden,)).graph

@@ -48,9 +48,9 @@ def test_hidden_states_are_those_of_transformers(tiny: LoadTiny, kind: str, is_e
         ours = paged(model, index, is_exact=is_exact)
         ids = ids_of(model, WORDS, index)
         found = ours.encode(ids, first=0).hidden
-        torch.testing.assert_close(
-            found, theirs(encoder.network, ids, is_pair=model.text.is_sdxl), rtol=0, atol=tolerance(1e-5)
-        )
+        expected = theirs(encoder.network, ids, is_pair=model.text.is_sdxl)
+        largest = float(expected.abs().max())  # SDXL's states are not normalized
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance(1e-5) * max(1.0, largest))
 
 
 @pytest.mark.parametrize("first", [0, 5, 16, 31, 32])

@@ -70,7 +70,7 @@ class KDiffusion3M(diffusers.DPMSolverMultistepScheduler):  # type: ignore[misc]
             self.past: list[tuple[Tensor, Tensor]] = []
         sigma, target = (self.sigmas[self.step_index + k].to(sample.dtype) for k in (0, 1))
         denoised = self.convert_model_output(model_output, sample=sample)
-        noise = torch.randn(sample.shape, generator=generator, dtype=sample.dtype)
+        noise = torch.randn(sample.shape, generator=generator, dtype=sample.dtype).to(sample.device)
         x = sample * torch.sqrt(1.0 + sigma**2)
         h = torch.log(sigma) - torch.log(target)
         if self.step_index == len(self.timesteps) - 1:

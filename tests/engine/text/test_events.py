@@ -121,7 +121,7 @@ def test_usage_counts_prompt_cache_and_output(make_engine: MakeEngine) -> None:
 
 def test_times_are_queue_first_token_and_each_later_one(make_engine: MakeEngine) -> None:
     clock = Clock()
-    engine = make_engine(clock=clock, max_batch_tokens=8)
+    engine = make_engine(clock=clock, max_batch_tokens=8, reads_late=False)
     engine.submit(greedy(IDS, 3))
     for now_s in (102.0, 103.5, 104.0, 106.0):
         clock.now_s = now_s

@@ -24,7 +24,7 @@ def ids_of(engine: TextEngine) -> list[set[str]]:
 
 
 def test_a_text_grows_page_by_page_and_gives_all_of_them_back(make_engine: MakeEngine) -> None:
-    engine = make_engine(num_pages=10)
+    engine = make_engine(num_pages=10, reads_late=False)
     anna = engine.submit(greedy(tiny.random_ids(7, seed=0), 6))
     seen: list[list[int] | None] = []
     while engine.scheduler.live or not seen:
