@@ -121,8 +121,8 @@ def test_other_kinds_of_adapters_are_refused_with_reasons(tmp_path: Path) -> Non
     info = msgspec.structs.replace(INFO, lora_dirs=(str(tmp_path),))
     tensors = {
         "face": "ip_adapter.1.to_k_ip.weight",
-        "fur": "lora_unet_conv_in.dora_scale",
-        "paper": "lora_unet_conv_in.lokr_w1",
+        "fur": "lora_unet_conv_in.oft_blocks",
+        "paper": "lora_unet_conv_in.on_input",
     }
     for name, tensor in tensors.items():
         save_file(PAIR | {tensor: np.zeros(1, np.float32)}, tmp_path / f"{name}.safetensors")
@@ -132,8 +132,8 @@ def test_other_kinds_of_adapters_are_refused_with_reasons(tmp_path: Path) -> Non
     assert image.loras == ("ink",)
     assert [(name, reason.split(" (")[0].split(";")[0]) for name, reason in image.refused_loras.items()] == [
         ("face", "it holds an IP-Adapter"),
-        ("fur", "it is DoRA"),
-        ("paper", "it is LoKr"),
+        ("fur", "it is OFT"),
+        ("paper", "it is IA3"),
         ("torn", "it is not a complete safetensors file: it has 31 of 32 bytes of tensors"),
     ]
 
