@@ -181,7 +181,8 @@ def test_a_random_recipe_repeats_itself_everywhere(
     picture = pixels_of(file)
     repeated = client.post(GENERATIONS, json={"infotext": text})
     assert pixels_of(files_of(repeated)[0]) == picture, f"API: {text}"
-    assert repeated.json()["warnings"] == first.json()["warnings"]
+    unused = "the negative prompt has no meaning without guidance, and was not used."  # so it is not recorded
+    assert repeated.json()["warnings"] == [one for one in first.json()["warnings"] if one != unused]
     a1111 = client.post("/sdapi/v1/txt2img", json={"infotext": text}).json()
     assert pixels_of(base64.b64decode(a1111["images"][0])) == picture, f"A1111: {text}"
     order = order_of(form_of(text, image), image)
