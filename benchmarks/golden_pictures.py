@@ -6,8 +6,8 @@
 Every sampler from noise and from an image, spacings and sigma schedules; of the embedded model also adapters, a
 ControlNet, inpainting, a refiner, DeepCache and more. It uses the public API, so it runs unchanged on trees whose
 insides differ, the one that PYTHONPATH names; ``--model`` (a name or a directory, any number of times) gives two trees
-the same weights, and leaves out what only the embedded model is asked for. One line an image: digest of size and RGB
-bytes, model, and what was asked. About a minute on two cores. Other processors may round otherwise.
+the same weights, and leaves out what only the embedded model is given. One line an image: digest of size and RGB
+bytes, model, and label. About a minute on two cores. Other processors may round otherwise.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ def digest(image: Image) -> str:
 
 
 def further(image: Picture) -> dict[str, GenerationRequest]:
-    """Label -> what the embedded model is asked for beside samplers; ``image`` is one that it painted."""
+    """Return requests to the embedded model by label: adapters, a ControlNet, inpainting, a refiner and more.
+
+    ``image`` is used as the start image and as the control image.
+    """
     mask = np.zeros((image.height_px, image.width_px), dtype=np.uint8)
     mask[:, image.width_px // 2 :] = 255
     half = Picture.from_array(mask)
@@ -91,7 +94,7 @@ def further(image: Picture) -> dict[str, GenerationRequest]:
 
 
 def further_digests(folder: Path) -> dict[str, str]:
-    """Label -> digest of what ``further`` asks for; ``folder`` takes a ControlNet with random numbers."""
+    """Return the digests of the images of ``further`` by label. A random ControlNet is written to ``folder``."""
     profile = load_settings(model="embedded", env={}).model
     plain = Engine.from_pretrained("embedded")
     save_controlnet(plain.model.unet.network, folder / CONTROLNET)

@@ -99,13 +99,17 @@ def try_variant(name: str, device: str, stage_file: Path) -> float:
 
 
 def outcomes(device: str) -> dict[str, str]:
-    """What became of each variant, by its name: the largest error, or at which stage and how its process ended."""
+    """Try every variant.
+
+    Returns:
+        By name of the variant: the largest error, or the stage at which its process ended and its exit code.
+    """
     with ThreadPoolExecutor(MOST_PROCESSES) as pool:
         return dict(zip(VARIANTS, pool.map(lambda name: outcome(device, name), VARIANTS), strict=True))
 
 
 def outcome(device: str, name: str) -> str:
-    """What became of the variant ``name`` in a process of its own."""
+    """Try the variant ``name`` in a process of its own; see ``outcomes`` for what is returned."""
     with tempfile.TemporaryDirectory() as folder:
         stage_file = Path(folder) / "stage"
         command = [sys.executable, "-X", "faulthandler", "-m", "benchmarks.gpu.package_variants", device, name]
@@ -126,7 +130,7 @@ def _stage(file: Path) -> str:
 
 
 def main() -> None:
-    """Try one variant, or all of them and print what became of each."""
+    """Try one variant, or all of them, and print the outcomes."""
     device, *variant = sys.argv[1:]
     if variant:
         print(f"largest error {try_variant(variant[0], device, Path(variant[1])):.2g}")

@@ -28,7 +28,7 @@ def inputs(model: DiffusionModel) -> tuple[torch.Tensor, ...]:
 
 
 def halved(model: DiffusionModel) -> DiffusionModel:
-    """``model`` with a UNet as on CUDA."""
+    """Return ``model`` with a copy of its UNet whose gated layers compute two products."""
     network = copy.deepcopy(model.unet.network)
     use_halved_gates(network)
     unet = UNetRunner(network, device=model.device, dtype=model.dtype)

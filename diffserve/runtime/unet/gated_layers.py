@@ -35,9 +35,9 @@ class HalvedLinear(nn.Linear):
 
 
 def use_halved_gates(network: nn.Module) -> None:
-    """Let the ``GEGLU`` layers of ``network`` compute value and gate by two products.
+    """Replace the ``GEGLU`` layers of ``network`` in place by layers that compute value and gate by two products.
 
-    Outputs stay the same but for the rounding of the products.
+    Their outputs differ from those of diffusers' layer by the rounding of the products only.
     """
     layers = [module for module in network.modules() if type(module).__name__ == "GEGLU"]
     halved = _halved(type(layers[0])) if layers else nn.Module

@@ -125,12 +125,12 @@ class DecoderPackages:
         finally:
             shutil.rmtree(part.parent, ignore_errors=True)
 
-    def _judge(self, z: Tensor, made: Path, path: Path) -> str:
-        """Measure the package at ``made`` by decoding ``z``; keep it at ``path`` or delete it. See ``make``.
+    def _judge(self, z: Tensor, compiled_file: Path, path: Path) -> str:
+        """Measure the package at ``compiled_file`` by decoding ``z``; keep it at ``path`` or delete it. See ``make``.
 
         It lies at ``path`` only after it was called: a package that crashes does so here, and not in a server.
         """
-        package = self._open(made)
+        package = self._open(compiled_file)
         if package is None:
             path.unlink(missing_ok=True)
             return "not used: the package that was just compiled cannot be loaded"
@@ -142,7 +142,7 @@ class DecoderPackages:
             package_s = least_seconds(lambda: package([z]), self._vae.device)
         is_used = error <= MAX_ERROR and package_s <= (1.0 - MIN_SAVING) * network_s
         if is_used:
-            os.replace(made, path)
+            os.replace(compiled_file, path)
         else:
             path.unlink(missing_ok=True)
         return (
