@@ -17,6 +17,11 @@ from typing import Any, Final
 UNET: Final = "unet"
 TEXT_ENCODERS: Final = ("text_encoder", "text_encoder_2")
 MAX_RANK: Final = 256
+MAX_TENSORS: Final = 20_000
+"""Of a LoRA file. One that changes all layers of SDXL and its text encoders has 3,400."""
+
+MAX_NAME_CHARS: Final = 500
+"""Of a tensor's name, which error messages quote."""
 """Largest rank of an adapter that requests may name."""
 WHOLE: Final = -1
 """In place of the rank of adapters that have a change without a low-rank form."""
@@ -187,6 +192,13 @@ def read_layers(shapes: Mapping[str, Sequence[int]], metadata: Mapping[str, str]
     Raises:
         InvalidLoRAError: The file is not a LoRA, or holds more than one, or is damaged.
     """
+    if len(shapes) > MAX_TENSORS:
+        raise InvalidLoRAError(f"holds {len(shapes):,} tensors; at most {MAX_TENSORS:,} are taken")
+    longest = max(map(len, shapes), default=0)
+    if longest > MAX_NAME_CHARS:
+        raise InvalidLoRAError(
+            f"holds a tensor whose name has {longest:,} characters; at most {MAX_NAME_CHARS} are taken"
+        )
     refuse_ip_adapter(shapes)
     layers: dict[str, dict[str, LayerChange]] = {}
     bundled: dict[str, None] = {}
@@ -279,10 +291,12 @@ def _check(change: LayerChange, shapes: Mapping[str, Sequence[int]]) -> None:
     """Check the shapes of a layer's tensors as far as they do not depend on a model."""
     if not change.changes_weight and (change.dora or not change.bias_delta):
         raise InvalidLoRAError(f"holds {change.first_tensor!r}, which has no partner; a change is a pair of matrices")
-    if change.pairs and change.lokr:
-        raise InvalidLoRAError(
-            f"changes one layer twice, by {change.first_tensor!r} and {next(iter(change.lokr.values()))!r}"
-        )
+    for first, second in (
+        (change.magnitude, change.output_magnitude),
+        (change.pairs and change.first_tensor, next(iter(change.lokr.values()), "")),
+    ):
+        if first and second:
+            raise InvalidLoRAError(f"changes one layer twice, by {first!r} and {second!r}")
     for names in change.pairs:
         if not all(names):
             raise InvalidLoRAError(
@@ -292,7 +306,8 @@ def _check(change: LayerChange, shapes: Mapping[str, Sequence[int]]) -> None:
         down, up = (shapes[name] for name in names)
         if len(down) not in (2, 4) or len(up) not in (2, 4) or math.prod(up[1:]) != down[0] or not down[0]:
             raise InvalidLoRAError(
-                f"is damaged: {names[0]!r} is {list(down)} and {names[1]!r} is {list(up)}; their ranks differ"
+                f"is damaged: {names[0]!r} is {list(down)} and {names[1]!r} is {list(up)}; their ranks must be equal, "
+                "and 1 or more"
             )
     if len({(shapes[up][0], math.prod(shapes[down][1:])) for down, up in change.pairs}) > 1:
         raise InvalidLoRAError(f"is damaged: {change.down!r} and {change.second_down!r} are of layers of two sizes")

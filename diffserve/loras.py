@@ -24,6 +24,9 @@ from diffserve.safetensors_header import FILES_KNOWN, METADATA, file_problem, re
 
 MAX_LORAS: Final = 8
 MAX_SCALE: Final = 10.0
+MAX_HEADER_BYTES: Final = 1 << 23
+"""Of a LoRA file. That of one with 20,000 tensors has 2 MB, and tags of a training set may take as much."""
+
 MAX_NAME_CHARS: Final = 200
 SUFFIX: Final = ".safetensors"
 TOLD: Final = 12
@@ -191,7 +194,7 @@ def lora_problem(path: Path) -> str:
 
 @lru_cache(FILES_KNOWN)
 def _lora_problem(path: Path, _num_bytes: int, _changed_ns: int) -> str:
-    problem = file_problem(path)
+    problem = _header_problem(path) or file_problem(path)
     if problem:
         return problem
     header = read_header(path)
@@ -202,6 +205,17 @@ def _lora_problem(path: Path, _num_bytes: int, _changed_ns: int) -> str:
     except InvalidLoRAError as error:
         return str(error)
     return f"has rank {content.rank}; at most {MAX_RANK} is taken" if content.rank > MAX_RANK else ""
+
+
+def _header_problem(path: Path) -> str:
+    """Refuse a header that would take seconds to read, while everybody waits; "" where it is of a usual size."""
+    try:
+        with path.open("rb") as file:
+            num_bytes = int.from_bytes(file.read(8), "little")
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    is_long = MAX_HEADER_BYTES < num_bytes <= path.stat().st_size
+    return f"has a header of {num_bytes:,} bytes; at most {MAX_HEADER_BYTES:,} are taken" if is_long else ""
 
 
 def _is_file(path: Path) -> bool:

@@ -197,7 +197,7 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence_and_nobody_else_is_touc
     for tags, said in {
         ("nowhere",): "there is no LoRA 'nowhere'; there are attention, everything",
         ("xl",): "LoRA 'xl' cannot be used: tensor ",
-        ("torn",): "their ranks differ",
+        ("torn",): "their ranks must be equal",
         ("turned",): "is OFT",
         ("face",): "LoRA 'face' cannot be used: face.safetensors holds an IP-Adapter",
         ("cut",): "is not a complete safetensors file",

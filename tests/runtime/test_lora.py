@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffserve.engine import Engine
-from diffserve.errors import DiffserveError
+from diffserve.errors import DiffserveError, ModelLoadError
+from diffserve.lora_layers import InvalidLoRAError, read_layers
+from diffserve.loras import lora_problem
 from diffserve.runtime import DiffusionModel, load_model
 from diffserve.runtime.loading.library_imports import hushed, import_quietly
 from diffserve.runtime.loading.lora import LoRAFile
@@ -229,7 +231,7 @@ def test_an_adapter_without_its_lora_names_the_file(make_adapter: MakeAdapter) -
     ("change", "message"),
     [
         ({"unet.nowhere.lora_A.weight": (4, 8), "unet.nowhere.lora_B.weight": (8, 4)}, "there is no such layer"),
-        ({f"unet.{ATTENTION}.lora_A.weight": (3, 32)}, "their ranks differ"),
+        ({f"unet.{ATTENTION}.lora_A.weight": (3, 32)}, "their ranks must be equal"),
         ({f"unet.{ATTENTION}.lora_A.weight": (4, 31)}, "do not fit a weight [32, 32]"),
         ({f"unet.{KERNEL}.lora_B.weight": (31, 4, 1, 1)}, "do not fit a weight"),
         ({"unet.conv_norm_out.lora_A.weight": (4, 1), "unet.conv_norm_out.lora_B.weight": (32, 4)}, "neither matrix"),
@@ -253,6 +255,40 @@ def test_a_lora_that_does_not_fit_is_refused_with_its_tensor(
     path = make_adapter(tensors)
     assert message in message_of(path)
     assert str(path / LORA) in message_of(path)
+
+
+def test_files_that_would_take_seconds_to_read_are_refused_by_their_size(tmp_path: Path) -> None:
+    pair = {"lora_unet_conv_in.lora_down.weight": (1, 4), "lora_unet_conv_in.lora_up.weight": (4, 1)}
+    with pytest.raises(InvalidLoRAError, match="holds 20,002 tensors; at most 20,000 are taken"):
+        read_layers(pair | {f"lora_unet_{number}.diff": (1,) for number in range(20_000)}, {})
+    with pytest.raises(InvalidLoRAError, match="name has 1,015 characters; at most 500"):
+        read_layers(pair | {f"lora_unet_{'x' * 1000}.diff": (1,)}, {})
+    long = tmp_path / "long.safetensors"
+    long.write_bytes((9 << 20).to_bytes(8, "little") + b" " * (9 << 20))
+    assert lora_problem(long) == "has a header of 9,437,184 bytes; at most 8,388,608 are taken"
+
+
+@pytest.mark.parametrize("part", ["diff", "diff_b"])
+def test_a_change_that_is_not_finite_is_refused_when_it_is_merged(make_adapter: MakeAdapter, part: str) -> None:
+    tensors = {"lora_unet_conv_in.diff": torch.zeros(32, 4, 3, 3), "lora_unet_conv_in.diff_b": torch.zeros(32)}
+    tensors[f"lora_unet_conv_in.{part}"].view(-1)[3] = torch.nan
+    with pytest.raises(
+        ModelLoadError, match=r"change by 'lora_unet_conv_in\.diff.*' holds numbers that are not finite"
+    ):
+        load(make_adapter(tensors))
+
+
+def test_magnitudes_under_two_names_are_refused() -> None:
+    name = "down_blocks.0.attentions.0.proj_in"
+    pair: dict[str, tuple[int, ...]] = {f"unet.{name}.lora_A.weight": (1, 4), f"unet.{name}.lora_B.weight": (4, 1)}
+    twice: dict[str, tuple[int, ...]] = {
+        f"lora_unet_{name.replace('.', '_')}.dora_scale": (4, 1),
+        f"unet.{name}.lora_magnitude_vector": (4,),
+    }
+    with pytest.raises(
+        InvalidLoRAError, match=r"changes one layer twice, by .*dora_scale.* and .*lora_magnitude_vector"
+    ):
+        read_layers(pair | twice, {})
 
 
 def test_dora_without_its_magnitudes_is_refused(make_adapter: MakeAdapter) -> None:

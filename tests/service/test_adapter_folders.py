@@ -152,7 +152,7 @@ REFUSED_LORAS = {
     "bad/transformer": "not named as a LoRA of a UNet or text encoder ('transformer.x.lora_A.weight')",
     "bad/huge": "it has rank 300; at most 256 is taken.",
     "bad/alphas": "it is damaged: 'lora_unet_mid_block_attentions_0_proj_in.alpha' is [2], not one number.",
-    "bad/ranks": "their ranks differ",
+    "bad/ranks": "their ranks must be equal",
     "bad/half": "which has no partner",
     "bad/twice": "it changes one layer twice",
     "bad/magnitude": "which has no partner",

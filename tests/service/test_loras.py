@@ -85,7 +85,7 @@ def test_what_the_model_cannot_take_is_refused_in_one_sentence_and_a_neighbour_i
             server.wait_for_requests(1)
             for prompt, param, said in (
                 ("a cat <lora:xl>", "loras", "this adapter was made for another base"),
-                ("a cat <lora:torn>", "loras", "their ranks differ"),
+                ("a cat <lora:torn>", "loras", "their ranks must be equal"),
                 ("a cat <lora:face>", "loras", "holds an IP-Adapter"),
                 ("a wide cat", "prompt", "wide.safetensors is 1024 numbers wide, this model reads 64"),
             ):

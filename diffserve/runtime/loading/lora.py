@@ -207,10 +207,19 @@ class LoRAFile:
         weight = read().float()
         delta = self.read_deltas(change, weight.shape, lambda: weight).weight
         assert delta is not None
-        return weight + delta
+        return weight + self._finite(delta, change)
 
     def _read_merged_bias(self, change: LayerChange, read: Callable[[], torch.Tensor]) -> torch.Tensor:
-        return read().float() + self.checkpoint.read(change.bias_delta).float()
+        return read().float() + self._finite(self.checkpoint.read(change.bias_delta).float(), change)
+
+    def _finite(self, delta: torch.Tensor, change: LayerChange) -> torch.Tensor:
+        """Return ``delta``. Raises ModelLoadError where it holds a number that is not finite."""
+        if not bool(torch.isfinite(delta).all()):
+            raise ModelLoadError(
+                f"{self.checkpoint.where()}: the change by {change.first_tensor!r} holds numbers that are not finite; "
+                "the file is damaged."
+            )
+        return delta
 
     def _scale(self, change: LayerChange) -> float:
         """Return alpha / rank of a pair or of a LoKr; 1 for a LoKr whose factors are both whole, as LyCORIS has it."""
