@@ -25,6 +25,7 @@ from PIL.Image import Image
 import schedulers
 from benchmarks.gpu.embedded_row import save_controlnet
 from diffserve import DiffusionParams, Engine, GenerationRequest, Picture
+from diffserve.config import EngineConfig
 from diffserve.controlnets import Control
 from diffserve.loras import Lora
 from diffserve.settings import load_settings
@@ -34,6 +35,8 @@ MODELS = ("embedded", "embedded-turbo")
 PROMPT = "a fox next to a cactus on the beach"
 NUM_STEPS = 4
 CONTROLNET = "edges"
+PLAIN = EngineConfig(compile="off")
+"""Packages in the cache folder round otherwise, and other programs make them."""
 
 
 def asked() -> dict[str, DiffusionParams]:
@@ -96,11 +99,11 @@ def further(image: Picture) -> dict[str, GenerationRequest]:
 def further_digests(folder: Path) -> dict[str, str]:
     """Return the digests of the images of ``further`` by label. A random ControlNet is written to ``folder``."""
     profile = load_settings(model="embedded", env={}).model
-    plain = Engine.from_pretrained("embedded")
+    plain = Engine.from_pretrained("embedded", config=PLAIN)
     save_controlnet(plain.model.unet.network, folder / CONTROLNET)
     first = plain.generate(GenerationRequest(prompt=PROMPT, seed=19, diffusion=DiffusionParams(num_steps=NUM_STEPS)))
     profile = msgspec.structs.replace(profile, controlnet_dir=str(folder), refiner=str(EMBEDDED_DIRECTORY))
-    engine = Engine.from_pretrained("embedded", profile=profile)
+    engine = Engine.from_pretrained("embedded", profile=profile, config=PLAIN)
     requests = further(first[0].picture)
     results = engine.generate(list(requests.values()))
     labels = [label for label, request in requests.items() for _ in range(request.num_images)]
@@ -110,7 +113,7 @@ def further_digests(folder: Path) -> dict[str, str]:
 
 def digests(model: str) -> dict[str, str]:
     """Label -> digest of what ``model`` paints: each request of one batch, then variations of the first picture."""
-    engine = Engine.from_pretrained(model)
+    engine = Engine.from_pretrained(model, config=PLAIN)
     wanted = asked()
     requests = [GenerationRequest(prompt=PROMPT, seed=19, diffusion=params) for params in wanted.values()]
     results = engine.generate(requests)
