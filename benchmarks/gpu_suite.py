@@ -25,7 +25,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpu.report import TABLE, Report
 from benchmarks.gpu.run import ROOT, run_rows, say
-from benchmarks.gpu.schedule import JOBS, QUICK_JOBS, SCHEDULE, Row, choose_rows, planned_starts
+from benchmarks.gpu.schedule import (
+    JOBS,
+    LENGTH_S,
+    QUICK_JOBS,
+    SCHEDULE,
+    Row,
+    choose_jobs,
+    choose_rows,
+    planned_starts,
+)
 from benchmarks.gpu.table import goals, table
 
 HAD_ERRORS = 1
@@ -55,19 +64,18 @@ def main(
     device: Annotated[str, typer.Option(help="cuda, cuda:1, or cpu for a dry run.")] = "cuda",
     quick: Annotated[bool, typer.Option("--quick", help="Tiny models, few rows, few steps: does it run?")] = False,
     rows: Annotated[str, typer.Option(help=f"Of {', '.join(row.name for row in SCHEDULE)}; the first always.")] = "",
+    jobs: Annotated[str, typer.Option(help=f"Of {', '.join(job.name for job in JOBS)}.")] = "",
+    length_s: Annotated[float, typer.Option(help="Seconds that the rows have together.")] = LENGTH_S,
 ) -> None:
     """Run the schedule and print the table. Exit code 1: something failed; 2: the first row did; 3: there is no GPU."""
     try:
-        selected = choose_rows(rows)
+        selected, chosen_jobs = choose_rows(rows), QUICK_JOBS if quick else choose_jobs(jobs)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    needed = {name for row in selected for name in row.needs}
-    needed |= {job.after for job in JOBS if job.name in needed}
-    jobs = QUICK_JOBS if quick else tuple(job for job in JOBS if job.name in needed)
     report = Report(out, document_head(selected, device, quick=quick))
     with tempfile.TemporaryDirectory(prefix="gpu-suite-") as work:
-        options = {"device": device, "quick": quick, "out": str(out.resolve()), "work": work}
-        code = run_rows(selected, jobs, options, report)
+        options = {"device": device, "quick": quick, "out": str(out.resolve()), "work": work, "length_s": length_s}
+        code = run_rows(selected, chosen_jobs, options, report)
     report.document["goals"] = [goal._asdict() | {"verdict": goal.verdict} for goal in goals(report.document)]
     report.document["num_problems"] = report.num_errors
     report.document["wall_s"] = round(report.now_s, 1)

@@ -42,6 +42,8 @@ CPU_ONLY: Final = {
     "int8_static": "multiplies in int8 with kernels of a CPU",
     "runtime/language/test_runner.py::test_calls_of_all_lengths": "only a CPU's calls are padded to few lengths",
     "runtime/test_device_map.py": "spreads a model over simulated devices of its own",
+    "runtime/test_gated_layers.py::test_two_products": "a GPU's model has such layers already",
+    "runtime/test_gated_layers.py::test_compilers_see": "a GPU's model has such layers already",
     "runtime/test_lean_imports.py": "starts commands on the CPU",
     "runtime/test_offload.py": "compares offloading to main memory and disk on a CPU",
     "runtime/test_precision.py": "is about the arithmetic of a CPU",

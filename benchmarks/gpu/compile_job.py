@@ -14,9 +14,8 @@ import torch
 
 from benchmarks.arms import PipelineArm
 from benchmarks.gpu.drawn_models import load_drawn, pipeline_on
-from benchmarks.gpu.package_variants import outcomes
 from benchmarks.gpu.peer_row import equal_requests
-from benchmarks.gpu.worker import MODELS, QUICK_MODELS, numbered_device
+from benchmarks.gpu.worker import MEMORY_FORMAT, MODELS, QUICK_MODELS, numbered_device
 from diffserve.config import EngineConfig
 from diffserve.disk_cache import DiskCache
 from diffserve.engine.image.compiling import CompileError, CompilerProcess, compile_group, order_for
@@ -42,14 +41,10 @@ class CompileJob:
         self.cache = DiskCache(self.work / "cache")
 
     def load(self) -> DiffusionModel:
-        """The model, its weights stored in the memory format that engines use; measured now if that is not known."""
+        """The model, its weights stored in the memory format of the run's engines."""
         model = load_drawn(self.name, self.work, self.device, self.dtype)
-        set_memory_format(model, "auto", self.cache)
+        set_memory_format(model, MEMORY_FORMAT, self.cache)
         return model
-
-    def measure_format(self) -> str:
-        """Measure the memory format and store it in the cache."""
-        return self.load().unet.memory_format
 
     def make_package(self) -> str:
         """Compile calls of the native size: on a GPU as an engine does it, in a process without the weights."""
@@ -91,12 +86,8 @@ def main() -> None:
     if hasattr(os, "nice"):
         os.nice(LOWEST_PRIORITY)
     order: dict[str, Any] = json.loads(sys.argv[1])
-    if order["kind"] == "variants":
-        print(json.dumps(outcomes(str(numbered_device(order["device"]))), indent=1))
-        return
     job = CompileJob(order)
     work = {
-        "format": job.measure_format,
         "package": job.make_package,
         "decoder": job.make_decoder,
         "peer": job.fill_caches,

@@ -69,32 +69,6 @@ def _call_arms(bench: Bench, model: DiffusionModel, num_rows: int) -> dict[str, 
     return compare_calls(arms, num_rows, repeats=_repeats(bench)) | {"left_out": left_out}
 
 
-def sdxl_calls(bench: Bench) -> None:
-    """Cost curve of paged calls, the layouts of weights, recorded calls, and the profile of a step."""
-    model = _load(bench, "sdxl")
-    most_rows = _rows(bench, MOST_ROWS)
-    bench.point("curve", lambda: cost_curve(bench, model, most_rows=most_rows, repeats=_repeats(bench)), needs_s=20)
-    sizes = (1, 2) if bench.quick else (2, 16)
-    bench.point("layouts", lambda: compare_layouts(bench, model, sizes, repeats=_repeats(bench)), needs_s=10)
-    places = (2,) if bench.quick else (2, 4, 8, 16)
-    bench.point("places", lambda: compare_places(bench, model, places), needs_s=5)
-    bench.point("profile", lambda: profile_step(bench, model, sizes[-1]), needs_s=8)
-    bench.point("profile-2", lambda: profile_step(bench, model, 2), needs_s=5)
-
-
-def sdxl_images(bench: Bench) -> None:
-    """A mixed batch of 16 images of 20 guided steps: eager, recorded, deterministic; latency under load; the VAE."""
-    model = bench.model("sdxl")
-    bench.point("eager", lambda: _offline(bench, model, 16, cuda_graphs=False), needs_s=20)
-    recorded = bench.point("graphs", lambda: _offline(bench, model, 16, cuda_graphs=True), needs_s=18)
-    bench.point("vae", lambda: compare_decoders(bench, model, (1, 4)), needs_s=6)
-    if recorded is not None:
-        rate_per_s = float(recorded["images_per_s"])
-        bench.point("latency", partial(_latency, bench, model, 14, rate_per_s, cuda_graphs=True), needs_s=22)
-    bench.point("deterministic", lambda: _offline(bench, model, 8, deterministic=True, cuda_graphs=True), needs_s=18)
-    bench.point("vae-tiles", lambda: compare_tiles(bench, model), needs_s=5)
-
-
 def _latency(bench: Bench, model: DiffusionModel, count: int, rate_per_s: float, **config: Any) -> dict[str, Any]:
     engine = bench.engine(model, **config)
     requests = mixed_requests(engine, _count(bench, count), quick=bench.quick)
@@ -104,36 +78,60 @@ def _latency(bench: Bench, model: DiffusionModel, count: int, rate_per_s: float,
 
 
 def sdxl_compiled(bench: Bench) -> None:
-    """Compiled calls of 2 and 16 rows, alone and recorded, against the plain network; and mixed batches with them."""
-    model = bench.model("sdxl")
-    for num_rows in (2,) if bench.quick else (16, 2):
-        bench.point(f"calls-{num_rows}", partial(_call_arms, bench, model, num_rows), needs_s=12)
+    """Compiled calls of 16 rows, alone and recorded, against the plain network; images and latency with them."""
+    model = _load(bench, "sdxl")
+    num_rows = 2 if bench.quick else 16
+    bench.point(f"calls-{num_rows}", partial(_call_arms, bench, model, num_rows), needs_s=8)
     settings: dict[str, Any] = {"compile": "warm", "cuda_graphs": True}
-    bench.point("images", lambda: _offline(bench, model, 16, **settings), needs_s=16)
-    bench.point("throughput", lambda: _offline(bench, model, 16, policy="throughput", **settings), needs_s=14)
-
-
-def sdxl_float8(bench: Bench) -> None:
-    """Calls of 2, 8 and 16 rows and a mixed batch in float8, eager, recorded and compiled; a dry run has no float8."""
-    model = _load(bench, "sdxl", None if bench.quick else FLOAT8)
-    for num_rows in (2,) if bench.quick else (16, 2, 8):
-        bench.point(f"calls-{num_rows}", partial(_call_arms, bench, model, num_rows), needs_s=8)
-    bench.point("images", lambda: _offline(bench, model, 16, compile="warm", cuda_graphs=True), needs_s=18)
+    figures = bench.point("images", lambda: _offline(bench, model, 16, **settings), needs_s=16)
+    bench.point("throughput", lambda: _offline(bench, model, 16, policy="throughput", **settings), needs_s=15)
+    if figures is not None:
+        rate_per_s = float(figures["images_per_s"])
+        bench.point("latency", partial(_latency, bench, model, 14, rate_per_s, **settings), needs_s=18)
 
 
 def sd15(bench: Bench) -> None:
-    """Cost curve, calls of 2 and 16 rows, mixed batches eager, recorded and compiled, latency, and the profile."""
+    """Calls of 16 rows, mixed batches compiled, recorded, eager and deterministic, the profile, and bytes."""
     model = _load(bench, "sd15")
-    most_rows = _rows(bench, MOST_ROWS)
-    bench.point("curve", lambda: cost_curve(bench, model, most_rows=most_rows, repeats=_repeats(bench)), needs_s=4)
-    for num_rows in (2,) if bench.quick else (16, 2):
-        bench.point(f"calls-{num_rows}", partial(_call_arms, bench, model, num_rows), needs_s=3)
-    bench.point("eager", lambda: _offline(bench, model, 32, cuda_graphs=False), needs_s=10)
-    bench.point("graphs", lambda: _offline(bench, model, 32, cuda_graphs=True), needs_s=8)
-    bench.point("compiled", lambda: _offline(bench, model, 32, compile="warm", cuda_graphs=True), needs_s=8)
+    num_rows = _rows(bench, 16)
+    bench.point(f"calls-{num_rows}", partial(_call_arms, bench, model, num_rows), needs_s=3)
+    bench.point("compiled", lambda: _offline(bench, model, 32, compile="warm", cuda_graphs=True), needs_s=7)
+    bench.point("graphs", lambda: _offline(bench, model, 32, cuda_graphs=True), needs_s=7)
+    bench.point("profile", lambda: profile_step(bench, model, num_rows), needs_s=3)
+    bench.point("eager", lambda: _offline(bench, model, 32, cuda_graphs=False), needs_s=8)
+    bench.point("layouts", lambda: compare_layouts(bench, model, (num_rows,), repeats=_repeats(bench)), needs_s=2)
     bench.point("deterministic", lambda: _offline(bench, model, 32, deterministic=True, cuda_graphs=True), needs_s=8)
     bench.point("invariance", lambda: _invariance(bench, model), needs_s=6)
-    bench.point("profile", lambda: profile_step(bench, model, _rows(bench, 16)), needs_s=3)
+
+
+def sdxl_float8(bench: Bench) -> None:
+    """Calls of 16 rows and a mixed batch in float8, eager, recorded and compiled; a dry run has no float8."""
+    model = _load(bench, "sdxl", None if bench.quick else FLOAT8)
+    num_rows = _rows(bench, 16)
+    bench.point(f"calls-{num_rows}", partial(_call_arms, bench, model, num_rows), needs_s=8)
+    bench.point("images", lambda: _offline(bench, model, 16, compile="warm", cuda_graphs=True), needs_s=16)
+
+
+def sdxl_images(bench: Bench) -> None:
+    """A mixed batch of 16 images of 20 guided steps: eager, recorded, deterministic; and the VAE."""
+    model = _load(bench, "sdxl")
+    bench.point("graphs", lambda: _offline(bench, model, 16, cuda_graphs=True), needs_s=18)
+    bench.point("deterministic", lambda: _offline(bench, model, 8, deterministic=True, cuda_graphs=True), needs_s=15)
+    bench.point("vae", lambda: compare_decoders(bench, model, (1, 4)), needs_s=6)
+    bench.point("eager", lambda: _offline(bench, model, 16, cuda_graphs=False), needs_s=18)
+    bench.point("vae-tiles", lambda: compare_tiles(bench, model), needs_s=10)
+
+
+def sdxl_calls(bench: Bench) -> None:
+    """Whether a row's place matters, the layouts of weights, the profile of a step, and the cost curve."""
+    model = _load(bench, "sdxl")
+    sizes = (1, 2) if bench.quick else (2, 16)
+    places = (2,) if bench.quick else (2, 4, 8, 16)
+    bench.point("places", lambda: compare_places(bench, model, places), needs_s=5)
+    bench.point("profile", lambda: profile_step(bench, model, sizes[-1]), needs_s=4)
+    bench.point("layouts", lambda: compare_layouts(bench, model, sizes, repeats=_repeats(bench)), needs_s=5)
+    most_rows = _rows(bench, MOST_ROWS)
+    bench.point("curve", lambda: cost_curve(bench, model, most_rows=most_rows, repeats=_repeats(bench)), needs_s=15)
 
 
 def _invariance(bench: Bench, model: DiffusionModel) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.gpu.report import MOST_ERROR_CHARS, Report, shorten_output
-from benchmarks.gpu.schedule import LENGTH_S, MOST_JOBS, QUICK_PATIENCE, START, Job, Row, next_row, seconds_of
+from benchmarks.gpu.schedule import MOST_JOBS, QUICK_PATIENCE, START, Job, Row, next_row, seconds_of
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 POLL_S: Final = 0.25
@@ -137,8 +137,7 @@ class CompileJobs:
                 del self._running[name]
                 end_group(process)
                 self._note(name, started_s, process.returncode, log)
-        ready = [job for job in self._waiting if job.after not in self.unfinished]
-        for job in ready[: MOST_JOBS - len(self._running)]:
+        for job in self._waiting[: MOST_JOBS - len(self._running)]:
             self._waiting.remove(job)
             self._start(job)
 
@@ -170,10 +169,10 @@ class CompileJobs:
         self._report.write()
         say(f"{self._report.now_s:7.1f} s  compile job {name} ended with {code} after {entry['wall_s']} s")
 
-    def wait(self, names: Sequence[str], seconds: float) -> None:
-        """Wait until the jobs ``names`` have ended, for at most ``seconds``."""
+    def wait(self, seconds: float) -> None:
+        """Wait until all jobs have ended, for at most ``seconds``."""
         until_s = self._report.now_s + seconds
-        while self.unfinished.intersection(names) and self._report.now_s < until_s:
+        while self.unfinished and self._report.now_s < until_s:
             self.poll()
             time.sleep(POLL_S)
 
@@ -193,18 +192,22 @@ def run_rows(rows: Sequence[Row], jobs: Sequence[Job], options: dict[str, Any], 
     compiling = CompileJobs(jobs, options, report)
     try:
         while pending:
-            row = next_row(pending, compiling.unfinished)
             patience = QUICK_PATIENCE if options["quick"] else 1.0
-            length_s = patience * LENGTH_S
-            compiling.wait(row.needs, length_s - patience * seconds_of(pending) - report.now_s)
+            length_s = patience * options["length_s"]
+            row = next_row(pending, compiling.unfinished)
+            if row is None:
+                compiling.wait(length_s - patience * seconds_of(pending) - report.now_s)
+                row = next_row(pending, compiling.unfinished, is_patient=False) or pending[0]
             pending.remove(row)
             left_s = length_s - patience * seconds_of(pending) - report.now_s
             seconds = max(min(left_s, MOST_OF_BUDGET * patience * row.seconds), row.most_s)
             workers = workers or [Worker(options)]
             entry = report.begin_row(row.name)
+            if row.quiet and compiling.unfinished:
+                entry["beside"] = sorted(compiling.unfinished)
             say(f"{report.now_s:7.1f} s  {row.name}: {row.what} ({seconds:.0f} s)")
             workers[0].begin(row, seconds)
-            code = _follow(workers[0], entry, seconds, report, compiling if row.name != START else None)
+            code = _follow(workers[0], entry, seconds, report, compiling)
             say(f"{report.now_s:7.1f} s  {row.name}: {entry['state']}")
             if entry["state"] == "abandoned":
                 workers.pop(0).close()
@@ -220,13 +223,12 @@ def run_rows(rows: Sequence[Row], jobs: Sequence[Job], options: dict[str, Any], 
 
 
 def _follow(
-    worker: Worker, entry: dict[str, Any], seconds: float, report: Report, compiling: CompileJobs | None
+    worker: Worker, entry: dict[str, Any], seconds: float, report: Report, compiling: CompileJobs
 ) -> int:
     """Take the messages of a row until it ends or has had its ``seconds``. Returns an exit code that ends the run."""
     until_s = time.monotonic() + seconds
     while True:
-        if compiling is not None:
-            compiling.poll()
+        compiling.poll()
         try:
             message = worker.message(min(POLL_S, until_s - time.monotonic()))
         except queue.Empty:

@@ -15,8 +15,9 @@ class Row(NamedTuple):
     seconds  its budget
     most_s   how long it may take before it is abandoned, where that is more than what is left of its budget
     place    "module:function"; the function takes a ``worker.Bench``
-    needs    compile jobs that should have ended before it begins, for its code or for a quiet machine; other rows go
-             first, and what the schedule has to spare is spent on waiting
+    needs    compile jobs whose results it measures
+    quiet    whether compile jobs would disturb it: other rows go first, and what the schedule has to spare is spent on
+             waiting until they have ended
     """
 
     name: str
@@ -24,6 +25,7 @@ class Row(NamedTuple):
     what: str
     place: str
     needs: tuple[str, ...] = ()
+    quiet: bool = False
     most_s: float = 0.0
 
 
@@ -31,9 +33,7 @@ class Job(NamedTuple):
     """Something to compile in a process of its own while rows run: ``model`` in ``dtype`` for calls of ``num_rows``.
 
     kind   "package": a package of UNet calls; "decoder": one of the VAE's decoder; "peer": the caches of
-           ``torch.compile`` for diffusers' network; "format": not compiled, but the memory format is measured that the
-           others compile for; "variants": which ways of opening a package work, with a small network
-    after  the job that has to end before
+           ``torch.compile`` for diffusers' network
     """
 
     name: str
@@ -41,16 +41,11 @@ class Job(NamedTuple):
     model: str
     dtype: str
     num_rows: int
-    after: str = ""
 
 
 START: Final = "start"
 HERE: Final = "benchmarks.gpu"
 NETWORK: Final = f"{HERE}.network_rows"
-COMPILED: Final = (
-    *("sdxl-16", "sdxl-2", "sdxl-decoder", "sdxl-float8-16", "sd15-16", "diffusers-16"),
-    "package-variants",
-)
 SCHEDULE: Final = (
     Row(
         START,
@@ -68,55 +63,37 @@ SCHEDULE: Final = (
     ),
     Row("server", 40, "HTTP server: 32 clients, cancel, engine killed and back", f"{HERE}.server_row:run"),
     Row(
-        "sdxl",
-        40,
-        "SDXL bf16: cost curve, layouts, profile of a step",
-        f"{NETWORK}:sdxl_calls",
-        needs=COMPILED,
-    ),
-    Row(
-        "sdxl-images",
-        80,
-        "16 images of 20 steps: eager, graphs, deterministic, VAE",
-        f"{NETWORK}:sdxl_images",
-        needs=COMPILED,
-    ),
-    Row(
         "sdxl-compiled",
-        50,
-        "compiled calls, with and without graphs, and their exactness",
+        65,
+        "SDXL by compiled calls, with and without graphs: exactness, images, latency",
         f"{NETWORK}:sdxl_compiled",
-        needs=COMPILED,
+        needs=("sdxl-16",),
+        quiet=True,
     ),
-    Row("sdxl-float8", 45, "float8: calls and images", f"{NETWORK}:sdxl_float8", needs=COMPILED),
+    Row("sd15", 35, "SD 1.5 bf16: graphs, compiled, images", f"{NETWORK}:sd15", needs=("sd15-16",), quiet=True),
     Row(
-        "diffusers",
-        55,
-        "diffusers on the same weights: serial, batches of 8",
-        f"{HERE}.peer_row:run",
-        needs=COMPILED,
+        "sdxl-float8", 30, "float8: calls and images", f"{NETWORK}:sdxl_float8", needs=("sdxl-float8-16",), quiet=True
     ),
-    Row("sd15", 45, "SD 1.5 bf16: cost curve, graphs, compiled, images", f"{NETWORK}:sd15", needs=COMPILED),
-)
+    Row("sdxl-images", 45, "16 images of 20 steps: eager, deterministic, VAE", f"{NETWORK}:sdxl_images", quiet=True),
+    Row("sdxl", 25, "SDXL bf16: layouts, profile of a step, cost curve", f"{NETWORK}:sdxl_calls", quiet=True),
+    Row("diffusers", 55, "diffusers on the same weights: serial, batches of 8", f"{HERE}.peer_row:run",
+        needs=("diffusers-16",), quiet=True),
+)  # fmt: skip
 LENGTH_S: Final = 580.0
 """Seconds that all rows have together; what their budgets leave over is time to wait for compile jobs."""
 
-FORMAT: Final = "sdxl-format"
 JOBS: Final = (
-    Job(FORMAT, "format", "sdxl", "bfloat16", 0),
+    Job("sdxl-16", "package", "sdxl", "bfloat16", 16),
     Job("sdxl-float8-16", "package", "sdxl", "float8", 16),
-    Job("sdxl-16", "package", "sdxl", "bfloat16", 16, after=FORMAT),
-    Job("sdxl-2", "package", "sdxl", "bfloat16", 2, after=FORMAT),
     Job("sd15-16", "package", "sd15", "bfloat16", 16),
-    Job("diffusers-16", "peer", "sdxl", "bfloat16", 16, after=FORMAT),
+    Job("diffusers-16", "peer", "sdxl", "bfloat16", 16),
     Job("sdxl-decoder", "decoder", "sdxl", "bfloat16", 1),
-    Job("package-variants", "variants", "", "", 0),
 )
 QUICK_JOBS: Final = (Job("sdxl-2", "package", "sdxl", "float32", 2),)
 QUICK_PATIENCE: Final = 12.0
 """A dry run has so many times the seconds of the schedule: its machine may be slow, and busy with something else."""
 
-MOST_JOBS: Final = 7
+MOST_JOBS: Final = 5
 """Compile jobs that run at once."""
 
 
@@ -139,15 +116,29 @@ def choose_rows(names: str) -> tuple[Row, ...]:
 
     Raises ValueError for a name that is not a row.
     """
-    if not names:
-        return SCHEDULE
-    wanted_names = names.split(",")
-    if unknown := [name for name in wanted_names if name not in planned_starts(SCHEDULE)]:
-        choices = ", ".join(row.name for row in SCHEDULE)
-        raise ValueError(f"there is no row {', '.join(unknown)}; choose from {choices}.")
-    return tuple(row for row in SCHEDULE if row.name == START or row.name in wanted_names)
+    chosen = _chosen(names, [row.name for row in SCHEDULE], "row")
+    return tuple(row for row in SCHEDULE if row.name == START or row.name in chosen)
 
 
-def next_row(pending: Sequence[Row], unfinished: set[str]) -> Row:
-    """The first of ``pending`` that waits for none of the ``unfinished`` jobs, or else the first."""
-    return next((row for row in pending if not unfinished.intersection(row.needs)), pending[0])
+def choose_jobs(names: str) -> tuple[Job, ...]:
+    """The jobs called ``names``, with commas; all of them for "". Raises ValueError for a name that is not a job."""
+    chosen = _chosen(names, [job.name for job in JOBS], "job")
+    return tuple(job for job in JOBS if job.name in chosen)
+
+
+def _chosen(names: str, choices: Sequence[str], what: str) -> Sequence[str]:
+    wanted_names = names.split(",") if names else choices
+    if unknown := [name for name in wanted_names if name not in choices]:
+        raise ValueError(f"there is no {what} {', '.join(unknown)}; choose from {', '.join(choices)}.")
+    return wanted_names
+
+
+def next_row(pending: Sequence[Row], unfinished: set[str], *, is_patient: bool = True) -> Row | None:
+    """The first of ``pending`` that waits for none of the ``unfinished`` jobs, or ``None``.
+
+    ``is_patient``: rows that need a quiet machine wait for all jobs, and not only for those that they need.
+    """
+    for row in pending:
+        if not unfinished.intersection(row.needs) and not (is_patient and row.quiet and unfinished):
+            return row
+    return None

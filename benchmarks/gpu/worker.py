@@ -24,6 +24,10 @@ from diffserve.runtime import DiffusionModel
 from diffserve.runtime.device_health import is_sticky
 from diffserve.runtime.unet.memory_format import set_memory_format
 
+MEMORY_FORMAT: Final = "contiguous"
+"""Of the UNets' convolutions, so that packages are compiled for the format that engines use. An engine would measure it
+when it starts; the point "layouts" measures both."""
+
 QUICK_ROWS: Final = 4
 """Rows of a call in a dry run: more would be measured first."""
 
@@ -136,12 +140,13 @@ class Bench:
         return self._models[key]
 
     def as_served(self, model: DiffusionModel) -> None:
-        """Store the weights of ``model`` as an engine does that promises no bytes; engines that do change it."""
-        set_memory_format(model, "auto", DiskCache(self.work / "cache"))
+        """Store the weights of ``model`` in the memory format of the run's engines."""
+        set_memory_format(model, MEMORY_FORMAT, DiskCache(self.work / "cache"))
 
     def engine(self, model: DiffusionModel, **config: Any) -> Engine:
         """A new engine on ``model`` which knows the costs of its calls; packages and costs are kept in ``work``."""
-        settings = {"compile": "off", "cuda_graphs": False, "deterministic": False, **config}
+        settings = {"compile": "off", "cuda_graphs": False, "deterministic": False, "memory_format": MEMORY_FORMAT}
+        settings |= config
         settings |= {"max_rows": QUICK_ROWS} if self.quick else {}
         cache_dir = str(self.work / "cache")
         engine = Engine(model, EngineConfig(max_waiting=4096, trace_ticks=4096, cache_dir=cache_dir, **settings))

@@ -149,7 +149,7 @@ class LoRAFile:
             w2 = torch.einsum("pqyx,po,qi->oiyx", parts["t2"], parts["w2_a"], parts["w2_b"])
         else:
             w2 = parts["w2_a"] @ parts["w2_b"].flatten(1)
-        return torch.kron(w1, w2.flatten(1))
+        return torch.kron(w1, w2.flatten(1).contiguous())  # strided factors fail on CUDA
 
     def _with_magnitudes(self, change: LayerChange, weight: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
         """Return the difference to ``weight`` of ``weight + delta`` with the magnitudes of a DoRA."""

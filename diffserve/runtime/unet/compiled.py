@@ -44,7 +44,7 @@ from diffserve.runtime.precision import (
 )
 from diffserve.runtime.unet.call import Kind, UNetArguments, conditions
 from diffserve.runtime.unet.cross_attention import KeysValues, Pair
-from diffserve.runtime.unet.inductor import WEIGHTS_AT_LOAD, WEIGHTS_IN_PACKAGE, known_options, missing_tools
+from diffserve.runtime.unet.inductor import WEIGHTS_AT_LOAD, WEIGHTS_IN_PACKAGE, compile_package, missing_tools
 from diffserve.runtime.unet.openvino_package import (
     BF16_UNITS,
     SUFFIX,
@@ -219,14 +219,10 @@ class Packages:
         return self._converted[1]
 
     def _compile_by_inductor(self, call: UNetArguments, part: Path) -> None:
-        from torch._inductor import aoti_compile_and_package
-        from torch._inductor.utils import fresh_cache
-
-        options = known_options() | (WEIGHTS_IN_PACKAGE if self.is_baked else WEIGHTS_AT_LOAD)
-        with torch.no_grad(), fresh_cache(dir=str(part.parent), delete=False):
-            tensors = tuple(tensor.contiguous() for tensor in call.tensors)
-            program = torch.export.export(FlatUNet(self._network, call).eval(), tensors)
-            aoti_compile_and_package(program, package_path=str(part), inductor_configs=options)
+        with torch.no_grad():
+            tensors = [tensor.contiguous() for tensor in call.tensors]
+        options = WEIGHTS_IN_PACKAGE if self.is_baked else WEIGHTS_AT_LOAD
+        compile_package(FlatUNet(self._network, call), tensors, part, options)
 
     def _call_once(self, path: Path, call: UNetArguments) -> None:
         """Make ``call`` by the package at ``path``: what crashes the process does so here, and not in an engine.

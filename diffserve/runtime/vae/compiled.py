@@ -23,6 +23,7 @@ from diffserve.errors import ConfigError
 from diffserve.runtime.device_health import raise_if_sticky
 from diffserve.runtime.precision import hardware_name
 from diffserve.runtime.stopwatch import least_seconds
+from diffserve.runtime.unet.inductor import WEIGHTS_AT_LOAD, compile_package
 from diffserve.runtime.unet.package import Package
 from diffserve.runtime.vae.vae import VAERunner
 
@@ -120,7 +121,7 @@ class DecoderPackages:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         part = Path(mkdtemp(dir=path.parent, prefix=".")) / "part.pt2"
         try:
-            self._compile(z, part)
+            compile_package(Decoder(self._vae.network), [z], part, WEIGHTS_AT_LOAD)
             return self._judge(z, part, path)
         finally:
             shutil.rmtree(part.parent, ignore_errors=True)
@@ -149,15 +150,6 @@ class DecoderPackages:
             f"{'used' if is_used else 'not used'}: {1e3 * package_s:.1f} ms compiled, {1e3 * network_s:.1f} ms by the "
             f"network, error {error:.2g}"
         )
-
-    def _compile(self, z: Tensor, part: Path) -> None:
-        from torch._inductor import aoti_compile_and_package
-        from torch._inductor.utils import fresh_cache
-
-        options = {"aot_inductor.package_constants_in_so": False}
-        with torch.no_grad(), fresh_cache(dir=str(part.parent), delete=False):
-            program = torch.export.export(Decoder(self._vae.network).eval(), (z,))
-            aoti_compile_and_package(program, package_path=str(part), inductor_configs=options)
 
     def _load(self, shape: tuple[int, ...]) -> Package | None:
         path = self.path(shape)
